@@ -1,0 +1,29 @@
+// Functions of floats whose result C++, the vector instructions and CUDA define differently, fixed
+// once: for formulas in CUDA and for the scalar ISA. Only the payload of a NaN is left open.
+#pragma once
+
+#include <cmath>
+
+#include "common/dtype.h"
+
+namespace dsx {
+
+// The larger one; NaN if either is NaN, as torch.maximum. Of two zeros, b.
+DSX_HOST_DEVICE inline float max(float a, float b) { return a > b || a != a ? a : b; }
+
+// The smaller one; NaN if either is NaN, as torch.minimum. Of two zeros, b.
+DSX_HOST_DEVICE inline float min(float a, float b) { return a < b || a != a ? a : b; }
+
+// Within dsx these hide the min and max of CUDA: integers must not silently become floats.
+template <class T>
+void max(T a, T b) = delete;
+template <class T>
+void min(T a, T b) = delete;
+
+// a where the mask is true, else b. Masks come from comparisons and combine with & | and !.
+DSX_HOST_DEVICE inline float select(bool mask, float a, float b) { return mask ? a : b; }
+
+// The nearest integer; the even one of two.
+DSX_HOST_DEVICE inline float round_even(float a) { return ::rintf(a); }
+
+}  // namespace dsx

@@ -1,0 +1,87 @@
+// Compiles the file DSX_KERNEL_SOURCE once per ISA, in dsx::scalar and, on x86-64, dsx::avx2 and
+// dsx::avx512; DSX_DISPATCH_ISA calls one of the copies.
+//
+// Each copy sees that ISA's `Vec`, a register of floats, and `Mask`, a truth value for each of them:
+//   Vec::size                        floats in a register
+//   Vec(value)                       the same float in every lane
+//   Vec::load(source, count)         the first `count` elements, 1 to size; other lanes are 0
+//   vec.store(target, count)         writes the first `count` lanes and nothing beyond them
+//   a + b, a - b, a * b, a / b, -a, abs(a), sqrt(a), floor(a)
+//   min(a, b), max(a, b), round_even(a), select(mask, a, b): as common/math.h says
+//   a < b, a <= b, a > b, a >= b, a == b, a != b, mask & mask, mask | mask, !mask
+//   any(mask)                        whether a lane is true, one beyond `count` perhaps
+// Memory holds float, BFloat16 or Half, at any alignment; source and target are a T* or a Pointer<T>,
+// which may be a Pointer<Any>. All ISAs give the same bits, also while the process flushes
+// subnormals to zero: that changes what arithmetic gives, never what loads and stores convert.
+//
+// Target regions, not -march flags: a flag would also let the compiler use wide instructions in
+// inline functions of the standard library, and the linker may keep that copy for CPUs that lack
+// them. For the same reason every standard header is included here, before the first region.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/math.h"
+#include "common/pointer.h"
+#include "common/simd/isa.h"
+
+namespace dsx::scalar {
+#include "common/simd/vec_scalar.inl"
+#include "common/simd/vec_derived.inl"
+#include "common/simd/for_each_vector.inl"
+#include DSX_KERNEL_SOURCE
+}  // namespace dsx::scalar
+
+#ifndef __x86_64__
+
+#define DSX_DISPATCH_ISA(isa, ...) (static_cast<void>(isa), dsx::scalar::__VA_ARGS__)
+
+#else
+
+// The value of a call of one ISA's copy: DSX_DISPATCH_ISA(isa, function(arguments)).
+#define DSX_DISPATCH_ISA(isa, ...)                         \
+  ((isa) == dsx::Isa::avx512 ? dsx::avx512::__VA_ARGS__    \
+   : (isa) == dsx::Isa::avx2 ? dsx::avx2::__VA_ARGS__      \
+                             : dsx::scalar::__VA_ARGS__)
+
+// GCC 12 warns of undefined operands that its own AVX-512 intrinsics use on purpose (bug 105593).
+#ifndef __clang__
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#else
+#include <immintrin.h>
+#endif
+
+#define DSX_PRAGMA(text) _Pragma(#text)
+#ifdef __clang__
+#define DSX_TARGET_BEGIN(isa) \
+  DSX_PRAGMA(clang attribute push(__attribute__((target(isa))), apply_to = function))
+#define DSX_TARGET_END DSX_PRAGMA(clang attribute pop)
+#else
+#define DSX_TARGET_BEGIN(isa) DSX_PRAGMA(GCC push_options) DSX_PRAGMA(GCC target(isa))
+#define DSX_TARGET_END DSX_PRAGMA(GCC pop_options)
+#endif
+
+DSX_TARGET_BEGIN("avx2,f16c")
+namespace dsx::avx2 {
+#include "common/simd/vec_avx2.inl"
+#include "common/simd/vec_derived.inl"
+#include "common/simd/for_each_vector.inl"
+#include DSX_KERNEL_SOURCE
+}  // namespace dsx::avx2
+DSX_TARGET_END
+
+DSX_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx2,f16c")
+namespace dsx::avx512 {
+#include "common/simd/vec_avx512.inl"
+#include "common/simd/vec_derived.inl"
+#include "common/simd/for_each_vector.inl"
+#include DSX_KERNEL_SOURCE
+}  // namespace dsx::avx512
+DSX_TARGET_END
+
+#endif  // __x86_64__

@@ -1,0 +1,63 @@
+// Finds the widest instruction set of the CPU and applies the override DSX_FORCE_ISA.
+#include "common/simd/isa.h"
+
+#include <cstdlib>
+#include <stdexcept>
+
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
+
+namespace dsx {
+namespace {
+
+#ifdef __x86_64__
+bool has_f16c() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+
+// The compiler's AVX tests include that the operating system saves the wide registers.
+Isa widest_isa() {
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !has_f16c()) return Isa::scalar;
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl");
+  return avx512 ? Isa::avx512 : Isa::avx2;
+}
+#else
+Isa widest_isa() { return Isa::scalar; }
+#endif
+
+}  // namespace
+
+const char* name_of(Isa isa) {
+  switch (isa) {
+    case Isa::avx512: return "avx512";
+    case Isa::avx2: return "avx2";
+    case Isa::scalar: break;
+  }
+  return "scalar";
+}
+
+Isa choose_isa(const std::string& forced, Isa widest) {
+  if (forced.empty()) return widest;
+  std::string available;
+  for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+    if (isa > widest) break;
+    if (forced == name_of(isa)) return isa;
+    available += (available.empty() ? "" : ", ") + std::string(name_of(isa));
+  }
+  throw std::invalid_argument("DSX_FORCE_ISA is " + forced +
+                              ", expected one that this library has for this CPU: " + available);
+}
+
+Isa current_isa() {
+  static const Isa isa = [] {
+    const char* forced = std::getenv("DSX_FORCE_ISA");
+    return choose_isa(forced == nullptr ? "" : forced, widest_isa());
+  }();
+  return isa;
+}
+
+}  // namespace dsx

@@ -1,0 +1,21 @@
+// The instruction sets that kernels are compiled for, and which of them this process uses.
+#pragma once
+
+#include <string>
+
+namespace dsx {
+
+// In rising order: a CPU that has one has those before it. CPUs other than x86-64 have only scalar.
+enum class Isa { scalar, avx2, avx512 };
+
+const char* name_of(Isa isa);
+
+// The widest ISA of this CPU, unless the environment variable DSX_FORCE_ISA names another one.
+// Decided once per process. Throws std::invalid_argument as choose_isa does, so call it before a
+// parallel region, not inside one.
+Isa current_isa();
+
+// `forced` if it is not empty, else `widest`. Throws if `forced` is unknown or wider than `widest`.
+Isa choose_isa(const std::string& forced, Isa widest);
+
+}  // namespace dsx

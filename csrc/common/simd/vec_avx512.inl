@@ -1,0 +1,114 @@
+// Vec of 16 lanes for AVX-512 F, BW and VL. Full vectors take the faster, unmasked instructions.
+// The bf16 instructions of AVX512_BF16 are not used: they flush subnormals to zero.
+struct Mask {
+  __mmask16 lanes;  // one bit each
+
+  Mask(__mmask16 value) : lanes(value) {}
+};
+
+struct Vec {
+  static constexpr int size = 16;
+  __m512 lanes;
+
+  Vec(float value) : lanes(_mm512_set1_ps(value)) {}
+  Vec(__m512 value) : lanes(value) {}
+
+  static Vec load(const float* source, int count) {
+    if (count == size) return _mm512_loadu_ps(source);
+    return _mm512_maskz_loadu_ps(first_lanes(count), source);
+  }
+
+  static Vec load(const BFloat16* source, int count) {
+    const __m512i upper_half = _mm512_cvtepu16_epi32(load_16bit(source, count));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(upper_half, 16));
+  }
+
+  static Vec load(const Half* source, int count) {
+    return _mm512_cvtph_ps(load_16bit(source, count));
+  }
+
+  void store(float* target, int count) const {
+    if (count == size) return _mm512_storeu_ps(target, lanes);
+    _mm512_mask_storeu_ps(target, first_lanes(count), lanes);
+  }
+
+  void store(BFloat16* target, int count) const {
+    const __m512i bits = _mm512_castps_si512(lanes);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounding = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, rounding), 16);
+    store_16bit(target, count, _mm512_cvtepi32_epi16(rounded));
+  }
+
+  void store(Half* target, int count) const {
+    store_16bit(target, count, _mm512_cvtps_ph(lanes, _MM_FROUND_TO_NEAREST_INT));
+  }
+
+  template <class T>
+  static Vec load(Pointer<T> source, int count) {
+    return load(source.address, count);
+  }
+
+  template <class T>
+  void store(Pointer<T> target, int count) const {
+    store(target.address, count);
+  }
+
+  static Vec load(Pointer<Any> source, int count);  // vec_derived.inl
+  void store(Pointer<Any> target, int count) const;
+
+ private:
+  static __mmask16 first_lanes(int count) { return __mmask16((1u << count) - 1); }
+
+  template <class T>
+  static __m256i load_16bit(const T* source, int count) {
+    if (count == size) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+    return _mm256_maskz_loadu_epi16(first_lanes(count), source);
+  }
+
+  // Lanes that are NaN are stored as T::kQuietNan.
+  template <class T>
+  void store_16bit(T* target, int count, __m256i narrowed) const {
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(lanes, lanes, _CMP_UNORD_Q);
+    narrowed = _mm256_mask_mov_epi16(narrowed, is_nan, _mm256_set1_epi16(T::kQuietNan));
+    if (count == size) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), narrowed);
+    _mm256_mask_storeu_epi16(target, first_lanes(count), narrowed);
+  }
+};
+
+inline Vec operator+(Vec a, Vec b) { return _mm512_add_ps(a.lanes, b.lanes); }
+inline Vec operator-(Vec a, Vec b) { return _mm512_sub_ps(a.lanes, b.lanes); }
+inline Vec operator*(Vec a, Vec b) { return _mm512_mul_ps(a.lanes, b.lanes); }
+inline Vec operator/(Vec a, Vec b) { return _mm512_div_ps(a.lanes, b.lanes); }
+inline Vec operator-(Vec a) {
+  const __m512i sign = _mm512_set1_epi32(INT32_MIN);
+  return _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(a.lanes), sign));
+}
+inline Vec abs(Vec a) { return _mm512_abs_ps(a.lanes); }
+inline Vec sqrt(Vec a) { return _mm512_sqrt_ps(a.lanes); }
+inline Vec floor(Vec a) {
+  return _mm512_roundscale_ps(a.lanes, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
+inline Vec round_even(Vec a) {
+  return _mm512_roundscale_ps(a.lanes, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+inline Mask operator<(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.lanes, b.lanes, _CMP_LT_OQ); }
+inline Mask operator<=(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.lanes, b.lanes, _CMP_LE_OQ); }
+inline Mask operator==(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.lanes, b.lanes, _CMP_EQ_OQ); }
+inline Mask operator&(Mask a, Mask b) { return __mmask16(a.lanes & b.lanes); }
+inline Mask operator|(Mask a, Mask b) { return __mmask16(a.lanes | b.lanes); }
+inline Mask operator!(Mask a) { return __mmask16(~a.lanes); }
+inline bool any(Mask a) { return a.lanes != 0; }
+
+inline Vec select(Mask mask, Vec a, Vec b) {
+  return _mm512_mask_blend_ps(mask.lanes, b.lanes, a.lanes);
+}
+
+// The instructions give b when either is NaN, so only a NaN in a is left to see to.
+inline Vec min(Vec a, Vec b) {
+  return select(a == a, _mm512_min_ps(a.lanes, b.lanes), a);
+}
+inline Vec max(Vec a, Vec b) {
+  return select(a == a, _mm512_max_ps(a.lanes, b.lanes), a);
+}

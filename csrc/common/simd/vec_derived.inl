@@ -1,0 +1,23 @@
+// The parts of Vec that follow from the others, in the same words for every ISA.
+
+// Storage whose type is known at run time: a branch per vector, which always goes the same way.
+inline Vec Vec::load(Pointer<Any> source, int count) {
+  switch (source.dtype) {
+    case Dtype::bfloat16: return load(static_cast<const BFloat16*>(source.address), count);
+    case Dtype::float16: return load(static_cast<const Half*>(source.address), count);
+    case Dtype::float32: break;
+  }
+  return load(static_cast<const float*>(source.address), count);
+}
+
+inline void Vec::store(Pointer<Any> target, int count) const {
+  switch (target.dtype) {
+    case Dtype::bfloat16: return store(static_cast<BFloat16*>(target.address), count);
+    case Dtype::float16: return store(static_cast<Half*>(target.address), count);
+    case Dtype::float32: return store(static_cast<float*>(target.address), count);
+  }
+}
+
+inline Mask operator>(Vec a, Vec b) { return b < a; }
+inline Mask operator>=(Vec a, Vec b) { return b <= a; }
+inline Mask operator!=(Vec a, Vec b) { return !(a == b); }

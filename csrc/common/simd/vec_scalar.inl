@@ -1,0 +1,50 @@
+// Vec of one lane, for any CPU: the meaning that the wider ones must reproduce bit for bit.
+using Mask = bool;
+
+struct Vec {
+  static constexpr int size = 1;
+  float lane;
+
+  Vec(float value) : lane(value) {}
+
+  template <class T>
+  static Vec load(const T* source, int /*count*/) {
+    return to_float(*source);
+  }
+
+  template <class T>
+  void store(T* target, int /*count*/) const {
+    *target = from_float<T>(lane);
+  }
+
+  template <class T>
+  static Vec load(Pointer<T> source, int count) {
+    return load(source.address, count);
+  }
+
+  template <class T>
+  void store(Pointer<T> target, int count) const {
+    store(target.address, count);
+  }
+
+  static Vec load(Pointer<Any> source, int count);  // vec_derived.inl
+  void store(Pointer<Any> target, int count) const;
+};
+
+inline Vec operator+(Vec a, Vec b) { return a.lane + b.lane; }
+inline Vec operator-(Vec a, Vec b) { return a.lane - b.lane; }
+inline Vec operator*(Vec a, Vec b) { return a.lane * b.lane; }
+inline Vec operator/(Vec a, Vec b) { return a.lane / b.lane; }
+inline Vec operator-(Vec a) { return -a.lane; }
+inline Vec min(Vec a, Vec b) { return dsx::min(a.lane, b.lane); }
+inline Vec max(Vec a, Vec b) { return dsx::max(a.lane, b.lane); }
+inline Vec abs(Vec a) { return std::abs(a.lane); }
+inline Vec sqrt(Vec a) { return std::sqrt(a.lane); }
+inline Vec floor(Vec a) { return std::floor(a.lane); }
+inline Vec round_even(Vec a) { return dsx::round_even(a.lane); }
+
+inline Mask operator<(Vec a, Vec b) { return a.lane < b.lane; }
+inline Mask operator<=(Vec a, Vec b) { return a.lane <= b.lane; }
+inline Mask operator==(Vec a, Vec b) { return a.lane == b.lane; }
+inline Vec select(Mask mask, Vec a, Vec b) { return mask ? a : b; }
+inline bool any(Mask mask) { return mask; }

@@ -1,0 +1,115 @@
+// The checks that ops make on their tensors, in one wording for the whole library:
+// `<op>: <argument> <is/has> <got>, expected <want>`. They throw std::invalid_argument, which
+// Python sees as ValueError.
+#pragma once
+
+#include <algorithm>
+#include <sstream>
+#include <stdexcept>
+
+#include "common/torch/tensor_view.h"
+
+namespace dsx {
+
+// Builds the message only if the condition fails.
+template <class... Parts>
+void check(bool condition, const Parts&... parts) {
+  if (condition) return;
+  std::ostringstream message;
+  (message << ... << parts);
+  throw std::invalid_argument(message.str());
+}
+
+inline int32_t torch_code(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::float32: return aoti_torch_dtype_float32();
+    case Dtype::bfloat16: return aoti_torch_dtype_bfloat16();
+    case Dtype::float16: return aoti_torch_dtype_float16();
+  }
+  return -1;
+}
+
+// The dtype of the tensor. Throws if kernels cannot store it.
+inline Dtype storage_dtype(const char* op, const Item& item, const TensorView& view) {
+  for (Dtype dtype : {Dtype::float32, Dtype::bfloat16, Dtype::float16}) {
+    if (view.dtype == torch_code(dtype)) return dtype;
+  }
+  check(false, op, ": ", item, " is ", DtypeOf{*view.tensor},
+        ", expected float32, bfloat16 or float16");
+  return {};
+}
+
+inline void check_length(const char* op, const char* argument, size_t got, size_t want) {
+  check(got == want, op, ": ", argument, " has length ", got, ", expected ", want);
+}
+
+inline void check_device(const char* op, const Item& item, const TensorView& got,
+                         const TensorView& want) {
+  check(got.same_device(want), op, ": ", item, " is on ", DeviceOf{*got.tensor}, ", expected ",
+        DeviceOf{*want.tensor});
+}
+
+inline void check_dtype(const char* op, const Item& item, const TensorView& got, Dtype want) {
+  check(got.dtype == torch_code(want), op, ": ", item, " is ", DtypeOf{*got.tensor}, ", expected ",
+        want);
+}
+
+inline void check_shape(const char* op, const Item& item, const TensorView& got,
+                        const TensorView& want) {
+  check(got.same_shape(want), op, ": ", item, " has shape ", Integers{got.sizes, got.dim},
+        ", expected ", Integers{want.sizes, want.dim});
+}
+
+inline void check_layout(const char* op, const Item& item, const TensorView& got,
+                         const TensorView& want) {
+  check(got.same_layout(want), op, ": ", item, " has strides ", Integers{got.strides, got.dim},
+        ", expected ", Integers{want.strides, want.dim});
+}
+
+inline void check_dense(const char* op, const Item& item, const TensorView& got) {
+  check(got.is_dense(), op, ": ", item, " has strides ", Integers{got.strides, got.dim},
+        " for shape ", Integers{got.sizes, got.dim},
+        ", expected a dense layout, without gaps or overlaps");
+}
+
+enum class Access { read, write };
+
+// Memory that an op reads or writes, for a check that nothing is written under something else.
+class MemoryRanges {
+ public:
+  explicit MemoryRanges(size_t expected) { ranges_.reserve(expected); }
+
+  void add(const Item& item, const TensorView& view, int64_t element_bytes, Access access) {
+    if (view.numel == 0) return;
+    ranges_.push_back({view.data, view.data + view.numel * element_bytes, access, item});
+  }
+
+  // No range that is written shares memory with any other.
+  void check_separate(const char* op) {
+    const auto before = [](const Range& a, const Range& b) { return a.begin < b.begin; };
+    std::sort(ranges_.begin(), ranges_.end(), before);
+    const Range none{nullptr, nullptr, Access::read, {"", 0}};
+    const Range* furthest = &none;          // of the ranges so far, the one that reaches furthest
+    const Range* furthest_written = &none;  // the same among those that are written
+    for (const Range& range : ranges_) {
+      const Range* earlier = range.access == Access::write ? furthest : furthest_written;
+      check(earlier->end <= range.begin, op, ": ", range.item, " is overlapping ", earlier->item,
+            ", expected separate memory");
+      if (range.end > furthest->end) furthest = &range;
+      if (range.access == Access::write && range.end > furthest_written->end) {
+        furthest_written = &range;
+      }
+    }
+  }
+
+ private:
+  struct Range {
+    const char* begin;
+    const char* end;
+    Access access;
+    Item item;
+  };
+  std::vector<Range> ranges_;
+};
+
+}  // namespace dsx

@@ -1,0 +1,196 @@
+// What every optimizer step takes: parameters and gradients as lists, state as lists or as slabs.
+// Checks all of it and hands out addresses; every optimizer's *_ops.h is written on top.
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include "common/scalar.h"
+#include "common/torch/checks.h"
+
+namespace dsx {
+
+inline int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+
+// One state argument of an op: parameter i's part of it, wherever that lies.
+class State {
+ public:
+  State() = default;  // absent: every address is null
+  State(std::vector<char*> addresses) : addresses_(std::move(addresses)) {}
+  State(char* slab, const std::vector<int64_t>& offsets, int64_t element_bytes)
+      : slab_(slab), offsets_(offsets.data()), element_bytes_(element_bytes) {}
+
+  void* operator[](size_t i) const {
+    if (slab_ != nullptr) return slab_ + offsets_[i] * element_bytes_;
+    return addresses_.empty() ? nullptr : addresses_[i];
+  }
+
+ private:
+  std::vector<char*> addresses_;
+  char* slab_ = nullptr;
+  const int64_t* offsets_ = nullptr;
+  int64_t element_bytes_ = 0;
+};
+
+class StepArguments {
+ public:
+  // Checks parameters and gradients. Offsets and slots are empty if state comes as lists.
+  StepArguments(const char* op, const TensorList& params, const TensorList& grads,
+                const std::vector<int64_t>& offsets, const std::vector<int64_t>& slots)
+      : op_(op),
+        offsets_(offsets),
+        slots_(slots),
+        params_(views_of(params)),
+        grads_(views_of(grads)),
+        memory_(4 * params.size()) {
+    check_length(op, "grads", grads.size(), params.size());
+    param_dtype_ = storage_dtype(op, {"params", 0}, params_[0]);
+    grad_dtype_ = storage_dtype(op, {"grads", 0}, grads_[0]);
+    for (size_t i = 0; i < params_.size(); ++i) {
+      check_param(i);
+      check_grad(i);
+    }
+    check_places();
+  }
+
+  size_t count() const { return params_.size(); }
+  int64_t numel(size_t i) const { return params_[i].numel; }
+  void* param(size_t i) const { return params_[i].data; }
+  void* grad(size_t i) const { return grads_[i].data; }
+  Dtype param_dtype() const { return param_dtype_; }
+  Dtype grad_dtype() const { return grad_dtype_; }
+  int32_t device_index() const { return params_[0].device_index; }
+
+  // State with an element for every element of its parameter.
+  State state(const char* name, const TensorList& tensors, Dtype dtype) {
+    if (!offsets_.empty()) {
+      const int64_t elements = offsets_.back() + params_.back().numel;
+      return slab(name, tensors, dtype, offsets_, elements);
+    }
+    check_length(op_, name, tensors.size(), count());
+    std::vector<char*> addresses(count());
+    for (size_t i = 0; i < count(); ++i) {
+      const TensorView view(tensors[i]);
+      check_device(op_, {name, i}, view, params_[0]);
+      check_dtype(op_, {name, i}, view, dtype);
+      check_shape(op_, {name, i}, view, params_[i]);
+      check_layout(op_, {name, i}, view, params_[i]);
+      memory_.add({name, i}, view, bytes_of(dtype), Access::write);
+      addresses[i] = view.data;
+    }
+    return State(std::move(addresses));
+  }
+
+  // State with one float32 for each parameter.
+  State steps(const char* name, const TensorList& tensors) {
+    if (!slots_.empty()) return slab(name, tensors, Dtype::float32, slots_, slots_.back() + 1);
+    check_length(op_, name, tensors.size(), count());
+    std::vector<char*> addresses(count());
+    for (size_t i = 0; i < count(); ++i) {
+      const TensorView view(tensors[i]);
+      check_one_element({name, i}, view);
+      check_dtype(op_, {name, i}, view, Dtype::float32);
+      memory_.add({name, i}, view, bytes_of(Dtype::float32), Access::write);
+      addresses[i] = view.data;
+    }
+    return State(std::move(addresses));
+  }
+
+  // A number on the device, or the constant if the tensor is absent.
+  Scalar scalar(const char* name, const std::optional<Tensor>& tensor, double constant) {
+    if (!tensor.has_value()) return {.constant = constant};
+    const TensorView view(*tensor);
+    check_one_element({name}, view);
+    if (view.dtype == aoti_torch_dtype_float64()) {
+      return {.double_address = reinterpret_cast<const double*>(view.data)};
+    }
+    check(view.dtype == aoti_torch_dtype_float32(), op_, ": ", name, " is ", DtypeOf{*tensor},
+          ", expected float32 or float64");
+    return {.float_address = reinterpret_cast<const float*>(view.data)};
+  }
+
+  // Nothing that the op writes shares memory with anything else. Call it when all state was given.
+  void check_separate() { memory_.check_separate(op_); }
+
+ private:
+  void check_param(size_t i) {
+    const TensorView& param = params_[i];
+    check_device(op_, {"params", i}, param, params_[0]);
+    check_dtype(op_, {"params", i}, param, param_dtype_);
+    check_dense(op_, {"params", i}, param);
+    memory_.add({"params", i}, param, bytes_of(param_dtype_), Access::write);
+  }
+
+  void check_grad(size_t i) {
+    check_device(op_, {"grads", i}, grads_[i], params_[0]);
+    check_dtype(op_, {"grads", i}, grads_[i], grad_dtype_);
+    check_shape(op_, {"grads", i}, grads_[i], params_[i]);
+    if (!grads_[i].same_layout(params_[i])) copy_to_layout_of_param(i);
+    memory_.add({"grads", i}, grads_[i], bytes_of(grad_dtype_), Access::read);
+  }
+
+  void check_one_element(const Item& item, const TensorView& view) {
+    check_device(op_, item, view, params_[0]);
+    check(view.numel == 1, op_, ": ", item, " has ", view.numel, " elements, expected 1");
+  }
+
+  // Kernels read all tensors of a parameter in one order. A gradient that lies in another one
+  // (a transposed parameter often gets a contiguous gradient) is copied into that of the parameter.
+  void copy_to_layout_of_param(size_t i) {
+    const TensorView& param = params_[i];
+    const TensorView& grad = grads_[i];
+    AtenTensorHandle copy = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(param.dim, param.sizes, param.strides,
+                                                    grad.dtype, grad.device_type,
+                                                    grad.device_index, &copy));
+    relaid_grads_.emplace_back(std::make_unique<Tensor>(copy));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_tensor_copy_(grad.tensor->get(), copy));
+    grads_[i] = TensorView(*relaid_grads_.back());
+  }
+
+  // Offsets and slots put every parameter behind the one before it.
+  void check_places() {
+    if (offsets_.empty() && slots_.empty()) return;
+    check_length(op_, "offsets", offsets_.size(), count());
+    check_length(op_, "slots", slots_.size(), count());
+    int64_t first_offset = 0;
+    int64_t first_slot = 0;
+    for (size_t i = 0; i < count(); ++i) {
+      check(offsets_[i] >= first_offset, op_, ": ", Item{"offsets", i}, " is ", offsets_[i],
+            ", expected at least ", first_offset);
+      check(slots_[i] >= first_slot, op_, ": ", Item{"slots", i}, " is ", slots_[i],
+            ", expected at least ", first_slot);
+      first_offset = offsets_[i] + params_[i].numel;
+      first_slot = slots_[i] + 1;
+    }
+  }
+
+  // `places` are offsets or slots; the slab holds at least `elements`.
+  State slab(const char* name, const TensorList& tensors, Dtype dtype,
+             const std::vector<int64_t>& places, int64_t elements) {
+    check_length(op_, name, tensors.size(), 1);
+    const TensorView view(tensors[0]);
+    const Item item{name, 0};
+    check_device(op_, item, view, params_[0]);
+    check_dtype(op_, item, view, dtype);
+    check(view.dim == 1 && (view.numel < 2 || view.strides[0] == 1), op_, ": ", item, " has shape ",
+          Integers{view.sizes, view.dim}, " and strides ", Integers{view.strides, view.dim},
+          ", expected one contiguous dimension");
+    check(view.numel >= elements, op_, ": ", item, " has ", view.numel,
+          " elements, expected at least ", elements);
+    memory_.add(item, view, bytes_of(dtype), Access::write);
+    return State(view.data, places, bytes_of(dtype));
+  }
+
+  const char* op_;
+  const std::vector<int64_t>& offsets_;
+  const std::vector<int64_t>& slots_;
+  std::vector<TensorView> params_;
+  std::vector<TensorView> grads_;
+  std::vector<std::unique_ptr<Tensor>> relaid_grads_;  // at addresses that views can hold
+  MemoryRanges memory_;
+  Dtype param_dtype_;
+  Dtype grad_dtype_;
+};
+
+}  // namespace dsx

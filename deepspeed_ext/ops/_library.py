@@ -1,0 +1,72 @@
+"""Define the ops in torch's registry; their native libraries are loaded, or built, on first use.
+
+The schema stands in Python, so an op exists, traces and has a fake before anything is compiled.
+Until the native kernel of a device is registered, a call lands in a Python kernel, which loads the
+library of that device and calls the op again; from then on torch goes straight to the native one.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.op_builder import load
+
+_NAMESPACE = "deepspeed_ext"
+_FRAGMENT = torch.library.Library(_NAMESPACE, "FRAGMENT")
+
+
+def define(schema: str, libraries: Mapping[str, str]) -> torch._ops.OpOverload:
+    """Define the op of this schema and return it.
+
+    Args:
+        schema: in torch's schema language; every mutated argument is marked.
+        libraries: for each device type, "cpu" or "cuda", the op library that has the kernel.
+    """
+    name = schema.partition("(")[0]
+    loaded: set[str] = set()
+
+    def load_and_call_again(*args: object) -> object:
+        device = _device_of(op, libraries, args)
+        if device in loaded:  # the native kernel is there, but torch did not choose it
+            raise TypeError(f"{name}: arguments are of a kind that no kernel takes, expected Tensor")
+        load(libraries[device])
+        loaded.add(device)
+        return op(*args)
+
+    _FRAGMENT.define(schema)
+    op: torch._ops.OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    _FRAGMENT.impl(name, load_and_call_again, "CompositeExplicitAutograd")
+    # Mutates its arguments under no_grad and returns nothing: autograd has no part in it, and the
+    # default fallback would look at every tensor of every list.
+    _FRAGMENT.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    return op
+
+
+def _device_of(op: torch._ops.OpOverload, known: Mapping[str, str], args: tuple[object, ...]) -> str:
+    """Return the type of the device that the tensors of these arguments are on.
+
+    Raises:
+        ValueError: a tensor is sparse, or on a device that the op has no library for.
+    """
+    name = op.name().partition("::")[2]
+    devices = set()
+    for argument, tensor in _tensors(op, args):
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{name}: {argument} is {tensor.layout}, expected torch.strided")
+        if tensor.device.type not in known:
+            expected = " or ".join(known)
+            raise ValueError(f"{name}: {argument} is on {tensor.device}, expected {expected}")
+        devices.add(tensor.device.type)
+    return "cuda" if "cuda" in devices else "cpu"
+
+
+def _tensors(op: torch._ops.OpOverload, args: tuple[object, ...]) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a call with the text that error messages call it by."""
+    for argument, value in zip(op._schema.arguments, args, strict=False):
+        if isinstance(value, Tensor):
+            yield argument.name, value
+        elif isinstance(value, (list, tuple)):
+            for i, item in enumerate(value):
+                if isinstance(item, Tensor):
+                    yield f"{argument.name}[{i}]", item

@@ -1,0 +1,27 @@
+"""What one op library is: a row of data that the compiler, the loader and the report all read."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One library: its sources, what they need to compile, and how to try it.
+
+    Args:
+        name: the op's public name; also the file name of its library.
+        device: where its kernels run.
+        sources: files to compile, relative to csrc.
+        needs: what compiling takes besides a C++ compiler: "torch", "cuda".
+        links: further libraries for the link line, without the "-l".
+        self_check: "module:function", called with device="cpu" or "cuda"; raises when the op is wrong.
+        fused_multiply_add: lets nvcc fuse a*b+c; False gives the same bits on every device.
+    """
+
+    name: str
+    device: Literal["cpu", "cuda"]
+    sources: tuple[str, ...]
+    needs: tuple[Literal["torch", "cuda"], ...] = ("torch",)
+    links: tuple[str, ...] = ()
+    self_check: str = ""
+    fused_multiply_add: bool = False

@@ -1,0 +1,160 @@
+"""Compilers, flags and job count, as functions of the environment; nothing is found before it is asked for."""
+
+import importlib.util
+import os
+import platform
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from .errors import Unavailable
+from .spec import OpSpec
+
+TORCH_TARGET = "0x020b000000000000"  # 2.11: the oldest torch that the libraries run with
+_GIB = 1 << 30
+
+# No contraction into fused multiply-add: all instruction sets and devices must give the same bits.
+# No errno and no traps: without these two, GCC does not vectorise loops with a square root.
+_CXX_FLAGS = (
+    *("-std=c++20", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math"),
+    *("-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"),
+)
+
+
+def cxx() -> list[str]:
+    """Return the C++ compiler's command: CXX, which may hold arguments, else g++, c++ or clang++."""
+    words = shlex.split(os.environ.get("CXX", ""))
+    if words:
+        if shutil.which(words[0]) is None:
+            raise Unavailable(
+                f"CXX names the compiler {words[0]!r}, which does not exist",
+                "unset CXX or set it to a C++20 compiler",
+            )
+        return words
+    for name in ("g++", "c++", "clang++"):
+        path = shutil.which(name)
+        if path is not None:
+            return [path]
+    raise Unavailable(
+        "there is no C++ compiler on PATH (looked for g++, c++, clang++)",
+        "install one, for example with: apt-get install g++, or set CXX",
+    )
+
+
+def ninja() -> Path:
+    """Return the ninja program: beside this Python, on PATH, or inside the ninja package."""
+    beside = Path(sys.executable).with_name("ninja")
+    if os.access(beside, os.X_OK):
+        return beside
+    found = shutil.which("ninja")
+    if found is not None:
+        return Path(found)
+    package = importlib.util.find_spec("ninja")
+    if package is not None and package.submodule_search_locations:
+        inside = Path(package.submodule_search_locations[0]) / "data" / "bin" / "ninja"
+        if os.access(inside, os.X_OK):
+            return inside
+    raise Unavailable(
+        f"there is no ninja beside {sys.executable}, on PATH or as a package",
+        f"run: {sys.executable} -m pip install ninja",
+    )
+
+
+def torch_root() -> Path:
+    """Return the folder of the torch package, without importing it."""
+    package = importlib.util.find_spec("torch")
+    if package is None or not package.submodule_search_locations:
+        raise Unavailable(
+            "torch is not installed", f"run: {sys.executable} -m pip install 'torch>=2.11'"
+        )
+    return Path(package.submodule_search_locations[0])
+
+
+def torch_cuda() -> str | None:
+    """Return the CUDA version that torch was built with, such as "13.0", or None for a CPU torch."""
+    text = (torch_root() / "version.py").read_text()
+    found = re.search(r"^cuda\b[^=\n]*= *'([0-9.]+)'", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def compile_flags(spec: OpSpec, source: str) -> list[str]:
+    """Return the C++ flags of one source file that do not depend on where things are installed."""
+    flags = [*_CXX_FLAGS, *_warnings_are_errors("-Werror")]
+    if "torch" in spec.needs and "_ops" in Path(source).name:
+        flags.append(f"-DTORCH_TARGET_VERSION={TORCH_TARGET}")
+        if "cuda" in spec.needs:
+            flags.append("-DUSE_CUDA")
+    return flags
+
+
+def nvcc_flags(spec: OpSpec) -> list[str]:
+    """Return the nvcc flags that depend neither on places nor on targets."""
+    flags = ["-std=c++20", "-O3", "--threads=1"]
+    host = "-fPIC,-fvisibility=hidden,-Wall,-Wextra"
+    if not spec.fused_multiply_add:
+        flags.append("-fmad=false")
+        host += ",-ffp-contract=off"
+    return [*flags, f"-Xcompiler={host}", *_warnings_are_errors("-Werror=all-warnings")]
+
+
+def link_flags(spec: OpSpec) -> list[str]:
+    """Return the libraries of the link line."""
+    if "cuda" in spec.needs:
+        # torch opens its libraries privately, so each one must be named as needed. There is no
+        # libtorch_cuda to link with where torch is a CPU one; libtorch stands for it.
+        flags = ["-Wl,--no-as-needed"]
+        flags += ["-ltorch", "-ltorch_cpu", "-lc10"] if "torch" in spec.needs else []
+        flags.append("-lcudart")
+    else:
+        flags = ["-Wl,-z,defs"]  # a kernel that was not compiled fails here, not at the first call
+        flags += ["-ltorch_cpu", "-lc10"] if "torch" in spec.needs else []
+    return [*flags, *(f"-l{name}" for name in spec.links)]
+
+
+def _warnings_are_errors(flag: str) -> list[str]:
+    return [flag] if os.environ.get("DS_EXT_WERROR") == "1" else []
+
+
+def platform_key() -> str:
+    """Name the machine and the C library that a compiled file depends on."""
+    return f"{platform.machine()} {' '.join(platform.libc_ver())}"
+
+
+def jobs() -> int:
+    """Return how many compilers may run at once: MAX_JOBS, else by cores and by 2 GiB of memory each."""
+    asked = os.environ.get("MAX_JOBS", "")
+    if asked:
+        if not asked.isdecimal() or int(asked) < 1:
+            raise Unavailable(
+                f"MAX_JOBS is {asked!r}, expected a positive number", "set it right or unset it"
+            )
+        return int(asked)
+    return max(1, min(len(os.sched_getaffinity(0)), _free_memory() // (2 * _GIB)))
+
+
+def _free_memory() -> int:
+    """Return the bytes that this process may still use, by the machine and by its control group."""
+    free = [64 * _GIB]
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            free.append(int(line.split()[1]) * 1024)
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        numbers = [line.strip() for line in (*_lines(limit), *_lines(used))]
+        if len(numbers) == 2 and all(number.isdecimal() for number in numbers):  # not "max"
+            free.append(max(0, int(numbers[0]) - int(numbers[1])))
+    return min(free)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
