@@ -8,14 +8,22 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any, ClassVar
 
+import setuptools
 from setuptools import Command, Distribution, find_packages, setup
 from setuptools.command.build import build
 
 try:
     from setuptools.command.bdist_wheel import bdist_wheel
 except ImportError:  # setuptools below 70.1, where it is part of another package
-    from wheel.bdist_wheel import bdist_wheel
+    try:
+        from wheel.bdist_wheel import bdist_wheel
+    except ImportError:
+        raise SystemExit(
+            f"setup.py: setuptools is {setuptools.__version__}, expected 70.1 or newer;"
+            " run: pip install --upgrade setuptools"
+        ) from None
 
 ROOT = Path(__file__).parent.resolve()
 
@@ -32,7 +40,10 @@ class OurDistribution(Distribution):
 class Build(build):
     """The usual build, from an empty folder, so that a wheel never holds what an older one did."""
 
-    sub_commands = [*build.sub_commands, ("build_ops", lambda _: _ops_are_asked_for())]
+    sub_commands: ClassVar[list[tuple[str, Any]]] = [
+        *build.sub_commands,
+        ("build_ops", lambda _: _ops_are_asked_for()),
+    ]
 
     def run(self) -> None:
         shutil.rmtree(Path(self.build_lib) / "deepspeed_ext", ignore_errors=True)
@@ -43,11 +54,11 @@ class BuildOps(Command):
     """Compile the op libraries that the environment asks for into the package."""
 
     description = "compile op libraries"
-    user_options: list[tuple[str, str, str]] = []
+    user_options: ClassVar[list[tuple[str, str, str]]] = []
 
     def initialize_options(self) -> None:
         self.build_lib: str | None = None
-        self.editable_mode = False  # set by setuptools; libraries then go into the source tree
+        self.editable_mode = False  # set by setuptools; op_builder then looks beside itself
         self.libraries: list[Path] = []
 
     def finalize_options(self) -> None:
@@ -57,9 +68,9 @@ class BuildOps(Command):
         sys.path.insert(0, str(ROOT))
         from op_builder import BuildError, aot
 
-        parent = ROOT if self.editable_mode else Path(str(self.build_lib))
+        package = ROOT if self.editable_mode else Path(str(self.build_lib)) / "deepspeed_ext"
         try:
-            self.libraries = aot.build(parent / "deepspeed_ext" / "prebuilt")
+            self.libraries = aot.build(package / "prebuilt", ROOT / "build" / "ops")
         except BuildError as error:
             raise SystemExit(str(error)) from None  # no traceback, so its text is the last line
         self.distribution.compiled = bool(self.libraries)

@@ -1,4 +1,4 @@
-"""Compiled ops for PyTorch, and the optimizers made of them; nothing is loaded before it is used."""
+"""Compiled ops for PyTorch and optimizers made of them; nothing is loaded before it is used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -1,6 +1,7 @@
-"""Compile one op library with ninja: the only place that writes a ninja file or starts a compiler."""
+"""Compile one op library with ninja: nothing else writes ninja files or starts compilers."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -13,8 +14,9 @@ from .errors import BuildError, Unavailable
 from .sources import CSRC, MARKER, digest_of
 from .spec import OpSpec
 
-_FIRST_ERROR = re.compile(
-    r"\berror\b|\bfatal\b|undefined reference|cannot find|No space left|Killed|not found", re.I
+_FIRST_ERROR = re.compile(  # how g++, clang++, nvcc, ptxas, ld, sh and ninja begin an error
+    r"(?:^|[:)] )(?:\w+ )?error *(?:#\S+)?: |\bfatal *:|undefined reference to|: cannot find "
+    r"|: No space left|[Qq]uota exceeded|: not found$|: command not found$|^ninja: fatal"
 )
 _KNOWN_CAUSES = (  # what a compiler says, and what then helps
     (r"No space left|quota exceeded", "free some space or set DS_EXT_CACHE to another folder"),
@@ -34,33 +36,49 @@ def compile_library(spec: OpSpec, build_dir: Path, csrc: Path = CSRC) -> Path:
     library = build_dir / f"{spec.name}.so"
     library.unlink(missing_ok=True)
     log = build_dir / "build.log"
+    log.unlink(missing_ok=True)
+    started = time.monotonic()
     try:
         digest = digest_of(spec, csrc)
         recipe, record = _recipe(spec, csrc, library.name)
-        ninja, jobs = toolchain.ninja(), toolchain.jobs()
-    except Unavailable as missing:
-        raise BuildError(spec.name, missing.cause, missing.fix) from missing
-    (build_dir / "digest.cpp").write_text(
-        f'namespace {{ [[gnu::used]] const char digest[] = "{MARKER}{digest}"; }}\n'
-    )
-    (build_dir / "build.ninja").write_text(recipe)
-    started = time.monotonic()
-    with log.open("w") as output:
-        done = subprocess.run(
-            [ninja, f"-j{jobs}", library.name],
-            cwd=build_dir,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+        (build_dir / "build.ninja").write_text(recipe)
+        (build_dir / "digest.cpp").write_text(
+            f'namespace {{ [[gnu::used]] const char digest[] = "{MARKER}{digest}"; }}\n'
         )
-    if done.returncode != 0:
-        cause = first_error(log.read_text(errors="replace")) or (
-            f"ninja ended with status {done.returncode} and no message"
-        )
-        raise BuildError(spec.name, cause, _fix_for(spec, cause), log=log)
+        _run_ninja(spec, build_dir, log)
+        if digest_of(spec, csrc) != digest:
+            raise Unavailable("its sources changed while they were compiled", "try again")
+    except Unavailable as error:
+        raise BuildError(
+            spec.name, error.cause, error.fix, log=log if log.is_file() else None
+        ) from error
     record["seconds"] = f"{time.monotonic() - started:.1f}"
     (build_dir / "build.json").write_text(json.dumps(record, indent=1) + "\n")
     return library
+
+
+def _run_ninja(spec: OpSpec, build_dir: Path, log: Path) -> None:
+    command = [str(toolchain.ninja()), f"-j{toolchain.jobs()}", f"{spec.name}.so"]
+    environment = {**os.environ, "LC_ALL": "C"}  # first_error reads English
+    try:
+        with log.open("w") as output:
+            done = subprocess.run(
+                command,
+                check=False,
+                cwd=build_dir,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+    except OSError as error:
+        raise Unavailable(
+            f"{command[0]} does not run ({error.strerror})", "reinstall it"
+        ) from error
+    if done.returncode != 0:
+        text = log.read_text(errors="replace")
+        cause = first_error(text) or f"ninja ended with status {done.returncode} and no message"
+        raise Unavailable(cause, _fix_for(spec, cause))
 
 
 def _recipe(spec: OpSpec, csrc: Path, library: str) -> tuple[str, dict[str, str]]:
@@ -78,7 +96,7 @@ def _recipe(spec: OpSpec, csrc: Path, library: str) -> tuple[str, dict[str, str]
         targets, notes = cuda.clamp(cuda.requested_targets(), cuda.known_numbers(cuda.nvcc()))
         record["targets"] = " ".join(str(target) for target in targets)
         record["notes"] = "\n".join(notes)
-        nvcc = [str(cuda.nvcc()), *toolchain.nvcc_flags(spec), f"-ccbin={_program(cxx)}"]
+        nvcc = [str(cuda.nvcc()), *toolchain.nvcc_flags(spec), f"-ccbin={host_compiler(cxx)}"]
         nvcc += [flag for target in targets for flag in target.gencode()]
         places += ["-isystem", f"{cuda.toolkit()}/include"]
         folders += cuda.library_folders(cuda.toolkit())
@@ -111,7 +129,7 @@ def _path(path: str) -> str:
     return re.sub(r"([$ :])", r"$\1", path)
 
 
-def _program(cxx: list[str]) -> str:
+def host_compiler(cxx: list[str]) -> str:
     """Return the compiler itself of a command such as `ccache g++ -m64`."""
     words = [word for word in cxx if not word.startswith("-")]
     return words[1] if len(words) > 1 and Path(words[0]).name in ("ccache", "sccache") else words[0]
@@ -119,7 +137,13 @@ def _program(cxx: list[str]) -> str:
 
 def _version(command: list[str]) -> str:
     """Return the first line that `command --version` prints."""
-    done = subprocess.run([*command, "--version"], capture_output=True, text=True)
+    try:
+        done = subprocess.run([*command, "--version"], check=False, capture_output=True, text=True)
+    except OSError as error:
+        raise Unavailable(
+            f"the compiler {command[0]} does not run ({error.strerror})",
+            "set CXX to a C++20 compiler that does",
+        ) from error
     return (done.stdout.splitlines() or ["unknown"])[0]
 
 
@@ -127,14 +151,15 @@ def first_error(log: str) -> str:
     """Return the first line of ninja's output that a compiler or linker meant as an error."""
     after_failed = False
     for line in log.splitlines():
-        if not after_failed and not line.startswith(("FAILED:", "[")) and _FIRST_ERROR.search(line):
+        is_command = after_failed or re.match(r"\[\d+/\d+\] ", line)
+        if not is_command and "warning" not in line and _FIRST_ERROR.search(line):
             return line.strip()
-        after_failed = line.startswith("FAILED:")  # the next line is the command
+        after_failed = line.startswith("FAILED:")  # the next line repeats the command
     return ""
 
 
 def _fix_for(spec: OpSpec, cause: str) -> str:
     for pattern, fix in _KNOWN_CAUSES:
-        if re.search(pattern, cause, re.I):
+        if re.search(pattern, cause, re.IGNORECASE):
             return fix
     return f"mend it, then run: python -m deepspeed_ext.op_builder build {spec.name}"

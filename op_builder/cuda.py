@@ -63,7 +63,7 @@ def parse_targets(text: str, origin: str = _VARIABLE) -> tuple[Target, ...]:
 
 
 def requested_targets() -> Request:
-    """Return what to compile for: TORCH_CUDA_ARCH_LIST, else this machine's devices, else a default."""
+    """Return what TORCH_CUDA_ARCH_LIST asks for, else the machine's devices, else a default."""
     text = os.environ.get(_VARIABLE, "")
     if text.replace(";", " ").strip():
         return Request(parse_targets(text), _VARIABLE)
@@ -91,9 +91,12 @@ def device_capabilities() -> list[int]:
         device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
         if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) != 0:
             continue
-        if nvml.nvmlDeviceGetCudaComputeCapability(
-            device, ctypes.byref(major), ctypes.byref(minor)
-        ) == 0:
+        if (
+            nvml.nvmlDeviceGetCudaComputeCapability(
+                device, ctypes.byref(major), ctypes.byref(minor)
+            )
+            == 0
+        ):
             found.add(10 * major.value + minor.value)
     nvml.nvmlShutdown()
     return sorted(found)
@@ -122,7 +125,7 @@ def nvcc() -> Path:
 
 
 def toolkit() -> Path:
-    """Return the folder of the toolkit that the compiler belongs to; nvcc may be a wrapper script."""
+    """Return the folder of the toolkit; nvcc itself may be a wrapper script outside of it."""
     compiler = nvcc()
     for root in (compiler.parent.parent, compiler.resolve().parent.parent, _USUAL_PLACE):
         if (root / "include" / "cuda_runtime_api.h").is_file():
@@ -162,7 +165,8 @@ def check_version() -> str:
 
 def known_numbers(compiler: Path) -> list[int]:
     """Ask nvcc which capabilities it can compile for."""
-    done = subprocess.run([compiler, "--list-gpu-arch"], capture_output=True, text=True)
+    command = [str(compiler), "--list-gpu-arch"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     numbers = sorted(int(number) for number in re.findall(r"compute_(\d+)\b", done.stdout))
     if not numbers:
         said = (done.stderr or done.stdout).strip().splitlines()
@@ -185,7 +189,7 @@ def clamp(request: Request, known: list[int]) -> tuple[tuple[Target, ...], list[
         names = f"{min(known) / 10:.1f} to {max(known) / 10:.1f}"
         if request.by_name:
             raise Unavailable(
-                f"{request.origin} names {target}, which this nvcc does not know (it knows {names})",
+                f"{request.origin} names {target}, which this nvcc does not know (only {names})",
                 f"take it out of {request.origin} or install another CUDA toolkit",
             )
         notes.append(f"target {target} of {request.origin} dropped: this nvcc knows {names}")

@@ -31,7 +31,9 @@ class BuildError(RuntimeError):
     def __init__(
         self, op: str, cause: str, fix: str, routes: tuple[str, ...] = (), log: Path | None = None
     ) -> None:
-        super().__init__(op, cause, fix, routes, log)  # as the arguments are, so that pickling works
+        super().__init__(
+            op, cause, fix, routes, log
+        )  # as the arguments are, so that pickling works
         self.op = op
         self.cause = cause
         self.fix = fix

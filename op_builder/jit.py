@@ -1,30 +1,132 @@
-"""Load an op library: override, packaged file, cache, or compile it now."""
+"""Find an op library (override, packaged file, cache) or compile it now, and load it."""
 
 import os
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .compile import compile_library
-from .errors import BuildError
+from . import cache, probe
+from .build import build
+from .errors import BuildError, Unavailable
 from .registry import OPS
-from .sources import digest_of, matches
+from .sources import CSRC, ROOT, digest_of, matches
+from .spec import OpSpec
 
-_LOCK = threading.RLock()
+PREBUILT = ROOT / "prebuilt"  # the libraries that came with the package
+
+_LOADING = threading.RLock()
 _LOADED: dict[str, Path] = {}
 
 
-def load(name: str) -> Path:
-    """Load the library of the op `name` into this process, once, and return its path."""
-    with _LOCK:
-        if name not in _LOADED:
-            spec = next(spec for spec in OPS if spec.name == name)
-            digest = digest_of(spec)
-            folder = Path(os.path.expanduser("~/.cache/deepspeed_ext")) / f"{name}-{digest[:16]}"
-            library = folder / f"{name}.so"
-            if not (library.is_file() and matches(library, digest)):
-                library = compile_library(spec, folder)
-            import torch
+def spec_of(name: str) -> OpSpec:
+    """Return the registry's row of an op."""
+    for spec in OPS:
+        if spec.name == name:
+            return spec
+    raise BuildError(
+        name,
+        f"there is no such op, expected one of {', '.join(spec.name for spec in OPS)}",
+        "run: python -m deepspeed_ext.op_builder list",
+    )
 
-            torch.ops.load_library(library)
-            _LOADED[name] = library
+
+def load(name: str) -> Path:
+    """Load the library of an op into this process, compiling it when there is none yet.
+
+    Args:
+        name: an op of the registry, such as "cpu_adam".
+
+    Returns:
+        The library's path. Later calls return it at once; any thread may call.
+
+    Raises:
+        BuildError: the op is unknown, or every route to its library failed.
+    """
+    with _LOADING:
+        if name not in _LOADED:
+            _LOADED[name] = _load(spec_of(name), CSRC)
         return _LOADED[name]
+
+
+def _load(spec: OpSpec, csrc: Path) -> Path:
+    routes: list[str] = []
+    try:
+        probe.check_loadable(spec)
+        override = _override(spec, csrc)
+        if override is not None:
+            return _open(spec, override)
+        for path in ready(spec, csrc, routes):
+            try:
+                return _open(spec, path)
+            except Unavailable as broken:
+                routes.append(f"{path}: {broken.cause}")
+        if os.environ.get("DS_EXT_JIT") == "0":
+            raise Unavailable(
+                "no ready library fits, and DS_EXT_JIT=0 forbids compiling one",
+                f"run: unset DS_EXT_JIT, or: python -m deepspeed_ext.op_builder build {spec.name}",
+            )
+        return _open(spec, build(spec, csrc))
+    except Unavailable as missing:
+        raise BuildError(spec.name, missing.cause, missing.fix, tuple(routes)) from missing
+    except BuildError as failed:
+        routes.append("compiler: failed")
+        raise BuildError(spec.name, failed.cause, failed.fix, tuple(routes), failed.log) from failed
+
+
+def _override(spec: OpSpec, csrc: Path) -> Path | None:
+    """Return the library that the environment names, or None; raise when it does not fit."""
+    variable = f"DS_EXT_LIBRARY_{spec.name.upper()}"
+    text = os.environ.get(variable, "")
+    if not text:
+        return None
+    path = Path(text).absolute()
+    fix = f"correct or unset {variable}"
+    if not path.is_file():
+        raise Unavailable(f"{variable} names {path}, which does not exist", fix)
+    if not matches(path, digest_of(spec, csrc)):
+        raise Unavailable(f"{variable} names {path}, which was built from other sources", fix)
+    return path
+
+
+def ready(spec: OpSpec, csrc: Path = CSRC, routes: list[str] | None = None) -> Iterator[Path]:
+    """Yield the libraries of `spec` that exist and fit: the packaged one, then cached ones.
+
+    Args:
+        spec: the op.
+        csrc: the folder of its sources.
+        routes: gets a line for each place that has none.
+    """
+    digest = digest_of(spec, csrc)
+    entry = cache.entry_name(spec, csrc)
+    places = [("packaged", PREBUILT / f"{spec.name}.so")]
+    places += [("cache", root / entry / f"{spec.name}.so") for root in cache.readable_roots()]
+    for place, path in places:
+        try:
+            if matches(path, digest):
+                yield path
+                continue
+            why = "was built from other sources or is damaged"
+        except FileNotFoundError:
+            why = "does not exist"
+        except OSError as error:
+            why = f"cannot be read ({error.strerror})"
+        if routes is not None:
+            routes.append(f"{place}: {path} {why}")
+
+
+def _open(spec: OpSpec, path: Path) -> Path:
+    """Load the library with torch."""
+    import torch
+
+    try:
+        load_library: Callable[[Path], None] = torch.ops.load_library
+        load_library(path)
+    except OSError as error:
+        text = str(error.__cause__ or error)  # torch wraps what the loader of the system said
+        fix = f"run: python -m deepspeed_ext.op_builder clean, then: build {spec.name}"
+        if "failed to map" in text or "Operation not permitted" in text:
+            fix = "set DS_EXT_CACHE to a folder on a file system mounted with exec"
+        elif "libcudart" in text:
+            fix = "compile it with the CUDA toolkit that fits torch: set CUDA_HOME"
+        raise Unavailable(f"the library cannot be opened ({text})", fix) from error
+    return path

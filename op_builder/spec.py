@@ -14,7 +14,7 @@ class OpSpec:
         sources: files to compile, relative to csrc.
         needs: what compiling takes besides a C++ compiler: "torch", "cuda".
         links: further libraries for the link line, without the "-l".
-        self_check: "module:function", called with device="cpu" or "cuda"; raises when the op is wrong.
+        self_check: "module:function", called with device=device; raises when the op is wrong.
         fused_multiply_add: lets nvcc fuse a*b+c; False gives the same bits on every device.
     """
 

@@ -1,4 +1,4 @@
-"""Compilers, flags and job count, as functions of the environment; nothing is found before it is asked for."""
+"""Compilers, flags and job count: functions of the environment, found when asked for."""
 
 import importlib.util
 import os
@@ -12,7 +12,9 @@ from pathlib import Path
 from .errors import Unavailable
 from .spec import OpSpec
 
-TORCH_TARGET = "0x020b000000000000"  # 2.11: the oldest torch that the libraries run with
+OLDEST_TORCH = (2, 11)  # that the libraries run with, whichever newer one compiled them
+_TORCH_TARGET = f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
+_GET_TORCH = f"run: {sys.executable} -m pip install 'torch>={OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}'"
 _GIB = 1 << 30
 
 # No contraction into fused multiply-add: all instruction sets and devices must give the same bits.
@@ -24,7 +26,7 @@ _CXX_FLAGS = (
 
 
 def cxx() -> list[str]:
-    """Return the C++ compiler's command: CXX, which may hold arguments, else g++, c++ or clang++."""
+    """Return the C++ compiler's command: CXX, with its arguments, else g++, c++ or clang++."""
     words = shlex.split(os.environ.get("CXX", ""))
     if words:
         if shutil.which(words[0]) is None:
@@ -66,16 +68,30 @@ def torch_root() -> Path:
     """Return the folder of the torch package, without importing it."""
     package = importlib.util.find_spec("torch")
     if package is None or not package.submodule_search_locations:
-        raise Unavailable(
-            "torch is not installed", f"run: {sys.executable} -m pip install 'torch>=2.11'"
-        )
+        raise Unavailable("torch is not installed", _GET_TORCH)
     return Path(package.submodule_search_locations[0])
 
 
+def torch_version() -> str:
+    """Return torch's version, without importing it; raise when it is missing or too old."""
+    version = _torch_states("__version__") or "unknown"
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
+        raise Unavailable(
+            f"torch is {version}, expected {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer", _GET_TORCH
+        )
+    return version
+
+
 def torch_cuda() -> str | None:
-    """Return the CUDA version that torch was built with, such as "13.0", or None for a CPU torch."""
+    """Return the CUDA version torch was built with, such as "13.0", or None for a CPU torch."""
+    return _torch_states("cuda")
+
+
+def _torch_states(name: str) -> str | None:
+    """Return a string that torch's version.py assigns to `name`."""
     text = (torch_root() / "version.py").read_text()
-    found = re.search(r"^cuda\b[^=\n]*= *'([0-9.]+)'", text, re.MULTILINE)
+    found = re.search(rf"^{name}\b[^=\n]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE)
     return found[1] if found else None
 
 
@@ -83,7 +99,7 @@ def compile_flags(spec: OpSpec, source: str) -> list[str]:
     """Return the C++ flags of one source file that do not depend on where things are installed."""
     flags = [*_CXX_FLAGS, *_warnings_are_errors("-Werror")]
     if "torch" in spec.needs and "_ops" in Path(source).name:
-        flags.append(f"-DTORCH_TARGET_VERSION={TORCH_TARGET}")
+        flags.append(f"-DTORCH_TARGET_VERSION={_TORCH_TARGET}")
         if "cuda" in spec.needs:
             flags.append("-DUSE_CUDA")
     return flags
@@ -123,7 +139,7 @@ def platform_key() -> str:
 
 
 def jobs() -> int:
-    """Return how many compilers may run at once: MAX_JOBS, else by cores and by 2 GiB of memory each."""
+    """Return how many compilers may run at once: MAX_JOBS, else a core and 2 GiB for each."""
     asked = os.environ.get("MAX_JOBS", "")
     if asked:
         if not asked.isdecimal() or int(asked) < 1:

@@ -4,14 +4,12 @@
 
 #include <cstdint>
 
-#include "common/dtype.h"
-
 namespace dsx {
 
 constexpr int64_t kElementwiseChunk = 4096;  // of ops that need a chunk only for aligned vectors
 
 // The tensor that holds element `row`, which must lie before the end of the row.
-DSX_HOST_DEVICE inline int64_t tensor_at(const int64_t* tensor_begin, int64_t count, int64_t row) {
+inline int64_t tensor_at(const int64_t* tensor_begin, int64_t count, int64_t row) {
   int64_t tensor = 0;  // binary search for the last one that begins at or before `row`
   int64_t search_end = count;
   while (search_end - tensor > 1) {
@@ -30,8 +28,8 @@ DSX_HOST_DEVICE inline int64_t tensor_at(const int64_t* tensor_begin, int64_t co
 // be. Chunks of kChunk elements are counted from the start of each tensor and belong whole to the
 // range that holds their first element: the pieces of ranges that partition the row visit every
 // element once, and each starts on a chunk, whatever the sizes of the tensors before it.
-template <int64_t kChunk = 1, class Visit>
-DSX_HOST_DEVICE inline void for_each_piece(
+template <int64_t kChunk, class Visit>
+void for_each_piece(
     const int64_t* tensor_begin,  // [count + 1] row index where each tensor begins, then the end
     int64_t count, int64_t begin, int64_t end, const Visit& visit) {
   static_assert(kChunk > 0);

@@ -83,8 +83,10 @@ void adam_cpu(Isa isa, const AdamCall& call,
 // Queues the step of all tensors on the stream, on the current device: advances their steps and
 // updates them, unless found_inf says skip. Throws if a launch fails.
 void adam_cuda(const AdamCall& call,
-               const AdamTensor* tensors,  // [count], host memory
-               int64_t count, void* stream);
+               const AdamTensor* tensors,  // [count] host memory
+               int64_t count,
+               AdamStep* constants,  // [count] device memory to work in
+               void* stream);
 
 // The storage types that have a loop of their own: Param, Grad, Moment. Every other combination
 // runs the same loop with Any, which chooses the conversion at run time, vector by vector.

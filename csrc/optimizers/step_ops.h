@@ -2,7 +2,6 @@
 // Checks all of it and hands out addresses; every optimizer's *_ops.h is written on top.
 #pragma once
 
-#include <memory>
 #include <optional>
 
 #include "common/scalar.h"
@@ -38,43 +37,53 @@ class StepArguments {
   StepArguments(const char* op, const TensorList& params, const TensorList& grads,
                 const std::vector<int64_t>& offsets, const std::vector<int64_t>& slots)
       : op_(op),
+        params_(params),
         offsets_(offsets),
         slots_(slots),
-        params_(views_of(params)),
-        grads_(views_of(grads)),
-        memory_(4 * params.size()) {
+        device_(params[0]),
+        param_addresses_(addresses_of(params)),
+        grad_addresses_(addresses_of(grads)),
+        numels_(params.size()),
+        memory_(2 * params.size()) {
     check_length(op, "grads", grads.size(), params.size());
-    param_dtype_ = storage_dtype(op, {"params", 0}, params_[0]);
-    grad_dtype_ = storage_dtype(op, {"grads", 0}, grads_[0]);
-    for (size_t i = 0; i < params_.size(); ++i) {
-      check_param(i);
-      check_grad(i);
+    if (!offsets_.empty() || !slots_.empty()) {
+      check_length(op_, "offsets", offsets_.size(), count());
+      check_length(op_, "slots", slots_.size(), count());
+    }
+    param_dtype_ = storage_dtype(op, {"params", 0}, device_);
+    grad_dtype_ = storage_dtype(op, {"grads", 0}, TensorView(grads[0]));
+    for (size_t i = 0; i < count(); ++i) {
+      const TensorView param(params[i], param_addresses_[i]);
+      const TensorView grad(grads[i], grad_addresses_[i]);
+      numels_[i] = param.numel;
+      check_param(i, param);
+      check_grad(i, grad, param);
     }
     check_places();
   }
 
-  size_t count() const { return params_.size(); }
-  int64_t numel(size_t i) const { return params_[i].numel; }
-  void* param(size_t i) const { return params_[i].data; }
-  void* grad(size_t i) const { return grads_[i].data; }
+  size_t count() const { return numels_.size(); }
+  int64_t numel(size_t i) const { return numels_[i]; }
+  void* param(size_t i) const { return param_addresses_[i]; }
+  void* grad(size_t i) const { return grad_addresses_[i]; }
   Dtype param_dtype() const { return param_dtype_; }
   Dtype grad_dtype() const { return grad_dtype_; }
-  int32_t device_index() const { return params_[0].device_index; }
+  int32_t device_index() const { return device_.device_index; }
 
   // State with an element for every element of its parameter.
   State state(const char* name, const TensorList& tensors, Dtype dtype) {
     if (!offsets_.empty()) {
-      const int64_t elements = offsets_.back() + params_.back().numel;
-      return slab(name, tensors, dtype, offsets_, elements);
+      return slab(name, tensors, dtype, offsets_, offsets_.back() + numels_.back());
     }
     check_length(op_, name, tensors.size(), count());
     std::vector<char*> addresses(count());
     for (size_t i = 0; i < count(); ++i) {
       const TensorView view(tensors[i]);
-      check_device(op_, {name, i}, view, params_[0]);
+      const TensorView param(params_[i]);
+      check_device(op_, {name, i}, view, device_);
       check_dtype(op_, {name, i}, view, dtype);
-      check_shape(op_, {name, i}, view, params_[i]);
-      check_layout(op_, {name, i}, view, params_[i]);
+      check_shape(op_, {name, i}, view, param);
+      check_layout(op_, {name, i}, view, param);
       memory_.add({name, i}, view, bytes_of(dtype), Access::write);
       addresses[i] = view.data;
     }
@@ -113,56 +122,53 @@ class StepArguments {
   void check_separate() { memory_.check_separate(op_); }
 
  private:
-  void check_param(size_t i) {
-    const TensorView& param = params_[i];
-    check_device(op_, {"params", i}, param, params_[0]);
+  void check_param(size_t i, const TensorView& param) {
+    check_device(op_, {"params", i}, param, device_);
     check_dtype(op_, {"params", i}, param, param_dtype_);
     check_dense(op_, {"params", i}, param);
     memory_.add({"params", i}, param, bytes_of(param_dtype_), Access::write);
   }
 
-  void check_grad(size_t i) {
-    check_device(op_, {"grads", i}, grads_[i], params_[0]);
-    check_dtype(op_, {"grads", i}, grads_[i], grad_dtype_);
-    check_shape(op_, {"grads", i}, grads_[i], params_[i]);
-    if (!grads_[i].same_layout(params_[i])) copy_to_layout_of_param(i);
-    memory_.add({"grads", i}, grads_[i], bytes_of(grad_dtype_), Access::read);
-  }
-
-  void check_one_element(const Item& item, const TensorView& view) {
-    check_device(op_, item, view, params_[0]);
-    check(view.numel == 1, op_, ": ", item, " has ", view.numel, " elements, expected 1");
+  void check_grad(size_t i, const TensorView& grad, const TensorView& param) {
+    check_device(op_, {"grads", i}, grad, device_);
+    check_dtype(op_, {"grads", i}, grad, grad_dtype_);
+    check_shape(op_, {"grads", i}, grad, param);
+    if (grad.same_layout(param)) {
+      memory_.add({"grads", i}, grad, bytes_of(grad_dtype_), Access::read);
+    } else {
+      grad_addresses_[i] = copy_to_layout(grad, param);
+    }
   }
 
   // Kernels read all tensors of a parameter in one order. A gradient that lies in another one
   // (a transposed parameter often gets a contiguous gradient) is copied into that of the parameter.
-  void copy_to_layout_of_param(size_t i) {
-    const TensorView& param = params_[i];
-    const TensorView& grad = grads_[i];
+  char* copy_to_layout(const TensorView& grad, const TensorView& param) {
     AtenTensorHandle copy = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(param.dim, param.sizes, param.strides,
                                                     grad.dtype, grad.device_type,
                                                     grad.device_index, &copy));
-    relaid_grads_.emplace_back(std::make_unique<Tensor>(copy));
+    relaid_grads_.emplace_back(copy);
     TORCH_ERROR_CODE_CHECK(aoti_torch_tensor_copy_(grad.tensor->get(), copy));
-    grads_[i] = TensorView(*relaid_grads_.back());
+    return address_of(relaid_grads_.back());
   }
 
   // Offsets and slots put every parameter behind the one before it.
   void check_places() {
-    if (offsets_.empty() && slots_.empty()) return;
-    check_length(op_, "offsets", offsets_.size(), count());
-    check_length(op_, "slots", slots_.size(), count());
     int64_t first_offset = 0;
     int64_t first_slot = 0;
-    for (size_t i = 0; i < count(); ++i) {
+    for (size_t i = 0; i < offsets_.size(); ++i) {
       check(offsets_[i] >= first_offset, op_, ": ", Item{"offsets", i}, " is ", offsets_[i],
             ", expected at least ", first_offset);
       check(slots_[i] >= first_slot, op_, ": ", Item{"slots", i}, " is ", slots_[i],
             ", expected at least ", first_slot);
-      first_offset = offsets_[i] + params_[i].numel;
+      first_offset = offsets_[i] + numels_[i];
       first_slot = slots_[i] + 1;
     }
+  }
+
+  void check_one_element(const Item& item, const TensorView& view) {
+    check_device(op_, item, view, device_);
+    check(view.numel == 1, op_, ": ", item, " has ", view.numel, " elements, expected 1");
   }
 
   // `places` are offsets or slots; the slab holds at least `elements`.
@@ -171,7 +177,7 @@ class StepArguments {
     check_length(op_, name, tensors.size(), 1);
     const TensorView view(tensors[0]);
     const Item item{name, 0};
-    check_device(op_, item, view, params_[0]);
+    check_device(op_, item, view, device_);
     check_dtype(op_, item, view, dtype);
     check(view.dim == 1 && (view.numel < 2 || view.strides[0] == 1), op_, ": ", item, " has shape ",
           Integers{view.sizes, view.dim}, " and strides ", Integers{view.strides, view.dim},
@@ -183,11 +189,14 @@ class StepArguments {
   }
 
   const char* op_;
+  const TensorList& params_;
   const std::vector<int64_t>& offsets_;
   const std::vector<int64_t>& slots_;
-  std::vector<TensorView> params_;
-  std::vector<TensorView> grads_;
-  std::vector<std::unique_ptr<Tensor>> relaid_grads_;  // at addresses that views can hold
+  const TensorView device_;  // any tensor of the device that all must be on: the first parameter
+  std::vector<char*> param_addresses_;
+  std::vector<char*> grad_addresses_;
+  std::vector<int64_t> numels_;
+  TensorList relaid_grads_;
   MemoryRanges memory_;
   Dtype param_dtype_;
   Dtype grad_dtype_;

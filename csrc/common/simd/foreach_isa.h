@@ -11,8 +11,8 @@
 //   a < b, a <= b, a > b, a >= b, a == b, a != b, mask & mask, mask | mask, !mask
 //   any(mask)                        whether a lane is true, one beyond `count` perhaps
 // Memory holds float, BFloat16 or Half, at any alignment; source and target are a T* or a Pointer<T>,
-// which may be a Pointer<Any>. All ISAs give the same bits, also while the process flushes
-// subnormals to zero: that changes what arithmetic gives, never what loads and stores convert.
+// which may be a Pointer<Any>. All ISAs give the same bits. In a thread that flushes subnormals to
+// zero they may differ in which of them min and max have flushed, and conversions flush nothing.
 //
 // Target regions, not -march flags: a flag would also let the compiler use wide instructions in
 // inline functions of the standard library, and the linker may keep that copy for CPUs that lack
@@ -34,13 +34,13 @@ namespace dsx::scalar {
 #include DSX_KERNEL_SOURCE
 }  // namespace dsx::scalar
 
+// DSX_DISPATCH_ISA(isa, function(arguments)) calls the copy of one ISA and has its value.
 #ifndef __x86_64__
 
 #define DSX_DISPATCH_ISA(isa, ...) (static_cast<void>(isa), dsx::scalar::__VA_ARGS__)
 
 #else
 
-// The value of a call of one ISA's copy: DSX_DISPATCH_ISA(isa, function(arguments)).
 #define DSX_DISPATCH_ISA(isa, ...)                         \
   ((isa) == dsx::Isa::avx512 ? dsx::avx512::__VA_ARGS__    \
    : (isa) == dsx::Isa::avx2 ? dsx::avx2::__VA_ARGS__      \
@@ -49,6 +49,7 @@ namespace dsx::scalar {
 // GCC 12 warns of undefined operands that its own AVX-512 intrinsics use on purpose (bug 105593).
 #ifndef __clang__
 #pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop

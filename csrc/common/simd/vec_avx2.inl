@@ -1,4 +1,4 @@
-// Vec of 8 lanes for AVX2 with F16C.
+// Vec and Mask of 8 lanes for AVX2 with F16C.
 struct Mask {
   __m256 lanes;  // all bits of a lane set: true; none: false
 
@@ -109,9 +109,5 @@ inline Vec select(Mask mask, Vec a, Vec b) {
 }
 
 // The instructions give b when either is NaN, so only a NaN in a is left to see to.
-inline Vec min(Vec a, Vec b) {
-  return select(a == a, _mm256_min_ps(a.lanes, b.lanes), a);
-}
-inline Vec max(Vec a, Vec b) {
-  return select(a == a, _mm256_max_ps(a.lanes, b.lanes), a);
-}
+inline Vec min(Vec a, Vec b) { return select(a == a, _mm256_min_ps(a.lanes, b.lanes), a); }
+inline Vec max(Vec a, Vec b) { return select(a == a, _mm256_max_ps(a.lanes, b.lanes), a); }

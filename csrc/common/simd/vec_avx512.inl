@@ -1,4 +1,4 @@
-// Vec of 16 lanes for AVX-512 F, BW and VL. Full vectors take the faster, unmasked instructions.
+// Vec and Mask of 16 lanes for AVX-512 F, BW and VL. Full vectors take the faster, unmasked forms.
 // The bf16 instructions of AVX512_BF16 are not used: they flush subnormals to zero.
 struct Mask {
   __mmask16 lanes;  // one bit each
@@ -106,9 +106,5 @@ inline Vec select(Mask mask, Vec a, Vec b) {
 }
 
 // The instructions give b when either is NaN, so only a NaN in a is left to see to.
-inline Vec min(Vec a, Vec b) {
-  return select(a == a, _mm512_min_ps(a.lanes, b.lanes), a);
-}
-inline Vec max(Vec a, Vec b) {
-  return select(a == a, _mm512_max_ps(a.lanes, b.lanes), a);
-}
+inline Vec min(Vec a, Vec b) { return select(a == a, _mm512_min_ps(a.lanes, b.lanes), a); }
+inline Vec max(Vec a, Vec b) { return select(a == a, _mm512_max_ps(a.lanes, b.lanes), a); }

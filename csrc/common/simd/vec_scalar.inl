@@ -1,5 +1,7 @@
-// Vec of one lane, for any CPU: the meaning that the wider ones must reproduce bit for bit.
-using Mask = bool;
+// Vec and Mask of one lane, for any CPU: the meaning that the wider ones must reproduce bit for bit.
+struct Mask {
+  bool lane;
+};
 
 struct Vec {
   static constexpr int size = 1;
@@ -43,8 +45,12 @@ inline Vec sqrt(Vec a) { return std::sqrt(a.lane); }
 inline Vec floor(Vec a) { return std::floor(a.lane); }
 inline Vec round_even(Vec a) { return dsx::round_even(a.lane); }
 
-inline Mask operator<(Vec a, Vec b) { return a.lane < b.lane; }
-inline Mask operator<=(Vec a, Vec b) { return a.lane <= b.lane; }
-inline Mask operator==(Vec a, Vec b) { return a.lane == b.lane; }
-inline Vec select(Mask mask, Vec a, Vec b) { return mask ? a : b; }
-inline bool any(Mask mask) { return mask; }
+inline Mask operator<(Vec a, Vec b) { return {a.lane < b.lane}; }
+inline Mask operator<=(Vec a, Vec b) { return {a.lane <= b.lane}; }
+inline Mask operator==(Vec a, Vec b) { return {a.lane == b.lane}; }
+inline Mask operator&(Mask a, Mask b) { return {a.lane && b.lane}; }
+inline Mask operator|(Mask a, Mask b) { return {a.lane || b.lane}; }
+inline Mask operator!(Mask a) { return {!a.lane}; }
+inline bool any(Mask a) { return a.lane; }
+
+inline Vec select(Mask mask, Vec a, Vec b) { return dsx::select(mask.lane, a.lane, b.lane); }

@@ -87,7 +87,9 @@ class MemoryRanges {
   // No range that is written shares memory with any other.
   void check_separate(const char* op) {
     const auto before = [](const Range& a, const Range& b) { return a.begin < b.begin; };
-    std::sort(ranges_.begin(), ranges_.end(), before);
+    if (!std::is_sorted(ranges_.begin(), ranges_.end(), before)) {
+      std::sort(ranges_.begin(), ranges_.end(), before);
+    }
     const Range none{nullptr, nullptr, Access::read, {"", 0}};
     const Range* furthest = &none;          // of the ranges so far, the one that reaches furthest
     const Range* furthest_written = &none;  // the same among those that are written

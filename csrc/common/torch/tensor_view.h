@@ -14,6 +14,21 @@ namespace dsx {
 
 using TensorList = std::vector<Tensor>;
 
+inline char* address_of(const Tensor& tensor) {
+  void* address = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &address));
+  return static_cast<char*>(address);
+}
+
+// The addresses of all tensors, asked for in a loop that does nothing else: the questions that
+// follow for each tensor then find it in the cache. Getting there costs several cache misses, which
+// overlap only between the iterations of a short loop.
+inline std::vector<char*> addresses_of(const TensorList& tensors) {
+  std::vector<char*> addresses(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) addresses[i] = address_of(tensors[i]);
+  return addresses;
+}
+
 struct TensorView {
   const Tensor* tensor;
   char* data;
@@ -25,12 +40,13 @@ struct TensorView {
   int32_t device_type;     // torch's code
   int32_t device_index;
 
-  explicit TensorView(const Tensor& viewed) : tensor(&viewed) {
+  explicit TensorView(const Tensor& viewed) : TensorView(viewed, address_of(viewed)) {}
+
+  // `address` is that of the tensor's data, known already.
+  TensorView(const Tensor& viewed, char* address) : tensor(&viewed), data(address) {
     AtenTensorHandle handle = viewed.get();
-    void* address = nullptr;
     int64_t* sizes_address = nullptr;
     int64_t* strides_address = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &address));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(handle, &numel));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &dim));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes_address));
@@ -38,7 +54,6 @@ struct TensorView {
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &dtype));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &device_type));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &device_index));
-    data = static_cast<char*>(address);
     sizes = sizes_address;
     strides = strides_address;
   }
@@ -88,12 +103,5 @@ struct TensorView {
     return true;
   }
 };
-
-inline std::vector<TensorView> views_of(const TensorList& tensors) {
-  std::vector<TensorView> views;
-  views.reserve(tensors.size());
-  for (const Tensor& tensor : tensors) views.emplace_back(tensor);
-  return views;
-}
 
 }  // namespace dsx

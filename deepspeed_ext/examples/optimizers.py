@@ -1,0 +1,85 @@
+"""The optimizers that the example can train with, made from their names."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_ext.op_builder import load
+
+BETAS = (0.9, 0.99)
+WEIGHT_DECAY = 0.1
+DEVICES = {"cpu_adam": ("cpu",), "fused_adam": ("cuda",), "torch": ("cpu", "cuda")}
+
+
+class Optimizer(Protocol):
+    """What the training loop uses of an optimizer."""
+
+    param_groups: list[dict[str, Any]]
+
+    def step(self) -> object: ...
+    def zero_grad(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class MasterAdamW:
+    """torch.optim.AdamW on float32 masters of 16-bit parameters: mixed precision in plain torch."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], **options: Any) -> None:
+        self.parameters = list(parameters)
+        self.masters = [parameter.detach().float() for parameter in self.parameters]
+        self.adamw = torch.optim.AdamW(self.masters, **options)
+        self.param_groups = self.adamw.param_groups
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        self.adamw.step()
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"masters": self.masters, "adamw": self.adamw.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for master, saved in zip(self.masters, state_dict["masters"], strict=True):
+            master.copy_(saved)
+        self.adamw.load_state_dict(state_dict["adamw"])
+
+
+def make_optimizer(name: str, model: nn.Module, lr: float) -> Optimizer:
+    """Return the optimizer `name` over the parameters of `model`; a native op is compiled if need be.
+
+    On a GPU the parameters are 16-bit and the optimizer keeps float32 masters of them.
+
+    Raises:
+        BuildError: the native op cannot be had; the text says why.
+    """
+    options: dict[str, Any] = {"lr": lr, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
+    if name == "torch":
+        low_precision = next(model.parameters()).dtype != torch.float32
+        make: Callable[..., Optimizer] = MasterAdamW if low_precision else torch.optim.AdamW
+        return make(model.parameters(), **options)
+    from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
+
+    load(name)  # now, so that the wait for a compiler is not taken for a slow first step
+    if name == "cpu_adam":
+        return DeepSpeedCPUAdam(model.parameters(), **options)
+    return FusedAdam(model.parameters(), master_weights=True, **options)
+
+
+def weights(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the float32 weights by name: the masters where there are some."""
+    named = dict(model.named_parameters())
+    if isinstance(optimizer, MasterAdamW):
+        return dict(zip(named, optimizer.masters, strict=True))
+    state: dict[Tensor, dict[str, Tensor]] = getattr(optimizer, "state", {})
+    return {name: state.get(p, {}).get("master_param", p).detach() for name, p in named.items()}

@@ -1,0 +1,238 @@
+"""Train a small GPT on Python's own source files: python -m deepspeed_ext.examples.train_gpt --help.
+
+Leaves in the folder --out: loss.png, metrics.jsonl (a line for each step), sample.txt, and
+checkpoint.pt, from which --resume goes on exactly as if the run had never stopped.
+"""
+
+import math
+import os
+import shlex
+import signal
+import sys
+import time
+from dataclasses import asdict
+from types import FrameType
+from typing import Any
+
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from deepspeed_ext.examples.compare import Comparison
+from deepspeed_ext.examples.gpt import generate
+from deepspeed_ext.examples.options import UserError, parse, settings_of
+from deepspeed_ext.examples.run_folder import RunFolder
+from deepspeed_ext.examples.text import Text, standard_library
+from deepspeed_ext.examples.trainer import Trainer
+from deepspeed_ext.op_builder import BuildError
+
+_EVALUATIONS = 12  # times that a run validates and saves
+_PROMPT = b"class "
+_SAMPLE_BYTES = 800
+_TEMPERATURE = 0.7
+_LINES_SHOWN = 16
+
+
+class Interrupt:
+    """Turns the first Ctrl-C into a request to stop after this step; a second one stops at once."""
+
+    requested = False
+
+    def __enter__(self) -> "Interrupt":
+        self._previous = signal.signal(signal.SIGINT, self._request)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _request(self, _number: int, _frame: FrameType | None) -> None:
+        self.requested = True
+        signal.signal(signal.SIGINT, self._previous)
+
+
+class Run:
+    """One training run: a trainer, its folder, and what has been measured so far."""
+
+    def __init__(self, folder: RunFolder, trainer: Trainer) -> None:
+        self.folder = folder
+        self.trainer = trainer
+        self.history: list[dict[str, float]] = []  # an entry for each step taken
+
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.trainer.load_state_dict(checkpoint["trainer"])
+        self.history = checkpoint["history"]
+        for name, now in _surroundings().items():
+            before = checkpoint["surroundings"][name]
+            if before != now:
+                print(
+                    f"note: {name} is {now}, the checkpoint was made with {before}: the run goes on"
+                    f" equal up to rounding, not bit for bit"
+                )
+
+    def train(self, comparison: Comparison | None) -> bool:
+        """Take the steps that are left; return False when Ctrl-C came before the last one."""
+        settings = self.trainer.settings
+        validate_every = max(1, settings.steps // _EVALUATIONS)
+        tokens = settings.batch_size * settings.context
+        done = len(self.history)
+        self.folder.write_metrics(self.history)  # a killed run may have gone on after its checkpoint
+        with (
+            Interrupt() as interrupt,
+            tqdm(total=settings.steps * tokens, initial=done * tokens, unit="token",
+                 unit_scale=True, dynamic_ncols=True) as bar,
+        ):  # fmt: skip
+            for number in range(done + 1, settings.steps + 1):
+                begin = time.perf_counter()
+                loss = self.trainer.step(number)
+                seconds = time.perf_counter() - begin
+                if not math.isfinite(loss):
+                    raise UserError(f"the loss of step {number} is {loss}; try a smaller --lr")
+                entry = {"step": number, "loss": loss, "lr": self.trainer.lr(number),
+                         "tokens_per_second": round(tokens / seconds)}  # fmt: skip
+                if number % validate_every == 0 or number == settings.steps:
+                    entry["validation_loss"] = self.trainer.validate()
+                self.history.append(entry)
+                self.folder.append_metrics(entry)
+                if comparison is not None:
+                    comparison.step(number, loss)
+                bar.set_description(f"step {number}, loss {loss:.3f}", refresh=False)
+                bar.update(tokens)
+                if "validation_loss" in entry or interrupt.requested:
+                    self.save()
+                if interrupt.requested:
+                    break
+        return len(self.history) == settings.steps
+
+    def save(self) -> None:
+        """Write the checkpoint."""
+        self.folder.save(
+            {
+                "settings": asdict(self.trainer.settings),
+                "text": self.trainer.text.digest,
+                "surroundings": _surroundings(),
+                "history": self.history,
+                "trainer": self.trainer.state_dict(),
+            }
+        )
+
+    def draw(self) -> None:
+        """Draw the loss curve."""
+        settings = self.trainer.settings
+        title = f"{type(self.trainer.optimizer).__name__} on {settings.device}, "
+        self.folder.draw(self.history, title + _size(self.trainer))
+
+    def write_sample(self) -> str:
+        """Generate a text, write it down and return its first lines."""
+        model, seed = self.trainer.model, self.trainer.settings.seed
+        text = generate(model, _PROMPT, _SAMPLE_BYTES, _TEMPERATURE, seed)
+        self.folder.write_sample(text)
+        return "\n".join(text.decode(errors="replace").splitlines()[:_LINES_SHOWN])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Do what the command line asks for and return the exit status."""
+    options = parse(arguments)
+    folder = RunFolder(options.out)
+    try:
+        checkpoint = _load(folder) if options.resume else None
+        settings = settings_of(options, checkpoint and checkpoint["settings"])
+        text = standard_library(settings.context)
+        _prepare(folder, text, checkpoint)
+        _make_repeatable(settings.device)
+        trainer = Trainer(settings, text)
+        _describe(trainer)
+        run = Run(folder, trainer)
+        if checkpoint is not None:
+            run.restore(checkpoint)
+        return _finish(run, Comparison(trainer) if options.compare else None)
+    except (UserError, BuildError, OSError) as error:
+        print(f"train_gpt: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\ntrain_gpt: stopped; {_how_to_resume(folder)}", file=sys.stderr)
+        return 130
+
+
+def _finish(run: Run, comparison: Comparison | None) -> int:
+    """Train, then show and leave the results; return the exit status."""
+    print(f"training to step {run.trainer.settings.steps}; Ctrl-C stops and saves", flush=True)
+    finished = run.train(comparison)
+    run.draw()
+    if comparison is not None:
+        print(comparison.table())
+    if not finished:
+        print(f"stopped after step {len(run.history)}; {_how_to_resume(run.folder)}")
+        return 130
+    print(f"loss on files it has not seen: {run.history[-1]['validation_loss']:.3f} nats per byte")
+    sample = run.write_sample()
+    for path in (run.folder.picture, run.folder.metrics, run.folder.checkpoint, run.folder.sample):
+        print(f"wrote {path}")
+    print(f"the sample begins:\n\n{sample}")
+    return 0
+
+
+def _load(folder: RunFolder) -> dict[str, Any]:
+    if not folder.checkpoint.is_file():
+        raise UserError(f"--out is {folder.path}, which has no checkpoint.pt; leave out --resume")
+    try:
+        return folder.load()
+    except Exception as error:  # torch.load promises no kind of error for a file it cannot read
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"{folder.checkpoint} cannot be loaded: {reason}") from error
+
+
+def _prepare(folder: RunFolder, text: Text, checkpoint: dict[str, Any] | None) -> None:
+    """Make the folder, unless another run or another text would get mixed up with this one."""
+    if checkpoint is None and folder.checkpoint.exists():
+        raise UserError(
+            f"--out is {folder.path}, which has the checkpoint of another run; go on with it by"
+            f" --resume, remove it, or choose another folder"
+        )
+    if checkpoint is not None and checkpoint["text"] != text.digest:
+        raise UserError(
+            f"{folder.checkpoint} was trained on another standard library than this Python's;"
+            f" resume it with the Python that began it"
+        )
+    try:
+        folder.make()
+    except OSError as error:
+        raise UserError(
+            f"--out is {folder.path}, expected a folder that can be written: {error.strerror}"
+        ) from error
+
+
+def _make_repeatable(device: str) -> None:
+    """Choose GPU kernels that give the same bits each time; those of the CPU do anyway."""
+    if device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it for that
+        torch.use_deterministic_algorithms(True)
+
+
+def _describe(trainer: Trainer) -> None:
+    text, settings = trainer.text, trainer.settings
+    print(
+        f"text: {text.files} files of Python's standard library,"
+        f" {len(text.training) / 1e6:.1f} MB to train on, {len(text.validation) / 1e6:.1f} MB to"
+        f" validate on\nmodel: {_size(trainer)}, {settings.layers} layers of width {settings.width}"
+        f"\noptimizer: {type(trainer.optimizer).__name__} on {settings.device}"
+    )
+
+
+def _size(trainer: Trainer) -> str:
+    return f"{sum(p.numel() for p in trainer.model.parameters()) / 1e6:.2f} M parameters"
+
+
+def _surroundings() -> dict[str, str]:
+    """Return what may change the rounding of a run without being one of its settings."""
+    return {"the number of threads": str(torch.get_num_threads()), "torch": torch.__version__}
+
+
+def _how_to_resume(folder: RunFolder) -> str:
+    if not folder.checkpoint.exists():
+        return "nothing was saved"
+    command = [sys.executable, "-m", "deepspeed_ext.examples.train_gpt"]
+    return "go on with:\n  " + shlex.join([*command, "--out", str(folder.path), "--resume"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

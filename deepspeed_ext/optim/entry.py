@@ -1,0 +1,50 @@
+"""The state of one parameter, as a dict that tells its optimizer when somebody replaces a value."""
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def _announced(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def announce(self: "Entry", *args: Any, **kwargs: Any) -> Any:
+        on_change = self._on_change()
+        if on_change is not None:
+            on_change()
+        return method(self, *args, **kwargs)
+
+    return announce
+
+
+class Entry(dict[str, Any]):
+    """A dict whose writes call `on_change` first; a copy or a pickle of it is a plain dict.
+
+    An optimizer steps on slabs, of which the values here are views. Users do put other tensors in
+    their place (to move state between devices, to prune), and comparing every value before every
+    step would cost a tenth of a step over small parameters.
+
+    Args:
+        values: what the dict holds at first.
+        on_change: weak, because the optimizer that it belongs to holds the entry.
+    """
+
+    __slots__ = ("_on_change",)
+
+    def __init__(
+        self, values: Mapping[str, Any], on_change: weakref.ReferenceType[Callable[[], None]]
+    ) -> None:
+        super().__init__(values)
+        self._on_change = on_change
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
+
+    __setitem__ = _announced(dict.__setitem__)
+    __delitem__ = _announced(dict.__delitem__)
+    __ior__ = _announced(dict.__ior__)
+    clear = _announced(dict.clear)
+    pop = _announced(dict.pop)
+    popitem = _announced(dict.popitem)
+    setdefault = _announced(dict.setdefault)
+    update = _announced(dict.update)

@@ -1,0 +1,119 @@
+"""The command line: python -m deepspeed_ext.op_builder list | build [names] | clean | path."""
+
+import argparse
+import json
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+
+from . import cache, jit, probe
+from .build import build
+from .errors import BuildError, Unavailable
+from .registry import OPS
+from .spec import OpSpec
+
+_NAME_WIDTH = max(len(spec.name) for spec in OPS) + 2
+
+
+def _row(name: str, state: str, *details: str) -> None:
+    """Print a row of the table; details are wrapped below it so that they fit the terminal."""
+    print(f"{name:<{_NAME_WIDTH}}{state}")
+    width = max(40, shutil.get_terminal_size().columns)
+    for detail in details:
+        print(
+            textwrap.fill(
+                detail,
+                width,
+                initial_indent="  ",
+                subsequent_indent="    ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+
+
+def _list() -> int:
+    for spec in OPS:
+        try:
+            library = next(jit.ready(spec), None)
+            reasons = probe.why_not(spec) if library is None else []
+            reasons = list(dict.fromkeys([*reasons, *probe.why_not_load(spec)]))
+        except Unavailable as missing:
+            library, reasons = None, [str(missing)]
+        if library is not None:
+            state = "packaged" if library.parent == jit.PREBUILT else "cached"
+            _row(spec.name, f"{spec.device:<6}{state}", str(library), *reasons)
+        else:
+            _row(
+                spec.name, f"{spec.device:<6}{'unavailable' if reasons else 'not built'}", *reasons
+            )
+    return 0
+
+
+def _build(names: list[str]) -> int:
+    failed = 0
+    for spec in [jit.spec_of(name) for name in names] or OPS:
+        reasons = probe.why_not(spec)
+        if reasons and not names:
+            _row(spec.name, "skipped", *reasons)
+            continue
+        try:
+            library = next(jit.ready(spec), None) or build(spec)
+            _row(spec.name, "ready", str(library), *_recorded(spec, library))
+        except BuildError as error:
+            failed = 1
+            _row(spec.name, "failed", *str(error).splitlines())
+    return failed
+
+
+def _recorded(spec: OpSpec, library: Path) -> list[str]:
+    """Return what the build wrote down about itself."""
+    try:
+        record = json.loads(library.with_name("build.json").read_text())
+    except (OSError, ValueError):
+        return []
+    return [f"{key}: {value}" for key, value in record.items() if value and key != "op"]
+
+
+def _clean() -> int:
+    removed, busy = cache.clean()
+    for path in removed:
+        print(f"removed {path}")
+    for path in busy:
+        print(f"left {path}: another process is using it")
+    return 1 if busy else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m deepspeed_ext.op_builder", description="Compile and inspect op libraries."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="show every op and whether its library is there")
+    commands.add_parser("build", help="compile ops into the cache").add_argument(
+        "names",
+        nargs="*",
+        metavar="name",
+        help="ops to compile; all that can be when none is given",
+    )
+    commands.add_parser("clean", help="remove what was compiled into the cache")
+    commands.add_parser("path", help="print the folder of the cache")
+    chosen = parser.parse_args(arguments)
+    try:
+        if chosen.command == "list":
+            return _list()
+        if chosen.command == "build":
+            return _build(chosen.names)
+        if chosen.command == "clean":
+            return _clean()
+        print(cache.configured_root() or cache.private_root())
+        return 0
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Compile an op library into the cache: once, whatever happens to the processes that want it."""
+
+import json
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+from . import cache
+from .compile import compile_library
+from .errors import BuildError, Unavailable
+from .lock import held
+from .log import logger
+from .sources import CSRC, digest_of, matches
+from .spec import OpSpec
+
+
+def build(spec: OpSpec, csrc: Path = CSRC) -> Path:
+    """Compile `spec` into the cache, once for all processes that ask; return the library's path.
+
+    When the configured cache cannot be used or fills up, a private folder takes its place.
+    """
+    configured = cache.configured_root()
+    try:
+        why = "there is no home folder" if configured is None else cache.why_unusable(configured)
+        if configured is not None and why is None:
+            try:
+                return _build_in(configured, spec, csrc)
+            except OSError as error:
+                why = str(error)
+            except BuildError as failed:
+                if not cache.is_full(failed.cause):
+                    raise
+                why = failed.cause
+        return _build_in(cache.fallback_root(str(why)), spec, csrc)
+    except Unavailable as missing:
+        raise BuildError(spec.name, missing.cause, missing.fix) from missing
+    except OSError as error:
+        raise BuildError(
+            spec.name,
+            f"the compiled library cannot be stored ({error})",
+            "set DS_EXT_CACHE to a folder that can be written",
+        ) from error
+
+
+def _build_in(root: Path, spec: OpSpec, csrc: Path) -> Path:
+    """Compile under the op's lock, or take what another process compiled meanwhile."""
+    entry = cache.entry_name(spec, csrc)
+    library = root / entry / f"{spec.name}.so"
+    failures = root / f"{entry}.failed"
+    earlier = _failure(failures)
+    with held(root / f"{spec.name}.lock"):
+        if library.is_file() and matches(library, digest_of(spec, csrc)):
+            return library
+        latest = _failure(failures)
+        if latest is not None and latest != earlier:  # it failed while this process waited
+            raise BuildError(spec.name, latest["cause"], latest["fix"], log=failures / "build.log")
+        for leftover in root.glob(f"{spec.name}-*.tmp"):  # of builders that were killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        logger.info("%s: compiling (first use)", spec.name)
+        work = root / f"{entry}.{uuid.uuid4().hex}.tmp"
+        try:
+            _publish(compile_library(spec, work, csrc), root / entry)
+        except BuildError as failed:
+            raise _keep_failure(failed, work, failures) from failed
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(failures, ignore_errors=True)
+        logger.info("%s: compiled into %s", spec.name, library)
+    return library
+
+
+def _publish(library: Path, target: Path) -> None:
+    """Move the folder of a new library to its place, whole or not at all."""
+    for path in library.parent.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in (library.name, "build.log", "build.json"):
+            path.unlink()
+    with library.open("rb") as file:
+        os.fsync(file.fileno())
+    shutil.rmtree(target, ignore_errors=True)  # only a damaged one can be there
+    library.parent.rename(target)
+
+
+def _failure(failures: Path) -> dict[str, str] | None:
+    """Read the record of the last failed build, which is different for each one."""
+    try:
+        record: dict[str, str] = json.loads((failures / "failure.json").read_text())
+        return record
+    except (OSError, ValueError):
+        return None
+
+
+def _keep_failure(failed: BuildError, work: Path, failures: Path) -> BuildError:
+    """Keep the log and the cause, for people and for waiting processes."""
+    record = {"cause": failed.cause, "fix": failed.fix, "id": uuid.uuid4().hex}
+    (work / "failure.json").write_text(json.dumps(record))
+    shutil.rmtree(failures, ignore_errors=True)
+    work.rename(failures)
+    log = failures / "build.log"
+    return BuildError(failed.op, failed.cause, failed.fix, log=log if log.is_file() else None)

@@ -1,0 +1,54 @@
+"""The builder classes that users know, such as CPUAdamBuilder, made from the registry."""
+
+from pathlib import Path
+
+from . import jit, probe
+from .errors import Unavailable
+from .log import logger
+from .registry import OPS
+
+_ACRONYMS = {"cpu": "CPU", "io": "IO", "ltd": "LTD"}
+
+
+class OpBuilder:
+    """Builds and loads one op; its subclasses only name it."""
+
+    NAME = ""
+
+    def load(self) -> Path:
+        """Load the op's library, compiling it when there is none yet; raises BuildError."""
+        return jit.load(self.NAME)
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Tell whether `load` has what it needs here; with `verbose`, log the reasons why not."""
+        spec = jit.spec_of(self.NAME)
+        reasons = probe.why_not_load(spec)
+        try:
+            ready = next(jit.ready(spec), None)
+        except Unavailable as missing:
+            ready, reasons = None, [*reasons, str(missing)]
+        if ready is None:
+            reasons += probe.why_not(spec)
+        for reason in reasons if verbose else []:
+            logger.warning("%s: %s", self.NAME, reason)
+        return not reasons
+
+
+def class_name(op: str) -> str:
+    """Return the builder's name: cpu_adam gives CPUAdamBuilder."""
+    return "".join(_ACRONYMS.get(word, word.capitalize()) for word in op.split("_")) + "Builder"
+
+
+BUILDERS: dict[str, type[OpBuilder]] = {
+    class_name(spec.name): type(
+        class_name(spec.name), (OpBuilder,), {"NAME": spec.name, "__module__": __name__}
+    )
+    for spec in OPS
+}
+
+
+def __getattr__(name: str) -> type[OpBuilder]:
+    try:
+        return BUILDERS[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None

@@ -1,0 +1,169 @@
+"""Compile the C++ test programs in several ways, two at a time, and run each of them."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from deepspeed_ext.op_builder import toolchain
+from deepspeed_ext.op_builder.registry import OPS
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "csrc"
+ISA = "common/simd/isa.cpp"
+PROGRAMS = {  # with the sources that each is linked with
+    "dtype": [],
+    "chunks": [],
+    "isa": [ISA],
+    "vec": [ISA],
+    "vec_memory": [ISA],
+    "adam": [ISA, "optimizers/adam_cpu.cpp"],
+}
+SANITIZE = ["-O1", "-g", "-fno-sanitize-recover=all"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How programs are compiled and run.
+
+    Args:
+        compiler: its command; empty for the one that op_builder uses.
+        flags: what it gets besides the flags of the product.
+        programs: those worth compiling this way.
+        emulator: the command that runs them, if not this CPU.
+        packages: Debian's names for what the compiler and the emulator come in.
+    """
+
+    compiler: str
+    flags: list[str]
+    programs: list[str]
+    emulator: str = ""
+    packages: str = ""
+
+    def missing(self) -> list[str]:
+        """Return the commands that this machine lacks."""
+        needed = [name for name in (self.compiler, self.emulator) if name]
+        return [name for name in needed if shutil.which(name) is None]
+
+
+WAYS = {
+    "product": Way("", [], ["isa", "vec", "vec_memory", "adam"]),
+    "sanitized": Way("", [*SANITIZE, "-fsanitize=address,undefined"], list(PROGRAMS)),
+    "threads": Way("", [*SANITIZE, "-fsanitize=thread"], ["adam"]),
+    "clang": Way("clang++", [], ["vec", "vec_memory", "adam"], packages="clang"),
+    "arm": Way(
+        "aarch64-linux-gnu-g++",
+        ["-static"],
+        list(PROGRAMS),
+        emulator="qemu-aarch64",
+        packages="g++-aarch64-linux-gnu qemu-user",
+    ),
+}
+CASES = [(way, program) for way in WAYS for program in WAYS[way].programs]
+
+
+def compile_program(way: str, program: str, folder: Path) -> Path:
+    """Compile one program one way; a warning is an error."""
+    compiler = [WAYS[way].compiler] if WAYS[way].compiler else toolchain.cxx()
+    flags = [*toolchain.compile_flags(OPS[0], ""), "-Werror", "-pthread", *WAYS[way].flags]
+    sources = [HERE / f"test_{program}.cpp", *(CSRC / source for source in PROGRAMS[program])]
+    target = folder / f"{program}_{way}"
+    command = [*compiler, *flags, f"-I{CSRC}", f"-I{HERE}", *map(str, sources), "-o", str(target)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return target
+
+
+@pytest.fixture(scope="module")
+def compiled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[tuple[str, str], Future[Path]]]:
+    """Compile what the collected tests use, in their order, while they already run."""
+    wanted = [item.callspec.params["case"] for item in request.session.items if is_case(item)]
+    folder = tmp_path_factory.mktemp("csrc")
+    with ThreadPoolExecutor(2) as pool:
+        futures = {
+            case: pool.submit(compile_program, *case, folder)
+            for case in dict.fromkeys(wanted)
+            if not WAYS[case[0]].missing()
+        }
+        yield futures
+        pool.shutdown(cancel_futures=True)
+
+
+def is_case(item: pytest.Item) -> bool:
+    """Whether a collected test runs one of the programs."""
+    params = item.callspec.params if isinstance(item, pytest.Function) else {}
+    return item.path == Path(__file__) and "case" in params
+
+
+def run(command: list[str], force_isa: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a program, output and errors as one text."""
+    environment = {**os.environ, "DSX_FORCE_ISA": force_isa}
+    return subprocess.run(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_program(case: tuple[str, str], compiled: dict[tuple[str, str], Future[Path]]) -> None:
+    """Every program passes, however it is compiled."""
+    way = WAYS[case[0]]
+    if way.missing():
+        pytest.skip(f"no {' and no '.join(way.missing())}; run: apt-get install {way.packages}")
+    result = run([*([way.emulator] if way.emulator else []), str(compiled[case].result())])
+    if case[0] == "threads" and "unexpected memory mapping" in result.stdout:
+        pytest.skip("ThreadSanitizer of this compiler cannot run: vm.mmap_rnd_bits is over 28")
+    assert result.returncode == 0, result.stdout
+    assert " 0 failed" in result.stdout
+
+
+PRODUCT_ISA = pytest.mark.parametrize("case", [("product", "isa")], ids="-".join)
+
+
+@PRODUCT_ISA
+def test_force_isa(case: tuple[str, str], compiled: dict[tuple[str, str], Future[Path]]) -> None:
+    """DSX_FORCE_ISA picks any ISA up to the widest one, and nothing else."""
+    program = [str(compiled[case].result()), "current"]
+    widest = run(program).stdout.strip()
+    names = ["scalar", "avx2", "avx512"]
+    available = names[: names.index(widest) + 1]
+    for name in available:
+        assert run(program, name).stdout.strip() == name
+    for name in ("neon", "AVX2", *names[len(available) :]):
+        result = run(program, name)
+        assert result.returncode == 1
+        assert result.stdout.strip() == (
+            f"DSX_FORCE_ISA is {name}, expected one that this library has for this CPU: "
+            + ", ".join(available)
+        )
+
+
+EMULATED = "qemu-x86_64"
+
+
+@pytest.mark.parametrize(("cpu", "widest"), [("Nehalem", "scalar"), ("Haswell", "avx2")])
+@pytest.mark.parametrize("case", [("product", "isa"), ("product", "adam")], ids="-".join)
+def test_older_cpus(
+    case: tuple[str, str],
+    cpu: str,
+    widest: str,
+    compiled: dict[tuple[str, str], Future[Path]],
+) -> None:
+    """A CPU without the wide instructions is recognised, and none of them is executed on it."""
+    if shutil.which(EMULATED) is None or os.uname().machine != "x86_64":
+        pytest.skip(f"no {EMULATED} on an x86-64 machine; run: apt-get install qemu-user")
+    command = [EMULATED, "-cpu", cpu, str(compiled[case].result())]
+    assert run(command).returncode == 0
+    if case[1] == "isa":
+        assert run([*command, "current"]).stdout.split()[-1] == widest

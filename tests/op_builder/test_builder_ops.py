@@ -1,0 +1,150 @@
+"""The rows of the registry compile, the CPU one loads; builder classes; the command line."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deepspeed_ext import op_builder
+from deepspeed_ext.op_builder import OPS, OpSpec, jit, probe
+from deepspeed_ext.op_builder.__main__ import main
+from deepspeed_ext.op_builder.builders import class_name
+from deepspeed_ext.op_builder.compile import compile_library
+from deepspeed_ext.op_builder.sources import digest_of, matches
+
+CPU, GPU = (jit.spec_of(name) for name in ("cpu_adam", "fused_adam"))
+
+
+def undefined_libraries(library: Path) -> set[str]:
+    text = subprocess.run(["readelf", "-d", library], check=True, capture_output=True, text=True)
+    return set(re.findall(r"\(NEEDED\).*\[(.*?)\]", text.stdout))
+
+
+def test_the_cpu_row_compiles_and_loads_and_knows_no_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_EXT_WERROR", "1")
+    library = compile_library(CPU, tmp_path / "a folder")
+    assert matches(library, digest_of(CPU))
+    assert not any("cuda" in name or "cublas" in name for name in undefined_libraries(library))
+    assert json.loads((tmp_path / "a folder" / "build.json").read_text())["cxx"]
+    monkeypatch.setenv("DS_EXT_LIBRARY_CPU_ADAM", str(library))
+    code = (
+        "import time, torch\nfrom deepspeed_ext.op_builder import load\n"
+        "started = time.perf_counter(); print(load('cpu_adam')); load('cpu_adam')\n"
+        "print(time.perf_counter() - started)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    path, seconds = done.stdout.splitlines()
+    assert path == str(library) and float(seconds) < 0.15
+
+
+def test_the_cuda_row_compiles_where_there_is_nvcc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = probe.why_not(GPU)
+    if reasons:
+        pytest.skip(reasons[0])
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    monkeypatch.setenv("DS_EXT_WERROR", "1")
+    library = compile_library(GPU, tmp_path)
+    assert matches(library, digest_of(GPU))
+    needed = undefined_libraries(library)
+    assert "libtorch.so" in needed and any(name.startswith("libcudart") for name in needed)
+    assert "libtorch_cuda.so" not in needed
+
+
+def test_every_source_of_the_registry_is_there() -> None:
+    for spec in OPS:
+        assert digest_of(spec)
+        assert re.fullmatch(r"[a-z0-9_]+", spec.name)
+        assert re.fullmatch(r"[\w.]+:\w+", spec.self_check)
+
+
+@pytest.mark.parametrize(
+    "op, name",
+    [
+        ("cpu_adam", "CPUAdamBuilder"),
+        ("fused_adam", "FusedAdamBuilder"),
+        ("cpu_adagrad", "CPUAdagradBuilder"),
+        ("async_io", "AsyncIOBuilder"),
+        ("random_ltd", "RandomLTDBuilder"),
+    ],
+)
+def test_class_names(op: str, name: str) -> None:
+    assert class_name(op) == name
+
+
+def test_every_row_has_a_builder() -> None:
+    for spec in OPS:
+        builder = getattr(op_builder, class_name(spec.name))
+        assert spec.name == builder.NAME and issubclass(builder, op_builder.OpBuilder)
+    with pytest.raises(AttributeError, match="NoSuchBuilder"):
+        _ = op_builder.NoSuchBuilder
+
+
+def test_a_builder_loads_its_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "load", lambda name: Path(name))
+    assert op_builder.CPUAdamBuilder().load() == Path("cpu_adam")
+
+
+def test_is_compatible_means_that_load_would_work(
+    monkeypatch: pytest.MonkeyPatch, warnings_logged: Callable[[], list[str]]
+) -> None:
+    builder = op_builder.CPUAdamBuilder()
+    assert builder.is_compatible(verbose=True) and warnings_logged() == []
+    monkeypatch.setattr(probe, "why_not", lambda spec: ["no compiler; install one"])
+    assert not builder.is_compatible() and warnings_logged() == []
+    assert not builder.is_compatible(verbose=True)
+    assert warnings_logged() == ["cpu_adam: no compiler; install one"]
+    monkeypatch.setattr(jit, "ready", lambda spec: iter([Path("cpu_adam.so")]))
+    assert builder.is_compatible()  # a ready library needs no compiler
+    monkeypatch.setattr(probe, "why_not_load", lambda spec: ["torch is missing; install it"])
+    assert not builder.is_compatible()
+
+
+@pytest.mark.parametrize("columns", [50, 80])
+def test_the_command_line_fits_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line[0] != " "] == [spec.name for spec in OPS]
+    assert all(len(line) <= columns or " " not in line.strip() for line in lines)
+
+
+def test_the_command_line_builds_what_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    built: list[OpSpec] = []
+
+    def build(spec: OpSpec) -> Path:
+        built.append(spec)
+        return tmp_path / "cpu_adam.so"
+
+    monkeypatch.setattr("deepspeed_ext.op_builder.__main__.build", build)
+    assert main(["build", "cpu_adam"]) == 0
+    assert built == [CPU] and "ready" in capsys.readouterr().out
+    assert main(["build", "no_such_op"]) == 1
+    assert "no_such_op: there is no such op" in capsys.readouterr().err
+
+
+def test_the_command_line_says_why_a_build_failed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    assert main(["build", "cpu_adam"]) == 1
+    assert "/nowhere/c++" in capsys.readouterr().out
+    assert main(["build"]) == 0  # not named, so not asked for: skipped with the reason
+    assert "skipped" in capsys.readouterr().out
+
+
+def test_path_and_clean(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["path"]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "cache")
+    assert main(["clean"]) == 0

@@ -1,0 +1,248 @@
+"""ds_report: the state of each op, the machine around it, JSON, exit codes and colours."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_ext import environment, report
+from deepspeed_ext.op_builder import OPS, OpSpec, cuda, probe
+
+CPU_ADAM = next(spec for spec in OPS if spec.name == "cpu_adam")
+ISAS = ("scalar", "avx2", "avx512")
+
+
+def passes(device):
+    """A self-check that finds nothing wrong."""
+    assert device == "cpu"
+
+
+def fails(device):
+    raise ValueError(f"wrong numbers\non {device}")
+
+
+def crashes(device):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+@pytest.fixture
+def checked_by(monkeypatch):
+    """Make an op whose library is there, and whose self-check is a function of this file."""
+    monkeypatch.setitem(sys.modules, "checks_of_this_test", sys.modules[__name__])
+    monkeypatch.setattr(report, "load", lambda name: Path(f"/somewhere/{name}.so"))
+    return lambda function: OpSpec(
+        "made_up", "cpu", sources=(), self_check=f"checks_of_this_test:{function.__name__}"
+    )
+
+
+@pytest.fixture
+def nothing_built(monkeypatch, tmp_path):
+    """No library anywhere, and the routes of the environment open."""
+    monkeypatch.setenv("DS_EXT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("deepspeed_ext.op_builder.jit.PREBUILT", tmp_path / "prebuilt")
+    for name in ("DS_EXT_JIT", "DS_EXT_LIBRARY_CPU_ADAM"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A cache that `ds_report --build` has put cpu_adam into."""
+    reasons = probe.why_not(CPU_ADAM)
+    if reasons:
+        pytest.skip(f"cpu_adam cannot be compiled here: {reasons[0]}")
+    folder = tmp_path_factory.mktemp("cache")
+    done = ds_report("--build", "cpu_adam", DS_EXT_CACHE=str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(folder.glob("cpu_adam-*/cpu_adam.so"))
+    return folder
+
+
+def ds_report(*arguments, **environ):
+    return subprocess.run(
+        [sys.executable, "-m", "deepspeed_ext.report", *arguments],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_op_whose_self_check_passes_works(checked_by):
+    row = report.check(checked_by(passes))
+    assert (row.op, row.device, row.state) == ("made_up", "cpu", "works")
+    assert row.milliseconds >= 0
+    assert (row.library, row.reason) == ("/somewhere/made_up.so", None)
+
+
+def test_op_whose_self_check_raises_is_unavailable(checked_by):
+    row = report.check(checked_by(fails))
+    assert row.state == "unavailable"
+    assert row.reason == (
+        "its self-check failed with ValueError: wrong numbers on cpu;"
+        " run: python -m deepspeed_ext.op_builder clean, then: ds_report --build made_up"
+    )
+
+
+def test_op_whose_self_check_crashes_is_unavailable(checked_by):
+    row = report.check(checked_by(crashes))
+    assert row.state == "unavailable"
+    assert row.reason.startswith("its self-check ended with signal SIGSEGV; run: ")
+
+
+def test_op_without_library_is_not_built_and_is_not_compiled(nothing_built):
+    reasons = probe.why_not(CPU_ADAM)
+    if reasons:
+        pytest.skip(f"cpu_adam cannot be compiled here: {reasons[0]}")
+    row = report.check(CPU_ADAM)
+    assert row.state == "not built"
+    assert row.reason == "ds_report --build cpu_adam compiles it"
+    assert not (nothing_built / "cache").exists()
+
+
+def test_op_without_library_and_compiler_is_unavailable(nothing_built, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    row = report.check(CPU_ADAM)
+    assert row.state == "unavailable"
+    assert "no-such-compiler" in row.reason and "; " in row.reason
+
+
+def test_op_without_library_is_unavailable_where_compiling_is_forbidden(nothing_built, monkeypatch):
+    monkeypatch.setenv("DS_EXT_JIT", "0")
+    row = report.check(CPU_ADAM)
+    assert row.state == "unavailable"
+    assert "DS_EXT_JIT=0" in row.reason
+
+
+def test_wrong_override_is_unavailable(nothing_built, monkeypatch):
+    monkeypatch.setenv("DS_EXT_LIBRARY_CPU_ADAM", "/no/such.so")
+    row = report.check(CPU_ADAM)
+    assert row.state == "unavailable"
+    assert "DS_EXT_LIBRARY_CPU_ADAM names /no/such.so" in row.reason
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "visible", "installed", "reason"),
+    [
+        (None, None, [], "no CUDA device is visible; run on a machine with an NVIDIA GPU"),
+        ("13.0", "", [], "no CUDA device is visible; unset CUDA_VISIBLE_DEVICES, which is ''"),
+        (None, None, [90], "the torch that is installed has no CUDA; "),
+        ("13.0", None, [90], "torch cannot use the CUDA device; update its driver"),
+    ],
+)
+def test_cuda_op_without_device_is_unavailable(
+    torch_cuda, visible, installed, reason, checked_by, monkeypatch
+):
+    spec = OpSpec("made_up", "cuda", (), ("cuda",), self_check=checked_by(crashes).self_check)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    monkeypatch.setattr("deepspeed_ext.op_builder.toolchain.torch_cuda", lambda: torch_cuda)
+    monkeypatch.setattr(cuda, "device_capabilities", lambda: installed)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    row = report.check(spec, build=True)
+    assert row.state == "unavailable"
+    assert reason in row.reason
+
+
+@pytest.fixture
+def table_of(monkeypatch, capsys, checked_by):
+    """Run ds_report in this process on made-up ops; return exit code and output."""
+
+    def run(*arguments, checks=(passes, fails)):
+        ops = [
+            OpSpec(function.__name__, "cpu", (), self_check=checked_by(function).self_check)
+            for function in checks
+        ]
+        monkeypatch.setattr(report, "OPS", ops)
+        return report.main(list(arguments)), capsys.readouterr()
+
+    return run
+
+
+def test_table_has_a_row_for_each_op(table_of):
+    code, printed = table_of()
+    lines = printed.out.splitlines()
+    assert lines[0].split() == ["op", "device", "state"]
+    assert lines[1].startswith("passes  cpu     works (self-check in ")
+    assert lines[2].startswith("fails   cpu     unavailable: its self-check failed with")
+    assert lines[3].startswith(" " * 16) and lines[3].strip()
+    assert code == 0  # nothing was named
+
+
+def test_table_fits_eighty_columns(table_of):
+    _, printed = table_of()
+    too_long = [line for line in printed.out.splitlines() if len(line) > 80]
+    assert [line for line in too_long if "/" not in line] == []  # a path is never cut
+
+
+def test_exit_code_is_that_of_the_named_ops(table_of):
+    assert table_of("passes")[0] == 0
+    assert table_of("fails")[0] == 1
+    assert table_of("passes", "fails", "--json")[0] == 1
+
+
+def test_only_the_named_ops_are_run(table_of):
+    _, printed = table_of("passes", "--json", checks=(passes, crashes))
+    assert list(json.loads(printed.out)["ops"]) == ["passes"]
+
+
+def test_unknown_op_is_refused_with_the_known_names(table_of):
+    code, printed = table_of("cpu_adamm")
+    assert code == 1
+    assert printed.out == ""
+    assert printed.err == "ds_report: op is 'cpu_adamm', expected one of passes, fails\n"
+
+
+def test_colours_are_for_terminals_only(table_of, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert "\x1b" not in table_of()[1].out
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True)
+    assert "\x1b[32mworks\x1b[0m (self-check" in table_of()[1].out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in table_of()[1].out
+
+
+def test_failing_probe_is_a_line(monkeypatch):
+    def broken():
+        raise RuntimeError("line one\nline two")
+
+    monkeypatch.setattr(environment, "_devices", broken)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    lines = environment.describe()
+    assert lines["CUDA devices"] == "not found: line one line two"
+    assert lines["C++ compiler"].startswith("not found: CXX names the compiler")
+
+
+def test_locked_memory_limit_has_human_units(monkeypatch):
+    limits = {65536: "64 KiB", 8 << 20: "8 MiB", 100: "100 bytes", -1: "unlimited"}
+    for limit, text in limits.items():
+        monkeypatch.setattr("resource.getrlimit", lambda _, limit=limit: (limit, limit))
+        assert environment.describe()["locked memory"] == text
+
+
+def test_real_report_as_json(cache):
+    done = ds_report("--json", "cpu_adam", DS_EXT_CACHE=str(cache), CXX="no-such-compiler")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["ops"]["cpu_adam"]["state"] == "works"
+    assert found["ops"]["cpu_adam"]["milliseconds"] > 0
+    assert found["ops"]["cpu_adam"]["library"].startswith(str(cache))
+    assert found["environment"]["op cache"] == str(cache)
+    assert found["environment"]["torch"].startswith(torch.__version__)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_instruction_sets_are_those_of_the_kernels(isa, cache):
+    done = ds_report("--json", "cpu_adam", DS_EXT_CACHE=str(cache), DSX_FORCE_ISA=isa)
+    found = json.loads(done.stdout)
+    works = found["ops"]["cpu_adam"]["state"] == "works"
+    assert found["environment"]["CPU kernels"].startswith(f"{isa}, forced" if works else "none: ")
