@@ -2,6 +2,7 @@
 // Checks all of it and hands out addresses; every optimizer's *_ops.h is written on top.
 #pragma once
 
+#include <limits>
 #include <optional>
 
 #include "common/scalar.h"
@@ -73,7 +74,7 @@ class StepArguments {
   // State with an element for every element of its parameter.
   State state(const char* name, const TensorList& tensors, Dtype dtype) {
     if (!offsets_.empty()) {
-      return slab(name, tensors, dtype, offsets_, offsets_.back() + numels_.back());
+      return slab(name, tensors, dtype, offsets_, offsets_end_);
     }
     check_length(op_, name, tensors.size(), count());
     std::vector<char*> addresses(count());
@@ -92,7 +93,7 @@ class StepArguments {
 
   // State with one float32 for each parameter.
   State steps(const char* name, const TensorList& tensors) {
-    if (!slots_.empty()) return slab(name, tensors, Dtype::float32, slots_, slots_.back() + 1);
+    if (!slots_.empty()) return slab(name, tensors, Dtype::float32, slots_, slots_end_);
     check_length(op_, name, tensors.size(), count());
     std::vector<char*> addresses(count());
     for (size_t i = 0; i < count(); ++i) {
@@ -154,16 +155,17 @@ class StepArguments {
 
   // Offsets and slots put every parameter behind the one before it.
   void check_places() {
-    int64_t first_offset = 0;
-    int64_t first_slot = 0;
     for (size_t i = 0; i < offsets_.size(); ++i) {
-      check(offsets_[i] >= first_offset, op_, ": ", Item{"offsets", i}, " is ", offsets_[i],
-            ", expected at least ", first_offset);
-      check(slots_[i] >= first_slot, op_, ": ", Item{"slots", i}, " is ", slots_[i],
-            ", expected at least ", first_slot);
-      first_offset = offsets_[i] + numels_[i];
-      first_slot = slots_[i] + 1;
+      offsets_end_ = end_of_place({"offsets", i}, offsets_[i], offsets_end_, numels_[i]);
+      slots_end_ = end_of_place({"slots", i}, slots_[i], slots_end_, 1);
     }
+  }
+
+  int64_t end_of_place(const Item& item, int64_t place, int64_t earliest, int64_t elements) {
+    check(place >= earliest, op_, ": ", item, " is ", place, ", expected at least ", earliest);
+    const int64_t latest = std::numeric_limits<int64_t>::max() - elements;
+    check(place <= latest, op_, ": ", item, " is ", place, ", expected at most ", latest);
+    return place + elements;
   }
 
   void check_one_element(const Item& item, const TensorView& view) {
@@ -196,6 +198,8 @@ class StepArguments {
   std::vector<char*> param_addresses_;
   std::vector<char*> grad_addresses_;
   std::vector<int64_t> numels_;
+  int64_t offsets_end_ = 0;  // elements that slabs must have
+  int64_t slots_end_ = 0;    // and the slab of steps
   TensorList relaid_grads_;
   MemoryRanges memory_;
   Dtype param_dtype_;

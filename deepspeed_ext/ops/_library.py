@@ -43,6 +43,20 @@ def define(schema: str, libraries: Mapping[str, str]) -> torch._ops.OpOverload:
     return op
 
 
+def check_one_device(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
+    """Check what a native kernel would: a fake is also called when one of the tensors is on meta.
+
+    Raises:
+        ValueError: a tensor is not on the device of the first one.
+    """
+    tensors = list(_tensors(op, args))
+    for argument, tensor in tensors:
+        want = tensors[0][1].device
+        if tensor.device != want:
+            name = op.name().partition("::")[2]
+            raise ValueError(f"{name}: {argument} is on {tensor.device}, expected {want}")
+
+
 def _device_of(op: torch._ops.OpOverload, known: Mapping[str, str], args: tuple[object, ...]) -> str:
     """Return the type of the device that the tensors of these arguments are on.
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._library import check_one_device, define
 
 _adam_step_op = define(
     "adam_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs,"
@@ -99,8 +99,9 @@ def adam_step_(
 
 
 @torch.library.register_fake("deepspeed_ext::adam_step_")
-def _adam_step_fake(*_: object) -> None:
-    """Nothing to infer, as the op returns nothing."""
+def _adam_step_fake(*args: object) -> None:
+    """Infer nothing, as the op returns nothing."""
+    check_one_device(_adam_step_op, args)
 
 
 def adam_step_ref_(

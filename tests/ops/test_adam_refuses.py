@@ -1,0 +1,189 @@
+"""adam_step_: what it refuses, in which words, and that it then has changed nothing."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adam_cases import BASE, BF16, F16, F32, Arguments, Dtypes, as_slabs, make
+from torch import Tensor
+
+from deepspeed_ext.ops import adam_step_
+
+Make = Callable[[], Arguments]
+
+
+def lists(name: str, change: Callable[[list[Tensor]], Any], dtypes: Dtypes = Dtypes()) -> Make:
+    """Two tensors of shape [4] with one list changed; state in lists."""
+
+    def made() -> Arguments:
+        arguments = make([4, 4], dtypes)
+        return arguments | {name: change(arguments[name])}
+
+    return made
+
+
+def slabs(name: str, value: Any) -> Make:
+    """Two tensors of shape [4] with one argument replaced; state in slabs."""
+    return lambda: as_slabs(make([4, 4])) | {name: value}
+
+
+def second(change: Callable[[Tensor], Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
+    """A change of the second tensor of a list."""
+    return lambda tensors: [tensors[0], change(tensors[1])]
+
+
+def each(change: Callable[[Tensor], Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
+    return lambda tensors: [change(tensor) for tensor in tensors]
+
+
+def option(name: str, value: Any) -> Make:
+    return lambda: make([4, 4]) | {name: value}
+
+
+def overlap(name: str, of: str, begin: int) -> Make:
+    """The first tensor of `name` begins `begin` elements into the first tensor of `of`."""
+
+    def made() -> Arguments:
+        arguments = make([4, 4], amsgrad=True)
+        memory = torch.zeros(8)
+        arguments[of][0], arguments[name][0] = memory[:4], memory[begin : begin + 4]
+        return arguments
+
+    return made
+
+
+MASTERS = Dtypes(BF16, BF16, F32, True)
+NOT_SEPARATE = "expected separate memory"
+REFUSED: dict[str, Make] = {
+    # lengths
+    "grads has length 1, expected 2": lists("grads", lambda x: x[:1]),
+    "grads has length 2, expected 0": lists("params", lambda x: []),
+    "exp_avgs has length 3, expected 2": lists("exp_avgs", lambda x: [*x, x[0]]),
+    "exp_avg_sqs has length 0, expected 2": lists("exp_avg_sqs", lambda x: []),
+    "max_exp_avg_sqs has length 1, expected 2": lists("max_exp_avg_sqs", lambda x: [torch.ones(4)]),
+    "master_params has length 1, expected 2": lists("master_params", lambda x: x[:1], MASTERS),
+    "steps has length 1, expected 2": lists("steps", lambda x: x[:1]),
+    "offsets has length 0, expected 2": slabs("offsets", []),
+    "slots has length 1, expected 2": slabs("slots", [0]),
+    "exp_avgs has length 2, expected 1": slabs("exp_avgs", [torch.ones(8), torch.ones(8)]),
+    # shapes and layouts
+    "grads[1] has shape [2, 2], expected [4]": lists("grads", second(lambda x: x.view(2, 2))),
+    "exp_avgs[1] has shape [], expected [4]": lists("exp_avgs", second(lambda x: x[0])),
+    "steps[1] has 4 elements, expected 1": lists("steps", second(lambda x: torch.zeros(4))),
+    "params[1] has strides [2] for shape [4], expected a dense layout, without gaps or overlaps":
+        lists("params", second(lambda x: torch.ones(8)[::2])),
+    "params[0] has strides [0] for shape [4], expected a dense layout, without gaps or overlaps":
+        lists("params", each(lambda x: x[:1].expand(4))),
+    "exp_avgs[0] has strides [1, 2], expected [2, 1]":
+        lambda: make([(2, 2)]) | dict(exp_avgs=[torch.zeros(2, 2).t()]),
+    # dtypes
+    "params[0] is float64, expected float32, bfloat16 or float16":
+        lists("params", each(Tensor.double)),
+    "params[0] is ComplexFloat, expected float32, bfloat16 or float16":
+        lists("params", each(lambda x: x.to(torch.complex64))),
+    "params[1] is float16, expected float32": lists("params", second(Tensor.half)),
+    "grads[0] is Int, expected float32, bfloat16 or float16": lists("grads", each(Tensor.int)),
+    "grads[1] is bfloat16, expected float32": lists("grads", second(Tensor.bfloat16)),
+    "exp_avgs[0] is bfloat16, expected float32": lists("exp_avgs", each(Tensor.bfloat16)),
+    "exp_avgs[0] is float16, expected float32 or bfloat16":
+        lists("exp_avgs", each(Tensor.half), Dtypes(BF16)),
+    "exp_avg_sqs[0] is float32, expected float16":
+        lists("exp_avg_sqs", each(Tensor.float), Dtypes(F16, F16, F16)),
+    "max_exp_avg_sqs[0] is bfloat16, expected float32":
+        lists("max_exp_avg_sqs", lambda _: [torch.ones(4, dtype=BF16)] * 2),
+    "master_params[0] is bfloat16, expected float32":
+        lists("master_params", each(Tensor.bfloat16), MASTERS),
+    "params[0] is float32, expected bfloat16 or float16 with master_params":
+        lists("master_params", lambda _: [torch.ones(4), torch.ones(4)]),
+    "steps[0] is float64, expected float32": lists("steps", each(Tensor.double)),
+    # devices and kinds
+    "params[1] is on meta, expected cpu": lists("params", second(lambda x: x.to("meta"))),
+    "grads[1] is on meta, expected cpu": lists("grads", second(lambda x: x.to("meta"))),
+    "steps[1] is on meta, expected cpu": lists("steps", second(lambda x: x.to("meta"))),
+    "found_inf is on meta, expected cpu": option("found_inf", torch.ones(1, device="meta")),
+    "grads[1] is torch.sparse_coo, expected torch.strided":
+        lists("grads", second(Tensor.to_sparse)),
+    # numbers
+    "beta1 is 1, expected 0 <= beta1 < 1": option("betas", (1.0, 0.9)),
+    "beta2 is -0.5, expected 0 <= beta2 < 1": option("betas", (0.9, -0.5)),
+    "beta1 is nan, expected 0 <= beta1 < 1": option("betas", (float("nan"), 0.9)),
+    "lr has 2 elements, expected 1": option("lr", torch.ones(2)),
+    "lr is bfloat16, expected float32 or float64": option("lr", torch.ones(1, dtype=BF16)),
+    "grad_scale is Long, expected float32 or float64": option("grad_scale", torch.tensor(2)),
+    "found_inf has 0 elements, expected 1": option("found_inf", torch.ones(0)),
+    # slabs
+    "offsets[0] is -1, expected at least 0": slabs("offsets", [-1, 4]),
+    "offsets[1] is 3, expected at least 4": slabs("offsets", [0, 3]),
+    "slots[1] is 0, expected at least 1": slabs("slots", [0, 0]),
+    "exp_avgs[0] has 7 elements, expected at least 8": slabs("exp_avgs", [torch.ones(7)]),
+    "steps[0] has 1 elements, expected at least 2": slabs("steps", [torch.ones(1)]),
+    "exp_avgs[0] has shape [8] and strides [2], expected one contiguous dimension":
+        slabs("exp_avgs", [torch.ones(16)[::2]]),
+    "exp_avg_sqs[0] has shape [2, 4] and strides [4, 1], expected one contiguous dimension":
+        slabs("exp_avg_sqs", [torch.ones(2, 4)]),
+    # memory
+    f"exp_avgs[0] is overlapping params[0], {NOT_SEPARATE}": overlap("exp_avgs", "params", 2),
+    f"grads[0] is overlapping params[0], {NOT_SEPARATE}": overlap("grads", "params", 3),
+    f"max_exp_avg_sqs[0] is overlapping grads[0], {NOT_SEPARATE}":
+        overlap("max_exp_avg_sqs", "grads", 1),
+    f"params[1] is overlapping params[0], {NOT_SEPARATE}": lists("params", lambda x: [x[0]] * 2),
+    f"steps[1] is overlapping steps[0], {NOT_SEPARATE}": lists("steps", lambda x: [x[0]] * 2),
+}  # fmt: skip
+
+
+def tensors_of(arguments: Arguments) -> list[Tensor]:
+    found = [value for value in arguments.values() if isinstance(value, Tensor)]
+    found += [item for value in arguments.values() if isinstance(value, list) for item in value]
+    return [tensor for tensor in found if isinstance(tensor, Tensor) and not tensor.is_meta]
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_refuses(text: str) -> None:
+    arguments = BASE | REFUSED[text]()
+    before = [(tensor.clone(), tensor._version) for tensor in tensors_of(arguments)]
+    with pytest.raises(ValueError, match=f"^adam_step_: {re.escape(text)}$"):
+        adam_step_(**arguments)
+    for tensor, (value, version) in zip(tensors_of(arguments), before, strict=True):
+        assert tensor._version == version
+        assert torch.equal(tensor.to_dense(), value.to_dense())
+
+
+@pytest.mark.parametrize(
+    "name, tensor", [("grads", [torch.ones(4)]), *((n, torch.ones(1)) for n in ("lr", "found_inf"))]
+)
+def test_refuses_a_tensor_on_another_device(name: str, tensor: Any, cuda: str) -> None:
+    item = "grads[0]" if name == "grads" else name
+    on_cuda = make([4], device=cuda) | {name: tensor}
+    with pytest.raises(ValueError, match=f"^adam_step_: {re.escape(item)} is on cpu, expected cuda:0$"):
+        adam_step_(**(BASE | on_cuda))
+    moved = [t.to(cuda) for t in tensor] if isinstance(tensor, list) else tensor.to(cuda)
+    with pytest.raises(ValueError, match=f"^adam_step_: {re.escape(item)} is on cuda:0, expected cpu$"):
+        adam_step_(**(BASE | make([4]) | {name: moved}))
+
+
+@pytest.mark.parametrize("name", ["offsets", "slots"])
+def test_refuses_places_beyond_int64(name: str) -> None:
+    end = 2**63 - 1
+    text = f"{name}[1] is {end}, expected at most"
+    with pytest.raises(ValueError, match=f"^adam_step_: {re.escape(text)} "):
+        adam_step_(**(BASE | as_slabs(make([4, 4])) | {name: [0, end]}))
+
+
+def test_what_only_touches_or_is_only_read_may_share() -> None:
+    adam_step_(**(BASE | overlap("exp_avgs", "params", 4)()))
+    adam_step_(**(BASE | lists("grads", lambda x: [x[0], x[0]])()))
+    number = torch.ones(1)
+    adam_step_(**(BASE | make([4]) | dict(lr=number, grad_scale=number)))
+
+
+def test_unknown_isa_is_an_error() -> None:
+    command = [sys.executable, str(Path(__file__).with_name("adam_cases.py"))]
+    environment = os.environ | {"DSX_FORCE_ISA": "sse9"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "ValueError: DSX_FORCE_ISA is sse9, expected one that this library has" in run.stderr
