@@ -9,7 +9,7 @@ from pathlib import Path
 
 from . import cache, jit, probe
 from .build import build
-from .errors import BuildError, Unavailable
+from .errors import BuildError
 from .registry import OPS
 from .spec import OpSpec
 
@@ -35,19 +35,14 @@ def _row(name: str, state: str, *details: str) -> None:
 
 def _list() -> int:
     for spec in OPS:
-        try:
-            library = next(jit.ready(spec), None)
-            reasons = probe.why_not(spec) if library is None else []
-            reasons = list(dict.fromkeys([*reasons, *probe.why_not_load(spec)]))
-        except Unavailable as missing:
-            library, reasons = None, [str(missing)]
-        if library is not None:
-            state = "packaged" if library.parent == jit.PREBUILT else "cached"
-            _row(spec.name, f"{spec.device:<6}{state}", str(library), *reasons)
+        library, reasons = jit.status(spec)
+        if library is None:
+            state = "unavailable" if reasons else "not built"
+        elif library.parent == jit.PREBUILT:
+            state = "packaged"
         else:
-            _row(
-                spec.name, f"{spec.device:<6}{'unavailable' if reasons else 'not built'}", *reasons
-            )
+            state = "compiled"
+        _row(spec.name, f"{spec.device:<6}{state}", *([str(library)] if library else []), *reasons)
     return 0
 
 

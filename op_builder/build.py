@@ -96,6 +96,7 @@ def _keep_failure(failed: BuildError, work: Path, failures: Path) -> BuildError:
     """Keep the log and the cause, for people and for waiting processes."""
     record = {"cause": failed.cause, "fix": failed.fix, "id": uuid.uuid4().hex}
     (work / "failure.json").write_text(json.dumps(record))
+    shutil.rmtree(work / "obj", ignore_errors=True)
     shutil.rmtree(failures, ignore_errors=True)
     work.rename(failures)
     log = failures / "build.log"

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from . import jit, probe
-from .errors import Unavailable
+from . import jit
 from .log import logger
 from .registry import OPS
 
@@ -20,15 +19,8 @@ class OpBuilder:
         return jit.load(self.NAME)
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Tell whether `load` has what it needs here; with `verbose`, log the reasons why not."""
-        spec = jit.spec_of(self.NAME)
-        reasons = probe.why_not_load(spec)
-        try:
-            ready = next(jit.ready(spec), None)
-        except Unavailable as missing:
-            ready, reasons = None, [*reasons, str(missing)]
-        if ready is None:
-            reasons += probe.why_not(spec)
+        """Tell whether `load` would work here; with `verbose`, log the reasons why not."""
+        _, reasons = jit.status(jit.spec_of(self.NAME))
         for reason in reasons if verbose else []:
             logger.warning("%s: %s", self.NAME, reason)
         return not reasons

@@ -6,11 +6,13 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 from . import cuda, toolchain
 from .errors import BuildError, Unavailable
+from .log import logger
 from .sources import CSRC, MARKER, digest_of
 from .spec import OpSpec
 
@@ -20,8 +22,11 @@ _FIRST_ERROR = re.compile(  # how g++, clang++, nvcc, ptxas, ld, sh and ninja be
 )
 _KNOWN_CAUSES = (  # what a compiler says, and what then helps
     (r"No space left|quota exceeded", "free some space or set DS_EXT_CACHE to another folder"),
-    (r"Killed|out of memory|Cannot allocate", "free some memory or set MAX_JOBS=1"),
-    (r"c\+\+20|unrecognized command|concept", "install a C++20 compiler and set CXX to it"),
+    (r"Killed|out of memory|Cannot allocate memory", "free some memory or set MAX_JOBS=1"),
+    (
+        r"c\+\+20|unrecognized command|unknown argument",
+        "install a newer compiler, one with C++20, and set CXX to it",
+    ),
     (r"cannot find -lcudart", "install the CUDA runtime library, or set CUDA_HOME"),
 )
 
@@ -73,7 +78,8 @@ def _run_ninja(spec: OpSpec, build_dir: Path, log: Path) -> None:
             )
     except OSError as error:
         raise Unavailable(
-            f"{command[0]} does not run ({error.strerror})", "reinstall it"
+            f"{command[0]} does not run ({error.strerror})",
+            f"run: {sys.executable} -m pip install --force-reinstall ninja",
         ) from error
     if done.returncode != 0:
         text = log.read_text(errors="replace")
@@ -96,6 +102,8 @@ def _recipe(spec: OpSpec, csrc: Path, library: str) -> tuple[str, dict[str, str]
         targets, notes = cuda.clamp(cuda.requested_targets(), cuda.known_numbers(cuda.nvcc()))
         record["targets"] = " ".join(str(target) for target in targets)
         record["notes"] = "\n".join(notes)
+        for note in notes:
+            logger.info("%s: %s", spec.name, note)
         nvcc = [str(cuda.nvcc()), *toolchain.nvcc_flags(spec), f"-ccbin={host_compiler(cxx)}"]
         nvcc += [flag for target in targets for flag in target.gencode()]
         places += ["-isystem", f"{cuda.toolkit()}/include"]

@@ -60,17 +60,30 @@ def _load(spec: OpSpec, csrc: Path) -> Path:
                 return _open(spec, path)
             except Unavailable as broken:
                 routes.append(f"{path}: {broken.cause}")
-        if os.environ.get("DS_EXT_JIT") == "0":
-            raise Unavailable(
-                "no ready library fits, and DS_EXT_JIT=0 forbids compiling one",
-                f"run: unset DS_EXT_JIT, or: python -m deepspeed_ext.op_builder build {spec.name}",
-            )
+        probe.check_allowed(spec)
         return _open(spec, build(spec, csrc))
     except Unavailable as missing:
         raise BuildError(spec.name, missing.cause, missing.fix, tuple(routes)) from missing
     except BuildError as failed:
         routes.append("compiler: failed")
         raise BuildError(spec.name, failed.cause, failed.fix, tuple(routes), failed.log) from failed
+
+
+def status(spec: OpSpec, csrc: Path = CSRC) -> tuple[Path | None, list[str]]:
+    """Return the library that `load` would take and the reasons why it would fail, if any.
+
+    No library and no reason means that `load` would compile it. Nothing is started for this.
+    """
+    reasons = probe.why_not_load(spec)
+    try:
+        library = _override(spec, csrc) or next(ready(spec, csrc), None)
+        if library is None:
+            reasons += [why for why in probe.why_not(spec, csrc) if why not in reasons]
+            probe.check_allowed(spec)
+    except Unavailable as missing:
+        library = None
+        reasons += [str(missing)] if str(missing) not in reasons else []
+    return library, reasons
 
 
 def _override(spec: OpSpec, csrc: Path) -> Path | None:

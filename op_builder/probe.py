@@ -1,5 +1,6 @@
 """Say why an op library cannot be compiled or loaded here, without trying and without a process."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,6 +28,15 @@ def check_loadable(spec: OpSpec) -> None:
         raise Unavailable(
             "it is a CUDA op, but the torch that is installed has no CUDA",
             "install a CUDA build of torch",
+        )
+
+
+def check_allowed(spec: OpSpec) -> None:
+    """Raise Unavailable when DS_EXT_JIT=0 forbids `load` to compile."""
+    if os.environ.get("DS_EXT_JIT") == "0":
+        raise Unavailable(
+            "no ready library fits, and DS_EXT_JIT=0 forbids compiling one",
+            f"run: unset DS_EXT_JIT, or: python -m deepspeed_ext.op_builder build {spec.name}",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -158,7 +159,8 @@ def test_cuda_home_without_a_compiler(tiny: Tiny, monkeypatch: pytest.MonkeyPatc
 
 
 def test_no_cuda_compiler(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.setenv("CXX", str(shutil.which("g++")))
+    monkeypatch.setenv("PATH", str(tiny.cache))
     monkeypatch.setattr(cuda, "_USUAL_PLACE", Path("/nowhere"))
     assert "there is no CUDA compiler" in gpu_reasons(tiny)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext import op_builder
-from deepspeed_ext.op_builder import OPS, OpSpec, jit, probe
+from deepspeed_ext.op_builder import OPS, OpSpec, jit, probe, toolchain
 from deepspeed_ext.op_builder.__main__ import main
 from deepspeed_ext.op_builder.builders import class_name
 from deepspeed_ext.op_builder.compile import compile_library
-from deepspeed_ext.op_builder.sources import digest_of, matches
+from deepspeed_ext.op_builder.sources import MARKER, digest_of, matches
 
 CPU, GPU = (jit.spec_of(name) for name in ("cpu_adam", "fused_adam"))
 
@@ -93,18 +93,26 @@ def test_a_builder_loads_its_op(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_is_compatible_means_that_load_would_work(
-    monkeypatch: pytest.MonkeyPatch, warnings_logged: Callable[[], list[str]]
+    monkeypatch: pytest.MonkeyPatch, warnings_logged: Callable[[], list[str]], tmp_path: Path
 ) -> None:
     builder = op_builder.CPUAdamBuilder()
     assert builder.is_compatible(verbose=True) and warnings_logged() == []
-    monkeypatch.setattr(probe, "why_not", lambda spec: ["no compiler; install one"])
+    monkeypatch.setenv("CXX", "/nowhere/c++")
     assert not builder.is_compatible() and warnings_logged() == []
     assert not builder.is_compatible(verbose=True)
-    assert warnings_logged() == ["cpu_adam: no compiler; install one"]
-    monkeypatch.setattr(jit, "ready", lambda spec: iter([Path("cpu_adam.so")]))
+    (warning,) = warnings_logged()
+    assert warning.startswith("cpu_adam: CXX names the compiler") and "unset CXX" in warning
+    (tmp_path / "mine.so").write_text(MARKER + digest_of(CPU))
+    monkeypatch.setenv("DS_EXT_LIBRARY_CPU_ADAM", str(tmp_path / "mine.so"))
     assert builder.is_compatible()  # a ready library needs no compiler
-    monkeypatch.setattr(probe, "why_not_load", lambda spec: ["torch is missing; install it"])
+    monkeypatch.setattr(toolchain, "_torch_states", lambda name: "2.10.0")
     assert not builder.is_compatible()
+
+
+def test_is_compatible_heeds_the_ban_on_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_EXT_JIT", "0")
+    monkeypatch.setattr(jit, "PREBUILT", Path("/nowhere"))
+    assert not op_builder.CPUAdamBuilder().is_compatible()
 
 
 @pytest.mark.parametrize("columns", [50, 80])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
+from deepspeed_ext.op_builder import lock
 from deepspeed_ext.op_builder.errors import Unavailable
 from deepspeed_ext.op_builder.lock import held
 from deepspeed_ext.op_builder.sources import digest_of, matches
@@ -72,8 +73,8 @@ def test_waiting_processes_report_the_cause_of_the_builder(
     )
     (tmp_path / "failing-c++").chmod(0o755)
     processes = workers(4)
-    lock = tiny.cache / "tiny.lock"
-    until(lambda: lock.exists() and all(has_open(process, lock) for process in processes))
+    path = tiny.cache / "tiny.lock"
+    until(lambda: path.exists() and all(has_open(process, path) for process in processes))
     with gate.open("w") as opened:
         opened.write("go\n")
     results = [finish(process) for process in processes]
@@ -104,9 +105,9 @@ def has_open(process: subprocess.Popen[str], path: Path) -> bool:
         return False
 
 
-def holder(lock: Path) -> int:
+def holder(path: Path) -> int:
     try:
-        return int((lock.read_text().split() or ["0"])[0])
+        return int((path.read_text().split() or ["0"])[0])
     except FileNotFoundError:
         return 0
 
@@ -122,8 +123,8 @@ def test_a_killed_builder_leaves_no_hang_and_no_broken_library(
     tiny: Tiny, workers: Start, stage: str
 ) -> None:
     processes = workers(3)
-    lock = tiny.cache / "tiny.lock"
-    pid = until(lambda: holder(lock))
+    path = tiny.cache / "tiny.lock"
+    pid = until(lambda: holder(path))
     (builder,) = (process for process in processes if process.pid == pid)
     until(lambda: any(tiny.cache.glob(stage)) or builder.poll() is not None)
     time.sleep(random.uniform(0.0, 0.02))  # anywhere between this stage and the next
@@ -145,14 +146,25 @@ def test_the_next_builder_removes_what_a_killed_one_left(tiny: Tiny) -> None:
 
 
 def test_the_lock_names_its_holder_when_the_wait_ends(tmp_path: Path) -> None:
-    lock = tmp_path / "x.lock"
-    with held(lock), pytest.raises(Unavailable) as caught, held(lock, wait=0.0):
+    path = tmp_path / "x.lock"
+    with held(path), pytest.raises(Unavailable) as caught, held(path, wait=0.0):
         pass
     text = str(caught.value)
     assert f"process {os.getpid()} on {os.uname().nodename}" in text
     assert f"kill {os.getpid()}" in text and "DS_EXT_LOCK_TIMEOUT" in text
-    with held(lock, wait=0.0):  # free again
+    with held(path, wait=0.0):  # free again
         pass
+
+
+def test_a_long_wait_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lock, "_FIRST_WORD_SECONDS", 0.01)
+    caplog.set_level("INFO", logger="deepspeed_ext")
+    path = tmp_path / "x.lock"
+    with held(path), pytest.raises(Unavailable), held(path, wait=0.2):
+        pass
+    assert f"for process {os.getpid()} on" in caplog.text
 
 
 def test_the_wait_is_set_by_the_environment(

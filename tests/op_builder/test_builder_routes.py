@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import pytest
 
 from deepspeed_ext.op_builder import BuildError, jit, load, toolchain
 from deepspeed_ext.op_builder.build import build
+from deepspeed_ext.op_builder.errors import Unavailable
 
 if TYPE_CHECKING:
     from conftest import Tiny
@@ -62,6 +64,31 @@ def test_routes_in_their_order(
     monkeypatch.setenv("DS_EXT_LIBRARY_TINY", str(override))
     assert load("tiny") == override
     assert opened == [built, packaged, override]
+
+
+def test_many_threads_open_a_library_once(
+    registered: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Path] = []
+    monkeypatch.setattr(jit, "_open", lambda spec, path: opened.append(path) or path)
+    with ThreadPoolExecutor(8) as pool:
+        libraries = set(pool.map(load, ["tiny"] * 8))
+    assert libraries == set(opened) and len(opened) == 1
+
+
+def test_a_packaged_library_that_does_not_open_is_passed_over(
+    registered: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_(spec: object, path: Path) -> Path:
+        if path.parent == jit.PREBUILT:
+            raise Unavailable("GLIBC_9.99 not found", "compile it")
+        return path
+
+    monkeypatch.setattr(jit, "_open", open_)
+    jit.PREBUILT.mkdir()
+    built = build(registered.spec, registered.csrc)
+    (jit.PREBUILT / "tiny.so").write_bytes(built.read_bytes())
+    assert load("tiny") == built
 
 
 def test_a_packaged_library_of_other_sources_is_passed_over(
