@@ -1,14 +1,18 @@
-"""Build and load op libraries; importing this compiles nothing and needs no torch."""
+"""Build and load op libraries; importing this starts no process, compiles nothing, needs no torch.
+
+The builder classes that users know, such as CPUAdamBuilder, are here too, made from the registry.
+"""
 
 from . import builders
-from .builders import BUILDERS, OpBuilder
 from .errors import BuildError
 from .jit import load
 from .registry import OPS
 from .spec import OpSpec
 
-__all__ = ["BUILDERS", "OPS", "BuildError", "OpBuilder", "OpSpec", "load"]
+__all__ = ["OPS", "BuildError", "OpSpec", "load"]
 
 
-def __getattr__(name: str) -> type[OpBuilder]:
-    return builders.__getattr__(name)
+def __getattr__(name: str) -> type[builders.OpBuilder]:
+    if name in builders.BUILDERS:
+        return builders.BUILDERS[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,7 +22,6 @@ NOT_SOURCES = (".*", "build", "dist", "out", "prebuilt", "*.egg-info", "__pycach
 CUDA_WORD = re.compile(r"cuda|cublas|curand|nvrtc", re.IGNORECASE)
 
 # Torch's number for the device type, which every libtorch_cpu.so defines; error texts compare it.
-NUMBER_OF_CUDA = "aoti_torch_device_type_cuda"
 
 
 def run(*command, **options):
@@ -90,6 +89,12 @@ def plain_wheel(tree, bare, tmp_path_factory):
     return only_wheel(pip_wheel(tree, out, env=bare), out)
 
 
+def files_of(tree, folder):
+    """Return the files below a folder of the tree, as the tree calls them."""
+    found = [path for path in (tree / folder).rglob("*") if path.is_file()]
+    return {str(path.relative_to(tree)) for path in found if "__pycache__" not in path.parts}
+
+
 def compilable():
     return {spec.name for spec in OPS if not probe.why_not(spec)}
 
@@ -116,16 +121,9 @@ def test_plain_wheel_is_for_every_machine(plain_wheel):
 
 
 def test_wheel_carries_all_sources(plain_wheel, tree):
-    expected = {"deepspeed_ext/py.typed"}
-    for folder, package in (
-        ("deepspeed_ext", "deepspeed_ext"),
-        ("csrc", "deepspeed_ext/csrc"),
-        ("op_builder", "deepspeed_ext/op_builder"),
-    ):
-        for path in (tree / folder).rglob("*"):
-            if path.is_file() and "__pycache__" not in path.parts:
-                expected.add(f"{package}/{path.relative_to(tree / folder)}")
-    assert len(expected) > 40
+    inside = {f"deepspeed_ext/{f}" for part in ("csrc", "op_builder") for f in files_of(tree, part)}
+    expected = files_of(tree, "deepspeed_ext") | inside
+    assert {"deepspeed_ext/py.typed", "deepspeed_ext/csrc/optimizers/adam_math.inl"} <= expected
     assert {name for name in names_in(plain_wheel) if ".dist-info/" not in name} == expected
 
 
@@ -136,7 +134,8 @@ def test_sdist_makes_the_same_wheel(tree, bare, plain_wheel, tmp_path):
     (sdist,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"tests/test_install.py", "requirements/dev.txt", "README.md", "setup.py"} <= files
+    for folder in ("tests", "requirements"):
+        assert files_of(tree, folder) <= files
     wheel = only_wheel(pip_wheel(sdist, tmp_path, env=bare), tmp_path)
     assert names_in(wheel) == names_in(plain_wheel)
 
@@ -206,7 +205,7 @@ def test_compiled_cpu_library_has_nothing_of_cuda(compiled_wheel, tmp_path):
         assert not CUDA_WORD.search(dynamic)
         symbols = set(run("nm", "-D", library).stdout.split())
         assert "torch_parallel_for" in symbols  # so the list is not an empty one
-        assert not [name for name in symbols - {NUMBER_OF_CUDA} if CUDA_WORD.search(name)]
+        assert not [name for name in symbols if CUDA_WORD.search(name)]
 
 
 def test_compiled_wheel_works_without_a_compiler(compiled_wheel, tmp_path):

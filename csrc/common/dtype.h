@@ -25,6 +25,8 @@ struct BFloat16 {  // the upper half of a float: 1 sign bit, 8 exponent bits, 7 
 
 enum class Dtype : int8_t { float32, bfloat16, float16 };  // float, BFloat16, Half
 
+DSX_HOST_DEVICE constexpr int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+
 struct Any {};  // stands for a storage type that is known at run time only, by its Dtype
 
 DSX_HOST_DEVICE inline uint32_t bits_of(float value) {

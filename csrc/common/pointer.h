@@ -12,7 +12,9 @@ template <class T>
 struct Pointer {
   T* address;  // null: absent
 
-  DSX_HOST_DEVICE static Pointer to(void* address, Dtype /*dtype*/) { return {static_cast<T*>(address)}; }
+  DSX_HOST_DEVICE static Pointer to(void* address, Dtype /*dtype*/) {
+    return {static_cast<T*>(address)};
+  }
   DSX_HOST_DEVICE explicit operator bool() const { return address != nullptr; }
   DSX_HOST_DEVICE Pointer operator+(int64_t elements) const { return {address + elements}; }
 };
@@ -25,8 +27,7 @@ struct Pointer<Any> {
   DSX_HOST_DEVICE static Pointer to(void* address, Dtype dtype) { return {address, dtype}; }
   DSX_HOST_DEVICE explicit operator bool() const { return address != nullptr; }
   DSX_HOST_DEVICE Pointer operator+(int64_t elements) const {
-    const int64_t element_bytes = dtype == Dtype::float32 ? 4 : 2;
-    return {static_cast<char*>(address) + elements * element_bytes, dtype};
+    return {static_cast<char*>(address) + elements * bytes_of(dtype), dtype};
   }
 };
 

@@ -7,8 +7,8 @@
 namespace dsx {
 
 struct Scalar {
-  double constant = 0;                    // the value, if both pointers are null
-  const float* float_address = nullptr;   // else where the value lies
+  double constant = 0;                   // the value, if both pointers are null
+  const float* float_address = nullptr;  // else where the value lies
   const double* double_address = nullptr;
 
   DSX_HOST_DEVICE double value() const {

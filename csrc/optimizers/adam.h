@@ -25,13 +25,13 @@ struct AdamOptions {
 // One parameter with its gradient and state, all in the memory order of the parameter. What is
 // written overlaps nothing else in the list.
 struct AdamTensor {
-  void* param;            // [n] updated
-  void* grad;             // [n] read only
-  void* exp_avg;          // [n] updated
-  void* exp_avg_sq;       // [n] updated
-  void* max_exp_avg_sq;   // [n] updated; or null: not AMSGrad
-  void* param_copy;       // [n] receives the new param, rounded; or null
-  float* step;            // [1] steps taken
+  void* param;           // [n] updated
+  void* grad;            // [n] read only
+  void* exp_avg;         // [n] updated
+  void* exp_avg_sq;      // [n] updated
+  void* max_exp_avg_sq;  // [n] updated; or null: not AMSGrad
+  void* param_copy;      // [n] receives the new param, rounded; or null
+  float* step;           // [1] steps taken
   int64_t n;
 };
 
@@ -40,7 +40,7 @@ struct AdamCall {  // what all tensors of a call share
   Dtype param, grad, moment, param_copy;  // moment: of exp_avg, exp_avg_sq and max_exp_avg_sq
 };
 
-struct AdamStep {  // what the loops need of the options and the step, worked out in double
+struct AdamStep {      // what the loops need of the options and the step, worked out in double
   float grad_divisor;  // grad_scale, negative to maximize
   float l2_penalty;    // Adam: weight_decay; AdamW: 0
   float beta1, one_minus_beta1;

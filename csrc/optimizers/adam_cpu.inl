@@ -36,9 +36,9 @@ void adam_loop(const AdamCall& call, const AdamTensor& tensor, const AdamStep& s
 
 inline void adam(const AdamCall& call, const AdamTensor& tensor, const AdamStep& step,
                  int64_t begin, int64_t end) {
-#define DSX_TRY_TYPES(Param, Grad, Moment)                                                   \
-  if (holds<Param>(call.param) && holds<Grad>(call.grad) && holds<Moment>(call.moment)) {    \
-    return adam_loop<Param, Grad, Moment>(call, tensor, step, begin, end);                   \
+#define DSX_TRY_TYPES(Param, Grad, Moment)                                                \
+  if (holds<Param>(call.param) && holds<Grad>(call.grad) && holds<Moment>(call.moment)) { \
+    return adam_loop<Param, Grad, Moment>(call, tensor, step, begin, end);                \
   }
   DSX_ADAM_STORAGE_TYPES(DSX_TRY_TYPES)
 #undef DSX_TRY_TYPES

@@ -17,8 +17,8 @@ DSX_HOST_DEVICE inline void adam_update(const AdamStep& step, Float grad, Float&
   }
   const Float root = sqrt(second_moment) * Float(step.inverse_root_bias_correction2);
   Float update = Float(step.step_size) * exp_avg / (root + Float(step.eps));
-  // One subtraction of both terms. A factor 1 - decay, rounded to float, would lose most digits of a
-  // small decay, with the same sign in every step.
+  // One subtraction of both terms. A factor 1 - decay, rounded to float, would lose most digits of
+  // a small decay, with the same sign in every step.
   if (step.decay != 0) update = update + Float(step.decay) * param;
   param = param - update;
 }

@@ -19,11 +19,10 @@ struct Cpu {
       *tensor.step += 1;
       tensor_begin.push_back(tensor_begin.back() + tensor.n);
     }
-    torch::stable::parallel_for(
-        0, tensor_begin.back(), kElementsPerThread, [&](int64_t begin, int64_t end) {
-          adam_cpu(isa, call, tensors.data(), tensor_begin.data(), int64_t(tensors.size()), begin,
-                   end);
-        });
+    torch::stable::parallel_for(0, tensor_begin.back(), kElementsPerThread,
+                                [&](int64_t begin, int64_t end) {
+      adam_cpu(isa, call, tensors.data(), tensor_begin.data(), int64_t(tensors.size()), begin, end);
+    });
   }
 };
 

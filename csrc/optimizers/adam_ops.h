@@ -11,8 +11,8 @@ inline void check_beta(const char* op, const char* name, double beta) {
   check(beta >= 0 && beta < 1, op, ": ", name, " is ", beta, ", expected 0 <= ", name, " < 1");
 }
 
-// The op itself. Device::run(call, tensors, device_index) queues or makes the step; adam_ops.cpp and
-// adam_ops_cuda.cpp have one each.
+// The op itself. Device::run(call, tensors, device_index) queues or makes the step; adam_ops.cpp
+// and adam_ops_cuda.cpp have one each.
 template <class Device>
 void adam_step_(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
                 const TensorList& exp_avg_sqs, const TensorList& max_exp_avg_sqs,

@@ -10,8 +10,6 @@
 
 namespace dsx {
 
-inline int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
-
 // One state argument of an op: parameter i's part of it, wherever that lies.
 class State {
  public:
@@ -146,8 +144,8 @@ class StepArguments {
   char* copy_to_layout(const TensorView& grad, const TensorView& param) {
     AtenTensorHandle copy = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(param.dim, param.sizes, param.strides,
-                                                    grad.dtype, grad.device_type,
-                                                    grad.device_index, &copy));
+                                                    grad.dtype, grad.device_type, grad.device_index,
+                                                    &copy));
     relaid_grads_.emplace_back(copy);
     TORCH_ERROR_CODE_CHECK(aoti_torch_tensor_copy_(grad.tensor->get(), copy));
     return address_of(relaid_grads_.back());

@@ -1,4 +1,4 @@
-"""Trains the same model with torch.optim.AdamW in lockstep and says how far the two drift apart."""
+"""Trains with torch.optim.AdamW in lockstep and says how far the two runs drift apart."""
 
 from dataclasses import dataclass, replace
 
@@ -7,70 +7,73 @@ import torch
 from deepspeed_ext.examples.optimizers import weights
 from deepspeed_ext.examples.trainer import Trainer
 
+_NOTE = """\
+Differences are the largest so far. The first rows show the arithmetic. Later ones show how training
+amplifies rounding: the last two columns are torch.optim.AdamW against itself with fused=True."""
+
 
 @dataclass
-class Row:
-    """The state of the comparison after a step; differences are the largest so far."""
+class Drift:
+    """The largest differences so far between two trainers that take the same steps."""
 
-    step: int
-    loss: float
-    loss_torch: float
-    loss_difference: float
-    weight_difference: float
-    weight_name: str
+    loss: float = 0.0
+    weights: float = 0.0
+
+    def measure(self, one: Trainer, other: Trainer, losses: tuple[float, float]) -> None:
+        """Take in the step that both have just taken."""
+        self.loss = max(self.loss, abs(losses[0] - losses[1]))
+        mine, others = (weights(trainer.model, trainer.optimizer) for trainer in (one, other))
+        differences = [(a - b).abs().max() for a, b in zip(mine, others, strict=True)]
+        self.weights = max(self.weights, torch.stack(differences).max().item())
 
 
 class Comparison:
-    """A second trainer, with torch's AdamW, that takes every step after the first one has."""
+    """Two more trainers, which take every step after the first one has.
+
+    One has torch's AdamW, the other torch's AdamW with fused=True, as a measure of what is usual.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.ours = trainer
-        self.torch = Trainer(replace(trainer.settings, optimizer="torch"), trainer.text)
-        self.rows: list[Row] = []
-        self._loss_difference = 0.0
-        self._weight_difference = 0.0
-        self._weight_name = "none"
+        def other(optimizer: str) -> Trainer:
+            return Trainer(replace(trainer.settings, optimizer=optimizer), trainer.text)
+
+        self.trainer = trainer
+        self.torch = other("torch")
+        self.fused = other("torch_fused")
+        self.ours = Drift()
+        self.usual = Drift()
+        self.rows: list[str] = []
+        self._last = ""
 
     def step(self, number: int, loss: float) -> None:
         """Take step `number` too; `loss` is the one of the first trainer."""
         loss_torch = self.torch.step(number)
-        self._loss_difference = max(self._loss_difference, abs(loss - loss_torch))
-        mine = weights(self.ours.model, self.ours.optimizer)
-        others = weights(self.torch.model, self.torch.optimizer)
-        differences = [(mine[name] - others[name]).abs().max() for name in mine]
-        largest, index = torch.stack(differences).max(dim=0)
-        if largest > self._weight_difference:
-            self._weight_difference = largest.item()
-            self._weight_name = list(mine)[index]
-        self.rows.append(
-            Row(
-                number,
-                loss,
-                loss_torch,
-                self._loss_difference,
-                self._weight_difference,
-                self._weight_name,
-            )
+        loss_fused = self.fused.step(number)
+        self.ours.measure(self.trainer, self.torch, (loss, loss_torch))
+        self.usual.measure(self.fused, self.torch, (loss_fused, loss_torch))
+        self._last = (
+            f"{number:>8}{loss:>10.5f}{loss_torch:>10.5f}"
+            f"{self.ours.loss:>12.1e}{self.ours.weights:>12.1e}"
+            f"{self.usual.loss:>16.1e}{self.usual.weights:>12.1e}"
         )
+        if str(number).rstrip("0") in ("1", "2", "5"):
+            self.rows.append(self._last)
 
     def table(self) -> str:
         """Return the comparison as text: steps 1, 2, 5, 10, ... and the last."""
-        ours = type(self.ours.optimizer).__name__
+        ours = type(self.trainer.optimizer).__name__
         theirs = "torch.optim.AdamW"
-        if self.ours.settings.device == "cuda":
-            theirs += " on float32 masters of the bfloat16 weights; weights means the masters"
-        lines = [
-            f"{ours} and {theirs}: same first weights, same batches",
-            "                                      largest difference so far",
-            f"{'step':>8}{'loss':>10}{'with torch':>14}{'loss':>12}{'weights':>12}",
-        ]
-        for row in self.rows:
-            if row is self.rows[-1] or str(row.step).rstrip("0") in ("1", "2", "5"):
-                lines.append(
-                    f"{row.step:>8}{row.loss:>10.5f}{row.loss_torch:>14.5f}"
-                    f"{row.loss_difference:>12.1e}{row.weight_difference:>12.1e}"
-                )
-        lines.append(
-            "The first rows show the arithmetic; later ones how training amplifies rounding."
+        if self.trainer.settings.device == "cuda":
+            theirs += " on float32 masters of bfloat16 weights; the masters are compared"
+        own = "difference, torch's own"
+        return "\n".join(
+            [
+                f"\n{ours} and {theirs}, from equal weights, with equal batches",
+                f"{'':8}{'loss':>10}{'loss':>10}{'difference, ours':>24}{own:>28}",
+                f"{'step':>8}{'ours':>10}{'torch':>10}{'loss':>12}{'weights':>12}"
+                f"{'loss':>16}{'weights':>12}",
+                *self.rows,
+                *([self._last] if self._last not in self.rows else []),
+                _NOTE,
+            ]
         )
-        return "\n".join(lines)

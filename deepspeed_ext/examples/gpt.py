@@ -30,7 +30,8 @@ class Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(
             _rotate(query, rotation), _rotate(key, rotation), value, is_causal=True
         )
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        result: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return result
 
 
 class Block(nn.Module):
@@ -46,7 +47,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotation)
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        x = x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return x
 
 
 class GPT(nn.Module):
@@ -72,10 +74,11 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of each next byte, (batch, length, VOCABULARY), for (batch, length)."""
-        x = self.embedding(tokens)
+        x: Tensor = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.rotation[:, : tokens.shape[1]])
-        return self.head(self.norm(x))
+        x = self.head(self.norm(x))
+        return x
 
     def _initialize(self, layers: int) -> None:
         """Set the first weights as GPT-2 does: what adds to the residual sum starts smaller."""

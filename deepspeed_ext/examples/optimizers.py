@@ -7,10 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_ext.op_builder import load
+from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
 
 BETAS = (0.9, 0.99)
 WEIGHT_DECAY = 0.1
-DEVICES = {"cpu_adam": ("cpu",), "fused_adam": ("cuda",), "torch": ("cpu", "cuda")}
+DEVICES = {
+    "cpu_adam": ("cpu",),
+    "fused_adam": ("cuda",),
+    "torch": ("cpu", "cuda"),
+    "torch_fused": ("cpu", "cuda"),
+}
 
 
 class Optimizer(Protocol):
@@ -56,30 +62,31 @@ class MasterAdamW:
 
 
 def make_optimizer(name: str, model: nn.Module, lr: float) -> Optimizer:
-    """Return the optimizer `name` over the parameters of `model`; a native op is compiled if need be.
+    """Return the optimizer of this name; its native op is loaded, or compiled, first.
 
-    On a GPU the parameters are 16-bit and the optimizer keeps float32 masters of them.
+    Args:
+        name: a key of DEVICES.
+        model: what to optimize; for 16-bit parameters the optimizer keeps float32 masters.
+        lr: learning rate.
 
     Raises:
         BuildError: the native op cannot be had; the text says why.
     """
     options: dict[str, Any] = {"lr": lr, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
-    if name == "torch":
+    if name in ("torch", "torch_fused"):
+        options["fused"] = name == "torch_fused"
         low_precision = next(model.parameters()).dtype != torch.float32
         make: Callable[..., Optimizer] = MasterAdamW if low_precision else torch.optim.AdamW
         return make(model.parameters(), **options)
-    from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
-
     load(name)  # now, so that the wait for a compiler is not taken for a slow first step
     if name == "cpu_adam":
         return DeepSpeedCPUAdam(model.parameters(), **options)
     return FusedAdam(model.parameters(), master_weights=True, **options)
 
 
-def weights(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the float32 weights by name: the masters where there are some."""
-    named = dict(model.named_parameters())
+def weights(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    """Return the float32 weights: the masters where the optimizer keeps some."""
     if isinstance(optimizer, MasterAdamW):
-        return dict(zip(named, optimizer.masters, strict=True))
+        return optimizer.masters
     state: dict[Tensor, dict[str, Tensor]] = getattr(optimizer, "state", {})
-    return {name: state.get(p, {}).get("master_param", p).detach() for name, p in named.items()}
+    return [state.get(p, {}).get("master_param", p).detach() for p in model.parameters()]

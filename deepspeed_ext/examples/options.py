@@ -10,6 +10,7 @@ import torch
 from deepspeed_ext.examples.gpt import HEAD_WIDTH
 from deepspeed_ext.examples.optimizers import DEVICES
 from deepspeed_ext.examples.trainer import Settings
+from deepspeed_ext.op_builder import BuildError, load
 
 
 class UserError(Exception):
@@ -24,19 +25,32 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description="Train a small GPT on the source files of Python's standard library.",
         argument_default=argparse.SUPPRESS,
     )
-    run = parser.add_argument_group("run")
-    run.add_argument("--out", type=Path, default=Path("out/train_gpt"), metavar="DIR",
-                     help="folder for all that the run leaves; default: %(default)s")  # fmt: skip
-    run.add_argument("--resume", action="store_true", default=False,
-                     help="go on from DIR/checkpoint.pt; its settings hold")  # fmt: skip
-    run.add_argument("--compare", action="store_true", default=False,
-                     help="also train with torch.optim.AdamW and print the differences")  # fmt: skip
+    out = Path("out/train_gpt")
+    run = parser.add_argument_group("run").add_argument
+    run(
+        "--out",
+        type=Path,
+        default=out,
+        metavar="DIR",
+        help="folder for all it leaves; default: %(default)s",
+    )
+    run("--resume", action="store_true", default=False, help="go on from DIR/checkpoint.pt")
+    run(
+        "--compare",
+        action="store_true",
+        default=False,
+        help="also train with torch.optim.AdamW and print the differences",
+    )
 
-    settings = parser.add_argument_group("settings")
-    settings.add_argument("--device", choices=("auto", "cpu", "cuda"),
-                          help="auto, the default, is cuda when there is a GPU")  # fmt: skip
-    settings.add_argument("--optimizer", choices=("auto", *DEVICES),
-                          help="auto, the default, is cpu_adam, on a GPU fused_adam")  # fmt: skip
+    setting = parser.add_argument_group("settings").add_argument
+    setting(
+        "--device", choices=("auto", "cpu", "cuda"), help="default: auto, a GPU if there is one"
+    )
+    setting(
+        "--optimizer",
+        choices=("auto", *DEVICES),
+        help="default: auto, cpu_adam or on a GPU fused_adam",
+    )
     positive = _number(int, "a whole number above 0", lambda n: n > 0)
     width = _number(int, f"a multiple of {HEAD_WIDTH}", lambda n: n > 0 and n % HEAD_WIDTH == 0)
     rate = _number(float, "a number above 0", lambda x: 0 < x < float("inf"))
@@ -50,8 +64,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         ("lr", rate, "highest learning rate"),
         ("seed", seed, "decides the first weights, the batches and the sample"),
     ):
-        settings.add_argument(_flag(name), type=kind, metavar="X" if name == "lr" else "N",
-                              help=f"{meaning}; default: {getattr(default, name)}")  # fmt: skip
+        help_text = f"{meaning}; default: {getattr(default, name)}"
+        setting(_flag(name), type=kind, metavar="X" if name == "lr" else "N", help=help_text)
     options = parser.parse_args(arguments)
     if options.resume and options.compare:
         parser.error("--compare starts from equal weights, so it cannot go with --resume")
@@ -81,11 +95,24 @@ def settings_of(options: argparse.Namespace, saved: Mapping[str, Any] | None) ->
                     f" leave it out, or start anew in another --out"
                 )
         given = dict(saved)
-    given.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
+    given.setdefault("device", _device_for(given.get("optimizer")))
     given.setdefault("optimizer", "cpu_adam" if given["device"] == "cpu" else "fused_adam")
     settings = Settings(**given)
     _check_device(settings)
     return settings
+
+
+def _device_for(optimizer: str | None) -> str:
+    """Return the device to use when none is named: a GPU, if what is needed for it is there."""
+    if not torch.cuda.is_available() or optimizer == "cpu_adam":
+        return "cpu"
+    if optimizer is None:
+        try:
+            load("fused_adam")
+        except BuildError as error:
+            print(f"note: there is a GPU, but not the op for it, so the CPU is used\n{error}")
+            return "cpu"
+    return "cuda"
 
 
 def _check_device(settings: Settings) -> None:
@@ -106,7 +133,9 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _number(kind: Callable[[str], Any], expected: str, fits: Callable[[Any], bool]) -> Callable[[str], Any]:
+def _number(
+    kind: Callable[[str], Any], expected: str, fits: Callable[[Any], bool]
+) -> Callable[[str], Any]:
     """Return a converter for argparse, whose errors say what was expected."""
 
     def convert(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a training run leaves in its folder: checkpoint, metrics, picture and sample, each one whole."""
+"""What a training run leaves in its folder: checkpoint, metrics, picture and sample."""
 
 import io
 import json
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 
 class RunFolder:
-    """The files of one run. One that is replaced is at any moment either the old or the new file."""
+    """The files of one run; each is at any moment the whole old one or the whole new one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -13,10 +13,10 @@ from torch import Tensor
 _MAX_BYTES = 8 << 20  # more than a demonstration reads; keeps the start quick
 _VALIDATION_EVERY = 10  # every tenth file is for validation
 # Not the library itself, or not prose and code: packages, tests, tables, other people's changes.
-_SKIPPED_FOLDERS = frozenset(
-    "site-packages dist-packages test tests idlelib lib2to3 distutils turtledemo encodings"
-    " pydoc_data __pycache__".split()
-)
+_SKIPPED_FOLDERS = {
+    *("site-packages", "dist-packages", "test", "tests"),
+    *("distutils", "encodings", "idlelib", "lib2to3", "pydoc_data", "turtledemo"),
+}
 _SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 

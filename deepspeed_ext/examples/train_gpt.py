@@ -1,4 +1,4 @@
-"""Train a small GPT on Python's own source files: python -m deepspeed_ext.examples.train_gpt --help.
+"""Train a small GPT on Python's own source files, from the command line; --help says how.
 
 Leaves in the folder --out: loss.png, metrics.jsonl (a line for each step), sample.txt, and
 checkpoint.pt, from which --resume goes on exactly as if the run had never stopped.
@@ -75,20 +75,28 @@ class Run:
         validate_every = max(1, settings.steps // _EVALUATIONS)
         tokens = settings.batch_size * settings.context
         done = len(self.history)
-        self.folder.write_metrics(self.history)  # a killed run may have gone on after its checkpoint
-        with (
-            Interrupt() as interrupt,
-            tqdm(total=settings.steps * tokens, initial=done * tokens, unit="token",
-                 unit_scale=True, dynamic_ncols=True) as bar,
-        ):  # fmt: skip
+        # A run that was killed may have written metrics of steps after its checkpoint.
+        self.folder.write_metrics(self.history)
+        progress = tqdm(
+            total=settings.steps * tokens,
+            initial=done * tokens,
+            unit="token",
+            unit_scale=True,
+            dynamic_ncols=True,
+        )
+        with Interrupt() as interrupt, progress as bar:
             for number in range(done + 1, settings.steps + 1):
                 begin = time.perf_counter()
                 loss = self.trainer.step(number)
                 seconds = time.perf_counter() - begin
                 if not math.isfinite(loss):
                     raise UserError(f"the loss of step {number} is {loss}; try a smaller --lr")
-                entry = {"step": number, "loss": loss, "lr": self.trainer.lr(number),
-                         "tokens_per_second": round(tokens / seconds)}  # fmt: skip
+                entry = {
+                    "step": number,
+                    "loss": loss,
+                    "lr": self.trainer.lr(number),
+                    "tokens_per_second": round(tokens / seconds),
+                }
                 if number % validate_every == 0 or number == settings.steps:
                     entry["validation_loss"] = self.trainer.validate()
                 self.history.append(entry)

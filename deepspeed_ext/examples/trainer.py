@@ -1,4 +1,4 @@
-"""A model, its optimizer and its text: one training step is a function of the settings and of its number."""
+"""Training step by step: what a step does follows from the settings and its number alone."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from deepspeed_ext.examples.gpt import GPT
 from deepspeed_ext.examples.optimizers import make_optimizer
 from deepspeed_ext.examples.text import Text, batch
 
-_WARM_UP = 0.05  # part of the steps in which the learning rate rises
+_WARM_UP = 0.1  # part of the steps in which the learning rate rises
 _LAST_LR = 0.05  # part of the learning rate that is left at the end
 _MAX_GRAD_NORM = 1.0
 _VALIDATION_BATCHES = 16
@@ -20,7 +20,7 @@ _VALIDATION_BATCHES = 16
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the result of a run. The defaults learn visibly in about a minute on two cores."""
+    """What decides the result of a run; the defaults take about a minute on two cores."""
 
     steps: int = 1200
     batch_size: int = 8

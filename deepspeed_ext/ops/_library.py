@@ -29,7 +29,9 @@ def define(schema: str, libraries: Mapping[str, str]) -> torch._ops.OpOverload:
     def load_and_call_again(*args: object) -> object:
         device = _device_of(op, libraries, args)
         if device in loaded:  # the native kernel is there, but torch did not choose it
-            raise TypeError(f"{name}: arguments are of a kind that no kernel takes, expected Tensor")
+            raise TypeError(
+                f"{name}: arguments are of a kind that no kernel takes, expected Tensor"
+            )
         load(libraries[device])
         loaded.add(device)
         return op(*args)
@@ -57,7 +59,9 @@ def check_one_device(op: torch._ops.OpOverload, args: tuple[object, ...]) -> Non
             raise ValueError(f"{name}: {argument} is on {tensor.device}, expected {want}")
 
 
-def _device_of(op: torch._ops.OpOverload, known: Mapping[str, str], args: tuple[object, ...]) -> str:
+def _device_of(
+    op: torch._ops.OpOverload, known: Mapping[str, str], args: tuple[object, ...]
+) -> str:
     """Return the type of the device that the tensors of these arguments are on.
 
     Raises:

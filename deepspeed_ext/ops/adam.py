@@ -98,10 +98,12 @@ def adam_step_(
         torch.autograd.graph.increment_version(written)
 
 
-@torch.library.register_fake("deepspeed_ext::adam_step_")
 def _adam_step_fake(*args: object) -> None:
     """Infer nothing, as the op returns nothing."""
     check_one_device(_adam_step_op, args)
+
+
+torch.library.register_fake("deepspeed_ext::adam_step_", _adam_step_fake)
 
 
 def adam_step_ref_(

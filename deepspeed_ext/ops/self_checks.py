@@ -1,5 +1,7 @@
 """A quick run of each op against its reference, for ds_report to call; raises when an op is wrong."""
 
+from typing import Any
+
 import torch
 
 from deepspeed_ext.ops.adam import adam_step_, adam_step_ref_
@@ -18,12 +20,14 @@ def adam(device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     names = ("params", "grads", "exp_avgs", "exp_avg_sqs")
     for dtype in (torch.float32, torch.bfloat16):
-        got = {
+        got: dict[str, Any] = {
             name: [(torch.rand(n, generator=generator) + 0.5).to(device, dtype) for n in (1, 3000)]
             for name in names
         }
         got["steps"] = [torch.full((), 9.0, device=device) for _ in range(2)]
-        want = {name: [t.cpu().double() for t in tensors] for name, tensors in got.items()}
+        want: dict[str, Any] = {
+            name: [t.cpu().double() for t in tensors] for name, tensors in got.items()
+        }
         adam_step_(**got, lr=0.1, weight_decay=0.1)
         adam_step_ref_(**want, lr=0.1, weight_decay=0.1)
         # One rounding to the stored type, and a few of float32. Nothing here is small or cancels.

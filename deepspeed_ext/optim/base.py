@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable: imports the compiler, 0.8 s
 from torch.optim.optimizer import ParamsT
 
-from deepspeed_ext.optim.checkpoint import hide_tensors, show_tensors
+from deepspeed_ext.optim.checkpoint import hide_values, show_values
 from deepspeed_ext.optim.checks import check_once, check_param, check_value, explain
 from deepspeed_ext.optim.entry import Entry
 from deepspeed_ext.optim.plans import Plans
@@ -172,7 +172,11 @@ class SlabOptimizer(torch.optim.Optimizer):
         self._plans.add_group(group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return options and state as torch's optimizers do: parameters numbered, plain dicts."""
+        """Return options and state as torch's optimizers do: parameters numbered, plain dicts.
+
+        The tensors are those of the optimizer, parts of its slabs: torch.save writes each slab
+        once, but writes all of it even for one tensor; clone what you want to save by itself.
+        """
         packed = super().state_dict()
         packed["state"] = {
             key: dict(value) if isinstance(value, Entry) else value
@@ -190,7 +194,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: groups, shapes or keys are not those of this optimizer.
         """
-        hook = self.register_load_state_dict_pre_hook(hide_tensors)  # after those of the user
+        hook = self.register_load_state_dict_pre_hook(hide_values)  # after those of the user
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -207,7 +211,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         before = dict(self.__dict__)
         self.__dict__.setdefault("_plans", Plans())
         try:
-            super().__setstate__({**state, "state": show_tensors(state["state"])})
+            super().__setstate__({**state, "state": show_values(state["state"])})
             for group in self.param_groups:
                 for key, value in self.defaults.items():
                     group.setdefault(key, value)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.optim.slabs import STEP, Work, is_dense
 
@@ -27,7 +28,7 @@ def check_param(optimizer: "SlabOptimizer", param: Tensor, *, or_meta: bool = Fa
     Args:
         optimizer: names itself and its parameters in the text.
         param: the tensor in question.
-        or_meta: also accept one that has no memory yet.
+        or_meta: also accept one that has no memory yet, be it on meta or of a lazy module.
     """
     reason = _why_not(optimizer, param, or_meta)
     if reason:
@@ -43,7 +44,7 @@ def _why_not(optimizer: "SlabOptimizer", param: Tensor, or_meta: bool) -> str | 
         takes_it = param.is_floating_point() or param.is_complex()
         hint = "; use torch.optim.AdamW for it" if takes_it else ""
         return f"is {param.dtype}, expected float32, bfloat16 or float16{hint}"
-    if device == "meta" and or_meta:
+    if or_meta and (device == "meta" or is_lazy(param)):
         return None
     if device not in optimizer._devices:
         hint = ""

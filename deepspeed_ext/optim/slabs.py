@@ -110,7 +110,7 @@ class Bucket:
 
         Args:
             values: tensors of the parameter's shape, any dtype and device; "step" may be a number.
-                A missing master becomes a copy of the parameter; what else is missing stays.
+                A missing master becomes a copy of the parameter, what else is missing zero.
         """
         views = self.views(i)
         for key, view in views.items():
@@ -121,6 +121,8 @@ class Bucket:
                 view.fill_(value)
             elif key == MASTER:
                 view.copy_(self.params[i])
+            elif values:  # with none at all the slabs are new, so zero already
+                view.zero_()
         self._masters_written = []
         return views
 

@@ -38,7 +38,9 @@ class Elements {
 
   dsx::Dtype dtype() const { return dtype_; }
   void* address() { return bytes_.data() + (dtype_ == dsx::Dtype::float32 ? 4 : 2); }
-  float operator[](int64_t i) const { return read(dtype_, const_cast<Elements*>(this)->address(), i); }
+  float operator[](int64_t i) const {
+    return read(dtype_, const_cast<Elements*>(this)->address(), i);
+  }
   void set(int64_t i, float value) { write(dtype_, address(), i, value); }
 
  private:

@@ -11,8 +11,8 @@
 class Guarded {
  public:
   Guarded() : page_(sysconf(_SC_PAGESIZE)) {
-    void* memory =
-        mmap(nullptr, size_t(2 * page_), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* memory = mmap(nullptr, size_t(2 * page_), PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) std::abort();
     begin_ = static_cast<char*>(memory);
     if (mprotect(begin_ + page_, size_t(page_), PROT_NONE) != 0) std::abort();

@@ -111,7 +111,8 @@ void expect_reference(const AdamOptions& options, bool amsgrad, bool copies, con
 void expect_same(const char* what, const List& a, const List& b) {
   for (size_t t = 0; t < a.size(); ++t) {
     for (int64_t i = 0; i < a[t].n; ++i) {
-      expect(same_bits(a[t].param[i], b[t].param[i]) && same_bits(a[t].exp_avg[i], b[t].exp_avg[i]) &&
+      expect(same_bits(a[t].param[i], b[t].param[i]) &&
+                 same_bits(a[t].exp_avg[i], b[t].exp_avg[i]) &&
                  same_bits(a[t].exp_avg_sq[i], b[t].exp_avg_sq[i]) &&
                  same_bits(a[t].max_exp_avg_sq[i], b[t].max_exp_avg_sq[i]) &&
                  same_bits(a[t].param_copy[i], b[t].param_copy[i]),

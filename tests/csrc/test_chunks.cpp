@@ -69,12 +69,12 @@ void test_row(const Row& row, std::mt19937_64& random) {
 int main() {
   std::mt19937_64 random(7);
   std::vector<Row> rows;
-  for (const std::vector<int64_t>& sizes : std::initializer_list<std::vector<int64_t>>{
-           {}, {0}, {1}, {0, 0, 5, 0}, {3, 0, 0, 4, 1}, {100}, {1, 1, 1, 1, 1, 1, 1},
-           {64, 0, 64, 7}, {63, 65, 1}, {4096, 4095, 4097, 1}, {10000, 3, 12289},
-           {5'000'000'001, 3, 3'000'000'000}}) {
-    rows.emplace_back(sizes);
-  }
+  const std::vector<int64_t> lists[] = {
+      {}, {0}, {1}, {0, 0, 5, 0}, {3, 0, 0, 4, 1}, {100}, {1, 1, 1, 1, 1, 1, 1}, {64, 0, 64, 7}};
+  const std::vector<int64_t> long_lists[] = {
+      {63, 65, 1}, {4096, 4095, 4097, 1}, {10000, 3, 12289}, {5'000'000'001, 3, 3'000'000'000}};
+  for (const std::vector<int64_t>& sizes : lists) rows.emplace_back(sizes);
+  for (const std::vector<int64_t>& sizes : long_lists) rows.emplace_back(sizes);
   for (int list = 0; list < 50; ++list) {
     std::vector<int64_t> sizes(random() % 12);
     for (int64_t& size : sizes) size = int64_t(random() % 3 == 0 ? random() % 20000 : random() % 9);

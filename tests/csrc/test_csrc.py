@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -24,7 +25,7 @@ PROGRAMS = {  # with the sources that each is linked with
     "vec_memory": [ISA],
     "adam": [ISA, "optimizers/adam_cpu.cpp"],
 }
-SANITIZE = ["-O1", "-g", "-fno-sanitize-recover=all"]
+SANITIZE = ["-O1", "-g1", "-fno-sanitize-recover=all"]
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,11 @@ def compiled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[tuple[str, str], Future[Path]]]:
     """Compile what the collected tests use, in their order, while they already run."""
-    wanted = [item.callspec.params["case"] for item in request.session.items if is_case(item)]
+    wanted = [case for item in request.session.items for case in cases_of(item)]
     folder = tmp_path_factory.mktemp("csrc")
     with ThreadPoolExecutor(2) as pool:
         futures = {
-            case: pool.submit(compile_program, *case, folder)
+            case: pool.submit(compile_program, case[0], case[1], folder)
             for case in dict.fromkeys(wanted)
             if not WAYS[case[0]].missing()
         }
@@ -96,15 +97,20 @@ def compiled(
         pool.shutdown(cancel_futures=True)
 
 
-def is_case(item: pytest.Item) -> bool:
-    """Whether a collected test runs one of the programs."""
-    params = item.callspec.params if isinstance(item, pytest.Function) else {}
-    return item.path == Path(__file__) and "case" in params
+def cases_of(item: pytest.Item) -> list[tuple[str, str]]:
+    """Return the way and the program that a collected test runs, if it is one of this file."""
+    if item.path != Path(__file__) or not isinstance(item, pytest.Function):
+        return []
+    return [cast("tuple[str, str]", item.callspec.params["case"])]
 
 
 def run(command: list[str], force_isa: str = "") -> subprocess.CompletedProcess[str]:
     """Run a program, output and errors as one text."""
-    environment = {**os.environ, "DSX_FORCE_ISA": force_isa}
+    environment = {
+        **os.environ,
+        "DSX_FORCE_ISA": force_isa,
+        "TSAN_OPTIONS": "halt_on_error=1",  # thousands of reports would take minutes
+    }
     return subprocess.run(
         command,
         env=environment,
@@ -149,9 +155,6 @@ def test_force_isa(case: tuple[str, str], compiled: dict[tuple[str, str], Future
         )
 
 
-EMULATED = "qemu-x86_64"
-
-
 @pytest.mark.parametrize(("cpu", "widest"), [("Nehalem", "scalar"), ("Haswell", "avx2")])
 @pytest.mark.parametrize("case", [("product", "isa"), ("product", "adam")], ids="-".join)
 def test_older_cpus(
@@ -161,9 +164,9 @@ def test_older_cpus(
     compiled: dict[tuple[str, str], Future[Path]],
 ) -> None:
     """A CPU without the wide instructions is recognised, and none of them is executed on it."""
-    if shutil.which(EMULATED) is None or os.uname().machine != "x86_64":
-        pytest.skip(f"no {EMULATED} on an x86-64 machine; run: apt-get install qemu-user")
-    command = [EMULATED, "-cpu", cpu, str(compiled[case].result())]
+    if shutil.which("qemu-x86_64") is None or os.uname().machine != "x86_64":
+        pytest.skip("no qemu-x86_64, or not on x86-64; run: apt-get install qemu-user")
+    command = ["qemu-x86_64", "-cpu", cpu, str(compiled[case].result())]
     assert run(command).returncode == 0
     if case[1] == "isa":
         assert run([*command, "current"]).stdout.split()[-1] == widest

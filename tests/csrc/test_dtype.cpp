@@ -1,4 +1,4 @@
-// Tests common/dtype.h: all 65,536 values of each 16-bit type, and rounding at and beside every edge.
+// Tests common/dtype.h: all values of each 16-bit type, and rounding at and beside every edge.
 #include "common/dtype.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Tests the operations of Vec and Mask in every ISA that this CPU has: bit for bit against plain C++;
-// while subnormals are flushed to zero, against the scalar ISA, all subnormals counting as zero.
+// Tests the operations of Vec and Mask in every ISA that this CPU has, bit for bit: against plain
+// C++; while subnormals are flushed to zero, against the scalar ISA, with subnormals read as zero.
 #include <cmath>
 #include <vector>
 
@@ -27,13 +27,13 @@ struct Operands {  // every pair of the values at which an operation can go wron
   std::vector<float> a, b;
 
   Operands() {
-    const float magnitudes[] = {
-        0.0f,       1e-45f,     1e-40f,        0x1p-126f, 1e-30f, 0.25f,    0.5f,
-        0.75f,      1.0f,       1.5f,          2.5f,      3.5f,   7.3f,     1e5f,
-        4194304.5f, 8388607.5f, 8388609.0f,    3e9f,      1e30f,  INFINITY, NAN,
-        0x1.fffffep127f,        0x1.fffffep-2f};
+    const float small[] = {0, 1e-45f, 1e-40f, 0x1p-126f, 1e-30f, 0.25f, 0.49999997f, 0.5f, 0.75f};
+    const float middle[] = {1, 1.5f, 2.5f, 3.5f, 7.3f, 1e5f, 4194304.5f, 8388607.5f, 8388609};
+    const float large[] = {3e9f, 1e30f, 3.4028235e38f, INFINITY, NAN};
     std::vector<float> values;
-    for (float magnitude : magnitudes) values.insert(values.end(), {magnitude, -magnitude});
+    for (float value : small) values.insert(values.end(), {value, -value});
+    for (float value : middle) values.insert(values.end(), {value, -value});
+    for (float value : large) values.insert(values.end(), {value, -value});
     for (float x : values) {
       for (float y : values) {
         a.push_back(x);
@@ -52,25 +52,26 @@ void test_op(const char* name, Isa isa, Kernel* kernel, const Operands& operands
   kernel(operands.a.data(), operands.b.data(), result.data(), int64_t(result.size()));
   flush_subnormals(false);
   for (size_t i = 0; i < result.size(); ++i) {
-    expect(bits_of(result[i], flush) == bits_of(expected[i], flush), "%s: %s of %a and %a is %a, expected %a", name_of(isa),
-           name, operands.a[i], operands.b[i], result[i], expected[i]);
+    expect(bits_of(result[i], flush) == bits_of(expected[i], flush),
+           "%s: %s of %a and %a is %a, expected %a", name_of(isa), name, operands.a[i],
+           operands.b[i], result[i], expected[i]);
   }
 }
 
 void test_ops(Isa isa, const Operands& operands, bool flush) {
   std::vector<float> expected(operands.a.size());
-#define TEST_OP(name, with_vec, with_float)                                          \
-  for (size_t i = 0; i < expected.size(); ++i) {                                     \
-    const float a = operands.a[i];                                                   \
-    const float b [[maybe_unused]] = operands.b[i];                                  \
-    expected[i] = with_float;                                                        \
-  }                                                                                  \
-  if (flush) {                                                                       \
-    flush_subnormals(true);                                                          \
-    dsx::scalar::op_##name(operands.a.data(), operands.b.data(), expected.data(),    \
-                           int64_t(expected.size()));                                \
-    flush_subnormals(false);                                                         \
-  }                                                                                  \
+#define TEST_OP(name, with_vec, with_float)                                       \
+  for (size_t i = 0; i < expected.size(); ++i) {                                  \
+    const float a = operands.a[i];                                                \
+    const float b [[maybe_unused]] = operands.b[i];                               \
+    expected[i] = with_float;                                                     \
+  }                                                                               \
+  if (flush) {                                                                    \
+    flush_subnormals(true);                                                       \
+    dsx::scalar::op_##name(operands.a.data(), operands.b.data(), expected.data(), \
+                           int64_t(expected.size()));                             \
+    flush_subnormals(false);                                                      \
+  }                                                                               \
   test_op(#name, isa, DSX_DISPATCH_ISA(isa, op_##name), operands, expected, flush);
   VEC_OPS(TEST_OP)
 #undef TEST_OP

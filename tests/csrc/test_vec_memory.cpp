@@ -1,5 +1,5 @@
-// Tests Vec::load and store of every ISA that this CPU has: conversions as common/dtype.h does them,
-// tails of every length beside a page that must not be touched, every kind of pointer.
+// Tests Vec::load and store of every ISA that this CPU has: conversions as common/dtype.h does
+// them, tails of every length beside a page that must not be touched, every kind of pointer.
 #include <cmath>
 #include <vector>
 
@@ -108,9 +108,7 @@ void test_tails(Isa isa) {
   for (int count = 1; count <= size; ++count) {
     test_tail<T>(isa, size, count, [](T* address) { return address; });
     test_tail<T>(isa, size, count, [](T* address) { return Pointer<T>{address}; });
-    test_tail<T>(isa, size, count, [](T* address) {
-      return Pointer<Any>{address, kDtype<T>};
-    });
+    test_tail<T>(isa, size, count, [](T* address) { return Pointer<Any>{address, kDtype<T>}; });
     test_store_ends<T>(isa, size, count);
   }
 }

@@ -5,9 +5,8 @@ inline int lanes_of_vec() { return Vec::size; }
 // target = source, converted.
 template <class From, class To>
 void convert(From source, To target, int64_t n) {
-  for_each_vector(0, n, [&](int64_t i, int count) {
-    Vec::load(source + i, count).store(target + i, count);
-  });
+  for_each_vector(
+      0, n, [&](int64_t i, int count) { Vec::load(source + i, count).store(target + i, count); });
 }
 
 // All lanes of one vector of which `count` are loaded.

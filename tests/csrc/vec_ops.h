@@ -26,25 +26,25 @@ inline float nearest_even(float a) {
 }
 
 // OP(name, with Vec, with float)
-#define VEC_OPS(OP)                                                       \
-  OP(add, a + b, float(double(a) + double(b)))                            \
-  OP(subtract, a - b, float(double(a) - double(b)))                       \
-  OP(multiply, a * b, float(double(a) * double(b)))                       \
-  OP(divide, a / b, float(double(a) / double(b)))                         \
-  OP(negate, -a, std::copysign(a, std::signbit(a) ? 1.0f : -1.0f))        \
-  OP(absolute, abs(a), std::copysign(a, 1.0f))                            \
-  OP(root, sqrt(a), float(std::sqrt(double(a))))                          \
-  OP(floor, floor(a), float(std::floor(double(a))))                       \
-  OP(round, round_even(a), nearest_even(a))                               \
-  OP(minimum, min(a, b), torch_min(a, b))                                 \
-  OP(maximum, max(a, b), torch_max(a, b))                                 \
-  OP(less, TRUTH(a < b), a < b ? 1 : 0)                                   \
-  OP(less_equal, TRUTH(a <= b), a <= b ? 1 : 0)                           \
-  OP(greater, TRUTH(a > b), a > b ? 1 : 0)                                \
-  OP(greater_equal, TRUTH(a >= b), a >= b ? 1 : 0)                        \
-  OP(equal, TRUTH(a == b), a == b ? 1 : 0)                                \
-  OP(not_equal, TRUTH(a != b), a != b ? 1 : 0)                            \
-  OP(both, TRUTH((a < b) & (a == abs(a))), a < b && a >= 0 ? 1 : 0)       \
-  OP(either, TRUTH((a < b) | (a == abs(a))), a < b || a >= 0 ? 1 : 0)     \
-  OP(not_less, TRUTH(!(a < b)), a < b ? 0 : 1)                            \
+#define VEC_OPS(OP)                                                   \
+  OP(add, a + b, float(double(a) + double(b)))                        \
+  OP(subtract, a - b, float(double(a) - double(b)))                   \
+  OP(multiply, (a * b), float(double(a) * double(b)))                 \
+  OP(divide, a / b, float(double(a) / double(b)))                     \
+  OP(negate, -a, std::copysign(a, std::signbit(a) ? 1.0f : -1.0f))    \
+  OP(absolute, abs(a), std::copysign(a, 1.0f))                        \
+  OP(root, sqrt(a), float(std::sqrt(double(a))))                      \
+  OP(floor, floor(a), float(std::floor(double(a))))                   \
+  OP(round, round_even(a), nearest_even(a))                           \
+  OP(minimum, min(a, b), torch_min(a, b))                             \
+  OP(maximum, max(a, b), torch_max(a, b))                             \
+  OP(less, TRUTH(a < b), a < b ? 1 : 0)                               \
+  OP(less_equal, TRUTH(a <= b), a <= b ? 1 : 0)                       \
+  OP(greater, TRUTH(a > b), a > b ? 1 : 0)                            \
+  OP(greater_equal, TRUTH(a >= b), a >= b ? 1 : 0)                    \
+  OP(equal, TRUTH(a == b), a == b ? 1 : 0)                            \
+  OP(not_equal, TRUTH(a != b), a != b ? 1 : 0)                        \
+  OP(both, TRUTH((a < b) & (a == abs(a))), a < b && a >= 0 ? 1 : 0)   \
+  OP(either, TRUTH((a < b) | (a == abs(a))), a < b || a >= 0 ? 1 : 0) \
+  OP(not_less, TRUTH(!(a < b)), a < b ? 0 : 1)                        \
   OP(choose, select(a < b, a, b), a < b ? a : b)

@@ -2,14 +2,14 @@
 
 inline int lanes_of_vec() { return Vec::size; }
 
-#define DEFINE_OP(name, with_vec, with_float)                                         \
+#define DEFINE_OP(name, with_vec, with_float)                                                   \
   inline void op_##name(const float* a_begin, const float* b_begin, float* result, int64_t n) { \
-    for_each_vector(0, n, [&](int64_t i, int count) {                                 \
-      using V [[maybe_unused]] = Vec;                                                 \
-      const Vec a [[maybe_unused]] = Vec::load(a_begin + i, count);                   \
-      const Vec b [[maybe_unused]] = Vec::load(b_begin + i, count);                   \
-      Vec(with_vec).store(result + i, count);                                         \
-    });                                                                               \
+    for_each_vector(0, n, [&](int64_t i, int count) {                                           \
+      using V [[maybe_unused]] = Vec;                                                           \
+      const Vec a [[maybe_unused]] = Vec::load(a_begin + i, count);                             \
+      const Vec b [[maybe_unused]] = Vec::load(b_begin + i, count);                             \
+      Vec(with_vec).store(result + i, count);                                                   \
+    });                                                                                         \
   }
 VEC_OPS(DEFINE_OP)
 #undef DEFINE_OP

@@ -1,5 +1,5 @@
-// Loads and stores of several consecutive elements as floats: one access of up to 16 bytes where the
-// address allows it, else element by element.
+// Loads and stores of several consecutive elements as floats: one access of up to 16 bytes where
+// the address allows it, else element by element.
 #pragma once
 
 #include "common/cuda/convert.cuh"
@@ -53,8 +53,7 @@ __device__ inline Floats<kCount> load(Pointer<Any> source) {
 template <int kCount>
 __device__ inline void store(Pointer<Any> target, const Floats<kCount>& values) {
   switch (target.dtype) {
-    case Dtype::bfloat16:
-      return store(Pointer<BFloat16>::to(target.address, target.dtype), values);
+    case Dtype::bfloat16: return store(Pointer<BFloat16>::to(target.address, target.dtype), values);
     case Dtype::float16: return store(Pointer<Half>::to(target.address, target.dtype), values);
     default: return store(Pointer<float>::to(target.address, target.dtype), values);
   }

@@ -1,7 +1,7 @@
 // Compiles the file DSX_KERNEL_SOURCE once per ISA, in dsx::scalar and, on x86-64, dsx::avx2 and
 // dsx::avx512; DSX_DISPATCH_ISA calls one of the copies.
 //
-// Each copy sees that ISA's `Vec`, a register of floats, and `Mask`, a truth value for each of them:
+// Each copy sees that ISA's `Vec`, a register of floats, and `Mask`, a truth value for each lane:
 //   Vec::size                        floats in a register
 //   Vec(value)                       the same float in every lane
 //   Vec::load(source, count)         the first `count` elements, 1 to size; other lanes are 0
@@ -10,9 +10,9 @@
 //   min(a, b), max(a, b), round_even(a), select(mask, a, b): as common/math.h says
 //   a < b, a <= b, a > b, a >= b, a == b, a != b, mask & mask, mask | mask, !mask
 //   any(mask)                        whether a lane is true, one beyond `count` perhaps
-// Memory holds float, BFloat16 or Half, at any alignment; source and target are a T* or a Pointer<T>,
-// which may be a Pointer<Any>. All ISAs give the same bits. In a thread that flushes subnormals to
-// zero they may differ in which of them min and max have flushed, and conversions flush nothing.
+// Memory holds float, BFloat16 or Half, at any alignment; source and target are a T*, a Pointer<T>
+// or a Pointer<Any>. All ISAs give the same bits. In a thread that flushes subnormals to zero they
+// may differ in which of them min and max have flushed, and conversions flush nothing.
 //
 // Target regions, not -march flags: a flag would also let the compiler use wide instructions in
 // inline functions of the standard library, and the linker may keep that copy for CPUs that lack
@@ -41,9 +41,9 @@ namespace dsx::scalar {
 
 #else
 
-#define DSX_DISPATCH_ISA(isa, ...)                         \
-  ((isa) == dsx::Isa::avx512 ? dsx::avx512::__VA_ARGS__    \
-   : (isa) == dsx::Isa::avx2 ? dsx::avx2::__VA_ARGS__      \
+#define DSX_DISPATCH_ISA(isa, ...)                      \
+  ((isa) == dsx::Isa::avx512 ? dsx::avx512::__VA_ARGS__ \
+   : (isa) == dsx::Isa::avx2 ? dsx::avx2::__VA_ARGS__   \
                              : dsx::scalar::__VA_ARGS__)
 
 // GCC 12 warns of undefined operands that its own AVX-512 intrinsics use on purpose (bug 105593).

@@ -1,4 +1,4 @@
-// Vec and Mask of one lane, for any CPU: the meaning that the wider ones must reproduce bit for bit.
+// Vec and Mask of one lane, for any CPU: what the wider ones must reproduce bit for bit.
 struct Mask {
   bool lane;
 };

@@ -28,7 +28,8 @@ inline std::ostream& operator<<(std::ostream& out, Dtype dtype) {
   return out << kNames[int(dtype)];
 }
 
-struct DtypeOf {  // prints as `float32`; what is not a float of 16, 32 or 64 bits by torch's C++ name
+struct DtypeOf {  // prints as `float32`; what is not a float of 16, 32 or 64 bits by torch's C++
+                  // name
   const Tensor& tensor;
 };
 
@@ -60,7 +61,10 @@ struct DeviceOf {  // prints as `cpu` or `cuda:1`
 
 inline std::ostream& operator<<(std::ostream& out, DeviceOf device) {
   if (device.tensor.is_cpu()) return out << "cpu";
-  return out << (device.tensor.is_cuda() ? "cuda:" : "device ") << device.tensor.get_device_index();
+#ifdef USE_CUDA  // torch never hands a CUDA tensor to a CPU kernel
+  if (device.tensor.is_cuda()) return out << "cuda:" << device.tensor.get_device_index();
+#endif
+  return out << "another kind of device";
 }
 
 }  // namespace dsx

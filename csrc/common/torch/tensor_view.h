@@ -1,5 +1,5 @@
-// What the checks and kernels need to know of a tensor, read once: a list of ten thousand tensors is
-// looked at in every optimizer step, and each question to torch is a call across the C boundary.
+// What the checks and kernels need to know of a tensor, read once: a list of ten thousand tensors
+// is looked at in every optimizer step, and each question to torch is a call across the C boundary.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -82,7 +82,7 @@ struct TensorView {
   // The elements fill their memory in some order of the dimensions, without gaps or overlaps.
   bool is_dense() const {
     if (numel < 2) return true;
-    int64_t filled = 1;  // by the dimensions looked at so far
+    int64_t filled = 1;                       // by the dimensions looked at so far
     for (int64_t i = dim - 1; i >= 0; --i) {  // the usual case: contiguous
       if (sizes[i] == 1) continue;
       if (strides[i] != filled) return is_dense_in_any_order();

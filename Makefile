@@ -1,0 +1,85 @@
+# The things one does with a working copy; `make` lists them. All of them may be interrupted and repeated.
+PYTHON ?= python3
+OUT ?= out/demo
+ARGS ?=
+
+BIN := .venv/bin
+DONE := .venv/done
+TORCH := $(shell grep '^torch==' requirements/dev.txt)
+HAS_TORCH := import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+export PYTHONUNBUFFERED := 1
+
+.SHELLFLAGS := -ec
+.ONESHELL:
+.PHONY: help env demo test lint bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	echo
+	echo "PYTHON=$(PYTHON) makes .venv; ARGS= passes arguments on to what demo, test and bench run."
+
+env: $(DONE)/package  ## make .venv, with torch and this package in it
+
+demo: $(DONE)/package  ## train a small GPT and show what it writes; goes on when it was interrupted
+	@resume=
+	if [ -f $(OUT)/sample.txt ]; then
+	  rm -f $(OUT)/checkpoint.pt $(OUT)/metrics.jsonl $(OUT)/loss.png $(OUT)/sample.txt
+	elif [ -f $(OUT)/checkpoint.pt ]; then
+	  resume=--resume
+	fi
+	$(BIN)/python -m deepspeed_ext.examples.train_gpt --out $(OUT) $$resume $(ARGS)
+
+test: $(DONE)/test  ## run the tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(DONE)/dev  ## check style, types and layout of the code
+	@$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/typed && mkdir -p build/typed/deepspeed_ext  # the package as it is when installed
+	ln -s $(CURDIR)/deepspeed_ext/* $(CURDIR)/op_builder build/typed/deepspeed_ext/
+	cd build/typed && ../../$(BIN)/mypy --strict --package deepspeed_ext && cd ../..
+	find csrc tests/csrc -name '*.h' -o -name '*.inl' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' \
+	  | xargs $(BIN)/clang-format --dry-run -Werror
+
+bench: $(DONE)/bench  ## measure the optimizers against torch's
+	@$(BIN)/python -m benchmarks.bench_adam $(ARGS)
+
+clean:  ## remove what the other targets made, the trained model included
+	@rm -rf .venv build prebuilt dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(OUT)
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Each stamp is written last, so what was interrupted is done again.
+$(DONE)/torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
+	  echo 'make: PYTHON is $(PYTHON), expected Python 3.10 or newer: make PYTHON=/path/to/python' >&2
+	  exit 1
+	}
+	if ! $(BIN)/python -m pip --version > /dev/null 2>&1; then
+	  echo 'making .venv'
+	  if $(PYTHON) -c '$(HAS_TORCH)' 2> /dev/null; then shared=--system-site-packages; fi
+	  $(PYTHON) -m venv --clear $$shared .venv
+	fi
+	if ! $(BIN)/python -c '$(HAS_TORCH)' 2> /dev/null; then
+	  echo 'installing $(TORCH)'
+	  $(PIP) $(TORCH)
+	fi
+	mkdir -p $(DONE)
+	touch $@
+
+$(DONE)/package: $(DONE)/torch pyproject.toml setup.py requirements/base.txt
+	@echo 'installing deepspeed_ext into .venv'
+	$(PIP) --editable '.[examples]'
+	touch $@
+
+$(DONE)/test: $(DONE)/package requirements/test.txt
+	@$(PIP) --requirement requirements/test.txt
+	touch $@
+
+$(DONE)/bench: $(DONE)/package requirements/bench.txt
+	@$(PIP) --requirement requirements/bench.txt
+	touch $@
+
+$(DONE)/dev: $(DONE)/package requirements/dev.txt requirements/test.txt requirements/bench.txt
+	@$(PIP) --requirement requirements/dev.txt
+	touch $@

@@ -1,0 +1,290 @@
+"""Saving and loading: both ways with torch, to the bit with itself, dtypes and hooks kept."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from optim_cases import (
+    BF16,
+    F32,
+    adam,
+    assert_close,
+    assert_in_slabs,
+    assert_same_bits,
+    give_grads,
+    make_params,
+    on_each_device,
+    snapshot,
+    state_tensors,
+    torch_adam,
+    twins,
+)
+from torch.nn import Parameter
+
+OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def train(generator, optimizers, models, steps, missing=0.3):
+    for _ in range(steps):
+        give_grads(generator, *models, missing=missing)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@on_each_device
+@pytest.mark.parametrize("kind", [None, "fused", "foreach", "amsgrad"])
+def test_exchange_with_torch_at_step_50(device, kind):
+    options = OPTIONS | {"amsgrad": kind == "amsgrad"}
+    route = {kind: True} if kind in ("fused", "foreach") else {}
+    # Contiguous parameters only: fused AdamW updates others wrongly on the CPU.
+    first, second = twins(make_params(device)), twins(make_params(device))
+    exact = twins(first, torch.float64)
+    reference = torch_adam(exact, **options)
+    ours, theirs = adam(first, device, **options), torch_adam(second, **options, **route)
+    generator = torch.Generator().manual_seed(1)
+    train(generator, [ours, theirs, reference], [first, second, exact], 50)
+
+    ours_then, theirs_then = snapshot(ours), snapshot(theirs)
+    ours = adam(first, device)
+    ours.load_state_dict(theirs_then)
+    theirs = torch_adam(second, **route)
+    theirs.load_state_dict(ours_then)
+    train(generator, [ours, theirs, reference], [first, second, exact], 50)
+    assert_close(first, exact, 100)
+    assert_close(second, exact, 100)
+    assert ours.param_groups[0]["bias_correction"] is True
+    assert ours.param_groups[0]["fused"] is route.get("fused")
+    assert_in_slabs(ours)
+
+
+@on_each_device
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("way", ["memory", "file", "warm"])
+def test_resumes_to_the_same_bits(device, dtype, way):
+    options = OPTIONS | {"master_weights": True, "amsgrad": True}
+    params = make_params(device, dtype)
+    optimizer = adam(params, device, **options)
+    generator = torch.Generator().manual_seed(2)
+    train(generator, [optimizer], [params], 5)
+
+    saved = {"model": [p.detach() for p in params], "optimizer": optimizer.state_dict()}
+    if way == "file":
+        file = io.BytesIO()
+        torch.save(saved, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True, map_location="cpu")
+    else:
+        saved = copy.deepcopy(saved)
+    resumed_params = make_params(device, dtype, seed=9)
+    resumed = adam(resumed_params, device, **options)
+    if way == "warm":
+        train(generator, [resumed], [resumed_params], 2)
+    resumed.load_state_dict(saved["optimizer"])  # before the model: the order must not matter
+    with torch.no_grad():
+        for p, value in zip(resumed_params, saved["model"], strict=True):
+            p.copy_(value)
+
+    train(generator, [optimizer, resumed], [params, resumed_params], 5)
+    assert_same_bits(resumed_params, params)
+    assert_same_bits(state_tensors(resumed), state_tensors(optimizer))
+    assert_in_slabs(resumed)
+
+
+@on_each_device
+def test_state_keeps_its_dtype(device):
+    params = make_params(device, BF16)
+    optimizer = adam(params, device)
+    train(torch.Generator().manual_seed(3), [optimizer], [params], 2, missing=0)
+    saved = snapshot(optimizer)
+    optimizer.load_state_dict(saved)
+    assert {t.dtype for t in state_tensors(optimizer)} == {F32}
+    assert_same_bits(state_tensors(optimizer), state_tensors(adam_with(saved, params, device)))
+    for entry in saved["state"].values():
+        entry["exp_avg"] = entry["exp_avg"].bfloat16()
+    optimizer.load_state_dict(saved)
+    assert {t.dtype for t in state_tensors(optimizer)} == {F32}
+
+
+def adam_with(saved, params, device):
+    optimizer = adam(params, device)
+    optimizer.load_state_dict(saved)
+    return optimizer
+
+
+@on_each_device
+def test_loading_keeps_the_memory_of_the_state(device):
+    params = make_params(device)
+    optimizer = adam(params, device)
+    generator = torch.Generator().manual_seed(4)
+    train(generator, [optimizer], [params], 1, missing=0)
+    saved = snapshot(optimizer)
+    view = optimizer.state[params[0]]["exp_avg"]
+    train(generator, [optimizer], [params], 1, missing=0)
+    optimizer.load_state_dict(saved)
+    assert torch.equal(view, saved["state"][0]["exp_avg"])
+    assert optimizer.state[params[0]]["exp_avg"].data_ptr() == view.data_ptr()
+
+
+def test_loading_its_own_live_state_in_another_order():
+    params = [Parameter(torch.randn(3)) for _ in range(2)]
+    optimizer = adam(params)
+    train(torch.Generator().manual_seed(5), [optimizer], [params], 1, missing=0)
+    first, second = (optimizer.state[p]["exp_avg"].clone() for p in params)
+    live = optimizer.state_dict()
+    live["state"] = {0: live["state"][1], 1: live["state"][0]}
+    optimizer.load_state_dict(live)
+    assert torch.equal(optimizer.state[params[0]]["exp_avg"], second)
+    assert torch.equal(optimizer.state[params[1]]["exp_avg"], first)
+
+
+def test_loading_an_empty_state_starts_anew():
+    params = make_params()
+    fresh_params = twins(params)
+    optimizer = adam(params)
+    untouched = snapshot(optimizer)
+    train(torch.Generator().manual_seed(6), [optimizer], [params], 3, missing=0)
+    optimizer.load_state_dict(untouched)
+    assert optimizer.state_dict()["state"] == {}
+    with torch.no_grad():
+        for p, fresh in zip(params, fresh_params, strict=True):
+            p.copy_(fresh)
+    fresh = adam(fresh_params)
+    train(torch.Generator().manual_seed(7), [optimizer, fresh], [params, fresh_params], 3)
+    assert_same_bits(params, fresh_params)
+
+
+def test_steps_as_numbers_and_state_of_unknown_keys():
+    params = [Parameter(torch.ones(3))]
+    optimizer = adam(params)
+    train(torch.Generator().manual_seed(8), [optimizer], [params], 1, missing=0)
+    saved = snapshot(optimizer)
+    saved["state"][0] |= {"step": 41, "note": "kept"}
+    saved["state"]["other"] = torch.ones(2)
+    del saved["param_groups"][0]["bias_correction"]
+    optimizer.load_state_dict(saved)
+    params[0].grad = torch.ones(3)
+    optimizer.step()
+    assert optimizer.state[params[0]]["step"].item() == 42
+    assert optimizer.state[params[0]]["note"] == "kept"
+    assert torch.equal(optimizer.state["other"], torch.ones(2))
+    assert snapshot(optimizer)["state"][0]["step"].dtype == F32
+
+
+def test_amsgrad_switched_on_later_starts_from_zero():
+    params = make_params()
+    optimizer = adam(params, amsgrad=False)
+    generator = torch.Generator().manual_seed(9)
+    train(generator, [optimizer], [params], 2, missing=0)
+    optimizer.param_groups[0]["amsgrad"] = True
+    train(generator, [optimizer], [params], 1, missing=0)
+    for p in params:
+        assert torch.equal(optimizer.state[p]["max_exp_avg_sq"], optimizer.state[p]["exp_avg_sq"])
+
+
+def test_amsgrad_state_that_a_checkpoint_lacks_starts_from_zero():
+    params = make_params()
+    optimizer = adam(params, amsgrad=True)
+    train(torch.Generator().manual_seed(9), [optimizer], [params], 2, missing=0)
+    saved = snapshot(optimizer)
+    for entry in saved["state"].values():
+        del entry["max_exp_avg_sq"]
+    optimizer.load_state_dict(saved)
+    for p in params:
+        assert torch.equal(optimizer.state[p]["max_exp_avg_sq"], torch.zeros_like(p))
+
+
+def test_hooks_of_the_user_see_tensors():
+    params = make_params()
+    optimizer = adam(params)
+    train(torch.Generator().manual_seed(10), [optimizer], [params], 1, missing=0)
+    seen = []
+
+    def before_load(_, state_dict):
+        seen.append(type(state_dict["state"][0]["exp_avg"]))
+        for entry in state_dict["state"].values():
+            entry["step"] = torch.tensor(7.0)
+
+    optimizer.register_load_state_dict_pre_hook(before_load)
+    optimizer.register_load_state_dict_post_hook(
+        lambda o: seen.append(o.state[params[0]]["step"].item())
+    )
+    optimizer.register_state_dict_post_hook(lambda _, state_dict: state_dict | {"extra": 1})
+    saved = optimizer.state_dict()
+    assert saved["extra"] == 1
+    optimizer.load_state_dict(saved)
+    assert seen == [torch.Tensor, 7.0]
+    optimizer.load_state_dict(saved)  # nothing of the first time is left behind
+    assert len(seen) == 4
+
+
+@on_each_device
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "save"])
+def test_copies_are_independent(device, way):
+    params = make_params(device, BF16)
+    optimizer = adam(params, device, **OPTIONS, master_weights=True)
+    generator = torch.Generator().manual_seed(11)
+    train(generator, [optimizer], [params], 2)
+    pair = (params, optimizer)
+    if way == "deepcopy":
+        params2, optimizer2 = copy.deepcopy(pair)
+    elif way == "pickle":
+        params2, optimizer2 = pickle.loads(pickle.dumps(pair))
+    else:
+        file = io.BytesIO()
+        torch.save(pair, file)
+        file.seek(0)
+        params2, optimizer2 = torch.load(file, weights_only=False)
+    assert optimizer2.master_weights and optimizer2._settings == optimizer._settings
+    before = [p.detach().clone() for p in params2]
+    train(generator, [optimizer], [params], 2, missing=0)
+    assert_same_bits(params2, before)
+
+    optimizer.load_state_dict(optimizer2.state_dict())
+    with torch.no_grad():
+        for p, q in zip(params, params2, strict=True):
+            p.copy_(q)
+    train(generator, [optimizer, optimizer2], [params, params2], 3)
+    assert_same_bits(params2, params)
+    assert_same_bits(state_tensors(optimizer2), state_tensors(optimizer))
+    assert_in_slabs(optimizer2)
+
+
+def test_a_state_dict_is_made_of_plain_dicts():
+    params = make_params()
+    optimizer = adam(params)
+    train(torch.Generator().manual_seed(12), [optimizer], [params], 1)
+    assert {type(entry) for entry in optimizer.state_dict()["state"].values()} == {dict}
+    assert type(copy.deepcopy(optimizer.state[params[0]])) is dict
+
+
+def test_a_saved_file_holds_no_more_than_the_state():
+    params = [Parameter(torch.randn(1000)) for _ in range(100)]
+    optimizer = adam(params)
+    train(torch.Generator().manual_seed(13), [optimizer], [params], 1, missing=0)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    assert file.tell() < 1.1 * 2 * 4 * 100 * 1000
+
+
+def test_loading_something_else_changes_nothing():
+    params = make_params()
+    optimizer = adam(params)
+    train(torch.Generator().manual_seed(14), [optimizer], [params], 1, missing=0)
+    good = snapshot(optimizer)
+    bad_shape, bad_keys, bad_groups = (copy.deepcopy(good) for _ in range(3))
+    bad_shape["state"][2]["exp_avg"] = torch.ones(2)
+    bad_keys["state"][1] = {"step": 1, "sum": torch.ones(6, 4)}
+    bad_groups["param_groups"][0]["params"].pop()
+    for bad, text in (
+        (bad_shape, r"state of params\[2\]: exp_avg has shape \[2\], expected \[2, 3, 4, 5\]"),
+        (bad_keys, r"state of params\[1\] has keys \['step', 'sum'\], expected exp_avg among them"),
+        (bad_groups, "doesn't match the size"),
+    ):
+        bad["param_groups"][0]["lr"] = 7.0
+        with pytest.raises(ValueError, match=text):
+            optimizer.load_state_dict(bad)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert_same_bits(state_tensors(optimizer), state_tensors(adam_with(good, params, "cpu")))
+    assert_in_slabs(optimizer)
