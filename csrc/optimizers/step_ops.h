@@ -43,7 +43,7 @@ class StepArguments {
         param_addresses_(addresses_of(params)),
         grad_addresses_(addresses_of(grads)),
         numels_(params.size()),
-        memory_(2 * params.size()) {
+        memory_(op, 2 * params.size()) {
     check_length(op, "grads", grads.size(), params.size());
     if (!offsets_.empty() || !slots_.empty()) {
       check_length(op_, "offsets", offsets_.size(), count());
@@ -110,15 +110,17 @@ class StepArguments {
     const TensorView view(*tensor);
     check_one_element({name}, view);
     if (view.dtype == aoti_torch_dtype_float64()) {
+      memory_.add({name}, view, sizeof(double), Access::read);
       return {.double_address = reinterpret_cast<const double*>(view.data)};
     }
     check(view.dtype == aoti_torch_dtype_float32(), op_, ": ", name, " is ", DtypeOf{*tensor},
           ", expected float32 or float64");
+    memory_.add({name}, view, sizeof(float), Access::read);
     return {.float_address = reinterpret_cast<const float*>(view.data)};
   }
 
   // Nothing that the op writes shares memory with anything else. Call it when all state was given.
-  void check_separate() { memory_.check_separate(op_); }
+  void check_separate() { memory_.check_separate(); }
 
  private:
   void check_param(size_t i, const TensorView& param) {
@@ -135,13 +137,14 @@ class StepArguments {
     if (grad.same_layout(param)) {
       memory_.add({"grads", i}, grad, bytes_of(grad_dtype_), Access::read);
     } else {
-      grad_addresses_[i] = copy_to_layout(grad, param);
+      grad_addresses_[i] = copy_to_layout({"grads", i}, grad, param);
     }
   }
 
   // Kernels read all tensors of a parameter in one order. A gradient that lies in another one
   // (a transposed parameter often gets a contiguous gradient) is copied into that of the parameter.
-  char* copy_to_layout(const TensorView& grad, const TensorView& param) {
+  char* copy_to_layout(const Item& item, const TensorView& grad, const TensorView& param) {
+    check_memory(op_, item, grad);
     AtenTensorHandle copy = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(param.dim, param.sizes, param.strides,
                                                     grad.dtype, grad.device_type, grad.device_index,

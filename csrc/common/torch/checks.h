@@ -72,20 +72,27 @@ inline void check_dense(const char* op, const Item& item, const TensorView& got)
         ", expected a dense layout, without gaps or overlaps");
 }
 
+// A tensor keeps its shape when its storage is freed, as sharded training does between uses.
+inline void check_memory(const char* op, const Item& item, const TensorView& got) {
+  check(got.data != nullptr || got.numel == 0, op, ": ", item, " has no memory, expected ",
+        got.numel, " elements");
+}
+
 enum class Access { read, write };
 
 // Memory that an op reads or writes, for a check that nothing is written under something else.
 class MemoryRanges {
  public:
-  explicit MemoryRanges(size_t expected) { ranges_.reserve(expected); }
+  MemoryRanges(const char* op, size_t expected) : op_(op) { ranges_.reserve(expected); }
 
   void add(const Item& item, const TensorView& view, int64_t element_bytes, Access access) {
+    check_memory(op_, item, view);
     if (view.numel == 0) return;
     ranges_.push_back({view.data, view.data + view.numel * element_bytes, access, item});
   }
 
   // No range that is written shares memory with any other.
-  void check_separate(const char* op) {
+  void check_separate() {
     const auto before = [](const Range& a, const Range& b) { return a.begin < b.begin; };
     if (!std::is_sorted(ranges_.begin(), ranges_.end(), before)) {
       std::sort(ranges_.begin(), ranges_.end(), before);
@@ -95,7 +102,7 @@ class MemoryRanges {
     const Range* furthest_written = &none;  // the same among those that are written
     for (const Range& range : ranges_) {
       const Range* earlier = range.access == Access::write ? furthest : furthest_written;
-      check(earlier->end <= range.begin, op, ": ", range.item, " is overlapping ", earlier->item,
+      check(earlier->end <= range.begin, op_, ": ", range.item, " is overlapping ", earlier->item,
             ", expected separate memory");
       if (range.end > furthest->end) furthest = &range;
       if (range.access == Access::write && range.end > furthest_written->end) {
@@ -111,6 +118,7 @@ class MemoryRanges {
     Access access;
     Item item;
   };
+  const char* op_;
   std::vector<Range> ranges_;
 };
 
