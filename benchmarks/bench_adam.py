@@ -5,6 +5,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
 
 Shapes = Sequence[tuple[int, ...]]
 F32, BF16 = torch.float32, torch.bfloat16
-NUMBERS = {"lr": 1e-3, "weight_decay": 0.01}
+NUMBERS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
 LOSS_SCALE = 1024.0
 TORCH = "torch AdamW(fused=True)"
 
@@ -39,13 +40,20 @@ def leaves(shapes: Shapes, dtype: torch.dtype, device: str) -> list[Tensor]:
     return made
 
 
-def ours(params: list[Tensor], **options: bool) -> DeepSpeedCPUAdam | FusedAdam:
+def ours(params: list[Tensor], **options: Any) -> torch.optim.Optimizer:
     kind = FusedAdam if params[0].is_cuda else DeepSpeedCPUAdam
     return kind(params, **NUMBERS, **options)
 
 
-def theirs(params: list[Tensor], **options: bool) -> torch.optim.AdamW:
+def theirs(params: list[Tensor], **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, **NUMBERS, fused=True, **options)
+
+
+def divide_gradients(optimizer: torch.optim.Optimizer, device: str) -> None:
+    """Hand over the loss scale as GradScaler does."""
+    scalars = {"grad_scale": LOSS_SCALE, "found_inf": 0.0}
+    for name, value in scalars.items():
+        setattr(optimizer, name, torch.tensor(value, device=device))
 
 
 def step_of(optimizer: torch.optim.Optimizer, name: str = "") -> Contender:
@@ -90,7 +98,7 @@ def graphs(shapes: Shapes, device: str) -> list[Contender]:
 def mixed(shapes: Shapes, device: str) -> list[Contender]:
     """From bf16 gradients, scaled, to bf16 weights, through fp32 originals and moments."""
     optimizer = ours(leaves(shapes, BF16, device), master_weights=True)
-    optimizer.grad_scale = torch.tensor(LOSS_SCALE, device=device)
+    divide_gradients(optimizer, device)
     return [
         step_of(optimizer),
         mixed_of_torch(shapes, device, "torch, unscaled by the step", in_kernel=True),
@@ -100,16 +108,15 @@ def mixed(shapes: Shapes, device: str) -> list[Contender]:
 
 def mixed_of_torch(shapes: Shapes, device: str, name: str, in_kernel: bool) -> Contender:
     """Torch's passes at their best: into buffers that are there, a list at a time."""
-    weights = leaves(shapes, BF16, device)
-    grads = [weight.grad for weight in weights]
+    weights = [torch.randn(shape, dtype=BF16, device=device) for shape in shapes]
+    grads = [torch.randn_like(weight) for weight in weights]
     originals = [weight.detach().float().requires_grad_() for weight in weights]
-    for original in originals:
-        original.grad = torch.empty_like(original)
-    wide_grads = [original.grad for original in originals]
+    wide_grads = [torch.empty_like(original) for original in originals]
+    for original, grad in zip(originals, wide_grads, strict=True):
+        original.grad = grad
     optimizer = theirs(originals)
     if in_kernel:
-        optimizer.grad_scale = torch.tensor(LOSS_SCALE, device=device)
-        optimizer.found_inf = torch.tensor(0.0, device=device)
+        divide_gradients(optimizer, device)
 
     @torch.no_grad()
     def run() -> None:

@@ -73,7 +73,7 @@ def seconds_on_cuda(run: Callable[[], object]) -> float:
     run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def measure(

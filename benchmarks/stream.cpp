@@ -4,9 +4,8 @@
 #ifdef __x86_64__
 __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
-static void
-half_way(float* __restrict a, float* __restrict b, float* __restrict c, const float* __restrict d,
-         int64_t n) {
+static void half_way(float* __restrict a, float* __restrict b, float* __restrict c,
+                     const float* __restrict d, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     a[i] = 0.5f * (a[i] + d[i]);
     b[i] = 0.5f * (b[i] + d[i]);

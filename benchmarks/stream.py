@@ -1,4 +1,4 @@
-"""The memory ceiling that optimizer steps are measured against: 4 reads and 3 writes, nothing else."""
+"""The memory ceiling of optimizer steps: a compiled loop of 4 reads and 3 writes, nothing else."""
 
 import ctypes
 import tempfile

@@ -4,15 +4,16 @@ The builder classes that users know, such as CPUAdamBuilder, are here too, made 
 """
 
 from . import builders
+from .builders import OpBuilder
 from .errors import BuildError
 from .jit import load
 from .registry import OPS
 from .spec import OpSpec
 
-__all__ = ["OPS", "BuildError", "OpSpec", "load"]
+__all__ = ["OPS", "BuildError", "OpBuilder", "OpSpec", "load"]
 
 
-def __getattr__(name: str) -> type[builders.OpBuilder]:
+def __getattr__(name: str) -> type[OpBuilder]:
     if name in builders.BUILDERS:
         return builders.BUILDERS[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

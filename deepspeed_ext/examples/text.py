@@ -1,4 +1,7 @@
-"""The text that the example learns: the source files of Python's own standard library."""
+"""The text that the example learns: the source files of Python's own standard library.
+
+Four spaces are learned as one tab: deep indentation would fill much of what the model looks at.
+"""
 
 import hashlib
 import os
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 _MAX_BYTES = 8 << 20  # more than a demonstration reads; keeps the start quick
+_INDENTATION = b"    "
 _VALIDATION_EVERY = 10  # every tenth file is for validation
 # Not the library itself, or not prose and code: packages, tests, tables, other people's changes.
 _SKIPPED_FOLDERS = {
@@ -37,6 +41,16 @@ class Text:
     digest: str
 
 
+def encode(source: bytes) -> bytes:
+    """Return source code as it is learned."""
+    return source.replace(_INDENTATION, b"\t")
+
+
+def decode(learned: bytes) -> bytes:
+    """Return the source code that `encode` makes this of."""
+    return learned.replace(b"\t", _INDENTATION)
+
+
 def standard_library(context: int) -> Text:
     """Read the .py files of this Python's standard library, in the order of their paths.
 
@@ -50,7 +64,7 @@ def standard_library(context: int) -> Text:
     parts = (bytearray(), bytearray())
     files = 0
     for files, path in enumerate(_sources(folder), start=1):
-        parts[files % _VALIDATION_EVERY == 0].extend(path.read_bytes())
+        parts[files % _VALIDATION_EVERY == 0].extend(encode(path.read_bytes()))
         if sum(map(len, parts)) > _MAX_BYTES:
             break
     if min(map(len, parts)) <= context:

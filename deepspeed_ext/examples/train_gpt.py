@@ -21,7 +21,7 @@ from deepspeed_ext.examples.compare import Comparison
 from deepspeed_ext.examples.gpt import generate
 from deepspeed_ext.examples.options import UserError, parse, settings_of
 from deepspeed_ext.examples.run_folder import RunFolder
-from deepspeed_ext.examples.text import Text, standard_library
+from deepspeed_ext.examples.text import Text, decode, standard_library
 from deepspeed_ext.examples.trainer import Trainer
 from deepspeed_ext.op_builder import BuildError
 
@@ -71,45 +71,43 @@ class Run:
 
     def train(self, comparison: Comparison | None) -> bool:
         """Take the steps that are left; return False when Ctrl-C came before the last one."""
-        settings = self.trainer.settings
-        validate_every = max(1, settings.steps // _EVALUATIONS)
-        tokens = settings.batch_size * settings.context
-        done = len(self.history)
+        steps = self.trainer.settings.steps
         # A run that was killed may have written metrics of steps after its checkpoint.
         self.folder.write_metrics(self.history)
-        progress = tqdm(
-            total=settings.steps * tokens,
-            initial=done * tokens,
-            unit="token",
-            unit_scale=True,
-            dynamic_ncols=True,
-        )
-        with Interrupt() as interrupt, progress as bar:
-            for number in range(done + 1, settings.steps + 1):
-                begin = time.perf_counter()
-                loss = self.trainer.step(number)
-                seconds = time.perf_counter() - begin
-                if not math.isfinite(loss):
-                    raise UserError(f"the loss of step {number} is {loss}; try a smaller --lr")
-                entry = {
-                    "step": number,
-                    "loss": loss,
-                    "lr": self.trainer.lr(number),
-                    "tokens_per_second": round(tokens / seconds),
-                }
-                if number % validate_every == 0 or number == settings.steps:
-                    entry["validation_loss"] = self.trainer.validate()
-                self.history.append(entry)
-                self.folder.append_metrics(entry)
+        with Interrupt() as interrupt, self._progress() as progress:
+            for number in range(len(self.history) + 1, steps + 1):
+                entry = self._step(number)
                 if comparison is not None:
-                    comparison.step(number, loss)
-                bar.set_description(f"step {number}, loss {loss:.3f}", refresh=False)
-                bar.update(tokens)
+                    comparison.step(number, entry["loss"])
+                progress.set_description(f"step {number}, loss {entry['loss']:.3f}", refresh=False)
+                progress.update(self.trainer.settings.tokens)
                 if "validation_loss" in entry or interrupt.requested:
                     self.save()
                 if interrupt.requested:
                     break
-        return len(self.history) == settings.steps
+        return len(self.history) == steps
+
+    def _step(self, number: int) -> dict[str, float]:
+        """Take a step, and write down and return what was measured."""
+        settings = self.trainer.settings
+        begin = time.perf_counter()
+        loss = self.trainer.step(number)
+        speed = settings.tokens / (time.perf_counter() - begin)
+        if not math.isfinite(loss):
+            raise UserError(f"the loss of step {number} is {loss}, expected a number: lower --lr")
+        entry = {"step": number, "loss": loss, "lr": self.trainer.lr(number)}
+        entry["tokens_per_second"] = round(speed)
+        if number % max(1, settings.steps // _EVALUATIONS) == 0 or number == settings.steps:
+            entry["validation_loss"] = self.trainer.validate()
+        self.history.append(entry)
+        self.folder.append_metrics(entry)
+        return entry
+
+    def _progress(self) -> Any:
+        """Return a bar that counts tokens, so that it shows how many there are in a second."""
+        settings = self.trainer.settings
+        total, done = settings.steps * settings.tokens, len(self.history) * settings.tokens
+        return tqdm(total=total, initial=done, unit="token", unit_scale=True, dynamic_ncols=True)
 
     def save(self) -> None:
         """Write the checkpoint."""
@@ -132,7 +130,7 @@ class Run:
     def write_sample(self) -> str:
         """Generate a text, write it down and return its first lines."""
         model, seed = self.trainer.model, self.trainer.settings.seed
-        text = generate(model, _PROMPT, _SAMPLE_BYTES, _TEMPERATURE, seed)
+        text = decode(generate(model, _PROMPT, _SAMPLE_BYTES, _TEMPERATURE, seed))
         self.folder.write_sample(text)
         return "\n".join(text.decode(errors="replace").splitlines()[:_LINES_SHOWN])
 
@@ -232,7 +230,7 @@ def _size(trainer: Trainer) -> str:
 
 def _surroundings() -> dict[str, str]:
     """Return what may change the rounding of a run without being one of its settings."""
-    return {"the number of threads": str(torch.get_num_threads()), "torch": torch.__version__}
+    return {"the number of threads": str(torch.get_num_threads()), "torch": str(torch.__version__)}
 
 
 def _how_to_resume(folder: RunFolder) -> str:

@@ -32,6 +32,11 @@ class Settings:
     device: str = "cpu"
     optimizer: str = "cpu_adam"
 
+    @property
+    def tokens(self) -> int:
+        """How many bytes a step trains on."""
+        return self.batch_size * self.context
+
 
 class Trainer:
     """Trains one model. Nothing random is carried from step to step, so any step can be resumed."""

@@ -1,4 +1,4 @@
-"""A quick run of each op against its reference, for ds_report to call; raises when an op is wrong."""
+"""Quick runs of each op against its reference, for ds_report; they raise when an op is wrong."""
 
 from typing import Any
 

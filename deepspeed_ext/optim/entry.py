@@ -18,7 +18,7 @@ def _announced(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Entry(dict[str, Any]):
-    """A dict whose writes call `on_change` first; a copy or a pickle of it is a plain dict.
+    """A dict that calls `on_change` before a value goes; a copy or a pickle of it is a plain dict.
 
     An optimizer steps on slabs, of which the values here are views. Users do put other tensors in
     their place (to move state between devices, to prune), and comparing every value before every
@@ -46,5 +46,4 @@ class Entry(dict[str, Any]):
     clear = _announced(dict.clear)
     pop = _announced(dict.pop)
     popitem = _announced(dict.popitem)
-    setdefault = _announced(dict.setdefault)
     update = _announced(dict.update)

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from operator import is_not
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +62,8 @@ class Plans:
         for group, plan in zip(optimizer.param_groups, plans, strict=True):
             fresh = [param for param in plan.idle if param.grad is not None]
             if fresh:
+                for param in fresh:
+                    _has_state(optimizer, group, param)
                 plan.buckets += self._make_buckets(optimizer, group, fresh)
                 self._merge_small_buckets(optimizer, group, plan)
                 plan.idle = [param for param in plan.idle if param.grad is None]
@@ -89,16 +90,16 @@ class Plans:
             ValueError: some state does not fit; nothing was changed.
         """
         groups, state = optimizer.param_groups, optimizer.state
-        stateful = [_check_stateful(optimizer, group) for group in groups]
+        stateful = [
+            [param for param in group["params"] if _has_state(optimizer, group, param)]
+            for group in groups
+        ]
         free = _free_buckets(self._plans or (), state.values())
         self._plans, self._entries = None, []  # so that an old slab goes when its last state moves
         plans = [
             Plan(group, self._make_buckets(optimizer, group, params, free))
             for group, params in zip(groups, stateful, strict=True)
         ]
-        for param in chain.from_iterable(plan.idle for plan in plans):
-            if param in state:
-                state[param] = self._entry(state[param])
         self._plans, self._entries = plans, list(state.values())
 
     def _make_buckets(
@@ -145,18 +146,17 @@ class Plans:
         return Entry(values, weakref.WeakMethod(self.drop))
 
 
-def _check_stateful(optimizer: "SlabOptimizer", group: dict[str, Any]) -> list[Tensor]:
-    """Return the parameters of a group that have state, after checking that it is right."""
-    stateful = []
-    for param in group["params"]:
-        entry = optimizer.state.get(param)
-        if entry:
-            dtypes = optimizer._dtypes(group, param.dtype)
-            if STEP in entry or not dtypes.keys().isdisjoint(entry):
-                check_param(optimizer, param)
-                check_state(optimizer, param, entry, dtypes)
-                stateful.append(param)
-    return stateful
+def _has_state(optimizer: "SlabOptimizer", group: dict[str, Any], param: Tensor) -> bool:
+    """Return whether a parameter has state, after checking that it is right."""
+    entry = optimizer.state.get(param)
+    if not entry:
+        return False
+    dtypes = optimizer._dtypes(group, param.dtype)
+    if STEP not in entry and dtypes.keys().isdisjoint(entry):
+        return False  # only what somebody else keeps there
+    check_param(optimizer, param)
+    check_state(optimizer, param, entry, dtypes)
+    return True
 
 
 def _free_buckets(plans: Iterable[Plan], state: Iterable[Any]) -> list[Bucket]:

@@ -39,7 +39,7 @@ DTYPES = [Dtypes(F32, grad) for grad in (F32, BF16, F16)] + [
 SIZES = [0, 1, 7, 8, 15, 16, 17, 31, 33, 1000, 4095, 4096, 4097, 8193]
 STATE = ["exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "master_params"]
 WRITTEN = ["params", *STATE, "steps"]
-BASE = dict(lr=0.1, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.1)
+BASE: dict[str, Any] = dict(lr=0.1, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.1)
 # Changes of BASE; a number of grad_scale, or of lr with lr_dtype, becomes a tensor in `options`.
 OPTIONS: list[dict[str, Any]] = [
     {},

@@ -1,25 +1,40 @@
 """adam_step_: values, element by element against float64, and against torch.optim."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from adam_cases import (
-    BF16, DTYPES, F16, F32, OPTIONS, SIZES, STATE, WRITTEN, Dtypes, as_lists, as_slabs, clone, make,
-    map_tensors, options,
-)  # fmt: skip
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    OPTIONS,
+    SIZES,
+    STATE,
+    WRITTEN,
+    Arguments,
+    Dtypes,
+    as_slabs,
+    clone,
+    make,
+    map_tensors,
+    options,
+)
 from tolerance import adam_errors, assert_within
+from torch import Tensor
 
 from deepspeed_ext.ops import adam_step_, adam_step_ref_
 
 
-def of(arguments, i):
+def of(arguments: Arguments, i: int) -> dict[str, Tensor]:
     """The tensors of parameter i, by argument."""
     return {name: tensors[i] for name, tensors in arguments.items() if tensors}
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-def test_matches_reference(dtypes, device):
+def test_matches_reference(dtypes: Dtypes, device: str) -> None:
     for change, shift in itertools.product(OPTIONS, (0, 1)):  # 1: nothing is aligned to a vector
         got = make(SIZES, dtypes, device, change.get("amsgrad", False), shift)
         before = map_tensors(torch.Tensor.double, got)
@@ -39,41 +54,47 @@ def test_matches_reference(dtypes, device):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam])
 @pytest.mark.parametrize("flags", [{}, {"amsgrad": True}, {"maximize": True}], ids=str)
-def test_matches_torch_optim(optimizer, flags, device):
+def test_matches_torch_optim(
+    optimizer: type[torch.optim.Adam], flags: dict[str, bool], device: str
+) -> None:
+    torch.manual_seed(0)
     theirs = [torch.randn(n, device=device).requires_grad_() for n in SIZES]
-    numbers = dict(lr=0.1, betas=(0.8, 0.95), eps=1e-2, weight_decay=0.1)
+    numbers: dict[str, Any] = dict(lr=0.1, betas=(0.8, 0.95), eps=1e-2, weight_decay=0.1)
     torch_optimizer = optimizer(theirs, **numbers, **flags)
     ours = make(SIZES, device=device, amsgrad="amsgrad" in flags)
-    for state in ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps"):
-        for tensor in ours[state]:
+    for name in ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps"):
+        for tensor in ours[name]:
             tensor.zero_()
     for _ in range(3):
         for i, param in enumerate(theirs):  # from equal state, so that rounding cannot add up
             param.grad = torch.randn_like(param)
             ours["params"][i].copy_(param.detach())
             ours["grads"][i].copy_(param.grad)
-            for name, state in torch_optimizer.state[param].items():
-                ours[name + "s"][i].copy_(state)
+            for name, value in torch_optimizer.state[param].items():
+                ours[name + "s"][i].copy_(value)
         torch_optimizer.step()
         adam_step_(
-            **ours, **numbers, maximize="maximize" in flags, decoupled=optimizer is torch.optim.AdamW
+            **ours,
+            **numbers,
+            maximize="maximize" in flags,
+            decoupled=optimizer is torch.optim.AdamW,
         )
         for i, param in enumerate(theirs):
-            state = dict(torch_optimizer.state[param], param=param.detach())
-            for name, want in state.items():
+            written = dict(torch_optimizer.state[param], param=param.detach())
+            for name, want in written.items():
                 got = ours[name + "s"][i].reshape(want.shape).to(want.device)
                 torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtypes", [Dtypes(), Dtypes(BF16, F32, F32, True)], ids=str)
-def test_grads_of_inf_and_nan_do_what_they_do_in_torch(dtypes, device):
+def test_grads_of_inf_and_nan_do_what_they_do_in_torch(dtypes: Dtypes, device: str) -> None:
     grads = torch.tensor([1.0, float("inf"), -float("inf"), float("nan")], device=device)
     arguments = make([4], dtypes, device) | dict(grads=[grads])
     want = map_tensors(torch.Tensor.float, arguments)
     leaf = (want["master_params"] or want["params"])[0].requires_grad_()
     leaf.grad = grads
     torch_optimizer = torch.optim.AdamW([leaf], lr=0.1, weight_decay=0.1)
-    state = dict(step=torch.tensor(0.0))
+    state: dict[str, Any] = dict(step=torch.tensor(0.0))
     state |= dict(exp_avg=want["exp_avgs"][0], exp_avg_sq=want["exp_avg_sqs"][0])
     torch_optimizer.state[leaf] = state
     torch_optimizer.step()
@@ -88,7 +109,9 @@ def test_grads_of_inf_and_nan_do_what_they_do_in_torch(dtypes, device):
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_an_infinite_param_without_weight_decay_leaves_moments_finite(decoupled, device):
+def test_an_infinite_param_without_weight_decay_leaves_moments_finite(
+    decoupled: bool, device: str
+) -> None:
     arguments = make([20], device=device)
     arguments["params"][0][::2] = float("inf")
     adam_step_(**arguments, lr=0.1, weight_decay=0.0, decoupled=decoupled)
@@ -100,7 +123,9 @@ def test_an_infinite_param_without_weight_decay_leaves_moments_finite(decoupled,
 @pytest.mark.parametrize("dtypes", [Dtypes(), Dtypes(BF16, F16, BF16, True)], ids=str)
 @pytest.mark.parametrize("slabs", [False, True])
 @pytest.mark.parametrize("found", [1.0, float("inf"), float("nan"), -1e-30])
-def test_found_inf_leaves_everything_as_it_is(dtypes, slabs, found, device):
+def test_found_inf_leaves_everything_as_it_is(
+    dtypes: Dtypes, slabs: bool, found: float, device: str
+) -> None:
     arguments = make([0, 1, 1000, 5000], dtypes, device, amsgrad=True)
     if slabs:
         arguments = as_slabs(arguments)

@@ -11,9 +11,24 @@ from pathlib import Path
 import pytest
 import torch
 from adam_cases import (
-    BASE, BF16, DTYPES, F16, F32, OPTIONS, SIZES, WRITTEN, Arguments, Dtypes, as_lists, as_slabs,
-    clone, digest, make, map_tensors, options, results,
-)  # fmt: skip
+    BASE,
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    SIZES,
+    WRITTEN,
+    Arguments,
+    Dtypes,
+    as_lists,
+    as_slabs,
+    clone,
+    digest,
+    make,
+    map_tensors,
+    options,
+    results,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -42,6 +42,12 @@ def each(change: Callable[[Tensor], Tensor]) -> Callable[[list[Tensor]], list[Te
     return lambda tensors: [change(tensor) for tensor in tensors]
 
 
+def freed(tensor: Tensor) -> Tensor:
+    """The tensor with its storage let go, as sharding wrappers do between forward passes."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def option(name: str, value: Any) -> Make:
     return lambda: make([4, 4]) | {name: value}
 
@@ -54,6 +60,16 @@ def overlap(name: str, of: str, begin: int) -> Make:
         memory = torch.zeros(8)
         arguments[of][0], arguments[name][0] = memory[:4], memory[begin : begin + 4]
         return arguments
+
+    return made
+
+
+def scalar_inside(of: str, name: str) -> Make:
+    """The first tensor of `of` begins with the number that option `name` is."""
+
+    def made() -> Arguments:
+        arguments = make([4, 4])
+        return arguments | {name: arguments[of][0][0]}
 
     return made
 
@@ -133,6 +149,16 @@ REFUSED: dict[str, Make] = {
     f"max_exp_avg_sqs[0] is overlapping grads[0], {NOT_SEPARATE}":
         overlap("max_exp_avg_sqs", "grads", 1),
     f"params[1] is overlapping params[0], {NOT_SEPARATE}": lists("params", lambda x: [x[0]] * 2),
+    f"lr is overlapping params[0], {NOT_SEPARATE}": scalar_inside("params", "lr"),
+    f"grad_scale is overlapping exp_avgs[0], {NOT_SEPARATE}":
+        scalar_inside("exp_avgs", "grad_scale"),
+    f"found_inf is overlapping steps[0], {NOT_SEPARATE}":
+        lambda: (a := make([4])) | dict(found_inf=a["steps"][0]),
+    "params[1] has no memory, expected 4 elements": lists("params", second(freed)),
+    "grads[0] has no memory, expected 4 elements": lists("grads", each(freed)),
+    "exp_avgs[1] has no memory, expected 4 elements": lists("exp_avgs", second(freed)),
+    "exp_avgs[0] has no memory, expected 8 elements": slabs("exp_avgs", [freed(torch.ones(8))]),
+    "lr has no memory, expected 1 elements": option("lr", freed(torch.ones(1))),
     f"steps[1] is overlapping steps[0], {NOT_SEPARATE}": lists("steps", lambda x: [x[0]] * 2),
 }  # fmt: skip
 
@@ -140,7 +166,8 @@ REFUSED: dict[str, Make] = {
 def tensors_of(arguments: Arguments) -> list[Tensor]:
     found = [value for value in arguments.values() if isinstance(value, Tensor)]
     found += [item for value in arguments.values() if isinstance(value, list) for item in value]
-    return [tensor for tensor in found if isinstance(tensor, Tensor) and not tensor.is_meta]
+    found = [tensor for tensor in found if isinstance(tensor, Tensor) and not tensor.is_meta]
+    return [t for t in found if t.is_sparse or t.untyped_storage().nbytes() > 0]
 
 
 @pytest.mark.parametrize("text", REFUSED)
@@ -160,10 +187,14 @@ def test_refuses(text: str) -> None:
 def test_refuses_a_tensor_on_another_device(name: str, tensor: Any, cuda: str) -> None:
     item = "grads[0]" if name == "grads" else name
     on_cuda = make([4], device=cuda) | {name: tensor}
-    with pytest.raises(ValueError, match=f"^adam_step_: {re.escape(item)} is on cpu, expected cuda:0$"):
+    with pytest.raises(
+        ValueError, match=f"^adam_step_: {re.escape(item)} is on cpu, expected cuda:0$"
+    ):
         adam_step_(**(BASE | on_cuda))
     moved = [t.to(cuda) for t in tensor] if isinstance(tensor, list) else tensor.to(cuda)
-    with pytest.raises(ValueError, match=f"^adam_step_: {re.escape(item)} is on cuda:0, expected cpu$"):
+    with pytest.raises(
+        ValueError, match=f"^adam_step_: {re.escape(item)} is on cuda:0, expected cpu$"
+    ):
         adam_step_(**(BASE | make([4]) | {name: moved}))
 
 

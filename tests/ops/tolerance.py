@@ -1,4 +1,4 @@
-"""How far an op that computes in float32 may be from its reference in float64, element by element."""
+"""How far an op that computes in float32 may be from its reference in float64, per element."""
 
 from typing import Any
 
@@ -26,7 +26,9 @@ def assert_within(name: str, got: Tensor, want: Tensor, error: Tensor) -> None:
         )
 
 
-def adam_errors(before: dict[str, Tensor], after: dict[str, Tensor], step: float, options: Any):
+def adam_errors(
+    before: dict[str, Tensor], after: dict[str, Tensor], step: float, options: dict[str, Any]
+) -> dict[str, Tensor]:
     """Bound what float32 arithmetic does to one Adam step, for each tensor it writes.
 
     `before` and `after` are the tensors of one parameter in float64, by argument name, as the

@@ -42,6 +42,7 @@ def make_params(device="cpu", dtype=F32, seed=0):
             draw(4, 6).t(),
             draw(2, 3, 4, 5).to(memory_format=torch.channels_last),
             draw(3, 4, 5).permute(1, 2, 0),
+            draw(6).as_strided((3, 1, 2), (1, 100, 3)),
             draw(),
             draw(1),
             draw(0),

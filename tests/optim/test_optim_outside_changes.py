@@ -7,6 +7,7 @@ import pytest
 import torch
 from optim_cases import (
     BF16,
+    F16,
     F32,
     adam,
     assert_close,
@@ -67,6 +68,10 @@ def test_state_moved_away_and_back(device):
         lambda entry, value: entry.__setitem__("exp_avg", value),
         lambda entry, value: entry.update(exp_avg=value),
         lambda entry, value: (entry.pop("exp_avg"), entry.setdefault("exp_avg", value)),
+        lambda entry, value: (
+            entry.__delitem__("exp_avg"),
+            entry.setdefault("exp_avg", value),
+        ),
         lambda entry, value: entry.__ior__({"exp_avg": value}),
     ],
 )
@@ -127,13 +132,13 @@ def test_parameter_replaced_in_its_group_with_its_state():
     """As pruning and point-cloud code does."""
     both = Beside()
     for optimizer, params in ((both.ours, both.params), (both.theirs, both.exact)):
-        old = params[7]
+        old = params[8]
         entry = optimizer.state.pop(old)
         for key in ("exp_avg", "exp_avg_sq"):
             entry[key] = entry[key][:100]
-        params[7] = Parameter(old.detach()[:100].clone())
-        optimizer.param_groups[0]["params"][7] = params[7]
-        optimizer.state[params[7]] = entry
+        params[8] = Parameter(old.detach()[:100].clone())
+        optimizer.param_groups[0]["params"][8] = params[8]
+        optimizer.state[params[8]] = entry
     both.check()
 
 
@@ -146,6 +151,35 @@ def test_groups_changed_without_asking():
     both.check()
 
 
+def test_parameters_taken_out_of_a_group_and_put_into_it():
+    both = Beside()
+    late = Parameter(torch.randn(3))
+    late_exact = Parameter(late.detach().double())
+    for optimizer, params, new in (
+        (both.ours, both.params, late),
+        (both.theirs, both.exact, late_exact),
+    ):
+        params.append(new)
+        optimizer.param_groups[0]["params"][2] = new
+    untouched = both.params[2].detach().clone()
+    both.step(1)
+    assert torch.equal(both.params[2], untouched)
+    both.check()
+
+
+def test_incomplete_state_of_a_parameter_that_had_no_gradient():
+    param = Parameter(torch.ones(3))
+    optimizer = adam([param])
+    optimizer.step()
+    entry = optimizer.state[param]
+    optimizer.step()
+    entry["step"] = 5
+    param.grad = torch.ones(3)
+    text = r"state of params\[0\] has keys \['step'\], expected exp_avg among them"
+    with pytest.raises(ValueError, match=text):
+        optimizer.step()
+
+
 @on_each_device
 @pytest.mark.parametrize("change", ["storage", "transpose", "channels_last", "contiguous"])
 def test_parameter_given_other_memory(device, change):
@@ -153,7 +187,7 @@ def test_parameter_given_other_memory(device, change):
     for p in both.params:
         if change == "storage":
             p.data = p.data.clone()
-        elif change == "transpose" and p.dim() > 1:
+        elif change == "transpose" and p is both.params[0]:
             p.data = p.data.mT.contiguous().mT
         elif (change == "channels_last" and p.dim() == 4) or change == "contiguous":
             p.data = p.data.contiguous()
@@ -177,6 +211,18 @@ def test_module_cast_after_some_steps(device):
     theirs.step()
     assert_close(model.parameters(), exact.parameters(), dtype=BF16)
     assert {ours.state[p]["exp_avg"].dtype for p in model.parameters()} == {BF16}
+
+
+def test_cast_to_a_type_of_the_same_size():
+    params = make_params(dtype=BF16)
+    optimizer = adam(params, lr=1e-2, fp32_optimizer_states=False)
+    for dtype in (BF16, F16):
+        for p in params:
+            p.grad, p.data = None, p.data.to(dtype)
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert {optimizer.state[p]["exp_avg"].dtype for p in params} == {F16}
+    assert {optimizer.state[p]["step"].item() for p in params} == {2.0}
 
 
 @needs_cuda
@@ -239,8 +285,9 @@ def test_nothing_is_made_again_without_need():
     both.step(3)
     both.ours.state_dict()
     both.ours.zero_grad()
+    both.ours.add_param_group({"params": [Parameter(torch.ones(3))]})
     both.ours.step()
     assert both.ours._plans._plans is plans
-    assert [plan.buckets for plan in plans] == buckets
+    assert [plan.buckets for plan in plans] == [*buckets, []]
     for entry, before in zip(both.ours.state.values(), tensors, strict=True):
         assert all(entry[key] is before[key] for key in before)
