@@ -21,12 +21,12 @@ from deepspeed_ext.examples.compare import Comparison
 from deepspeed_ext.examples.gpt import generate
 from deepspeed_ext.examples.options import UserError, parse, settings_of
 from deepspeed_ext.examples.run_folder import RunFolder
-from deepspeed_ext.examples.text import Text, decode, standard_library
+from deepspeed_ext.examples.text import Text, decode, encode, standard_library
 from deepspeed_ext.examples.trainer import Trainer
 from deepspeed_ext.op_builder import BuildError
 
 _EVALUATIONS = 12  # times that a run validates and saves
-_PROMPT = b"class "
+_PROMPT = b"class Model:\n    def __init__(self"
 _SAMPLE_BYTES = 800
 _TEMPERATURE = 0.7
 _LINES_SHOWN = 16
@@ -130,7 +130,7 @@ class Run:
     def write_sample(self) -> str:
         """Generate a text, write it down and return its first lines."""
         model, seed = self.trainer.model, self.trainer.settings.seed
-        text = decode(generate(model, _PROMPT, _SAMPLE_BYTES, _TEMPERATURE, seed))
+        text = decode(generate(model, encode(_PROMPT), _SAMPLE_BYTES, _TEMPERATURE, seed))
         self.folder.write_sample(text)
         return "\n".join(text.decode(errors="replace").splitlines()[:_LINES_SHOWN])
 

@@ -22,7 +22,7 @@ _VALIDATION_BATCHES = 16
 class Settings:
     """What decides the result of a run; the defaults take about a minute on two cores."""
 
-    steps: int = 1200
+    steps: int = 1500
     batch_size: int = 8
     context: int = 128
     width: int = 128

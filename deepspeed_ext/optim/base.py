@@ -128,7 +128,7 @@ class SlabOptimizer(torch.optim.Optimizer):
                 raise
             for part in parts:
                 self._apply(group, part, scalars)
-        bucket.note_masters_written()
+        bucket.note_own_write()
 
     def _scalars(self, group: Group, device: torch.device) -> Scalars:
         lr = group["lr"]

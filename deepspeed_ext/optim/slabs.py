@@ -1,6 +1,7 @@
 """Keep the state of many parameters in a few flat tensors, and find the part of each parameter."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,8 @@ STEP = "step"
 _ALIGNMENT = 64  # elements between the beginnings of parameters: whole cache lines in every dtype
 _MAX_ELEMENTS = 2**28  # of a slab, so that large state can move, and be freed, slab by slab
 _SMALL_ELEMENTS = 2**24  # a step over fewer is short enough for the cost of a call to matter
+
+_version = attrgetter("_version")
 
 
 class Work(NamedTuple):
@@ -70,7 +73,7 @@ class Bucket:
         for key, dtype in dtypes.items():
             self.slabs[key] = [torch.zeros(end, device=self.device, dtype=dtype)]
         self.is_small = end < _SMALL_ELEMENTS
-        self._masters_written: list[tuple[int, int]] = []
+        self._masters_written: tuple[list[int], list[int]] = ([], [])
         self._describe_layout()
 
     def _describe_layout(self) -> None:
@@ -123,7 +126,7 @@ class Bucket:
                 view.copy_(self.params[i])
             elif values:  # with none at all the slabs are new, so zero already
                 view.zero_()
-        self._masters_written = []
+        self._masters_written = ([], [])
         return views
 
     def gather(self) -> Work | None:
@@ -146,24 +149,32 @@ class Bucket:
         """
         if MASTER not in self.slabs:
             return
-        written = self._masters_written or [(-1, -1)] * len(self.params)
-        for i, state in enumerate(_write_marks(self.params)):
-            if state != written[i]:
+        marks = self._write_marks()
+        if marks == self._masters_written:
+            return
+        before = dict(enumerate(zip(*self._masters_written, strict=True)))
+        for i, mark in enumerate(zip(*marks, strict=True)):
+            if mark != before.get(i):
                 param, master = self.params[i], self.views(i)[MASTER]
                 changed = master.to(param.dtype) != param
                 master.copy_(torch.where(changed, param, master))
+        self._masters_written = marks
 
-    def note_masters_written(self) -> None:
-        """Take the parameters as they are now for rounded masters."""
+    def note_own_write(self) -> None:
+        """Take the parameters as they are now for rounded masters, after refresh and op."""
         if MASTER in self.slabs:
-            self._masters_written = list(_write_marks(self.params))
+            _, addresses = self._masters_written
+            self._masters_written = list(map(_version, self.params)), addresses
+
+    def _write_marks(self) -> tuple[list[int], list[int]]:
+        """Return numbers of which one changes when a parameter is written or gets other memory."""
+        return list(map(_version, self.params)), list(map(Tensor.data_ptr, self.params))
 
     def reset_masters(self) -> None:
         """Make every master an exact copy of its parameter."""
         if MASTER in self.slabs:
             for i, param in enumerate(self.params):
                 self.views(i)[MASTER].copy_(param)
-            self.note_masters_written()
 
 
 def cut(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -195,9 +206,3 @@ def is_dense(tensor: Tensor) -> bool:
 
 def _padded(param: Tensor) -> int:
     return -(-param.numel() // _ALIGNMENT) * _ALIGNMENT
-
-
-def _write_marks(params: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """Yield, for each parameter, numbers that change when it is written or gets other memory."""
-    for param in params:
-        yield param._version, param.data_ptr()

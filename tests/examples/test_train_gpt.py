@@ -88,7 +88,7 @@ def test_leaves_what_it_says(whole: Path) -> None:
     assert all(entry.keys() == {"step", "loss", "lr", "validation_loss"} for entry in entries)
     assert entries[0]["loss"] > entries[-1]["loss"] > 0
     assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (whole / "sample.txt").read_bytes().startswith(b"class ")
+    assert (whole / "sample.txt").read_bytes().startswith(b"class Model:\n    def __init__(self")
 
 
 def test_the_same_run_gives_the_same_bits(whole: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from optim_cases import (
     assert_same_bits,
     give_grads,
     make_params,
+    needs_cuda,
     on_each_device,
     torch_adam,
     twins,
@@ -196,11 +197,9 @@ def test_zero_grad(device):
     assert param.grad is None
 
 
-@on_each_device
-def test_fused_adam_may_keep_gradients(device):
-    if device == "cpu":
-        pytest.skip("FusedAdam needs a CUDA GPU")
-    param = Parameter(torch.ones(2, device=device))
+@needs_cuda
+def test_fused_adam_may_keep_gradients():
+    param = Parameter(torch.ones(2, device="cuda"))
     optimizer = FusedAdam([param], set_grad_none=False)
     param.grad = torch.ones_like(param)
     optimizer.zero_grad()
