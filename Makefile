@@ -4,6 +4,7 @@ OUT ?= out/demo
 ARGS ?=
 
 BIN := .venv/bin
+SOURCES := benchmarks deepspeed_ext op_builder tests setup.py
 DONE := .venv/done
 TORCH := $(shell grep '^torch==' requirements/dev.txt)
 HAS_TORCH := import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))
@@ -34,11 +35,12 @@ test: $(DONE)/test  ## run the tests
 	@$(BIN)/python -m pytest $(ARGS)
 
 lint: $(DONE)/dev  ## check style, types and layout of the code
-	@$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	rm -rf build/typed && mkdir -p build/typed/deepspeed_ext  # the package as it is when installed
+	@$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	rm -rf build/typed
+	mkdir -p build/typed/deepspeed_ext  # the package as it is when installed, for mypy
 	ln -s $(CURDIR)/deepspeed_ext/* $(CURDIR)/op_builder build/typed/deepspeed_ext/
-	cd build/typed && ../../$(BIN)/mypy --strict --package deepspeed_ext && cd ../..
+	(cd build/typed; ../../$(BIN)/mypy --strict --package deepspeed_ext)
 	find csrc tests/csrc -name '*.h' -o -name '*.inl' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' \
 	  | xargs $(BIN)/clang-format --dry-run -Werror
 

@@ -90,7 +90,7 @@ def _run_ninja(spec: OpSpec, build_dir: Path, log: Path) -> None:
 def _recipe(spec: OpSpec, csrc: Path, library: str) -> tuple[str, dict[str, str]]:
     """Return the text of the ninja file and a record of what it compiles with."""
     cxx = toolchain.cxx()
-    record = {"op": spec.name, "cxx": _version(cxx)}
+    record = {"op": spec.name, "cxx": _first_line([*cxx, "--version"])}
     places, folders = [f"-I{csrc}"], []
     nvcc: list[str] = []
     if "torch" in spec.needs:
@@ -108,11 +108,12 @@ def _recipe(spec: OpSpec, csrc: Path, library: str) -> tuple[str, dict[str, str]
         nvcc += [flag for target in targets for flag in target.gencode()]
         places += ["-isystem", f"{cuda.toolkit()}/include"]
         folders += cuda.library_folders(cuda.toolkit())
+    runtime = _shared_libstdcxx(cxx)
     lines = [
         f"rule cxx\n command = {_command([*cxx, '$flags', *places])} -c $in -o $out",
         f"rule nvcc\n command = {_command([*nvcc, *places])} -c $in -o $out",
         f"rule link\n command = {_command([*cxx, '-shared'])} $in -o $out "
-        + _command([*(f"-L{folder}" for folder in folders), *toolchain.link_flags(spec)]),
+        + _command([*(f"-L{folder}" for folder in folders), *toolchain.link_flags(spec), *runtime]),
     ]
     objects = []
     for source in (*spec.sources, "digest.cpp"):
@@ -143,10 +144,19 @@ def host_compiler(cxx: list[str]) -> str:
     return words[1] if len(words) > 1 and Path(words[0]).name in ("ccache", "sccache") else words[0]
 
 
-def _version(command: list[str]) -> str:
-    """Return the first line that `command --version` prints."""
+def _shared_libstdcxx(cxx: list[str]) -> list[str]:
+    """Return the C++ runtime to link, so that one which the compiler would link statically is not.
+
+    With a runtime of its own a library cannot throw: torch ends the process instead of catching.
+    """
+    found = _first_line([*cxx, "-print-file-name=libstdc++.so.6"])
+    return [found] if Path(found).is_absolute() else []
+
+
+def _first_line(command: list[str]) -> str:
+    """Return the first line that a compiler prints."""
     try:
-        done = subprocess.run([*command, "--version"], check=False, capture_output=True, text=True)
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
     except OSError as error:
         raise Unavailable(
             f"the compiler {command[0]} does not run ({error.strerror})",

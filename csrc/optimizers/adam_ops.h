@@ -17,7 +17,7 @@ template <class Device>
 void adam_step_(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
                 const TensorList& exp_avg_sqs, const TensorList& max_exp_avg_sqs,
                 const TensorList& master_params, const TensorList& steps,
-                const std::vector<int64_t>& offsets, const std::vector<int64_t>& slots, double lr,
+                const std::optional<Tensor>& offsets, const std::optional<Tensor>& slots, double lr,
                 const std::optional<Tensor>& lr_tensor, double beta1, double beta2, double eps,
                 double weight_decay, bool decoupled, bool maximize, bool bias_correction,
                 const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf) {

@@ -15,8 +15,8 @@ class State {
  public:
   State() = default;  // absent: every address is null
   State(std::vector<char*> addresses) : addresses_(std::move(addresses)) {}
-  State(char* slab, const std::vector<int64_t>& offsets, int64_t element_bytes)
-      : slab_(slab), offsets_(offsets.data()), element_bytes_(element_bytes) {}
+  State(char* slab, const int64_t* offsets, int64_t element_bytes)
+      : slab_(slab), offsets_(offsets), element_bytes_(element_bytes) {}
 
   void* operator[](size_t i) const {
     if (slab_ != nullptr) return slab_ + offsets_[i] * element_bytes_;
@@ -30,15 +30,36 @@ class State {
   int64_t element_bytes_ = 0;
 };
 
+// A list of integers that came as a tensor of int64 in host memory: torch takes a list of numbers
+// apart one by one, which for a small parameter costs more than its step.
+struct Integers64 {
+  const int64_t* values = nullptr;
+  size_t count = 0;
+
+  Integers64(const char* op, const char* name, const std::optional<Tensor>& tensor) {
+    if (!tensor.has_value()) return;
+    const TensorView view(*tensor);
+    check(tensor->is_cpu(), op, ": ", name, " is on ", DeviceOf{*tensor}, ", expected cpu");
+    check(view.dtype == aoti_torch_dtype_int64(), op, ": ", name, " is ", DtypeOf{*tensor},
+          ", expected int64");
+    check_flat(op, {name}, view);
+    values = reinterpret_cast<const int64_t*>(view.data);
+    count = size_t(view.numel);
+  }
+
+  bool empty() const { return count == 0; }
+  int64_t operator[](size_t i) const { return values[i]; }
+};
+
 class StepArguments {
  public:
-  // Checks parameters and gradients. Offsets and slots are empty if state comes as lists.
+  // Checks parameters and gradients. Offsets and slots are absent if state comes as lists.
   StepArguments(const char* op, const TensorList& params, const TensorList& grads,
-                const std::vector<int64_t>& offsets, const std::vector<int64_t>& slots)
+                const std::optional<Tensor>& offsets, const std::optional<Tensor>& slots)
       : op_(op),
         params_(params),
-        offsets_(offsets),
-        slots_(slots),
+        offsets_(op, "offsets", offsets),
+        slots_(op, "slots", slots),
         device_(params[0]),
         param_addresses_(addresses_of(params)),
         grad_addresses_(addresses_of(grads)),
@@ -46,8 +67,8 @@ class StepArguments {
         memory_(op, 2 * params.size()) {
     check_length(op, "grads", grads.size(), params.size());
     if (!offsets_.empty() || !slots_.empty()) {
-      check_length(op_, "offsets", offsets_.size(), count());
-      check_length(op_, "slots", slots_.size(), count());
+      check_length(op_, "offsets", offsets_.count, count());
+      check_length(op_, "slots", slots_.count, count());
     }
     param_dtype_ = storage_dtype(op, {"params", 0}, device_);
     grad_dtype_ = storage_dtype(op, {"grads", 0}, TensorView(grads[0]));
@@ -156,7 +177,7 @@ class StepArguments {
 
   // Offsets and slots put every parameter behind the one before it.
   void check_places() {
-    for (size_t i = 0; i < offsets_.size(); ++i) {
+    for (size_t i = 0; i < offsets_.count; ++i) {
       offsets_end_ = end_of_place({"offsets", i}, offsets_[i], offsets_end_, numels_[i]);
       slots_end_ = end_of_place({"slots", i}, slots_[i], slots_end_, 1);
     }
@@ -175,26 +196,24 @@ class StepArguments {
   }
 
   // `places` are offsets or slots; the slab holds at least `elements`.
-  State slab(const char* name, const TensorList& tensors, Dtype dtype,
-             const std::vector<int64_t>& places, int64_t elements) {
+  State slab(const char* name, const TensorList& tensors, Dtype dtype, const Integers64& places,
+             int64_t elements) {
     check_length(op_, name, tensors.size(), 1);
     const TensorView view(tensors[0]);
     const Item item{name, 0};
     check_device(op_, item, view, device_);
     check_dtype(op_, item, view, dtype);
-    check(view.dim == 1 && (view.numel < 2 || view.strides[0] == 1), op_, ": ", item, " has shape ",
-          Integers{view.sizes, view.dim}, " and strides ", Integers{view.strides, view.dim},
-          ", expected one contiguous dimension");
+    check_flat(op_, item, view);
     check(view.numel >= elements, op_, ": ", item, " has ", view.numel,
           " elements, expected at least ", elements);
     memory_.add(item, view, bytes_of(dtype), Access::write);
-    return State(view.data, places, bytes_of(dtype));
+    return State(view.data, places.values, bytes_of(dtype));
   }
 
   const char* op_;
   const TensorList& params_;
-  const std::vector<int64_t>& offsets_;
-  const std::vector<int64_t>& slots_;
+  const Integers64 offsets_;
+  const Integers64 slots_;
   const TensorView device_;  // any tensor of the device that all must be on: the first parameter
   std::vector<char*> param_addresses_;
   std::vector<char*> grad_addresses_;

@@ -5,7 +5,7 @@ Until the native kernel of a device is registered, a call lands in a Python kern
 library of that device and calls the op again; from then on torch goes straight to the native one.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -45,13 +45,20 @@ def define(schema: str, libraries: Mapping[str, str]) -> torch._ops.OpOverload:
     return op
 
 
-def check_one_device(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
+def check_one_device(
+    op: torch._ops.OpOverload, args: tuple[object, ...], *, on_host: Sequence[str] = ()
+) -> None:
     """Check what a native kernel would: a fake is also called when one of the tensors is on meta.
+
+    Args:
+        op: gives the arguments their names.
+        args: of a call of it.
+        on_host: names of the arguments that are always in host memory.
 
     Raises:
         ValueError: a tensor is not on the device of the first one.
     """
-    tensors = list(_tensors(op, args))
+    tensors = [item for item in _tensors(op, args) if item[0] not in on_host]
     for argument, tensor in tensors:
         want = tensors[0][1].device
         if tensor.device != want:

@@ -10,7 +10,7 @@ from deepspeed_ext.ops._library import check_one_device, define
 _adam_step_op = define(
     "adam_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs,"
     " Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] master_params,"
-    " Tensor(f!)[] steps, int[] offsets, int[] slots, float lr, Tensor? lr_tensor, float beta1,"
+    " Tensor(f!)[] steps, Tensor? offsets, Tensor? slots, float lr, Tensor? lr_tensor, float beta1,"
     " float beta2, float eps, float weight_decay, bool decoupled, bool maximize,"
     " bool bias_correction, Tensor? grad_scale, Tensor? found_inf) -> ()",
     {"cpu": "cpu_adam", "cuda": "fused_adam"},
@@ -26,8 +26,8 @@ def adam_step_(
     *,
     max_exp_avg_sqs: Sequence[Tensor] = (),
     master_params: Sequence[Tensor] = (),
-    offsets: Sequence[int] = (),
-    slots: Sequence[int] = (),
+    offsets: Tensor | None = None,
+    slots: Tensor | None = None,
     lr: float | Tensor,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
@@ -47,7 +47,7 @@ def adam_step_(
     parameter lies in memory, and `steps[0][slots[i]]` is its step. Handling a list costs more than
     the arithmetic of a small tensor, so slabs make a step over many small parameters much faster.
 
-    All tensors are on one device, and no written one shares memory with another. Parameters have
+    All other tensors are on one device, and no written one shares memory with another. Parameters have
     any dense layout (contiguous, transposed, channels_last: no gaps, no overlap). Arithmetic is in
     float32; results are bitwise independent of the device, the instruction set, the number of
     threads and how tensors are split. The call can be captured in a CUDA graph as it is.
@@ -63,8 +63,9 @@ def adam_step_(
             at first 0. Updated.
         master_params: empty, or float32 originals of 16-bit params: the step is computed on them,
             and params receive them rounded. Updated.
-        offsets: empty, or where each parameter begins in the slabs, in elements, ascending.
-        slots: empty, or the place of each parameter in the slab of steps, ascending.
+        offsets: None, or where each parameter begins in the slabs, in elements, ascending: (n,),
+            int64, on the CPU.
+        slots: None, or the place of each parameter in the slab of steps, as offsets.
         lr: learning rate; a number, or a tensor of one float32 or float64 on the same device.
         betas: decay rates of exp_avgs and exp_avg_sqs per step, each in [0, 1).
         eps: added to the denominator, in units of the gradient.
@@ -100,7 +101,7 @@ def adam_step_(
 
 def _adam_step_fake(*args: object) -> None:
     """Infer nothing, as the op returns nothing."""
-    check_one_device(_adam_step_op, args)
+    check_one_device(_adam_step_op, args, on_host=("offsets", "slots"))
 
 
 torch.library.register_fake("deepspeed_ext::adam_step_", _adam_step_fake)
@@ -115,8 +116,8 @@ def adam_step_ref_(
     *,
     max_exp_avg_sqs: Sequence[Tensor] = (),
     master_params: Sequence[Tensor] = (),
-    offsets: Sequence[int] = (),
-    slots: Sequence[int] = (),
+    offsets: Tensor | None = None,
+    slots: Tensor | None = None,
     lr: float | Tensor,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
@@ -135,16 +136,16 @@ def adam_step_ref_(
     scale = 1.0 if grad_scale is None else float(grad_scale)
 
     def piece(state: Sequence[Tensor], i: int) -> Tensor:
-        if not offsets:
+        if offsets is None:
             return state[i]
         slab = state[0]
-        start = slab.storage_offset() + offsets[i]
+        start = slab.storage_offset() + int(offsets[i])
         return slab.as_strided(params[i].shape, params[i].stride(), start)
 
     with torch.no_grad():
         for i, target in enumerate(params):
             originals = piece(master_params, i) if master_params else target
-            step = steps[0][slots[i]] if slots else steps[i]
+            step = steps[i] if slots is None else steps[0][slots[i]]
             step += 1
             t = float(step)
 

@@ -176,6 +176,19 @@ def test_comparison_sees_another_formula(
     assert weights_ours > 100 * weights_usual
 
 
+def test_comparison_has_the_largest_differences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def step(self: Trainer, number: int) -> float:
+        away = {"cpu_adam": 0.5, "torch": 0.0, "torch_fused": -0.25}[self.settings.optimizer]
+        return 1 + away / number
+
+    monkeypatch.setattr(Trainer, "step", step)
+    assert train(tmp_path, *TINY, "--steps", "2", "--compare") == 0
+    last = re.findall(r"^ +2 .*$", capsys.readouterr().out, re.MULTILINE)[0]
+    assert " ".join(last.split()) == "2 1.25000 1.00000 5.0e-01 0.0e+00 2.5e-01 0.0e+00"
+
+
 REFUSALS = {
     "--resume": "--out is {out}, which has no checkpoint.pt; leave out --resume",
     "--optimizer fused_adam": "--optimizer is fused_adam, expected cpu_adam or torch or torch_fused"

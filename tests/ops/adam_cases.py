@@ -100,7 +100,10 @@ def options(change: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
 
 def map_tensors(function: Callable[[Tensor], Tensor], arguments: Arguments) -> Arguments:
     """The same arguments with `function` applied to every tensor."""
-    return {name: [function(tensor) for tensor in value] for name, value in arguments.items()}
+    return {
+        name: value if name in ("offsets", "slots") else [function(tensor) for tensor in value]
+        for name, value in arguments.items()
+    }
 
 
 def clone(arguments: Arguments) -> Arguments:
@@ -111,6 +114,11 @@ def clone(arguments: Arguments) -> Arguments:
 def in_memory_order(tensor: Tensor) -> Tensor:
     """The elements of a dense tensor as they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def integers(values: list[int]) -> Tensor:
+    """Offsets or slots as the op takes them."""
+    return torch.tensor(values, dtype=torch.int64)
 
 
 def as_slabs(arguments: Arguments, gap: int = 0) -> Arguments:
@@ -129,7 +137,8 @@ def as_slabs(arguments: Arguments, gap: int = 0) -> Arguments:
 
     state = {name: slab(arguments[name], offsets) for name in STATE}
     steps = slab(arguments["steps"], slots)
-    return arguments | state | dict(steps=steps, offsets=offsets, slots=slots)
+    places = dict(offsets=integers(offsets), slots=integers(slots))
+    return arguments | state | dict(steps=steps) | places
 
 
 def as_lists(arguments: Arguments) -> Arguments:
@@ -138,7 +147,7 @@ def as_lists(arguments: Arguments) -> Arguments:
     state = {
         name: [
             arguments[name][0].as_strided(param.shape, param.stride(), offset)
-            for param, offset in zip(params, offsets, strict=True)
+            for param, offset in zip(params, offsets.tolist(), strict=True)
             if arguments[name]
         ]
         for name in STATE

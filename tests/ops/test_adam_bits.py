@@ -114,7 +114,7 @@ def test_slabs_as_lists(dtypes: Dtypes, device: str) -> None:
         adam_step_(**slabs, **options(change, device))
         assert_same(as_lists(slabs), lists)
         for name in ("exp_avgs", "exp_avg_sqs", "steps"):  # what lies between is not touched
-            places = slabs["slots" if name == "steps" else "offsets"]
+            places = slabs["slots" if name == "steps" else "offsets"].tolist()
             ends = [a + t.numel() for a, t in zip(places, lists[name], strict=True)]
             for end, begin in zip(ends, places[1:], strict=False):
                 assert (slabs[name][0][end:begin] == 3).all()

@@ -29,7 +29,7 @@ OPCHECKED: dict[str, Callable[[], Arguments]] = {
 @pytest.mark.parametrize("case", OPCHECKED)
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "scalar tensors"])
 def test_opcheck(case: str, tensors: bool, device: str) -> None:
-    arguments: Arguments = dict(offsets=[], slots=[]) | OPCHECKED[case]()
+    arguments: Arguments = dict(offsets=None, slots=None) | OPCHECKED[case]()
     names = ["params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "master_params"]
     lists = [[t.to(device) for t in arguments[name]] for name in [*names, "steps"]]
     scalars = [torch.tensor(x, device=device) if tensors else None for x in (0.1, 2.0, 0.0)]

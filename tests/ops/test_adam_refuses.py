@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from adam_cases import BASE, BF16, F16, F32, Arguments, Dtypes, as_slabs, make
+from adam_cases import BASE, BF16, F16, F32, Arguments, Dtypes, as_slabs, integers, make
 from torch import Tensor
 
 from deepspeed_ext.ops import adam_step_
@@ -85,8 +85,8 @@ REFUSED: dict[str, Make] = {
     "max_exp_avg_sqs has length 1, expected 2": lists("max_exp_avg_sqs", lambda x: [torch.ones(4)]),
     "master_params has length 1, expected 2": lists("master_params", lambda x: x[:1], MASTERS),
     "steps has length 1, expected 2": lists("steps", lambda x: x[:1]),
-    "offsets has length 0, expected 2": slabs("offsets", []),
-    "slots has length 1, expected 2": slabs("slots", [0]),
+    "offsets has length 0, expected 2": slabs("offsets", integers([])),
+    "slots has length 1, expected 2": slabs("slots", integers([0])),
     "exp_avgs has length 2, expected 1": slabs("exp_avgs", [torch.ones(8), torch.ones(8)]),
     # shapes and layouts
     "grads[1] has shape [2, 2], expected [4]": lists("grads", second(lambda x: x.view(2, 2))),
@@ -131,12 +131,16 @@ REFUSED: dict[str, Make] = {
     "beta1 is nan, expected 0 <= beta1 < 1": option("betas", (float("nan"), 0.9)),
     "lr has 2 elements, expected 1": option("lr", torch.ones(2)),
     "lr is bfloat16, expected float32 or float64": option("lr", torch.ones(1, dtype=BF16)),
-    "grad_scale is Long, expected float32 or float64": option("grad_scale", torch.tensor(2)),
+    "grad_scale is int64, expected float32 or float64": option("grad_scale", torch.tensor(2)),
     "found_inf has 0 elements, expected 1": option("found_inf", torch.ones(0)),
     # slabs
-    "offsets[0] is -1, expected at least 0": slabs("offsets", [-1, 4]),
-    "offsets[1] is 3, expected at least 4": slabs("offsets", [0, 3]),
-    "slots[1] is 0, expected at least 1": slabs("slots", [0, 0]),
+    "offsets is float32, expected int64": slabs("offsets", torch.zeros(2)),
+    "slots has shape [1, 2] and strides [2, 1], expected one contiguous dimension": slabs(
+        "slots", integers([[0, 1]])
+    ),
+    "offsets[0] is -1, expected at least 0": slabs("offsets", integers([-1, 4])),
+    "offsets[1] is 3, expected at least 4": slabs("offsets", integers([0, 3])),
+    "slots[1] is 0, expected at least 1": slabs("slots", integers([0, 0])),
     "exp_avgs[0] has 7 elements, expected at least 8": slabs("exp_avgs", [torch.ones(7)]),
     "steps[0] has 1 elements, expected at least 2": slabs("steps", [torch.ones(1)]),
     "exp_avgs[0] has shape [8] and strides [2], expected one contiguous dimension":
@@ -203,7 +207,7 @@ def test_refuses_places_beyond_int64(name: str) -> None:
     end = 2**63 - 1
     text = f"{name}[1] is {end}, expected at most"
     with pytest.raises(ValueError, match=f"^adam_step_: {re.escape(text)} "):
-        adam_step_(**(BASE | as_slabs(make([4, 4])) | {name: [0, end]}))
+        adam_step_(**(BASE | as_slabs(make([4, 4])) | {name: integers([0, end])}))
 
 
 def test_what_only_touches_or_is_only_read_may_share() -> None:

@@ -72,6 +72,12 @@ inline void check_dense(const char* op, const Item& item, const TensorView& got)
         ", expected a dense layout, without gaps or overlaps");
 }
 
+inline void check_flat(const char* op, const Item& item, const TensorView& got) {
+  check(got.dim == 1 && (got.numel < 2 || got.strides[0] == 1), op, ": ", item, " has shape ",
+        Integers{got.sizes, got.dim}, " and strides ", Integers{got.strides, got.dim},
+        ", expected one contiguous dimension");
+}
+
 // A tensor keeps its shape when its storage is freed, as sharded training does between uses.
 inline void check_memory(const char* op, const Item& item, const TensorView& got) {
   check(got.data != nullptr || got.numel == 0, op, ": ", item, " has no memory, expected ",

@@ -28,7 +28,7 @@ inline std::ostream& operator<<(std::ostream& out, Dtype dtype) {
   return out << kNames[int(dtype)];
 }
 
-struct DtypeOf {  // prints as `float32`; what is not a float of 16, 32 or 64 bits by torch's C++
+struct DtypeOf {  // prints as `float32`; a rare one by its name in C++
                   // name
   const Tensor& tensor;
 };
@@ -39,6 +39,7 @@ inline std::ostream& operator<<(std::ostream& out, DtypeOf dtype) {
     case ScalarType::Float: return out << Dtype::float32;
     case ScalarType::BFloat16: return out << Dtype::bfloat16;
     case ScalarType::Half: return out << Dtype::float16;
+    case ScalarType::Long: return out << "int64";
     case ScalarType::Double: return out << "float64";
     default: return out << dtype.tensor.scalar_type();
   }
