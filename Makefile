@@ -7,7 +7,8 @@ BIN := .venv/bin
 SOURCES := benchmarks deepspeed_ext op_builder tests setup.py
 DONE := .venv/done
 TORCH := $(shell grep '^torch==' requirements/dev.txt)
-HAS_TORCH := import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))
+HAS_TORCH := import sys, torch; from importlib.metadata import version; \
+  sys.exit(tuple(map(int, version("torch").split(".")[:2])) < (2, 11))
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PYTHONUNBUFFERED := 1
 

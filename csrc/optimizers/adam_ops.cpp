@@ -1,7 +1,6 @@
 // Registers the CPU kernel of adam_step_; the schema is in deepspeed_ext/ops/adam.py.
 #include "optimizers/adam_ops.h"
 
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 namespace dsx {
@@ -29,7 +28,7 @@ struct Cpu {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(deepspeed_ext, CPU, library) {
-  library.impl("adam_step_", TORCH_BOX(&adam_step_<Cpu>));
+  library.impl("adam_step_", &boxed<&adam_step_<Cpu>>);
 }
 
 }  // namespace dsx

@@ -17,10 +17,12 @@ template <class Device>
 void adam_step_(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
                 const TensorList& exp_avg_sqs, const TensorList& max_exp_avg_sqs,
                 const TensorList& master_params, const TensorList& steps,
-                const std::optional<Tensor>& offsets, const std::optional<Tensor>& slots, double lr,
-                const std::optional<Tensor>& lr_tensor, double beta1, double beta2, double eps,
-                double weight_decay, bool decoupled, bool maximize, bool bias_correction,
-                const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf) {
+                const std::optional<torch::stable::Tensor>& offsets,
+                const std::optional<torch::stable::Tensor>& slots, double lr,
+                const std::optional<torch::stable::Tensor>& lr_tensor, double beta1, double beta2,
+                double eps, double weight_decay, bool decoupled, bool maximize,
+                bool bias_correction, const std::optional<torch::stable::Tensor>& grad_scale,
+                const std::optional<torch::stable::Tensor>& found_inf) {
   constexpr const char* op = "adam_step_";
   if (params.empty()) return check_length(op, "grads", grads.size(), 0);
   check_beta(op, "beta1", beta1);

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "common/scalar.h"
+#include "common/torch/arguments.h"
 #include "common/torch/checks.h"
 
 namespace dsx {
@@ -36,11 +37,12 @@ struct Integers64 {
   const int64_t* values = nullptr;
   size_t count = 0;
 
-  Integers64(const char* op, const char* name, const std::optional<Tensor>& tensor) {
+  Integers64(const char* op, const char* name, const std::optional<torch::stable::Tensor>& tensor) {
     if (!tensor.has_value()) return;
-    const TensorView view(*tensor);
-    check(tensor->is_cpu(), op, ": ", name, " is on ", DeviceOf{*tensor}, ", expected cpu");
-    check(view.dtype == aoti_torch_dtype_int64(), op, ": ", name, " is ", DtypeOf{*tensor},
+    const TensorView view(tensor->get());
+    check(view.device_type == aoti_torch_device_type_cpu(), op, ": ", name, " is on ",
+          DeviceCode{view.device_type, view.device_index}, ", expected cpu");
+    check(view.dtype == aoti_torch_dtype_int64(), op, ": ", name, " is ", DtypeCode{view.dtype},
           ", expected int64");
     check_flat(op, {name}, view);
     values = reinterpret_cast<const int64_t*>(view.data);
@@ -55,14 +57,15 @@ class StepArguments {
  public:
   // Checks parameters and gradients. Offsets and slots are absent if state comes as lists.
   StepArguments(const char* op, const TensorList& params, const TensorList& grads,
-                const std::optional<Tensor>& offsets, const std::optional<Tensor>& slots)
+                const std::optional<torch::stable::Tensor>& offsets,
+                const std::optional<torch::stable::Tensor>& slots)
       : op_(op),
         params_(params),
         offsets_(op, "offsets", offsets),
         slots_(op, "slots", slots),
         device_(params[0]),
-        param_addresses_(addresses_of(params)),
-        grad_addresses_(addresses_of(grads)),
+        param_addresses_(params.addresses()),
+        grad_addresses_(grads.addresses()),
         numels_(params.size()),
         memory_(op, 2 * params.size()) {
     check_length(op, "grads", grads.size(), params.size());
@@ -126,15 +129,16 @@ class StepArguments {
   }
 
   // A number on the device, or the constant if the tensor is absent.
-  Scalar scalar(const char* name, const std::optional<Tensor>& tensor, double constant) {
+  Scalar scalar(const char* name, const std::optional<torch::stable::Tensor>& tensor,
+                double constant) {
     if (!tensor.has_value()) return {.constant = constant};
-    const TensorView view(*tensor);
+    const TensorView view(tensor->get());
     check_one_element({name}, view);
     if (view.dtype == aoti_torch_dtype_float64()) {
       memory_.add({name}, view, sizeof(double), Access::read);
       return {.double_address = reinterpret_cast<const double*>(view.data)};
     }
-    check(view.dtype == aoti_torch_dtype_float32(), op_, ": ", name, " is ", DtypeOf{*tensor},
+    check(view.dtype == aoti_torch_dtype_float32(), op_, ": ", name, " is ", DtypeCode{view.dtype},
           ", expected float32 or float64");
     memory_.add({name}, view, sizeof(float), Access::read);
     return {.float_address = reinterpret_cast<const float*>(view.data)};
@@ -170,9 +174,9 @@ class StepArguments {
     TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(param.dim, param.sizes, param.strides,
                                                     grad.dtype, grad.device_type, grad.device_index,
                                                     &copy));
-    relaid_grads_.emplace_back(copy);
-    TORCH_ERROR_CODE_CHECK(aoti_torch_tensor_copy_(grad.tensor->get(), copy));
-    return address_of(relaid_grads_.back());
+    relaid_grads_.push_back(copy);
+    TORCH_ERROR_CODE_CHECK(aoti_torch_tensor_copy_(grad.handle, copy));
+    return address_of(copy);
   }
 
   // Offsets and slots put every parameter behind the one before it.

@@ -1,6 +1,7 @@
 """What a training run leaves in its folder: checkpoint, metrics, picture and sample."""
 
 import io
+import itertools
 import json
 import os
 import tempfile
@@ -61,13 +62,13 @@ class RunFolder:
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.subplots()
         axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
-        axes.plot(steps, _smooth(losses), color="tab:blue", label="training (mean of recent steps)")
+        axes.plot(steps, _smooth(losses), color="tab:blue", label="training, mean of nearby steps")
         axes.plot(
             [entry["step"] for entry in validated],
             [entry["validation_loss"] for entry in validated],
             color="tab:orange",
             marker="o",
-            label="validation",
+            label="validation, on other files",
         )
         if validated:
             last = validated[-1]
@@ -91,23 +92,24 @@ def _line(entry: dict[str, float]) -> str:
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """Return the exponential moving average over about a fiftieth of the values."""
-    keep = 1 - 1 / max(1, len(values) / 50)
-    smooth: list[float] = []
-    for value in values:
-        smooth.append(keep * smooth[-1] + (1 - keep) * value if smooth else value)
-    return smooth
+    """Return the means over a fiftieth of the values around each; fewer near both ends."""
+    sums = [0.0, *itertools.accumulate(values)]
+    means = []
+    for i in range(len(values)):
+        reach = min(len(values) // 100, i, len(values) - 1 - i)
+        means.append((sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1))
+    return means
 
 
 def _replace(path: Path, content: bytes | memoryview) -> None:
     """Put a whole new file in the place of an old one."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    part = path.with_name(path.name + ".part")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with part.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).replace(path)
+        part.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise

@@ -101,20 +101,34 @@ class SlabOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: a parameter, gradient or state tensor is not as it must be; the text says
-                which. Parameters of this device, dtype and group have not been changed then.
+                which. It has not been changed then, but parameters before it may have been stepped.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            for group, plan in zip(self.param_groups, self._plans.current(self), strict=True):
-                for bucket in plan.buckets:
-                    self._step_bucket(group, bucket)
+            stepped: list[Tensor] = []
+            while not self._step_others(stepped):
+                self._plans.rebuild(self)
         return loss
 
-    def _step_bucket(self, group: Group, bucket: Bucket) -> None:
-        work = bucket.gather()
+    def _step_others(self, stepped: list[Tensor]) -> bool:
+        """Step all parameters but those in the list, which grows; stop where plans are outdated.
+
+        A bucket is looked at right before its step, so that its parameters are still in the cache.
+        """
+        done = frozenset(map(id, stepped))
+        for group, plan in zip(self.param_groups, self._plans.current(self), strict=True):
+            for bucket in plan.buckets:
+                if not bucket.fits():
+                    return False
+                self._step_bucket(group, bucket, done)
+                stepped += bucket.params
+        return True
+
+    def _step_bucket(self, group: Group, bucket: Bucket, done: frozenset[int]) -> None:
+        work = bucket.gather(done)
         if work is None:
             return
         scalars = self._scalars(group, bucket.device)
@@ -148,7 +162,11 @@ class SlabOptimizer(torch.optim.Optimizer):
         replayed CUDA graph leave both as they are.
         """
         with torch.no_grad():
-            for plan in self._plans.current(self):
+            plans = self._plans.current(self)
+            if not all(bucket.fits() for plan in plans for bucket in plan.buckets):
+                self._plans.rebuild(self)
+                plans = self._plans.current(self)
+            for plan in plans:
                 for bucket in plan.buckets:
                     bucket.reset_masters()
 

@@ -55,7 +55,10 @@ class Plans:
             self._plans.append(Plan(group, []))
 
     def current(self, optimizer: "SlabOptimizer") -> list[Plan]:
-        """Return plans that hold every parameter with a gradient or with state."""
+        """Return plans that hold every parameter with a gradient or with state.
+
+        Whether the parameters of a bucket still look the same is for the bucket to say: see `fits`.
+        """
         if self._plans is None or not self._is_current(self._plans, optimizer):
             self.rebuild(optimizer)
         plans = self._plans or []
@@ -77,8 +80,7 @@ class Plans:
         return all(
             not _differ(plan.params, group["params"])
             and all(
-                bucket.fits() and bucket.dtypes == optimizer._dtypes(group, bucket.dtype)
-                for bucket in plan.buckets
+                bucket.dtypes == optimizer._dtypes(group, bucket.dtype) for bucket in plan.buckets
             )
             for group, plan in zip(groups, plans, strict=True)
         )

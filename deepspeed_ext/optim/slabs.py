@@ -1,8 +1,8 @@
 """Keep the state of many parameters in a few flat tensors, and find the part of each parameter."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +13,14 @@ STEP = "step"
 
 _ALIGNMENT = 64  # elements between the beginnings of parameters: whole cache lines in every dtype
 _MAX_ELEMENTS = 2**28  # of a slab, so that large state can move, and be freed, slab by slab
-# Of a bucket. What Python and torch look at of a parameter and its gradient takes about 1 KB: so many
+# Of a bucket. Python and torch look at about 1 KB of a parameter and its gradient: those of so many
 # stay in the processor's cache from the first look to the last, which makes a step over small ones
 # a quarter faster than looking at all of them each time; and one CUDA launch takes them all.
 _MAX_PARAMS = 448
 _SMALL_ELEMENTS = 2**24  # a step over fewer is short enough for the cost of a call to matter
 
+_grad = attrgetter("grad")
+_nbytes = attrgetter("nbytes")
 _version = attrgetter("_version")
 
 
@@ -82,7 +84,7 @@ class Bucket:
 
     def _describe_layout(self) -> None:
         """Note what the parameters look like, in the form that is fastest to compare."""
-        self._nbytes = [param.nbytes for param in self.params]
+        self._nbytes = list(map(_nbytes, self.params))
         matrices = [param for param in self.params if param.dim() > 1]
         self._contiguous = [param for param in matrices if param.is_contiguous()]
         self._permuted = [param for param in matrices if not param.is_contiguous()]
@@ -97,7 +99,7 @@ class Bucket:
         return (
             first.device == self.device
             and first.dtype == self.dtype
-            and [param.nbytes for param in self.params] == self._nbytes
+            and list(map(_nbytes, self.params)) == self._nbytes
             and all(map(Tensor.is_contiguous, self._contiguous))
             and list(map(Tensor.stride, self._permuted)) == self._strides
         )
@@ -133,18 +135,29 @@ class Bucket:
         self._masters_written = ([], [])
         return views
 
-    def gather(self) -> Work | None:
-        """Return the parameters that have a gradient now, or None if there are none."""
-        params, offsets, slots = self.params, self.offsets, self.slots
-        grads = [grad for param in params if (grad := param.grad) is not None]
-        if not grads:
+    def gather(self, done: Container[int] = ()) -> Work | None:
+        """Return the parameters that have a gradient now, or None if there are none.
+
+        Args:
+            done: identities of parameters to leave out.
+        """
+        grads = list(map(_grad, self.params))
+        if not done and type(None) not in map(type, grads):
+            return Work(self.params, grads, self.slabs, self.offsets, self.slots)
+        chosen = [
+            i
+            for i, (param, grad) in enumerate(zip(self.params, grads, strict=True))
+            if grad is not None and id(param) not in done
+        ]
+        if not chosen:
             return None
-        if len(grads) < len(params):
-            chosen = [i for i, param in enumerate(params) if param.grad is not None]
-            params = [params[i] for i in chosen]
-            slots = torch.tensor(chosen)
-            offsets = offsets[slots]
-        return Work(params, grads, self.slabs, offsets, slots)
+        return Work(
+            [self.params[i] for i in chosen],
+            [grads[i] for i in chosen],
+            self.slabs,
+            self.offsets[chosen],
+            self.slots[chosen],
+        )
 
     def refresh_masters(self) -> None:
         """Give masters the values of parameters that somebody else has written since the last step.

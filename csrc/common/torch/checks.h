@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <sstream>
 #include <stdexcept>
+#include <vector>
 
+#include "common/torch/print.h"
 #include "common/torch/tensor_view.h"
 
 namespace dsx {
@@ -34,7 +36,7 @@ inline Dtype storage_dtype(const char* op, const Item& item, const TensorView& v
   for (Dtype dtype : {Dtype::float32, Dtype::bfloat16, Dtype::float16}) {
     if (view.dtype == torch_code(dtype)) return dtype;
   }
-  check(false, op, ": ", item, " is ", DtypeOf{*view.tensor},
+  check(false, op, ": ", item, " is ", DtypeCode{view.dtype},
         ", expected float32, bfloat16 or float16");
   return {};
 }
@@ -45,12 +47,13 @@ inline void check_length(const char* op, const char* argument, size_t got, size_
 
 inline void check_device(const char* op, const Item& item, const TensorView& got,
                          const TensorView& want) {
-  check(got.same_device(want), op, ": ", item, " is on ", DeviceOf{*got.tensor}, ", expected ",
-        DeviceOf{*want.tensor});
+  check(got.same_device(want), op, ": ", item, " is on ",
+        DeviceCode{got.device_type, got.device_index}, ", expected ",
+        DeviceCode{want.device_type, want.device_index});
 }
 
 inline void check_dtype(const char* op, const Item& item, const TensorView& got, Dtype want) {
-  check(got.dtype == torch_code(want), op, ": ", item, " is ", DtypeOf{*got.tensor}, ", expected ",
+  check(got.dtype == torch_code(want), op, ": ", item, " is ", DtypeCode{got.dtype}, ", expected ",
         want);
 }
 

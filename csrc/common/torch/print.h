@@ -1,15 +1,13 @@
-// How error messages show an item of a tensor list, and a tensor's shape, strides and device.
+// How error messages show an argument, and a tensor's shape, strides, dtype and device.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <ostream>
 
 #include "common/dtype.h"
 
 namespace dsx {
-
-using torch::stable::Tensor;
 
 struct Item {  // prints as `grads[3]`, or as `lr` if the argument is no list
   static constexpr size_t kNoList = size_t(-1);
@@ -28,21 +26,26 @@ inline std::ostream& operator<<(std::ostream& out, Dtype dtype) {
   return out << kNames[int(dtype)];
 }
 
-struct DtypeOf {  // prints as `float32`; a rare one by its name in C++
-                  // name
-  const Tensor& tensor;
+struct DtypeCode {  // prints as `float32`
+  int32_t code;     // torch's
 };
 
-inline std::ostream& operator<<(std::ostream& out, DtypeOf dtype) {
-  using torch::headeronly::ScalarType;
-  switch (dtype.tensor.scalar_type()) {
-    case ScalarType::Float: return out << Dtype::float32;
-    case ScalarType::BFloat16: return out << Dtype::bfloat16;
-    case ScalarType::Half: return out << Dtype::float16;
-    case ScalarType::Long: return out << "int64";
-    case ScalarType::Double: return out << "float64";
-    default: return out << dtype.tensor.scalar_type();
+inline std::ostream& operator<<(std::ostream& out, DtypeCode dtype) {
+  const struct {
+    int32_t code;
+    const char* name;
+  } kNames[] = {
+      {aoti_torch_dtype_float32(), "float32"},     {aoti_torch_dtype_bfloat16(), "bfloat16"},
+      {aoti_torch_dtype_float16(), "float16"},     {aoti_torch_dtype_float64(), "float64"},
+      {aoti_torch_dtype_int64(), "int64"},         {aoti_torch_dtype_int32(), "int32"},
+      {aoti_torch_dtype_int16(), "int16"},         {aoti_torch_dtype_int8(), "int8"},
+      {aoti_torch_dtype_uint8(), "uint8"},         {aoti_torch_dtype_bool(), "bool"},
+      {aoti_torch_dtype_complex64(), "complex64"}, {aoti_torch_dtype_complex128(), "complex128"},
+  };
+  for (const auto& known : kNames) {
+    if (known.code == dtype.code) return out << known.name;
   }
+  return out << "of torch's dtype number " << dtype.code;
 }
 
 struct Integers {  // prints as `[2, 3]`
@@ -56,16 +59,17 @@ inline std::ostream& operator<<(std::ostream& out, Integers integers) {
   return out << ']';
 }
 
-struct DeviceOf {  // prints as `cpu` or `cuda:1`
-  const Tensor& tensor;
+struct DeviceCode {  // prints as `cpu` or `cuda:1`
+  int32_t type;      // torch's
+  int32_t index;
 };
 
-inline std::ostream& operator<<(std::ostream& out, DeviceOf device) {
-  if (device.tensor.is_cpu()) return out << "cpu";
+inline std::ostream& operator<<(std::ostream& out, DeviceCode device) {
+  if (device.type == aoti_torch_device_type_cpu()) return out << "cpu";
 #ifdef USE_CUDA  // torch never hands a CUDA tensor to a CPU kernel
-  if (device.tensor.is_cuda()) return out << "cuda:" << device.tensor.get_device_index();
+  if (device.type == aoti_torch_device_type_cuda()) return out << "cuda:" << device.index;
 #endif
-  return out << "another kind of device";
+  return out << "a device of torch's type number " << device.type;
 }
 
 }  // namespace dsx

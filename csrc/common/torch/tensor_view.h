@@ -3,34 +3,19 @@
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
-#include <vector>
-
-#include "common/torch/print.h"
 
 namespace dsx {
 
-using TensorList = std::vector<Tensor>;
-
-inline char* address_of(const Tensor& tensor) {
+inline char* address_of(AtenTensorHandle tensor) {
   void* address = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &address));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor, &address));
   return static_cast<char*>(address);
 }
 
-// The addresses of all tensors, asked for in a loop that does nothing else: the questions that
-// follow for each tensor then find it in the cache. Getting there costs several cache misses, which
-// overlap only between the iterations of a short loop.
-inline std::vector<char*> addresses_of(const TensorList& tensors) {
-  std::vector<char*> addresses(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) addresses[i] = address_of(tensors[i]);
-  return addresses;
-}
-
 struct TensorView {
-  const Tensor* tensor;
+  AtenTensorHandle handle;  // borrowed
   char* data;
   int64_t numel;
   int64_t dim;
@@ -40,11 +25,10 @@ struct TensorView {
   int32_t device_type;     // torch's code
   int32_t device_index;
 
-  explicit TensorView(const Tensor& viewed) : TensorView(viewed, address_of(viewed)) {}
+  explicit TensorView(AtenTensorHandle tensor) : TensorView(tensor, address_of(tensor)) {}
 
   // `address` is that of the tensor's data, known already.
-  TensorView(const Tensor& viewed, char* address) : tensor(&viewed), data(address) {
-    AtenTensorHandle handle = viewed.get();
+  TensorView(AtenTensorHandle tensor, char* address) : handle(tensor), data(address) {
     int64_t* sizes_address = nullptr;
     int64_t* strides_address = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(handle, &numel));
