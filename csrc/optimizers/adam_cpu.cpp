@@ -1,5 +1,6 @@
 // Adam on the CPU: walks a range of the tensor row and hands each piece to the loop of one ISA.
 #include "common/chunks.h"
+#include "common/simd/prefetch.h"
 #include "optimizers/adam.h"
 
 #define DSX_KERNEL_SOURCE "optimizers/adam_cpu.inl"

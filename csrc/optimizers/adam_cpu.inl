@@ -16,6 +16,12 @@ void adam_loop(const AdamCall& call, const AdamTensor& tensor, const AdamStep& s
   const bool copies = bool(param_copy_begin);
 
   for_each_vector(begin, end, [&](int64_t i, int count) {
+    if (i + kPrefetchElements < end) {
+      prefetch(grad_begin + i);
+      prefetch(param_begin + i);
+      prefetch(exp_avg_begin + i);
+      prefetch(exp_avg_sq_begin + i);
+    }
     const Vec grad = Vec::load(grad_begin + i, count);
     Vec param = Vec::load(param_begin + i, count);
     Vec exp_avg = Vec::load(exp_avg_begin + i, count);

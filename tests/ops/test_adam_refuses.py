@@ -101,10 +101,10 @@ REFUSED: dict[str, Make] = {
     # dtypes
     "params[0] is float64, expected float32, bfloat16 or float16":
         lists("params", each(Tensor.double)),
-    "params[0] is ComplexFloat, expected float32, bfloat16 or float16":
+    "params[0] is complex64, expected float32, bfloat16 or float16":
         lists("params", each(lambda x: x.to(torch.complex64))),
     "params[1] is float16, expected float32": lists("params", second(Tensor.half)),
-    "grads[0] is Int, expected float32, bfloat16 or float16": lists("grads", each(Tensor.int)),
+    "grads[0] is int32, expected float32, bfloat16 or float16": lists("grads", each(Tensor.int)),
     "grads[1] is bfloat16, expected float32": lists("grads", second(Tensor.bfloat16)),
     "exp_avgs[0] is bfloat16, expected float32": lists("exp_avgs", each(Tensor.bfloat16)),
     "exp_avgs[0] is float16, expected float32 or bfloat16":
