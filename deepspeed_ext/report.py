@@ -70,6 +70,9 @@ def check(spec: OpSpec, build: bool = False) -> Row:
 
 
 def _check_and_send(spec: OpSpec, build: bool, sender: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # if the parent has used its threads, this child would wait for them forever
     try:
         row = _check_here(spec, build)
     except Exception as error:  # a report has a row for whatever goes wrong
