@@ -72,7 +72,7 @@ def check(spec: OpSpec, build: bool = False) -> Row:
 def _check_and_send(spec: OpSpec, build: bool, sender: Connection) -> None:
     import torch
 
-    torch.set_num_threads(1)  # if the parent has used its threads, this child would wait for them forever
+    torch.set_num_threads(1)  # a child would wait forever for threads that its parent has used
     try:
         row = _check_here(spec, build)
     except Exception as error:  # a report has a row for whatever goes wrong

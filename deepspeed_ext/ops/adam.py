@@ -47,9 +47,9 @@ def adam_step_(
     parameter lies in memory, and `steps[0][slots[i]]` is its step. Handling a list costs more than
     the arithmetic of a small tensor, so slabs make a step over many small parameters much faster.
 
-    All other tensors are on one device, and no written one shares memory with another. Parameters have
-    any dense layout (contiguous, transposed, channels_last: no gaps, no overlap). Arithmetic is in
-    float32; results are bitwise independent of the device, the instruction set, the number of
+    All other tensors are on one device, and no written one shares memory with another. Parameters
+    have any dense layout (contiguous, transposed, channels_last: no gaps, no overlap). Arithmetic is
+    in float32; results are bitwise independent of the device, the instruction set, the number of
     threads and how tensors are split. The call can be captured in a CUDA graph as it is.
 
     Args:
