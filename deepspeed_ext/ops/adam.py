@@ -48,9 +48,9 @@ def adam_step_(
     the arithmetic of a small tensor, so slabs make a step over many small parameters much faster.
 
     All other tensors are on one device, and no written one shares memory with another. Parameters
-    have any dense layout (contiguous, transposed, channels_last: no gaps, no overlap). Arithmetic is
-    in float32; results are bitwise independent of the device, the instruction set, the number of
-    threads and how tensors are split. The call can be captured in a CUDA graph as it is.
+    have any dense layout (contiguous, transposed, channels_last: no gaps, no overlap). Arithmetic
+    is in float32; results are bitwise independent of the device, the instruction set, the number
+    of threads and how tensors are split. The call can be captured in a CUDA graph as it is.
 
     Args:
         params: float32, bfloat16 or float16, all the same. Updated.
