@@ -288,3 +288,12 @@ def test_loading_something_else_changes_nothing():
     assert optimizer.param_groups[0]["lr"] == 1e-3
     assert_same_bits(state_tensors(optimizer), state_tensors(adam_with(good, params, "cpu")))
     assert_in_slabs(optimizer)
+
+
+@on_each_device
+def test_loading_what_was_saved_adds_no_options(device):
+    optimizer = adam(make_params(device), device, **OPTIONS)
+    before = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state_dict()["param_groups"] == before
+    assert copy.deepcopy(optimizer).state_dict()["param_groups"] == before
