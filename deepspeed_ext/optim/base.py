@@ -230,7 +230,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         self.__dict__.setdefault("_plans", Plans())
         try:
             super().__setstate__({**state, "state": show_values(state["state"])})
-            self.defaults.pop("differentiable", None)  # torch adds its own, which means nothing here
+            self.defaults.pop("differentiable", None)  # which torch adds
             for group in self.param_groups:
                 for key, value in self.defaults.items():
                     group.setdefault(key, value)
