@@ -62,13 +62,13 @@ class Comparison:
     def table(self) -> str:
         """Return the comparison as text: steps 1, 2, 5, 10, ... and the last."""
         ours = type(self.trainer.optimizer).__name__
-        theirs = "torch.optim.AdamW"
-        if self.trainer.settings.device == "cuda":
-            theirs += " on float32 masters of bfloat16 weights; the masters are compared"
         own = "difference, torch's own"
+        on_gpu = self.trainer.settings.device == "cuda"
+        masters = ["(torch on float32 masters of the bfloat16 weights; the masters are compared)"]
         return "\n".join(
             [
-                f"\n{ours} and {theirs}, from equal weights, with equal batches",
+                f"\n{ours} and torch.optim.AdamW, from equal weights, with equal batches",
+                *(masters if on_gpu else []),
                 f"{'':8}{'loss':>10}{'loss':>10}{'difference, ours':>24}{own:>28}",
                 f"{'step':>8}{'ours':>10}{'torch':>10}{'loss':>12}{'weights':>12}"
                 f"{'loss':>16}{'weights':>12}",
