@@ -148,14 +148,14 @@ WORKS = {
         Work("fp32, 64 x 1,048,576", BIG, 28, fp32),
         Work("fp32, 16,384 x 4,096", MANY, 28, fp32),
         Work("fp32, 16,384 x 256", SMALL, 28, fp32),
-        Work("mixed: bf16 gradients, fp32 originals, bf16 weights", BIG, 30, mixed),
+        Work("mixed: bf16 gradients, fp32 originals, bf16 weights", BIG, 28, mixed),
         Work("all bf16, 64 x 1,048,576", BIG, 14, all_bf16),
     ],
     "cuda": [
         Work("fp32, Llama shapes", llama(8, embedding=True), 28, fp32),
         Work("fp32, 10,000 x 1,024", [(1024,)] * 10_000, 28, fp32),
         Work("fp32, 10,000 x 1,024, CUDA graph", [(1024,)] * 10_000, 28, graphs),
-        Work("mixed, Llama shapes", llama(4, embedding=False), 30, mixed),
+        Work("mixed, Llama shapes", llama(4, embedding=False), 28, mixed),
         Work("all bf16, Llama shapes", llama(4, embedding=False), 14, all_bf16),
     ],
 }

@@ -5,6 +5,7 @@ Until the native kernel of a device is registered, a call lands in a Python kern
 library of that device and calls the op again; from then on torch goes straight to the native one.
 """
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -24,17 +25,20 @@ def define(schema: str, libraries: Mapping[str, str]) -> torch._ops.OpOverload:
         libraries: for each device type, "cpu" or "cuda", the op library that has the kernel.
     """
     name = schema.partition("(")[0]
-    loaded: set[str] = set()
+    calling_again = threading.local()  # other threads may be on their way here for the first time
 
     def load_and_call_again(*args: object) -> object:
         device = _device_of(op, libraries, args)
-        if device in loaded:  # the native kernel is there, but torch did not choose it
+        if getattr(calling_again, "now", False):  # torch did not choose the native kernel
             raise TypeError(
                 f"{name}: arguments are of a kind that no kernel takes, expected Tensor"
             )
         load(libraries[device])
-        loaded.add(device)
-        return op(*args)
+        calling_again.now = True
+        try:
+            return op(*args)
+        finally:
+            calling_again.now = False
 
     _FRAGMENT.define(schema)
     op: torch._ops.OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default

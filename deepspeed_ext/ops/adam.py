@@ -50,7 +50,8 @@ def adam_step_(
     All other tensors are on one device, and no written one shares memory with another. Parameters
     have any dense layout (contiguous, transposed, channels_last: no gaps, no overlap). Arithmetic
     is in float32; results are bitwise independent of the device, the instruction set, the number
-    of threads and how tensors are split. The call can be captured in a CUDA graph as it is.
+    of threads and how tensors are split, but for the payload of a NaN. The call can be captured in
+    a CUDA graph as it is.
 
     Args:
         params: float32, bfloat16 or float16, all the same. Updated.
@@ -73,8 +74,9 @@ def adam_step_(
         decoupled: True for AdamW, False for Adam.
         maximize: step up the gradient instead of down.
         bias_correction: divide the running means by 1 - beta^step, as the papers do.
-        grad_scale: one float32 that gradients are divided by first (the loss scale), or None.
-        found_inf: one float32; when it is not 0, nothing at all is modified, or None.
+        grad_scale: None, or one float32 or float64 that gradients are divided by first, such as
+            the loss scale.
+        found_inf: None, or one float32 or float64; when it is not 0, nothing at all is modified.
 
     Raises:
         ValueError: an argument breaks a rule above; the text names it, its value and the rule.

@@ -22,6 +22,7 @@ class _Adam(SlabOptimizer):
         super()._check_group(group)
         check_value(self, "eps", group["eps"], group["eps"] >= 0, "at least 0")
         group["betas"] = tuple(map(float, group["betas"]))
+        check_value(self, "betas", group["betas"], len(group["betas"]) == 2, "two numbers")
         for i, beta in enumerate(group["betas"]):
             check_value(self, f"betas[{i}]", beta, 0 <= beta < 1, "at least 0 and below 1")
 
@@ -64,7 +65,7 @@ class DeepSpeedCPUAdam(_Adam):
     Args:
         model_params: float32, bfloat16 or float16 tensors on the CPU, dense; or groups, or
             (name, parameter) pairs. Parameters may be on meta until the first step.
-        lr: learning rate, at least 0; a number or a tensor of one element.
+        lr: learning rate, at least 0; a number or a tensor of one float32 or float64.
         bias_correction: divide the moments by 1 - beta^step, as the papers do.
         betas: decay rates of the two moments per step, each in [0, 1).
         eps: added to the denominator, at least 0.
@@ -127,6 +128,8 @@ class FusedAdam(_Adam):
     A plain torch optimizer with the arguments of DeepSpeed's and the state of `torch.optim.AdamW`.
     The step never waits for the device and can be captured in a CUDA graph once a first step has
     created the state; lr must then be a tensor on the device if it is to change between replays.
+    Capture again after a parameter got its first gradient, or state was loaded or replaced: state
+    then moves, which a graph does not notice.
 
     Args:
         params: float32, bfloat16 or float16 tensors on CUDA, dense; or groups, or

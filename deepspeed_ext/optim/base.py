@@ -30,7 +30,9 @@ class SlabOptimizer(torch.optim.Optimizer):
     """Base of the optimizers here. A subclass says what state it keeps and calls its op.
 
     `state` is the truth, as in every torch optimizer: `state[p]` is a dict of tensors, which here
-    are views of slabs. It may be read and written from outside; the next step notices.
+    are views of slabs. It may be read and written from outside, and values may be replaced; the
+    next step notices. Only a tensor that gets other memory through `.data =` or `set_` leaves the
+    slab unnoticed: put another tensor in its place instead.
 
     A subclass defines `_devices`, `_state_dtypes` and `_apply`, and the rest where it needs to.
 

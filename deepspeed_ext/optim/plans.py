@@ -96,10 +96,9 @@ class Plans:
             [param for param in group["params"] if _has_state(optimizer, group, param)]
             for group in groups
         ]
-        free = _free_buckets(self._plans or (), state.values())
         self._plans, self._entries = None, []  # so that an old slab goes when its last state moves
         plans = [
-            Plan(group, self._make_buckets(optimizer, group, params, free))
+            Plan(group, self._make_buckets(optimizer, group, params))
             for group, params in zip(groups, stateful, strict=True)
         ]
         self._plans, self._entries = plans, list(state.values())
@@ -109,7 +108,6 @@ class Plans:
         optimizer: "SlabOptimizer",
         group: dict[str, Any],
         params: Sequence[Tensor],
-        free: Sequence[Bucket] = (),
     ) -> list[Bucket]:
         """Put parameters of one group into buckets, with the state that they have, if any."""
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -125,8 +123,7 @@ class Plans:
                 )
             dtypes = optimizer._dtypes(group, dtype)
             for part in cut(members):
-                same = (b for b in free if not _differ(b.params, part) and b.dtypes == dtypes)
-                bucket = next(filter(Bucket.fits, same), None) or Bucket(part, dtypes)
+                bucket = Bucket(part, dtypes)
                 for i, param in enumerate(part):
                     values = optimizer.state.get(param, {})
                     views = bucket.fill(i, values)
@@ -159,26 +156,6 @@ def _has_state(optimizer: "SlabOptimizer", group: dict[str, Any], param: Tensor)
     check_param(optimizer, param)
     check_state(optimizer, param, entry, dtypes)
     return True
-
-
-def _free_buckets(plans: Iterable[Plan], state: Iterable[Any]) -> list[Bucket]:
-    """Return the buckets whose slabs no state is in any more, as after loading.
-
-    Used again, they keep views that somebody holds, and captured CUDA graphs, valid.
-    """
-    used = {
-        value.untyped_storage().data_ptr()
-        for entry in state
-        if isinstance(entry, dict)
-        for value in entry.values()
-        if isinstance(value, Tensor)
-    }
-    return [
-        bucket
-        for plan in plans
-        for bucket in plan.buckets
-        if used.isdisjoint(slab.untyped_storage().data_ptr() for [slab] in bucket.slabs.values())
-    ]
 
 
 def _differ(old: Sequence[object], new: Iterable[object]) -> bool:

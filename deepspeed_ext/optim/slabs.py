@@ -15,7 +15,7 @@ _ALIGNMENT = 64  # elements between the beginnings of parameters: whole cache li
 _MAX_ELEMENTS = 2**28  # of a slab, so that large state can move, and be freed, slab by slab
 # Of a bucket. Python and torch look at about 1 KB of a parameter and its gradient: those of so many
 # stay in the processor's cache from the first look to the last, which makes a step over small ones
-# a tenth to a quarter faster than going over all of them each time; two CUDA launches take them.
+# a tenth to a quarter faster than going over all of them each time; three CUDA launches take them.
 _MAX_PARAMS = 896
 _SMALL_ELEMENTS = 2**24  # a step over fewer is short enough for the cost of a call to matter
 
@@ -94,6 +94,7 @@ class Bucket:
         """Return whether the parameters still look as they did when the bucket was made.
 
         Looks at the device of the first one only: an op refuses parameters on several devices.
+        Another shape of as many contiguous elements fits: each of them keeps its state.
         """
         first = self.params[0]
         return (
@@ -119,7 +120,7 @@ class Bucket:
 
         Args:
             values: tensors of the parameter's shape, any dtype and device; "step" may be a number.
-                A missing master becomes a copy of the parameter, what else is missing zero.
+                A missing master becomes a copy of the parameter; what else is missing stays zero.
         """
         views = self.views(i)
         for key, view in views.items():
@@ -130,8 +131,6 @@ class Bucket:
                 view.fill_(value)
             elif key == MASTER:
                 view.copy_(self.params[i])
-            elif values:  # with none at all the slabs are new, so zero already
-                view.zero_()
         self._masters_written = ([], [])
         return views
 

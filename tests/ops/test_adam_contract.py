@@ -1,5 +1,7 @@
 """adam_step_: what it promises to torch, to threads and to CUDA graphs."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -197,3 +199,27 @@ def test_self_check_finds_a_wrong_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_checks, "adam_step_", wrong)
     with pytest.raises(RuntimeError, match=r"^adam_step_: .* on cpu .*, expected "):
         self_checks.adam("cpu")
+
+
+FIRST_CALLS = """
+import threading, torch
+from deepspeed_ext.ops import adam_step_
+lists = [[torch.ones(1) for _ in range(n)] for n in (1, 3000, 10, 20000, 100, 10000, 1, 5000)]
+barrier, done = threading.Barrier(len(lists)), []
+def step(params):
+    state = [[torch.zeros(1) for _ in params] for _ in range(3)]
+    grads = [torch.ones(1) for _ in params]
+    barrier.wait()
+    adam_step_(params, grads, *state, lr=0.5)
+    done.append(all(param.item() == 0.5 for param in params))
+threads = [threading.Thread(target=step, args=(params,)) for params in lists]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+print(done.count(True))
+"""
+
+
+def test_first_calls_of_many_threads() -> None:
+    """The library is loaded once; a thread that comes late to that is not refused."""
+    command = [sys.executable, "-c", FIRST_CALLS]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.stdout.strip() == "8", run.stderr
