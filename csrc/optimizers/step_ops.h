@@ -32,7 +32,7 @@ class State {
 };
 
 // A list of integers that came as a tensor of int64 in host memory: torch takes a list of numbers
-// apart one by one, which for a small parameter costs more than its step.
+// apart one by one, which for a small parameter costs nearly as much as its step.
 struct Integers64 {
   const int64_t* values = nullptr;
   size_t count = 0;

@@ -15,7 +15,7 @@ _ALIGNMENT = 64  # elements between the beginnings of parameters: whole cache li
 _MAX_ELEMENTS = 2**28  # of a slab, so that large state can move, and be freed, slab by slab
 # Of a bucket. Python and torch look at about 1 KB of a parameter and its gradient: those of so many
 # stay in the processor's cache from the first look to the last, which makes a step over small ones
-# a tenth to a quarter faster than going over all of them each time; three CUDA launches take them.
+# up to a fifth faster than going over all of them each time; three CUDA launches take them.
 _MAX_PARAMS = 896
 _SMALL_ELEMENTS = 2**24  # a step over fewer is short enough for the cost of a call to matter
 

@@ -291,3 +291,22 @@ def test_nothing_is_made_again_without_need():
     assert [plan.buckets for plan in plans] == [*buckets, []]
     for entry, before in zip(both.ours.state.values(), tensors, strict=True):
         assert all(entry[key] is before[key] for key in before)
+
+
+@pytest.mark.parametrize("changed", [0, 3, 6])
+def test_a_change_noticed_in_the_middle_of_a_step_repeats_nothing(monkeypatch, changed):
+    """Buckets before the changed one have been stepped by then; those after it have not."""
+    monkeypatch.setattr("deepspeed_ext.optim.slabs._MAX_PARAMS", 2)
+    params = [Parameter(torch.randn(4, 6)) for _ in range(7)]
+    exact = twins(params, torch.float64)
+    ours, theirs = adam(params, **OPTIONS), torch_adam(exact, **OPTIONS)
+    generator = torch.Generator().manual_seed(3)
+    for step in range(4):
+        if step == 2:  # another order of the same values in memory
+            params[changed].data = params[changed].data.t().contiguous().t()
+        give_grads(generator, params, exact)
+        ours.step()
+        theirs.step()
+    assert_close(params, exact, 4)
+    assert [ours.state[param]["step"].item() for param in params] == [4] * 7
+    assert_in_slabs(ours)
