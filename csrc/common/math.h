@@ -20,6 +20,23 @@ void max(T a, T b) = delete;
 template <class T>
 void min(T a, T b) = delete;
 
+// Of unsigned integers, which the storage formats work on.
+DSX_HOST_DEVICE inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
+DSX_HOST_DEVICE inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
+template <int bits>
+DSX_HOST_DEVICE inline uint32_t shift_left(uint32_t a) {
+  return a << bits;
+}
+template <int bits>
+DSX_HOST_DEVICE inline uint32_t shift_right(uint32_t a) {
+  return a >> bits;
+}
+
+// Each bit of a where the mask has a 1, else of b.
+DSX_HOST_DEVICE inline uint32_t blend_bits(uint32_t mask, uint32_t a, uint32_t b) {
+  return (a & mask) | (b & ~mask);
+}
+
 // a where the mask is true, else b. Masks come from comparisons and combine with & | and !.
 DSX_HOST_DEVICE inline float select(bool mask, float a, float b) { return mask ? a : b; }
 

@@ -20,9 +20,19 @@ struct Pointer {
 };
 
 template <>
+struct Pointer<Split> {
+  BFloat16* upper;
+  uint16_t* lower;
+
+  DSX_HOST_DEVICE Pointer operator+(int64_t elements) const {
+    return {upper + elements, lower + elements};
+  }
+};
+
+template <>
 struct Pointer<Any> {
   void* address;  // null: absent
-  Dtype dtype;    // of what lies there
+  Dtype dtype;    // of what lies there: float32, bfloat16 or float16
 
   DSX_HOST_DEVICE static Pointer to(void* address, Dtype dtype) { return {address, dtype}; }
   DSX_HOST_DEVICE explicit operator bool() const { return address != nullptr; }
@@ -47,8 +57,16 @@ constexpr bool holds<Half>(Dtype dtype) {
   return dtype == Dtype::float16;
 }
 template <>
-constexpr bool holds<Any>(Dtype) {
-  return true;
+constexpr bool holds<Split>(Dtype dtype) {
+  return dtype == Dtype::split;
+}
+template <>
+constexpr bool holds<Codes>(Dtype dtype) {
+  return dtype == Dtype::codes;
+}
+template <>
+constexpr bool holds<Any>(Dtype dtype) {
+  return dtype != Dtype::split && dtype != Dtype::codes;
 }
 
 }  // namespace dsx

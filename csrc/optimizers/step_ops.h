@@ -1,5 +1,5 @@
-// What every optimizer step takes: parameters and gradients as lists, state as lists or as slabs.
-// Checks all of it and hands out addresses; every optimizer's *_ops.h is written on top.
+// What every optimizer op takes: parameters and gradients as lists, state as lists or as slabs.
+// Checks all of it and hands out addresses.
 #pragma once
 
 #include <limits>
@@ -16,19 +16,23 @@ class State {
  public:
   State() = default;  // absent: every address is null
   State(std::vector<char*> addresses) : addresses_(std::move(addresses)) {}
-  State(char* slab, const int64_t* offsets, int64_t element_bytes)
-      : slab_(slab), offsets_(offsets), element_bytes_(element_bytes) {}
+  State(char* slab, const int64_t* places, int64_t element_bytes, int64_t places_per_element = 1)
+      : slab_(slab),
+        places_(places),
+        element_bytes_(element_bytes),
+        places_per_element_(places_per_element) {}
 
   void* operator[](size_t i) const {
-    if (slab_ != nullptr) return slab_ + offsets_[i] * element_bytes_;
+    if (slab_ != nullptr) return slab_ + places_[i] / places_per_element_ * element_bytes_;
     return addresses_.empty() ? nullptr : addresses_[i];
   }
 
  private:
   std::vector<char*> addresses_;
   char* slab_ = nullptr;
-  const int64_t* offsets_ = nullptr;
+  const int64_t* places_ = nullptr;
   int64_t element_bytes_ = 0;
+  int64_t places_per_element_ = 1;
 };
 
 // A list of integers that came as a tensor of int64 in host memory: torch takes a list of numbers
@@ -37,16 +41,25 @@ struct Integers64 {
   const int64_t* values = nullptr;
   size_t count = 0;
 
-  Integers64(const char* op, const char* name, const std::optional<torch::stable::Tensor>& tensor) {
+  // One dimension; or two, of which the second has `columns`.
+  Integers64(const char* op, const char* name, const std::optional<torch::stable::Tensor>& tensor,
+             int64_t columns = 1) {
     if (!tensor.has_value()) return;
     const TensorView view(tensor->get());
     check(view.device_type == aoti_torch_device_type_cpu(), op, ": ", name, " is on ",
           DeviceCode{view.device_type, view.device_index}, ", expected cpu");
     check(view.dtype == aoti_torch_dtype_int64(), op, ": ", name, " is ", DtypeCode{view.dtype},
           ", expected int64");
-    check_flat(op, {name}, view);
+    if (columns == 1) {
+      check_flat(op, {name}, view);
+    } else {
+      const bool in_rows = view.dim == 2 && view.sizes[1] == columns && view.strides[1] == 1 &&
+                           (view.sizes[0] < 2 || view.strides[0] == columns);
+      check(in_rows, op, ": ", name, " has shape ", Integers{view.sizes, view.dim}, " and strides ",
+            Integers{view.strides, view.dim}, ", expected [n, ", columns, "], contiguous");
+    }
     values = reinterpret_cast<const int64_t*>(view.data);
-    count = size_t(view.numel);
+    count = size_t(view.numel / columns);
   }
 
   bool empty() const { return count == 0; }
@@ -108,6 +121,31 @@ class StepArguments {
       check_shape(op_, {name, i}, view, param);
       check_layout(op_, {name, i}, view, param);
       memory_.add({name, i}, view, bytes_of(dtype), Access::write);
+      addresses[i] = view.data;
+    }
+    return State(std::move(addresses));
+  }
+
+  // Float32 scales of state in codes, one for each of its blocks: the slab or list of state `index`
+  // of `states`.
+  State scales(const TensorList& tensors, size_t index, size_t states) {
+    const char* name = "scales";
+    if (!offsets_.empty()) {
+      check_length(op_, name, tensors.size(), states);
+      for (size_t i = 0; i < offsets_.count; ++i) {
+        check(offsets_[i] % kCodesBlock == 0, op_, ": ", Item{"offsets", i}, " is ", offsets_[i],
+              ", expected a multiple of ", kCodesBlock);
+      }
+      const TensorView view(tensors[index]);
+      add_slab({name, index}, view, Dtype::float32, blocks_of(offsets_end_));
+      return State(view.data, offsets_.values, bytes_of(Dtype::float32), kCodesBlock);
+    }
+    check_length(op_, name, tensors.size(), states * count());
+    std::vector<char*> addresses(count());
+    for (size_t i = 0; i < count(); ++i) {
+      const Item item{name, index * count() + i};
+      const TensorView view(tensors[item.index]);
+      add_slab(item, view, Dtype::float32, blocks_of(numels_[i]));
       addresses[i] = view.data;
     }
     return State(std::move(addresses));
@@ -204,15 +242,20 @@ class StepArguments {
              int64_t elements) {
     check_length(op_, name, tensors.size(), 1);
     const TensorView view(tensors[0]);
-    const Item item{name, 0};
+    add_slab({name, 0}, view, dtype, elements);
+    return State(view.data, places.values, bytes_of(dtype));
+  }
+
+  void add_slab(const Item& item, const TensorView& view, Dtype dtype, int64_t elements) {
     check_device(op_, item, view, device_);
     check_dtype(op_, item, view, dtype);
     check_flat(op_, item, view);
     check(view.numel >= elements, op_, ": ", item, " has ", view.numel,
           " elements, expected at least ", elements);
     memory_.add(item, view, bytes_of(dtype), Access::write);
-    return State(view.data, places.values, bytes_of(dtype));
   }
+
+  static int64_t blocks_of(int64_t elements) { return (elements + kCodesBlock - 1) / kCodesBlock; }
 
   const char* op_;
   const TensorList& params_;

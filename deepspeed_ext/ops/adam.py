@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.ops._library import check_one_device, define
+from deepspeed_ext.ops._step import ON_HOST, StepReference, count_writes, number_or_tensor
 
 _adam_step_op = define(
     "adam_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs,"
-    " Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] master_params,"
-    " Tensor(f!)[] steps, Tensor? offsets, Tensor? slots, float lr, Tensor? lr_tensor, float beta1,"
-    " float beta2, float eps, float weight_decay, bool decoupled, bool maximize,"
-    " bool bias_correction, Tensor? grad_scale, Tensor? found_inf) -> ()",
+    " Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] scales,"
+    " Tensor(f!)[] master_params, Tensor(g!)[] steps, Tensor? offsets, Tensor? slots,"
+    " Tensor? noise, float lr, Tensor? lr_tensor, float beta1, float beta2, float eps,"
+    " float weight_decay, bool decoupled, bool bias_correction, bool maximize,"
+    " Tensor? grad_scale, Tensor? found_inf) -> ()",
     {"cpu": "cpu_adam", "cuda": "fused_adam"},
 )
 
@@ -25,16 +27,18 @@ def adam_step_(
     steps: Sequence[Tensor],
     *,
     max_exp_avg_sqs: Sequence[Tensor] = (),
+    scales: Sequence[Tensor] = (),
     master_params: Sequence[Tensor] = (),
     offsets: Tensor | None = None,
     slots: Tensor | None = None,
+    noise: Tensor | None = None,
     lr: float | Tensor,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     decoupled: bool = True,
-    maximize: bool = False,
     bias_correction: bool = True,
+    maximize: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
@@ -57,23 +61,33 @@ def adam_step_(
         params: float32, bfloat16 or float16, all the same. Updated.
         grads: float32, bfloat16 or float16, all the same; shape of the parameter, any layout
             (copied first when it differs from the parameter's). Not modified.
-        exp_avgs: float32 or dtype of params; running mean of gradients, at first 0. Updated.
+        exp_avgs: float32, bfloat16, dtype of params, or uint8 (codes, see scales); running mean of
+            gradients, at first 0. Updated.
         exp_avg_sqs: dtype of exp_avgs; running mean of squared gradients, at first 0. Updated.
         steps: float32; steps taken so far, at first 0. Advanced by one before they are used.
         max_exp_avg_sqs: empty, or for AMSGrad, dtype of exp_avgs: the largest exp_avg_sqs so far,
             at first 0. Updated.
+        scales: empty, or with state in 8-bit codes (`encode_blocks`) float32 scales of its blocks
+            of 256 elements, at first 0. As lists: for each parameter those of exp_avgs, (blocks,),
+            then for each those of exp_avg_sqs, and so on. As slabs: one for each state argument, in
+            which parameter i begins at offsets[i] / 256, a whole number. Updated.
         master_params: empty, or float32 originals of 16-bit params: the step is computed on them,
-            and params receive them rounded. Updated.
+            and params receive them rounded. Or int16: the lower halves of originals of which
+            bfloat16 params are the upper ones (`split_float32`). Updated.
         offsets: None, or where each parameter begins in the slabs, in elements, ascending: (n,),
             int64, on the CPU.
         slots: None, or the place of each parameter in the slab of steps, as offsets.
+        noise: None: state is rounded to the nearest. Or int64 on the CPU, (n, 2): for each
+            parameter a key, and the index of its first element here in the whole parameter. State
+            in bfloat16 or codes is then rounded up or down at random, with the exact expected
+            value, by a hash of key, step and index of the element.
         lr: learning rate; a number, or a tensor of one float32 or float64 on the same device.
         betas: decay rates of exp_avgs and exp_avg_sqs per step, each in [0, 1).
         eps: added to the denominator, in units of the gradient.
         weight_decay: decay rate per unit of lr (AdamW), or factor of the L2 penalty (Adam).
         decoupled: True for AdamW, False for Adam.
-        maximize: step up the gradient instead of down.
         bias_correction: divide the running means by 1 - beta^step, as the papers do.
+        maximize: step up the gradient instead of down.
         grad_scale: None, or one float32 or float64 that gradients are divided by first, such as
             the loss scale.
         found_inf: None, or one float32 or float64; when it is not 0, nothing at all is modified.
@@ -89,21 +103,17 @@ def adam_step_(
     """
     if not params and not grads:  # no tensor, so no device to dispatch on
         return
-    lr_number, lr_tensor = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
     _adam_step_op(
-        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, master_params, steps,
-        offsets, slots, lr_number, lr_tensor, *betas, eps, weight_decay, decoupled, maximize,
-        bias_correction, grad_scale, found_inf,
+        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, scales, master_params, steps,
+        offsets, slots, noise, *number_or_tensor(lr), *betas, eps, weight_decay, decoupled,
+        bias_correction, maximize, grad_scale, found_inf,
     )  # fmt: skip
-    # Native ops do not count their writes. Without the count, a backward that saved a parameter
-    # before the step would use the new values without an error.
-    for written in (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, master_params, steps):
-        torch.autograd.graph.increment_version(written)
+    count_writes(params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, scales, master_params, steps)
 
 
 def _adam_step_fake(*args: object) -> None:
     """Infer nothing, as the op returns nothing."""
-    check_one_device(_adam_step_op, args, on_host=("offsets", "slots"))
+    check_one_device(_adam_step_op, args, on_host=ON_HOST)
 
 
 torch.library.register_fake("deepspeed_ext::adam_step_", _adam_step_fake)
@@ -117,61 +127,47 @@ def adam_step_ref_(
     steps: Sequence[Tensor],
     *,
     max_exp_avg_sqs: Sequence[Tensor] = (),
+    scales: Sequence[Tensor] = (),
     master_params: Sequence[Tensor] = (),
     offsets: Tensor | None = None,
     slots: Tensor | None = None,
+    noise: Tensor | None = None,
     lr: float | Tensor,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     decoupled: bool = True,
-    maximize: bool = False,
     bias_correction: bool = True,
+    maximize: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Do what adam_step_ does, in float64 and plain torch: its definition, for tests."""
-    if found_inf is not None and found_inf.item() != 0:
-        return
-    lr = float(lr)
+    """Do what adam_step_ does, in float64 and plain torch: its definition, for tests.
+
+    State in 8-bit codes is rounded to the nearest here, noise or not.
+    """
+    states = [exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if max_exp_avg_sqs else [])]
+    reference = StepReference(
+        params, grads, states, (True, False, False), scales, master_params, steps, offsets, slots,
+        maximize, grad_scale, found_inf,
+    )  # fmt: skip
+    rate = float(lr)
     beta1, beta2 = betas
-    scale = 1.0 if grad_scale is None else float(grad_scale)
 
-    def piece(state: Sequence[Tensor], i: int) -> Tensor:
-        if offsets is None:
-            return state[i]
-        slab = state[0]
-        start = slab.storage_offset() + int(offsets[i])
-        return slab.as_strided(params[i].shape, params[i].stride(), start)
+    def formula(
+        t: float, theta: Tensor, g: Tensor, m: Tensor, v: Tensor, *largest: Tensor
+    ) -> tuple[Tensor, ...]:
+        if weight_decay != 0 and not decoupled:
+            g = g + weight_decay * theta
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g**2
+        largest = tuple(torch.maximum(old, v) for old in largest)
+        m_unbiased, v_unbiased = m, largest[0] if largest else v
+        if bias_correction:
+            m_unbiased = m_unbiased / (1 - beta1**t)
+            v_unbiased = v_unbiased / (1 - beta2**t)
+        decay = rate * weight_decay * theta if weight_decay != 0 and decoupled else 0
+        theta = theta - decay - rate * m_unbiased / (v_unbiased.sqrt() + eps)
+        return theta, m, v, *largest
 
-    with torch.no_grad():
-        for i, target in enumerate(params):
-            originals = piece(master_params, i) if master_params else target
-            step = steps[i] if slots is None else steps[0][slots[i]]
-            step += 1
-            t = float(step)
-
-            theta = originals.double()
-            g = grads[i].double() / scale
-            if maximize:
-                g = -g
-            if weight_decay != 0 and not decoupled:
-                g = g + weight_decay * theta
-            m = beta1 * piece(exp_avgs, i).double() + (1 - beta1) * g
-            v = beta2 * piece(exp_avg_sqs, i).double() + (1 - beta2) * g**2
-            largest_v = v
-            if max_exp_avg_sqs:
-                largest_v = torch.maximum(piece(max_exp_avg_sqs, i).double(), v)
-                piece(max_exp_avg_sqs, i).copy_(largest_v)
-            m_unbiased, v_unbiased = m, largest_v
-            if bias_correction:
-                m_unbiased = m / (1 - beta1**t)
-                v_unbiased = largest_v / (1 - beta2**t)
-            decay = lr * weight_decay * theta if weight_decay != 0 and decoupled else 0
-            theta = theta - decay - lr * m_unbiased / (v_unbiased.sqrt() + eps)
-
-            originals.copy_(theta)
-            if master_params:
-                target.copy_(originals)
-            piece(exp_avgs, i).copy_(m)
-            piece(exp_avg_sqs, i).copy_(v)
+    reference.run(formula)

@@ -18,12 +18,13 @@ inline double torch_maximum(double a, double b) {
   return std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b);
 }
 
-inline AdamExpected adam_reference(const dsx::AdamOptions& options, double step, bool amsgrad,
-                                   double grad, const AdamElement& old) {
-  const double lr = options.lr.value();
-  const double sign = options.maximize ? -1 : 1;
+inline AdamExpected adam_reference(const dsx::StepCall<dsx::Adam>& call, double step, double grad,
+                                   const AdamElement& old) {
+  const dsx::Adam::Options& options = call.options;
+  const double lr = call.lr.value();
+  const double sign = call.maximize ? -1 : 1;
   const double decay = options.decoupled ? 0 : options.weight_decay * old.param;
-  const double scaled = sign * grad / options.grad_scale.value();
+  const double scaled = sign * grad / call.grad_scale.value();
   grad = scaled + decay;
   const double magnitude = std::fabs(scaled) + std::fabs(decay);
 
@@ -38,7 +39,7 @@ inline AdamExpected adam_reference(const dsx::AdamOptions& options, double step,
   scale.exp_avg_sq = beta2 * old.exp_avg_sq + (1 - beta2) * magnitude * magnitude;
   value.max_exp_avg_sq = torch_maximum(old.max_exp_avg_sq, value.exp_avg_sq);
   scale.max_exp_avg_sq = torch_maximum(old.max_exp_avg_sq, scale.exp_avg_sq);
-  const double second = amsgrad ? value.max_exp_avg_sq : value.exp_avg_sq;
+  const double second = options.amsgrad ? value.max_exp_avg_sq : value.exp_avg_sq;
 
   const double correction1 = options.bias_correction ? 1 - std::pow(beta1, step) : 1;
   const double correction2 = options.bias_correction ? 1 - std::pow(beta2, step) : 1;

@@ -12,9 +12,8 @@ inline float read(dsx::Dtype dtype, const void* elements, int64_t i) {
   switch (dtype) {
     case dsx::Dtype::bfloat16: return to_float(static_cast<const dsx::BFloat16*>(elements)[i]);
     case dsx::Dtype::float16: return to_float(static_cast<const dsx::Half*>(elements)[i]);
-    case dsx::Dtype::float32: break;
+    default: return static_cast<const float*>(elements)[i];
   }
-  return static_cast<const float*>(elements)[i];
 }
 
 inline void write(dsx::Dtype dtype, void* elements, int64_t i, float value) {
@@ -25,7 +24,7 @@ inline void write(dsx::Dtype dtype, void* elements, int64_t i, float value) {
     case dsx::Dtype::float16:
       static_cast<dsx::Half*>(elements)[i] = dsx::from_float<dsx::Half>(value);
       return;
-    case dsx::Dtype::float32: static_cast<float*>(elements)[i] = value; return;
+    default: static_cast<float*>(elements)[i] = value; return;
   }
 }
 

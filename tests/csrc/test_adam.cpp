@@ -11,9 +11,8 @@
 
 namespace {
 
-using dsx::AdamCall;
-using dsx::AdamOptions;
-using dsx::AdamTensor;
+using AdamCall = dsx::StepCall<dsx::Adam>;
+using AdamTensor = dsx::StepTensor<dsx::Adam::kStates>;
 using dsx::Dtype;
 using dsx::Isa;
 
@@ -34,9 +33,10 @@ List make_list(const AdamCall& call) {
   std::normal_distribution<float> normal;
   List list;
   for (int64_t n : kSizes) {
-    list.push_back({Elements(call.param, n), Elements(call.grad, n), Elements(call.moment, n),
-                    Elements(call.moment, n), Elements(call.moment, n),
-                    Elements(call.param_copy, n), kSteps[list.size() % std::size(kSteps)], n});
+    list.push_back({Elements(call.types.param, n), Elements(call.types.grad, n),
+                    Elements(call.types.state, n), Elements(call.types.state, n),
+                    Elements(call.types.state, n), Elements(call.types.param_copy, n),
+                    kSteps[list.size() % std::size(kSteps)], n});
     Parameter& parameter = list.back();
     for (int64_t i = 0; i < n; ++i) {
       const float special[] = {0, -0.0f, INFINITY, NAN};
@@ -51,13 +51,19 @@ List make_list(const AdamCall& call) {
 }
 
 // Runs the step with as many threads as there are parts, each on one part of the row.
-void run(Isa isa, const AdamCall& call, bool amsgrad, bool copies, int64_t parts, List& list) {
+void run(Isa isa, const AdamCall& call, bool copies, int64_t parts, List& list) {
   std::vector<AdamTensor> tensors;
   std::vector<int64_t> begins{0};
   for (Parameter& p : list) {
-    tensors.push_back({p.param.address(), p.grad.address(), p.exp_avg.address(),
-                       p.exp_avg_sq.address(), amsgrad ? p.max_exp_avg_sq.address() : nullptr,
-                       copies ? p.param_copy.address() : nullptr, &p.step, p.n});
+    void* max_exp_avg_sq = call.options.amsgrad ? p.max_exp_avg_sq.address() : nullptr;
+    tensors.push_back({.param = p.param.address(),
+                       .grad = p.grad.address(),
+                       .states = {p.exp_avg.address(), p.exp_avg_sq.address(), max_exp_avg_sq},
+                       .scales = {},
+                       .param_copy = copies ? p.param_copy.address() : nullptr,
+                       .step = &p.step,
+                       .noise = {},
+                       .n = p.n});
     begins.push_back(begins.back() + p.n);
   }
   std::vector<std::thread> threads;
@@ -65,7 +71,7 @@ void run(Isa isa, const AdamCall& call, bool amsgrad, bool copies, int64_t parts
     const int64_t begin = begins.back() * part / parts;
     const int64_t end = begins.back() * (part + 1) / parts;
     threads.emplace_back([&, begin, end] {
-      adam_cpu(isa, call, tensors.data(), begins.data(), int64_t(tensors.size()), begin, end);
+      step_cpu(isa, call, tensors.data(), begins.data(), int64_t(tensors.size()), begin, end);
     });
   }
   for (std::thread& thread : threads) thread.join();
@@ -90,16 +96,16 @@ void expect_close(const char* name, int64_t i, const Elements& elements, double 
          name, long(i), kDtypeNames[int(elements.dtype())], elements[i], expected);
 }
 
-void expect_reference(const AdamOptions& options, bool amsgrad, bool copies, const Parameter& old,
+void expect_reference(const AdamCall& call, bool copies, const Parameter& old,
                       const Parameter& now) {
   for (int64_t i = 0; i < old.n; ++i) {
     const AdamElement before{old.param[i], old.exp_avg[i], old.exp_avg_sq[i],
                              old.max_exp_avg_sq[i]};
-    const auto [value, scale] = adam_reference(options, old.step, amsgrad, old.grad[i], before);
+    const auto [value, scale] = adam_reference(call, old.step, old.grad[i], before);
     expect_close("param", i, now.param, value.param, scale.param);
     expect_close("exp_avg", i, now.exp_avg, value.exp_avg, scale.exp_avg);
     expect_close("exp_avg_sq", i, now.exp_avg_sq, value.exp_avg_sq, scale.exp_avg_sq);
-    if (amsgrad) {
+    if (call.options.amsgrad) {
       expect_close("max_exp_avg_sq", i, now.max_exp_avg_sq, value.max_exp_avg_sq,
                    scale.max_exp_avg_sq);
     }
@@ -121,33 +127,35 @@ void expect_same(const char* what, const List& a, const List& b) {
   }
 }
 
-void test_call(const AdamCall& call, bool amsgrad, bool copies) {
+void test_call(const AdamCall& call, bool copies) {
   const List before = make_list(call);
   List expected = before;
-  run(Isa::scalar, call, amsgrad, copies, 1, expected);
+  run(Isa::scalar, call, copies, 1, expected);
   for (size_t t = 0; t < before.size(); ++t) {
-    expect_reference(call.options, amsgrad, copies, before[t], expected[t]);
+    expect_reference(call, copies, before[t], expected[t]);
   }
   for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
     if (isa > dsx::current_isa()) break;
     List list = before;
-    run(isa, call, amsgrad, copies, 3, list);
+    run(isa, call, copies, 3, list);
     expect_same(name_of(isa), expected, list);
   }
 }
 
-AdamOptions make_options(int variant) {
-  AdamOptions options{};
-  options.lr.constant = 0.0123;
-  options.beta1 = 0.9;
-  options.beta2 = 0.95;
-  options.eps = 1e-6;
-  options.weight_decay = variant % 4 == 0 ? 0 : 0.1;
-  options.decoupled = variant % 2 == 0;
-  options.maximize = variant % 3 == 0;
-  options.bias_correction = variant % 5 != 0;
-  options.grad_scale.constant = variant % 7 == 0 ? 1 : 1.7;
-  return options;
+AdamCall make_call(int variant, const dsx::StepTypes& types) {
+  AdamCall call{};
+  call.options.beta1 = 0.9;
+  call.options.beta2 = 0.95;
+  call.options.eps = 1e-6;
+  call.options.weight_decay = variant % 4 == 0 ? 0 : 0.1;
+  call.options.decoupled = variant % 2 == 0;
+  call.options.bias_correction = variant % 5 != 0;
+  call.options.amsgrad = types.states == 3;
+  call.lr.constant = 0.0123;
+  call.grad_scale.constant = variant % 7 == 0 ? 1 : 1.7;
+  call.maximize = variant % 3 == 0;
+  call.types = types;
+  return call;
 }
 
 }  // namespace
@@ -158,8 +166,8 @@ int main() {
     for (Dtype grad : kDtypes) {
       for (Dtype moment : kDtypes) {
         for (int copy = 0; copy < 3; ++copy) {  // none, bfloat16, float16
-          const bool amsgrad = variant % 2 == 1;
-          test_call({make_options(variant), param, grad, moment, kDtypes[copy]}, amsgrad, copy > 0);
+          const int states = variant % 2 == 1 ? 3 : 2;
+          test_call(make_call(variant, {param, grad, moment, kDtypes[copy], states}), copy > 0);
           ++variant;
         }
       }

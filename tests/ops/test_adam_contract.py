@@ -31,12 +31,14 @@ OPCHECKED: dict[str, Callable[[], Arguments]] = {
 @pytest.mark.parametrize("case", OPCHECKED)
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "scalar tensors"])
 def test_opcheck(case: str, tensors: bool, device: str) -> None:
-    arguments: Arguments = dict(offsets=None, slots=None) | OPCHECKED[case]()
-    names = ["params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "master_params"]
-    lists = [[t.to(device) for t in arguments[name]] for name in [*names, "steps"]]
+    arguments: Arguments = dict(offsets=None, slots=None, scales=[]) | OPCHECKED[case]()
+    names = ["params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "scales"]
+    lists = [
+        [t.to(device) for t in arguments[name]] for name in [*names, "master_params", "steps"]
+    ]
     scalars = [torch.tensor(x, device=device) if tensors else None for x in (0.1, 2.0, 0.0)]
-    numbers = [0.1, scalars[0], 0.9, 0.99, 1e-3, 0.1, True, False, True, *scalars[1:]]
-    places = [arguments["offsets"], arguments["slots"]]
+    numbers = [0.1, scalars[0], 0.9, 0.99, 1e-3, 0.1, True, True, False, *scalars[1:]]
+    places = [arguments["offsets"], arguments["slots"], None]
     op = torch.ops.deepspeed_ext.adam_step_.default
     checked = torch.library.opcheck(op, (*lists, *places, *numbers))
     assert list(checked.values()) == ["SUCCESS"] * 4

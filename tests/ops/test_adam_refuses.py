@@ -106,9 +106,10 @@ REFUSED: dict[str, Make] = {
     "params[1] is float16, expected float32": lists("params", second(Tensor.half)),
     "grads[0] is int32, expected float32, bfloat16 or float16": lists("grads", each(Tensor.int)),
     "grads[1] is bfloat16, expected float32": lists("grads", second(Tensor.bfloat16)),
-    "exp_avgs[0] is bfloat16, expected float32": lists("exp_avgs", each(Tensor.bfloat16)),
-    "exp_avgs[0] is float16, expected float32 or bfloat16":
-        lists("exp_avgs", each(Tensor.half), Dtypes(BF16)),
+    "exp_avgs[0] is float16, expected float32, bfloat16 or uint8":
+        lists("exp_avgs", each(Tensor.half)),
+    "exp_avgs[0] is float64, expected float32, bfloat16, float16 or uint8":
+        lists("exp_avgs", each(Tensor.double), Dtypes(F16)),
     "exp_avg_sqs[0] is float32, expected float16":
         lists("exp_avg_sqs", each(Tensor.float), Dtypes(F16, F16, F16)),
     "max_exp_avg_sqs[0] is bfloat16, expected float32":

@@ -24,38 +24,72 @@ __device__ inline bool is_aligned(const void* address, int64_t element_bytes) {
   return reinterpret_cast<uintptr_t>(address) % bytes == 0;
 }
 
-template <int kCount, class T>
-__device__ inline Floats<kCount> load(Pointer<T> source) {
-  const auto elements = *reinterpret_cast<const Elements<T, kCount>*>(source.address);
+// How a thread reaches kCount elements: all of them at once, or one by one the first `count`.
+enum class Access { vector, single };
+
+template <Access access, int kCount, class T>
+__device__ inline Elements<T, kCount> load_elements(const T* source, int count) {
+  if constexpr (access == Access::vector) {
+    return *reinterpret_cast<const Elements<T, kCount>*>(source);
+  } else {
+    Elements<T, kCount> elements{};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i < count) elements.lanes[i] = source[i];
+    }
+    return elements;
+  }
+}
+
+template <Access access, int kCount, class T>
+__device__ inline void store_elements(T* target, const Elements<T, kCount>& elements, int count) {
+  if constexpr (access == Access::vector) {
+    *reinterpret_cast<Elements<T, kCount>*>(target) = elements;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i < count) target[i] = elements.lanes[i];
+    }
+  }
+}
+
+template <Access access, int kCount, class T>
+__device__ inline Floats<kCount> load(Pointer<T> source, int count) {
+  const auto elements = load_elements<access, kCount>(source.address, count);
   Floats<kCount> result;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) result.lanes[i] = widen(elements.lanes[i]);
   return result;
 }
 
-template <int kCount, class T>
-__device__ inline void store(Pointer<T> target, const Floats<kCount>& values) {
+template <Access access, int kCount, class T>
+__device__ inline void store(Pointer<T> target, const Floats<kCount>& values, int count) {
   Elements<T, kCount> elements;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) elements.lanes[i] = narrow<T>(values.lanes[i]);
-  *reinterpret_cast<Elements<T, kCount>*>(target.address) = elements;
+  store_elements<access>(target.address, elements, count);
 }
 
-template <int kCount>
-__device__ inline Floats<kCount> load(Pointer<Any> source) {
-  switch (source.dtype) {
-    case Dtype::bfloat16: return load<kCount>(Pointer<BFloat16>::to(source.address, source.dtype));
-    case Dtype::float16: return load<kCount>(Pointer<Half>::to(source.address, source.dtype));
-    default: return load<kCount>(Pointer<float>::to(source.address, source.dtype));
+template <Access access, int kCount>
+__device__ inline Floats<kCount> load(Pointer<Any> source, int count) {
+  const Dtype dtype = source.dtype;
+  void* address = source.address;
+  switch (dtype) {
+    case Dtype::bfloat16: return load<access, kCount>(Pointer<BFloat16>::to(address, dtype), count);
+    case Dtype::float16: return load<access, kCount>(Pointer<Half>::to(address, dtype), count);
+    default: return load<access, kCount>(Pointer<float>::to(address, dtype), count);
   }
 }
 
-template <int kCount>
-__device__ inline void store(Pointer<Any> target, const Floats<kCount>& values) {
-  switch (target.dtype) {
-    case Dtype::bfloat16: return store(Pointer<BFloat16>::to(target.address, target.dtype), values);
-    case Dtype::float16: return store(Pointer<Half>::to(target.address, target.dtype), values);
-    default: return store(Pointer<float>::to(target.address, target.dtype), values);
+template <Access access, int kCount>
+__device__ inline void store(Pointer<Any> target, const Floats<kCount>& values, int count) {
+  const Dtype dtype = target.dtype;
+  void* address = target.address;
+  switch (dtype) {
+    case Dtype::bfloat16:
+      return store<access>(Pointer<BFloat16>::to(address, dtype), values, count);
+    case Dtype::float16: return store<access>(Pointer<Half>::to(address, dtype), values, count);
+    default: return store<access>(Pointer<float>::to(address, dtype), values, count);
   }
 }
 

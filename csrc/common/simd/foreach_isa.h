@@ -1,7 +1,8 @@
 // Compiles the file DSX_KERNEL_SOURCE once per ISA, in dsx::scalar and, on x86-64, dsx::avx2 and
 // dsx::avx512; DSX_DISPATCH_ISA calls one of the copies.
 //
-// Each copy sees that ISA's `Vec`, a register of floats, and `Mask`, a truth value for each lane:
+// Each copy sees that ISA's `Vec`, a register of floats, `Mask`, a truth value for each lane, and
+// `Ints`, as many unsigned integers of 32 bits:
 //   Vec::size                        floats in a register
 //   Vec(value)                       the same float in every lane
 //   Vec::load(source, count)         the first `count` elements, 1 to size; other lanes are 0
@@ -10,6 +11,9 @@
 //   min(a, b), max(a, b), round_even(a), select(mask, a, b): as common/math.h says
 //   a < b, a <= b, a > b, a >= b, a == b, a != b, mask & mask, mask | mask, !mask
 //   any(mask)                        whether a lane is true, one beyond `count` perhaps
+//   bits_of(vec), float_of(ints), Ints::from(first), + - * & | ^, min, max, max_of(ints)
+//   shift_left<bits>(ints), shift_right<bits>(ints), blend_bits(mask, a, b): a where mask has a 1
+//   Ints load uint8_t, uint16_t, int16_t (sign extended), and store the first two
 // Memory holds float, BFloat16 or Half, at any alignment; source and target are a T*, a Pointer<T>
 // or a Pointer<Any>. All ISAs give the same bits. In a thread that flushes subnormals to zero they
 // may differ in which of them min and max have flushed, and conversions flush nothing.

@@ -4,16 +4,13 @@
 
 #include <cstdint>
 
-#include "common/pointer.h"
-
 namespace dsx {
 
 constexpr int64_t kPrefetchBytes = 2048;  // ahead; half of it gains nothing on an EPYC
 constexpr int64_t kPrefetchElements = kPrefetchBytes / 2;  // ahead at the most: of 16 bits
 
-template <class T>
-inline void prefetch(Pointer<T> position) {
-  __builtin_prefetch(reinterpret_cast<const char*>(position.address) + kPrefetchBytes);
+inline void prefetch(const void* position) {
+  __builtin_prefetch(static_cast<const char*>(position) + kPrefetchBytes);
 }
 
 }  // namespace dsx

@@ -1,4 +1,4 @@
-// Vec and Mask of 8 lanes for AVX2 with F16C.
+// Vec, Mask and Ints of 8 lanes for AVX2 with F16C.
 struct Mask {
   __m256 lanes;  // all bits of a lane set: true; none: false
 
@@ -9,6 +9,7 @@ struct Vec {
   static constexpr int size = 8;
   __m256 lanes;
 
+  Vec() = default;
   Vec(float value) : lanes(_mm256_set1_ps(value)) {}
   Vec(__m256 value) : lanes(value) {}
 
@@ -111,3 +112,65 @@ inline Vec select(Mask mask, Vec a, Vec b) {
 // The instructions give b when either is NaN, so only a NaN in a is left to see to.
 inline Vec min(Vec a, Vec b) { return select(a == a, _mm256_min_ps(a.lanes, b.lanes), a); }
 inline Vec max(Vec a, Vec b) { return select(a == a, _mm256_max_ps(a.lanes, b.lanes), a); }
+
+struct Ints {  // unsigned, 32 bits
+  static constexpr int size = 8;
+  __m256i lanes;
+
+  Ints() = default;
+  Ints(uint32_t value) : lanes(_mm256_set1_epi32(int(value))) {}
+  Ints(__m256i value) : lanes(value) {}
+
+  static Ints from(uint32_t first) {
+    const __m256i lane_index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_add_epi32(_mm256_set1_epi32(int(first)), lane_index);
+  }
+
+  template <class T>
+  static Ints load(const T* source, int count) {
+    __m128i buffer = _mm_setzero_si128();
+    memcpy(&buffer, source, count == size ? size * sizeof(T) : count * sizeof(T));
+    if (T(-1) < T(0)) return _mm256_cvtepi16_epi32(buffer);
+    return sizeof(T) == 1 ? _mm256_cvtepu8_epi32(buffer) : _mm256_cvtepu16_epi32(buffer);
+  }
+
+  template <class T>
+  void store(T* target, int count) const {
+    const __m256i low = _mm256_and_si256(lanes, _mm256_set1_epi32(T(~T(0))));
+    __m128i packed =
+        _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    if (sizeof(T) == 1) packed = _mm_packus_epi16(packed, packed);
+    memcpy(target, &packed, count == size ? size * sizeof(T) : count * sizeof(T));
+  }
+};
+
+inline Ints operator+(Ints a, Ints b) { return _mm256_add_epi32(a.lanes, b.lanes); }
+inline Ints operator-(Ints a, Ints b) { return _mm256_sub_epi32(a.lanes, b.lanes); }
+inline Ints operator*(Ints a, Ints b) { return _mm256_mullo_epi32(a.lanes, b.lanes); }
+inline Ints operator&(Ints a, Ints b) { return _mm256_and_si256(a.lanes, b.lanes); }
+inline Ints operator|(Ints a, Ints b) { return _mm256_or_si256(a.lanes, b.lanes); }
+inline Ints operator^(Ints a, Ints b) { return _mm256_xor_si256(a.lanes, b.lanes); }
+template <int bits>
+inline Ints shift_left(Ints a) {
+  return _mm256_slli_epi32(a.lanes, bits);
+}
+template <int bits>
+inline Ints shift_right(Ints a) {
+  return _mm256_srli_epi32(a.lanes, bits);
+}
+inline Ints min(Ints a, Ints b) { return _mm256_min_epu32(a.lanes, b.lanes); }
+inline Ints max(Ints a, Ints b) { return _mm256_max_epu32(a.lanes, b.lanes); }
+inline uint32_t max_of(Ints a) {
+  __m128i half =
+      _mm_max_epu32(_mm256_castsi256_si128(a.lanes), _mm256_extracti128_si256(a.lanes, 1));
+  half = _mm_max_epu32(half, _mm_shuffle_epi32(half, 0x4e));
+  half = _mm_max_epu32(half, _mm_shuffle_epi32(half, 0xb1));
+  return uint32_t(_mm_cvtsi128_si32(half));
+}
+inline Ints blend_bits(Ints mask, Ints a, Ints b) {
+  return _mm256_or_si256(_mm256_and_si256(mask.lanes, a.lanes),
+                         _mm256_andnot_si256(mask.lanes, b.lanes));
+}
+
+inline Ints bits_of(Vec a) { return _mm256_castps_si256(a.lanes); }
+inline Vec float_of(Ints a) { return _mm256_castsi256_ps(a.lanes); }

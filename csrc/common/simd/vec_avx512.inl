@@ -1,5 +1,5 @@
-// Vec and Mask of 16 lanes for AVX-512 F, BW and VL. Full vectors take the faster, unmasked forms.
-// The bf16 instructions of AVX512_BF16 are not used: they flush subnormals to zero.
+// Vec, Mask and Ints of 16 lanes for AVX-512 F, BW and VL. Full vectors take the faster, unmasked
+// forms. The bf16 instructions of AVX512_BF16 are not used: they flush subnormals to zero.
 struct Mask {
   __mmask16 lanes;  // one bit each
 
@@ -10,6 +10,7 @@ struct Vec {
   static constexpr int size = 16;
   __m512 lanes;
 
+  Vec() = default;
   Vec(float value) : lanes(_mm512_set1_ps(value)) {}
   Vec(__m512 value) : lanes(value) {}
 
@@ -108,3 +109,78 @@ inline Vec select(Mask mask, Vec a, Vec b) {
 // The instructions give b when either is NaN, so only a NaN in a is left to see to.
 inline Vec min(Vec a, Vec b) { return select(a == a, _mm512_min_ps(a.lanes, b.lanes), a); }
 inline Vec max(Vec a, Vec b) { return select(a == a, _mm512_max_ps(a.lanes, b.lanes), a); }
+
+struct Ints {  // unsigned, 32 bits
+  static constexpr int size = 16;
+  __m512i lanes;
+
+  Ints() = default;
+  Ints(uint32_t value) : lanes(_mm512_set1_epi32(int(value))) {}
+  Ints(__m512i value) : lanes(value) {}
+
+  static Ints from(uint32_t first) {
+    const __m512i lane_index =
+        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_add_epi32(_mm512_set1_epi32(int(first)), lane_index);
+  }
+
+  static Ints load(const uint8_t* source, int count) {
+    if (count == size) {
+      return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
+    }
+    return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(first_lanes(count), source));
+  }
+
+  static Ints load(const uint16_t* source, int count) {
+    if (count == size) {
+      return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
+    }
+    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(count), source));
+  }
+
+  static Ints load(const int16_t* source, int count) {
+    if (count == size) {
+      return _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
+    }
+    return _mm512_cvtepi16_epi32(_mm256_maskz_loadu_epi16(first_lanes(count), source));
+  }
+
+  void store(uint8_t* target, int count) const {
+    const __m128i packed = _mm512_cvtepi32_epi8(lanes);
+    if (count == size) return _mm_storeu_si128(reinterpret_cast<__m128i*>(target), packed);
+    _mm_mask_storeu_epi8(target, first_lanes(count), packed);
+  }
+
+  void store(uint16_t* target, int count) const {
+    const __m256i packed = _mm512_cvtepi32_epi16(lanes);
+    if (count == size) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), packed);
+    _mm256_mask_storeu_epi16(target, first_lanes(count), packed);
+  }
+
+ private:
+  static __mmask16 first_lanes(int count) { return __mmask16((1u << count) - 1); }
+};
+
+inline Ints operator+(Ints a, Ints b) { return _mm512_add_epi32(a.lanes, b.lanes); }
+inline Ints operator-(Ints a, Ints b) { return _mm512_sub_epi32(a.lanes, b.lanes); }
+inline Ints operator*(Ints a, Ints b) { return _mm512_mullo_epi32(a.lanes, b.lanes); }
+inline Ints operator&(Ints a, Ints b) { return _mm512_and_si512(a.lanes, b.lanes); }
+inline Ints operator|(Ints a, Ints b) { return _mm512_or_si512(a.lanes, b.lanes); }
+inline Ints operator^(Ints a, Ints b) { return _mm512_xor_si512(a.lanes, b.lanes); }
+template <int bits>
+inline Ints shift_left(Ints a) {
+  return _mm512_slli_epi32(a.lanes, bits);
+}
+template <int bits>
+inline Ints shift_right(Ints a) {
+  return _mm512_srli_epi32(a.lanes, bits);
+}
+inline Ints min(Ints a, Ints b) { return _mm512_min_epu32(a.lanes, b.lanes); }
+inline Ints max(Ints a, Ints b) { return _mm512_max_epu32(a.lanes, b.lanes); }
+inline uint32_t max_of(Ints a) { return _mm512_reduce_max_epu32(a.lanes); }
+inline Ints blend_bits(Ints mask, Ints a, Ints b) {
+  return _mm512_ternarylogic_epi32(mask.lanes, a.lanes, b.lanes, 0xca);
+}
+
+inline Ints bits_of(Vec a) { return _mm512_castps_si512(a.lanes); }
+inline Vec float_of(Ints a) { return _mm512_castsi512_ps(a.lanes); }

@@ -1,4 +1,4 @@
-// Vec and Mask of one lane, for any CPU: what the wider ones must reproduce bit for bit.
+// Vec, Mask and Ints of one lane, for any CPU: what the wider ones must reproduce bit for bit.
 struct Mask {
   bool lane;
 };
@@ -7,6 +7,7 @@ struct Vec {
   static constexpr int size = 1;
   float lane;
 
+  Vec() = default;
   Vec(float value) : lane(value) {}
 
   template <class T>
@@ -54,3 +55,49 @@ inline Mask operator!(Mask a) { return {!a.lane}; }
 inline bool any(Mask a) { return a.lane; }
 
 inline Vec select(Mask mask, Vec a, Vec b) { return dsx::select(mask.lane, a.lane, b.lane); }
+
+struct Ints {  // unsigned, 32 bits; arithmetic is modulo 2^32
+  static constexpr int size = 1;
+  uint32_t lane;
+
+  Ints() = default;
+  Ints(uint32_t value) : lane(value) {}
+
+  // first, first + 1 ...
+  static Ints from(uint32_t first) { return first; }
+
+  template <class T>  // uint8_t, uint16_t, or int16_t, whose sign is extended
+  static Ints load(const T* source, int /*count*/) {
+    return uint32_t(*source);
+  }
+
+  // The lower bits of each lane.
+  template <class T>
+  void store(T* target, int /*count*/) const {
+    *target = T(lane);
+  }
+};
+
+inline Ints operator+(Ints a, Ints b) { return a.lane + b.lane; }
+inline Ints operator-(Ints a, Ints b) { return a.lane - b.lane; }
+inline Ints operator*(Ints a, Ints b) { return a.lane * b.lane; }
+inline Ints operator&(Ints a, Ints b) { return a.lane & b.lane; }
+inline Ints operator|(Ints a, Ints b) { return a.lane | b.lane; }
+inline Ints operator^(Ints a, Ints b) { return a.lane ^ b.lane; }
+template <int bits>
+inline Ints shift_left(Ints a) {
+  return a.lane << bits;
+}
+template <int bits>
+inline Ints shift_right(Ints a) {
+  return a.lane >> bits;
+}
+inline Ints min(Ints a, Ints b) { return a.lane < b.lane ? a : b; }
+inline Ints max(Ints a, Ints b) { return a.lane > b.lane ? a : b; }
+inline uint32_t max_of(Ints a) { return a.lane; }  // of all lanes
+inline Ints blend_bits(Ints mask, Ints a, Ints b) {
+  return (a.lane & mask.lane) | (b.lane & ~mask.lane);
+}
+
+inline Ints bits_of(Vec a) { return dsx::bits_of(a.lane); }
+inline Vec float_of(Ints a) { return dsx::float_of(a.lane); }

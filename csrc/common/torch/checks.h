@@ -27,6 +27,8 @@ inline int32_t torch_code(Dtype dtype) {
     case Dtype::float32: return aoti_torch_dtype_float32();
     case Dtype::bfloat16: return aoti_torch_dtype_bfloat16();
     case Dtype::float16: return aoti_torch_dtype_float16();
+    case Dtype::split: return aoti_torch_dtype_int16();  // the lower halves
+    case Dtype::codes: return aoti_torch_dtype_uint8();
   }
   return -1;
 }

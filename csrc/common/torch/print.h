@@ -22,7 +22,8 @@ inline std::ostream& operator<<(std::ostream& out, Item item) {
 
 // Prints a dtype by its name in Python: `float32`.
 inline std::ostream& operator<<(std::ostream& out, Dtype dtype) {
-  constexpr const char* kNames[] = {"float32", "bfloat16", "float16"};  // indexed by Dtype
+  // Indexed by Dtype. Of a split float the lower halves.
+  constexpr const char* kNames[] = {"float32", "bfloat16", "float16", "int16", "uint8"};
   return out << kNames[int(dtype)];
 }
 

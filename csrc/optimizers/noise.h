@@ -1,0 +1,33 @@
+// Random bits for stochastic rounding, without a generator: a hash of a key, the step and the index
+// of the element. The same bits on every device, however a tensor is split.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+
+namespace dsx {
+
+struct NoiseKey {  // of one parameter, for all steps
+  uint64_t key;
+  int64_t first_index;  // of the parameter's first element here in the whole parameter
+  bool on;              // false: state is rounded to the nearest
+};
+
+struct Noise {  // of one parameter in one step
+  uint32_t low, high;
+  uint32_t first_index;  // modulo 2^32: elements that far apart may share their bits
+  bool on;
+};
+
+// The finalizer of SplitMix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number
+// generators", 2014).
+DSX_HOST_DEVICE inline Noise make_noise(const NoiseKey& key, float step) {
+  uint64_t x = key.key + uint64_t(step) * 0x9e3779b97f4a7c15;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  x ^= x >> 31;
+  return {uint32_t(x), uint32_t(x >> 32), uint32_t(key.first_index), key.on};
+}
+
+}  // namespace dsx

@@ -1,0 +1,100 @@
+// What every optimizer step is made of: tensors, their storage types, options that may be on the
+// device, and the constants of one tensor's step. An optimizer adds its formula as a Rule:
+//
+//   struct Rule {
+//     static constexpr const char* kOp;         // name of the op, for errors
+//     static constexpr int kStates;             // state tensors, those that may be absent included
+//     static constexpr int kRequiredStates;     // the first ones: all others may be absent
+//     static constexpr int kUsualStates;        // how many most calls have
+//     static constexpr bool is_signed(int j);   // whether values of state j may be negative
+//     struct Options;                           // numbers that hold for all tensors, with lr
+//     struct Step;                              // what the loop needs of them, worked out in
+//     double static Step make_step(const Options&, double lr, double grad_divisor, float step);
+//   };
+//   template <class Float> void update(const Rule::Step&, Float grad, Float& param,
+//                                      Float (&states)[kStates]);  // in <rule>_math.inl
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/pointer.h"
+#include "common/scalar.h"
+#include "optimizers/noise.h"
+
+namespace dsx {
+
+// One parameter with its gradient and state, all in the memory order of the parameter. What is
+// written overlaps nothing else in the list.
+template <int kStates>
+struct StepTensor {
+  void* param;             // [n] updated
+  void* grad;              // [n] read only
+  void* states[kStates];   // [n] each, updated; absent ones come last and are null
+  float* scales[kStates];  // [ceil(n / kCodesBlock)] each, updated: of states stored as codes
+  void* param_copy;  // [n] receives the new param, rounded; or null. Of a split param: lower halves
+  float* step;       // [1] steps taken
+  NoiseKey noise;
+  int64_t n;
+};
+
+struct StepTypes {  // of all tensors of a call
+  Dtype param, grad, state, param_copy;
+  int states;  // how many there are; the others are absent
+};
+
+template <class Rule>
+struct StepCall {
+  typename Rule::Options options;
+  Scalar lr;
+  Scalar grad_scale;  // gradients are divided by it first
+  Scalar found_inf;   // not 0: the step is skipped, nothing is modified
+  bool maximize;      // steps up the gradient
+  StepTypes types;
+};
+
+template <class Rule>
+struct Prepared {  // what depends on the tensor's step
+  typename Rule::Step step;
+  Noise noise;
+};
+
+// `step` counts this step as taken: the first is 1. Same bits on the host and in CUDA.
+template <class Rule>
+DSX_HOST_DEVICE Prepared<Rule> prepare(const StepCall<Rule>& call, const NoiseKey& key,
+                                       float step) {
+  const double scale = call.grad_scale.value();
+  const double divisor = call.maximize ? -scale : scale;
+  return {Rule::make_step(call.options, call.lr.value(), divisor, step), make_noise(key, step)};
+}
+
+// The storage types that have a loop of their own: Param, Grad, State. Every other combination, and
+// any number of states other than the usual one, runs a loop with Any, which chooses the conversion
+// at run time, vector by vector.
+#define DSX_STEP_STORAGE_TYPES(APPLY) \
+  APPLY(float, float, float)          \
+  APPLY(float, BFloat16, float)       \
+  APPLY(BFloat16, BFloat16, BFloat16) \
+  APPLY(Split, BFloat16, Codes)       \
+  APPLY(Split, Any, Any)              \
+  APPLY(Split, Any, Codes)            \
+  APPLY(Any, Any, Codes)              \
+  APPLY(Any, Any, Any)
+
+// Whether the loop of these types can do the call, and how many states it reckons with.
+template <class Rule, class Param, class Grad, class State>
+constexpr bool takes(const StepTypes& types) {
+  return holds<Param>(types.param) && holds<Grad>(types.grad) && holds<State>(types.state) &&
+         (std::is_same_v<Grad, Any> || types.states == Rule::kUsualStates);
+}
+
+// The states that a loop reckons with: the usual ones, or all there may be.
+template <class Rule, class Grad>
+struct StatesOfLoop {
+  static constexpr bool kUsual = !std::is_same_v<Grad, Any>;
+  static constexpr int kCount = kUsual ? Rule::kUsualStates : Rule::kStates;
+
+  DSX_HOST_DEVICE static bool absent(const void* state) { return !kUsual && state == nullptr; }
+};
+
+}  // namespace dsx

@@ -1,0 +1,98 @@
+// The storage formats of optimizer state, element by element: stochastic rounding, a float in two
+// halves, 8-bit codes. Float and Ints are SIMD registers on the CPU, float and uint32_t in CUDA.
+
+// 32 random bits for each element. Two rounds of multiply and xor, as in the finalizer of
+// MurmurHash3, with one half of the key before each.
+template <class Ints>
+DSX_HOST_DEVICE inline Ints random_bits(const Noise& noise, Ints element) {
+  Ints x = ((element + Ints(noise.first_index)) ^ Ints(noise.low)) * Ints(0x85ebca6bu);
+  x = x ^ shift_right<16>(x) ^ Ints(noise.high);
+  x = x * Ints(0xc2b2ae35u);
+  return x ^ shift_right<16>(x);
+}
+
+// `count` of the random bits for state tensor j of an element: one hash serves two tensors.
+template <int count, class Ints>
+DSX_HOST_DEVICE inline Ints part_of(Ints random, int j) {
+  return j % 2 == 0 ? random & Ints((1u << count) - 1) : shift_right<32 - count>(random);
+}
+
+// In the place of random bits: each part of it rounds to the nearest, up if there are two.
+template <int count>
+DSX_HOST_DEVICE constexpr uint32_t nearest_bits() {
+  return 1u << 31 | 1u << (count - 1);
+}
+
+// The BFloat16 above or below, with a probability such that the expected value is exact. `random`
+// has 16 bits.
+template <class Float, class Ints>
+DSX_HOST_DEVICE inline Float round_to_bfloat16(Float value, Ints random) {
+  const Float rounded = float_of((bits_of(value) + random) & Ints(0xffff0000u));
+  return select(value == value, rounded, value);  // the carry must not turn NaN into a number
+}
+
+// A float in two halves: the upper one is its BFloat16, rounded half up; the lower one, an int16_t,
+// is what has to be added to get all 32 bits back.
+template <class Ints>
+DSX_HOST_DEVICE inline Ints join_halves(Ints upper, Ints lower) {
+  return shift_left<16>(upper) + lower;
+}
+
+template <class Ints>
+DSX_HOST_DEVICE inline Ints upper_half(Ints bits) {  // the lower half: the last 16 bits as they are
+  return shift_right<16>(bits + Ints(0x8000u));
+}
+
+// The bits of a value for splitting: every NaN becomes one whose upper half is NaN too.
+template <class Ints, class Float>
+DSX_HOST_DEVICE inline Ints bits_to_split(Float value) {
+  return bits_of(select(value == value, value, Float(float_of(Ints(0x7fc00000u)))));
+}
+
+// 8-bit codes. The elements of a block are divided by a power of two that brings them below 2, and
+// a floor is added. The last bits of the exponent and four fraction bits of the sum are the code:
+// near zero equal steps, further up steps of 1/16 to 1/32 of the value, with no table and no
+// branch. Signed values: a sign bit and 7 bits, for 8 binades. Others: 8 bits, for 16 binades, and
+// never code 0: a second moment must not vanish by rounding.
+constexpr int kRandomBits = 19;                  // what the code leaves out of the fraction
+constexpr uint32_t kSignedFloor = 0x3c000000;    // bits of 2^-7; the code comes from bits above 19
+constexpr uint32_t kUnsignedFloor = 0x38000000;  // bits of 2^-15
+constexpr uint32_t kSign = 0x80000000;
+
+// The scale of a block whose largest magnitude has these bits: the least power of two that leaves
+// no code cut off. NaN if that magnitude is not a number or beyond 2^125.
+DSX_HOST_DEVICE inline float scale_of_block(uint32_t largest) {
+  if (largest == 0) return 0;
+  if (largest >= 0x7e000000) return dsx::float_of(0x7fc00000);
+  const uint32_t exponent = dsx::bits_of(dsx::float_of(largest) * 1.04f) >> 23;
+  return dsx::float_of((exponent == 0 ? 1 : exponent) << 23);
+}
+
+// 1 / scale, exactly; of 0 anything.
+DSX_HOST_DEVICE inline float inverse_of_scale(float scale) {
+  return dsx::float_of((254u << 23) - dsx::bits_of(scale));
+}
+
+template <class Float, class Ints>
+DSX_HOST_DEVICE inline Float decode(Ints code, float scale, bool is_signed) {
+  const Ints floor = is_signed ? Ints(kSignedFloor) : Ints(kUnsignedFloor);
+  const Ints bits = shift_left<kRandomBits>(code);
+  if (!is_signed) return (float_of(bits | floor) - float_of(floor)) * Float(scale);
+  const Ints magnitude = blend_bits(Ints(0x7fu << kRandomBits), bits, floor);
+  const Float value = float_of(magnitude) - float_of(floor);
+  return float_of(blend_bits(Ints(kSign), shift_left<24>(code), bits_of(value))) * Float(scale);
+}
+
+// The lower 8 bits of the result are the code. `random` has kRandomBits bits; the expected value is
+// exact, but for unsigned ones below the first step, which become the first step.
+template <class Float, class Ints>
+DSX_HOST_DEVICE inline Ints encode(Float value, float inverse_scale, Ints random, bool is_signed) {
+  const Float scaled = value * Float(inverse_scale);
+  if (!is_signed) {
+    const Ints sum = bits_of(scaled + float_of(Ints(kUnsignedFloor))) + random;
+    return max(shift_right<kRandomBits>(sum), Ints((kUnsignedFloor >> kRandomBits) + 1));
+  }
+  const Ints signed_floor = blend_bits(Ints(kSign), bits_of(value), Ints(kSignedFloor));
+  const Ints sum = bits_of(scaled + float_of(signed_floor)) + random;
+  return blend_bits(Ints(0x80u), shift_right<24>(sum), shift_right<kRandomBits>(sum));
+}
