@@ -7,6 +7,7 @@
 namespace dsx {
 
 constexpr int64_t kElementwiseChunk = 4096;  // of ops that need a chunk only for aligned vectors
+constexpr int64_t kReductionChunk = 65536;   // of ops that add up elements
 
 // The tensor that holds element `row`, which must lie before the end of the row.
 inline int64_t tensor_at(const int64_t* tensor_begin, int64_t count, int64_t row) {

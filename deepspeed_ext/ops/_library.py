@@ -43,8 +43,8 @@ def define(schema: str, libraries: Mapping[str, str]) -> torch._ops.OpOverload:
     _FRAGMENT.define(schema)
     op: torch._ops.OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
     _FRAGMENT.impl(name, load_and_call_again, "CompositeExplicitAutograd")
-    # Mutates its arguments under no_grad and returns nothing: autograd has no part in it, and the
-    # default fallback would look at every tensor of every list.
+    # What it writes and returns has no gradient: autograd has no part in it, and the default
+    # fallback would look at every tensor of every list.
     _FRAGMENT.impl(name, torch.library.fallthrough_kernel, "Autograd")
     return op
 

@@ -70,21 +70,26 @@ T unbox(StableIValue value) {
   }
 }
 
-template <class... Arguments, size_t... indices>
-void call_unboxed(void (*function)(Arguments...), StableIValue* stack,
+template <class Result, class... Arguments, size_t... indices>
+void call_unboxed(Result (*function)(Arguments...), StableIValue* stack,
                   std::index_sequence<indices...>) {
   // Braces take the values over in order, and all of them: each owns what it stands for.
   std::tuple<std::remove_cvref_t<Arguments>...> values{
       unbox<std::remove_cvref_t<Arguments>>(stack[indices])...};
-  function(std::get<indices>(values)...);
+  if constexpr (std::is_void_v<Result>) {
+    function(std::get<indices>(values)...);
+  } else {
+    stack[0] = torch::stable::detail::from(function(std::get<indices>(values)...));
+  }
 }
 
-template <class... Arguments>
-constexpr size_t count_of(void (*)(Arguments...)) {
+template <class Result, class... Arguments>
+constexpr size_t count_of(Result (*)(Arguments...)) {
   return sizeof...(Arguments);
 }
 
-// What torch calls for an op that returns nothing: library.impl(name, &boxed<&function>).
+// What torch calls for an op that returns nothing or one tensor, as the function does:
+// library.impl(name, &boxed<&function>).
 template <auto function>
 void boxed(StableIValue* stack, uint64_t arguments, uint64_t /*results*/) {
   constexpr size_t count = count_of(function);

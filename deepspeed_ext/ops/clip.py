@@ -1,0 +1,89 @@
+"""Clip gradients by their global norm, over all devices and processes that hold parts of them."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.ops.l2_norm import squared_norms, sum_in_order
+from deepspeed_ext.ops.mesh_sums import local_tensors, sum_over_shards
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale all gradients so that their L2 norm together is at most max_norm.
+
+    Does what ``torch.nn.utils.clip_grad_norm_`` does, with the norm and the factor worked out in
+    float64, also of 16-bit gradients (on CUDA, torch rounds the factor to their dtype; the
+    optimizers' `clip_and_step` does not). Gradients that are DTensors count whole, not only the
+    shard of this process, and every process calls it. Nothing waits for the device, unless
+    error_if_nonfinite asks for it or some gradients are on the CPU and some are not.
+
+    Args:
+        parameters: a tensor or several, on any devices; those without a gradient are left out.
+            Gradients are float32, bfloat16 or float16. They are modified.
+        max_norm: the largest norm to leave as it is, at least 0.
+        error_if_nonfinite: raise if a gradient has inf or NaN, before anything is modified.
+            Otherwise all gradients become NaN or 0, as in torch.
+
+    Returns:
+        The norm before clipping: float32, no dimension, on the device of the first gradient.
+
+    Raises:
+        ValueError: max_norm is negative or NaN, or a gradient is of a wrong kind, such as a Partial
+            DTensor; nothing is modified.
+        RuntimeError: a gradient has inf or NaN, with error_if_nonfinite.
+        BuildError: the native library of a device could not be built or loaded.
+
+    See: Pascanu, Mikolov & Bengio, "On the difficulty of training recurrent neural networks", 2013,
+    Algorithm 1.
+    """
+    if not max_norm >= 0:
+        raise ValueError(f"clip_grad_norm_: max_norm is {max_norm}, expected at least 0")
+    params = [parameters] if isinstance(parameters, Tensor) else parameters
+    grads = [param.grad for param in params if param.grad is not None]
+    with torch.no_grad():
+        norm = total_squared_norm(grads).sqrt()
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"clip_grad_norm_: the norm of the gradients is {norm.item()}, expected a finite"
+                " number; to clip anyway, leave out error_if_nonfinite"
+            )
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1).float()
+        for like in _alike(local_tensors(grads), by_dtype=True):
+            torch._foreach_mul_(like, factor.to(like[0].device))
+    return norm.float()
+
+
+def total_squared_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of all elements of all tensors, in float64, over all processes.
+
+    It is not finite if and only if an element is not.
+
+    Args:
+        tensors: as for `squared_norms`, but on any devices, and also DTensors, which count whole:
+            then every process of their meshes calls this.
+
+    Returns:
+        float64, no dimension, on the device of the first tensor (the CPU if there is none).
+
+    Raises:
+        ValueError: a tensor is of a wrong kind, such as a Partial DTensor.
+        BuildError: the native library of a device could not be built or loaded.
+    """
+    totals = []
+    for here in _alike(tensors):
+        squares = sum_over_shards(squared_norms(local_tensors(here)), here)
+        totals.append(sum_in_order(squares))
+    if not totals:
+        return torch.zeros((), dtype=torch.float64)
+    return sum_in_order(torch.stack([total.to(totals[0].device) for total in totals]))
+
+
+def _alike(tensors: Sequence[Tensor], by_dtype: bool = False) -> list[list[Tensor]]:
+    """Return the tensors of each device, or of each device and dtype, in the order of the first."""
+    alike: dict[object, list[Tensor]] = {}
+    for local, tensor in zip(local_tensors(tensors), tensors, strict=True):
+        alike.setdefault((local.device, tensor.dtype if by_dtype else None), []).append(tensor)
+    return list(alike.values())
