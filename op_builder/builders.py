@@ -6,7 +6,7 @@ from . import jit
 from .log import logger
 from .registry import OPS
 
-_ACRONYMS = {"cpu": "CPU", "io": "IO", "ltd": "LTD"}
+_ACRONYMS = {"cpu": "CPU", "io": "IO", "ltd": "LTD", "sgd": "SGD"}
 
 
 class OpBuilder:

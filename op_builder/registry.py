@@ -2,22 +2,35 @@
 
 from .spec import OpSpec
 
-OPS: tuple[OpSpec, ...] = (
-    OpSpec(
-        name="cpu_adam",
-        device="cpu",
-        sources=(
-            "optimizers/adam_ops.cpp",
-            "optimizers/adam_cpu.cpp",
-            "common/simd/isa.cpp",
-        ),
-        self_check="deepspeed_ext.ops.self_checks:adam",
-    ),
-    OpSpec(
-        name="fused_adam",
+
+def _step(library: str, op: str) -> OpSpec:
+    """Return the library of one op of the optimizers; its name says the device."""
+    check = f"deepspeed_ext.ops.self_checks:{op}"
+    if library.startswith("cpu"):
+        sources = (f"optimizers/{op}_ops.cpp", f"optimizers/{op}_cpu.cpp", "common/simd/isa.cpp")
+        return OpSpec(name=library, device="cpu", sources=sources, self_check=check)
+    return OpSpec(
+        name=library,
         device="cuda",
-        sources=("optimizers/adam_cuda.cu", "optimizers/adam_ops_cuda.cpp"),
+        sources=(f"optimizers/{op}_cuda.cu", f"optimizers/{op}_ops_cuda.cpp"),
         needs=("torch", "cuda"),
-        self_check="deepspeed_ext.ops.self_checks:adam",
-    ),
+        self_check=check,
+    )
+
+
+OPS: tuple[OpSpec, ...] = (
+    _step("cpu_adam", "adam"),
+    _step("fused_adam", "adam"),
+    _step("cpu_lion", "lion"),
+    _step("fused_lion", "lion"),
+    _step("cpu_adagrad", "adagrad"),
+    _step("fused_adagrad", "adagrad"),
+    _step("cpu_sgd", "sgd"),
+    _step("fused_sgd", "sgd"),
+    _step("cpu_lamb", "lamb"),
+    _step("fused_lamb", "lamb"),
+    _step("cpu_lars", "lars"),
+    _step("fused_lars", "lars"),
+    _step("cpu_norm", "l2_norm"),
+    _step("fused_norm", "l2_norm"),
 )

@@ -40,6 +40,15 @@ DSX_HOST_DEVICE inline uint32_t blend_bits(uint32_t mask, uint32_t a, uint32_t b
 // a where the mask is true, else b. Masks come from comparisons and combine with & | and !.
 DSX_HOST_DEVICE inline float select(bool mask, float a, float b) { return mask ? a : b; }
 
+// a * scale + b where the product is exact, so that it makes no difference that CUDA rounds once.
+DSX_HOST_DEVICE inline float scale_and_add(float a, float scale, float b) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rn(a, scale, b);
+#else
+  return a * scale + b;
+#endif
+}
+
 // The nearest integer; the even one of two.
 DSX_HOST_DEVICE inline float round_even(float a) { return ::rintf(a); }
 

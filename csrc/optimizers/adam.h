@@ -24,8 +24,8 @@ struct Adam {
   };
 
   struct Step {
-    float grad_divisor;  // grad_scale, negative to maximize
-    float l2_penalty;    // Adam: weight_decay; AdamW: 0
+    float grad_factor;  // 1 / grad_scale, negative to maximize
+    float l2_penalty;   // Adam: weight_decay; AdamW: 0
     float beta1, one_minus_beta1;
     float beta2, one_minus_beta2;
     float inverse_root_bias_correction2;  // 1 / sqrt(1 - beta2^step)
@@ -41,7 +41,7 @@ struct Adam {
     const double bias_correction1 = correct ? 1 - power(options.beta1, int64_t(step)) : 1;
     const double bias_correction2 = correct ? 1 - power(options.beta2, int64_t(step)) : 1;
     return {
-        .grad_divisor = float(grad_divisor),
+        .grad_factor = float(1 / grad_divisor),
         .l2_penalty = float(options.decoupled ? 0 : options.weight_decay),
         .beta1 = float(options.beta1),
         .one_minus_beta1 = float(1 - options.beta1),

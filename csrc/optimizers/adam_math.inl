@@ -6,7 +6,7 @@ template <class Float>
 DSX_HOST_DEVICE inline void update(const Adam::Step& step, Float grad, Float& param,
                                    Float (&states)[Adam::kStates]) {
   auto& [exp_avg, exp_avg_sq, max_exp_avg_sq] = states;
-  if (step.grad_divisor != 1) grad = grad / Float(step.grad_divisor);
+  grad = grad * Float(step.grad_factor);
   if (step.l2_penalty != 0) grad = grad + Float(step.l2_penalty) * param;
   exp_avg = Float(step.beta1) * exp_avg + Float(step.one_minus_beta1) * grad;
   exp_avg_sq = Float(step.beta2) * exp_avg_sq + Float(step.one_minus_beta2) * grad * grad;

@@ -13,6 +13,14 @@
 //   };
 //   template <class Float> void update(const Rule::Step&, Float grad, Float& param,
 //                                      Float (&states)[kStates]);  // in <rule>_math.inl
+//
+// An optimizer that needs a number of each whole tensor (a norm) before it can update has two
+// rules, one for each pass over memory; each says which by its `static constexpr Pass kPass`. One
+// that measures also has, beside update:
+//
+//   template <class Float> void measure(const Rule::Step&, Float grad, Float param,
+//                                       const Float (&states)[kStates],  // as they were stored
+//                                       Float (&values)[kMeasured]);     // squares are added up
 #pragma once
 
 #include <cstdint>
@@ -29,11 +37,11 @@ namespace dsx {
 template <int kStates>
 struct StepTensor {
   void* param;             // [n] updated
-  void* grad;              // [n] read only
+  void* grad;              // [n] read only; null if the rule reads none
   void* states[kStates];   // [n] each, updated; absent ones come last and are null
   float* scales[kStates];  // [ceil(n / kCodesBlock)] each, updated: of states stored as codes
   void* param_copy;  // [n] receives the new param, rounded; or null. Of a split param: lower halves
-  float* step;       // [1] steps taken
+  float* step;       // [1] steps taken; null if the rule knows none
   NoiseKey noise;
   int64_t n;
 };
@@ -43,6 +51,37 @@ struct StepTypes {  // of all tensors of a call
   int states;  // how many there are; the others are absent
 };
 
+// What a rule does in its pass over memory.
+enum class Pass {
+  step,     // reads gradients; writes params and states; the only pass of most optimizers
+  measure,  // reads params and gradients; adds up squares of each tensor, knows no steps
+  prepare,  // the same, and writes states
+  apply,    // reads states; writes params; the steps have been advanced before
+};
+
+DSX_HOST_DEVICE constexpr bool measures(Pass pass) {
+  return pass == Pass::measure || pass == Pass::prepare;
+}
+DSX_HOST_DEVICE constexpr bool advances_steps(Pass pass) {
+  return pass == Pass::step || pass == Pass::prepare;
+}
+DSX_HOST_DEVICE constexpr bool reads_grads(Pass pass) { return pass != Pass::apply; }
+DSX_HOST_DEVICE constexpr bool writes_params(Pass pass) {
+  return pass == Pass::step || pass == Pass::apply;
+}
+DSX_HOST_DEVICE constexpr bool writes_states(Pass pass) { return advances_steps(pass); }
+
+constexpr int kMeasured = 2;  // sums of squares of each tensor
+
+template <class Rule>
+DSX_HOST_DEVICE constexpr Pass pass_of() {
+  if constexpr (requires { Rule::kPass; }) {
+    return Rule::kPass;
+  } else {
+    return Pass::step;
+  }
+}
+
 template <class Rule>
 struct StepCall {
   typename Rule::Options options;
@@ -51,6 +90,7 @@ struct StepCall {
   Scalar found_inf;   // not 0: the step is skipped, nothing is modified
   bool maximize;      // steps up the gradient
   StepTypes types;
+  const float* coefficients = nullptr;  // [tensors] factor of lr for each; or null
 };
 
 template <class Rule>
@@ -61,11 +101,13 @@ struct Prepared {  // what depends on the tensor's step
 
 // `step` counts this step as taken: the first is 1. Same bits on the host and in CUDA.
 template <class Rule>
-DSX_HOST_DEVICE Prepared<Rule> prepare(const StepCall<Rule>& call, const NoiseKey& key,
-                                       float step) {
+DSX_HOST_DEVICE Prepared<Rule> prepare(const StepCall<Rule>& call, int64_t index,
+                                       const NoiseKey& key, float step) {
   const double scale = call.grad_scale.value();
   const double divisor = call.maximize ? -scale : scale;
-  return {Rule::make_step(call.options, call.lr.value(), divisor, step), make_noise(key, step)};
+  double lr = call.lr.value();
+  if (call.coefficients != nullptr) lr *= call.coefficients[index];
+  return {Rule::make_step(call.options, lr, divisor, step), make_noise(key, step)};
 }
 
 // The storage types that have a loop of their own: Param, Grad, State. Every other combination, and

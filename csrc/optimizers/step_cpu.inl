@@ -1,173 +1,59 @@
-// The loop of an optimizer step over one tensor; compiled once per ISA, after the Rule's formula.
-#include "optimizers/storage_math.inl"
-
-// The elements of a parameter as floats, and their way back into memory.
-template <class T>
-struct Parameter {
-  Pointer<T> begin;
-  Pointer<Any> copy;  // receives the rounded parameter; or null
-
-  Parameter(const StepTypes& types, void* param, void* param_copy)
-      : begin(Pointer<T>::to(param, types.param)),
-        copy(Pointer<Any>::to(param_copy, types.param_copy)) {}
-
-  void ask_for(int64_t i) const { prefetch((begin + i).address); }
-  Vec load(int64_t i, int count) const { return Vec::load(begin + i, count); }
-  void store(int64_t i, Vec value, int count) const {
-    value.store(begin + i, count);
-    if (copy) value.store(copy + i, count);
-  }
-};
-
-template <>
-struct Parameter<Split> {
-  uint16_t* upper;
-  int16_t* lower;
-
-  Parameter(const StepTypes& /*types*/, void* param, void* param_copy)
-      : upper(static_cast<uint16_t*>(param)), lower(static_cast<int16_t*>(param_copy)) {}
-
-  void ask_for(int64_t i) const {
-    prefetch(upper + i);
-    prefetch(lower + i);
-  }
-  Vec load(int64_t i, int count) const {
-    return float_of(join_halves(Ints::load(upper + i, count), Ints::load(lower + i, count)));
-  }
-  void store(int64_t i, Vec value, int count) const {
-    const Ints bits = bits_to_split<Ints>(value);
-    upper_half(bits).store(upper + i, count);
-    bits.store(reinterpret_cast<uint16_t*>(lower) + i, count);
-  }
-};
-
-// The state of a parameter as floats, and its way back into memory.
-template <class Rule, class T, class Grad>
-struct States {
-  using Loop = StatesOfLoop<Rule, Grad>;
-  static constexpr int kCount = Loop::kCount;
-  Pointer<T> begins[kCount];
-  Noise noise;
-
-  States(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
-         const Noise& noise_of_step)
-      : noise(noise_of_step) {
-    for (int j = 0; j < kCount; ++j) begins[j] = Pointer<T>::to(tensor.states[j], types.state);
-    noise.on = noise.on && types.state == Dtype::bfloat16;
-  }
-
-  void ask_for(int64_t i) const {
-    for (int j = 0; j < kCount; ++j) {
-      if (!absent(j)) prefetch((begins[j] + i).address);
-    }
-  }
-
-  void load(int64_t i, int count, Vec (&values)[Rule::kStates]) const {
-    for (int j = 0; j < kCount; ++j) {
-      if (!absent(j)) values[j] = Vec::load(begins[j] + i, count);
-    }
-  }
-
-  void store(int64_t i, int count, Vec (&values)[Rule::kStates]) const {
-    if (noise.on) {
-      const Ints random = random_bits(noise, Ints::from(uint32_t(i)));
-      for (int j = 0; j < kCount; ++j) {
-        values[j] = round_to_bfloat16(values[j], part_of<16>(random, j));
-      }
-    }
-    for (int j = 0; j < kCount; ++j) {
-      if (!absent(j)) values[j].store(begins[j] + i, count);
-    }
-  }
-
- private:
-  bool absent(int j) const { return Loop::absent(begins[j].address); }
-};
-
-// The same for state in codes, for which a block is read and written as a whole: new values wait
-// in a buffer until the largest one is known.
-template <class Rule, class Grad>
-struct CodedStates {
-  using Loop = StatesOfLoop<Rule, Grad>;
-  static constexpr int kCount = Loop::kCount;
-  uint8_t* begins[kCount];
-  float* scales[kCount];
-  Noise noise;
-  float scale[kCount];   // of the block at hand
-  Ints largest[kCount];  // bits of the largest magnitudes so far, by lane
-  float (*buffers)[kCodesBlock];
-
-  CodedStates(const StepTensor<Rule::kStates>& tensor, const Noise& noise_of_step,
-              float (*buffers_of_loop)[kCodesBlock])
-      : noise(noise_of_step), buffers(buffers_of_loop) {
-    for (int j = 0; j < kCount; ++j) {
-      begins[j] = static_cast<uint8_t*>(tensor.states[j]);
-      scales[j] = tensor.scales[j];
-    }
-  }
-
-  void ask_for(int64_t i) const {
-    for (int j = 0; j < kCount; ++j) {
-      if (!absent(j)) prefetch(begins[j] + i);
-    }
-  }
-
-  void begin_block(int64_t begin) {
-    for (int j = 0; j < kCount; ++j) {
-      if (!absent(j)) scale[j] = scales[j][begin / kCodesBlock];
-      largest[j] = Ints(0u);
-    }
-  }
-
-  void load(int64_t i, int count, Vec (&values)[Rule::kStates]) const {
-    for (int j = 0; j < kCount; ++j) {
-      if (absent(j)) continue;
-      values[j] = decode<Vec>(Ints::load(begins[j] + i, count), scale[j], Rule::is_signed(j));
-    }
-  }
-
-  // Lanes beyond `count` come from zeros, so they are no larger than the others.
-  void store(int64_t i, int count, const Vec (&values)[Rule::kStates]) {
-    for (int j = 0; j < kCount; ++j) {
-      if (absent(j)) continue;
-      largest[j] = max(largest[j], bits_of(Rule::is_signed(j) ? abs(values[j]) : values[j]));
-      values[j].store(buffers[j] + i % kCodesBlock, count);
-    }
-  }
-
-  void end_block(int64_t begin, int64_t end) {
-    float inverse[kCount];
-    for (int j = 0; j < kCount; ++j) {
-      if (absent(j)) continue;
-      const float new_scale = scale_of_block(max_of(largest[j]));
-      inverse[j] = inverse_of_scale(new_scale);
-      scales[j][begin / kCodesBlock] = new_scale;
-    }
-    for_each_vector(begin, end, [&](int64_t i, int count) {
-      const Ints random = noise.on ? random_bits(noise, Ints::from(uint32_t(i)))
-                                   : Ints(nearest_bits<kRandomBits>());
-      for (int j = 0; j < kCount; ++j) {
-        if (absent(j)) continue;
-        const Vec value = Vec::load(buffers[j] + i % kCodesBlock, count);
-        encode(value, inverse[j], part_of<kRandomBits>(random, j), Rule::is_signed(j))
-            .store(begins[j] + i, count);
-      }
-    });
-  }
-
- private:
-  bool absent(int j) const { return kCount != Rule::kUsualStates && begins[j] == nullptr; }
-};
+// The loops of an optimizer step over one tensor; compiled once per ISA, after the Rule's formula.
+#include "common/simd/sum.inl"
+#include "optimizers/storage_cpu.inl"
 
 // Elements [begin, end) of one tensor; begin is a multiple of kCodesBlock.
 template <class Rule, class Param, class Grad, class State>
 void step_loop(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
                const Prepared<Rule>& prepared, int64_t begin, int64_t end) {
+  constexpr Pass pass = pass_of<Rule>();
   // Local copies, which no store below can change: they stay in registers.
   const typename Rule::Step step = prepared.step;
   const Parameter<Param> parameter(types, tensor.param, tensor.param_copy);
   const auto grads = Pointer<Grad>::to(tensor.grad, types.grad);
   const auto run = [&](auto& states, int64_t first, int64_t last) {
+    for_each_vector(first, last, [&](int64_t i, int count) {
+      if (!holds<State>(Dtype::codes) && i + kPrefetchElements < end) {
+        if constexpr (reads_grads(pass)) prefetch((grads + i).address);
+        parameter.ask_for(i);
+        states.ask_for(i);
+      }
+      Vec grad = 0;
+      if constexpr (reads_grads(pass)) grad = Vec::load(grads + i, count);
+      Vec param = parameter.load(i, count);
+      Vec values[Rule::kStates]{};
+      states.load(i, count, values);
+      update(step, grad, param, values);
+      parameter.store(i, param, count);
+      if constexpr (writes_states(pass)) states.store(i, count, values);
+    });
+  };
+  if constexpr (holds<State>(Dtype::codes)) {
+    float buffers[StatesOfLoop<Rule, Grad>::kCount][kCodesBlock];
+    CodedStates<Rule, Grad> states(tensor, prepared.noise, buffers);
+    for (int64_t block = begin; block < end; block += kCodesBlock) {
+      const int64_t block_end = block + kCodesBlock < end ? block + kCodesBlock : end;
+      states.begin_block(block);
+      run(states, block, block_end);
+      if constexpr (writes_states(pass)) states.end_block(block, block_end);
+    }
+  } else {
+    const States<Rule, State, Grad> states(types, tensor, prepared.noise);
+    run(states, begin, end);
+  }
+}
+
+// The same for a rule that measures: adds up the squares of the range, a chunk of kReductionChunk.
+// Block by block, first the new state is stored, then the values are worked out from what was.
+template <class Rule, class Param, class Grad, class State>
+void measure_loop(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
+                  const Prepared<Rule>& prepared, int64_t begin, int64_t end, double* squares) {
+  constexpr Pass pass = pass_of<Rule>();
+  const typename Rule::Step step = prepared.step;
+  const Parameter<Param> parameter(types, tensor.param, tensor.param_copy);
+  const auto grads = Pointer<Grad>::to(tensor.grad, types.grad);
+  Sum16 sums[kMeasured];
+  [[maybe_unused]] const auto renew = [&](auto& states, int64_t first, int64_t last) {
     for_each_vector(first, last, [&](int64_t i, int count) {
       if (!holds<State>(Dtype::codes) && i + kPrefetchElements < end) {
         prefetch((grads + i).address);
@@ -179,32 +65,51 @@ void step_loop(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
       Vec values[Rule::kStates]{};
       states.load(i, count, values);
       update(step, grad, param, values);
-      parameter.store(i, param, count);
       states.store(i, count, values);
     });
   };
-  if constexpr (holds<State>(Dtype::codes)) {
-    float buffers[StatesOfLoop<Rule, Grad>::kCount][kCodesBlock];
-    CodedStates<Rule, Grad> states(tensor, prepared.noise, buffers);
-    for (int64_t block = begin; block < end; block += kCodesBlock) {
-      const int64_t block_end = block + kCodesBlock < end ? block + kCodesBlock : end;
+  const auto add_up = [&](const auto& states, int64_t first, int64_t last) {
+    for_each_vector(first, last, [&](int64_t i, int count) {
+      const Vec grad = Vec::load(grads + i, count);
+      const Vec param = parameter.load(i, count);
+      Vec values[Rule::kStates]{};
+      states.load(i, count, values);
+      Vec measured[kMeasured];
+      measure(step, grad, param, values, measured);
+      for (int k = 0; k < kMeasured; ++k) sums[k].add_square(measured[k], i - begin, count);
+    });
+  };
+  [[maybe_unused]] float buffers[StatesOfLoop<Rule, Grad>::kCount][kCodesBlock];
+  for (int64_t block = begin; block < end; block += kCodesBlock) {
+    const int64_t block_end = block + kCodesBlock < end ? block + kCodesBlock : end;
+    if constexpr (holds<State>(Dtype::codes)) {
+      CodedStates<Rule, Grad> states(tensor, prepared.noise, buffers);
       states.begin_block(block);
-      run(states, block, block_end);
+      renew(states, block, block_end);
       states.end_block(block, block_end);
+      states.begin_block(block);  // with the new scales
+      add_up(states, block, block_end);
+    } else {
+      const States<Rule, State, Grad> states(types, tensor, prepared.noise);
+      if constexpr (writes_states(pass)) renew(states, block, block_end);
+      add_up(states, block, block_end);
     }
-  } else {
-    const States<Rule, State, Grad> states(types, tensor, prepared.noise);
-    run(states, begin, end);
   }
+  for (int k = 0; k < kMeasured; ++k) squares[k] = sums[k].total();
 }
 
-// The loop for the storage types of the call.
+// The loop for the storage types of the call. `squares` is for a rule that measures.
 template <class Rule>
 void step(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
-          const Prepared<Rule>& prepared, int64_t begin, int64_t end) {
-#define DSX_TRY_TYPES(Param, Grad, State)                                            \
-  if (takes<Rule, Param, Grad, State>(types)) {                                      \
-    return step_loop<Rule, Param, Grad, State>(types, tensor, prepared, begin, end); \
+          const Prepared<Rule>& prepared, int64_t begin, int64_t end,
+          [[maybe_unused]] double* squares = nullptr) {
+#define DSX_TRY_TYPES(Param, Grad, State)                                                          \
+  if (takes<Rule, Param, Grad, State>(types)) {                                                    \
+    if constexpr (measures(pass_of<Rule>())) {                                                     \
+      return measure_loop<Rule, Param, Grad, State>(types, tensor, prepared, begin, end, squares); \
+    } else {                                                                                       \
+      return step_loop<Rule, Param, Grad, State>(types, tensor, prepared, begin, end);             \
+    }                                                                                              \
   }
   DSX_STEP_STORAGE_TYPES(DSX_TRY_TYPES)
 #undef DSX_TRY_TYPES

@@ -4,18 +4,15 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "common/cuda/check.h"
 #include "common/cuda/launch.cuh"
-#include "common/cuda/vector_io.cuh"
-#include "common/math.h"
+#include "common/cuda/reduce.cuh"
 #include "optimizers/step.h"
+#include "optimizers/storage_cuda.cuh"
 
-namespace dsx {
-
-#include "optimizers/storage_math.inl"
-
-namespace cuda {
+namespace dsx::cuda {
 
 constexpr int kStepsPerLaunch = 1000;
 
@@ -38,6 +35,7 @@ struct TensorsOfLaunch {
   StepTensor<Rule::kStates> tensors[kMost];  // [count] of them
   int first_block[kMost];                    // [count] of each tensor
   const Prepared<Rule>* prepared;            // [count] device memory
+  double* squares;                           // [blocks, kMeasured] written by a rule that measures
   int count;
 };
 
@@ -45,202 +43,43 @@ template <class Rule>
 __global__ void advance_steps(const __grid_constant__ StepsOfLaunch<Rule> launch) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= launch.count || launch.call.found_inf.value() != 0) return;
-  const float step = *launch.steps[i] + 1;
-  *launch.steps[i] = step;
-  launch.prepared[i] = prepare(launch.call, launch.noise[i], step);
+  constexpr Pass pass = pass_of<Rule>();
+  float step = 0;
+  if constexpr (pass != Pass::measure) step = *launch.steps[i];
+  if constexpr (advances_steps(pass)) *launch.steps[i] = ++step;
+  launch.prepared[i] = prepare(launch.call, i, launch.noise[i], step);
 }
 
-// The elements of a parameter as floats, and their way back into memory.
-template <class T>
-struct Parameter {
-  Pointer<T> begin;
-  Pointer<Any> copy;
-
-  __device__ Parameter(const StepTypes& types, void* param, void* param_copy)
-      : begin(Pointer<T>::to(param, types.param)),
-        copy(Pointer<Any>::to(param_copy, types.param_copy)) {}
-
-  template <Access access, int kCount>
-  __device__ Floats<kCount> load(int64_t i, int count) const {
-    return cuda::load<access, kCount>(begin + i, count);
+// Adds the squares of the first `count` lanes, which are exact in double.
+template <int kCount>
+__device__ inline void add_squares(const Floats<kCount>& values, int count, double& sum) {
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    if (k < count) sum += double(values.lanes[k]) * double(values.lanes[k]);
   }
-  template <Access access, int kCount>
-  __device__ void store(int64_t i, const Floats<kCount>& values, int count) const {
-    cuda::store<access>(begin + i, values, count);
-    if (copy) cuda::store<access>(copy + i, values, count);
-  }
-};
-
-template <>
-struct Parameter<Split> {
-  uint16_t* upper;
-  int16_t* lower;
-
-  __device__ Parameter(const StepTypes& /*types*/, void* param, void* param_copy)
-      : upper(static_cast<uint16_t*>(param)), lower(static_cast<int16_t*>(param_copy)) {}
-
-  template <Access access, int kCount>
-  __device__ Floats<kCount> load(int64_t i, int count) const {
-    const auto uppers = load_elements<access, kCount>(upper + i, count);
-    const auto lowers = load_elements<access, kCount>(lower + i, count);
-    Floats<kCount> values;
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      values.lanes[k] =
-          float_of(join_halves(uint32_t(uppers.lanes[k]), uint32_t(int32_t(lowers.lanes[k]))));
-    }
-    return values;
-  }
-  template <Access access, int kCount>
-  __device__ void store(int64_t i, const Floats<kCount>& values, int count) const {
-    Elements<uint16_t, kCount> uppers;
-    Elements<int16_t, kCount> lowers;
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      const uint32_t bits = bits_to_split<uint32_t>(values.lanes[k]);
-      uppers.lanes[k] = uint16_t(upper_half(bits));
-      lowers.lanes[k] = int16_t(bits);
-    }
-    store_elements<access>(upper + i, uppers, count);
-    store_elements<access>(lower + i, lowers, count);
-  }
-};
-
-// The state of a parameter as floats, and its way back into memory.
-template <class Rule, class T, class Grad>
-struct States {
-  using Loop = StatesOfLoop<Rule, Grad>;
-  static constexpr int kStates = Loop::kCount;
-  Pointer<T> begins[kStates];
-  Noise noise;
-
-  __device__ States(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
-                    const Noise& noise_of_step)
-      : noise(noise_of_step) {
-#pragma unroll
-    for (int j = 0; j < kStates; ++j) begins[j] = Pointer<T>::to(tensor.states[j], types.state);
-    noise.on = noise.on && types.state == Dtype::bfloat16;
-  }
-
-  template <Access access, int kCount>
-  __device__ void load(int64_t i, int count, Floats<kCount> (&values)[Rule::kStates]) const {
-#pragma unroll
-    for (int j = 0; j < kStates; ++j) {
-      if (!absent(j)) values[j] = cuda::load<access, kCount>(begins[j] + i, count);
-    }
-  }
-
-  template <Access access, int kCount>
-  __device__ void store(int64_t i, int count, Floats<kCount> (&values)[Rule::kStates]) const {
-    if (noise.on) {
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) {
-        const uint32_t random = random_bits(noise, uint32_t(i + k));
-#pragma unroll
-        for (int j = 0; j < kStates; ++j) {
-          values[j].lanes[k] = round_to_bfloat16(values[j].lanes[k], part_of<16>(random, j));
-        }
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kStates; ++j) {
-      if (!absent(j)) cuda::store<access>(begins[j] + i, values[j], count);
-    }
-  }
-
- private:
-  __device__ bool absent(int j) const { return Loop::absent(begins[j].address); }
-};
-
-// The same for state in codes: the threads of a warp hold one block between them.
-template <class Rule, class Grad>
-struct States<Rule, Codes, Grad> {
-  using Loop = StatesOfLoop<Rule, Grad>;
-  static constexpr int kStates = Loop::kCount;
-  uint8_t* begins[kStates];
-  float* scales[kStates];
-  Noise noise;
-
-  __device__ States(const StepTypes& /*types*/, const StepTensor<Rule::kStates>& tensor,
-                    const Noise& noise_of_step)
-      : noise(noise_of_step) {
-#pragma unroll
-    for (int j = 0; j < kStates; ++j) {
-      begins[j] = static_cast<uint8_t*>(tensor.states[j]);
-      scales[j] = tensor.scales[j];
-    }
-  }
-
-  template <Access access, int kCount>
-  __device__ void load(int64_t i, int count, Floats<kCount> (&values)[Rule::kStates]) const {
-    static_assert(kCount * 32 == kCodesBlock);
-#pragma unroll
-    for (int j = 0; j < kStates; ++j) {
-      if (absent(j)) continue;
-      const float scale = scales[j][i / kCodesBlock];
-      const auto codes = load_elements<access, kCount>(begins[j] + i, count);
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) {
-        values[j].lanes[k] = decode<float>(uint32_t(codes.lanes[k]), scale, Rule::is_signed(j));
-      }
-    }
-  }
-
-  template <Access access, int kCount>
-  __device__ void store(int64_t i, int count, Floats<kCount> (&values)[Rule::kStates]) const {
-    float inverse[kStates];
-#pragma unroll
-    for (int j = 0; j < kStates; ++j) {
-      if (absent(j)) continue;
-      uint32_t largest = 0;
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) {
-        const uint32_t bits = bits_of(values[j].lanes[k]) & 0x7fffffff;
-        if (k < count) largest = max(largest, bits);
-      }
-      const float scale = scale_of_block(max_of_warp(largest));
-      inverse[j] = inverse_of_scale(scale);
-      if (i % kCodesBlock == 0) scales[j][i / kCodesBlock] = scale;
-    }
-    Elements<uint8_t, kCount> codes[kStates];
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      const uint32_t random =
-          noise.on ? random_bits(noise, uint32_t(i + k)) : nearest_bits<kRandomBits>();
-#pragma unroll
-      for (int j = 0; j < kStates; ++j) {
-        if (absent(j)) continue;
-        codes[j].lanes[k] = uint8_t(encode(values[j].lanes[k], inverse[j],
-                                           part_of<kRandomBits>(random, j), Rule::is_signed(j)));
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kStates; ++j) {
-      if (!absent(j)) store_elements<access>(begins[j] + i, codes[j], count);
-    }
-  }
-
- private:
-  __device__ bool absent(int j) const { return Loop::absent(begins[j]); }
-};
-
-// Whether every access of kCount elements of this tensor is aligned.
-template <int kCount, int kStates>
-__device__ bool is_aligned(const StepTypes& types, const StepTensor<kStates>& tensor) {
-  bool aligned = is_aligned<kCount>(tensor.param, bytes_of(types.param)) &&
-                 is_aligned<kCount>(tensor.grad, bytes_of(types.grad)) &&
-                 is_aligned<kCount>(tensor.param_copy, bytes_of(types.param_copy));
-#pragma unroll
-  for (int j = 0; j < kStates; ++j) {
-    aligned = aligned && is_aligned<kCount>(tensor.states[j], bytes_of(types.state));
-  }
-  return aligned;
 }
+
+// Elements of a block. The work before the first one takes longer than usual with codes.
+constexpr int64_t kCodedChunk = 32768;
+
+inline int64_t blocks_of(const StepTypes& types, int64_t n) {
+  return chunks_of(n, types.state == Dtype::codes ? kCodedChunk : kChunk);
+}
+
+// Blocks that a multiprocessor holds at once, which bounds the registers of a thread. Measured on
+// an H200: the more the better, but for float state, and until registers are spilled.
+template <class Grad, class State>
+constexpr int kResidentBlocks = std::is_same_v<State, float>    ? 1
+                                : !std::is_same_v<State, Codes> ? 4
+                                : std::is_same_v<Grad, Any>     ? 2
+                                                                : 5;
 
 template <class Rule, class Param, class Grad, class State>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, (kResidentBlocks<Grad, State>))
     step_kernel(const __grid_constant__ TensorsOfLaunch<Rule> launch) {
-  if (launch.call.found_inf.value() != 0) return;
+  constexpr Pass pass = pass_of<Rule>();
+  const bool skip = launch.call.found_inf.value() != 0;
+  if (skip && !measures(pass)) return;
   // Elements of a thread's access: 16 bytes of the widest of the types; a warp takes whole blocks.
   constexpr bool kCoded = std::is_same_v<State, Codes>;
   constexpr bool kNarrow = std::is_same_v<Param, BFloat16> && std::is_same_v<Grad, BFloat16>;
@@ -252,26 +91,26 @@ __global__ void __launch_bounds__(kThreads)
   const Parameter<Param> parameter(types, tensor.param, tensor.param_copy);
   const auto grads = Pointer<Grad>::to(tensor.grad, types.grad);
   const States<Rule, State, Grad> states(types, tensor, prepared.noise);
-  constexpr int kStates = StatesOfLoop<Rule, Grad>::kCount;
-  const int64_t begin = int64_t(int(blockIdx.x) - launch.first_block[index]) * kChunk;
-  const int64_t end = ::min(begin + kChunk, tensor.n);
+  constexpr int64_t kMine = kCoded ? kCodedChunk : kChunk;
+  const int64_t begin = int64_t(int(blockIdx.x) - launch.first_block[index]) * kMine;
+  const int64_t end = skip ? begin : ::min(begin + kMine, tensor.n);
+  [[maybe_unused]] double squares[kMeasured] = {};
 
   const auto visit = [&]<Access access>(int64_t i, int count) {
-    const auto g = load<access, kCount>(grads + i, count);
-    auto p = parameter.template load<access, kCount>(i, count);
+    Floats<kCount> grad(0.0f);
+    if constexpr (reads_grads(pass)) grad = load<access, kCount>(grads + i, count);
+    auto param = parameter.template load<access, kCount>(i, count);
     Floats<kCount> values[Rule::kStates];
     states.template load<access>(i, count, values);
+    update(prepared.step, grad, param, values);
+    if constexpr (writes_params(pass)) parameter.template store<access>(i, param, count);
+    if constexpr (writes_states(pass)) states.template store<access>(i, count, values);
+    if constexpr (measures(pass)) {
+      Floats<kCount> measured[kMeasured];
+      measure(prepared.step, grad, param, values, measured);
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      float lanes[Rule::kStates];
-#pragma unroll
-      for (int j = 0; j < kStates; ++j) lanes[j] = values[j].lanes[k];
-      update(prepared.step, g.lanes[k], p.lanes[k], lanes);
-#pragma unroll
-      for (int j = 0; j < kStates; ++j) values[j].lanes[k] = lanes[j];
+      for (int j = 0; j < kMeasured; ++j) add_squares(measured[j], count, squares[j]);
     }
-    parameter.template store<access>(i, p, count);
-    states.template store<access>(i, count, values);
   };
   // What has to stay together: a thread's elements, or with codes those of a warp, which finds the
   // scale of its block together, so that all its threads go on while one of them has elements.
@@ -288,6 +127,9 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t left = end - i;
     visit.template operator()<Access::single>(i, int(left < 0 ? 0 : left < kCount ? left : kCount));
   }
+  if constexpr (measures(pass)) {
+    store_block_sums(squares, launch.squares + int64_t(blockIdx.x) * kMeasured);
+  }
 }
 
 template <class Rule>
@@ -299,6 +141,7 @@ void launch_advance_steps(const StepCall<Rule>& call, const StepTensor<Rule::kSt
   for (int64_t first = 0; first < count; first += kStepsPerLaunch) {
     launch.count = int(std::min<int64_t>(kStepsPerLaunch, count - first));
     launch.prepared = prepared + first;
+    if (call.coefficients != nullptr) launch.call.coefficients = call.coefficients + first;
     for (int i = 0; i < launch.count; ++i) {
       launch.steps[i] = tensors[first + i].step;
       launch.noise[i] = tensors[first + i].noise;
@@ -311,11 +154,13 @@ void launch_advance_steps(const StepCall<Rule>& call, const StepTensor<Rule::kSt
 
 template <class Rule, class Param, class Grad, class State>
 void launch_step(const StepCall<Rule>& call, const StepTensor<Rule::kStates>* tensors,
-                 int64_t count, const Prepared<Rule>* prepared, cudaStream_t stream) {
+                 int64_t count, const Prepared<Rule>* prepared, double* squares_of_blocks,
+                 cudaStream_t stream) {
   using Launch = TensorsOfLaunch<Rule>;
   Launch launch;
   static_assert(sizeof(launch) <= kMaxKernelParameterBytes);
   launch.call = call;
+  launch.squares = squares_of_blocks;
   for (int64_t first = 0; first < count; first += Launch::kMost) {
     launch.count = int(std::min<int64_t>(Launch::kMost, count - first));
     launch.prepared = prepared + first;
@@ -323,28 +168,52 @@ void launch_step(const StepCall<Rule>& call, const StepTensor<Rule::kStates>* te
     for (int i = 0; i < launch.count; ++i) {
       launch.tensors[i] = tensors[first + i];
       launch.first_block[i] = int(blocks);
-      blocks += chunks_of(launch.tensors[i].n);
+      blocks += blocks_of(call.types, launch.tensors[i].n);
     }
     if (blocks == 0) continue;  // CUDA rejects an empty grid
     step_kernel<Rule, Param, Grad, State><<<unsigned(blocks), kThreads, 0, stream>>>(launch);
     check(cudaGetLastError(), Rule::kOp);
+    if constexpr (measures(pass_of<Rule>())) launch.squares += blocks * kMeasured;
   }
 }
 
-// Queues the step of all tensors on the stream.
+// Queues the step of all tensors on the stream. A rule that measures has each block leave its sums.
 template <class Rule>
 void queue_step(const StepCall<Rule>& call, const StepTensor<Rule::kStates>* tensors, int64_t count,
-                Prepared<Rule>* prepared, void* stream) {
+                Prepared<Rule>* prepared, void* stream, double* squares_of_blocks = nullptr) {
   check(cudaPeekAtLastError(), Rule::kOp);  // of somebody before: nothing is modified yet
   launch_advance_steps(call, tensors, count, prepared, cudaStream_t(stream));
-#define DSX_TRY_TYPES(Param, Grad, State)                                        \
-  if (takes<Rule, Param, Grad, State>(call.types)) {                             \
-    return launch_step<Rule, Param, Grad, State>(call, tensors, count, prepared, \
-                                                 cudaStream_t(stream));          \
+#define DSX_TRY_TYPES(Param, Grad, State)                                                  \
+  if (takes<Rule, Param, Grad, State>(call.types)) {                                       \
+    return launch_step<Rule, Param, Grad, State>(call, tensors, count, prepared,           \
+                                                 squares_of_blocks, cudaStream_t(stream)); \
   }
   DSX_STEP_STORAGE_TYPES(DSX_TRY_TYPES)
 #undef DSX_TRY_TYPES
 }
 
-}  // namespace cuda
-}  // namespace dsx
+// How many doubles of device memory queue_measure works in, at the most.
+template <int kStates>
+int64_t doubles_of_blocks(const StepTensor<kStates>* tensors, int64_t count) {
+  int64_t blocks = 0;
+  for (int64_t i = 0; i < count; ++i) blocks += chunks_of(tensors[i].n);
+  return blocks * kMeasured;
+}
+
+// The same for a rule that measures: queues the sums of squares of each tensor as well.
+template <class Rule>
+void queue_measure(const StepCall<Rule>& call, const StepTensor<Rule::kStates>* tensors,
+                   int64_t count, Prepared<Rule>* prepared,
+                   double* workspace,  // [doubles_of_blocks()] device memory
+                   double* squares,    // [count, kMeasured] device memory, written
+                   void* stream) {
+  queue_step(call, tensors, count, prepared, stream, workspace);
+  std::vector<int64_t> first_block(size_t(count) + 1);
+  for (int64_t i = 0; i < count; ++i) {
+    first_block[size_t(i) + 1] = first_block[size_t(i)] + blocks_of(call.types, tensors[i].n);
+  }
+  launch_add_blocks<kMeasured>(first_block.data(), count, workspace, squares, cudaStream_t(stream),
+                               Rule::kOp);
+}
+
+}  // namespace dsx::cuda

@@ -68,8 +68,9 @@ struct Integers64 {
 
 class StepArguments {
  public:
-  // Checks parameters and gradients. Offsets and slots are absent if state comes as lists.
-  StepArguments(const char* op, const TensorList& params, const TensorList& grads,
+  // Checks parameters and gradients; null: the op takes none. Offsets and slots are absent if state
+  // comes as lists.
+  StepArguments(const char* op, const TensorList& params, const TensorList* grads,
                 const std::optional<torch::stable::Tensor>& offsets,
                 const std::optional<torch::stable::Tensor>& slots)
       : op_(op),
@@ -78,22 +79,21 @@ class StepArguments {
         slots_(op, "slots", slots),
         device_(params[0]),
         param_addresses_(params.addresses()),
-        grad_addresses_(grads.addresses()),
+        grad_addresses_(grads == nullptr ? std::vector<char*>(params.size()) : grads->addresses()),
         numels_(params.size()),
         memory_(op, 2 * params.size()) {
-    check_length(op, "grads", grads.size(), params.size());
+    if (grads != nullptr) check_length(op, "grads", grads->size(), params.size());
     if (!offsets_.empty() || !slots_.empty()) {
       check_length(op_, "offsets", offsets_.count, count());
       check_length(op_, "slots", slots_.count, count());
     }
     param_dtype_ = storage_dtype(op, {"params", 0}, device_);
-    grad_dtype_ = storage_dtype(op, {"grads", 0}, TensorView(grads[0]));
+    if (grads != nullptr) grad_dtype_ = storage_dtype(op, {"grads", 0}, TensorView((*grads)[0]));
     for (size_t i = 0; i < count(); ++i) {
       const TensorView param(params[i], param_addresses_[i]);
-      const TensorView grad(grads[i], grad_addresses_[i]);
       numels_[i] = param.numel;
       check_param(i, param);
-      check_grad(i, grad, param);
+      if (grads != nullptr) check_grad(i, TensorView((*grads)[i], grad_addresses_[i]), param);
     }
     check_places();
   }
@@ -180,6 +180,27 @@ class StepArguments {
           ", expected float32 or float64");
     memory_.add({name}, view, sizeof(float), Access::read);
     return {.float_address = reinterpret_cast<const float*>(view.data)};
+  }
+
+  // A float32 on the device for each parameter.
+  const float* factors(const char* name, AtenTensorHandle tensor) {
+    const TensorView view(tensor);
+    check_device(op_, {name}, view, device_);
+    check_dtype(op_, {name}, view, Dtype::float32);
+    check_flat(op_, {name}, view);
+    check_length(op_, name, size_t(view.numel), count());
+    memory_.add({name}, view, sizeof(float), Access::read);
+    return reinterpret_cast<const float*>(view.data);
+  }
+
+  // A new tensor of doubles with so many columns for each parameter.
+  torch::stable::Tensor new_doubles(int64_t columns) const {
+    const int64_t sizes[] = {int64_t(count()), columns}, strides[] = {columns, 1};
+    AtenTensorHandle result = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(2, sizes, strides, aoti_torch_dtype_float64(),
+                                                    device_.device_type, device_.device_index,
+                                                    &result));
+    return torch::stable::Tensor(result);
   }
 
   // Nothing that the op writes shares memory with anything else. Call it when all state was given.
@@ -270,7 +291,7 @@ class StepArguments {
   TensorList relaid_grads_;
   MemoryRanges memory_;
   Dtype param_dtype_;
-  Dtype grad_dtype_;
+  Dtype grad_dtype_{};
 };
 
 }  // namespace dsx

@@ -1,27 +1,21 @@
 // The storage formats of optimizer state, element by element: stochastic rounding, a float in two
 // halves, 8-bit codes. Float and Ints are SIMD registers on the CPU, float and uint32_t in CUDA.
 
-// 32 random bits for each element. Two rounds of multiply and xor, as in the finalizer of
-// MurmurHash3, with one half of the key before each.
+// 32 random bits for each element: a Weyl sequence, then one round of xor, shift and multiply with
+// a constant of MurmurHash3. Rounding needs no more: uniform, and unrelated between steps.
 template <class Ints>
 DSX_HOST_DEVICE inline Ints random_bits(const Noise& noise, Ints element) {
-  Ints x = ((element + Ints(noise.first_index)) ^ Ints(noise.low)) * Ints(0x85ebca6bu);
-  x = x ^ shift_right<16>(x) ^ Ints(noise.high);
-  x = x * Ints(0xc2b2ae35u);
-  return x ^ shift_right<16>(x);
+  const Ints x = element * Ints(kWeyl) + Ints(noise.offset);
+  return (x ^ shift_right<16>(x) ^ Ints(noise.mask)) * Ints(0x85ebca6bu);
 }
 
-// `count` of the random bits for state tensor j of an element: one hash serves two tensors.
-template <int count, class Ints>
-DSX_HOST_DEVICE inline Ints part_of(Ints random, int j) {
-  return j % 2 == 0 ? random & Ints((1u << count) - 1) : shift_right<32 - count>(random);
+// The 16 random bits for state tensor j of an element: one hash serves two tensors.
+template <class Ints>
+DSX_HOST_DEVICE inline Ints half_of(Ints random, int j) {
+  return j % 2 == 0 ? random & Ints(0xffffu) : shift_right<16>(random);
 }
 
-// In the place of random bits: each part of it rounds to the nearest, up if there are two.
-template <int count>
-DSX_HOST_DEVICE constexpr uint32_t nearest_bits() {
-  return 1u << 31 | 1u << (count - 1);
-}
+constexpr uint32_t kNearest = 0x80008000;  // in the place of random bits: rounds to the nearest
 
 // The BFloat16 above or below, with a probability such that the expected value is exact. `random`
 // has 16 bits.
@@ -54,7 +48,7 @@ DSX_HOST_DEVICE inline Ints bits_to_split(Float value) {
 // near zero equal steps, further up steps of 1/16 to 1/32 of the value, with no table and no
 // branch. Signed values: a sign bit and 7 bits, for 8 binades. Others: 8 bits, for 16 binades, and
 // never code 0: a second moment must not vanish by rounding.
-constexpr int kRandomBits = 19;                  // what the code leaves out of the fraction
+constexpr int kCutBits = 19;                     // of the fraction, which the code leaves out
 constexpr uint32_t kSignedFloor = 0x3c000000;    // bits of 2^-7; the code comes from bits above 19
 constexpr uint32_t kUnsignedFloor = 0x38000000;  // bits of 2^-15
 constexpr uint32_t kSign = 0x80000000;
@@ -73,26 +67,33 @@ DSX_HOST_DEVICE inline float inverse_of_scale(float scale) {
   return dsx::float_of((254u << 23) - dsx::bits_of(scale));
 }
 
+// `code` is in the upper 8 bits, with zeros below.
 template <class Float, class Ints>
 DSX_HOST_DEVICE inline Float decode(Ints code, float scale, bool is_signed) {
-  const Ints floor = is_signed ? Ints(kSignedFloor) : Ints(kUnsignedFloor);
-  const Ints bits = shift_left<kRandomBits>(code);
-  if (!is_signed) return (float_of(bits | floor) - float_of(floor)) * Float(scale);
-  const Ints magnitude = blend_bits(Ints(0x7fu << kRandomBits), bits, floor);
-  const Float value = float_of(magnitude) - float_of(floor);
-  return float_of(blend_bits(Ints(kSign), shift_left<24>(code), bits_of(value))) * Float(scale);
+  const Ints bits = shift_right<24 - kCutBits>(code);
+  if (!is_signed) {
+    const float floor = dsx::float_of(kUnsignedFloor) * scale;
+    return scale_and_add(float_of(bits | Ints(kUnsignedFloor)), Float(scale), Float(-floor));
+  }
+  const float floor = dsx::float_of(kSignedFloor) * scale;
+  const Ints magnitude = blend_bits(Ints(0x7fu << kCutBits), bits, Ints(kSignedFloor));
+  const Float value = scale_and_add(float_of(magnitude), Float(scale), Float(-floor));
+  return float_of(blend_bits(Ints(kSign), code, bits_of(value)));
 }
 
-// The lower 8 bits of the result are the code. `random` has kRandomBits bits; the expected value is
-// exact, but for unsigned ones below the first step, which become the first step.
+// The upper 8 bits of the result are the code. `random` has 16 bits; the expected value is exact,
+// but for unsigned ones below the first step, which become the first step.
 template <class Float, class Ints>
 DSX_HOST_DEVICE inline Ints encode(Float value, float inverse_scale, Ints random, bool is_signed) {
-  const Float scaled = value * Float(inverse_scale);
+  constexpr int kUp = 24 - kCutBits;
+  const Ints rounding = shift_left<kCutBits - 16>(random);
+  const Float inverse(inverse_scale);
   if (!is_signed) {
-    const Ints sum = bits_of(scaled + float_of(Ints(kUnsignedFloor))) + random;
-    return max(shift_right<kRandomBits>(sum), Ints((kUnsignedFloor >> kRandomBits) + 1));
+    const Float floor = float_of(Ints(kUnsignedFloor));
+    const Ints sum = bits_of(scale_and_add(value, inverse, floor)) + rounding;
+    return max(shift_left<kUp>(sum), Ints(1u << 24));
   }
   const Ints signed_floor = blend_bits(Ints(kSign), bits_of(value), Ints(kSignedFloor));
-  const Ints sum = bits_of(scaled + float_of(signed_floor)) + random;
-  return blend_bits(Ints(0x80u), shift_right<24>(sum), shift_right<kRandomBits>(sum));
+  const Ints sum = bits_of(scale_and_add(value, inverse, float_of(signed_floor))) + rounding;
+  return blend_bits(Ints(kSign), sum, shift_left<kUp>(sum));
 }

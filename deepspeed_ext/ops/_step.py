@@ -39,10 +39,12 @@ class StepReference:
     """Takes a step in float64 and plain torch: everything about it but the formula.
 
     Args:
-        params, grads, scales, master_params, steps, offsets, slots, grad_scale, found_inf,
-            maximize: as in the op.
+        params, scales, master_params, steps, offsets, slots, grad_scale, found_inf, maximize: as in
+            the op.
         states: the lists of state tensors, those that are empty left out.
         signed: for each of these whether values may be negative.
+        grads: may be empty, for a formula that takes none.
+        advances: whether this counts as a step.
     """
 
     params: Sequence[Tensor]
@@ -57,29 +59,51 @@ class StepReference:
     maximize: bool
     grad_scale: Tensor | None
     found_inf: Tensor | None
+    advances: bool = True
 
     @torch.no_grad()
     def run(self, formula: Formula) -> None:
         """Update every parameter.
 
         Args:
-            formula: takes the step number, the parameter, the gradient, then each state tensor, all
-                in float64, and returns the new parameter and state tensors.
+            formula: takes the step number, the parameter, the gradient if there are any, then each
+                state tensor, all in float64, and returns the new parameter and state tensors; what
+                is not returned, or is the parameter it was given, is not written.
         """
-        if self.found_inf is not None and self.found_inf.item() != 0:
+        if self.skips():
             return
         scale = 1.0 if self.grad_scale is None else float(self.grad_scale)
         for i in range(len(self.params)):
-            step = self.steps[i] if self.slots is None else self.steps[0][self.slots[i]]
-            step += 1
-            grad = self.grads[i].double() / scale
-            old = [self._load(i, j) for j in range(len(self.states))]
-            theta, *new = formula(
-                float(step), self._originals(i), -grad if self.maximize else grad, *old
-            )
-            self._store_param(i, theta)
+            step = self._step(i)
+            if self.advances:
+                step += 1
+            grads = [grad.double() / scale for grad in self.grads[i : i + 1]]
+            grads = [-grad for grad in grads] if self.maximize else grads
+            old = self.original(i)
+            theta, *new = formula(float(step), old, *grads, *self.state(i))
+            if theta is not old:
+                self._store_param(i, theta)
             for j, values in enumerate(new):
                 self._store(i, j, values)
+
+    def skips(self) -> bool:
+        """Return whether found_inf says that nothing is to be modified."""
+        return self.found_inf is not None and self.found_inf.item() != 0
+
+    def state(self, i: int) -> list[Tensor]:
+        """Return the state tensors of parameter i in float64."""
+        return [self._load(i, j) for j in range(len(self.states))]
+
+    def original(self, i: int) -> Tensor:
+        """Return parameter i, or the original that it is kept as, in float64."""
+        param = self.params[i]
+        if not self.master_params:
+            return param.double()
+        master = self._piece(self.master_params, i)
+        return (join_float32(param, master) if master.dtype == torch.int16 else master).double()
+
+    def _step(self, i: int) -> Tensor:
+        return self.steps[i] if self.slots is None else self.steps[0][self.slots[i]]
 
     def _piece(self, state: Sequence[Tensor], i: int) -> Tensor:
         if self.offsets is None:
@@ -108,13 +132,6 @@ class StepReference:
         codes, scales = encode_blocks(laid_out, signed=self.signed[j])
         in_memory_order(piece).copy_(in_memory_order(codes))
         self._scales(i, j)[: len(scales)] = scales
-
-    def _originals(self, i: int) -> Tensor:
-        param = self.params[i]
-        if not self.master_params:
-            return param.double()
-        master = self._piece(self.master_params, i)
-        return (join_float32(param, master) if master.dtype == torch.int16 else master).double()
 
     def _store_param(self, i: int, theta: Tensor) -> None:
         if not self.master_params:

@@ -1,14 +1,126 @@
 """Quick runs of each op against its reference, for ds_report; they raise when an op is wrong."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from deepspeed_ext.ops.adagrad import adagrad_step_, adagrad_step_ref_
 from deepspeed_ext.ops.adam import adam_step_, adam_step_ref_
+from deepspeed_ext.ops.l2_norm import squared_norms, squared_norms_ref
+from deepspeed_ext.ops.lamb import (
+    lamb_apply_,
+    lamb_apply_ref_,
+    lamb_coefficients,
+    lamb_moments_,
+    lamb_moments_ref_,
+)
+from deepspeed_ext.ops.lars import (
+    lars_apply_,
+    lars_apply_ref_,
+    lars_coefficients,
+    lars_norms,
+    lars_norms_ref,
+)
+from deepspeed_ext.ops.lion import lion_step_, lion_step_ref_
+from deepspeed_ext.ops.sgd import sgd_step_, sgd_step_ref_
+
+
+def adagrad(device: str) -> None:
+    """Run `_check_step` on adagrad_step_."""
+    _check_step(device, adagrad_step_, adagrad_step_ref_, ["sums"])
 
 
 def adam(device: str) -> None:
-    """Take one step with adam_step_ and with its reference, and compare every element.
+    """Run `_check_step` on adam_step_."""
+    _check_step(device, adam_step_, adam_step_ref_, ["exp_avgs", "exp_avg_sqs"])
+
+
+def lamb(device: str) -> None:
+    """Run `_check_step` on lamb_moments_ and lamb_apply_, one after the other."""
+
+    def lamb_step(grads: Any, lr: float, **arguments: Any) -> None:
+        coefficients = lamb_coefficients(lamb_moments_(grads=grads, **arguments))
+        lamb_apply_(coefficients=coefficients, lr=lr, **arguments)
+
+    def reference(grads: Any, lr: float, **arguments: Any) -> None:
+        coefficients = lamb_coefficients(lamb_moments_ref_(grads=grads, **arguments))
+        lamb_apply_ref_(coefficients=coefficients, lr=lr, **arguments)
+
+    # In bfloat16 the second op would see other moments than the reference, which rounds nothing.
+    states, dtypes = ["exp_avgs", "exp_avg_sqs"], (torch.float32,)
+    _check_step(device, lamb_step, reference, states, dtypes, eps=1e-3)
+
+
+def lars(device: str) -> None:
+    """Run `_check_step` on lars_norms and lars_apply_, one after the other."""
+
+    def lars_step(params: Any, grads: Any, **arguments: Any) -> None:
+        coefficients = lars_coefficients(lars_norms(params, grads), eeta=0.1)
+        lars_apply_(params, grads, coefficients=coefficients, momentum=0.2, **arguments)
+
+    def reference(params: Any, grads: Any, **arguments: Any) -> None:
+        coefficients = lars_coefficients(lars_norms_ref(params, grads), eeta=0.1)
+        lars_apply_ref_(params, grads, coefficients=coefficients, momentum=0.2, **arguments)
+
+    _check_step(device, lars_step, reference, ["momentum_buffers"])
+
+
+def lion(device: str) -> None:
+    """Run `_check_step` on lion_step_."""
+    _check_step(device, lion_step_, lion_step_ref_, ["exp_avgs"])
+
+
+def sgd(device: str) -> None:
+    """Run `_check_step` on sgd_step_."""
+    _check_step(device, sgd_step_, sgd_step_ref_, ["momentum_buffers"], momentum=0.9)
+
+
+def _check_step(
+    device: str,
+    op: Callable[..., None],
+    reference: Callable[..., None],
+    states: list[str],
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+    **options: float,
+) -> None:
+    """Take one step with an op and with its reference, and compare every element.
+
+    Args:
+        device: "cpu" or "cuda".
+        op: takes the step.
+        reference: the same in float64.
+        states: its state arguments.
+        dtypes: of params, gradients and state, in turn.
+        options: other numbers that it needs.
+
+    Raises:
+        RuntimeError: a result is not what the reference says.
+        BuildError: the native library could not be built or loaded.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for dtype in dtypes:
+        got: dict[str, Any] = {
+            name: [(torch.rand(n, generator=generator) + 0.5).to(device, dtype) for n in (1, 3000)]
+            for name in ("params", "grads", *states)
+        }
+        got["steps"] = [torch.full((), 9.0, device=device) for _ in range(2)]
+        want: dict[str, Any] = {
+            name: [t.cpu().double() for t in tensors] for name, tensors in got.items()
+        }
+        op(**got, lr=0.1, weight_decay=0.1, **options)
+        reference(**want, lr=0.1, weight_decay=0.1, **options)
+        # One rounding to the stored type, and a few of float32. Nothing here is small, and what
+        # cancels leaves at least a tenth.
+        bound = torch.finfo(dtype).eps / 2 + 64 * torch.finfo(torch.float32).eps
+        for name, tensors in got.items():
+            for i, tensor in enumerate(tensors):
+                title = f"{op.__name__}: {name}[{i}] on {device}"
+                _compare(title, tensor, want[name][i], bound)
+
+
+def l2_norm(device: str) -> None:
+    """Compare squared_norms with its reference, for each dtype, and beyond float32.
 
     Args:
         device: "cpu" or "cuda".
@@ -18,23 +130,12 @@ def adam(device: str) -> None:
         BuildError: the native library could not be built or loaded.
     """
     generator = torch.Generator().manual_seed(0)
-    names = ("params", "grads", "exp_avgs", "exp_avg_sqs")
-    for dtype in (torch.float32, torch.bfloat16):
-        got: dict[str, Any] = {
-            name: [(torch.rand(n, generator=generator) + 0.5).to(device, dtype) for n in (1, 3000)]
-            for name in names
-        }
-        got["steps"] = [torch.full((), 9.0, device=device) for _ in range(2)]
-        want: dict[str, Any] = {
-            name: [t.cpu().double() for t in tensors] for name, tensors in got.items()
-        }
-        adam_step_(**got, lr=0.1, weight_decay=0.1)
-        adam_step_ref_(**want, lr=0.1, weight_decay=0.1)
-        # One rounding to the stored type, and a few of float32. Nothing here is small or cancels.
-        bound = torch.finfo(dtype).eps / 2 + 16 * torch.finfo(torch.float32).eps
-        for name, tensors in got.items():
-            for i, tensor in enumerate(tensors):
-                _compare(f"{name}[{i}] on {device}", tensor, want[name][i], bound)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    tensors = [torch.randn(70_000, generator=generator).to(device, dtype) for dtype in dtypes]
+    tensors += [torch.ones(1, device=device), torch.full((3,), 3e38, device=device)]
+    want = squared_norms_ref([tensor.cpu() for tensor in tensors])
+    bound = 4 * torch.finfo(torch.float32).eps  # a few roundings, of squares and short sums
+    _compare(f"squared_norms: result on {device}", squared_norms(tensors), want, bound)
 
 
 def _compare(what: str, got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
@@ -44,6 +145,5 @@ def _compare(what: str, got: torch.Tensor, want: torch.Tensor, bound: float) -> 
     if wrong.any():
         i = int(wrong.nonzero()[0])
         raise RuntimeError(
-            f"adam_step_: {what} has {found[i].item()!r} at {i},"
-            f" expected {want.flatten()[i].item()!r}"
+            f"{what} has {found[i].item()!r} at {i}, expected {want.flatten()[i].item()!r}"
         )

@@ -18,17 +18,21 @@ def blocks_of(elements: int) -> int:
     return -(-elements // BLOCK)
 
 
-def encode_blocks(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+def encode_blocks(
+    values: Tensor, *, signed: bool, were_coded: bool = False
+) -> tuple[Tensor, Tensor]:
     """Store values as 8-bit codes with one scale for each block of 256, rounded to the nearest.
 
     A value is off by at most (|value| + floor * scale) / 16, where the scale is at most 1.04 times
     the largest magnitude of the block and the floor is 2^-7 (signed) or 2^-15 (unsigned); that
-    holds for stochastic rounding too, and half of it for this. Encoding decoded values gives the
-    same codes again. An unsigned 0 becomes the least code in a block that is not all zeros.
+    holds for stochastic rounding too, and half of it for this. An unsigned 0 becomes the least code
+    in a block that is not all zeros.
 
     Args:
         values: any shape, dense, of a floating dtype; not negative if not signed.
         signed: 7 bits over 8 binades and a sign, else 8 bits over 16 binades.
+        were_coded: values may be decoded ones, which then stay as they are: a step rounds them at
+            random and may leave a block whose largest value asks for another scale.
 
     Returns:
         The codes, uint8, in the shape and layout of values; the scales, float32, (blocks,). A block
@@ -41,21 +45,35 @@ def encode_blocks(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     scales = (exponents << 23).view(torch.float32)
     scales = torch.where(largest == 0, 0.0, scales)
     scales = torch.where(largest < 2.0**125, scales, float("nan"))
-    inverses = ((254 << 23) - scales.view(torch.int32)).view(torch.float32)
-    floor = torch.tensor(_SIGNED_FLOOR if signed else _UNSIGNED_FLOOR)
-    floors = floor.to(padded.device).expand_as(padded)
-    if signed:
-        floors = floors.copysign(padded)
-    sums = (padded * inverses[:, None] + floors).view(torch.int32).long() & _MASK32
-    sums += 1 << (_RANDOM_BITS - 1)
-    if signed:
-        codes = (sums >> _RANDOM_BITS & 0x7F) | (sums >> 24 & 0x80)
-    else:
-        least = (int(floor.view(torch.int32)) >> _RANDOM_BITS) + 1
-        codes = (sums >> _RANDOM_BITS).clamp(min=least) & 0xFF
+    codes = _encode(padded, scales, signed)
+    for other in (scales * 2, scales / 2) if were_coded else ():
+        others = _encode(padded, other, signed)
+        better = _is_exact(padded, others, other, signed) & ~_is_exact(
+            padded, codes, scales, signed
+        )
+        codes = torch.where(better[:, None], others, codes)
+        scales = torch.where(better, other, scales)
     stored = torch.empty_like(values, dtype=torch.uint8)
     in_memory_order(stored).copy_(codes.flatten()[: flat.numel()])
     return stored, scales
+
+
+def _encode(blocks: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    """Return the codes of (n, BLOCK) values at these scales (n,), as integers."""
+    inverses = ((254 << 23) - scales.view(torch.int32)).view(torch.float32)
+    floor = torch.tensor(_SIGNED_FLOOR if signed else _UNSIGNED_FLOOR, device=blocks.device)
+    floors = floor.expand_as(blocks).copysign(blocks) if signed else floor
+    sums = (blocks * inverses[:, None] + floors).view(torch.int32).long() & _MASK32
+    sums += 1 << (_RANDOM_BITS - 1)
+    if signed:
+        return (sums >> _RANDOM_BITS & 0x7F) | (sums >> 24 & 0x80)
+    least = (floor.view(torch.int32) >> _RANDOM_BITS) + 1
+    return (sums >> _RANDOM_BITS).clamp(min=least) & 0xFF
+
+
+def _is_exact(blocks: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    """Return for each block whether the codes at this scale stand for just its values."""
+    return (_decode(codes, signed) * scales[:, None] == blocks).all(1)
 
 
 def decode_blocks(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
@@ -67,16 +85,18 @@ def decode_blocks(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         signed: as when they were encoded.
     """
     flat = in_memory_order(codes).int()
-    floor = torch.tensor(_SIGNED_FLOOR if signed else _UNSIGNED_FLOOR, device=codes.device)
-    mask = 0x7F if signed else 0xFF
-    bits = ((flat & mask) << _RANDOM_BITS) + floor.view(torch.int32)
-    values = bits.view(torch.float32) - floor
-    if signed:
-        values = torch.where(flat & 0x80 != 0, -values, values)
     each = scales[: blocks_of(flat.numel())].repeat_interleave(BLOCK)[: flat.numel()]
     decoded = torch.empty_like(codes, dtype=torch.float32)
-    in_memory_order(decoded).copy_(values * each)
+    in_memory_order(decoded).copy_(_decode(flat, signed) * each)
     return decoded
+
+
+def _decode(codes: Tensor, signed: bool) -> Tensor:
+    """Return the values of integer codes at scale 1."""
+    floor = torch.tensor(_SIGNED_FLOOR if signed else _UNSIGNED_FLOOR, device=codes.device)
+    bits = (codes.int() & (0x7F if signed else 0xFF)) << _RANDOM_BITS
+    values = (bits + floor.view(torch.int32)).view(torch.float32) - floor
+    return torch.where(codes & 0x80 != 0, -values, values) if signed else values
 
 
 def split_float32(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,11 @@ PROGRAMS = {  # with the sources that each is linked with
     "isa": [ISA],
     "vec": [ISA],
     "vec_memory": [ISA],
-    "adam": [ISA, "optimizers/adam_cpu.cpp"],
+    "steps": [ISA, *(f"optimizers/{op}_cpu.cpp" for op in ("adam", "lion", "adagrad", "sgd"))],
+    "storage": [ISA, "optimizers/adam_cpu.cpp"],
+    "lamb": [ISA, "optimizers/lamb_cpu.cpp"],
+    "sum": [ISA],
+    "l2_norm": [ISA, "optimizers/l2_norm_cpu.cpp"],
 }
 SANITIZE = ["-O1", "-g1", "-fno-sanitize-recover=all"]
 
@@ -53,10 +57,10 @@ class Way:
 
 
 WAYS = {
-    "product": Way("", [], ["isa", "vec", "vec_memory", "adam"]),
+    "product": Way("", [], ["isa", "vec", "vec_memory", "l2_norm", "steps", "storage", "lamb"]),
     "sanitized": Way("", [*SANITIZE, "-fsanitize=address,undefined"], list(PROGRAMS)),
-    "threads": Way("", [*SANITIZE, "-fsanitize=thread"], ["adam"]),
-    "clang": Way("clang++", [], ["vec", "vec_memory", "adam"], packages="clang"),
+    "threads": Way("", [*SANITIZE, "-fsanitize=thread"], ["steps", "storage", "lamb"]),
+    "clang": Way("clang++", [], ["vec", "vec_memory", "l2_norm", "steps"], packages="clang"),
     "arm": Way(
         "aarch64-linux-gnu-g++",
         ["-static"],
@@ -156,7 +160,7 @@ def test_force_isa(case: tuple[str, str], compiled: dict[tuple[str, str], Future
 
 
 @pytest.mark.parametrize(("cpu", "widest"), [("Nehalem", "scalar"), ("Haswell", "avx2")])
-@pytest.mark.parametrize("case", [("product", "isa"), ("product", "adam")], ids="-".join)
+@pytest.mark.parametrize("case", [("product", "isa"), ("product", "steps")], ids="-".join)
 def test_older_cpus(
     case: tuple[str, str],
     cpu: str,

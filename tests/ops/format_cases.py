@@ -111,11 +111,10 @@ def random_bits(key: int, step: float, first: int, numel: int) -> Tensor:
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & full
     x = ((x ^ x >> 27) * 0x94D049BB133111EB) & full
     x ^= x >> 31
-    low, high, mask = x & 0xFFFFFFFF, x >> 32, 0xFFFFFFFF
-    bits = (((torch.arange(numel) + first & mask) ^ low) * 0x85EBCA6B) & mask
-    bits = bits ^ (bits >> 16) ^ high
-    bits = (bits * 0xC2B2AE35) & mask
-    return bits ^ (bits >> 16)
+    mask = 0xFFFFFFFF
+    bits = ((torch.arange(numel) + first) * 0x9E3779B9 + (x & mask)) & mask
+    bits = bits ^ (bits >> 16) ^ (x >> 32)
+    return (bits * 0x85EBCA6B) & mask
 
 
 def everything() -> list[Arguments]:

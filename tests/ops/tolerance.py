@@ -70,3 +70,137 @@ def adam_errors(
         "exp_avg_sqs": exp_avg_sq_error,
         "max_exp_avg_sqs": exp_avg_sq_error,
     }
+
+
+def lion_errors(
+    before: dict[str, Tensor], after: dict[str, Tensor], step: float, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Bound the same for one Lion step: see `adam_errors`.
+
+    Where the argument of the sign is within its own error of 0, the sign may be any.
+    """
+    beta1, beta2 = options["betas"]
+    weight_decay, lr = options["weight_decay"], float(options["lr"])
+    original = before.get("master_params", before["params"]).abs()
+    scale = float(options.get("grad_scale", 1))
+    grad = before["grads"] / (-scale if options.get("maximize") else scale)
+    direction = beta1 * before["exp_avgs"] + (1 - beta1) * grad
+    magnitude = beta1 * before["exp_avgs"].abs() + (1 - beta1) * grad.abs()
+    undecided = direction.abs() <= 8 * _ROUNDING * magnitude
+    exp_avg = beta2 * before["exp_avgs"].abs() + (1 - beta2) * grad.abs()
+    param = after.get("master_params", after["params"]).abs()
+    param_error = 2 * lr * undecided
+    param_error = param_error + _ROUNDING * (4 * lr + 6 * lr * weight_decay * original + param)
+    return {
+        "params": param_error,
+        "master_params": param_error,
+        "exp_avgs": 8 * _ROUNDING * exp_avg,
+    }
+
+
+def adagrad_errors(
+    before: dict[str, Tensor], after: dict[str, Tensor], step: float, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Bound the same for one Adagrad step: see `adam_errors`."""
+    original = before.get("master_params", before["params"]).abs()
+    grad = before["grads"].abs() / float(options.get("grad_scale", 1))
+    grad = grad + options["weight_decay"] * original
+    sum_error = 16 * _ROUNDING * (before["sums"] + grad**2)
+    root_error = sum_error / torch.maximum(after["sums"], sum_error).sqrt().clamp(min=1e-30)
+    divisor = after["sums"].sqrt() + options["eps"]
+    divisor_error = root_error + 4 * _ROUNDING * divisor
+    rate = float(options["lr"]) / (1 + (step - 1) * options["lr_decay"])
+    update = rate * grad / (divisor - divisor_error)
+    update_error = update * (divisor_error / divisor + 8 * _ROUNDING)
+    param = after.get("master_params", after["params"]).abs()
+    param_error = update_error + _ROUNDING * (update + param)
+    return {"params": param_error, "master_params": param_error, "sums": sum_error}
+
+
+def sgd_errors(
+    before: dict[str, Tensor], after: dict[str, Tensor], step: float, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Bound the same for one SGD step: see `adam_errors`."""
+    momentum, dampening = options["momentum"], options["dampening"]
+    original = before.get("master_params", before["params"]).abs()
+    penalty = options["weight_decay"] * original
+    late = options.get("wd_after_momentum", False)
+    grad = before["grads"].abs() / float(options.get("grad_scale", 1))
+    grad = grad if late else grad + penalty
+    buffer = grad
+    if "momentum_buffers" in before and step > 1:
+        buffer = momentum * before["momentum_buffers"].abs() + (1 - dampening) * grad
+    update = grad + momentum * buffer if options.get("nesterov") else buffer
+    update = float(options["lr"]) * (update + penalty if late else update)
+    param = after.get("master_params", after["params"]).abs()
+    param_error = _ROUNDING * (16 * update + param)
+    return {
+        "params": param_error,
+        "master_params": param_error,
+        "momentum_buffers": 8 * _ROUNDING * buffer,
+    }
+
+
+def lamb_errors(
+    before: dict[str, Tensor], after: dict[str, Tensor], step: float, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Bound the same for the moments of a LAMB step: see `adam_errors`."""
+    beta1, beta2 = options["betas"]
+    grad = before["grads"].abs() / float(options.get("grad_scale", 1))
+    return {
+        "exp_avgs": 8 * _ROUNDING * (beta1 * before["exp_avgs"].abs() + (1 - beta1) * grad),
+        "exp_avg_sqs": 16 * _ROUNDING * (beta2 * before["exp_avg_sqs"] + (1 - beta2) * grad**2),
+    }
+
+
+def lamb_update(
+    tensors: dict[str, Tensor], step: float, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Return the update of one parameter for the moments that it has, and how far it may be off."""
+    beta1, beta2 = options["betas"]
+    corrected = options.get("bias_correction", True)
+    exp_avg = tensors["exp_avgs"] / (1 - beta1**step if corrected else 1)
+    exp_avg_sq = tensors["exp_avg_sqs"] / (1 - beta2**step if corrected else 1)
+    inside = options.get("eps_inside_sqrt", False)
+    eps = options["eps"]
+    ratio = exp_avg / ((exp_avg_sq + eps).sqrt() if inside else exp_avg_sq.sqrt() + eps)
+    decay = options["weight_decay"] * tensors.get("master_params", tensors["params"])
+    return ratio + decay, _ROUNDING * (12 * ratio.abs() + 4 * decay.abs())
+
+
+def lamb_apply_errors(
+    before: dict[str, Tensor],
+    after: dict[str, Tensor],
+    step: float,
+    coefficient: float,
+    options: dict[str, Any],
+) -> dict[str, Tensor]:
+    """Bound the same for the second half of a LAMB step: see `adam_errors`."""
+    update, error = lamb_update(before, step, options)
+    rate = float(options["lr"]) * coefficient
+    param = after.get("master_params", after["params"]).abs()
+    # Two terms of the update may have cancelled; what they were is in its error.
+    param_error = rate * (2 * error + 4 * _ROUNDING * update.abs()) + _ROUNDING * param
+    return {"params": param_error, "master_params": param_error}
+
+
+def lars_apply_errors(
+    before: dict[str, Tensor],
+    after: dict[str, Tensor],
+    step: float,
+    coefficient: float,
+    options: dict[str, Any],
+) -> dict[str, Tensor]:
+    """Bound the same for one LARS step: see `adam_errors`."""
+    original = before.get("master_params", before["params"]).abs()
+    grad = before["grads"].abs() / float(options.get("grad_scale", 1))
+    delta = float(options["lr"]) * coefficient * (grad + options["weight_decay"] * original)
+    if "momentum_buffers" in before:
+        delta = delta + options["momentum"] * before["momentum_buffers"].abs()
+    param = after.get("master_params", after["params"]).abs()
+    param_error = _ROUNDING * (10 * delta + param)
+    return {
+        "params": param_error,
+        "master_params": param_error,
+        "momentum_buffers": 8 * _ROUNDING * delta,
+    }

@@ -3,14 +3,10 @@
 #pragma once
 
 #include "common/cuda/convert.cuh"
+#include "common/cuda/floats.cuh"
 #include "common/pointer.h"
 
 namespace dsx::cuda {
-
-template <int kCount>
-struct Floats {
-  float lanes[kCount];
-};
 
 template <class T, int kCount>
 struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Elements {
@@ -49,6 +45,42 @@ __device__ inline void store_elements(T* target, const Elements<T, kCount>& elem
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       if (i < count) target[i] = elements.lanes[i];
+    }
+  }
+}
+
+// Loads the highest byte of each of eight integers, of which the others are zero.
+template <Access access>
+__device__ inline void load_highest_bytes(const uint8_t* source, int count, uint32_t (&values)[8]) {
+  if constexpr (access == Access::vector) {
+    const uint2 bytes = *reinterpret_cast<const uint2*>(source);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      values[i] = __byte_perm(i < 4 ? bytes.x : bytes.y, 0, i % 4 << 12 | 0x0444);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) values[i] = i < count ? uint32_t(source[i]) << 24 : 0;
+  }
+}
+
+// The highest byte of each of four integers.
+__device__ inline uint32_t highest_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return __byte_perm(__byte_perm(a, b, 0x0073), __byte_perm(c, d, 0x0073), 0x5410);
+}
+
+// Stores the highest byte of each of eight integers.
+template <Access access>
+__device__ inline void store_highest_bytes(uint8_t* target, const uint32_t (&values)[8],
+                                           int count) {
+  if constexpr (access == Access::vector) {
+    *reinterpret_cast<uint2*>(target) =
+        make_uint2(highest_bytes(values[0], values[1], values[2], values[3]),
+                   highest_bytes(values[4], values[5], values[6], values[7]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i < count) target[i] = uint8_t(values[i] >> 24);
     }
   }
 }

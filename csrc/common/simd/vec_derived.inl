@@ -20,3 +20,6 @@ inline void Vec::store(Pointer<Any> target, int count) const {
 inline Mask operator>(Vec a, Vec b) { return b < a; }
 inline Mask operator>=(Vec a, Vec b) { return b <= a; }
 inline Mask operator!=(Vec a, Vec b) { return !(a == b); }
+
+// As in common/math.h.
+inline Vec scale_and_add(Vec a, Vec scale, Vec b) { return a * scale + b; }

@@ -1,4 +1,4 @@
-"""adam_step_: what it promises to torch, to threads and to CUDA graphs."""
+"""The step ops: what they promise to torch, to threads and to CUDA graphs."""
 
 import subprocess
 import sys
@@ -9,51 +9,65 @@ from typing import Any
 
 import pytest
 import torch
-from adam_cases import BASE, BF16, F16, F32, WRITTEN, Arguments, Dtypes, as_slabs, clone, make
+from step_cases import (
+    ADAM,
+    BF16,
+    F16,
+    F32,
+    SGD,
+    Arguments,
+    Dtypes,
+    Step,
+    as_slabs,
+    assert_same,
+    clone,
+    each_step,
+    make,
+    written,
+)
 from torch import Tensor
 
 from deepspeed_ext.ops import adam_step_, self_checks
 
-
-def assert_same(got: Arguments, want: Arguments) -> None:
-    for name in WRITTEN:
-        assert all(map(torch.equal, got[name], want[name])), name
-
-
-OPCHECKED: dict[str, Callable[[], Arguments]] = {
-    "lists": lambda: make([0, 17]),
-    "amsgrad": lambda: make([17, 1], amsgrad=True),
-    "masters": lambda: make([5], Dtypes(BF16, F16, F32, True)),
-    "slabs": lambda: as_slabs(make([5, 17], Dtypes(F16, F16, F16))),
+OPCHECKED: dict[str, Callable[[Step], Arguments]] = {
+    "lists": lambda step: make(step, [0, 17]),
+    "most states": lambda step: make(step, [17, 1], states=step.most_states),
+    "masters": lambda step: make(step, [5], Dtypes(BF16, F16, F32, True)),
+    "slabs": lambda step: as_slabs(make(step, [5, 17], Dtypes(F16, F16, F16))),
 }
 
 
+@each_step
 @pytest.mark.parametrize("case", OPCHECKED)
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "scalar tensors"])
-def test_opcheck(case: str, tensors: bool, device: str) -> None:
-    arguments: Arguments = dict(offsets=None, slots=None, scales=[]) | OPCHECKED[case]()
-    names = ["params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "scales"]
-    lists = [
-        [t.to(device) for t in arguments[name]] for name in [*names, "master_params", "steps"]
-    ]
-    scalars = [torch.tensor(x, device=device) if tensors else None for x in (0.1, 2.0, 0.0)]
-    numbers = [0.1, scalars[0], 0.9, 0.99, 1e-3, 0.1, True, True, False, *scalars[1:]]
-    places = [arguments["offsets"], arguments["slots"], None]
-    op = torch.ops.deepspeed_ext.adam_step_.default
-    checked = torch.library.opcheck(op, (*lists, *places, *numbers))
+def test_opcheck(step: Step, case: str, tensors: bool, device: str) -> None:
+    numbers = dict(step.base)
+    beta1, beta2 = numbers.pop("betas", (0.0, 0.0))
+    scalars = dict(lr_tensor=0.1, grad_scale=2.0, found_inf=0.0)
+    given: dict[str, Any] = numbers | dict(beta1=beta1, beta2=beta2)
+    if tensors:
+        given |= {name: torch.tensor(x, device=device) for name, x in scalars.items()}
+    for name, value in OPCHECKED[case](step).items():
+        given[name] = [t.to(device) for t in value] if isinstance(value, list) else value
+    op = getattr(torch.ops.deepspeed_ext, step.title).default
+    nothing = {"List[Tensor]": [], "bool": False, "Optional[Tensor]": None, "float": None}
+    arguments = [given.get(a.name, nothing[str(a.type)]) for a in op._schema.arguments]
+    checked = torch.library.opcheck(op, tuple(arguments))
     assert list(checked.values()) == ["SUCCESS"] * 4
 
 
+@each_step
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
-def test_can_be_compiled(lr: float | Tensor) -> None:
+def test_can_be_compiled(step: Step, lr: float | Tensor) -> None:
     def step_and_use(arguments: Arguments) -> Tensor:
         before = arguments["params"][0] + 1
-        adam_step_(**(BASE | arguments | dict(lr=lr)))
+        step(**(step.base | arguments | dict(lr=lr)))
         return torch.mul(arguments["params"][0], before)
 
+    torch.compiler.reset()  # else the ops use up the recompilations of one function
     compiled = torch.compile(step_and_use, fullgraph=True, backend="aot_eager")
     for n in (17, 33):  # the second with dynamic shapes
-        got = make([n, 5], Dtypes(BF16, BF16, F32, True), amsgrad=True)
+        got = make(step, [n, 5], Dtypes(BF16, BF16, F32, True), states=step.most_states)
         want = clone(got)
         version = got["params"][0]._version
         assert torch.equal(compiled(got), step_and_use(want))
@@ -61,58 +75,69 @@ def test_can_be_compiled(lr: float | Tensor) -> None:
         assert got["params"][0]._version > version
 
 
-def test_backward_notices_that_a_param_changed(device: str) -> None:
-    arguments = make([4], device=device)
+@each_step
+def test_backward_notices_that_a_param_changed(step: Step, device: str) -> None:
+    arguments = make(step, [4], device=device)
     param = arguments["params"][0].requires_grad_()
     loss = (param * param).sum()
-    adam_step_(**arguments, **BASE)
+    step(**arguments, **step.base)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
+@each_step
 @pytest.mark.parametrize("slabs", [False, True])
-def test_counts_every_write(slabs: bool) -> None:
-    arguments = make([4, 0], Dtypes(BF16, BF16, F32, True), amsgrad=True)
+def test_counts_every_write(step: Step, slabs: bool) -> None:
+    arguments = make(step, [4, 0], Dtypes(BF16, BF16, F32, True), states=step.most_states)
     arguments = as_slabs(arguments) if slabs else arguments
-    versions = {name: [t._version for t in arguments[name]] for name in [*WRITTEN, "grads"]}
-    adam_step_(**arguments, **BASE)
+    versions = {
+        name: [t._version for t in arguments[name]] for name in [*written(arguments), "grads"]
+    }
+    step(**arguments, **step.base)
     for name, before in versions.items():
         bump = 0 if name == "grads" else 1
         assert [t._version for t in arguments[name]] == [version + bump for version in before], name
 
 
-def test_params_that_require_grad_need_no_no_grad(device: str) -> None:
-    arguments, want = make([4], device=device), make([4], device=device)
+@each_step
+def test_params_that_require_grad_need_no_no_grad(step: Step, device: str) -> None:
+    arguments, want = make(step, [4], device=device), make(step, [4], device=device)
     arguments["params"][0].requires_grad_()
     arguments["grads"][0] = arguments["grads"][0].requires_grad_() * 1.0
-    adam_step_(**arguments, **BASE)
-    adam_step_(**want, **BASE)
+    step(**arguments, **step.base)
+    step(**want, **step.base)
     assert_same(arguments, want)
     assert arguments["params"][0].is_leaf
 
 
-def test_nothing_to_do(device: str) -> None:
-    adam_step_([], [], [], [], [], lr=0.1)
-    arguments = make([0, (3, 0)], device=device)  # no elements, yet a step
-    adam_step_(**arguments, **BASE)
+@each_step
+def test_nothing_to_do(step: Step, device: str) -> None:
+    step(*[[]] * (3 + len(step.states) - (step is SGD)), lr=0.1)
+    arguments = make(step, [0, (3, 0)], device=device)  # no elements, yet a step
+    step(**arguments, **step.base)
     assert [step.item() for step in arguments["steps"]] == [1, 38]
 
 
-def test_an_imaginary_part_of_a_conjugate_as_gradient() -> None:
+@each_step
+def test_an_imaginary_part_of_a_conjugate_as_gradient(step: Step) -> None:
     negated = torch.view_as_complex(torch.randn(4, 2)).conj().imag
     assert negated.is_neg()
-    got, want = make([4]) | dict(grads=[negated]), make([4]) | dict(grads=[negated.resolve_neg()])
-    adam_step_(**got, **BASE)
-    adam_step_(**want, **BASE)
+    got, want = (
+        make(step, [4]) | dict(grads=[negated]),
+        make(step, [4]) | dict(grads=[negated.resolve_neg()]),
+    )
+    step(**got, **step.base)
+    step(**want, **step.base)
     assert_same(got, want)
 
 
-def test_all_on_meta_or_fake_is_legal_and_does_nothing() -> None:
+@each_step
+def test_all_on_meta_or_fake_is_legal_and_does_nothing(step: Step) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    adam_step_(**make([4], device="meta"), **BASE)
+    step(**make(step, [4], device="meta"), **step.base)
     with FakeTensorMode():
-        adam_step_(**make([4]), **BASE)
+        step(**make(step, [4]), **step.base)
 
 
 def test_releases_the_gil() -> None:
@@ -145,9 +170,11 @@ def test_releases_the_gil() -> None:
 
 def test_threads_do_not_meet() -> None:
     def three_steps(n: int) -> Arguments:
-        arguments = make([n, 7, n], Dtypes(F32, BF16))
+        arguments = make(ADAM, [n, 7, n], Dtypes(F32, BF16))
         for i in range(3):
-            adam_step_(**arguments, **(BASE | dict(lr=0.1 / n, grad_scale=torch.tensor(i + 1.0))))
+            adam_step_(
+                **arguments, **(ADAM.base | dict(lr=0.1 / n, grad_scale=torch.tensor(i + 1.0)))
+            )
         return arguments
 
     sizes = [1000 + 40_000 * (i % 3) + i for i in range(12)]
@@ -157,50 +184,57 @@ def test_threads_do_not_meet() -> None:
         assert_same(got, three_steps(n))
 
 
-def test_cuda_graph_takes_new_scalars_at_every_replay(cuda: str) -> None:
+@each_step
+def test_cuda_graph_takes_new_scalars_at_every_replay(step: Step, cuda: str) -> None:
     numbers = dict(lr=0.1, grad_scale=1.0, found_inf=0.0)
     scalars = {name: torch.tensor(x, device=cuda) for name, x in numbers.items()}
     dtypes = Dtypes(BF16, BF16, F32, True)
     sizes = [1, 1000, 8193] * 300  # several launches
-    got, want = (as_slabs(make(sizes, dtypes, cuda)) for _ in range(2))
-    adam_step_(**make([4], dtypes, cuda), **(BASE | scalars))  # loads the library
+    got, want = (as_slabs(make(step, sizes, dtypes, cuda)) for _ in range(2))
+    step(**make(step, [4], dtypes, cuda), **(step.base | scalars))  # loads the library
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        adam_step_(**got, **(BASE | scalars))
+        step(**got, **(step.base | scalars))
     for lr, scale, found in ((0.1, 1.0, 0.0), (0.03, 8.0, 0.0), (0.2, 2.0, 1.0), (0.3, 4.0, 0.0)):
         for name, x in zip(numbers, (lr, scale, found), strict=True):
             scalars[name].fill_(x)
         graph.replay()
-        adam_step_(**want, **(BASE | scalars))
+        step(**want, **(step.base | scalars))
         assert_same(got, want)
     assert got["steps"][0][0].item() == 3
 
 
-def test_cuda_uses_the_current_stream(cuda: str) -> None:
-    got, want = (make([1 << 22] * 4, device=cuda) for _ in range(2))
+@each_step
+def test_cuda_uses_the_current_stream(step: Step, cuda: str) -> None:
+    got, want = (make(step, [1 << 22] * 4, device=cuda) for _ in range(2))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
         got["grads"] = [grad.mul_(2) for grad in got["grads"]]
-        adam_step_(**got, **BASE)
+        step(**got, **step.base)
     torch.cuda.current_stream().wait_stream(stream)
     want["grads"] = [grad.mul_(2) for grad in want["grads"]]
-    adam_step_(**want, **BASE)
+    step(**want, **step.base)
     assert_same(got, want)
 
 
-def test_self_check_passes(device: str) -> None:
-    self_checks.adam(device)
+@each_step
+def test_self_check_passes(step: Step, device: str) -> None:
+    getattr(self_checks, step.name)(device)
 
 
-def test_self_check_finds_a_wrong_op(monkeypatch: pytest.MonkeyPatch) -> None:
+@each_step
+def test_self_check_finds_a_wrong_op(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(self_checks, step.title)
+
     def wrong(**arguments: Any) -> None:
-        adam_step_(**(arguments | dict(eps=1e-2)))
+        right(**(arguments | dict(lr=0.101)))
 
-    monkeypatch.setattr(self_checks, "adam_step_", wrong)
-    with pytest.raises(RuntimeError, match=r"^adam_step_: .* on cpu .*, expected "):
-        self_checks.adam("cpu")
+    wrong.__name__ = step.title
+    monkeypatch.setattr(self_checks, step.title, wrong)
+    with pytest.raises(RuntimeError, match=rf"^{step.title}: .* on cpu .*, expected "):
+        getattr(self_checks, step.name)("cpu")
 
 
 FIRST_CALLS = """

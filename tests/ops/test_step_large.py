@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from adam_cases import BF16
+from step_cases import BF16
 from torch import Tensor
 
 from deepspeed_ext.ops import adam_step_

@@ -1,39 +1,42 @@
-"""adam_step_: the same bits however tensors lie in memory, are split, and wherever it runs."""
+"""The step ops: the same bits however tensors lie in memory, are split, and wherever it runs."""
 
 import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from os import environ
 from pathlib import Path
 
 import pytest
 import torch
-from adam_cases import (
-    BASE,
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from step_cases import (
     BF16,
-    DTYPES,
     F16,
     F32,
+    LION,
     SIZES,
-    WRITTEN,
+    STEPS,
     Arguments,
     Dtypes,
+    Step,
     as_lists,
     as_slabs,
+    assert_same,
     clone,
     digest,
+    each_step,
+    each_step_and_dtypes,
     make,
     map_tensors,
     options,
     results,
+    states_of,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
-
-from deepspeed_ext.ops import adam_step_
 
 LAYOUTS = {  # shape, and its dimensions from the outermost to the innermost in memory
     "transposed": ((37, 113), (1, 0)),
@@ -55,12 +58,6 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def assert_same(got: Arguments, want: Arguments) -> None:
-    for name in WRITTEN:
-        for i, (a, b) in enumerate(zip(got[name], want[name], strict=True)):
-            assert torch.equal(a.flatten(), b.flatten()), f"{name}[{i}]"
-
-
 def relaid(tensor: Tensor, order: Order) -> Tensor:
     """A copy with its dimensions in that order in memory."""
     memory = tensor.permute(order).clone(memory_format=torch.contiguous_format)
@@ -73,23 +70,25 @@ def relaid_arguments(arguments: Arguments, order: Order) -> Arguments:
     return map_tensors(lambda tensor: relaid(tensor, order), tensors) | dict(steps=steps)
 
 
+@each_step
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtypes", [Dtypes(), Dtypes(F16, BF16, F16, True)], ids=str)
-def test_any_dense_layout(layout: str, dtypes: Dtypes, device: str) -> None:
+def test_any_dense_layout(step: Step, layout: str, device: str) -> None:
     shape, order = LAYOUTS[layout]
-    want = make([shape] * 3, dtypes, device, amsgrad=True)
-    got = relaid_arguments(want, order)
-    slabs = as_slabs(clone(got), gap=5)
-    for arguments in (want, got, slabs):
-        adam_step_(**arguments, **BASE)
-    assert_same(got, want)
-    assert_same(as_lists(slabs), want)
+    for dtypes in (Dtypes(), Dtypes(F16, BF16, F16, True)):
+        want = make(step, [shape] * 3, dtypes, device, step.most_states)
+        got = relaid_arguments(want, order)
+        slabs = as_slabs(clone(got), gap=5)
+        for arguments in (want, got, slabs):
+            step(**arguments, **step.base)
+        assert_same(got, want)
+        assert_same(as_lists(slabs), want)
 
 
+@each_step
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_in_another_layout_than_their_param(layout: str, device: str) -> None:
+def test_gradients_in_another_layout_than_their_param(step: Step, layout: str, device: str) -> None:
     shape, order = LAYOUTS[layout]
-    contiguous = make([shape] * 4, device=device)
+    contiguous = make(step, [shape] * 4, device=device)
     for param_order in (order, tuple(range(len(shape)))):
         want = relaid_arguments(contiguous, param_order)
         got = clone(want)
@@ -99,43 +98,44 @@ def test_gradients_in_another_layout_than_their_param(layout: str, device: str) 
         got["grads"] = [one, relaid(two, order), rows, gappy]
         want["grads"] = [relaid(grad, param_order) for grad in got["grads"]]
         before = [grad.clone() for grad in got["grads"]]
-        adam_step_(**want, **BASE)
-        adam_step_(**got, **BASE)
+        step(**want, **step.base)
+        step(**got, **step.base)
         assert_same(got, want)
         assert all(map(torch.equal, got["grads"], before))
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-def test_slabs_as_lists(dtypes: Dtypes, device: str) -> None:
-    for change, gap in itertools.product(({}, {"amsgrad": True}), (0, 3)):
-        lists = make(SIZES, dtypes, device, "amsgrad" in change)
+@each_step_and_dtypes()
+def test_slabs_as_lists(step: Step, dtypes: Dtypes, device: str) -> None:
+    for change, gap in itertools.product(step.changes, (0, 3)):
+        lists = make(step, SIZES, dtypes, device, change.get("states"))
         slabs = as_slabs(clone(lists), gap)
-        adam_step_(**lists, **options(change, device))
-        adam_step_(**slabs, **options(change, device))
+        step(**lists, **options(step, change, device))
+        step(**slabs, **options(step, change, device))
         assert_same(as_lists(slabs), lists)
-        for name in ("exp_avgs", "exp_avg_sqs", "steps"):  # what lies between is not touched
+        for name in [*states_of(lists), "steps"]:  # what lies between is not touched
             places = slabs["slots" if name == "steps" else "offsets"].tolist()
-            ends = [a + t.numel() for a, t in zip(places, lists[name], strict=True)]
-            for end, begin in zip(ends, places[1:], strict=False):
-                assert (slabs[name][0][end:begin] == 3).all()
+            if lists[name]:
+                ends = [a + t.numel() for a, t in zip(places, lists[name], strict=True)]
+                for end, begin in zip(ends, places[1:], strict=False):
+                    assert (slabs[name][0][end:begin] == 3).all()
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-def test_storage_types_change_only_what_they_round(dtypes: Dtypes, device: str) -> None:
+@each_step_and_dtypes()
+def test_storage_types_change_only_what_they_round(step: Step, dtypes: Dtypes, device: str) -> None:
     """Combinations with a loop of their own, and those that share one, do the same arithmetic."""
-    arguments = make(SIZES, dtypes, device)
+    arguments = make(step, SIZES, dtypes, device)
     wide_grads = clone(arguments)
     wide_grads["grads"] = [grad.float() for grad in wide_grads["grads"]]
     masters_only = clone(wide_grads)
-    adam_step_(**arguments, **BASE)
-    adam_step_(**wide_grads, **BASE)
+    step(**arguments, **step.base)
+    step(**wide_grads, **step.base)
     assert_same(wide_grads, arguments)
     if dtypes.master:
         for param, master in zip(arguments["params"], arguments["master_params"], strict=True):
             assert torch.equal(param, master.to(dtypes.param))
-    if dtypes.master and dtypes.moment is F32:
+    if dtypes.master and dtypes.state is F32:
         masters_only |= dict(params=masters_only["master_params"], master_params=[])
-        adam_step_(**masters_only, **BASE)
+        step(**masters_only, **step.base)
         want = arguments | dict(params=arguments["master_params"], master_params=[])
         assert_same(masters_only, want)
 
@@ -151,38 +151,46 @@ def test_conversions_are_exact(dtype: torch.dtype, device: str) -> None:
     ends = torch.tensor([65519.9, 65520, 7e4, -7e4, 3.4e38, float("inf"), float("nan")])
     master = torch.cat([exact, halfway, above, below, ends.to(device)])
     param = torch.empty_like(master, dtype=dtype)
-    zeros = [torch.zeros_like(master) for _ in range(3)]
+    zeros = [[torch.zeros_like(master)] for _ in range(2)]
     steps = [torch.zeros((), device=device)]
-    adam_step_([param], *([z] for z in zeros), steps, master_params=[master], lr=0.0)
+    LION([param], *zeros, steps, master_params=[master], lr=0.0)
     torch.testing.assert_close(param, master.to(dtype), rtol=0, atol=0, equal_nan=True)
 
     # With both betas 0, exp_avg becomes the gradient as it was widened.
-    param, exp_avg, exp_avg_sq = (torch.zeros_like(values, dtype=F32) for _ in range(3))
-    adam_step_([param], [values], [exp_avg], [exp_avg_sq], steps, lr=0.0, betas=(0.0, 0.0))
+    param, exp_avg = (torch.zeros_like(values, dtype=F32) for _ in range(2))
+    LION([param], [values], [exp_avg], steps, lr=0.0, betas=(0.0, 0.0))
     assert torch.equal(exp_avg, values.float())
 
 
 @pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512"])
 def test_every_isa(isa: str) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("adam_cases.py"))]
+    command = [sys.executable, str(Path(__file__).with_name("step_cases.py"))]
     environment = environ | {"DSX_FORCE_ISA": isa}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     if "expected one that this library has for this CPU" in run.stderr:
         pytest.skip(f"needs a CPU with {isa}")
-    assert run.stdout.strip() == digest(), run.stderr
+    assert run.stdout.splitlines() == digests("cpu"), run.stderr
 
 
-@settings(deadline=None, max_examples=50)
+@cache
+def digests(device: str) -> list[str]:
+    return [digest(step, device) for step in STEPS]
+
+
+@each_step
+@settings(deadline=None, max_examples=25)
 @given(
     cuts=st.lists(st.integers(0, 200_003), max_size=20),
     count=st.sampled_from([1, 2, 3]),
     slabs=st.booleans(),
 )
-def test_any_sharding_and_thread_count(cuts: list[int], count: int, slabs: bool) -> None:
+def test_any_sharding_and_thread_count(
+    step: Step, cuts: list[int], count: int, slabs: bool
+) -> None:
     dtypes = Dtypes(F16, BF16, F32, True)
-    whole, shards = make([200_003], dtypes), make([200_003], dtypes)
+    whole, shards = make(step, [200_003], dtypes), make(step, [200_003], dtypes)
     with threads(1):
-        adam_step_(**whole, **BASE)
+        step(**whole, **step.base)
     bounds = [0, *sorted(cuts), 200_003]
     split = {
         name: [tensors[0][a:b] for a, b in itertools.pairwise(bounds)] if tensors else []
@@ -190,24 +198,27 @@ def test_any_sharding_and_thread_count(cuts: list[int], count: int, slabs: bool)
     } | dict(steps=[torch.zeros(()) for _ in bounds[1:]])
     split = as_slabs(split) if slabs else split
     with threads(count):
-        adam_step_(**split, **BASE)
+        step(**split, **step.base)
     split = as_lists(split) if slabs else split
-    for name in ("params", "exp_avgs", "exp_avg_sqs", "master_params"):
+    for name in ("params", *states_of(whole)):
         assert torch.equal(torch.cat(split[name]), whole[name][0]), name
 
 
+@each_step
 @pytest.mark.parametrize("slabs", [False, True])
-def test_one_call_for_all_as_one_for_each(slabs: bool, device: str) -> None:
-    together, apart = (make(SIZES * 40, Dtypes(), device) for _ in range(2))  # several launches
+def test_one_call_for_all_as_one_for_each(step: Step, slabs: bool, device: str) -> None:
+    shapes = SIZES * 90  # several launches
+    together, apart = (make(step, shapes, Dtypes(), device) for _ in range(2))
     for i in range(len(together["params"])):
         one = {name: tensors[i : i + 1] for name, tensors in apart.items()}
-        adam_step_(**one, **BASE)
+        step(**one, **step.base)
     together = as_slabs(together) if slabs else together
-    adam_step_(**together, **BASE)
+    step(**together, **step.base)
     assert_same(as_lists(together) if slabs else together, apart)
 
 
-def test_cpu_as_cuda(cuda: str) -> None:
-    for (name, on_cpu), (_, on_cuda) in zip(results("cpu"), results(cuda), strict=True):
+@each_step
+def test_cpu_as_cuda(step: Step, cuda: str) -> None:
+    for (name, on_cpu), (_, on_cuda) in zip(results(step, "cpu"), results(step, cuda), strict=True):
         torch.testing.assert_close(on_cuda, on_cpu, rtol=0, atol=0, equal_nan=True, msg=name)
-    assert digest(cuda) == digest("cpu")
+    assert digest(step, cuda) == digest(step, "cpu")

@@ -1,0 +1,70 @@
+// Several floats in the registers of a thread, for formulas: a branch on a constant is taken once
+// for all of them, and their instructions overlap.
+#pragma once
+
+#include "common/math.h"
+
+namespace dsx::cuda {
+
+template <int kCount>
+struct Floats {
+  float lanes[kCount];
+
+  Floats() = default;
+  __device__ Floats(float value) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) lanes[i] = value;
+  }
+};
+
+template <int kCount>
+struct Mask {
+  bool lanes[kCount];
+};
+
+#define DSX_FOR_EACH_LANE(Result, ...)                                              \
+  Result<kCount> result;                                                            \
+  _Pragma("unroll") for (int i = 0; i < kCount; ++i) result.lanes[i] = __VA_ARGS__; \
+  return result
+#define DSX_BINARY(Argument, Result, name, ...)                                                 \
+  template <int kCount>                                                                         \
+  __device__ inline Result<kCount> name(const Argument<kCount>& a, const Argument<kCount>& b) { \
+    DSX_FOR_EACH_LANE(Result, __VA_ARGS__);                                                     \
+  }
+#define DSX_UNARY(Type, name, ...)                             \
+  template <int kCount>                                        \
+  __device__ inline Type<kCount> name(const Type<kCount>& a) { \
+    DSX_FOR_EACH_LANE(Type, __VA_ARGS__);                      \
+  }
+
+DSX_BINARY(Floats, Floats, operator+, a.lanes[i] + b.lanes[i])
+DSX_BINARY(Floats, Floats, operator-, a.lanes[i] - b.lanes[i])
+DSX_BINARY(Floats, Floats, operator*, a.lanes[i] * b.lanes[i])
+DSX_BINARY(Floats, Floats, operator/, a.lanes[i] / b.lanes[i])
+DSX_BINARY(Floats, Floats, min, dsx::min(a.lanes[i], b.lanes[i]))
+DSX_BINARY(Floats, Floats, max, dsx::max(a.lanes[i], b.lanes[i]))
+DSX_UNARY(Floats, operator-, -a.lanes[i])
+DSX_UNARY(Floats, abs, ::fabsf(a.lanes[i]))
+DSX_UNARY(Floats, sqrt, ::sqrtf(a.lanes[i]))
+
+DSX_BINARY(Floats, Mask, operator<, a.lanes[i] < b.lanes[i])
+DSX_BINARY(Floats, Mask, operator<=, a.lanes[i] <= b.lanes[i])
+DSX_BINARY(Floats, Mask, operator>, a.lanes[i] > b.lanes[i])
+DSX_BINARY(Floats, Mask, operator>=, a.lanes[i] >= b.lanes[i])
+DSX_BINARY(Floats, Mask, operator==, a.lanes[i] == b.lanes[i])
+DSX_BINARY(Floats, Mask, operator!=, a.lanes[i] != b.lanes[i])
+DSX_BINARY(Mask, Mask, operator&, a.lanes[i] && b.lanes[i])
+DSX_BINARY(Mask, Mask, operator|, a.lanes[i] || b.lanes[i])
+DSX_UNARY(Mask, operator!, !a.lanes[i])
+
+template <int kCount>
+__device__ inline Floats<kCount> select(const Mask<kCount>& mask, const Floats<kCount>& a,
+                                        const Floats<kCount>& b) {
+  DSX_FOR_EACH_LANE(Floats, mask.lanes[i] ? a.lanes[i] : b.lanes[i]);
+}
+
+#undef DSX_UNARY
+#undef DSX_BINARY
+#undef DSX_FOR_EACH_LANE
+
+}  // namespace dsx::cuda

@@ -1,0 +1,161 @@
+// Parameters and state as SIMD registers of floats, whatever they are stored as; compiled once per
+// ISA.
+#include "optimizers/storage_math.inl"
+
+// The elements of a parameter as floats, and their way back into memory.
+template <class T>
+struct Parameter {
+  Pointer<T> begin;
+  Pointer<Any> copy;  // receives the rounded parameter; or null
+
+  Parameter(const StepTypes& types, void* param, void* param_copy)
+      : begin(Pointer<T>::to(param, types.param)),
+        copy(Pointer<Any>::to(param_copy, types.param_copy)) {}
+
+  void ask_for(int64_t i) const { prefetch((begin + i).address); }
+  Vec load(int64_t i, int count) const { return Vec::load(begin + i, count); }
+  void store(int64_t i, Vec value, int count) const {
+    value.store(begin + i, count);
+    if (copy) value.store(copy + i, count);
+  }
+};
+
+template <>
+struct Parameter<Split> {
+  uint16_t* upper;
+  int16_t* lower;
+
+  Parameter(const StepTypes& /*types*/, void* param, void* param_copy)
+      : upper(static_cast<uint16_t*>(param)), lower(static_cast<int16_t*>(param_copy)) {}
+
+  void ask_for(int64_t i) const {
+    prefetch(upper + i);
+    prefetch(lower + i);
+  }
+  Vec load(int64_t i, int count) const {
+    return float_of(join_halves(Ints::load(upper + i, count), Ints::load(lower + i, count)));
+  }
+  void store(int64_t i, Vec value, int count) const {
+    const Ints bits = bits_to_split<Ints>(value);
+    upper_half(bits).store(upper + i, count);
+    bits.store(reinterpret_cast<uint16_t*>(lower) + i, count);
+  }
+};
+
+// The state of a parameter as floats, and its way back into memory.
+template <class Rule, class T, class Grad>
+struct States {
+  using Loop = StatesOfLoop<Rule, Grad>;
+  static constexpr int kCount = Loop::kCount;
+  Pointer<T> begins[kCount];
+  Noise noise;
+
+  States(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
+         const Noise& noise_of_step)
+      : noise(noise_of_step) {
+    for (int j = 0; j < kCount; ++j) begins[j] = Pointer<T>::to(tensor.states[j], types.state);
+    noise.on = noise.on && types.state == Dtype::bfloat16;
+  }
+
+  void ask_for(int64_t i) const {
+    for (int j = 0; j < kCount; ++j) {
+      if (!absent(j)) prefetch((begins[j] + i).address);
+    }
+  }
+
+  void load(int64_t i, int count, Vec (&values)[Rule::kStates]) const {
+    for (int j = 0; j < kCount; ++j) {
+      if (!absent(j)) values[j] = Vec::load(begins[j] + i, count);
+    }
+  }
+
+  void store(int64_t i, int count, Vec (&values)[Rule::kStates]) const {
+    if (noise.on) {
+      const Ints random = random_bits(noise, Ints::from(uint32_t(i)));
+      for (int j = 0; j < kCount; ++j) {
+        values[j] = round_to_bfloat16(values[j], half_of(random, j));
+      }
+    }
+    for (int j = 0; j < kCount; ++j) {
+      if (!absent(j)) values[j].store(begins[j] + i, count);
+    }
+  }
+
+ private:
+  bool absent(int j) const { return Loop::absent(begins[j].address); }
+};
+
+// The same for state in codes, for which a block is read and written as a whole: new values wait
+// in a buffer until the largest one is known.
+template <class Rule, class Grad>
+struct CodedStates {
+  using Loop = StatesOfLoop<Rule, Grad>;
+  static constexpr int kCount = Loop::kCount;
+  uint8_t* begins[kCount];
+  float* scales[kCount];
+  Noise noise;
+  float scale[kCount]{};  // of the block at hand
+  Ints largest[kCount];   // bits of the largest magnitudes so far, by lane
+  float (*buffers)[kCodesBlock];
+
+  CodedStates(const StepTensor<Rule::kStates>& tensor, const Noise& noise_of_step,
+              float (*buffers_of_loop)[kCodesBlock])
+      : noise(noise_of_step), buffers(buffers_of_loop) {
+    for (int j = 0; j < kCount; ++j) {
+      begins[j] = static_cast<uint8_t*>(tensor.states[j]);
+      scales[j] = tensor.scales[j];
+    }
+  }
+
+  void ask_for(int64_t i) const {
+    for (int j = 0; j < kCount; ++j) {
+      if (!absent(j)) prefetch(begins[j] + i);
+    }
+  }
+
+  void begin_block(int64_t begin) {
+    for (int j = 0; j < kCount; ++j) {
+      if (!absent(j)) scale[j] = scales[j][begin / kCodesBlock];
+      largest[j] = Ints(0u);
+    }
+  }
+
+  void load(int64_t i, int count, Vec (&values)[Rule::kStates]) const {
+    for (int j = 0; j < kCount; ++j) {
+      if (absent(j)) continue;
+      const Ints code = shift_left<24>(Ints::load(begins[j] + i, count));
+      values[j] = decode<Vec>(code, scale[j], Rule::is_signed(j));
+    }
+  }
+
+  // Lanes beyond `count` come from zeros, so they are no larger than the others.
+  void store(int64_t i, int count, const Vec (&values)[Rule::kStates]) {
+    for (int j = 0; j < kCount; ++j) {
+      if (absent(j)) continue;
+      largest[j] = max(largest[j], bits_of(Rule::is_signed(j) ? abs(values[j]) : values[j]));
+      values[j].store(buffers[j] + i % kCodesBlock, count);
+    }
+  }
+
+  void end_block(int64_t begin, int64_t end) {
+    float inverse[kCount] = {};
+    for (int j = 0; j < kCount; ++j) {
+      if (absent(j)) continue;
+      const float new_scale = scale_of_block(max_of(largest[j]));
+      inverse[j] = inverse_of_scale(new_scale);
+      scales[j][begin / kCodesBlock] = new_scale;
+    }
+    for_each_vector(begin, end, [&](int64_t i, int count) {
+      const Ints random = noise.on ? random_bits(noise, Ints::from(uint32_t(i))) : Ints(kNearest);
+      for (int j = 0; j < kCount; ++j) {
+        if (absent(j)) continue;
+        const Vec value = Vec::load(buffers[j] + i % kCodesBlock, count);
+        const Ints code = encode(value, inverse[j], half_of(random, j), Rule::is_signed(j));
+        shift_right<24>(code).store(begins[j] + i, count);
+      }
+    });
+  }
+
+ private:
+  bool absent(int j) const { return Loop::absent(begins[j]); }
+};

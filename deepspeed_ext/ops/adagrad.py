@@ -1,0 +1,124 @@
+"""Adagrad: one step over lists of tensors, in place, on the CPU or on CUDA."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.ops._library import check_one_device, define
+from deepspeed_ext.ops._step import ON_HOST, StepReference, count_writes, number_or_tensor
+
+_adagrad_step_op = define(
+    "adagrad_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] sums, Tensor(c!)[] scales,"
+    " Tensor(d!)[] master_params, Tensor(e!)[] steps, Tensor? offsets, Tensor? slots,"
+    " Tensor? noise, float lr, Tensor? lr_tensor, float lr_decay, float eps, float weight_decay,"
+    " bool maximize, Tensor? grad_scale, Tensor? found_inf) -> ()",
+    {"cpu": "cpu_adagrad", "cuda": "fused_adagrad"},
+)
+
+
+def adagrad_step_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    scales: Sequence[Tensor] = (),
+    master_params: Sequence[Tensor] = (),
+    offsets: Tensor | None = None,
+    slots: Tensor | None = None,
+    noise: Tensor | None = None,
+    lr: float | Tensor,
+    lr_decay: float = 0.0,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Take one Adagrad step for every parameter, in a single pass over memory.
+
+    Tensors, their two forms (lists or slabs), dtypes and devices are as in `adam_step_`, and so are
+    all arguments that are not listed here; results are bitwise independent of the device, the
+    instruction set, the number of threads and how tensors are split, but for the payload of a NaN.
+
+    Args:
+        params: float32, bfloat16 or float16, all the same. Updated.
+        grads: float32, bfloat16 or float16, all the same. Not modified.
+        sums: float32, bfloat16, dtype of params, or uint8 (codes); sum of squared gradients, at
+            first 0 or more. Updated.
+        steps: float32; steps taken so far, at first 0. Advanced by one before they are used.
+        scales: of sums in 8-bit codes; see `adam_step_`. Updated.
+        master_params: see there. Updated.
+        offsets: see there.
+        slots: see there.
+        noise: see there.
+        lr: learning rate; a number, or a tensor of one float32 or float64 on the same device.
+        lr_decay: step t, the first being 1, takes lr / (1 + (t - 1) * lr_decay).
+        eps: added to the denominator, in units of the gradient.
+        weight_decay: factor of the L2 penalty.
+        maximize: step up the gradient instead of down.
+        grad_scale: None, or one float32 or float64 that gradients are divided by first.
+        found_inf: None, or one float32 or float64; when it is not 0, nothing at all is modified.
+
+    Raises:
+        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
+        BuildError: the native library of the device could not be built or loaded.
+
+    See: Duchi, Hazan & Singer, "Adaptive Subgradient Methods", 2011, Figure 1 (diagonal matrices),
+    with the options of ``torch.optim.Adagrad``. ``adagrad_step_ref_`` is the same formula in
+    float64.
+    """
+    if not params and not grads:  # no tensor, so no device to dispatch on
+        return
+    _adagrad_step_op(
+        params, grads, sums, scales, master_params, steps, offsets, slots, noise,
+        *number_or_tensor(lr), lr_decay, eps, weight_decay, maximize, grad_scale, found_inf,
+    )  # fmt: skip
+    count_writes(params, sums, scales, master_params, steps)
+
+
+def _adagrad_step_fake(*args: object) -> None:
+    """Infer nothing, as the op returns nothing."""
+    check_one_device(_adagrad_step_op, args, on_host=ON_HOST)
+
+
+torch.library.register_fake("deepspeed_ext::adagrad_step_", _adagrad_step_fake)
+
+
+def adagrad_step_ref_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    scales: Sequence[Tensor] = (),
+    master_params: Sequence[Tensor] = (),
+    offsets: Tensor | None = None,
+    slots: Tensor | None = None,
+    noise: Tensor | None = None,
+    lr: float | Tensor,
+    lr_decay: float = 0.0,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Do what adagrad_step_ does, in float64 and plain torch: its definition, for tests.
+
+    State in 8-bit codes is rounded to the nearest here, noise or not.
+    """
+    reference = StepReference(
+        params, grads, [sums], (False,), scales, master_params, steps, offsets, slots,
+        maximize, grad_scale, found_inf,
+    )  # fmt: skip
+    rate = float(lr)
+
+    def formula(t: float, theta: Tensor, g: Tensor, total: Tensor) -> tuple[Tensor, ...]:
+        if weight_decay != 0:
+            g = g + weight_decay * theta
+        total = total + g**2
+        return theta - rate / (1 + (t - 1) * lr_decay) * g / (total.sqrt() + eps), total
+
+    reference.run(formula)

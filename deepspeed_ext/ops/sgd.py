@@ -1,0 +1,137 @@
+"""SGD with momentum: one step over lists of tensors, in place, on the CPU or on CUDA."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.ops._library import check_one_device, define
+from deepspeed_ext.ops._step import ON_HOST, StepReference, count_writes, number_or_tensor
+
+_sgd_step_op = define(
+    "sgd_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers,"
+    " Tensor(c!)[] scales, Tensor(d!)[] master_params, Tensor(e!)[] steps, Tensor? offsets,"
+    " Tensor? slots, Tensor? noise, float lr, Tensor? lr_tensor, float momentum,"
+    " float dampening, float weight_decay, bool nesterov, bool wd_after_momentum,"
+    " bool maximize, Tensor? grad_scale, Tensor? found_inf) -> ()",
+    {"cpu": "cpu_sgd", "cuda": "fused_sgd"},
+)
+
+
+def sgd_step_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    momentum_buffers: Sequence[Tensor] = (),
+    scales: Sequence[Tensor] = (),
+    master_params: Sequence[Tensor] = (),
+    offsets: Tensor | None = None,
+    slots: Tensor | None = None,
+    noise: Tensor | None = None,
+    lr: float | Tensor,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    wd_after_momentum: bool = False,
+    maximize: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Take one step of stochastic gradient descent for every parameter, in a single pass.
+
+    Tensors, their two forms (lists or slabs), dtypes and devices are as in `adam_step_`, and so are
+    all arguments that are not listed here; results are bitwise independent of the device, the
+    instruction set, the number of threads and how tensors are split, but for the payload of a NaN.
+
+    Args:
+        params: float32, bfloat16 or float16, all the same. Updated.
+        grads: float32, bfloat16 or float16, all the same. Not modified.
+        steps: float32; steps taken so far, at first 0. Advanced by one before they are used.
+        momentum_buffers: empty if momentum is 0; else float32, bfloat16, dtype of params, or uint8
+            (codes): decaying sum of gradients. Step 1 does not read it. Updated.
+        scales: of momentum_buffers in 8-bit codes; see `adam_step_`. Updated.
+        master_params: see there. Updated.
+        offsets: see there.
+        slots: see there.
+        noise: see there.
+        lr: learning rate; a number, or a tensor of one float32 or float64 on the same device.
+        momentum: decay rate of momentum_buffers per step.
+        dampening: the part of a gradient that momentum_buffers leave out, but at step 1.
+        weight_decay: factor of the L2 penalty.
+        nesterov: step along the gradient plus momentum times the buffer, not along the buffer.
+        wd_after_momentum: the penalty acts on this step only, and not through the buffer.
+        maximize: step up the gradient instead of down.
+        grad_scale: None, or one float32 or float64 that gradients are divided by first.
+        found_inf: None, or one float32 or float64; when it is not 0, nothing at all is modified.
+
+    Raises:
+        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
+        BuildError: the native library of the device could not be built or loaded.
+
+    See: Sutskever et al., "On the importance of initialization and momentum in deep learning",
+    2013, Equations 3 and 4, in the form of ``torch.optim.SGD``. ``sgd_step_ref_`` is the same
+    formula in float64.
+    """
+    if not params and not grads:  # no tensor, so no device to dispatch on
+        return
+    _sgd_step_op(
+        params, grads, momentum_buffers, scales, master_params, steps, offsets, slots, noise,
+        *number_or_tensor(lr), momentum, dampening, weight_decay, nesterov, wd_after_momentum,
+        maximize, grad_scale, found_inf,
+    )  # fmt: skip
+    count_writes(params, momentum_buffers, scales, master_params, steps)
+
+
+def _sgd_step_fake(*args: object) -> None:
+    """Infer nothing, as the op returns nothing."""
+    check_one_device(_sgd_step_op, args, on_host=ON_HOST)
+
+
+torch.library.register_fake("deepspeed_ext::sgd_step_", _sgd_step_fake)
+
+
+def sgd_step_ref_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    momentum_buffers: Sequence[Tensor] = (),
+    scales: Sequence[Tensor] = (),
+    master_params: Sequence[Tensor] = (),
+    offsets: Tensor | None = None,
+    slots: Tensor | None = None,
+    noise: Tensor | None = None,
+    lr: float | Tensor,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    wd_after_momentum: bool = False,
+    maximize: bool = False,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Do what sgd_step_ does, in float64 and plain torch: its definition, for tests.
+
+    State in 8-bit codes is rounded to the nearest here, noise or not.
+    """
+    states = [momentum_buffers] if momentum_buffers else []
+    reference = StepReference(
+        params, grads, states, (True,), scales, master_params, steps, offsets, slots,
+        maximize, grad_scale, found_inf,
+    )  # fmt: skip
+    rate = float(lr)
+
+    def formula(t: float, theta: Tensor, g: Tensor, *buffers: Tensor) -> tuple[Tensor, ...]:
+        if weight_decay != 0 and not wd_after_momentum:
+            g = g + weight_decay * theta
+        buffers = tuple(g if t == 1 else momentum * b + (1 - dampening) * g for b in buffers)
+        for buffer in buffers:
+            g = g + momentum * buffer if nesterov else buffer
+        if weight_decay != 0 and wd_after_momentum:
+            g = g + weight_decay * theta
+        return theta - rate * g, *buffers
+
+    reference.run(formula)

@@ -1,0 +1,173 @@
+// Tests the storage formats of optimizers/storage_math.inl inside Adam's loop: every ISA, on
+// several threads, writes the same bytes as the scalar one on one thread, and nothing beyond its
+// tensors.
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "expect.h"
+#include "optimizers/adam.h"
+
+namespace {
+
+using dsx::Dtype;
+using dsx::Isa;
+using Call = dsx::StepCall<dsx::Adam>;
+using Tensor = dsx::StepTensor<dsx::Adam::kStates>;
+using Bytes = std::vector<unsigned char>;  // as long as its tensor: a sanitizer sees one byte more
+
+constexpr int64_t kSizes[] = {0, 1, 7, 255, 256, 257, 4096 + 13, 2 * 4096};
+
+struct Format {
+  const char* name;
+  dsx::StepTypes types;
+  bool noise;
+};
+
+constexpr Format kFormats[] = {
+    {"split, codes", {Dtype::split, Dtype::bfloat16, Dtype::codes, Dtype::bfloat16, 2}, true},
+    {"split, codes, nearest, amsgrad",
+     {Dtype::split, Dtype::bfloat16, Dtype::codes, Dtype::bfloat16, 3},
+     false},
+    {"split, float32", {Dtype::split, Dtype::float32, Dtype::float32, Dtype::bfloat16, 2}, true},
+    {"float32, codes", {Dtype::float32, Dtype::float16, Dtype::codes, Dtype::bfloat16, 3}, true},
+    {"bfloat16 at random",
+     {Dtype::bfloat16, Dtype::bfloat16, Dtype::bfloat16, Dtype::bfloat16, 2},
+     true},
+    {"float32, bfloat16 at random",
+     {Dtype::float32, Dtype::float16, Dtype::bfloat16, Dtype::bfloat16, 3},
+     true},
+};
+
+struct Parameter {
+  Bytes param, grad, copy, states[3], scales[3];
+  float step;
+  int64_t n;
+};
+
+using List = std::vector<Parameter>;
+
+class Filler {
+ public:
+  // Elements of this dtype: numbers of all sizes, zeros, and at times inf or NaN.
+  Bytes elements(Dtype dtype, int64_t n, bool positive) {
+    Bytes bytes(size_t(n * dsx::bytes_of(dtype)));
+    for (int64_t i = 0; i < n; ++i) {
+      float value = normal_(random_) * std::exp2(float(int(random_() % 24)) - 16);
+      if (random_() % 41 == 0) value = 0;
+      if (random_() % 3001 == 0) value = random_() % 2 == 0 ? INFINITY : NAN;
+      put(dtype, positive ? std::fabs(value) : value, &bytes[size_t(i * dsx::bytes_of(dtype))]);
+    }
+    return bytes;
+  }
+
+  Bytes scales(int64_t n) {
+    Bytes bytes;
+    for (int64_t block = 0; block * dsx::kCodesBlock < n; ++block) {
+      const float scale = std::exp2(float(int(random_() % 30)) - 20);
+      bytes.resize(bytes.size() + sizeof(float));
+      memcpy(&bytes[bytes.size() - sizeof(float)], &scale, sizeof(float));
+    }
+    return bytes;
+  }
+
+ private:
+  void put(Dtype dtype, float value, unsigned char* target) {
+    const auto narrow = dsx::from_float<dsx::BFloat16>(value);
+    const auto half = dsx::from_float<dsx::Half>(value);
+    const auto code = uint8_t(random_());
+    switch (dtype) {
+      case Dtype::float32: memcpy(target, &value, 4); return;
+      case Dtype::float16: memcpy(target, &half, 2); return;
+      case Dtype::codes: memcpy(target, &code, 1); return;
+      default: memcpy(target, &narrow, 2); return;
+    }
+  }
+
+  std::mt19937 random_{5};
+  std::normal_distribution<float> normal_;
+};
+
+List make_list(const dsx::StepTypes& types) {
+  Filler filler;
+  List list;
+  for (int64_t n : kSizes) {
+    Parameter parameter{.param = filler.elements(types.param, n, false),
+                        .grad = filler.elements(types.grad, n, false),
+                        .copy = {},
+                        .states = {},
+                        .scales = {},
+                        .step = float(3 * list.size() + 1),
+                        .n = n};
+    if (types.param == Dtype::split) parameter.copy = Bytes(size_t(2 * n), 0x95);
+    for (int j = 0; j < types.states; ++j) {
+      parameter.states[j] = filler.elements(types.state, n, j > 0);
+      if (types.state == Dtype::codes) parameter.scales[j] = filler.scales(n);
+    }
+    list.push_back(parameter);
+  }
+  return list;
+}
+
+void run(Isa isa, const Format& format, int64_t parts, List& list) {
+  Call call{};
+  call.options = {0.9, 0.95, 1e-6, 0.1, true, true, format.types.states == 3};
+  call.lr.constant = 0.01;
+  call.grad_scale.constant = 2;
+  call.types = format.types;
+  std::vector<Tensor> tensors;
+  std::vector<int64_t> begins{0};
+  for (Parameter& p : list) {
+    Tensor tensor{};
+    tensor.param = p.param.data();
+    tensor.grad = p.grad.data();
+    tensor.param_copy = p.copy.empty() ? nullptr : p.copy.data();
+    for (int j = 0; j < format.types.states; ++j) {
+      tensor.states[j] = p.states[j].data();
+      tensor.scales[j] = reinterpret_cast<float*>(p.scales[j].data());
+    }
+    tensor.step = &p.step;
+    tensor.noise = {uint64_t(17 * p.n), 1000 * p.n, format.noise};
+    tensor.n = p.n;
+    tensors.push_back(tensor);
+    begins.push_back(begins.back() + p.n);
+  }
+  std::vector<std::thread> threads;
+  for (int64_t part = 0; part < parts; ++part) {
+    const int64_t begin = begins.back() * part / parts;
+    const int64_t end = begins.back() * (part + 1) / parts;
+    threads.emplace_back([&, begin, end] {
+      step_cpu(isa, call, tensors.data(), begins.data(), int64_t(tensors.size()), begin, end);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+void expect_same(const Format& format, Isa isa, const List& got, const List& want) {
+  for (size_t t = 0; t < got.size(); ++t) {
+    bool same = got[t].param == want[t].param && got[t].copy == want[t].copy;
+    for (int j = 0; j < 3; ++j) {
+      same = same && got[t].states[j] == want[t].states[j] && got[t].scales[j] == want[t].scales[j];
+    }
+    expect(same, "%s: tensor %zu of %s differs from the scalar one", format.name, t, name_of(isa));
+  }
+}
+
+}  // namespace
+
+int main() {
+  for (const Format& format : kFormats) {
+    const List before = make_list(format.types);
+    List expected = before;
+    run(Isa::scalar, format, 1, expected);
+    expect(expected.back().param != before.back().param, "%s: nothing has changed", format.name);
+    for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+      if (isa > dsx::current_isa()) break;
+      List list = before;
+      run(isa, format, 3, list);
+      expect_same(format, isa, list, expected);
+    }
+  }
+  return finish();
+}
