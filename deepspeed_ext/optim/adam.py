@@ -1,16 +1,18 @@
-"""Adam and AdamW as optimizers: DeepSpeedCPUAdam for parameters on the CPU, FusedAdam on CUDA."""
+"""Adam and AdamW as optimizers: for parameters on the CPU, on CUDA, or on both."""
 
 from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from deepspeed_ext.ops.adam import adam_step_
 from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer
-from deepspeed_ext.optim.checks import check_value
-from deepspeed_ext.optim.slabs import MASTER, STEP, Work
+from deepspeed_ext.optim.checks import check_betas, check_value
+from deepspeed_ext.optim.formats import CompactOptions, FormatOptions
+from deepspeed_ext.optim.set_grad_none import SetGradNone
+from deepspeed_ext.optim.slabs import STEP, Work
 
 
 class _Adam(SlabOptimizer):
@@ -21,15 +23,11 @@ class _Adam(SlabOptimizer):
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
         check_value(self, "eps", group["eps"], group["eps"] >= 0, "at least 0")
-        group["betas"] = tuple(map(float, group["betas"]))
-        check_value(self, "betas", group["betas"], len(group["betas"]) == 2, "two numbers")
-        for i, beta in enumerate(group["betas"]):
-            check_value(self, f"betas[{i}]", beta, 0 <= beta < 1, "at least 0 and below 1")
+        check_betas(self, group)
 
-    def _state_dtypes(self, group: Group, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
-        dtype = torch.float32 if self.fp32_optimizer_states else param_dtype
+    def _state_keys(self, group: Group) -> tuple[str, ...]:
         moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-        return dict.fromkeys(moments if group["amsgrad"] else moments[:2], dtype)
+        return moments if group["amsgrad"] else moments[:2]
 
     def _apply(self, group: Group, work: Work, scalars: Scalars) -> None:
         slabs = work.slabs
@@ -40,9 +38,7 @@ class _Adam(SlabOptimizer):
             slabs["exp_avg_sq"],
             slabs[STEP],
             max_exp_avg_sqs=slabs.get("max_exp_avg_sq", ()),
-            master_params=slabs.get(MASTER, ()),
-            offsets=work.offsets,
-            slots=work.slots,
+            **work.places,
             lr=scalars.lr,
             betas=group["betas"],
             eps=group["eps"],
@@ -60,7 +56,7 @@ class DeepSpeedCPUAdam(_Adam):
 
     A plain torch optimizer with the arguments of DeepSpeed's and the state of `torch.optim.AdamW`;
     state dicts load from and into that. State costs 8 bytes per element (fp32 moments), 4 more with
-    amsgrad, 4 more for each 16-bit element with master_weights.
+    amsgrad, and more or less in other formats.
 
     Args:
         model_params: float32, bfloat16 or float16 tensors on the CPU, dense; or groups, or
@@ -74,13 +70,12 @@ class DeepSpeedCPUAdam(_Adam):
         adamw_mode: True for AdamW (decoupled decay), False for Adam (L2 penalty).
         fp32_optimizer_states: keep moments in float32, else in the dtype of the parameter.
         maximize: step up the gradient instead of down.
-        master_weights: keep float32 originals of 16-bit parameters, as state `master_param`, step
-            on those, and round into the parameters. A parameter that is written between steps
-            gets a new original; see reset_master for writes that cannot be noticed.
+        formats: state_dtype, master, master_weights, seed: how state is stored; see
+            `SlabOptimizer`.
 
     Raises:
         ValueError: an option or a parameter is out of range, named in the text.
-        TypeError: a parameter is a DTensor or another wrapper of tensors.
+        TypeError: a parameter wraps other tensors and is no DTensor.
 
     See: Kingma & Ba, "Adam", 2015, Algorithm 1; Loshchilov & Hutter, "Decoupled Weight Decay
     Regularization", 2019, Algorithm 2. The formula is that of `deepspeed_ext.ops.adam_step_`.
@@ -102,7 +97,7 @@ class DeepSpeedCPUAdam(_Adam):
         fp32_optimizer_states: bool = True,
         *,
         maximize: bool = False,
-        master_weights: bool = False,
+        **formats: Unpack[CompactOptions],
     ) -> None:
         defaults = dict(
             lr=lr,
@@ -115,14 +110,11 @@ class DeepSpeedCPUAdam(_Adam):
             bias_correction=bias_correction,
         )
         super().__init__(
-            model_params,
-            defaults,
-            fp32_optimizer_states=fp32_optimizer_states,
-            master_weights=master_weights,
+            model_params, defaults, fp32_optimizer_states=fp32_optimizer_states, **formats
         )
 
 
-class FusedAdam(_Adam):
+class FusedAdam(SetGradNone, _Adam):
     """Adam or AdamW for parameters on CUDA devices: one pass over memory, a few launches per step.
 
     A plain torch optimizer with the arguments of DeepSpeed's and the state of `torch.optim.AdamW`.
@@ -143,17 +135,15 @@ class FusedAdam(_Adam):
         amsgrad: see there.
         set_grad_none: zero_grad() drops gradients instead of filling them with zeros.
         maximize: see there.
-        master_weights: see there.
-        fp32_optimizer_states: see there.
+        formats: fp32_optimizer_states, state_dtype, master, master_weights, seed; see there.
 
     Raises:
         ValueError: an option or a parameter is out of range, named in the text.
-        TypeError: a parameter is a DTensor or another wrapper of tensors.
+        TypeError: a parameter wraps other tensors and is no DTensor.
     """
 
     _devices = ("cuda",)
     _elsewhere: ClassVar[Mapping[str, str]] = {"cpu": "DeepSpeedCPUAdam"}
-    _settings = (*SlabOptimizer._settings, "set_grad_none")
 
     def __init__(
         self,
@@ -168,8 +158,7 @@ class FusedAdam(_Adam):
         set_grad_none: bool = True,
         *,
         maximize: bool = False,
-        master_weights: bool = False,
-        fp32_optimizer_states: bool = True,
+        **formats: Unpack[FormatOptions],
     ) -> None:
         self.set_grad_none = set_grad_none
         defaults = dict(
@@ -182,17 +171,59 @@ class FusedAdam(_Adam):
             decoupled_weight_decay=adam_w_mode,
             bias_correction=bias_correction,
         )
-        super().__init__(
-            params,
-            defaults,
-            fp32_optimizer_states=fp32_optimizer_states,
-            master_weights=master_weights,
+        super().__init__(params, defaults, **formats)
+
+
+class HybridAdam(_Adam):
+    """Adam or AdamW for parameters on the CPU and on CUDA, in one optimizer and in one group.
+
+    Parameters are stepped where they are, with the ops of DeepSpeedCPUAdam and FusedAdam, so that
+    some of a model can be offloaded. The arguments are those of Colossal-AI's, the state is that of
+    `torch.optim.AdamW`. A parameter may move to another device between steps; its state follows.
+    clip_and_step waits for the CUDA devices once, as the CPU has to know the norm.
+
+    Args:
+        model_params: float32, bfloat16 or float16 tensors on the CPU or on CUDA, dense; or groups,
+            or (name, parameter) pairs. Parameters may be on meta until the first step.
+        lr: see DeepSpeedCPUAdam, as for all that is not listed here.
+        bias_correction: see there.
+        betas: see there.
+        eps: see there.
+        weight_decay: see there.
+        adamw_mode: True for AdamW (decoupled decay), False for Adam (L2 penalty).
+        amsgrad: see there.
+        maximize: see there.
+        formats: fp32_optimizer_states, state_dtype, master, master_weights, seed; see there.
+
+    Raises:
+        ValueError: an option or a parameter is out of range, named in the text.
+        TypeError: a parameter wraps other tensors and is no DTensor.
+    """
+
+    _devices = ("cpu", "cuda")
+
+    def __init__(
+        self,
+        model_params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adamw_mode: bool = True,
+        *,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        **formats: Unpack[FormatOptions],
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            decoupled_weight_decay=adamw_mode,
+            bias_correction=bias_correction,
         )
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the gradients, or fill them with zeros.
-
-        Args:
-            set_to_none: drop them; by default what set_grad_none says.
-        """
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+        super().__init__(model_params, defaults, **formats)

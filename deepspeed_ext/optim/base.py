@@ -8,12 +8,23 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable: imports the compiler, 0.8 s
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from deepspeed_ext.optim.checkpoint import hide_values, show_values
-from deepspeed_ext.optim.checks import check_once, check_param, check_value, explain
+from deepspeed_ext.optim.checks import (
+    check_no_capture,
+    check_once,
+    check_param,
+    check_shards,
+    check_value,
+    explain,
+)
+from deepspeed_ext.optim.clipping import SquareSum, clip
 from deepspeed_ext.optim.entry import Entry
+from deepspeed_ext.optim.formats import MASTER, REMAINDER, FormatOptions, StateFormat, portable
 from deepspeed_ext.optim.plans import Plans
-from deepspeed_ext.optim.slabs import MASTER, Bucket, Work
+from deepspeed_ext.optim.sharding import all_zero, is_partial
+from deepspeed_ext.optim.slabs import Bucket, Work
 
 Group = dict[str, Any]
 
@@ -34,41 +45,61 @@ class SlabOptimizer(torch.optim.Optimizer):
     next step notices. Only a tensor that gets other memory through `.data =` or `set_` leaves the
     slab unnoticed: put another tensor in its place instead.
 
-    A subclass defines `_devices`, `_state_dtypes` and `_apply`, and the rest where it needs to.
+    All take these keyword arguments, which say how state is stored. Bytes are for each element of
+    a parameter and state tensor; Adam has two of these, Lion, Adagrad and momentum one.
+
+        fp32_optimizer_states: True: state in float32, 4 bytes; False: in the dtype of the
+            parameter, rounded to the nearest, 2 bytes with 16-bit parameters.
+        state_dtype: None: as fp32_optimizer_states says. torch.float32: 4 bytes. torch.bfloat16:
+            2 bytes, rounded at random with the exact expected value. torch.uint8: 1 byte and 1/64:
+            8-bit codes with a scale for each block of 256 elements, rounded likewise; the state
+            dict has the codes, uint8, and their scales, `<key>_scale`.
+        master: "float32": keep float32 originals of 16-bit parameters, state `master_param`, 4
+            bytes; step on those and round into the parameters. A parameter that is written between
+            steps gets a new original. "remainder": keep the 16 bits that bfloat16 parameters lack,
+            state `master_remainder`, 2 bytes: with them a parameter is its float32 original, bit
+            for bit. It is rounded half up, not half to even. None: step on the parameters.
+        master_weights: True: the same as master="float32".
+        seed: of the random rounding, which depends on it, the number of the parameter, its step,
+            and the index of the element, but not on how a DTensor is sharded (by rows, or not).
+
+    A state dict of any format loads into any other. Of DTensors, codes are float32 in a state dict
+    and remainders int32, which any other sharding can load.
+
+    A subclass defines `_devices`, `_state_keys` and `_apply`, and the rest where it needs to.
 
     Args:
         params: parameters, groups, or (name, parameter) pairs.
         defaults: options of groups that do not give their own.
-        fp32_optimizer_states: keep state in float32, else in the dtype of the parameter.
-        master_weights: keep float32 originals of 16-bit parameters.
+        formats: see above.
     """
 
     _devices: ClassVar[tuple[str, ...]]  # device types that this class takes
     _elsewhere: ClassVar[Mapping[str, str]] = {}  # device type: the class that takes it
-    _optional_state: ClassVar[frozenset[str]] = frozenset({MASTER})  # may miss in a checkpoint
-    _settings: ClassVar[tuple[str, ...]] = ("fp32_optimizer_states", "master_weights")
+    _optional_state: ClassVar[frozenset[str]] = frozenset({MASTER, REMAINDER})  # in a checkpoint
+    _grad_layouts: ClassVar[tuple[torch.layout, ...]] = (torch.strided,)
+    _settings: ClassVar[tuple[str, ...]] = ("state_format",)
     _step_supports_amp_scaling = True  # tells GradScaler to hand over grad_scale and found_inf
 
-    def __init__(
-        self,
-        params: ParamsT,
-        defaults: Group,
-        *,
-        fp32_optimizer_states: bool = True,
-        master_weights: bool = False,
-    ) -> None:
-        self.fp32_optimizer_states = fp32_optimizer_states
-        self.master_weights = master_weights
+    def __init__(self, params: ParamsT, defaults: Group, **formats: Unpack[FormatOptions]) -> None:
+        self.state_format = StateFormat.of(type(self).__name__, formats)
         self._plans = Plans()
+        self._skipped: dict[torch.device, Tensor] = {}
         super().__init__(params, defaults)
 
-    def _state_dtypes(self, group: Group, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Return the dtype of each state tensor that has an element for each of the parameter's."""
+    def _state_keys(self, group: Group) -> tuple[str, ...]:
+        """Return the keys of the state that has an element for each of the parameter's."""
         raise NotImplementedError
 
     def _apply(self, group: Group, work: Work, scalars: Scalars) -> None:
         """Call the op. It must refuse bad arguments before it writes anything."""
         raise NotImplementedError
+
+    def _completed(
+        self, group: Group, param: Tensor, values: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Return state as it was found, with what it lacks and must not begin as zeros."""
+        return values
 
     def _check_group(self, group: Group) -> None:
         """Raise ValueError unless the options of this group make sense."""
@@ -80,10 +111,7 @@ class SlabOptimizer(torch.optim.Optimizer):
 
     def _dtypes(self, group: Group, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Return the dtype of each slab except that of steps."""
-        dtypes = self._state_dtypes(group, param_dtype)
-        if self.master_weights and param_dtype != torch.float32:
-            dtypes[MASTER] = torch.float32
-        return dtypes
+        return self.state_format.dtypes(self._state_keys(group), param_dtype)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -94,6 +122,10 @@ class SlabOptimizer(torch.optim.Optimizer):
     @_disable_dynamo
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient.
+
+        An optimizer without state whose lr and gradients are all 0 makes its state and does not
+        count that as a step: so torch.distributed.checkpoint, which steps it like this, changes
+        nothing. Gradients of DTensors in other placements than theirs are redistributed.
 
         Args:
             closure: computes the loss anew, and the gradients.
@@ -110,10 +142,29 @@ class SlabOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
+            if not self.state and self._is_dry_step():
+                return loss
             stepped: list[Tensor] = []
             while not self._step_others(stepped):
                 self._plans.rebuild(self)
         return loss
+
+    def _is_dry_step(self) -> bool:
+        """Make the state, and return whether there is nothing else to do in this first step.
+
+        With lr 0 and gradients of zeros, torch.distributed.checkpoint steps an optimizer without
+        state before it saves or loads. Counted as a step, that would spoil the bias correction of
+        the first real one.
+        """
+        self._plans.current(self)
+        lrs = [group["lr"] for group in self.param_groups]
+        if any((isinstance(lr, Tensor) and lr.device.type != "cpu") or lr != 0 for lr in lrs):
+            return False
+        params = [param for group in self.param_groups for param in group["params"]]
+        grads = [param.grad for param in params if param.grad is not None]
+        if any(grad.layout is not torch.strided or is_partial(grad) for grad in grads):
+            return False
+        return all_zero(grads)
 
     def _step_others(self, stepped: list[Tensor]) -> bool:
         """Step all parameters but those in the list, which grows; stop where plans are outdated.
@@ -130,7 +181,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         return True
 
     def _step_bucket(self, group: Group, bucket: Bucket, done: frozenset[int]) -> None:
-        work = bucket.gather(done)
+        work = self._gather(bucket, done)
         if work is None:
             return
         scalars = self._scalars(group, bucket.device)
@@ -144,7 +195,84 @@ class SlabOptimizer(torch.optim.Optimizer):
                 raise
             for part in parts:
                 self._apply(group, part, scalars)
+        if bucket.is_sharded:  # ops count their writes, but of the local parts
+            torch.autograd.graph.increment_version(work.owners)
         bucket.note_own_write()
+
+    def _gather(self, bucket: Bucket, done: frozenset[int] = frozenset()) -> Work | None:
+        """Return the parameters of a bucket that have a gradient; of DTensors, the parts here."""
+        work = bucket.gather(done)
+        if work is not None and bucket.is_sharded:
+            check_shards(self, work)
+            work = work.of_this_process()
+        return work
+
+    @_disable_dynamo
+    def clip_and_step(self, max_norm: float) -> Tensor:
+        """Clip the gradients by their global norm and step, reading each gradient only twice.
+
+        The same as unscaling, `torch.nn.utils.clip_grad_norm_` and step(), but that gradients are
+        left as they are, the arithmetic of the norm is in float64, and inf or NaN in any gradient,
+        on any device or, with DTensors, in any process, leaves everything everywhere as it was;
+        see `skipped_steps`. Gradients that are DTensors count whole, so every process that holds
+        shards calls this. With the attributes `grad_scale` and `found_inf`, which GradScaler sets,
+        gradients are unscaled too. Nothing waits for the device, and it can be captured in a CUDA
+        graph after a first call, unless there are parameters on the CPU and on CUDA: then one value
+        is read by the host.
+
+        Args:
+            max_norm: the largest norm to leave as it is, above 0; inf to measure only.
+
+        Returns:
+            The norm of the unscaled gradients before clipping, inf or NaN if one has that: float32,
+            no dimension, on the device of the parameters (the CPU if some are there).
+
+        Raises:
+            ValueError: as step(), and if max_norm is not above 0.
+
+        See: Pascanu, Mikolov & Bengio, "On the difficulty of training recurrent neural networks",
+        2013, Algorithm 1.
+        """
+        check_value(self, "max_norm", max_norm, max_norm > 0, "above 0")
+        given = {k: v for k, v in self.__dict__.items() if k in ("grad_scale", "found_inf")}
+        with torch.no_grad():
+            clipped = clip(self._squared_norm(), max_norm, **given)
+            self._count_skip(clipped.found_inf)
+        self.grad_scale, self.found_inf = clipped.divisor, clipped.found_inf
+        try:
+            self.step()
+        finally:
+            del self.grad_scale, self.found_inf
+            self.__dict__.update(given)
+        return clipped.norm
+
+    def _squared_norm(self) -> Tensor:
+        squares = SquareSum()
+        for bucket in self._fitting_buckets():
+            work = self._gather(bucket)
+            if work is None:
+                continue
+            try:
+                squares.add(work)
+            except (ValueError, TypeError, RuntimeError) as error:
+                explain(self, work, error)
+                squares.add(work._replace(grads=list(map(_elements, work.grads))))
+        return squares.total()
+
+    @property
+    def skipped_steps(self) -> int:
+        """How often clip_and_step has found inf or NaN since the optimizer was made.
+
+        Waits for the device. It is not part of the state dict.
+        """
+        return sum(int(count) for count in self._skipped.values())
+
+    def _count_skip(self, found_inf: Tensor) -> None:
+        device = found_inf.device
+        if device not in self._skipped:
+            check_no_capture(self, device, "call of clip_and_step before, which makes its counter")
+            self._skipped[device] = torch.zeros((), dtype=torch.float64, device=device)
+        self._skipped[device] += found_inf
 
     def _scalars(self, group: Group, device: torch.device) -> Scalars:
         lr = group["lr"]
@@ -157,27 +285,30 @@ class SlabOptimizer(torch.optim.Optimizer):
         )
 
     def reset_master(self) -> None:
-        """Make the fp32 masters exact copies of the parameters.
+        """Make the fp32 masters exact copies of the parameters, and remainders zeros.
 
         A step does so by itself for elements that somebody has written since the last one, if the
-        version counter or the address of the parameter tells; a write through `param.data` and a
-        replayed CUDA graph leave both as they are.
+        version counter or the address of the parameter tells. A write through `param.data`, a
+        replayed CUDA graph, and a torch._foreach function on a DTensor leave both as they are.
         """
         with torch.no_grad():
-            plans = self._plans.current(self)
-            if not all(bucket.fits() for plan in plans for bucket in plan.buckets):
-                self._plans.rebuild(self)
-                plans = self._plans.current(self)
-            for plan in plans:
-                for bucket in plan.buckets:
-                    bucket.reset_masters()
+            for bucket in self._fitting_buckets():
+                bucket.reset_masters()
+
+    def _fitting_buckets(self) -> list[Bucket]:
+        """Return buckets that hold all parameters with a gradient or with state, as they are."""
+        buckets = [bucket for plan in self._plans.current(self) for bucket in plan.buckets]
+        if not all(bucket.fits() for bucket in buckets):
+            self._plans.rebuild(self)
+            buckets = [bucket for plan in self._plans.current(self) for bucket in plan.buckets]
+        return buckets
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters with options of their own; options that are not given have the default.
 
         Raises:
             ValueError: an option or a parameter is not as it must be; nothing was added.
-            TypeError: a parameter is a DTensor or another wrapper of tensors; nothing was added.
+            TypeError: a parameter wraps other tensors and is no DTensor; nothing was added.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -199,7 +330,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         """
         packed = super().state_dict()
         packed["state"] = {
-            key: dict(value) if isinstance(value, Entry) else value
+            key: portable(value) if isinstance(value, Entry) else value
             for key, value in packed["state"].items()
         }
         return packed
@@ -230,6 +361,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         """Take over what a pickle, deepcopy or torch's load_state_dict holds, or change nothing."""
         before = dict(self.__dict__)
         self.__dict__.setdefault("_plans", Plans())
+        self.__dict__.setdefault("_skipped", {})
         try:
             super().__setstate__({**state, "state": show_values(state["state"])})
             self.defaults.pop("differentiable", None)  # which torch adds
@@ -242,6 +374,11 @@ class SlabOptimizer(torch.optim.Optimizer):
             self.__dict__.clear()
             self.__dict__.update(before)
             raise
+
+
+def _elements(grad: Tensor) -> Tensor:
+    """Return a gradient without the zeros that a sparse one has only in name."""
+    return grad.coalesce().values() if grad.is_sparse else grad
 
 
 def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:

@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from deepspeed_ext.ops.mesh_sums import is_dtensor
+from deepspeed_ext.ops.state_formats import blocks_of
+from deepspeed_ext.optim.formats import SCALE
+from deepspeed_ext.optim.sharding import is_cut_in_rows, is_partial, local
 from deepspeed_ext.optim.slabs import STEP, Work, is_dense
 
 if TYPE_CHECKING:
@@ -22,6 +26,21 @@ def check_value(optimizer: "SlabOptimizer", name: str, value: object, ok: Any, w
         raise ValueError(f"{type(optimizer).__name__}: {name} is {value}, expected {want}")
 
 
+def check_no_capture(optimizer: "SlabOptimizer", device: torch.device, want: str) -> None:
+    """Raise RuntimeError if memory that must outlive a CUDA graph would be allocated in one."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        title = type(optimizer).__name__
+        raise RuntimeError(f"{title}: a CUDA graph is being captured, expected at least one {want}")
+
+
+def check_betas(optimizer: "SlabOptimizer", group: dict[str, Any]) -> None:
+    """Make `betas` two numbers, or raise ValueError."""
+    group["betas"] = tuple(map(float, group["betas"]))
+    check_value(optimizer, "betas", group["betas"], len(group["betas"]) == 2, "two numbers")
+    for i, beta in enumerate(group["betas"]):
+        check_value(optimizer, f"betas[{i}]", beta, 0 <= beta < 1, "at least 0 and below 1")
+
+
 def check_param(optimizer: "SlabOptimizer", param: Tensor, *, or_meta: bool = False) -> None:
     """Raise TypeError or ValueError if the optimizer cannot update this parameter.
 
@@ -32,14 +51,27 @@ def check_param(optimizer: "SlabOptimizer", param: Tensor, *, or_meta: bool = Fa
     """
     reason = _why_not(optimizer, param, or_meta)
     if reason:
-        kind = TypeError if _is_wrapper(param) else ValueError
+        kind = TypeError if _is_wrapper(local(param)) else ValueError
         raise kind(f"{type(optimizer).__name__}: {_name(optimizer, param)} {reason}")
 
 
 def _why_not(optimizer: "SlabOptimizer", param: Tensor, or_meta: bool) -> str | None:
+    if is_dtensor(param):
+        if is_partial(param):
+            return f"is a DTensor with placements {param.placements}, expected Shard or Replicate"
+        if optimizer.state_format.rounds_at_random and not is_cut_in_rows(param):
+            return (
+                f"is a DTensor with placements {param.placements}, expected Shard(0) or Replicate "
+                f"with state_dtype={optimizer.state_format.state_dtype}"
+            )
+        reason = _why_not(optimizer, local(param), or_meta)
+        return reason and f"is a DTensor whose local part {reason}"
     device = param.device.type
     if _is_wrapper(param):
-        return f"is a {type(param).__name__}, expected a plain tensor; use torch.optim.AdamW for it"
+        return (
+            f"is a {type(param).__name__}, expected a plain tensor or a DTensor; "
+            "use torch.optim.AdamW for it"
+        )
     if param.dtype not in _DTYPES:
         takes_it = param.is_floating_point() or param.is_complex()
         hint = "; use torch.optim.AdamW for it" if takes_it else ""
@@ -62,7 +94,7 @@ def _why_not(optimizer: "SlabOptimizer", param: Tensor, or_meta: bool) -> str | 
 
 
 def _is_wrapper(tensor: Tensor) -> bool:
-    """Return whether this is a DTensor or the like, whose memory belongs to other tensors."""
+    """Return whether this is a tensor in name only, whose memory belongs to other tensors."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
@@ -97,22 +129,47 @@ def check_state(
             raise ValueError(
                 f"{title}: {key} has shape {list(value.shape)}, expected {list(shape)}"
             )
+        elif value.dtype == torch.uint8:
+            scales, want = entry.get(key + SCALE), blocks_of(local(value).numel())
+            got = list(scales.shape) if isinstance(scales, Tensor) else None
+            if got != [want]:
+                raise ValueError(f"{title}: {key + SCALE} has shape {got}, expected [{want}]")
 
 
 def explain(optimizer: "SlabOptimizer", work: Work, error: Exception) -> None:
     """Raise a clearer error if a parameter or gradient explains why the op refused the call."""
-    for param, grad in zip(work.params, work.grads, strict=True):
-        check_param(optimizer, param)
+    for owner, param, grad in zip(work.owners, work.params, work.grads, strict=True):
+        check_param(optimizer, owner)
         reason = None
-        if grad.layout is not torch.strided:
+        if _is_wrapper(grad):
+            reason = f"is a {type(grad).__name__}, expected a plain tensor, as its parameter is"
+        elif grad.layout not in optimizer._grad_layouts:
             reason = "is sparse, expected dense; use torch.optim.SparseAdam for it"
         elif grad.dtype not in _DTYPES:
             reason = f"is {grad.dtype}, expected float32, bfloat16 or float16"
         elif grad.shape != param.shape:
             reason = f"has shape {list(grad.shape)}, expected {list(param.shape)}"
         if reason:
-            title = f"{type(optimizer).__name__}: gradient of {_name(optimizer, param)}"
-            raise ValueError(f"{title} {reason}") from error
+            raise ValueError(f"{_title_of_grad(optimizer, owner)} {reason}") from error
+
+
+def check_shards(optimizer: "SlabOptimizer", work: Work) -> None:
+    """Raise ValueError unless the gradients of DTensors are DTensors on the same mesh.
+
+    Other placements are no error: torch's optimizers, too, redistribute such a gradient.
+    """
+    for param, grad in zip(work.owners, work.grads, strict=True):
+        reason = None
+        if not is_dtensor(grad):
+            reason = f"is a {type(grad).__name__}, expected a DTensor, as its parameter is"
+        elif is_dtensor(param) and grad.device_mesh != param.device_mesh:
+            reason = f"is on {grad.device_mesh}, expected {param.device_mesh}"
+        if reason:
+            raise ValueError(f"{_title_of_grad(optimizer, param)} {reason}")
+
+
+def _title_of_grad(optimizer: "SlabOptimizer", param: Tensor) -> str:
+    return f"{type(optimizer).__name__}: gradient of {_name(optimizer, param)}"
 
 
 def _name(optimizer: "SlabOptimizer", param: Tensor) -> str:

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optim.checks import check_param, check_state
+from deepspeed_ext.ops.mesh_sums import is_dtensor
+from deepspeed_ext.optim.checks import check_no_capture, check_param, check_state
 from deepspeed_ext.optim.entry import Entry
+from deepspeed_ext.optim.formats import is_of_format
+from deepspeed_ext.optim.sharding import local
 from deepspeed_ext.optim.slabs import STEP, Bucket, cut
 
 if TYPE_CHECKING:
@@ -110,26 +113,31 @@ class Plans:
         params: Sequence[Tensor],
     ) -> list[Bucket]:
         """Put parameters of one group into buckets, with the state that they have, if any."""
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        by_kind: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
         for param in params:
             check_param(optimizer, param)
-            by_kind.setdefault((param.device, param.dtype), []).append(param)
+            kind = (local(param).device, param.dtype, is_dtensor(param))
+            by_kind.setdefault(kind, []).append(param)
+        keys = self._noise_keys(optimizer)
         buckets = []
-        for (device, dtype), members in by_kind.items():
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    f"{type(optimizer).__name__}: a CUDA graph is being captured, "
-                    "expected at least one step before, which creates the state"
-                )
+        for (device, dtype, _), members in by_kind.items():
+            check_no_capture(optimizer, device, "step before, which creates the state")
             dtypes = optimizer._dtypes(group, dtype)
             for part in cut(members):
-                bucket = Bucket(part, dtypes)
+                bucket = Bucket(part, dtypes, [keys[id(param)] for param in part] if keys else None)
                 for i, param in enumerate(part):
-                    values = optimizer.state.get(param, {})
-                    views = bucket.fill(i, values)
-                    optimizer.state[param] = self._entry({**values, **views})
+                    values = optimizer._completed(group, param, optimizer.state.get(param, {}))
+                    others = {k: v for k, v in values.items() if not is_of_format(k)}
+                    optimizer.state[param] = self._entry({**others, **bucket.fill(i, values)})
                 buckets.append(bucket)
         return buckets
+
+    def _noise_keys(self, optimizer: "SlabOptimizer") -> dict[int, int]:
+        """Return the key of the random bits of every parameter, by its identity."""
+        if not optimizer.state_format.rounds_at_random:
+            return {}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return {id(param): optimizer.state_format.key_of(i) for i, param in enumerate(params)}
 
     def _merge_small_buckets(
         self, optimizer: "SlabOptimizer", group: dict[str, Any], plan: Plan

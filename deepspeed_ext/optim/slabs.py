@@ -8,7 +8,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-MASTER = "master_param"
+from deepspeed_ext.ops.mesh_sums import is_dtensor
+from deepspeed_ext.ops.state_formats import BLOCK, blocks_of
+from deepspeed_ext.optim.formats import (
+    MASTER,
+    REMAINDER,
+    SCALE,
+    has_same_codes,
+    masters_in,
+    restored,
+    store,
+)
+from deepspeed_ext.optim.sharding import first_index, local, part_for, spread
+
 STEP = "step"
 
 _ALIGNMENT = 64  # elements between the beginnings of parameters: whole cache lines in every dtype
@@ -22,6 +34,9 @@ _SMALL_ELEMENTS = 2**24  # a step over fewer is short enough for the cost of a c
 _grad = attrgetter("grad")
 _nbytes = attrgetter("nbytes")
 _version = attrgetter("_version")
+_spec = attrgetter("_spec")
+
+Marks = tuple[list[Any], list[int]]  # of a bucket: version and address of each parameter
 
 
 class Work(NamedTuple):
@@ -31,64 +46,122 @@ class Work(NamedTuple):
         params: of one device and dtype.
         grads: their gradients.
         slabs: for each state key a list of one flat tensor, as the ops take it.
+        scales: of state in 8-bit codes, a slab for each state key.
         offsets: where each parameter begins in the slabs, in elements, ascending.
         slots: place of each parameter in the slab of steps, ascending.
+        noise: how the ops round state at random, or None.
+        owners: the parameters of the optimizer; params are those themselves, or what this process
+            holds of them, and so are grads.
 
-    Offsets and slots are int64 tensors on the CPU, (n,), as the ops take them.
+    Offsets, slots and noise are int64 tensors on the CPU, as the ops take them.
     """
 
     params: list[Tensor]
     grads: list[Tensor]
     slabs: dict[str, list[Tensor]]
+    scales: list[Tensor]
     offsets: Tensor
     slots: Tensor
+    noise: Tensor | None
+    owners: list[Tensor]
+
+    @property
+    def places(self) -> dict[str, Any]:
+        """The arguments of a step op that say where state is and how it is stored."""
+        return dict(
+            scales=self.scales,
+            master_params=masters_in(self.slabs),
+            offsets=self.offsets,
+            slots=self.slots,
+            noise=self.noise,
+        )
+
+    def of_this_process(self) -> "Work":
+        """Return the same for parameters and gradients that are DTensors: the parts held here."""
+        parts = map(part_for, self.grads, self.owners)
+        grads = [part.to(p.device) for part, p in zip(parts, map(local, self.owners), strict=True)]
+        return self._replace(params=list(map(local, self.owners)), grads=grads)
 
     def split_by_grad_dtype(self) -> list["Work"]:
         """Return one part for each dtype among the gradients."""
         indices: dict[torch.dtype, list[int]] = {}
         for i, grad in enumerate(self.grads):
             indices.setdefault(grad.dtype, []).append(i)
-        return [
-            Work(
-                [self.params[i] for i in part],
-                [self.grads[i] for i in part],
-                self.slabs,
-                self.offsets[part],
-                self.slots[part],
-            )
-            for part in indices.values()
-        ]
+        return list(map(self.part, indices.values()))
+
+    def part(self, indices: list[int]) -> "Work":
+        """Return the same for some of the parameters, in ascending order."""
+        return Work(
+            [self.params[i] for i in indices],
+            [self.grads[i] for i in indices],
+            self.slabs,
+            self.scales,
+            self.offsets[indices],
+            self.slots[indices],
+            None if self.noise is None else self.noise[indices],
+            [self.owners[i] for i in indices],
+        )
 
 
 class Bucket:
     """Parameters of one group, device and dtype, and the slabs of their state, zeros at first.
 
+    Of DTensors, the slabs hold the state of the parts that are in this process.
+
     Args:
-        params: at least one; dense, in any order of dimensions.
-        dtypes: for each state key except "step", the dtype of its slab.
+        params: at least one; dense, in any order of dimensions; all of them DTensors, or none.
+        dtypes: for each state key except "step", the dtype of its slab; uint8 for 8-bit codes.
+        noise_keys: of the parameters, if their state is rounded at random.
     """
 
-    def __init__(self, params: list[Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(
+        self,
+        params: list[Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        noise_keys: Sequence[int] | None = None,
+    ) -> None:
         self.params = params
         self.dtypes = dict(dtypes)
-        self.device, self.dtype = params[0].device, params[0].dtype
-        *begins, end = accumulate((_padded(param) for param in params), initial=0)
+        self.is_sharded = is_dtensor(params[0])
+        parts = self.parts()
+        self.device, self.dtype = parts[0].device, parts[0].dtype
+        coded = [key for key, dtype in dtypes.items() if dtype == torch.uint8]
+        alignment = BLOCK if coded else _ALIGNMENT
+        *begins, end = accumulate((_padded(part, alignment) for part in parts), initial=0)
         self.offsets = torch.tensor(begins)
         self.slots = torch.arange(len(params))
         self.slabs = {STEP: [torch.zeros(len(params), device=self.device, dtype=torch.float32)]}
         for key, dtype in dtypes.items():
             self.slabs[key] = [torch.zeros(end, device=self.device, dtype=dtype)]
-        self.is_small = end < _SMALL_ELEMENTS and 2 * len(params) < _MAX_PARAMS
-        self._masters_written: tuple[list[int], list[int]] = ([], [])
+        self.scales = {key: torch.zeros(end // BLOCK, device=self.device) for key in coded}
+        self.noise = None
+        if noise_keys is not None:
+            self.noise = torch.tensor(list(zip(noise_keys, map(first_index, params), strict=True)))
+        # Merging small ones changes their order, which must be the same in all processes where
+        # parameters are sharded, while the sizes of the parts need not be.
+        few = end < _SMALL_ELEMENTS and 2 * len(params) < _MAX_PARAMS
+        self.is_small = few and not self.is_sharded
+        self._masters_written: Marks = ([], [])
         self._describe_layout()
+
+    def parts(self) -> list[Tensor]:
+        """Return what is stepped: the parameters, or those parts of them that are here now."""
+        return list(map(local, self.params)) if self.is_sharded else self.params
 
     def _describe_layout(self) -> None:
         """Note what the parameters look like, in the form that is fastest to compare."""
+        if self.is_sharded:
+            self._shards = self._describe_shards()
+            return
         self._nbytes = list(map(_nbytes, self.params))
         matrices = [param for param in self.params if param.dim() > 1]
         self._contiguous = [param for param in matrices if param.is_contiguous()]
         self._permuted = [param for param in matrices if not param.is_contiguous()]
         self._strides = [param.stride() for param in self._permuted]
+
+    def _describe_shards(self) -> list[tuple[object, ...]]:
+        parts = [(part.device, part.dtype, part.shape, part.stride()) for part in self.parts()]
+        return list(zip(map(_spec, self.params), parts, strict=True))
 
     def fits(self) -> bool:
         """Return whether the parameters still look as they did when the bucket was made.
@@ -97,6 +170,10 @@ class Bucket:
         Another shape of as many contiguous elements fits: each of them keeps its state.
         """
         first = self.params[0]
+        if is_dtensor(first) != self.is_sharded:
+            return False
+        if self.is_sharded:
+            return self._describe_shards() == self._shards
         return (
             first.device == self.device
             and first.dtype == self.dtype
@@ -107,42 +184,74 @@ class Bucket:
 
     def views(self, i: int) -> dict[str, Tensor]:
         """Return the state of parameter i: parts of the slabs with its shape and strides."""
-        shape, strides = self.params[i].shape, self.params[i].stride()
-        return {
+        part, offset = local(self.params[i]), int(self.offsets[i])
+        shape, strides = part.shape, part.stride()
+        views = {
             key: slab.as_strided((), (), i)
             if key == STEP
-            else slab.as_strided(shape, strides, int(self.offsets[i]))
+            else slab.as_strided(shape, strides, offset)
             for key, [slab] in self.slabs.items()
         }
+        for key, scales in self.scales.items():
+            begin = offset // BLOCK
+            views[key + SCALE] = scales[begin : begin + blocks_of(part.numel())]
+        return views
+
+    def shown(self, i: int) -> dict[str, Tensor]:
+        """Return the state of parameter i as users see it: sharded as the parameter is."""
+        param, views = self.params[i], self.views(i)
+        if not is_dtensor(param):
+            return views
+        return {key: spread(v, param) if key in self.dtypes else v for key, v in views.items()}
 
     def fill(self, i: int, values: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Copy state of parameter i into the slabs and return its views.
+        """Copy state of parameter i into the slabs and return what users see of it.
 
         Args:
-            values: tensors of the parameter's shape, any dtype and device; "step" may be a number.
-                A missing master becomes a copy of the parameter; what else is missing stays zero.
+            values: tensors of the parameter's shape, any dtype, device and sharding; "step" may be
+                a number. A missing master becomes a copy of the parameter; what else is missing
+                stays zero.
         """
-        views = self.views(i)
-        for key, view in views.items():
-            value = values.get(key)
-            if isinstance(value, Tensor):
-                view.copy_(value.reshape(view.shape))
-            elif value is not None:
-                view.fill_(value)
+        param, views = self.params[i], self.views(i)
+        if isinstance(step := values.get(STEP), Tensor):
+            views[STEP].copy_(part_for(step, views[STEP]).reshape(()))
+        elif step is not None:
+            views[STEP].fill_(step)
+        for key in self.dtypes:
+            if has_same_codes(key, values, param, views):
+                views[key].copy_(local(values[key]))
+                views[key + SCALE].copy_(values[key + SCALE])
+                continue
+            value = restored(key, values, param)
+            if value is not None:
+                store(key, views[key], views.get(key + SCALE), value)
             elif key == MASTER:
-                view.copy_(self.params[i])
+                views[key].copy_(local(param))
         self._masters_written = ([], [])
-        return views
+        return self.shown(i)
 
     def gather(self, done: Container[int] = ()) -> Work | None:
         """Return the parameters that have a gradient now, or None if there are none.
+
+        Of DTensors, these are the parameters: see Work.of_this_process.
 
         Args:
             done: identities of parameters to leave out.
         """
         grads = list(map(_grad, self.params))
+        scales = list(self.scales.values())
+        all_of_them = Work(
+            self.params,
+            grads,
+            self.slabs,
+            scales,
+            self.offsets,
+            self.slots,
+            self.noise,
+            self.params,
+        )
         if not done and type(None) not in map(type, grads):
-            return Work(self.params, grads, self.slabs, self.offsets, self.slots)
+            return all_of_them
         chosen = [
             i
             for i, (param, grad) in enumerate(zip(self.params, grads, strict=True))
@@ -150,13 +259,7 @@ class Bucket:
         ]
         if not chosen:
             return None
-        return Work(
-            [self.params[i] for i in chosen],
-            [grads[i] for i in chosen],
-            self.slabs,
-            self.offsets[chosen],
-            self.slots[chosen],
-        )
+        return all_of_them.part(chosen)
 
     def refresh_masters(self) -> None:
         """Give masters the values of parameters that somebody else has written since the last step.
@@ -172,7 +275,7 @@ class Bucket:
         before = dict(enumerate(zip(*self._masters_written, strict=True)))
         for i, mark in enumerate(zip(*marks, strict=True)):
             if mark != before.get(i):
-                param, master = self.params[i], self.views(i)[MASTER]
+                param, master = local(self.params[i]), self.views(i)[MASTER]
                 changed = master.to(param.dtype) != param
                 master.copy_(torch.where(changed, param, master))
         self._masters_written = marks
@@ -181,29 +284,42 @@ class Bucket:
         """Take the parameters as they are now for rounded masters, after refresh and op."""
         if MASTER in self.slabs:
             _, addresses = self._masters_written
-            self._masters_written = list(map(_version, self.params)), addresses
+            self._masters_written = self._versions(), addresses
 
-    def _write_marks(self) -> tuple[list[int], list[int]]:
-        """Return numbers of which one changes when a parameter is written or gets other memory."""
-        return list(map(_version, self.params)), list(map(Tensor.data_ptr, self.params))
+    def _write_marks(self) -> Marks:
+        """Return values of which one changes when a parameter is written or gets other memory."""
+        return self._versions(), list(map(Tensor.data_ptr, self.parts()))
+
+    def _versions(self) -> list[Any]:
+        versions = list(map(_version, self.params))
+        if self.is_sharded:  # a write to a DTensor counts there, one to its part only there
+            return list(zip(versions, map(_version, self.parts()), strict=True))
+        return versions
 
     def reset_masters(self) -> None:
         """Make every master an exact copy of its parameter."""
+        if REMAINDER in self.slabs:
+            self.slabs[REMAINDER][0].zero_()
         if MASTER in self.slabs:
-            for i, param in enumerate(self.params):
-                self.views(i)[MASTER].copy_(param)
+            for i, part in enumerate(self.parts()):
+                self.views(i)[MASTER].copy_(part)
 
 
 def cut(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Cut a list of parameters where a bucket would become too large; a huge one gets its own."""
+    """Cut a list of parameters where a bucket would become too large; a huge one gets its own.
+
+    All processes that hold shards cut alike, whatever the sizes of their parts.
+    """
     part: list[Tensor] = []
     elements = 0
     for param in params:
-        if part and (elements + _padded(param) > _MAX_ELEMENTS or len(part) == _MAX_PARAMS):
+        processes = param.device_mesh.size() if is_dtensor(param) else 1
+        padded = param.numel() // processes + _ALIGNMENT
+        if part and (elements + padded > _MAX_ELEMENTS or len(part) == _MAX_PARAMS):
             yield part
             part, elements = [], 0
         part.append(param)
-        elements += _padded(param)
+        elements += padded
     if part:
         yield part
 
@@ -221,5 +337,5 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _padded(param: Tensor) -> int:
-    return -(-param.numel() // _ALIGNMENT) * _ALIGNMENT
+def _padded(param: Tensor, alignment: int) -> int:
+    return -(-param.numel() // alignment) * alignment

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from kinds import KINDS, each_kind
 from optim_cases import (
     BF16,
     F32,
@@ -18,10 +19,11 @@ from optim_cases import (
     on_each_device,
     snapshot,
     state_tensors,
-    torch_adam,
     twins,
 )
 from torch.nn import Parameter
+
+from deepspeed_ext.optim import DeepSpeedCPUAdagrad, FusedSGD
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -33,39 +35,54 @@ def train(generator, optimizers, models, steps, missing=0.3):
             optimizer.step()
 
 
+EXCHANGED = [
+    pytest.param(kind, options, route, id=f"{title}-{name}-{route}")
+    for title, kind in KINDS.items()
+    for name, options in kind.options.items()
+    for route in (None, *kind.routes * (options is kind.usual))
+]
+
+
 @on_each_device
-@pytest.mark.parametrize("kind", [None, "fused", "foreach", "amsgrad"])
-def test_exchange_with_torch_at_step_50(device, kind):
-    options = OPTIONS | {"amsgrad": kind == "amsgrad"}
-    route = {kind: True} if kind in ("fused", "foreach") else {}
+@pytest.mark.parametrize(("kind", "options", "route"), EXCHANGED)
+def test_exchange_with_torch_at_step_50(device, kind, options, route):
+    if device == "cuda" and kind is KINDS["adagrad"] and route == "fused":
+        pytest.skip("torch has no fused Adagrad on CUDA")
+    options = {"lr": 1e-2} | options
+    taken = {route: True} if route else {}
+    decoupled = {"decoupled": options["decoupled"]} if "decoupled" in options else {}
     # Contiguous parameters only: fused AdamW updates others wrongly on the CPU.
     first, second = twins(make_params(device)), twins(make_params(device))
     exact = twins(first, torch.float64)
-    reference = torch_adam(exact, **options)
-    ours, theirs = adam(first, device, **options), torch_adam(second, **options, **route)
+    reference = kind.reference(exact, **options)
+    ours = kind.make(first, device, **options)
+    theirs = kind.reference(second, **options, **taken)
     generator = torch.Generator().manual_seed(1)
-    train(generator, [ours, theirs, reference], [first, second, exact], 50)
+    later = [model[1:] for model in (first, second, exact)]  # the first parameter is frozen
+    train(generator, [ours, theirs, reference], later, 50)
 
     ours_then, theirs_then = snapshot(ours), snapshot(theirs)
-    ours = adam(first, device)
+    ours = kind.make(first, device)
     ours.load_state_dict(theirs_then)
-    theirs = torch_adam(second, **route)
+    theirs = kind.reference(second, **taken, **decoupled)
     theirs.load_state_dict(ours_then)
     train(generator, [ours, theirs, reference], [first, second, exact], 50)
     assert_close(first, exact, 100)
     assert_close(second, exact, 100)
-    assert ours.param_groups[0]["bias_correction"] is True
-    assert ours.param_groups[0]["fused"] is route.get("fused")
+    assert ours.param_groups[0].keys() >= ours.defaults.keys()
+    assert ours.param_groups[0].get("fused") in (taken.get("fused"), False)
     assert_in_slabs(ours)
 
 
 @on_each_device
+@each_kind
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("way", ["memory", "file", "warm"])
-def test_resumes_to_the_same_bits(device, dtype, way):
-    options = OPTIONS | {"master_weights": True, "amsgrad": True}
+def test_resumes_to_the_same_bits(device, kind, dtype, way):
+    options = {"lr": 1e-2, "master_weights": True} | kind.usual
+    options |= {"amsgrad": True} if kind is KINDS["adam"] else {}
     params = make_params(device, dtype)
-    optimizer = adam(params, device, **options)
+    optimizer = kind.make(params, device, **options)
     generator = torch.Generator().manual_seed(2)
     train(generator, [optimizer], [params], 5)
 
@@ -78,7 +95,7 @@ def test_resumes_to_the_same_bits(device, dtype, way):
     else:
         saved = copy.deepcopy(saved)
     resumed_params = make_params(device, dtype, seed=9)
-    resumed = adam(resumed_params, device, **options)
+    resumed = kind.make(resumed_params, device, **options)
     if way == "warm":
         train(generator, [resumed], [resumed_params], 2)
     resumed.load_state_dict(saved["optimizer"])  # before the model: the order must not matter
@@ -90,6 +107,45 @@ def test_resumes_to_the_same_bits(device, dtype, way):
     assert_same_bits(resumed_params, params)
     assert_same_bits(state_tensors(resumed), state_tensors(optimizer))
     assert_in_slabs(resumed)
+
+
+@pytest.mark.parametrize("empty", [{}, {"momentum_buffer": None}, {"step": 4.0}], ids=str)
+def test_sgd_without_a_buffer_begins_one_as_torch_does(empty):
+    options = dict(lr=0.1, momentum=0.9, dampening=0.5)
+    first, second = make_params(), make_params()
+    ours, theirs = FusedSGD(first, **options), torch.optim.SGD(second, **options)
+    saved = theirs.state_dict() | {"state": {i: dict(empty) for i in range(len(first))}}
+    ours.load_state_dict(saved)
+    theirs.load_state_dict(saved)
+    train(torch.Generator().manual_seed(3), [ours, theirs], [first, second], 3)
+    assert_close(first, second, 3)
+
+
+@on_each_device
+def test_sgd_whose_momentum_comes_and_goes(device):
+    first, second = make_params(device), make_params(device)
+    options = dict(lr=0.1, dampening=0.5)
+    ours, theirs = FusedSGD(first, **options), torch.optim.SGD(second, **options)
+    generator = torch.Generator().manual_seed(3)
+    for momentum in (0.0, 0.9, 0.0, 0.8):
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0]["momentum"] = momentum
+        train(generator, [ours, theirs], [first, second], 3)
+    assert_close(first, second, 12)
+    assert_in_slabs(ours)
+
+
+def test_adagrad_gives_torch_the_state_of_parameters_without_gradients():
+    params = make_params()
+    optimizer = DeepSpeedCPUAdagrad(params, initial_accumulator_value=0.5)
+    params[1].grad = torch.ones_like(params[1])
+    optimizer.step()
+    state = optimizer.state_dict()["state"]
+    assert sorted(state) == list(range(len(params)))
+    for i, param in enumerate(params):
+        assert state[i]["step"].item() == (i == 1)
+        assert torch.equal(state[i]["sum"], torch.full_like(param, 0.5 + (i == 1)))
+    assert list(optimizer.state) == [params[1]]
 
 
 @on_each_device
@@ -237,7 +293,7 @@ def test_copies_are_independent(device, way):
         torch.save(pair, file)
         file.seek(0)
         params2, optimizer2 = torch.load(file, weights_only=False)
-    assert optimizer2.master_weights and optimizer2._settings == optimizer._settings
+    assert optimizer2.state_format == optimizer.state_format
     before = [p.detach().clone() for p in params2]
     train(generator, [optimizer], [params], 2, missing=0)
     assert_same_bits(params2, before)

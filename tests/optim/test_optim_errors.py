@@ -7,32 +7,80 @@ import torch
 from optim_cases import adam, needs_cuda
 from torch.nn import Parameter
 
-from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
+from deepspeed_ext.optim import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdagrad,
+    FusedAdam,
+    FusedLion,
+    FusedSGD,
+)
 
 
 def refused(text, kind=ValueError):
     return pytest.raises(kind, match=f"^{re.escape(text)}$")
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"lr": -1.0}, "lr is -1.0, expected at least 0"),
-        ({"lr": float("nan")}, "lr is nan, expected at least 0"),
-        ({"lr": torch.ones(2)}, "lr is a tensor of 2 elements, expected one"),
-        ({"betas": (1.0, 0.9)}, "betas[0] is 1.0, expected at least 0 and below 1"),
-        ({"betas": (0.9, -0.5)}, "betas[1] is -0.5, expected at least 0 and below 1"),
-        ({"eps": -1e-8}, "eps is -1e-08, expected at least 0"),
-        ({"weight_decay": -0.1}, "weight_decay is -0.1, expected at least 0"),
-    ],
-)
-def test_options(options, text):
-    with refused(f"DeepSpeedCPUAdam: {text}"):
-        DeepSpeedCPUAdam([Parameter(torch.ones(2))], **options)
-    optimizer = DeepSpeedCPUAdam([Parameter(torch.ones(2))])
-    with refused(f"DeepSpeedCPUAdam: {text}"):
+REFUSED = [
+    *(
+        (kind, options, text)
+        for kind in (DeepSpeedCPUAdam, DeepSpeedCPULion, DeepSpeedCPUAdagrad, FusedSGD)
+        for options, text in (
+            ({"lr": -1.0}, "lr is -1.0, expected at least 0"),
+            ({"lr": float("nan")}, "lr is nan, expected at least 0"),
+            ({"lr": torch.ones(2)}, "lr is a tensor of 2 elements, expected one"),
+            ({"weight_decay": -0.1}, "weight_decay is -0.1, expected at least 0"),
+        )
+    ),
+    *(
+        (kind, options, text)
+        for kind in (DeepSpeedCPUAdam, DeepSpeedCPULion)
+        for options, text in (
+            ({"betas": (1.0, 0.9)}, "betas[0] is 1.0, expected at least 0 and below 1"),
+            ({"betas": (0.9, -0.5)}, "betas[1] is -0.5, expected at least 0 and below 1"),
+            ({"betas": (0.9,)}, "betas is (0.9,), expected two numbers"),
+        )
+    ),
+    (DeepSpeedCPUAdam, {"eps": -1e-8}, "eps is -1e-08, expected at least 0"),
+    (DeepSpeedCPUAdagrad, {"eps": -1e-8}, "eps is -1e-08, expected at least 0"),
+    (DeepSpeedCPUAdagrad, {"lr_decay": -1}, "lr_decay is -1, expected at least 0"),
+    (
+        DeepSpeedCPUAdagrad,
+        {"initial_accumulator_value": -0.5},
+        "initial_accumulator_value is -0.5, expected at least 0",
+    ),
+    (FusedSGD, {"momentum": -0.5}, "momentum is -0.5, expected at least 0"),
+    (FusedSGD, {"dampening": float("nan")}, "dampening is nan, expected a number"),
+    (
+        FusedSGD,
+        {"nesterov": True},
+        "nesterov is True, expected False without momentum or with dampening",
+    ),
+    (
+        FusedSGD,
+        {"nesterov": True, "momentum": 0.9, "dampening": 0.1},
+        "nesterov is True, expected False without momentum or with dampening",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "text"), REFUSED)
+def test_options(kind, options, text):
+    title = kind.__name__
+    with refused(f"{title}: {text}"):
+        kind([Parameter(torch.ones(2))], **options)
+    optimizer = kind([Parameter(torch.ones(2))])
+    with refused(f"{title}: {text}"):
         optimizer.add_param_group({"params": [Parameter(torch.ones(2))], **options})
     assert len(optimizer.param_groups) == 1
+
+
+def test_amsgrad_is_no_option_of_adagrad():
+    with refused(
+        "DeepSpeedCPUAdagrad: amsgrad is True, expected False: Adagrad has no such variant"
+    ):
+        DeepSpeedCPUAdagrad([Parameter(torch.ones(2))], amsgrad=True)
 
 
 def complex_param():
@@ -78,19 +126,33 @@ def test_parameters(make, text):
     assert len(optimizer.param_groups) == 1
 
 
-def test_wrong_class_for_the_device():
+PAIRS = pytest.mark.parametrize(
+    ("on_cpu", "on_cuda"),
+    [
+        (DeepSpeedCPUAdam, FusedAdam),
+        (DeepSpeedCPULion, FusedLion),
+        (DeepSpeedCPUAdagrad, FusedAdagrad),
+    ],
+)
+
+
+@PAIRS
+def test_wrong_class_for_the_device(on_cpu, on_cuda):
     with refused(
-        "FusedAdam: params[0] is on cpu, expected cuda; use DeepSpeedCPUAdam for CPU parameters"
+        f"{on_cuda.__name__}: params[0] is on cpu, expected cuda; "
+        f"use {on_cpu.__name__} for CPU parameters"
     ):
-        FusedAdam([Parameter(torch.ones(2))])
+        on_cuda([Parameter(torch.ones(2))])
 
 
 @needs_cuda
-def test_wrong_class_for_a_cuda_device():
+@PAIRS
+def test_wrong_class_for_a_cuda_device(on_cpu, on_cuda):
     with refused(
-        "DeepSpeedCPUAdam: params[1] is on cuda:0, expected cpu; use FusedAdam for CUDA parameters"
+        f"{on_cpu.__name__}: params[1] is on cuda:0, expected cpu; "
+        f"use {on_cuda.__name__} for CUDA parameters"
     ):
-        DeepSpeedCPUAdam([Parameter(torch.ones(2)), Parameter(torch.ones(2, device="cuda"))])
+        on_cpu([Parameter(torch.ones(2)), Parameter(torch.ones(2, device="cuda"))])
 
 
 def test_parameter_without_memory_at_the_step():
@@ -118,26 +180,11 @@ class Wrapper(torch.Tensor):
 
 def test_wrapper_subclass():
     with refused(
-        "DeepSpeedCPUAdam: params[0] is a Wrapper, expected a plain tensor; "
+        "DeepSpeedCPUAdam: params[0] is a Wrapper, expected a plain tensor or a DTensor; "
         "use torch.optim.AdamW for it",
         TypeError,
     ):
         DeepSpeedCPUAdam([Wrapper()])
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-def test_dtensor(tmp_path):
-    from torch.distributed.tensor import DeviceMesh, distribute_tensor
-
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    try:
-        param = Parameter(distribute_tensor(torch.ones(2), DeviceMesh("cpu", [0])))
-        with pytest.raises(TypeError, match=r"params\[0\] is a DTensor, expected a plain tensor"):
-            DeepSpeedCPUAdam([param])
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_parameter_twice_in_a_group():
@@ -174,15 +221,16 @@ def test_gradients(grad, text):
     assert torch.equal(params[0], torch.ones(2))
 
 
-def test_sparse_gradient():
+@pytest.mark.parametrize("kind", [DeepSpeedCPUAdam, DeepSpeedCPULion, FusedSGD])
+def test_sparse_gradient(kind):
     embedding = torch.nn.Embedding(5, 2, sparse=True)
     before = embedding.weight.detach().clone()
     embedding(torch.tensor([1, 3])).sum().backward()
     with refused(
-        "DeepSpeedCPUAdam: gradient of params[0] is sparse, expected dense; "
+        f"{kind.__name__}: gradient of params[0] is sparse, expected dense; "
         "use torch.optim.SparseAdam for it"
     ):
-        adam(embedding.parameters()).step()
+        kind(embedding.parameters()).step()
     assert torch.equal(embedding.weight, before)
 
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from kinds import each_kind, each_kind_and_options
 from optim_cases import (
     BF16,
     F16,
@@ -20,28 +21,22 @@ from optim_cases import (
 )
 from torch.nn import Parameter
 
+from deepspeed_ext.optim import FusedSGD
+
 STEPS = 100
-OPTIONS = {
-    "defaults": {},
-    "decay": {"weight_decay": 0.1},
-    "l2": {"weight_decay": 0.1, "decoupled": False},
-    "amsgrad": {"amsgrad": True, "weight_decay": 0.01},
-    "maximize": {"maximize": True, "decoupled": False, "weight_decay": 0.01},
-    "betas": {"betas": (0.5, 0.9), "eps": 1e-3},
-}
 
 
-def pair(device, **options):
-    """Our optimizer and torch's, the latter in float64 so that only ours rounds."""
+def pair(kind, device, **options):
+    """Our optimizer and the reference, the latter in float64 so that only ours rounds."""
     params = make_params(device)
     exact = twins(params, torch.float64)
-    return params, exact, adam(params, device, **options), torch_adam(exact, **options)
+    return params, exact, kind.make(params, device, **options), kind.reference(exact, **options)
 
 
 @on_each_device
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options(device, name):
-    params, exact, ours, theirs = pair(device, lr=1e-2, **OPTIONS[name])
+@each_kind_and_options
+def test_options(device, kind, options):
+    params, exact, ours, theirs = pair(kind, device, lr=1e-2, **options)
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         give_grads(generator, params, exact, missing=0.3)
@@ -49,15 +44,19 @@ def test_options(device, name):
         theirs.step()
     assert_close(params, exact, STEPS)
     for p, e in zip(params, exact, strict=True):
-        assert ours.state[p]["step"].item() == theirs.state[e]["step"].item()
-        assert ours.state[p].keys() == theirs.state[e].keys()
-        assert ours.state[p]["exp_avg"].stride() == p.stride()
+        if "step" in theirs.state[e]:
+            assert ours.state[p]["step"].item() == theirs.state[e]["step"].item()
+        assert ours.state[p].keys() == theirs.state[e].keys() | {"step"}
+        for key in kind.state:
+            if key in ours.state[p]:
+                assert ours.state[p][key].stride() == p.stride()
     assert_in_slabs(ours)
 
 
 @on_each_device
-def test_frozen_thawed_and_added_parameters_and_a_schedule(device):
-    params, exact, ours, theirs = pair(device, lr=1e-2, weight_decay=0.1)
+@each_kind
+def test_frozen_thawed_and_added_parameters_and_a_schedule(device, kind):
+    params, exact, ours, theirs = pair(kind, device, lr=1e-2, **kind.usual)
     schedules = [
         torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS) for optimizer in (ours, theirs)
     ]
@@ -83,12 +82,13 @@ def test_frozen_thawed_and_added_parameters_and_a_schedule(device):
 
 
 @on_each_device
+@each_kind
 @pytest.mark.parametrize("where", ["cpu", "device"])
-def test_lr_as_tensor(device, where):
+def test_lr_as_tensor(device, kind, where):
     lr = torch.tensor(1e-2, device=device if where == "device" else "cpu")
     params = make_params(device)
     exact = twins(params, torch.float64)
-    ours, theirs = adam(params, device, lr=lr), torch_adam(exact, lr=1e-2)
+    ours, theirs = kind.make(params, device, lr=lr), kind.reference(exact, lr=1e-2)
     generator = torch.Generator().manual_seed(3)
     for _ in range(10):
         lr.mul_(0.9)
@@ -110,16 +110,17 @@ def test_no_bias_correction(device):
 
 
 @on_each_device
+@each_kind
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("fp32_states", [True, False])
-def test_16_bit_parameters(device, dtype, fp32_states):
+def test_16_bit_parameters(device, kind, dtype, fp32_states):
     """Each step from equal state: rounded parameters would drift apart for good reasons."""
     params = make_params(device, dtype)
-    ours = adam(params, device, lr=1e-2, weight_decay=0.1, fp32_optimizer_states=fp32_states)
+    ours = kind.make(params, device, lr=1e-2, fp32_optimizer_states=fp32_states, **kind.usual)
     generator = torch.Generator().manual_seed(4)
     for _ in range(5):
         exact = twins(params, torch.float64)
-        theirs = torch_adam(exact, lr=1e-2, weight_decay=0.1)
+        theirs = kind.reference(exact, lr=1e-2, **kind.usual)
         theirs.load_state_dict(snapshot(ours))  # torch would share the step tensors
         give_grads(generator, params, exact)
         for p, e in zip(params, exact, strict=True):
@@ -127,8 +128,8 @@ def test_16_bit_parameters(device, dtype, fp32_states):
         ours.step()
         theirs.step()
         assert_close(params, exact, dtype=dtype)
-    moment = F32 if fp32_states else dtype
-    assert all(ours.state[p]["exp_avg_sq"].dtype == moment for p in params)
+    state = F32 if fp32_states else dtype
+    assert all(ours.state[p][key].dtype == state for p in params for key in kind.state)
     assert_in_slabs(ours)
 
 
@@ -176,3 +177,22 @@ def test_first_gradients_one_by_one_do_not_make_a_call_each(device):
     assert_close(params, exact, 50)
     assert len(ours._plans.current(ours)[0].buckets) <= 17
     assert_in_slabs(ours)
+
+
+def test_wd_after_momentum():
+    """As Apex does it: the penalty is added to the step, and never enters the buffer."""
+    params = make_params()
+    exact = twins(params, torch.float64)
+    options = dict(lr=0.1, momentum=0.9, dampening=0.2)
+    ours = FusedSGD(params, weight_decay=0.1, wd_after_momentum=True, **options)
+    theirs = torch.optim.SGD(exact, **options)
+    generator = torch.Generator().manual_seed(8)
+    for _ in range(20):
+        give_grads(generator, params, exact)
+        before = [e.detach().clone() for e in exact]
+        ours.step()
+        theirs.step()
+        with torch.no_grad():
+            for e, old in zip(exact, before, strict=True):
+                e -= 0.1 * 0.1 * old
+    assert_close(params, exact, 20)

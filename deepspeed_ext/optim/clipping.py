@@ -1,0 +1,91 @@
+"""Clip as part of a step: the norm of all gradients, and what the step divides them by."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.ops.l2_norm import squared_norms, sum_in_order
+from deepspeed_ext.ops.mesh_sums import is_dtensor, sum_over_shards
+from deepspeed_ext.optim.slabs import Work
+
+
+class Clip(NamedTuple):
+    """What a step needs to clip, on one device, no dimension.
+
+    Attributes:
+        norm: float32, of the unscaled gradients.
+        divisor: float64, that gradients are divided by, to unscale and to clip them.
+        found_inf: float32, 1 if nothing may be stepped, else 0.
+    """
+
+    norm: Tensor
+    divisor: Tensor
+    found_inf: Tensor
+
+
+class SquareSum:
+    """The sum of squares of gradients, over devices and over the processes that hold shards."""
+
+    def __init__(self) -> None:
+        self._whole: list[Tensor] = []
+        self._shards: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+
+    def add(self, work: Work) -> None:
+        """Take in the gradients of a bucket, one read of them; nothing waits for the device."""
+        squares = squared_norms(work.grads)
+        if not is_dtensor(work.owners[0]):
+            self._whole.append(sum_in_order(squares))
+            return
+        parts, owners = self._shards.setdefault(squares.device, ([], []))
+        parts.append(squares)
+        owners += work.owners
+
+    def total(self) -> Tensor:
+        """Return the sum: float64, on the CPU if some gradients are there.
+
+        There is one exchange for each mesh and set of sharded dimensions, so all processes that
+        hold shards call this.
+        """
+        sums = self._whole + [
+            sum_in_order(sum_over_shards(torch.cat(parts), owners))
+            for parts, owners in self._shards.values()
+        ]
+        if not sums:
+            return torch.zeros((), dtype=torch.float64)
+        device = min((each.device for each in sums), key=lambda device: device.type != "cpu")
+        return sum_in_order(torch.stack(_moved(sums, device)))
+
+
+def clip(
+    total: Tensor,
+    max_norm: float,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> Clip:
+    """Return what a step needs to scale gradients so that their norm is at most max_norm.
+
+    Args:
+        total: sum of squares of all gradients, float64, no dimension; not finite if one has inf.
+        max_norm: above 0.
+        grad_scale: None, or what the gradients were multiplied by; one element, any device.
+        found_inf: None, or one element, not 0 if nothing may be stepped.
+    """
+    norm, found = total.sqrt(), total.isfinite().logical_not_()
+    if found_inf is not None:
+        [found_inf] = _moved([found_inf], total.device)
+        found = found.logical_or(found_inf.reshape(()))
+    if grad_scale is None:
+        divisor = norm.add(1e-6).div_(max_norm).clamp_(min=1)
+    else:
+        [grad_scale] = _moved([grad_scale], total.device)
+        scale = grad_scale.reshape(()).double()
+        norm = norm / scale
+        divisor = norm.add(1e-6).div_(max_norm).clamp_(min=1).mul_(scale)
+    return Clip(norm.float(), divisor, found.float())
+
+
+def _moved(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
+    """Return the tensors on this device; one that leaves the CPU need not be waited for."""
+    return [tensor.to(device, non_blocking=device.type != "cpu") for tensor in tensors]

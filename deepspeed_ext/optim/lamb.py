@@ -1,0 +1,164 @@
+"""LAMB as an optimizer: FusedLamb, for parameters on the CPU and on CUDA."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
+
+from deepspeed_ext.ops.lamb import lamb_apply_, lamb_coefficients, lamb_moments_
+from deepspeed_ext.ops.mesh_sums import sum_over_shards
+from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer
+from deepspeed_ext.optim.checks import check_value
+from deepspeed_ext.optim.clipping import Clip, clip
+from deepspeed_ext.optim.formats import FormatOptions
+from deepspeed_ext.optim.slabs import STEP, Work
+
+
+class FusedLamb(SlabOptimizer):
+    """LAMB for parameters on the CPU and on CUDA: two passes over memory, a few launches per step.
+
+    A plain torch optimizer with the arguments of DeepSpeed's. Each parameter moves at a learning
+    rate of its own: lr times its coefficient, the norm of the parameter divided by that of its
+    update, within bounds. Of DTensor parameters, these are norms of the whole, so every process
+    that holds shards calls step(). State costs 8 bytes per element (fp32 moments) and 4 more for
+    each 16-bit element with master_weights. On CUDA the step never waits for the device; for CUDA
+    graphs see FusedAdam.
+
+    Args:
+        params: float32, bfloat16 or float16 tensors on the CPU or on CUDA, dense; or groups, or
+            (name, parameter) pairs. Parameters may be on meta until the first step.
+        lr: learning rate, at least 0; a number or a tensor of one float32 or float64.
+        bias_correction: divide the moments by 1 - beta^step, as the paper does. (DeepSpeed's
+            scales the learning rate instead, which its clamped coefficients do not see.)
+        betas: decay rates of the two moments per step, each in [0, 1).
+        eps: added to the denominator, at least 0.
+        eps_inside_sqrt: add eps to the second moment, before the root is taken.
+        weight_decay: the part of the parameter that is added to its update, at least 0.
+        max_grad_norm: above 0: step() clips the gradients of all groups by their global norm, as
+            clip_and_step does, and inf or NaN in any of them leaves everything as it was; see
+            skipped_steps.
+        max_coeff: the largest coefficient.
+        min_coeff: the least coefficient; with min_coeff = max_coeff = 1 in a group, its parameters
+            move at lr, as is usual for biases and norms.
+        amsgrad: must be False: LAMB has no such form.
+        maximize: step up the gradient instead of down.
+        master_weights: keep float32 originals of 16-bit parameters; see DeepSpeedCPUAdam.
+        fp32_optimizer_states: keep moments in float32, else in the dtype of the parameter.
+
+    Raises:
+        ValueError: an option or a parameter is out of range, named in the text.
+        TypeError: a parameter wraps other tensors and is no DTensor.
+
+    See: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes",
+    2020, Algorithm 2. The formula is that of `deepspeed_ext.ops.lamb_moments_` and `lamb_apply_`.
+    """
+
+    _devices = ("cpu", "cuda")
+    _settings = (*SlabOptimizer._settings, "max_grad_norm")
+    _coefficients: Sequence[Tensor] = ()  # of the last step, one tensor for each call of the ops
+    _clipped: Clip | None = None  # in a step that clips
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        **formats: Unpack[FormatOptions],
+    ) -> None:
+        check_value(self, "amsgrad", amsgrad, not amsgrad, "False")
+        check_value(self, "max_grad_norm", max_grad_norm, max_grad_norm >= 0, "at least 0")
+        self.max_grad_norm = max_grad_norm
+        defaults = dict(
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            eps_inside_sqrt=eps_inside_sqrt,
+            weight_decay=weight_decay,
+            max_coeff=max_coeff,
+            min_coeff=min_coeff,
+            maximize=maximize,
+        )
+        super().__init__(params, defaults, **formats)
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """Return the coefficients of the last step, in the order in which parameters were stepped.
+
+        That is the order of the groups, and in each, of its parameters of one dtype and device, as
+        they got their first gradients. Waits for the device.
+        """
+        return [value for tensor in self._coefficients for value in tensor.tolist()]
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        check_value(self, "eps", group["eps"], group["eps"] >= 0, "at least 0")
+        group["betas"] = tuple(map(float, group["betas"]))
+        check_value(self, "betas", group["betas"], len(group["betas"]) == 2, "two numbers")
+        for i, beta in enumerate(group["betas"]):
+            check_value(self, f"betas[{i}]", beta, 0 <= beta < 1, "at least 0 and below 1")
+        least, most = group["min_coeff"], group["max_coeff"]
+        check_value(self, "min_coeff", least, least >= 0, "at least 0")
+        check_value(self, "max_coeff", most, most >= least, f"at least min_coeff, {least}")
+
+    def _state_keys(self, group: Group) -> tuple[str, ...]:
+        return "exp_avg", "exp_avg_sq"
+
+    def _step_others(self, stepped: list[Tensor]) -> bool:
+        if not stepped:  # else the step goes on, after plans were found outdated
+            self._coefficients, self._clipped = [], None
+            if self.max_grad_norm > 0:
+                scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+                self._clipped = clip(self._squared_norm(), self.max_grad_norm, scale, found)
+                if found is None:  # else whoever has set it counts
+                    self._count_skip(self._clipped.found_inf)
+        return super()._step_others(stepped)
+
+    def _scalars(self, group: Group, device: torch.device) -> Scalars:
+        scalars = super()._scalars(group, device)
+        if self._clipped is None:
+            return scalars
+        divisor, found_inf = (
+            tensor.to(device, non_blocking=device.type != "cpu")  # the host must not read too early
+            for tensor in (self._clipped.divisor, self._clipped.found_inf)
+        )
+        return scalars._replace(grad_scale=divisor, found_inf=found_inf)
+
+    def _apply(self, group: Group, work: Work, scalars: Scalars) -> None:
+        slabs, places = work.slabs, work.places
+        noise = places.pop("noise")
+        shared: dict[str, Any] = dict(
+            **places,
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            eps_inside_sqrt=group["eps_inside_sqrt"],
+            bias_correction=group["bias_correction"],
+            found_inf=scalars.found_inf,
+        )
+        state = (slabs["exp_avg"], slabs["exp_avg_sq"], slabs[STEP])
+        squares = lamb_moments_(
+            work.params,
+            work.grads,
+            *state,
+            noise=noise,
+            maximize=group["maximize"],
+            grad_scale=scalars.grad_scale,
+            **shared,
+        )
+        squares = sum_over_shards(squares, work.owners)
+        coefficients = lamb_coefficients(squares, group["min_coeff"], group["max_coeff"])
+        lamb_apply_(work.params, *state, coefficients, lr=scalars.lr, **shared)
+        self._coefficients = [*self._coefficients, coefficients]

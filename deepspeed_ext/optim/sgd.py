@@ -1,0 +1,113 @@
+"""SGD with momentum as an optimizer: FusedSGD, for parameters on the CPU and on CUDA."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
+
+from deepspeed_ext.ops.sgd import sgd_step_
+from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer
+from deepspeed_ext.optim.checks import check_value
+from deepspeed_ext.optim.formats import FormatOptions
+from deepspeed_ext.optim.slabs import STEP, Work
+
+_BUFFER = "momentum_buffer"
+
+
+class FusedSGD(SlabOptimizer):
+    """SGD with momentum for parameters on the CPU and on CUDA: one pass over memory.
+
+    A plain torch optimizer with the arguments of Apex's and the state of `torch.optim.SGD`; state
+    dicts load from and into that. State costs 4 bytes per element with momentum, none without, and
+    4 more for each 16-bit element with master_weights. On CUDA the step never waits for the
+    device; for CUDA graphs see FusedAdam.
+
+    Args:
+        params: float32, bfloat16 or float16 tensors on the CPU or on CUDA, dense; or groups, or
+            (name, parameter) pairs. Parameters may be on meta until the first step.
+        lr: learning rate, at least 0; a number or a tensor of one float32 or float64.
+        momentum: decay rate of the sum of gradients per step, at least 0.
+        dampening: the part of a gradient that the sum leaves out, but at its first step.
+        weight_decay: factor of the L2 penalty, at least 0.
+        nesterov: Nesterov's momentum; needs a momentum and no dampening.
+        wd_after_momentum: the penalty acts on the step only, and not through the sum.
+        maximize: step up the gradient instead of down.
+        master_weights: keep float32 originals of 16-bit parameters; see DeepSpeedCPUAdam.
+        fp32_optimizer_states: keep the sum in float32, else in the dtype of the parameter.
+
+    Raises:
+        ValueError: an option or a parameter is out of range, named in the text.
+        TypeError: a parameter wraps other tensors and is no DTensor.
+
+    See: Sutskever et al., "On the importance of initialization and momentum in deep learning",
+    2013, Equations 3 and 4. The formula is that of `deepspeed_ext.ops.sgd_step_`.
+    """
+
+    _devices = ("cpu", "cuda")
+    _optional_state = SlabOptimizer._optional_state | {STEP, _BUFFER}  # torch's SGD has no step
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        *,
+        maximize: bool = False,
+        **formats: Unpack[FormatOptions],
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            wd_after_momentum=wd_after_momentum,
+            maximize=maximize,
+        )
+        super().__init__(params, defaults, **formats)
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        momentum, dampening = group["momentum"], group["dampening"]
+        check_value(self, "momentum", momentum, momentum >= 0, "at least 0")
+        check_value(self, "dampening", dampening, dampening == dampening, "a number")
+        fits = momentum > 0 and dampening == 0
+        want = "False without momentum or with dampening"
+        check_value(self, "nesterov", group["nesterov"], fits or not group["nesterov"], want)
+
+    def _state_keys(self, group: Group) -> tuple[str, ...]:
+        return (_BUFFER,) if group["momentum"] != 0 else ()
+
+    def _completed(
+        self, group: Group, param: Tensor, values: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Tell from the buffer whether its first step is over, as torch's SGD does."""
+        if group["momentum"] == 0:
+            return values
+        if values.get(_BUFFER) is None:
+            return {**values, STEP: 0}
+        return values if values.get(STEP) is not None else {**values, STEP: 1}
+
+    def _apply(self, group: Group, work: Work, scalars: Scalars) -> None:
+        sgd_step_(
+            work.params,
+            work.grads,
+            work.slabs[STEP],
+            momentum_buffers=work.slabs.get(_BUFFER, ()),
+            **work.places,
+            lr=scalars.lr,
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            wd_after_momentum=group["wd_after_momentum"],
+            maximize=group["maximize"],
+            grad_scale=scalars.grad_scale,
+            found_inf=scalars.found_inf,
+        )

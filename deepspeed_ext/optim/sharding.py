@@ -1,0 +1,116 @@
+"""DTensor parameters: the part of them that this process steps, and state that lies as they do."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.ops.mesh_sums import is_dtensor, sum_over_shards
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a DTensor that is in this process; a plain tensor as it is.
+
+    The tensor itself, not a view: FSDP2 may put another one in its place between two steps.
+    """
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def spread(part: Tensor, param: "DTensor") -> "DTensor":
+    """Return a DTensor over this memory, with the mesh, placements and shape of a parameter.
+
+    DTensor.from_local would move a part that is kept in host memory to the device of the mesh.
+    """
+    spec: Any = param._spec
+    spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=part.dtype))
+    from torch.distributed.tensor import DTensor
+
+    # A DTensor takes over the storage offset of what it is made from, and can then be neither
+    # copied nor pickled (torch 2.13). So it is made from something that has none.
+    made = DTensor(part.new_empty(0), spec, requires_grad=False)
+    made._local_tensor = part
+    return made
+
+
+def same_layout(value: "DTensor", param: "DTensor") -> bool:
+    """Return whether each process holds of both the same elements."""
+    return value.device_mesh == param.device_mesh and value.placements == param.placements
+
+
+def part_for(value: Tensor, param: Tensor) -> Tensor:
+    """Return the elements of a value that belong to what this process holds of a parameter.
+
+    Processes exchange elements, so that all must call this, when a DTensor lies in another way
+    than the parameter.
+
+    Args:
+        value: a DTensor of any mesh and placements, or the whole value in a plain tensor.
+        param: a DTensor, or a plain tensor.
+    """
+    if not is_dtensor(param):
+        return _on_mesh_device(value).full_tensor() if is_dtensor(value) else value
+    if is_dtensor(value):
+        if same_layout(value, param):
+            return value._local_tensor
+        if value.device_mesh == param.device_mesh:
+            value = _on_mesh_device(value)
+            return value.redistribute(param.device_mesh, param.placements)._local_tensor
+        value = _on_mesh_device(value).full_tensor()
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(
+        value.detach(), param.device_mesh, param.placements, src_data_rank=None
+    )._local_tensor
+
+
+def first_index(param: Tensor) -> int:
+    """Return which element of the whole parameter the first one in this process is.
+
+    Raises:
+        ValueError: the elements in this process do not follow each other in the whole parameter.
+    """
+    if not is_dtensor(param):
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not is_cut_in_rows(param):
+        raise ValueError(f"placements are {param.placements}, expected Shard(0) or Replicate")
+    _, offset = compute_local_shape_and_global_offset(
+        param.shape, param.device_mesh, param.placements
+    )
+    return offset[0] * (param.numel() // max(param.shape[0], 1)) if offset else 0
+
+
+def is_cut_in_rows(param: "DTensor") -> bool:
+    """Return whether each process holds all of the parameter, or some rows of it in one piece."""
+    from torch.distributed.tensor import Shard
+
+    placements = param.placements
+    return all(p.is_replicate() or (type(p) is Shard and p.dim == 0) for p in placements)
+
+
+def is_partial(tensor: Tensor) -> bool:
+    """Return whether this is a DTensor whose values are still to be added up."""
+    return is_dtensor(tensor) and any(place.is_partial() for place in tensor.placements)
+
+
+def all_zero(tensors: Sequence[Tensor]) -> bool:
+    """Return whether there are only zeros, in any process that holds a part of these DTensors.
+
+    Waits for the device, and for those processes, which must all call this.
+    """
+    counts = [int(torch.count_nonzero(local(tensor))) for tensor in tensors]
+    return not sum_over_shards(torch.tensor(counts), tensors).any()
+
+
+def _on_mesh_device(value: "DTensor") -> "DTensor":
+    """Return the value where its mesh can exchange it; parts may be kept in host memory."""
+    part = value._local_tensor
+    if part.device.type == value.device_mesh.device_type:
+        return value
+    return spread(part.to(value.device_mesh.device_type), value)
