@@ -1,5 +1,5 @@
-// The ceiling of an Adam step on CUDA: reads four streams of floats and writes three, 16 bytes at a
-// time.
+// The ceilings of memory on CUDA, 16 bytes at a time: of an Adam step, which reads four streams of
+// floats and writes three, and of a norm, which reads one.
 #include <cstdint>
 
 namespace {
@@ -21,6 +21,21 @@ __global__ void stream_kernel(float4* __restrict a, float4* __restrict b, float4
   c[i] = middle(z, value);
 }
 
+constexpr int kLoads = 8;  // of a thread, all in flight
+
+// Writes only if the words of one thread happen to cancel.
+__global__ void read_kernel(const uint4* __restrict a, int64_t n, unsigned* sink) {
+  const int64_t first = int64_t(blockIdx.x) * kThreads * kLoads + threadIdx.x;
+  unsigned sum = 1;
+#pragma unroll
+  for (int k = 0; k < kLoads; ++k) {
+    const int64_t i = first + k * kThreads;
+    const uint4 words = i < n ? a[i] : uint4{};
+    sum += words.x ^ words.y ^ words.z ^ words.w;
+  }
+  if (sum == 0) *sink = sum;
+}
+
 }  // namespace
 
 // n is a multiple of 4; returns the CUDA error of the launch.
@@ -32,5 +47,15 @@ extern "C" __attribute__((visibility("default"))) int stream(float* a, float* b,
   const auto as_vectors = [](auto* address) { return reinterpret_cast<float4*>(address); };
   stream_kernel<<<blocks, kThreads, 0, cudaStream_t(cuda_stream)>>>(
       as_vectors(a), as_vectors(b), as_vectors(c), reinterpret_cast<const float4*>(d), vectors);
+  return int(cudaGetLastError());
+}
+
+// Reads n vectors of 16 bytes; returns the CUDA error of the launch.
+extern "C" __attribute__((visibility("default"))) int read_all(const void* a, int64_t n,
+                                                               unsigned* sink, void* cuda_stream) {
+  constexpr int64_t kBlock = kThreads * kLoads;
+  const unsigned blocks = unsigned((n + kBlock - 1) / kBlock);
+  read_kernel<<<blocks, kThreads, 0, cudaStream_t(cuda_stream)>>>(static_cast<const uint4*>(a), n,
+                                                                  sink);
   return int(cudaGetLastError());
 }

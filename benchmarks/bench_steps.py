@@ -1,43 +1,25 @@
-"""Optimizer steps of deepspeed_ext and of torch: `python -m benchmarks.bench_adam --device cpu`."""
+"""Optimizer steps, ours and torch's: `python -m benchmarks.bench_steps --device cpu`."""
 
-import argparse
-import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from benchmarks.harness import ROUNDS, Contender, Result, environment, measure, save, show
-from benchmarks.stream import Stream
-from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
+from benchmarks.harness import Contender
+from benchmarks.works import BF16, BIG, F32, MANY, SMALL, Shapes, Work, leaves, llama, main
+from deepspeed_ext.optim import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdagrad,
+    FusedAdam,
+    FusedLion,
+    FusedSGD,
+)
 
-Shapes = Sequence[tuple[int, ...]]
-F32, BF16 = torch.float32, torch.bfloat16
 NUMBERS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
 LOSS_SCALE = 1024.0
 TORCH = "torch AdamW(fused=True)"
-
-
-@dataclass(frozen=True)
-class Work:
-    """Steps over tensors of these shapes; `contenders` makes the ways to do it, ours first."""
-
-    name: str
-    shapes: Shapes
-    bytes_each: int  # per element, that the best of passes reads and writes
-    contenders: Callable[[Shapes, str], list[Contender]]
-
-
-def leaves(shapes: Shapes, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Parameters with gradients, random and for nobody else."""
-    made = [torch.randn(shape, dtype=dtype, device=device).requires_grad_() for shape in shapes]
-    for leaf in made:
-        leaf.grad = torch.randn_like(leaf)
-    return made
 
 
 def ours(params: list[Tensor], **options: Any) -> torch.optim.Optimizer:
@@ -133,16 +115,50 @@ def mixed_of_torch(shapes: Shapes, device: str, name: str, in_kernel: bool) -> C
     return Contender(name, run)
 
 
-def llama(layers: int, embedding: bool) -> Shapes:
-    """The shapes of an 8 B Llama with fewer layers."""
-    width, kv, hidden, vocabulary = 4096, 1024, 14336, 128256
-    attention = [(width, width), (kv, width), (kv, width), (width, width)]
-    feed_forward = [(hidden, width), (hidden, width), (width, hidden)]
-    layer = [*attention, *feed_forward, (width,), (width,)]
-    return [(vocabulary, width)] * embedding + layer * layers
+def lion(shapes: Shapes, device: str) -> list[Contender]:
+    kind = FusedLion if device == "cuda" else DeepSpeedCPULion
+    return [step_of(kind(leaves(shapes, F32, device), **NUMBERS)), lion_of_torch(shapes, device)]
 
 
-BIG, MANY, SMALL = [(1 << 20,)] * 64, [(4096,)] * 16384, [(256,)] * 16384
+def lion_of_torch(shapes: Shapes, device: str) -> Contender:
+    """Torch has no Lion: as few passes as its operations on lists can make of one."""
+    params = leaves(shapes, F32, device)
+    grads = [param.grad for param in params]
+    means = [torch.zeros_like(param) for param in params]
+    updates = [torch.empty_like(param) for param in params]
+    (beta1, beta2), lr, decay = (0.9, 0.999), NUMBERS["lr"], NUMBERS["weight_decay"]
+
+    @torch.no_grad()
+    def run() -> None:
+        torch._foreach_copy_(updates, means)
+        torch._foreach_lerp_(updates, grads, 1 - beta1)
+        torch._foreach_sign_(updates)
+        torch._foreach_mul_(params, 1 - lr * decay)
+        torch._foreach_add_(params, updates, alpha=-lr)
+        torch._foreach_lerp_(means, grads, 1 - beta2)
+
+    return Contender("torch foreach operations", run)
+
+
+def adagrad(shapes: Shapes, device: str) -> list[Contender]:
+    kind = FusedAdagrad if device == "cuda" else DeepSpeedCPUAdagrad
+    routes = ["foreach"] if device == "cuda" else ["fused", "foreach"]
+    made = [step_of(kind(leaves(shapes, F32, device), lr=1e-3))]
+    for route in routes:
+        theirs = torch.optim.Adagrad(leaves(shapes, F32, device), lr=1e-3, **{route: True})
+        made.append(step_of(theirs, f"torch Adagrad({route}=True)"))
+    return made
+
+
+def sgd(shapes: Shapes, device: str) -> list[Contender]:
+    numbers: dict[str, Any] = NUMBERS | {"momentum": 0.9}
+    made = [step_of(FusedSGD(leaves(shapes, F32, device), **numbers))]
+    for route in ("fused", "foreach"):
+        theirs = torch.optim.SGD(leaves(shapes, F32, device), **numbers, **{route: True})
+        made.append(step_of(theirs, f"torch SGD({route}=True)"))
+    return made
+
+
 WORKS = {
     "cpu": [
         Work("fp32, 64 x 1,048,576", BIG, 28, fp32),
@@ -150,6 +166,9 @@ WORKS = {
         Work("fp32, 16,384 x 256", SMALL, 28, fp32),
         Work("mixed: bf16 gradients, fp32 originals, bf16 weights", BIG, 28, mixed),
         Work("all bf16, 64 x 1,048,576", BIG, 14, all_bf16),
+        Work("Lion, fp32, 64 x 1,048,576", BIG, 20, lion),
+        Work("Adagrad, fp32, 64 x 1,048,576", BIG, 20, adagrad),
+        Work("SGD with momentum, fp32, 64 x 1,048,576", BIG, 20, sgd),
     ],
     "cuda": [
         Work("fp32, Llama shapes", llama(8, embedding=True), 28, fp32),
@@ -157,46 +176,12 @@ WORKS = {
         Work("fp32, 10,000 x 1,024, CUDA graph", [(1024,)] * 10_000, 28, graphs),
         Work("mixed, Llama shapes", llama(4, embedding=False), 28, mixed),
         Work("all bf16, Llama shapes", llama(4, embedding=False), 14, all_bf16),
+        Work("Lion, fp32, Llama shapes", llama(4, embedding=False), 20, lion),
+        Work("Adagrad, fp32, Llama shapes", llama(4, embedding=False), 20, adagrad),
+        Work("SGD with momentum, fp32, Llama shapes", llama(4, embedding=False), 20, sgd),
     ],
 }
 
 
-def bench(work: Work, stream: Stream, threads: int, rounds: int, progress: "tqdm[None]") -> Result:
-    """Measure one piece of work."""
-    if threads:
-        torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    elements = sum(torch.Size(shape).numel() for shape in work.shapes)
-    bytes_moved = elements * work.bytes_each
-    contenders = work.contenders(work.shapes, stream.device)
-    contenders.append(stream.contender(bytes_moved, threads))
-    timings = measure(contenders, stream.device, rounds, progress)
-    return Result(work.name, threads, elements, bytes_moved, timings)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=sorted(WORKS), default="cpu")
-    parser.add_argument("--threads", default="1,2", help="thread counts on the CPU, such as 1,2")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--only", default="", help="works whose name has this text in it")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    options = parser.parse_args()
-    threads = [0] if options.device == "cuda" else [int(n) for n in options.threads.split(",")]
-    works = [work for work in WORKS[options.device] if options.only in work.name]
-    described = environment(options.device)
-    print("\n".join(f"{name:14} {text}" for name, text in described.items()), flush=True)
-    stream, results = Stream(options.device), []
-    with tqdm(total=len(works) * len(threads) * options.rounds, desc="rounds") as progress:
-        for work in works:
-            for count in threads:
-                results.append(bench(work, stream, count, options.rounds, progress))
-                show(results[-1])
-                gc.collect()  # the tensors of this work, before those of the next
-                torch.cuda.empty_cache()
-    if options.json:
-        save(options.json, described, results)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, WORKS)

@@ -1,0 +1,50 @@
+"""L2 norms of deepspeed_ext and of torch: `python -m benchmarks.bench_norm --device cpu`."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import Contender
+from benchmarks.works import BF16, BIG, F32, SMALL, Shapes, Work, llama, main
+from deepspeed_ext.ops import l2_norm
+
+
+def foreach_norm(tensors: list[Tensor]) -> Tensor:
+    """The form of it in torch that its clip_grad_norm_ has."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+
+
+def norms_of(dtype: torch.dtype) -> Callable[[Shapes, str], list[Contender]]:
+    """Return what makes the contenders; all read the same tensors, which none writes."""
+
+    def contenders(shapes: Shapes, device: str) -> list[Contender]:
+        tensors = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+        return [
+            Contender("l2_norm", lambda: l2_norm(tensors)),
+            Contender("torch, foreach", lambda: foreach_norm(tensors)),
+            Contender("torch get_total_norm", lambda: torch.nn.utils.get_total_norm(tensors)),
+        ]
+
+    return contenders
+
+
+def work(name: str, shapes: Shapes, dtype: torch.dtype) -> Work:
+    return Work(name, shapes, dtype.itemsize, norms_of(dtype), only_reads=True)
+
+
+WORKS = {
+    "cpu": [
+        work("bf16, 64 x 1,048,576", BIG, BF16),
+        work("fp32, 64 x 1,048,576", BIG, F32),
+        work("bf16, 16,384 x 256", SMALL, BF16),
+    ],
+    "cuda": [
+        work("bf16, Llama shapes", llama(8, embedding=True), BF16),
+        work("fp32, Llama shapes", llama(8, embedding=True), F32),
+        work("bf16, 10,000 x 1,024", [(1024,)] * 10_000, BF16),
+    ],
+}
+
+if __name__ == "__main__":
+    main(__doc__, WORKS)

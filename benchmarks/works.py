@@ -1,0 +1,91 @@
+"""What the benchmarks of ops share: pieces of work, tensors for them, and the command line."""
+
+import argparse
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.harness import ROUNDS, Contender, Result, environment, measure, save, show
+from benchmarks.stream import Stream
+
+Shapes = Sequence[tuple[int, ...]]
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work on tensors of these shapes; `contenders` makes the ways to do it, ours first."""
+
+    name: str
+    shapes: Shapes
+    bytes_each: int  # per element, that the best of passes reads and writes
+    contenders: Callable[[Shapes, str], list[Contender]]
+    only_reads: bool = False
+
+
+def leaves(shapes: Shapes, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Parameters with gradients, random and for nobody else."""
+    made = [torch.randn(shape, dtype=dtype, device=device).requires_grad_() for shape in shapes]
+    for leaf in made:
+        leaf.grad = torch.randn_like(leaf)
+    return made
+
+
+def llama(layers: int, embedding: bool) -> Shapes:
+    """The shapes of an 8 B Llama with fewer layers: 2.27 B elements with 8 and the embedding."""
+    width, kv, hidden, vocabulary = 4096, 1024, 14336, 128256
+    attention = [(width, width), (kv, width), (kv, width), (width, width)]
+    feed_forward = [(hidden, width), (hidden, width), (width, hidden)]
+    layer = [*attention, *feed_forward, (width,), (width,)]
+    return [(vocabulary, width)] * embedding + layer * layers
+
+
+BIG, MANY, SMALL = [(1 << 20,)] * 64, [(4096,)] * 16384, [(256,)] * 16384
+
+
+def bench(work: Work, stream: Stream, threads: int, rounds: int, progress: "tqdm[None]") -> Result:
+    """Measure one piece of work."""
+    if threads:
+        torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    elements = sum(torch.Size(shape).numel() for shape in work.shapes)
+    bytes_moved = elements * work.bytes_each
+    ceiling = stream.read_contender if work.only_reads else stream.contender
+    contenders = [*work.contenders(work.shapes, stream.device), ceiling(bytes_moved, threads)]
+    timings = measure(contenders, stream.device, rounds, progress)
+    return Result(work.name, threads, elements, bytes_moved, timings)
+
+
+def main(description: str, works_of: Mapping[str, Sequence[Work]]) -> None:
+    """Read the command line, measure what it asks for, and show it.
+
+    Args:
+        description: for --help.
+        works_of: what there is to measure on "cpu" and on "cuda".
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", choices=sorted(works_of), default="cpu")
+    parser.add_argument("--threads", default="1,2", help="thread counts on the CPU, such as 1,2")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--only", default="", help="works whose name has this text in it")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    options = parser.parse_args()
+    threads = [0] if options.device == "cuda" else [int(n) for n in options.threads.split(",")]
+    works = [work for work in works_of[options.device] if options.only in work.name]
+    described = environment(options.device)
+    print("\n".join(f"{name:14} {text}" for name, text in described.items()), flush=True)
+    stream, results = Stream(options.device), []
+    with tqdm(total=len(works) * len(threads) * options.rounds, desc="rounds") as progress:
+        for work in works:
+            for count in threads:
+                results.append(bench(work, stream, count, options.rounds, progress))
+                show(results[-1])
+                gc.collect()  # the tensors of this work, before those of the next
+                torch.cuda.empty_cache()
+    if options.json:
+        save(options.json, described, results)
