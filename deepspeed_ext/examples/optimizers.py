@@ -11,6 +11,13 @@ from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
 
 BETAS = (0.9, 0.99)
 WEIGHT_DECAY = 0.1
+STATES: dict[str, dict[str, Any]] = {  # how our optimizers store their state
+    "float32": {},
+    "bfloat16": {"state_dtype": torch.bfloat16},
+    "8bit": {"state_dtype": torch.uint8},
+    "remainder": {"master": "remainder"},
+    "compact": {"state_dtype": torch.uint8, "master": "remainder"},
+}
 DEVICES = {
     "cpu_adam": ("cpu",),
     "fused_adam": ("cuda",),
@@ -61,13 +68,15 @@ class MasterAdamW:
         self.adamw.load_state_dict(state_dict["adamw"])
 
 
-def make_optimizer(name: str, model: nn.Module, lr: float) -> Optimizer:
+def make_optimizer(name: str, model: nn.Module, lr: float, state: str = "float32") -> Optimizer:
     """Return the optimizer of this name; its native op is loaded, or compiled, first.
 
     Args:
         name: a key of DEVICES.
-        model: what to optimize; for 16-bit parameters the optimizer keeps float32 masters.
+        model: what to optimize; for 16-bit parameters the optimizer keeps float32 masters, or the
+            halves that make the parameters such.
         lr: learning rate.
+        state: a key of STATES, for the optimizers of this package.
 
     Raises:
         BuildError: the native op cannot be had; the text says why.
@@ -79,9 +88,10 @@ def make_optimizer(name: str, model: nn.Module, lr: float) -> Optimizer:
         make: Callable[..., Optimizer] = MasterAdamW if low_precision else torch.optim.AdamW
         return make(model.parameters(), **options)
     load(name)  # now, so that the wait for a compiler is not taken for a slow first step
+    options |= {"master": "float32"} | STATES[state]
     if name == "cpu_adam":
         return DeepSpeedCPUAdam(model.parameters(), **options)
-    return FusedAdam(model.parameters(), master_weights=True, **options)
+    return FusedAdam(model.parameters(), **options)
 
 
 def weights(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:

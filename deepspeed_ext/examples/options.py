@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.examples.gpt import HEAD_WIDTH
-from deepspeed_ext.examples.optimizers import DEVICES
+from deepspeed_ext.examples.optimizers import DEVICES, STATES
 from deepspeed_ext.examples.trainer import Settings
 from deepspeed_ext.op_builder import BuildError, load
 
@@ -50,6 +50,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--optimizer",
         choices=("auto", *DEVICES),
         help="default: auto, cpu_adam or on a GPU fused_adam",
+    )
+    setting(
+        "--state",
+        choices=tuple(STATES),
+        help="how the optimizer stores its state; default: float32; compact is 8-bit moments and"
+        " bfloat16 weights with a 16-bit remainder",
     )
     positive = _number(int, "a whole number above 0", lambda n: n > 0)
     width = _number(int, f"a multiple of {HEAD_WIDTH}", lambda n: n > 0 and n % HEAD_WIDTH == 0)
@@ -98,6 +104,10 @@ def settings_of(options: argparse.Namespace, saved: Mapping[str, Any] | None) ->
     given.setdefault("device", _device_for(given.get("optimizer")))
     given.setdefault("optimizer", "cpu_adam" if given["device"] == "cpu" else "fused_adam")
     settings = Settings(**given)
+    if settings.state != "float32" and settings.optimizer.startswith("torch"):
+        raise UserError(
+            f"--state is {settings.state}, expected float32 with --optimizer {settings.optimizer}"
+        )
     _check_device(settings)
     return settings
 

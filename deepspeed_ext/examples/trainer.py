@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deepspeed_ext.examples.gpt import GPT
-from deepspeed_ext.examples.optimizers import make_optimizer
+from deepspeed_ext.examples.optimizers import STATES, make_optimizer
 from deepspeed_ext.examples.text import Text, batch
 
 _WARM_UP = 0.1  # part of the steps in which the learning rate rises
@@ -31,6 +31,7 @@ class Settings:
     seed: int = 0
     device: str = "cpu"
     optimizer: str = "cpu_adam"
+    state: str = "float32"
 
     @property
     def tokens(self) -> int:
@@ -46,9 +47,9 @@ class Trainer:
         self.text = text
         torch.manual_seed(settings.seed)
         self.model = GPT(settings.width, settings.layers, settings.context).to(settings.device)
-        if settings.device == "cuda":
+        if settings.device == "cuda" or "master" in STATES[settings.state]:
             self.model.bfloat16()  # the optimizer keeps float32 masters
-        self.optimizer = make_optimizer(settings.optimizer, self.model, settings.lr)
+        self.optimizer = make_optimizer(settings.optimizer, self.model, settings.lr, settings.state)
 
     def step(self, number: int) -> float:
         """Take training step `number`, which counts from 1, and return its loss."""

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from deepspeed_ext.examples import train_gpt, trainer
+from deepspeed_ext.examples import compare_states, train_gpt, trainer
 from deepspeed_ext.examples.gpt import GPT
+from deepspeed_ext.examples.optimizers import STATES
 from deepspeed_ext.examples.run_folder import RunFolder
 from deepspeed_ext.examples.text import standard_library
 from deepspeed_ext.examples.trainer import Trainer
@@ -164,8 +165,8 @@ def test_comparison_sees_another_formula(
 ) -> None:
     make = trainer.make_optimizer
 
-    def wrong(name: str, model: GPT, lr: float) -> Any:
-        optimizer = make(name, model, lr)
+    def wrong(name: str, model: GPT, lr: float, state: str) -> Any:
+        optimizer = make(name, model, lr, state)
         optimizer.param_groups[0]["eps"] = 1e-4 if name == "cpu_adam" else 1e-8
         return optimizer
 
@@ -300,3 +301,20 @@ def test_keeps_the_old_checkpoint_when_the_disk_is_full(
         RunFolder(whole).save({"new": 1})
     assert (whole / "checkpoint.pt").read_bytes() == before
     assert len(list(whole.iterdir())) == 4
+
+
+def test_every_format_of_state_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare_states.main(["--out", str(tmp_path), "--steps", "3"]) == 0
+    printed = capsys.readouterr().out
+    sizes = re.findall(r"^ +(\w+) +([\d.]+) +[\d.]+ +-?[\d.]+ %$", printed, re.MULTILINE)
+    assert [name for name, _ in sizes] == list(STATES)
+    found = {name: round(float(size)) for name, size in sizes}
+    assert found == dict(float32=12, bfloat16=8, remainder=12, compact=6) | {"8bit": 6}
+    assert (tmp_path / "states.png").stat().st_size > 1000
+
+
+def test_a_state_that_does_not_go_with_the_optimizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path, *TINY, "--optimizer", "torch", "--state", "8bit") == 1
+    assert "--state is 8bit, expected float32 with --optimizer torch" in capsys.readouterr().err
