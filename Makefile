@@ -46,7 +46,7 @@ lint: $(DONE)/dev  ## check style, types and layout of the code
 	  | xargs $(BIN)/clang-format --dry-run -Werror
 
 bench: $(DONE)/bench  ## measure the optimizers against torch's
-	@$(BIN)/python -m benchmarks.bench_steps $(ARGS)
+	@for what in steps clip norm lamb; do $(BIN)/python -m benchmarks.bench_$$what $(ARGS); done
 
 clean:  ## remove what the other targets made, the trained model included
 	@rm -rf .venv build prebuilt dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(OUT)

@@ -20,16 +20,6 @@ struct Pointer {
 };
 
 template <>
-struct Pointer<Split> {
-  BFloat16* upper;
-  uint16_t* lower;
-
-  DSX_HOST_DEVICE Pointer operator+(int64_t elements) const {
-    return {upper + elements, lower + elements};
-  }
-};
-
-template <>
 struct Pointer<Any> {
   void* address;  // null: absent
   Dtype dtype;    // of what lies there: float32, bfloat16 or float16

@@ -1,7 +1,8 @@
-// The Adagrad update, here and nowhere else: Float is a SIMD register on the CPU, a float in CUDA.
-// Duchi, Hazan & Singer 2011, Figure 1 (diagonal matrices), with the eps, the learning rate decay
-// and the L2 penalty of torch.optim.Adagrad. Compiled without fused multiply-add, so every device
-// and every ISA gives the same bits. The branches are on constants: the same way for every element.
+// The Adagrad update, here and nowhere else: Float is a SIMD register on the CPU, several floats in
+// CUDA. Duchi, Hazan & Singer 2011, Figure 1 (diagonal matrices), with the eps, the learning rate
+// decay and the L2 penalty of torch.optim.Adagrad. Compiled without fused multiply-add, so every
+// device and every ISA gives the same bits. The branches are on constants: the same way for every
+// element.
 template <class Float>
 DSX_HOST_DEVICE inline void update(const Adagrad::Step& step, Float grad, Float& param,
                                    Float (&states)[Adagrad::kStates]) {

@@ -1,7 +1,7 @@
-// The Adam update, here and nowhere else: Float is a SIMD register on the CPU, a float in CUDA.
-// Kingma & Ba 2015, Algorithm 1; decoupled weight decay: Loshchilov & Hutter 2019, Algorithm 2;
-// AMSGrad: Reddi et al. 2018, Algorithm 2. Compiled without fused multiply-add, so every device and
-// every ISA gives the same bits. The branches are on constants: the same way for every element.
+// The Adam update, here and nowhere else: Float is a SIMD register on the CPU, several floats in
+// CUDA. Kingma & Ba 2015, Algorithm 1; decoupled weight decay: Loshchilov & Hutter 2019, Algorithm
+// 2; AMSGrad: Reddi et al. 2018, Algorithm 2. Compiled without fused multiply-add, so every device
+// and every ISA gives the same bits. The branches are on constants: the same way for every element.
 template <class Float>
 DSX_HOST_DEVICE inline void update(const Adam::Step& step, Float grad, Float& param,
                                    Float (&states)[Adam::kStates]) {

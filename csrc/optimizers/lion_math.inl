@@ -1,6 +1,6 @@
-// The Lion update, here and nowhere else: Float is a SIMD register on the CPU, a float in CUDA.
-// Chen et al. 2023, Algorithm 2. Compiled without fused multiply-add, so every device and every ISA
-// gives the same bits. The branches are on constants: the same way for every element.
+// The Lion update, here and nowhere else: Float is a SIMD register on the CPU, several floats in
+// CUDA. Chen et al. 2023, Algorithm 2. Compiled without fused multiply-add, so every device and
+// every ISA gives the same bits. The branches are on constants: the same way for every element.
 template <class Float>
 DSX_HOST_DEVICE inline void update(const Lion::Step& step, Float grad, Float& param,
                                    Float (&states)[Lion::kStates]) {

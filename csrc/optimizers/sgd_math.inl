@@ -1,7 +1,7 @@
-// The SGD update, here and nowhere else: Float is a SIMD register on the CPU, a float in CUDA.
-// Sutskever et al. 2013, Equations 3 and 4, in the form of torch.optim.SGD: the learning rate is no
-// part of the buffer. Compiled without fused multiply-add, so every device and every ISA gives the
-// same bits. The branches are on constants: the same way for every element.
+// The SGD update, here and nowhere else: Float is a SIMD register on the CPU, several floats in
+// CUDA. Sutskever et al. 2013, Equations 3 and 4, in the form of torch.optim.SGD: the learning rate
+// is no part of the buffer. Compiled without fused multiply-add, so every device and every ISA
+// gives the same bits. The branches are on constants: the same way for every element.
 template <class Float>
 DSX_HOST_DEVICE inline void update(const Sgd::Step& step, Float grad, Float& param,
                                    Float (&states)[Sgd::kStates]) {

@@ -17,6 +17,7 @@ void sgd_step_(const TensorList& params, const TensorList& grads,
                bool wd_after_momentum, bool maximize, const OptionalTensor& grad_scale,
                const OptionalTensor& found_inf) {
   if (params.empty()) return check_length(Sgd::kOp, "grads", grads.size(), 0);
+  check(momentum >= 0, Sgd::kOp, ": momentum is ", momentum, ", expected at least 0");
   if (momentum == 0) {
     check_length(Sgd::kOp, "momentum_buffers", momentum_buffers.size(), 0);
   } else {

@@ -8,8 +8,9 @@
 //     static constexpr int kUsualStates;        // how many most calls have
 //     static constexpr bool is_signed(int j);   // whether values of state j may be negative
 //     struct Options;                           // numbers that hold for all tensors, with lr
-//     struct Step;                              // what the loop needs of them, worked out in
-//     double static Step make_step(const Options&, double lr, double grad_divisor, float step);
+//     struct Step;                              // what the loop needs of them; from double
+//
+//     static Step make_step(const Options&, double lr, double grad_divisor, float step);
 //   };
 //   template <class Float> void update(const Rule::Step&, Float grad, Float& param,
 //                                      Float (&states)[kStates]);  // in <rule>_math.inl

@@ -33,7 +33,7 @@ struct Parameter<Split> {
     prefetch(lower + i);
   }
   Vec load(int64_t i, int count) const {
-    return float_of(join_halves(Ints::load(upper + i, count), Ints::load(lower + i, count)));
+    return join_halves<Vec>(Ints::load(upper + i, count), Ints::load(lower + i, count));
   }
   void store(int64_t i, Vec value, int count) const {
     const Ints bits = bits_to_split<Ints>(value);

@@ -49,7 +49,7 @@ struct Parameter<Split> {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       values.lanes[k] =
-          float_of(join_halves(uint32_t(uppers.lanes[k]), uint32_t(int32_t(lowers.lanes[k]))));
+          join_halves<float>(uint32_t(uppers.lanes[k]), uint32_t(int32_t(lowers.lanes[k])));
     }
     return values;
   }

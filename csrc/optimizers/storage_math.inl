@@ -27,9 +27,13 @@ DSX_HOST_DEVICE inline Float round_to_bfloat16(Float value, Ints random) {
 
 // A float in two halves: the upper one is its BFloat16, rounded half up; the lower one, an int16_t,
 // is what has to be added to get all 32 bits back.
-template <class Ints>
-DSX_HOST_DEVICE inline Ints join_halves(Ints upper, Ints lower) {
-  return shift_left<16>(upper) + lower;
+// A zero that somebody has written over the upper half stands for itself: with a negative lower
+// half the sum would be NaN, which no other number becomes.
+template <class Float, class Ints>
+DSX_HOST_DEVICE inline Float join_halves(Ints upper, Ints lower) {
+  const Ints rounded = shift_left<16>(upper);
+  const Float joined = float_of(rounded + lower);
+  return select(joined == joined, joined, float_of(rounded));
 }
 
 template <class Ints>

@@ -80,7 +80,8 @@ def adam_step_(
         noise: None: state is rounded to the nearest. Or int64 on the CPU, (n, 2): for each
             parameter a key, and the index of its first element here in the whole parameter. State
             in bfloat16 or codes is then rounded up or down at random, with the exact expected
-            value, by a hash of key, step and index of the element.
+            value (but for codes of what is never negative: what is below the first step becomes
+            the first step), by a hash of key, step and index of the element.
         lr: learning rate; a number, or a tensor of one float32 or float64 on the same device.
         betas: decay rates of exp_avgs and exp_avg_sqs per step, each in [0, 1).
         eps: added to the denominator, in units of the gradient.

@@ -77,7 +77,7 @@ def total_squared_norm(tensors: Sequence[Tensor]) -> Tensor:
         squares = sum_over_shards(squared_norms(local_tensors(here)), here)
         totals.append(sum_in_order(squares))
     if not totals:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     return sum_in_order(torch.stack([total.to(totals[0].device) for total in totals]))
 
 

@@ -43,7 +43,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     See: ``squared_norms_ref`` is the same in plain torch.
     """
     if not tensors:  # so no device to dispatch on
-        return torch.zeros(0, dtype=torch.float64)
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
     squares: Tensor = _squared_norms_op(tensors)
     return squares
 
@@ -60,7 +60,7 @@ torch.library.register_fake("deepspeed_ext::squared_norms", _squared_norms_fake)
 def squared_norms_ref(tensors: Sequence[Tensor]) -> Tensor:
     """Do what squared_norms does, in float64 and plain torch: its definition, for tests."""
     if not tensors:
-        return torch.zeros(0, dtype=torch.float64)
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
     return torch.stack([tensor.detach().double().square().sum() for tensor in tensors])
 
 

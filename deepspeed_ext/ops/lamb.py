@@ -112,7 +112,7 @@ def lamb_coefficients(
     Args:
         squares: float64 (n, 2), what `lamb_moments_` returned, of whole parameters.
         min_coefficient: the least factor, from 0 on.
-        max_coefficient: the largest factor.
+        max_coefficient: the largest factor, not below it.
 
     Returns:
         float32 (n,) on the device of squares: the norm of the parameter divided by that of its
@@ -120,6 +120,11 @@ def lamb_coefficients(
 
     See: You et al. 2020, Algorithm 2, with clamping of the quotient for the function phi.
     """
+    if not 0 <= min_coefficient <= max_coefficient:
+        raise ValueError(
+            f"lamb_coefficients: min_coefficient is {min_coefficient}, expected"
+            f" 0 <= min_coefficient <= {max_coefficient}"
+        )
     norms = squares.sqrt()
     quotient = (norms[:, 0] / norms[:, 1]).clamp(min_coefficient, max_coefficient)
     return quotient.masked_fill((squares == 0).any(1), 1).float()

@@ -88,6 +88,7 @@ def lars_coefficients(
     norms = squares.sqrt()
     params, grads = norms[:, 0], norms[:, 1]
     quotient = eeta * params / (grads + weight_decay * params + epsilon)
+    quotient = quotient.clamp(max=torch.finfo(torch.float32).max)  # of a vanishing gradient
     return quotient.masked_fill((squares == 0).any(1), 1).float()
 
 

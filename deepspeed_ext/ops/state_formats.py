@@ -61,7 +61,7 @@ def encode_blocks(
 def _encode(blocks: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """Return the codes of (n, BLOCK) values at these scales (n,), as integers."""
     inverses = ((254 << 23) - scales.view(torch.int32)).view(torch.float32)
-    floor = torch.tensor(_SIGNED_FLOOR if signed else _UNSIGNED_FLOOR, device=blocks.device)
+    floor = _floor(signed, blocks.device)
     floors = floor.expand_as(blocks).copysign(blocks) if signed else floor
     sums = (blocks * inverses[:, None] + floors).view(torch.int32).long() & _MASK32
     sums += 1 << (_RANDOM_BITS - 1)
@@ -69,6 +69,11 @@ def _encode(blocks: Tensor, scales: Tensor, signed: bool) -> Tensor:
         return (sums >> _RANDOM_BITS & 0x7F) | (sums >> 24 & 0x80)
     least = (floor.view(torch.int32) >> _RANDOM_BITS) + 1
     return (sums >> _RANDOM_BITS).clamp(min=least) & 0xFF
+
+
+def _floor(signed: bool, device: torch.device) -> Tensor:
+    value = _SIGNED_FLOOR if signed else _UNSIGNED_FLOOR
+    return torch.tensor(value, device=device, dtype=torch.float32)
 
 
 def _is_exact(blocks: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
@@ -93,7 +98,7 @@ def decode_blocks(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
 
 def _decode(codes: Tensor, signed: bool) -> Tensor:
     """Return the values of integer codes at scale 1."""
-    floor = torch.tensor(_SIGNED_FLOOR if signed else _UNSIGNED_FLOOR, device=codes.device)
+    floor = _floor(signed, codes.device)
     bits = (codes.int() & (0x7F if signed else 0xFF)) << _RANDOM_BITS
     values = (bits + floor.view(torch.int32)).view(torch.float32) - floor
     return torch.where(codes & 0x80 != 0, -values, values) if signed else values
@@ -103,21 +108,43 @@ def split_float32(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return float32 values as their bfloat16, rounded half up, and the 16 bits left out (int16).
 
     Half up, not half to even: only then do 16 bits suffice to restore all 32.
+
+    Raises:
+        ValueError: values are not float32.
     """
+    if values.dtype != torch.float32:
+        raise ValueError(f"split_float32: values is {values.dtype}, expected float32")
     bits = torch.where(values.isnan(), float("nan"), values).view(torch.int32)
     upper = ((bits.long() & _MASK32) + 0x8000) >> 16
     return _as_int16(upper).view(torch.bfloat16), _as_int16(bits.long() & 0xFFFF)
 
 
 def join_float32(upper: Tensor, lower: Tensor) -> Tensor:
-    """Return the float32 values that `split_float32` made two tensors of, bit for bit."""
+    """Return the float32 values that `split_float32` made two tensors of, bit for bit.
+
+    A zero in `upper` with a negative `lower`, which it never makes, stands for itself.
+    """
     bits = (upper.view(torch.int16).long() << 16) + lower.long()
     signed = (bits & _MASK32) - ((bits & 0x80000000) << 1)
-    return signed.to(torch.int32).view(torch.float32)
+    joined = signed.to(torch.int32).view(torch.float32)
+    return torch.where(joined.isnan(), upper.float(), joined)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return the elements of a dense tensor as they lie in memory, as a view."""
+    """Return the elements of a dense tensor as they lie in memory, as a view.
+
+    Raises:
+        ValueError: there are gaps between the elements, or they overlap.
+    """
+    sizes = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    expected = 1
+    for stride, size in sizes if tensor.numel() > 0 else ():
+        if size != 1 and stride != expected:
+            raise ValueError(
+                f"in_memory_order: tensor has strides {list(tensor.stride())} for shape"
+                f" {list(tensor.shape)}, expected a dense layout, without gaps or overlaps"
+            )
+        expected *= size
     return tensor.as_strided((tensor.numel(),), (1,))
 
 

@@ -59,7 +59,7 @@ class _Adagrad(SlabOptimizer):
         if not dtype.is_floating_point:  # a code for the same value: it loads all the same
             dtype = torch.float32
         return {
-            STEP: torch.zeros((), device=local(param).device),
+            STEP: torch.zeros((), device=local(param).device, dtype=torch.float32),
             "sum": torch.full_like(param.detach(), value, dtype=dtype),
         }
 

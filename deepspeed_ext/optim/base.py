@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from deepspeed_ext.optim.checkpoint import hide_values, show_values
 from deepspeed_ext.optim.checks import (
     check_no_capture,
+    check_numbers,
     check_once,
     check_param,
     check_shards,
@@ -63,8 +64,9 @@ class SlabOptimizer(torch.optim.Optimizer):
         seed: of the random rounding, which depends on it, the number of the parameter, its step,
             and the index of the element, but not on how a DTensor is sharded (by rows, or not).
 
-    A state dict of any format loads into any other. Of DTensors, codes are float32 in a state dict
-    and remainders int32, which any other sharding can load.
+    A state dict of any format loads into any other; torch's classes load float state. A remainder
+    is made of a float32 master for the weight that is there: load the model first. Of DTensors,
+    codes are float32 in a state dict and remainders int32, which any other sharding can load.
 
     A subclass defines `_devices`, `_state_keys` and `_apply`, and the rest where it needs to.
 
@@ -103,6 +105,7 @@ class SlabOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: Group) -> None:
         """Raise ValueError unless the options of this group make sense."""
+        check_numbers(self, group)
         lr, decay = group["lr"], group["weight_decay"]
         if isinstance(lr, Tensor):
             check_value(self, "lr", f"a tensor of {lr.numel()} elements", lr.numel() == 1, "one")
@@ -277,19 +280,20 @@ class SlabOptimizer(torch.optim.Optimizer):
     def _scalars(self, group: Group, device: torch.device) -> Scalars:
         lr = group["lr"]
         if isinstance(lr, Tensor) and lr.device != device:
-            lr = float(lr) if "cpu" in (lr.device.type, device.type) else _moved(lr, device)
+            lr = float(lr) if "cpu" in (lr.device.type, device.type) else moved(lr, device)
         return Scalars(
             lr if isinstance(lr, Tensor) else float(lr),
-            _moved(getattr(self, "grad_scale", None), device),
-            _moved(getattr(self, "found_inf", None), device),
+            moved(getattr(self, "grad_scale", None), device),
+            moved(getattr(self, "found_inf", None), device),
         )
 
     def reset_master(self) -> None:
         """Make the fp32 masters exact copies of the parameters, and remainders zeros.
 
-        A step does so by itself for elements that somebody has written since the last one, if the
-        version counter or the address of the parameter tells. A write through `param.data`, a
-        replayed CUDA graph, and a torch._foreach function on a DTensor leave both as they are.
+        A step does so by itself with masters whose parameters somebody has written since the last
+        one, if the version counter or the address of the parameter tells. A write through
+        `param.data`, a replayed CUDA graph, and a torch._foreach function on a DTensor leave both
+        as they are.
         """
         with torch.no_grad():
             for bucket in self._fitting_buckets():
@@ -368,6 +372,7 @@ class SlabOptimizer(torch.optim.Optimizer):
             for group in self.param_groups:
                 for key, value in self.defaults.items():
                     group.setdefault(key, value)
+                self._check_group(group)
             with torch.no_grad():
                 self._plans.rebuild(self)
         except Exception:
@@ -381,7 +386,8 @@ def _elements(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.is_sparse else grad
 
 
-def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+def moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    """Return the tensor on this device; one that leaves the CPU need not be waited for."""
     if tensor is None or tensor.device == device:
         return tensor
     return tensor.to(device, non_blocking=device.type != "cpu")  # the host must not read too early

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.ops.mesh_sums import is_dtensor
 from deepspeed_ext.ops.state_formats import blocks_of
-from deepspeed_ext.optim.formats import SCALE
+from deepspeed_ext.optim.formats import MASTER, REMAINDER, SCALE
 from deepspeed_ext.optim.sharding import is_cut_in_rows, is_partial, local
 from deepspeed_ext.optim.slabs import STEP, Work, is_dense
 
@@ -33,9 +33,27 @@ def check_no_capture(optimizer: "SlabOptimizer", device: torch.device, want: str
         raise RuntimeError(f"{title}: a CUDA graph is being captured, expected at least one {want}")
 
 
+_NUMBERS = frozenset({
+    "lr", "eps", "weight_decay", "momentum", "dampening", "lr_decay", "eeta", "epsilon",
+    "initial_accumulator_value", "min_coeff", "max_coeff",
+})  # fmt: skip
+
+
+def check_numbers(optimizer: "SlabOptimizer", group: dict[str, Any]) -> None:
+    """Raise TypeError if an option that has to be a number is something else."""
+    for name in sorted(_NUMBERS & group.keys()):
+        if not isinstance(group[name], (int, float, Tensor)):
+            raise TypeError(
+                f"{type(optimizer).__name__}: {name} is {group[name]!r}, expected a number"
+            )
+
+
 def check_betas(optimizer: "SlabOptimizer", group: dict[str, Any]) -> None:
     """Make `betas` two numbers, or raise ValueError."""
-    group["betas"] = tuple(map(float, group["betas"]))
+    try:
+        group["betas"] = tuple(map(float, group["betas"]))
+    except (TypeError, ValueError):
+        check_value(optimizer, "betas", repr(group["betas"]), False, "two numbers")
     check_value(optimizer, "betas", group["betas"], len(group["betas"]) == 2, "two numbers")
     for i, beta in enumerate(group["betas"]):
         check_value(optimizer, f"betas[{i}]", beta, 0 <= beta < 1, "at least 0 and below 1")
@@ -116,14 +134,15 @@ def check_state(
 ) -> None:
     """Raise ValueError unless the state of a parameter is complete and of its shape."""
     title = f"{type(optimizer).__name__}: state of {_name(optimizer, param)}"
-    for key in (STEP, *dtypes):
+    masters = [key for key in (MASTER, REMAINDER) if key in entry and key not in dtypes]
+    for key in (STEP, *dtypes, *masters):
         value = entry.get(key)
         shape = torch.Size() if key == STEP else param.shape
         if value is None:
             if key not in optimizer._optional_state:
                 raise ValueError(f"{title} has keys {sorted(entry)}, expected {key} among them")
         elif not isinstance(value, Tensor):
-            if key != STEP:
+            if key != STEP or not isinstance(value, (int, float)):
                 raise ValueError(f"{title}: {key} is {value!r}, expected a tensor")
         elif value.shape != shape and not (key == STEP and value.numel() == 1):
             raise ValueError(

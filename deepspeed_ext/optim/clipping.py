@@ -53,9 +53,13 @@ class SquareSum:
             for parts, owners in self._shards.values()
         ]
         if not sums:
-            return torch.zeros((), dtype=torch.float64)
-        device = min((each.device for each in sums), key=lambda device: device.type != "cpu")
-        return sum_in_order(torch.stack(_moved(sums, device)))
+            return torch.zeros((), dtype=torch.float64, device="cpu")
+        there: dict[torch.device, list[Tensor]] = {}
+        for each in sums:
+            there.setdefault(each.device, []).append(each)
+        of_devices = [sum_in_order(torch.stack(parts)) for parts in there.values()]
+        device = min(there, key=lambda device: device.type != "cpu")
+        return sum_in_order(torch.stack(_moved(of_devices, device)))
 
 
 def clip(

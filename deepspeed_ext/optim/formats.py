@@ -59,7 +59,12 @@ class StateFormat:
 
         Raises:
             ValueError: one is not as it must be, or two contradict each other.
+            TypeError: one does not exist.
         """
+        known = {**CompactOptions.__annotations__, **FormatOptions.__annotations__}
+        for name in options:
+            if name not in known:
+                raise TypeError(f"{owner}: {name} is no argument, expected one of {sorted(known)}")
         made = StateFormat(
             options.get("fp32_optimizer_states", True),
             options.get("state_dtype"),
@@ -73,8 +78,8 @@ class StateFormat:
             wrong = f"master is {made.master!r}, expected 'float32', 'remainder' or None"
         elif made.master == "remainder" and options.get("master_weights"):
             wrong = "master_weights is True, expected False with master='remainder'"
-        elif not 0 <= made.seed < 2**31:
-            wrong = f"seed is {made.seed}, expected 0 <= seed < 2**31"
+        elif not (isinstance(made.seed, int) and 0 <= made.seed < 2**31):
+            wrong = f"seed is {made.seed!r}, expected a whole number, 0 <= seed < 2**31"
         if wrong:
             raise ValueError(f"{owner}: {wrong}")
         return made
@@ -110,9 +115,9 @@ def masters_in(state: Mapping[str, list[Tensor]]) -> list[Tensor]:
     return state.get(MASTER) or state.get(REMAINDER) or []
 
 
-def is_of_format(key: str) -> bool:
-    """Return whether state under this key is there in some formats only."""
-    return key in (MASTER, REMAINDER) or key.endswith(SCALE)
+def is_of_format(key: str, dtypes: Mapping[str, torch.dtype]) -> bool:
+    """Return whether state under this key is there in some formats only, of state with dtypes."""
+    return key in (MASTER, REMAINDER) or key.removesuffix(SCALE) in dtypes
 
 
 def has_same_codes(
@@ -191,7 +196,9 @@ def portable(entry: Mapping[str, Any]) -> dict[str, Any]:
         if value.dtype == torch.int16:
             made[key] = spread(local(value).int(), value)
         elif value.dtype == torch.uint8:
-            scales = made.pop(key + SCALE)
+            scales = made.pop(key + SCALE, None)
+            if scales is None:  # somebody else's
+                continue
             made[key] = spread(decode_blocks(local(value), scales, signed=key in SIGNED), value)
     return made
 

@@ -10,8 +10,8 @@ from typing_extensions import Unpack
 
 from deepspeed_ext.ops.lamb import lamb_apply_, lamb_coefficients, lamb_moments_
 from deepspeed_ext.ops.mesh_sums import sum_over_shards
-from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer
-from deepspeed_ext.optim.checks import check_value
+from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer, moved
+from deepspeed_ext.optim.checks import check_betas, check_value
 from deepspeed_ext.optim.clipping import Clip, clip
 from deepspeed_ext.optim.formats import FormatOptions
 from deepspeed_ext.optim.slabs import STEP, Work
@@ -58,7 +58,8 @@ class FusedLamb(SlabOptimizer):
 
     _devices = ("cpu", "cuda")
     _settings = (*SlabOptimizer._settings, "max_grad_norm")
-    _coefficients: Sequence[Tensor] = ()  # of the last step, one tensor for each call of the ops
+    # Of the last step: for each call of the ops the parameters, and a tensor of coefficients.
+    _coefficients: Sequence[tuple[list[Tensor], Tensor]] = ()
     _clipped: Clip | None = None  # in a step that clips
 
     def __init__(
@@ -95,20 +96,29 @@ class FusedLamb(SlabOptimizer):
         super().__init__(params, defaults, **formats)
 
     def get_lamb_coeffs(self) -> list[float]:
-        """Return the coefficients of the last step, in the order in which parameters were stepped.
+        """Return the coefficients of the last step, in the order of the parameters stepped in it.
 
-        That is the order of the groups, and in each, of its parameters of one dtype and device, as
-        they got their first gradients. Waits for the device.
+        Waits for the device.
         """
-        return [value for tensor in self._coefficients for value in tensor.tolist()]
+        found = {
+            id(owner): value
+            for owners, tensor in self._coefficients
+            for owner, value in zip(owners, tensor.tolist(), strict=True)
+        }
+        params = [param for group in self.param_groups for param in group["params"]]
+        return [found[id(param)] for param in params if id(param) in found]
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
         check_value(self, "eps", group["eps"], group["eps"] >= 0, "at least 0")
-        group["betas"] = tuple(map(float, group["betas"]))
-        check_value(self, "betas", group["betas"], len(group["betas"]) == 2, "two numbers")
-        for i, beta in enumerate(group["betas"]):
-            check_value(self, f"betas[{i}]", beta, 0 <= beta < 1, "at least 0 and below 1")
+        check_betas(self, group)
+        check_value(
+            self,
+            "max_grad_norm",
+            "an option of a group",
+            "max_grad_norm" not in group,
+            "an argument of the constructor: gradients are clipped together",
+        )
         least, most = group["min_coeff"], group["max_coeff"]
         check_value(self, "min_coeff", least, least >= 0, "at least 0")
         check_value(self, "max_coeff", most, most >= least, f"at least min_coeff, {least}")
@@ -130,10 +140,8 @@ class FusedLamb(SlabOptimizer):
         scalars = super()._scalars(group, device)
         if self._clipped is None:
             return scalars
-        divisor, found_inf = (
-            tensor.to(device, non_blocking=device.type != "cpu")  # the host must not read too early
-            for tensor in (self._clipped.divisor, self._clipped.found_inf)
-        )
+        divisor = moved(self._clipped.divisor, device)
+        found_inf = moved(self._clipped.found_inf, device)
         return scalars._replace(grad_scale=divisor, found_inf=found_inf)
 
     def _apply(self, group: Group, work: Work, scalars: Scalars) -> None:
@@ -161,4 +169,4 @@ class FusedLamb(SlabOptimizer):
         squares = sum_over_shards(squares, work.owners)
         coefficients = lamb_coefficients(squares, group["min_coeff"], group["max_coeff"])
         lamb_apply_(work.params, *state, coefficients, lr=scalars.lr, **shared)
-        self._coefficients = [*self._coefficients, coefficients]
+        self._coefficients = [*self._coefficients, (work.owners, coefficients)]

@@ -70,8 +70,15 @@ class Plans:
             if fresh:
                 for param in fresh:
                     _has_state(optimizer, group, param)
-                plan.buckets += self._make_buckets(optimizer, group, fresh)
-                self._merge_small_buckets(optimizer, group, plan)
+                if any(map(is_dtensor, fresh)):
+                    # Alike in all processes, also where one of them has rebuilt its plans: LAMB
+                    # and LARS exchange norms bucket by bucket.
+                    idle = {id(param) for param in plan.idle if param.grad is None}
+                    placed = [param for param in plan.params if id(param) not in idle]
+                    plan.buckets = self._make_buckets(optimizer, group, placed)
+                else:
+                    plan.buckets += self._make_buckets(optimizer, group, fresh)
+                    self._merge_small_buckets(optimizer, group, plan)
                 plan.idle = [param for param in plan.idle if param.grad is None]
                 self._entries = list(optimizer.state.values())
         return plans
@@ -124,10 +131,11 @@ class Plans:
             check_no_capture(optimizer, device, "step before, which creates the state")
             dtypes = optimizer._dtypes(group, dtype)
             for part in cut(members):
-                bucket = Bucket(part, dtypes, [keys[id(param)] for param in part] if keys else None)
+                noise_keys = [keys[id(param)] for param in part] if keys else None
+                bucket = Bucket(part, dtypes, noise_keys, len(optimizer._devices) > 1)
                 for i, param in enumerate(part):
                     values = optimizer._completed(group, param, optimizer.state.get(param, {}))
-                    others = {k: v for k, v in values.items() if not is_of_format(k)}
+                    others = {k: v for k, v in values.items() if not is_of_format(k, dtypes)}
                     optimizer.state[param] = self._entry({**others, **bucket.fill(i, values)})
                 buckets.append(bucket)
         return buckets

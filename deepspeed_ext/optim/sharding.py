@@ -102,10 +102,12 @@ def is_partial(tensor: Tensor) -> bool:
 def all_zero(tensors: Sequence[Tensor]) -> bool:
     """Return whether there are only zeros, in any process that holds a part of these DTensors.
 
-    Waits for the device, and for those processes, which must all call this.
+    If there are DTensors, only they count: all processes have to come to one answer. Waits for the
+    device, and for those processes, which must all call this.
     """
+    tensors = [tensor for tensor in tensors if is_dtensor(tensor)] or tensors
     counts = [int(torch.count_nonzero(local(tensor))) for tensor in tensors]
-    return not sum_over_shards(torch.tensor(counts), tensors).any()
+    return not sum_over_shards(torch.tensor(counts, device="cpu"), tensors).any()
 
 
 def _on_mesh_device(value: "DTensor") -> "DTensor":

@@ -31,6 +31,7 @@ _MAX_ELEMENTS = 2**28  # of a slab, so that large state can move, and be freed, 
 _MAX_PARAMS = 896
 _SMALL_ELEMENTS = 2**24  # a step over fewer is short enough for the cost of a call to matter
 
+_device = attrgetter("device")
 _grad = attrgetter("grad")
 _nbytes = attrgetter("nbytes")
 _version = attrgetter("_version")
@@ -112,6 +113,7 @@ class Bucket:
         params: at least one; dense, in any order of dimensions; all of them DTensors, or none.
         dtypes: for each state key except "step", the dtype of its slab; uint8 for 8-bit codes.
         noise_keys: of the parameters, if their state is rounded at random.
+        may_move: whether some of the parameters may go to another device.
     """
 
     def __init__(
@@ -119,8 +121,10 @@ class Bucket:
         params: list[Tensor],
         dtypes: Mapping[str, torch.dtype],
         noise_keys: Sequence[int] | None = None,
+        may_move: bool = False,
     ) -> None:
         self.params = params
+        self.may_move = may_move
         self.dtypes = dict(dtypes)
         self.is_sharded = is_dtensor(params[0])
         parts = self.parts()
@@ -128,15 +132,18 @@ class Bucket:
         coded = [key for key, dtype in dtypes.items() if dtype == torch.uint8]
         alignment = BLOCK if coded else _ALIGNMENT
         *begins, end = accumulate((_padded(part, alignment) for part in parts), initial=0)
-        self.offsets = torch.tensor(begins)
-        self.slots = torch.arange(len(params))
+        self.offsets = torch.tensor(begins, device="cpu")
+        self.slots = torch.arange(len(params), device="cpu")
         self.slabs = {STEP: [torch.zeros(len(params), device=self.device, dtype=torch.float32)]}
         for key, dtype in dtypes.items():
             self.slabs[key] = [torch.zeros(end, device=self.device, dtype=dtype)]
-        self.scales = {key: torch.zeros(end // BLOCK, device=self.device) for key in coded}
+        self.scales = {
+            key: torch.zeros(end // BLOCK, device=self.device, dtype=torch.float32) for key in coded
+        }
         self.noise = None
         if noise_keys is not None:
-            self.noise = torch.tensor(list(zip(noise_keys, map(first_index, params), strict=True)))
+            rows = list(zip(noise_keys, map(first_index, params), strict=True))
+            self.noise = torch.tensor(rows, device="cpu")
         # Merging small ones changes their order, which must be the same in all processes where
         # parameters are sharded, while the sizes of the parts need not be.
         few = end < _SMALL_ELEMENTS and 2 * len(params) < _MAX_PARAMS
@@ -166,7 +173,8 @@ class Bucket:
     def fits(self) -> bool:
         """Return whether the parameters still look as they did when the bucket was made.
 
-        Looks at the device of the first one only: an op refuses parameters on several devices.
+        Looks at the device of the first one only, unless `may_move`: an op refuses parameters on
+        several devices.
         Another shape of as many contiguous elements fits: each of them keeps its state.
         """
         first = self.params[0]
@@ -177,6 +185,7 @@ class Bucket:
         return (
             first.device == self.device
             and first.dtype == self.dtype
+            and (not self.may_move or set(map(_device, self.params)) == {self.device})
             and list(map(_nbytes, self.params)) == self._nbytes
             and all(map(Tensor.is_contiguous, self._contiguous))
             and list(map(Tensor.stride, self._permuted)) == self._strides

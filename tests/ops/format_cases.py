@@ -117,6 +117,13 @@ def random_bits(key: int, step: float, first: int, numel: int) -> Tensor:
     return (bits * 0x85EBCA6B) & mask
 
 
+def rounded(values: Tensor, random: Tensor, j: int) -> Tensor:
+    """Float32 values of state tensor j as bfloat16, rounded with these bits."""
+    part = random & 0xFFFF if j % 2 == 0 else random >> 16
+    bits = ((values.view(torch.int32).long() & 0xFFFFFFFF) + part) >> 16
+    return (bits - ((bits & 0x8000) << 1)).to(torch.int16).view(BF16)
+
+
 def everything() -> list[Arguments]:
     """Steps of every compact form, with and without noise."""
     with_max = plain(param=BF16, grad=F16)

@@ -23,6 +23,7 @@ from format_cases import (
     noise_for,
     plain,
     random_bits,
+    rounded,
     slabs,
     to,
     written,
@@ -128,6 +129,29 @@ def test_split_floats_are_restored_bit_for_bit() -> None:
     assert torch.equal(upper[number & ~is_tie], nearest[number & ~is_tie])
 
 
+def test_a_zero_written_over_a_split_float_is_zero(device: str) -> None:
+    masters = [torch.linspace(-1, 1, 400)]
+    arguments = to(device, halved(plain([400], BF16, BF16) | dict(max_exp_avg_sqs=[]), masters))
+    assert (arguments["master_params"][0] < 0).any()
+    zeros = torch.zeros(400, device=device)
+    zeros[::2] = -0.0
+    arguments["params"][0].copy_(zeros)
+    joined = join_float32(arguments["params"][0], arguments["master_params"][0])
+    assert joined.isfinite().all() and joined.abs().max() < 1e-38
+    arguments["grads"][0].zero_()
+    arguments["exp_avgs"][0].zero_()
+    adam_step_(**arguments, **NUMBERS)
+    assert arguments["params"][0].abs().max() < 1e-38
+
+
+@pytest.mark.parametrize("bad", [torch.arange(8.0)[::2], torch.ones(1).expand(4)])
+def test_formats_refuse_gaps_and_other_dtypes(bad: Tensor) -> None:
+    with pytest.raises(ValueError, match="expected a dense layout, without gaps or overlaps"):
+        encode_blocks(bad, signed=True)
+    with pytest.raises(ValueError, match=r"values is torch\.float64, expected float32"):
+        split_float32(bad.double())
+
+
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("noisy", [False, True])
 def test_codes_are_those_of_the_step_in_float32(amsgrad: bool, noisy: bool, device: str) -> None:
@@ -200,10 +224,8 @@ def test_bfloat16_state_is_rounded_with_the_bits_of_the_hash(
         key, first = noise[i].tolist()
         random = random_bits(key, step.item(), first, exact["params"][i].numel())
         assert torch.equal(got["params"][i].cpu(), exact["params"][i])
-        for name, part in (("exp_avgs", random & 0xFFFF), ("exp_avg_sqs", random >> 16)):
-            flat = in_memory_order(exact[name][i]).view(torch.int32).long() & 0xFFFFFFFF
-            bits = (flat + part) >> 16
-            expected = (bits - ((bits & 0x8000) << 1)).to(torch.int16).view(BF16)
+        for j, name in enumerate(("exp_avgs", "exp_avg_sqs")):
+            expected = rounded(in_memory_order(exact[name][i]), random, j)
             assert torch.equal(in_memory_order(got[name][i]).cpu(), expected), (name, i)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from format_cases import random_bits, rounded
 from step_cases import (
     ADAGRAD,
     ADAM,
@@ -173,6 +174,20 @@ def test_compact_state_is_the_state_of_the_step_in_float32(step: Step, device: s
         for name in ("params", *states, "scales", "master_params"):
             for i, (a, b) in enumerate(zip(got[name], want[name], strict=True)):
                 assert torch.equal(a, b), f"{name}[{i}] of {change}"
+
+
+@each_step
+def test_state_is_rounded_with_the_bits_of_the_hash(step: Step, device: str) -> None:
+    got = make(step, [3000], Dtypes(F32, F32, BF16), device)
+    exact = {
+        name: [t.float() if name in step.states else t.clone() for t in tensors]
+        for name, tensors in got.items()
+    }
+    step(**got, **step.base, noise=torch.tensor([[77, 5]]))
+    step(**exact, **step.base)
+    random = random_bits(77, exact["steps"][0].item(), 5, 3000)
+    for j, name in enumerate(step.states):
+        assert torch.equal(got[name][0].cpu(), rounded(exact[name][0].cpu(), random, j)), name
 
 
 def test_the_first_step_of_sgd_does_not_read_the_buffer(device: str) -> None:

@@ -126,6 +126,18 @@ def test_one_call_for_all_as_one_for_each(step: TwoPass, slabs: bool, device: st
     assert_same(as_lists(together) if slabs else together, apart)
 
 
+@each_two_pass
+def test_thousands_of_tensors(step: TwoPass, device: str) -> None:
+    """More than the tables of a launch take, of steps, of tensors and of sums."""
+    together, apart = (make(step, [2] * 4100, device=device) for _ in range(2))
+    rows = []
+    for begin in range(0, 4100, 450):
+        part = {name: tensors[begin : begin + 450] for name, tensors in apart.items()}
+        rows.append(step.both(part, step.base))
+    assert torch.equal(step.both(together, step.base), torch.cat(rows))
+    assert_same(together, apart)
+
+
 @each_with_dtypes
 def test_cpu_as_cuda(step: TwoPass, dtypes: Dtypes, cuda: str) -> None:
     """Sums may differ in their last bits; everything else is the same for the same coefficients."""

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from format_cases import random_bits, rounded
 from step_cases import (
     BF16,
     F16,
@@ -240,3 +241,17 @@ def test_slabs_as_lists(step: TwoPass, dtypes: Dtypes, device: str) -> None:
         for name in written(lists):
             for a, b in zip(as_lists(slabs)[name], lists[name], strict=True):
                 assert torch.equal(a.flatten(), b.flatten()), name
+
+
+@each_two_pass
+def test_state_is_rounded_with_the_bits_of_the_hash(step: TwoPass, device: str) -> None:
+    got = make(step, [3000], Dtypes(F32, F32, BF16), device)
+    exact = {
+        name: [t.float() if name in step.states else t.clone() for t in tensors]
+        for name, tensors in got.items()
+    }
+    step.both(got | dict(noise=torch.tensor([[77, 5]])), step.base)
+    step.both(exact, step.base)
+    random = random_bits(77, exact["steps"][0].item(), 5, 3000)
+    for j, name in enumerate(step.states):
+        assert torch.equal(got[name][0].cpu(), rounded(exact[name][0].cpu(), random, j)), name

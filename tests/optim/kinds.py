@@ -13,6 +13,7 @@ from deepspeed_ext.optim import (
     FusedAdagrad,
     FusedLion,
     FusedSGD,
+    HybridAdam,
 )
 
 
@@ -46,6 +47,11 @@ def lion(params, device="cpu", **options):
 
 def adagrad(params, device="cpu", **options):
     return (DeepSpeedCPUAdagrad if device == "cpu" else FusedAdagrad)(params, **options)
+
+
+def hybrid(params, device="cpu", decoupled=None, **options):
+    mode = {} if decoupled is None else {"adamw_mode": decoupled}
+    return HybridAdam(params, **mode, **options)
 
 
 def sgd(params, device="cpu", **options):
@@ -101,6 +107,12 @@ KINDS = {
             "betas": {"betas": (0.5, 0.9), "eps": 1e-3},
         },
         routes=("fused", "foreach"),
+    ),
+    "hybrid": Kind(
+        hybrid,
+        torch_adam,
+        ("exp_avg", "exp_avg_sq"),
+        {"decay": {"weight_decay": 0.1}, "l2": {"weight_decay": 0.1, "decoupled": False}},
     ),
     "lion": Kind(
         lion,

@@ -6,6 +6,7 @@ from optim_cases import (
     BF16,
     F32,
     adam,
+    assert_close,
     assert_same_bits,
     give_grads,
     make_params,
@@ -15,6 +16,8 @@ from optim_cases import (
     twins,
 )
 from torch.nn import Parameter
+
+from deepspeed_ext.optim import HybridAdam
 
 pytestmark = needs_cuda
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
@@ -92,3 +95,26 @@ def test_two_devices_in_one_group():
     optimizer.step()
     theirs.step()
     torch.testing.assert_close([p.cpu() for p in params], [p.cpu() for p in same])
+
+
+@needs_cuda
+def test_hybrid_adam_steps_parameters_where_they_are():
+    params = [p for pair in zip(make_params("cpu"), make_params("cuda"), strict=True) for p in pair]
+    exact = twins(params, torch.float64)
+    numbers = dict(lr=1e-2, weight_decay=0.1)
+    ours, theirs = HybridAdam(params, **numbers), torch_adam(exact, **numbers)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(6):
+        if step == 3:  # one goes to the GPU, one comes back
+            for i, device in ((0, "cuda"), (1, "cpu")):
+                params[i].data = params[i].data.to(device)
+        give_grads(generator, params, exact)
+        norm = ours.clip_and_step(1.0)
+        wanted = torch.nn.utils.clip_grad_norm_(exact, 1.0, foreach=False)
+        theirs.step()
+        assert abs(float(norm) - float(wanted)) < 1e-4 * float(wanted)
+    assert_close(params, exact, 6)
+    params[2].grad[0] = float("nan")
+    before = [p.detach().clone() for p in params]
+    ours.clip_and_step(1.0)
+    assert all(map(torch.equal, params, before)) and ours.skipped_steps == 1

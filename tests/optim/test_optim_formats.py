@@ -168,6 +168,42 @@ def test_a_remainder_is_a_master(device: str) -> None:
         assert torch.equal(b, split_float32(master)[0])
 
 
+def test_a_master_half_way_between_two_parameters() -> None:
+    param = Parameter(torch.tensor([1.0, 1.0]).to(BF16))
+    optimizer = DeepSpeedCPUAdam([param], master="remainder")
+    entry = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
+    entry["master_param"] = torch.tensor([1.0 + 2**-8, 1.0 - 2**-10])  # the first: a tie
+    packed = {"state": {0: entry}, "param_groups": optimizer.state_dict()["param_groups"]}
+    optimizer.load_state_dict(packed)
+    restored = original(param, optimizer.state[param])
+    assert torch.equal(restored, torch.tensor([1.0 + 2**-8 - 2**-23, 1.0 - 2**-10]))
+
+
+def test_options_that_come_and_go_keep_codes_and_scales_together() -> None:
+    params, optimizer = make("FusedSGD", "codes")
+    optimizer.state[params[0]]["my_scale"] = torch.ones(1)
+    for momentum in (0.9, 0.0, 0.9):
+        optimizer.param_groups[0].update(momentum=momentum, nesterov=False)
+        descend(params, optimizer, 1)
+    assert optimizer.state[params[0]]["my_scale"] == 1
+    params, optimizer = make("amsgrad", "codes")
+    for amsgrad in (True, False, True):
+        optimizer.param_groups[0]["amsgrad"] = amsgrad
+        descend(params, optimizer, 1)
+
+
+def test_default_dtype_and_device_make_no_difference() -> None:
+    params, optimizer = make("DeepSpeedCPUAdam", "codes")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            descend(params, optimizer, 2)
+            optimizer.load_state_dict(snapshot(optimizer))
+            optimizer.clip_and_step(1.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @on_each_device
 def test_every_format_loads_into_every_other(device: str) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -228,14 +264,11 @@ def test_loads_from_torch_and_into_it(device: str) -> None:
     torch.optim.AdamW(params).load_state_dict(exact.state_dict())
 
 
-@on_each_device
-def test_the_seed_decides_the_rounding(device: str) -> None:
+@each_class
+def test_the_seed_decides_the_rounding(name: str) -> None:
     def run(seed: int) -> list[torch.Tensor]:
-        params = make_params(device)
-        optimizer = adam(params, device, lr=1e-2, state_dtype=BF16, seed=seed)
-        for _ in range(3):
-            give_grads(torch.Generator().manual_seed(5), params)
-            optimizer.step()
+        params, optimizer = make(name, "bfloat16", seed=seed)
+        descend(params, optimizer, 3)
         return state_tensors(optimizer)
 
     assert_same_bits(run(1), run(1))
@@ -286,7 +319,7 @@ def test_a_parameter_written_between_steps(device: str) -> None:
         ({"master": "half"}, "master is 'half', expected 'float32', 'remainder' or None"),
         ({"master": "remainder", "master_weights": True}, "master_weights is True, expected False"
          " with master='remainder'"),
-        ({"seed": -1}, "seed is -1, expected 0 <= seed < 2**31"),
+        ({"seed": -1}, "seed is -1, expected a whole number, 0 <= seed < 2**31"),
     ],
 )  # fmt: skip
 def test_refuses(options: dict[str, Any], text: str) -> None:
@@ -302,3 +335,9 @@ def test_refuses_codes_without_their_scales() -> None:
     del saved["state"][2]["exp_avg_scale"]
     with pytest.raises(ValueError, match=r"params\[2\]: exp_avg_scale has shape None, expected"):
         optimizer.load_state_dict(saved)
+
+
+@each_class
+def test_refuses_arguments_that_do_not_exist(name: str) -> None:
+    with pytest.raises(TypeError, match="weight_dcay is no argument, expected one of"):
+        make(name, "codes", weight_dcay=0.1)
