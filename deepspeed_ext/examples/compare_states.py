@@ -38,7 +38,7 @@ def _bytes_each(trainer: Trainer) -> float:
     params = list(trainer.model.parameters())
     state = trainer.optimizer.state_dict()["state"]
     tensors = [*params, *(tensor for entry in state.values() for tensor in entry.values())]
-    return sum(t.nbytes for t in tensors) / sum(param.numel() for param in params)
+    return float(sum(t.nbytes for t in tensors) / sum(param.numel() for param in params))
 
 
 def draw(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
