@@ -117,9 +117,11 @@ __global__ void __launch_bounds__(kThreads, (kResidentBlocks<Grad, State>))
   const int64_t offset = kCoded ? threadIdx.x % 32 * kCount : 0;
   constexpr int64_t kTogether = kCoded ? kCodesBlock : kCount;
   constexpr int64_t kStride = kThreads * kCount;
+  // Twice the loads in flight: 7 % faster when all types have 16 bits. Codes lack the registers.
+  constexpr int kUnroll = kCoded ? 1 : 2;
   int64_t i = begin + int64_t(threadIdx.x) * kCount;
   if (is_aligned<kCount>(types, tensor)) {
-#pragma unroll 2  // twice the loads in flight: 7 % faster when all types have 16 bits
+#pragma unroll(kUnroll)
     for (; i - offset + kTogether <= end; i += kStride)
       visit.template operator()<Access::vector>(i, kCount);
   }
