@@ -26,6 +26,12 @@ from deepspeed_ext.ops.lars import (
 )
 from deepspeed_ext.ops.lion import lion_step_, lion_step_ref_
 from deepspeed_ext.ops.sgd import sgd_step_, sgd_step_ref_
+from deepspeed_ext.ops.state_formats import (
+    decode_blocks,
+    encode_blocks,
+    join_float32,
+    split_float32,
+)
 
 __all__ = [
     "L2Norm",
@@ -34,7 +40,10 @@ __all__ = [
     "adam_step_",
     "adam_step_ref_",
     "clip_grad_norm_",
+    "decode_blocks",
+    "encode_blocks",
     "flatten",
+    "join_float32",
     "l2_norm",
     "l2_norm_ref",
     "lamb_apply_",
@@ -51,6 +60,7 @@ __all__ = [
     "lion_step_ref_",
     "sgd_step_",
     "sgd_step_ref_",
+    "split_float32",
     "squared_norms",
     "squared_norms_ref",
     "total_squared_norm",

@@ -34,6 +34,8 @@ from step_cases import (
 from tolerance import assert_within
 from torch import Tensor
 
+from deepspeed_ext import ops
+
 
 def of(arguments: Arguments, i: int) -> dict[str, Tensor]:
     """The tensors of parameter i, by argument."""
@@ -214,3 +216,11 @@ def test_lion_steps_by_the_sign_of_anything_that_is_not_zero(
     )
     assert param[:6].tolist() == [0, 0, -0.5, 0.5, -0.5, 0.5]
     assert param[6].isnan()
+
+
+@pytest.mark.parametrize("momentum", [-0.5, float("nan")])
+def test_sgd_refuses_a_momentum_below_0(momentum: float) -> None:
+    tensors = [torch.ones(3) for _ in range(3)]
+    with pytest.raises(ValueError, match=r"sgd_step_: momentum is .*, expected at least 0"):
+        ops.sgd_step_(*([t] for t in tensors[:2]), steps=[torch.zeros(())],
+                      momentum_buffers=[tensors[2]], lr=0.1, momentum=momentum)  # fmt: skip

@@ -255,3 +255,11 @@ def test_state_is_rounded_with_the_bits_of_the_hash(step: TwoPass, device: str) 
     random = random_bits(77, exact["steps"][0].item(), 5, 3000)
     for j, name in enumerate(step.states):
         assert torch.equal(got[name][0].cpu(), rounded(exact[name][0].cpu(), random, j)), name
+
+
+def test_coefficients_refuse_bounds_and_stay_finite() -> None:
+    squares = torch.tensor([[4.0, 1e-88], [4.0, 1.0]], dtype=torch.float64)
+    assert lars_coefficients(squares).isfinite().all()
+    for bounds in ((5.0, 1.0), (-5.0, 1.0)):
+        with pytest.raises(ValueError, match=r"min_coefficient is -?5\.0, expected"):
+            lamb_coefficients(squares, *bounds)
