@@ -32,6 +32,7 @@ class OurDistribution(Distribution):
     """A distribution that is for one platform when it holds compiled op libraries."""
 
     compiled = False
+    for_one_python = False
 
     def has_ext_modules(self) -> bool:
         return self.compiled
@@ -74,6 +75,7 @@ class BuildOps(Command):
         except BuildError as error:
             raise SystemExit(str(error)) from None  # no traceback, so its text is the last line
         self.distribution.compiled = bool(self.libraries)
+        self.distribution.for_one_python = aot.is_for_one_python(self.libraries)
 
     def get_source_files(self) -> list[str]:
         return []
@@ -86,7 +88,10 @@ class BuildOps(Command):
 
 
 class BdistWheel(bdist_wheel):
-    """A wheel whose tag says what is inside: a compiled op depends on the platform only."""
+    """A wheel whose tag says what is inside.
+
+    A compiled op depends on the platform only, one that is a Python module on the Python too.
+    """
 
     def run(self) -> None:
         self.run_command("build")  # which of the ops could be compiled decides what the wheel is
@@ -94,7 +99,10 @@ class BdistWheel(bdist_wheel):
         super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
-        return ("py3", "none", super().get_tag()[2])
+        python, abi, platform = super().get_tag()
+        if not self.distribution.for_one_python:
+            python, abi = "py3", "none"
+        return (python, abi, platform)
 
 
 def _ops_are_asked_for() -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import deepspeed_ext
+from deepspeed_ext.io import environment as io_environment
 from deepspeed_ext.op_builder import cache, cuda, toolchain
 
 _VECTOR_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
@@ -35,6 +36,9 @@ def describe() -> dict[str, str]:
         "threads": _threads,
         "CUDA devices": _devices,
         "locked memory": _locked_memory,
+        "I/O backends": io_environment.backends,
+        "direct I/O": io_environment.direct_io,
+        "I/O settings": io_environment.settings,
         "op cache": lambda: str(cache.configured_root() or cache.private_root()),
     }
     return {name: _result(probe) for name, probe in probes.items()}

@@ -6,11 +6,11 @@ The builder classes that users know, such as CPUAdamBuilder, are here too, made 
 from . import builders
 from .builders import OpBuilder
 from .errors import BuildError
-from .jit import load
+from .jit import load, load_module
 from .registry import OPS
 from .spec import OpSpec
 
-__all__ = ["OPS", "BuildError", "OpBuilder", "OpSpec", "load"]
+__all__ = ["OPS", "BuildError", "OpBuilder", "OpSpec", "load", "load_module"]
 
 
 def __getattr__(name: str) -> type[OpBuilder]:

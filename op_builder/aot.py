@@ -13,6 +13,7 @@ from pathlib import Path
 from . import probe
 from .compile import compile_library
 from .errors import BuildError
+from .jit import spec_of
 from .log import logger
 from .registry import OPS
 from .spec import OpSpec
@@ -34,12 +35,8 @@ def build(folder: Path, scratch: Path) -> list[Path]:
         BuildError: a variable is wrong, or an op that is asked for by name cannot be built.
     """
     chosen = _chosen()
-    if chosen and importlib.util.find_spec("torch") is None:
-        raise BuildError(
-            "install",
-            "compiling ops needs torch, which this build cannot see",
-            "run: pip install torch, then: pip install --no-build-isolation .",
-        )
+    if any("torch" in spec.needs for spec, _ in chosen):
+        _check_visible("torch", "install")
     shutil.rmtree(folder, ignore_errors=True)
     libraries = []
     for spec, by_name in chosen:
@@ -87,7 +84,24 @@ def _is_on(variable: str) -> bool | None:
     return None if value == "" else value == "1"
 
 
+def is_for_one_python(libraries: list[Path]) -> bool:
+    """Tell whether one of these libraries is a Python module, which other Pythons cannot load."""
+    return any("pybind11" in spec_of(library.stem).needs for library in libraries)
+
+
+def _check_visible(package: str, who: str) -> None:
+    """Raise unless this build sees a package; builds in isolation do not see what is installed."""
+    if importlib.util.find_spec(package) is None:
+        raise BuildError(
+            who,
+            f"compiling needs {package}, which this build cannot see",
+            f"run: pip install {package}, then: pip install --no-build-isolation .",
+        )
+
+
 def _compile(spec: OpSpec, scratch: Path) -> Path:
+    if "pybind11" in spec.needs:
+        _check_visible("pybind11", spec.name)
     reasons = probe.why_not(spec)
     if reasons:
         cause, _, fix = reasons[0].rpartition("; ")

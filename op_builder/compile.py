@@ -97,6 +97,10 @@ def _recipe(spec: OpSpec, csrc: Path, library: str) -> tuple[str, dict[str, str]
         root = toolchain.torch_root()
         places += ["-isystem", f"{root}/include"]
         folders.append(root / "lib")
+    if "pybind11" in spec.needs:
+        record["python"] = toolchain.python_abi()
+        for headers in (toolchain.python_include(), toolchain.pybind11_include()):
+            places += ["-isystem", str(headers)]
     if "cuda" in spec.needs:
         record["cuda"] = cuda.check_version()
         targets, notes = cuda.clamp(cuda.requested_targets(), cuda.known_numbers(cuda.nvcc()))

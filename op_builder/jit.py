@@ -1,9 +1,13 @@
 """Find an op library (override, packaged file, cache) or compile it now, and load it."""
 
+import importlib.util
 import os
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
+from types import ModuleType
 
 from . import cache, probe
 from .build import build
@@ -16,6 +20,7 @@ PREBUILT = ROOT / "prebuilt"  # the libraries that came with the package
 
 _LOADING = threading.RLock()
 _LOADED: dict[str, Path] = {}
+_MODULES: dict[Path, ModuleType] = {}  # of the loaded libraries that are Python modules
 
 
 def spec_of(name: str) -> OpSpec:
@@ -46,6 +51,24 @@ def load(name: str) -> Path:
         if name not in _LOADED:
             _LOADED[name] = _load(spec_of(name), CSRC)
         return _LOADED[name]
+
+
+def load_module(name: str) -> ModuleType:
+    """Load an op whose library is a Python module, compiling it when there is none yet.
+
+    Args:
+        name: an op of the registry that needs pybind11, such as "async_io".
+
+    Returns:
+        The module; it is not in sys.modules. Later calls return the same one; any thread may call.
+
+    Raises:
+        BuildError: the op is unknown or its library no Python module, or every route to it failed.
+    """
+    if "pybind11" not in spec_of(name).needs:
+        raise BuildError(name, "its library is not a Python module", f"call load({name!r})")
+    with _LOADING:
+        return _MODULES[load(name)]
 
 
 def _load(spec: OpSpec, csrc: Path) -> Path:
@@ -97,7 +120,7 @@ def _override(spec: OpSpec, csrc: Path) -> Path | None:
     if not path.is_file():
         raise Unavailable(f"{variable} names {path}, which does not exist", fix)
     if not matches(path, digest_of(spec, csrc)):
-        raise Unavailable(f"{variable} names {path}, which was built from other sources", fix)
+        raise Unavailable(f"{variable} names {path}, which was {_built_otherwise(spec)}", fix)
     return path
 
 
@@ -118,7 +141,7 @@ def ready(spec: OpSpec, csrc: Path = CSRC, routes: list[str] | None = None) -> I
             if matches(path, digest):
                 yield path
                 continue
-            why = "was built from other sources or is damaged"
+            why = f"was {_built_otherwise(spec)} or is damaged"
         except FileNotFoundError:
             why = "does not exist"
         except OSError as error:
@@ -127,14 +150,17 @@ def ready(spec: OpSpec, csrc: Path = CSRC, routes: list[str] | None = None) -> I
             routes.append(f"{place}: {path} {why}")
 
 
-def _open(spec: OpSpec, path: Path) -> Path:
-    """Load the library with torch."""
-    import torch
+def _built_otherwise(spec: OpSpec) -> str:
+    another = " or for another Python" if "pybind11" in spec.needs else ""
+    return f"built from other sources{another}"
 
+
+def _open(spec: OpSpec, path: Path) -> Path:
+    """Load the library, with torch or as a Python module."""
+    load_library = partial(_import, spec.name) if "pybind11" in spec.needs else _loader_of_torch()
     try:
-        load_library: Callable[[Path], None] = torch.ops.load_library
         load_library(path)
-    except OSError as error:
+    except (ImportError, OSError) as error:
         text = str(error.__cause__ or error)  # torch wraps what the loader of the system said
         fix = f"run: python -m deepspeed_ext.op_builder clean, then: build {spec.name}"
         if "failed to map" in text or "Operation not permitted" in text:
@@ -143,3 +169,22 @@ def _open(spec: OpSpec, path: Path) -> Path:
             fix = "compile it with the CUDA toolkit that fits torch: set CUDA_HOME"
         raise Unavailable(f"the library cannot be opened ({text})", fix) from error
     return path
+
+
+def _loader_of_torch() -> Callable[[Path], None]:
+    import torch
+
+    load_library: Callable[[Path], None] = torch.ops.load_library
+    return load_library
+
+
+def _import(name: str, path: Path) -> None:
+    """Import the Python module in a file, whatever that is called, once."""
+    if path in _MODULES:
+        return
+    loader = ExtensionFileLoader(name, str(path))
+    found = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert found is not None
+    module = importlib.util.module_from_spec(found)
+    loader.exec_module(module)
+    _MODULES[path] = module

@@ -47,6 +47,9 @@ def _needed_to_compile(spec: OpSpec, csrc: Path) -> Iterator[Callable[[], object
     yield toolchain.jobs
     if "torch" in spec.needs:
         yield toolchain.torch_version
+    if "pybind11" in spec.needs:
+        yield toolchain.python_include
+        yield toolchain.pybind11_include
     if "cuda" in spec.needs:
         yield cuda.check_version
         yield cuda.requested_targets

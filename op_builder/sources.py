@@ -4,6 +4,7 @@ import hashlib
 import re
 from pathlib import Path
 
+from . import toolchain
 from .errors import Unavailable
 from .spec import OpSpec
 
@@ -40,8 +41,10 @@ def files_of(spec: OpSpec, csrc: Path = CSRC) -> list[Path]:
 
 
 def digest_of(spec: OpSpec, csrc: Path = CSRC) -> str:
-    """Hash the names and bytes of all files that the library is made of."""
+    """Hash the names and bytes of the library's files, and the Python that a module is for."""
     state = hashlib.sha256()
+    if "pybind11" in spec.needs:
+        state.update(f"{toolchain.python_abi()}\0".encode())
     for path in files_of(spec, csrc):
         data = path.read_bytes()
         state.update(f"{path.relative_to(csrc).as_posix()}\0{len(data)}\0".encode())

@@ -12,7 +12,8 @@ class OpSpec:
         name: the op's public name; also the file name of its library.
         device: where its kernels run.
         sources: files to compile, relative to csrc.
-        needs: what compiling takes besides a C++ compiler: "torch", "cuda".
+        needs: what compiling takes besides a C++ compiler: "torch", "cuda", or "pybind11", which
+            makes the library a Python module of the op's name.
         links: further libraries for the link line, without the "-l".
         self_check: "module:function", called with device=device; raises when the op is wrong.
         fused_multiply_add: lets nvcc fuse a*b+c; False gives the same bits on every device.
@@ -21,7 +22,7 @@ class OpSpec:
     name: str
     device: Literal["cpu", "cuda"]
     sources: tuple[str, ...]
-    needs: tuple[Literal["torch", "cuda"], ...] = ("torch",)
+    needs: tuple[Literal["torch", "cuda", "pybind11"], ...] = ("torch",)
     links: tuple[str, ...] = ()
     self_check: str = ""
     fused_multiply_add: bool = False

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 from .errors import Unavailable
@@ -95,6 +96,32 @@ def _torch_states(name: str) -> str | None:
     return found[1] if found else None
 
 
+def python_abi() -> str:
+    """Name what a Python module is compiled for, such as cpython-311-x86_64-linux-gnu."""
+    return sysconfig.get_config_var("SOABI") or str(sys.implementation.cache_tag)
+
+
+def python_include() -> Path:
+    """Return the folder of this Python's headers."""
+    folder = Path(sysconfig.get_path("include"))
+    if not (folder / "Python.h").is_file():
+        package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+        raise Unavailable(
+            f"there is no Python.h in {folder}",
+            f"install the headers of {sys.executable}, for example with: apt-get install {package}",
+        )
+    return folder
+
+
+def pybind11_include() -> Path:
+    """Return the folder of pybind11's headers, without importing it."""
+    package = importlib.util.find_spec("pybind11")
+    for root in (package and package.submodule_search_locations) or ():
+        if (Path(root) / "include" / "pybind11" / "pybind11.h").is_file():
+            return Path(root) / "include"
+    raise Unavailable("pybind11 is not installed", f"run: {sys.executable} -m pip install pybind11")
+
+
 def compile_flags(spec: OpSpec, source: str) -> list[str]:
     """Return the C++ flags of one source file that do not depend on where things are installed."""
     flags = [*_CXX_FLAGS, *_warnings_are_errors("-Werror")]
@@ -123,6 +150,8 @@ def link_flags(spec: OpSpec) -> list[str]:
         flags = ["-Wl,--no-as-needed"]
         flags += ["-ltorch", "-ltorch_cpu", "-lc10"] if "torch" in spec.needs else []
         flags.append("-lcudart")
+    elif "pybind11" in spec.needs:
+        flags = []  # the symbols of Python are found in the process that imports it
     else:
         flags = ["-Wl,-z,defs"]  # a kernel that was not compiled fails here, not at the first call
         flags += ["-ltorch_cpu", "-lc10"] if "torch" in spec.needs else []

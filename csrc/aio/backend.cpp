@@ -1,0 +1,30 @@
+// The backends by name.
+#include "aio/backend.h"
+
+#include <stdexcept>
+
+#include "aio/backend_libaio.h"
+#include "aio/backend_threads.h"
+#include "aio/backend_uring.h"
+
+namespace dsx::aio {
+
+const char* name_of(BackendKind kind) {
+  switch (kind) {
+    case BackendKind::io_uring: return "io_uring";
+    case BackendKind::libaio: return "libaio";
+    case BackendKind::threads: return "threads";
+  }
+  return "unknown";
+}
+
+std::unique_ptr<Backend> make_backend(BackendKind kind, int depth) {
+  switch (kind) {
+    case BackendKind::io_uring: return make_uring_backend(depth);
+    case BackendKind::libaio: return make_libaio_backend(depth);
+    case BackendKind::threads: return make_threads_backend(depth);
+  }
+  throw std::invalid_argument("aio: backend is unknown, expected one of backend_kinds");
+}
+
+}  // namespace dsx::aio

@@ -1,0 +1,161 @@
+// A request waits until a worker opens its file, is cut into pieces from its front, and is complete
+// when all of them have come back. One that has failed is not cut any further.
+#include "aio/queue.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "aio/page_buffer.h"
+
+namespace dsx::aio {
+
+bool Queue::push(std::shared_ptr<Request> request) {
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_) return false;
+    waiting_.push_back(std::move(request));
+    counters.submitted++;
+  }
+  on_more();
+  return true;
+}
+
+void Queue::close() {
+  {
+    std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  on_more();
+}
+
+bool Queue::exhausted() const {
+  std::lock_guard lock(mutex_);
+  return closed_ && waiting_.empty() && cutting_.empty() && starting_ == 0;
+}
+
+std::optional<Work> Queue::take(bool may_copy) {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    bool blocked = false;
+    if (auto work = cut_next(may_copy, blocked); work || blocked) return work;
+    if (waiting_.empty()) return std::nullopt;
+    auto request = std::move(waiting_.front());
+    waiting_.pop_front();
+    starting_++;
+    lock.unlock();
+    std::optional<Failure> failure;
+    try {
+      start(*request);
+    } catch (const IoError& error) {
+      failure = describe(*request, error.code());
+    }
+    lock.lock();
+    starting_--;
+    request->first_failure = std::move(failure);
+    if (request->first_failure || request->transfer.bytes == 0) {
+      request->cut = request->transfer.bytes;
+      complete_if_done(request);
+    } else {
+      cutting_.push_back(std::move(request));
+      on_more();
+    }
+  }
+}
+
+std::optional<Work> Queue::cut_next(bool may_copy, bool& blocked) {
+  if (cutting_.empty()) return std::nullopt;
+  auto request = cutting_.front();
+  const Piece piece = cut_piece(request->plan, request->cut, block_, page_buffer_);
+  blocked = piece.copied && !may_copy;
+  if (blocked) return std::nullopt;
+  request->cut += piece.bytes;
+  request->in_flight++;
+  if (request->cut == request->transfer.bytes) cutting_.pop_front();
+  return Work{std::move(request), piece};
+}
+
+void Queue::finish(const Work& work, std::optional<Failure> failure) {
+  std::lock_guard lock(mutex_);
+  const auto& request = work.request;
+  request->in_flight--;
+  if (failure && !request->first_failure) request->first_failure = std::move(failure);
+  if (request->first_failure && request->cut < request->transfer.bytes) {
+    request->cut = request->transfer.bytes;
+    std::erase(cutting_, request);
+  }
+  complete_if_done(request);
+}
+
+void Queue::complete_if_done(const std::shared_ptr<Request>& request) {
+  if (request->in_flight > 0 || request->cut < request->transfer.bytes) return;
+  counters.*(request->first_failure ? &Counters::failed : &Counters::completed) += 1;
+  request->file.reset();  // closes it, unless somebody holds it open
+  request->complete(std::move(request->first_failure));
+}
+
+void Queue::start(Request& request) const {
+  const Transfer& transfer = request.transfer;
+  const bool writes = transfer.direction == Direction::write;
+  if (const auto* file = std::get_if<std::shared_ptr<File>>(&transfer.target)) {
+    request.file = *file;
+  } else {
+    const auto& path = std::get<std::string>(transfer.target);
+    request.file = File::open(path, writes ? Mode::write : Mode::read);
+  }
+  File& file = *request.file;
+  const int64_t end = transfer.offset + transfer.bytes;
+  const bool could_be_direct = transfer.bytes >= page_size();
+  request.plan = make_plan(transfer.offset, reinterpret_cast<uintptr_t>(transfer.address),
+                           transfer.bytes, could_be_direct ? file.alignment() : Alignment{});
+  if (!writes) return;
+  // What lies within the file's length and has its blocks can be written side by side; what
+  // extends it, only one piece after the other. It also tells now whether the disk has the space.
+  const int64_t size = transfer.truncate || request.plan.middle > 0 ? file.size() : 0;
+  if (request.plan.middle > 0 && end > size) {
+    const int64_t from = std::max(size, transfer.offset);
+    file.allocate(from, end - from);
+  }
+  if (transfer.truncate && size > end) file.truncate(end);
+}
+
+namespace {
+
+std::string path_of(const Request& request) {
+  if (request.file) return request.file->path();
+  if (const auto* path = std::get_if<std::string>(&request.transfer.target)) return *path;
+  return std::get<std::shared_ptr<File>>(request.transfer.target)->path();
+}
+
+std::string what_it_is(const Request& request) {
+  const Transfer& transfer = request.transfer;
+  return std::string("aio: ") + (transfer.direction == Direction::read ? "read" : "write") +
+         " of " + std::to_string(transfer.bytes) + " bytes at offset " +
+         std::to_string(transfer.offset) + " of " + path_of(request);
+}
+
+std::string space_left(const Request& request) {
+  const int64_t bytes = request.file ? request.file->free_bytes() : free_bytes(path_of(request));
+  return bytes < 0 ? "" : "; " + std::to_string(bytes) + " bytes are free there";
+}
+
+}  // namespace
+
+Failure describe(const Request& request, int code) {
+  return {code, what_it_is(request) + " failed: " + message_of(code) + space_left(request)};
+}
+
+Failure describe_end_of_file(const Request& request) {
+  const Transfer& transfer = request.transfer;
+  int64_t size = 0;
+  try {
+    size = request.file->size();
+  } catch (const IoError& error) {
+    return describe(request, error.code());
+  }
+  const int64_t there = std::clamp(size - transfer.offset, int64_t{0}, transfer.bytes);
+  return {ENODATA, what_it_is(request) + " returned " + std::to_string(there) +
+                       ": the file ends at " + std::to_string(size) + space_left(request)};
+}
+
+}  // namespace dsx::aio

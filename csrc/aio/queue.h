@@ -1,0 +1,64 @@
+// Queue: the requests of an engine in their order, which its workers take pieces from.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "aio/request.h"
+#include "aio/stats.h"
+
+namespace dsx::aio {
+
+// A piece that a worker has taken. finish() must follow.
+struct Work {
+  std::shared_ptr<Request> request;
+  Piece piece;
+};
+
+class Queue {
+ public:
+  Queue(int64_t block_size, int64_t page_buffer) : block_(block_size), page_buffer_(page_buffer) {}
+
+  // Called whenever there is more for other workers than there was. Set before the first push.
+  std::function<void()> on_more;
+
+  bool push(std::shared_ptr<Request> request);  // false: closed
+  void close();                                 // nothing more comes in; what is there is done
+
+  // The next piece, or none for now. Opens the file of a request when its turn comes. Without
+  // `may_copy` a piece that would need an aligned page stays where it is.
+  std::optional<Work> take(bool may_copy);
+
+  // A piece is done, all of it or not.
+  void finish(const Work& work, std::optional<Failure> failure);
+
+  // Nothing will come from take() any more.
+  bool exhausted() const;
+
+  Counters counters;
+
+ private:
+  void start(Request& request) const;                              // throws IoError
+  void complete_if_done(const std::shared_ptr<Request>& request);  // with the mutex held
+  std::optional<Work> cut_next(bool may_copy, bool& blocked);      // with the mutex held
+
+  const int64_t block_;
+  const int64_t page_buffer_;
+  mutable std::mutex mutex_;
+  std::deque<std::shared_ptr<Request>> waiting_;  // not open yet
+  std::deque<std::shared_ptr<Request>> cutting_;  // open, with bytes that no piece was cut of
+  int starting_ = 0;                              // being opened by a worker
+  bool closed_ = false;
+};
+
+// One sentence about a request that failed, with path, offset, length, cause and free space.
+Failure describe(const Request& request, int code);
+Failure describe_end_of_file(const Request& request);
+
+}  // namespace dsx::aio

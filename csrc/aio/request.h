@@ -1,0 +1,75 @@
+// Request: one transfer between memory and a file, from submission to its last byte.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "aio/backend.h"
+#include "aio/error.h"
+#include "aio/file.h"
+#include "aio/plan.h"
+
+namespace dsx::aio {
+
+struct Transfer {
+  Direction direction = Direction::read;
+  std::variant<std::string, std::shared_ptr<File>> target;  // a path, or an open file
+  char* address = nullptr;  // stays where it is until the request is done
+  int64_t bytes = 0;
+  int64_t offset = 0;     // in the file
+  bool truncate = false;  // a write: the file ends where it ends
+};
+
+class Request {
+ public:
+  explicit Request(Transfer transfer) : transfer(std::move(transfer)) {}
+
+  bool done() const {
+    std::lock_guard lock(mutex_);
+    return done_;
+  }
+
+  // Waits; false when it is not done after that time.
+  bool wait_for(double seconds) const {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return done_; });
+  }
+
+  std::optional<Failure> failure() const {  // of a request that is done; none: every byte has moved
+    std::lock_guard lock(mutex_);
+    return failure_;
+  }
+
+  // The rest is the engine's.
+
+  void complete(std::optional<Failure> failure) {
+    std::lock_guard lock(mutex_);
+    failure_ = std::move(failure);
+    done_ = true;
+    changed_.notify_all();
+  }
+
+  const Transfer transfer;
+  std::shared_ptr<File> file;  // once it is open; set by the worker that starts the request
+  Plan plan;                   // likewise
+
+  // Guarded by the queue's mutex:
+  int64_t cut = 0;        // bytes that pieces have been cut of
+  int64_t in_flight = 0;  // pieces
+  std::optional<Failure> first_failure;
+
+ private:
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  bool done_ = false;
+  std::optional<Failure> failure_;
+};
+
+}  // namespace dsx::aio

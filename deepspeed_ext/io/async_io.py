@@ -1,0 +1,359 @@
+"""AsyncIO: tensors to files and back, while the caller does something else."""
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.io._native import native
+from deepspeed_ext.io.file import File
+from deepspeed_ext.io.future import Future, Job, check_timeout
+from deepspeed_ext.io.tensors import a, as_bytes, check_kind, is_plain, overlaps_itself, plain
+
+if TYPE_CHECKING:
+    from deepspeed_ext.io.cuda import CudaTransfers
+    from deepspeed_ext.io.pinned import PinnedBuffer
+
+PathOrFile = str | os.PathLike[str] | File
+
+_BACKENDS = ("auto", "io_uring", "libaio", "threads")
+_MOST_OF = {"block_size": 1 << 30, "queue_depth": 4096, "threads": 256}
+_MOST = (1 << 63) - 1  # offset of the end of a file
+
+_log = logging.getLogger("deepspeed_ext")
+
+
+class AsyncIO:
+    """An engine that moves tensors between memory and files.
+
+    Many transfers may be under way at once, on one file too, as long as no two of them meet in the
+    same bytes. Every byte is accounted for: a transfer ends well only when all of its bytes have
+    moved, and a failure that nobody asked for is raised by `wait` and `close`.
+
+    Where the file system allows it, whole pages travel directly between memory and the device, and
+    what is left at both ends goes through the page cache; a tensor's address, its size and the
+    offset may be anything. Any thread may call. After fork, a child needs an engine of its own.
+
+    Args:
+        block_size: bytes of one request to the kernel, 1 to 1 GiB.
+        queue_depth: requests that the kernel has at once, for each thread.
+        threads: threads with a queue each. One is enough for most devices.
+        backend: "io_uring", "libaio" (the kernel's older interface) or "threads"; "auto" takes what
+            the environment variable DS_EXT_AIO_BACKEND names, else the first that works here.
+
+    Raises:
+        ValueError: an argument is out of range.
+        OSError: the kernel refuses the backend that was asked for.
+    """
+
+    def __init__(
+        self,
+        block_size: int = 1 << 20,
+        queue_depth: int = 32,
+        threads: int = 1,
+        backend: str = "auto",
+    ) -> None:
+        _check_sizes(block_size=block_size, queue_depth=queue_depth, threads=threads)
+        self.block_size = block_size
+        self.queue_depth = queue_depth
+        self.threads = threads
+        self._engine = native().Engine(block_size, queue_depth, threads, _backend(backend))
+        self.backend: str = self._engine.backend
+        self._process = os.getpid()
+        self._in_flight = _InFlight()
+        self._cuda: list[CudaTransfers] = []  # none before the first CUDA tensor, then one
+        self._lock = threading.Lock()
+        self._closed = False
+        self._at_end = weakref.finalize(
+            self, _end, self._engine, self._cuda, self._in_flight, self._process
+        )
+
+    def read(self, tensor: Tensor, path: PathOrFile, offset: int = 0) -> Future:
+        """Fill a tensor with the bytes of a file.
+
+        Args:
+            tensor: any dtype, shape and strides, on the CPU or on CUDA; elements must not share
+                memory. Its bytes are undefined until the Future says that it is done.
+            path: a file, or an open File.
+            offset: of the first byte in the file.
+
+        Returns:
+            A Future of the tensor.
+
+        Raises:
+            TypeError: the tensor is sparse, quantized, on no such device or none at all.
+            ValueError: the tensor overlaps itself, the offset is negative, the File is closed.
+        """
+        tensor = check_kind("AsyncIO.read: tensor", tensor)
+        if overlaps_itself(tensor):
+            raise ValueError(
+                f"AsyncIO.read: tensor has shape {tuple(tensor.shape)} and strides"
+                f" {tuple(tensor.stride())}, expected elements that do not overlap"
+            )
+        torch.autograd.graph.increment_version(tensor)
+        if is_plain(tensor):
+            return self._start(False, tensor, tensor, path, offset)
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+        def unstage() -> Tensor:
+            tensor.detach().copy_(staged)
+            return tensor
+
+        return self._start(False, staged, tensor, path, offset, finish=unstage)
+
+    def write(
+        self, tensor: Tensor, path: PathOrFile, offset: int = 0, truncate: bool = False
+    ) -> Future:
+        """Write the bytes of a tensor into a file, which is made when there is none.
+
+        Args:
+            tensor: any dtype, shape and strides, on the CPU or on CUDA. It must not change until
+                the Future is done.
+            path: a file, or an open File.
+            offset: of the first byte in the file. Nothing outside of these bytes is touched.
+            truncate: cut the file off where this write ends.
+
+        Returns:
+            A Future of the tensor. When it is done the kernel has the bytes; they are sure to be on
+            the disk after File.sync or os.fsync.
+
+        Raises:
+            TypeError: the tensor is sparse, quantized, on no such device or none at all.
+            ValueError: the offset is negative, the File is closed.
+        """
+        tensor = check_kind("AsyncIO.write: tensor", tensor)
+        return self._start(True, plain(tensor), tensor, path, offset, truncate)
+
+    def register(self, buffer: "PinnedBuffer") -> None:
+        """Tell the kernel once about memory that many transfers will use.
+
+        With io_uring, transfers of tensors in this buffer then take less of the CPU. Where the
+        kernel declines (its limit is `ulimit -l`), they work as before. Ends with the buffer.
+
+        Args:
+            buffer: locked memory.
+        """
+        self._check_process()
+        token = self._engine.register(buffer.address, buffer.nbytes)
+        engine = weakref.ref(self._engine)
+
+        def unregister() -> None:
+            if (alive := engine()) is not None:
+                alive.unregister(token)
+
+        buffer._at_release(unregister)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for all that is in flight.
+
+        Args:
+            timeout: seconds; None waits as long as it takes.
+
+        Returns:
+            How many transfers have ended since the last wait.
+
+        Raises:
+            TimeoutError: some are still under way; they go on.
+            OSError: the first failure that no Future has been asked about, after all have ended.
+        """
+        self._check_process()
+        return self._in_flight.wait(timeout)
+
+    def stats(self) -> dict[str, int | str]:
+        """Return what was done so far: requests, bytes, and how they travelled."""
+        return {"backend": self.backend, **self._engine.stats()}
+
+    def close(self) -> None:
+        """Wait for all that is in flight, then end the threads; more calls do nothing.
+
+        Raises:
+            OSError: the first failure that no Future has been asked about.
+        """
+        if self._closed or os.getpid() != self._process:
+            return
+        self._closed = True
+        try:
+            self._in_flight.wait(None)
+        finally:
+            for transfers in self._cuda:
+                transfers.close()
+            self._engine.close()
+            self._at_end.detach()
+
+    def __enter__(self) -> "AsyncIO":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except OSError:
+            if error is None:  # otherwise that one matters more
+                raise
+            _log.warning("AsyncIO: a transfer failed too", exc_info=True)
+
+    def _start(
+        self,
+        write: bool,
+        memory: Tensor,
+        tensor: Tensor,
+        path: PathOrFile,
+        offset: int,
+        truncate: bool = False,
+        finish: Callable[[], Tensor] | None = None,
+    ) -> Future:
+        """Submit contiguous `memory` on behalf of `tensor`."""
+        self._check_process()
+        op = "AsyncIO.write" if write else "AsyncIO.read"
+        address, nbytes = as_bytes(memory)
+        if type(offset) is not int:
+            raise TypeError(f"{op}: offset is {a(offset)}, expected an int")
+        if not 0 <= offset <= _MOST - nbytes:
+            raise ValueError(f"{op}: offset is {offset}, expected 0 to 2^63 - 1 - {nbytes} bytes")
+        target = _target(op, path)
+        name = target.path if isinstance(target, native().File) else os.fsdecode(target)
+        job: Job
+        if not memory.is_cuda:
+            job = self._engine.submit(write, target, address, nbytes, offset, truncate)
+        elif write:
+            job = self._cuda_transfers().write(memory, target, offset, truncate)
+        else:
+            job = self._cuda_transfers().read(memory, target, offset)
+        what = f"{'write' if write else 'read'} at offset {offset} of {name}"
+        future = Future(job, tensor, finish, (memory,), what)
+        self._in_flight.add(future)
+        return future
+
+    def _cuda_transfers(self) -> "CudaTransfers":
+        from deepspeed_ext.io.cuda import CudaTransfers
+
+        with self._lock:
+            if not self._cuda:
+                engine = self._engine
+                self._cuda.append(CudaTransfers(engine.submit, engine.register, engine.unregister))
+            return self._cuda[0]
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"AsyncIO: engine is used in process {os.getpid()}, expected process"
+                f" {self._process}, which made it; make another one after fork"
+            )
+
+
+class _InFlight:
+    """The transfers that have not ended, and those that ended badly without anybody being told."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._futures: dict[int, Future] = {}  # the oldest first
+        self._failed: list[Future] = []
+        self._ended = 0
+
+    def add(self, future: Future) -> None:
+        future._on_settled = self._remove
+        with self._lock:
+            self._futures[id(future)] = future
+        self._let_go()
+
+    def wait(self, timeout: float | None) -> int:
+        """See AsyncIO.wait."""
+        check_timeout(timeout)
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            futures = list(self._futures.values())
+        for i, future in enumerate(futures):
+            if not future.wait(None if end is None else end - time.monotonic()):
+                raise TimeoutError(
+                    f"AsyncIO: {len(futures) - i} transfers are under way after {timeout} s,"
+                    " expected none; they go on"
+                )
+        with self._lock:
+            ended, self._ended = self._ended, 0
+        untold = self.take_untold()
+        for other in untold[1:]:
+            _log.error("AsyncIO: one more transfer failed: %s", other)
+        if untold:
+            raise untold[0]
+        return ended
+
+    def take_untold(self) -> list[BaseException]:
+        """Return the failures that nobody was told, and forget them."""
+        with self._lock:
+            failed, self._failed = self._failed, []
+        untold = [future for future in failed if not future.collected]
+        return [failure for future in untold if (failure := future.exception()) is not None]
+
+    def _let_go(self) -> None:
+        """Drop the oldest transfers that have ended: nobody may ever ask for them."""
+        while True:
+            with self._lock:
+                oldest = next(iter(self._futures.values()), None)
+            if oldest is None or not oldest._job.done():
+                return
+            oldest.wait(0)
+
+    def _remove(self, future: Future) -> None:
+        with self._lock:
+            self._futures.pop(id(future), None)
+            self._ended += 1
+            if future._failure is not None:
+                self._failed = [other for other in self._failed if not other.collected]
+                self._failed.append(future)
+
+
+def _end(engine: Any, cuda: "list[CudaTransfers]", in_flight: _InFlight, process: int) -> None:
+    """Do what close does for an AsyncIO that is dropped, or when Python ends."""
+    if os.getpid() != process:
+        return
+    for transfers in cuda:
+        transfers.close()
+    engine.close()
+    try:
+        in_flight.wait(None)
+    except OSError as failure:
+        _log.error("AsyncIO: a transfer failed and nobody asked for it: %s", failure)
+
+
+def _target(op: str, path: PathOrFile) -> Any:
+    """Return what the native engine takes: a File, or the bytes of a path."""
+    if isinstance(path, native().File):
+        return path
+    name = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(name, str):
+        raise TypeError(f"{op}: path is {a(path)}, expected a str, os.PathLike or File")
+    if "\0" in name:
+        raise ValueError(f"{op}: path is {name!r}, expected one without zero bytes")
+    if not os.path.isabs(name):  # it is opened later, perhaps after a chdir
+        name = os.path.join(os.getcwd(), name)
+    return os.fsencode(name)
+
+
+def _check_sizes(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if type(value) is not int:
+            raise TypeError(f"AsyncIO: {name} is {a(value)}, expected an int")
+        if not 1 <= value <= _MOST_OF[name]:
+            raise ValueError(f"AsyncIO: {name} is {value}, expected 1 to {_MOST_OF[name]}")
+
+
+def _backend(name: str) -> str:
+    """Return the backend to ask the native engine for."""
+    asked = os.environ.get("DS_EXT_AIO_BACKEND", "") if name == "auto" else ""
+    for argument, value in (("DS_EXT_AIO_BACKEND", asked or "auto"), ("backend", name)):
+        if value not in _BACKENDS:
+            raise ValueError(
+                f"AsyncIO: {argument} is {value!r}, expected auto, io_uring, libaio or threads"
+            )
+    return asked or name

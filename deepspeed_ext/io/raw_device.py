@@ -1,0 +1,112 @@
+"""How fast a file is without this engine: with fio, or where there is none with plain direct I/O.
+
+What is measured here is what the engine's own figures are held against.
+"""
+
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+
+from deepspeed_ext.io.rates import Rates
+
+_BLOCK = 1 << 20
+_DEPTH = 32
+_PLAIN_THREADS = 8
+_DIRECTIONS = ("read", "write")
+_FIO_OPTIONS = {"io_uring": ("--fixedbufs=1",)}  # its best
+
+Measure = Callable[[float], Rates]  # takes the seconds for each direction
+
+
+def ways_to_measure(descriptor: int, size: int) -> dict[str, Measure]:
+    """Return what can measure an open file here, by name; none where direct I/O is impossible.
+
+    Args:
+        descriptor: of the file, open for reading and writing.
+        size: its length in bytes, a multiple of 1 MiB.
+    """
+    path = f"/proc/{os.getpid()}/fd/{descriptor}"  # works for files without a name, too
+    if not _is_direct(path):
+        return {}
+    ways: dict[str, Measure] = {}
+    program = shutil.which("fio")
+    for engine in ("io_uring", "libaio") if program else ():
+
+        def with_fio(seconds: float, engine: str = engine) -> Rates:
+            return _fio([str(program)], engine, path, size, seconds)
+
+        try:
+            with_fio(0.01)
+        except OSError:  # this kernel or container has not got it
+            continue
+        ways[f"fio {engine}"] = with_fio
+    return ways or {
+        f"{_PLAIN_THREADS} plain threads": lambda seconds: Rates(
+            _plain(path, size, seconds, write=False), _plain(path, size, seconds, write=True)
+        )
+    }
+
+
+def _is_direct(path: str) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+def _fio(program: list[str], engine: str, path: str, size: int, seconds: float) -> Rates:
+    """Read, then write for that long each; what fio itself says it reached."""
+    command = [
+        *program,
+        *("--output-format=json", "--thread", "--direct=1", "--allow_file_create=0"),
+        *(f"--filename={path}", f"--size={size}", f"--ioengine={engine}"),
+        *(f"--bs={_BLOCK}", f"--iodepth={_DEPTH}", *_FIO_OPTIONS.get(engine, ())),
+        *("--time_based", f"--runtime={max(1, round(1e3 * seconds))}ms"),
+        *("--name=read", "--rw=read", "--stonewall", "--name=write", "--rw=write"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    try:
+        jobs = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+        if done.returncode == 0:
+            return Rates(*(float(jobs[i][name]["bw_bytes"]) for i, name in enumerate(_DIRECTIONS)))
+    except (ValueError, LookupError):
+        pass
+    said = " ".join((done.stderr or done.stdout).split())[:200]
+    raise OSError(f"fio with {engine} ended with status {done.returncode}: {said}")
+
+
+def _plain(path: str, size: int, seconds: float, write: bool) -> float:
+    """Let several threads read or write one piece after the other; return bytes per second."""
+    lock, next_piece = threading.Lock(), iter(range(1 << 60))
+    moved = [0] * _PLAIN_THREADS
+    failed: list[OSError] = []
+    started = time.perf_counter()
+
+    def work(index: int) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_DIRECT)
+        try:
+            with mmap.mmap(-1, _BLOCK) as memory:
+                while time.perf_counter() - started < seconds and not failed:
+                    with lock:
+                        offset = next(next_piece) * _BLOCK % size
+                    call = os.pwritev if write else os.preadv
+                    moved[index] += call(descriptor, [memory], offset)
+        except OSError as error:
+            failed.append(error)
+        finally:
+            os.close(descriptor)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(_PLAIN_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return sum(moved) / (time.perf_counter() - started)

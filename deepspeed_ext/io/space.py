@@ -1,0 +1,124 @@
+"""The data file of a tensor store: extents with holders, growth that is checked, an end cut off."""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from deepspeed_ext.io.extents import Extent, Extents, whole_pages
+
+
+class Slot:
+    """A taken extent and who needs it: `owners` (a name, a commit) and requests under way.
+
+    It is overwritten only while one owner and no request has it, and freed when nobody has.
+    """
+
+    __slots__ = ("extent", "owners", "users")
+
+    def __init__(self, extent: Extent) -> None:
+        self.extent = extent
+        self.owners = 0
+        self.users: set[Any] = set()
+
+    def can_be(self, nbytes: int) -> bool:
+        """Tell whether its only owner may put these bytes into it, once it has no users."""
+        return self.owners == 1 and self.extent.nbytes == whole_pages(nbytes)
+
+
+class Space:
+    """Slots in a file. Calls come one at a time: its owner has a lock.
+
+    Args:
+        file: a `deepspeed_ext.io.File`.
+        taken: extents in use from the start.
+    """
+
+    def __init__(self, file: Any, taken: Iterable[Extent] = ()) -> None:
+        self._file = file
+        self._extents = Extents(taken)
+        self._floor = 0  # what was reserved is not cut off
+
+    @property
+    def end(self) -> int:
+        """Bytes in the file."""
+        return self._extents.end
+
+    @property
+    def used(self) -> int:
+        """Bytes of the slots."""
+        return self._extents.used
+
+    def disk_free(self) -> int:
+        """Return what the file system has free; -1: it does not say."""
+        return int(self._file.free_bytes())
+
+    def fit(self, nbytes: int) -> Slot | None:
+        """Return a new slot in what is free in the file, or None."""
+        extent = self._extents.take(nbytes)
+        return Slot(extent) if extent else None
+
+    def grow(self, nbytes: int, what: str) -> None:
+        """Make the file as much longer as it takes until a slot of nbytes fits.
+
+        Args:
+            what: opens the text of the error.
+
+        Raises:
+            OSError: ENOSPC, or what the file system says; the file is as long as before.
+        """
+        missing = self._extents.missing(nbytes)
+        if missing == 0:
+            return
+        end = self._extents.end
+        free = self.disk_free()
+        if 0 <= free < missing:
+            raise OSError(errno.ENOSPC, self._shortage(what, missing, free, errno.ENOSPC))
+        try:
+            self._file.allocate(end, missing)
+            if self._file.size() < end + missing:  # a file system that cannot reserve
+                self._file.truncate(end + missing)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)  # a part of it may have been reserved
+            code = error.errno or errno.EIO
+            raise OSError(code, self._shortage(what, missing, free, code)) from error
+        self._extents.grow(missing)
+
+    def reserve(self, nbytes: int, what: str) -> None:
+        """Have nbytes free in one piece, and keep the file from getting shorter than it is then."""
+        self.grow(nbytes, what)
+        self._floor = self._extents.end
+
+    def release(self, slot: Slot) -> None:
+        """Free the slot if nobody has it any more."""
+        if not slot.owners and not slot.users:
+            self._extents.give_back(slot.extent)
+            self.trim(self._extents.used)
+
+    def trim(self, slack: int) -> None:
+        """Cut the free end of the file off if it has more than `slack` bytes.
+
+        Some is kept, for what was freed is often needed again at once.
+        """
+        tail = min(self._extents.tail, self._extents.end - self._floor)
+        if tail <= slack:
+            return
+        with contextlib.suppress(OSError):  # then it stays, and stays in the books
+            self._file.truncate(self._extents.end - tail)
+            self._extents.cut(tail)
+
+    def _shortage(self, what: str, missing: int, free: int, code: int) -> str:
+        reason = "" if code == errno.ENOSPC else f" ({os.strerror(code)})"
+        has = f"has {free} free" if free >= 0 else "does not say what it has free"
+        unused = self._extents.end - self._extents.used
+        return (
+            f"TensorStore: {what} needs {missing} bytes, {self._file.path} {has}{reason}, and no "
+            f"gap among the {unused} unused bytes of the store is large enough; free space there"
+        )
+
+
+def extent_of(offset: int, nbytes: int) -> Extent:
+    """Return the extent of a tensor."""
+    return Extent(offset, whole_pages(nbytes))

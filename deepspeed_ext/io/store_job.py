@@ -1,0 +1,91 @@
+"""What a tensor store holds under a name, and the requests that move it."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deepspeed_ext.io.future import Future
+from deepspeed_ext.io.manifest import TensorInfo
+from deepspeed_ext.io.space import Slot
+
+_FOREVER = 1e9  # seconds
+
+
+@dataclass(eq=False)
+class Record:
+    """What one put wrote, or is writing."""
+
+    name: str
+    info: TensorInfo
+    slot: Slot | None  # a tensor without bytes has none
+    writing: "StoreJob | None" = None
+
+    @property
+    def offset(self) -> int:
+        """Where its bytes start in the file."""
+        return self.slot.extent.offset if self.slot else 0
+
+
+class StoreJob:
+    """A request of a store, as a Future waits for it: in the books before anybody is told.
+
+    It exists before the engine has the request, so that others can wait for it from then on.
+
+    Args:
+        record: what is moved.
+        verb: put or get, for errors.
+        settle: enters its end into the books; may be called more than once.
+    """
+
+    def __init__(self, record: Record, verb: str, settle: Callable[["StoreJob"], None]) -> None:
+        self.record = record
+        self.verb = verb
+        self.error: BaseException | None = None
+        self.settled = False
+        self._settle = settle
+        self._started = threading.Event()
+        self._inner: Future | None = None
+
+    def start(self, inner: Future | None, error: BaseException | None = None) -> None:
+        """Say what the engine made of it.
+
+        Args:
+            inner: the transfer; None: there is nothing to wait for.
+            error: why the request is worthless, however the transfer ends.
+        """
+        self._inner = inner
+        if error is not None:
+            text = f"TensorStore: {self.verb} of {self.record.name!r} was given up: {error!r}"
+            self.error = RuntimeError(text)
+        self._started.set()
+
+    def wait(self, seconds: float = _FOREVER) -> bool:
+        """Wait at most so long and tell whether it is done."""
+        end = time.monotonic() + seconds
+        if not self._started.wait(max(seconds, 0.0)):
+            return False
+        if not self.settled:
+            if self._inner is not None:
+                if not self._inner.wait(max(end - time.monotonic(), 0.0)):
+                    return False
+                self.error = self.error or self._named(self._inner.exception())
+            self._settle(self)
+        return True
+
+    def done(self) -> bool:
+        """Tell whether it is done."""
+        return self.settled or (self._started.is_set() and self.wait(0))
+
+    def check(self) -> None:
+        """Raise what went wrong with it."""
+        if self.error is not None:
+            raise self.error
+
+    def _named(self, failure: BaseException | None) -> BaseException | None:
+        if not isinstance(failure, OSError):
+            return failure
+        text = f"TensorStore: {self.verb} of {self.record.name!r} failed: {failure.strerror}"
+        named = OSError(failure.errno, text)
+        named.__cause__ = failure
+        return named

@@ -1,0 +1,65 @@
+"""Tensors as plain memory: where their bytes lie, and which tensors have none of their own."""
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def a(value: object) -> str:
+    """Name the type of a value in a sentence."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def check_kind(what: str, tensor: object) -> Tensor:
+    """Return the tensor if its elements lie in memory.
+
+    Args:
+        what: names operation and argument in the error, such as "AsyncIO.read: tensor".
+        tensor: what the caller was given.
+
+    Raises:
+        TypeError: it is no tensor, or one whose elements lie in other tensors or nowhere.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{what} is {a(tensor)}, expected a torch.Tensor")
+    if is_traceable_wrapper_subclass(tensor):
+        raise TypeError(
+            f"{what} is {a(tensor)}, expected a plain torch.Tensor;"
+            " pass the tensor inside, such as DTensor.to_local()"
+        )
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{what} has layout {tensor.layout}, expected torch.strided")
+    if tensor.is_quantized:
+        raise TypeError(f"{what} has quantized dtype {tensor.dtype}, expected a plain dtype")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise TypeError(f"{what} is on {tensor.device}, expected cpu or cuda")
+    return tensor
+
+
+def as_bytes(tensor: Tensor) -> tuple[int, int]:
+    """Return address and number of bytes of a contiguous tensor."""
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return the tensor's values in a row: itself when they already are, else a copy."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Tell whether the memory of a tensor is its values, in a row."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Tell whether two elements may share memory, as in an expanded tensor."""
+    if tensor.numel() < 2:
+        return False
+    reach = 0
+    dimensions = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(item for item in dimensions if item[1] > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
