@@ -63,7 +63,11 @@ std::shared_ptr<File> File::open(const std::string& path, Mode mode) {
   const int flags = flags_of(mode) | O_CLOEXEC;
   const int fd = retried([&] { return ::open(path.c_str(), flags, 0666); });
   if (fd == -1) fail("opening", path);
-  return std::shared_ptr<File>(new File(path, fd, flags));
+  auto file = std::shared_ptr<File>(new File(path, fd, flags));
+  struct stat
+      kind{};  // a folder can be opened to read, and then fails in as many ways as there are
+  if (fstat(fd, &kind) == 0 && S_ISDIR(kind.st_mode)) fail("opening", path, EISDIR);
+  return file;
 }
 
 std::shared_ptr<File> File::scratch(const std::string& folder) {

@@ -91,6 +91,21 @@ void set_os_error(int code, const std::string& text) {
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
 }
 
+// What helps when the kernel refuses a backend.
+std::string hint_for(const std::string& backend, int code) {
+  if (backend == "libaio" && code == EAGAIN) {
+    return "; fs.aio-max-nr is used up: lower queue_depth or threads, or raise it with sysctl";
+  }
+  if (backend == "io_uring" && (code == EPERM || code == ENOSYS)) {
+    return "; see sysctl kernel.io_uring_disabled and the system calls that a container allows";
+  }
+  if (backend == "io_uring" && code == ENOMEM)
+    return "; raise the limit of locked memory: ulimit -l";
+  if (backend == "threads" && code == EAGAIN)
+    return "; lower queue_depth or threads: see ulimit -u";
+  return "";
+}
+
 // An Engine, and the name of its backend.
 class NamedEngine {
  public:
@@ -114,8 +129,14 @@ class NamedEngine {
 
  private:
   void make(const Options& options) {
-    engine_ =
-        std::make_unique<Engine>(options, [this](int depth) { return backend_of(name_, depth); });
+    try {
+      engine_ =
+          std::make_unique<Engine>(options, [this](int depth) { return backend_of(name_, depth); });
+    } catch (const std::system_error& error) {
+      const int code = error.code().value();
+      throw IoError(code, "AsyncIO: backend " + name_ + " cannot be had: " + error.what() +
+                              hint_for(name_, code));
+    }
   }
 
   void make_best(const Options& options) {
@@ -123,7 +144,7 @@ class NamedEngine {
       name_ = name_of(kind);
       try {
         return make(options);
-      } catch (const std::system_error&) {
+      } catch (const IoError&) {
         if (kind == BackendKind::threads) throw;  // the last one
       }
     }
@@ -180,16 +201,19 @@ py::dict probe_backends() {
 
 void bind_file(py::module_& module) {
   py::class_<FileHandle>(module, "File", py::module_local())
-      .def(py::init([](const std::string& path, const std::string& mode) {
+      .def(py::init([](const py::object& path, const std::string& mode) {
+    const std::string name = path_of(path);
     const Mode asked = mode_of(mode);
     const py::gil_scoped_release unlocked;
-    return std::make_unique<FileHandle>(File::open(path, asked));
+    return std::make_unique<FileHandle>(File::open(name, asked));
   }),
            py::arg("path"), py::arg("mode"))
       .def_static("scratch",
-                  [](const std::string& directory) {
-    return std::make_unique<FileHandle>(File::scratch(directory));
-  }, py::arg("directory"), Unlocked())
+                  [](const py::object& directory) {
+    const std::string name = path_of(directory);
+    const py::gil_scoped_release unlocked;
+    return std::make_unique<FileHandle>(File::scratch(name));
+  }, py::arg("directory"))
       .def_property_readonly("path", [](FileHandle& self) { return text_of(self.path()); })
       .def_property_readonly("closed", &FileHandle::closed)
       .def_property_readonly("direct", [](FileHandle& self) { return self.open()->direct() >= 0; })
@@ -275,9 +299,6 @@ PYBIND11_MODULE(async_io, module) {
       std::rethrow_exception(thrown);
     } catch (const IoError& error) {
       set_os_error(error.code(), error.what());
-    } catch (const std::system_error& error) {
-      set_os_error(error.code().value(),
-                   std::string("AsyncIO: the kernel refused ") + error.what());
     }
   });
   bind_file(module);

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from deepspeed_ext.io.rates import Rates
 from deepspeed_ext.io.settings import Settings, save

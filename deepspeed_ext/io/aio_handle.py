@@ -3,8 +3,7 @@
 import errno
 import os
 import threading
-import weakref
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from deepspeed_ext.io.async_io import AsyncIO
 from deepspeed_ext.io.future import Future
 from deepspeed_ext.io.pinned import PinnedBuffer
+from deepspeed_ext.io.tensors import plain
 
 _FAMILIAR_ALIGNMENT = 512  # bytes, for each thread
 _COMPARED_AT_ONCE = 64 << 20  # bytes
@@ -23,11 +23,12 @@ class aio_handle:
     """Read and write tensors with the familiar calls.
 
     Existing code runs. What differs is what used to go wrong: a failure raises (it does not return
-    -1 or end the process), any size, offset, address and strides are right, a file shorter than the
-    tensor raises, a file gets the mode 0666 & ~umask, nothing is printed. A write still leaves what a longer
-    file has behind it; AsyncIO can truncate.
+    -1 or end the process), any size, offset, address and strides are right, a file shorter than
+    what is read raises, a new file gets the mode 0666 & ~umask, nothing is printed. A write still
+    leaves what a longer file has behind it; AsyncIO can truncate.
 
-    Every method takes a path or, for a file that is open already, its descriptor. Any thread may call.
+    Every method takes a path or, for a file that is open already, its descriptor, which must stay
+    open until the operation has completed. Any thread may call.
 
     Args:
         block_size: bytes of one request to the kernel.
@@ -55,10 +56,10 @@ class aio_handle:
         self._engine = AsyncIO(block_size, queue_depth, threads)
         self._single_submit = single_submit
         self._overlap_events = overlap_events
-        self._lock = threading.Lock()  # guards these three
+        self._lock = threading.Lock()  # guards these two
         self._pending: list[Future] = []  # the oldest first
-        self._completed = 0  # since the last wait()
-        self._locked: dict[int, weakref.ref[Any]] = {}  # by address: the memory of a locked tensor
+        self._completed = 0  # that no wait() has returned yet
+        self._locked: dict[int, tuple[int, bool]] = {}  # by address: bytes, whether really locked
 
     def get_block_size(self) -> int:
         """Return bytes of one request to the kernel."""
@@ -87,3 +88,160 @@ class aio_handle:
     def get_alignment(self) -> int:
         """Return 512 bytes for each thread, to which existing code pads; nothing needs it here."""
         return _FAMILIAR_ALIGNMENT * self._engine.threads
+
+    def read(
+        self, buffer: Tensor, filename: FileName, validate: bool = False, file_offset: int = 0
+    ) -> int:
+        """Fill a tensor from a file, wait for it, and return 0.
+
+        Args:
+            buffer: any dtype, shape and strides, on the CPU or on CUDA.
+            filename: path or descriptor.
+            validate: read the file again and compare.
+            file_offset: of the first byte in the file.
+
+        Raises:
+            OSError: it failed, or the comparison did.
+        """
+        self._begin(False, buffer, filename, validate, file_offset).result()
+        return 0
+
+    def write(
+        self, buffer: Tensor, filename: FileName, validate: bool = False, file_offset: int = 0
+    ) -> int:
+        """Write a tensor into a file, wait for it, and return 0; all else as of read."""
+        self._begin(True, buffer, filename, validate, file_offset).result()
+        return 0
+
+    def pread(
+        self,
+        buffer: Tensor,
+        filename: FileName,
+        validate: bool = False,
+        async_: bool = False,
+        file_offset: int = 0,
+    ) -> int:
+        """Fill a tensor from a file: return 0 at once if async_, else what wait() returns.
+
+        Other arguments as of read. What fails later raises in wait(), the comparison included.
+        """
+        return self._queue(False, buffer, filename, validate, async_, file_offset)
+
+    def pwrite(
+        self,
+        buffer: Tensor,
+        filename: FileName,
+        validate: bool = False,
+        async_: bool = False,
+        file_offset: int = 0,
+    ) -> int:
+        """Write a tensor into a file: return 0 at once if async_, else what wait() returns.
+
+        Other arguments as of read. The tensor must not change before wait() has returned.
+        """
+        return self._queue(True, buffer, filename, validate, async_, file_offset)
+
+    def sync_pread(self, buffer: Tensor, filename: FileName, file_offset: int = 0) -> int:
+        """Fill a tensor from a file and return what wait() does: 1 if nothing else was queued."""
+        return self._queue(False, buffer, filename, False, False, file_offset)
+
+    def sync_pwrite(self, buffer: Tensor, filename: FileName, file_offset: int = 0) -> int:
+        """Write a tensor into a file and return what wait() does: 1 if nothing else was queued."""
+        return self._queue(True, buffer, filename, False, False, file_offset)
+
+    def async_pread(self, buffer: Tensor, filename: FileName, file_offset: int = 0) -> int:
+        """Begin to fill a tensor from a file and return 0; wait() ends it."""
+        return self._queue(False, buffer, filename, False, True, file_offset)
+
+    def async_pwrite(self, buffer: Tensor, filename: FileName, file_offset: int = 0) -> int:
+        """Begin to write a tensor into a file and return 0; wait() ends it."""
+        return self._queue(True, buffer, filename, False, True, file_offset)
+
+    def wait(self) -> int:
+        """Wait for all that is queued and return how many operations have completed since the last.
+
+        Raises:
+            OSError: the first failure, when all have ended. Further ones, and the number of those
+                that completed, are for the next wait().
+        """
+        with self._lock:
+            futures = list(self._pending)
+        for future in futures:
+            future.wait()
+        with self._lock:
+            for future in [future for future in futures if future in self._pending]:
+                error = future.exception()
+                self._pending.remove(future)
+                if error is not None:
+                    raise error
+                self._completed += 1
+            completed, self._completed = self._completed, 0
+        return completed
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
+        """Return num_elem uninitialised elements of the example's dtype in locked memory.
+
+        Where the kernel refuses to lock them (`ulimit -l`), is_pinned() says so.
+        """
+        dtype = example_tensor.dtype
+        buffer = PinnedBuffer(num_elem * dtype.itemsize)
+        self._locked[buffer.address] = buffer.nbytes, buffer.pinned
+        buffer._at_release(partial(self._locked.pop, buffer.address, None))
+        return buffer.tensor(dtype, [num_elem])
+
+    def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:
+        """Forget a tensor of new_cpu_locked_tensor; return whether it was one.
+
+        The memory goes with its last tensor, so none is ever left without.
+        """
+        return self._locked.pop(tensor.data_ptr(), None) is not None
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in locked memory of this handle or is pinned for CUDA."""
+        address = tensor.data_ptr()
+        for start, (nbytes, pinned) in list(self._locked.items()):
+            if start <= address < start + nbytes:
+                return pinned
+        return tensor.is_pinned()
+
+    def _begin(
+        self, write: bool, buffer: Tensor, filename: FileName, validate: bool, file_offset: int
+    ) -> Future:
+        path = f"/proc/self/fd/{filename}" if isinstance(filename, int) else filename
+        begin = self._engine.write if write else self._engine.read
+        future = begin(buffer, path, file_offset)
+        if not validate:
+            return future
+        compare = partial(_compare, self._engine, buffer, path, file_offset)
+        return Future(future, buffer, compare, what=f"validation of {os.fspath(path)!r}")
+
+    def _queue(
+        self,
+        write: bool,
+        buffer: Tensor,
+        filename: FileName,
+        validate: bool,
+        async_: bool,
+        file_offset: int,
+    ) -> int:
+        future = self._begin(write, buffer, filename, validate, file_offset)
+        with self._lock:
+            self._pending.append(future)
+        return 0 if async_ else self.wait()
+
+
+def _compare(engine: AsyncIO, tensor: Tensor, path: str | os.PathLike[str], offset: int) -> Tensor:
+    """Read what was moved once more; return the tensor, or raise if it differs."""
+    expected = plain(tensor).reshape(-1).view(torch.uint8)
+    memory = torch.empty(min(expected.numel(), _COMPARED_AT_ONCE), dtype=torch.uint8, device="cpu")
+    for start in range(0, expected.numel(), _COMPARED_AT_ONCE):
+        part = expected[start : start + _COMPARED_AT_ONCE].cpu()
+        found = engine.read(memory[: part.numel()], path, offset + start).result()
+        if not torch.equal(found, part):
+            first = offset + start + int((found != part).nonzero()[0])
+            raise OSError(
+                errno.EIO,
+                f"aio_handle: byte {first} of {os.fspath(path)} is another one than in the tensor, "
+                f"expected {expected.numel()} equal bytes from offset {offset} on",
+            )
+    return tensor

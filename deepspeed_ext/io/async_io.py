@@ -178,14 +178,18 @@ class AsyncIO:
         """
         if self._closed or os.getpid() != self._process:
             return
-        self._closed = True
+        failure: Exception | None = None
         try:
             self._in_flight.wait(None)
-        finally:
-            for transfers in self._cuda:
-                transfers.close()
-            self._engine.close()
-            self._at_end.detach()
+        except Exception as error:  # Ctrl-C is not one: then it is still open, and can be closed
+            failure = error
+        self._closed = True
+        for transfers in self._cuda:
+            transfers.close()
+        self._engine.close()
+        self._at_end.detach()
+        if failure is not None:
+            raise failure
 
     def __enter__(self) -> "AsyncIO":
         return self
@@ -215,6 +219,8 @@ class AsyncIO:
     ) -> Future:
         """Submit contiguous `memory` on behalf of `tensor`."""
         self._check_process()
+        if self._closed:
+            raise RuntimeError("AsyncIO: engine is closed, expected an open one")
         op = "AsyncIO.write" if write else "AsyncIO.read"
         address, nbytes = as_bytes(memory)
         if type(offset) is not int:

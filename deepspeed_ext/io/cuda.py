@@ -22,7 +22,7 @@ class CudaCopies:
                 "AsyncIO: the current stream is capturing a CUDA graph, expected transfers outside "
                 "of it"
             )
-        return torch.cuda.current_stream(tensor.device).record_event()
+        return _mark(torch.cuda.current_stream(tensor.device))
 
     def copy(self, destination: Tensor, source: Tensor) -> torch.cuda.Event:
         """Begin to copy bytes between host and device; return the point behind that.
@@ -38,7 +38,13 @@ class CudaCopies:
             stream = self._streams[device, to_device] = torch.cuda.Stream(device)
         with torch.cuda.stream(stream):
             destination.copy_(source, non_blocking=True)
-            return stream.record_event()
+        return _mark(stream)
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
 
 
 class CudaTransfers(BounceTransfers):

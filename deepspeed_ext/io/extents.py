@@ -40,7 +40,9 @@ class Extents:
         self.end = 0
         self.used = 0
         self._taken: dict[int, Extent] = {}
-        self._free: list[tuple[int, int]] = []  # (nbytes, offset): the best fit is found by bisection
+        self._free: list[
+            tuple[int, int]
+        ] = []  # (nbytes, offset): the best fit is found by bisection
         self._free_at: dict[int, Extent] = {}  # the same by offset, and by end, to merge neighbours
         self._free_to: dict[int, Extent] = {}
         for extent in sorted(taken):

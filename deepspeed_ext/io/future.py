@@ -144,6 +144,6 @@ class Future:
                 self._failure = failure
             self._finish = None
             self._sources = ()
-            self._settled = True
-        if self._on_settled is not None:
-            self._on_settled(self)
+            if self._on_settled is not None:
+                self._on_settled(self)
+            self._settled = True  # last: whoever sees it finds all of the above done

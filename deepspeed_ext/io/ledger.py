@@ -89,6 +89,12 @@ class Ledger:
         with self._lock:
             return self._find(name).info
 
+    def has(self, name: object) -> bool:
+        """Tell whether a name has content."""
+        with self._lock:
+            self._check_open()
+            return name in self._records
+
     def names(self) -> list[str]:
         """Return the names that have content, the oldest first."""
         with self._lock:
@@ -127,6 +133,14 @@ class Ledger:
         """Refuse further calls."""
         with self._lock:
             self._closed = True
+
+    def give_back(self) -> None:
+        """Drop all that is not committed, and cut the file off behind the rest."""
+        with self._lock:
+            for record in self._records.values():
+                self._disown(record)
+            self._records.clear()
+            self._space.trim()
 
     # Commits
 
@@ -195,11 +209,11 @@ class Ledger:
             job.settled = True
             del self._pending[job]
             record = job.record
-            if record.writing is job and job.error is None:
-                record.writing = None
-            if record.writing is job and self._records.get(record.name) is record:
-                assert job.error is not None
-                self._fail(record, job.error)
+            if record.writing is job:
+                if job.error is None:
+                    record.writing = None
+                elif self._records.get(record.name) is record:
+                    self._fail(record, job.error)
             if record.slot:
                 record.slot.users.discard(job)
                 self._space.release(record.slot)

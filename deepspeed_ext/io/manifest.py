@@ -1,4 +1,4 @@
-"""What a durable tensor store holds, as the text of its manifest, and the checks when it is read."""
+"""What a durable tensor store holds: the text of its manifest, and the checks when it is read."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ _KEYS = {"name", "dtype", "shape", "offset", "nbytes", "crc32c"}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a store knows about a tensor: its type, shape, bytes, and their CRC-32C if it has one."""
+    """What a store knows about a tensor: type, shape, bytes, and their CRC-32C if it has one."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -111,7 +111,9 @@ def _entry(row: object) -> tuple[str, Entry]:
         raise BadManifest(f"has the shape {str(shape)[:200]} for {name!r}")
     span = dtype.itemsize
     for size in shape:
-        span *= max(size, 1)  # torch computes strides as if no size were 0: they must be in range too
+        span *= max(
+            size, 1
+        )  # torch computes strides as if no size were 0: they must be in range too
         if span > LARGEST:
             raise BadManifest(f"has the shape {str(shape)[:200]} for {name!r}, which is too large")
     nbytes = math.prod(shape) * dtype.itemsize

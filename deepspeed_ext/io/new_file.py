@@ -69,6 +69,7 @@ class NewFile:
         Raises:
             OSError: there is too little space.
         """
+        free = self.file.free_bytes()
         try:
             self.file.allocate(0, nbytes)
         except OSError as error:
@@ -76,8 +77,8 @@ class NewFile:
                 raise
             raise OSError(
                 errno.ENOSPC,
-                f"io.save: {self.path} has {nbytes} bytes, expected at most the"
-                f" {self.file.free_bytes()} that are free",
+                f"io.save: {self.path} has {nbytes} bytes, expected at most the {free} that are"
+                " free",
             ) from error
 
     def publish(self) -> None:
@@ -86,7 +87,7 @@ class NewFile:
             if self._old is not None:
                 with contextlib.suppress(PermissionError):
                     os.fchown(self._fd, self._old.st_uid, self._old.st_gid)
-                os.fchmod(self._fd, stat.S_IMODE(self._old.st_mode))
+                os.fchmod(self._fd, self._old.st_mode & 0o777)
         if self._durable:
             self.file.sync()
         with _named(f"replacing {self.path}"):

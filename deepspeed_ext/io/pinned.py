@@ -68,7 +68,7 @@ class PinnedBuffer:
         self.why_not = memory.why_not
         self.address: int = memory.pages.address
         # All tensors hold this view, so the loan ends with the last of them.
-        self._view = memoryview(memory.pages)
+        self._view = memoryview(memory.pages)[:nbytes]
         self._at_end: list[Callable[[], object]] = []
         end = weakref.finalize(self._view, _end_loan, self._at_end, memory, os.getpid())
         end.atexit = False  # the process takes all memory with it
@@ -257,8 +257,8 @@ class _Memory:
     """Pages, how they are locked, and where they go when a loan ends."""
 
     def __init__(self, nbytes: int, lock: bool) -> None:
-        self.pages = native().Pages(nbytes)
-        self.locked_bytes = _whole_pages(nbytes)
+        self.locked_bytes = _whole_pages(nbytes)  # all of them, since another loan may need them
+        self.pages = native().Pages(self.locked_bytes)
         self.pinned = self.cuda = False
         self.why_not: str | None = None
         self.on_return: Callable[[_Memory], object] | None = None

@@ -89,7 +89,11 @@ def _plain(path: str, size: int, seconds: float, write: bool) -> float:
     started = time.perf_counter()
 
     def work(index: int) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_DIRECT)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_DIRECT)
+        except OSError as error:
+            failed.append(error)
+            return
         try:
             with mmap.mmap(-1, _BLOCK) as memory:
                 while time.perf_counter() - started < seconds and not failed:

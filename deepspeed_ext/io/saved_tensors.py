@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.io.safetensors_format import Entry
-from deepspeed_ext.io.tensors import check_kind
+from deepspeed_ext.io.tensors import a, check_kind
 from deepspeed_ext.ops.mesh_sums import is_dtensor
 
 TORCH_DTYPES = {  # of the format's dtypes; torch has none of 6 bits
@@ -44,7 +44,7 @@ def check_tensors(state_dict: object) -> dict[str, Tensor]:
         ValueError: a tensor's memory was freed.
     """
     if not isinstance(state_dict, Mapping):
-        raise TypeError(f"io.save: state_dict is {type(state_dict).__name__}, expected a mapping")
+        raise TypeError(f"io.save: state_dict is {a(state_dict)}, expected a mapping")
     for name in state_dict:
         if not isinstance(name, str):
             raise TypeError(f"io.save: state_dict has the key {name!r}, expected strings")
@@ -108,7 +108,7 @@ def _check(what: str, value: object) -> Tensor:
     if isinstance(value, Tensor):
         if is_dtensor(value):
             raise TypeError(
-                f"{what} is DTensor, expected a plain Tensor; call full_tensor() on every rank"
+                f"{what} is a DTensor, expected a plain torch.Tensor; call full_tensor() on every rank"
                 " before, or save with torch.distributed.checkpoint"
             )
         if is_lazy(value):
@@ -133,7 +133,7 @@ def _check_memory(what: str, tensor: Tensor) -> None:
         return
     storage = tensor.untyped_storage()
     if storage.device.type != tensor.device.type:
-        raise TypeError(f"{what} is {type(tensor).__name__}, expected a Tensor that has values")
+        raise TypeError(f"{what} is {a(tensor)}, expected a torch.Tensor that has values")
     dimensions = zip(tensor.shape, tensor.stride(), strict=True)
     last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in dimensions)
     needed = (last + 1) * tensor.element_size()

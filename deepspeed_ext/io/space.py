@@ -95,19 +95,19 @@ class Space:
         """Free the slot if nobody has it any more."""
         if not slot.owners and not slot.users:
             self._extents.give_back(slot.extent)
-            self.trim(self._extents.used)
+            # As much as is in use may stay: what was freed is often needed again at once.
+            tail = min(self._extents.tail, self._extents.end - self._floor)
+            if tail > self._extents.used:
+                self._cut(tail)
 
-    def trim(self, slack: int) -> None:
-        """Cut the free end of the file off if it has more than `slack` bytes.
+    def trim(self) -> None:
+        """Cut off all that is free at the end of the file, also what was reserved."""
+        self._cut(self._extents.tail)
 
-        Some is kept, for what was freed is often needed again at once.
-        """
-        tail = min(self._extents.tail, self._extents.end - self._floor)
-        if tail <= slack:
-            return
+    def _cut(self, nbytes: int) -> None:
         with contextlib.suppress(OSError):  # then it stays, and stays in the books
-            self._file.truncate(self._extents.end - tail)
-            self._extents.cut(tail)
+            self._file.truncate(self._extents.end - nbytes)
+            self._extents.cut(nbytes)
 
     def _shortage(self, what: str, missing: int, free: int, code: int) -> str:
         reason = "" if code == errno.ENOSPC else f" ({os.strerror(code)})"

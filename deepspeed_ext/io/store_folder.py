@@ -4,16 +4,14 @@ import contextlib
 import errno
 import fcntl
 import os
-import weakref
-from functools import partial
 from pathlib import Path
 
 
 class StoreFolder:
     """Holds the folder's lock from construction to `close`: one writer, or any number of readers.
 
-    The kernel drops the lock when its holder dies. A forked child would share it and keep it
-    alive, so it closes its copy at once; that leaves the parent's lock as it is.
+    The kernel drops the lock when its holder dies, and with it the last child that it forked and
+    that has not called `close`; there, that leaves the parent's lock as it is.
 
     Args:
         path: the folder. A writer makes it; its parent has to exist.
@@ -25,16 +23,16 @@ class StoreFolder:
     """
 
     def __init__(self, path: Path, read_only: bool) -> None:
+        self._fd = -1
+        self._process = os.getpid()
+        path = Path(os.path.abspath(path))  # the working directory may change
         self.path = path
         self.data = path / "data"
         self.manifest = path / "manifest.json"
         self._temporary = path / "manifest.json.tmp"
-        self._process = os.getpid()
-        self._fd = -1
         if not read_only:
             self._make()
         self._lock(path / "store.lock", read_only)
-        os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
         if not read_only:
             self._temporary.unlink(missing_ok=True)  # of a writer that was killed
 
@@ -115,12 +113,6 @@ class StoreFolder:
                 by = "processes that read it"
         want = "no writer" if read_only else "nobody else"
         return f"TensorStore: {self.path} is in use by {by}, expected {want}; close it there first"
-
-
-def _forget(reference: "weakref.ref[StoreFolder]") -> None:
-    folder = reference()
-    if folder is not None:
-        folder.close()
 
 
 def _sync_folder(path: Path) -> None:

@@ -43,7 +43,7 @@ class StoreJob:
         self.verb = verb
         self.error: BaseException | None = None
         self.settled = False
-        self._settle = settle
+        self._settle: Callable[[StoreJob], None] | None = settle
         self._started = threading.Event()
         self._inner: Future | None = None
 
@@ -65,12 +65,14 @@ class StoreJob:
         end = time.monotonic() + seconds
         if not self._started.wait(max(seconds, 0.0)):
             return False
-        if not self.settled:
-            if self._inner is not None:
-                if not self._inner.wait(max(end - time.monotonic(), 0.0)):
-                    return False
-                self.error = self.error or self._named(self._inner.exception())
-            self._settle(self)
+        inner, settle = self._inner, self._settle
+        if inner is not None:
+            if not inner.wait(max(end - time.monotonic(), 0.0)):
+                return False
+            self.error = self.error or self._named(inner.exception())
+        if settle is not None:
+            settle(self)
+        self._inner = self._settle = None  # a Future that is kept keeps no file open
         return True
 
     def done(self) -> bool:

@@ -93,8 +93,8 @@ def tune(
         raise ValueError(f"tune: seconds is {seconds}, expected more than 0")
     if size < _SMALLEST_FILE:
         raise ValueError(f"tune: size is {size}, expected at least {_SMALLEST_FILE} bytes")
-    started = time.monotonic()
     probed = native().probe_backends()
+    started = time.monotonic()  # not before: the engine may have had to be compiled
     file = native().File.scratch(os.fspath(path))
     try:
         search = _Search(file, _fitting(file, size, path), started, seconds, progress)
@@ -183,7 +183,10 @@ class _Search:
 
     def _trial(self, settings: Settings, write: bool, size: int = 0) -> float:
         """Move bytes for a moment, or `size` of them; return how many in a second."""
-        engine = native().Engine(**_arguments(settings))
+        try:
+            engine = native().Engine(**_arguments(settings))
+        except OSError:  # more than this system allows, such as aio-max-nr
+            return 0.0
         try:
             token = engine.register(self._pages.address, self._pages.nbytes)
             rate = self._move(engine, settings, write, size)
@@ -226,5 +229,6 @@ def _in_flight(settings: Settings) -> int:
 
 def _variants(best: Settings, name: str, values: Iterable[int]) -> list[Settings]:
     """Return the best settings so far, then others with another value of one of them."""
-    others = [replace(best, **{name: value}) for value in values]
+    changes: list[dict[str, Any]] = [{name: value} for value in values]
+    others = [replace(best, **change) for change in changes]
     return list(dict.fromkeys([best, *(s for s in others if _in_flight(s) <= _MOST_IN_FLIGHT)]))

@@ -1,0 +1,96 @@
+"""Opening and committing a durable tensor store: data file and manifest, in an order that holds."""
+
+import errno
+
+from deepspeed_ext.io._native import native
+from deepspeed_ext.io.extents import Extent
+from deepspeed_ext.io.file import File
+from deepspeed_ext.io.ledger import Ledger
+from deepspeed_ext.io.manifest import BadManifest, Entry, decode, encode
+from deepspeed_ext.io.space import Slot, extent_of
+from deepspeed_ext.io.store_folder import StoreFolder
+from deepspeed_ext.io.store_job import Record
+
+
+def open_durable(
+    folder: StoreFolder, read_only: bool
+) -> tuple[File, list[Extent], dict[str, Record]]:
+    """Return the data file, the extents in use and the records of a locked folder.
+
+    A writer makes what is missing, and cuts off what a writer that was killed has left behind.
+
+    Raises:
+        FileNotFoundError: read_only, and there is no store.
+        FileExistsError: the data of something else is in the way.
+        OSError: EBADMSG: the manifest is damaged.
+    """
+    text = folder.read()
+    if text is None:
+        text = _made(folder, read_only)
+    file: File = native().File(str(folder.data), "read" if read_only else "update")
+    try:
+        entries = decode(text, file.size())
+    except BadManifest as error:
+        raise OSError(errno.EBADMSG, f"TensorStore: {folder.manifest} {error}") from error
+    records = {name: _record(name, entry) for name, entry in entries.items()}
+    extents = [record.slot.extent for record in records.values() if record.slot]
+    if not read_only:
+        # This also waits for direct writes of a writer that was killed a moment ago.
+        file.truncate(max((extent.end for extent in extents), default=0))
+    return file, extents, records
+
+
+def commit(folder: StoreFolder, file: File, ledger: Ledger) -> None:
+    """Bring what the ledger has now to the disk: data first, then the manifest that speaks of it.
+
+    Until the manifest is replaced, the disk has the commit before. From then on it may have either,
+    so both are kept from being overwritten until the new one is there for certain.
+    """
+    snapshot = ledger.snapshot()
+    if snapshot is None:
+        return
+    try:
+        text = encode(ledger.wait_for(snapshot))
+        _sync(folder, file, ledger)
+        folder.prepare(text)
+    except BaseException:
+        ledger.release(snapshot)
+        raise
+    ledger.publishing(snapshot)
+    folder.publish()
+    folder.sync()
+    ledger.published()
+
+
+def _sync(folder: StoreFolder, file: File, ledger: Ledger) -> None:
+    try:
+        file.sync()
+    except OSError as error:
+        text = f"TensorStore: commit of {folder.path} failed: {error.strerror}"
+        failure = OSError(error.errno, text)
+        ledger.distrust(failure)
+        raise failure from error
+
+
+def _made(folder: StoreFolder, read_only: bool) -> bytes:
+    if read_only:
+        raise FileNotFoundError(
+            errno.ENOENT, f"TensorStore: {folder.path} has no manifest.json, expected a store"
+        )
+    if folder.data.exists() and folder.data.stat().st_size:
+        raise FileExistsError(
+            errno.EEXIST,
+            f"TensorStore: {folder.path} has a file named data but no manifest.json, expected both"
+            " or none; if the store may be lost, delete that file",
+        )
+    native().File(str(folder.data), "update").close()  # before the manifest that speaks of it
+    text = encode({})
+    folder.prepare(text)
+    folder.publish()
+    folder.sync()
+    return text
+
+
+def _record(name: str, entry: Entry) -> Record:
+    info, offset = entry
+    return Record(name, info, Slot(extent_of(offset, info.nbytes)) if info.nbytes else None)
