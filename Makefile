@@ -2,6 +2,7 @@
 PYTHON ?= python3
 OUT ?= out/demo
 ARGS ?=
+BENCH ?= steps clip norm lamb aio
 
 BIN := .venv/bin
 SOURCES := benchmarks deepspeed_ext op_builder tests setup.py
@@ -45,8 +46,8 @@ lint: $(DONE)/dev  ## check style, types and layout of the code
 	find csrc tests/csrc -name '*.h' -o -name '*.inl' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' \
 	  | xargs $(BIN)/clang-format --dry-run -Werror
 
-bench: $(DONE)/bench  ## measure the optimizers against torch's
-	@for what in steps clip norm lamb; do $(BIN)/python -m benchmarks.bench_$$what $(ARGS); done
+bench: $(DONE)/bench  ## measure ours against torch and fio; BENCH=aio measures one thing only
+	@for what in $(BENCH); do $(BIN)/python -m benchmarks.bench_$$what $(ARGS); done
 
 clean:  ## remove what the other targets made, the trained model included
 	@rm -rf .venv build prebuilt dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(OUT)

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import deepspeed_ext
-from deepspeed_ext.io import environment as io_environment
 from deepspeed_ext.op_builder import cache, cuda, toolchain
 
 _VECTOR_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
@@ -36,9 +36,9 @@ def describe() -> dict[str, str]:
         "threads": _threads,
         "CUDA devices": _devices,
         "locked memory": _locked_memory,
-        "I/O backends": io_environment.backends,
-        "direct I/O": io_environment.direct_io,
-        "I/O settings": io_environment.settings,
+        "I/O backends": lambda: str(_io().backends()),
+        "direct I/O": lambda: str(_io().direct_io()),
+        "I/O settings": lambda: str(_io().settings()),
         "op cache": lambda: str(cache.configured_root() or cache.private_root()),
     }
     return {name: _result(probe) for name, probe in probes.items()}
@@ -55,6 +55,12 @@ def _torch() -> str:
     import torch
 
     return f"{torch.__version__} in {Path(torch.__file__).parent}"
+
+
+def _io() -> ModuleType:
+    from deepspeed_ext.io import environment  # here, as it imports torch
+
+    return environment
 
 
 def _version_of(command: list[str]) -> str:

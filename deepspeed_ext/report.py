@@ -173,6 +173,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"ds_report: op is {name!r}, expected one of {', '.join(known)}", file=sys.stderr)
             return 1
     chosen = [spec for spec in OPS if not options.ops or spec.name in options.ops]
+    with contextlib.suppress(ImportError):
+        import torch  # noqa: F401  # once, for all the children
     # The ops first: a child process can use CUDA only as long as its parent has not.
     rows = [check(spec, options.build) for spec in chosen]
     environment = describe()

@@ -1,17 +1,30 @@
-// The kernel takes at most 1 GiB as one buffer, so a larger region has several slots. A piece that
-// lies across two of them goes without.
+// The kernel takes at most 1 GiB as one buffer, and sees huge pages only in a buffer that has no
+// others, so a region may have several slots. A piece that lies across two of them goes without.
 #include "aio/regions.h"
 
 #include <algorithm>
 
 namespace dsx::aio {
+namespace {
+
+constexpr size_t huge_page = size_t{2} << 20;
+
+// How much of this memory the next slot takes.
+size_t next_part(const char* begin, size_t bytes) {
+  const size_t past = reinterpret_cast<uintptr_t>(begin) % huge_page;
+  if (past != 0) return std::min(bytes, huge_page - past);
+  const size_t whole = bytes / huge_page * huge_page;
+  return whole == 0 ? bytes : std::min(whole, static_cast<size_t>(max_op_bytes));
+}
+
+}  // namespace
 
 int Regions::add(void* address, size_t bytes) {
   std::lock_guard lock(mutex_);
   const int number = ++last_number_;
   char* begin = static_cast<char*>(address);
   while (bytes > 0) {
-    const size_t part = std::min(bytes, static_cast<size_t>(max_op_bytes));
+    const size_t part = next_part(begin, bytes);
     const int slot = free_slot();
     if (slot < 0 || !fix_everywhere(slot, begin, part)) break;
     const auto first = reinterpret_cast<uintptr_t>(begin);

@@ -3,19 +3,58 @@
 Nothing is compiled or loaded before it is used.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from deepspeed_ext.io._native import native
-from deepspeed_ext.io.async_io import AsyncIO
-from deepspeed_ext.io.future import Future
-
 if TYPE_CHECKING:
+    from deepspeed_ext.io.async_io import AsyncIO
     from deepspeed_ext.io.file import File
+    from deepspeed_ext.io.future import Future
+    from deepspeed_ext.io.handle import aio_handle
+    from deepspeed_ext.io.pinned import PinnedBuffer, PinnedPool
+    from deepspeed_ext.io.settings import tuned
+    from deepspeed_ext.io.state_dict import SavedStateDict, SavedTensor, inspect, load, save
+    from deepspeed_ext.io.tensor_store import TensorStore
 
-__all__ = ["AsyncIO", "File", "Future"]
+__all__ = [
+    "AsyncIO",
+    "File",
+    "Future",
+    "PinnedBuffer",
+    "PinnedPool",
+    "SavedStateDict",
+    "SavedTensor",
+    "TensorStore",
+    "aio_handle",
+    "inspect",
+    "load",
+    "save",
+    "tuned",
+]
+
+_HOMES = {
+    "AsyncIO": "async_io",
+    "Future": "future",
+    "PinnedBuffer": "pinned",
+    "PinnedPool": "pinned",
+    "SavedStateDict": "state_dict",
+    "SavedTensor": "state_dict",
+    "TensorStore": "tensor_store",
+    "aio_handle": "handle",
+    "inspect": "state_dict",
+    "load": "state_dict",
+    "save": "state_dict",
+    "tuned": "settings",
+}
 
 
 def __getattr__(name: str) -> object:
-    if name == "File":  # the native class
-        return native().File
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "File":  # the native class, which deepspeed_ext.io.file describes
+        return import_module("deepspeed_ext.io._native").native().File
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"deepspeed_ext.io.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

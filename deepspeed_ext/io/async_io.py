@@ -3,7 +3,6 @@
 import logging
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from deepspeed_ext.io._native import native
 from deepspeed_ext.io.file import File
-from deepspeed_ext.io.future import Future, Job, check_timeout
+from deepspeed_ext.io.future import Future, Job
+from deepspeed_ext.io.in_flight import InFlight
 from deepspeed_ext.io.tensors import a, as_bytes, check_kind, is_plain, overlaps_itself, plain
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class AsyncIO:
         self._engine = native().Engine(block_size, queue_depth, threads, _backend(backend))
         self.backend: str = self._engine.backend
         self._process = os.getpid()
-        self._in_flight = _InFlight()
+        self._in_flight = InFlight("AsyncIO")
         self._cuda: list[CudaTransfers] = []  # none before the first CUDA tensor, then one
         self._lock = threading.Lock()
         self._closed = False
@@ -233,9 +233,9 @@ class AsyncIO:
         if not memory.is_cuda:
             job = self._engine.submit(write, target, address, nbytes, offset, truncate)
         elif write:
-            job = self._cuda_transfers().write(memory, target, offset, truncate)
+            job = self._cuda_transfers().write(memory, target, offset, truncate, self)
         else:
-            job = self._cuda_transfers().read(memory, target, offset)
+            job = self._cuda_transfers().read(memory, target, offset, self)
         what = f"{'write' if write else 'read'} at offset {offset} of {name}"
         future = Future(job, tensor, finish, (memory,), what)
         self._in_flight.add(future)
@@ -258,68 +258,7 @@ class AsyncIO:
             )
 
 
-class _InFlight:
-    """The transfers that have not ended, and those that ended badly without anybody being told."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._futures: dict[int, Future] = {}  # the oldest first
-        self._failed: list[Future] = []
-        self._ended = 0
-
-    def add(self, future: Future) -> None:
-        future._on_settled = self._remove
-        with self._lock:
-            self._futures[id(future)] = future
-        self._let_go()
-
-    def wait(self, timeout: float | None) -> int:
-        """See AsyncIO.wait."""
-        check_timeout(timeout)
-        end = None if timeout is None else time.monotonic() + timeout
-        with self._lock:
-            futures = list(self._futures.values())
-        for i, future in enumerate(futures):
-            if not future.wait(None if end is None else end - time.monotonic()):
-                raise TimeoutError(
-                    f"AsyncIO: {len(futures) - i} transfers are under way after {timeout} s,"
-                    " expected none; they go on"
-                )
-        with self._lock:
-            ended, self._ended = self._ended, 0
-        untold = self.take_untold()
-        for other in untold[1:]:
-            _log.error("AsyncIO: one more transfer failed: %s", other)
-        if untold:
-            raise untold[0]
-        return ended
-
-    def take_untold(self) -> list[BaseException]:
-        """Return the failures that nobody was told, and forget them."""
-        with self._lock:
-            failed, self._failed = self._failed, []
-        untold = [future for future in failed if not future.collected]
-        return [failure for future in untold if (failure := future.exception()) is not None]
-
-    def _let_go(self) -> None:
-        """Drop the oldest transfers that have ended: nobody may ever ask for them."""
-        while True:
-            with self._lock:
-                oldest = next(iter(self._futures.values()), None)
-            if oldest is None or not oldest._job.done():
-                return
-            oldest.wait(0)
-
-    def _remove(self, future: Future) -> None:
-        with self._lock:
-            self._futures.pop(id(future), None)
-            self._ended += 1
-            if future._failure is not None:
-                self._failed = [other for other in self._failed if not other.collected]
-                self._failed.append(future)
-
-
-def _end(engine: Any, cuda: "list[CudaTransfers]", in_flight: _InFlight, process: int) -> None:
+def _end(engine: Any, cuda: "list[CudaTransfers]", in_flight: InFlight, process: int) -> None:
     """Do what close does for an AsyncIO that is dropped, or when Python ends."""
     if os.getpid() != process:
         return

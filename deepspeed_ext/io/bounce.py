@@ -66,20 +66,24 @@ class BounceTransfers:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def read(self, tensor: Tensor, target: Any, offset: int) -> Job:
+    def read(self, tensor: Tensor, target: Any, offset: int, owner: object = None) -> Job:
         """Begin to fill a tensor from a file, after what the current stream does with it now.
 
         Args:
             tensor: contiguous; stays as it is until the job is done or has failed half-way.
             target: path or open file.
             offset: in the file.
+            owner: who calls close(); lives as long as the transfer, so that no garbage collection
+                ends it meanwhile, perhaps in the thread that it would wait for.
 
         Raises:
             RuntimeError: this is closed, or was made in another process.
         """
-        return self._start(False, tensor, target, offset, False)
+        return self._start(False, tensor, target, offset, False, owner)
 
-    def write(self, tensor: Tensor, target: Any, offset: int, truncate: bool) -> Job:
+    def write(
+        self, tensor: Tensor, target: Any, offset: int, truncate: bool, owner: object = None
+    ) -> Job:
         """Begin to write a tensor with the values that the current stream has given it by now.
 
         Args:
@@ -87,11 +91,12 @@ class BounceTransfers:
             target: path or open file.
             offset: in the file.
             truncate: whether the file shall end where this ends.
+            owner: as of read.
 
         Raises:
             RuntimeError: this is closed, or was made in another process.
         """
-        return self._start(True, tensor, target, offset, truncate)
+        return self._start(True, tensor, target, offset, truncate, owner)
 
     def close(self) -> None:
         """Wait for all transfers and free the ring; does nothing in a forked child."""
@@ -107,13 +112,22 @@ class BounceTransfers:
             thread.join()
         self._ring = None
 
-    def _start(self, write: bool, tensor: Tensor, target: Any, offset: int, truncate: bool) -> Job:
+    def _start(
+        self,
+        write: bool,
+        tensor: Tensor,
+        target: Any,
+        offset: int,
+        truncate: bool,
+        owner: object,
+    ) -> Job:
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"AsyncIO: engine is used in process {os.getpid()}, expected process "
                 f"{self._process}, which made it; make another one after fork"
             )
-        job = Job(write, tensor, target, offset, truncate, self._copies.mark(tensor))
+        ready = self._copies.mark(tensor)
+        job = Job(write, tensor, target, offset, truncate, ready, owner)
         with self._wake:
             if self._closed:
                 raise RuntimeError("AsyncIO: engine is closed, expected an open one")
@@ -121,7 +135,7 @@ class BounceTransfers:
                 self._ring = self._make_ring()
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="deepspeed_ext-transfers")
-                thread.start()  # or raises; it goes no further than to the lock
+                thread.start()  # comes as far as the lock; if Ctrl-C gets in here, it ends there
                 self._thread = thread
             self._new.append(job)
             self._wake.notify_all()
@@ -151,7 +165,8 @@ class BounceTransfers:
     def _with_new_jobs(self) -> Ring | None:
         """Give the ring what has come since; None when the thread shall end."""
         with self._wake:
-            assert self._ring is not None
+            if self._ring is None or self._thread is not threading.current_thread():
+                return None
             if not self._ring.busy:
                 self._wake.wait_for(lambda: self._new or self._closed, _LINGER)
                 if not self._new:

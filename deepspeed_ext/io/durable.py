@@ -1,6 +1,8 @@
 """Opening and committing a durable tensor store: data file and manifest, in an order that holds."""
 
+import contextlib
 import errno
+from collections.abc import Iterator
 
 from deepspeed_ext.io._native import native
 from deepspeed_ext.io.extents import Extent
@@ -31,6 +33,7 @@ def open_durable(
     try:
         entries = decode(text, file.size())
     except BadManifest as error:
+        file.close()
         raise OSError(errno.EBADMSG, f"TensorStore: {folder.manifest} {error}") from error
     records = {name: _record(name, entry) for name, entry in entries.items()}
     extents = [record.slot.extent for record in records.values() if record.slot]
@@ -51,14 +54,16 @@ def commit(folder: StoreFolder, file: File, ledger: Ledger) -> None:
         return
     try:
         text = encode(ledger.wait_for(snapshot))
-        _sync(folder, file, ledger)
-        folder.prepare(text)
+        with _naming(folder):
+            _sync(folder, file, ledger)
+            folder.prepare(text)
     except BaseException:
         ledger.release(snapshot)
         raise
     ledger.publishing(snapshot)
-    folder.publish()
-    folder.sync()
+    with _naming(folder):
+        folder.publish()
+        folder.sync()
     ledger.published()
 
 
@@ -66,10 +71,20 @@ def _sync(folder: StoreFolder, file: File, ledger: Ledger) -> None:
     try:
         file.sync()
     except OSError as error:
-        text = f"TensorStore: commit of {folder.path} failed: {error.strerror}"
-        failure = OSError(error.errno, text)
-        ledger.distrust(failure)
-        raise failure from error
+        ledger.distrust(_named(folder, error))
+        raise
+
+
+@contextlib.contextmanager
+def _naming(folder: StoreFolder) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _named(folder, error) from error
+
+
+def _named(folder: StoreFolder, error: OSError) -> OSError:
+    return OSError(error.errno, f"TensorStore: commit of {folder.path} failed: {error.strerror}")
 
 
 def _made(folder: StoreFolder, read_only: bool) -> bytes:

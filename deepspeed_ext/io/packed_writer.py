@@ -12,7 +12,7 @@ from deepspeed_ext.io.file import File
 from deepspeed_ext.io.window import Window
 
 LARGE_BYTES = 1 << 20  # of tensors that are written from where they are
-BUFFER_BYTES = 4 << 20  # of small ones that are written together
+BUFFER_BYTES = 4 << 20  # of small ones that are written together; each fits with a page around it
 PIECE_BYTES = 32 << 20  # of large ones written at once; failures show after so much
 HELD_BYTES = 256 << 20  # under way
 

@@ -297,7 +297,7 @@ def _end_loan(callbacks: list[Callable[[], object]], memory: _Memory, process: i
 
 def _register_with_cuda(pages: Any, nbytes: int) -> str | None:
     """Pin pages for CUDA until they go; return why not."""
-    device = torch.cuda.current_device()
+    device = _device_in_use()
     refusal: list[str] = []
 
     def register() -> None:
@@ -321,6 +321,15 @@ def _register_with_cuda(pages: Any, nbytes: int) -> str | None:
         return str(error)
     thread.join()
     return refusal[0] if refusal else None
+
+
+def _device_in_use() -> int:
+    """Return a device with a context, the current one if it has: a new one takes much memory."""
+    current = torch.cuda.current_device()
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    if has_context is None:
+        return current
+    return next(filter(has_context, [current, *range(torch.cuda.device_count())]), current)
 
 
 def _unregister(address: int, device: int, process: int) -> None:

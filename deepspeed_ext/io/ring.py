@@ -66,10 +66,18 @@ class Job:
         offset: in the file.
         truncate: whether the file shall end where a write ends.
         ready: when the tensor may be touched.
+        owner: is kept alive until the job is done.
     """
 
     def __init__(
-        self, write: bool, tensor: Tensor, target: Any, offset: int, truncate: bool, ready: Mark
+        self,
+        write: bool,
+        tensor: Tensor,
+        target: Any,
+        offset: int,
+        truncate: bool,
+        ready: Mark,
+        owner: object = None,
     ) -> None:
         self.write = write
         self.tensor: Tensor | None = tensor
@@ -78,6 +86,7 @@ class Job:
         self.truncate = truncate
         self.nbytes = tensor.numel() * tensor.element_size()
         self.ready: Mark | None = ready
+        self.owner: object = owner
         self.bytes: Tensor | None = None  # the tensor as bytes, once it may be touched
         self.cut = 0  # bytes that pieces have been cut of
         self.is_cut = False  # no more pieces will come
@@ -116,6 +125,7 @@ class Job:
         if self.is_cut and self.in_flight == 0:
             self.tensor = self.bytes = self.target = self.ready = None
             self._done.set()
+            self.owner = None  # may end it, which waits for its jobs
 
 
 class _Piece:

@@ -63,7 +63,11 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
             memory = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.data_ptr())
             layout = (tensor.dtype, tensor.shape, tensor.stride())
             groups[(*memory, *layout, tensor.is_conj(), tensor.is_neg())].append(name)
-    return {name: min(names) for names in groups.values() for name in names if name != min(names)}
+    ties = {}
+    for names in groups.values():
+        kept = min(names)
+        ties.update({name: kept for name in names if name != kept})
+    return ties
 
 
 def lay_out(tensors: Mapping[str, Tensor], page: int) -> dict[str, Entry]:
@@ -108,8 +112,8 @@ def _check(what: str, value: object) -> Tensor:
     if isinstance(value, Tensor):
         if is_dtensor(value):
             raise TypeError(
-                f"{what} is a DTensor, expected a plain torch.Tensor; call full_tensor() on every rank"
-                " before, or save with torch.distributed.checkpoint"
+                f"{what} is a DTensor, expected a plain torch.Tensor; call full_tensor() on every"
+                " rank before, or save with torch.distributed.checkpoint"
             )
         if is_lazy(value):
             raise TypeError(f"{what} has no shape yet, expected values; run the model once")

@@ -1,5 +1,6 @@
 """Settings of the engine that suit a device: the tuner finds them, the user's cache keeps them."""
 
+import errno
 import hashlib
 import json
 import os
@@ -95,10 +96,14 @@ def save(path: str | os.PathLike[str], settings: Settings, **measured: object) -
         The file they are in.
 
     Raises:
-        OSError: the cache folder cannot be written.
+        OSError: there is no cache folder, or it cannot be written.
     """
+    root = cache.configured_root()
+    if root is None:
+        text = "the I/O settings cannot be saved: there is no home folder; set DS_EXT_CACHE"
+        raise OSError(errno.ENOENT, text)
     device = device_of(path)
-    file = _file_of(cache.configured_root() or cache.private_root(), device)
+    file = _file_of(root, device)
     record = {"device": device.number, "source": device.source, "settings": asdict(settings)}
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     new = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")

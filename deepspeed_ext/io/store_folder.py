@@ -34,7 +34,7 @@ class StoreFolder:
             self._make()
         self._lock(path / "store.lock", read_only)
         if not read_only:
-            self._temporary.unlink(missing_ok=True)  # of a writer that was killed
+            self._recover()
 
     def __del__(self) -> None:
         if self._process == os.getpid():
@@ -80,6 +80,13 @@ class StoreFolder:
         except FileExistsError:
             return
         _sync_folder(self.path.parent)
+
+    def _recover(self) -> None:
+        """Tidy up after a writer that was killed."""
+        self._temporary.unlink(missing_ok=True)
+        # It may have replaced the manifest without seeing the folder on the disk. What only the
+        # manifest before needs is going to be overwritten, so that one must not come back.
+        self.sync()
 
     def _lock(self, path: Path, read_only: bool) -> None:
         flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT

@@ -77,7 +77,10 @@ class StoreJob:
 
     def done(self) -> bool:
         """Tell whether it is done."""
-        return self.settled or (self._started.is_set() and self.wait(0))
+        if self.settled:
+            return True
+        inner = self._inner
+        return self._started.is_set() and (inner is None or inner.done()) and self.wait(0)
 
     def check(self) -> None:
         """Raise what went wrong with it."""

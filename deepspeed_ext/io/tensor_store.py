@@ -1,6 +1,5 @@
 """TensorStore: named tensors in a file, scratch or durable."""
 
-import errno
 import logging
 import os
 import sys
@@ -16,16 +15,18 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.io._native import native
-from deepspeed_ext.io.async_io import AsyncIO, _InFlight
+from deepspeed_ext.io.async_io import AsyncIO
 from deepspeed_ext.io.durable import commit, open_durable
 from deepspeed_ext.io.file import File
 from deepspeed_ext.io.future import Future
+from deepspeed_ext.io.in_flight import InFlight
 from deepspeed_ext.io.ledger import Ledger
 from deepspeed_ext.io.manifest import TensorInfo
 from deepspeed_ext.io.space import Space
+from deepspeed_ext.io.store_checks import checksum_of, target_of, verified
 from deepspeed_ext.io.store_folder import StoreFolder
-from deepspeed_ext.io.store_job import Record, StoreJob
-from deepspeed_ext.io.tensors import as_bytes, check_kind, is_plain, overlaps_itself, plain
+from deepspeed_ext.io.store_job import StoreJob
+from deepspeed_ext.io.tensors import check_kind, is_plain, plain
 
 _log = logging.getLogger("deepspeed_ext")
 
@@ -88,7 +89,7 @@ class TensorStore:
             if self._folder is not None:
                 self._folder.close()
             raise
-        self._in_flight = _InFlight()
+        self._in_flight = InFlight("TensorStore")
         self._ending = threading.RLock()  # one commit or close at a time
         self._ended = False
         os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))
@@ -136,7 +137,7 @@ class TensorStore:
             if nbytes:
                 transfer = self._engine.write(memory, self._file, job.record.offset)
             if self.durable:
-                job.record.info = replace(info, checksum=_checksum(memory))
+                job.record.info = replace(info, checksum=checksum_of(memory))
         except BaseException as error:
             job.start(transfer, error)
             raise
@@ -163,7 +164,7 @@ class TensorStore:
         self._check_process()
         job, before = self._ledger.begin_get(name)
         try:
-            tensor = _target(name, job.record.info, out)
+            tensor = target_of(name, job.record.info, out)
             if before is not None:
                 before.wait()
                 before.check()
@@ -178,7 +179,7 @@ class TensorStore:
             job.done()
             raise
         job.start(transfer)
-        verify = partial(_verified, job.record, self._file.path, landing, tensor)
+        verify = partial(verified, job.record, self._file.path, landing, tensor)
         return self._future(job, tensor, verify if self.durable else None)
 
     def delete(self, name: str) -> None:
@@ -352,45 +353,6 @@ class TensorStore:
                 f"TensorStore: {verb} in {self.path}, which is open with read_only=True,"
                 " expected read_only=False"
             )
-
-
-def _target(name: str, info: TensorInfo, out: Tensor | None) -> Tensor:
-    if out is None:
-        return torch.empty(info.shape, dtype=info.dtype)
-    out = check_kind("TensorStore.get: out", out)
-    if out.dtype != info.dtype:
-        raise ValueError(
-            f"TensorStore.get: out has dtype {out.dtype}, expected {info.dtype} as {name!r} has"
-        )
-    if tuple(out.shape) != info.shape:
-        raise ValueError(
-            f"TensorStore.get: out has shape {list(out.shape)}, expected {list(info.shape)} as"
-            f" {name!r} has"
-        )
-    if overlaps_itself(out):
-        raise ValueError(
-            f"TensorStore.get: out has strides {tuple(out.stride())} for shape {list(out.shape)},"
-            " expected elements that do not share memory"
-        )
-    return out
-
-
-def _checksum(memory: Tensor) -> int:
-    return int(native().crc32c(*as_bytes(memory)))
-
-
-def _verified(record: Record, path: str, landing: Tensor, out: Tensor) -> Tensor:
-    """Check what was read and hand it over."""
-    got, want = _checksum(landing), record.info.checksum
-    if got != want:
-        raise OSError(
-            errno.EBADMSG,
-            f"TensorStore: {record.name!r} in {path} has crc32c {got:08x}, expected {want:08x}: its"
-            f" {record.info.nbytes} bytes at offset {record.offset} are not what was put",
-        )
-    if landing is not out:
-        out.detach().copy_(landing)
-    return out
 
 
 def _leave_to_parent(reference: "weakref.ref[TensorStore]") -> None:

@@ -58,11 +58,10 @@ class Report:
     @property
     def achieved(self) -> Rates | None:
         """The best settings' rates as parts of the raw device's; None when that is unknown."""
-        if not self.raw:
-            return None
+        read = max((rates.read for rates in self.raw.values()), default=0)
+        write = max((rates.write for rates in self.raw.values()), default=0)
         got = self.finalists[self.best]
-        read, write = (max(getattr(r, way) for r in self.raw.values()) for way in ("read", "write"))
-        return Rates(got.read / read, got.write / write)
+        return Rates(got.read / read, got.write / write) if read and write else None
 
 
 def tune(
@@ -137,7 +136,7 @@ class _Search:
         self._trial_seconds = 0.0
         file.allocate(0, size)
         # Written once before anything is timed: the first write of a block costs more than others.
-        self._trial(Settings(backend="threads", queue_depth=8), True, size=size)
+        self._trial(Settings(backend="threads"), True, size=size)
         file.sync()
         self._deadline = started + seconds
         self._trial_seconds = max(0.01, 0.95 * (self._deadline - time.monotonic()) / _TRIALS)
@@ -186,6 +185,8 @@ class _Search:
         try:
             engine = native().Engine(**_arguments(settings))
         except OSError:  # more than this system allows, such as aio-max-nr
+            if size:
+                raise
             return 0.0
         try:
             token = engine.register(self._pages.address, self._pages.nbytes)

@@ -1,0 +1,291 @@
+"""The pieces of disk work that the I/O engine is measured with, and what else does them."""
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.disk_rivals import PlainLoop, Seconds, fio_fresh_ways, fio_ways
+from benchmarks.disk_rows import Bar, Row, timed
+from deepspeed_ext import io
+from deepspeed_ext.io._native import native
+from deepspeed_ext.io.pinned import PinnedBuffer
+from deepspeed_ext.io.state_dict import load, save
+
+GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where to work, on how much, and the loop to compare with."""
+
+    folder: Path
+    scale: float
+    plain: PlainLoop
+
+    def scaled(self, count: int, multiple: int = 1) -> int:
+        """Return a number of things for this run, a multiple of `multiple`."""
+        return max(1, round(count * self.scale / multiple)) * multiple
+
+    def plain_ways(self, path: Path, write: bool, size: int) -> dict[str, Seconds]:
+        """Return the loop with 32 threads, for machines without fio."""
+        buffer = PinnedBuffer(min(size, 64 * MIB))
+        address, nbytes, count = buffer.address, buffer.nbytes, size // MIB
+
+        def way(_kept: PinnedBuffer = buffer) -> float:
+            return self.plain(path, write, address, nbytes, count, MIB, 32)
+
+        return {"plain loop, 1 MiB x 32 threads": way}
+
+
+def _pinned(engines: list[io.AsyncIO], nbytes: int) -> Tensor:
+    """Return random bytes in locked memory that the engines have told the kernel about."""
+    buffer = PinnedBuffer(nbytes)
+    if not buffer.pinned:
+        tqdm.write(f"\nmemory is pageable where it should be pinned: {buffer.why_not}")
+    for engine in engines:
+        engine.register(buffer)
+    tensor = buffer.tensor()
+    tensor[: nbytes // 8 * 8].view(torch.int64).random_()
+    return tensor
+
+
+def _written(place: Place, tensor: Tensor) -> Path:
+    """Return a file with these bytes, on the disk: later writes overwrite."""
+    path = place.folder / "data"
+    with io.AsyncIO() as engine:
+        engine.write(tensor, path, truncate=True).result()
+    _evict(path)
+    return path
+
+
+def _evict(path: Path) -> None:
+    """Send a file to the disk and its pages out of memory; once does not always do."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        for _ in range(2):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _move(engine: io.AsyncIO, write: bool, tensor: Tensor, file: Any) -> None:
+    (engine.write if write else engine.read)(tensor, file).result()
+
+
+def _doing(write: bool, what: str) -> str:
+    return f"{'write' if write else 'read'} {what}"
+
+
+def large(place: Place, resources: ExitStack, write: bool) -> Row:
+    """One tensor, against fio with the same block and depth."""
+    engine = resources.enter_context(io.AsyncIO())
+    size = place.scaled(GIB, MIB)
+    tensor = _pinned([engine], size)
+    path = _written(place, tensor)
+    file = native().File(str(path), "update")
+    rivals = fio_ways(path, write, size) or place.plain_ways(path, write, size)
+    ours = {f"AsyncIO {engine.backend}, pinned": timed(partial(_move, engine, write, tensor, file))}
+    title = _doing(write, f"a tensor of {size >> 20} MiB")
+    return Row(title, size, ours | rivals, [Bar((tuple(rivals),), 0.95)])
+
+
+def pageable(place: Place, resources: ExitStack, write: bool) -> Row:
+    """An ordinary tensor at an odd address, against ours in pinned memory."""
+    engine = resources.enter_context(io.AsyncIO())
+    size = place.scaled(GIB, MIB)
+    pinned = _pinned([engine], size)
+    path = _written(place, pinned)
+    file = native().File(str(path), "update")
+    ordinary = torch.empty(size + 1, dtype=torch.uint8)[1:].copy_(pinned)
+    ways = {
+        "AsyncIO, ordinary unaligned tensor": timed(partial(_move, engine, write, ordinary, file)),
+        "AsyncIO, pinned": timed(partial(_move, engine, write, pinned, file)),
+    }
+    title = _doing(write, f"an ordinary tensor of {size >> 20} MiB")
+    return Row(title, size, ways, [Bar((("AsyncIO, pinned",),), 0.85)])
+
+
+def _move_all(engine: io.AsyncIO, write: bool, tensors: list[Tensor], file: Any) -> None:
+    """Move tensors to or from places that follow one another, all at once."""
+    move, offset = engine.write if write else engine.read, 0
+    for tensor in tensors:
+        move(tensor, file, offset)
+        offset += tensor.nbytes
+    engine.wait()
+
+
+def medium(place: Place, resources: ExitStack, write: bool) -> Row:
+    """Many tensors in flight, against fio at the same pattern, in blocks of the better size."""
+    return _many(place, resources, write, place.scaled(256), 4 * MIB)
+
+
+def small(place: Place, resources: ExitStack, write: bool) -> Row:
+    """Very many small tensors, against a plain loop on one thread."""
+    return _many(place, resources, write, place.scaled(10_000), 64 * KIB)
+
+
+def _many(place: Place, resources: ExitStack, write: bool, count: int, each: int) -> Row:
+    engine = resources.enter_context(io.AsyncIO())
+    whole = _pinned([engine], count * each)
+    path = _written(place, whole)
+    file = native().File(str(path), "update")
+    pinned = list(whole.split(each))
+    ordinary = [tensor.clone() for tensor in pinned]
+    ways: dict[str, Seconds] = {
+        "AsyncIO, pinned": timed(partial(_move_all, engine, write, pinned, file)),
+    }
+    if each < MIB:
+        address = whole.data_ptr()
+        loop = partial(place.plain, path, write, address, whole.nbytes, count, each, 1)
+        rivals: dict[str, Seconds] = {"plain direct loop, one thread": loop}
+        times = 2.0
+    else:
+        rivals = fio_ways(path, write, whole.nbytes) or place.plain_ways(path, write, whole.nbytes)
+        rivals |= fio_ways(path, write, whole.nbytes, block=each, note=f", {each >> 20} MiB")
+        times = 0.90
+    # An extra: memory that nobody prepared is copied on its way.
+    extra = {"AsyncIO, ordinary": timed(partial(_move_all, engine, write, ordinary, file))}
+    title = _doing(write, f"{count:,} tensors of {each >> 10:,} KiB")
+    return Row(title, whole.nbytes, ways | rivals | extra, [Bar((tuple(rivals),), times)])
+
+
+def cpu(place: Place, resources: ExitStack) -> Row | str:
+    """The CPU that reading takes, against the libaio backend; several times, as it is little."""
+    engines, times = [], 4
+    for backend in ("io_uring", "libaio"):
+        try:
+            engines.append(resources.enter_context(io.AsyncIO(backend=backend)))
+        except OSError as error:
+            return f"there is no {backend} here: {error}"
+    size = place.scaled(GIB, MIB)
+    tensor = _pinned(engines, size)
+    file = native().File(str(_written(place, tensor)), "read")
+    names = ("AsyncIO io_uring, registered", "AsyncIO libaio")
+
+    def reads(engine: io.AsyncIO) -> None:
+        for _ in range(times):
+            _move(engine, False, tensor, file)
+
+    ways = {n: timed(partial(reads, engine)) for n, engine in zip(names, engines, strict=True)}
+    return Row(
+        f"read {size >> 20} MiB {times} times: seconds of the CPU for a GiB",
+        size * times,
+        ways,
+        [Bar((names[1:],), 0.7, of_cpu=True)],
+    )
+
+
+def _state_dict(place: Place) -> dict[str, Tensor]:
+    """Return a state dict as of a model: big matrices, small vectors."""
+    rows = place.scaled(2048)
+    made = {}
+    for layer in range(32):
+        made[f"layers.{layer}.weight"] = torch.randn(rows, 8192)
+        made[f"layers.{layer}.bias"] = torch.randn(8192)
+    return made
+
+
+def _size_of(state: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in state.values())
+
+
+def state_save(place: Place, resources: ExitStack) -> Row:
+    """A state dict into a fresh file, on the disk in the end."""
+    state = _state_dict(place)
+    size = _size_of(state)
+    path = place.folder / "state"
+
+    def fresh(work: Callable[[], None]) -> float:
+        path.unlink(missing_ok=True)
+        return timed(work)()
+
+    def save_ours() -> None:
+        save(state, path)
+
+    def save_torch() -> None:
+        with path.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    rivals = fio_fresh_ways(place.folder / "fio", size // MIB * MIB)
+    ways: dict[str, Seconds] = {"io.save": partial(fresh, save_ours), **rivals}
+    ways["torch.save + fsync"] = partial(fresh, save_torch)
+    bars = [Bar((tuple(rivals),), 0.90), Bar((("torch.save + fsync",),), 3.0)]
+    return Row(f"save a state dict of {size >> 20} MiB durably into a fresh file", size, ways, bars)
+
+
+def state_load(place: Place, resources: ExitStack) -> Row:
+    """A state dict from the disk, nothing of it in memory."""
+    state = _state_dict(place)
+    size = _size_of(state)
+    ours, torchs = place.folder / "ours", place.folder / "torchs"
+    save(state, ours)
+    torch.save(state, torchs)
+    name, loaded = next(iter(state)), load(ours)
+    if not torch.equal(state[name], loaded[name]):
+        raise RuntimeError("io.load returned other bytes than io.save was given")
+    del state, loaded
+
+    def cold(path: Path, work: Callable[[], object]) -> float:
+        _evict(path)
+        return timed(work)()
+
+    rivals = fio_ways(ours, False, size // MIB * MIB)
+    ways: dict[str, Seconds] = {"io.load": partial(cold, ours, partial(load, ours)), **rivals}
+    ways["torch.load"] = partial(cold, torchs, partial(torch.load, torchs, weights_only=True))
+    bars = [Bar((("torch.load",),), 3.0)]
+    return Row(f"load a state dict of {size >> 20} MiB", size, ways, bars)
+
+
+def cuda(place: Place, resources: ExitStack, write: bool) -> Row | str:
+    """A tensor of the GPU, against the same bytes from host memory, and against the link."""
+    if not torch.cuda.is_available():
+        return "there is no GPU that torch can use"
+    size = place.scaled(8 * GIB, MIB)
+    tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
+    tensor[: size // 8 * 8].view(torch.int64).random_()
+    path = _written(place, tensor)
+    engine = resources.enter_context(io.AsyncIO())
+    file = native().File(str(path), "update")
+    host = torch.empty(min(size, 256 * MIB), dtype=torch.uint8, pin_memory=True)
+
+    def link() -> None:
+        for part in tensor.split(host.nbytes):
+            there = host[: part.nbytes]
+            (there if write else part).copy_(part if write else there, non_blocking=True)
+        torch.cuda.synchronize()
+
+    def ours() -> None:
+        _move(engine, write, tensor, file)
+        torch.cuda.synchronize()
+
+    disk = place.plain_ways(path, write, size) | fio_ways(path, write, size)
+    ways = {"AsyncIO, CUDA tensor": timed(ours), **disk, "copies over the link": timed(link)}
+    bar = Bar((tuple(disk), ("copies over the link",)), 0.90)
+    return Row(_doing(write, f"a CUDA tensor of {size >> 20} MiB"), size, ways, [bar])
+
+
+Work = Callable[[Place, ExitStack], Row | str]
+
+WORKS: dict[str, Work] = {
+    "large-read": partial(large, write=False),
+    "large-write": partial(large, write=True),
+    "pageable-read": partial(pageable, write=False),
+    "pageable-write": partial(pageable, write=True),
+    "medium-read": partial(medium, write=False),
+    "medium-write": partial(medium, write=True),
+    "small-read": partial(small, write=False),
+    "small-write": partial(small, write=True),
+    "cpu": cpu,
+    "state-save": state_save,
+    "state-load": state_load,
+    "cuda-write": partial(cuda, write=True),
+    "cuda-read": partial(cuda, write=False),
+}

@@ -1,0 +1,81 @@
+"""The I/O engine beside fio, plain loops and torch.save: `python -m benchmarks.bench_aio`.
+
+CPU is the seconds of the CPU that this process takes for a GiB. Rates of fio are what fio says;
+with "fixed" it registers its buffers, as ours does.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from tqdm import tqdm
+
+from benchmarks.aio_works import WORKS, Place
+from benchmarks.disk_rivals import PlainLoop, fio_version
+from benchmarks.disk_rows import Found, measure, show
+from benchmarks.harness import ROUNDS, environment
+from deepspeed_ext.io._native import native
+from deepspeed_ext.io.settings import device_of
+
+
+def _described(path: Path, scale: float) -> dict[str, str]:
+    device = device_of(path)
+    probed = native().probe_backends()
+    direct = native().File.scratch(str(path)).direct
+    return environment("cpu") | {
+        "path": f"{path} on {device.source} ({device.file_system})",
+        "backends": ", ".join(name for name, code in probed.items() if code == 0),
+        "direct I/O": "yes" if direct else "no: all goes through the page cache",
+        "fio": fio_version().strip(),
+        "scale": f"{scale:g} of the full sizes",
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--path", type=Path, default=Path("/var/tmp"), help="a folder on the disk")
+    parser.add_argument(
+        "--rows", default=",".join(WORKS), help=f"such as large,cpu; all are {', '.join(WORKS)}"
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="of all sizes, such as 0.1")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    options = parser.parse_args(arguments)
+    wanted = options.rows.split(",")
+    unknown = [word for word in wanted if not any(name.startswith(word) for name in WORKS)]
+    if unknown:
+        parser.error(f"rows are {unknown}, expected some of {', '.join(WORKS)}")
+    if device_of(options.path).file_system in ("tmpfs", "ramfs"):
+        parser.error(f"path {options.path} is in memory, expected a folder on a disk")
+    described = _described(options.path, options.scale)
+    print("\n".join(f"{name:14} {text}" for name, text in described.items()), flush=True)
+    chosen = [name for name in WORKS if name.startswith(tuple(wanted))]
+    results: list[Found] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-aio-", dir=options.path) as folder,
+        tqdm(total=len(chosen) * options.rounds, desc="rounds", disable=None) as progress,
+    ):
+        place = Place(Path(folder), options.scale, PlainLoop())
+        for name in chosen:
+            with ExitStack() as resources:
+                row = WORKS[name](place, resources)
+                if isinstance(row, str):
+                    tqdm.write(f"\n{name}: skipped, {row}")
+                    progress.update(options.rounds)
+                    continue
+                results.append(measure(row, options.rounds, progress))
+            show(results[-1])
+            for file in Path(folder).iterdir():
+                file.unlink()
+    if options.json:
+        rows = [asdict(found) for found in results]
+        options.json.write_text(json.dumps({"environment": described, "results": rows}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Ways to do a piece of disk work that take turns, and the table that shows them."""
+
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from benchmarks.harness import Timing
+
+_WARM_UP = 1
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What is expected of ours.
+
+    Args:
+        rivals: groups of other ways. The best of each counts, and of these the slowest.
+        times: how many times as fast as that ours shall be at least.
+        of_cpu: compare seconds of the CPU, of which ours shall take this part at most.
+    """
+
+    rivals: tuple[tuple[str, ...], ...]
+    times: float
+    of_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """A piece of work; the first way is ours.
+
+    Args:
+        title: what is done.
+        nbytes: that each way moves.
+        ways: by name; each does the work and returns its seconds.
+        bars: what is expected.
+    """
+
+    title: str
+    nbytes: int
+    ways: Mapping[str, Callable[[], float]]
+    bars: Sequence[Bar]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was measured of a row: seconds, and seconds of this process on the CPU."""
+
+    title: str
+    nbytes: int
+    seconds: dict[str, Timing]
+    cpu: dict[str, Timing]
+    verdicts: list[str]
+
+
+def timed(run: Callable[[], object]) -> Callable[[], float]:
+    """Return a way that takes the time itself."""
+
+    def way() -> float:
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
+
+    return way
+
+
+def measure(row: Row, rounds: int, progress: "tqdm[None]") -> Found:
+    """Let the ways take turns; another one begins each round."""
+    seconds: dict[str, list[float]] = {name: [] for name in row.ways}
+    cpu: dict[str, list[float]] = {name: [] for name in row.ways}
+    names = list(row.ways)
+    for first in range(-_WARM_UP, rounds):
+        begin = first % len(names)
+        for name in (*names[begin:], *names[:begin]):
+            before = _cpu_seconds()
+            taken = row.ways[name]()
+            if first >= 0:
+                seconds[name].append(taken)
+                cpu[name].append(_cpu_seconds() - before)
+        if first >= 0:
+            progress.update()
+    timings = {name: Timing.of(values) for name, values in seconds.items()}
+    used = {name: Timing.of(values) for name, values in cpu.items()}
+    verdicts = [_verdict(bar, used if bar.of_cpu else timings) for bar in row.bars]
+    return Found(row.title, row.nbytes, timings, used, verdicts)
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _verdict(bar: Bar, timings: Mapping[str, Timing]) -> str:
+    ours = next(iter(timings.values())).median
+    groups = [[name for name in group if name in timings] for group in bar.rivals]
+    best = [min(group, key=lambda name: timings[name].median) for group in groups if group]
+    if not best:
+        return "nothing to compare with on this machine"
+    rival = max(best, key=lambda name: timings[name].median)
+    theirs = timings[rival].median
+    if bar.of_cpu:
+        word = "reached" if ours <= bar.times * theirs else "MISSED"
+        return f"{ours / theirs:.2f}x the CPU of {rival}, at most {bar.times:.2f}x: {word}"
+    word = "reached" if bar.times * ours <= theirs else "MISSED"
+    return f"{theirs / ours:.2f}x as fast as {rival}, at least {bar.times:.2f}x: {word}"
+
+
+def show(found: Found) -> None:
+    """Print a row as a table of 80 columns; tqdm's bar stays below it."""
+    lines = [
+        f"\n{found.title}",
+        f"{'':38}{'GB/s':>6}  {'least .. most':^14}{'ours is':>9}{'CPU':>9}",
+    ]
+    ours = next(iter(found.seconds.values())).median
+    for name, timing in found.seconds.items():
+        fast = [found.nbytes / value / 1e9 for value in (timing.median, timing.most, timing.least)]
+        ratio = f"{timing.median / ours:.2f}x" if timing.median != ours else ""
+        spent = "" if name.startswith("fio") else f"{_per_gib(found, name):.3f}"
+        spread = f"{fast[1]:.2f} .. {fast[2]:.2f}"
+        lines.append(f"{name:38}{fast[0]:6.2f}  {spread:^14}{ratio:>9}{spent:>9}".rstrip())
+    tqdm.write("\n".join([*lines, *(f"  {verdict}" for verdict in found.verdicts)]))
+
+
+def _per_gib(found: Found, name: str) -> float:
+    return found.cpu[name].median / (found.nbytes / (1 << 30))

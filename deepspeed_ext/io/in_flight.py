@@ -1,0 +1,75 @@
+"""InFlight: the transfers of one owner, kept until their outcome is known to somebody."""
+
+import logging
+import threading
+import time
+
+from deepspeed_ext.io.future import Future, check_timeout
+
+_log = logging.getLogger("deepspeed_ext")
+
+
+class InFlight:
+    """The transfers that have not ended, and those that ended badly without anybody being told.
+
+    Args:
+        owner: whose they are, for error texts.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._futures: dict[int, Future] = {}  # the oldest first
+        self._failed: list[Future] = []
+        self._ended = 0
+
+    def add(self, future: Future) -> None:
+        future._on_settled = self._remove
+        with self._lock:
+            self._futures[id(future)] = future
+        self._let_go()
+
+    def wait(self, timeout: float | None) -> int:
+        """Wait for all of them, count and raise as AsyncIO.wait says."""
+        check_timeout(timeout)
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            futures = list(self._futures.values())
+        for i, future in enumerate(futures):
+            if not future.wait(None if end is None else end - time.monotonic()):
+                raise TimeoutError(
+                    f"{self._owner}: {len(futures) - i} transfers are under way after {timeout} s,"
+                    " expected none; they go on"
+                )
+        with self._lock:
+            ended, self._ended = self._ended, 0
+        untold = self.take_untold()
+        for other in untold[1:]:
+            _log.error("%s: one more transfer failed: %s", self._owner, other)
+        if untold:
+            raise untold[0]
+        return ended
+
+    def take_untold(self) -> list[BaseException]:
+        """Return the failures that nobody was told, and forget them."""
+        with self._lock:
+            failed, self._failed = self._failed, []
+        untold = [future for future in failed if not future.collected]
+        return [failure for future in untold if (failure := future.exception()) is not None]
+
+    def _let_go(self) -> None:
+        """Drop the oldest transfers that have ended: nobody may ever ask for them."""
+        while True:
+            with self._lock:
+                oldest = next(iter(self._futures.values()), None)
+            if oldest is None or not oldest._job.done():
+                return
+            oldest.wait(0)
+
+    def _remove(self, future: Future) -> None:
+        with self._lock:
+            self._futures.pop(id(future), None)
+            self._ended += 1
+            if future._failure is not None:
+                self._failed = [other for other in self._failed if not other.collected]
+                self._failed.append(future)
