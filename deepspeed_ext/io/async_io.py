@@ -187,6 +187,7 @@ class AsyncIO:
         for transfers in self._cuda:
             transfers.close()
         self._engine.close()
+        self._in_flight.release_all()
         self._at_end.detach()
         if failure is not None:
             raise failure
@@ -222,24 +223,34 @@ class AsyncIO:
         if self._closed:
             raise RuntimeError("AsyncIO: engine is closed, expected an open one")
         op = "AsyncIO.write" if write else "AsyncIO.read"
-        address, nbytes = as_bytes(memory)
+        _, nbytes = as_bytes(memory)
         if type(offset) is not int:
             raise TypeError(f"{op}: offset is {a(offset)}, expected an int")
         if not 0 <= offset <= _MOST - nbytes:
             raise ValueError(f"{op}: offset is {offset}, expected 0 to 2^63 - 1 - {nbytes} bytes")
         target = _target(op, path)
         name = target.path if isinstance(target, native().File) else os.fsdecode(target)
+        held = self._in_flight.hold(memory)
+        try:
+            job = self._submit(write, memory, target, offset, truncate)
+        except Exception:  # it has not begun
+            self._in_flight.release(held)
+            raise
+        what = f"{'write' if write else 'read'} at offset {offset} of {name}"
+        future = Future(job, tensor, finish, (memory,), what)
+        self._in_flight.add(future)
+        self._in_flight.release(held)
+        return future
+
+    def _submit(self, write: bool, memory: Tensor, target: Any, offset: int, truncate: bool) -> Job:
         job: Job
         if not memory.is_cuda:
-            job = self._engine.submit(write, target, address, nbytes, offset, truncate)
+            job = self._engine.submit(write, target, *as_bytes(memory), offset, truncate)
         elif write:
             job = self._cuda_transfers().write(memory, target, offset, truncate, self)
         else:
             job = self._cuda_transfers().read(memory, target, offset, self)
-        what = f"{'write' if write else 'read'} at offset {offset} of {name}"
-        future = Future(job, tensor, finish, (memory,), what)
-        self._in_flight.add(future)
-        return future
+        return job
 
     def _cuda_transfers(self) -> "CudaTransfers":
         from deepspeed_ext.io.cuda import CudaTransfers
@@ -265,6 +276,7 @@ def _end(engine: Any, cuda: "list[CudaTransfers]", in_flight: InFlight, process:
     for transfers in cuda:
         transfers.close()
     engine.close()
+    in_flight.release_all()
     try:
         in_flight.wait(None)
     except OSError as failure:

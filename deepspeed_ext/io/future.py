@@ -82,7 +82,7 @@ class Future:
         """
         failure = self.exception(timeout)
         if failure is not None:
-            raise failure
+            raise failure.with_traceback(None)  # or that of every caller before would stay alive
         return self._tensor
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -105,17 +105,16 @@ class Future:
 
     def done(self) -> bool:
         """Tell whether the transfer has ended, well or not."""
-        return self._settled or (self._job.done() and self.wait(0))
+        if self._settled:
+            return True
+        self._check_process()
+        return self._job.done() and self.wait(0)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait at most so long (None: as long as it takes) and tell whether it has ended."""
         if self._settled:
             return True
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                f"aio: {self._what} is waited for in process {os.getpid()}, expected process"
-                f" {self._process}, which began it"
-            )
+        self._check_process()
         end = None if seconds is None else time.monotonic() + seconds
         while True:  # in slices, so that Ctrl-C gets through
             left = _SLICE if end is None else min(_SLICE, end - time.monotonic())
@@ -129,7 +128,14 @@ class Future:
         """Raise what went wrong with a transfer that has ended."""
         self.collected = True
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.with_traceback(None)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"aio: {self._what} is waited for in process {os.getpid()}, expected process"
+                f" {self._process}, which began it"
+            )
 
     def _settle(self) -> None:
         """Take down how it ended, and let go of what it needed."""
@@ -141,7 +147,7 @@ class Future:
                 if self._finish is not None:
                     self._tensor = self._finish()
             except Exception as failure:
-                self._failure = failure
+                self._failure = failure.with_traceback(None)
             self._finish = None
             self._sources = ()
             if self._on_settled is not None:

@@ -22,6 +22,27 @@ class InFlight:
         self._futures: dict[int, Future] = {}  # the oldest first
         self._failed: list[Future] = []
         self._ended = 0
+        self._held: dict[object, object] = {}
+
+    def hold(self, memory: object) -> object:
+        """Keep memory alive from before a transfer begins until its Future is here.
+
+        Ctrl-C may come in between. Then nobody knows whether it began, and the memory stays.
+
+        Returns:
+            What `release` takes.
+        """
+        token = object()
+        self._held[token] = memory
+        return token
+
+    def release(self, token: object) -> None:
+        """Let go of what `hold` was given."""
+        self._held.pop(token, None)
+
+    def release_all(self) -> None:
+        """Let go of all that is held, as nothing is under way any more."""
+        self._held.clear()
 
     def add(self, future: Future) -> None:
         future._on_settled = self._remove
@@ -47,7 +68,7 @@ class InFlight:
         for other in untold[1:]:
             _log.error("%s: one more transfer failed: %s", self._owner, other)
         if untold:
-            raise untold[0]
+            raise untold[0].with_traceback(None)
         return ended
 
     def take_untold(self) -> list[BaseException]:

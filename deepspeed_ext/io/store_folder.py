@@ -18,7 +18,7 @@ class StoreFolder:
         read_only: share the folder with other readers, and change nothing.
 
     Raises:
-        FileNotFoundError: there is no such folder, or for a writer no parent of it.
+        FileNotFoundError: a writer's folder has no parent.
         BlockingIOError: another process has it.
     """
 
@@ -93,8 +93,8 @@ class StoreFolder:
         try:
             self._fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
         except FileNotFoundError:
-            if read_only and self.manifest.exists():
-                return  # a copy without it, perhaps where nobody can write
+            if read_only:
+                return  # a copy without it, perhaps where nobody can write; or no store at all
             raise
         try:
             self._take(read_only)

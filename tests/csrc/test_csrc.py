@@ -17,6 +17,9 @@ from deepspeed_ext.op_builder.registry import OPS
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
 ISA = "common/simd/isa.cpp"
+BACKENDS = [f"aio/backend{which}.cpp" for which in ("", "_uring", "_libaio", "_threads")]
+ENGINE = [*BACKENDS, *(f"aio/{x}.cpp" for x in ("engine", "worker", "queue", "regions", "file"))]
+ENGINE += ["aio/page_buffer.cpp"]
 PROGRAMS = {  # with the sources that each is linked with
     "dtype": [],
     "chunks": [],
@@ -28,7 +31,14 @@ PROGRAMS = {  # with the sources that each is linked with
     "lamb": [ISA, "optimizers/lamb_cpu.cpp"],
     "sum": [ISA],
     "l2_norm": [ISA, "optimizers/l2_norm_cpu.cpp"],
+    "aio_plan": [],
+    "aio_backends": BACKENDS,
+    "aio_wake": BACKENDS,
+    "aio_engine": ENGINE,
+    "aio_errors": ENGINE,
+    "aio_faults": ENGINE,
 }
+THREADED = ["aio_wake", "aio_engine", "aio_faults"]
 SANITIZE = ["-O1", "-g1", "-fno-sanitize-recover=all"]
 
 
@@ -57,14 +67,21 @@ class Way:
 
 
 WAYS = {
-    "product": Way("", [], ["isa", "vec", "vec_memory", "l2_norm", "steps", "storage", "lamb"]),
+    "product": Way(
+        "", [], ["isa", "vec", "vec_memory", "l2_norm", "steps", "storage", "lamb", "aio_engine"]
+    ),
     "sanitized": Way("", [*SANITIZE, "-fsanitize=address,undefined"], list(PROGRAMS)),
-    "threads": Way("", [*SANITIZE, "-fsanitize=thread"], ["steps", "storage", "lamb"]),
-    "clang": Way("clang++", [], ["vec", "vec_memory", "l2_norm", "steps"], packages="clang"),
+    "threads": Way("", [*SANITIZE, "-fsanitize=thread"], ["steps", "storage", "lamb", *THREADED]),
+    "clang": Way(
+        "clang++",
+        [],
+        ["vec", "vec_memory", "l2_norm", "steps", "aio_backends"],
+        packages="clang",
+    ),
     "arm": Way(
         "aarch64-linux-gnu-g++",
         ["-static"],
-        list(PROGRAMS),
+        [program for program in PROGRAMS if PROGRAMS[program] != ENGINE],
         emulator="qemu-aarch64",
         packages="g++-aarch64-linux-gnu qemu-user",
     ),
@@ -72,16 +89,31 @@ WAYS = {
 CASES = [(way, program) for way in WAYS for program in WAYS[way].programs]
 
 
-def compile_program(way: str, program: str, folder: Path) -> Path:
-    """Compile one program one way; a warning is an error."""
+def compiler_of(way: str) -> list[str]:
+    """Return the start of every command that compiles this way; a warning is an error."""
     compiler = [WAYS[way].compiler] if WAYS[way].compiler else toolchain.cxx()
     flags = [*toolchain.compile_flags(OPS[0], ""), "-Werror", "-pthread", *WAYS[way].flags]
-    sources = [HERE / f"test_{program}.cpp", *(CSRC / source for source in PROGRAMS[program])]
+    return [*compiler, *flags, f"-I{CSRC}", f"-I{HERE}"]
+
+
+def compile_source(way: str, source: str, folder: Path) -> Path:
+    """Compile one source one way, for all programs that are linked with it."""
+    target = folder / f"{source.replace('/', '_')}_{way}.o"
+    call([*compiler_of(way), "-c", str(CSRC / source), "-o", str(target)])
+    return target
+
+
+def compile_program(way: str, program: str, objects: list[Future[Path]], folder: Path) -> Path:
+    """Compile one program one way, and link it with these."""
     target = folder / f"{program}_{way}"
-    command = [*compiler, *flags, f"-I{CSRC}", f"-I{HERE}", *map(str, sources), "-o", str(target)]
+    sources = [str(HERE / f"test_{program}.cpp"), *(str(each.result()) for each in objects)]
+    call([*compiler_of(way), *sources, "-o", str(target)])
+    return target
+
+
+def call(command: list[str]) -> None:
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    return target
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +123,19 @@ def compiled(
     """Compile what the collected tests use, in their order, while they already run."""
     wanted = [case for item in request.session.items for case in cases_of(item)]
     folder = tmp_path_factory.mktemp("csrc")
+    objects: dict[tuple[str, str], Future[Path]] = {}
+    programs: dict[tuple[str, str], Future[Path]] = {}
     with ThreadPoolExecutor(2) as pool:
-        futures = {
-            case: pool.submit(compile_program, case[0], case[1], folder)
-            for case in dict.fromkeys(wanted)
-            if not WAYS[case[0]].missing()
-        }
-        yield futures
+        for way, program in dict.fromkeys(wanted):
+            if WAYS[way].missing():
+                continue
+            sources = [(way, source) for source in PROGRAMS[program]]
+            for key in sources:  # before the program that waits for them, so that nothing is stuck
+                if key not in objects:
+                    objects[key] = pool.submit(compile_source, *key, folder)
+            needed = [objects[key] for key in sources]
+            programs[way, program] = pool.submit(compile_program, way, program, needed, folder)
+        yield programs
         pool.shutdown(cancel_futures=True)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -15,6 +17,7 @@ from types import ModuleType
 import pytest
 
 from deepspeed_ext.op_builder import (
+    OPS,
     BuildError,
     OpSpec,
     aot,
@@ -26,6 +29,7 @@ from deepspeed_ext.op_builder import (
     toolchain,
 )
 from deepspeed_ext.op_builder.build import build
+from deepspeed_ext.op_builder.compile import compile_library
 from deepspeed_ext.op_builder.errors import Unavailable
 from deepspeed_ext.op_builder.sources import digest_of
 
@@ -219,9 +223,21 @@ runpy.run_path("setup.py", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(("asked", "tag"), [("1", "cp"), ("0", "py3-none-any")])
+NUMBER = f"cp{sys.version_info.major}{sys.version_info.minor}"
+PLATFORM = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+
+
+@pytest.mark.parametrize(
+    ("asked", "spec", "tag"),
+    [
+        ("1", SPEC, f"{NUMBER}-{NUMBER}-{PLATFORM}"),
+        ("1", replace(SPEC, needs=()), f"py3-none-{PLATFORM}"),
+        ("0", SPEC, "py3-none-any"),
+    ],
+    ids=["module", "library", "nothing"],
+)
 def test_a_wheel_with_a_module_is_for_this_python(
-    asked: str, tag: str, built: Path, tmp_path: Path
+    asked: str, spec: OpSpec, tag: str, built: Path, tmp_path: Path
 ) -> None:
     tree = tmp_path / "tree"
     tree.mkdir()
@@ -234,7 +250,7 @@ def test_a_wheel_with_a_module_is_for_this_python(
     (tree / "deepspeed_ext" / "__init__.py").symlink_to(init)
     out = tmp_path / "dist"
     done = subprocess.run(
-        [sys.executable, "-c", TREE.format(out=str(out), spec=SPEC, built=str(built))],
+        [sys.executable, "-c", TREE.format(out=str(out), spec=spec, built=str(built))],
         cwd=tree,
         env={**os.environ, "DS_BUILD_TINY_MODULE": asked},
         capture_output=True,
@@ -242,7 +258,24 @@ def test_a_wheel_with_a_module_is_for_this_python(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = out.glob("*.whl")
-    if tag == "cp":
-        number = f"cp{sys.version_info.major}{sys.version_info.minor}"
-        tag = f"{number}-{number}-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
     assert wheel.name.endswith(f"-{tag}.whl")
+
+
+def test_the_io_engine_compiles_without_warnings_and_needs_no_other_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if CANNOT_BUILD:
+        pytest.skip(CANNOT_BUILD[0])
+    row = next(spec for spec in OPS if spec.name == "async_io")
+    library = compile_library(row, tmp_path)  # with DS_EXT_WERROR=1, as all here
+    monkeypatch.undo()
+    monkeypatch.setenv("DS_EXT_LIBRARY_ASYNC_IO", str(library))
+    code = "from deepspeed_ext.op_builder import load_module as load; print(load('async_io').File)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "<class 'async_io.File'>\n", done.stderr
+    if shutil.which("readelf") is None:
+        pytest.skip("there is no readelf on PATH")
+    read = subprocess.run(["readelf", "-d", library], check=True, capture_output=True, text=True)
+    needed = set(re.findall(r"\(NEEDED\).*\[(\w+)", read.stdout))
+    assert "libstdc" in needed
+    assert needed <= {"libstdc", "libm", "libgcc_s", "libc", "libpthread", "ld"}

@@ -1,0 +1,107 @@
+"""Tensors that share memory, overlap, have strides, or begin anywhere: which bytes are saved."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from state_dict_cases import MIB, assert_same, bits, header_of, random_tensor
+
+from deepspeed_ext.io.state_dict import inspect, load, save
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.safetensors"
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(50, 8)
+        self.head = torch.nn.Linear(8, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_tied_tensors_are_kept_once_as_the_package_does(path: Path, tmp_path: Path) -> None:
+    model, theirs = Tied(), tmp_path / "theirs"
+    save(model.state_dict(), path)
+    safetensors.torch.save_model(model, str(theirs))
+    assert header_of(path)[0] == header_of(theirs)[0]
+    for file in (path, theirs):
+        loaded = load(file)
+        assert loaded["head.weight"] is loaded["embedding.weight"]
+        assert_same(loaded, model.state_dict())
+        other = Tied()
+        assert safetensors.torch.load_model(other, str(file)) == (set(), [])
+        assert torch.equal(other.head.weight, model.head.weight)
+        about = inspect(file)
+        assert about.tensors["head.weight"].tied_to == "embedding.weight"
+        assert about.tensors["head.weight"].shape == (50, 8) and about.metadata == {}
+
+
+def test_what_only_overlaps_is_kept_apart(path: Path) -> None:
+    base = random_tensor((64, 64))
+    state = {
+        "base": base,
+        "transposed": base.t(),
+        "flat": base.view(-1),
+        "bits": base.view(torch.int32),
+        "row": base[3],
+        "rows": base[2:7],
+        "same rows": base[2:7],
+        "parameter": torch.nn.Parameter(base),
+        "conjugate": random_tensor((9,), torch.complex64).conj(),
+        "negative": random_tensor((9,), torch.complex64).conj().imag,
+        "expanded": torch.arange(3.0).expand(5, 3),
+    }
+    save(state, path)
+    loaded = load(path)
+    assert_same(loaded, {name: tensor.detach() for name, tensor in state.items()})
+    same = {(a, b) for a in loaded for b in loaded if a < b and loaded[a] is loaded[b]}
+    assert same == {("base", "parameter"), ("rows", "same rows")}
+    pointers = {tensor.data_ptr() for tensor in loaded.values()}
+    assert len(pointers) == len(loaded) - 2
+    conjugated = {"a": base.view(torch.complex64), "b": base.view(torch.complex64).conj()}
+    save(conjugated, path)
+    assert_same(load(path), {name: tensor.resolve_conj() for name, tensor in conjugated.items()})
+
+
+@pytest.mark.parametrize("nbytes", [400, MIB, 3 * MIB + 12])
+def test_strided_tensors_are_saved_in_a_row(path: Path, nbytes: int) -> None:
+    tensor = random_tensor((4, nbytes // 16)).t()
+    state = {
+        "a": tensor,
+        "b": tensor[::2],
+        "c": random_tensor((2, 3, 5, 7)).to(memory_format=torch.channels_last),
+    }
+    save(state, path)
+    loaded = load(path)
+    assert_same(loaded, state)
+    assert all(value.is_contiguous() for value in loaded.values())
+    assert_same(safetensors.torch.load_file(path), state)
+
+
+def test_tensors_that_require_grad_and_inference_tensors(path: Path) -> None:
+    with torch.inference_mode():
+        inference = torch.ones(3)
+    state = {"p": torch.ones(2, requires_grad=True) * 2, "i": inference}
+    save(state, path)
+    loaded = load(path)
+    assert not loaded["p"].requires_grad and loaded["p"].is_leaf
+    assert_same(loaded, state)
+
+
+def test_unaligned_memory(path: Path) -> None:
+    """Tensors may begin anywhere, also between elements."""
+    room = ctypes.create_string_buffer(random_tensor((2 * MIB,), torch.uint8).numpy().tobytes())
+    state = {
+        f"{shift}": torch.frombuffer(room, dtype=torch.float32, offset=shift, count=MIB // 4 + 9)
+        for shift in (0, 1, 2, 3, 5)
+    }
+    save(state, path)
+    loaded = load(path)
+    for shift in (0, 1, 2, 3, 5):
+        expected = torch.frombuffer(room, dtype=torch.uint8, offset=shift, count=MIB + 36)
+        assert torch.equal(bits(loaded[f"{shift}"]), expected)
