@@ -108,7 +108,10 @@ class Future:
         if self._settled:
             return True
         self._check_process()
-        return self._job.done() and self.wait(0)
+        if not self._job.done():
+            return False
+        self._settle()
+        return True
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait at most so long (None: as long as it takes) and tell whether it has ended."""

@@ -83,9 +83,8 @@ class InFlight:
         while True:
             with self._lock:
                 oldest = next(iter(self._futures.values()), None)
-            if oldest is None or not oldest._job.done():
+            if oldest is None or not oldest.done():
                 return
-            oldest.wait(0)
 
     def _remove(self, future: Future) -> None:
         with self._lock:
