@@ -37,7 +37,7 @@ class NewFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], durable: bool = True) -> None:
-        self.path = os.path.realpath(os.fsdecode(path))
+        self.path = _followed(os.path.join(os.getcwd(), os.fsdecode(path)))
         self._durable = durable
         self._folder, name = os.path.split(self.path)
         # Not made of the name, to which nothing could be added if it is as long as names may be.
@@ -196,3 +196,14 @@ def _sync_folder(folder: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _followed(path: str) -> str:
+    """Return what a symbolic link points to; links on the way there are the kernel's business."""
+    for _ in range(40):  # as many as the kernel follows
+        try:
+            target = os.readlink(path)
+        except OSError:  # it is none, or is not there
+            return path
+        path = os.path.join(os.path.dirname(path), target)
+    raise OSError(errno.ELOOP, f"io.save: {path} has too many symbolic links, expected at most 40")
