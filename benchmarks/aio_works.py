@@ -1,7 +1,9 @@
 """The pieces of disk work that the I/O engine is measured with, and what else does them."""
 
+import contextlib
+import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -45,9 +47,10 @@ class Place:
         return {"plain loop, 1 MiB x 32 threads": way}
 
 
-def _pinned(engines: list[io.AsyncIO], nbytes: int) -> Tensor:
+def _pinned(engines: list[io.AsyncIO], nbytes: int, huge: bool = True) -> Tensor:
     """Return random bytes in locked memory that the engines have told the kernel about."""
-    buffer = PinnedBuffer(nbytes)
+    with contextlib.nullcontext() if huge else _small_pages():
+        buffer = PinnedBuffer(nbytes)
     if not buffer.pinned:
         tqdm.write(f"\nmemory is pageable where it should be pinned: {buffer.why_not}")
     for engine in engines:
@@ -55,6 +58,19 @@ def _pinned(engines: list[io.AsyncIO], nbytes: int) -> Tensor:
     tensor = buffer.tensor()
     tensor[: nbytes // 8 * 8].view(torch.int64).random_()
     return tensor
+
+
+@contextlib.contextmanager
+def _small_pages() -> Iterator[None]:
+    """Keep this process from huge pages, as on machines where they are off."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    set_huge_pages_off = 41  # PR_SET_THP_DISABLE
+    if libc.prctl(set_huge_pages_off, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl cannot turn huge pages off")
+    try:
+        yield
+    finally:
+        libc.prctl(set_huge_pages_off, 0, 0, 0, 0)
 
 
 def _written(place: Place, tensor: Tensor) -> Path:
@@ -155,7 +171,7 @@ def _many(place: Place, resources: ExitStack, write: bool, count: int, each: int
     return Row(title, whole.nbytes, ways | rivals | extra, [Bar((tuple(rivals),), times)])
 
 
-def cpu(place: Place, resources: ExitStack) -> Row | str:
+def cpu(place: Place, resources: ExitStack, huge: bool) -> Row | str:
     """The CPU that reading takes, against the libaio backend; several times, as it is little."""
     engines, times = [], 4
     for backend in ("io_uring", "libaio"):
@@ -164,7 +180,7 @@ def cpu(place: Place, resources: ExitStack) -> Row | str:
         except OSError as error:
             return f"there is no {backend} here: {error}"
     size = place.scaled(GIB, MIB)
-    tensor = _pinned(engines, size)
+    tensor = _pinned(engines, size, huge)
     file = native().File(str(_written(place, tensor)), "read")
     names = ("AsyncIO io_uring, registered", "AsyncIO libaio")
 
@@ -173,12 +189,9 @@ def cpu(place: Place, resources: ExitStack) -> Row | str:
             _move(engine, False, tensor, file)
 
     ways = {n: timed(partial(reads, engine)) for n, engine in zip(names, engines, strict=True)}
-    return Row(
-        f"read {size >> 20} MiB {times} times: seconds of the CPU for a GiB",
-        size * times,
-        ways,
-        [Bar((names[1:],), 0.7, of_cpu=True)],
-    )
+    pages = "huge" if huge else "small"
+    title = f"read {size >> 20} MiB {times} times into {pages} pages: seconds of the CPU for a GiB"
+    return Row(title, size * times, ways, [Bar((names[1:],), 0.7, of_cpu=True)])
 
 
 def _state_dict(place: Place) -> dict[str, Tensor]:
@@ -283,7 +296,8 @@ WORKS: dict[str, Work] = {
     "medium-write": partial(medium, write=True),
     "small-read": partial(small, write=False),
     "small-write": partial(small, write=True),
-    "cpu": cpu,
+    "cpu": partial(cpu, huge=False),
+    "cpu-huge": partial(cpu, huge=True),
     "state-save": state_save,
     "state-load": state_load,
     "cuda-write": partial(cuda, write=True),
