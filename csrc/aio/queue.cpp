@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <new>
 #include <utility>
 
 #include "aio/page_buffer.h"
@@ -49,6 +50,8 @@ std::optional<Work> Queue::take(bool may_copy) {
       start(*request);
     } catch (const IoError& error) {
       failure = describe(*request, error.code());
+    } catch (const std::bad_alloc&) {
+      failure = describe(*request, ENOMEM);
     }
     lock.lock();
     starting_--;
