@@ -40,12 +40,14 @@ int64_t page_buffer_of(const Options& options) {
          largest_granule;
 }
 
-// Signals are for the threads of the caller: while one of these exists, new threads block them all.
+// Signals are for the threads of the caller: while one of these exists, new threads block all but
+// those that a thread causes itself.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
     sigset_t all;
     sigfillset(&all);
+    for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) sigdelset(&all, fault);
     pthread_sigmask(SIG_SETMASK, &all, &before_);
   }
   ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
@@ -80,10 +82,13 @@ class Engine::Core {
   ~Core() { close(); }
 
   void close() {
-    queue.close();
     std::lock_guard lock(closing_);
+    if (workers_.empty()) return;
+    queue.close();
     for (std::thread& thread : threads_) thread.join();
     threads_.clear();
+    regions.close();
+    workers_.clear();  // and with them what the kernel and the page buffers held
   }
 
   Queue queue;

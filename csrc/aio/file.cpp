@@ -54,19 +54,25 @@ bool is_power_of_two(int64_t value) { return value > 0 && (value & (value - 1)) 
 File::File(std::string path, int buffered, int flags)
     : path_(std::move(path)), buffered_(buffered), flags_(flags) {}
 
-File::~File() {
-  if (direct_ >= 0) ::close(direct_);
-  ::close(buffered_);
+File::~File() { abandon(); }
+
+void File::abandon() {
+  for (int* fd : {&direct_, &buffered_}) {
+    if (*fd >= 0) ::close(std::exchange(*fd, -1));
+  }
 }
 
 std::shared_ptr<File> File::open(const std::string& path, Mode mode) {
   const int flags = flags_of(mode) | O_CLOEXEC;
-  const int fd = retried([&] { return ::open(path.c_str(), flags, 0666); });
+  // A pipe would wait for somebody at its other end, and has no offsets anyway.
+  const int fd = retried([&] { return ::open(path.c_str(), flags | O_NONBLOCK, 0666); });
   if (fd == -1) fail("opening", path);
   auto file = std::shared_ptr<File>(new File(path, fd, flags));
-  struct stat
-      kind{};  // a folder can be opened to read, and then fails in as many ways as there are
-  if (fstat(fd, &kind) == 0 && S_ISDIR(kind.st_mode)) fail("opening", path, EISDIR);
+  struct stat kind{};
+  if (fstat(fd, &kind) == -1) fail("opening", path);
+  if (S_ISDIR(kind.st_mode)) fail("opening", path, EISDIR);
+  if (S_ISFIFO(kind.st_mode) || S_ISSOCK(kind.st_mode)) fail("opening", path, ESPIPE);
+  if (fcntl(fd, F_SETFL, flags & ~O_CREAT) == -1) fail("opening", path);
   return file;
 }
 
@@ -132,10 +138,14 @@ void File::truncate(int64_t bytes) const {
 
 void File::allocate(int64_t offset, int64_t bytes) const {
   if (bytes <= 0) return;
+  const std::string what =
+      "reserving " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset) + " of";
+  // Asked for more than there is, file systems hand out all they have, and then fail.
+  const int64_t free = free_bytes();
+  if (free >= 0 && offset + bytes - std::max(size(), offset) > free) fail(what, path_, ENOSPC);
   if (retried([&] { return fallocate(buffered_, 0, offset, bytes); }) == 0) return;
   if (errno == EOPNOTSUPP || errno == ENOSYS) return;
-  fail("reserving " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset) + " of",
-       path_);
+  fail(what, path_);
 }
 
 int64_t File::free_bytes() const {

@@ -29,6 +29,7 @@ class File {
   int direct();           // -1: this file or this file system has none
   Alignment alignment();  // of direct(); granule 0 without it
   void refuse_direct();   // the kernel refused what alignment() allows
+  void abandon();         // closes it at once, under requests of a parent process too
 
   // These throw IoError.
   int64_t size() const;

@@ -18,7 +18,18 @@ namespace py = pybind11;
 namespace dsx::aio {
 namespace {
 
-using Unlocked = py::call_guard<py::gil_scoped_release>;
+// Lets other Python threads run. When Python ends, it ends a daemon thread that comes back for the
+// lock, by an exception of a kind that must get through this destructor.
+class Unlocked {
+ public:
+  Unlocked() : state_(PyEval_SaveThread()) {}
+  ~Unlocked() noexcept(false) { PyEval_RestoreThread(state_); }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
 
 // A File that Python can close while requests on it are still on their way.
 class FileHandle {
@@ -28,6 +39,11 @@ class FileHandle {
   const std::string& path() const { return path_; }
   bool closed() const { return !file_; }
   void close() { file_.reset(); }
+  // In a forked child: requests that only the parent can end hold the file, and its space.
+  void abandon() {
+    if (file_) file_->abandon();
+    file_.reset();
+  }
   const std::shared_ptr<File>& open() const {
     if (!file_) throw py::value_error("aio: file " + path_ + " is closed, expected an open one");
     return file_;
@@ -120,7 +136,7 @@ class NamedEngine {
   }
 
   ~NamedEngine() {
-    const py::gil_scoped_release unlocked;  // it waits for what is in flight
+    const Unlocked unlocked;  // it waits for what is in flight
     engine_.reset();
   }
 
@@ -167,6 +183,7 @@ std::shared_ptr<Request> submit(NamedEngine& engine, bool write, const py::objec
   transfer.bytes = bytes;
   transfer.offset = offset;
   transfer.truncate = truncate;
+  const Unlocked unlocked;  // a worker may hold the queue
   return engine.engine().submit(std::move(transfer));
 }
 
@@ -204,14 +221,14 @@ void bind_file(py::module_& module) {
       .def(py::init([](const py::object& path, const std::string& mode) {
     const std::string name = path_of(path);
     const Mode asked = mode_of(mode);
-    const py::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     return std::make_unique<FileHandle>(File::open(name, asked));
   }),
            py::arg("path"), py::arg("mode"))
       .def_static("scratch",
                   [](const py::object& directory) {
     const std::string name = path_of(directory);
-    const py::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     return std::make_unique<FileHandle>(File::scratch(name));
   }, py::arg("directory"))
       .def_property_readonly("path", [](FileHandle& self) { return text_of(self.path()); })
@@ -227,22 +244,23 @@ void bind_file(py::module_& module) {
       .def("sync",
            [](FileHandle& self) {
     const auto file = self.open();
-    const py::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     file->sync();
   })
       .def("truncate",
            [](FileHandle& self, int64_t bytes) {
     const auto file = self.open();
-    const py::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     file->truncate(bytes);
   }, py::arg("nbytes"))
       .def("allocate",
            [](FileHandle& self, int64_t offset, int64_t bytes) {
     const auto file = self.open();
-    const py::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     file->allocate(offset, bytes);
   }, py::arg("offset"), py::arg("nbytes"))
-      .def("close", &FileHandle::close);
+      .def("close", &FileHandle::close)
+      .def("abandon", &FileHandle::abandon);
 }
 
 void bind_pages(py::module_& module) {
@@ -260,12 +278,12 @@ void bind_pages(py::module_& module) {
           "address", [](Pages& self) { return reinterpret_cast<uintptr_t>(self.buffer.address()); })
       .def_property_readonly("nbytes", [](Pages& self) { return self.buffer.bytes(); })
       .def_readwrite("on_free", &Pages::on_free)
-      .def("lock", [](Pages& self) { return self.buffer.lock(); }, Unlocked());
+      .def("lock", [](Pages& self) { return self.buffer.lock(); }, py::call_guard<Unlocked>());
 }
 
 void bind_engine(py::module_& module) {
   py::class_<Request, std::shared_ptr<Request>>(module, "Request", py::module_local())
-      .def("wait", &Request::wait_for, py::arg("seconds"), Unlocked())
+      .def("wait", &Request::wait_for, py::arg("seconds"), py::call_guard<Unlocked>())
       .def("done", &Request::done)
       .def("check", [](const Request& self) {
     if (const auto failure = self.failure()) {
@@ -282,13 +300,13 @@ void bind_engine(py::module_& module) {
       .def("register",
            [](NamedEngine& self, uintptr_t address, size_t bytes) {
     return self.engine().register_region(reinterpret_cast<void*>(address), bytes);
-  }, py::arg("address"), py::arg("nbytes"), Unlocked())
+  }, py::arg("address"), py::arg("nbytes"), py::call_guard<Unlocked>())
       .def("unregister",
            [](NamedEngine& self, int token) { self.engine().unregister_region(token); },
-           py::arg("token"), Unlocked())
+           py::arg("token"), py::call_guard<Unlocked>())
       .def("stats", [](NamedEngine& self) {
     return dict_of(self.engine().stats());
-  }).def("close", [](NamedEngine& self) { self.engine().close(); }, Unlocked());
+  }).def("close", [](NamedEngine& self) { self.engine().close(); }, py::call_guard<Unlocked>());
 }
 
 }  // namespace
@@ -307,7 +325,7 @@ PYBIND11_MODULE(async_io, module) {
   module.def("probe_backends", &probe_backends);
   module.def("crc32c", [](uintptr_t address, size_t bytes) {
     return crc32c(reinterpret_cast<const void*>(address), bytes);
-  }, py::arg("address"), py::arg("nbytes"), Unlocked());
+  }, py::arg("address"), py::arg("nbytes"), py::call_guard<Unlocked>());
 }
 
 }  // namespace dsx::aio

@@ -25,8 +25,8 @@ PageBuffer::PageBuffer(size_t bytes) : bytes_(bytes) {
   const size_t slack = bytes >= huge_page ? huge_page - page : 0;
   if (bytes > SIZE_MAX - slack - page) throw std::bad_alloc();
   mapped_ = round_up(bytes > 0 ? bytes : 1, page);
-  void* found = mmap(nullptr, mapped_ + slack, PROT_READ | PROT_WRITE,
-                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* found =
+      mmap(nullptr, mapped_ + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (found == MAP_FAILED) throw std::bad_alloc();
   address_ = static_cast<char*>(found);
   if (slack == 0) return;

@@ -19,11 +19,11 @@ struct Alignment {
 };
 
 struct Plan {
-  int64_t head = 0;     // bytes
-  int64_t middle = 0;   // bytes; direct
-  int64_t tail = 0;     // bytes
-  int64_t granule = 0;  // of the middle
-  bool copied = false;  // the middle's address is unaligned: it goes through aligned pages
+  int64_t head = 0;       // bytes
+  int64_t middle = 0;     // bytes; direct
+  int64_t tail = 0;       // bytes
+  Alignment alignment{};  // of the middle
+  bool copied = false;    // the middle's address is unaligned: it goes through aligned pages
 };
 
 constexpr Plan make_plan(int64_t offset, uintptr_t address, int64_t bytes, Alignment alignment) {
@@ -34,7 +34,7 @@ constexpr Plan make_plan(int64_t offset, uintptr_t address, int64_t bytes, Align
   const int64_t middle = (bytes - head) / granule * granule;
   const auto first = address + static_cast<uintptr_t>(head);
   const bool copied = first % static_cast<uintptr_t>(alignment.memory) != 0;
-  return {head, middle, bytes - head - middle, granule, copied};
+  return {head, middle, bytes - head - middle, alignment, copied};
 }
 
 // A part of a transfer that is asked of the kernel at once.
@@ -52,7 +52,8 @@ constexpr Piece cut_piece(const Plan& plan, int64_t start, int64_t block, int64_
   if (start < plan.head) return {start, std::min(block, plan.head - start)};
   if (start >= middle_end) return {start, std::min(block, middle_end + plan.tail - start)};
   const int64_t longest = plan.copied ? std::min(block, page_buffer) : block;
-  const int64_t whole = std::max(longest / plan.granule, int64_t{1}) * plan.granule;
+  const int64_t whole =
+      std::max(longest / plan.alignment.granule, int64_t{1}) * plan.alignment.granule;
   return {start, std::min(whole, middle_end - start), true, plan.copied};
 }
 

@@ -2,6 +2,8 @@
 // when all of them have come back. One that has failed is not cut any further.
 #include "aio/queue.h"
 
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <new>
@@ -11,22 +13,35 @@
 
 namespace dsx::aio {
 
+namespace {
+
+int64_t most_open_files() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return INT64_MAX;
+  return std::max(static_cast<int64_t>(limit.rlim_cur) / 8, int64_t{1});  // of two descriptors
+}
+
+bool is_done(const Request& request) {  // with the mutex held
+  return request.in_flight == 0 && request.cut == request.transfer.bytes;
+}
+
+}  // namespace
+
+Queue::Queue(int64_t block_size, int64_t page_buffer)
+    : block_(block_size), page_buffer_(page_buffer), most_open_(most_open_files()) {}
+
 bool Queue::push(std::shared_ptr<Request> request) {
-  {
-    std::lock_guard lock(mutex_);
-    if (closed_) return false;
-    waiting_.push_back(std::move(request));
-    counters.submitted++;
-  }
+  std::lock_guard lock(mutex_);
+  if (closed_) return false;
+  waiting_.push_back(std::move(request));
+  counters.submitted++;
   on_more();
   return true;
 }
 
 void Queue::close() {
-  {
-    std::lock_guard lock(mutex_);
-    closed_ = true;
-  }
+  std::lock_guard lock(mutex_);
+  closed_ = true;
   on_more();
 }
 
@@ -36,34 +51,59 @@ bool Queue::exhausted() const {
 }
 
 std::optional<Work> Queue::take(bool may_copy) {
-  std::unique_lock lock(mutex_);
   for (;;) {
-    bool blocked = false;
-    if (auto work = cut_next(may_copy, blocked); work || blocked) return work;
-    if (waiting_.empty()) return std::nullopt;
-    auto request = std::move(waiting_.front());
-    waiting_.pop_front();
-    starting_++;
-    lock.unlock();
-    std::optional<Failure> failure;
-    try {
-      start(*request);
-    } catch (const IoError& error) {
-      failure = describe(*request, error.code());
-    } catch (const std::bad_alloc&) {
-      failure = describe(*request, ENOMEM);
+    std::shared_ptr<Request> request;
+    {
+      std::lock_guard lock(mutex_);
+      bool blocked = false;
+      if (auto work = cut_next(may_copy, blocked); work || blocked) return work;
+      request = next_to_begin();
     }
-    lock.lock();
-    starting_--;
-    request->first_failure = std::move(failure);
-    if (request->first_failure || request->transfer.bytes == 0) {
-      request->cut = request->transfer.bytes;
-      complete_if_done(request);
-    } else {
-      cutting_.push_back(std::move(request));
-      on_more();
-    }
+    if (!request || !begin(request)) return std::nullopt;
   }
+}
+
+std::shared_ptr<Request> Queue::next_to_begin() {
+  if (waiting_.empty()) return nullptr;
+  if (waiting_.front()->opens) {
+    wants_file_ = open_ >= most_open_;
+    if (wants_file_) return nullptr;
+    open_++;
+  }
+  auto request = std::move(waiting_.front());
+  waiting_.pop_front();
+  starting_++;
+  return request;
+}
+
+// False: it has to wait until another one has closed its file.
+bool Queue::begin(const std::shared_ptr<Request>& request) {
+  std::optional<Failure> failure;
+  try {
+    start(*request);
+  } catch (const IoError& error) {
+    failure = describe(*request, error.code());
+  } catch (const std::bad_alloc&) {
+    failure = describe(*request, ENOMEM);
+  }
+  std::unique_lock lock(mutex_);
+  starting_--;
+  if (failure && (failure->code == EMFILE || failure->code == ENFILE) && open_ > 1) {
+    open_--;
+    wants_file_ = true;
+    waiting_.push_front(request);
+    return false;
+  }
+  if (failure || request->transfer.bytes == 0) {
+    request->first_failure = std::move(failure);
+    request->cut = request->transfer.bytes;
+    lock.unlock();
+    complete(*request);
+  } else {
+    cutting_.push_back(request);
+    on_more();
+  }
+  return true;
 }
 
 std::optional<Work> Queue::cut_next(bool may_copy, bool& blocked) {
@@ -79,32 +119,40 @@ std::optional<Work> Queue::cut_next(bool may_copy, bool& blocked) {
 }
 
 void Queue::finish(const Work& work, std::optional<Failure> failure) {
-  std::lock_guard lock(mutex_);
   const auto& request = work.request;
-  request->in_flight--;
-  if (failure && !request->first_failure) request->first_failure = std::move(failure);
-  if (request->first_failure && request->cut < request->transfer.bytes) {
-    request->cut = request->transfer.bytes;
-    std::erase(cutting_, request);
+  {
+    std::lock_guard lock(mutex_);
+    request->in_flight--;
+    if (failure && !request->first_failure) request->first_failure = std::move(failure);
+    if (request->first_failure && request->cut < request->transfer.bytes) {
+      request->cut = request->transfer.bytes;
+      std::erase(cutting_, request);
+    }
+    if (!is_done(*request)) return;
   }
-  complete_if_done(request);
+  complete(*request);
 }
 
-void Queue::complete_if_done(const std::shared_ptr<Request>& request) {
-  if (request->in_flight > 0 || request->cut < request->transfer.bytes) return;
-  counters.*(request->first_failure ? &Counters::failed : &Counters::completed) += 1;
-  request->file.reset();  // closes it, unless somebody holds it open
-  request->complete(std::move(request->first_failure));
+void Queue::complete(Request& request) {
+  request.file.reset();  // closes it, unless somebody holds it open
+  {
+    std::lock_guard lock(mutex_);
+    if (request.opens) open_--;
+    if (std::exchange(wants_file_, false)) on_more();
+  }
+  counters.*(request.first_failure ? &Counters::failed : &Counters::completed) += 1;
+  request.complete(std::move(request.first_failure));
 }
 
-void Queue::start(Request& request) const {
-  const Transfer& transfer = request.transfer;
+void Queue::start(Request& request) {
+  Transfer& transfer = request.transfer;
   const bool writes = transfer.direction == Direction::write;
-  if (const auto* file = std::get_if<std::shared_ptr<File>>(&transfer.target)) {
-    request.file = *file;
+  if (request.opens) {
+    request.file =
+        File::open(std::get<std::string>(transfer.target), writes ? Mode::write : Mode::read);
   } else {
-    const auto& path = std::get<std::string>(transfer.target);
-    request.file = File::open(path, writes ? Mode::write : Mode::read);
+    request.file = std::get<std::shared_ptr<File>>(transfer.target);
+    transfer.target = request.file->path();  // a request that is done keeps no file open
   }
   File& file = *request.file;
   const int64_t end = transfer.offset + transfer.bytes;
@@ -125,9 +173,7 @@ void Queue::start(Request& request) const {
 namespace {
 
 std::string path_of(const Request& request) {
-  if (request.file) return request.file->path();
-  if (const auto* path = std::get_if<std::string>(&request.transfer.target)) return *path;
-  return std::get<std::shared_ptr<File>>(request.transfer.target)->path();
+  return request.file ? request.file->path() : std::get<std::string>(request.transfer.target);
 }
 
 std::string what_it_is(const Request& request) {

@@ -23,7 +23,7 @@ struct Work {
 
 class Queue {
  public:
-  Queue(int64_t block_size, int64_t page_buffer) : block_(block_size), page_buffer_(page_buffer) {}
+  Queue(int64_t block_size, int64_t page_buffer);
 
   // Called whenever there is more for other workers than there was. Set before the first push.
   std::function<void()> on_more;
@@ -44,16 +44,23 @@ class Queue {
   Counters counters;
 
  private:
-  void start(Request& request) const;                              // throws IoError
-  void complete_if_done(const std::shared_ptr<Request>& request);  // with the mutex held
-  std::optional<Work> cut_next(bool may_copy, bool& blocked);      // with the mutex held
+  static void start(Request& request);  // throws IoError
+  bool begin(const std::shared_ptr<Request>& request);
+  void complete(Request& request);  // without the mutex, as closing a file may take long
+
+  // With the mutex held:
+  std::optional<Work> cut_next(bool may_copy, bool& blocked);
+  std::shared_ptr<Request> next_to_begin();
 
   const int64_t block_;
   const int64_t page_buffer_;
+  const int64_t most_open_;  // files opened for requests: others in this process need some, too
   mutable std::mutex mutex_;
   std::deque<std::shared_ptr<Request>> waiting_;  // not open yet
   std::deque<std::shared_ptr<Request>> cutting_;  // open, with bytes that no piece was cut of
   int starting_ = 0;                              // being opened by a worker
+  int64_t open_ = 0;                              // files opened for requests, or being opened
+  bool wants_file_ = false;                       // a worker has work for when one is closed
   bool closed_ = false;
 };
 

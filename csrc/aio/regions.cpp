@@ -23,7 +23,7 @@ int Regions::add(void* address, size_t bytes) {
   std::lock_guard lock(mutex_);
   const int number = ++last_number_;
   char* begin = static_cast<char*>(address);
-  while (bytes > 0) {
+  while (bytes > 0 && !backends_.empty()) {
     const size_t part = next_part(begin, bytes);
     const int slot = free_slot();
     if (slot < 0 || !fix_everywhere(slot, begin, part)) break;
@@ -42,6 +42,12 @@ void Regions::remove(int number) {
     for (Backend* backend : backends_) backend->unfix(region.slot);
     return true;
   });
+}
+
+void Regions::close() {
+  std::lock_guard lock(mutex_);
+  backends_.clear();
+  regions_.clear();
 }
 
 int Regions::slot_of(const void* address, int64_t bytes) const {

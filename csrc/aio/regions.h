@@ -21,6 +21,7 @@ class Regions {
   // as anywhere else.
   int add(void* address, size_t bytes);
   void remove(int number);  // before the memory goes; nothing may be in flight there
+  void close();             // the backends go
 
   int slot_of(const void* address, int64_t bytes) const;  // -1: in none
 

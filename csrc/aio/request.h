@@ -29,7 +29,8 @@ struct Transfer {
 
 class Request {
  public:
-  explicit Request(Transfer transfer) : transfer(std::move(transfer)) {}
+  explicit Request(Transfer asked)
+      : transfer(std::move(asked)), opens(std::holds_alternative<std::string>(transfer.target)) {}
 
   bool done() const {
     std::lock_guard lock(mutex_);
@@ -56,8 +57,9 @@ class Request {
     changed_.notify_all();
   }
 
-  const Transfer transfer;
-  std::shared_ptr<File> file;  // once it is open; set by the worker that starts the request
+  Transfer transfer;           // its target becomes a path when `file` is set
+  const bool opens;            // the file is opened for this request, and closed with it
+  std::shared_ptr<File> file;  // while the request is under way; set by the worker that starts it
   Plan plan;                   // likewise
 
   // Guarded by the queue's mutex:

@@ -144,7 +144,7 @@ void Worker::advance(Slot& slot) {
   slot.attempts = 0;
   if (op.bytes > 0) {
     counters.resubmitted++;
-    if (was_direct && !is_aligned(op, file.alignment())) op.fd = file.buffered();
+    if (was_direct && !is_aligned(op, request.plan.alignment)) op.fd = file.buffered();
     return submit(slot);
   }
   if (slot.page != nullptr) return landed_.push_back(&slot);

@@ -72,7 +72,7 @@ class AsyncIO:
         self._lock = threading.Lock()
         self._closed = False
         self._at_end = weakref.finalize(
-            self, _end, self._engine, self._cuda, self._in_flight, self._process
+            self, _end_unattended, self._engine, self._cuda, self._in_flight, self._process
         )
 
     def read(self, tensor: Tensor, path: PathOrFile, offset: int = 0) -> Future:
@@ -99,7 +99,8 @@ class AsyncIO:
             )
         torch.autograd.graph.increment_version(tensor)
         if is_plain(tensor):
-            return self._start(False, tensor, tensor, path, offset)
+            # Detached: what the caller does to the tensor, such as `.data =`, leaves the memory.
+            return self._start(False, tensor.detach(), tensor, path, offset)
         staged = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
         def unstage() -> Tensor:
@@ -184,10 +185,10 @@ class AsyncIO:
         except Exception as error:  # Ctrl-C is not one: then it is still open, and can be closed
             failure = error
         self._closed = True
-        for transfers in self._cuda:
-            transfers.close()
-        self._engine.close()
-        self._in_flight.release_all()
+        try:
+            _end(self._engine, self._cuda, self._in_flight)
+        except Exception as error:  # of what other threads began meanwhile
+            failure = failure or error
         self._at_end.detach()
         if failure is not None:
             raise failure
@@ -269,17 +270,24 @@ class AsyncIO:
             )
 
 
-def _end(engine: Any, cuda: "list[CudaTransfers]", in_flight: InFlight, process: int) -> None:
-    """Do what close does for an AsyncIO that is dropped, or when Python ends."""
-    if os.getpid() != process:
-        return
+def _end(engine: Any, cuda: "list[CudaTransfers]", in_flight: InFlight) -> None:
+    """Wait for all that is under way, end the threads, raise what nobody was told."""
     for transfers in cuda:
         transfers.close()
     engine.close()
     in_flight.release_all()
+    in_flight.wait(None)
+
+
+def _end_unattended(
+    engine: Any, cuda: "list[CudaTransfers]", in_flight: InFlight, process: int
+) -> None:
+    """Do what close does for an AsyncIO that is dropped, or when Python ends."""
+    if os.getpid() != process:
+        return
     try:
-        in_flight.wait(None)
-    except OSError as failure:
+        _end(engine, cuda, in_flight)
+    except Exception as failure:
         _log.error("AsyncIO: a transfer failed and nobody asked for it: %s", failure)
 
 

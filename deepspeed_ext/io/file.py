@@ -52,3 +52,6 @@ class File(Protocol):
 
     def close(self) -> None:
         """Close it; more calls do nothing."""
+
+    def abandon(self) -> None:
+        """Close it in a forked child, at once, whatever its parent has under way."""

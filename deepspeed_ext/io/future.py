@@ -59,7 +59,7 @@ class Future:
         what: str = "transfer",
     ) -> None:
         self._job = job
-        self._tensor = tensor
+        self._tensor: Tensor | None = tensor  # None once it has failed
         self._finish = finish
         self._sources = sources
         self._what = what
@@ -83,6 +83,7 @@ class Future:
         failure = self.exception(timeout)
         if failure is not None:
             raise failure.with_traceback(None)  # or that of every caller before would stay alive
+        assert self._tensor is not None
         return self._tensor
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -104,7 +105,7 @@ class Future:
         return self._failure
 
     def done(self) -> bool:
-        """Tell whether the transfer has ended, well or not."""
+        """Tell whether it has ended, well or not; takes its last step, such as a checksum."""
         if self._settled:
             return True
         self._check_process()
@@ -128,7 +129,9 @@ class Future:
                 return False
 
     def check(self) -> None:
-        """Raise what went wrong with a transfer that has ended."""
+        """Raise what went wrong with a transfer that has ended, as `done` has told."""
+        if not self.done():
+            return
         self.collected = True
         if self._failure is not None:
             raise self._failure.with_traceback(None)
@@ -151,6 +154,7 @@ class Future:
                     self._tensor = self._finish()
             except Exception as failure:
                 self._failure = failure.with_traceback(None)
+                self._tensor = None
             self._finish = None
             self._sources = ()
             if self._on_settled is not None:

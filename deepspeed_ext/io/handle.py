@@ -56,8 +56,8 @@ class aio_handle:
         self._engine = AsyncIO(block_size, queue_depth, threads)
         self._single_submit = single_submit
         self._overlap_events = overlap_events
-        self._lock = threading.Lock()  # guards these two
-        self._pending: list[Future] = []  # the oldest first
+        self._lock = threading.RLock()  # guards these two
+        self._pending: dict[int, Future] = {}  # the oldest first
         self._completed = 0  # that no wait() has returned yet
         self._locked: dict[int, tuple[int, bool]] = {}  # by address: bytes, whether really locked
 
@@ -165,13 +165,15 @@ class aio_handle:
                 that completed, are for the next wait().
         """
         with self._lock:
-            futures = list(self._pending)
-        for future in futures:
+            futures = dict(self._pending)
+        for future in futures.values():
             future.wait()
         with self._lock:
-            for future in [future for future in futures if future in self._pending]:
+            for key, future in futures.items():
+                if key not in self._pending:  # another thread has counted it
+                    continue
                 error = future.exception()
-                self._pending.remove(future)
+                del self._pending[key]
                 if error is not None:
                     raise error
                 self._completed += 1
@@ -226,7 +228,7 @@ class aio_handle:
     ) -> int:
         future = self._begin(write, buffer, filename, validate, file_offset)
         with self._lock:
-            self._pending.append(future)
+            self._pending[id(future)] = future
         return 0 if async_ else self.wait()
 
 

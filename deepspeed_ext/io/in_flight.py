@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import deque
 
 from deepspeed_ext.io.future import Future, check_timeout
 
@@ -18,9 +19,11 @@ class InFlight:
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
-        self._lock = threading.Lock()
+        # The collector may drop a store, which waits for its transfers, in the middle of anything
+        # here, so the lock can be taken again, and what it guards changes in single steps.
+        self._lock = threading.RLock()
         self._futures: dict[int, Future] = {}  # the oldest first
-        self._failed: list[Future] = []
+        self._failed: deque[Future] = deque()
         self._ended = 0
         self._held: dict[object, object] = {}
 
@@ -62,19 +65,19 @@ class InFlight:
                     f"{self._owner}: {len(futures) - i} transfers are under way after {timeout} s,"
                     " expected none; they go on"
                 )
-        with self._lock:
-            ended, self._ended = self._ended, 0
         untold = self.take_untold()
         for other in untold[1:]:
             _log.error("%s: one more transfer failed: %s", self._owner, other)
         if untold:
             raise untold[0].with_traceback(None)
+        with self._lock:
+            ended, self._ended = self._ended, 0
         return ended
 
     def take_untold(self) -> list[BaseException]:
         """Return the failures that nobody was told, and forget them."""
         with self._lock:
-            failed, self._failed = self._failed, []
+            failed, self._failed = self._failed, deque()
         untold = [future for future in failed if not future.collected]
         return [failure for future in untold if (failure := future.exception()) is not None]
 
@@ -91,5 +94,6 @@ class InFlight:
             self._futures.pop(id(future), None)
             self._ended += 1
             if future._failure is not None:
-                self._failed = [other for other in self._failed if not other.collected]
                 self._failed.append(future)
+            while self._failed and self._failed[0].collected:
+                self._failed.popleft()

@@ -139,7 +139,7 @@ class PinnedPool:
 
     def _start(self) -> None:
         self._process = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may want memory, too
         self._kept: list[_Memory] = []  # the longest unused first
         # Loans may end in a garbage collection, in the middle of anything: they only leave a note.
         self._ended: deque[_Memory] = deque()
@@ -174,8 +174,7 @@ class PinnedPool:
         """
         if nbytes < 0:
             raise ValueError(f"PinnedPool: nbytes is {nbytes}, expected 0 or more")
-        if self._process != os.getpid():
-            self._start()  # what the parent's pool has is not locked here
+        self._leave_parent()
         with self._lock:
             self._settle()
             memory = self._kept_one(_whole_pages(nbytes)) or self._new(nbytes)
@@ -187,6 +186,7 @@ class PinnedPool:
 
     def trim(self) -> None:
         """Free the memory that nobody uses now."""
+        self._leave_parent()
         with self._lock:
             self._settle()
             self._free_kept(self._pinned_bytes)
@@ -198,6 +198,7 @@ class PinnedPool:
             `pinned_bytes` locked now, in use or kept; `peak` of that; `in_use` bytes of it;
             `pageable` requests so far that got no locked memory; `buffers` that are out now.
         """
+        self._leave_parent()
         with self._lock:
             self._settle()
             return {
@@ -207,6 +208,11 @@ class PinnedPool:
                 "pageable": self._pageable,
                 "buffers": self._buffers,
             }
+
+    def _leave_parent(self) -> None:
+        """Begin anew in a forked child: what the parent's pool has is not locked here."""
+        if self._process != os.getpid():
+            self._start()
 
     def _settle(self) -> None:
         """Take back what has ended since."""

@@ -20,6 +20,7 @@ def check_kind(what: str, tensor: object) -> Tensor:
 
     Raises:
         TypeError: it is no tensor, or one whose elements lie in other tensors or nowhere.
+        ValueError: its memory was freed or cut off.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{what} is {a(tensor)}, expected a torch.Tensor")
@@ -34,7 +35,25 @@ def check_kind(what: str, tensor: object) -> Tensor:
         raise TypeError(f"{what} has quantized dtype {tensor.dtype}, expected a plain dtype")
     if tensor.device.type not in ("cpu", "cuda"):
         raise TypeError(f"{what} is on {tensor.device}, expected cpu or cuda")
+    _check_memory(what, tensor)
     return tensor
+
+
+def _check_memory(what: str, tensor: Tensor) -> None:
+    """Refuse what only seems to have memory, such as FakeTensors and freed parameters of FSDP."""
+    if tensor.numel() == 0:
+        return
+    storage = tensor.untyped_storage()
+    if storage.device.type != tensor.device.type or tensor._is_zerotensor():
+        raise TypeError(f"{what} is {a(tensor)}, expected a torch.Tensor that has values")
+    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in dimensions)
+    needed = (last + 1) * tensor.element_size()
+    if needed > storage.nbytes():
+        raise ValueError(
+            f"{what} has {storage.nbytes()} bytes of memory, expected at least {needed}:"
+            " its storage was freed or resized"
+        )
 
 
 def as_bytes(tensor: Tensor) -> tuple[int, int]:

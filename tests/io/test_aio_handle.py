@@ -230,7 +230,7 @@ def test_validation_notices(
     monkeypatch.setattr("deepspeed_ext.io.handle._COMPARED_AT_ONCE", 1000)
     path, tensor = tmp_path / "file", payload(5001)
     handle.pwrite(tensor, str(path), True, True, 3)
-    handle._pending[0]._job.wait(60)
+    next(iter(handle._pending.values()))._job.wait(60)
     content = bytearray(path.read_bytes())
     content[4003] ^= 1
     path.write_bytes(content)
