@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.disk_rivals import PlainLoop, Seconds, fio_fresh_ways, fio_ways
-from benchmarks.disk_rows import Bar, Row, timed
+from benchmarks.disk_rivals import PlainLoop, fio_fresh_ways, fio_ways
+from benchmarks.disk_rows import Bar, Row, Spent, Way, timed
 from deepspeed_ext import io
 from deepspeed_ext.io._native import native
 from deepspeed_ext.io.pinned import PinnedBuffer
@@ -36,12 +36,12 @@ class Place:
         """Return a number of things for this run, a multiple of `multiple`."""
         return max(1, round(count * self.scale / multiple)) * multiple
 
-    def plain_ways(self, path: Path, write: bool, size: int) -> dict[str, Seconds]:
+    def plain_ways(self, path: Path, write: bool, size: int) -> dict[str, Way]:
         """Return the loop with 32 threads, for machines without fio."""
         buffer = PinnedBuffer(min(size, 64 * MIB))
         address, nbytes, count = buffer.address, buffer.nbytes, size // MIB
 
-        def way(_kept: PinnedBuffer = buffer) -> float:
+        def way(_kept: PinnedBuffer = buffer) -> Spent:
             return self.plain(path, write, address, nbytes, count, MIB, 32)
 
         return {"plain loop, 1 MiB x 32 threads": way}
@@ -164,13 +164,13 @@ def _many(place: Place, resources: ExitStack, write: bool, count: int, each: int
     file = native().File(str(path), "update")
     pinned = list(whole.split(each))
     ordinary = [tensor.clone() for tensor in pinned]
-    ways: dict[str, Seconds] = {
+    ways: dict[str, Way] = {
         "AsyncIO, pinned": timed(partial(_move_all, engine, write, pinned, file)),
     }
     if each < MIB:
         address = whole.data_ptr()
         loop = partial(place.plain, path, write, address, whole.nbytes, count, each, 1)
-        rivals: dict[str, Seconds] = {"plain direct loop, one thread": loop}
+        rivals: dict[str, Way] = {"plain direct loop, one thread": loop}
         times = 2.0
     else:
         rivals = fio_ways(path, write, whole.nbytes) or place.plain_ways(path, write, whole.nbytes)
@@ -225,23 +225,27 @@ def state_save(place: Place, resources: ExitStack) -> Row:
     size = _size_of(state)
     path = place.folder / "state"
 
-    def fresh(work: Callable[[], None]) -> float:
+    def fresh(work: Callable[[], None]) -> Spent:
         path.unlink(missing_ok=True)
         return timed(work)()
 
     def save_ours() -> None:
         save(state, path)
 
-    def save_torch() -> None:
-        with path.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
+    def save_torch(checksums: bool) -> None:
+        before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(checksums)
+        torch.save(state, path)
+        torch.serialization.set_crc32_options(before)
+        with path.open("rb") as file:
             os.fsync(file.fileno())
 
     rivals = fio_fresh_ways(place.folder / "fio", size // MIB * MIB)
-    ways: dict[str, Seconds] = {"io.save": partial(fresh, save_ours), **rivals}
-    ways["torch.save + fsync"] = partial(fresh, save_torch)
-    bars = [Bar((tuple(rivals),), 0.90), Bar((("torch.save + fsync",),), 3.0)]
+    ways: dict[str, Way] = {"io.save": partial(fresh, save_ours), **rivals}
+    torchs = ("torch.save + fsync", "torch.save + fsync, no CRC-32")
+    for name, checksums in zip(torchs, (True, False), strict=True):
+        ways[name] = partial(fresh, partial(save_torch, checksums))
+    bars = [Bar((tuple(rivals),), 0.90), *(Bar(((name,),), 3.0) for name in torchs)]
     return Row(f"save a state dict of {size >> 20} MiB durably into a fresh file", size, ways, bars)
 
 
@@ -257,13 +261,13 @@ def state_load(place: Place, resources: ExitStack) -> Row:
         raise RuntimeError("io.load returned other bytes than io.save was given")
     del state, loaded
 
-    def cold(path: Path, work: Callable[[], object]) -> float:
+    def cold(path: Path, work: Callable[[], object]) -> Spent:
         _evict(path)
         _warm_memory(2 * size)
         return timed(work)()
 
     rivals = fio_ways(ours, False, size // MIB * MIB)
-    ways: dict[str, Seconds] = {"io.load": partial(cold, ours, partial(load, ours)), **rivals}
+    ways: dict[str, Way] = {"io.load": partial(cold, ours, partial(load, ours)), **rivals}
     ways["torch.load"] = partial(cold, torchs, partial(torch.load, torchs, weights_only=True))
     bars = [Bar((tuple(rivals),), 0.90), Bar((("torch.load",),), 3.0)]
     return Row(f"load a state dict of {size >> 20} MiB", size, ways, bars)

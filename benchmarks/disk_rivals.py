@@ -6,10 +6,13 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
+from tqdm import tqdm
+
+from benchmarks.disk_rows import Spent, Way
 from deepspeed_ext.op_builder import OpSpec
 from deepspeed_ext.op_builder.compile import compile_library
 
@@ -20,8 +23,6 @@ _ENGINES = {
     "fio libaio": ("--ioengine=libaio",),
 }
 
-Seconds = Callable[[], float]
-
 
 def fio_version() -> str:
     if FIO is None:
@@ -31,31 +32,44 @@ def fio_version() -> str:
 
 def fio_ways(
     path: Path, write: bool, size: int, block: int = 1 << 20, depth: int = 32, note: str = ""
-) -> dict[str, Seconds]:
+) -> dict[str, Way]:
     """Return fio's ways to read or overwrite a file that is there, all of it once."""
     return {
         name + note: partial(fio, path, write, size, block, depth, options)
-        for name, options in (_ENGINES if FIO else {}).items()
+        for name, options in _engines(path.parent, block, depth).items()
     }
 
 
-def fio_fresh_ways(path: Path, size: int) -> dict[str, Seconds]:
+def fio_fresh_ways(path: Path, size: int) -> dict[str, Way]:
     """Return fio's ways to write a new file, which is on the disk in the end."""
 
-    def way(options: Iterable[str]) -> float:
+    def way(options: Iterable[str]) -> Spent:
         path.unlink(missing_ok=True)
         fresh = ("--end_fsync=1", "--fallocate=native")
-        seconds = fio(path, True, size, 1 << 20, 32, (*options, *fresh))
+        spent = fio(path, True, size, 1 << 20, 32, (*options, *fresh))
         path.unlink()
-        return seconds
+        return spent
 
-    engines = _ENGINES if FIO else {}
+    engines = _engines(path.parent, 1 << 20, 32)
     return {f"{name} + fsync": partial(way, options) for name, options in engines.items()}
+
+
+def _engines(folder: Path, block: int, depth: int) -> dict[str, tuple[str, ...]]:
+    """Return fio's engines that work here, for instance within the limit of locked memory."""
+    found = {}
+    for name, options in _ENGINES.items() if FIO else ():
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            try:
+                fio(Path(file.name), True, block, block, depth, options)
+                found[name] = options
+            except RuntimeError as error:
+                tqdm.write(f"\nwithout {name}: {' '.join(str(error).split())[-200:]}")
+    return found
 
 
 def fio(
     path: Path, write: bool, size: int, block: int, depth: int, options: Iterable[str]
-) -> float:
+) -> Spent:
     """Run fio once; return the seconds of its own bandwidth."""
     direction = "write" if write else "read"
     command = [
@@ -69,7 +83,7 @@ def fio(
     found = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][direction]
     if found["io_bytes"] != size:
         raise RuntimeError(f"fio moved {found['io_bytes']} bytes, expected {size}")
-    return float(found["io_bytes"] / found["bw_bytes"])
+    return Spent(found["io_bytes"] / found["bw_bytes"])
 
 
 class PlainLoop:
@@ -93,7 +107,7 @@ class PlainLoop:
         count: int,
         each: int,
         threads: int,
-    ) -> float:
+    ) -> Spent:
         """Move `count` pieces of `each` bytes; return the seconds.
 
         Args:
@@ -109,4 +123,4 @@ class PlainLoop:
         seconds: float = self._run(name, write, address, nbytes, count, each, threads)
         if seconds < 0:
             raise OSError(-int(seconds), f"plain I/O: {os.strerror(-int(seconds))}", str(path))
-        return seconds
+        return Spent(seconds)

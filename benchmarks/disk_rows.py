@@ -28,19 +28,30 @@ class Bar:
 
 
 @dataclass(frozen=True)
+class Spent:
+    """What one go at a piece of work took: seconds, and seconds of this process on the CPU."""
+
+    seconds: float
+    cpu: float = 0.0
+
+
+Way = Callable[[], Spent]
+
+
+@dataclass(frozen=True)
 class Row:
     """A piece of work; the first way is ours.
 
     Args:
         title: what is done.
         nbytes: that each way moves.
-        ways: by name; each does the work and returns its seconds.
+        ways: by name; each does the work and says what that took.
         bars: what is expected.
     """
 
     title: str
     nbytes: int
-    ways: Mapping[str, Callable[[], float]]
+    ways: Mapping[str, Way]
     bars: Sequence[Bar]
 
 
@@ -55,13 +66,13 @@ class Found:
     verdicts: list[str]
 
 
-def timed(run: Callable[[], object]) -> Callable[[], float]:
-    """Return a way that takes the time itself."""
+def timed(run: Callable[[], object]) -> Way:
+    """Return a way that takes the time of a call."""
 
-    def way() -> float:
-        started = time.perf_counter()
+    def way() -> Spent:
+        cpu, started = _cpu_seconds(), time.perf_counter()
         run()
-        return time.perf_counter() - started
+        return Spent(time.perf_counter() - started, _cpu_seconds() - cpu)
 
     return way
 
@@ -74,11 +85,10 @@ def measure(row: Row, rounds: int, progress: "tqdm[None]") -> Found:
     for first in range(-_WARM_UP, rounds):
         begin = first % len(names)
         for name in (*names[begin:], *names[:begin]):
-            before = _cpu_seconds()
-            taken = row.ways[name]()
+            spent = row.ways[name]()
             if first >= 0:
-                seconds[name].append(taken)
-                cpu[name].append(_cpu_seconds() - before)
+                seconds[name].append(spent.seconds)
+                cpu[name].append(spent.cpu)
         if first >= 0:
             progress.update()
     timings = {name: Timing.of(values) for name, values in seconds.items()}

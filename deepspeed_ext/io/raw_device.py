@@ -18,7 +18,11 @@ _BLOCK = 1 << 20
 _DEPTH = 32
 _PLAIN_THREADS = 8
 _DIRECTIONS = ("read", "write")
-_FIO_OPTIONS = {"io_uring": ("--fixedbufs=1",)}  # its best
+_FIO_WAYS = {  # fixed buffers are the best, but locked memory may be short
+    "fio io_uring": ("--ioengine=io_uring", "--fixedbufs=1"),
+    "fio io_uring, not fixed": ("--ioengine=io_uring",),
+    "fio libaio": ("--ioengine=libaio",),
+}
 
 Measure = Callable[[float], Rates]  # takes the seconds for each direction
 
@@ -35,16 +39,16 @@ def ways_to_measure(descriptor: int, size: int) -> dict[str, Measure]:
         return {}
     ways: dict[str, Measure] = {}
     program = shutil.which("fio")
-    for engine in ("io_uring", "libaio") if program else ():
+    for name, options in _FIO_WAYS.items() if program else ():
 
-        def with_fio(seconds: float, engine: str = engine) -> Rates:
-            return _fio([str(program)], engine, path, size, seconds)
+        def with_fio(seconds: float, options: tuple[str, ...] = options) -> Rates:
+            return _fio([str(program)], options, path, size, seconds)
 
         try:
             with_fio(0.01)
         except OSError:  # this kernel or container has not got it
             continue
-        ways[f"fio {engine}"] = with_fio
+        ways[name] = with_fio
     return ways or {
         f"{_PLAIN_THREADS} plain threads": lambda seconds: Rates(
             _plain(path, size, seconds, write=False), _plain(path, size, seconds, write=True)
@@ -60,13 +64,15 @@ def _is_direct(path: str) -> bool:
     return True
 
 
-def _fio(program: list[str], engine: str, path: str, size: int, seconds: float) -> Rates:
+def _fio(
+    program: list[str], options: tuple[str, ...], path: str, size: int, seconds: float
+) -> Rates:
     """Read, then write for that long each; what fio itself says it reached."""
     command = [
         *program,
         *("--output-format=json", "--thread", "--direct=1", "--allow_file_create=0"),
-        *(f"--filename={path}", f"--size={size}", f"--ioengine={engine}"),
-        *(f"--bs={_BLOCK}", f"--iodepth={_DEPTH}", *_FIO_OPTIONS.get(engine, ())),
+        *(f"--filename={path}", f"--size={size}", *options),
+        *(f"--bs={_BLOCK}", f"--iodepth={_DEPTH}"),
         *("--time_based", f"--runtime={max(1, round(1e3 * seconds))}ms"),
         *("--name=read", "--rw=read", "--stonewall", "--name=write", "--rw=write"),
     ]
@@ -78,7 +84,7 @@ def _fio(program: list[str], engine: str, path: str, size: int, seconds: float) 
     except (ValueError, LookupError):
         pass
     said = " ".join((done.stderr or done.stdout).split())[:200]
-    raise OSError(f"fio with {engine} ended with status {done.returncode}: {said}")
+    raise OSError(f"fio with {' '.join(options)} ended with status {done.returncode}: {said}")
 
 
 def _plain(path: str, size: int, seconds: float, write: bool) -> float:
