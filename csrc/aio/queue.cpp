@@ -69,6 +69,7 @@ std::shared_ptr<Request> Queue::next_to_begin() {
     wants_file_ = open_ >= most_open_;
     if (wants_file_) return nullptr;
     open_++;
+    waiting_.front()->closes_before = closes_;
   }
   auto request = std::move(waiting_.front());
   waiting_.pop_front();
@@ -76,7 +77,7 @@ std::shared_ptr<Request> Queue::next_to_begin() {
   return request;
 }
 
-// False: it has to wait until another one has closed its file.
+// False: nothing can be done until another request has closed its file.
 bool Queue::begin(const std::shared_ptr<Request>& request) {
   std::optional<Failure> failure;
   try {
@@ -88,11 +89,13 @@ bool Queue::begin(const std::shared_ptr<Request>& request) {
   }
   std::unique_lock lock(mutex_);
   starting_--;
-  if (failure && (failure->code == EMFILE || failure->code == ENFILE) && open_ > 1) {
+  const bool closed_since = closes_ != request->closes_before;
+  if (failure && (failure->code == EMFILE || failure->code == ENFILE) &&
+      (open_ > 1 || closed_since)) {
     open_--;
-    wants_file_ = true;
     waiting_.push_front(request);
-    return false;
+    wants_file_ = !closed_since;
+    return closed_since;
   }
   if (failure || request->transfer.bytes == 0) {
     request->first_failure = std::move(failure);
@@ -137,7 +140,7 @@ void Queue::complete(Request& request) {
   request.file.reset();  // closes it, unless somebody holds it open
   {
     std::lock_guard lock(mutex_);
-    if (request.opens) open_--;
+    if (request.opens) open_--, closes_++;
     if (std::exchange(wants_file_, false)) on_more();
   }
   counters.*(request.first_failure ? &Counters::failed : &Counters::completed) += 1;

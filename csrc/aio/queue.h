@@ -60,6 +60,7 @@ class Queue {
   std::deque<std::shared_ptr<Request>> cutting_;  // open, with bytes that no piece was cut of
   int starting_ = 0;                              // being opened by a worker
   int64_t open_ = 0;                              // files opened for requests, or being opened
+  int64_t closes_ = 0;                            // how many of those were closed
   bool wants_file_ = false;                       // a worker has work for when one is closed
   bool closed_ = false;
 };

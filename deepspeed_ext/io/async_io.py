@@ -103,8 +103,10 @@ class AsyncIO:
             return self._start(False, tensor.detach(), tensor, path, offset)
         staged = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
+        memory = tensor.detach()
+
         def unstage() -> Tensor:
-            tensor.detach().copy_(staged)
+            memory.copy_(staged)
             return tensor
 
         return self._start(False, staged, tensor, path, offset, finish=unstage)
@@ -188,6 +190,8 @@ class AsyncIO:
         try:
             _end(self._engine, self._cuda, self._in_flight)
         except Exception as error:  # of what other threads began meanwhile
+            if failure is not None:
+                _log.error("AsyncIO: one more transfer failed: %s", error)
             failure = failure or error
         self._at_end.detach()
         if failure is not None:
@@ -241,6 +245,8 @@ class AsyncIO:
         future = Future(job, tensor, finish, (memory,), what)
         self._in_flight.add(future)
         self._in_flight.release(held)
+        if self._closed:  # meanwhile: close may have looked before this one was there
+            _end_unattended(self._engine, self._cuda, self._in_flight, self._process)
         return future
 
     def _submit(self, write: bool, memory: Tensor, target: Any, offset: int, truncate: bool) -> Job:

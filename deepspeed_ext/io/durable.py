@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import os
 from collections.abc import Iterator
 
 from deepspeed_ext.io._native import native
@@ -9,6 +10,7 @@ from deepspeed_ext.io.extents import Extent
 from deepspeed_ext.io.file import File
 from deepspeed_ext.io.ledger import Ledger
 from deepspeed_ext.io.manifest import BadManifest, Entry, decode, encode
+from deepspeed_ext.io.regular_file import open_regular
 from deepspeed_ext.io.space import Slot, extent_of
 from deepspeed_ext.io.store_folder import StoreFolder
 from deepspeed_ext.io.store_job import Record
@@ -24,12 +26,12 @@ def open_durable(
     Raises:
         FileNotFoundError: read_only, and there is no store.
         FileExistsError: the data of something else is in the way.
-        OSError: EBADMSG: the manifest is damaged.
+        OSError: EBADMSG: the manifest is damaged; ELOOP or EINVAL: a file is no regular one.
     """
     text = folder.read()
     if text is None:
         text = _made(folder, read_only)
-    file: File = native().File(str(folder.data), "read" if read_only else "update")
+    file = _opened(folder, read_only)
     try:
         entries = decode(text, file.size())
     except BadManifest as error:
@@ -92,18 +94,32 @@ def _made(folder: StoreFolder, read_only: bool) -> bytes:
         raise FileNotFoundError(
             errno.ENOENT, f"TensorStore: {folder.path} has no manifest.json, expected a store"
         )
-    if folder.data.exists() and folder.data.stat().st_size:
+    if folder.has_data():
         raise FileExistsError(
             errno.EEXIST,
             f"TensorStore: {folder.path} has a file named data but no manifest.json, expected both"
             " or none; if the store may be lost, delete that file",
         )
-    native().File(str(folder.data), "update").close()  # before the manifest that speaks of it
+    _opened(folder, read_only).close()  # before the manifest that speaks of it
     text = encode({})
     folder.prepare(text)
     folder.publish()
     folder.sync()
     return text
+
+
+def _opened(folder: StoreFolder, read_only: bool) -> File:
+    """Return the data file, which the native code opens by its name, once it is known to be one."""
+    flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
+    fd = open_regular("TensorStore", folder.data, flags, follow=False)
+    try:
+        file: File = native().File(str(folder.data), "read" if read_only else "update")
+        if not os.path.sameopenfile(fd, file.fileno()):
+            file.close()
+            raise OSError(errno.ESTALE, f"TensorStore: {folder.data} was replaced meanwhile")
+    finally:
+        os.close(fd)
+    return file
 
 
 def _record(name: str, entry: Entry) -> Record:

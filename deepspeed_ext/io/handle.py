@@ -170,10 +170,9 @@ class aio_handle:
             future.wait()
         with self._lock:
             for key, future in futures.items():
-                if key not in self._pending:  # another thread has counted it
+                if self._pending.pop(key, None) is None:  # another thread has counted it
                     continue
                 error = future.exception()
-                del self._pending[key]
                 if error is not None:
                     raise error
                 self._completed += 1

@@ -85,7 +85,10 @@ class InFlight:
         """Drop the oldest transfers that have ended: nobody may ever ask for them."""
         while True:
             with self._lock:
-                oldest = next(iter(self._futures.values()), None)
+                try:
+                    oldest = next(iter(self._futures.values()), None)
+                except RuntimeError:  # a signal handler came in between
+                    continue
             if oldest is None or not oldest.done():
                 return
 

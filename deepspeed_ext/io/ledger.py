@@ -2,8 +2,10 @@
 
 import errno
 import threading
+import time
 from collections.abc import Mapping
 
+from deepspeed_ext.io.future import Future
 from deepspeed_ext.io.manifest import Entry, TensorInfo
 from deepspeed_ext.io.space import Slot, Space
 from deepspeed_ext.io.store_job import Record, StoreJob
@@ -30,6 +32,7 @@ class Ledger:
         self._records: dict[str, Record] = dict(committed or {})
         self._failed: dict[str, BaseException] = {}
         self._pending: dict[StoreJob, None] = {}  # the oldest first
+        self._abandoned: dict[StoreJob, None] = {}  # those of them that no Future waits for
         self._commits: list[dict[str, Record]] = []  # the last one counts, or if in doubt another
         self._closed = False
         # Reentrant, as the collector may drop a store, which waits, in the middle of anything.
@@ -41,8 +44,12 @@ class Ledger:
 
     # Requests
 
-    def begin_put(self, name: str, info: TensorInfo) -> StoreJob:
-        """Make a tensor that is yet to be written the content of a name, and return the write.
+    def job(self, name: str, verb: str) -> StoreJob:
+        """Return a request that is in no book yet, so that its owner has it before these do."""
+        return StoreJob(name, verb, self._settle)
+
+    def begin_put(self, job: StoreJob, info: TensorInfo) -> None:
+        """Make a tensor that is yet to be written by this request the content of its name.
 
         Requests on what it may overwrite are waited for, before the file would have to grow.
 
@@ -52,25 +59,55 @@ class Ledger:
         while True:
             with self._lock:
                 self._check_open()
-                old = self._records.get(name)
+                old = self._records.get(job.name)
                 try:
-                    slot, before = self._place(old, name, info.nbytes)
+                    slot, before = self._place(old, job.name, info.nbytes)
                 except OSError:
                     if not self._pending:
                         raise
                     before = list(self._pending)  # their slots may be free after that
                 if not before:
-                    return self._replace(Record(name, info, slot), old)
-            for job in before:
-                job.wait()
+                    job.record = Record(job.name, info, slot, writing=job)
+                    self._replace(job, old)
+                    return
+            for other in before:
+                other.wait()
 
-    def begin_get(self, name: str) -> tuple[StoreJob, StoreJob | None]:
-        """Return a read of what the name has now, and the write that comes first, if any."""
+    def begin_get(self, job: StoreJob) -> StoreJob | None:
+        """Make this request a read of what its name has now; return the write that comes first."""
         with self._lock:
-            record = self._find(name)
-            job = StoreJob(record, "get", self._settle)
+            job.record = self._find(job.name)
             self._begin(job)
-            return job, record.writing
+            return job.record.writing
+
+    def abandon(self, job: StoreJob, transfer: Future | None, error: BaseException) -> None:
+        """Give up a request, in whatever state it is; the name of a put has no content then.
+
+        Nobody has a Future of it: `settle_abandoned`, `delete` and `drain` wait for its transfer.
+        """
+        with self._lock:
+            if job.settled or job not in self._pending:
+                return
+            self._abandoned[job] = None
+            job.start(transfer, error)
+            record = job.record
+            if record.writing is job and self._records.get(record.name) is record:
+                assert job.error is not None
+                self._fail(record, job.error)
+        if transfer is None:
+            job.wait()
+
+    def settle_abandoned(self, timeout: float | None) -> bool:
+        """Wait for what was given up; tell whether it has ended in so many seconds."""
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            jobs = list(self._abandoned)
+        for job in jobs:
+            if end is None:
+                job.wait()
+            elif not job.wait(max(end - time.monotonic(), 0.0)):
+                return False
+        return True
 
     def drain(self) -> None:
         """Wait for every request, however it ends."""
@@ -109,6 +146,9 @@ class Ledger:
                 record = self._find(name)
                 del self._records[name]
                 self._disown(record)
+            abandoned = [job for job in self._abandoned if job.name == name]
+        for job in abandoned:
+            job.wait()
 
     def reserve(self, nbytes: int) -> None:
         """Make room for nbytes in one piece."""
@@ -207,7 +247,8 @@ class Ledger:
             if job.settled:
                 return
             job.settled = True
-            del self._pending[job]
+            self._pending.pop(job)
+            self._abandoned.pop(job, None)
             record = job.record
             if record.writing is job:
                 if job.error is None:
@@ -231,19 +272,18 @@ class Ledger:
         if slot is None and own:
             return None, list(own.users)
         if slot is None:
-            self._space.grow(nbytes, f"put of {name!r}")
+            self._space.grow(nbytes, f"put of {name!r}", ahead=True)
             slot = self._space.fit(nbytes)
         return slot, []
 
-    def _replace(self, record: Record, old: Record | None) -> StoreJob:
-        job = record.writing = StoreJob(record, "put", self._settle)
-        _own(record)
+    def _replace(self, job: StoreJob, old: Record | None) -> None:
+        record = job.record
         self._begin(job)
+        _own(record)
         self._records[record.name] = record
         self._failed.pop(record.name, None)
         if old is not None:
             self._disown(old)
-        return job
 
     def _begin(self, job: StoreJob) -> None:
         self._pending[job] = None
@@ -253,7 +293,8 @@ class Ledger:
     def _find(self, name: str) -> Record:
         self._check_open()
         if name in self._failed:
-            raise self._failed[name]
+            # Without the frames of whoever was told before, which it would keep alive.
+            raise self._failed[name].with_traceback(None)
         if name not in self._records:
             raise KeyError(f"TensorStore: {name!r} is not in {self._where}")
         return self._records[name]

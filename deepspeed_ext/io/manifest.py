@@ -12,6 +12,7 @@ import torch
 from deepspeed_ext.io.extents import PAGE, whole_pages
 
 FORMAT = 1
+LARGEST_TEXT = 256 << 20  # bytes; of more than a million tensors
 LARGEST = 2**63 - 1  # of a file offset, and of a tensor's bytes
 
 _DTYPES = {

@@ -12,6 +12,7 @@ from types import TracebackType
 
 from deepspeed_ext.io._native import native
 from deepspeed_ext.io.file import File
+from deepspeed_ext.io.regular_file import sync_folder
 
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR)  # by new and by old kernels
 _DESCRIPTORS = "/proc/self/fd"
@@ -26,7 +27,8 @@ class NewFile:
 
     A new file has the mode that open() would give it. A file that is there already is replaced if
     open() could write it, and passes on its mode, and its owner and group if this process may give
-    these away. Symbolic links are followed; other hard links of the old file keep the old content.
+    these away; a group that it may not give loses its rights. Symbolic links are followed; other
+    hard links of the old file keep the old content.
 
     Args:
         path: where the file is to stand; its folder has to exist.
@@ -43,6 +45,7 @@ class NewFile:
         # Not made of the name, to which nothing could be added if it is as long as names may be.
         self._prefix = f".saving-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}-"
         self._temporary: str | None = None
+        self._mode: int | None = None  # to be given by `publish`; None: it has it from the start
         self._file: File | None = None
         with _named(f"replacing {self.path}"):
             self._old = _replaceable(self.path)
@@ -75,19 +78,17 @@ class NewFile:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            raise OSError(
-                errno.ENOSPC,
-                f"io.save: {self.path} has {nbytes} bytes, expected at most the {free} that are"
-                " free",
-            ) from error
+            raise self._shortage(nbytes, free) from error
+        if self.file.size() < nbytes and 0 <= free < nbytes:  # a file system that cannot reserve
+            raise self._shortage(nbytes, free)
 
     def publish(self) -> None:
         """Put the file into its place, whole."""
         with _named(f"replacing {self.path}"):
             if self._old is not None:
-                with contextlib.suppress(PermissionError):
-                    os.fchown(self._fd, self._old.st_uid, self._old.st_gid)
-                os.fchmod(self._fd, self._old.st_mode & 0o777)
+                self._mode = _pass_on_owner(self._fd, self._old)
+            if self._mode is not None:
+                os.fchmod(self._fd, self._mode)
         if self._durable:
             self.file.sync()
         with _named(f"replacing {self.path}"):
@@ -99,7 +100,10 @@ class NewFile:
             os.replace(self._temporary, self.path)
             self._temporary = None
             if self._durable:
-                _sync_folder(self._folder)
+                try:
+                    sync_folder(self._folder)
+                except PermissionError:  # it can be written but not opened
+                    os.sync()
 
     def __enter__(self) -> "NewFile":
         return self
@@ -126,22 +130,42 @@ class NewFile:
             except OSError as error:
                 if error.errno not in _NO_UNNAMED_FILES:
                     raise
+        if self._old is None:
+            self._mode = self._mode_of_new_files()
         while True:
             name = self._new_name()
-            fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o666)
+            # Whoever opened it now could read all that comes, whatever mode it has in the end.
+            fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
             _lock(fd)
             if os.fstat(fd).st_nlink:
                 self._temporary = name
                 return fd
             os.close(fd)  # another process took it for abandoned before it was locked
 
+    def _mode_of_new_files(self) -> int:
+        """Return the mode that open() gives in this folder; the umask alone does not tell."""
+        name = self._new_name()
+        fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            return os.fstat(fd).st_mode & 0o777
+        finally:
+            os.close(fd)
+            with contextlib.suppress(FileNotFoundError):  # another process took it for abandoned
+                os.unlink(name)
+
+    def _shortage(self, nbytes: int, free: int) -> OSError:
+        text = f"io.save: {self.path} has {nbytes} bytes, expected at most the {free} that are free"
+        return OSError(errno.ENOSPC, text)
+
     def _new_name(self) -> str:
         return os.path.join(self._folder, self._prefix + secrets.token_hex(8))
 
     def _remove_abandoned(self) -> None:
         """Remove what processes left that were killed while they saved to this path."""
-        with os.scandir(self._folder) as entries:
-            names = [entry.path for entry in entries if entry.name.startswith(self._prefix)]
+        names: list[str] = []
+        with contextlib.suppress(PermissionError), os.scandir(self._folder) as entries:
+            # A folder that can only be written does not say what is in it.
+            names += [entry.path for entry in entries if entry.name.startswith(self._prefix)]
         for name in names:
             with contextlib.suppress(OSError):  # it is locked, or already gone, or of another user
                 fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -175,6 +199,18 @@ def _replaceable(path: str) -> os.stat_result | None:
     return status
 
 
+def _pass_on_owner(fd: int, old: os.stat_result) -> int:
+    """Give a file the owner and group of an old one, as far as possible; return its mode then."""
+    try:
+        os.fchown(fd, old.st_uid, old.st_gid)
+    except OSError:
+        try:
+            os.fchown(fd, -1, old.st_gid)
+        except OSError:
+            return old.st_mode & 0o707  # what was for that group is not for another one
+    return old.st_mode & 0o777
+
+
 def _lock(fd: int) -> None:
     """Mark a file as in use; where there are no locks, nobody can find it unlocked either."""
     with contextlib.suppress(OSError):
@@ -188,14 +224,6 @@ def _named(doing: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, f"io.save: {doing} failed: {error.strerror}") from error
-
-
-def _sync_folder(folder: str) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _followed(path: str) -> str:

@@ -6,6 +6,7 @@ that copies to and from devices are asynchronous; else mlock. Where neither is a
 ordinary memory, which says so.
 """
 
+import contextlib
 import math
 import os
 import sys
@@ -224,9 +225,12 @@ class PinnedPool:
                 self._kept.append(memory)
 
     def _kept_one(self, locked_bytes: int) -> "_Memory | None":
-        for index in reversed(range(len(self._kept))):  # the latest may still be in the cache
-            if self._kept[index].locked_bytes == locked_bytes:
-                return self._kept.pop(index)
+        for memory in reversed(self._kept.copy()):  # the latest may still be in the cache
+            if memory.locked_bytes != locked_bytes:
+                continue
+            with contextlib.suppress(ValueError):  # a signal handler has taken it
+                self._kept.remove(memory)
+                return memory
         return None
 
     def _free_kept(self, nbytes: int) -> None:

@@ -33,6 +33,7 @@ TORCH_DTYPES = {  # of the format's dtypes; torch has none of 6 bits
     "F8_E8M0": torch.float8_e8m0fnu,
     "F4": torch.float4_e2m1fn_x2,  # two elements of the format in one of torch
 }
+NEVER_TIED = "format"  # of metadata that files commonly have: {"format": "pt"}
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -55,7 +56,8 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return for each name but one of each group that is the same tensor the one that is kept.
 
     The same are tensors that differ in nothing: memory, shape, strides and dtype. The first name
-    in alphabetical order is kept, as the safetensors package does.
+    in alphabetical order is kept, as the safetensors package does, but one that cannot be noted as
+    tied before all others.
     """
     groups: defaultdict[tuple[object, ...], list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
@@ -65,7 +67,7 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
             groups[(*memory, *layout, tensor.is_conj(), tensor.is_neg())].append(name)
     ties = {}
     for names in groups.values():
-        kept = min(names)
+        kept = NEVER_TIED if NEVER_TIED in names else min(names)
         ties.update({name: kept for name in names if name != kept})
     return ties
 

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import platform
 import re
 import uuid
 from dataclasses import asdict, dataclass
@@ -138,7 +139,9 @@ def _unescaped(word: str) -> str:
 
 
 def _file_of(root: Path, device: Device) -> Path:
-    digest = hashlib.sha256(f"{device.number}\0{device.source}".encode()).hexdigest()[:16]
+    # The cache may be on a disk that several machines have, each with disks of its own.
+    key = f"{platform.node()}\0{device.number}\0{device.source}"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     return root / "io" / f"{digest}.json"
 
 

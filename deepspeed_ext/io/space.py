@@ -8,6 +8,8 @@ from typing import Any
 
 from deepspeed_ext.io.extents import Extent, Extents, whole_pages
 
+_MOST_AHEAD = 64 << 20  # bytes by which a file grows before they are asked for
+
 
 class Slot:
     """A taken extent and who needs it: `owners` (a name, a commit) and requests under way.
@@ -59,11 +61,13 @@ class Space:
         extent = self._extents.take(nbytes)
         return Slot(extent) if extent else None
 
-    def grow(self, nbytes: int, what: str) -> None:
+    def grow(self, nbytes: int, what: str, ahead: bool = False) -> None:
         """Make the file as much longer as it takes until a slot of nbytes fits.
 
         Args:
             what: opens the text of the error.
+            ahead: also until as much is unused as is used, at most 64 MiB, if the disk has that
+                to spare: many small reservations take several times as long as a few large ones.
 
         Raises:
             OSError: ENOSPC, or what the file system says; the file is as long as before.
@@ -71,20 +75,19 @@ class Space:
         missing = self._extents.missing(nbytes)
         if missing == 0:
             return
-        end = self._extents.end
         free = self.disk_free()
         if 0 <= free < missing:
             raise OSError(errno.ENOSPC, self._shortage(what, missing, free, errno.ENOSPC))
+        surplus = self._surplus() if ahead else 0
+        if surplus and not 0 <= free < missing + 2 * surplus:  # as much is left to others
+            with contextlib.suppress(OSError):  # perhaps it has what is missing
+                self._lengthen(missing, surplus)
+                return
         try:
-            self._file.allocate(end, missing)
-            if self._file.size() < end + missing:  # a file system that cannot reserve
-                self._file.truncate(end + missing)
+            self._lengthen(missing)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.truncate(end)  # a part of it may have been reserved
             code = error.errno or errno.EIO
             raise OSError(code, self._shortage(what, missing, free, code)) from error
-        self._extents.grow(missing)
 
     def reserve(self, nbytes: int, what: str) -> None:
         """Have nbytes free in one piece, and keep the file from getting shorter than it is then."""
@@ -103,6 +106,24 @@ class Space:
     def trim(self) -> None:
         """Cut off all that is free at the end of the file, also what was reserved."""
         self._cut(self._extents.tail)
+
+    def _surplus(self) -> int:
+        unused = self._extents.end - self._extents.used
+        return max(min(self._extents.used, _MOST_AHEAD) - unused, 0)
+
+    def _lengthen(self, missing: int, surplus: int = 0) -> None:
+        end = self._extents.end
+        grown = missing + surplus
+        try:
+            self._file.allocate(end, grown)
+            if self._file.size() < end + grown:  # a file system that cannot reserve: no surplus,
+                grown = missing  # or what is put into that would not be checked for free space
+                self._file.truncate(end + grown)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)  # a part of it may have been reserved
+            raise
+        self._extents.grow(grown)
 
     def _cut(self, nbytes: int) -> None:
         with contextlib.suppress(OSError):  # then it stays, and stays in the books

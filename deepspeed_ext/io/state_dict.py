@@ -3,7 +3,7 @@
 import contextlib
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from deepspeed_ext.io.async_io import AsyncIO
 from deepspeed_ext.io.grouped_reader import GroupedReader
 from deepspeed_ext.io.new_file import NewFile
 from deepspeed_ext.io.packed_writer import PackedWriter
+from deepspeed_ext.io.regular_file import open_regular
 from deepspeed_ext.io.safetensors_format import (
     PREFIX_BYTES,
     Entry,
@@ -23,6 +24,7 @@ from deepspeed_ext.io.safetensors_format import (
     parse_header,
 )
 from deepspeed_ext.io.saved_tensors import (
+    NEVER_TIED,
     TORCH_DTYPES,
     check_tensors,
     lay_out,
@@ -168,7 +170,7 @@ def inspect(path: str | os.PathLike[str]) -> SavedStateDict:
         ValueError: the file breaks a rule of the format or was cut short.
         OSError: the file cannot be read.
     """
-    with open(path, "rb", buffering=0) as file:
+    with open(open_regular("io.inspect", path, os.O_RDONLY), "rb", buffering=0) as file:
         header = _read_header(file.fileno(), os.fsdecode(path))
     ties = _tied_in(header)
     tensors = {name: _described(entry) for name, entry in header.tensors.items()}
@@ -188,7 +190,7 @@ def _checked_metadata(
     for name, text in metadata.items():
         if not isinstance(name, str) or not isinstance(text, str):
             raise TypeError(f"io.save: metadata has {name!r}: {text!r}, expected strings")
-        if name in ties or (text in tensors and name not in tensors):
+        if name in ties or _is_tie(name, text, tensors):
             why = "is another name of a tensor" if name in ties else "has a tensor's name as text"
             raise ValueError(
                 f"io.save: metadata[{name!r}] {why}, expected something else: the file notes tied"
@@ -234,10 +236,13 @@ def _read_header(fd: int, path: str) -> Header:
 def _tied_in(header: Header) -> dict[str, str]:
     """Return the names that stand for tensors of other names, with these."""
     return {
-        name: text
-        for name, text in header.metadata.items()
-        if text in header.tensors and name not in header.tensors
+        name: text for name, text in header.metadata.items() if _is_tie(name, text, header.tensors)
     }
+
+
+def _is_tie(name: str, text: str, tensors: Container[str]) -> bool:
+    """Tell whether metadata say that a name stands for the tensor of another one."""
+    return text in tensors and name not in tensors and name != NEVER_TIED
 
 
 def _place(name: str, header: Header, path: str) -> tuple[int, int]:

@@ -4,7 +4,11 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 from pathlib import Path
+
+from deepspeed_ext.io.manifest import LARGEST_TEXT
+from deepspeed_ext.io.regular_file import open_regular, sync_folder
 
 
 class StoreFolder:
@@ -13,6 +17,8 @@ class StoreFolder:
     The kernel drops the lock when its holder dies, and with it the last child that it forked and
     that has not called `close`; there, that leaves the parent's lock as it is.
 
+    Files in the folder are regular ones: a link could lead to what is none of its business.
+
     Args:
         path: the folder. A writer makes it; its parent has to exist.
         read_only: share the folder with other readers, and change nothing.
@@ -20,6 +26,7 @@ class StoreFolder:
     Raises:
         FileNotFoundError: a writer's folder has no parent.
         BlockingIOError: another process has it.
+        OSError: ELOOP or EINVAL: its lock is no regular file.
     """
 
     def __init__(self, path: Path, read_only: bool) -> None:
@@ -41,16 +48,50 @@ class StoreFolder:
             self.close()
 
     def read(self) -> bytes | None:
-        """Return the text of the manifest, None if there is none."""
+        """Return the text of the manifest, None if there is none.
+
+        Raises:
+            OSError: EBADMSG: it is too large for one; ELOOP or EINVAL: it is no regular file.
+        """
         try:
-            return self.manifest.read_bytes()
+            fd = open_regular("TensorStore", self.manifest, os.O_RDONLY, follow=False)
         except FileNotFoundError:
             return None
+        with open(fd, "rb", buffering=0) as file:
+            nbytes = os.fstat(fd).st_size
+            if nbytes > LARGEST_TEXT:
+                raise OSError(
+                    errno.EBADMSG,
+                    f"TensorStore: {self.manifest} has {nbytes} bytes, expected at most"
+                    f" {LARGEST_TEXT}",
+                )
+            parts = []
+            while nbytes and (part := file.read(nbytes)):
+                parts.append(part)
+                nbytes -= len(part)
+        return b"".join(parts)
+
+    def has_data(self) -> bool:
+        """Tell whether there is a data file that is not empty; links are not followed."""
+        try:
+            status = os.lstat(self.data)
+        except FileNotFoundError:
+            return False
+        return stat.S_ISREG(status.st_mode) and status.st_size > 0
 
     def prepare(self, text: bytes) -> None:
-        """Bring the next manifest to the disk, beside the one that counts."""
+        """Bring the next manifest to the disk, beside the one that counts, with the mode of that.
+
+        Raises:
+            OSError: EFBIG: `read` would refuse it; or what the disk says.
+        """
+        if len(text) > LARGEST_TEXT:
+            want = f"expected at most {LARGEST_TEXT}: it has too many tensors"
+            raise OSError(errno.EFBIG, f"the manifest has {len(text)} bytes, {want}")
         try:
-            with open(self._temporary, "wb", buffering=0) as file:
+            self._temporary.unlink(missing_ok=True)
+            with open(self._temporary, "xb", buffering=0) as file:  # of this call, so no link
+                self._pass_on_mode(file.fileno())
                 rest = memoryview(text)
                 while rest:
                     rest = rest[file.write(rest) :]
@@ -66,7 +107,7 @@ class StoreFolder:
 
     def sync(self) -> None:
         """Bring the names in the folder to the disk."""
-        _sync_folder(self.path)
+        sync_folder(self.path)
 
     def close(self) -> None:
         """Let others have the folder."""
@@ -75,11 +116,26 @@ class StoreFolder:
             os.close(fd)
 
     def _make(self) -> None:
+        made = True
         try:
             self.path.mkdir()
         except FileExistsError:
+            made = False
+        try:
+            # Also when it was there: who made it may have been killed before it got this far.
+            sync_folder(self.path.parent)
+        except PermissionError:
+            if made:  # otherwise that parent is somebody else's, and so is this
+                raise
+
+    def _pass_on_mode(self, fd: int) -> None:
+        try:
+            mode = os.lstat(self.manifest).st_mode
+        except FileNotFoundError:
             return
-        _sync_folder(self.path.parent)
+        if stat.S_ISREG(mode):
+            with contextlib.suppress(PermissionError):  # a file system without modes
+                os.fchmod(fd, mode & 0o777)
 
     def _recover(self) -> None:
         """Tidy up after a writer that was killed."""
@@ -91,7 +147,7 @@ class StoreFolder:
     def _lock(self, path: Path, read_only: bool) -> None:
         flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
         try:
-            self._fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+            self._fd = open_regular("TensorStore", path, flags, follow=False)
         except FileNotFoundError:
             if read_only:
                 return  # a copy without it, perhaps where nobody can write; or no store at all
@@ -120,11 +176,3 @@ class StoreFolder:
                 by = "processes that read it"
         want = "no writer" if read_only else "nobody else"
         return f"TensorStore: {self.path} is in use by {by}, expected {want}; close it there first"
-
-
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

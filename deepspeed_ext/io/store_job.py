@@ -33,13 +33,15 @@ class StoreJob:
     It exists before the engine has the request, so that others can wait for it from then on.
 
     Args:
-        record: what is moved.
-        verb: put or get, for errors.
+        name: of the tensor.
+        verb: put or get.
         settle: enters its end into the books; may be called more than once.
     """
 
-    def __init__(self, record: Record, verb: str, settle: Callable[["StoreJob"], None]) -> None:
-        self.record = record
+    record: Record  # what is moved; it has one when it is in the books
+
+    def __init__(self, name: str, verb: str, settle: Callable[["StoreJob"], None]) -> None:
+        self.name = name
         self.verb = verb
         self.error: BaseException | None = None
         self.settled = False
@@ -56,7 +58,7 @@ class StoreJob:
         """
         self._inner = inner
         if error is not None:
-            text = f"TensorStore: {self.verb} of {self.record.name!r} was given up: {error!r}"
+            text = f"TensorStore: {self.verb} of {self.name!r} was given up: {error!r}"
             self.error = RuntimeError(text)
         self._started.set()
 
@@ -85,12 +87,12 @@ class StoreJob:
     def check(self) -> None:
         """Raise what went wrong with it."""
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)  # or it keeps every caller before alive
 
     def _named(self, failure: BaseException | None) -> BaseException | None:
         if not isinstance(failure, OSError):
             return failure
-        text = f"TensorStore: {self.verb} of {self.record.name!r} failed: {failure.strerror}"
+        text = f"TensorStore: {self.verb} of {self.name!r} failed: {failure.strerror}"
         named = OSError(failure.errno, text)
         named.__cause__ = failure
         return named

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ from deepspeed_ext.io._native import native
 from deepspeed_ext.io.async_io import AsyncIO
 from deepspeed_ext.io.durable import commit, open_durable
 from deepspeed_ext.io.file import File
-from deepspeed_ext.io.future import Future
+from deepspeed_ext.io.future import Future, check_timeout
 from deepspeed_ext.io.in_flight import InFlight
 from deepspeed_ext.io.ledger import Ledger
 from deepspeed_ext.io.manifest import TensorInfo
@@ -131,18 +132,19 @@ class TensorStore:
         memory = plain(tensor.detach().cpu()) if self.durable else tensor
         nbytes = tensor.numel() * tensor.element_size()
         info = TensorInfo(tensor.dtype, tuple(tensor.shape), nbytes)
-        job = self._ledger.begin_put(name, info)
+        job = self._ledger.job(name, "put")
         transfer = None
         try:
+            self._ledger.begin_put(job, info)
             if nbytes:
                 transfer = self._engine.write(memory, self._file, job.record.offset)
             if self.durable:
                 job.record.info = replace(info, checksum=checksum_of(memory))
-        except BaseException as error:
-            job.start(transfer, error)
+            job.start(transfer)
+            return self._future(job, tensor, None)
+        except BaseException as error:  # Ctrl-C, wherever it came
+            self._ledger.abandon(job, transfer, error)
             raise
-        job.start(transfer)
-        return self._future(job, tensor, None)
 
     def get_async(self, name: str, out: Tensor | None = None) -> Future:
         """Start to read the tensor of a name; waits for a put of it that is under way.
@@ -162,8 +164,10 @@ class TensorStore:
             ValueError: out has another dtype or shape, or overlaps itself.
         """
         self._check_process()
-        job, before = self._ledger.begin_get(name)
+        job = self._ledger.job(name, "get")
+        transfer = None
         try:
+            before = self._ledger.begin_get(job)
             tensor = target_of(name, job.record.info, out)
             if before is not None:
                 before.wait()
@@ -171,16 +175,14 @@ class TensorStore:
             landing = tensor
             if self.durable and not (tensor.device.type == "cpu" and is_plain(tensor)):
                 landing = torch.empty(tensor.shape, dtype=tensor.dtype)
-            transfer = None
             if tensor.numel():
                 transfer = self._engine.read(landing, self._file, job.record.offset)
+            verify = partial(verified, job.record, self._file.path, landing, tensor)
+            job.start(transfer)
+            return self._future(job, tensor, verify if self.durable else None)
         except BaseException as error:
-            job.start(None, error)
-            job.done()
+            self._ledger.abandon(job, transfer, error)
             raise
-        job.start(transfer)
-        verify = partial(verified, job.record, self._file.path, landing, tensor)
-        return self._future(job, tensor, verify if self.durable else None)
 
     def delete(self, name: str) -> None:
         """Forget a name; reads of it that are under way still end well.
@@ -262,7 +264,14 @@ class TensorStore:
             OSError: the first failure that no Future has been asked about, after all have ended.
         """
         self._check_process()
-        return self._in_flight.wait(timeout)
+        check_timeout(timeout)
+        end = None if timeout is None else time.monotonic() + timeout
+        if not self._ledger.settle_abandoned(timeout):
+            raise TimeoutError(
+                f"TensorStore: a request that was given up is under way after {timeout} s, expected"
+                " its end; it goes on"
+            )
+        return self._in_flight.wait(None if end is None else max(end - time.monotonic(), 0.0))
 
     def stats(self) -> dict[str, int]:
         """Return tensors, in_flight, and file_bytes = used_bytes + free_bytes, disk_free_bytes."""
@@ -334,7 +343,7 @@ class TensorStore:
         return file, Ledger(str(self.path), Space(file, extents), committed)
 
     def _future(self, job: StoreJob, tensor: Tensor, finish: Callable[[], Tensor] | None) -> Future:
-        what = f"{job.verb} of {job.record.name!r}"
+        what = f"{job.verb} of {job.name!r}"
         future = Future(job, tensor, finish, (), what)
         self._in_flight.add(future)
         return future
@@ -359,6 +368,6 @@ def _leave_to_parent(reference: "weakref.ref[TensorStore]") -> None:
     """Close what a forked child has of a store: it would keep the lock, and a scratch file."""
     store = reference()
     if store is not None and not store._ended:
-        store._file.close()
+        store._file.abandon()  # now, also where a request holds it that only the parent can end
         if store._folder is not None:
             store._folder.close()

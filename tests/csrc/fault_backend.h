@@ -36,13 +36,17 @@ class Faults {
   // does between a look at an empty queue and its sleep.
   std::function<void()> before_op, before_sleep;
 
+  // What happens to the first ops that are struck, in their order, in place of `fault`.
+  std::vector<Fault> first;
+
   // Whether this op is one of those; then what its result is.
   bool strike(dsx::aio::Op& op, bool spared) {
     std::lock_guard lock(mutex_);
     if (before_op) before_op();
     if (++seen_ % every_ != 0 || spared) return false;
-    if (fault_ == Fault::direct_error && (fcntl(op.fd, F_GETFL) & O_DIRECT) == 0) return false;
-    op.result = result_of(op);
+    const Fault fault = struck_.size() < first.size() ? first[struck_.size()] : fault_;
+    if (fault == Fault::direct_error && (fcntl(op.fd, F_GETFL) & O_DIRECT) == 0) return false;
+    op.result = result_of(op, fault);
     struck_.emplace_back(op.offset, op.offset + op.bytes);
     return true;
   }
@@ -66,8 +70,8 @@ class Faults {
   }
 
  private:
-  int64_t result_of(const dsx::aio::Op& op) const {
-    switch (fault_) {
+  int64_t result_of(const dsx::aio::Op& op, Fault fault) const {
+    switch (fault) {
       case Fault::error:
       case Fault::error_once:
       case Fault::direct_error: return -error_;

@@ -1,6 +1,7 @@
 """Processes for the tests of TensorStore: one that holds stores, and writers that are killed.
 
 python store_worker.py hold FOLDER: opens stores, says so, and waits for the end of stdin.
+python store_worker.py fork FOLDER: forks while a store writes, and waits for the end of stdin.
 python store_worker.py crash FOLDER ROUNDS: kills writers of generations, and looks what is there.
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from deepspeed_ext.io.async_io import AsyncIO
 from deepspeed_ext.io.tensor_store import TensorStore
 
 SIZES = {"a": 30_000, "b": 75_001, "c": 1, "d": 40_000, "e": 1024}
@@ -36,6 +38,29 @@ def hold(folder: Path) -> None:
     child = os.fork()
     if child:
         print(child, flush=True)
+    os.read(0, 1)
+    os._exit(0)
+
+
+def fork_under_way(folder: Path) -> None:
+    """Fork while the native code writes into a scratch store; the child outlives this process."""
+    engine = AsyncIO(block_size=4096, queue_depth=1, backend="threads")
+    store = TensorStore(folder, engine=engine)
+    while True:
+        future = store.put_async("x", torch.ones(8 << 20, dtype=torch.uint8))
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(write, b"1")
+            os.read(0, 1)
+            os._exit(0)
+        under_way = not future.done()
+        os.read(read, 1)  # the child has run all that it does after a fork
+        if under_way:
+            break
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    print(child, flush=True)
     os.read(0, 1)
     os._exit(0)
 
@@ -104,5 +129,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # a forked child cannot use the threads of its parent
     if sys.argv[1] == "hold":
         hold(Path(sys.argv[2]))
+    elif sys.argv[1] == "fork":
+        fork_under_way(Path(sys.argv[2]))
     else:
         crash(Path(sys.argv[2]), int(sys.argv[3]))

@@ -5,6 +5,7 @@ import inspect
 import json
 import logging
 import os
+import platform
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -92,6 +93,18 @@ def test_a_file_of_another_device_is_not_used(tmp_path: Path) -> None:
     file = save(tmp_path, FOUND)
     file.write_text(json.dumps(json.loads(file.read_text()) | {"source": "/dev/other"}))
     assert saved(tmp_path) is None
+
+
+def test_another_machine_has_other_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may have one home, and disks of one name."""
+    save(tmp_path, FOUND)
+    with monkeypatch.context() as patch:
+        patch.setattr(platform, "node", lambda: "another")
+        assert saved(tmp_path) is None
+        save(tmp_path, Settings(threads=7, backend="threads"))
+    assert saved(tmp_path) == FOUND
 
 
 def test_the_backend_of_the_environment_wins(

@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from state_dict_cases import files_in
 
-from deepspeed_ext.io.state_dict import load, save
+from deepspeed_ext.io.state_dict import inspect, load, save
 
 KINDS = ("object", "dict", "none", "sparse", "meta", "quantized", "nested", "lazy", "fake")
 KINDS += ("double complex", "freed")
@@ -96,3 +97,25 @@ def test_other_arguments_are_checked(path: Path) -> None:
         load(path, names="w")
     with pytest.raises(ValueError, match=r"io.load: device is meta, expected cpu or cuda"):
         load(path, device="meta")
+
+
+def test_the_format_is_never_a_tie(path: Path) -> None:
+    """Files commonly say {"format": "pt"}, and a tensor may have that name."""
+    one = torch.ones(2)
+    for write in (
+        lambda: save({"pt": one}, path, metadata={"format": "pt"}),
+        lambda: safetensors.torch.save_file({"pt": one}, path, {"format": "pt"}),
+    ):
+        write()
+        assert list(load(path)) == ["pt"]
+        about = inspect(path)
+        assert list(about.tensors) == ["pt"] and about.metadata == {"format": "pt"}
+        with pytest.raises(ValueError, match="names has 'format'"):
+            load(path, names=["format"])
+    save({"a": one, "format": one}, path, metadata={"b": "text"})
+    loaded = load(path)
+    assert sorted(loaded) == ["a", "format"] and loaded["a"] is loaded["format"]
+    assert inspect(path).tensors["a"].tied_to == "format"
+    save({"a": one, "b": one, "format": one}, path, metadata={"format": "a"})
+    assert sorted(load(path)) == ["a", "b", "format"]
+    assert inspect(path).metadata == {"format": "a"}

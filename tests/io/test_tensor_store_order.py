@@ -1,7 +1,8 @@
 """TensorStore with requests in flight: what waits for what, and what a failed put leaves behind."""
 
 import errno
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from store_engines import FailingIO, LazyIO
 
 from deepspeed_ext.io import tensor_store
+from deepspeed_ext.io.store_job import StoreJob
 from deepspeed_ext.io.tensor_store import TensorStore
 
 SIZE = 5000  # elements; 5 pages
@@ -263,6 +265,101 @@ def test_close_waits_also_for_what_has_no_future(
     assert lazy.ran() == []
     store.close()
     assert lazy.ran() == ["write"], "or it would write into the file of the next one"
+
+
+@pytest.mark.parametrize("settle", ["wait", "delete", "close"])
+@pytest.mark.parametrize("moment", ["begun", "writing", "checksum", "promised"])
+def test_a_put_that_was_interrupted_at_any_moment(
+    tmp_path: Path, lazy: LazyIO, monkeypatch: pytest.MonkeyPatch, moment: str, settle: str
+) -> None:
+    """Ctrl-C may come when the request is in the books and nobody has it."""
+    store = TensorStore(tmp_path / "s", durable=True, engine=lazy)
+    store.put("y", content(1))
+    begin = store._ledger.begin_put
+
+    def interrupted(*arguments: object, **_: object) -> None:
+        if moment == "begun":
+            begin(*arguments)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    owner, name = {
+        "begun": (store._ledger, "begin_put"),
+        "writing": (lazy, "write"),
+        "checksum": (tensor_store, "checksum_of"),
+        "promised": (store, "_future"),
+    }[moment]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.put_async("x", content(2))
+    assert "x" not in store and store.names() == ["y"]
+    for call in (lambda: store.get("x"), lambda: store.info("x"), store.commit):
+        with pytest.raises((RuntimeError, OSError), match="put of 'x' was given up: Keyboard"):
+            call()
+    assert lazy.ran() == ["write"], "it is not waited for where that was not asked"
+    if settle == "wait" and moment in ("checksum", "promised"):
+        with pytest.raises(TimeoutError, match="was given up is under way after 0 s"):
+            store.wait(0)
+    if settle != "close":
+        store.delete("x") if settle == "delete" else store.wait()
+        assert lazy.ran() == ["write"] * len(lazy.jobs)
+        assert store.stats()["in_flight"] == 0
+        assert store.stats()["used_bytes"] == 20480
+        store.put("x", content(3))
+        assert torch.equal(store.get("x"), content(3))
+    store.close()
+    assert len(lazy.ran()) == len(lazy.jobs)
+
+
+@pytest.mark.parametrize("moment", ["begun", "reading", "promised"])
+def test_a_get_that_was_interrupted_at_any_moment(
+    tmp_path: Path, lazy: LazyIO, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    with TensorStore(tmp_path, engine=lazy) as store:
+        store.put("x", content(1))
+        begin = store._ledger.begin_get
+
+        def interrupted(*arguments: object, **_: object) -> None:
+            if moment == "begun":
+                begin(*arguments)  # type: ignore[arg-type]
+            raise KeyboardInterrupt
+
+        owner, name = {
+            "begun": (store._ledger, "begin_get"),
+            "reading": (lazy, "read"),
+            "promised": (store, "_future"),
+        }[moment]
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.get_async("x")
+        assert store.stats()["in_flight"] == (1 if moment == "promised" else 0)
+        store.wait()
+        assert store.stats()["in_flight"] == 0
+        assert torch.equal(store.get("x"), content(1)), "the content is not to blame"
+        store.delete("x")
+        assert store.stats()["used_bytes"] == 0
+
+
+def test_a_failure_keeps_nobody_alive(tmp_path: Path, failing: FailingIO) -> None:
+    """It is raised again and again, each time with the frames of one caller."""
+
+    def frames(call: Callable[[], object]) -> int:
+        with pytest.raises(OSError) as caught:
+            call()
+        return len(list(traceback.walk_tb(caught.value.__traceback__)))
+
+    with TensorStore(tmp_path, engine=failing) as store:
+        failing.code = errno.EIO
+        with pytest.raises(OSError):
+            store.put("x", content(1))
+        failing.code = 0
+        for call in (lambda: store.get("x"), lambda: store.info("x")):
+            assert len({frames(call) for _ in range(4)}) == 1
+        store.delete("x")
+    job = StoreJob("x", "get", lambda _: None)
+    job.error = OSError("injected")
+    assert len({frames(job.check) for _ in range(4)}) == 1
 
 
 def test_an_engine_that_was_closed(tmp_path: Path, durable: bool) -> None:

@@ -91,6 +91,29 @@ def test_a_killed_process_leaves_nothing(small_disk: Path) -> None:
             worker.kill()
 
 
+def test_a_child_of_a_killed_process_keeps_no_requests(small_disk: Path) -> None:
+    """What was under way at the fork is the parent's alone, and so is the space."""
+    free = free_on(small_disk)
+    folder = os.open(small_disk, os.O_RDONLY)
+    with subprocess.Popen(
+        [*WORKER, "fork", f"/proc/self/fd/{folder}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=[folder],
+    ) as worker:
+        os.close(folder)
+        try:
+            assert worker.stdout
+            child = int(worker.stdout.readline())
+            assert free - free_on(small_disk) >= 7 << 20
+            worker.send_signal(signal.SIGKILL)
+            worker.wait()
+            assert free_on(small_disk) >= free - (64 << 10)
+            os.kill(child, 0)  # is there
+        finally:
+            worker.kill()
+
+
 def test_a_forked_child_is_refused(tmp_path: Path) -> None:
     with (
         TensorStore(tmp_path) as scratch,
