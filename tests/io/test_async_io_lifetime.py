@@ -82,6 +82,15 @@ def test_a_timeout_leaves_the_transfer_alone(
     assert (tmp_path / "file").read_bytes() == bytes_of(payload(SIZE))
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Let SIGINT raise; a shell lets its background processes ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("wait", WAITS)
 def test_ctrl_c_ends_a_wait_and_not_the_transfer(
     engine: io.AsyncIO, held: HeldMemory, tmp_path: Path, wait: str
@@ -98,6 +107,7 @@ def test_ctrl_c_ends_a_wait_and_not_the_transfer(
     engine.write(payload(10), tmp_path / "more").result()
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_gets_through_close(backend: str, held: HeldMemory, tmp_path: Path) -> None:
     engine = io.AsyncIO(backend=backend)
     future = write_held(engine, held, tmp_path / "file")

@@ -25,7 +25,8 @@ A_WHILE = 500_000_000  # cycles that a stream is kept at work: about a quarter o
 @pytest.fixture
 def cuda_engine(tmp_path: Path) -> Iterator[io.AsyncIO]:
     with io.AsyncIO() as engine:
-        engine.write(torch.zeros(1, device="cuda"), tmp_path / "first").result()  # makes the ring
+        engine.write(torch.zeros(1, device="cuda"), tmp_path / "first")  # makes the ring
+        engine.wait()
         yield engine
 
 
