@@ -17,7 +17,15 @@ PATIENCE = 90.0
 def run_child(case: str, folder: Path) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Run a case in a process of its own, with all backends that work; return how, and these."""
     backends = [name for name, code in native().probe_backends().items() if code == 0]
-    command = [sys.executable, CHILD, case, str(folder), *backends]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore::DeprecationWarning",
+        CHILD,
+        case,
+        str(folder),
+        *backends,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     return done, backends
 
