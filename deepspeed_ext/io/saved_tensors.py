@@ -129,22 +129,4 @@ def _check(what: str, value: object) -> Tensor:
         raise TypeError(f"{what} has dtype {tensor.dtype}, expected one of {names}")
     if tensor.dtype is torch.float4_e2m1fn_x2 and tensor.dim() == 0:
         raise TypeError(f"{what} is one pair of 4-bit numbers, expected at least one dimension")
-    _check_memory(what, tensor)
     return tensor
-
-
-def _check_memory(what: str, tensor: Tensor) -> None:
-    """Refuse what only seems to have memory, such as FakeTensors and freed parameters of FSDP."""
-    if tensor.numel() == 0:
-        return
-    storage = tensor.untyped_storage()
-    if storage.device.type != tensor.device.type:
-        raise TypeError(f"{what} is {a(tensor)}, expected a torch.Tensor that has values")
-    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
-    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in dimensions)
-    needed = (last + 1) * tensor.element_size()
-    if needed > storage.nbytes():
-        raise ValueError(
-            f"{what} has {storage.nbytes()} bytes of memory, expected at least {needed}:"
-            " its storage was freed or resized"
-        )

@@ -46,9 +46,11 @@ def _check_memory(what: str, tensor: Tensor) -> None:
     storage = tensor.untyped_storage()
     if storage.device.type != tensor.device.type or tensor._is_zerotensor():
         raise TypeError(f"{what} is {a(tensor)}, expected a torch.Tensor that has values")
-    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
-    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in dimensions)
-    needed = (last + 1) * tensor.element_size()
+    reach = tensor.numel() - 1
+    if not tensor.is_contiguous():
+        dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = sum((size - 1) * stride for size, stride in dimensions)
+    needed = (tensor.storage_offset() + reach + 1) * tensor.element_size()
     if needed > storage.nbytes():
         raise ValueError(
             f"{what} has {storage.nbytes()} bytes of memory, expected at least {needed}:"
@@ -73,7 +75,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def overlaps_itself(tensor: Tensor) -> bool:
     """Tell whether two elements may share memory, as in an expanded tensor."""
-    if tensor.numel() < 2:
+    if tensor.is_contiguous() or tensor.numel() < 2:
         return False
     reach = 0
     dimensions = zip(tensor.stride(), tensor.shape, strict=True)
