@@ -1,6 +1,15 @@
 """Tensors on disk: asynchronous reads and writes, stores, checkpoints, pinned memory.
 
-Nothing is compiled or loaded before it is used.
+Nothing is compiled or loaded before it is used. The modules, by what they serve:
+
+- AsyncIO: async_io, future, in_flight, tensors, file, _native (the compiled engine);
+  CUDA tensors go through cuda, bounce and ring; handle is aio_handle.
+- PinnedBuffer, PinnedPool: pinned.
+- TensorStore: tensor_store, store_checks, store_job, ledger (names and requests), space and extents
+  (the file's bytes), store_folder, manifest and durable (commits).
+- save, load, inspect: state_dict, saved_tensors, safetensors_format, new_file, packed_writer,
+  grouped_reader, window; regular_file for these and the store.
+- Tuning and the report: __main__, tune, rates, raw_device, settings, environment, self_checks.
 """
 
 from importlib import import_module
