@@ -15,7 +15,15 @@ from deepspeed_ext.io._native import native
 from deepspeed_ext.io.file import File
 from deepspeed_ext.io.future import Future, Job
 from deepspeed_ext.io.in_flight import InFlight
-from deepspeed_ext.io.tensors import a, as_bytes, check_kind, is_plain, overlaps_itself, plain
+from deepspeed_ext.io.tensors import (
+    a,
+    as_bytes,
+    check_kind,
+    empty,
+    is_plain,
+    overlaps_itself,
+    plain,
+)
 
 if TYPE_CHECKING:
     from deepspeed_ext.io.cuda import CudaTransfers
@@ -101,7 +109,7 @@ class AsyncIO:
         if is_plain(tensor):
             # Detached: what the caller does to the tensor, such as `.data =`, leaves the memory.
             return self._start(False, tensor.detach(), tensor, path, offset)
-        staged = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        staged = empty(tensor.shape, tensor.dtype, tensor.device)
 
         memory = tensor.detach()
 

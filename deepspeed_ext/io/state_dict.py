@@ -31,7 +31,7 @@ from deepspeed_ext.io.saved_tensors import (
     tied_names,
     torch_shape,
 )
-from deepspeed_ext.io.tensors import plain
+from deepspeed_ext.io.tensors import empty, plain
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def _shaped(flat: Tensor | None, entry: Entry, device: torch.device) -> Tensor:
     dtype, shape = TORCH_DTYPES[entry.dtype], torch_shape(entry)
     assert shape is not None
     if flat is None:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return empty(shape, dtype, device)
     if flat.data_ptr() % dtype.itemsize:  # the file has it at an odd place
         flat = flat.clone()
     return flat.view(dtype).view(shape)

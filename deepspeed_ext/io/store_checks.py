@@ -2,19 +2,18 @@
 
 import errno
 
-import torch
 from torch import Tensor
 
 from deepspeed_ext.io._native import native
 from deepspeed_ext.io.manifest import TensorInfo
 from deepspeed_ext.io.store_job import Record
-from deepspeed_ext.io.tensors import as_bytes, check_kind, overlaps_itself
+from deepspeed_ext.io.tensors import as_bytes, check_kind, empty, overlaps_itself
 
 
 def target_of(name: str, info: TensorInfo, out: Tensor | None) -> Tensor:
     """Return `out` if the tensor of that name fits it, or a new tensor when there is none."""
     if out is None:
-        return torch.empty(info.shape, dtype=info.dtype)
+        return empty(info.shape, info.dtype)
     out = check_kind("TensorStore.get: out", out)
     if out.dtype != info.dtype:
         raise ValueError(

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-import torch
 from torch import Tensor
 
 from deepspeed_ext.io._native import native
@@ -27,7 +26,7 @@ from deepspeed_ext.io.space import Space
 from deepspeed_ext.io.store_checks import checksum_of, target_of, verified
 from deepspeed_ext.io.store_folder import StoreFolder
 from deepspeed_ext.io.store_job import StoreJob
-from deepspeed_ext.io.tensors import check_kind, is_plain, plain
+from deepspeed_ext.io.tensors import check_kind, empty, is_plain, plain
 
 _log = logging.getLogger("deepspeed_ext")
 
@@ -174,7 +173,7 @@ class TensorStore:
                 before.check()
             landing = tensor
             if self.durable and not (tensor.device.type == "cpu" and is_plain(tensor)):
-                landing = torch.empty(tensor.shape, dtype=tensor.dtype)
+                landing = empty(tensor.shape, tensor.dtype)
             if tensor.numel():
                 transfer = self._engine.read(landing, self._file, job.record.offset)
             verify = partial(verified, job.record, self._file.path, landing, tensor)

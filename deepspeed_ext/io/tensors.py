@@ -1,5 +1,8 @@
 """Tensors as plain memory: where their bytes lie, and which tensors have none of their own."""
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -56,6 +59,16 @@ def _check_memory(what: str, tensor: Tensor) -> None:
             f"{what} has {storage.nbytes()} bytes of memory, expected at least {needed}:"
             " its storage was freed or resized"
         )
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """Return a tensor to read into, of any dtype.
+
+    As bytes at first: under torch.use_deterministic_algorithms torch.empty fills what it makes, and
+    cannot do that with every dtype.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    return torch.empty(nbytes, dtype=torch.uint8, device=device).view(dtype).view(shape)
 
 
 def as_bytes(tensor: Tensor) -> tuple[int, int]:
