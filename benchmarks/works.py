@@ -69,7 +69,7 @@ def main(description: str, works_of: Mapping[str, Sequence[Work]]) -> None:
         works_of: what there is to measure on "cpu" and on "cuda".
     """
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--device", choices=sorted(works_of), default="cpu")
+    parser.add_argument("--device", choices=sorted(works_of), default=next(iter(works_of)))
     parser.add_argument("--threads", default="1,2", help="thread counts on the CPU, such as 1,2")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--only", default="", help="works whose name has this text in it")

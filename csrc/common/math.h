@@ -32,9 +32,30 @@ DSX_HOST_DEVICE inline uint32_t shift_right(uint32_t a) {
   return a >> bits;
 }
 
+DSX_HOST_DEVICE inline uint32_t lower_16_bits(uint32_t a) {
+#ifdef __CUDA_ARCH__
+  return __byte_perm(a, 0, 0x4410);  // opaque: what follows may then shift and add in one
+#else
+  return a & 0xffff;
+#endif
+}
+DSX_HOST_DEVICE inline uint32_t upper_16_bits(uint32_t a) {
+#ifdef __CUDA_ARCH__
+  return __byte_perm(a, 0, 0x4432);
+#else
+  return a >> 16;
+#endif
+}
+
 // Each bit of a where the mask has a 1, else of b.
 DSX_HOST_DEVICE inline uint32_t blend_bits(uint32_t mask, uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  uint32_t result;  // one instruction, of which the compiler makes two
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(result) : "r"(a), "r"(b), "r"(mask));
+  return result;
+#else
   return (a & mask) | (b & ~mask);
+#endif
 }
 
 // a where the mask is true, else b. Masks come from comparisons and combine with & | and !.

@@ -35,6 +35,8 @@ struct Adam {
     bool amsgrad;
   };
 
+  DSX_HOST_DEVICE static void leave_out_optional_states(Step& step) { step.amsgrad = false; }
+
   DSX_HOST_DEVICE static Step make_step(const Options& options, double lr, double grad_divisor,
                                         float step) {
     const bool correct = options.bias_correction;

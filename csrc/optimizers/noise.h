@@ -32,4 +32,9 @@ DSX_HOST_DEVICE inline Noise make_noise(const NoiseKey& key, float step) {
   return {uint32_t(x) + uint32_t(key.first_index) * kWeyl, uint32_t(x >> 32), key.on};
 }
 
+// The same for elements that are counted from `first` on.
+DSX_HOST_DEVICE inline Noise noise_from(const Noise& noise, int64_t first) {
+  return {noise.offset + uint32_t(first) * kWeyl, noise.mask, noise.on};
+}
+
 }  // namespace dsx

@@ -119,6 +119,8 @@ DSX_HOST_DEVICE Prepared<Rule> prepare(const StepCall<Rule>& call, int64_t index
   APPLY(float, BFloat16, float)       \
   APPLY(BFloat16, BFloat16, BFloat16) \
   APPLY(Split, BFloat16, Codes)       \
+  APPLY(BFloat16, BFloat16, Codes)    \
+  APPLY(float, float, Codes)          \
   APPLY(Split, Any, Any)              \
   APPLY(Split, Any, Codes)            \
   APPLY(Any, Any, Codes)              \
@@ -139,5 +141,15 @@ struct StatesOfLoop {
 
   DSX_HOST_DEVICE static bool absent(const void* state) { return !kUsual && state == nullptr; }
 };
+
+// The constants as such a loop needs them: without the usual states being known, the compiler would
+// keep room for the others.
+template <class Rule, class Grad>
+DSX_HOST_DEVICE typename Rule::Step constants_of_loop(typename Rule::Step step) {
+  if constexpr (StatesOfLoop<Rule, Grad>::kUsual && Rule::kUsualStates < Rule::kStates) {
+    Rule::leave_out_optional_states(step);
+  }
+  return step;
+}
 
 }  // namespace dsx

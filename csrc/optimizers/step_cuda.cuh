@@ -59,15 +59,15 @@ __device__ inline void add_squares(const Floats<kCount>& values, int count, doub
   }
 }
 
-// Elements of a block. The work before the first one takes longer than usual with codes.
-constexpr int64_t kCodedChunk = 32768;
-
 inline int64_t blocks_of(const StepTypes& types, int64_t n) {
   return chunks_of(n, types.state == Dtype::codes ? kCodedChunk : kChunk);
 }
 
+// How many strides of a block's loop are in shared memory: the one at hand, and those on their way.
+constexpr int kFetched = 2;
+
 // Blocks that a multiprocessor holds at once, which bounds the registers of a thread. Measured on
-// an H200: the more the better, but for float state, and until registers are spilled.
+// an H200: the more the better, but for float state, and until registers are spilled in the loop.
 template <class Grad, class State>
 constexpr int kResidentBlocks = std::is_same_v<State, float>    ? 1
                                 : !std::is_same_v<State, Codes> ? 4
@@ -87,47 +87,80 @@ __global__ void __launch_bounds__(kThreads, (kResidentBlocks<Grad, State>))
   const int index = tensor_of_block(launch.first_block, launch.count, blockIdx.x);
   const StepTypes& types = launch.call.types;
   const StepTensor<Rule::kStates>& tensor = launch.tensors[index];
-  const Prepared<Rule> prepared = launch.prepared[index];
-  const Parameter<Param> parameter(types, tensor.param, tensor.param_copy);
-  const auto grads = Pointer<Grad>::to(tensor.grad, types.grad);
-  const States<Rule, State, Grad> states(types, tensor, prepared.noise);
+  // From here on all addresses are those of this block's chunk, and indices count from its start.
   constexpr int64_t kMine = kCoded ? kCodedChunk : kChunk;
   const int64_t begin = int64_t(int(blockIdx.x) - launch.first_block[index]) * kMine;
-  const int64_t end = skip ? begin : ::min(begin + kMine, tensor.n);
+  const uint32_t end = skip ? 0 : uint32_t(::min(kMine, tensor.n - begin));
+  const typename Rule::Step step = constants_of_loop<Rule, Grad>(launch.prepared[index].step);
+  using Memory = Operands<Rule, Param, Grad, State>;
+  const Memory far(types, tensor, launch.prepared[index].noise, begin);
   [[maybe_unused]] double squares[kMeasured] = {};
 
-  const auto visit = [&]<Access access>(int64_t i, int count) {
+  // Reads elements from `at` on there, and writes them from i on.
+  const auto visit = [&]<Access access>(const Memory& from, uint32_t at, uint32_t i, int count) {
     Floats<kCount> grad(0.0f);
-    if constexpr (reads_grads(pass)) grad = load<access, kCount>(grads + i, count);
-    auto param = parameter.template load<access, kCount>(i, count);
+    if constexpr (reads_grads(pass)) grad = load<access, kCount>(from.grads + at, count);
+    auto param = from.parameter.template load<access, kCount>(at, count);
     Floats<kCount> values[Rule::kStates];
-    states.template load<access>(i, count, values);
-    update(prepared.step, grad, param, values);
-    if constexpr (writes_params(pass)) parameter.template store<access>(i, param, count);
-    if constexpr (writes_states(pass)) states.template store<access>(i, count, values);
+    from.states.template load<access>(at, i, count, values);
+    update(step, grad, param, values);
+    if constexpr (writes_params(pass)) far.parameter.template store<access>(i, param, count);
+    if constexpr (writes_states(pass)) far.states.template store<access>(i, count, values);
     if constexpr (measures(pass)) {
       Floats<kCount> measured[kMeasured];
-      measure(prepared.step, grad, param, values, measured);
+      measure(step, grad, param, values, measured);
 #pragma unroll
       for (int j = 0; j < kMeasured; ++j) add_squares(measured[j], count, squares[j]);
     }
   };
   // What has to stay together: a thread's elements, or with codes those of a warp, which finds the
   // scale of its block together, so that all its threads go on while one of them has elements.
-  const int64_t offset = kCoded ? threadIdx.x % 32 * kCount : 0;
-  constexpr int64_t kTogether = kCoded ? kCodesBlock : kCount;
-  constexpr int64_t kStride = kThreads * kCount;
-  // Twice the loads in flight: 7 % faster when all types have 16 bits. Codes lack the registers.
-  constexpr int kUnroll = kCoded ? 1 : 2;
-  int64_t i = begin + int64_t(threadIdx.x) * kCount;
+  const uint32_t offset = kCoded ? threadIdx.x % 32 * kCount : 0;
+  constexpr uint32_t kTogether = kCoded ? kCodesBlock : kCount;
+  constexpr uint32_t kStride = kThreads * kCount;
+  uint32_t i = threadIdx.x * kCount;
   if (is_aligned<kCount>(types, tensor)) {
+    if constexpr (kCoded && !std::is_same_v<Grad, Any>) {
+      // There is much to compute and no register to spare: what comes next is fetched into shared
+      // memory meanwhile. A warp reads only what its own threads have put there.
+      constexpr Access access = sizeof(Grad) > 2 ? Access::halves : Access::vector;
+      constexpr uint32_t kRoom = kFetched * kStride;
+      __shared__ alignas(16) char room[Memory::kBytes * kRoom];
+      __shared__ float scales[StatesOfLoop<Rule, Grad>::kCount][kCodedChunk / kCodesBlock];
+      const Memory near(room, kRoom, scales);
+      const uint32_t end_of_whole = end / kCodesBlock * kCodesBlock;
+      const uint32_t mine = access == Access::halves ? i - offset / 2 : i;
+      uint32_t ahead = mine;
+      const auto fetch_next = [&] {
+        if (ahead < end_of_whole) far.template fetch_to<access, kCount>(near, ahead % kRoom, ahead);
+        end_fetches();
+        ahead += kStride;
+      };
+      for (int k = 1; k < kFetched; ++k) fetch_next();
+      far.states.copy_scales_to(near.states, end);
+      for (uint32_t k = mine; k < end_of_whole; k += kStride) {
+        __syncwarp();  // all have read what is overwritten now
+        fetch_next();
+        wait_for_fetches<kFetched - 1>();
+        __syncwarp();  // all see what each has fetched
+        visit.template operator()<access>(near, k % kRoom, k, kCount);
+        i += kStride;
+      }
+    } else {
+      // Twice the loads in flight: 7 % faster when all types have 16 bits.
+      constexpr int kUnroll = kCoded ? 1 : 2;
 #pragma unroll(kUnroll)
-    for (; i - offset + kTogether <= end; i += kStride)
-      visit.template operator()<Access::vector>(i, kCount);
+      for (; i - offset + kTogether <= end; i += kStride) {
+        visit.template operator()<Access::vector>(far, i, i, kCount);
+      }
+    }
   }
   for (; i - offset < end; i += kStride) {
-    const int64_t left = end - i;
-    visit.template operator()<Access::single>(i, int(left < 0 ? 0 : left < kCount ? left : kCount));
+    const int left = int(end) - int(i);
+    visit.template operator()<Access::single>(far, i, i,
+                                              left < 0        ? 0
+                                              : left < kCount ? left
+                                                              : kCount);
   }
   if constexpr (measures(pass)) {
     store_block_sums(squares, launch.squares + int64_t(blockIdx.x) * kMeasured);

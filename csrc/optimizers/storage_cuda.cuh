@@ -1,6 +1,7 @@
 // Parameters and state as floats in the registers of a thread, whatever they are stored as.
 #pragma once
 
+#include "common/cuda/fetch.cuh"
 #include "common/cuda/launch.cuh"
 #include "common/cuda/vector_io.cuh"
 #include "common/math.h"
@@ -12,24 +13,40 @@ namespace dsx {
 
 namespace cuda {
 
-// The elements of a parameter as floats, and their way back into memory.
+// The elements of a parameter from `first` on as floats, and their way back into memory.
 template <class T>
 struct Parameter {
+  static constexpr bool kMayHaveCopy = !std::is_same_v<T, BFloat16>;  // only originals have one
   Pointer<T> begin;
   Pointer<Any> copy;
 
-  __device__ Parameter(const StepTypes& types, void* param, void* param_copy)
-      : begin(Pointer<T>::to(param, types.param)),
-        copy(Pointer<Any>::to(param_copy, types.param_copy)) {}
+  template <int kStates>
+  __device__ Parameter(const StepTypes& types, const StepTensor<kStates>& tensor, int64_t first)
+      : begin(Pointer<T>::to(tensor.param, types.param) + first),
+        copy(Pointer<Any>::to(tensor.param_copy, types.param_copy)) {
+    if (copy) copy = copy + first;
+  }
+
+  // For elements in memory of the block, of which `room` is the rest.
+  static constexpr int kBytes = sizeof(T);
+  __device__ Parameter(char*& room, int elements) : begin{reinterpret_cast<T*>(room)}, copy{} {
+    room += elements * kBytes;
+  }
+  template <Access access, int kCount>
+  __device__ void fetch_to(const Parameter& near, uint32_t at, uint32_t i) const {
+    fetch<access, kCount>(near.begin.address + at, begin.address + i);
+  }
 
   template <Access access, int kCount>
-  __device__ Floats<kCount> load(int64_t i, int count) const {
+  __device__ Floats<kCount> load(uint32_t i, int count) const {
     return cuda::load<access, kCount>(begin + i, count);
   }
   template <Access access, int kCount>
-  __device__ void store(int64_t i, const Floats<kCount>& values, int count) const {
+  __device__ void store(uint32_t i, const Floats<kCount>& values, int count) const {
     cuda::store<access>(begin + i, values, count);
-    if (copy) cuda::store<access>(copy + i, values, count);
+    if constexpr (kMayHaveCopy) {
+      if (copy) cuda::store<access>(copy + i, values, count);
+    }
   }
 };
 
@@ -38,11 +55,37 @@ struct Parameter<Split> {
   uint16_t* upper;
   int16_t* lower;
 
-  __device__ Parameter(const StepTypes& /*types*/, void* param, void* param_copy)
-      : upper(static_cast<uint16_t*>(param)), lower(static_cast<int16_t*>(param_copy)) {}
+  template <int kStates>
+  __device__ Parameter(const StepTypes& /*types*/, const StepTensor<kStates>& tensor, int64_t first)
+      : upper(static_cast<uint16_t*>(tensor.param) + first),
+        lower(static_cast<int16_t*>(tensor.param_copy) + first) {}
+
+  static constexpr int kBytes = sizeof(uint16_t) + sizeof(int16_t);
+  __device__ Parameter(char*& room, int elements)
+      : upper(reinterpret_cast<uint16_t*>(room)),
+        lower(reinterpret_cast<int16_t*>(upper + elements)) {
+    room += elements * kBytes;
+  }
+  template <Access access, int kCount>
+  __device__ void fetch_to(const Parameter& near, uint32_t at, uint32_t i) const {
+    fetch<access, kCount>(near.upper + at, upper + i);
+    fetch<access, kCount>(near.lower + at, lower + i);
+  }
 
   template <Access access, int kCount>
-  __device__ Floats<kCount> load(int64_t i, int count) const {
+  __device__ Floats<kCount> load(uint32_t i, int count) const {
+    if constexpr (access == Access::vector) {
+      Floats<kCount> joined;
+      const auto uppers = load_pairs<kCount>(upper + i), lowers = load_pairs<kCount>(lower + i);
+#pragma unroll
+      for (int k = 0; k < kCount; k += 2) {
+        const uint32_t two = uppers.lanes[k / 2];
+        const int32_t lower_two = int32_t(lowers.lanes[k / 2]);
+        joined.lanes[k] = join_halves<float>(two & 0xffff, uint32_t(int32_t(int16_t(lower_two))));
+        joined.lanes[k + 1] = join_halves<float>(two >> 16, uint32_t(lower_two >> 16));
+      }
+      return joined;
+    }
     const auto uppers = load_elements<access, kCount>(upper + i, count);
     const auto lowers = load_elements<access, kCount>(lower + i, count);
     Floats<kCount> values;
@@ -54,7 +97,7 @@ struct Parameter<Split> {
     return values;
   }
   template <Access access, int kCount>
-  __device__ void store(int64_t i, const Floats<kCount>& values, int count) const {
+  __device__ void store(uint32_t i, const Floats<kCount>& values, int count) const {
     Elements<uint16_t, kCount> uppers;
     Elements<int16_t, kCount> lowers;
 #pragma unroll
@@ -81,8 +124,8 @@ __device__ void round_as_stored(Pointer<Any> target, Floats<kCount>& values) {
   if (target.dtype == Dtype::float16) round_as_stored(Pointer<Half>{}, values);
 }
 
-// The state of a parameter as floats, and its way back into memory, after which the floats are what
-// is there.
+// The state of a parameter from `first` on as floats, and its way back into memory, after which the
+// floats are what is there.
 template <class Rule, class T, class Grad>
 struct States {
   using Loop = StatesOfLoop<Rule, Grad>;
@@ -91,15 +134,19 @@ struct States {
   Noise noise;
 
   __device__ States(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
-                    const Noise& noise_of_step)
-      : noise(noise_of_step) {
+                    const Noise& noise_of_step, int64_t first)
+      : noise(noise_from(noise_of_step, first)) {
 #pragma unroll
-    for (int j = 0; j < kStates; ++j) begins[j] = Pointer<T>::to(tensor.states[j], types.state);
+    for (int j = 0; j < kStates; ++j) {
+      begins[j] = Pointer<T>::to(tensor.states[j], types.state);
+      if (!absent(j)) begins[j] = begins[j] + first;
+    }
     noise.on = noise.on && types.state == Dtype::bfloat16;
   }
 
   template <Access access, int kCount>
-  __device__ void load(int64_t i, int count, Floats<kCount> (&values)[Rule::kStates]) const {
+  __device__ void load(uint32_t /*at*/, uint32_t i, int count,
+                       Floats<kCount> (&values)[Rule::kStates]) const {
 #pragma unroll
     for (int j = 0; j < kStates; ++j) {
       if (!absent(j)) values[j] = cuda::load<access, kCount>(begins[j] + i, count);
@@ -107,11 +154,11 @@ struct States {
   }
 
   template <Access access, int kCount>
-  __device__ void store(int64_t i, int count, Floats<kCount> (&values)[Rule::kStates]) const {
+  __device__ void store(uint32_t i, int count, Floats<kCount> (&values)[Rule::kStates]) const {
     if (noise.on) {
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
-        const uint32_t random = random_bits(noise, uint32_t(i + k));
+        const uint32_t random = random_bits(noise, i + place_of<access, kCount>(k));
 #pragma unroll
         for (int j = 0; j < kStates; ++j) {
           values[j].lanes[k] = round_to_bfloat16(values[j].lanes[k], half_of(random, j));
@@ -130,6 +177,34 @@ struct States {
   __device__ bool absent(int j) const { return Loop::absent(begins[j].address); }
 };
 
+// Elements of a block whose state is in codes. The work before the first one takes longer than
+// usual.
+constexpr int64_t kCodedChunk = 32768;
+
+// Eight values that are stored as codes.
+template <Access access>
+__device__ inline void load_codes(const uint8_t* source, int count, float scale, bool is_signed,
+                                  Floats<8>& values) {
+  if constexpr (access != Access::single) {
+    const auto words = load_words<access>(source);
+    const uint32_t floor = is_signed ? kSignedFloor : kUnsignedFloor;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const uint32_t word = words.lanes[k / 4];
+      const uint32_t magnitudes = is_signed ? word & 0x7f7f7f7f : word;
+      const uint32_t magnitude = __byte_perm(magnitudes, 0, 0x4440 | k % 4);
+      values.lanes[k] = decode_sum<float>((magnitude << kCutBits) + floor, word << (24 - k % 4 * 8),
+                                          scale, is_signed);
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const uint32_t code = k < count ? uint32_t(source[k]) << 24 : 0;
+      values.lanes[k] = decode<float>(code, scale, is_signed);
+    }
+  }
+}
+
 // The same for state in codes: the threads of a warp hold one block between them.
 template <class Rule, class Grad>
 struct States<Rule, Codes, Grad> {
@@ -140,33 +215,59 @@ struct States<Rule, Codes, Grad> {
   Noise noise;
 
   __device__ States(const StepTypes& /*types*/, const StepTensor<Rule::kStates>& tensor,
-                    const Noise& noise_of_step)
-      : noise(noise_of_step) {
+                    const Noise& noise_of_step, int64_t first)
+      : noise(noise_from(noise_of_step, first)) {
 #pragma unroll
     for (int j = 0; j < kStates; ++j) {
       begins[j] = static_cast<uint8_t*>(tensor.states[j]);
       scales[j] = tensor.scales[j];
+      if (absent(j)) continue;
+      begins[j] += first;
+      scales[j] += first / kCodesBlock;
     }
   }
 
+  // For codes in memory of the block, of which `room` is the rest, and scales of the whole chunk.
+  __device__ States(char*& room, int elements,
+                    float (&scales_of_chunk)[kStates][kCodedChunk / kCodesBlock])
+      : noise{} {
+#pragma unroll
+    for (int j = 0; j < kStates; ++j) {
+      begins[j] = reinterpret_cast<uint8_t*>(room);
+      scales[j] = scales_of_chunk[j];
+      room += elements;
+    }
+  }
   template <Access access, int kCount>
-  __device__ void load(int64_t i, int count, Floats<kCount> (&values)[Rule::kStates]) const {
+  __device__ void fetch_to(const States& near, uint32_t at, uint32_t i) const {
+#pragma unroll
+    for (int j = 0; j < kStates; ++j) fetch<access, kCount>(near.begins[j] + at, begins[j] + i);
+  }
+  // Each warp copies the scales of the blocks of codes that it takes, of which `end` is the end.
+  __device__ void copy_scales_to(const States& near, uint32_t end) const {
+    constexpr uint32_t kWarps = kThreads / 32;
+    uint32_t k = threadIdx.x / 32 + threadIdx.x % 32 * kWarps;
+    for (; k * kCodesBlock < end; k += kThreads) {
+#pragma unroll
+      for (int j = 0; j < kStates; ++j) near.scales[j][k] = scales[j][k];
+    }
+  }
+
+  // Elements from i on of the chunk, whose codes are at `at`.
+  template <Access access, int kCount>
+  __device__ void load(uint32_t at, uint32_t i, int count,
+                       Floats<kCount> (&values)[Rule::kStates]) const {
     static_assert(kCount * 32 == kCodesBlock);
 #pragma unroll
     for (int j = 0; j < kStates; ++j) {
       if (absent(j)) continue;
       const float scale = scales[j][i / kCodesBlock];
-      uint32_t codes[kCount];
-      load_highest_bytes<access>(begins[j] + i, count, codes);
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) {
-        values[j].lanes[k] = decode<float>(codes[k], scale, Rule::is_signed(j));
-      }
+      load_codes<access>(begins[j] + at, count, scale, Rule::is_signed(j), values[j]);
     }
   }
 
   template <Access access, int kCount>
-  __device__ void store(int64_t i, int count, Floats<kCount> (&values)[Rule::kStates]) const {
+  __device__ void store(uint32_t i, int count, Floats<kCount> (&values)[Rule::kStates]) const {
     float scale[kStates], inverse[kStates];
 #pragma unroll
     for (int j = 0; j < kStates; ++j) {
@@ -175,9 +276,10 @@ struct States<Rule, Codes, Grad> {
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
         uint32_t bits = bits_of(values[j].lanes[k]);
-        if (Rule::is_signed(j)) bits &= 0x7fffffff;
+        if (Rule::is_signed(j)) bits <<= 1;  // without the sign
         if (k < count) largest = dsx::max(largest, bits);
       }
+      if (Rule::is_signed(j)) largest >>= 1;
       scale[j] = scale_of_block(max_of_warp(largest));
       inverse[j] = inverse_of_scale(scale[j]);
       if (i % kCodesBlock == 0) scales[j][i / kCodesBlock] = scale[j];
@@ -187,7 +289,8 @@ struct States<Rule, Codes, Grad> {
     for (int k = 0; k < kCount; ++k) random[k] = kNearest;
     if (noise.on) {
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) random[k] = random_bits(noise, uint32_t(i + k));
+      for (int k = 0; k < kCount; ++k)
+        random[k] = random_bits(noise, i + place_of<access, kCount>(k));
     }
 #pragma unroll
     for (int j = 0; j < kStates; ++j) {
@@ -208,6 +311,39 @@ struct States<Rule, Codes, Grad> {
 
  private:
   __device__ bool absent(int j) const { return Loop::absent(begins[j]); }
+};
+
+// What a step reads and writes, from `first` on.
+template <class Rule, class Param, class Grad, class State>
+struct Operands {
+  Parameter<Param> parameter;
+  Pointer<Grad> grads;
+  States<Rule, State, Grad> states;
+
+  __device__ Operands(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
+                      const Noise& noise, int64_t first)
+      : parameter(types, tensor, first),
+        grads(Pointer<Grad>::to(tensor.grad, types.grad) + first),
+        states(types, tensor, noise, first) {}
+
+  // What it reads, in memory of the block: so many elements.
+  static constexpr int kBytes =
+      Parameter<Param>::kBytes + sizeof(Grad) + StatesOfLoop<Rule, Grad>::kCount;
+  template <class Scales>
+  __device__ Operands(char* room, int elements, Scales& scales)
+      : parameter(room, elements),
+        grads{reinterpret_cast<Grad*>(room)},
+        states(room += elements * sizeof(Grad), elements, scales) {}
+
+  // Begins to copy kCount elements, from i on here to `at` there.
+  template <Access access, int kCount>
+  __device__ void fetch_to(const Operands& near, uint32_t at, uint32_t i) const {
+    parameter.template fetch_to<access, kCount>(near.parameter, at, i);
+    if constexpr (reads_grads(pass_of<Rule>())) {
+      fetch<access, kCount>(near.grads.address + at, grads.address + i);
+    }
+    states.template fetch_to<access, kCount>(near.states, at, i);
+  }
 };
 
 // Whether every access of kCount elements of this tensor is aligned.

@@ -12,7 +12,7 @@ DSX_HOST_DEVICE inline Ints random_bits(const Noise& noise, Ints element) {
 // The 16 random bits for state tensor j of an element: one hash serves two tensors.
 template <class Ints>
 DSX_HOST_DEVICE inline Ints half_of(Ints random, int j) {
-  return j % 2 == 0 ? random & Ints(0xffffu) : shift_right<16>(random);
+  return j % 2 == 0 ? lower_16_bits(random) : upper_16_bits(random);
 }
 
 constexpr uint32_t kNearest = 0x80008000;  // in the place of random bits: rounds to the nearest
@@ -71,18 +71,21 @@ DSX_HOST_DEVICE inline float inverse_of_scale(float scale) {
   return dsx::float_of((254u << 23) - dsx::bits_of(scale));
 }
 
+// The value of a code, of which `above_floor` is the sum, as bits, and `sign` has the sign bit.
+template <class Float, class Ints>
+DSX_HOST_DEVICE inline Float decode_sum(Ints above_floor, Ints sign, float scale, bool is_signed) {
+  const float floor = dsx::float_of(is_signed ? kSignedFloor : kUnsignedFloor) * scale;
+  const Float value = scale_and_add(float_of(above_floor), Float(scale), Float(-floor));
+  return is_signed ? float_of(blend_bits(Ints(kSign), sign, bits_of(value))) : value;
+}
+
 // `code` is in the upper 8 bits, with zeros below.
 template <class Float, class Ints>
 DSX_HOST_DEVICE inline Float decode(Ints code, float scale, bool is_signed) {
   const Ints bits = shift_right<24 - kCutBits>(code);
-  if (!is_signed) {
-    const float floor = dsx::float_of(kUnsignedFloor) * scale;
-    return scale_and_add(float_of(bits | Ints(kUnsignedFloor)), Float(scale), Float(-floor));
-  }
-  const float floor = dsx::float_of(kSignedFloor) * scale;
-  const Ints magnitude = blend_bits(Ints(0x7fu << kCutBits), bits, Ints(kSignedFloor));
-  const Float value = scale_and_add(float_of(magnitude), Float(scale), Float(-floor));
-  return float_of(blend_bits(Ints(kSign), code, bits_of(value)));
+  const Ints above_floor = is_signed ? blend_bits(Ints(0x7fu << kCutBits), bits, Ints(kSignedFloor))
+                                     : bits | Ints(kUnsignedFloor);
+  return decode_sum<Float>(above_floor, code, scale, is_signed);
 }
 
 // The upper 8 bits of the result are the code. `random` has 16 bits; the expected value is exact,

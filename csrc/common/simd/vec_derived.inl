@@ -23,3 +23,6 @@ inline Mask operator!=(Vec a, Vec b) { return !(a == b); }
 
 // As in common/math.h.
 inline Vec scale_and_add(Vec a, Vec scale, Vec b) { return a * scale + b; }
+
+inline Ints lower_16_bits(Ints a) { return a & Ints(0xffffu); }
+inline Ints upper_16_bits(Ints a) { return shift_right<16>(a); }
