@@ -1,6 +1,9 @@
 """Compiled ops for PyTorch and optimizers made of them; nothing is loaded before it is used."""
 
+import sys
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,3 +30,33 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
+
+
+def _import_builders(folder: Path) -> None:
+    """Import op_builder: a package in this folder when installed, beside it in a working copy.
+
+    A working copy may be found by being the working folder, and then no installer has said where
+    its parts are; those of an installed copy would be of other sources.
+    """
+    name = f"{__name__}.op_builder"
+    if not (folder / "op_builder").is_dir():
+        beside = folder.parent / "op_builder" / "__init__.py"
+        spec = spec_from_file_location(name, beside)
+        if not beside.is_file() or spec is None or spec.loader is None:
+            raise ImportError(
+                f"deepspeed_ext: {folder} has no op_builder in it or beside it, expected the whole"
+                " package; run Python in another folder, or install the package again"
+            )
+        module = sys.modules[name] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        globals()["op_builder"] = module
+
+
+def _interface_of(op: str) -> object:
+    interfaces = import_module("deepspeed_ext.interfaces")  # here, as it imports torch
+    return interfaces.interface_of(op)
+
+
+_import_builders(Path(__file__).parent)
+# Builders know no ops and no I/O, so they are told what `load` gives.
+import_module("deepspeed_ext.op_builder").OpBuilder.interface_of = staticmethod(_interface_of)

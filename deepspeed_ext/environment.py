@@ -39,7 +39,7 @@ def describe() -> dict[str, str]:
         "I/O backends": lambda: str(_io().backends()),
         "direct I/O": lambda: str(_io().direct_io()),
         "I/O settings": lambda: str(_io().settings()),
-        "op cache": lambda: str(cache.configured_root() or cache.private_root()),
+        "op cache": _cache,
     }
     return {name: _result(probe) for name, probe in probes.items()}
 
@@ -49,6 +49,15 @@ def _result(probe: Callable[[], str]) -> str:
         return probe()
     except Exception as error:  # whatever is wrong with the machine, the report goes on
         return f"not found: {' '.join(str(error).split()) or type(error).__name__}"
+
+
+def _cache() -> str:
+    root = cache.configured_root() or cache.private_root()
+    try:
+        cache.check_trusted(root)
+    except OSError as error:
+        return f"{root} is not used ({error})"
+    return str(root)
 
 
 def _torch() -> str:
@@ -67,7 +76,7 @@ def _version_of(command: list[str]) -> str:
     done = subprocess.run(
         [*command, "--version"], check=True, capture_output=True, text=True, timeout=10
     )
-    return done.stdout.splitlines()[0]
+    return (done.stdout.splitlines() or [f"{command[0]} names no version"])[0]
 
 
 def _cpu_line(key: str) -> str:

@@ -15,7 +15,8 @@ from multiprocessing.connection import Connection
 from typing import Literal
 
 from deepspeed_ext.environment import describe
-from deepspeed_ext.op_builder import OPS, BuildError, OpSpec, cuda, load, probe
+from deepspeed_ext.op_builder import OPS, BuildError, OpSpec, cuda, load, probe, program, toolchain
+from deepspeed_ext.op_builder.errors import Unavailable
 
 _WIDTH = 80
 _COLOURS = {"works": "32", "not built": "33", "unavailable": "31"}
@@ -70,15 +71,26 @@ def check(spec: OpSpec, build: bool = False) -> Row:
 
 
 def _check_and_send(spec: OpSpec, build: bool, sender: Connection) -> None:
-    import torch
-
-    torch.set_num_threads(1)  # a child would wait forever for threads that its parent has used
     try:
-        row = _check_here(spec, build)
+        row = _without_torch(spec) or _check_here(spec, build)
     except Exception as error:  # a report has a row for whatever goes wrong
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         row = _unavailable(spec, f"its self-check failed with {cause}; {_rebuild(spec)}")
     sender.send(row)
+
+
+def _without_torch(spec: OpSpec) -> Row | None:
+    """Return the row of an op where torch cannot be imported; all ops are used through it."""
+    try:
+        toolchain.torch_version()
+        import torch
+    except Unavailable as missing:
+        return _unavailable(spec, str(missing))
+    except Exception as error:  # a torch that lacks a library raises what it likes
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        return _unavailable(spec, f"torch cannot be imported ({cause}); install torch again")
+    torch.set_num_threads(1)  # a child would wait forever for threads that its parent has used
+    return None
 
 
 def _check_here(spec: OpSpec, build: bool) -> Row:
@@ -154,6 +166,7 @@ def _wrapped(text: str, indent: int) -> list[str]:
     return [lines[0], *(" " * indent + line for line in lines[1:])]
 
 
+@program
 def main(arguments: list[str] | None = None) -> int:
     """Print the report; return 1 when an op that is named does not work, else 0.
 
@@ -173,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"ds_report: op is {name!r}, expected one of {', '.join(known)}", file=sys.stderr)
             return 1
     chosen = [spec for spec in OPS if not options.ops or spec.name in options.ops]
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(Exception):  # which the rows will say
         import torch  # noqa: F401  # once, for all the children
     # The ops first: a child process can use CUDA only as long as its parent has not.
     rows = [check(spec, options.build) for spec in chosen]
@@ -184,8 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
         text = _table(rows, environment, colour=sys.stdout.isatty() and not plain)
-    with contextlib.suppress(BrokenPipeError):  # as in `ds_report | head -1`
-        print(text, flush=True)
+    print(text)
     return int(bool(options.ops) and any(row.state != "works" for row in rows))
 
 

@@ -7,10 +7,11 @@ from . import builders
 from .builders import OpBuilder
 from .errors import BuildError
 from .jit import load, load_module
+from .pipes import program
 from .registry import OPS
 from .spec import OpSpec
 
-__all__ = ["OPS", "BuildError", "OpBuilder", "OpSpec", "load", "load_module"]
+__all__ = ["OPS", "BuildError", "OpBuilder", "OpSpec", "load", "load_module", "program"]
 
 
 def __getattr__(name: str) -> type[OpBuilder]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from . import cache, jit, probe
 from .build import build
 from .errors import BuildError
+from .pipes import program
 from .registry import OPS
 from .spec import OpSpec
 
@@ -80,6 +81,7 @@ def _clean() -> int:
     return 1 if busy else 0
 
 
+@program
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit status."""
     parser = argparse.ArgumentParser(

@@ -3,16 +3,19 @@
 import json
 import os
 import shutil
+import stat
 import uuid
 from pathlib import Path
 
-from . import cache
+from . import cache, trust
 from .compile import compile_library
 from .errors import BuildError, Unavailable
-from .lock import held
+from .lock import check_process, held
 from .log import logger
 from .sources import CSRC, digest_of, matches
 from .spec import OpSpec
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def build(spec: OpSpec, csrc: Path = CSRC) -> Path:
@@ -50,6 +53,7 @@ def _build_in(root: Path, spec: OpSpec, csrc: Path) -> Path:
     failures = root / f"{entry}.failed"
     earlier = _failure(failures)
     with held(root / f"{spec.name}.lock"):
+        cache.check_trusted(root, library)
         if library.is_file() and matches(library, digest_of(spec, csrc)):
             return library
         latest = _failure(failures)
@@ -59,12 +63,18 @@ def _build_in(root: Path, spec: OpSpec, csrc: Path) -> Path:
             shutil.rmtree(leftover, ignore_errors=True)
         logger.info("%s: compiling (first use)", spec.name)
         work = root / f"{entry}.{uuid.uuid4().hex}.tmp"
+        work.mkdir(mode=0o700)  # whatever the umask lets compilers write, nobody gets at it
+        builder = os.getpid()
         try:
-            _publish(compile_library(spec, work, csrc), root / entry)
+            compiled = compile_library(spec, work, csrc)
+            check_process(builder)
+            _publish(compiled, root / entry)
         except BuildError as failed:
+            check_process(builder)
             raise _keep_failure(failed, work, failures) from failed
         finally:
-            shutil.rmtree(work, ignore_errors=True)
+            if os.getpid() == builder:
+                shutil.rmtree(work, ignore_errors=True)
         shutil.rmtree(failures, ignore_errors=True)
         logger.info("%s: compiled into %s", spec.name, library)
     return library
@@ -79,14 +89,25 @@ def _publish(library: Path, target: Path) -> None:
             path.unlink()
     with library.open("rb") as file:
         os.fsync(file.fileno())
+    _seal(library.parent)
     shutil.rmtree(target, ignore_errors=True)  # only a damaged one can be there
     library.parent.rename(target)
 
 
+def _seal(folder: Path) -> None:
+    """Let those read it who can read the cache, and nobody but its owner write."""
+    for path in folder.iterdir():
+        path.chmod(path.stat().st_mode & ~_OTHERS_WRITE)
+    folder.chmod(folder.parent.stat().st_mode & 0o777 & ~_OTHERS_WRITE)
+
+
 def _failure(failures: Path) -> dict[str, str] | None:
     """Read the record of the last failed build, which is different for each one."""
+    path = failures / "failure.json"
     try:
-        record: dict[str, str] = json.loads((failures / "failure.json").read_text())
+        trust.check(failures)
+        trust.check(path)
+        record: dict[str, str] = json.loads(path.read_text())
         return record
     except (OSError, ValueError):
         return None
@@ -97,6 +118,7 @@ def _keep_failure(failed: BuildError, work: Path, failures: Path) -> BuildError:
     record = {"cause": failed.cause, "fix": failed.fix, "id": uuid.uuid4().hex}
     (work / "failure.json").write_text(json.dumps(record))
     shutil.rmtree(work / "obj", ignore_errors=True)
+    _seal(work)
     shutil.rmtree(failures, ignore_errors=True)
     work.rename(failures)
     log = failures / "build.log"

@@ -1,6 +1,7 @@
 """The builder classes that users know, such as CPUAdamBuilder, made from the registry."""
 
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from . import jit
 from .log import logger
@@ -13,10 +14,24 @@ class OpBuilder:
     """Builds and loads one op; its subclasses only name it."""
 
     NAME = ""
+    # What `load` returns, from the op's name. The package around this one sets it; alone, it is the
+    # path of the library, as of `op_builder.load`.
+    interface_of: ClassVar[Callable[[str], Any]] = staticmethod(jit.load)
 
-    def load(self) -> Path:
-        """Load the op's library, compiling it when there is none yet; raises BuildError."""
-        return jit.load(self.NAME)
+    def load(self, verbose: bool = True) -> Any:
+        """Load the op's library, compiling it when there is none yet.
+
+        Args:
+            verbose: taken for code that passes it; what is compiled is logged either way.
+
+        Returns:
+            A module with the functions of the op; for async_io, with what deepspeed_ext.io has.
+
+        Raises:
+            BuildError: every route to the library failed.
+        """
+        jit.load(self.NAME)
+        return self.interface_of(self.NAME)
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Tell whether `load` would work here; with `verbose`, log the reasons why not."""

@@ -9,16 +9,17 @@ import json
 import os
 import re
 import shutil
-import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
-from . import cuda, toolchain
+from . import cuda, toolchain, trust
 from .errors import Unavailable
 from .lock import held
 from .log import logger
 from .sources import CSRC, digest_of
 from .spec import OpSpec
+from .trust import Untrusted
 
 _NEEDED_BYTES = 64 << 20
 _ENTRY = re.compile(r"([a-z0-9_]+)-[0-9a-f]{16}(\..*)?")
@@ -72,50 +73,69 @@ def configured_root() -> Path | None:
 def private_root() -> Path:
     """Return the user's own folder for temporary libraries; whether it is safe is not yet known."""
     temporary = os.path.abspath(os.environ.get("TMPDIR") or "/tmp")
-    return Path(temporary) / f"deepspeed_ext-{os.getuid()}"
+    return Path(temporary) / f"deepspeed_ext-{os.geteuid()}"
+
+
+def roots() -> list[Path]:
+    """Return the folders that may hold libraries, the configured one first; none is checked."""
+    configured, private = configured_root(), private_root()
+    found = [configured] if configured is not None else []
+    return [*found, private] if os.path.lexists(private) else found
 
 
 def readable_roots() -> list[Path]:
-    """Return the folders to look for libraries in."""
-    configured = configured_root()
-    roots = [configured] if configured is not None else []
-    return [*roots, private_root()] if _is_ours(private_root()) else roots
+    """Return the folders to look into: those that nobody else can write to."""
+    found = []
+    for root in roots():
+        with suppress(OSError):
+            check_trusted(root)
+            found.append(root)
+    return found
+
+
+def check_trusted(root: Path, library: Path | None = None) -> None:
+    """Raise Untrusted when others could have made a library of a cache, or could change it.
+
+    When that is the configured cache, warn, once, why it is not used.
+
+    Args:
+        root: a folder of `roots`.
+        library: where a library is or will be in it; None to ask about the folder alone.
+    """
+    try:
+        trust.check(root)
+        for path in (library.parent, library) if library is not None else ():
+            try:
+                trust.check(path)
+            except Untrusted as error:
+                raise Untrusted(f"{path}: {error}") from error
+    except Untrusted as error:
+        if root == configured_root():
+            _warn_not_used(str(error))
+        raise
 
 
 def fallback_root(why: str) -> Path:
     """Return the private folder for compiling; warn, once, why it is not the configured one."""
     private, configured = private_root(), configured_root()
-    _warn_once(
-        f"the op cache {configured or ''} cannot be used ({why}): compiling into {private};"
-        " set DS_EXT_CACHE to a folder that can be written"
-    )
+    _warn_not_used(why)
     why_not_private = why_unusable(private, 0o700)
-    if why_not_private is None and not _is_ours(private):
-        why_not_private = "others can write to it"
     if why_not_private is not None:
         raise Unavailable(
             f"no folder can hold compiled libraries: {configured or 'no home'} ({why}),"
             f" {private} ({why_not_private})",
-            "set DS_EXT_CACHE to a folder with space, on a file system mounted with exec",
+            "set DS_EXT_CACHE to a folder of your own with space, on a file system mounted with"
+            " exec",
         )
     return private
 
 
-def _is_ours(path: Path) -> bool:
-    """Tell whether nobody else can put files into the folder."""
-    try:
-        status = path.lstat()
-    except OSError:
-        return False
-    return (
-        stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
-    )
-
-
-def why_unusable(root: Path, mode: int = 0o777) -> str | None:
+def why_unusable(root: Path, mode: int = 0o755) -> str | None:
     """Try what a build needs: make the folder, write, lock, map code; return what fails."""
     try:
-        root.mkdir(mode=mode, parents=True, exist_ok=True)
+        trust.check(root)
+        make_folder(root, mode)
+        trust.check(root)
         system = os.statvfs(root)
         if system.f_flag & os.ST_NOEXEC:
             return "it is mounted noexec"
@@ -130,9 +150,23 @@ def why_unusable(root: Path, mode: int = 0o777) -> str | None:
     return None
 
 
+def make_folder(folder: Path, mode: int) -> None:
+    """Make a folder and those above it, for their owner alone to write to, whatever the umask."""
+    if not folder.exists():
+        make_folder(folder.parent, mode)
+        folder.mkdir(mode=mode, exist_ok=True)
+
+
 def is_full(text: str) -> bool:
     """Tell whether a message says that a disk is full or a quota used up."""
     return any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EDQUOT))
+
+
+def _warn_not_used(why: str) -> None:
+    _warn_once(
+        f"the op cache {configured_root() or ''} cannot be used ({why}): {private_root()} takes its"
+        " place; set DS_EXT_CACHE to a folder of your own that can be written"
+    )
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Compile one op library with ninja: nothing else writes ninja files or starts compilers."""
 
+import itertools
 import json
 import os
 import re
@@ -51,6 +52,11 @@ def compile_library(spec: OpSpec, build_dir: Path, csrc: Path = CSRC) -> Path:
             f'namespace {{ [[gnu::used]] const char digest[] = "{MARKER}{digest}"; }}\n'
         )
         _run_ninja(spec, build_dir, log)
+        if not library.is_file():
+            raise Unavailable(
+                f"the compiler {shlex.join(toolchain.cxx())} ended well but wrote no library",
+                "set CXX to a C++20 compiler",
+            )
         if digest_of(spec, csrc) != digest:
             raise Unavailable("its sources changed while they were compiled", "try again")
     except Unavailable as error:
@@ -83,8 +89,14 @@ def _run_ninja(spec: OpSpec, build_dir: Path, log: Path) -> None:
         ) from error
     if done.returncode != 0:
         text = log.read_text(errors="replace")
-        cause = first_error(text) or f"ninja ended with status {done.returncode} and no message"
-        raise Unavailable(cause, _fix_for(spec, cause))
+        cause = first_error(text)
+        if cause:
+            raise Unavailable(cause, _fix_for(spec, cause))
+        raise Unavailable(
+            f"{_failed_program(text) or command[0]} failed and said no error (ninja ended with"
+            f" status {done.returncode})",
+            "set CXX and CUDA_HOME to compilers that work, or unset them",
+        )
 
 
 def _recipe(spec: OpSpec, csrc: Path, library: str) -> tuple[str, dict[str, str]]:
@@ -177,6 +189,15 @@ def first_error(log: str) -> str:
         if not is_command and "warning" not in line and _FIRST_ERROR.search(line):
             return line.strip()
         after_failed = line.startswith("FAILED:")  # the next line repeats the command
+    return ""
+
+
+def _failed_program(log: str) -> str:
+    """Return the program of the command that ninja says has failed."""
+    lines = log.splitlines()
+    for line, command in itertools.pairwise(lines):
+        if line.startswith("FAILED:"):
+            return shlex.split(command)[0]
     return ""
 
 

@@ -9,18 +9,28 @@ from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import ModuleType
 
-from . import cache, probe
+from . import cache, probe, trust
 from .build import build
 from .errors import BuildError, Unavailable
 from .registry import OPS
 from .sources import CSRC, ROOT, digest_of, matches
 from .spec import OpSpec
+from .trust import Untrusted
 
 PREBUILT = ROOT / "prebuilt"  # the libraries that came with the package
 
 _LOADING = threading.RLock()
 _LOADED: dict[str, Path] = {}
 _MODULES: dict[Path, ModuleType] = {}  # of the loaded libraries that are Python modules
+
+
+def _forget_other_threads() -> None:
+    """Begin a forked child with a free lock: a thread that held it is not there to release it."""
+    global _LOADING
+    _LOADING = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_other_threads)
 
 
 def spec_of(name: str) -> OpSpec:
@@ -119,6 +129,11 @@ def _override(spec: OpSpec, csrc: Path) -> Path | None:
     fix = f"correct or unset {variable}"
     if not path.is_file():
         raise Unavailable(f"{variable} names {path}, which does not exist", fix)
+    try:
+        trust.check(path)
+    except Untrusted as error:
+        why = f"{variable} names {path}, which is not opened ({error})"
+        raise Unavailable(why, f"copy it to a folder of your own, or unset {variable}") from error
     if not matches(path, digest_of(spec, csrc)):
         raise Unavailable(f"{variable} names {path}, which was {_built_otherwise(spec)}", fix)
     return path
@@ -134,16 +149,21 @@ def ready(spec: OpSpec, csrc: Path = CSRC, routes: list[str] | None = None) -> I
     """
     digest = digest_of(spec, csrc)
     entry = cache.entry_name(spec, csrc)
-    places = [("packaged", PREBUILT / f"{spec.name}.so")]
-    places += [("cache", root / entry / f"{spec.name}.so") for root in cache.readable_roots()]
-    for place, path in places:
+    places = [("packaged", PREBUILT)]
+    places += [("cache", root) for root in cache.roots()]
+    for place, root in places:
+        path = (root / entry if place == "cache" else root) / f"{spec.name}.so"
         try:
+            if place == "cache":
+                cache.check_trusted(root, path)
             if matches(path, digest):
                 yield path
                 continue
             why = f"was {_built_otherwise(spec)} or is damaged"
         except FileNotFoundError:
             why = "does not exist"
+        except Untrusted as error:
+            why = f"is not opened ({error})"
         except OSError as error:
             why = f"cannot be read ({error.strerror})"
         if routes is not None:

@@ -28,7 +28,13 @@ _CXX_FLAGS = (
 
 def cxx() -> list[str]:
     """Return the C++ compiler's command: CXX, with its arguments, else g++, c++ or clang++."""
-    words = shlex.split(os.environ.get("CXX", ""))
+    command = os.environ.get("CXX", "")
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise Unavailable(
+            f"CXX is {command!r}, which is no command ({error})", "correct or unset CXX"
+        ) from error
     if words:
         if shutil.which(words[0]) is None:
             raise Unavailable(

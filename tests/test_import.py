@@ -1,9 +1,8 @@
-"""Importing the package is inert and fast: no process, no CUDA context, no output, no compiler."""
+"""Importing the package is inert: no process, CUDA context, output, compiler or heavy module."""
 
 import importlib.metadata
 import json
 import os
-import statistics
 import subprocess
 import sys
 
@@ -34,15 +33,6 @@ for name in names:
 seen = {"names": names, "processes": started, "cuda": torch.cuda.is_initialized(),
         "threads": threading.active_count() - threads}
 open(sys.argv[1], "w").write(json.dumps(seen))
-"""
-
-_TIME_IMPORT = """
-import sys, time
-import torch
-started = time.perf_counter()
-import deepspeed_ext
-deepspeed_ext.DeepSpeedCPUAdam, deepspeed_ext.adam_step_
-open(sys.argv[1], "w").write(str(time.perf_counter() - started))
 """
 
 
@@ -99,9 +89,19 @@ def test_import_alone_does_not_import_torch(tmp_path):
     assert _run(code, tmp_path) == ("False", "")
 
 
-def test_import_takes_at_most_a_fifth_of_a_second_over_torch(tmp_path):
-    seconds = [float(_run(_TIME_IMPORT, tmp_path)[0]) for _ in range(3)]
-    assert statistics.median(seconds) <= 0.2
+def test_import_loads_nothing_heavy(tmp_path):
+    """An optimizer needs torch, this package and Python; benchmarks.bench_build has the times."""
+    code = """if True:
+        import sys, torch
+        before = set(sys.modules)
+        import deepspeed_ext
+        deepspeed_ext.DeepSpeedCPUAdam, deepspeed_ext.adam_step_
+        new = {name for name in sys.modules if name not in before}
+        heavy = {name for name in new if name.partition(".")[0] not in sys.stdlib_module_names}
+        heavy -= {name for name in heavy if name.startswith("deepspeed_ext")}
+        open(sys.argv[1], "w").write(" ".join(sorted(heavy)))
+    """
+    assert _run(code, tmp_path) == ("", "")
 
 
 def test_public_names_come_from_their_homes():

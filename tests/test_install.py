@@ -187,6 +187,37 @@ def test_installed_wheel_works_without_a_compiler(plain_wheel, tmp_path):
     assert "CXX names the compiler 'no-such-compiler'" in done.stderr.splitlines()[-1]
 
 
+def test_a_working_copy_in_the_working_folder_is_whole(plain_wheel, tree, tmp_path):
+    """Python finds it before what is installed, and all of it, not half of each."""
+    python = fresh_python(tmp_path / "env", plain_wheel)
+    code = (
+        "import deepspeed_ext, deepspeed_ext.op_builder as builder;"
+        "from deepspeed_ext import op_builder; from deepspeed_ext.op_builder import jit;"
+        "assert op_builder is builder;"
+        "print(deepspeed_ext.__file__, builder.__file__, jit.CSRC, sep='\\n')"
+    )
+    done = run(python, "-c", code, env=environment(), cwd=tree)
+    assert done.stdout.splitlines() == [
+        str(tree / "deepspeed_ext" / "__init__.py"),
+        str(tree / "op_builder" / "__init__.py"),
+        str(tree / "csrc"),
+    ], done.stderr
+    done = run(python, "-m", "deepspeed_ext.op_builder", "path", env=environment(), cwd=tree)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = run(python, "-c", code, env=environment(), cwd=tmp_path)
+    assert all(f"{tmp_path}/env/" in line for line in done.stdout.splitlines()), done.stderr
+
+
+def test_a_part_of_a_working_copy_says_what_to_do(tree, tmp_path):
+    shutil.copytree(tree / "deepspeed_ext", tmp_path / "deepspeed_ext")
+    done = run(sys.executable, "-c", "import deepspeed_ext", env=environment(), cwd=tmp_path)
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: deepspeed_ext: {tmp_path}/deepspeed_ext has no op_builder in it or beside"
+        " it, expected the whole package; run Python in another folder, or install the package"
+        " again"
+    )
+
+
 def test_compiled_wheel_is_for_this_platform(compiled_wheel):
     number = f"cp{sys.version_info.major}{sys.version_info.minor}"
     tag = f"{number}-{number}" if "async_io" in compilable() else "py3-none"  # a Python module

@@ -18,7 +18,7 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("ops",),
     ("optim", "io"),
     ("offload",),
-    ("zero", "inference", "config", "environment"),
+    ("zero", "inference", "config", "environment", "interfaces"),
     ("engine", "report", "examples"),
 )
 PROGRAMS = ("examples/", "report.py", "__main__.py")  # these talk to a user, so they may print

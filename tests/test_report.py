@@ -97,6 +97,36 @@ def test_op_whose_self_check_crashes_is_unavailable(checked_by):
     assert row.reason.startswith("its self-check ended with signal SIGKILL; run: ")
 
 
+def test_without_torch_that_is_the_reason(tmp_path):
+    """In a Python without any package, for every op, and also where an op is ready."""
+    root = Path(report.__file__).parent.parent
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from deepspeed_ext import report;"
+        "sys.exit(report.main(['--json', *sys.argv[2:]]))"
+    )
+    command = [sys.executable, "-S", "-I", "-c", code, root, "cpu_adam", "async_io"]
+    environ = {**os.environ, "DS_EXT_CACHE": str(tmp_path)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
+    found = json.loads(done.stdout)
+    for row in found["ops"].values():
+        assert row["state"] == "unavailable"
+        assert row["reason"].startswith("torch is not installed; run: ")
+        assert row["reason"].endswith(" -m pip install 'torch>=2.11'")
+    assert "torch is not installed" in found["environment"]["CUDA of torch"]
+
+
+def test_a_torch_that_cannot_be_imported_is_the_reason(tmp_path):
+    """Its version is right, but it lacks a library, say."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.13.0'\n")
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('no libcudart.so')\n")
+    done = ds_report("--json", "cpu_adam", PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stderr) == (1, "")
+    reason = json.loads(done.stdout)["ops"]["cpu_adam"]["reason"]
+    assert reason == "torch cannot be imported (OSError: no libcudart.so); install torch again"
+
+
 def test_op_without_library_is_not_built_and_is_not_compiled(nothing_built):
     reasons = probe.why_not(CPU_ADAM)
     if reasons:
@@ -221,6 +251,15 @@ def test_failing_probe_is_a_line(monkeypatch):
     lines = environment.describe()
     assert lines["CUDA devices"] == "not found: line one line two"
     assert lines["C++ compiler"].startswith("not found: CXX names the compiler")
+
+
+def test_a_compiler_without_a_version_and_a_cache_that_is_not_used(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "true")
+    monkeypatch.setenv("DS_EXT_CACHE", str(tmp_path))
+    tmp_path.chmod(0o777)
+    lines = environment.describe()
+    assert lines["C++ compiler"] == "true names no version"
+    assert lines["op cache"] == f"{tmp_path} is not used (others can write to it)"
 
 
 def test_locked_memory_limit_has_human_units(monkeypatch):

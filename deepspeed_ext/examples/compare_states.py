@@ -18,7 +18,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from deepspeed_ext.examples.optimizers import STATES
 from deepspeed_ext.examples.text import Text, standard_library
 from deepspeed_ext.examples.trainer import Settings, Trainer
-from deepspeed_ext.op_builder import BuildError
+from deepspeed_ext.op_builder import BuildError, program
 
 _POINTS = 25  # of each curve
 
@@ -53,6 +53,7 @@ def draw(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+@program
 def main(arguments: list[str] | None = None) -> int:
     """Do what the command line asks for and return the exit status."""
     parser = argparse.ArgumentParser(
@@ -77,6 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
             last, first = curves[state][-1][1], curves["float32"][-1][1]
             rows.append(f"{state:>10}{size:>14.2f}{last:>12.4f}{100 * (last / first - 1):>11.2f} %")
         draw(curves, options.out / "states.png")
+    except BrokenPipeError:
+        raise
     except (BuildError, OSError) as error:
         print(f"compare_states: {error}", file=sys.stderr)
         return 1

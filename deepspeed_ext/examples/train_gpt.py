@@ -23,7 +23,7 @@ from deepspeed_ext.examples.options import UserError, parse, settings_of
 from deepspeed_ext.examples.run_folder import RunFolder
 from deepspeed_ext.examples.text import Text, decode, encode, standard_library
 from deepspeed_ext.examples.trainer import Trainer
-from deepspeed_ext.op_builder import BuildError
+from deepspeed_ext.op_builder import BuildError, program
 
 _EVALUATIONS = 12  # times that a run validates and saves
 _PROMPT = b"class Model:\n    def __init__(self"
@@ -135,6 +135,7 @@ class Run:
         return "\n".join(text.decode(errors="replace").splitlines()[:_LINES_SHOWN])
 
 
+@program
 def main(arguments: list[str] | None = None) -> int:
     """Do what the command line asks for and return the exit status."""
     options = parse(arguments)
@@ -151,6 +152,8 @@ def main(arguments: list[str] | None = None) -> int:
         if checkpoint is not None:
             run.restore(checkpoint)
         return _finish(run, Comparison(trainer) if options.compare else None)
+    except BrokenPipeError:
+        raise
     except (UserError, BuildError, OSError) as error:
         print(f"train_gpt: {error}", file=sys.stderr)
         return 1

@@ -14,7 +14,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from deepspeed_ext.io.rates import Rates
 from deepspeed_ext.io.settings import Settings, save
 from deepspeed_ext.io.tune import Report, tune
-from deepspeed_ext.op_builder import BuildError
+from deepspeed_ext.op_builder import BuildError, program
 
 _SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -99,6 +99,7 @@ def _tune(options: argparse.Namespace) -> None:
         print(f"saved in {file}\nuse it with: AsyncIO(**io.tuned({options.path!r}))")
 
 
+@program
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m deepspeed_ext.io", description=__doc__)
@@ -115,6 +116,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         _tune(options)
+    except BrokenPipeError:
+        raise
     except (BuildError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -103,10 +103,15 @@ def save(path: str | os.PathLike[str], settings: Settings, **measured: object) -
     if root is None:
         text = "the I/O settings cannot be saved: there is no home folder; set DS_EXT_CACHE"
         raise OSError(errno.ENOENT, text)
+    try:
+        cache.check_trusted(root)
+    except OSError as error:
+        text = f"the I/O settings cannot be saved in {root}: {error}; set DS_EXT_CACHE to another"
+        raise OSError(errno.EPERM, text) from error
     device = device_of(path)
     file = _file_of(root, device)
     record = {"device": device.number, "source": device.source, "settings": asdict(settings)}
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    cache.make_folder(file.parent, 0o700)
     new = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
     try:
         new.write_text(json.dumps(record | measured, indent=1) + "\n")

@@ -18,6 +18,7 @@ from aio_cases import payload
 from held_memory import HeldMemory
 
 from deepspeed_ext import io
+from deepspeed_ext.io._native import native
 from deepspeed_ext.io.handle import aio_handle
 
 FILES, NBYTES, HELD = 8, 3_000_001, 3 << 20
@@ -112,7 +113,8 @@ def ends_with_daemons_waiting(backend: str, folder: Path) -> None:
 
 def alarms_in(use: Callable[[], object], rounds: int = 1000) -> None:
     """Call a function again and again, and also in a signal handler in the middle of that."""
-    faulthandler.dump_traceback_later(20, exit=True)
+    native()  # before the clock runs
+    faulthandler.dump_traceback_later(80, exit=True)  # what takes longer hangs
     alarms = 0
 
     def handle(number: int, frame: object) -> None:

@@ -182,7 +182,7 @@ def test_a_folder_that_cannot_serve_falls_back(
 ) -> None:
     folder = tmp_path / "mounted"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"mode=755,{options}", "none", str(folder)]
     if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
         pytest.skip("this user may not mount a file system")
     try:

@@ -32,6 +32,18 @@ def wrong_cxx(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++ -O1")
 
 
+def unreadable_cxx(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", 'g++ "-O2')
+
+
+def silent_cxx(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "false -O2")
+
+
+def idle_cxx(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "true -O2")
+
+
 def no_ninja(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny.cache.parent / "bin"
     folder.mkdir()
@@ -66,11 +78,22 @@ def wrong_timeout(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_EXT_LOCK_TIMEOUT", "soon")
 
 
+def endless_timeout(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_EXT_LOCK_TIMEOUT", "nan")
+
+
+def negative_timeout(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_EXT_LOCK_TIMEOUT", "-1")
+
+
 @pytest.mark.parametrize(
     "break_it, cause, fix",
     [
         (no_compiler, "no C++ compiler on PATH", "apt-get install g++"),
         (wrong_cxx, "CXX names the compiler '/nowhere/c++'", "unset CXX"),
+        (unreadable_cxx, "CXX is 'g++ \"-O2', which is no command (No closing", "unset CXX"),
+        (silent_cxx, "false failed and said no error", "set CXX"),
+        (idle_cxx, "the compiler true -O2 ended well but wrote no library", "set CXX"),
         (no_ninja, "there is no ninja", "-m pip install ninja"),
         (failing_compile, "tiny.cpp:2:", "op_builder build tiny"),
         (missing_header, "gone.h: No such file", "op_builder build tiny"),
@@ -78,6 +101,8 @@ def wrong_timeout(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
         (missing_source, "tiny.cpp cannot be read", "install deepspeed_ext again"),
         (wrong_jobs, "MAX_JOBS is 'many'", "unset it"),
         (wrong_timeout, "DS_EXT_LOCK_TIMEOUT is 'soon'", "unset it"),
+        (endless_timeout, "DS_EXT_LOCK_TIMEOUT is 'nan'", "unset it"),
+        (negative_timeout, "DS_EXT_LOCK_TIMEOUT is '-1'", "unset it"),
     ],
 )
 def test_the_last_line_names_cause_and_fix(
@@ -90,7 +115,9 @@ def test_the_last_line_names_cause_and_fix(
     assert last.startswith("tiny: ") and cause in last and fix in last
 
 
-@pytest.mark.parametrize("break_it", [no_compiler, wrong_cxx, no_ninja, missing_source, wrong_jobs])
+@pytest.mark.parametrize(
+    "break_it", [no_compiler, wrong_cxx, unreadable_cxx, no_ninja, missing_source, wrong_jobs]
+)
 def test_the_probe_says_the_same_without_trying(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, break_it: Break
 ) -> None:

@@ -1,0 +1,91 @@
+"""Programs whose output nobody reads to its end: no traceback, no complaint, the work put away."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from deepspeed_ext.op_builder import program
+
+PROGRAMS = [
+    ["deepspeed_ext.op_builder", "list"],
+    ["deepspeed_ext.op_builder", "path"],
+    ["deepspeed_ext.op_builder", "--help"],
+    ["deepspeed_ext.report", "cpu_adam"],
+    ["deepspeed_ext.io", "--help"],
+    ["deepspeed_ext.examples.train_gpt", "--help"],
+    ["deepspeed_ext.examples.compare_states", "--help"],
+]
+
+
+def unread(command, both=False, **environ):
+    """Run a program whose standard output, or that and its standard error, is a closed pipe."""
+    receiver, sender = os.pipe()
+    os.close(receiver)
+    try:
+        return subprocess.run(
+            [sys.executable, *command],
+            stdout=sender,
+            stderr=sender if both else subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environ},
+        )
+    finally:
+        os.close(sender)
+
+
+@pytest.mark.parametrize("command", PROGRAMS, ids=" ".join)
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_program_ends_quietly(command, buffered, tmp_path):
+    environ = {"DS_EXT_CACHE": str(tmp_path), "DS_EXT_JIT": "0", "TMPDIR": str(tmp_path)}
+    done = unread(["-m", *command], PYTHONUNBUFFERED="" if buffered else "1", **environ)
+    assert done.stderr == ""
+    # What the program says of its work holds; 141 is a program that could not go on.
+    assert done.returncode in ((1, 141) if "report" in command[0] else (0, 141))
+
+
+def test_a_program_ends_quietly_without_anywhere_to_complain():
+    done = unread(["-m", "deepspeed_ext.op_builder", "build", "no_such_op"], both=True)
+    assert done.returncode == 141
+
+
+LONG = """
+import sys
+from deepspeed_ext.op_builder import program
+
+@program
+def main(arguments):
+    try:
+        for _ in range(10_000):
+            print("a line of text")
+    finally:
+        print("put away", file=sys.stderr)
+    return 3
+
+sys.exit(main())
+"""
+
+
+def test_work_is_put_away_and_the_status_is_that_of_sigpipe():
+    done = unread(["-c", LONG])
+    assert (done.returncode, done.stderr) == (141, "put away\n")
+
+
+def test_another_closed_pipe_is_an_error():
+    def main(arguments):
+        receiver, sender = os.pipe()
+        os.close(receiver)
+        try:
+            os.write(sender, b"x")
+        finally:
+            os.close(sender)
+        return 0
+
+    with pytest.raises(BrokenPipeError):
+        program(main)()
+
+
+def test_a_program_in_this_process_returns_its_status(capsys):
+    assert program(lambda arguments: print("text", *arguments) or 5)(["more"]) == 5
+    assert capsys.readouterr().out == "text more\n"
