@@ -31,7 +31,7 @@ class OpBuilder:
             BuildError: every route to the library failed.
         """
         jit.load(self.NAME)
-        return self.interface_of(self.NAME)
+        return type(self).interface_of(self.NAME)
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Tell whether `load` would work here; with `verbose`, log the reasons why not."""

