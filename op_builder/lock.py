@@ -52,6 +52,7 @@ def held(path: Path, wait: float | None = None) -> Iterator[None]:
         _OPEN.add(descriptor)
     owner = os.getpid()
     try:
+        os.fchmod(descriptor, 0o600)  # it may be of an older version
         _acquire(descriptor, path, limit)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{owner} {socket.gethostname()}".encode(), 0)

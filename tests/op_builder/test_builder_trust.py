@@ -267,6 +267,13 @@ def test_a_strict_umask_is_kept(tiny: Tiny) -> None:
         assert path.stat().st_mode & 0o077 == 0
 
 
+def test_a_lock_file_can_be_opened_by_nobody_else(tmp_path: Path) -> None:
+    path = tmp_path / "x.lock"
+    path.touch(0o644)
+    with held(path):
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
 @for_root
 def test_a_lock_of_somebody_else_is_not_used(
     tiny: Tiny, tmp_path: Path, warnings_logged: Warnings
