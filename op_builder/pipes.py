@@ -36,9 +36,10 @@ def program(main: Callable[[list[str] | None], int]) -> Callable[..., int]:
 
 def _drop_what_nobody_reads(stream: TextIO | None) -> None:
     """Write what is left, to nowhere if need be: Python, when it ends, would complain."""
+    if stream is None:
+        return
     try:
-        if stream is not None:
-            stream.flush()
+        stream.flush()
     except BrokenPipeError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -254,11 +254,14 @@ def test_failing_probe_is_a_line(monkeypatch):
 
 
 def test_a_compiler_without_a_version_and_a_cache_that_is_not_used(monkeypatch, tmp_path):
-    monkeypatch.setenv("CXX", "true")
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("DS_EXT_CACHE", str(tmp_path))
     tmp_path.chmod(0o777)
     lines = environment.describe()
-    assert lines["C++ compiler"] == "true names no version"
+    assert lines["C++ compiler"] == f"{compiler} names no version"
     assert lines["op cache"] == f"{tmp_path} is not used (others can write to it)"
 
 
