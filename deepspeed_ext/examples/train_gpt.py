@@ -172,9 +172,7 @@ def _finish(run: Run, comparison: Comparison | None) -> int:
     if not finished:
         print(f"stopped after step {len(run.history)}; {_how_to_resume(run.folder)}")
         return 130
-    sample = (
-        run.write_sample()
-    )  # before anything is printed, which somebody may have stopped reading
+    sample = run.write_sample()  # first: somebody may have stopped reading what is printed
     print(f"loss on files it has not seen: {run.history[-1]['validation_loss']:.3f} nats per byte")
     for path in (run.folder.picture, run.folder.metrics, run.folder.checkpoint, run.folder.sample):
         print(f"wrote {path}")
