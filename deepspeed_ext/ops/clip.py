@@ -1,6 +1,7 @@
 """Clip gradients by their global norm, over all devices and processes that hold parts of them."""
 
 from collections.abc import Iterable, Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -23,14 +24,16 @@ def clip_grad_norm_(
     Args:
         parameters: a tensor or several, on any devices; those without a gradient are left out.
             Gradients are float32, bfloat16 or float16. They are modified.
-        max_norm: the largest norm to leave as it is, at least 0.
+        max_norm: the largest norm to leave as it is, at least 0; a number.
         error_if_nonfinite: raise if a gradient has inf or NaN, before anything is modified.
             Otherwise all gradients become NaN or 0, as in torch.
 
     Returns:
-        The norm before clipping: float32, no dimension, on the device of the first gradient.
+        The norm before clipping: float32, no dimension, on the device of the first gradient. inf or
+        NaN if and only if a gradient has that: a norm beyond float32 is its largest number.
 
     Raises:
+        TypeError: max_norm is no number.
         ValueError: max_norm is negative or NaN, or a gradient is of a wrong kind, such as a Partial
             DTensor; nothing is modified.
         RuntimeError: a gradient has inf or NaN, with error_if_nonfinite.
@@ -39,8 +42,7 @@ def clip_grad_norm_(
     See: Pascanu, Mikolov & Bengio, "On the difficulty of training recurrent neural networks", 2013,
     Algorithm 1.
     """
-    if not max_norm >= 0:
-        raise ValueError(f"clip_grad_norm_: max_norm is {max_norm}, expected at least 0")
+    max_norm = checked_norm("clip_grad_norm_", "max_norm", max_norm, or_zero=True)
     params = [parameters] if isinstance(parameters, Tensor) else parameters
     grads = [param.grad for param in params if param.grad is not None]
     with torch.no_grad():
@@ -53,7 +55,27 @@ def clip_grad_norm_(
         factor = (max_norm / (norm + 1e-6)).clamp(max=1).float()
         for like in _alike(local_tensors(grads), by_dtype=True):
             torch._foreach_mul_(like, factor.to(like[0].device))
-    return norm.float()
+    return norm_in_float32(norm, norm.isfinite())
+
+
+def checked_norm(owner: str, name: str, value: object, *, or_zero: bool = False) -> float:
+    """Return the largest norm to leave as it is, or raise TypeError or ValueError."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{owner}: {name} is {value!r}, expected a number")
+    if not (value > 0 or (or_zero and value == 0)):
+        want = "at least 0" if or_zero else "above 0"
+        raise ValueError(f"{owner}: {name} is {value}, expected {want}")
+    return float(value)
+
+
+def norm_in_float32(norm: Tensor, is_sound: Tensor) -> Tensor:
+    """Return a norm in float32 that is not finite if and only if it is not sound.
+
+    Args:
+        norm: float64, at least 0, inf or NaN. The largest number of float32 stands for one above.
+        is_sound: bool.
+    """
+    return (norm.clamp(max=torch.finfo(torch.float32).max) / is_sound).float()
 
 
 def total_squared_norm(tensors: Sequence[Tensor]) -> Tensor:

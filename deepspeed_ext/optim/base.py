@@ -10,6 +10,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable: imports th
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from deepspeed_ext.ops.clip import checked_norm
 from deepspeed_ext.optim.checkpoint import hide_values, show_values
 from deepspeed_ext.optim.checks import (
     check_no_capture,
@@ -227,16 +228,20 @@ class SlabOptimizer(torch.optim.Optimizer):
             max_norm: the largest norm to leave as it is, above 0; inf to measure only.
 
         Returns:
-            The norm of the unscaled gradients before clipping, inf or NaN if one has that: float32,
-            no dimension, on the device of the parameters (the CPU if some are there).
+            The norm of the unscaled gradients before clipping: float32, no dimension, on the device
+            of the gradients (the CPU if some are there, or if there are none). It is inf or NaN if
+            and only if the step was skipped: a gradient has that, `found_inf` is not 0, or
+            `grad_scale` is 0, inf, NaN, or so small that gradients divided by it are too large for
+            float32. A norm that itself is too large for float32 is the largest number there is.
 
         Raises:
             ValueError: as step(), and if max_norm is not above 0.
+            TypeError: max_norm is no number.
 
         See: Pascanu, Mikolov & Bengio, "On the difficulty of training recurrent neural networks",
         2013, Algorithm 1.
         """
-        check_value(self, "max_norm", max_norm, max_norm > 0, "above 0")
+        max_norm = checked_norm(type(self).__name__, "max_norm", max_norm)
         given = {k: v for k, v in self.__dict__.items() if k in ("grad_scale", "found_inf")}
         with torch.no_grad():
             clipped = clip(self._squared_norm(), max_norm, **given)
@@ -264,7 +269,7 @@ class SlabOptimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How often clip_and_step has found inf or NaN since the optimizer was made.
+        """How often clip_and_step has stepped nothing and returned inf or NaN.
 
         Waits for the device. It is not part of the state dict.
         """

@@ -1,21 +1,27 @@
 """Clip as part of a step: the norm of all gradients, and what the step divides them by."""
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from deepspeed_ext.ops.clip import norm_in_float32
 from deepspeed_ext.ops.l2_norm import squared_norms, sum_in_order
 from deepspeed_ext.ops.mesh_sums import is_dtensor, sum_over_shards
 from deepspeed_ext.optim.slabs import Work
+
+
+# Below the largest float32 by more than what rounding can add.
+_LARGEST = 2.0**127
 
 
 class Clip(NamedTuple):
     """What a step needs to clip, on one device, no dimension.
 
     Attributes:
-        norm: float32, of the unscaled gradients.
+        norm: float32, of the unscaled gradients; inf or NaN if and only if nothing may be stepped.
         divisor: float64, that gradients are divided by, to unscale and to clip them.
         found_inf: float32, 1 if nothing may be stepped, else 0.
     """
@@ -73,21 +79,30 @@ def clip(
     Args:
         total: sum of squares of all gradients, float64, no dimension; not finite if one has inf.
         max_norm: above 0.
-        grad_scale: None, or what the gradients were multiplied by; one element, any device.
+        grad_scale: None, or what the gradients were multiplied by; one element, any device. If it
+            is 0, inf or NaN, or so small that gradients divided by it would leave the range of
+            float32 and are not clipped to less, nothing may be stepped.
         found_inf: None, or one element, not 0 if nothing may be stepped.
     """
-    norm, found = total.sqrt(), total.isfinite().logical_not_()
+    norm, is_sound = total.sqrt(), total.isfinite()
     if found_inf is not None:
         [found_inf] = _moved([found_inf], total.device)
-        found = found.logical_or(found_inf.reshape(()))
+        is_sound = is_sound.logical_and(found_inf.reshape(()) == 0)
     if grad_scale is None:
         divisor = norm.add(1e-6).div_(max_norm).clamp_(min=1)
     else:
         [grad_scale] = _moved([grad_scale], total.device)
         scale = grad_scale.reshape(()).double()
-        norm = norm / scale
-        divisor = norm.add(1e-6).div_(max_norm).clamp_(min=1).mul_(scale)
-    return Clip(norm.float(), divisor, found.float())
+        size = scale.abs()
+        # Not by way of the unscaled norm: with a tiny scale that may be too large even for float64.
+        divisor = norm.add(size, alpha=1e-6).div_(max_norm).maximum(size)
+        # Where the step divides by less than 1, neither the gradients nor its float32 factor,
+        # 1 / divisor, become inf. A factor that is subnormal instead, as the divisor is huge, moves
+        # no element by more than 2**-22, which is half its last bit times the largest gradient.
+        fits = norm.clamp(1, _LARGEST) <= divisor * _LARGEST
+        is_sound = is_sound.logical_and(size > 0).logical_and_(size < math.inf).logical_and_(fits)
+        norm, divisor = norm / size, divisor.copysign_(scale)
+    return Clip(norm_in_float32(norm, is_sound), divisor, is_sound.logical_not().float())
 
 
 def _moved(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from deepspeed_ext.ops.clip import checked_norm
 from deepspeed_ext.ops.lamb import lamb_apply_, lamb_coefficients, lamb_moments_
 from deepspeed_ext.ops.mesh_sums import sum_over_shards
 from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer, moved
@@ -80,8 +81,8 @@ class FusedLamb(SlabOptimizer):
         **formats: Unpack[FormatOptions],
     ) -> None:
         check_value(self, "amsgrad", amsgrad, not amsgrad, "False")
-        check_value(self, "max_grad_norm", max_grad_norm, max_grad_norm >= 0, "at least 0")
         self.max_grad_norm = max_grad_norm
+        self._checked_max_grad_norm()
         defaults = dict(
             lr=lr,
             bias_correction=bias_correction,
@@ -129,12 +130,23 @@ class FusedLamb(SlabOptimizer):
     def _step_others(self, stepped: list[Tensor]) -> bool:
         if not stepped:  # else the step goes on, after plans were found outdated
             self._coefficients, self._clipped = [], None
-            if self.max_grad_norm > 0:
-                scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-                self._clipped = clip(self._squared_norm(), self.max_grad_norm, scale, found)
-                if found is None:  # else whoever has set it counts
-                    self._count_skip(self._clipped.found_inf)
+            max_norm = self._checked_max_grad_norm()
+            if max_norm > 0:
+                self._clip(max_norm)
         return super()._step_others(stepped)
+
+    def _checked_max_grad_norm(self) -> float:
+        title, value = type(self).__name__, self.max_grad_norm  # which anybody may have set
+        return checked_norm(title, "max_grad_norm", value, or_zero=True)
+
+    def _clip(self, max_norm: float) -> None:
+        scale, given = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        self._clipped = clip(self._squared_norm(), max_norm, scale, given)
+        found = self._clipped.found_inf
+        if given is not None:  # whoever has set it counts what it says
+            given = moved(given.reshape(()), found.device)
+            found = found.masked_fill(given != 0, 0)
+        self._count_skip(found)
 
     def _scalars(self, group: Group, device: torch.device) -> Scalars:
         scalars = super()._scalars(group, device)

@@ -83,6 +83,31 @@ def test_gradients_whose_squares_overflow_or_vanish(device: str) -> None:
             assert total.sqrt().item() >= 0.99 * scale
 
 
+RATIOS = [0.5, 0.999, 1 - 1e-6, 1 - 2**-53, 1.0, 1 + 2**-52, 1 + 1e-6, 1.0005, 1.001, 1.01, 2.0]
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_norms_around_max_norm(ratio: float, device: str) -> None:
+    """Every gradient is clipped whose norm is above max_norm, be it only by a little."""
+    whole = torch.tensor([3.0, -4.0], dtype=torch.float64)
+    param, exact = with_grad(whole.float().to(device)), with_grad(whole.clone())
+    assert clip_grad_norm_(param, 5 / ratio).item() == 5
+    torch.nn.utils.clip_grad_norm_(exact, 5 / ratio)
+    [got], [want] = grads_of([param]), grads_of([exact])
+    torch.testing.assert_close(got.cpu().double(), want, rtol=EPS[torch.float32], atol=0)
+    assert torch.equal(got.cpu().double(), whole) == (5 + 1e-6 <= 5 / ratio)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1.0, 1e30, float("inf")])
+def test_the_norm_is_finite_where_gradients_are(max_norm: float, device: str) -> None:
+    """Also a norm beyond float32: whoever skips steps for inf must not skip this one."""
+    param = with_grad(torch.full((4,), 3e38, device=device))
+    norm = clip_grad_norm_(param, max_norm, error_if_nonfinite=True)
+    assert norm.item() == torch.finfo(torch.float32).max
+    want = torch.full((4,), min(3e38, max_norm / 2))
+    torch.testing.assert_close(grads_of([param])[0].cpu(), want, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")], ids=str)
 def test_not_finite(bad: float, device: str) -> None:
     params, theirs = make(torch.float32, device), make(torch.float32, device)
@@ -138,6 +163,12 @@ REFUSED: dict[str, Callable[[], object]] = {
         lambda: clip_grad_norm_([torch.ones(1)], -1),
     "clip_grad_norm_: max_norm is nan, expected at least 0":
         lambda: clip_grad_norm_([torch.ones(1)], float("nan")),
+    "clip_grad_norm_: max_norm is '1', expected a number":
+        lambda: clip_grad_norm_([torch.ones(1)], "1"),
+    "clip_grad_norm_: max_norm is True, expected a number":
+        lambda: clip_grad_norm_([torch.ones(1)], True),
+    "clip_grad_norm_: max_norm is tensor(1.), expected a number":
+        lambda: clip_grad_norm_([torch.ones(1)], torch.tensor(1.0)),
     "squared_norms: tensors[1] is float64, expected float32, bfloat16 or float16":
         lambda: clip_grad_norm_([with_grad(torch.ones(2)), with_grad(torch.ones(2).double())], 1),
 }  # fmt: skip
@@ -145,7 +176,8 @@ REFUSED: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_refuses(text: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+    kind = TypeError if "a number" in text else ValueError
+    with pytest.raises(kind, match=f"^{re.escape(text)}$"):
         REFUSED[text]()
 
 
