@@ -62,10 +62,11 @@ def checked_norm(owner: str, name: str, value: object, *, or_zero: bool = False)
     """Return the largest norm to leave as it is, or raise TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{owner}: {name} is {value!r}, expected a number")
-    if not (value > 0 or (or_zero and value == 0)):
+    number = float(value)
+    if not (number > 0 or (or_zero and number == 0)):
         want = "at least 0" if or_zero else "above 0"
         raise ValueError(f"{owner}: {name} is {value}, expected {want}")
-    return float(value)
+    return number
 
 
 def norm_in_float32(norm: Tensor, is_sound: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
 """Optimizers: plain `torch.optim.Optimizer` classes whose steps are compiled ops."""
 
 from deepspeed_ext.optim.adagrad import DeepSpeedCPUAdagrad, FusedAdagrad
-from deepspeed_ext.optim.adam import DeepSpeedCPUAdam, FusedAdam, HybridAdam
+from deepspeed_ext.optim.adam import CPUAdam, DeepSpeedCPUAdam, FusedAdam, HybridAdam
 from deepspeed_ext.optim.lamb import FusedLamb
 from deepspeed_ext.optim.lars import Lars
 from deepspeed_ext.optim.lion import DeepSpeedCPULion, FusedLion
 from deepspeed_ext.optim.sgd import FusedSGD
 
 __all__ = [
+    "CPUAdam",
     "DeepSpeedCPUAdagrad",
     "DeepSpeedCPUAdam",
     "DeepSpeedCPULion",

@@ -1,9 +1,13 @@
 """Adam and AdamW as optimizers: for parameters on the CPU, on CUDA, or on both."""
 
-from collections.abc import Mapping
-from typing import ClassVar
+import math
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import ClassVar, overload
 
+import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # see base.py
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
@@ -14,11 +18,69 @@ from deepspeed_ext.optim.formats import CompactOptions, FormatOptions
 from deepspeed_ext.optim.set_grad_none import SetGradNone
 from deepspeed_ext.optim.slabs import STEP, Work
 
+_SMALLEST_SCALE = 2.0**-126  # its inverse, and that of all above, is a normal float32
+
 
 class _Adam(SlabOptimizer):
     """Adam and AdamW on the devices that a subclass names."""
 
     _optional_state = SlabOptimizer._optional_state | {"max_exp_avg_sq"}
+    _div_scale: float | None = None  # in a step that divides by a number
+
+    @property
+    def adam_w_mode(self) -> bool:
+        """Whether weight decay is decoupled, in every group."""
+        return all(group["decoupled_weight_decay"] for group in self.param_groups)
+
+    @overload
+    def step(self, closure: None = None, div_scale: float = -1) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float], div_scale: float = -1) -> float: ...
+
+    @_disable_dynamo
+    def step(
+        self, closure: Callable[[], float] | None = None, div_scale: float = -1
+    ) -> float | None:
+        """Update every parameter that has a gradient; see `SlabOptimizer.step`.
+
+        Args:
+            closure: computes the loss anew, and the gradients.
+            div_scale: gradients are divided by it first, after `grad_scale` if that is set, too:
+                above 0 (as float32); or -1, not to divide.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            ValueError: as `SlabOptimizer.step`, and if div_scale is something else.
+            TypeError: div_scale is no number.
+        """
+        if isinstance(div_scale, bool) or not isinstance(div_scale, Real):
+            raise TypeError(
+                f"{type(self).__name__}: div_scale is {div_scale!r}, expected a number; "
+                "set the attribute grad_scale to divide by a tensor"
+            )
+        if div_scale == -1:
+            return super().step(closure)
+        ok = _SMALLEST_SCALE <= div_scale < math.inf
+        want = "above 0 (2**-126 to below inf), or -1 not to divide"
+        check_value(self, "div_scale", div_scale, ok, want)
+        self._div_scale = float(div_scale)
+        try:
+            return super().step(closure)
+        finally:
+            self._div_scale = None
+
+    def _scalars(self, group: Group, device: torch.device) -> Scalars:
+        scalars = super()._scalars(group, device)
+        if self._div_scale is None:
+            return scalars
+        # Made on the device, so that nothing waits and a CUDA graph can have it.
+        divisor = torch.full((), self._div_scale, dtype=torch.float64, device=device)
+        if scalars.grad_scale is not None:
+            divisor *= scalars.grad_scale.reshape(())
+        return scalars._replace(grad_scale=divisor)
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
@@ -191,6 +253,9 @@ class HybridAdam(_Adam):
         eps: see there.
         weight_decay: see there.
         adamw_mode: True for AdamW (decoupled decay), False for Adam (L2 penalty).
+        nvme_offload_fraction: 0; it stands here, as the next one does, because Colossal-AI's class
+            has it.
+        nvme_offload_dir: not used.
         amsgrad: see there.
         maximize: see there.
         formats: fp32_optimizer_states, state_dtype, master, master_weights, seed; see there.
@@ -211,11 +276,21 @@ class HybridAdam(_Adam):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adamw_mode: bool = True,
+        nvme_offload_fraction: float = 0.0,
+        nvme_offload_dir: str | None = None,
         *,
         amsgrad: bool = False,
         maximize: bool = False,
         **formats: Unpack[FormatOptions],
     ) -> None:
+        check_value(
+            self,
+            "nvme_offload_fraction",
+            nvme_offload_fraction,
+            nvme_offload_fraction == 0,
+            "0; state_dtype=torch.uint8 makes state smaller, and "
+            "deepspeed_ext.io.TensorStore keeps tensors on disk",
+        )
         defaults = dict(
             lr=lr,
             betas=betas,
@@ -227,3 +302,10 @@ class HybridAdam(_Adam):
             bias_correction=bias_correction,
         )
         super().__init__(model_params, defaults, **formats)
+
+
+class CPUAdam(HybridAdam):
+    """HybridAdam under another name: that of Colossal-AI's CPUAdam, which takes CUDA tensors too.
+
+    For parameters on the CPU alone, DeepSpeedCPUAdam is the same and refuses others.
+    """

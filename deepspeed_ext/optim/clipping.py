@@ -12,7 +12,6 @@ from deepspeed_ext.ops.l2_norm import squared_norms, sum_in_order
 from deepspeed_ext.ops.mesh_sums import is_dtensor, sum_over_shards
 from deepspeed_ext.optim.slabs import Work
 
-
 # Below the largest float32 by more than what rounding can add.
 _LARGEST = 2.0**127
 

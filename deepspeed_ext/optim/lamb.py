@@ -144,8 +144,8 @@ class FusedLamb(SlabOptimizer):
         self._clipped = clip(self._squared_norm(), max_norm, scale, given)
         found = self._clipped.found_inf
         if given is not None:  # whoever has set it counts what it says
-            given = moved(given.reshape(()), found.device)
-            found = found.masked_fill(given != 0, 0)
+            given = given.reshape(()).to(found.device, non_blocking=not found.is_cpu)
+            found = found.masked_fill(given.ne(0), 0)
         self._count_skip(found)
 
     def _scalars(self, group: Group, device: torch.device) -> Scalars:

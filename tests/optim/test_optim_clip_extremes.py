@@ -71,7 +71,7 @@ def test_norms_around_max_norm(device, ratio, scale):
     torch.nn.utils.clip_grad_norm_(exact, max_norm)
     assert norm == 5
     torch.testing.assert_close(stepped.cpu().double(), exact.grad, rtol=1.2e-7, atol=0)
-    left_alone = 5.0 + 1e-6 <= max_norm
+    left_alone = max_norm >= 5.0 + 1e-6
     assert torch.equal(stepped.cpu(), torch.tensor([3.0, -4.0])) == left_alone
 
 
@@ -279,7 +279,7 @@ def test_step_divides_by_any_scale_as_torch_does(device, scale):
 
 @needs_cuda
 def test_nothing_waits_for_the_device_whatever_the_scale():
-    param, optimizer = prepared("cuda", 3.0, 4.0)
+    _, optimizer = prepared("cuda", 3.0, 4.0)
     attributes = [torch.tensor(value, device="cuda") for value in (0.0, NAN, 65536.0)]
     optimizer.clip_and_step(1.0)
     torch.cuda.synchronize()
@@ -298,7 +298,7 @@ def test_nothing_waits_for_the_device_whatever_the_scale():
 
 @needs_cuda
 def test_a_graph_reads_the_scale_anew():
-    param, optimizer = prepared("cuda", 3.0, 4.0)
+    _, optimizer = prepared("cuda", 3.0, 4.0)
     optimizer.grad_scale = torch.ones((), device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
         optimizer.clip_and_step(1.0)
