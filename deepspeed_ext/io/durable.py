@@ -1,16 +1,13 @@
 """Opening and committing a durable tensor store: data file and manifest, in an order that holds."""
 
-import contextlib
 import errno
-import os
-from collections.abc import Iterator
 
 from deepspeed_ext.io._native import native
 from deepspeed_ext.io.extents import Extent
 from deepspeed_ext.io.file import File
 from deepspeed_ext.io.ledger import Ledger
 from deepspeed_ext.io.manifest import BadManifest, Entry, decode, encode
-from deepspeed_ext.io.regular_file import open_regular
+from deepspeed_ext.io.regular_file import naming
 from deepspeed_ext.io.space import Slot, extent_of
 from deepspeed_ext.io.store_folder import StoreFolder
 from deepspeed_ext.io.store_job import Record
@@ -24,14 +21,20 @@ def open_durable(
     A writer makes what is missing, and cuts off what a writer that was killed has left behind.
 
     Raises:
-        FileNotFoundError: read_only, and there is no store.
+        FileNotFoundError: read_only, and there is no store; or its data are missing.
         FileExistsError: the data of something else is in the way.
-        OSError: EBADMSG: the manifest is damaged; ELOOP or EINVAL: a file is no regular one.
+        OSError: EBADMSG: the manifest is damaged; ELOOP, EINVAL or EISDIR: a file is no regular
+            one.
     """
-    text = folder.read()
-    if text is None:
-        text = _made(folder, read_only)
-    file = _opened(folder, read_only)
+    with naming("TensorStore", f"opening of {folder.path}"):
+        has_data = folder.hold_data()  # before what tells of them is read
+        text = folder.read()
+        if text is None:
+            text = _made(folder, read_only, has_data)
+        elif not has_data:
+            want = "expected the tensors that manifest.json tells of"
+            raise FileNotFoundError(errno.ENOENT, f"TensorStore: {folder.data} is missing, {want}")
+        file = _opened(folder, read_only)
     try:
         entries = decode(text, file.size())
     except BadManifest as error:
@@ -56,14 +59,14 @@ def commit(folder: StoreFolder, file: File, ledger: Ledger) -> None:
         return
     try:
         text = encode(ledger.wait_for(snapshot))
-        with _naming(folder):
+        with naming("TensorStore", _doing(folder)):
             _sync(folder, file, ledger)
             folder.prepare(text)
     except BaseException:
         ledger.release(snapshot)
         raise
     ledger.publishing(snapshot)
-    with _naming(folder):
+    with naming("TensorStore", _doing(folder)):
         folder.publish()
         folder.sync()
     ledger.published()
@@ -73,34 +76,30 @@ def _sync(folder: StoreFolder, file: File, ledger: Ledger) -> None:
     try:
         file.sync()
     except OSError as error:
-        ledger.distrust(_named(folder, error))
+        text = f"TensorStore: {_doing(folder)} failed: {error.strerror}"
+        ledger.distrust(OSError(error.errno, text))
         raise
 
 
-@contextlib.contextmanager
-def _naming(folder: StoreFolder) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _named(folder, error) from error
+def _doing(folder: StoreFolder) -> str:
+    return f"commit of {folder.path}"
 
 
-def _named(folder: StoreFolder, error: OSError) -> OSError:
-    return OSError(error.errno, f"TensorStore: commit of {folder.path} failed: {error.strerror}")
-
-
-def _made(folder: StoreFolder, read_only: bool) -> bytes:
+def _made(folder: StoreFolder, read_only: bool, has_data: bool) -> bytes:
+    """Make the files of a store without a commit, and return its manifest."""
     if read_only:
         raise FileNotFoundError(
             errno.ENOENT, f"TensorStore: {folder.path} has no manifest.json, expected a store"
         )
-    if folder.has_data():
+    if has_data and folder.data_bytes():
         raise FileExistsError(
             errno.EEXIST,
             f"TensorStore: {folder.path} has a file named data but no manifest.json, expected both"
             " or none; if the store may be lost, delete that file",
         )
-    _opened(folder, read_only).close()  # before the manifest that speaks of it
+    if not has_data:
+        folder.hold_data(make=True)
+    folder.sync()  # its name is there before the manifest that tells of it
     text = encode({})
     folder.prepare(text)
     folder.publish()
@@ -109,16 +108,11 @@ def _made(folder: StoreFolder, read_only: bool) -> bytes:
 
 
 def _opened(folder: StoreFolder, read_only: bool) -> File:
-    """Return the data file, which the native code opens by its name, once it is known to be one."""
-    flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
-    fd = open_regular("TensorStore", folder.data, flags, follow=False)
-    try:
-        file: File = native().File(str(folder.data), "read" if read_only else "update")
-        if not os.path.sameopenfile(fd, file.fileno()):
-            file.close()
-            raise OSError(errno.ESTALE, f"TensorStore: {folder.data} was replaced meanwhile")
-    finally:
-        os.close(fd)
+    """Return the data file, which the native code opens by its name, once it is locked."""
+    file: File = native().File(str(folder.data), "read" if read_only else "update")
+    if not folder.is_data(file.fileno()):
+        file.close()
+        raise OSError(errno.ESTALE, f"TensorStore: {folder.data} was replaced meanwhile")
     return file
 
 

@@ -7,12 +7,11 @@ import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Iterator
 from types import TracebackType
 
 from deepspeed_ext.io._native import native
 from deepspeed_ext.io.file import File
-from deepspeed_ext.io.regular_file import sync_folder
+from deepspeed_ext.io.regular_file import naming, path_text, sync_folder
 
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR)  # by new and by old kernels
 _DESCRIPTORS = "/proc/self/fd"
@@ -39,7 +38,7 @@ class NewFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], durable: bool = True) -> None:
-        self.path = _followed(os.path.join(os.getcwd(), os.fsdecode(path)))
+        self.path = _followed(os.path.join(os.getcwd(), path_text("io.save", path)))
         self._durable = durable
         self._folder, name = os.path.split(self.path)
         # Not made of the name, to which nothing could be added if it is as long as names may be.
@@ -47,13 +46,13 @@ class NewFile:
         self._temporary: str | None = None
         self._mode: int | None = None  # to be given by `publish`; None: it has it from the start
         self._file: File | None = None
-        with _named(f"replacing {self.path}"):
+        with naming("io.save", f"replacing {self.path}"):
             self._old = _replaceable(self.path)
-        with _named(f"making a file in {self._folder}"):
+        with naming("io.save", f"making a file in {self._folder}"):
             self._remove_abandoned()
             self._fd = self._open()
         try:
-            with _named(f"making a file in {self._folder}"):
+            with naming("io.save", f"making a file in {self._folder}"):
                 place = self._temporary or f"{_DESCRIPTORS}/{self._fd}"
                 self._file = native().File(os.fsencode(place), "update")
         except BaseException:
@@ -84,14 +83,14 @@ class NewFile:
 
     def publish(self) -> None:
         """Put the file into its place, whole."""
-        with _named(f"replacing {self.path}"):
+        with naming("io.save", f"replacing {self.path}"):
             if self._old is not None:
                 self._mode = _pass_on_owner(self._fd, self._old)
             if self._mode is not None:
                 os.fchmod(self._fd, self._mode)
         if self._durable:
             self.file.sync()
-        with _named(f"replacing {self.path}"):
+        with naming("io.save", f"replacing {self.path}"):
             if self._temporary is None:
                 self._temporary = self._new_name()
                 source = f"{_DESCRIPTORS}/{self._fd}"
@@ -215,15 +214,6 @@ def _lock(fd: int) -> None:
     """Mark a file as in use; where there are no locks, nobody can find it unlocked either."""
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_EX)
-
-
-@contextlib.contextmanager
-def _named(doing: str) -> Iterator[None]:
-    """Say in the error what could not be done."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, f"io.save: {doing} failed: {error.strerror}") from error
 
 
 def _followed(path: str) -> str:

@@ -1,10 +1,15 @@
-"""Opening regular files and nothing else, and bringing a folder's names to the disk."""
+"""Paths that name a file, opening regular files and nothing else, a folder's names on the disk."""
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
+
+from deepspeed_ext.io.tensors import a
 
 _KINDS = {
+    stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a character device",
@@ -12,7 +17,47 @@ _KINDS = {
 }
 
 
-def open_regular(op: str, path: str | os.PathLike[str], flags: int, follow: bool = True) -> int:
+def path_text(op: str, path: object) -> str:
+    """Return a path as text.
+
+    Args:
+        op: opens the text of the error.
+        path: what the caller was given: text, bytes, or an object that stands for these.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it is empty, which would be the working folder, or has zero bytes, at the first
+            of which the kernel would take it for complete.
+    """
+    try:
+        name = os.fsdecode(path)  # type: ignore[call-overload]
+    except TypeError:
+        raise TypeError(f"{op}: path is {a(path)}, expected a str or os.PathLike") from None
+    if not name:
+        raise ValueError(f"{op}: path is '', expected the path of a file or folder")
+    if "\0" in name:
+        raise ValueError(f"{op}: path is {name!r}, expected one without zero bytes")
+    return str(name)
+
+
+@contextlib.contextmanager
+def naming(op: str, doing: str) -> Iterator[None]:
+    """Say in an error of the system what could not be done, unless it says so already."""
+    try:
+        yield
+    except OSError as error:
+        if error.strerror and error.strerror.startswith(f"{op}: "):
+            raise
+        raise OSError(error.errno, f"{op}: {doing} failed: {error.strerror}") from error
+
+
+def open_regular(
+    op: str,
+    path: str | os.PathLike[str],
+    flags: int,
+    follow: bool = True,
+    folder: int | None = None,
+) -> int:
     """Open a file without waiting for anybody, and return its descriptor.
 
     Args:
@@ -21,28 +66,31 @@ def open_regular(op: str, path: str | os.PathLike[str], flags: int, follow: bool
         flags: of os.open; one that truncates would do so before anything is checked.
         follow: a symbolic link in the last part of the path. It may lead out of a folder that
             somebody else has made.
+        folder: descriptor of the folder that the file is in, wherever the path leads by now.
 
     Raises:
         OSError: it cannot be opened (ELOOP: it is a link), or is something else than a regular
             file (EISDIR, EINVAL).
     """
     name = os.fsdecode(path)
+    place = name if folder is None else os.path.basename(name)
     # A pipe would wait for its other end; of a regular file, the flag means nothing.
     flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
-        fd = os.open(path, flags, 0o666)
+        fd = os.open(place, flags, 0o666, dir_fd=folder)
     except OSError as error:
         if error.errno == errno.ELOOP and not follow:
             raise _refused(op, name, errno.ELOOP, "a symbolic link") from None
         if error.errno == errno.ENXIO:  # a pipe that nobody reads, a socket
             raise _refused(op, name, errno.EINVAL, "a pipe, a socket or a device") from None
+        if error.errno == errno.EISDIR:
+            raise _refused(op, name, errno.EISDIR, "a folder") from None
         raise
     try:
         kind = stat.S_IFMT(os.fstat(fd).st_mode)
-        if kind == stat.S_IFDIR:
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
         if kind != stat.S_IFREG:
-            raise _refused(op, name, errno.EINVAL, _KINDS.get(kind, "something else"))
+            code = errno.EISDIR if kind == stat.S_IFDIR else errno.EINVAL
+            raise _refused(op, name, code, _KINDS.get(kind, "something else"))
     except BaseException:
         os.close(fd)
         raise

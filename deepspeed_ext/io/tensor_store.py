@@ -22,6 +22,7 @@ from deepspeed_ext.io.future import Future, check_timeout
 from deepspeed_ext.io.in_flight import InFlight
 from deepspeed_ext.io.ledger import Ledger
 from deepspeed_ext.io.manifest import TensorInfo
+from deepspeed_ext.io.regular_file import path_text
 from deepspeed_ext.io.space import Space
 from deepspeed_ext.io.store_checks import checksum_of, target_of, verified
 from deepspeed_ext.io.store_folder import StoreFolder
@@ -61,14 +62,16 @@ class TensorStore:
 
     Raises:
         BlockingIOError: another process writes the durable store, or reads it and this would write.
-        FileNotFoundError: the folder, or for read_only the store, is not there.
-        OSError: EBADMSG: the manifest of a durable store is damaged.
-        ValueError: read_only without durable.
+        FileNotFoundError: the folder, or for read_only the store, is not there; or a durable store
+            has a manifest without data.
+        OSError: EBADMSG: the manifest of a durable store is damaged; EMLINK: its data have another
+            hard link, under which writing would change them too.
+        ValueError: read_only without durable; path is empty.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | bytes | os.PathLike[str],
         durable: bool = False,
         engine: AsyncIO | None = None,
         read_only: bool = False,
@@ -76,7 +79,7 @@ class TensorStore:
         self._ended = True  # until there is something to end
         if read_only and not durable:
             raise ValueError("TensorStore: read_only is True for scratch, expected durable=True")
-        self.path = Path(path)
+        self.path = Path(path_text("TensorStore", path))
         self.durable = durable
         self.read_only = read_only
         self._process = os.getpid()
@@ -239,8 +242,9 @@ class TensorStore:
         end of it failed, perhaps this one; both stay whole until a commit succeeds.
 
         Raises:
-            OSError: a put failed, or the disk. After a failed fsync, all names that were put since
-                the last commit are without content.
+            OSError: a put failed, or the disk; ESTALE: folder, data or lock were removed, moved or
+                replaced under this store, and nothing was committed. After a failed fsync,
+                all names that were put since the last commit are without content.
             RuntimeError: the store is scratch or read_only.
         """
         self._check_writable("commit")

@@ -267,7 +267,7 @@ def test_durable_needs_a_parent(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         TensorStore(tmp_path / "missing" / "store", durable=True)
     for path in (tmp_path / "store", tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"has no manifest\.json, expected a store"):
+        with pytest.raises(FileNotFoundError, match=r", expected a store$"):
             TensorStore(path, durable=True, read_only=True)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()

@@ -68,10 +68,10 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, BaseException], Non
                 raise error
             real_fsync(fd)
 
-        def replace(source: Path, target: Path) -> None:
+        def replace(source: str, target: str, **folders: int) -> None:
             if step == "replace":
                 raise error
-            real_replace(source, target)
+            real_replace(source, target, **folders)
             if step == "replaced":
                 raise error
 
@@ -100,9 +100,9 @@ def test_the_order_of_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         done.append(f"fsync {name} of {os.fstat(fd).st_size if '.' in name else 0}")
         real_fsync(fd)
 
-    def replace(source: Path, target: Path) -> None:
-        done.append(f"replace {source.name} {target.name}")
-        real_replace(source, target)
+    def replace(source: str, target: str, **folders: int) -> None:
+        done.append(f"replace {source} {target}")
+        real_replace(source, target, **folders)
 
     def sync(file: object) -> None:
         done.append("sync data")
@@ -114,6 +114,9 @@ def test_the_order_of_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with TensorStore(tmp_path / "s", durable=True) as store:
         parent = f"fsync {tmp_path.name} of 0"
         assert done[0] == parent, "the new folder has its name"
+        made = [step for step in done if step.startswith(("fsync s", "replace"))]
+        replace = "replace manifest.json.tmp manifest.json"
+        assert made[-3:] == ["fsync s of 0", replace, "fsync s of 0"], "data, then the manifest"
         done.clear()
         put(store, 1)
         assert done == []
@@ -209,6 +212,28 @@ def test_a_commit_in_doubt_is_not_the_last(
         store.delete("more")
         store.commit()
         assert after_a_crash(path, tmp_path / "copy") == [1]
+
+
+def test_a_commit_in_doubt_keeps_the_one_before(
+    tmp_path: Path, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the folder is on the disk, a loss of power brings the old manifest back."""
+    path = tmp_path / "s"
+    with TensorStore(path, durable=True) as store:
+        put(store, 1)
+        store.commit()
+        before = (path / "manifest.json").read_bytes()
+        put(store, 2)
+        fault("folder", OSError(errno.EIO, "injected"))
+        with pytest.raises(OSError, match="injected"):
+            store.commit()
+        for generation in range(3, 6):
+            put(store, generation)  # into whatever is free
+            lost = shutil.copytree(path, tmp_path / f"lost{generation}")
+            (lost / "manifest.json").write_bytes(before)
+            with TensorStore(lost, durable=True, read_only=True) as found:
+                assert holds(found, 1)
+        monkeypatch.undo()
 
 
 def test_what_a_killed_writer_leaves_is_removed(tmp_path: Path) -> None:
@@ -328,8 +353,11 @@ def test_files_that_are_missing(path: Path) -> None:
         TensorStore(path, durable=True, read_only=True)
     (path / "manifest.json.saved").rename(path / "manifest.json")
     (path / "data").unlink()
-    with pytest.raises(FileNotFoundError):
-        TensorStore(path, durable=True, read_only=True)
-    with pytest.raises(OSError, match="but the data file has 0") as caught:
-        TensorStore(path, durable=True)
-    assert caught.value.errno == errno.EBADMSG
+    for read_only in (True, False):
+        with pytest.raises(FileNotFoundError) as caught:
+            TensorStore(path, durable=True, read_only=read_only)
+        assert caught.value.strerror == (
+            f"TensorStore: {path / 'data'} is missing, expected the tensors that manifest.json"
+            " tells of"
+        )
+    assert sorted(os.listdir(path)) == ["manifest.json", "store.lock"], "no empty one is made"

@@ -69,11 +69,9 @@ def test_what_is_no_regular_file(path: Path, name: str, kind: str, read_only: bo
     (path / name).unlink()
     (os.mkfifo if kind == "pipe" else os.mkdir)(path / name)
     error = refusal(path, read_only)
-    if kind == "folder":
-        assert isinstance(error, IsADirectoryError)
-    else:
-        text = f"TensorStore: {path / name} is a pipe, expected a regular file"
-        assert (error.errno, error.strerror) == (errno.EINVAL, text)
+    text = f"TensorStore: {path / name} is a {kind}, expected a regular file"
+    code = errno.EISDIR if kind == "folder" else errno.EINVAL
+    assert (error.errno, error.strerror) == (code, text)
 
 
 def test_a_temporary_manifest_that_is_a_link(path: Path) -> None:
@@ -86,6 +84,73 @@ def test_a_temporary_manifest_that_is_a_link(path: Path) -> None:
     assert not (path / "manifest.json").is_symlink()
     with TensorStore(path, durable=True, read_only=True) as store:
         assert torch.equal(store.get("x"), torch.ones(3))
+
+
+def test_a_temporary_manifest_that_is_a_folder(path: Path) -> None:
+    def said(error: OSError, doing: str) -> None:
+        assert error.errno == errno.EISDIR
+        text = f"{path / 'manifest.json.tmp'} is a folder, expected nothing or a file"
+        assert error.strerror == f"TensorStore: {doing} of {path} failed: {text}"
+
+    with TensorStore(path, durable=True) as store:
+        store.put("x", torch.ones(3))
+        (path / "manifest.json.tmp").mkdir()
+        with pytest.raises(IsADirectoryError) as caught:
+            store.commit()
+        said(caught.value, "commit")
+        (path / "manifest.json.tmp").rmdir()
+    (path / "manifest.json.tmp").mkdir()
+    said(refusal(path, False), "opening")
+    with TensorStore(path, durable=True, read_only=True) as store:
+        assert torch.equal(store.get("x"), torch.ones(3))
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_what_is_no_folder(tmp_path: Path, read_only: bool) -> None:
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("file", "pipe", "file/s"):
+        error = refusal(tmp_path / name, read_only)
+        assert error.errno == errno.ENOTDIR
+        assert (
+            error.strerror == f"TensorStore: opening of {tmp_path / name} failed: Not a directory"
+        )
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("link", "no/s"):
+        error = refusal(tmp_path / name, read_only)
+        assert error.errno == errno.ENOENT
+        assert error.strerror.startswith(f"TensorStore: {tmp_path / name.removesuffix('/s')}")
+    assert sorted(os.listdir(tmp_path)) == ["file", "link", "pipe"]
+
+
+@pytest.mark.parametrize("options", [{}, {"durable": True}, {"durable": True, "read_only": True}])
+def test_paths_that_are_none(
+    tmp_path: Path, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for bad, text in (
+        ("", "TensorStore: path is '', expected the path of a file or folder"),
+        (b"", "TensorStore: path is '', expected the path of a file or folder"),
+        ("a\0b", "TensorStore: path is 'a\\x00b', expected one without zero bytes"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            TensorStore(bad, **options)
+        assert str(caught.value) == text
+    with pytest.raises(TypeError) as wrong:
+        TensorStore(5, **options)  # type: ignore[arg-type]
+    assert str(wrong.value) == "TensorStore: path is an int, expected a str or os.PathLike"
+    assert os.listdir(tmp_path) == []
+
+
+def test_paths_of_other_kinds(tmp_path: Path) -> None:
+    class Name:
+        def __fspath__(self) -> str:
+            return str(tmp_path / "s")
+
+    for path in (Name(), os.fsencode(tmp_path / "s"), str(tmp_path / "s")):
+        with TensorStore(path, durable=True) as store:
+            store.put("x", torch.ones(3))
+    assert os.listdir(tmp_path) == ["s"]
 
 
 @pytest.mark.parametrize("read_only", [False, True])
