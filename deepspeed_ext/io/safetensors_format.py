@@ -27,6 +27,10 @@ _KEYS = {"dtype", "shape", "data_offsets"}
 _LIMIT = 1 << 63  # of sizes and offsets, which are signed 64-bit numbers everywhere
 
 
+class BadFile(ValueError):
+    """What a file says breaks a rule of the format or does not fit it; tells how."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """What a header says of one tensor.
@@ -68,7 +72,7 @@ def header_bytes(prefix: bytes, file_bytes: int, path: str) -> int:
         path: for the texts of errors.
 
     Raises:
-        ValueError: the file is too short for a header, or says that it is too long.
+        BadFile: the file is too short for a header, or says that it is too long.
     """
     if len(prefix) < PREFIX_BYTES:
         _refuse(f"{path} has {len(prefix)} bytes, expected at least {PREFIX_BYTES}")
@@ -95,7 +99,7 @@ def parse_header(text: bytes, file_bytes: int, path: str) -> Header:
         path: for the texts of errors.
 
     Raises:
-        ValueError: the header breaks a rule of the format or does not fit the file.
+        BadFile: the header breaks a rule of the format or does not fit the file.
     """
     fields = _json_object(text, path)
     metadata = _metadata(fields.pop(METADATA, {}), path)
@@ -265,4 +269,4 @@ def _shown(value: Any) -> str:
 
 
 def _refuse(what: str, cause: BaseException | None = None) -> NoReturn:
-    raise ValueError(f"io.load: {what}") from cause
+    raise BadFile(what) from cause

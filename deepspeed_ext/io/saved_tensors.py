@@ -34,6 +34,7 @@ TORCH_DTYPES = {  # of the format's dtypes; torch has none of 6 bits
     "F4": torch.float4_e2m1fn_x2,  # two elements of the format in one of torch
 }
 NEVER_TIED = "format"  # of metadata that files commonly have: {"format": "pt"}
+Place = tuple[bool, int, int, str]  # among the tensors of a file
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -83,10 +84,9 @@ def lay_out(tensors: Mapping[str, Tensor], page: int) -> dict[str, Entry]:
         An entry for each, in the order of the data.
     """
 
-    def place(item: tuple[str, Tensor]) -> tuple[bool, int, int, str]:
+    def place(item: tuple[str, Tensor]) -> Place:
         name, tensor = item
-        is_odd = tensor.nbytes % page != 0
-        return is_odd, -tensor.element_size() if is_odd else 0, -tensor.nbytes, name
+        return place_of(name, tensor.nbytes, tensor.element_size(), page)
 
     entries, position = {}, 0
     for name, tensor in sorted(tensors.items(), key=place):
@@ -97,6 +97,12 @@ def lay_out(tensors: Mapping[str, Tensor], page: int) -> dict[str, Entry]:
         entries[name] = Entry(_NAMES[tensor.dtype], shape, position, end)
         position = end
     return entries
+
+
+def place_of(name: str, nbytes: int, element_bytes: int, page: int) -> Place:
+    """Return by what `lay_out` orders tensors."""
+    is_odd = nbytes % page != 0
+    return is_odd, -element_bytes if is_odd else 0, -nbytes, name
 
 
 def torch_shape(entry: Entry) -> tuple[int, ...] | None:

@@ -3,7 +3,7 @@
 import contextlib
 import mmap
 import os
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,10 @@ from deepspeed_ext.io.async_io import AsyncIO
 from deepspeed_ext.io.grouped_reader import GroupedReader
 from deepspeed_ext.io.new_file import NewFile
 from deepspeed_ext.io.packed_writer import PackedWriter
-from deepspeed_ext.io.regular_file import open_regular
+from deepspeed_ext.io.regular_file import open_regular, path_text
 from deepspeed_ext.io.safetensors_format import (
     PREFIX_BYTES,
+    BadFile,
     Entry,
     Header,
     header_bytes,
@@ -24,13 +25,13 @@ from deepspeed_ext.io.safetensors_format import (
     parse_header,
 )
 from deepspeed_ext.io.saved_tensors import (
-    NEVER_TIED,
     TORCH_DTYPES,
     check_tensors,
     lay_out,
     tied_names,
     torch_shape,
 )
+from deepspeed_ext.io.saved_ties import texts_with_ties, ties_in, without_ties
 from deepspeed_ext.io.tensors import empty, plain
 
 
@@ -86,7 +87,7 @@ def save(
         state_dict: tensors by name, of any shape and strides, on the CPU or on CUDA. They must not
             change meanwhile.
         path: of the file; its folder has to exist.
-        metadata: text by name, kept with the tensors.
+        metadata: text by name, kept with the tensors. Tied names stand in the file's metadata too.
         durable: return when the file is on the disk, sure to survive a loss of power; else when
             the kernel has it.
         engine: what writes; one is made for this call if there is none.
@@ -99,7 +100,7 @@ def save(
     """
     tensors = check_tensors(state_dict)
     ties = tied_names(tensors)
-    texts = _checked_metadata(metadata or {}, tensors, ties)
+    texts = texts_with_ties(metadata or {}, tensors, ties)
     entries = lay_out({n: t for n, t in tensors.items() if n not in ties}, mmap.PAGESIZE)
     in_order = {name: entries[name] for name in tensors if name in entries}
     with _opened(engine) as running, NewFile(path, durable) as new:
@@ -134,23 +135,25 @@ def load(
 
     Returns:
         Tensors by name, in the order of `names`, else in that of the file, tied ones last. Each has
-        memory of its own, but tied names have one and the same tensor.
+        memory of its own, but tied names have one and the same tensor, if `save` made the file;
+        what other programs have noted as tied is metadata, for `inspect`.
 
     Raises:
         ValueError: the file breaks a rule of the format or was cut short, has no tensor of such a
             name, or one whose dtype torch lacks.
         OSError: the file cannot be read.
     """
+    name = path_text("io.load", path)
     device = _checked_device(device)
     with (
         _opened(engine) as running,
-        contextlib.closing(native().File(os.fsencode(path), "read")) as file,
+        contextlib.closing(native().File(os.fsencode(name), "read")) as file,
     ):
-        header = _read_header(file.fileno(), os.fsdecode(path))
-        ties = _tied_in(header)
-        wanted = _checked_names(names, header, ties, os.fsdecode(path))
-        kept = dict.fromkeys(ties.get(name, name) for name in wanted)
-        places = {name: _place(name, header, os.fsdecode(path)) for name in kept}
+        header = _read_header("io.load", file.fileno(), name)
+        ties = ties_in(header)
+        wanted = _checked_names(names, header, ties, name)
+        kept = dict.fromkeys(ties.get(one, one) for one in wanted)
+        places = {one: _place(one, header, name) for one in kept}
         reader = GroupedReader(running, file, device)
         try:
             flat = reader.read([(n, *place) for n, place in places.items() if place[0] < place[1]])
@@ -170,33 +173,18 @@ def inspect(path: str | os.PathLike[str]) -> SavedStateDict:
         ValueError: the file breaks a rule of the format or was cut short.
         OSError: the file cannot be read.
     """
-    with open(open_regular("io.inspect", path, os.O_RDONLY), "rb", buffering=0) as file:
-        header = _read_header(file.fileno(), os.fsdecode(path))
-    ties = _tied_in(header)
+    name = path_text("io.inspect", path)
+    with open(open_regular("io.inspect", name, os.O_RDONLY), "rb", buffering=0) as file:
+        header = _read_header("io.inspect", file.fileno(), name)
+    ties = ties_in(header)
     tensors = {name: _described(entry) for name, entry in header.tensors.items()}
     tensors.update({name: _described(header.tensors[kept], kept) for name, kept in ties.items()})
-    metadata = {name: text for name, text in header.metadata.items() if name not in ties}
+    metadata = without_ties(header.metadata, ties)
     return SavedStateDict(tensors, metadata)
 
 
 def _opened(engine: AsyncIO | None) -> contextlib.AbstractContextManager[AsyncIO]:
     return AsyncIO() if engine is None else contextlib.nullcontext(engine)
-
-
-def _checked_metadata(
-    metadata: Mapping[str, str], tensors: Mapping[str, Tensor], ties: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the metadata with the ties, as the safetensors package writes them."""
-    for name, text in metadata.items():
-        if not isinstance(name, str) or not isinstance(text, str):
-            raise TypeError(f"io.save: metadata has {name!r}: {text!r}, expected strings")
-        if name in ties or _is_tie(name, text, tensors):
-            why = "is another name of a tensor" if name in ties else "has a tensor's name as text"
-            raise ValueError(
-                f"io.save: metadata[{name!r}] {why}, expected something else: the file notes tied"
-                " tensors in this way"
-            )
-    return {**metadata, **ties}
 
 
 def _checked_device(device: str | int | torch.device) -> torch.device:
@@ -220,29 +208,20 @@ def _checked_names(
     return wanted
 
 
-def _read_header(fd: int, path: str) -> Header:
+def _read_header(op: str, fd: int, path: str) -> Header:
     file_bytes = os.fstat(fd).st_size
-    length = header_bytes(os.pread(fd, PREFIX_BYTES, 0), file_bytes, path)
-    parts, position = [], PREFIX_BYTES
-    while position < PREFIX_BYTES + length:
-        part = os.pread(fd, PREFIX_BYTES + length - position, position)
-        if not part:
-            raise ValueError(f"io.load: {path} ends at {position}, expected {file_bytes} bytes")
-        parts.append(part)
-        position += len(part)
-    return parse_header(b"".join(parts), file_bytes, path)
-
-
-def _tied_in(header: Header) -> dict[str, str]:
-    """Return the names that stand for tensors of other names, with these."""
-    return {
-        name: text for name, text in header.metadata.items() if _is_tie(name, text, header.tensors)
-    }
-
-
-def _is_tie(name: str, text: str, tensors: Container[str]) -> bool:
-    """Tell whether metadata say that a name stands for the tensor of another one."""
-    return text in tensors and name not in tensors and name != NEVER_TIED
+    try:
+        length = header_bytes(os.pread(fd, PREFIX_BYTES, 0), file_bytes, path)
+        parts, position = [], PREFIX_BYTES
+        while position < PREFIX_BYTES + length:
+            part = os.pread(fd, PREFIX_BYTES + length - position, position)
+            if not part:
+                raise BadFile(f"{path} ends at {position}, expected {file_bytes} bytes")
+            parts.append(part)
+            position += len(part)
+        return parse_header(b"".join(parts), file_bytes, path)
+    except BadFile as error:
+        raise ValueError(f"{op}: {error}") from error.__cause__
 
 
 def _place(name: str, header: Header, path: str) -> tuple[int, int]:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from state_dict_cases import files_in
 
@@ -84,8 +83,12 @@ def test_other_arguments_are_checked(path: Path) -> None:
         save({"w": one}, path, metadata={"a": 1})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"metadata\['v'\] is another name of a tensor"):
         save({"w": one, "v": one, "u": one}, path, metadata={"v": "text"})
-    with pytest.raises(ValueError, match=r"metadata\['best'\] has a tensor's name as text"):
-        save({"w": one}, path, metadata={"best": "w"})
+    for state, metadata in (
+        ({"w": one}, {"deepspeed_ext.tied": "[]"}),
+        ({"a": one, "deepspeed_ext.tied": one}, {}),
+    ):
+        with pytest.raises(ValueError, match=r"has the name 'deepspeed_ext.tied', under which"):
+            save(state, path, metadata=metadata)
     with pytest.raises(ValueError, match="state_dict has the name '__metadata__'"):
         save({"__metadata__": one}, path)
     assert files_in(path.parent) == []
@@ -99,23 +102,36 @@ def test_other_arguments_are_checked(path: Path) -> None:
         load(path, device="meta")
 
 
-def test_the_format_is_never_a_tie(path: Path) -> None:
-    """Files commonly say {"format": "pt"}, and a tensor may have that name."""
-    one = torch.ones(2)
-    for write in (
-        lambda: save({"pt": one}, path, metadata={"format": "pt"}),
-        lambda: safetensors.torch.save_file({"pt": one}, path, {"format": "pt"}),
+@pytest.mark.parametrize(
+    ("call", "op"),
+    [
+        (load, "io.load"),
+        (inspect, "io.inspect"),
+        (lambda path: save({"w": torch.ones(2)}, path), "io.save"),
+    ],
+)
+def test_paths_that_are_none(
+    tmp_path: Path, call: Any, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for bad, kind, text in (
+        ("", ValueError, "path is '', expected the path of a file or folder"),
+        (b"a\0b", ValueError, "path is 'a\\x00b', expected one without zero bytes"),
+        (7, TypeError, "path is an int, expected a str or os.PathLike"),
     ):
-        write()
-        assert list(load(path)) == ["pt"]
-        about = inspect(path)
-        assert list(about.tensors) == ["pt"] and about.metadata == {"format": "pt"}
-        with pytest.raises(ValueError, match="names has 'format'"):
-            load(path, names=["format"])
-    save({"a": one, "format": one}, path, metadata={"b": "text"})
-    loaded = load(path)
-    assert sorted(loaded) == ["a", "format"] and loaded["a"] is loaded["format"]
-    assert inspect(path).tensors["a"].tied_to == "format"
-    save({"a": one, "b": one, "format": one}, path, metadata={"format": "a"})
-    assert sorted(load(path)) == ["a", "b", "format"]
-    assert inspect(path).metadata == {"format": "a"}
+        with pytest.raises(kind) as caught:
+            call(bad)
+        assert str(caught.value) == f"{op}: {text}"
+    assert files_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(("call", "op"), [(load, "io.load"), (inspect, "io.inspect")])
+def test_who_refuses_a_file_says_its_own_name(path: Path, call: Any, op: str) -> None:
+    path.write_bytes(b"ab")
+    with pytest.raises(ValueError) as caught:
+        call(path)
+    assert str(caught.value) == f"{op}: {path} has 2 bytes, expected at least 8"
+    save({"w": torch.ones(2000)}, path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=rf"^{op}: {path} has 12095 bytes, .* it was cut short$"):
+        call(path)

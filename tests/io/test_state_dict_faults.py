@@ -233,7 +233,7 @@ def test_a_file_that_was_cut_short(path: Path, left: int) -> None:
         with pytest.raises(ValueError) as caught:
             read(path)
         text = str(caught.value)
-        assert text.startswith(f"io.load: {path} has {left} bytes, expected ")
+        assert text.startswith(f"io.{read.__name__}: {path} has {left} bytes, expected ")
         if left > 4096:
             assert text.endswith(f"{whole} by its header: it was cut short")
 
@@ -262,7 +262,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
 def test_files_that_are_something_else(path: Path) -> None:
     torch.save(OLD, path)
     for read in (load, inspect):
-        with pytest.raises(ValueError, match=rf"io.load: {path} has a header of .* is it a safe"):
+        with pytest.raises(ValueError, match=rf"io.{read.__name__}: {path} has a header of .* is it a"):
             read(path)
     path.write_text("{}")
     with pytest.raises(ValueError, match=rf"io.load: {path} has 2 bytes, expected at least 8"):

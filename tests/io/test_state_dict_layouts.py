@@ -6,39 +6,14 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from state_dict_cases import MIB, assert_same, bits, header_of, random_tensor
+from state_dict_cases import MIB, assert_same, bits, random_tensor
 
-from deepspeed_ext.io.state_dict import inspect, load, save
+from deepspeed_ext.io.state_dict import load, save
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
-
-
-class Tied(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(50, 8)
-        self.head = torch.nn.Linear(8, 50, bias=False)
-        self.head.weight = self.embedding.weight
-
-
-def test_tied_tensors_are_kept_once_as_the_package_does(path: Path, tmp_path: Path) -> None:
-    model, theirs = Tied(), tmp_path / "theirs"
-    save(model.state_dict(), path)
-    safetensors.torch.save_model(model, str(theirs))
-    assert header_of(path)[0] == header_of(theirs)[0]
-    for file in (path, theirs):
-        loaded = load(file)
-        assert loaded["head.weight"] is loaded["embedding.weight"]
-        assert_same(loaded, model.state_dict())
-        other = Tied()
-        assert safetensors.torch.load_model(other, str(file)) == (set(), [])
-        assert torch.equal(other.head.weight, model.head.weight)
-        about = inspect(file)
-        assert about.tensors["head.weight"].tied_to == "embedding.weight"
-        assert about.tensors["head.weight"].shape == (50, 8) and about.metadata == {}
 
 
 def test_what_only_overlaps_is_kept_apart(path: Path) -> None:
