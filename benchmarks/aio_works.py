@@ -273,6 +273,34 @@ def state_load(place: Place, resources: ExitStack) -> Row:
     return Row(f"load a state dict of {size >> 20} MiB", size, ways, bars)
 
 
+def state_touch(place: Place, resources: ExitStack, cold: bool) -> Row:
+    """A state dict whose bytes are all used, against mapping the file; or when it is cached."""
+    state = {f"layers.{i}": torch.randn(place.scaled(2048), 8192) for i in range(16)}
+    size, path, torchs = _size_of(state), place.folder / "ours", place.folder / "torchs"
+    save(state, path)
+    torch.save(state, torchs)
+    del state
+
+    def way(file: Path, read: Callable[[Path], dict[str, Tensor]]) -> Spent:
+        if cold:
+            _evict(file)
+        else:
+            file.read_bytes()
+        _warm_memory(size)
+        return timed(lambda: [t.view(torch.int32).sum() for t in read(file).values()])()
+
+    def mapped(file: Path) -> dict[str, Tensor]:
+        loaded: dict[str, Tensor] = torch.load(file, mmap=True, weights_only=True)
+        return loaded
+
+    name = "torch.load(mmap=True)"
+    ways = {"io.load": partial(way, path, load), name: partial(way, torchs, mapped)}
+    title = (
+        f"load a state dict of {size >> 20} MiB and sum it, {'nothing' if cold else 'all'} cached"
+    )
+    return Row(title, size, ways, [Bar(((name,),), 1.05)] if cold else [])
+
+
 def cuda(place: Place, resources: ExitStack, write: bool) -> Row | str:
     """A tensor of the GPU, against the same bytes from host memory, and against the link."""
     if not torch.cuda.is_available():
@@ -316,6 +344,8 @@ WORKS: dict[str, Work] = {
     "cpu-huge": partial(cpu, huge=True),
     "state-save": state_save,
     "state-load": state_load,
+    "state-touch": partial(state_touch, cold=True),
+    "state-touch-cached": partial(state_touch, cold=False),
     "cuda-write": partial(cuda, write=True),
     "cuda-read": partial(cuda, write=False),
 }

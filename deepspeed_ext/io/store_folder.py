@@ -192,9 +192,7 @@ class StoreFolder:
     def _status(self, path: Path) -> os.stat_result:
         return os.stat(path.name, dir_fd=self._folder, follow_symlinks=False)
 
-    def _check_same(
-        self, path: Path, fd: int, status_of: Callable[[Path], os.stat_result]
-    ) -> None:
+    def _check_same(self, path: Path, fd: int, status_of: Callable[[Path], os.stat_result]) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if os.path.samestat(status_of(path), os.fstat(fd)):
                 return

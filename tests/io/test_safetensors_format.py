@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from deepspeed_ext.io.safetensors_format import (
     DTYPE_BITS,
     MAX_HEADER_BYTES,
+    BadFile,
     Entry,
     Header,
-    BadFile,
     header_bytes,
     make_header,
     parse_header,

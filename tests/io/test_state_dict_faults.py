@@ -262,7 +262,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
 def test_files_that_are_something_else(path: Path) -> None:
     torch.save(OLD, path)
     for read in (load, inspect):
-        with pytest.raises(ValueError, match=rf"io.{read.__name__}: {path} has a header of .* is it a"):
+        with pytest.raises(ValueError, match=rf"{path} has a header of .* is it a safe"):
             read(path)
     path.write_text("{}")
     with pytest.raises(ValueError, match=rf"io.load: {path} has 2 bytes, expected at least 8"):

@@ -105,9 +105,7 @@ def test_a_file_put_back_is_the_same(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [unlink_lock, new_lock, linked_lock, folder_of_links])
 @pytest.mark.parametrize("reads", [False, True])
-def test_nobody_else_gets_the_data(
-    path: Path, change: Callable[[Path], None], reads: bool
-) -> None:
+def test_nobody_else_gets_the_data(path: Path, change: Callable[[Path], None], reads: bool) -> None:
     """A second writer would overwrite what this one has, and be overwritten."""
     store = TensorStore(path, durable=True, read_only=reads)
     change(path)
