@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from deepspeed_ext.io._native import native
 from deepspeed_ext.io.pinned import PinnedBuffer
 from deepspeed_ext.io.state_dict import load, save
 
+_IDLE = 3.5  # seconds, in which hypervisors take back what is free
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 
 
@@ -273,8 +275,12 @@ def state_load(place: Place, resources: ExitStack) -> Row:
     return Row(f"load a state dict of {size >> 20} MiB", size, ways, bars)
 
 
-def state_touch(place: Place, resources: ExitStack, cold: bool) -> Row:
-    """A state dict whose bytes are all used, against mapping the file; or when it is cached."""
+def state_touch(place: Place, resources: ExitStack, cold: bool = True, fresh: bool = False) -> Row:
+    """A state dict whose bytes are all used, against mapping the file.
+
+    Cached ones are for information; fresh memory is what a process finds on a machine that was
+    idle, with what a hypervisor may have taken back.
+    """
     state = {f"layers.{i}": torch.randn(place.scaled(2048), 8192) for i in range(16)}
     size, path, torchs = _size_of(state), place.folder / "ours", place.folder / "torchs"
     save(state, path)
@@ -286,7 +292,10 @@ def state_touch(place: Place, resources: ExitStack, cold: bool) -> Row:
             _evict(file)
         else:
             file.read_bytes()
-        _warm_memory(size)
+        if fresh:
+            time.sleep(_IDLE)
+        else:
+            _warm_memory(size)
         return timed(lambda: [t.view(torch.int32).sum() for t in read(file).values()])()
 
     def mapped(file: Path) -> dict[str, Tensor]:
@@ -344,7 +353,8 @@ WORKS: dict[str, Work] = {
     "cpu-huge": partial(cpu, huge=True),
     "state-save": state_save,
     "state-load": state_load,
-    "state-touch": partial(state_touch, cold=True),
+    "state-touch": state_touch,
+    "state-touch-fresh": partial(state_touch, fresh=True),
     "state-touch-cached": partial(state_touch, cold=False),
     "cuda-write": partial(cuda, write=True),
     "cuda-read": partial(cuda, write=False),

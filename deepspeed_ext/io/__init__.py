@@ -8,7 +8,7 @@ Nothing is compiled or loaded before it is used. The modules, by what they serve
 - TensorStore: tensor_store, store_checks, store_job, ledger (names and requests), space and extents
   (the file's bytes), store_folder, manifest and durable (commits).
 - save, load, inspect: state_dict, saved_tensors, saved_ties, safetensors_format, new_file,
-  packed_writer, grouped_reader, window; regular_file for these and the store.
+  packed_writer, grouped_reader, fresh_pages, window; regular_file for these and the store.
 - Tuning and the report: __main__, tune, rates, raw_device, settings, environment, self_checks.
 """
 

@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deepspeed_ext.io._native import native
 from deepspeed_ext.io.async_io import AsyncIO
 from deepspeed_ext.io.file import File
+from deepspeed_ext.io.fresh_pages import FreshPages
 from deepspeed_ext.io.packed_writer import (
     BUFFER_BYTES,
     HELD_BYTES,
@@ -42,6 +42,7 @@ class GroupedReader:
         self._page = max(file.offset_alignment, 1)
         self._end = file.size()
         self._window = Window(HELD_BYTES)
+        self._pages = FreshPages()
         self._free: list[Tensor] = []  # buffers
         self._tensors: dict[str, Tensor] = {}
 
@@ -67,7 +68,7 @@ class GroupedReader:
 
     def _read_large(self, name: str, begin: int, end: int) -> None:
         first, last = self._outwards(begin, end)
-        pages = native().Pages(last - first)
+        pages = self._pages.take(last - first)
         self._read_into(torch.frombuffer(pages, dtype=torch.uint8), first)
         self._tensors[name] = torch.frombuffer(  # whose storage is these bytes only
             pages, dtype=torch.uint8, count=end - begin, offset=begin - first

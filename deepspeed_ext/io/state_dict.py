@@ -146,7 +146,7 @@ def load(
     name = path_text("io.load", path)
     device = _checked_device(device)
     with (
-        _opened(engine) as running,
+        _opened(engine, threads=2) as running,  # memory is fresh: each thread has it cleared
         contextlib.closing(native().File(os.fsencode(name), "read")) as file,
     ):
         header = _read_header("io.load", file.fileno(), name)
@@ -183,8 +183,8 @@ def inspect(path: str | os.PathLike[str]) -> SavedStateDict:
     return SavedStateDict(tensors, metadata)
 
 
-def _opened(engine: AsyncIO | None) -> contextlib.AbstractContextManager[AsyncIO]:
-    return AsyncIO() if engine is None else contextlib.nullcontext(engine)
+def _opened(engine: AsyncIO | None, threads: int = 1) -> contextlib.AbstractContextManager[AsyncIO]:
+    return AsyncIO(threads=threads) if engine is None else contextlib.nullcontext(engine)
 
 
 def _checked_device(device: str | int | torch.device) -> torch.device:
