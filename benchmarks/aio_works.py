@@ -295,8 +295,8 @@ def state_touch(place: Place, resources: ExitStack, cold: bool = True, fresh: bo
         if fresh:
             time.sleep(_IDLE)
         else:
-            _warm_memory(size)
-        return timed(lambda: [t.view(torch.int32).sum() for t in read(file).values()])()
+            _warm_memory(2 * size)
+        return timed(lambda: [t.view(torch.int64).sum() for t in read(file).values()])()
 
     def mapped(file: Path) -> dict[str, Tensor]:
         loaded: dict[str, Tensor] = torch.load(file, mmap=True, weights_only=True)
@@ -304,9 +304,8 @@ def state_touch(place: Place, resources: ExitStack, cold: bool = True, fresh: bo
 
     name = "torch.load(mmap=True)"
     ways = {"io.load": partial(way, path, load), name: partial(way, torchs, mapped)}
-    title = (
-        f"load a state dict of {size >> 20} MiB and sum it, {'nothing' if cold else 'all'} cached"
-    )
+    memory, cached = "fresh" if fresh else "warm", "nothing" if cold else "all"
+    title = f"load {size >> 20} MiB into {memory} memory and sum them, {cached} cached"
     return Row(title, size, ways, [Bar(((name,),), 1.05)] if cold else [])
 
 

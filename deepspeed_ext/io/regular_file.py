@@ -17,7 +17,7 @@ _KINDS = {
 }
 
 
-def path_text(op: str, path: object) -> str:
+def path_text(op: str, path: str | bytes | os.PathLike[str]) -> str:
     """Return a path as text.
 
     Args:
@@ -30,14 +30,14 @@ def path_text(op: str, path: object) -> str:
             of which the kernel would take it for complete.
     """
     try:
-        name = os.fsdecode(path)  # type: ignore[call-overload]
+        name = os.fsdecode(path)
     except TypeError:
         raise TypeError(f"{op}: path is {a(path)}, expected a str or os.PathLike") from None
     if not name:
         raise ValueError(f"{op}: path is '', expected the path of a file or folder")
     if "\0" in name:
         raise ValueError(f"{op}: path is {name!r}, expected one without zero bytes")
-    return str(name)
+    return name
 
 
 @contextlib.contextmanager
