@@ -1,6 +1,9 @@
 // The backends by name.
 #include "aio/backend.h"
 
+#include <unistd.h>
+
+#include <cerrno>
 #include <stdexcept>
 
 #include "aio/backend_libaio.h"
@@ -8,6 +11,14 @@
 #include "aio/backend_uring.h"
 
 namespace dsx::aio {
+
+int64_t move_now(const Op& op) {
+  const auto bytes = static_cast<size_t>(op.bytes);
+  const ssize_t moved = op.direction == Direction::read
+                            ? pread(op.fd, op.address, bytes, op.offset)
+                            : pwrite(op.fd, op.address, bytes, op.offset);
+  return moved < 0 ? -errno : moved;
+}
 
 const char* name_of(BackendKind kind) {
   switch (kind) {

@@ -46,6 +46,9 @@ class Backend {
   virtual void unfix(int /*slot*/) {}
 };
 
+// Moves a piece now, in this thread, and returns its result.
+int64_t move_now(const Op& op);
+
 enum class BackendKind : uint8_t { io_uring, libaio, threads };
 
 inline constexpr BackendKind backend_kinds[] = {BackendKind::io_uring, BackendKind::libaio,

@@ -112,8 +112,10 @@ class LibaioBackend final : public Backend {
         sent += size_t(taken);
         in_flight_ += taken;
       } else if (taken != -EINTR) {
-        waiting_[sent]->result = taken;
-        refused_.push_back(waiting_[sent++]);
+        // Some devices know only plain calls, which also name the cause where there is another one.
+        Op* const op = waiting_[sent++];
+        op->result = taken == -EINVAL ? move_now(*op) : taken;
+        refused_.push_back(op);
       }
     }
     waiting_.erase(waiting_.begin(), waiting_.begin() + ptrdiff_t(sent));
@@ -143,7 +145,7 @@ class LibaioBackend final : public Backend {
   }
 
   std::vector<Op*> waiting_;  // submitted, not yet taken by the kernel
-  std::vector<Op*> refused_;  // completed with an error by io_submit
+  std::vector<Op*> refused_;  // not taken by io_submit, and completed
   std::vector<io_event> events_;
   long in_flight_ = 0;
   bool watched_ = false;

@@ -1,10 +1,7 @@
 // Each op keeps one thread waiting in the kernel, so the depth is the number of threads.
 #include "aio/backend_threads.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -62,11 +59,7 @@ class ThreadsBackend final : public Backend {
       Op* op = todo_.front();
       todo_.pop_front();
       lock.unlock();
-      const auto bytes = static_cast<size_t>(op->bytes);
-      const ssize_t moved = op->direction == Direction::read
-                                ? pread(op->fd, op->address, bytes, op->offset)
-                                : pwrite(op->fd, op->address, bytes, op->offset);
-      op->result = moved < 0 ? -errno : moved;
+      op->result = move_now(*op);
       lock.lock();
       done_.push_back(op);
       has_news_.notify_one();

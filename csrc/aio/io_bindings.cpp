@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 #include <variant>
+#include <vector>
 
 #include "aio/checksum.h"
 #include "aio/engine.h"
@@ -192,6 +193,7 @@ py::dict dict_of(const Stats& stats) {
   dict["submitted"] = stats.submitted;
   dict["completed"] = stats.completed;
   dict["failed"] = stats.failed;
+  dict["cancelled"] = stats.cancelled;
   dict["bytes_read"] = stats.bytes_read;
   dict["bytes_written"] = stats.bytes_written;
   dict["direct_bytes"] = stats.direct_bytes;
@@ -282,9 +284,25 @@ void bind_pages(py::module_& module) {
 }
 
 void bind_engine(py::module_& module) {
+  py::class_<Mailbox, std::shared_ptr<Mailbox>>(module, "Mailbox", py::module_local())
+      .def(py::init())
+      .def("put", &Mailbox::put, py::arg("number"))
+      .def("take", [](Mailbox& self, double seconds) {
+    std::vector<int64_t> numbers;
+    {
+      const Unlocked unlocked;
+      numbers = self.take(seconds);
+    }
+    py::list list;
+    for (const int64_t number : numbers) list.append(number);
+    return list;
+  }, py::arg("seconds"));
   py::class_<Request, std::shared_ptr<Request>>(module, "Request", py::module_local())
       .def("wait", &Request::wait_for, py::arg("seconds"), py::call_guard<Unlocked>())
       .def("done", &Request::done)
+      .def("begun", &Request::begun)
+      .def("cancel", &Request::cancel)
+      .def("tell", &Request::tell, py::arg("mailbox"), py::arg("number"))
       .def("check", [](const Request& self) {
     if (const auto failure = self.failure()) {
       set_os_error(failure->code, failure->text);

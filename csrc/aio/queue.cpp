@@ -64,17 +64,26 @@ std::optional<Work> Queue::take(bool may_copy) {
 }
 
 std::shared_ptr<Request> Queue::next_to_begin() {
-  if (waiting_.empty()) return nullptr;
-  if (waiting_.front()->opens) {
-    wants_file_ = open_ >= most_open_;
-    if (wants_file_) return nullptr;
-    open_++;
-    waiting_.front()->closes_before = closes_;
+  while (!waiting_.empty()) {
+    const Request& first = *waiting_.front();
+    if (first.opens && !first.cancelled()) {
+      wants_file_ = open_ >= most_open_;
+      if (wants_file_) return nullptr;
+    }
+    auto request = std::move(waiting_.front());
+    waiting_.pop_front();
+    if (!request->begin()) {
+      counters.cancelled++;
+      continue;
+    }
+    if (request->opens) {
+      open_++;
+      request->closes_before = closes_;
+    }
+    starting_++;
+    return request;
   }
-  auto request = std::move(waiting_.front());
-  waiting_.pop_front();
-  starting_++;
-  return request;
+  return nullptr;
 }
 
 // False: nothing can be done until another request has closed its file.
@@ -93,6 +102,7 @@ bool Queue::begin(const std::shared_ptr<Request>& request) {
   if (failure && (failure->code == EMFILE || failure->code == ENFILE) &&
       (open_ > 1 || closed_since)) {
     open_--;
+    request->put_back();
     waiting_.push_front(request);
     wants_file_ = !closed_since;
     return closed_since;

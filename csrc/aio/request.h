@@ -1,6 +1,8 @@
 // Request: one transfer between memory and a file, from submission to its last byte.
 #pragma once
 
+#include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -10,10 +12,12 @@
 #include <string>
 #include <utility>
 #include <variant>
+#include <vector>
 
 #include "aio/backend.h"
 #include "aio/error.h"
 #include "aio/file.h"
+#include "aio/mailbox.h"
 #include "aio/plan.h"
 
 namespace dsx::aio {
@@ -48,13 +52,39 @@ class Request {
     return failure_;
   }
 
+  // Puts the number there once it is done, be it now.
+  void tell(std::shared_ptr<Mailbox> mailbox, int64_t number) {
+    std::lock_guard lock(mutex_);
+    if (done_) return mailbox->put(number);
+    told_.emplace_back(std::move(mailbox), number);
+  }
+
+  // Takes it back as long as no worker has begun it; then it is done, and its memory is free.
+  bool cancel() {
+    Stage stage = Stage::waiting;
+    if (!stage_.compare_exchange_strong(stage, Stage::cancelled)) return false;
+    transfer.target = std::string();  // keeps no file open
+    complete(Failure{ECANCELED, "aio: " + message_of(ECANCELED)});
+    return true;
+  }
+
+  bool begun() const { return stage_ == Stage::begun; }
+  bool cancelled() const { return stage_ == Stage::cancelled; }
+
   // The rest is the engine's.
+
+  bool begin() {  // false: it was cancelled
+    Stage stage = Stage::waiting;
+    return stage_.compare_exchange_strong(stage, Stage::begun);
+  }
+  void put_back() { stage_ = Stage::waiting; }  // nothing has been done for it
 
   void complete(std::optional<Failure> failure) {
     std::lock_guard lock(mutex_);
     failure_ = std::move(failure);
     done_ = true;
     changed_.notify_all();
+    for (const auto& [mailbox, number] : std::exchange(told_, {})) mailbox->put(number);
   }
 
   Transfer transfer;           // its target becomes a path when `file` is set
@@ -69,10 +99,14 @@ class Request {
   std::optional<Failure> first_failure;
 
  private:
+  enum class Stage : uint8_t { waiting, begun, cancelled };
+
+  std::atomic<Stage> stage_ = Stage::waiting;
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   bool done_ = false;
   std::optional<Failure> failure_;
+  std::vector<std::pair<std::shared_ptr<Mailbox>, int64_t>> told_;  // when it is done
 };
 
 }  // namespace dsx::aio

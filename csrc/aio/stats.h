@@ -10,6 +10,7 @@ struct Stats {
   int64_t submitted = 0;  // requests
   int64_t completed = 0;  // requests of which every byte has moved
   int64_t failed = 0;     // requests
+  int64_t cancelled = 0;  // requests that were taken back before they began
   int64_t bytes_read = 0;
   int64_t bytes_written = 0;
   int64_t direct_bytes = 0;    // of those: not through the page cache
@@ -20,13 +21,13 @@ struct Stats {
 };
 
 struct Counters {
-  std::atomic<int64_t> submitted{0}, completed{0}, failed{0};
+  std::atomic<int64_t> submitted{0}, completed{0}, failed{0}, cancelled{0};
   std::atomic<int64_t> bytes_read{0}, bytes_written{0};
   std::atomic<int64_t> direct_bytes{0}, fixed_bytes{0}, copied_bytes{0};
   std::atomic<int64_t> resubmitted{0}, direct_refused{0};
 
   Stats read() const {
-    return {submitted,    completed,   failed,       bytes_read,  bytes_written,
+    return {submitted,     completed,    failed,      cancelled,    bytes_read,    bytes_written,
             direct_bytes, fixed_bytes, copied_bytes, resubmitted, direct_refused};
   }
 };

@@ -16,6 +16,7 @@ from deepspeed_ext.io.file import File
 from deepspeed_ext.io.future import Future, Job
 from deepspeed_ext.io.in_flight import InFlight
 from deepspeed_ext.io.tensors import (
+    Memory,
     a,
     as_bytes,
     check_kind,
@@ -44,6 +45,14 @@ class AsyncIO:
     Many transfers may be under way at once, on one file too, as long as no two of them meet in the
     same bytes. Every byte is accounted for: a transfer ends well only when all of its bytes have
     moved, and a failure that nobody asked for is raised by `wait` and `close`.
+
+    A tensor that is read or written may be dropped, or get other memory (`tensor.data =`, `set_`).
+    Its storage must stay as it is until the Future is done: not freed, resized or moved by
+    `untyped_storage().resize_`, `resize_` or `share_memory_`. FSDP does that to its parameters when
+    it gathers and frees them, so transfer their shards (`DTensor.to_local()`), or wait in between.
+    Where it happens all the same the Future fails with OSError EFAULT, but that is all: nothing
+    stops a transfer from using the freed memory in the meantime, which may be somebody else's by
+    then or end the process, and a storage that is given the same address again goes unnoticed.
 
     Where the file system allows it, whole pages travel directly between memory and the device, and
     what is left at both ends goes through the page cache; a tensor's address, its size and the
@@ -108,16 +117,16 @@ class AsyncIO:
         torch.autograd.graph.increment_version(tensor)
         if is_plain(tensor):
             # Detached: what the caller does to the tensor, such as `.data =`, leaves the memory.
-            return self._start(False, tensor.detach(), tensor, path, offset)
+            return self._start(False, Memory(tensor.detach()), tensor, path, offset)
         staged = empty(tensor.shape, tensor.dtype, tensor.device)
-
-        memory = tensor.detach()
+        home = Memory(tensor.detach())
 
         def unstage() -> Tensor:
-            memory.copy_(staged)
+            home.tensor.copy_(staged)
             return tensor
 
-        return self._start(False, staged, tensor, path, offset, finish=unstage)
+        memory = Memory(staged)
+        return self._start(False, memory, tensor, path, offset, finish=unstage, home=home)
 
     def write(
         self, tensor: Tensor, path: PathOrFile, offset: int = 0, truncate: bool = False
@@ -140,7 +149,7 @@ class AsyncIO:
             ValueError: the offset is negative, the File is closed.
         """
         tensor = check_kind("AsyncIO.write: tensor", tensor)
-        return self._start(True, plain(tensor), tensor, path, offset, truncate)
+        return self._start(True, Memory(plain(tensor)), tensor, path, offset, truncate)
 
     def register(self, buffer: "PinnedBuffer") -> None:
         """Tell the kernel once about memory that many transfers will use.
@@ -224,19 +233,20 @@ class AsyncIO:
     def _start(
         self,
         write: bool,
-        memory: Tensor,
+        memory: Memory,
         tensor: Tensor,
         path: PathOrFile,
         offset: int,
         truncate: bool = False,
         finish: Callable[[], Tensor] | None = None,
+        home: Memory | None = None,
     ) -> Future:
-        """Submit contiguous `memory` on behalf of `tensor`."""
+        """Submit contiguous `memory` on behalf of `tensor`; `finish` needs `home`."""
         self._check_process()
         if self._closed:
             raise RuntimeError("AsyncIO: engine is closed, expected an open one")
         op = "AsyncIO.write" if write else "AsyncIO.read"
-        _, nbytes = as_bytes(memory)
+        _, nbytes = as_bytes(memory.tensor)
         if type(offset) is not int:
             raise TypeError(f"{op}: offset is {a(offset)}, expected an int")
         if not 0 <= offset <= _MOST - nbytes:
@@ -245,12 +255,13 @@ class AsyncIO:
         name = target.path if isinstance(target, native().File) else os.fsdecode(target)
         held = self._in_flight.hold(memory)
         try:
-            job = self._submit(write, memory, target, offset, truncate)
+            job = self._submit(write, memory.tensor, target, offset, truncate)
         except Exception:  # it has not begun
             self._in_flight.release(held)
             raise
         what = f"{'write' if write else 'read'} at offset {offset} of {name}"
-        future = Future(job, tensor, finish, (memory,), what)
+        used = (memory,) if home is None else (memory, home)
+        future = Future(job, tensor, finish, used, what)
         self._in_flight.add(future)
         self._in_flight.release(held)
         if self._closed:  # meanwhile: close may have looked before this one was there

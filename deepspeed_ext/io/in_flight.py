@@ -6,6 +6,7 @@ import time
 from collections import deque
 
 from deepspeed_ext.io.future import Future, check_timeout
+from deepspeed_ext.io.watcher import Watcher
 
 _log = logging.getLogger("deepspeed_ext")
 
@@ -26,6 +27,7 @@ class InFlight:
         self._failed: deque[Future] = deque()
         self._ended = 0
         self._held: dict[object, object] = {}
+        self._watcher = Watcher()
 
     def hold(self, memory: object) -> object:
         """Keep memory alive from before a transfer begins until its Future is here.
@@ -49,6 +51,7 @@ class InFlight:
 
     def add(self, future: Future) -> None:
         future._on_settled = self._remove
+        future._watcher = self._watcher
         with self._lock:
             self._futures[id(future)] = future
         self._let_go()
@@ -96,7 +99,7 @@ class InFlight:
         with self._lock:
             self._futures.pop(id(future), None)
             self._ended += 1
-            if future._failure is not None:
+            if future._exception is not None:
                 self._failed.append(future)
             while self._failed and self._failed[0].collected:
                 self._failed.popleft()

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from deepspeed_ext.io._native import native
 from deepspeed_ext.io.extents import PAGE, Extent, Extents
+from deepspeed_ext.io.future import Mailbox
+from deepspeed_ext.io.tensors import Memory
 
 _MOST_PIECES = 512  # in flight, since each step looks at all of them
 _MOST_UNREADY = 32  # jobs that a step asks, and finds that their devices are still at work
@@ -80,7 +82,7 @@ class Job:
         owner: object = None,
     ) -> None:
         self.write = write
-        self.tensor: Tensor | None = tensor
+        self.memory: Memory | None = Memory(tensor)
         self.target = target
         self.offset = offset
         self.truncate = truncate
@@ -93,6 +95,9 @@ class Job:
         self.in_flight = 0  # pieces
         self.error: BaseException | None = None
         self._failed_at = 0  # where in the tensor
+        self._guard = threading.RLock()  # of what cancel and tell meet the ring in
+        self._begun = False
+        self._told: list[tuple[Mailbox, int]] = []  # when it is done
         self._done = threading.Event()
         self._process = os.getpid()
 
@@ -114,6 +119,33 @@ class Job:
         if self.error is not None:
             raise self.error
 
+    def begun(self) -> bool:
+        """Return whether it is too late for cancel()."""
+        return self._begun
+
+    def begin(self) -> bool:
+        """Make it too late for cancel(); return whether that was in time."""
+        with self._guard:
+            self._begun = not self.is_cut
+            return self._begun
+
+    def cancel(self) -> bool:
+        """Take it back, which ends it, unless the ring has begun it; return whether it did."""
+        with self._guard:
+            if self._begun or self.is_cut:
+                return False
+            self.is_cut = True
+        self.complete_if_done()
+        return True
+
+    def tell(self, mailbox: Mailbox, number: int) -> None:
+        """Put the number there once it is done, be it now."""
+        with self._guard:
+            if not self.done():
+                self._told.append((mailbox, number))
+                return
+        mailbox.put(number)
+
     def fail(self, error: BaseException, start: int = 0) -> None:
         """Keep the error nearest to the front; what is in flight comes back, but no more begins."""
         if self.error is None or start < self._failed_at:
@@ -123,8 +155,12 @@ class Job:
     def complete_if_done(self) -> None:
         """Let go of everything, and tell who waits, after the last piece."""
         if self.is_cut and self.in_flight == 0:
-            self.tensor = self.bytes = self.target = self.ready = None
-            self._done.set()
+            self.memory = self.bytes = self.target = self.ready = None
+            with self._guard:
+                self._done.set()
+                told, self._told = self._told, []
+            for mailbox, number in told:
+                mailbox.put(number)
             self.owner = None  # may end it, which waits for its jobs
 
 
@@ -148,7 +184,8 @@ class _Piece:
 
     def of_tensor(self) -> Tensor:
         """Return the bytes on the device."""
-        assert self.job.bytes is not None
+        assert self.job.bytes is not None and self.job.memory is not None
+        self.job.memory.check(f"the transfer at offset {self.job.offset}")
         return self.job.bytes[self.start : self.start + self.nbytes]
 
 
@@ -314,13 +351,17 @@ class Ring:
         return True
 
     def _is_ready(self, job: Job) -> bool:
-        if job.ready is None:
+        ready, memory = job.ready, job.memory
+        if job.begun() or ready is None or memory is None:
             return True
         try:
-            if not job.ready.query():
+            if not ready.query():
                 return False
+            if not job.begin():
+                return True
             job.ready = None
-            job.bytes = _as_bytes(job.tensor)
+            memory.check(f"the transfer at offset {job.offset}")
+            job.bytes = _as_bytes(memory.tensor)
             if job.nbytes > self._longest(job):
                 job.target = _opened(job)
         except Exception as error:
@@ -356,9 +397,8 @@ def _split(
     return parts
 
 
-def _as_bytes(tensor: Tensor | None) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor, whatever its dtype, and without its autograd."""
-    assert tensor is not None
     nbytes = tensor.numel() * tensor.element_size()
     start = tensor.storage_offset() * tensor.element_size()
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deepspeed_ext.io.future import Future
+from deepspeed_ext.io.future import Future, Mailbox
 from deepspeed_ext.io.manifest import TensorInfo
 from deepspeed_ext.io.space import Slot
 
@@ -83,6 +83,22 @@ class StoreJob:
             return True
         inner = self._inner
         return self._started.is_set() and (inner is None or inner.done()) and self.wait(0)
+
+    def begun(self) -> bool:
+        """Tell that it is in the books from the start."""
+        return True
+
+    def cancel(self) -> bool:
+        """Tell that it is not taken back."""
+        return False
+
+    def tell(self, mailbox: Mailbox, number: int) -> None:
+        """Put the number there once its transfer is done, be it now."""
+        inner = self._inner
+        if inner is None:
+            mailbox.put(number)
+        else:
+            inner.tell(mailbox, number)
 
     def check(self) -> None:
         """Raise what went wrong with it."""

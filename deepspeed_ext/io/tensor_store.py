@@ -27,7 +27,7 @@ from deepspeed_ext.io.space import Space
 from deepspeed_ext.io.store_checks import checksum_of, target_of, verified
 from deepspeed_ext.io.store_folder import StoreFolder
 from deepspeed_ext.io.store_job import StoreJob
-from deepspeed_ext.io.tensors import check_kind, empty, is_plain, plain
+from deepspeed_ext.io.tensors import Memory, check_kind, empty, is_plain, plain
 
 _log = logging.getLogger("deepspeed_ext")
 
@@ -347,7 +347,8 @@ class TensorStore:
 
     def _future(self, job: StoreJob, tensor: Tensor, finish: Callable[[], Tensor] | None) -> Future:
         what = f"{job.verb} of {job.name!r}"
-        future = Future(job, tensor, finish, (), what)
+        memory = () if finish is None else (Memory(tensor.detach()),)
+        future = Future(job, tensor, finish, memory, what)
         self._in_flight.add(future)
         return future
 

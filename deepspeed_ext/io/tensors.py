@@ -1,5 +1,6 @@
 """Tensors as plain memory: where their bytes lie, and which tensors have none of their own."""
 
+import errno
 import math
 from collections.abc import Sequence
 
@@ -69,6 +70,41 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     """
     nbytes = math.prod(shape) * dtype.itemsize
     return torch.empty(nbytes, dtype=torch.uint8, device=device).view(dtype).view(shape)
+
+
+class Memory:
+    """The memory of a tensor while a transfer uses it, which nobody else may free, resize or move.
+
+    Whoever has the storage can do that all the same (`untyped_storage().resize_`, which FSDP calls,
+    or `share_memory_`), and the transfer does not notice.
+
+    Args:
+        tensor: as the transfer uses it; kept alive.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._place = _place(tensor)
+
+    def check(self, what: str) -> None:
+        """Raise OSError EFAULT if the memory is another than it was; `what` used it."""
+        place = _place(self.tensor)
+        if place == self._place:
+            return
+        (got_at, got), (at, nbytes) = place, self._place
+        raise OSError(
+            errno.EFAULT,
+            f"aio: tensor of {what} (shape {list(self.tensor.shape)}, {self.tensor.dtype}) has"
+            f" {got} bytes of memory at {got_at:#x}, expected {nbytes} at {at:#x} to its end: its"
+            " storage was freed, resized or moved meanwhile, and the bytes are undefined",
+        )
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Return the address of a tensor and the bytes of its storage; zeros if it has no elements."""
+    if tensor.numel() == 0:
+        return 0, 0
+    return tensor.data_ptr(), tensor.untyped_storage().nbytes()
 
 
 def as_bytes(tensor: Tensor) -> tuple[int, int]:

@@ -353,6 +353,6 @@ def test_a_job_lets_go_of_its_tensor() -> None:
     world = World()
     tensor = payload(2 * PIECE)
     job = world.job(True, tensor, "file")
-    assert job.tensor is tensor
+    assert job.memory is not None and job.memory.tensor is tensor
     world.run()
-    assert job.tensor is job.bytes is None
+    assert job.memory is job.bytes is None

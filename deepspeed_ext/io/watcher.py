@@ -1,0 +1,63 @@
+"""Watcher: tells futures of their end, for those who do not want to wait for it."""
+
+import itertools
+import threading
+from typing import TYPE_CHECKING, Any
+
+from deepspeed_ext.io._native import native
+
+if TYPE_CHECKING:
+    from deepspeed_ext.io.future import Future
+
+_LINGER = 0.02  # seconds that the thread stays for more
+_LONG = 3600.0
+
+
+class Watcher:
+    """Waits in a thread for futures that have callbacks; any thread may call.
+
+    The thread exists only while there are such futures, so nobody has to end it, and Python waits
+    for it at exit as for every thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal handler may begin a transfer, too
+        self._numbers = itertools.count()
+        self._watched: dict[int, Future] = {}
+        self._mailbox: Any = None
+        self._thread: threading.Thread | None = None
+
+    def watch(self, future: "Future") -> None:
+        """Call `future.announce` when its job is done."""
+        with self._lock:
+            if self._mailbox is None:
+                self._mailbox = native().Mailbox()
+            number = next(self._numbers)
+            self._watched[number] = future
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="deepspeed_ext-futures")
+                try:
+                    thread.start()  # comes as far as the lock
+                except RuntimeError:  # Python is about to end
+                    del self._watched[number]
+                    raise
+                self._thread = thread
+        future.tell(self._mailbox, number)
+
+    def _run(self) -> None:
+        while self._announce(self._mailbox.take(_LONG if self._watched else _LINGER)):
+            pass
+
+    def _announce(self, numbers: list[int]) -> bool:
+        """Tell these futures; false when the thread shall end."""
+        with self._lock:
+            ended = [self._watched.pop(number) for number in numbers]
+            if self._thread is not threading.current_thread():  # Ctrl-C came while it was started
+                goes_on = False
+            elif goes_on := bool(numbers or self._watched):
+                pass
+            else:
+                self._thread = None
+        for future in ended:
+            future.announce()
+        return goes_on
