@@ -218,7 +218,28 @@ def test_a_file_system_without_direct_io(engine: io.AsyncIO, tmpfs: Path) -> Non
 def test_a_device_that_is_always_full(engine: io.AsyncIO) -> None:
     error = engine.write(payload(10), "/dev/full").exception()
     assert isinstance(error, OSError)
-    assert error.errno == errno.ENOSPC or engine.backend == "libaio"  # knows no such device
+    assert error.errno == errno.ENOSPC
+    assert "No space left on device" in str(error)
+
+
+@pytest.mark.parametrize("path", ["/proc/self/status", "/proc/self/environ"])
+def test_files_that_know_only_plain_reads(engine: io.AsyncIO, path: str) -> None:
+    """The kernel's oldest interface refuses them."""
+    content = Path(path).read_bytes()
+    got = torch.zeros(16, dtype=torch.uint8)
+    assert bytes_of(engine.read(got, path).result()) == content[:16]
+    error = engine.read(torch.zeros(1 << 20, dtype=torch.uint8), path).exception()
+    assert isinstance(error, OSError)
+    assert error.errno == errno.ENODATA
+    assert "the file ends at" in str(error)
+
+
+@pytest.mark.parametrize("address", [0, 1])
+def test_files_that_refuse_with_another_cause(engine: io.AsyncIO, address: int) -> None:
+    error = engine.read(torch.zeros(9000, dtype=torch.uint8)[address:], "/proc/self/mem").exception()
+    assert isinstance(error, OSError)
+    assert error.errno == errno.EIO  # nothing is mapped at 0
+    assert "Input/output error" in str(error)
 
 
 def test_a_failure_ends_the_rest_of_its_request(engine: io.AsyncIO, tmp_path: Path) -> None:
