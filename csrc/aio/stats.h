@@ -27,7 +27,7 @@ struct Counters {
   std::atomic<int64_t> resubmitted{0}, direct_refused{0};
 
   Stats read() const {
-    return {submitted,     completed,    failed,      cancelled,    bytes_read,    bytes_written,
+    return {submitted,    completed,   failed,       cancelled,   bytes_read,    bytes_written,
             direct_bytes, fixed_bytes, copied_bytes, resubmitted, direct_refused};
   }
 };

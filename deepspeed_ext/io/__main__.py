@@ -57,6 +57,8 @@ def _table(path: str, report: Report) -> Iterator[str]:
     else:
         read, write = report.achieved.read, report.achieved.write
         yield f"achieved {read:.0%} of the raw device when reading, {write:.0%} when writing"
+        if not report.trusted:
+            yield "more than 105% cannot be trusted: measure again when the device is idle"
 
 
 def _row(settings: Settings, rates: Rates) -> str:
@@ -78,6 +80,7 @@ def _record(report: Report) -> dict[str, object]:
         "finalists": [asdict(s) | asdict(rates) for s, rates in report.finalists.items()],
         "raw": {name: asdict(rates) for name, rates in report.raw.items()},
         "achieved": asdict(achieved) if achieved else None,
+        "trusted": report.trusted,
     }
 
 

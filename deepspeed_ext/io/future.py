@@ -293,7 +293,8 @@ class Future(concurrent.futures.Future[Tensor]):
     def _refuse(self, *_: object) -> NoReturn:
         raise RuntimeError(f"aio: the outcome of {self._what} is set, expected its engine to do so")
 
-    set_result = set_exception = set_running_or_notify_cancel = _refuse
+    set_result = set_exception = _refuse  # type: ignore[assignment]
+    set_running_or_notify_cancel = _refuse
 
     # The rest is its own
 

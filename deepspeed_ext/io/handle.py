@@ -11,10 +11,11 @@ from torch import Tensor
 from deepspeed_ext.io.async_io import AsyncIO
 from deepspeed_ext.io.future import Future
 from deepspeed_ext.io.pinned import PinnedBuffer
-from deepspeed_ext.io.tensors import plain
+from deepspeed_ext.io.tensors import Memory, a, plain
 
 _FAMILIAR_ALIGNMENT = 512  # bytes, for each thread
 _COMPARED_AT_ONCE = 64 << 20  # bytes
+_LOCKED = "_deepspeed_ext_locked"  # of a storage: whether the kernel has locked its memory
 
 FileName = str | os.PathLike[str] | int
 
@@ -27,8 +28,9 @@ class aio_handle:
     what is read raises, a new file gets the mode 0666 & ~umask, nothing is printed. A write still
     leaves what a longer file has behind it; AsyncIO can truncate.
 
-    Every method takes a path or, for a file that is open already, its descriptor, which must stay
-    open until the operation has completed. Any thread may call.
+    Every method takes a path or, for a file that is open already, its descriptor (as `filename` or
+    as `fd`), which must stay open until the operation has completed. A tensor must keep its memory
+    until then, as AsyncIO says. Any thread may call.
 
     Args:
         block_size: bytes of one request to the kernel.
@@ -59,7 +61,6 @@ class aio_handle:
         self._lock = threading.RLock()  # guards these two
         self._pending: dict[int, Future] = {}  # the oldest first
         self._completed = 0  # that no wait() has returned yet
-        self._locked: dict[int, tuple[int, bool]] = {}  # by address: bytes, whether really locked
 
     def get_block_size(self) -> int:
         """Return bytes of one request to the kernel."""
@@ -90,7 +91,13 @@ class aio_handle:
         return _FAMILIAR_ALIGNMENT * self._engine.threads
 
     def read(
-        self, buffer: Tensor, filename: FileName, validate: bool = False, file_offset: int = 0
+        self,
+        buffer: Tensor,
+        filename: FileName | None = None,
+        validate: bool = False,
+        file_offset: int = 0,
+        *,
+        fd: int | None = None,
     ) -> int:
         """Fill a tensor from a file, wait for it, and return 0.
 
@@ -103,59 +110,97 @@ class aio_handle:
         Raises:
             OSError: it failed, or the comparison did.
         """
-        self._begin(False, buffer, filename, validate, file_offset).result()
+        self._begin(False, buffer, _file(filename, fd), validate, file_offset).result()
         return 0
 
     def write(
-        self, buffer: Tensor, filename: FileName, validate: bool = False, file_offset: int = 0
+        self,
+        buffer: Tensor,
+        filename: FileName | None = None,
+        validate: bool = False,
+        file_offset: int = 0,
+        *,
+        fd: int | None = None,
     ) -> int:
         """Write a tensor into a file, wait for it, and return 0; all else as of read."""
-        self._begin(True, buffer, filename, validate, file_offset).result()
+        self._begin(True, buffer, _file(filename, fd), validate, file_offset).result()
         return 0
 
     def pread(
         self,
         buffer: Tensor,
-        filename: FileName,
+        filename: FileName | None = None,
         validate: bool = False,
         async_: bool = False,
         file_offset: int = 0,
+        *,
+        fd: int | None = None,
     ) -> int:
         """Fill a tensor from a file: return 0 at once if async_, else what wait() returns.
 
         Other arguments as of read. What fails later raises in wait(), the comparison included.
         """
-        return self._queue(False, buffer, filename, validate, async_, file_offset)
+        return self._queue(False, buffer, _file(filename, fd), validate, async_, file_offset)
 
     def pwrite(
         self,
         buffer: Tensor,
-        filename: FileName,
+        filename: FileName | None = None,
         validate: bool = False,
         async_: bool = False,
         file_offset: int = 0,
+        *,
+        fd: int | None = None,
     ) -> int:
         """Write a tensor into a file: return 0 at once if async_, else what wait() returns.
 
         Other arguments as of read. The tensor must not change before wait() has returned.
         """
-        return self._queue(True, buffer, filename, validate, async_, file_offset)
+        return self._queue(True, buffer, _file(filename, fd), validate, async_, file_offset)
 
-    def sync_pread(self, buffer: Tensor, filename: FileName, file_offset: int = 0) -> int:
+    def sync_pread(
+        self,
+        buffer: Tensor,
+        filename: FileName | None = None,
+        file_offset: int = 0,
+        *,
+        fd: int | None = None,
+    ) -> int:
         """Fill a tensor from a file and return what wait() does: 1 if nothing else was queued."""
-        return self._queue(False, buffer, filename, False, False, file_offset)
+        return self._queue(False, buffer, _file(filename, fd), False, False, file_offset)
 
-    def sync_pwrite(self, buffer: Tensor, filename: FileName, file_offset: int = 0) -> int:
+    def sync_pwrite(
+        self,
+        buffer: Tensor,
+        filename: FileName | None = None,
+        file_offset: int = 0,
+        *,
+        fd: int | None = None,
+    ) -> int:
         """Write a tensor into a file and return what wait() does: 1 if nothing else was queued."""
-        return self._queue(True, buffer, filename, False, False, file_offset)
+        return self._queue(True, buffer, _file(filename, fd), False, False, file_offset)
 
-    def async_pread(self, buffer: Tensor, filename: FileName, file_offset: int = 0) -> int:
+    def async_pread(
+        self,
+        buffer: Tensor,
+        filename: FileName | None = None,
+        file_offset: int = 0,
+        *,
+        fd: int | None = None,
+    ) -> int:
         """Begin to fill a tensor from a file and return 0; wait() ends it."""
-        return self._queue(False, buffer, filename, False, True, file_offset)
+        return self._queue(False, buffer, _file(filename, fd), False, True, file_offset)
 
-    def async_pwrite(self, buffer: Tensor, filename: FileName, file_offset: int = 0) -> int:
+    def async_pwrite(
+        self,
+        buffer: Tensor,
+        filename: FileName | None = None,
+        file_offset: int = 0,
+        *,
+        fd: int | None = None,
+    ) -> int:
         """Begin to write a tensor into a file and return 0; wait() ends it."""
-        return self._queue(True, buffer, filename, False, True, file_offset)
+        return self._queue(True, buffer, _file(filename, fd), False, True, file_offset)
 
     def wait(self) -> int:
         """Wait for all that is queued and return how many operations have completed since the last.
@@ -186,35 +231,33 @@ class aio_handle:
         """
         dtype = example_tensor.dtype
         buffer = PinnedBuffer(num_elem * dtype.itemsize)
-        self._locked[buffer.address] = buffer.nbytes, buffer.pinned
-        buffer._at_release(partial(self._locked.pop, buffer.address, None))
-        return buffer.tensor(dtype, [num_elem])
+        tensor = buffer.tensor(dtype, [num_elem])
+        setattr(tensor.untyped_storage(), _LOCKED, buffer.pinned)  # views and other handles see it
+        return tensor
 
     def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:
-        """Forget a tensor of new_cpu_locked_tensor; return whether it was one.
+        """Forget a tensor of new_cpu_locked_tensor, of any handle; return whether it was one.
 
         The memory goes with its last tensor, so none is ever left without.
         """
-        return self._locked.pop(tensor.data_ptr(), None) is not None
+        return vars(tensor.untyped_storage()).pop(_LOCKED, None) is not None
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Return whether a tensor lies in locked memory of this handle or is pinned for CUDA."""
-        address = tensor.data_ptr()
-        for start, (nbytes, pinned) in list(self._locked.items()):
-            if start <= address < start + nbytes:
-                return pinned
-        return tensor.is_pinned()
+        """Return whether a tensor lies in locked memory of a handle or is pinned for CUDA."""
+        locked: bool = getattr(tensor.untyped_storage(), _LOCKED, False)
+        return locked or tensor.is_pinned()
 
     def _begin(
         self, write: bool, buffer: Tensor, filename: FileName, validate: bool, file_offset: int
     ) -> Future:
         path = f"/proc/self/fd/{filename}" if isinstance(filename, int) else filename
+        memory = (Memory(buffer.detach()),) if validate else ()
         begin = self._engine.write if write else self._engine.read
         future = begin(buffer, path, file_offset)
         if not validate:
             return future
         compare = partial(_compare, self._engine, buffer, path, file_offset)
-        return Future(future, buffer, compare, what=f"validation of {os.fspath(path)!r}")
+        return Future(future, buffer, compare, memory, f"validation of {os.fspath(path)!r}")
 
     def _queue(
         self,
@@ -229,6 +272,20 @@ class aio_handle:
         with self._lock:
             self._pending[id(future)] = future
         return 0 if async_ else self.wait()
+
+
+def _file(filename: FileName | None, fd: int | None) -> FileName:
+    """Return the one of the two that was given."""
+    if (filename is None) == (fd is None):
+        raise TypeError(
+            f"aio_handle: filename is {filename!r} and fd is {fd!r}, expected one of them"
+        )
+    if fd is None:
+        assert filename is not None
+        return filename
+    if type(fd) is not int:
+        raise TypeError(f"aio_handle: fd is {a(fd)}, expected an int")
+    return fd
 
 
 def _compare(engine: AsyncIO, tensor: Tensor, path: str | os.PathLike[str], offset: int) -> Tensor:

@@ -28,7 +28,8 @@ _DEPTHS = (32, 8, 16, 64, 128)
 _THREADS = (1, 2, 4)
 _ROUNDS, _LAST_ROUNDS = 2, 3
 _LAST_LONGER = 2  # times as long as the others: other tools take a moment to start
-_FINALISTS = 4
+_FINALISTS = 5
+_MOST_ACHIEVED = 1.05  # of the raw device: more than that says that something else was measured
 _SETUPS = len(BACKENDS) + len(_DEPTHS) + len(_BLOCK_SIZES) + len(_THREADS)
 _TRIALS = 2 * (_ROUNDS * _SETUPS + _LAST_ROUNDS * _LAST_LONGER * _FINALISTS)  # in two directions
 
@@ -62,6 +63,12 @@ class Report:
         write = max((rates.write for rates in self.raw.values()), default=0)
         got = self.finalists[self.best]
         return Rates(got.read / read, got.write / write) if read and write else None
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the best settings' rates are such as the raw device allows."""
+        got = self.achieved
+        return got is None or max(got.read, got.write) <= _MOST_ACHIEVED
 
 
 def tune(
@@ -150,7 +157,8 @@ class _Search:
         best = self._stage(_variants(best, "queue_depth", _DEPTHS))
         best = self._stage(_variants(best, "block_size", _BLOCK_SIZES))
         best = self._stage(_variants(best, "threads", _THREADS))
-        ways = raw_device.ways_to_measure(self._file.fileno(), self.size)
+        memory = memoryview(self._pages)
+        ways = raw_device.ways_to_measure(self._file.fileno(), self.size, memory)
         contenders: list[Settings | str] = [*dict.fromkeys([first, best]), *ways]
         self._longer = _LAST_LONGER
 

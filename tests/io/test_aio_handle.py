@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,10 +62,10 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     ("method", "names"),
     [
-        *((name, "buffer filename validate file_offset") for name in ("read", "write")),
-        *((name, "buffer filename validate async_ file_offset") for name in ("pread", "pwrite")),
-        *((name, "buffer filename file_offset") for name in ("sync_pread", "sync_pwrite")),
-        *((name, "buffer filename file_offset") for name in ("async_pread", "async_pwrite")),
+        *((name, "buffer filename validate file_offset fd") for name in ("read", "write")),
+        *((name, "buffer filename validate async_ file_offset fd") for name in ("pread", "pwrite")),
+        *((name, "buffer filename file_offset fd") for name in ("sync_pread", "sync_pwrite")),
+        *((name, "buffer filename file_offset fd") for name in ("async_pread", "async_pwrite")),
         ("new_cpu_locked_tensor", "num_elem example_tensor"),
         ("free_cpu_locked_tensor", "tensor"),
         ("wait", ""),
@@ -356,6 +357,34 @@ def test_descriptors(handle: aio_handle, tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == bytes(7) + bytes_of(payload(50_001))
 
 
+def test_descriptors_by_name(handle: aio_handle, tmp_path: Path) -> None:
+    with open(tmp_path / "file", "w+b") as file:
+        fd = file.fileno()
+        for i, write in enumerate(("pwrite", "sync_pwrite", "async_pwrite", "write")):
+            tensor = payload(5001, seed=i)
+            getattr(handle, write)(tensor, fd=fd, file_offset=7)
+            handle.wait()
+            assert (tmp_path / "file").read_bytes() == bytes(7) + bytes_of(tensor)
+            for read in ("pread", "sync_pread", "async_pread", "read"):
+                got = torch.zeros_like(tensor)
+                getattr(handle, read)(got, fd=fd, file_offset=7)
+                handle.wait()
+                assert torch.equal(got, tensor)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ({}, "filename is None and fd is None, expected one of them"),
+        ({"filename": "a", "fd": 1}, "filename is 'a' and fd is 1, expected one of them"),
+        ({"fd": "a"}, "fd is a str, expected an int"),
+    ],
+)
+def test_a_file_is_named_once(handle: aio_handle, file: dict[str, object], text: str) -> None:
+    with pytest.raises(TypeError, match=f"^aio_handle: {text}$"):
+        handle.async_pwrite(payload(5), **file)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.float16])
 def test_locked_tensors(handle: aio_handle, tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = handle.new_cpu_locked_tensor(1000, torch.empty(3, 3, dtype=dtype))
@@ -368,12 +397,19 @@ def test_locked_tensors(handle: aio_handle, tmp_path: Path, dtype: torch.dtype) 
     assert handle.free_cpu_locked_tensor(tensor) is False
     assert handle.free_cpu_locked_tensor(torch.empty(5)) is False
     assert torch.equal(tensor, torch.arange(1000).to(dtype))  # still there
+
+
+def test_locked_tensors_of_another_handle(handle: aio_handle) -> None:
+    tensor = aio_handle().new_cpu_locked_tensor(1000, torch.empty(0))
+    assert handle.is_pinned(tensor) and handle.is_pinned(tensor.view(10, 100)[3:].detach())
+    assert aio_handle().free_cpu_locked_tensor(tensor) is True
+    assert handle.free_cpu_locked_tensor(tensor) is False
+    assert not handle.is_pinned(tensor)
+    tensor.fill_(1)  # still there
+    gone = weakref.ref(tensor.untyped_storage())
     del tensor
-    assert not handle._locked
+    assert gone() is None
 
 
-def test_locked_tensors_that_are_dropped_are_forgotten(handle: aio_handle) -> None:
-    for _ in range(3):
-        handle.new_cpu_locked_tensor(1000, torch.empty(0))
-    assert not handle._locked
+def test_an_empty_locked_tensor(handle: aio_handle) -> None:
     assert handle.new_cpu_locked_tensor(0, torch.empty(0)).shape == (0,)

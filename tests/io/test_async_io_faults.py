@@ -236,7 +236,9 @@ def test_files_that_know_only_plain_reads(engine: io.AsyncIO, path: str) -> None
 
 @pytest.mark.parametrize("address", [0, 1])
 def test_files_that_refuse_with_another_cause(engine: io.AsyncIO, address: int) -> None:
-    error = engine.read(torch.zeros(9000, dtype=torch.uint8)[address:], "/proc/self/mem").exception()
+    error = engine.read(
+        torch.zeros(9000, dtype=torch.uint8)[address:], "/proc/self/mem"
+    ).exception()
     assert isinstance(error, OSError)
     assert error.errno == errno.EIO  # nothing is mapped at 0
     assert "Input/output error" in str(error)

@@ -141,19 +141,22 @@ def test_after_its_end_a_storage_is_free(engine: io.AsyncIO, tmp_path: Path) -> 
 
 
 def test_a_checked_read_of_a_store_does_not_copy_into_freed_memory(tmp_path: Path) -> None:
-    with HeldMemory(SIZE) as held, io.AsyncIO() as engine:
-        with io.TensorStore(tmp_path / "store", durable=True, engine=engine) as store:
-            store.put("name", torch.ones(1000))
-            store.commit()
-            blocker = engine.write(held.tensor(), tmp_path / "held")
-            held.wait_until_touched()
-            out = torch.zeros(1000, 2)[:, 0]
-            future = store.get_async("name", out)
-            free(out)
-            held.release()
-            blocker.result()
-            with pytest.raises(OSError, match="tensor of get of 'name' .* was freed"):
-                future.result()
+    with (
+        HeldMemory(SIZE) as held,
+        io.AsyncIO() as engine,
+        io.TensorStore(tmp_path / "store", durable=True, engine=engine) as store,
+    ):
+        store.put("name", torch.ones(1000))
+        store.commit()
+        blocker = engine.write(held.tensor(), tmp_path / "held")
+        held.wait_until_touched()
+        out = torch.zeros(1000, 2)[:, 0]
+        future = store.get_async("name", out)
+        free(out)
+        held.release()
+        blocker.result()
+        with pytest.raises(OSError, match=r"tensor of get of 'name' .* was freed"):
+            future.result()
 
 
 def test_a_validated_read_does_not_compare_freed_memory(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_only_what_has_not_begun_is_cancelled(
         called.wait()
         assert waiting.cancelled() and waiting.done() and not waiting.running()
         for ask in (waiting.result, waiting.exception, waiting.check):
-            with pytest.raises(CancelledError, match="write at offset 0 of .*waiting was cancelled"):
+            with pytest.raises(CancelledError, match=r"write at .*waiting was cancelled"):
                 ask()
         gone = weakref.ref(tensor.untyped_storage())
         assert "CancelledError" in repr(waiting)
@@ -386,9 +386,7 @@ def test_a_coroutine_awaits(engine: io.AsyncIO, tmp_path: Path) -> None:
     engine.wait()  # somebody was told of the failure
 
 
-def test_asyncio_wait_takes_it_as_it_is(
-    two: io.AsyncIO, held: HeldMemory, tmp_path: Path
-) -> None:
+def test_asyncio_wait_takes_it_as_it_is(two: io.AsyncIO, held: HeldMemory, tmp_path: Path) -> None:
     async def main() -> None:
         slow = write_held(two, held, tmp_path / "slow")
         quick = two.write(payload(5), tmp_path / "quick")

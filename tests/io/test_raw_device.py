@@ -1,5 +1,6 @@
 """The reference for the tuner: fio where it works, else plain threads, else nothing."""
 
+import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from deepspeed_ext.io import raw_device
 from deepspeed_ext.io.rates import Rates
 
 MIB = 1 << 20
+MEMORY = memoryview(mmap.mmap(-1, 2 * MIB))
 
 
 @pytest.fixture
@@ -45,8 +47,9 @@ def test_fio_is_believed(descriptor: int, fio: Callable[[str], Path]) -> None:
     direct_or_skip(descriptor)
     found = '{"jobs": [{"read": {"bw_bytes": 123}}, {"write": {"bw_bytes": 45}}]}'
     arguments = fio(f"echo 'a note'; echo '{found}'")
-    ways = raw_device.ways_to_measure(descriptor, 4 * MIB)
-    assert list(ways) == ["fio io_uring", "fio io_uring, not fixed", "fio libaio"]
+    ways = raw_device.ways_to_measure(descriptor, 4 * MIB, MEMORY)
+    names = ["fio io_uring", "fio io_uring, not fixed", "fio libaio", "16 plain threads"]
+    assert list(ways) == names
     assert ways["fio io_uring"](0.25) == Rates(123, 45)
     last = arguments.read_text().splitlines()[-1]
     assert "--direct=1" in last and "--runtime=250ms" in last and "--fixedbufs=1" in last
@@ -59,20 +62,20 @@ def test_without_a_fio_that_works_plain_threads_measure(
 ) -> None:
     direct_or_skip(descriptor)
     fio(script)
-    ways = raw_device.ways_to_measure(descriptor, 4 * MIB)
-    assert list(ways) == ["8 plain threads"]
-    rates = ways["8 plain threads"](0.05)
+    ways = raw_device.ways_to_measure(descriptor, 4 * MIB, MEMORY)
+    assert list(ways) == ["16 plain threads"]
+    rates = ways["16 plain threads"](0.05)
     assert rates.read > 1e6 and rates.write > 1e6
 
 
 def test_plain_threads_report_their_failure(descriptor: int, tmp_path: Path) -> None:
     direct_or_skip(descriptor)
     with pytest.raises(FileNotFoundError):
-        raw_device._plain(str(tmp_path / "missing"), 4 * MIB, 0.05, write=False)
+        raw_device._plain(str(tmp_path / "missing"), 4 * MIB, MEMORY, 0.05, write=False)
 
 
 def test_a_file_system_without_direct_io_has_no_raw_rate(
     descriptor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(raw_device, "_is_direct", lambda path: False)
-    assert raw_device.ways_to_measure(descriptor, 4 * MIB) == {}
+    assert raw_device.ways_to_measure(descriptor, 4 * MIB, MEMORY) == {}

@@ -4,6 +4,7 @@ import errno
 import json
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,19 @@ def test_the_table(run: Run, tmp_path: Path) -> None:
     (best,) = [line for line in lines if line.endswith("<- best")]
     assert best.split()[:7] == ["io_uring", "512", "KiB", "64", "1", "3.00", "1.25"]
     assert "achieved 100% of the raw device when reading, 50% when writing" in lines
+    assert not any("trusted" in line for line in lines)
     assert saved(tmp_path) == BEST
     assert f"AsyncIO(**io.tuned('{tmp_path}'))" in lines[-1]
+
+
+@pytest.mark.parametrize(("slower", "trusted"), [(1.05, True), (1.06, False)])
+def test_more_than_the_device_can_do_is_not_trusted(run: Run, slower: float, trusted: bool) -> None:
+    raw = {"fio io_uring": Rates(3e9, 1.25e9 / slower), "16 plain threads": Rates(3e9, 1e9)}
+    report = replace(REPORT, raw=raw)
+    _, out, _ = run("--dry-run", answer=report)
+    assert ("more than 105% cannot be trusted" in out) is not trusted
+    record = json.loads(run("--dry-run", "--json", answer=report)[1])
+    assert record["trusted"] is trusted
 
 
 def test_the_same_for_machines(run: Run, tmp_path: Path, own_cache: Path) -> None:
