@@ -63,6 +63,24 @@ def sum_over_shards(squares: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     return sums
 
 
+def sum_over_meshes(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Add up what all processes say that hold some of these tensors, replicas counted too.
+
+    All of them call it with the same tensors in the same order.
+
+    Args:
+        values: any shape. Not modified.
+        tensors: DTensors, whose meshes count; plain tensors change nothing.
+    """
+    meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if is_dtensor(tensor))
+    values = values.clone()
+    for mesh in meshes:
+        if mesh.get_coordinate() is not None:  # else this process holds no part
+            for dimension in range(mesh.ndim):
+                values = _all_reduce(values, mesh, dimension)
+    return values
+
+
 def _sharded_dimensions(tensor: "DTensor", i: int) -> tuple[int, ...]:
     """Return the mesh dimensions that the tensor is sharded on, in any way."""
     for placement in tensor.placements:

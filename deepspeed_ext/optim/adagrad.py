@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from deepspeed_ext.ops.adagrad import adagrad_step_
 from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer
-from deepspeed_ext.optim.checks import check_value, explain
+from deepspeed_ext.optim.checks import check_flags, check_value, explain
 from deepspeed_ext.optim.formats import CompactOptions, FormatOptions, masters_in
 from deepspeed_ext.optim.set_grad_none import SetGradNone
 from deepspeed_ext.optim.sharding import local
@@ -136,6 +136,7 @@ class DeepSpeedCPUAdagrad(_Adagrad):
         maximize: bool = False,
         **formats: Unpack[CompactOptions],
     ) -> None:
+        check_flags(self, {"amsgrad": amsgrad})
         check_value(self, "amsgrad", amsgrad, not amsgrad, "False: Adagrad has no such variant")
         defaults = dict(
             lr=lr,
@@ -159,7 +160,7 @@ class DeepSpeedCPUAdagrad(_Adagrad):
         self._check_sparse(group, sparse)
         dense = work.part([i for i in numbers if not is_sparse[i]])
         for part in dense.split_by_grad_dtype():
-            super()._apply(group, part, scalars)
+            self._apply_part(group, part, scalars)
         for part in sparse.split_by_grad_dtype():
             _step_rows(group, part, scalars)
 
@@ -241,6 +242,7 @@ class FusedAdagrad(SetGradNone, _Adagrad):
         maximize: bool = False,
         **formats: Unpack[FormatOptions],
     ) -> None:
+        check_flags(self, {"set_grad_none": set_grad_none})
         self.set_grad_none = set_grad_none
         defaults = dict(
             lr=lr,

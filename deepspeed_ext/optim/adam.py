@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from deepspeed_ext.ops.adam import adam_step_
 from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer
-from deepspeed_ext.optim.checks import check_betas, check_value
+from deepspeed_ext.optim.checks import check_betas, check_flags, check_value
 from deepspeed_ext.optim.formats import CompactOptions, FormatOptions
 from deepspeed_ext.optim.set_grad_none import SetGradNone
 from deepspeed_ext.optim.slabs import STEP, Work
@@ -161,6 +161,7 @@ class DeepSpeedCPUAdam(_Adam):
         maximize: bool = False,
         **formats: Unpack[CompactOptions],
     ) -> None:
+        check_flags(self, {"adamw_mode": adamw_mode})
         defaults = dict(
             lr=lr,
             betas=betas,
@@ -222,6 +223,7 @@ class FusedAdam(SetGradNone, _Adam):
         maximize: bool = False,
         **formats: Unpack[FormatOptions],
     ) -> None:
+        check_flags(self, {"adam_w_mode": adam_w_mode, "set_grad_none": set_grad_none})
         self.set_grad_none = set_grad_none
         defaults = dict(
             lr=lr,
@@ -283,6 +285,7 @@ class HybridAdam(_Adam):
         maximize: bool = False,
         **formats: Unpack[FormatOptions],
     ) -> None:
+        check_flags(self, {"adamw_mode": adamw_mode})
         check_value(
             self,
             "nvme_offload_fraction",

@@ -13,6 +13,8 @@ from typing_extensions import Unpack
 from deepspeed_ext.ops.clip import checked_norm
 from deepspeed_ext.optim.checkpoint import hide_values, show_values
 from deepspeed_ext.optim.checks import (
+    check_flags,
+    check_group_flags,
     check_no_capture,
     check_numbers,
     check_once,
@@ -20,12 +22,13 @@ from deepspeed_ext.optim.checks import (
     check_shards,
     check_value,
     explain,
+    name_refused,
 )
 from deepspeed_ext.optim.clipping import SquareSum, clip
 from deepspeed_ext.optim.entry import Entry
 from deepspeed_ext.optim.formats import MASTER, REMAINDER, FormatOptions, StateFormat, portable
-from deepspeed_ext.optim.plans import Plans
-from deepspeed_ext.optim.sharding import all_zero, is_partial
+from deepspeed_ext.optim.plans import Plans, follow_shapes
+from deepspeed_ext.optim.sharding import Agreement, all_zero, is_partial
 from deepspeed_ext.optim.slabs import Bucket, Work
 
 Group = dict[str, Any]
@@ -82,9 +85,12 @@ class SlabOptimizer(torch.optim.Optimizer):
     _optional_state: ClassVar[frozenset[str]] = frozenset({MASTER, REMAINDER})  # in a checkpoint
     _grad_layouts: ClassVar[tuple[torch.layout, ...]] = (torch.strided,)
     _settings: ClassVar[tuple[str, ...]] = ("state_format",)
+    _agreement: Agreement | None = None  # of the processes while they load
     _step_supports_amp_scaling = True  # tells GradScaler to hand over grad_scale and found_inf
 
     def __init__(self, params: ParamsT, defaults: Group, **formats: Unpack[FormatOptions]) -> None:
+        flags = ("fp32_optimizer_states", "master_weights")
+        check_flags(self, {name: value for name, value in formats.items() if name in flags})
         self.state_format = StateFormat.of(type(self).__name__, formats)
         self._plans = Plans()
         self._skipped: dict[torch.device, Tensor] = {}
@@ -107,6 +113,7 @@ class SlabOptimizer(torch.optim.Optimizer):
     def _check_group(self, group: Group) -> None:
         """Raise ValueError unless the options of this group make sense."""
         check_numbers(self, group)
+        check_group_flags(self, group)
         lr, decay = group["lr"], group["weight_decay"]
         if isinstance(lr, Tensor):
             check_value(self, "lr", f"a tensor of {lr.numel()} elements", lr.numel() == 1, "one")
@@ -196,12 +203,21 @@ class SlabOptimizer(torch.optim.Optimizer):
             explain(self, work, error)
             parts = work.split_by_grad_dtype()  # an op takes one, and has not written anything yet
             if len(parts) == 1:
+                name_refused(self, work, error)
                 raise
             for part in parts:
-                self._apply(group, part, scalars)
+                self._apply_part(group, part, scalars)
         if bucket.is_sharded:  # ops count their writes, but of the local parts
             torch.autograd.graph.increment_version(work.owners)
         bucket.note_own_write()
+
+    def _apply_part(self, group: Group, work: Work, scalars: Scalars) -> None:
+        """Call the op for some of the parameters of a bucket, which errors are to name."""
+        try:
+            self._apply(group, work, scalars)
+        except (ValueError, TypeError, RuntimeError) as error:
+            name_refused(self, work, error)
+            raise
 
     def _gather(self, bucket: Bucket, done: frozenset[int] = frozenset()) -> Work | None:
         """Return the parameters of a bucket that have a gradient; of DTensors, the parts here."""
@@ -264,6 +280,8 @@ class SlabOptimizer(torch.optim.Optimizer):
                 squares.add(work)
             except (ValueError, TypeError, RuntimeError) as error:
                 explain(self, work, error)
+                if not any(grad.is_sparse for grad in work.grads):
+                    name_refused(self, work, error)
                 squares.add(work._replace(grads=list(map(_elements, work.grads))))
         return squares.total()
 
@@ -337,6 +355,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         The tensors are those of the optimizer, parts of its slabs: torch.save writes each slab
         once, but writes all of it even for one tensor; clone what you want to save by itself.
         """
+        follow_shapes(self)
         packed = super().state_dict()
         packed["state"] = {
             key: portable(value) if isinstance(value, Entry) else value
@@ -354,13 +373,20 @@ class SlabOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: groups, shapes or keys are not those of this optimizer.
         """
+        params = [param for group in self.param_groups for param in group["params"]]
+        self._agreement = Agreement(params, stages=2)
         hook = self.register_load_state_dict_pre_hook(hide_values)  # after those of the user
         try:
             super().load_state_dict(state_dict)
+        except Exception:
+            self._agreement.refuse()
+            raise
         finally:
+            del self._agreement
             hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
+        follow_shapes(self)
         settings = {name: getattr(self, name) for name in self._settings}
         state: defaultdict[Any, Any] = defaultdict(dict)
         state.update((k, dict(v) if isinstance(v, Entry) else v) for k, v in self.state.items())
@@ -369,7 +395,7 @@ class SlabOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what a pickle, deepcopy or torch's load_state_dict holds, or change nothing."""
         before = dict(self.__dict__)
-        self.__dict__.setdefault("_plans", Plans())
+        self._plans = Plans()  # the old ones stay as they are, in case that something is wrong
         self.__dict__.setdefault("_skipped", {})
         try:
             super().__setstate__({**state, "state": show_values(state["state"])})
@@ -379,7 +405,10 @@ class SlabOptimizer(torch.optim.Optimizer):
                     group.setdefault(key, value)
                 self._check_group(group)
             with torch.no_grad():
-                self._plans.rebuild(self)
+                if self._agreement is None:
+                    self._plans.rebuild(self)
+                else:
+                    self._plans.load(self, self._agreement)
         except Exception:
             self.__dict__.clear()
             self.__dict__.update(before)

@@ -1,5 +1,6 @@
 """What the optimizers refuse, and in which words: class, number of the parameter, fix."""
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from deepspeed_ext.optim.base import SlabOptimizer
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+COUNT = "a finite number, at least 0"  # what errors say that steps must be
 
 
 def check_value(optimizer: "SlabOptimizer", name: str, value: object, ok: Any, want: str) -> None:
@@ -35,7 +37,7 @@ def check_no_capture(optimizer: "SlabOptimizer", device: torch.device, want: str
 
 _NUMBERS = frozenset({
     "lr", "eps", "weight_decay", "momentum", "dampening", "lr_decay", "eeta", "epsilon",
-    "initial_accumulator_value", "min_coeff", "max_coeff",
+    "initial_accumulator_value", "min_coeff", "max_coeff", "max_grad_norm",
 })  # fmt: skip
 
 
@@ -46,6 +48,24 @@ def check_numbers(optimizer: "SlabOptimizer", group: dict[str, Any]) -> None:
             raise TypeError(
                 f"{type(optimizer).__name__}: {name} is {group[name]!r}, expected a number"
             )
+
+
+_FLAGS = frozenset({
+    "amsgrad", "bias_correction", "decoupled_weight_decay", "eps_inside_sqrt", "maximize",
+    "nesterov", "wd_after_momentum",
+})  # fmt: skip
+
+
+def check_flags(optimizer: "SlabOptimizer", options: Mapping[str, Any]) -> None:
+    """Raise TypeError if an option that is on or off is something else: any text would be on."""
+    for name, value in options.items():
+        if not (isinstance(value, int) and value in (0, 1)):  # a bool is an int
+            raise TypeError(f"{type(optimizer).__name__}: {name} is {value!r}, expected a bool")
+
+
+def check_group_flags(optimizer: "SlabOptimizer", group: Mapping[str, Any]) -> None:
+    """Do so for the options of a group."""
+    check_flags(optimizer, {name: group[name] for name in sorted(_FLAGS & group.keys())})
 
 
 def check_betas(optimizer: "SlabOptimizer", group: dict[str, Any]) -> None:
@@ -96,6 +116,11 @@ def _why_not(optimizer: "SlabOptimizer", param: Tensor, or_meta: bool) -> str | 
         return f"is {param.dtype}, expected float32, bfloat16 or float16{hint}"
     if or_meta and (device == "meta" or is_lazy(param)):
         return None
+    if param.is_inference() and MASTER in optimizer.state_format.dtypes((), param.dtype):
+        return (
+            "is an inference tensor, expected one that counts how often it is written, for its "
+            "master; make it outside of torch.inference_mode()"
+        )
     if device not in optimizer._devices:
         hint = ""
         if device in optimizer._elsewhere:
@@ -133,30 +158,76 @@ def check_state(
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
     """Raise ValueError unless the state of a parameter is complete and of its shape."""
-    title = f"{type(optimizer).__name__}: state of {_name(optimizer, param)}"
     masters = [key for key in (MASTER, REMAINDER) if key in entry and key not in dtypes]
     for key in (STEP, *dtypes, *masters):
         value = entry.get(key)
-        shape = torch.Size() if key == STEP else param.shape
         if value is None:
             if key not in optimizer._optional_state:
+                title = title_of_state(optimizer, param)
                 raise ValueError(f"{title} has keys {sorted(entry)}, expected {key} among them")
-        elif not isinstance(value, Tensor):
-            if key != STEP or not isinstance(value, (int, float)):
-                raise ValueError(f"{title}: {key} is {value!r}, expected a tensor")
-        elif value.shape != shape and not (key == STEP and value.numel() == 1):
-            raise ValueError(
-                f"{title}: {key} has shape {list(value.shape)}, expected {list(shape)}"
-            )
-        elif value.dtype == torch.uint8:
-            scales, want = entry.get(key + SCALE), blocks_of(local(value).numel())
-            got = list(scales.shape) if isinstance(scales, Tensor) else None
-            if got != [want]:
-                raise ValueError(f"{title}: {key + SCALE} has shape {got}, expected [{want}]")
+            continue
+        reason = _wrong_with(key, value, torch.Size() if key == STEP else param.shape)
+        if reason is None and isinstance(value, Tensor) and value.dtype == torch.uint8:
+            key, reason = key + SCALE, _wrong_with_scales(entry.get(key + SCALE), value)
+        if reason:
+            raise ValueError(f"{title_of_state(optimizer, param)}: {key} {reason}")
+
+
+def check_entry(optimizer: "SlabOptimizer", param: Tensor, entry: object) -> None:
+    """Raise ValueError unless the state of a parameter is a dict, as all state is."""
+    if not isinstance(entry, dict):
+        title = title_of_state(optimizer, param)
+        raise ValueError(f"{title} is a {type(entry).__name__}, expected a dict")
+
+
+def _wrong_with(key: str, value: object, shape: torch.Size) -> str | None:
+    """Return why this can be no state of a parameter of this shape; its numbers are not looked at.
+
+    Those of tensors are on the device; see `Numbers`.
+    """
+    if not isinstance(value, Tensor):
+        if key != STEP or not isinstance(value, (int, float)):
+            return f"is {value!r}, expected a tensor"
+        return None if 0 <= value < 2**128 else f"is {value}, expected {COUNT}"
+    if value.shape != shape and not (key == STEP and value.numel() == 1):
+        return f"has shape {list(value.shape)}, expected {list(shape)}"
+    if key == STEP:
+        fits, want = not value.is_complex(), "a real number"
+    elif key == REMAINDER:
+        fits, want = value.dtype in (torch.int16, torch.int32), "int16"
+    else:
+        fits = value.is_floating_point() or (value.dtype == torch.uint8 and key != MASTER)
+        want = "a floating dtype"
+    return _without_memory(value) or (None if fits else f"is {value.dtype}, expected {want}")
+
+
+def _without_memory(value: Tensor) -> str | None:
+    """Return why the elements of a tensor cannot be copied."""
+    part = local(value)
+    if part.layout is not torch.strided:
+        return "is sparse, expected dense"
+    if part.is_meta:
+        return "is on meta, expected a device with memory"
+    if part.numel() and not part.data_ptr():
+        return f"has no memory, expected {part.numel()} elements"
+    return None
+
+
+def _wrong_with_scales(scales: object, codes: Tensor) -> str | None:
+    """Return why these can be no scales of 8-bit codes."""
+    want = blocks_of(local(codes).numel())
+    got = list(scales.shape) if isinstance(scales, Tensor) else None
+    if not isinstance(scales, Tensor) or got != [want]:
+        return f"has shape {got}, expected [{want}]"
+    ok = scales.is_floating_point()
+    return _without_memory(scales) or (None if ok else f"is {scales.dtype}, expected float32")
 
 
 def explain(optimizer: "SlabOptimizer", work: Work, error: Exception) -> None:
-    """Raise a clearer error if a parameter or gradient explains why the op refused the call."""
+    """Raise a clearer error if a parameter or gradient explains why the op refused the call.
+
+    Not if only dtypes differ from one to the other: then the call can be made in parts.
+    """
     for owner, param, grad in zip(work.owners, work.params, work.grads, strict=True):
         check_param(optimizer, owner)
         reason = None
@@ -172,6 +243,24 @@ def explain(optimizer: "SlabOptimizer", work: Work, error: Exception) -> None:
             raise ValueError(f"{_title_of_grad(optimizer, owner)} {reason}") from error
 
 
+def name_refused(optimizer: "SlabOptimizer", work: Work, error: Exception) -> None:
+    """Raise the error of an op again, if it tells of tensors, with the names that users know.
+
+    An op counts the tensors of a call, and calls them params, grads or tensors.
+    """
+
+    def named(found: re.Match[str]) -> str:
+        if int(found[2]) >= len(work.owners):
+            return found[0]
+        name = _name(optimizer, work.owners[int(found[2])])
+        return name if found[1] == "params" else f"gradient of {name}"
+
+    op, _, said = str(error).partition(": ")
+    text = re.sub(r"\b(params|grads|tensors)\[(\d+)\]", named, said)
+    if text != said and op.isidentifier():
+        raise type(error)(f"{type(optimizer).__name__}: {text}") from error
+
+
 def check_shards(optimizer: "SlabOptimizer", work: Work) -> None:
     """Raise ValueError unless the gradients of DTensors are DTensors on the same mesh.
 
@@ -185,6 +274,11 @@ def check_shards(optimizer: "SlabOptimizer", work: Work) -> None:
             reason = f"is on {grad.device_mesh}, expected {param.device_mesh}"
         if reason:
             raise ValueError(f"{_title_of_grad(optimizer, param)} {reason}")
+
+
+def title_of_state(optimizer: "SlabOptimizer", param: Tensor) -> str:
+    """Return how errors call the state of a parameter."""
+    return f"{type(optimizer).__name__}: state of {_name(optimizer, param)}"
 
 
 def _title_of_grad(optimizer: "SlabOptimizer", param: Tensor) -> str:

@@ -2,8 +2,11 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
 
 
 def _announced(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,16 +29,41 @@ class Entry(dict[str, Any]):
 
     Args:
         values: what the dict holds at first.
+        shape: of the parameter that they belong to; see `take_shape`.
         on_change: weak, because the optimizer that it belongs to holds the entry.
     """
 
-    __slots__ = ("_on_change",)
+    __slots__ = ("_on_change", "_shape")
 
     def __init__(
-        self, values: Mapping[str, Any], on_change: weakref.ReferenceType[Callable[[], None]]
+        self,
+        values: Mapping[str, Any],
+        shape: torch.Size,
+        on_change: weakref.ReferenceType[Callable[[], None]],
     ) -> None:
         super().__init__(values)
+        self._shape = shape
         self._on_change = on_change
+
+    def take_shape(self, param: Tensor, keys: Iterable[str]) -> None:
+        """Give state the shape of a parameter that has got another one for the same elements.
+
+        Args:
+            param: the parameter; nothing is done if it is not contiguous.
+            keys: of state that has an element for each of the parameter's.
+        """
+        if param.shape.numel() != self._shape.numel() or not param.is_contiguous():
+            return
+        for key in keys:
+            value = self.get(key)
+            if isinstance(value, Tensor) and value.shape == self._shape and value.is_contiguous():
+                super().__setitem__(key, value.view(param.shape))
+        self._shape = param.shape
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the parameter when it was last seen."""
+        return self._shape
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
         return dict, (dict(self),)

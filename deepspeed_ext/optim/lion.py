@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from deepspeed_ext.ops.lion import lion_step_
 from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer
-from deepspeed_ext.optim.checks import check_betas
+from deepspeed_ext.optim.checks import check_betas, check_flags
 from deepspeed_ext.optim.formats import CompactOptions, FormatOptions
 from deepspeed_ext.optim.set_grad_none import SetGradNone
 from deepspeed_ext.optim.slabs import STEP, Work
@@ -123,6 +123,7 @@ class FusedLion(SetGradNone, _Lion):
         maximize: bool = False,
         **formats: Unpack[FormatOptions],
     ) -> None:
+        check_flags(self, {"set_grad_none": set_grad_none})
         self.set_grad_none = set_grad_none
         defaults = dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)
         super().__init__(params, defaults, **formats)

@@ -1,7 +1,7 @@
 """The cache between an optimizer's state and its op: which parameters step together, and where."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_not
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.ops.mesh_sums import is_dtensor
-from deepspeed_ext.optim.checks import check_no_capture, check_param, check_state
+from deepspeed_ext.optim.checks import check_entry, check_no_capture, check_param, check_state
 from deepspeed_ext.optim.entry import Entry
 from deepspeed_ext.optim.formats import is_of_format
-from deepspeed_ext.optim.sharding import local
+from deepspeed_ext.optim.numbers import Numbers
+from deepspeed_ext.optim.sharding import Agreement, local
 from deepspeed_ext.optim.slabs import STEP, Bucket, cut
 
 if TYPE_CHECKING:
@@ -101,14 +102,42 @@ class Plans:
         Raises:
             ValueError: some state does not fit; nothing was changed.
         """
+        self._build(optimizer, None, lambda: None)
+
+    def load(self, optimizer: "SlabOptimizer", agreement: Agreement) -> None:
+        """Copy state of unknown origin into slabs.
+
+        Raises:
+            ValueError: some state does not fit, or holds numbers that would destroy, here or in
+                another process.
+        """
+
+        def agree() -> None:
+            if not agreement.go_on():
+                title = type(optimizer).__name__
+                raise ValueError(
+                    f"{title}: state is refused by another process, expected by none; "
+                    "its error says why"
+                )
+
+        numbers = Numbers()
+        self._build(optimizer, numbers, agree)
+        numbers.check(optimizer)
+        agree()
+
+    def _build(
+        self, optimizer: "SlabOptimizer", numbers: Numbers | None, agree: Callable[[], None]
+    ) -> None:
         groups, state = optimizer.param_groups, optimizer.state
+        follow_shapes(optimizer)
         stateful = [
             [param for param in group["params"] if _has_state(optimizer, group, param)]
             for group in groups
         ]
+        agree()  # before elements are exchanged
         self._plans, self._entries = None, []  # so that an old slab goes when its last state moves
         plans = [
-            Plan(group, self._make_buckets(optimizer, group, params))
+            Plan(group, self._make_buckets(optimizer, group, params, numbers))
             for group, params in zip(groups, stateful, strict=True)
         ]
         self._plans, self._entries = plans, list(state.values())
@@ -118,6 +147,7 @@ class Plans:
         optimizer: "SlabOptimizer",
         group: dict[str, Any],
         params: Sequence[Tensor],
+        numbers: Numbers | None = None,
     ) -> list[Bucket]:
         """Put parameters of one group into buckets, with the state that they have, if any."""
         by_kind: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
@@ -136,8 +166,11 @@ class Plans:
                 for i, param in enumerate(part):
                     values = optimizer._completed(group, param, optimizer.state.get(param, {}))
                     others = {k: v for k, v in values.items() if not is_of_format(k, dtypes)}
-                    optimizer.state[param] = self._entry({**others, **bucket.fill(i, values)})
+                    entry = {**others, **bucket.fill(i, values, numbers)}
+                    optimizer.state[param] = Entry(entry, param.shape, weakref.WeakMethod(self.drop))
                 buckets.append(bucket)
+                if numbers is not None:
+                    numbers.look_at(bucket)
         return buckets
 
     def _noise_keys(self, optimizer: "SlabOptimizer") -> dict[int, int]:
@@ -157,13 +190,23 @@ class Plans:
             plan.buckets = [bucket for bucket in plan.buckets if not bucket.is_small]
             plan.buckets += self._make_buckets(optimizer, group, params)
 
-    def _entry(self, values: dict[str, Any]) -> Entry:
-        return Entry(values, weakref.WeakMethod(self.drop))
+
+def follow_shapes(optimizer: "SlabOptimizer") -> None:
+    """Give state the shapes of parameters that have got others, as by `p.data = p.data.view(-1)`.
+
+    A DTensor's is another sharding too: its state does not follow.
+    """
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            entry = optimizer.state.get(param)
+            if isinstance(entry, Entry) and entry.shape != param.shape and not is_dtensor(param):
+                entry.take_shape(param, optimizer._dtypes(group, param.dtype))
 
 
 def _has_state(optimizer: "SlabOptimizer", group: dict[str, Any], param: Tensor) -> bool:
     """Return whether a parameter has state, after checking that it is right."""
-    entry = optimizer.state.get(param)
+    entry = optimizer.state.get(param, {})
+    check_entry(optimizer, param, entry)
     if not entry:
         return False
     dtypes = optimizer._dtypes(group, param.dtype)

@@ -1,13 +1,13 @@
 """DTensor parameters: the part of them that this process steps, and state that lies as they do."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops.mesh_sums import is_dtensor, sum_over_shards
+from deepspeed_ext.ops.mesh_sums import is_dtensor, sum_over_meshes, sum_over_shards
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -108,6 +108,37 @@ def all_zero(tensors: Sequence[Tensor]) -> bool:
     tensors = [tensor for tensor in tensors if is_dtensor(tensor)] or tensors
     counts = [int(torch.count_nonzero(local(tensor))) for tensor in tensors]
     return not sum_over_shards(torch.tensor(counts, device="cpu"), tensors).any()
+
+
+class Agreement:
+    """What processes that hold parts of the same parameters agree on: to go on, or not.
+
+    Each may find something wrong with what it was given, and would leave the others with half of
+    the parameters changed, or waiting for it.
+
+    Args:
+        params: the DTensors among them count; without any, this process decides alone.
+        stages: how often they agree.
+    """
+
+    def __init__(self, params: Iterable[Tensor], stages: int) -> None:
+        self._sharded = [param for param in params if is_dtensor(param)]
+        self._stages = stages
+
+    def go_on(self) -> bool:
+        """Say that all is well here, wait for the others, and return whether it is there too."""
+        return self._others_agree(refuses=0)
+
+    def refuse(self) -> None:
+        """Tell the others that something is wrong, unless they know or need not."""
+        if self._stages:
+            self._others_agree(refuses=1)
+
+    def _others_agree(self, refuses: int) -> bool:
+        count = torch.tensor(refuses, device="cpu")
+        agreed = not self._sharded or not sum_over_meshes(count, self._sharded)
+        self._stages = self._stages - 1 if agreed else 0
+        return agreed
 
 
 def _on_mesh_device(value: "DTensor") -> "DTensor":

@@ -3,7 +3,7 @@
 from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from deepspeed_ext.optim.formats import (
 )
 from deepspeed_ext.optim.sharding import first_index, local, part_for, spread
 
+if TYPE_CHECKING:
+    from deepspeed_ext.optim.numbers import Numbers
+
 STEP = "step"
 
 _ALIGNMENT = 64  # elements between the beginnings of parameters: whole cache lines in every dtype
@@ -32,8 +35,9 @@ _MAX_PARAMS = 896
 _SMALL_ELEMENTS = 2**24  # a step over fewer is short enough for the cost of a call to matter
 
 _device = attrgetter("device")
+_dtype = attrgetter("dtype")
 _grad = attrgetter("grad")
-_nbytes = attrgetter("nbytes")
+_shape = attrgetter("shape")
 _version = attrgetter("_version")
 _spec = attrgetter("_spec")
 
@@ -157,10 +161,12 @@ class Bucket:
 
     def _describe_layout(self) -> None:
         """Note what the parameters look like, in the form that is fastest to compare."""
+        self._types = list(map(type, self.params))
         if self.is_sharded:
             self._shards = self._describe_shards()
             return
-        self._nbytes = list(map(_nbytes, self.params))
+        self._dtypes = [self.dtype] * len(self.params)
+        self._shapes = list(map(_shape, self.params))
         matrices = [param for param in self.params if param.dim() > 1]
         self._contiguous = [param for param in matrices if param.is_contiguous()]
         self._permuted = [param for param in matrices if not param.is_contiguous()]
@@ -173,20 +179,18 @@ class Bucket:
     def fits(self) -> bool:
         """Return whether the parameters still look as they did when the bucket was made.
 
-        Looks at the device of the first one only, unless `may_move`: an op refuses parameters on
-        several devices.
-        Another shape of as many contiguous elements fits: each of them keeps its state.
+        All are looked at, as a step may be for any of them; only their devices not, unless they
+        `may_move`: an op refuses what is not where the slabs are.
         """
-        first = self.params[0]
-        if is_dtensor(first) != self.is_sharded:
+        if list(map(type, self.params)) != self._types:
             return False
         if self.is_sharded:
             return self._describe_shards() == self._shards
         return (
-            first.device == self.device
-            and first.dtype == self.dtype
+            self.params[0].device == self.device
+            and list(map(_dtype, self.params)) == self._dtypes
             and (not self.may_move or set(map(_device, self.params)) == {self.device})
-            and list(map(_nbytes, self.params)) == self._nbytes
+            and list(map(_shape, self.params)) == self._shapes
             and all(map(Tensor.is_contiguous, self._contiguous))
             and list(map(Tensor.stride, self._permuted)) == self._strides
         )
@@ -213,13 +217,16 @@ class Bucket:
             return views
         return {key: spread(v, param) if key in self.dtypes else v for key, v in views.items()}
 
-    def fill(self, i: int, values: Mapping[str, Any]) -> dict[str, Tensor]:
+    def fill(
+        self, i: int, values: Mapping[str, Any], numbers: "Numbers | None" = None
+    ) -> dict[str, Tensor]:
         """Copy state of parameter i into the slabs and return what users see of it.
 
         Args:
             values: tensors of the parameter's shape, any dtype, device and sharding; "step" may be
                 a number. A missing master becomes a copy of the parameter; what else is missing
                 stays zero.
+            numbers: takes note of what is converted, so that it cannot be seen in the slabs.
         """
         param, views = self.params[i], self.views(i)
         if isinstance(step := values.get(STEP), Tensor):
@@ -233,11 +240,26 @@ class Bucket:
                 continue
             value = restored(key, values, param)
             if value is not None:
+                if numbers is not None:
+                    self._note_source(numbers, key, param, values, value)
                 store(key, views[key], views.get(key + SCALE), value)
             elif key == MASTER:
                 views[key].copy_(local(param))
-        self._masters_written = ([], [])
         return self.shown(i)
+
+    def _note_source(
+        self,
+        numbers: "Numbers",
+        key: str,
+        param: Tensor,
+        values: Mapping[str, Any],
+        value: Tensor,
+    ) -> None:
+        source = values.get(key)
+        if isinstance(source, Tensor) and source.dtype == torch.uint8:
+            numbers.look_at_source(key + SCALE, param, values[key + SCALE])
+        if key in self.scales or value.dtype == torch.int32:
+            numbers.look_at_source(key, param, value)
 
     def gather(self, done: Container[int] = ()) -> Work | None:
         """Return the parameters that have a gradient now, or None if there are none.

@@ -1,0 +1,101 @@
+"""What numbers in state must be, or a step would destroy: looked at when state is loaded."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.optim.checks import COUNT, title_of_state
+from deepspeed_ext.optim.formats import MASTER, REMAINDER, SCALE, SIGNED
+from deepspeed_ext.optim.slabs import STEP, Bucket
+
+if TYPE_CHECKING:
+    from deepspeed_ext.optim.base import SlabOptimizer
+
+
+class Numbers:
+    """Checks of loaded numbers: queued for whole slabs, and read by the host all at once."""
+
+    def __init__(self) -> None:
+        self._verdicts: list[Tensor] = []
+        self._subjects: list[tuple[str, Bucket | Tensor, Tensor]] = []
+
+    def look_at(self, bucket: Bucket) -> None:
+        """Queue the checks of what is in the slabs of a bucket."""
+        for key, [slab] in bucket.slabs.items():
+            if key == STEP or is_unsigned(key, slab):
+                self._queue(key, bucket, slab)
+        for key, scales in bucket.scales.items():
+            self._queue(key + SCALE, bucket, scales)
+
+    def look_at_source(self, key: str, param: Tensor, value: Tensor) -> None:
+        """Queue the check of state that no slab takes as it is.
+
+        Args:
+            key: which state of the parameter; or, of its scales, with their ending.
+            param: the parameter.
+            value: what this process has been given of it.
+        """
+        if key.endswith(SCALE) or key == REMAINDER or is_unsigned(key, value):
+            self._queue(key, param, value)
+
+    def check(self, optimizer: "SlabOptimizer") -> None:
+        """Wait for the devices, once each, and raise ValueError if some number must not be."""
+        places: dict[torch.device, list[int]] = {}
+        for place, verdict in enumerate(self._verdicts):
+            places.setdefault(verdict.device, []).append(place)
+        for there in places.values():
+            found = torch.stack([self._verdicts[place] for place in there]).tolist()
+            for place, fits in zip(there, found, strict=True):
+                if not fits:
+                    _refuse(optimizer, *self._subjects[place])
+
+    def _queue(self, key: str, whose: Bucket | Tensor, values: Tensor) -> None:
+        if values.numel():
+            self._verdicts.append(_fit(key, values))
+            self._subjects.append((key, whose, values))
+
+
+def is_unsigned(key: str, values: Tensor) -> bool:
+    """Return whether these are floats that must not be negative."""
+    return key not in SIGNED and key not in (MASTER, REMAINDER) and values.is_floating_point()
+
+
+def _fit(key: str, values: Tensor) -> Tensor:
+    """Return whether all of these may be in a state: bool, no dimension, without waiting."""
+    if key == STEP:
+        least, most = values.aminmax()  # both NaN if one value is
+        return (least >= 0) & (most < torch.inf)
+    if key == REMAINDER:
+        least, most = values.aminmax()
+        return (least >= -(2**15)) & (most < 2**15)
+    if key.endswith(SCALE):
+        return _are_powers(values).all()
+    return values.min() >= 0
+
+
+def _are_powers(scales: Tensor) -> Tensor:
+    """Return for each scale whether it is 0 or a power of two."""
+    bits = scales.float().view(torch.int32)
+    return (bits & ~0x7F800000 == 0) & (bits != 0x7F800000)
+
+
+def _refuse(
+    optimizer: "SlabOptimizer", key: str, whose: Bucket | Tensor, values: Tensor
+) -> None:
+    """Raise ValueError for the first parameter with such a number."""
+    if isinstance(whose, Bucket):
+        for i, param in enumerate(whose.params):
+            part = whose.views(i)[key]
+            if part.numel() and not _fit(key, part):
+                _refuse(optimizer, key, param, part)
+    assert isinstance(whose, Tensor)
+    bad, want = values.min(), "none below 0"
+    if key == STEP:
+        want = COUNT
+    elif key == REMAINDER:
+        bad, want = values.abs().max(), "16 bits"
+    elif key.endswith(SCALE):
+        bad, want = values[~_are_powers(values)][0], "0 or a power of two"
+    title = title_of_state(optimizer, whose)
+    raise ValueError(f"{title}: {key} has the value {bad.item():g}, expected {want}")
