@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from deepspeed_ext.ops.clip import checked_norm
-from deepspeed_ext.optim.checkpoint import hide_values, show_values
+from deepspeed_ext.optim.checkpoint import hide_entries, show_entries
 from deepspeed_ext.optim.checks import (
     check_flags,
     check_group_flags,
@@ -375,7 +375,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         """
         params = [param for group in self.param_groups for param in group["params"]]
         self._agreement = Agreement(params, stages=2)
-        hook = self.register_load_state_dict_pre_hook(hide_values)  # after those of the user
+        hook = self.register_load_state_dict_pre_hook(hide_entries)  # after those of the user
         try:
             super().load_state_dict(state_dict)
         except Exception:
@@ -398,7 +398,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         self._plans = Plans()  # the old ones stay as they are, in case that something is wrong
         self.__dict__.setdefault("_skipped", {})
         try:
-            super().__setstate__({**state, "state": show_values(state["state"])})
+            super().__setstate__({**state, "state": show_entries(state["state"])})
             self.defaults.pop("differentiable", None)  # which torch adds
             for group in self.param_groups:
                 for key, value in self.defaults.items():

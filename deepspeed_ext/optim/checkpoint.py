@@ -8,26 +8,21 @@ import torch
 
 
 class _Hidden:
-    """A value in a shape that torch does not recognize, and so leaves alone."""
+    """The state of a parameter in a shape that torch does not recognize, and so leaves alone."""
 
-    def __init__(self, value: object) -> None:
-        self.value = value
+    def __init__(self, entry: object) -> None:
+        self.entry = entry
 
 
-def hide_values(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def hide_entries(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict with all state of parameters hidden; a load_state_dict hook."""
-    state = {
-        key: {k: _Hidden(v) for k, v in entry.items()} if isinstance(entry, dict) else entry
-        for key, entry in state_dict["state"].items()
-    }
-    return {**state_dict, "state": state}
+    return {**state_dict, "state": {k: _Hidden(v) for k, v in state_dict["state"].items()}}
 
 
-def show_values(state: Mapping[Any, Any]) -> defaultdict[Any, Any]:
-    """Return state as an optimizer keeps it, with hidden values themselves again."""
+def show_entries(state: Mapping[Any, Any]) -> defaultdict[Any, Any]:
+    """Return state as an optimizer keeps it, with what was hidden itself again."""
     shown: defaultdict[Any, Any] = defaultdict(dict)
-    for key, entry in state.items():
-        shown[key] = entry
-        if isinstance(entry, dict):
-            shown[key] = {k: v.value if isinstance(v, _Hidden) else v for k, v in entry.items()}
+    for key, value in state.items():
+        entry = value.entry if isinstance(value, _Hidden) else value
+        shown[key] = dict(entry) if isinstance(entry, dict) else entry
     return shown

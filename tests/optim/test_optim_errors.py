@@ -13,8 +13,11 @@ from deepspeed_ext.optim import (
     DeepSpeedCPULion,
     FusedAdagrad,
     FusedAdam,
+    FusedLamb,
     FusedLion,
     FusedSGD,
+    HybridAdam,
+    Lars,
 )
 
 
@@ -196,6 +199,56 @@ def test_parameter_twice_in_a_group():
         DeepSpeedCPUAdam([param, param])
 
 
+ON_OR_OFF = [
+    (DeepSpeedCPUAdam, ("adamw_mode", "amsgrad", "bias_correction", "maximize",
+                        "fp32_optimizer_states", "master_weights")),
+    (HybridAdam, ("adamw_mode", "amsgrad", "maximize", "fp32_optimizer_states")),
+    (FusedAdam, ("adam_w_mode", "amsgrad", "set_grad_none", "maximize", "bias_correction")),
+    (DeepSpeedCPULion, ("maximize", "fp32_optimizer_states", "master_weights")),
+    (FusedLion, ("maximize", "set_grad_none")),
+    (DeepSpeedCPUAdagrad, ("amsgrad", "maximize", "master_weights")),
+    (FusedAdagrad, ("maximize", "set_grad_none")),
+    (FusedSGD, ("nesterov", "wd_after_momentum", "maximize", "master_weights")),
+    (FusedLamb, ("amsgrad", "bias_correction", "eps_inside_sqrt", "maximize", "master_weights")),
+    (Lars, ("maximize", "master_weights")),
+]  # fmt: skip
+FLAGS = [(kind, name) for kind, names in ON_OR_OFF for name in names]
+IN_GROUPS = {"adamw_mode": "decoupled_weight_decay", "adam_w_mode": "decoupled_weight_decay"}
+
+
+@pytest.mark.parametrize(("kind", "name"), FLAGS)
+@pytest.mark.parametrize("value", ["no", "adam", None, 2, 0.0, torch.tensor(True)], ids=str)
+def test_what_is_on_or_off(kind, name, value):
+    """A text would count as on, whatever it says."""
+    on_cuda = kind in (FusedAdam, FusedLion, FusedAdagrad)
+    device = "meta" if on_cuda else "cpu"
+    title = kind.__name__
+    with refused(f"{title}: {name} is {value!r}, expected a bool", TypeError):
+        kind([Parameter(torch.ones(2, device=device))], **{name: value})
+    optimizer = kind([Parameter(torch.ones(2, device=device))])
+    name = IN_GROUPS.get(name, name)
+    if name in optimizer.defaults:
+        error = refused(f"{title}: {name} is {value!r}, expected a bool", TypeError)
+        before = optimizer.param_groups[0][name]
+        saved = optimizer.state_dict()
+        saved["param_groups"][0][name] = value
+        with error:
+            optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0][name] is before
+        with error:
+            optimizer.add_param_group({"params": [Parameter(torch.ones(2))], name: value})
+
+
+@pytest.mark.parametrize("value", [0, 1])
+def test_numbers_that_are_bools(value):
+    DeepSpeedCPUAdam([Parameter(torch.ones(2))], amsgrad=value, adamw_mode=value).step()
+
+
+def test_a_largest_norm_that_is_no_number():
+    with refused("FusedLamb: max_grad_norm is '1', expected a number", TypeError):
+        FusedLamb([Parameter(torch.ones(2))], max_grad_norm="1")
+
+
 def with_grad(grad):
     """Two good parameters, and one whose gradient has been tampered with."""
     params = [Parameter(torch.ones(2)), Parameter(torch.ones(3)), Parameter(torch.ones(3))]
@@ -264,3 +317,65 @@ def test_state_that_is_no_tensor():
     optimizer.state[param]["exp_avg"] = 0.5
     with refused("DeepSpeedCPUAdam: state of params[0]: exp_avg is 0.5, expected a tensor"):
         optimizer.step()
+
+
+STEPPED = [DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion, FusedSGD, FusedLamb, Lars]
+
+
+@pytest.mark.parametrize("kind", STEPPED)
+@pytest.mark.parametrize("mixed", [False, True], ids=["", "mixed dtypes"])
+@pytest.mark.parametrize("use", ["step", "clip_and_step"])
+def test_a_gradient_whose_memory_is_not_its_own(kind, mixed, use):
+    """An op counts what it is given, which is not all: errors name what users know."""
+
+    def call():
+        return optimizer.clip_and_step(1.0) if use == "clip_and_step" else optimizer.step()
+
+    params = with_grad(torch.ones(3))
+    if mixed:
+        params.insert(0, Parameter(torch.ones(4)))
+        params[0].grad = torch.ones(4)
+        params[0].grad.data = torch.ones(4, dtype=torch.bfloat16)
+    last = len(params) - 1
+    optimizer = kind([(f"p{i}", param) for i, param in enumerate(params)])
+    params[last].grad.untyped_storage().resize_(0)
+    title = f"{kind.__name__}: gradient of params[{last}] (p{last})"
+    with refused(f"{title} has no memory, expected 3 elements"):
+        call()
+    assert torch.equal(params[last], torch.ones(3))
+    if use == "step":
+        params[last].grad = params[last].detach()
+        with refused(f"{title} is overlapping params[{last}] (p{last}), expected separate memory"):
+            call()
+
+
+def test_a_parameter_whose_memory_is_gone():
+    params = with_grad(torch.ones(3))
+    optimizer = DeepSpeedCPUAdam(params)
+    params[2].data.untyped_storage().resize_(0)
+    with refused("DeepSpeedCPUAdam: params[2] has no memory, expected 3 elements"):
+        optimizer.step()
+
+
+def test_gradients_beside_sparse_ones():
+    """Sparse ones are stepped by themselves, so that an op counts fewer still."""
+    params = with_grad(torch.ones(3))
+    params[0].grad = torch.ones(2).to_sparse()
+    params[2].grad.untyped_storage().resize_(0)
+    optimizer = DeepSpeedCPUAdagrad(params)
+    text = "gradient of params[2] has no memory, expected 3 elements"
+    with refused(f"DeepSpeedCPUAdagrad: {text}"):
+        optimizer.step()
+
+
+def test_inference_tensors_cannot_have_masters():
+    with torch.inference_mode():
+        param = Parameter(torch.ones(3, dtype=torch.bfloat16))
+    param.grad = torch.ones_like(param)
+    with refused(
+        "DeepSpeedCPUAdam: params[0] is an inference tensor, expected one that counts how often it "
+        "is written, for its master; make it outside of torch.inference_mode()"
+    ):
+        DeepSpeedCPUAdam([param], master_weights=True)
+    for options in ({}, {"master": "remainder"}):
+        DeepSpeedCPUAdam([param], **options).step()

@@ -341,3 +341,48 @@ def test_refuses_codes_without_their_scales() -> None:
 def test_refuses_arguments_that_do_not_exist(name: str) -> None:
     with pytest.raises(TypeError, match="weight_dcay is no argument, expected one of"):
         make(name, "codes", weight_dcay=0.1)
+
+
+SIGNED = {"exp_avg": True, "momentum_buffer": True}  # the others are squares, or sums of them
+
+
+@each_class
+@pytest.mark.parametrize("way", ["stepped", "loaded into float", "loaded into codes"])
+def test_state_that_may_be_negative_has_a_sign_and_no_other_has(name: str, way: str) -> None:
+    """Rules in C++ and the conversions here each say which has: all of them the same.
+
+    With a sign, a block spans 2^7, and without one 2^15, which small squares need.
+    """
+    kind, device, options = CLASSES[name]
+    generator = torch.Generator().manual_seed(4)
+    signs = torch.rand(300, generator=generator).sub(0.5).sign()
+    grad = (signs * torch.rand(300, generator=generator).mul(-6).exp2()).to(device)
+
+    def made(stored: torch.dtype) -> tuple[Parameter, torch.optim.Optimizer]:
+        param = Parameter(torch.ones(300, device=device))
+        param.grad = grad.clone()
+        return param, kind([param], **options, state_dtype=stored)
+
+    exact, reference = made(F32)
+    reference.step()
+    param, optimizer = made(U8)
+    if way == "loaded into codes":
+        optimizer.load_state_dict(snapshot(reference))
+    else:
+        optimizer.step()
+    if way == "loaded into float":
+        saved = snapshot(optimizer)
+        param, optimizer = made(F32)
+        optimizer.load_state_dict(saved)
+
+    keys = [key for key, value in reference.state[exact].items() if value.dim()]
+    assert keys
+    for key in keys:
+        want, signed = reference.state[exact][key], SIGNED.get(key, False)
+        got = values(optimizer.state[param], key, signed)
+        assert signed == bool((want < 0).any())
+        floor = want.abs().max() * 1.04 * (2.0**-7 if signed else 2.0**-15)
+        bound = (want.abs() + floor) / 16 * 1.001
+        assert ((got - want).abs() <= bound).all(), key
+        large = want.abs() > floor
+        assert large.sum() > 200 and torch.equal(got[large].sign(), want[large].sign()), key
