@@ -1,7 +1,10 @@
 """Compact state of sharded parameters: rounding, saving, and loading onto another sharding."""
 
+import copy
+
 import pytest
 import torch
+import torch.distributed as dist
 from sharded_cases import ROWS, assert_same, distribute, full, give_grads, mesh_of
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Parameter
@@ -71,3 +74,38 @@ def formats_when_sharded(name, folder):
     for key in (key for key in want if "exp_avg" in key):
         bound = want[key].abs() / 30 + want[key].abs().max() / 1000
         assert ((got[key] - want[key]).abs() <= bound).all(), key
+
+
+def refuses_numbers_together(name, folder):
+    """What one process alone was given keeps all of them as they were, and none waits for it."""
+    row = ROWS[name]
+    elsewhere = "state is refused by another process, expected by none; its error says why"
+    last = dist.get_world_size() - 1
+    for placement in (Shard(0), Replicate()):
+        pair = make(row, placement)
+        steps(6, pair)
+        before = whole(*pair)
+
+        def negative(saved):
+            saved["state"][3]["exp_avg_sq"].to_local()[0] = -1.0
+
+        def missing(saved):
+            del saved["state"][3]["exp_avg"]
+
+        def shorter(saved):
+            saved["param_groups"][0]["params"].pop()
+
+        for spoil, text in (
+            (negative, r"state of params\[3\]: exp_avg_sq has the value -1, expected none below 0"),
+            (missing, r"state of params\[3\] has keys .*, expected exp_avg among them"),
+            (shorter, "doesn't match the size of optimizer's group"),
+        ):
+            saved = copy.deepcopy(pair[1].state_dict())
+            if dist.get_rank() == last:
+                spoil(saved)
+            with pytest.raises(ValueError, match=text if dist.get_rank() == last else elsewhere):
+                pair[1].load_state_dict(saved)
+            assert_same(whole(*pair), before)
+            assert pair[1].param_groups[0]["lr"] == row.options["lr"]
+        pair[1].load_state_dict(pair[1].state_dict())
+        assert_same(whole(*pair), before)

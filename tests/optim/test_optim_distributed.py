@@ -31,7 +31,7 @@ from sharded_cases import (
     train,
     twin,
 )
-from sharded_formats import formats_when_sharded
+from sharded_formats import formats_when_sharded, refuses_numbers_together
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -258,6 +258,7 @@ ONE_CLASS = {  # what is not about formulas, so tried with one class for a devic
     takes_gradients_of_other_layouts: (4,),
     refuses: (2,),
     formats_when_sharded: (2, 4),
+    refuses_numbers_together: (2,),
 }
 OF_NETS = (saves, trains_as_if_whole, loads, skips_together, clips_as_if_whole)
 CASES = [
