@@ -1,5 +1,6 @@
 """The optimizer base: everything but the formula. Stepping, groups, checkpoints; state in slabs."""
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, overload
@@ -26,10 +27,10 @@ from deepspeed_ext.optim.checks import (
 )
 from deepspeed_ext.optim.clipping import SquareSum, clip
 from deepspeed_ext.optim.entry import Entry
-from deepspeed_ext.optim.formats import MASTER, REMAINDER, FormatOptions, StateFormat, portable
+from deepspeed_ext.optim.formats import MASTER, REMAINDER, FormatOptions, StateFormat, is_of_format, portable
 from deepspeed_ext.optim.plans import Plans, follow_shapes
 from deepspeed_ext.optim.sharding import Agreement, all_zero, is_partial
-from deepspeed_ext.optim.slabs import Bucket, Work
+from deepspeed_ext.optim.slabs import STEP, Bucket, Work
 
 Group = dict[str, Any]
 
@@ -391,6 +392,28 @@ class SlabOptimizer(torch.optim.Optimizer):
         state: defaultdict[Any, Any] = defaultdict(dict)
         state.update((k, dict(v) if isinstance(v, Entry) else v) for k, v in self.state.items())
         return {**super().__getstate__(), **settings, "state": state}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SlabOptimizer":
+        """Copy as by way of a pickle, but state once only: __setstate__ copies it into slabs."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        contents = self.__getstate__()
+        kept = contents.pop("state")
+        copied = copy.deepcopy(contents, memo)
+        state = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                entry = kept.get(param)
+                if isinstance(self.state.get(param), Entry):
+                    del kept[param]
+                    dtypes = self._dtypes(group, param.dtype)
+                    state[copy.deepcopy(param, memo)] = {
+                        k: v if k == STEP or is_of_format(k, dtypes) else copy.deepcopy(v, memo)
+                        for k, v in entry.items()
+                    }
+        state.update(copy.deepcopy(kept, memo))
+        made.__setstate__({**copied, "state": state})
+        return made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what a pickle, deepcopy or torch's load_state_dict holds, or change nothing."""
