@@ -41,9 +41,7 @@ def main() -> None:
     works = {"load_state_dict": loading, "deepcopy": copying}
     with tqdm(total=ROUNDS * len(works)) as progress:
         for name, make in works.items():
-            contenders = [
-                Contender(title, make(stepped(kind))) for title, kind in CLASSES.items()
-            ]
+            contenders = [Contender(title, make(stepped(kind))) for title, kind in CLASSES.items()]
             timings = measure(contenders, "cpu", ROUNDS, progress)
             work = f"{name} of {PARAMS:,} x {SHAPE[0]}x{SHAPE[1]}"
             show(Result(work, torch.get_num_threads(), elements, 8 * elements, timings))

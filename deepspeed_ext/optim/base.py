@@ -27,7 +27,14 @@ from deepspeed_ext.optim.checks import (
 )
 from deepspeed_ext.optim.clipping import SquareSum, clip
 from deepspeed_ext.optim.entry import Entry
-from deepspeed_ext.optim.formats import MASTER, REMAINDER, FormatOptions, StateFormat, is_of_format, portable
+from deepspeed_ext.optim.formats import (
+    MASTER,
+    REMAINDER,
+    FormatOptions,
+    StateFormat,
+    is_of_format,
+    portable,
+)
 from deepspeed_ext.optim.plans import Plans, follow_shapes
 from deepspeed_ext.optim.sharding import Agreement, all_zero, is_partial
 from deepspeed_ext.optim.slabs import STEP, Bucket, Work

@@ -80,9 +80,7 @@ def _are_powers(scales: Tensor) -> Tensor:
     return (bits & ~0x7F800000 == 0) & (bits != 0x7F800000)
 
 
-def _refuse(
-    optimizer: "SlabOptimizer", key: str, whose: Bucket | Tensor, values: Tensor
-) -> None:
+def _refuse(optimizer: "SlabOptimizer", key: str, whose: Bucket | Tensor, values: Tensor) -> None:
     """Raise ValueError for the first parameter with such a number."""
     if isinstance(whose, Bucket):
         for i, param in enumerate(whose.params):

@@ -167,7 +167,9 @@ class Plans:
                     values = optimizer._completed(group, param, optimizer.state.get(param, {}))
                     others = {k: v for k, v in values.items() if not is_of_format(k, dtypes)}
                     entry = {**others, **bucket.fill(i, values, numbers)}
-                    optimizer.state[param] = Entry(entry, param.shape, weakref.WeakMethod(self.drop))
+                    optimizer.state[param] = Entry(
+                        entry, param.shape, weakref.WeakMethod(self.drop)
+                    )
                 buckets.append(bucket)
                 if numbers is not None:
                     numbers.look_at(bucket)
