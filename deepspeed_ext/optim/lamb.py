@@ -12,7 +12,7 @@ from deepspeed_ext.ops.clip import checked_norm
 from deepspeed_ext.ops.lamb import lamb_apply_, lamb_coefficients, lamb_moments_
 from deepspeed_ext.ops.mesh_sums import sum_over_shards
 from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer, moved
-from deepspeed_ext.optim.checks import check_betas, check_flags, check_numbers, check_value
+from deepspeed_ext.optim.checks import check_betas, check_flags, check_value
 from deepspeed_ext.optim.clipping import Clip, clip
 from deepspeed_ext.optim.formats import FormatOptions
 from deepspeed_ext.optim.slabs import STEP, Work
