@@ -13,8 +13,10 @@ import deepspeed_ext
 from deepspeed_ext.op_builder import cache, cuda, toolchain
 
 _VECTOR_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
+_BASELINES = {"x86_64": "sse2", "aarch64": "neon"}  # what every CPU of an architecture has
 _ISA_FEATURES = {  # what csrc/common/simd/isa.cpp asks for, from narrow to wide
     "scalar": frozenset[str](),
+    _BASELINES.get(platform.machine(), "baseline"): frozenset[str](),
     "avx2": frozenset({"avx2", "f16c"}),
     "avx512": frozenset({"avx2", "f16c", "avx512f", "avx512bw", "avx512vl"}),
 }

@@ -15,7 +15,7 @@ from deepspeed_ext import environment, report
 from deepspeed_ext.op_builder import OPS, OpSpec, cuda, probe
 
 CPU_ADAM = next(spec for spec in OPS if spec.name == "cpu_adam")
-ISAS = ("scalar", "avx2", "avx512")
+ISAS = ("scalar", "sse2", "neon", "avx2", "avx512")
 
 
 def passes(device):

@@ -2,22 +2,31 @@
 #include "common/simd/sum.inl"
 #include "optimizers/storage_cpu.inl"
 
+// Where a loop over [begin, end) ceases to ask for memory ahead.
+template <class State>
+inline int64_t end_of_prefetch(int64_t begin, int64_t end) {
+  if (holds<State>(Dtype::codes) || !gains_from_prefetch()) return begin;
+  return end - kPrefetchElements;
+}
+
 // Elements [begin, end) of one tensor; begin is a multiple of kCodesBlock.
 template <class Rule, class Param, class Grad, class State>
-void step_loop(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
+inline void step_loop(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
                const Prepared<Rule>& prepared, int64_t begin, int64_t end) {
   constexpr Pass pass = pass_of<Rule>();
   // Local copies, which no store below can change: they stay in registers.
   const typename Rule::Step step = prepared.step;
   const Parameter<Param> parameter(types, tensor.param, tensor.param_copy);
   const auto grads = Pointer<Grad>::to(tensor.grad, types.grad);
+  const int64_t asked_end = end_of_prefetch<State>(begin, end);
   const auto run = [&](auto& states, int64_t first, int64_t last) {
-    for_each_vector(first, last, [&](int64_t i, int count) {
-      if (!holds<State>(Dtype::codes) && i + kPrefetchElements < end) {
-        if constexpr (reads_grads(pass)) prefetch((grads + i).address);
-        parameter.ask_for(i);
-        states.ask_for(i);
-      }
+    const auto ask = [&](int64_t i) {
+      if (i >= asked_end) return;
+      if constexpr (reads_grads(pass)) prefetch((grads + i).address);
+      parameter.ask_for(i);
+      states.ask_for(i);
+    };
+    for_each_line(first, last, ask, [&](int64_t i, int count) {
       Vec grad = 0;
       if constexpr (reads_grads(pass)) grad = Vec::load(grads + i, count);
       Vec param = parameter.load(i, count);
@@ -46,20 +55,22 @@ void step_loop(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
 // The same for a rule that measures: adds up the squares of the range, a chunk of kReductionChunk.
 // Block by block, first the new state is stored, then the values are worked out from what was.
 template <class Rule, class Param, class Grad, class State>
-void measure_loop(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
+inline void measure_loop(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
                   const Prepared<Rule>& prepared, int64_t begin, int64_t end, double* squares) {
   constexpr Pass pass = pass_of<Rule>();
   const typename Rule::Step step = prepared.step;
   const Parameter<Param> parameter(types, tensor.param, tensor.param_copy);
   const auto grads = Pointer<Grad>::to(tensor.grad, types.grad);
   Sum16 sums[kMeasured];
+  const int64_t asked_end = end_of_prefetch<State>(begin, end);
   [[maybe_unused]] const auto renew = [&](auto& states, int64_t first, int64_t last) {
-    for_each_vector(first, last, [&](int64_t i, int count) {
-      if (!holds<State>(Dtype::codes) && i + kPrefetchElements < end) {
-        prefetch((grads + i).address);
-        parameter.ask_for(i);
-        states.ask_for(i);
-      }
+    const auto ask = [&](int64_t i) {
+      if (i >= asked_end) return;
+      prefetch((grads + i).address);
+      parameter.ask_for(i);
+      states.ask_for(i);
+    };
+    for_each_line(first, last, ask, [&](int64_t i, int count) {
       const Vec grad = Vec::load(grads + i, count);
       Vec param = parameter.load(i, count);
       Vec values[Rule::kStates]{};
@@ -98,18 +109,39 @@ void measure_loop(const StepTypes& types, const StepTensor<Rule::kStates>& tenso
   for (int k = 0; k < kMeasured; ++k) squares[k] = sums[k].total();
 }
 
+// One of the two for these storage types.
+template <class Rule, class Param, class Grad, class State, class... Squares>
+inline void loop(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
+                 const Prepared<Rule>& prepared, int64_t begin, int64_t end, Squares... squares) {
+  if constexpr (measures(pass_of<Rule>())) {
+    measure_loop<Rule, Param, Grad, State>(types, tensor, prepared, begin, end, squares...);
+  } else {
+    step_loop<Rule, Param, Grad, State>(types, tensor, prepared, begin, end);
+  }
+}
+
+// The same with all that it calls in one function: left to itself, GCC calls parts of it for each
+// vector, and half the time goes into that. Of storage types that are known at run time there would
+// be too much of it.
+template <class Rule, class Param, class Grad, class State, class... Squares>
+__attribute__((flatten)) void flat_loop(const StepTypes& types,
+                                        const StepTensor<Rule::kStates>& tensor,
+                                        const Prepared<Rule>& prepared, int64_t begin, int64_t end,
+                                        Squares... squares) {
+  loop<Rule, Param, Grad, State>(types, tensor, prepared, begin, end, squares...);
+}
+
 // The loop for the storage types of the call. `squares` is for a rule that measures.
-template <class Rule>
+template <class Rule, class... Squares>
 void step(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
-          const Prepared<Rule>& prepared, int64_t begin, int64_t end,
-          [[maybe_unused]] double* squares = nullptr) {
-#define DSX_TRY_TYPES(Param, Grad, State)                                                          \
-  if (takes<Rule, Param, Grad, State>(types)) {                                                    \
-    if constexpr (measures(pass_of<Rule>())) {                                                     \
-      return measure_loop<Rule, Param, Grad, State>(types, tensor, prepared, begin, end, squares); \
-    } else {                                                                                       \
-      return step_loop<Rule, Param, Grad, State>(types, tensor, prepared, begin, end);             \
-    }                                                                                              \
+          const Prepared<Rule>& prepared, int64_t begin, int64_t end, Squares... squares) {
+#define DSX_TRY_TYPES(Param, Grad, State)                                                         \
+  if (takes<Rule, Param, Grad, State>(types)) {                                                   \
+    if constexpr (measures(pass_of<Rule>()) || std::is_same_v<Grad, Any>) {                                                  \
+      return loop<Rule, Param, Grad, State>(types, tensor, prepared, begin, end, squares...);     \
+    } else {                                                                                      \
+      return flat_loop<Rule, Param, Grad, State>(types, tensor, prepared, begin, end, squares...); \
+    }                                                                                             \
   }
   DSX_STEP_STORAGE_TYPES(DSX_TRY_TYPES)
 #undef DSX_TRY_TYPES

@@ -40,7 +40,7 @@ int print_current() {
 
 int main(int count, char** arguments) {
   if (count > 1 && std::strcmp(arguments[1], "current") == 0) return print_current();
-  const Isa all[] = {Isa::scalar, Isa::avx2, Isa::avx512};
+  const Isa all[] = {Isa::scalar, Isa::baseline, Isa::avx2, Isa::avx512};
   for (Isa widest : all) {
     expect_choice("", widest, widest);
     for (Isa isa : all) {
@@ -48,10 +48,11 @@ int main(int count, char** arguments) {
     }
   }
   const std::string reason = ", expected one that this library has for this CPU: ";
-  expect_error("avx512", Isa::avx2, "DSX_FORCE_ISA is avx512" + reason + "scalar, avx2");
+  const std::string all_of_avx2 = reason + "scalar, " + name_of(Isa::baseline) + ", avx2";
+  expect_error("avx512", Isa::avx2, "DSX_FORCE_ISA is avx512" + all_of_avx2);
   expect_error("avx2", Isa::scalar, "DSX_FORCE_ISA is avx2" + reason + "scalar");
-  expect_error("neon", Isa::avx512, "DSX_FORCE_ISA is neon" + reason + "scalar, avx2, avx512");
-  expect_error("AVX2", Isa::avx2, "DSX_FORCE_ISA is AVX2" + reason + "scalar, avx2");
+  expect_error("vmx", Isa::avx512, "DSX_FORCE_ISA is vmx" + all_of_avx2 + ", avx512");
+  expect_error("AVX2", Isa::avx2, "DSX_FORCE_ISA is AVX2" + all_of_avx2);
   expect(dsx::current_isa() == dsx::current_isa(), "the ISA is decided once");
   return finish();
 }

@@ -64,7 +64,7 @@ struct Row {
 
 std::vector<Isa> isas() {
   std::vector<Isa> found;
-  for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+  for (Isa isa : {Isa::scalar, Isa::baseline, Isa::avx2, Isa::avx512}) {
     if (isa <= dsx::current_isa()) found.push_back(isa);
   }
   return found;

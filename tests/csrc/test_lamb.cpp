@@ -219,7 +219,7 @@ int main() {
     if (format.types.state == Dtype::float32 && format.types.grad == Dtype::float32) {
       expect_formula(before, expected);
     }
-    for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+    for (Isa isa : {Isa::scalar, Isa::baseline, Isa::avx2, Isa::avx512}) {
       if (isa > dsx::current_isa()) break;
       Run run = before;
       take_step(isa, format, 3, run);

@@ -142,7 +142,7 @@ void test_call(const StepCall<Rule>& call, bool copies) {
   for (size_t t = 0; t < before.size(); ++t) {
     expect_reference(call, copies, before[t], expected[t]);
   }
-  for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+  for (Isa isa : {Isa::scalar, Isa::baseline, Isa::avx2, Isa::avx512}) {
     if (isa > dsx::current_isa()) break;
     List list = before;
     run(isa, call, copies, 3, list);

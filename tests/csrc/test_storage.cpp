@@ -162,7 +162,7 @@ int main() {
     List expected = before;
     run(Isa::scalar, format, 1, expected);
     expect(expected.back().param != before.back().param, "%s: nothing has changed", format.name);
-    for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+    for (Isa isa : {Isa::scalar, Isa::baseline, Isa::avx2, Isa::avx512}) {
       if (isa > dsx::current_isa()) break;
       List list = before;
       run(isa, format, 3, list);

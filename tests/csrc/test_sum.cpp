@@ -54,7 +54,7 @@ void test_not_finite(Isa isa, float value) {
 }  // namespace
 
 int main() {
-  for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+  for (Isa isa : {Isa::scalar, Isa::baseline, Isa::avx2, Isa::avx512}) {
     if (isa > dsx::current_isa()) break;
     for (int64_t n = 0; n < 70; ++n) test(isa, values_of(n, 1));
     for (float scale : {1e36f, 1e-40f, 1e-3f}) test(isa, values_of(1000, scale));

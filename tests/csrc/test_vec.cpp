@@ -107,7 +107,7 @@ void test_range(Isa isa, int size, int64_t begin, int64_t end) {
 
 int main() {
   const Operands operands;
-  for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+  for (Isa isa : {Isa::scalar, Isa::baseline, Isa::avx2, Isa::avx512}) {
     if (isa > dsx::current_isa()) break;
     const int size = DSX_DISPATCH_ISA(isa, lanes_of_vec());
     std::printf("%s, %d lanes\n", name_of(isa), size);

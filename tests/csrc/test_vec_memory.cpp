@@ -118,7 +118,7 @@ void test_tails(Isa isa) {
 int main() {
   const Conversions<Half> half;
   const Conversions<BFloat16> bfloat16;
-  for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+  for (Isa isa : {Isa::scalar, Isa::baseline, Isa::avx2, Isa::avx512}) {
     if (isa > dsx::current_isa()) break;
     std::printf("%s\n", name_of(isa));
     test_tails<float>(isa);

@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed_ext.ops import l2_norm, self_checks, squared_norms
 
 
-@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["scalar", "sse2", "neon", "avx2", "avx512"])
 def test_every_isa(isa: str) -> None:
     command = [sys.executable, str(Path(__file__).with_name("norm_cases.py"))]
     environment = os.environ | {"DSX_FORCE_ISA": isa}

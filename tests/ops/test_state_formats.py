@@ -319,7 +319,7 @@ def test_slabs_are_as_lists(device: str) -> None:
         assert torch.equal(torch.cat(lists["scales"][j * n : (j + 1) * n]), in_slabs["scales"][j])
 
 
-@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["scalar", "sse2", "neon", "avx2", "avx512"])
 def test_every_isa(isa: str) -> None:
     command = [sys.executable, str(Path(__file__).with_name("format_cases.py"))]
     run = subprocess.run(

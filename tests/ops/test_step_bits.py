@@ -162,7 +162,7 @@ def test_conversions_are_exact(dtype: torch.dtype, device: str) -> None:
     assert torch.equal(exp_avg, values.float())
 
 
-@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["scalar", "sse2", "neon", "avx2", "avx512"])
 def test_every_isa(isa: str) -> None:
     command = [sys.executable, str(Path(__file__).with_name("step_cases.py"))]
     environment = environ | {"DSX_FORCE_ISA": isa}

@@ -70,7 +70,7 @@ def test_storage_types_change_only_what_they_round(
         assert_same(got, want)
 
 
-@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["scalar", "sse2", "neon", "avx2", "avx512"])
 def test_every_isa(isa: str) -> None:
     command = [sys.executable, str(Path(__file__).with_name("two_pass_cases.py"))]
     environment = environ | {"DSX_FORCE_ISA": isa}

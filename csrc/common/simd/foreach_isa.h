@@ -1,5 +1,5 @@
-// Compiles the file DSX_KERNEL_SOURCE once per ISA, in dsx::scalar and, on x86-64, dsx::avx2 and
-// dsx::avx512; DSX_DISPATCH_ISA calls one of the copies.
+// Compiles the file DSX_KERNEL_SOURCE once per ISA, in dsx::scalar, dsx::baseline and, on x86-64,
+// dsx::avx2 and dsx::avx512; DSX_DISPATCH_ISA calls one of the copies.
 //
 // Each copy sees that ISA's `Vec`, a register of floats, `Mask`, a truth value for each lane, and
 // `Ints`, as many unsigned integers of 32 bits:
@@ -31,6 +31,19 @@
 #include "common/pointer.h"
 #include "common/simd/isa.h"
 
+// GCC 12 warns of undefined operands that its own AVX-512 intrinsics use on purpose (bug 105593).
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#elif defined(__x86_64__) && defined(__clang__)
+#include <immintrin.h>
+#elif defined(__x86_64__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
+
 namespace dsx::scalar {
 #include "common/simd/vec_scalar.inl"
 #include "common/simd/vec_derived.inl"
@@ -38,28 +51,26 @@ namespace dsx::scalar {
 #include DSX_KERNEL_SOURCE
 }  // namespace dsx::scalar
 
+namespace dsx::baseline {
+#include "common/simd/vec_baseline.inl"
+#include "common/simd/vec_derived.inl"
+#include "common/simd/for_each_vector.inl"
+#include DSX_KERNEL_SOURCE
+}  // namespace dsx::baseline
+
 // DSX_DISPATCH_ISA(isa, function(arguments)) calls the copy of one ISA and has its value.
 #ifndef __x86_64__
 
-#define DSX_DISPATCH_ISA(isa, ...) (static_cast<void>(isa), dsx::scalar::__VA_ARGS__)
+#define DSX_DISPATCH_ISA(isa, ...) \
+  ((isa) == dsx::Isa::baseline ? dsx::baseline::__VA_ARGS__ : dsx::scalar::__VA_ARGS__)
 
 #else
 
-#define DSX_DISPATCH_ISA(isa, ...)                      \
-  ((isa) == dsx::Isa::avx512 ? dsx::avx512::__VA_ARGS__ \
-   : (isa) == dsx::Isa::avx2 ? dsx::avx2::__VA_ARGS__   \
-                             : dsx::scalar::__VA_ARGS__)
-
-// GCC 12 warns of undefined operands that its own AVX-512 intrinsics use on purpose (bug 105593).
-#ifndef __clang__
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#include <immintrin.h>
-#pragma GCC diagnostic pop
-#else
-#include <immintrin.h>
-#endif
+#define DSX_DISPATCH_ISA(isa, ...)                            \
+  ((isa) == dsx::Isa::avx512     ? dsx::avx512::__VA_ARGS__   \
+   : (isa) == dsx::Isa::avx2     ? dsx::avx2::__VA_ARGS__     \
+   : (isa) == dsx::Isa::baseline ? dsx::baseline::__VA_ARGS__ \
+                                 : dsx::scalar::__VA_ARGS__)
 
 #define DSX_PRAGMA(text) _Pragma(#text)
 #ifdef __clang__

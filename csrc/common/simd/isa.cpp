@@ -2,6 +2,7 @@
 #include "common/simd/isa.h"
 
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 
 #ifdef __x86_64__
@@ -10,6 +11,14 @@
 
 namespace dsx {
 namespace {
+
+#if defined(__x86_64__)
+constexpr const char* kBaseline = "sse2";
+#elif defined(__aarch64__)
+constexpr const char* kBaseline = "neon";
+#else
+constexpr const char* kBaseline = "baseline";
+#endif
 
 #ifdef __x86_64__
 bool has_f16c() {
@@ -20,13 +29,20 @@ bool has_f16c() {
 // The compiler's AVX tests include that the operating system saves the wide registers.
 Isa widest_isa() {
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !has_f16c()) return Isa::scalar;
+  if (!__builtin_cpu_supports("avx2") || !has_f16c()) return Isa::baseline;
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl");
   return avx512 ? Isa::avx512 : Isa::avx2;
 }
+
+bool is_of_intel() {
+  unsigned eax = 0, name[3] = {};
+  return __get_cpuid(0, &eax, &name[0], &name[2], &name[1]) != 0 &&
+         std::memcmp(name, "GenuineIntel", sizeof(name)) == 0;
+}
 #else
-Isa widest_isa() { return Isa::scalar; }
+Isa widest_isa() { return Isa::baseline; }
+bool is_of_intel() { return false; }
 #endif
 
 }  // namespace
@@ -35,6 +51,7 @@ const char* name_of(Isa isa) {
   switch (isa) {
     case Isa::avx512: return "avx512";
     case Isa::avx2: return "avx2";
+    case Isa::baseline: return kBaseline;
     case Isa::scalar: break;
   }
   return "scalar";
@@ -43,7 +60,7 @@ const char* name_of(Isa isa) {
 Isa choose_isa(const std::string& forced, Isa widest) {
   if (forced.empty()) return widest;
   std::string available;
-  for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+  for (Isa isa : {Isa::scalar, Isa::baseline, Isa::avx2, Isa::avx512}) {
     if (isa > widest) break;
     if (forced == name_of(isa)) return isa;
     available += (available.empty() ? "" : ", ") + std::string(name_of(isa));
@@ -58,6 +75,11 @@ Isa current_isa() {
     return choose_isa(forced == nullptr ? "" : forced, widest_isa());
   }();
   return isa;
+}
+
+bool gains_from_prefetch() {
+  static const bool gains = is_of_intel();
+  return gains;
 }
 
 }  // namespace dsx

@@ -5,10 +5,11 @@
 
 namespace dsx {
 
-// In rising order: a CPU that has one has those before it. CPUs other than x86-64 have only scalar.
-enum class Isa { scalar, avx2, avx512 };
+// In rising order: a CPU that has one has those before it. The baseline is what every CPU of an
+// architecture has. Only x86-64 has more.
+enum class Isa { scalar, baseline, avx2, avx512 };
 
-const char* name_of(Isa isa);
+const char* name_of(Isa isa);  // of the baseline, that of its instructions: sse2 or neon
 
 // The widest ISA of this CPU, unless the environment variable DSX_FORCE_ISA names another one.
 // Decided once per process. Throws std::invalid_argument as choose_isa does, so call it before a
@@ -17,5 +18,8 @@ Isa current_isa();
 
 // `forced` if it is not empty, else `widest`. Throws if `forced` is unknown or wider than `widest`.
 Isa choose_isa(const std::string& forced, Isa widest);
+
+// Whether loops over several arrays should ask for memory ahead (prefetch.h), by the CPU's vendor.
+bool gains_from_prefetch();
 
 }  // namespace dsx
