@@ -12,7 +12,7 @@ inline int64_t end_of_prefetch(int64_t begin, int64_t end) {
 // Elements [begin, end) of one tensor; begin is a multiple of kCodesBlock.
 template <class Rule, class Param, class Grad, class State>
 inline void step_loop(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
-               const Prepared<Rule>& prepared, int64_t begin, int64_t end) {
+                      const Prepared<Rule>& prepared, int64_t begin, int64_t end) {
   constexpr Pass pass = pass_of<Rule>();
   // Local copies, which no store below can change: they stay in registers.
   const typename Rule::Step step = prepared.step;
@@ -56,7 +56,8 @@ inline void step_loop(const StepTypes& types, const StepTensor<Rule::kStates>& t
 // Block by block, first the new state is stored, then the values are worked out from what was.
 template <class Rule, class Param, class Grad, class State>
 inline void measure_loop(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
-                  const Prepared<Rule>& prepared, int64_t begin, int64_t end, double* squares) {
+                         const Prepared<Rule>& prepared, int64_t begin, int64_t end,
+                         double* squares) {
   constexpr Pass pass = pass_of<Rule>();
   const typename Rule::Step step = prepared.step;
   const Parameter<Param> parameter(types, tensor.param, tensor.param_copy);
@@ -135,13 +136,13 @@ __attribute__((flatten)) void flat_loop(const StepTypes& types,
 template <class Rule, class... Squares>
 void step(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
           const Prepared<Rule>& prepared, int64_t begin, int64_t end, Squares... squares) {
-#define DSX_TRY_TYPES(Param, Grad, State)                                                         \
-  if (takes<Rule, Param, Grad, State>(types)) {                                                   \
-    if constexpr (measures(pass_of<Rule>()) || std::is_same_v<Grad, Any>) {                                                  \
-      return loop<Rule, Param, Grad, State>(types, tensor, prepared, begin, end, squares...);     \
-    } else {                                                                                      \
+#define DSX_TRY_TYPES(Param, Grad, State)                                                          \
+  if (takes<Rule, Param, Grad, State>(types)) {                                                    \
+    if constexpr (measures(pass_of<Rule>()) || std::is_same_v<Grad, Any>) {                        \
+      return loop<Rule, Param, Grad, State>(types, tensor, prepared, begin, end, squares...);      \
+    } else {                                                                                       \
       return flat_loop<Rule, Param, Grad, State>(types, tensor, prepared, begin, end, squares...); \
-    }                                                                                             \
+    }                                                                                              \
   }
   DSX_STEP_STORAGE_TYPES(DSX_TRY_TYPES)
 #undef DSX_TRY_TYPES

@@ -70,7 +70,7 @@ struct States {
   }
 
   void store(int64_t i, int count, Vec (&values)[Rule::kStates]) const {
-    if (noise.on) {
+    if (holds<T>(Dtype::bfloat16) && noise.on) {
       const Ints random = random_bits(noise, Ints::from(uint32_t(i)));
       for (int j = 0; j < kCount; ++j) {
         values[j] = round_to_bfloat16(values[j], half_of(random, j));
@@ -133,7 +133,7 @@ struct CodedStates {
     for (int j = 0; j < kCount; ++j) {
       if (absent(j)) continue;
       largest[j] = max(largest[j], bits_of(Rule::is_signed(j) ? abs(values[j]) : values[j]));
-      values[j].store(buffers[j] + i % kCodesBlock, count);
+      values[j].store(buffers[j] + (i & (kCodesBlock - 1)), count);
     }
   }
 
@@ -149,7 +149,7 @@ struct CodedStates {
       const Ints random = noise.on ? random_bits(noise, Ints::from(uint32_t(i))) : Ints(kNearest);
       for (int j = 0; j < kCount; ++j) {
         if (absent(j)) continue;
-        const Vec value = Vec::load(buffers[j] + i % kCodesBlock, count);
+        const Vec value = Vec::load(buffers[j] + (i & (kCodesBlock - 1)), count);
         const Ints code = encode(value, inverse[j], half_of(random, j), Rule::is_signed(j));
         shift_right<24>(code).store(begins[j] + i, count);
       }

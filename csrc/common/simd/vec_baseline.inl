@@ -16,9 +16,7 @@ struct Ints {  // unsigned, 32 bits
   Ints(uint32_t value) : lanes{value, value, value, value} {}
   Ints(IntLanes value) : lanes(value) {}
 
-  static Ints from(uint32_t first) {
-    return IntLanes{first, first + 1, first + 2, first + 3};
-  }
+  static Ints from(uint32_t first) { return IntLanes{first, first + 1, first + 2, first + 3}; }
 
   template <class T>
   static Ints load(const T* source, int count) {
