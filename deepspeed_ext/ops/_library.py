@@ -6,7 +6,8 @@ library of that device and calls the op again; from then on torch goes straight 
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,72 +16,119 @@ from deepspeed_ext.op_builder import load
 
 _NAMESPACE = "deepspeed_ext"
 _FRAGMENT = torch.library.Library(_NAMESPACE, "FRAGMENT")
+Values = Mapping[str, object]
 
 
-def define(schema: str, libraries: Mapping[str, str]) -> torch._ops.OpOverload:
-    """Define the op of this schema and return it.
+def define(
+    schema: str,
+    libraries: Mapping[str, str],
+    *,
+    fake: Callable[..., Any] | None = None,
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., None] | None = None,
+    on_host: Sequence[str] = (),
+) -> torch._ops.OpOverload:
+    """Define the op of this schema, all there is to it in Python, and return it.
+
+    An op that returns something and has no backward raises when a gradient is to pass through it.
+    One that writes to its arguments is none of autograd's business, as an optimizer step is.
+
+    What is not asked for: autocast casts nothing, as kernels compute in float32 whatever is stored
+    and take mixed dtypes; torch.library.register_autocast is for an op that must cast. An op that
+    multiplies matrices names its FLOPs with torch.utils.flop_counter.register_flop_formula, below
+    its definition; torch counts those only.
 
     Args:
-        schema: in torch's schema language; every mutated argument is marked.
+        schema: in torch's schema language; every mutated argument is marked. The name may have an
+            overload, as in "name.overload(...)"; arguments may be optional, or keyword-only if they
+            are no tensors.
         libraries: for each device type, "cpu" or "cuda", the op library that has the kernel.
+        fake: takes what the op takes and returns what it returns, tensors without values; devices
+            are checked before. None for an op that returns nothing.
+        backward: takes a context and the gradients of the results, None for those that nothing
+            depends on, and returns one for each positional argument, or None.
+        setup_context: with inputs=, output= and, if the schema has any, keyword_only_inputs=, saves
+            in the context, ctx=, what backward needs.
+        on_host: arguments that are in host memory whatever the device of the others is.
     """
-    name = schema.partition("(")[0]
+    full_name = schema.partition("(")[0]
+    parsed = torch._C.parse_schema(schema)
+    if parsed.returns and fake is None:
+        raise TypeError(f"{full_name}: fake is None, expected a function, as it returns something")
     calling_again = threading.local()  # other threads may be on their way here for the first time
 
-    def load_and_call_again(*args: object) -> object:
-        device = _device_of(op, libraries, args)
+    def load_and_call_again(*args: object, **keywords: object) -> object:
+        device = _device_of(full_name, libraries, _values(op, args, keywords))
         if getattr(calling_again, "now", False):  # torch did not choose the native kernel
             raise TypeError(
-                f"{name}: arguments are of a kind that no kernel takes, expected Tensor"
+                f"{full_name}: arguments are of a kind that no kernel takes, expected Tensor"
             )
         load(libraries[device])
         calling_again.now = True
         try:
-            return op(*args)
+            return op(*args, **keywords)
         finally:
             calling_again.now = False
 
+    def check_and_infer(*args: object, **keywords: object) -> object:
+        _check_one_device(full_name, _values(op, args, keywords), on_host)
+        return None if fake is None else fake(*args, **keywords)
+
     _FRAGMENT.define(schema)
-    op: torch._ops.OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
-    _FRAGMENT.impl(name, load_and_call_again, "CompositeExplicitAutograd")
-    # What it writes and returns has no gradient: autograd has no part in it, and the default
-    # fallback would look at every tensor of every list.
-    _FRAGMENT.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    packet = getattr(getattr(torch.ops, _NAMESPACE), parsed.name)
+    op: torch._ops.OpOverload = getattr(packet, parsed.overload_name or "default")
+    _FRAGMENT.impl(full_name, load_and_call_again, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_NAMESPACE}::{full_name}", check_and_infer, lib=_FRAGMENT)
+    if parsed.returns and not parsed.is_mutable:
+        _register_gradient(full_name, backward, setup_context)
+    else:
+        # The default fallback would look at every tensor of every list.
+        _FRAGMENT.impl(full_name, torch.library.fallthrough_kernel, "Autograd")
     return op
 
 
-def check_one_device(
-    op: torch._ops.OpOverload, args: tuple[object, ...], *, on_host: Sequence[str] = ()
+def _register_gradient(
+    name: str,
+    backward: Callable[..., Any] | None,
+    setup_context: Callable[..., None] | None,
 ) -> None:
-    """Check what a native kernel would: a fake is also called when one of the tensors is on meta.
+    def refuse(ctx: Any, *grads: Tensor | None) -> NoReturn:
+        raise RuntimeError(
+            f"{name}: the gradient is wanted, expected no use of it, as the op has none;"
+            " call the op under torch.no_grad(), or detach what it takes"
+        )
 
-    Args:
-        op: gives the arguments their names.
-        args: of a call of it.
-        on_host: names of the arguments that are always in host memory.
+    def set_up(ctx: Any, **values: Any) -> None:
+        ctx.set_materialize_grads(False)  # no zeros for results that nothing depends on
+        if setup_context is not None:
+            setup_context(ctx=ctx, **values)
+
+    torch.library.register_autograd(
+        f"{_NAMESPACE}::{name}", backward or refuse, setup_context=set_up, lib=_FRAGMENT
+    )
+
+
+def _check_one_device(name: str, values: Values, on_host: Sequence[str]) -> None:
+    """Check what a native kernel would: a fake is also called when one of the tensors is on meta.
 
     Raises:
         ValueError: a tensor is not on the device of the first one.
     """
-    tensors = [item for item in _tensors(op, args) if item[0] not in on_host]
+    tensors = [item for item in _tensors(values) if item[0] not in on_host]
     for argument, tensor in tensors:
         want = tensors[0][1].device
         if tensor.device != want:
-            name = op.name().partition("::")[2]
             raise ValueError(f"{name}: {argument} is on {tensor.device}, expected {want}")
 
 
-def _device_of(
-    op: torch._ops.OpOverload, known: Mapping[str, str], args: tuple[object, ...]
-) -> str:
+def _device_of(name: str, known: Mapping[str, str], values: Values) -> str:
     """Return the type of the device that the tensors of these arguments are on.
 
     Raises:
         ValueError: a tensor is sparse, or on a device that the op has no library for.
     """
-    name = op.name().partition("::")[2]
     devices = set()
-    for argument, tensor in _tensors(op, args):
+    for argument, tensor in _tensors(values):
         if tensor.layout is not torch.strided:
             raise ValueError(f"{name}: {argument} is {tensor.layout}, expected torch.strided")
         if tensor.device.type not in known:
@@ -90,12 +138,18 @@ def _device_of(
     return "cuda" if "cuda" in devices else "cpu"
 
 
-def _tensors(op: torch._ops.OpOverload, args: tuple[object, ...]) -> Iterator[tuple[str, Tensor]]:
+def _values(op: torch._ops.OpOverload, args: Sequence[object], keywords: Values) -> Values:
+    """Return the arguments of a call by name; those that are left at their default may lack."""
+    names = [argument.name for argument in op._schema.arguments]
+    return dict(zip(names, args, strict=False)) | keywords
+
+
+def _tensors(values: Values) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of a call with the text that error messages call it by."""
-    for argument, value in zip(op._schema.arguments, args, strict=False):
+    for name, value in values.items():
         if isinstance(value, Tensor):
-            yield argument.name, value
+            yield name, value
         elif isinstance(value, (list, tuple)):
             for i, item in enumerate(value):
                 if isinstance(item, Tensor):
-                    yield f"{argument.name}[{i}]", item
+                    yield f"{name}[{i}]", item

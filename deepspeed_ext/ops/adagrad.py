@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import check_one_device, define
+from deepspeed_ext.ops._library import define
 from deepspeed_ext.ops._step import ON_HOST, StepReference, count_writes, number_or_tensor
 
 _adagrad_step_op = define(
@@ -14,6 +14,7 @@ _adagrad_step_op = define(
     " Tensor? noise, float lr, Tensor? lr_tensor, float lr_decay, float eps, float weight_decay,"
     " bool maximize, Tensor? grad_scale, Tensor? found_inf) -> ()",
     {"cpu": "cpu_adagrad", "cuda": "fused_adagrad"},
+    on_host=ON_HOST,
 )
 
 
@@ -76,14 +77,6 @@ def adagrad_step_(
         *number_or_tensor(lr), lr_decay, eps, weight_decay, maximize, grad_scale, found_inf,
     )  # fmt: skip
     count_writes(params, sums, scales, master_params, steps)
-
-
-def _adagrad_step_fake(*args: object) -> None:
-    """Infer nothing, as the op returns nothing."""
-    check_one_device(_adagrad_step_op, args, on_host=ON_HOST)
-
-
-torch.library.register_fake("deepspeed_ext::adagrad_step_", _adagrad_step_fake)
 
 
 def adagrad_step_ref_(

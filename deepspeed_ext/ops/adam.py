@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import check_one_device, define
+from deepspeed_ext.ops._library import define
 from deepspeed_ext.ops._step import ON_HOST, StepReference, count_writes, number_or_tensor
 
 _adam_step_op = define(
@@ -16,6 +16,7 @@ _adam_step_op = define(
     " float weight_decay, bool decoupled, bool bias_correction, bool maximize,"
     " Tensor? grad_scale, Tensor? found_inf) -> ()",
     {"cpu": "cpu_adam", "cuda": "fused_adam"},
+    on_host=ON_HOST,
 )
 
 
@@ -110,14 +111,6 @@ def adam_step_(
         bias_correction, maximize, grad_scale, found_inf,
     )  # fmt: skip
     count_writes(params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, scales, master_params, steps)
-
-
-def _adam_step_fake(*args: object) -> None:
-    """Infer nothing, as the op returns nothing."""
-    check_one_device(_adam_step_op, args, on_host=ON_HOST)
-
-
-torch.library.register_fake("deepspeed_ext::adam_step_", _adam_step_fake)
 
 
 def adam_step_ref_(

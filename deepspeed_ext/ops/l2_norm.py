@@ -6,10 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import check_one_device, define
+from deepspeed_ext.ops._library import define
 
 _squared_norms_op = define(
-    "squared_norms(Tensor[] tensors) -> Tensor", {"cpu": "cpu_norm", "cuda": "fused_norm"}
+    "squared_norms(Tensor[] tensors) -> Tensor",
+    {"cpu": "cpu_norm", "cuda": "fused_norm"},
+    fake=lambda tensors: tensors[0].new_empty(len(tensors), dtype=torch.float64),
 )
 
 
@@ -46,15 +48,6 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
         return torch.zeros(0, dtype=torch.float64, device="cpu")
     squares: Tensor = _squared_norms_op(tensors)
     return squares
-
-
-def _squared_norms_fake(tensors: Sequence[Tensor]) -> Tensor:
-    """Infer one float64 for each tensor."""
-    check_one_device(_squared_norms_op, (tensors,))
-    return tensors[0].new_empty(len(tensors), dtype=torch.float64)
-
-
-torch.library.register_fake("deepspeed_ext::squared_norms", _squared_norms_fake)
 
 
 def squared_norms_ref(tensors: Sequence[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import check_one_device, define
+from deepspeed_ext.ops._library import define
 from deepspeed_ext.ops._step import ON_HOST, StepReference, count_writes, number_or_tensor
 
 _LIBRARIES = {"cpu": "cpu_lamb", "cuda": "fused_lamb"}
@@ -21,6 +21,8 @@ _lamb_moments_op = define(
     " float weight_decay, bool eps_inside_sqrt, bool bias_correction, bool maximize,"
     " Tensor? grad_scale, Tensor? found_inf) -> Tensor",
     _LIBRARIES,
+    fake=lambda params, *others: params[0].new_empty(len(params), 2, dtype=torch.float64),
+    on_host=ON_HOST,
 )
 _lamb_apply_op = define(
     "lamb_apply_(Tensor(a!)[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] scales,"
@@ -28,6 +30,7 @@ _lamb_apply_op = define(
     " Tensor coefficients, float lr, Tensor? lr_tensor, float beta1, float beta2, float eps,"
     " float weight_decay, bool eps_inside_sqrt, bool bias_correction, Tensor? found_inf) -> ()",
     _LIBRARIES,
+    on_host=ON_HOST,
 )
 
 
@@ -188,21 +191,6 @@ def lamb_apply_(
         found_inf,
     )  # fmt: skip
     count_writes(params, master_params)
-
-
-def _lamb_moments_fake(params: Sequence[Tensor], *others: object) -> Tensor:
-    """Infer two float64 for each parameter."""
-    check_one_device(_lamb_moments_op, (params, *others), on_host=ON_HOST)
-    return params[0].new_empty(len(params), 2, dtype=torch.float64)
-
-
-def _lamb_apply_fake(*args: object) -> None:
-    """Infer nothing, as the op returns nothing."""
-    check_one_device(_lamb_apply_op, args, on_host=ON_HOST)
-
-
-torch.library.register_fake("deepspeed_ext::lamb_moments_", _lamb_moments_fake)
-torch.library.register_fake("deepspeed_ext::lamb_apply_", _lamb_apply_fake)
 
 
 def lamb_update_ref(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import check_one_device, define
+from deepspeed_ext.ops._library import define
 from deepspeed_ext.ops._step import ON_HOST, StepReference, count_writes, number_or_tensor
 
 _LIBRARIES = {"cpu": "cpu_lars", "cuda": "fused_lars"}
@@ -18,6 +18,8 @@ _lars_norms_op = define(
     "lars_norms(Tensor[] params, Tensor[] grads, Tensor[] master_params, Tensor? offsets,"
     " Tensor? slots, Tensor? grad_scale) -> Tensor",
     _LIBRARIES,
+    fake=lambda params, *others: params[0].new_empty(len(params), 2, dtype=torch.float64),
+    on_host=ON_HOST,
 )
 _lars_apply_op = define(
     "lars_apply_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers,"
@@ -26,6 +28,7 @@ _lars_apply_op = define(
     " float momentum, float weight_decay, bool maximize, Tensor? grad_scale,"
     " Tensor? found_inf) -> ()",
     _LIBRARIES,
+    on_host=ON_HOST,
 )
 
 
@@ -152,21 +155,6 @@ def lars_apply_(
         found_inf,
     )  # fmt: skip
     count_writes(params, momentum_buffers, scales, master_params, steps)
-
-
-def _lars_norms_fake(params: Sequence[Tensor], *others: object) -> Tensor:
-    """Infer two float64 for each parameter."""
-    check_one_device(_lars_norms_op, (params, *others), on_host=ON_HOST)
-    return params[0].new_empty(len(params), 2, dtype=torch.float64)
-
-
-def _lars_apply_fake(*args: object) -> None:
-    """Infer nothing, as the op returns nothing."""
-    check_one_device(_lars_apply_op, args, on_host=ON_HOST)
-
-
-torch.library.register_fake("deepspeed_ext::lars_norms", _lars_norms_fake)
-torch.library.register_fake("deepspeed_ext::lars_apply_", _lars_apply_fake)
 
 
 def lars_norms_ref(

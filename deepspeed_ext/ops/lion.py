@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import check_one_device, define
+from deepspeed_ext.ops._library import define
 from deepspeed_ext.ops._step import ON_HOST, StepReference, count_writes, number_or_tensor
 
 _lion_step_op = define(
@@ -14,6 +14,7 @@ _lion_step_op = define(
     " Tensor? noise, float lr, Tensor? lr_tensor, float beta1, float beta2, float weight_decay,"
     " bool maximize, Tensor? grad_scale, Tensor? found_inf) -> ()",
     {"cpu": "cpu_lion", "cuda": "fused_lion"},
+    on_host=ON_HOST,
 )
 
 
@@ -75,14 +76,6 @@ def lion_step_(
         *number_or_tensor(lr), *betas, weight_decay, maximize, grad_scale, found_inf,
     )  # fmt: skip
     count_writes(params, exp_avgs, scales, master_params, steps)
-
-
-def _lion_step_fake(*args: object) -> None:
-    """Infer nothing, as the op returns nothing."""
-    check_one_device(_lion_step_op, args, on_host=ON_HOST)
-
-
-torch.library.register_fake("deepspeed_ext::lion_step_", _lion_step_fake)
 
 
 def lion_step_ref_(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import check_one_device, define
+from deepspeed_ext.ops._library import define
 from deepspeed_ext.ops._step import ON_HOST, StepReference, count_writes, number_or_tensor
 
 _sgd_step_op = define(
@@ -15,6 +15,7 @@ _sgd_step_op = define(
     " float dampening, float weight_decay, bool nesterov, bool wd_after_momentum,"
     " bool maximize, Tensor? grad_scale, Tensor? found_inf) -> ()",
     {"cpu": "cpu_sgd", "cuda": "fused_sgd"},
+    on_host=ON_HOST,
 )
 
 
@@ -82,14 +83,6 @@ def sgd_step_(
         maximize, grad_scale, found_inf,
     )  # fmt: skip
     count_writes(params, momentum_buffers, scales, master_params, steps)
-
-
-def _sgd_step_fake(*args: object) -> None:
-    """Infer nothing, as the op returns nothing."""
-    check_one_device(_sgd_step_op, args, on_host=ON_HOST)
-
-
-torch.library.register_fake("deepspeed_ext::sgd_step_", _sgd_step_fake)
 
 
 def sgd_step_ref_(
