@@ -3,36 +3,38 @@
 from .spec import OpSpec
 
 
-def _step(library: str, op: str) -> OpSpec:
-    """Return the library of one op of the optimizers; its name says the device."""
-    check = f"deepspeed_ext.ops.self_checks:{op}"
+def _op(library: str, op: str) -> OpSpec:
+    """Return the library of one op, such as optimizers/adam, for the device that its name says."""
+    check = f"deepspeed_ext.ops.self_checks:{op.partition('/')[2]}"
     if library.startswith("cpu"):
-        sources = (f"optimizers/{op}_ops.cpp", f"optimizers/{op}_cpu.cpp", "common/simd/isa.cpp")
+        sources = (f"{op}_ops.cpp", f"{op}_cpu.cpp", "common/simd/isa.cpp")
         return OpSpec(name=library, device="cpu", sources=sources, self_check=check)
     return OpSpec(
         name=library,
         device="cuda",
-        sources=(f"optimizers/{op}_cuda.cu", f"optimizers/{op}_ops_cuda.cpp"),
+        sources=(f"{op}_cuda.cu", f"{op}_ops_cuda.cpp"),
         needs=("torch", "cuda"),
         self_check=check,
     )
 
 
 OPS: tuple[OpSpec, ...] = (
-    _step("cpu_adam", "adam"),
-    _step("fused_adam", "adam"),
-    _step("cpu_lion", "lion"),
-    _step("fused_lion", "lion"),
-    _step("cpu_adagrad", "adagrad"),
-    _step("fused_adagrad", "adagrad"),
-    _step("cpu_sgd", "sgd"),
-    _step("fused_sgd", "sgd"),
-    _step("cpu_lamb", "lamb"),
-    _step("fused_lamb", "lamb"),
-    _step("cpu_lars", "lars"),
-    _step("fused_lars", "lars"),
-    _step("cpu_norm", "l2_norm"),
-    _step("fused_norm", "l2_norm"),
+    _op("cpu_adam", "optimizers/adam"),
+    _op("fused_adam", "optimizers/adam"),
+    _op("cpu_lion", "optimizers/lion"),
+    _op("fused_lion", "optimizers/lion"),
+    _op("cpu_adagrad", "optimizers/adagrad"),
+    _op("fused_adagrad", "optimizers/adagrad"),
+    _op("cpu_sgd", "optimizers/sgd"),
+    _op("fused_sgd", "optimizers/sgd"),
+    _op("cpu_lamb", "optimizers/lamb"),
+    _op("fused_lamb", "optimizers/lamb"),
+    _op("cpu_lars", "optimizers/lars"),
+    _op("fused_lars", "optimizers/lars"),
+    _op("cpu_norm", "optimizers/l2_norm"),
+    _op("fused_norm", "optimizers/l2_norm"),
+    _op("cpu_rms_norm", "transformer/rms_norm"),
+    _op("fused_rms_norm", "transformer/rms_norm"),
     OpSpec(
         name="async_io",
         device="cpu",

@@ -47,6 +47,9 @@ DSX_HOST_DEVICE inline uint32_t upper_16_bits(uint32_t a) {
 #endif
 }
 
+// a / b rounded up, of sizes: a is not negative, b is positive.
+DSX_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // Each bit of a where the mask has a 1, else of b.
 DSX_HOST_DEVICE inline uint32_t blend_bits(uint32_t mask, uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
@@ -72,5 +75,8 @@ DSX_HOST_DEVICE inline float scale_and_add(float a, float scale, float b) {
 
 // The nearest integer; the even one of two.
 DSX_HOST_DEVICE inline float round_even(float a) { return ::rintf(a); }
+
+// 1 / sqrt(a) by two operations that round correctly: off by at most 1.5 x 2^-24 of it.
+DSX_HOST_DEVICE inline float rsqrt(float a) { return 1.0f / ::sqrtf(a); }
 
 }  // namespace dsx

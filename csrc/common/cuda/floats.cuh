@@ -44,6 +44,7 @@ DSX_BINARY(Floats, Floats, min, dsx::min(a.lanes[i], b.lanes[i]))
 DSX_BINARY(Floats, Floats, max, dsx::max(a.lanes[i], b.lanes[i]))
 DSX_UNARY(Floats, operator-, -a.lanes[i])
 DSX_UNARY(Floats, abs, ::fabsf(a.lanes[i]))
+DSX_UNARY(Floats, rsqrt, dsx::rsqrt(a.lanes[i]))
 
 DSX_BINARY(Floats, Mask, operator<, a.lanes[i] < b.lanes[i])
 DSX_BINARY(Floats, Mask, operator<=, a.lanes[i] <= b.lanes[i])

@@ -47,6 +47,7 @@
 namespace dsx::scalar {
 #include "common/simd/vec_scalar.inl"
 #include "common/simd/vec_derived.inl"
+#include "common/simd/vec_math.inl"
 #include "common/simd/for_each_vector.inl"
 #include DSX_KERNEL_SOURCE
 }  // namespace dsx::scalar
@@ -86,6 +87,7 @@ DSX_TARGET_BEGIN("avx2,f16c")
 namespace dsx::avx2 {
 #include "common/simd/vec_avx2.inl"
 #include "common/simd/vec_derived.inl"
+#include "common/simd/vec_math.inl"
 #include "common/simd/for_each_vector.inl"
 #include DSX_KERNEL_SOURCE
 }  // namespace dsx::avx2
@@ -95,6 +97,7 @@ DSX_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx2,f16c")
 namespace dsx::avx512 {
 #include "common/simd/vec_avx512.inl"
 #include "common/simd/vec_derived.inl"
+#include "common/simd/vec_math.inl"
 #include "common/simd/for_each_vector.inl"
 #include DSX_KERNEL_SOURCE
 }  // namespace dsx::avx512

@@ -70,6 +70,18 @@ T unbox(StableIValue value) {
   }
 }
 
+// Puts results where the arguments were; torch has made the stack long enough for either.
+template <class Result>
+void box(Result&& result, StableIValue* stack) {
+  stack[0] = torch::stable::detail::from(std::forward<Result>(result));
+}
+
+template <class... Results>
+void box(std::tuple<Results...>&& results, StableIValue* stack) {
+  std::apply([&](auto&... each) { ((*stack++ = torch::stable::detail::from(each)), ...); },
+             results);
+}
+
 template <class Result, class... Arguments, size_t... indices>
 void call_unboxed(Result (*function)(Arguments...), StableIValue* stack,
                   std::index_sequence<indices...>) {
@@ -79,21 +91,34 @@ void call_unboxed(Result (*function)(Arguments...), StableIValue* stack,
   if constexpr (std::is_void_v<Result>) {
     function(std::get<indices>(values)...);
   } else {
-    stack[0] = torch::stable::detail::from(function(std::get<indices>(values)...));
+    box(function(std::get<indices>(values)...), stack);
   }
 }
+
+template <class Result>
+constexpr size_t kResults = 1;
+template <>
+inline constexpr size_t kResults<void> = 0;
+template <class... Results>
+inline constexpr size_t kResults<std::tuple<Results...>> = sizeof...(Results);
 
 template <class Result, class... Arguments>
 constexpr size_t count_of(Result (*)(Arguments...)) {
   return sizeof...(Arguments);
 }
+template <class Result, class... Arguments>
+constexpr size_t results_of(Result (*)(Arguments...)) {
+  return kResults<Result>;
+}
 
-// What torch calls for an op that returns nothing or one tensor, as the function does:
-// library.impl(name, &boxed<&function>).
+// What torch calls for an op that returns what the function does, nothing, a tensor or a tuple of
+// them; keyword-only arguments are the last ones: library.impl(name, &boxed<&function>).
 template <auto function>
-void boxed(StableIValue* stack, uint64_t arguments, uint64_t /*results*/) {
+void boxed(StableIValue* stack, uint64_t arguments, uint64_t results) {
   constexpr size_t count = count_of(function);
   STD_TORCH_CHECK(arguments == count, "the schema has ", arguments, " arguments, expected ", count);
+  STD_TORCH_CHECK(results == results_of(function), "the schema has ", results,
+                  " results, expected ", results_of(function));
   call_unboxed(function, stack, std::make_index_sequence<count>());
 }
 

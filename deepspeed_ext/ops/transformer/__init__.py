@@ -1,0 +1,1 @@
+"""The ops that transformers are made of."""
