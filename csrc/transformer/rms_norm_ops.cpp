@@ -28,8 +28,7 @@ struct Cpu {
     });
   }
 
-  static void run_backward(const RmsNormBackward& norm, Rows grad_weight,
-                           const TensorView& /*beside*/) {
+  static void run_backward(const RmsNormBackward& norm, Rows grad_weight, int /*device*/) {
     const Isa isa = current_isa();
     const int64_t groups = ceil_div(norm.rows, kRowsOfPartial);
     std::unique_ptr<float[]> memory;

@@ -1,6 +1,6 @@
 // The torch side of rms_norm that both devices share: checks, then tensors into the structs.
 // `Device` is what rms_norm_ops.cpp and rms_norm_ops_cuda.cpp have one of each: run(RmsNorm, device)
-// and run_backward(RmsNormBackward, grad_weight, beside) work things out, or queue that.
+// and run_backward(RmsNormBackward, grad_weight, device) work things out, or queue that.
 #pragma once
 
 #include "common/torch/arguments.h"
@@ -80,7 +80,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_out, const Optio
   norm.grad_x = grad_x.rows;
   Tensor grad_weight = new_tensor(&weight_length, 1, torch_code(norm.weight.dtype), view);
   const Rows weight_row{has_grad_weight ? grad_weight.data_ptr() : nullptr, 0, norm.weight.dtype};
-  Device::run_backward(norm, weight_row, view);
+  Device::run_backward(norm, weight_row, view.device_index);
   return {std::move(grad_x.tensor), std::move(grad_weight)};
 }
 

@@ -32,6 +32,7 @@ from deepspeed_ext.ops.state_formats import (
     join_float32,
     split_float32,
 )
+from deepspeed_ext.ops.transformer.rms_norm import rms_norm, rms_norm_ref
 
 __all__ = [
     "L2Norm",
@@ -58,6 +59,8 @@ __all__ = [
     "lars_norms_ref",
     "lion_step_",
     "lion_step_ref_",
+    "rms_norm",
+    "rms_norm_ref",
     "sgd_step_",
     "sgd_step_ref_",
     "split_float32",

@@ -29,7 +29,8 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     A sum is not finite if and only if an element of its tensor is not: no finite value is too large
     or too small for it. On the CPU the bits depend neither on the number of threads nor on the
     instruction set; on CUDA they are the same in every run, and a graph can capture the call. The
-    result has no gradient. `total_squared_norm` is for several devices and for DTensors.
+    op has no gradient, and raises when one is wanted. `total_squared_norm` is for several devices
+    and for DTensors.
 
     Args:
         tensors: float32, bfloat16 or float16, also mixed; any shapes and layouts (those with gaps

@@ -45,7 +45,8 @@ def lars_norms(
 
     Arguments are those of `lars_apply_`, with the same values; nothing is modified. The sums are in
     float64; on the CPU they depend neither on the number of threads nor on the instruction set, on
-    CUDA they are the same in every run. Nothing waits for the device. The result has no gradient.
+    CUDA they are the same in every run. Nothing waits for the device. A gradient
+    through the result raises.
 
     Args:
         params: as for `lars_apply_`.

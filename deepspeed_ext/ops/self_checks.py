@@ -116,7 +116,7 @@ def _check_step(
         for name, tensors in got.items():
             for i, tensor in enumerate(tensors):
                 title = f"{op.__name__}: {name}[{i}] on {device}"
-                _compare(title, tensor, want[name][i], bound)
+                compare(title, tensor, want[name][i], bound)
 
 
 def l2_norm(device: str) -> None:
@@ -135,10 +135,10 @@ def l2_norm(device: str) -> None:
     tensors += [torch.ones(1, device=device), torch.full((3,), 3e38, device=device)]
     want = squared_norms_ref([tensor.cpu() for tensor in tensors])
     bound = 4 * torch.finfo(torch.float32).eps  # a few roundings, of squares and short sums
-    _compare(f"squared_norms: result on {device}", squared_norms(tensors), want, bound)
+    compare(f"squared_norms: result on {device}", squared_norms(tensors), want, bound)
 
 
-def _compare(what: str, got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
+def compare(what: str, got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
     """Raise unless each element is within a relative error of `bound`."""
     found = got.cpu().double().flatten()
     wrong = ~((found - want.flatten()).abs() <= bound * want.flatten().abs())

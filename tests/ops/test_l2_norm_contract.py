@@ -138,11 +138,6 @@ def test_can_be_compiled(device: str) -> None:
             assert torch.equal(got, want)
 
 
-def test_the_result_has_no_gradient(device: str) -> None:
-    tensor = torch.ones(4, device=device, requires_grad=True)
-    assert not squared_norms([tensor, tensor * 1.0]).requires_grad
-
-
 def test_an_imaginary_part_of_a_conjugate() -> None:
     negated = torch.view_as_complex(torch.ones(4, 2)).conj().imag
     assert negated.is_neg() and squared_norms([negated]).item() == 4

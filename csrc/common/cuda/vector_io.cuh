@@ -162,6 +162,17 @@ __device__ inline void store(Pointer<T> target, const Floats<kCount>& values, in
   store_elements<access>(target.address, elements, count);
 }
 
+// The values as they are once they have been stored as this dtype.
+template <int kCount>
+__device__ inline Floats<kCount> rounded(Floats<kCount> values, Dtype dtype) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (dtype == Dtype::bfloat16) values.lanes[i] = widen(narrow<BFloat16>(values.lanes[i]));
+    if (dtype == Dtype::float16) values.lanes[i] = widen(narrow<Half>(values.lanes[i]));
+  }
+  return values;
+}
+
 template <Access access, int kCount>
 __device__ inline Floats<kCount> load(Pointer<Any> source, int count) {
   const Dtype dtype = source.dtype;

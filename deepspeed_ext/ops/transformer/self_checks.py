@@ -1,0 +1,65 @@
+"""Quick runs of each op and its gradient against the reference, for ds_report."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext import ops
+from deepspeed_ext.ops.self_checks import compare
+
+Function = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+def rms_norm(device: str) -> None:
+    """Run `_check` on rms_norm with weight and residual."""
+
+    def op(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        return ops.rms_norm(x, weight, residual=residual)
+
+    def reference(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return ops.rms_norm_ref(x, weight, residual=residual)
+
+    _check("rms_norm", device, op, reference, [(5, 300), (300,), (5, 300)])
+
+
+def _check(
+    name: str,
+    device: str,
+    op: Function,
+    reference: Function,
+    shapes: Sequence[tuple[int, ...]],
+) -> None:
+    """Compare all results and gradients of an op with those of its reference, in float32.
+
+    Args:
+        name: what the error calls it.
+        device: "cpu" or "cuda".
+        op: takes a tensor of each shape.
+        reference: the same in float64.
+        shapes: of the arguments.
+
+    Raises:
+        RuntimeError: a result is not what the reference says.
+        BuildError: the native library could not be built or loaded.
+    """
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
+    got = _results_and_gradients(op, [value.to(device) for value in values])
+    want = _results_and_gradients(reference, [value.double() for value in values])
+    bound = 1e4 * torch.finfo(torch.float32).eps  # for gradients in which much cancels
+    for i, (value, expected) in enumerate(zip(got, want, strict=True)):
+        compare(f"{name}: {i} of results and gradients on {device}", value, expected, bound)
+
+
+def _results_and_gradients(function: Function, values: list[Tensor]) -> list[Tensor]:
+    leaves = [value.requires_grad_() for value in values]
+    with torch.enable_grad():
+        outputs = function(*leaves)
+    results = (outputs,) if isinstance(outputs, Tensor) else outputs
+    grads = [
+        torch.linspace(1, 2, result.numel(), dtype=torch.float64).view(result.shape).to(result)
+        for result in results
+    ]
+    found = torch.autograd.grad(results, leaves, grads)
+    return [tensor.detach() for tensor in (*results, *found)]
