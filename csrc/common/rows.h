@@ -7,9 +7,9 @@
 namespace dsx {
 
 struct Rows {
-  void* data = nullptr;           // null: absent
-  int64_t pitch = 0;              // elements from one row to the next; 0: all rows are the same
-  Dtype dtype = Dtype::float32;   // float32, bfloat16 or float16
+  void* data = nullptr;          // null: absent
+  int64_t pitch = 0;             // elements from one row to the next; 0: all rows are the same
+  Dtype dtype = Dtype::float32;  // float32, bfloat16 or float16
 
   // T is the storage type that holds the dtype, or Any.
   template <class T>

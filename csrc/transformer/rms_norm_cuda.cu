@@ -71,8 +71,13 @@ __device__ void normalize_row(const RmsNorm& norm, int64_t row, bool aligned) {
   });
 }
 
+// Two blocks of the largest teams on a multiprocessor, so that one loads while the other computes;
+// floats would not fit into the registers that are left for each.
 template <class Team, class T>
-__global__ void __launch_bounds__(Team::kBlock)
+constexpr int kResidentBlocks = Team::kThreads == 512 && sizeof(T) == 2 ? 2 : 1;
+
+template <class Team, class T>
+__global__ void __launch_bounds__(Team::kBlock, (kResidentBlocks<Team, T>))
     norm_kernel(const __grid_constant__ RmsNorm norm, bool aligned) {
   const int64_t teams = cuda::team_count<Team>();
   for (int64_t row = cuda::team_index<Team>(); row < norm.rows; row += teams) {

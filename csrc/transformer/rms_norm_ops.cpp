@@ -22,10 +22,9 @@ int64_t grain_of(int64_t elements) {
 struct Cpu {
   static void run(const RmsNorm& norm, int /*device*/) {
     const Isa isa = current_isa();  // may throw, and nothing may throw in a parallel region
-    torch::stable::parallel_for(0, norm.rows, grain_of(norm.length),
-                                [&](int64_t begin, int64_t end) {
-      rms_norm_cpu(isa, norm, begin, end);
-    });
+    torch::stable::parallel_for(
+        0, norm.rows, grain_of(norm.length),
+        [&](int64_t begin, int64_t end) { rms_norm_cpu(isa, norm, begin, end); });
   }
 
   static void run_backward(const RmsNormBackward& norm, Rows grad_weight, int /*device*/) {

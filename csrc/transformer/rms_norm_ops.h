@@ -1,6 +1,6 @@
 // The torch side of rms_norm that both devices share: checks, then tensors into the structs.
-// `Device` is what rms_norm_ops.cpp and rms_norm_ops_cuda.cpp have one of each: run(RmsNorm, device)
-// and run_backward(RmsNormBackward, grad_weight, device) work things out, or queue that.
+// `Device` is what rms_norm_ops.cpp and rms_norm_ops_cuda.cpp have one of each: run(RmsNorm,
+// device) and run_backward(RmsNormBackward, grad_weight, device) work things out, or queue that.
 #pragma once
 
 #include "common/torch/arguments.h"

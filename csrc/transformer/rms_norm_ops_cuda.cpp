@@ -17,8 +17,7 @@ struct Cuda {
   static void run_backward(const RmsNormBackward& norm, Rows grad_weight, int device) {
     const torch::stable::accelerator::DeviceGuard guard(device);
     const int64_t floats = grad_weight.data == nullptr ? 0 : rms_norm_backward_workspace(norm);
-    const torch::stable::Tensor workspace =
-        cuda_workspace(floats * int64_t(sizeof(float)), device);
+    const torch::stable::Tensor workspace = cuda_workspace(floats * int64_t(sizeof(float)), device);
     rms_norm_backward_cuda(norm, grad_weight, static_cast<float*>(workspace.data_ptr()),
                            current_cuda_stream(device));
   }

@@ -141,7 +141,7 @@ def _device_of(name: str, known: Mapping[str, str], values: Values) -> str:
 def _values(op: torch._ops.OpOverload, args: Sequence[object], keywords: Values) -> Values:
     """Return the arguments of a call by name; those that are left at their default may lack."""
     names = [argument.name for argument in op._schema.arguments]
-    return dict(zip(names, args, strict=False)) | keywords
+    return {**dict(zip(names, args, strict=False)), **keywords}
 
 
 def _tensors(values: Values) -> Iterator[tuple[str, Tensor]]:

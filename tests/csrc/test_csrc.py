@@ -25,6 +25,7 @@ PROGRAMS = {  # with the sources that each is linked with
     "chunks": [],
     "isa": [ISA],
     "vec": [ISA],
+    "vec_math": [ISA],
     "vec_memory": [ISA],
     "steps": [ISA, *(f"optimizers/{op}_cpu.cpp" for op in ("adam", "lion", "adagrad", "sgd"))],
     "storage": [ISA, "optimizers/adam_cpu.cpp"],

@@ -32,7 +32,9 @@ def gradients(
         options["residual"] = next(others)
     results = f(leaves[0], **options)
     results = (results,) if isinstance(results, Tensor) else results
-    found = torch.autograd.grad(results, leaves, [g.to(r.dtype) for g, r in zip(grads, results)])
+    found = torch.autograd.grad(
+        results, leaves, [g.to(r.dtype) for g, r in zip(grads, results, strict=False)]
+    )
     return [result.detach() for result in results] + list(found)
 
 

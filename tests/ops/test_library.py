@@ -28,7 +28,10 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def test_keyword_only_arguments_overloads_and_several_results(loaded: list[str]) -> None:
     """The call that loads the library, those after it, and those that leave out a default."""
-    library = "test_define.two=lambda a, b=None, *, factor=2.0: (a * factor, a.clone() if b is None else a + b)"
+    library = (
+        "test_define.two=lambda a, b=None, *, factor=2.0:"
+        " (a * factor, a.clone() if b is None else a + b)"
+    )
     op = define(
         "test_define.two(Tensor a, Tensor? b=None, *, float factor=2.0) -> (Tensor, Tensor)",
         {"cpu": library},
@@ -67,7 +70,7 @@ def test_an_op_without_backward_says_so_when_a_gradient_is_wanted(loaded: list[s
 
 def test_a_gradient_never_vanishes_from_an_op_over_a_list() -> None:
     tensor = torch.ones(4, requires_grad=True)
-    with pytest.raises(RuntimeError, match="^squared_norms: the gradient is wanted, expected no"):
+    with pytest.raises(RuntimeError, match=r"^squared_norms: the gradient is wanted, expected no"):
         squared_norms([tensor, tensor * 1.0]).sum().backward()
     assert not squared_norms([tensor.detach()]).requires_grad
 

@@ -18,7 +18,6 @@ def assert_right(
     x: Tensor,
     weight: Tensor | None,
     residual: Tensor | None = None,
-    grads: tuple[Tensor, ...] = (),
     **options: Any,
 ) -> None:
     """Compare results and gradients with the reference, element by element.
@@ -27,8 +26,8 @@ def assert_right(
     has: at most n / 32 + 8 roundings of the sum of the magnitudes; few other roundings follow.
     """
     shape = x.shape
-    grads = grads or tuple(make(tuple(shape), x.dtype, 90 + i, str(x.device)) for i in range(2))
-    grads = grads[: 1 if residual is None else 2]
+    of = [x] if residual is None else [x, residual]
+    grads = tuple(make(tuple(shape), t.dtype, 90 + i, str(x.device)) for i, t in enumerate(of))
     got = gradients(x, weight, residual, grads, lambda *a, **k: rms_norm(*a, **k, **options))
     wide = [None if t is None else t.cpu().double() for t in (x, weight, residual)]
     if residual is not None:  # the sum as it was rounded is what is normalized
@@ -75,7 +74,9 @@ def test_values(dtype: torch.dtype, n: int, with_residual: bool, device: str) ->
     assert_right(x, make((n,), dtype, 2, device), residual if with_residual else None)
 
 
-@pytest.mark.parametrize("shape", [(5,), (2, 3, 4, 8), (0, 8), (3, 0), (1, 1), (2, 0, 4), (1500, 40)])
+@pytest.mark.parametrize(
+    "shape", [(5,), (2, 3, 4, 8), (0, 8), (3, 0), (1, 1), (2, 0, 4), (1500, 40)]
+)
 def test_shapes(shape: tuple[int, ...], device: str) -> None:
     for weight in (make(shape[-1:], F32, 2, device), None):
         for residual in (make(shape, F32, 1, device), None):
@@ -143,7 +144,9 @@ def test_layouts(layout: str, dtype: torch.dtype, device: str) -> None:
             assert torch.equal(got, expected)
 
 
-def run(x: Tensor, residual: Tensor, grad: Tensor, grad_sum: Tensor, weight: Tensor) -> list[Tensor]:
+def run(
+    x: Tensor, residual: Tensor, grad: Tensor, grad_sum: Tensor, weight: Tensor
+) -> list[Tensor]:
     """Without copies of the arguments, unlike `gradients`."""
     leaves = [t.detach().requires_grad_() for t in (x, residual, weight)]
     results = rms_norm(leaves[0], leaves[2], residual=leaves[1])
@@ -155,7 +158,9 @@ def test_only_one_of_the_results_is_used(device: str) -> None:
     weight = make((64,), F32, 2, device).requires_grad_()
     out, total = rms_norm(x, weight, residual=residual)
     grad = make((5, 64), F32, 3, device)
-    got = torch.autograd.grad(total, (x, residual, weight), grad, retain_graph=True, allow_unused=True)
+    got = torch.autograd.grad(
+        total, (x, residual, weight), grad, retain_graph=True, allow_unused=True
+    )
     assert torch.equal(got[0], grad) and torch.equal(got[1], grad) and got[2] is None
     got = torch.autograd.grad(out, (x, residual, weight), grad)
     leaves = [t.detach().requires_grad_() for t in (total, weight)]

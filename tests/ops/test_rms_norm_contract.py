@@ -58,8 +58,8 @@ def test_a_row_is_the_same_in_any_batch(dtype: torch.dtype, n: int, device: str)
     weight = make((n,), dtype, 4, device)
     want = all_of(x, weight, residual, grads)
     for row in (0, 1, 33, 66):
-        alone = all_of(*(t[row : row + 1] if t is not weight else t
-                         for t in (x, weight, residual)), [g[row : row + 1] for g in grads])  # fmt: skip
+        one = slice(row, row + 1)
+        alone = all_of(x[one], weight, residual[one], [grad[one] for grad in grads])
         for got, expected in zip(alone, want, strict=True):
             assert torch.equal(got[0], expected[row])
 
@@ -82,7 +82,8 @@ def freed(tensor: Tensor) -> Tensor:
 
 REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
     "x has shape [], expected a dimension at least": lambda: dict(x=torch.ones(())),
-    "x is float64, expected float32, bfloat16 or float16": lambda: dict(x=torch.ones(2, 4).double()),
+    "x is float64, expected float32, bfloat16 or float16":
+        lambda: dict(x=torch.ones(2, 4).double()),
     "x has no memory, expected 8 elements": lambda: dict(x=freed(torch.ones(2, 4))),
     "x is torch.sparse_coo, expected torch.strided": lambda: dict(x=torch.ones(2, 4).to_sparse()),
     "weight has shape [3], expected [4]": lambda: dict(weight=torch.ones(3)),
@@ -191,7 +192,9 @@ def test_under_autocast_nothing_is_cast(device: str) -> None:
 def test_on_meta_and_fake() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    meta = rms_norm(torch.ones(2, 4, device="meta"), residual=torch.ones(2, 4, device="meta").half())
+    meta = rms_norm(
+        torch.ones(2, 4, device="meta"), residual=torch.ones(2, 4, device="meta").half()
+    )
     assert [t.dtype for t in meta] == [F32, F16] and all(t.is_meta for t in meta)
     with FakeTensorMode():
         assert rms_norm(torch.ones(2, 4)).shape == (2, 4)

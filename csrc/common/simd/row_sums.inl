@@ -1,6 +1,6 @@
 // Sums over the elements of a row, in float and in an order that depends on its length alone: 32
-// running sums, of which element i belongs to number i % 32, whatever the width of Vec. So every ISA
-// gives the same bits, and a row the same sum wherever it lies.
+// running sums, of which element i belongs to number i % 32, whatever the width of Vec. So every
+// ISA gives the same bits, and a row the same sum wherever it lies.
 
 // Calls body(i, count, terms), which fills in a Vec for each of kSums sums: the terms of `count`
 // elements from number i on, and 0 in lanes beyond them. The sums go to `totals`.

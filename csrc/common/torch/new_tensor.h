@@ -17,9 +17,8 @@ inline torch::stable::Tensor new_tensor(const int64_t* sizes, int64_t dim, int32
     strides[size_t(i)] = strides[size_t(i + 1)] * (sizes[i + 1] > 1 ? sizes[i + 1] : 1);
   }
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, sizes, strides.data(), dtype,
-                                                  beside.device_type, beside.device_index,
-                                                  &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      dim, sizes, strides.data(), dtype, beside.device_type, beside.device_index, &handle));
   return torch::stable::Tensor(handle);
 }
 

@@ -84,8 +84,7 @@ struct NewRows {
   Rows rows;
 
   NewRows(const TensorView& view, Dtype dtype)
-      : tensor(new_tensor(view, dtype)),
-        rows{tensor.data_ptr(), view.sizes[view.dim - 1], dtype} {}
+      : tensor(new_tensor(view, dtype)), rows{tensor.data_ptr(), view.sizes[view.dim - 1], dtype} {}
 };
 
 }  // namespace dsx

@@ -1,0 +1,11 @@
+// What test_vec_math.cpp calls in each ISA: functions of Vec over arrays.
+#define DEFINE_FUNCTION(name)                                         \
+  inline void all_##name(const float* source, float* result, int n) { \
+    for_each_vector(0, n, [&](int64_t i, int count) {                 \
+      name(Vec::load(source + i, count)).store(result + i, count);    \
+    });                                                               \
+  }
+DEFINE_FUNCTION(exp)
+DEFINE_FUNCTION(sigmoid)
+DEFINE_FUNCTION(rsqrt)
+#undef DEFINE_FUNCTION
