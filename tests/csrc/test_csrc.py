@@ -32,6 +32,7 @@ PROGRAMS = {  # with the sources that each is linked with
     "lamb": [ISA, "optimizers/lamb_cpu.cpp"],
     "sum": [ISA],
     "l2_norm": [ISA, "optimizers/l2_norm_cpu.cpp"],
+    "rms_norm": [ISA, "transformer/rms_norm_cpu.cpp"],
     "aio_plan": [],
     "aio_backends": BACKENDS,
     "aio_wake": BACKENDS,
