@@ -17,6 +17,11 @@ struct Rows {
     const Pointer<T> first = Pointer<T>::to(data, dtype);
     return data == nullptr ? first : first + i * pitch;
   }
+
+  // The same rows from this column on.
+  Rows from(int64_t column) const {
+    return {static_cast<char*>(data) + column * bytes_of(dtype), pitch, dtype};
+  }
 };
 
 // Calls body with a value of the storage type of all these that are present, or with Any where they

@@ -33,6 +33,7 @@ from deepspeed_ext.ops.state_formats import (
     split_float32,
 )
 from deepspeed_ext.ops.transformer.rms_norm import rms_norm, rms_norm_ref
+from deepspeed_ext.ops.transformer.swiglu import swiglu, swiglu_ref
 
 __all__ = [
     "L2Norm",
@@ -66,6 +67,8 @@ __all__ = [
     "split_float32",
     "squared_norms",
     "squared_norms_ref",
+    "swiglu",
+    "swiglu_ref",
     "total_squared_norm",
     "unflatten",
 ]

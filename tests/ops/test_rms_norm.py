@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from rms_norm_cases import BF16, DTYPES, F16, F32, LENGTHS, LONG, gradients, make
+from row_layouts import LAYOUTS
 from tolerance import assert_within
 from torch import Tensor
 
@@ -113,20 +114,6 @@ def test_only_the_row_of_what_is_not_finite(bad: float, device: str) -> None:
     got = rms_norm(x)
     assert got[2, 77].isnan()
     assert torch.equal(got[[0, 1, 3]], clean[[0, 1, 3]])
-
-
-LAYOUTS = {
-    "strided rows": lambda t: t[:, :96],
-    "from an odd element": lambda t: t[:, 1:98],
-    "every other row": lambda t: t[::2, 16:80],
-    "two leading dimensions": lambda t: t.view(6, 8, 200)[:, :, :50],
-    "leading dimensions that do not join": lambda t: t.view(6, 8, 200)[:, 2:5],
-    "swapped": lambda t: t.view(6, 8, 200).transpose(0, 1),
-    "by columns": lambda t: t.t(),
-    "one row for all": lambda t: t[:1].expand(48, 200),
-    "one element for all": lambda t: t[0, 0].expand(48, 200),
-    "every other element": lambda t: t[:, ::2],
-}
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)

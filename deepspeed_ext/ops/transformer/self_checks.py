@@ -23,6 +23,12 @@ def rms_norm(device: str) -> None:
     _check("rms_norm", device, op, reference, [(5, 300), (300,), (5, 300)])
 
 
+def swiglu(device: str) -> None:
+    """Run `_check` on both forms of swiglu."""
+    _check("swiglu", device, ops.swiglu, ops.swiglu_ref, [(5, 300), (5, 300)])
+    _check("swiglu", device, ops.swiglu, ops.swiglu_ref, [(5, 300)])
+
+
 def _check(
     name: str,
     device: str,
