@@ -6,138 +6,69 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.functional import (
+    backward_contender,
+    copies_of,
+    copy_contender,
+    forward_contender,
+)
 from benchmarks.harness import Contender
 from benchmarks.works import BF16, F32, Shapes, Work, main
 from deepspeed_ext.ops import rms_norm
 
 EPS = 1e-6
-CACHE = 256 << 20  # bytes of copies of the operands that calls go through in turn
+Make = Callable[[Shapes, str], list[Contender]]
 
 
-def torch_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, EPS)
+def ours(weight: Tensor, x: Tensor, *residual: Tensor) -> object:
+    return rms_norm(x, weight, residual=residual[0]) if residual else rms_norm(x, weight)
 
 
-def torch_residual(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return F.rms_norm(total, weight.shape, weight, EPS), total
+def torchs(weight: Tensor, x: Tensor, *residual: Tensor) -> object:
+    total = x + residual[0] if residual else x
+    out = F.rms_norm(total, weight.shape, weight, EPS)
+    return (out, total) if residual else out
 
 
-def in_turn(calls: list[Callable[[], object]]) -> Callable[[], object]:
-    """Return a function that makes the next of these calls each time."""
-    state = {"next": 0}
-
-    def call() -> object:
-        state["next"] = (state["next"] + 1) % len(calls)
-        return calls[state["next"]]()
-
-    return call
+def ways() -> dict[str, Callable[..., object]]:
+    compiled = torch.compile(torchs, dynamic=False)
+    return {"rms_norm": ours, "torch, compiled": compiled, "torch": torchs}
 
 
-def copies_of(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> int:
-    bytes_of_one = torch.Size(shape).numel() * dtype.itemsize
-    return max(1, -(-CACHE // bytes_of_one)) if device == "cuda" else 1
+def operands_of(shape: tuple[int, ...], dtype: torch.dtype, device: str, n: int) -> list[Tensor]:
+    return [torch.randn(shape, device=device).to(dtype) for _ in range(n)]
 
 
-def captured(
-    device: str, make: Callable[[], Callable[[], object]], calls: int
-) -> Callable[[], object]:
-    """Return `calls` calls of what `make` makes, on CUDA as one graph, made on the stream of it."""
-    if device == "cpu":
-        return make()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):  # autograd goes back on the stream that it came on
-        run = make()
-        for _ in range(3):
-            run()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(calls):
-                run()
-    torch.cuda.synchronize()
-
-    def replay(_kept: object = run) -> None:
-        graph.replay()
-
-    return replay
-
-
-def forward(
-    dtype: torch.dtype, residual: bool, calls: int
-) -> Callable[[Shapes, str], list[Contender]]:
+def forward(dtype: torch.dtype, residual: bool, calls: int) -> Make:
     def contenders(shapes: Shapes, device: str) -> list[Contender]:
         shape = shapes[0]
-        weight = torch.randn(shape[-1], device=device).to(dtype)
-        xs = [
-            torch.randn(shape, device=device).to(dtype)
+        (weight,) = operands_of(shape[-1:], dtype, device, 1)
+        operands = [
+            (weight, *operands_of(shape, dtype, device, 1 + residual))
             for _ in range(copies_of(shape, dtype, device))
         ]
-        added = [x.flip(0) for x in xs] if residual else []
-        compiled = torch.compile(torch_residual if residual else torch_norm, dynamic=False)
-        ways: dict[str, Callable[..., object]] = {
-            "rms_norm": lambda x, *r: rms_norm(x, weight, **({"residual": r[0]} if r else {})),
-            "torch, compiled": lambda x, *r: compiled(x, *r, weight),
-            "torch": lambda x, *r: (torch_residual if r else torch_norm)(x, *r, weight),
-            "copy": lambda x, *r: [x.clone(), *(each.clone() for each in r)],
-        }
-        operands = list(zip(xs, added, strict=True)) if residual else [(x,) for x in xs]
-
-        def contender(name: str, way: Callable[..., object]) -> Contender:
-            run = in_turn([lambda o=each: way(*o) for each in operands])
-
-            def without_grad() -> object:
-                with torch.no_grad():
-                    return run()
-
-            return Contender(name, captured(device, lambda: without_grad, calls))
-
-        return [contender(name, way) for name, way in ways.items()]
+        return [
+            *(
+                forward_contender(name, way, operands, device, calls)
+                for name, way in ways().items()
+            ),
+            copy_contender(4 if residual else 2, operands[0][1], device, calls),
+        ]
 
     return contenders
 
 
-def backward(
-    dtype: torch.dtype, residual: bool, calls: int
-) -> Callable[[Shapes, str], list[Contender]]:
-    """Gradients of x and of weight, and of the sum if there is a residual."""
+def backward(dtype: torch.dtype, residual: bool, calls: int) -> Make:
+    """Gradients of x and of weight; with a residual the sum has a gradient too."""
 
     def contenders(shapes: Shapes, device: str) -> list[Contender]:
-        torch._functorch.config.donated_buffer = False  # it would forbid a second backward
-        x = torch.randn(shapes[0], device=device).to(dtype).requires_grad_()
-        added = x.detach().flip(0).requires_grad_() if residual else None
-        weight = torch.randn(shapes[0][-1], device=device).to(dtype).requires_grad_()
-        leaves = [leaf for leaf in (x, added, weight) if leaf is not None]
-        grad = torch.randn_like(x)
-
-        def contender(name: str, function: Callable[..., object]) -> Contender:
-            def make() -> Callable[[], object]:
-                results = function(*leaves)
-                results = results if isinstance(results, tuple) else (results,)
-                grads = [grad] * len(results)
-                return lambda: torch.autograd.grad(results, leaves, grads, retain_graph=True)
-
-            return Contender(name, captured(device, make, calls))
-
-        def copy() -> object:
-            return [
-                *(source.clone() for source in sources[:1]),
-                sources[-1].view(-1)[:extra].clone(),
-            ]
-
-        def ours(x: Tensor, *others: Tensor) -> object:
-            *added, weight = others
-            return rms_norm(x, weight, **({"residual": added[0]} if added else {}))
-
-        rival = torch_residual if residual else torch_norm
-        sources = [torch.randn_like(x.detach()) for _ in range(2 if residual else 1)]
-        extra = x.numel() if residual else x.numel() // 2  # half a copy: 3 passes, or 4
+        (weight,) = operands_of(shapes[0][-1:], dtype, device, 1)
+        leaves = [weight, *operands_of(shapes[0], dtype, device, 1 + residual)]
+        for leaf in leaves:
+            leaf.requires_grad_()
         return [
-            contender("rms_norm", ours),
-            contender("torch, compiled", torch.compile(rival, dynamic=False)),
-            contender("torch", rival),
-            Contender("copy of as many bytes", captured(device, lambda: copy, calls)),
+            *(backward_contender(name, way, leaves, device, calls) for name, way in ways().items()),
+            copy_contender(4 if residual else 3, leaves[1], device, calls),
         ]
 
     return contenders
