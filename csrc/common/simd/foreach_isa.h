@@ -55,6 +55,7 @@ namespace dsx::scalar {
 namespace dsx::baseline {
 #include "common/simd/vec_baseline.inl"
 #include "common/simd/vec_derived.inl"
+#include "common/simd/vec_math.inl"
 #include "common/simd/for_each_vector.inl"
 #include DSX_KERNEL_SOURCE
 }  // namespace dsx::baseline
