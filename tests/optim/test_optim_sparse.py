@@ -154,3 +154,12 @@ def test_refuses(options, grad, text):
     with pytest.raises(ValueError, match=f"^DeepSpeedCPUAdagrad: {re.escape(text)}$"):
         optimizer.step()
     assert all(torch.equal(p, torch.ones_like(p)) for p in params)
+
+
+def test_a_first_step_on_sparse_gradients_counts_although_lr_is_0():
+    """Only one of dense zeros is taken for none; see SlabOptimizer._is_dry_step."""
+    param = Parameter(torch.ones(4, 2))
+    param.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (4, 2))
+    optimizer = DeepSpeedCPUAdagrad([param], lr=0.0)
+    optimizer.step()
+    assert optimizer.state[param]["step"] == 1
