@@ -2,7 +2,7 @@
 
 Nothing is compiled or loaded before it is used. The modules, by what they serve:
 
-- AsyncIO: async_io, future, in_flight, tensors, file, _native (the compiled engine);
+- AsyncIO: async_io, future, watcher, in_flight, tensors, file, _native (the compiled engine);
   CUDA tensors go through cuda, bounce and ring; handle is aio_handle.
 - PinnedBuffer, PinnedPool: pinned.
 - TensorStore: tensor_store, store_checks, store_job, ledger (names and requests), space and extents
