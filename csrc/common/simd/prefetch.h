@@ -1,6 +1,6 @@
 // Asks for memory that a loop over several arrays will come to. Some processors follow few streams
-// by themselves: on a Xeon, a step that reads four and writes three takes 13 % less time. On a Zen 4
-// it takes up to 16 % more: gains_from_prefetch() of isa.h says where to ask.
+// by themselves: on a Xeon, a step that reads four and writes three takes 13 % less time. On a Zen
+// 4 it takes up to 16 % more: gains_from_prefetch() of isa.h says where to ask.
 #pragma once
 
 #include <cstdint>
