@@ -270,7 +270,8 @@ def test_step_divides_by_any_scale_as_torch_does(device, scale):
         param.grad = torch.tensor([0.0, 1.0, -2.0], device=device)
         optimizer.grad_scale = torch.tensor(scale, device=device)
         optimizer.step()
-    close = dict(rtol=1e-6, atol=1e-7, equal_nan=True)
+    # On CUDA torch takes 1 - beta2 from beta2 in float32, which is off by 2e-5 of it.
+    close = dict(rtol=1e-6 if device == "cpu" else 3e-5, atol=1e-7, equal_nan=True)
     torch.testing.assert_close(ours, theirs, **close)
     for key in ("exp_avg", "exp_avg_sq"):
         torch.testing.assert_close(pair[0].state[ours][key], pair[1].state[theirs][key], **close)
