@@ -6,7 +6,8 @@ from types import ModuleType
 
 from deepspeed_ext.op_builder.jit import spec_of
 
-# What does the work of the functions that older libraries have under the same name.
+# What does the work of the functions that older libraries have under the same name; where it is the
+# op itself, there is nothing more to say.
 _INSTEAD = {
     "cpu_adam": "deepspeed_ext.optim.DeepSpeedCPUAdam",
     "fused_adam": "deepspeed_ext.optim.FusedAdam",
@@ -43,12 +44,10 @@ class Interface(ModuleType):
     def __getattr__(self, name: str) -> object:
         if name in self.__all__:
             return getattr(self._home, name)
-        raise AttributeError(
-            f"{self.__name__}: attribute is {name!r}, expected one of {', '.join(self.__all__)};"
-            f" in place of the functions of older libraries use {_INSTEAD[self.__name__]}",
-            name=name,
-            obj=self,
-        )
+        text = f"{self.__name__}: attribute is {name!r}, expected one of {', '.join(self.__all__)}"
+        if self.__name__ in _INSTEAD:
+            text += f"; in place of the functions of older libraries use {_INSTEAD[self.__name__]}"
+        raise AttributeError(text, name=name, obj=self)
 
     def __dir__(self) -> list[str]:
         return self.__all__
@@ -67,8 +66,7 @@ def interface_of(op: str) -> Interface:
         return Interface(op, io, io.__all__)
     from deepspeed_ext import ops
 
-    family = spec_of(op).self_check.partition(":")[2]  # which is the name of its module in ops
-    home = f"{ops.__name__}.{family}"
+    home = spec_of(op).self_check.replace("self_checks:", "")  # beside it, under the same name
     return Interface(
         op, ops, [name for name in ops.__all__ if getattr(ops, name).__module__ == home]
     )
