@@ -32,17 +32,18 @@ class Watcher:
         with self._lock:
             if self._mailbox is None:
                 self._mailbox = native().Mailbox()
-            number = next(self._numbers)
-            self._watched[number] = future
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="deepspeed_ext-futures")
-                try:
+        number = next(self._numbers)
+        try:
+            with self._lock:
+                self._watched[number] = future
+                if self._thread is None:
+                    thread = threading.Thread(target=self._run, name="deepspeed_ext-futures")
                     thread.start()  # comes as far as the lock
-                except RuntimeError:  # Python is about to end
-                    del self._watched[number]
-                    raise
-                self._thread = thread
-        future.tell(self._mailbox, number)
+                    self._thread = thread
+            future.tell(self._mailbox, number)
+        except BaseException:  # Ctrl-C, or Python is about to end
+            self._mailbox.put(number)  # or a thread would wait for it for ever
+            raise
 
     def _run(self) -> None:
         while self._announce(self._mailbox.take(_LONG if self._watched else _LINGER)):
@@ -51,9 +52,10 @@ class Watcher:
     def _announce(self, numbers: list[int]) -> bool:
         """Tell these futures; false when the thread shall end."""
         with self._lock:
-            ended = [self._watched.pop(number) for number in numbers]
+            ended = [self._watched.pop(number) for number in numbers if number in self._watched]
             if self._thread is not threading.current_thread():  # Ctrl-C came while it was started
                 goes_on = False
+                self._mailbox.put(-1)  # there may be another one, waiting for what this one took
             elif goes_on := bool(numbers or self._watched):
                 pass
             else:

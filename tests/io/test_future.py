@@ -172,6 +172,36 @@ future.add_done_callback(lambda done: print("called", done.exception(), flush=Tr
     assert (done.returncode, done.stdout, done.stderr) == (0, "called None\n", "")
 
 
+@pytest.mark.parametrize("place", ["threading.Thread.start", "io.Future.tell"])
+def test_ctrl_c_while_a_callback_is_added_does_not_keep_python_from_its_end(
+    tmp_path: Path, place: str
+) -> None:
+    code = f"""
+import sys, threading, torch
+from deepspeed_ext import io
+with io.AsyncIO() as engine:
+    first, second = (engine.write(torch.ones(9), sys.argv[1]) for _ in range(2))
+    real = {place}
+    def interrupted(self, *arguments):
+        {"real(self, *arguments)" if place.endswith("start") else "pass"}
+        raise KeyboardInterrupt
+    {place} = interrupted
+    try:
+        first.add_done_callback(lambda future: print("first"))
+    except KeyboardInterrupt:
+        {place} = real
+        second.add_done_callback(lambda future: print("second"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "file")],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert (done.returncode, sorted(done.stdout.split())) == (0, ["first", "second"]), done.stderr
+
+
 def test_in_a_forked_child_only_what_has_ended_can_be_asked(
     engine: io.AsyncIO, held: HeldMemory, tmp_path: Path
 ) -> None:
