@@ -8,8 +8,9 @@ cannot change, a name goes on meaning what it meant.
 Three things are let pass that look worse than they are:
 - Above the path that is asked about, a folder that everybody can write to but that has the sticky
   bit, such as /tmp: others can add names to it, but not rename or remove those of ours.
-- A folder that can be written by this user's private group, one of his name without other members.
-  Where users have such groups, the usual umask makes all their folders so.
+- A folder that can be written by this user's private group, one of his name without other members,
+  and by nobody else that an access list names. Where users have such groups, the usual umask makes
+  all their folders so.
 - Above the path, in a user namespace without the root of the machine: the owner "nobody", as whom
   he appears there. It may be another user; but those cannot make files that belong to this one.
 """
@@ -21,6 +22,7 @@ import pwd
 import stat
 from pathlib import Path
 
+_ACCESS_LIST = "system.posix_acl_access"
 _MOST_LINKS = 40  # as in the kernel
 
 
@@ -40,7 +42,7 @@ def check(path: Path) -> None:
             status = os.lstat(here)
         except (FileNotFoundError, NotADirectoryError):
             return
-        why = _why_not(status, is_above=bool(names))
+        why = _why_not(here, status, is_above=bool(names))
         if why is not None:
             raise Untrusted(why.format("it" if here == str(path) else here))
         if stat.S_ISLNK(status.st_mode):
@@ -59,14 +61,14 @@ def check(path: Path) -> None:
             here = os.path.join(here, name)
 
 
-def _why_not(status: os.stat_result, is_above: bool) -> str | None:
+def _why_not(path: str, status: os.stat_result, is_above: bool) -> str | None:
     """Return what is wrong with one component, "{}" standing for its name."""
     if not _is_trusted_owner(status.st_uid, is_above):
         return f"{{}} belongs to {_name_of(status.st_uid)}"
     if stat.S_ISLNK(status.st_mode):  # its mode means nothing
         return None
     writers = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)  # of an access list the mode has all
-    if writers & stat.S_IWGRP and _is_private_group(status.st_gid):
+    if writers & stat.S_IWGRP and _is_private_group(status.st_gid) and not _has_list(path):
         writers -= stat.S_IWGRP
     is_shared = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
     return "others can write to {}" if writers and not (is_above and is_shared) else None
@@ -97,6 +99,14 @@ def _is_private_group(group: int) -> bool:
         and found.gr_name == user.pw_name
         and set(found.gr_mem) <= {user.pw_name}
     )
+
+
+def _has_list(path: str) -> bool:
+    """Tell whether an access list names users and groups who are not in the mode."""
+    try:
+        return _ACCESS_LIST in os.listxattr(path)
+    except OSError as error:
+        return error.errno != errno.ENOTSUP  # a file system that has none
 
 
 def _name_of(user: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import subprocess
@@ -225,6 +226,16 @@ def test_only_a_group_without_others_may_write(
         Group.gr_name, Group.gr_mem, User.pw_gid = name, members, first
         with pytest.raises(Untrusted, match="others can write to it"):
             trust.check(place)
+    Group.gr_name, Group.gr_mem, User.pw_gid = "me", (), group
+    monkeypatch.setattr(trust.os, "listxattr", lambda path: ["system.posix_acl_access"])
+    with pytest.raises(Untrusted, match="others can write to it"):  # the mode has its mask
+        trust.check(place)
+    monkeypatch.setattr(trust.os, "listxattr", _no_lists)
+    trust.check(place)
+
+
+def _no_lists(path: str) -> list[str]:
+    raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), path)
 
 
 def test_what_is_made_is_for_its_owner_alone_whatever_the_umask(
