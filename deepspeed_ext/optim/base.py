@@ -378,8 +378,13 @@ class SlabOptimizer(torch.optim.Optimizer):
         made with (torch would cast moments to the dtype of the parameter). Missing options have
         their defaults, unknown ones are kept. If something does not fit, nothing is changed.
 
+        With parameters that are DTensors, every process that holds parts of them calls this: they
+        wait for each other, and what one of them refuses none takes.
+
         Raises:
-            ValueError: groups, shapes or keys are not those of this optimizer.
+            ValueError: groups, shapes or keys are not those of this optimizer, or numbers would
+                destroy, such as a step below 0; or another process refuses what it was given.
+            TypeError: an option of a group is of a wrong type.
         """
         params = [param for group in self.param_groups for param in group["params"]]
         self._agreement = Agreement(params, stages=2)

@@ -136,8 +136,9 @@ class Agreement:
 
     def _others_agree(self, refuses: int) -> bool:
         count = torch.tensor(refuses, device="cpu")
+        left, self._stages = self._stages - 1, 0  # none, should the others not be reached
         agreed = not self._sharded or not sum_over_meshes(count, self._sharded)
-        self._stages = self._stages - 1 if agreed else 0
+        self._stages = left if agreed else 0
         return agreed
 
 

@@ -8,6 +8,8 @@ import torch
 from optim_cases import BF16, F32, assert_same_bits, state_tensors
 from test_optim_formats import CLASSES, U8, each_class, needs_cuda
 
+from deepspeed_ext.optim import sharding
+
 INF, NAN = float("inf"), float("nan")
 COUNT = "expected a finite number, at least 0"
 
@@ -190,3 +192,20 @@ def test_one_read_for_all_on_cuda():
     saved["state"][1]["exp_avg_sq"][3] = -1.0
     text = ": exp_avg_sq has the value -1, expected none below 0"
     assert_refused(params, optimizer, saved, text)
+
+
+def test_processes_that_cannot_be_reached_are_not_asked_again(monkeypatch):
+    """That would hide the cause behind one more timeout."""
+    asked = []
+
+    def unreachable(values, tensors):
+        asked.append(tensors)
+        raise RuntimeError("connection closed")
+
+    monkeypatch.setattr(sharding, "sum_over_meshes", unreachable)
+    monkeypatch.setattr(sharding, "is_dtensor", lambda tensor: True)
+    agreement = sharding.Agreement([torch.ones(1)], stages=2)
+    with pytest.raises(RuntimeError, match="connection closed"):
+        agreement.go_on()
+    agreement.refuse()
+    assert len(asked) == 1
