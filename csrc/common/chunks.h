@@ -2,7 +2,7 @@
 // by tensors: each thread is given a range of the row and visits the pieces of tensors in it.
 #pragma once
 
-#include <cstdint>
+#include "common/math.h"
 
 namespace dsx {
 
@@ -36,7 +36,7 @@ void for_each_piece(
   static_assert(kChunk > 0);
   // The first chunk boundary at or after `row`. A tensor's end is one as well.
   const auto boundary = [&](int64_t row, int64_t tensor) {
-    const int64_t chunks = (row - tensor_begin[tensor] + kChunk - 1) / kChunk;
+    const int64_t chunks = ceil_div(row - tensor_begin[tensor], kChunk);
     const int64_t aligned = tensor_begin[tensor] + chunks * kChunk;
     return aligned < tensor_begin[tensor + 1] ? aligned : tensor_begin[tensor + 1];
   };

@@ -14,8 +14,7 @@ struct Rows {
   // T is the storage type that holds the dtype, or Any.
   template <class T>
   DSX_HOST_DEVICE Pointer<T> row(int64_t i) const {
-    const Pointer<T> first = Pointer<T>::to(data, dtype);
-    return data == nullptr ? first : first + i * pitch;
+    return Pointer<T>::to(data, dtype) + i * pitch;  // of absent rows: null, as their pitch is 0
   }
 
   // The same rows from this column on.

@@ -25,7 +25,7 @@ struct NormBatch {
 };
 static_assert(sizeof(NormBatch) <= cuda::kMaxKernelParameterBytes);
 
-int64_t blocks_of(const NormTensor& tensor) { return (tensor.n + kNormChunk - 1) / kNormChunk; }
+int64_t blocks_of(const NormTensor& tensor) { return ceil_div(tensor.n, kNormChunk); }
 
 template <class T, int kCount>
 __device__ cuda::Floats<kCount> widen(const cuda::Elements<T, kCount>& elements) {

@@ -18,7 +18,7 @@ struct Cpu {
     first_chunk.reserve(tensors.size() + 1);
     for (const NormTensor& tensor : tensors) {
       tensor_begin.push_back(tensor_begin.back() + tensor.n);
-      const int64_t chunks = (tensor.n + kReductionChunk - 1) / kReductionChunk;
+      const int64_t chunks = ceil_div(tensor.n, kReductionChunk);
       first_chunk.push_back(first_chunk.back() + chunks);
     }
     std::vector<double> squares(size_t(first_chunk.back()));

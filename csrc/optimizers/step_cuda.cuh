@@ -181,7 +181,7 @@ void launch_advance_steps(const StepCall<Rule>& call, const StepTensor<Rule::kSt
       launch.steps[i] = tensors[first + i].step;
       launch.noise[i] = tensors[first + i].noise;
     }
-    const int blocks = (launch.count + kThreads - 1) / kThreads;
+    const int blocks = int(ceil_div(launch.count, kThreads));
     advance_steps<<<blocks, kThreads, 0, stream>>>(launch);
     check(cudaGetLastError(), Rule::kOp);
   }

@@ -276,7 +276,7 @@ class StepArguments {
     memory_.add(item, view, bytes_of(dtype), Access::write);
   }
 
-  static int64_t blocks_of(int64_t elements) { return (elements + kCodesBlock - 1) / kCodesBlock; }
+  static int64_t blocks_of(int64_t elements) { return ceil_div(elements, kCodesBlock); }
 
   const char* op_;
   const TensorList& params_;

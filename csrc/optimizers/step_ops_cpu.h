@@ -41,7 +41,7 @@ struct Cpu {
     std::vector<int64_t> first_chunk{0};
     first_chunk.reserve(tensors.size() + 1);
     for (const auto& tensor : tensors) {
-      const int64_t chunks = (tensor.n + kReductionChunk - 1) / kReductionChunk;
+      const int64_t chunks = ceil_div(tensor.n, kReductionChunk);
       first_chunk.push_back(first_chunk.back() + chunks);
     }
     std::vector<double> of_chunks(size_t(first_chunk.back() * kMeasured));

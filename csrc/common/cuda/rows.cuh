@@ -13,130 +13,192 @@
 namespace dsx::cuda {
 
 constexpr int kRowVector = 8;  // consecutive elements of a thread
+constexpr int kWarp = 32;
+constexpr int kHeldVectors = 4, kMostOfTeam = 512;
+constexpr int64_t kShortRow = 16 * kRowVector;
+constexpr int64_t kLongestHeldRow = kMostOfTeam * kHeldVectors * kRowVector;
 
-// kThreads threads take a row together. Each has vectors of kRowVector elements that lie kThreads *
-// kRowVector apart. They are held in registers, kVectors at most, if nothing is in the way of whole
-// vectors; if kVectors is 0, they are read again each time, with the same bits.
-template <int kThreads_, int kVectors_>
+// Threads that take a row together: half a warp for a short row, else a whole block, of so many
+// threads that each has four vectors, but at most of 512. The vectors of a thread lie as far apart
+// as all threads of the team reach. They are held in registers if that is all and nothing is in the
+// way of whole vectors; if not, they are read again each time, with the same bits.
+template <bool kShort_, bool kHeld>
 struct RowTeam {
-  static constexpr int kThreads = kThreads_;
-  static constexpr int kVectors = kVectors_;
-  static constexpr int kTeams = kThreads < 128 ? 128 / kThreads : 1;  // in a block
-  static constexpr int kBlock = kThreads * kTeams;
+  static constexpr bool kShort = kShort_;
+  static constexpr int kVectors = !kHeld ? 0 : kShort ? 1 : kHeldVectors;  // 0: read again
+  static constexpr int kTeams = kShort ? 16 : 1;                           // in a block
+  static constexpr int kMostThreads = kShort ? 256 : kMostOfTeam;          // of a block
+
+  __device__ static int threads() { return kShort ? 16 : int(blockDim.x); }
+  __device__ static int thread() { return kShort ? int(threadIdx.x) % 16 : int(threadIdx.x); }
+  __device__ static int team() { return kShort ? int(threadIdx.x) / 16 : 0; }
 };
 
-// Calls body with a team that holds rows, and a value of their storage type, or with a team that
-// does not, and Any. `whole`: length is a multiple of kRowVector, and all rows are aligned and of
-// the dtype of `rows`.
-template <class Body>
-void with_row_team(int64_t length, bool whole, const Rows& rows, const Body& body) {
-  const auto choose = [&](auto held, auto read_again) {
-    if (!whole) return body(read_again, Any{});
-    with_storage_type(rows.dtype, [&](auto storage) { body(held, storage); });
-  };
-  constexpr int kVectors = 4;
-  if (length <= 32 * kVectors * kRowVector) {
-    choose(RowTeam<32, kVectors>{}, RowTeam<32, 0>{});
-  } else if (length <= 128 * kVectors * kRowVector) {
-    choose(RowTeam<128, kVectors>{}, RowTeam<128, 0>{});
-  } else if (length <= 512 * kVectors * kRowVector) {
-    choose(RowTeam<512, kVectors>{}, RowTeam<512, 0>{});
-  } else {
-    body(RowTeam<1024, 0>{}, Any{});
+// Threads of a block, and rows that it takes at a time.
+struct RowBlock {
+  int threads, teams;
+
+  explicit RowBlock(int64_t length) {
+    const bool is_short = length <= kShortRow;
+    const int64_t warps = ceil_div(length, kWarp * kHeldVectors * kRowVector);
+    threads = is_short ? 256 : int(std::min<int64_t>(warps * kWarp, kMostOfTeam));
+    teams = is_short ? 16 : 1;
   }
-}
+};
 
-// Blocks for so many teams. A kernel whose grid is smaller than that goes on with the rest.
-template <class Team>
-unsigned blocks_for(int64_t teams) {
-  return unsigned(std::min<int64_t>(ceil_div(teams, Team::kTeams), 1 << 30));
-}
-
-// The number of a team in the grid, the teams of the grid, and the number of a thread in its team.
-template <class Team>
-__device__ inline int64_t team_index() {
-  return int64_t(blockIdx.x) * Team::kTeams + threadIdx.x / Team::kThreads;
-}
-template <class Team>
-__device__ inline int64_t team_count() {
-  return int64_t(gridDim.x) * Team::kTeams;
-}
-template <class Team>
-__device__ inline int thread_of_team() {
-  return int(threadIdx.x) % Team::kThreads;
+// Calls body with a team that holds rows and values of the storage types of `rows` and of `weight`,
+// or with a team that does not, and Any for both. `whole`: the length is a multiple of kRowVector,
+// and all rows are aligned and of the dtype of `rows`. The weight has that dtype too, or is
+// float32, or absent.
+template <class Body>
+void with_row_team(int64_t length, bool whole, const Rows& rows, const Rows& weight,
+                   const Body& body) {
+  const bool same = weight.data == nullptr || weight.dtype == rows.dtype;
+  const bool held = whole && length <= kLongestHeldRow && (same || weight.dtype == Dtype::float32);
+  const auto choose = [&](auto is_short) {
+    constexpr bool kShort = decltype(is_short)::value;
+    if (!held) return body(RowTeam<kShort, false>{}, Any{}, Any{});
+    with_storage_type(rows.dtype, [&](auto storage) {
+      if (same) return body(RowTeam<kShort, true>{}, storage, storage);
+      body(RowTeam<kShort, true>{}, storage, float{});
+    });
+  };
+  if (length <= kShortRow) return choose(std::true_type{});
+  choose(std::false_type{});
 }
 
 // Calls body(v, i, count) for each vector of this thread: number v, the first element i, the count
 // of elements that the row still has there, 1 to kRowVector.
 template <class Team, class Body>
 __device__ inline void for_each_row_vector(int64_t length, const Body& body) {
-  constexpr int kStride = Team::kThreads * kRowVector;
-  const int64_t first = int64_t(thread_of_team<Team>()) * kRowVector;
+  const int stride = Team::threads() * kRowVector;
   if constexpr (Team::kVectors > 0) {
+    const int first = Team::thread() * kRowVector;
 #pragma unroll
     for (int v = 0; v < Team::kVectors; ++v) {
-      if (first + v * kStride < length) body(v, first + v * kStride, kRowVector);
+      const int i = first + v * stride;
+      if (i < int(length)) body(v, i, kRowVector);
     }
   } else {
 #pragma unroll 1
-    for (int64_t i = first; i < length; i += kStride) {
+    for (int64_t i = Team::thread() * kRowVector; i < length; i += stride) {
       body(0, i, int(::min(int64_t(kRowVector), length - i)));
     }
   }
 }
 
-// A vector of a row as it lies in memory, so that many can be asked for before the first is looked
-// at; as floats where the storage type is known at run time only.
-template <class T>
+// Consecutive elements as they lie in memory, in words that make accesses of 16 bytes; as floats
+// where the storage type is known at run time only.
+template <class T, int kCount = kRowVector>
 struct RowVector {
-  Elements<T, kRowVector> elements;
+  static constexpr int kAccesses = int(sizeof(T)) * kCount / 16;
+  uint4 words[kAccesses];
 };
-template <>
-struct RowVector<Any> {
-  Floats<kRowVector> elements;
+template <int kCount>
+struct RowVector<Any, kCount> {
+  Floats<kCount> elements;
 };
 
 // Elements from number i on; beyond `count` they are 0. Only Any may be short or not `aligned`.
-template <class T>
-__device__ inline RowVector<T> fetch(Pointer<T> row, int64_t i, int count, bool aligned) {
+template <int kCount = kRowVector, class T>
+__device__ inline RowVector<T, kCount> fetch(Pointer<T> row, int64_t i, int count, bool aligned) {
   if constexpr (std::is_same_v<T, Any>) {
-    if (aligned && count == kRowVector) return {load<Access::vector, kRowVector>(row + i, count)};
-    return {load<Access::single, kRowVector>(row + i, count)};
+    if (aligned && count == kCount) return {load<Access::vector, kCount>(row + i, count)};
+    return {load<Access::single, kCount>(row + i, count)};
   } else {
-    return {load_elements<Access::vector, kRowVector>(row.address + i, count)};
+    RowVector<T, kCount> vector;
+    const uint4* source = reinterpret_cast<const uint4*>(row.address + i);
+#pragma unroll
+    for (int k = 0; k < vector.kAccesses; ++k) vector.words[k] = source[k];
+    return vector;
   }
 }
 
+// The floats in one word, and the other way round: two instructions for two numbers of 16 bits.
 template <class T>
-__device__ inline Floats<kRowVector> floats_of(const RowVector<T>& vector) {
+__device__ inline void unpack(uint32_t word, float* floats) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    floats[0] = dsx::float_of(word);
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    floats[0] = dsx::float_of(word << 16);
+    floats[1] = dsx::float_of(word & 0xffff0000);
+  } else {
+    floats[0] = __half2float(__ushort_as_half(uint16_t(word)));
+    floats[1] = __half2float(__ushort_as_half(uint16_t(word >> 16)));
+  }
+}
+template <class T>
+__device__ inline uint32_t pack(const float* floats) {
+  uint32_t word;
+  if constexpr (sizeof(T) == sizeof(float)) {
+    word = dsx::bits_of(floats[0]);
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(floats[0], floats[1]);
+    memcpy(&word, &pair, sizeof(word));
+  } else {
+    const __half2 pair = __floats2half2_rn(floats[0], floats[1]);
+    memcpy(&word, &pair, sizeof(word));
+  }
+  return word;
+}
+
+template <class T, int kCount>
+__device__ inline Floats<kCount> floats_of(const RowVector<T, kCount>& vector) {
   if constexpr (std::is_same_v<T, Any>) {
     return vector.elements;
   } else {
-    Floats<kRowVector> floats;
+    constexpr int kPerWord = 4 / sizeof(T);
+    Floats<kCount> floats;
 #pragma unroll
-    for (int k = 0; k < kRowVector; ++k) floats.lanes[k] = widen(vector.elements.lanes[k]);
+    for (int k = 0; k < vector.kAccesses; ++k) {
+      float* four = floats.lanes + 4 * kPerWord * k;
+      unpack<T>(vector.words[k].x, four);
+      unpack<T>(vector.words[k].y, four + kPerWord);
+      unpack<T>(vector.words[k].z, four + 2 * kPerWord);
+      unpack<T>(vector.words[k].w, four + 3 * kPerWord);
+    }
     return floats;
   }
 }
 
 // Rounds to what the row stores, and stores it.
-template <class T>
-__device__ inline RowVector<T> put(Pointer<T> row, int64_t i, int count, bool aligned,
-                                   const Floats<kRowVector>& values) {
-  RowVector<T> vector;
+template <class T, int kCount>
+__device__ inline RowVector<T, kCount> put(Pointer<T> row, int64_t i, int count, bool aligned,
+                                           const Floats<kCount>& values) {
+  RowVector<T, kCount> vector;
   if constexpr (std::is_same_v<T, Any>) {
     vector.elements = rounded(values, row.dtype);
-    if (aligned && count == kRowVector) {
+    if (aligned && count == kCount) {
       store<Access::vector>(row + i, values, count);
     } else {
       store<Access::single>(row + i, values, count);
     }
   } else {
+    constexpr int kPerWord = 4 / sizeof(T);
+    uint4* target = reinterpret_cast<uint4*>(row.address + i);
 #pragma unroll
-    for (int k = 0; k < kRowVector; ++k) vector.elements.lanes[k] = narrow<T>(values.lanes[k]);
-    store_elements<Access::vector>(row.address + i, vector.elements, count);
+    for (int k = 0; k < vector.kAccesses; ++k) {
+      const float* four = values.lanes + 4 * kPerWord * k;
+      const uint4& w = vector.words[k] = {pack<T>(four), pack<T>(four + kPerWord),
+                                          pack<T>(four + 2 * kPerWord),
+                                          pack<T>(four + 3 * kPerWord)};
+      // An assignment would do, did the compiler not take some of them apart.
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target + k), "r"(w.x), "r"(w.y),
+                   "r"(w.z), "r"(w.w)
+                   : "memory");
+    }
   }
   return vector;
+}
+
+// Asks for elements that will be loaded soon, without a register to load them into.
+template <class Team, class T>
+__device__ inline void fetch_ahead(Pointer<T> row, int64_t length) {
+  if constexpr (Team::kVectors > 0) {
+    for_each_row_vector<Team>(length, [&](int /*v*/, int64_t i, int /*count*/) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(row.address + i));
+    });
+  }
 }
 
 // Whether all vectors of these rows may be accessed 16 bytes at a time. Absent ones do not count.
@@ -161,34 +223,34 @@ __device__ inline float sum_of_lanes(Floats<kRowVector> values) {
 }
 
 // Adds each of `sums` over the threads of a team; every thread gets the totals. All threads of the
-// block call it together, also those of a team that has no row.
+// block call it together, also those of a team that has no row; `turn` goes up by one each time.
 template <class Team, int kSums>
-__device__ inline void add_over_team(float (&sums)[kSums]) {
-  constexpr int kWarp = 32;
-#pragma unroll
-  for (int s = 0; s < kSums; ++s) {
-#pragma unroll
-    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-      sums[s] += __shfl_xor_sync(0xffffffff, sums[s], distance);
-    }
-  }
-  if constexpr (Team::kThreads > kWarp) {
-    constexpr int kWarps = Team::kThreads / kWarp;
-    __shared__ float of_warps[kSums][kWarps];
-    const int warp = threadIdx.x / kWarp;
-    __syncthreads();  // what the last call wrote has been read
-    if (threadIdx.x % kWarp == 0) {
-#pragma unroll
-      for (int s = 0; s < kSums; ++s) of_warps[s][warp] = sums[s];
-    }
-    __syncthreads();
+__device__ inline void add_over_team(float (&sums)[kSums], int turn) {
+  const auto add_over_warp = [&] {
 #pragma unroll
     for (int s = 0; s < kSums; ++s) {
-      sums[s] = 0;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) sums[s] += of_warps[s][w];
+      for (int distance = (Team::kShort ? 16 : kWarp) / 2; distance > 0; distance /= 2) {
+        sums[s] += __shfl_xor_sync(0xffffffff, sums[s], distance);
+      }
     }
+  };
+  add_over_warp();
+  if (Team::kShort || blockDim.x == kWarp) return;
+  // Two places in turn: nobody writes to one before all have read it and met in the other's barrier.
+  __shared__ float of_warps[2][kSums][kWarp];
+  const int warps = int(blockDim.x) / kWarp;
+  const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
+  if (lane == 0) {
+#pragma unroll
+    for (int s = 0; s < kSums; ++s) of_warps[turn % 2][s][warp] = sums[s];
   }
+  __syncthreads();
+#pragma unroll
+  for (int s = 0; s < kSums; ++s) {
+    sums[s] = lane < warps ? of_warps[turn % 2][s][lane] : 0.0f;
+  }
+  add_over_warp();
 }
 
 }  // namespace dsx::cuda
