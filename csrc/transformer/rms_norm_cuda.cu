@@ -118,7 +118,8 @@ struct Partial {
     } else if (memory != nullptr) {
       const Pointer<float> total{memory + i};
       constexpr cuda::Access kSingle = cuda::Access::single;
-      const Values before = turn == 0 ? Values(0.0f) : cuda::load<kSingle, kRowVector>(total, count);
+      const Values before =
+          turn == 0 ? Values(0.0f) : cuda::load<kSingle, kRowVector>(total, count);
       cuda::store<kSingle>(total, before + term, count);
     }
   }

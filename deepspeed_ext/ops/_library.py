@@ -31,7 +31,8 @@ def define(
     """Define the op of this schema, all there is to it in Python, and return it.
 
     An op that returns something and has no backward raises when a gradient is to pass through it.
-    One that writes to its arguments is none of autograd's business, as an optimizer step is.
+    One that writes to its arguments is none of autograd's business, as an optimizer step is; what
+    it returns does not require grad.
 
     What is not asked for: autocast casts nothing, as kernels compute in float32 whatever is stored
     and take mixed dtypes; torch.library.register_autocast is for an op that must cast. An op that
@@ -85,6 +86,18 @@ def define(
         # The default fallback would look at every tensor of every list.
         _FRAGMENT.impl(full_name, torch.library.fallthrough_kernel, "Autograd")
     return op
+
+
+def call_recording_nothing(op: torch._ops.OpOverload, *args: object) -> Any:
+    """Call an op past autograd if no gradient is recorded, else as usual.
+
+    The kernel that refuses gradients is in Python and takes all tensors of a list there and back: a
+    third of the time of an op that has little to do with each.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return op(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
 
 
 def _register_gradient(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._library import call_recording_nothing, define
 
 _squared_norms_op = define(
     "squared_norms(Tensor[] tensors) -> Tensor",
@@ -47,7 +47,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """
     if not tensors:  # so no device to dispatch on
         return torch.zeros(0, dtype=torch.float64, device="cpu")
-    squares: Tensor = _squared_norms_op(tensors)
+    squares: Tensor = call_recording_nothing(_squared_norms_op, tensors)
     return squares
 
 

@@ -61,7 +61,8 @@ def lamb_moments_(
     all arguments that are not listed here. Moments are bitwise independent of the device, the
     instruction set, the number of threads and how tensors are split. The sums are in float64; on
     the CPU they depend neither on the number of threads nor on the instruction set, on CUDA they
-    are the same in every run. Nothing waits for the device.
+    are the same in every run. Nothing waits for the device. The result does not require grad,
+    whatever params do.
 
     Args:
         params: float32, bfloat16 or float16, all the same. Not modified.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._library import call_recording_nothing, define
 from deepspeed_ext.ops._step import ON_HOST, StepReference, count_writes, number_or_tensor
 
 _LIBRARIES = {"cpu": "cpu_lars", "cuda": "fused_lars"}
@@ -45,8 +45,8 @@ def lars_norms(
 
     Arguments are those of `lars_apply_`, with the same values; nothing is modified. The sums are in
     float64; on the CPU they depend neither on the number of threads nor on the instruction set, on
-    CUDA they are the same in every run. Nothing waits for the device. A gradient
-    through the result raises.
+    CUDA they are the same in every run. Nothing waits for the device. The result does not require
+    grad, whatever params do.
 
     Args:
         params: as for `lars_apply_`.
@@ -68,7 +68,10 @@ def lars_norms(
     """
     if not params and not grads:  # no tensor, so no device to dispatch on
         return torch.zeros(0, 2, dtype=torch.float64)
-    squares: Tensor = _lars_norms_op(params, grads, master_params, offsets, slots, grad_scale)
+    with torch.no_grad():  # part of a step, as lars_apply_ is
+        squares: Tensor = call_recording_nothing(
+            _lars_norms_op, params, grads, master_params, offsets, slots, grad_scale
+        )
     return squares
 
 

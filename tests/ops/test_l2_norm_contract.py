@@ -162,3 +162,13 @@ def test_self_check_finds_a_wrong_op(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(RuntimeError, match=r"^squared_norms: result on cpu has .*, expected "):
         self_checks.l2_norm("cpu")
+
+
+def test_a_gradient_is_refused_where_one_is_recorded(device: str) -> None:
+    tensors = [torch.ones(3, device=device, requires_grad=True), torch.ones(2, device=device)]
+    with torch.no_grad():
+        want = squared_norms(tensors)
+    got = squared_norms(tensors)
+    assert torch.equal(got, want) and not want.requires_grad
+    with pytest.raises(RuntimeError, match=r"^squared_norms: the gradient is wanted, expected no"):
+        got.sum().backward()

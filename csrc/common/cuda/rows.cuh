@@ -179,9 +179,9 @@ __device__ inline RowVector<T, kCount> put(Pointer<T> row, int64_t i, int count,
 #pragma unroll
     for (int k = 0; k < vector.kAccesses; ++k) {
       const float* four = values.lanes + 4 * kPerWord * k;
-      const uint4& w = vector.words[k] = {pack<T>(four), pack<T>(four + kPerWord),
-                                          pack<T>(four + 2 * kPerWord),
-                                          pack<T>(four + 3 * kPerWord)};
+      const uint4& w =
+          vector.words[k] = {pack<T>(four), pack<T>(four + kPerWord), pack<T>(four + 2 * kPerWord),
+                             pack<T>(four + 3 * kPerWord)};
       // An assignment would do, did the compiler not take some of them apart.
       asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target + k), "r"(w.x), "r"(w.y),
                    "r"(w.z), "r"(w.w)
@@ -237,7 +237,8 @@ __device__ inline void add_over_team(float (&sums)[kSums], int turn) {
   };
   add_over_warp();
   if (Team::kShort || blockDim.x == kWarp) return;
-  // Two places in turn: nobody writes to one before all have read it and met in the other's barrier.
+  // Two places in turn: nobody writes to one before all have read it and met in the other's
+  // barrier.
   __shared__ float of_warps[2][kSums][kWarp];
   const int warps = int(blockDim.x) / kWarp;
   const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
