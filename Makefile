@@ -11,14 +11,19 @@ TORCH := $(shell grep '^torch==' requirements/dev.txt)
 HAS_TORCH := import sys, torch; from importlib.metadata import version; \
   sys.exit(tuple(map(int, version("torch").split(".")[:2])) < (2, 11))
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# One worker per processor, and no more than a GPU has room for. A thread that waits sleeps, because
+# the processor is another worker's. Ops that all need are compiled first, where no worker waits.
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+OP_BUILDER := $(BIN)/python -m deepspeed_ext.op_builder
+WARM := $(OP_BUILDER) build $$($(OP_BUILDER) list | awk '$$2 == "cpu" { print $$1 }') > /dev/null || true
 export PYTHONUNBUFFERED := 1
 
 .SHELLFLAGS := -ec
 .ONESHELL:
-.PHONY: help env demo test lint bench clean
+.PHONY: help env demo test test-long lint bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
 	echo
 	echo "PYTHON=$(PYTHON) makes .venv; ARGS= passes arguments on to what demo, test and bench run."
 
@@ -33,8 +38,12 @@ demo: $(DONE)/package  ## train a small GPT and show what it writes; goes on whe
 	fi
 	$(BIN)/python -m deepspeed_ext.examples.train_gpt --out $(OUT) $$resume $(ARGS)
 
-test: $(DONE)/test  ## run the tests
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(DONE)/test  ## run the tests, but for the longest
+	@$(if $(ARGS),,$(WARM))
+	$(PYTEST) -m 'not long' $(ARGS)
+
+test-long: $(DONE)/test  ## run the longest tests: those that take over 15 s each
+	@$(PYTEST) -m long $(ARGS)
 
 lint: $(DONE)/dev  ## check style, types and layout of the code
 	@$(BIN)/ruff check $(SOURCES)

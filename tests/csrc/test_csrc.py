@@ -1,5 +1,6 @@
 """Compile the C++ test programs in several ways, two at a time, and run each of them."""
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -101,21 +102,26 @@ def compiler_of(way: str) -> list[str]:
 def compile_source(way: str, source: str, folder: Path) -> Path:
     """Compile one source one way, for all programs that are linked with it."""
     target = folder / f"{source.replace('/', '_')}_{way}.o"
-    call([*compiler_of(way), "-c", str(CSRC / source), "-o", str(target)])
-    return target
+    return once(target, [*compiler_of(way), "-c", str(CSRC / source)])
 
 
 def compile_program(way: str, program: str, objects: list[Future[Path]], folder: Path) -> Path:
     """Compile one program one way, and link it with these."""
     target = folder / f"{program}_{way}"
     sources = [str(HERE / f"test_{program}.cpp"), *(str(each.result()) for each in objects)]
-    call([*compiler_of(way), *sources, "-o", str(target)])
+    return once(target, [*compiler_of(way), *sources])
+
+
+def once(target: Path, command: list[str]) -> Path:
+    """Compile a file, unless another worker of this run of the tests did."""
+    part = target.with_name(f"{target.name}.part")
+    with target.with_name(f"{target.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            run = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True)
+            assert run.returncode == 0, run.stderr
+            part.rename(target)
     return target
-
-
-def call(command: list[str]) -> None:
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +130,9 @@ def compiled(
 ) -> Iterator[dict[tuple[str, str], Future[Path]]]:
     """Compile what the collected tests use, in their order, while they already run."""
     wanted = [case for item in request.session.items for case in cases_of(item)]
-    folder = tmp_path_factory.mktemp("csrc")
+    base = tmp_path_factory.getbasetemp()  # of this worker, in the folder of the run
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "csrc"
+    folder.mkdir(exist_ok=True)
     objects: dict[tuple[str, str], Future[Path]] = {}
     programs: dict[tuple[str, str], Future[Path]] = {}
     with ThreadPoolExecutor(2) as pool:

@@ -1,0 +1,59 @@
+"""The option --cpu-seconds: what each folder of tests and the slowest tests cost."""
+
+import os
+from collections import Counter
+from collections.abc import Generator
+
+import pytest
+
+SLOWEST = int(os.environ.get("SLOWEST", "40"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cpu-seconds",
+        action="store_true",
+        help="sum the processor time of each folder's tests, child processes included",
+    )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
+    """Note when the test begins; its fixtures belong to it."""
+    item.stash[_BEGIN] = sum(os.times()[:4])
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Give each phase what it took; as a property it reaches the process that reports."""
+    report = yield
+    now = sum(os.times()[:4])
+    report.user_properties = [("cpu", now - item.stash[_BEGIN])]
+    item.stash[_BEGIN] = now
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the two tables."""
+    if not terminalreporter.config.getoption("--cpu-seconds"):
+        return
+    folders: Counter[str] = Counter()
+    tests: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds = sum(value for name, value in report.user_properties if name == "cpu")
+                folder, _, rest = report.nodeid.removeprefix("tests/").partition("/")
+                folders[folder if rest else "."] += seconds
+                tests[report.nodeid] += seconds
+    terminalreporter.section("seconds of processor time")
+    for what, rows in (("folders", folders.most_common()), ("tests", tests.most_common(SLOWEST))):
+        terminalreporter.write_line(f"{sum(dict(rows).values()):8.1f} {what}, of which")
+        for name, seconds in rows:
+            terminalreporter.write_line(f"{seconds:8.1f} {name}")
+
+
+_BEGIN = pytest.StashKey[float]()
