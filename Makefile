@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # the processor is another worker's. Ops that all need are compiled first, where no worker waits.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 OP_BUILDER := $(BIN)/python -m deepspeed_ext.op_builder
-WARM := $(OP_BUILDER) build $$($(OP_BUILDER) list | awk '$$2 == "cpu" { print $$1 }') > /dev/null || true
+WARM := echo 'compiling the ops that are not in the cache'; $(OP_BUILDER) build $$($(OP_BUILDER) list | awk '$$2 == "cpu" { print $$1 }') > /dev/null || true
 export PYTHONUNBUFFERED := 1
 
 .SHELLFLAGS := -ec
@@ -42,7 +42,7 @@ test: $(DONE)/test  ## run the tests, but for the longest
 	@$(if $(ARGS),,$(WARM))
 	$(PYTEST) -m 'not long' $(ARGS)
 
-test-long: $(DONE)/test  ## run the longest tests: those that take over 15 s each
+test-long: $(DONE)/test  ## run the longest tests: over 15 s each, or in an emulator
 	@$(PYTEST) -m long $(ARGS)
 
 lint: $(DONE)/dev  ## check style, types and layout of the code

@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import pytest
 
-SLOWEST = int(os.environ.get("SLOWEST", "40"))
+SLOWEST = 40
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,14 +1,11 @@
-"""Compile the C++ test programs in several ways, two at a time, and run each of them."""
+"""Compile the C++ test programs in several ways, and run each of them."""
 
 import fcntl
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import pytest
 
@@ -89,7 +86,11 @@ WAYS = {
         packages="g++-aarch64-linux-gnu qemu-user",
     ),
 }
-CASES = [(way, program) for way in WAYS for program in WAYS[way].programs]
+CASES = [
+    pytest.param((way, program), marks=[pytest.mark.long] if WAYS[way].emulator else [])
+    for way in WAYS
+    for program in WAYS[way].programs
+]
 
 
 def compiler_of(way: str) -> list[str]:
@@ -99,17 +100,14 @@ def compiler_of(way: str) -> list[str]:
     return [*compiler, *flags, f"-I{CSRC}", f"-I{HERE}"]
 
 
-def compile_source(way: str, source: str, folder: Path) -> Path:
-    """Compile one source one way, for all programs that are linked with it."""
-    target = folder / f"{source.replace('/', '_')}_{way}.o"
-    return once(target, [*compiler_of(way), "-c", str(CSRC / source)])
-
-
-def compile_program(way: str, program: str, objects: list[Future[Path]], folder: Path) -> Path:
-    """Compile one program one way, and link it with these."""
-    target = folder / f"{program}_{way}"
-    sources = [str(HERE / f"test_{program}.cpp"), *(str(each.result()) for each in objects)]
-    return once(target, [*compiler_of(way), *sources])
+def compile_program(way: str, program: str, folder: Path) -> Path:
+    """Compile one program one way, with the sources that it shares with others."""
+    objects = []
+    for source in PROGRAMS[program]:
+        target = folder / f"{source.replace('/', '_')}_{way}.o"
+        objects.append(once(target, [*compiler_of(way), "-c", str(CSRC / source)]))
+    main = HERE / f"test_{program}.cpp"
+    return once(folder / f"{program}_{way}", [*compiler_of(way), str(main), *map(str, objects)])
 
 
 def once(target: Path, command: list[str]) -> Path:
@@ -125,35 +123,12 @@ def once(target: Path, command: list[str]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def compiled(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[tuple[str, str], Future[Path]]]:
-    """Compile what the collected tests use, in their order, while they already run."""
-    wanted = [case for item in request.session.items for case in cases_of(item)]
-    base = tmp_path_factory.getbasetemp()  # of this worker, in the folder of the run
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which all workers of this run of the tests compile."""
+    base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "csrc"
     folder.mkdir(exist_ok=True)
-    objects: dict[tuple[str, str], Future[Path]] = {}
-    programs: dict[tuple[str, str], Future[Path]] = {}
-    with ThreadPoolExecutor(2) as pool:
-        for way, program in dict.fromkeys(wanted):
-            if WAYS[way].missing():
-                continue
-            sources = [(way, source) for source in PROGRAMS[program]]
-            for key in sources:  # before the program that waits for them, so that nothing is stuck
-                if key not in objects:
-                    objects[key] = pool.submit(compile_source, *key, folder)
-            needed = [objects[key] for key in sources]
-            programs[way, program] = pool.submit(compile_program, way, program, needed, folder)
-        yield programs
-        pool.shutdown(cancel_futures=True)
-
-
-def cases_of(item: pytest.Item) -> list[tuple[str, str]]:
-    """Return the way and the program that a collected test runs, if it is one of this file."""
-    if item.path != Path(__file__) or not isinstance(item, pytest.Function):
-        return []
-    return [cast("tuple[str, str]", item.callspec.params["case"])]
+    return folder
 
 
 def run(command: list[str], force_isa: str = "") -> subprocess.CompletedProcess[str]:
@@ -174,12 +149,12 @@ def run(command: list[str], force_isa: str = "") -> subprocess.CompletedProcess[
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_program(case: tuple[str, str], compiled: dict[tuple[str, str], Future[Path]]) -> None:
+def test_program(case: tuple[str, str], folder: Path) -> None:
     """Every program passes, however it is compiled."""
     way = WAYS[case[0]]
     if way.missing():
         pytest.skip(f"no {' and no '.join(way.missing())}; run: apt-get install {way.packages}")
-    result = run([*([way.emulator] if way.emulator else []), str(compiled[case].result())])
+    result = run([*([way.emulator] if way.emulator else []), str(compile_program(*case, folder))])
     if case[0] == "threads" and "unexpected memory mapping" in result.stdout:
         pytest.skip("ThreadSanitizer of this compiler cannot run: vm.mmap_rnd_bits is over 28")
     assert result.returncode == 0, result.stdout
@@ -190,9 +165,9 @@ PRODUCT_ISA = pytest.mark.parametrize("case", [("product", "isa")], ids="-".join
 
 
 @PRODUCT_ISA
-def test_force_isa(case: tuple[str, str], compiled: dict[tuple[str, str], Future[Path]]) -> None:
+def test_force_isa(case: tuple[str, str], folder: Path) -> None:
     """DSX_FORCE_ISA picks any ISA up to the widest one, and nothing else."""
-    program = [str(compiled[case].result()), "current"]
+    program = [str(compile_program(*case, folder)), "current"]
     widest = run(program).stdout.strip()
     x86 = os.uname().machine == "x86_64"
     names = ["scalar", "sse2", "avx2", "avx512"] if x86 else ["scalar", "neon"]
@@ -208,18 +183,19 @@ def test_force_isa(case: tuple[str, str], compiled: dict[tuple[str, str], Future
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("cpu", "widest"), [("Nehalem", "sse2"), ("Haswell", "avx2")])
 @pytest.mark.parametrize("case", [("product", "isa"), ("product", "steps")], ids="-".join)
 def test_older_cpus(
     case: tuple[str, str],
     cpu: str,
     widest: str,
-    compiled: dict[tuple[str, str], Future[Path]],
+    folder: Path,
 ) -> None:
     """A CPU without the wide instructions is recognised, and none of them is executed on it."""
     if shutil.which("qemu-x86_64") is None or os.uname().machine != "x86_64":
         pytest.skip("no qemu-x86_64, or not on x86-64; run: apt-get install qemu-user")
-    command = ["qemu-x86_64", "-cpu", cpu, str(compiled[case].result())]
+    command = ["qemu-x86_64", "-cpu", cpu, str(compile_program(*case, folder))]
     assert run(command).returncode == 0
     if case[1] == "isa":
         assert run([*command, "current"]).stdout.split()[-1] == widest

@@ -127,6 +127,7 @@ def test_resumes_a_killed_run_from_its_last_checkpoint(whole: Path, tmp_path: Pa
     assert_same_run(whole, out)
 
 
+@pytest.mark.long
 def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
     """The signal comes at any moment; the two parts are still the run that nothing interrupted."""
     steps = [*TINY, "--steps", "300", "--optimizer", "cpu_adam"]
