@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,11 +87,15 @@ WAYS = {
         packages="g++-aarch64-linux-gnu qemu-user",
     ),
 }
-CASES = [
-    pytest.param((way, program), marks=[pytest.mark.long] if WAYS[way].emulator else [])
-    for way in WAYS
-    for program in WAYS[way].programs
-]
+
+
+def case_of(way: str, program: str) -> Any:
+    """Return the parameters of a test, marked if it takes long."""
+    is_long = WAYS[way].emulator or (way == "threads" and PROGRAMS[program] == ENGINE)
+    return pytest.param((way, program), marks=[pytest.mark.long] if is_long else [])
+
+
+CASES = [case_of(way, program) for way in WAYS for program in WAYS[way].programs]
 
 
 def compiler_of(way: str) -> list[str]:
