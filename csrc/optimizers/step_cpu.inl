@@ -2,29 +2,25 @@
 #include "common/simd/sum.inl"
 #include "optimizers/storage_cpu.inl"
 
-// Where a loop over [begin, end) ceases to ask for memory ahead.
-template <class State>
-inline int64_t end_of_prefetch(int64_t begin, int64_t end) {
-  if (holds<State>(Dtype::codes) || !gains_from_prefetch()) return begin;
-  return end - kPrefetchElements;
-}
-
 // Elements [begin, end) of one tensor; begin is a multiple of kCodesBlock.
 template <class Rule, class Param, class Grad, class State>
 inline void step_loop(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
                       const Prepared<Rule>& prepared, int64_t begin, int64_t end) {
   constexpr Pass pass = pass_of<Rule>();
+  constexpr bool kCoded = holds<State>(Dtype::codes);
   // Local copies, which no store below can change: they stay in registers.
-  const typename Rule::Step step = prepared.step;
+  const typename Rule::Step step = constants_of_loop<Rule, Grad>(prepared.step);
   const Parameter<Param> parameter(types, tensor.param, tensor.param_copy);
   const auto grads = Pointer<Grad>::to(tensor.grad, types.grad);
-  const int64_t asked_end = end_of_prefetch<State>(begin, end);
+  const Ahead ahead(end);
   const auto run = [&](auto& states, int64_t first, int64_t last) {
     const auto ask = [&](int64_t i) {
-      if (i >= asked_end) return;
-      if constexpr (reads_grads(pass)) prefetch((grads + i).address);
-      parameter.ask_for(i);
-      states.ask_for(i);
+      if constexpr (!kCoded) {  // codes leave the processor the time to see to it
+        if (i >= ahead.end) return;
+        if constexpr (reads_grads(pass)) ahead.ask_for((grads + i).address);
+        parameter.ask_for(ahead, i);
+        states.ask_for(ahead, i);
+      }
     };
     for_each_line(first, last, ask, [&](int64_t i, int count) {
       Vec grad = 0;
@@ -37,7 +33,7 @@ inline void step_loop(const StepTypes& types, const StepTensor<Rule::kStates>& t
       if constexpr (writes_states(pass)) states.store(i, count, values);
     });
   };
-  if constexpr (holds<State>(Dtype::codes)) {
+  if constexpr (kCoded) {
     float buffers[StatesOfLoop<Rule, Grad>::kCount][kCodesBlock];
     CodedStates<Rule, Grad> states(tensor, prepared.noise, buffers);
     for (int64_t block = begin; block < end; block += kCodesBlock) {
@@ -59,17 +55,20 @@ inline void measure_loop(const StepTypes& types, const StepTensor<Rule::kStates>
                          const Prepared<Rule>& prepared, int64_t begin, int64_t end,
                          double* squares) {
   constexpr Pass pass = pass_of<Rule>();
-  const typename Rule::Step step = prepared.step;
+  constexpr bool kCoded = holds<State>(Dtype::codes);
+  const typename Rule::Step step = constants_of_loop<Rule, Grad>(prepared.step);
   const Parameter<Param> parameter(types, tensor.param, tensor.param_copy);
   const auto grads = Pointer<Grad>::to(tensor.grad, types.grad);
   Sum16 sums[kMeasured];
-  const int64_t asked_end = end_of_prefetch<State>(begin, end);
+  const Ahead ahead(end);
   [[maybe_unused]] const auto renew = [&](auto& states, int64_t first, int64_t last) {
     const auto ask = [&](int64_t i) {
-      if (i >= asked_end) return;
-      prefetch((grads + i).address);
-      parameter.ask_for(i);
-      states.ask_for(i);
+      if constexpr (!kCoded) {
+        if (i >= ahead.end) return;
+        ahead.ask_for((grads + i).address);
+        parameter.ask_for(ahead, i);
+        states.ask_for(ahead, i);
+      }
     };
     for_each_line(first, last, ask, [&](int64_t i, int count) {
       const Vec grad = Vec::load(grads + i, count);
@@ -94,7 +93,7 @@ inline void measure_loop(const StepTypes& types, const StepTensor<Rule::kStates>
   [[maybe_unused]] float buffers[StatesOfLoop<Rule, Grad>::kCount][kCodesBlock];
   for (int64_t block = begin; block < end; block += kCodesBlock) {
     const int64_t block_end = block + kCodesBlock < end ? block + kCodesBlock : end;
-    if constexpr (holds<State>(Dtype::codes)) {
+    if constexpr (kCoded) {
       CodedStates<Rule, Grad> states(tensor, prepared.noise, buffers);
       states.begin_block(block);
       renew(states, block, block_end);

@@ -129,7 +129,7 @@ void test(Dtypes dtypes, int64_t n) {
   Case scalar(dtypes, n);
   scalar.run(Isa::scalar, 33);
   scalar.check();
-  for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+  for (Isa isa : {Isa::scalar, Isa::baseline, Isa::avx2, Isa::avx512}) {
     if (isa > dsx::current_isa()) break;
     Case other(dtypes, n);
     other.run(isa, 5);

@@ -64,7 +64,7 @@ void test_block(const std::vector<float>& source) {
       expect(right, "%s of %a is %a, expected %a", function.name, double(source[size_t(i)]), got,
              want);
     }
-    for (Isa isa : {Isa::avx2, Isa::avx512}) {
+    for (Isa isa : {Isa::baseline, Isa::avx2, Isa::avx512}) {
       if (isa > dsx::current_isa()) break;
       function.run(isa, source.data(), result.data(), n);
       for (int i = 0; i < n; ++i) {

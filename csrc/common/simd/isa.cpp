@@ -77,9 +77,9 @@ Isa current_isa() {
   return isa;
 }
 
-bool gains_from_prefetch() {
-  static const bool gains = is_of_intel();
-  return gains;
+int64_t prefetch_distance() {
+  static const int64_t bytes = is_of_intel() ? 2048 : 512;
+  return bytes;
 }
 
 }  // namespace dsx

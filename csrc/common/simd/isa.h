@@ -1,6 +1,7 @@
 // The instruction sets that kernels are compiled for, and which of them this process uses.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 namespace dsx {
@@ -19,7 +20,7 @@ Isa current_isa();
 // `forced` if it is not empty, else `widest`. Throws if `forced` is unknown or wider than `widest`.
 Isa choose_isa(const std::string& forced, Isa widest);
 
-// Whether loops over several arrays should ask for memory ahead (prefetch.h), by the CPU's vendor.
-bool gains_from_prefetch();
+// How many bytes ahead loops over several arrays ask for memory (prefetch.h), by the CPU's vendor.
+int64_t prefetch_distance();
 
 }  // namespace dsx
