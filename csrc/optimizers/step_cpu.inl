@@ -12,14 +12,13 @@ inline void step_loop(const StepTypes& types, const StepTensor<Rule::kStates>& t
   const typename Rule::Step step = constants_of_loop<Rule, Grad>(prepared.step);
   const Parameter<Param> parameter(types, tensor.param, tensor.param_copy);
   const auto grads = Pointer<Grad>::to(tensor.grad, types.grad);
-  const Ahead ahead(end);
   const auto run = [&](auto& states, int64_t first, int64_t last) {
     const auto ask = [&](int64_t i) {
       if constexpr (!kCoded) {  // codes leave the processor the time to see to it
-        if (i >= ahead.end) return;
-        if constexpr (reads_grads(pass)) ahead.ask_for((grads + i).address);
-        parameter.ask_for(ahead, i);
-        states.ask_for(ahead, i);
+        if (i >= end - kPrefetchElements) return;
+        if constexpr (reads_grads(pass)) prefetch((grads + i).address);
+        parameter.ask_for(i);
+        states.ask_for(i);
       }
     };
     for_each_line(first, last, ask, [&](int64_t i, int count) {
@@ -60,14 +59,13 @@ inline void measure_loop(const StepTypes& types, const StepTensor<Rule::kStates>
   const Parameter<Param> parameter(types, tensor.param, tensor.param_copy);
   const auto grads = Pointer<Grad>::to(tensor.grad, types.grad);
   Sum16 sums[kMeasured];
-  const Ahead ahead(end);
   [[maybe_unused]] const auto renew = [&](auto& states, int64_t first, int64_t last) {
     const auto ask = [&](int64_t i) {
       if constexpr (!kCoded) {
-        if (i >= ahead.end) return;
-        ahead.ask_for((grads + i).address);
-        parameter.ask_for(ahead, i);
-        states.ask_for(ahead, i);
+        if (i >= end - kPrefetchElements) return;
+        prefetch((grads + i).address);
+        parameter.ask_for(i);
+        states.ask_for(i);
       }
     };
     for_each_line(first, last, ask, [&](int64_t i, int count) {

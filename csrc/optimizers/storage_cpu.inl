@@ -2,16 +2,6 @@
 // ISA.
 #include "optimizers/storage_math.inl"
 
-// How far ahead a loop asks for memory, and where it ceases to: arrays of 16 bits are the first to
-// end.
-struct Ahead {
-  int64_t bytes, end;
-
-  explicit Ahead(int64_t end_of_loop) : bytes(prefetch_distance()), end(end_of_loop - bytes / 2) {}
-
-  void ask_for(const void* position) const { prefetch(static_cast<const char*>(position) + bytes); }
-};
-
 // The elements of a parameter as floats, and their way back into memory.
 template <class T>
 struct Parameter {
@@ -22,7 +12,7 @@ struct Parameter {
       : begin(Pointer<T>::to(param, types.param)),
         copy(Pointer<Any>::to(param_copy, types.param_copy)) {}
 
-  void ask_for(const Ahead& ahead, int64_t i) const { ahead.ask_for((begin + i).address); }
+  void ask_for(int64_t i) const { prefetch((begin + i).address); }
   Vec load(int64_t i, int count) const { return Vec::load(begin + i, count); }
   void store(int64_t i, Vec value, int count) const {
     value.store(begin + i, count);
@@ -38,9 +28,9 @@ struct Parameter<Split> {
   Parameter(const StepTypes& /*types*/, void* param, void* param_copy)
       : upper(static_cast<uint16_t*>(param)), lower(static_cast<int16_t*>(param_copy)) {}
 
-  void ask_for(const Ahead& ahead, int64_t i) const {
-    ahead.ask_for(upper + i);
-    ahead.ask_for(lower + i);
+  void ask_for(int64_t i) const {
+    prefetch(upper + i);
+    prefetch(lower + i);
   }
   Vec load(int64_t i, int count) const {
     return join_halves<Vec>(Ints::load(upper + i, count), Ints::load(lower + i, count));
@@ -67,9 +57,9 @@ struct States {
     noise.on = noise.on && types.state == Dtype::bfloat16;
   }
 
-  void ask_for(const Ahead& ahead, int64_t i) const {
+  void ask_for(int64_t i) const {
     for (int j = 0; j < kCount; ++j) {
-      if (!absent(j)) ahead.ask_for((begins[j] + i).address);
+      if (!absent(j)) prefetch((begins[j] + i).address);
     }
   }
 

@@ -204,3 +204,15 @@ def test_older_cpus(
     assert run(command).returncode == 0
     if case[1] == "isa":
         assert run([*command, "current"]).stdout.split()[-1] == widest
+
+
+@pytest.mark.parametrize("case", [("product", "steps")], ids="-".join)
+def test_prefetch(case: tuple[str, str], compiled: dict[tuple[str, str], Future[Path]]) -> None:
+    """The compiler has left the prefetch in every loop over floats: results do not show it."""
+    if os.uname().machine != "x86_64" or shutil.which("objdump") is None:
+        pytest.skip("no objdump, or not on x86-64")
+    listing = run(["objdump", "-dC", "--no-show-raw-insn", str(compiled[case].result())]).stdout
+    functions = [text for text in listing.split("\n\n") if "flat_loop" in text.partition("\n")[0]]
+    loops = [text for text in functions if ", float, float, float>" in text.partition("\n")[0]]
+    assert len(loops) >= 4 * 4  # optimizers, instruction sets
+    assert [text.partition("\n")[0] for text in loops if "prefetch" not in text] == []

@@ -2,7 +2,6 @@
 #include "common/simd/isa.h"
 
 #include <cstdlib>
-#include <cstring>
 #include <stdexcept>
 
 #ifdef __x86_64__
@@ -34,15 +33,8 @@ Isa widest_isa() {
                       __builtin_cpu_supports("avx512vl");
   return avx512 ? Isa::avx512 : Isa::avx2;
 }
-
-bool is_of_intel() {
-  unsigned eax = 0, name[3] = {};
-  return __get_cpuid(0, &eax, &name[0], &name[2], &name[1]) != 0 &&
-         std::memcmp(name, "GenuineIntel", sizeof(name)) == 0;
-}
 #else
 Isa widest_isa() { return Isa::baseline; }
-bool is_of_intel() { return false; }
 #endif
 
 }  // namespace
@@ -75,11 +67,6 @@ Isa current_isa() {
     return choose_isa(forced == nullptr ? "" : forced, widest_isa());
   }();
   return isa;
-}
-
-int64_t prefetch_distance() {
-  static const int64_t bytes = is_of_intel() ? 2048 : 512;
-  return bytes;
 }
 
 }  // namespace dsx

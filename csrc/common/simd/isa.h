@@ -1,7 +1,6 @@
 // The instruction sets that kernels are compiled for, and which of them this process uses.
 #pragma once
 
-#include <cstdint>
 #include <string>
 
 namespace dsx {
@@ -19,8 +18,5 @@ Isa current_isa();
 
 // `forced` if it is not empty, else `widest`. Throws if `forced` is unknown or wider than `widest`.
 Isa choose_isa(const std::string& forced, Isa widest);
-
-// How many bytes ahead loops over several arrays ask for memory (prefetch.h), by the CPU's vendor.
-int64_t prefetch_distance();
 
 }  // namespace dsx

@@ -1,17 +1,20 @@
 // Asks for memory that a loop over several arrays will come to: some processors follow few streams
-// by themselves. Measured with Adam, which reads four arrays of floats and writes three: on a Xeon,
-// asking 2 KiB ahead takes 13 % less time than not asking; on a Zen 3, half a KiB takes 11 % less
-// and 2 KiB 8 %. Rules with fewer arrays neither gain nor lose there.
+// by themselves. Measured with Adam, which reads four arrays of floats and writes three: on a Zen 3
+// it takes 11 % longer without, and 3 to 8 % longer with twice the distance; on a Xeon, it takes 13
+// % less time with twice the distance than without.
 #pragma once
 
 #include <cstdint>
 
 namespace dsx {
 
+constexpr int64_t kPrefetchBytes = 1024;                   // ahead
+constexpr int64_t kPrefetchElements = kPrefetchBytes / 2;  // ahead at the most: of 16 bits
+
 inline void prefetch(const void* position) {
   // GCC takes a function that does nothing else for one without effect, and leaves out its calls.
   asm volatile("");
-  __builtin_prefetch(position);
+  __builtin_prefetch(static_cast<const char*>(position) + kPrefetchBytes);
 }
 
 }  // namespace dsx
