@@ -90,14 +90,14 @@ __global__ void __launch_bounds__(kThreads, (kResidentBlocks<Grad, State>))
   // From here on all addresses are those of this block's chunk, and indices count from its start.
   constexpr int64_t kMine = kCoded ? kCodedChunk : kChunk;
   const int64_t begin = int64_t(int(blockIdx.x) - launch.first_block[index]) * kMine;
-  const uint32_t end = skip ? 0 : uint32_t(::min(kMine, tensor.n - begin));
+  const int end = skip ? 0 : int(::min(kMine, tensor.n - begin));
   const typename Rule::Step step = constants_of_loop<Rule, Grad>(launch.prepared[index].step);
   using Memory = Operands<Rule, Param, Grad, State>;
   const Memory far(types, tensor, launch.prepared[index].noise, begin);
   [[maybe_unused]] double squares[kMeasured] = {};
 
   // Reads elements from `at` on there, and writes them from i on.
-  const auto visit = [&]<Access access>(const Memory& from, uint32_t at, uint32_t i, int count) {
+  const auto visit = [&]<Access access>(const Memory& from, int at, int i, int count) {
     Floats<kCount> grad(0.0f);
     if constexpr (reads_grads(pass)) grad = load<access, kCount>(from.grads + at, count);
     auto param = from.parameter.template load<access, kCount>(at, count);
@@ -115,35 +115,37 @@ __global__ void __launch_bounds__(kThreads, (kResidentBlocks<Grad, State>))
   };
   // What has to stay together: a thread's elements, or with codes those of a warp, which finds the
   // scale of its block together, so that all its threads go on while one of them has elements.
-  const uint32_t offset = kCoded ? threadIdx.x % 32 * kCount : 0;
-  constexpr uint32_t kTogether = kCoded ? kCodesBlock : kCount;
-  constexpr uint32_t kStride = kThreads * kCount;
-  uint32_t i = threadIdx.x * kCount;
+  const int offset = kCoded ? int(threadIdx.x) % 32 * kCount : 0;
+  constexpr int kTogether = kCoded ? int(kCodesBlock) : kCount;
+  constexpr int kStride = kThreads * kCount;
+  int i = int(threadIdx.x) * kCount;
   if (is_aligned<kCount>(types, tensor)) {
     if constexpr (kCoded && !std::is_same_v<Grad, Any>) {
       // There is much to compute and no register to spare: what comes next is fetched into shared
       // memory meanwhile. A warp reads only what its own threads have put there.
       constexpr Access access = sizeof(Grad) > 2 ? Access::halves : Access::vector;
-      constexpr uint32_t kRoom = kFetched * kStride;
+      constexpr int kRoom = kFetched * kStride;
       __shared__ alignas(16) char room[Memory::kBytes * kRoom];
       __shared__ float scales[StatesOfLoop<Rule, Grad>::kCount][kCodedChunk / kCodesBlock];
+      static_assert((kRoom & (kRoom - 1)) == 0);
       const Memory near(room, kRoom, scales);
-      const uint32_t end_of_whole = end / kCodesBlock * kCodesBlock;
-      const uint32_t mine = access == Access::halves ? i - offset / 2 : i;
-      uint32_t ahead = mine;
+      const int end_of_whole = end & -int(kCodesBlock);
+      const int mine = access == Access::halves ? i - offset / 2 : i;
+      int ahead = mine;
       const auto fetch_next = [&] {
-        if (ahead < end_of_whole) far.template fetch_to<access, kCount>(near, ahead % kRoom, ahead);
+        if (ahead < end_of_whole)
+          far.template fetch_to<access, kCount>(near, ahead & (kRoom - 1), ahead);
         end_fetches();
         ahead += kStride;
       };
       for (int k = 1; k < kFetched; ++k) fetch_next();
       far.states.copy_scales_to(near.states, end);
-      for (uint32_t k = mine; k < end_of_whole; k += kStride) {
+      for (int k = mine; k < end_of_whole; k += kStride) {
         __syncwarp();  // all have read what is overwritten now
         fetch_next();
         wait_for_fetches<kFetched - 1>();
         __syncwarp();  // all see what each has fetched
-        visit.template operator()<access>(near, k % kRoom, k, kCount);
+        visit.template operator()<access>(near, k & (kRoom - 1), k, kCount);
         i += kStride;
       }
     } else {
@@ -156,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, (kResidentBlocks<Grad, State>))
     }
   }
   for (; i - offset < end; i += kStride) {
-    const int left = int(end) - int(i);
+    const int left = end - i;
     visit.template operator()<Access::single>(far, i, i,
                                               left < 0        ? 0
                                               : left < kCount ? left

@@ -33,16 +33,16 @@ struct Parameter {
     room += elements * kBytes;
   }
   template <Access access, int kCount>
-  __device__ void fetch_to(const Parameter& near, uint32_t at, uint32_t i) const {
+  __device__ void fetch_to(const Parameter& near, int at, int i) const {
     fetch<access, kCount>(near.begin.address + at, begin.address + i);
   }
 
   template <Access access, int kCount>
-  __device__ Floats<kCount> load(uint32_t i, int count) const {
+  __device__ Floats<kCount> load(int i, int count) const {
     return cuda::load<access, kCount>(begin + i, count);
   }
   template <Access access, int kCount>
-  __device__ void store(uint32_t i, const Floats<kCount>& values, int count) const {
+  __device__ void store(int i, const Floats<kCount>& values, int count) const {
     cuda::store<access>(begin + i, values, count);
     if constexpr (kMayHaveCopy) {
       if (copy) cuda::store<access>(copy + i, values, count);
@@ -67,13 +67,13 @@ struct Parameter<Split> {
     room += elements * kBytes;
   }
   template <Access access, int kCount>
-  __device__ void fetch_to(const Parameter& near, uint32_t at, uint32_t i) const {
+  __device__ void fetch_to(const Parameter& near, int at, int i) const {
     fetch<access, kCount>(near.upper + at, upper + i);
     fetch<access, kCount>(near.lower + at, lower + i);
   }
 
   template <Access access, int kCount>
-  __device__ Floats<kCount> load(uint32_t i, int count) const {
+  __device__ Floats<kCount> load(int i, int count) const {
     if constexpr (access == Access::vector) {
       Floats<kCount> joined;
       const auto uppers = load_pairs<kCount>(upper + i), lowers = load_pairs<kCount>(lower + i);
@@ -97,7 +97,7 @@ struct Parameter<Split> {
     return values;
   }
   template <Access access, int kCount>
-  __device__ void store(uint32_t i, const Floats<kCount>& values, int count) const {
+  __device__ void store(int i, const Floats<kCount>& values, int count) const {
     Elements<uint16_t, kCount> uppers;
     Elements<int16_t, kCount> lowers;
 #pragma unroll
@@ -145,7 +145,7 @@ struct States {
   }
 
   template <Access access, int kCount>
-  __device__ void load(uint32_t /*at*/, uint32_t i, int count,
+  __device__ void load(int /*at*/, int i, int count,
                        Floats<kCount> (&values)[Rule::kStates]) const {
 #pragma unroll
     for (int j = 0; j < kStates; ++j) {
@@ -154,11 +154,11 @@ struct States {
   }
 
   template <Access access, int kCount>
-  __device__ void store(uint32_t i, int count, Floats<kCount> (&values)[Rule::kStates]) const {
+  __device__ void store(int i, int count, Floats<kCount> (&values)[Rule::kStates]) const {
     if (noise.on) {
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
-        const uint32_t random = random_bits(noise, i + place_of<access, kCount>(k));
+        const uint32_t random = random_bits(noise, uint32_t(i + place_of<access, kCount>(k)));
 #pragma unroll
         for (int j = 0; j < kStates; ++j) {
           values[j].lanes[k] = round_to_bfloat16(values[j].lanes[k], half_of(random, j));
@@ -239,14 +239,14 @@ struct States<Rule, Codes, Grad> {
     }
   }
   template <Access access, int kCount>
-  __device__ void fetch_to(const States& near, uint32_t at, uint32_t i) const {
+  __device__ void fetch_to(const States& near, int at, int i) const {
 #pragma unroll
     for (int j = 0; j < kStates; ++j) fetch<access, kCount>(near.begins[j] + at, begins[j] + i);
   }
   // Each warp copies the scales of the blocks of codes that it takes, of which `end` is the end.
-  __device__ void copy_scales_to(const States& near, uint32_t end) const {
-    constexpr uint32_t kWarps = kThreads / 32;
-    uint32_t k = threadIdx.x / 32 + threadIdx.x % 32 * kWarps;
+  __device__ void copy_scales_to(const States& near, int end) const {
+    constexpr int kWarps = kThreads / 32;
+    int k = int(threadIdx.x) / 32 + int(threadIdx.x) % 32 * kWarps;
     for (; k * kCodesBlock < end; k += kThreads) {
 #pragma unroll
       for (int j = 0; j < kStates; ++j) near.scales[j][k] = scales[j][k];
@@ -255,19 +255,18 @@ struct States<Rule, Codes, Grad> {
 
   // Elements from i on of the chunk, whose codes are at `at`.
   template <Access access, int kCount>
-  __device__ void load(uint32_t at, uint32_t i, int count,
-                       Floats<kCount> (&values)[Rule::kStates]) const {
+  __device__ void load(int at, int i, int count, Floats<kCount> (&values)[Rule::kStates]) const {
     static_assert(kCount * 32 == kCodesBlock);
 #pragma unroll
     for (int j = 0; j < kStates; ++j) {
       if (absent(j)) continue;
-      const float scale = scales[j][i / kCodesBlock];
+      const float scale = scales[j][unsigned(i) / kCodesBlock];
       load_codes<access>(begins[j] + at, count, scale, Rule::is_signed(j), values[j]);
     }
   }
 
   template <Access access, int kCount>
-  __device__ void store(uint32_t i, int count, Floats<kCount> (&values)[Rule::kStates]) const {
+  __device__ void store(int i, int count, Floats<kCount> (&values)[Rule::kStates]) const {
     float scale[kStates], inverse[kStates];
 #pragma unroll
     for (int j = 0; j < kStates; ++j) {
@@ -282,7 +281,7 @@ struct States<Rule, Codes, Grad> {
       if (Rule::is_signed(j)) largest >>= 1;
       scale[j] = scale_of_block(max_of_warp(largest));
       inverse[j] = inverse_of_scale(scale[j]);
-      if (i % kCodesBlock == 0) scales[j][i / kCodesBlock] = scale[j];
+      if (i % kCodesBlock == 0) scales[j][unsigned(i) / kCodesBlock] = scale[j];
     }
     uint32_t random[kCount];
 #pragma unroll
@@ -290,7 +289,7 @@ struct States<Rule, Codes, Grad> {
     if (noise.on) {
 #pragma unroll
       for (int k = 0; k < kCount; ++k)
-        random[k] = random_bits(noise, i + place_of<access, kCount>(k));
+        random[k] = random_bits(noise, uint32_t(i + place_of<access, kCount>(k)));
     }
 #pragma unroll
     for (int j = 0; j < kStates; ++j) {
@@ -337,7 +336,7 @@ struct Operands {
 
   // Begins to copy kCount elements, from i on here to `at` there.
   template <Access access, int kCount>
-  __device__ void fetch_to(const Operands& near, uint32_t at, uint32_t i) const {
+  __device__ void fetch_to(const Operands& near, int at, int i) const {
     parameter.template fetch_to<access, kCount>(near.parameter, at, i);
     if constexpr (reads_grads(pass_of<Rule>())) {
       fetch<access, kCount>(near.grads.address + at, grads.address + i);

@@ -207,9 +207,10 @@ def test_older_cpus(
 
 
 @pytest.mark.parametrize("case", [("product", "steps")], ids="-".join)
-def test_prefetch(case: tuple[str, str], compiled: dict[tuple[str, str], Future[Path]]) -> None:
+def test_prefetch(case: tuple[str, str], folder: Path) -> None:
     """The compiler has left the prefetches in: no result would show that they are missing."""
     if os.uname().machine != "x86_64" or shutil.which("objdump") is None:
         pytest.skip("no objdump, or not on x86-64")
-    listing = run(["objdump", "-d", "--no-show-raw-insn", str(compiled[case].result())]).stdout
+    program = compile_program(*case, folder)
+    listing = run(["objdump", "-d", "--no-show-raw-insn", str(program)]).stdout
     assert listing.count("prefetch") >= 4 * 4 * 3  # optimizers, instruction sets, arrays
