@@ -323,6 +323,8 @@ def _target(op: str, path: PathOrFile) -> Any:
     name = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(name, str):
         raise TypeError(f"{op}: path is {a(path)}, expected a str, os.PathLike or File")
+    if not name:  # which would become the working folder
+        raise ValueError(f"{op}: path is '', expected the path of a file")
     if "\0" in name:
         raise ValueError(f"{op}: path is {name!r}, expected one without zero bytes")
     if not os.path.isabs(name):  # it is opened later, perhaps after a chdir

@@ -36,10 +36,11 @@ PROGRAMS = {  # with the sources that each is linked with
     "aio_backends": BACKENDS,
     "aio_wake": BACKENDS,
     "aio_engine": ENGINE,
+    "aio_requests": ENGINE,
     "aio_errors": ENGINE,
     "aio_faults": ENGINE,
 }
-THREADED = ["aio_wake", "aio_engine", "aio_faults"]
+THREADED = ["aio_wake", "aio_engine", "aio_requests", "aio_faults"]
 SANITIZE = ["-O1", "-g1", "-fno-sanitize-recover=all"]
 
 
@@ -69,7 +70,7 @@ class Way:
 
 WAYS = {
     "product": Way(
-        "", [], ["isa", "vec", "vec_memory", "l2_norm", "steps", "storage", "lamb", "aio_engine"]
+        "", [], ["isa", "vec", "vec_memory", "l2_norm", "steps", "storage", "lamb", "aio_engine", "aio_requests"]
     ),
     "sanitized": Way("", [*SANITIZE, "-fsanitize=address,undefined"], list(PROGRAMS)),
     "threads": Way("", [*SANITIZE, "-fsanitize=thread"], ["steps", "storage", "lamb", *THREADED]),

@@ -91,6 +91,7 @@ def test_an_offset_that_no_file_has(engine, tmp_path):
 PATHS = [
     (None, TypeError, "path is a NoneType, expected a str, os.PathLike or File"),
     (7, TypeError, "path is an int, expected a str, os.PathLike or File"),
+    ("", ValueError, "path is '', expected the path of a file"),
     ("a\0b", ValueError, "path is 'a\\x00b', expected one without zero bytes"),
 ]
 
