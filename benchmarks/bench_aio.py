@@ -1,7 +1,8 @@
 """The I/O engine beside fio, plain loops and torch.save: `python -m benchmarks.bench_aio`.
 
 CPU is the seconds of the CPU that this process takes for a GiB. Rates of fio are what fio says;
-with "fixed" it registers its buffers, as ours does.
+with "fixed" it registers its buffers, as ours does. What a disk can do is the better one of fio at
+its best and of a plain loop of threads in the memory that ours uses; all take turns on one file.
 """
 
 import argparse

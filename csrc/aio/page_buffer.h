@@ -1,4 +1,10 @@
 // PageBuffer: memory in whole pages, huge ones where the system has them.
+//
+// A direct transfer hands the device a list of pieces that lie together in memory: a MiB is one of
+// them in huge pages and up to 256 in small ones. On a virtual disk that took 1.8 instead of
+// 0.85 GB/s reading and 3.7 instead of 2.1 writing, with any block size from 256 KiB to 1 MiB. Only
+// the first touch may be slower, where a hypervisor has taken free memory back (0.3 instead of
+// 0.7 GB/s): memory that is locked has been touched by then, other memory is in FreshPages.
 #pragma once
 
 #include <cstddef>

@@ -20,8 +20,8 @@ _SLOW = 1.5e-3
 class FreshPages:
     """Gives memory for one job, which is to be filled at the speed of a disk.
 
-    Direct transfers into huge pages are faster (on one machine 1.8 times), but where each of them
-    comes at a few milliseconds, reading takes four times as long as into small pages. Nothing tells
+    Direct transfers into huge pages are faster (on one machine twice as fast), but where each comes
+    at a few milliseconds, the first read takes 2.5 times as long as into small pages. Nothing tells
     before, so the first ones of each piece of memory are touched and timed.
     """
 

@@ -14,9 +14,11 @@ from collections.abc import Callable
 
 from deepspeed_ext.io.rates import Rates
 
+PLAIN_THREADS = 16
+MOST_ACHIEVED = 1.05  # of these rates: more than that says that something else was measured
+
 _BLOCK = 1 << 20
 _DEPTH = 32
-_PLAIN_THREADS = 16
 _DIRECTIONS = ("read", "write")
 _FIO_WAYS = {  # fixed buffers are the best, but locked memory may be short
     "fio io_uring": ("--ioengine=io_uring", "--fixedbufs=1"),
@@ -50,7 +52,7 @@ def ways_to_measure(descriptor: int, size: int, memory: memoryview) -> dict[str,
         except OSError:  # this kernel or container has not got it
             continue
         ways[name] = with_fio
-    ways[f"{_PLAIN_THREADS} plain threads"] = lambda seconds: Rates(
+    ways[f"{PLAIN_THREADS} plain threads"] = lambda seconds: Rates(
         _plain(path, size, memory, seconds, write=False),
         _plain(path, size, memory, seconds, write=True),
     )
@@ -91,7 +93,7 @@ def _fio(
 def _plain(path: str, size: int, memory: memoryview, seconds: float, write: bool) -> float:
     """Let several threads read or write one piece after the other; return bytes per second."""
     lock, next_piece = threading.Lock(), iter(range(1 << 60))
-    moved = [0] * _PLAIN_THREADS
+    moved = [0] * PLAIN_THREADS
     failed: list[OSError] = []
     started = time.perf_counter()
 
@@ -114,7 +116,7 @@ def _plain(path: str, size: int, memory: memoryview, seconds: float, write: bool
         finally:
             os.close(descriptor)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(_PLAIN_THREADS)]
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(PLAIN_THREADS)]
     for thread in threads:
         thread.start()
     for thread in threads:

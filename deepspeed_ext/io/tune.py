@@ -29,7 +29,6 @@ _THREADS = (1, 2, 4)
 _ROUNDS, _LAST_ROUNDS = 2, 3
 _LAST_LONGER = 2  # times as long as the others: other tools take a moment to start
 _FINALISTS = 5
-_MOST_ACHIEVED = 1.05  # of the raw device: more than that says that something else was measured
 _SETUPS = len(BACKENDS) + len(_DEPTHS) + len(_BLOCK_SIZES) + len(_THREADS)
 _TRIALS = 2 * (_ROUNDS * _SETUPS + _LAST_ROUNDS * _LAST_LONGER * _FINALISTS)  # in two directions
 
@@ -68,7 +67,7 @@ class Report:
     def trusted(self) -> bool:
         """Whether the best settings' rates are such as the raw device allows."""
         got = self.achieved
-        return got is None or max(got.read, got.write) <= _MOST_ACHIEVED
+        return got is None or max(got.read, got.write) <= raw_device.MOST_ACHIEVED
 
 
 def tune(

@@ -105,11 +105,6 @@ def test_paths(engine, tmp_path, monkeypatch, what, path, kind, text):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_empty_path(engine):
-    assert isinstance(engine.read(payload(10), "").exception(), OSError)
-    assert isinstance(engine.write(payload(10), "").exception(), OSError)
-
-
 class Wrapped(torch.Tensor):
     """A tensor whose elements lie in another one, as a DTensor's do."""
 
