@@ -113,13 +113,13 @@ void test_all_at_once() {
       });
     };
     const auto cancel = [&] { cancels += request->cancel(); };
-    std::thread threads[] = {
-        at_once(cancel), at_once([&] { request->tell(mailbox, 0); }), at_once([&] {
-          if (!request->begin()) return;
-          ++begins;
-          request->complete(std::nullopt);
-        }),
-        at_once([&] { request->tell(mailbox, 1); }), at_once(cancel)};
+    std::thread threads[] = {at_once(cancel), at_once([&] { request->tell(mailbox, 0); }),
+                             at_once([&] {
+      if (!request->begin()) return;
+      ++begins;
+      request->complete(std::nullopt);
+    }),
+                             at_once([&] { request->tell(mailbox, 1); }), at_once(cancel)};
     for (std::thread& thread : threads) thread.join();
     expect(cancels + begins == 1, "%d cancelled and %d began it", int(cancels), int(begins));
     expect(request->done() && request->cancelled() == (cancels == 1), "it ended as it was told");

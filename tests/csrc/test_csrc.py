@@ -70,7 +70,19 @@ class Way:
 
 WAYS = {
     "product": Way(
-        "", [], ["isa", "vec", "vec_memory", "l2_norm", "steps", "storage", "lamb", "aio_engine", "aio_requests"]
+        "",
+        [],
+        [
+            "isa",
+            "vec",
+            "vec_memory",
+            "l2_norm",
+            "steps",
+            "storage",
+            "lamb",
+            "aio_engine",
+            "aio_requests",
+        ],
     ),
     "sanitized": Way("", [*SANITIZE, "-fsanitize=address,undefined"], list(PROGRAMS)),
     "threads": Way("", [*SANITIZE, "-fsanitize=thread"], ["steps", "storage", "lamb", *THREADED]),
