@@ -218,6 +218,7 @@ def test_a_part_of_a_working_copy_says_what_to_do(tree, tmp_path):
     )
 
 
+@pytest.mark.long
 def test_compiled_wheel_is_for_this_platform(compiled_wheel):
     number = f"cp{sys.version_info.major}{sys.version_info.minor}"
     tag = f"{number}-{number}" if "async_io" in compilable() else "py3-none"  # a Python module
@@ -226,6 +227,7 @@ def test_compiled_wheel_is_for_this_platform(compiled_wheel):
     assert libraries == {f"deepspeed_ext/prebuilt/{name}.so" for name in compilable()}
 
 
+@pytest.mark.long
 def test_compiled_cpu_library_has_nothing_of_cuda(compiled_wheel, tmp_path):
     for tool in ("readelf", "nm"):
         if shutil.which(tool) is None:
@@ -244,6 +246,7 @@ def test_compiled_cpu_library_has_nothing_of_cuda(compiled_wheel, tmp_path):
         assert not [name for name in symbols if CUDA_WORD.search(name)]
 
 
+@pytest.mark.long
 def test_compiled_wheel_works_without_a_compiler(compiled_wheel, tmp_path):
     python = fresh_python(tmp_path / "env", compiled_wheel)
     variables = environment(
