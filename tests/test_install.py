@@ -1,6 +1,7 @@
 """Installing: wheel and sdist without torch or a compiler, and wheels with compiled ops inside."""
 
 import ast
+import fcntl
 import json
 import os
 import re
@@ -75,9 +76,14 @@ def compiled_wheel(tree, tmp_path_factory):
     """The wheel of DS_BUILD_OPS=1, for one CUDA target, where there is a CUDA compiler."""
     if not compilable():
         pytest.skip(f"no op can be compiled here: {probe.why_not(OPS[0])[0]}")
-    out = tmp_path_factory.mktemp("compiled")
+    base = tmp_path_factory.getbasetemp()
+    out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    out.mkdir(exist_ok=True)
     variables = environment(DS_BUILD_OPS="1", TORCH_CUDA_ARCH_LIST="9.0")
-    return only_wheel(pip_wheel(tree, out, env=variables), out)
+    with (out / "lock").open("w") as lock:  # one worker makes it for all
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (wheel,) = list(out.glob("*.whl")) or [only_wheel(pip_wheel(tree, out, env=variables), out)]
+    return wheel
 
 
 @pytest.fixture(scope="module")
