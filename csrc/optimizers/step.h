@@ -119,8 +119,6 @@ DSX_HOST_DEVICE Prepared<Rule> prepare(const StepCall<Rule>& call, int64_t index
   APPLY(float, BFloat16, float)       \
   APPLY(BFloat16, BFloat16, BFloat16) \
   APPLY(Split, BFloat16, Codes)       \
-  APPLY(BFloat16, BFloat16, Codes)    \
-  APPLY(float, float, Codes)          \
   APPLY(Split, Any, Any)              \
   APPLY(Split, Any, Codes)            \
   APPLY(Any, Any, Codes)              \

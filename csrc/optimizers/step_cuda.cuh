@@ -16,6 +16,12 @@ namespace dsx::cuda {
 
 constexpr int kStepsPerLaunch = 1000;
 
+// Here codes have loops of their own beside whole weights, too: twice as fast as with Any.
+#define DSX_STEP_STORAGE_TYPES_ON_CUDA(APPLY) \
+  APPLY(BFloat16, BFloat16, Codes)            \
+  APPLY(float, float, Codes)                  \
+  DSX_STEP_STORAGE_TYPES(APPLY)
+
 // The tensors of a launch travel as kernel parameters: no copy to the device to wait for, and a
 // CUDA graph captures them.
 template <class Rule>
@@ -225,7 +231,7 @@ void queue_step(const StepCall<Rule>& call, const StepTensor<Rule::kStates>* ten
     return launch_step<Rule, Param, Grad, State>(call, tensors, count, prepared,           \
                                                  squares_of_blocks, cudaStream_t(stream)); \
   }
-  DSX_STEP_STORAGE_TYPES(DSX_TRY_TYPES)
+  DSX_STEP_STORAGE_TYPES_ON_CUDA(DSX_TRY_TYPES)
 #undef DSX_TRY_TYPES
 }
 
