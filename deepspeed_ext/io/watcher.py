@@ -37,15 +37,17 @@ class Watcher:
             with self._lock:
                 self._watched[number] = future
                 if self._thread is None:
-                    thread = threading.Thread(target=self._run, name="deepspeed_ext-futures")
-                    thread.start()  # comes as far as the lock
-                    self._thread = thread
+                    threading.Thread(target=self._run, name="deepspeed_ext-futures").start()
             future.tell(self._mailbox, number)
         except BaseException:  # Ctrl-C, or Python is about to end
             self._mailbox.put(number)  # or a thread would wait for it for ever
             raise
 
     def _run(self) -> None:
+        with self._lock:
+            if self._thread is not None:  # another one was quicker
+                return
+            self._thread = threading.current_thread()
         while self._announce(self._mailbox.take(_LONG if self._watched else _LINGER)):
             pass
 
@@ -53,12 +55,8 @@ class Watcher:
         """Tell these futures; false when the thread shall end."""
         with self._lock:
             ended = [self._watched.pop(number) for number in numbers if number in self._watched]
-            if self._thread is not threading.current_thread():  # Ctrl-C came while it was started
-                goes_on = False
-                self._mailbox.put(-1)  # there may be another one, waiting for what this one took
-            elif goes_on := bool(numbers or self._watched):
-                pass
-            else:
+            goes_on = bool(numbers or self._watched)
+            if not goes_on:
                 self._thread = None
         for future in ended:
             future.announce()
