@@ -291,7 +291,7 @@ def gpus_missing(case):
 def checks(request, tmp_path_factory):
     """By device, what tells about a case. The processes have run all cases that are selected."""
     items = [item for item in request.session.items if item.module is request.module]
-    wanted = {item.callspec.params.get("case") for item in items}
+    wanted = {item.callspec.params.get("case") for item in items} - {None}
     checks = {}
     for device in ("cpu", "cuda"):
         possible = [c for c in CASES if ROWS[c.row].device == device and not gpus_missing(c)]

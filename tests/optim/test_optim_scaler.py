@@ -101,7 +101,16 @@ def test_numbers_set_by_hand_are_found_on_any_device(device):
 
 
 @needs_cuda
-def test_scaler_on_cuda_for_parameters_on_the_cpu():
+def test_scaler_on_cuda_for_parameters_on_the_cpu(monkeypatch):
+    # GradScaler copies its numbers to the CPU without waiting for them, and uses them at once.
+    get = torch.amp.grad_scaler._MultiDeviceReplicator.get
+
+    def get_and_wait(*args):
+        copy = get(*args)
+        torch.cuda.synchronize()
+        return copy
+
+    monkeypatch.setattr(torch.amp.grad_scaler._MultiDeviceReplicator, "get", get_and_wait)
     param = Parameter(torch.zeros(2))
     optimizer = adam([param])
     scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
