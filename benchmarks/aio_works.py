@@ -19,9 +19,9 @@ from benchmarks.disk_rivals import PlainLoop, fio_fresh_ways, fio_ways
 from benchmarks.disk_rows import Bar, Row, Spent, Way, timed
 from deepspeed_ext import io
 from deepspeed_ext.io._native import native
-from deepspeed_ext.io.pinned import PinnedBuffer
-from deepspeed_ext.io.raw_device import PLAIN_THREADS
-from deepspeed_ext.io.state_dict import load, save
+from deepspeed_ext.io.checkpoint.state_dict import load, save
+from deepspeed_ext.io.engine.pinned import PinnedBuffer
+from deepspeed_ext.io.tuning.raw_device import PLAIN_THREADS
 
 _IDLE = 3.5  # seconds, in which hypervisors take back what is free
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10

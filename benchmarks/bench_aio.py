@@ -20,7 +20,7 @@ from benchmarks.disk_rivals import PlainLoop, fio_version
 from benchmarks.disk_rows import Found, measure, show
 from benchmarks.harness import ROUNDS, environment
 from deepspeed_ext.io._native import native
-from deepspeed_ext.io.settings import device_of
+from deepspeed_ext.io.tuning.settings import device_of
 
 
 def _described(path: Path, scale: float) -> dict[str, str]:

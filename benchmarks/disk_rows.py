@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from benchmarks.harness import Timing
-from deepspeed_ext.io.raw_device import MOST_ACHIEVED
+from deepspeed_ext.io.tuning.raw_device import MOST_ACHIEVED
 
 _WARM_UP = 1
 

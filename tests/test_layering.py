@@ -6,7 +6,7 @@ small samples that break it, so that a rule that has gone blind is noticed.
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -21,6 +21,16 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("zero", "inference", "config", "environment", "interfaces"),
     ("engine", "report", "examples"),
 )
+ROOMS = {  # inside of a package, likewise; its __init__ may import all
+    "io": (
+        ("_native", "extents", "file", "tensors"),
+        ("regular_file",),
+        ("engine",),
+        ("checkpoint", "store", "tuning"),
+        ("__main__", "environment", "self_checks"),
+    ),
+}
+Layers = tuple[tuple[str, ...], ...]
 PROGRAMS = ("examples/", "report.py", "__main__.py")  # these talk to a user, so they may print
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 60
@@ -146,20 +156,33 @@ def opens_with_a_comment(path: str, text: str) -> Iterator[str]:
 
 def imports_point_down(path: str, text: str) -> Iterator[str]:
     """A module imports itself and lower layers, wherever in the file the import stands."""
-    rank = {module: i for i, row in enumerate(PYTHON_LAYERS) for module in row}
-    mine = module_of(path)
+    names = (name for name in imports_of(path, text) if name not in ("", "__version__"))
+    yield from not_below(module_of(path), names, PYTHON_LAYERS, "deepspeed_ext")
+
+
+def rooms_point_down(path: str, text: str) -> Iterator[str]:
+    """The same for the rooms of a package, where nobody goes through its front door."""
+    package, _, rest = path.partition("/")
+    if package in ROOMS:
+        whole = f"deepspeed_ext.{package}"
+        yield from not_below(module_of(rest), imports_of(path, text, whole), ROOMS[package], whole)
+
+
+def not_below(mine: str, names: Iterable[str], layers: Layers, package: str) -> Iterator[str]:
+    """Say which of the modules that one imports are neither itself nor in a row before its own."""
+    rank = {module: i for i, row in enumerate(layers) for module in row}
     if mine == "__init__":
         return
     if mine not in rank:
-        yield f"is in no layer: name {mine} in PYTHON_LAYERS"
+        yield f"is in no layer: name {package}.{mine} in tests/test_layering.py"
         return
-    for name in imports_of(path, text):
-        if name == mine or name == "__version__":
+    for name in names:
+        if name == mine:
             continue
         if name not in rank:
-            yield f"imports deepspeed_ext.{name}, which is in no layer"
+            yield f"imports {package}.{name}, which is in no layer"
         elif rank[name] >= rank[mine]:
-            yield f"imports deepspeed_ext.{name}, which is not below {mine}"
+            yield f"imports {package}.{name}, which is not below {mine}"
 
 
 def builders_stand_alone(path: str, text: str) -> Iterator[str]:
@@ -237,8 +260,8 @@ def absolute_names(node: ast.AST) -> list[str]:
     return []
 
 
-def imports_of(path: str, text: str) -> Iterator[str]:
-    """Yield the first name below deepspeed_ext of all that a module imports from it."""
+def imports_of(path: str, text: str, below: str = "deepspeed_ext") -> Iterator[str]:
+    """Yield the first name below a package of all that a module imports from it; '' for itself."""
     package = ["deepspeed_ext", *PurePosixPath(path).parent.parts]
     for node in ast.walk(ast.parse(text)):
         names = absolute_names(node)
@@ -247,9 +270,8 @@ def imports_of(path: str, text: str) -> Iterator[str]:
             module = ".".join([*base, *([node.module] if node.module else [])])
             names = [f"{module}.{alias.name}" for alias in node.names]
         for name in names:
-            root, _, rest = name.partition(".")
-            if root == "deepspeed_ext" and rest:
-                yield rest.partition(".")[0]
+            if f"{name}.".startswith(f"{below}."):
+                yield name[len(below) + 1 :].partition(".")[0]
 
 
 CPP_RULES: tuple[Rule, ...] = (
@@ -268,6 +290,7 @@ CPP_RULES: tuple[Rule, ...] = (
 )
 PYTHON_RULES: tuple[Rule, ...] = (
     imports_point_down,
+    rooms_point_down,
     builders_stand_alone,
     ops_are_called_in_ops,
     library_code_does_not_print,
@@ -307,6 +330,13 @@ BROKEN: tuple[tuple[Rule, str, str], ...] = (
     (imports_point_down, "ops/a.py", "from ..optim import adam"),
     (imports_point_down, "optim/a.py", "from deepspeed_ext import io"),
     (imports_point_down, "new/a.py", ""),
+    (rooms_point_down, "io/engine/a.py", "from deepspeed_ext.io.store.ledger import Ledger"),
+    (rooms_point_down, "io/store/a.py", "def f():\n    import deepspeed_ext.io.checkpoint.format"),
+    (rooms_point_down, "io/tensors.py", "from deepspeed_ext.io.engine import future"),
+    (rooms_point_down, "io/tensors.py", "from .engine import future"),
+    (rooms_point_down, "io/store/a.py", "from deepspeed_ext.io import AsyncIO"),
+    (rooms_point_down, "io/store/a.py", "from deepspeed_ext import io"),
+    (rooms_point_down, "io/new.py", ""),
     (builders_stand_alone, "op_builder/a.py", "import torch"),
     (builders_stand_alone, "op_builder/a.py", "def f():\n    import deepspeed_ext"),
     (ops_are_called_in_ops, "optim/a.py", "torch.ops.deepspeed_ext.adam_step_()"),

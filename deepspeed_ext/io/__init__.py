@@ -1,29 +1,32 @@
 """Tensors on disk: asynchronous reads and writes, stores, checkpoints, pinned memory.
 
-Nothing is compiled or loaded before it is used. The modules, by what they serve:
+Nothing is compiled or loaded before it is used. Each room imports the ground floor and what stands
+before it here; tests/test_layering.py has the order:
 
-- AsyncIO: async_io, future, watcher, in_flight, tensors, file, _native (the compiled engine);
-  CUDA tensors go through cuda, bounce and ring; handle is aio_handle.
-- PinnedBuffer, PinnedPool: pinned.
-- TensorStore: tensor_store, store_checks, store_job, ledger (names and requests), space and extents
-  (the file's bytes), store_folder, manifest and durable (commits).
-- save, load, inspect: state_dict, saved_tensors, saved_ties, safetensors_format, new_file,
-  packed_writer, grouped_reader, fresh_pages, window; regular_file for these and the store.
-- Tuning and the report: __main__, tune, rates, raw_device, settings, environment, self_checks.
+- ground floor: _native (the compiled engine), file, tensors, regular_file, extents.
+- engine/: AsyncIO, Future, PinnedBuffer, PinnedPool, aio_handle.
+- store/: TensorStore. checkpoint/: save, load, inspect. tuning/: tuned, and what finds it.
+- __main__ (the command line), environment and self_checks (for ds_report) use all of these.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deepspeed_ext.io.async_io import AsyncIO
+    from deepspeed_ext.io.checkpoint.state_dict import (
+        SavedStateDict,
+        SavedTensor,
+        inspect,
+        load,
+        save,
+    )
+    from deepspeed_ext.io.engine.async_io import AsyncIO
+    from deepspeed_ext.io.engine.future import Future
+    from deepspeed_ext.io.engine.handle import aio_handle
+    from deepspeed_ext.io.engine.pinned import PinnedBuffer, PinnedPool
     from deepspeed_ext.io.file import File
-    from deepspeed_ext.io.future import Future
-    from deepspeed_ext.io.handle import aio_handle
-    from deepspeed_ext.io.pinned import PinnedBuffer, PinnedPool
-    from deepspeed_ext.io.settings import tuned
-    from deepspeed_ext.io.state_dict import SavedStateDict, SavedTensor, inspect, load, save
-    from deepspeed_ext.io.tensor_store import TensorStore
+    from deepspeed_ext.io.store.tensor_store import TensorStore
+    from deepspeed_ext.io.tuning.settings import tuned
 
 __all__ = [
     "AsyncIO",
@@ -42,18 +45,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncIO": "async_io",
-    "Future": "future",
-    "PinnedBuffer": "pinned",
-    "PinnedPool": "pinned",
-    "SavedStateDict": "state_dict",
-    "SavedTensor": "state_dict",
-    "TensorStore": "tensor_store",
-    "aio_handle": "handle",
-    "inspect": "state_dict",
-    "load": "state_dict",
-    "save": "state_dict",
-    "tuned": "settings",
+    "AsyncIO": "engine.async_io",
+    "Future": "engine.future",
+    "PinnedBuffer": "engine.pinned",
+    "PinnedPool": "engine.pinned",
+    "SavedStateDict": "checkpoint.state_dict",
+    "SavedTensor": "checkpoint.state_dict",
+    "TensorStore": "store.tensor_store",
+    "aio_handle": "engine.handle",
+    "inspect": "checkpoint.state_dict",
+    "load": "checkpoint.state_dict",
+    "save": "checkpoint.state_dict",
+    "tuned": "tuning.settings",
 }
 
 

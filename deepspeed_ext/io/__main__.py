@@ -11,9 +11,9 @@ from dataclasses import asdict
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from deepspeed_ext.io.rates import Rates
-from deepspeed_ext.io.settings import Settings, save
-from deepspeed_ext.io.tune import Report, tune
+from deepspeed_ext.io.tuning.rates import Rates
+from deepspeed_ext.io.tuning.settings import Settings, save
+from deepspeed_ext.io.tuning.tune import Report, tune
 from deepspeed_ext.op_builder import BuildError, program
 
 _SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from deepspeed_ext.io._native import native
-from deepspeed_ext.io.settings import Settings, device_of, saved
+from deepspeed_ext.io.tuning.settings import Settings, device_of, saved
 from deepspeed_ext.op_builder import jit
 
 _SECONDS = 10.0  # for the child

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from deepspeed_ext.io.async_io import AsyncIO
+from deepspeed_ext.io.engine.async_io import AsyncIO
 
 _LENGTH = 1_000_003  # of the file; nothing about it is aligned
 _CUTS = (0, 1, 4_095, 4_096, 70_001, 524_288, 999_999, _LENGTH)

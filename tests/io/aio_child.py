@@ -19,7 +19,7 @@ from held_memory import HeldMemory
 
 from deepspeed_ext import io
 from deepspeed_ext.io._native import native
-from deepspeed_ext.io.handle import aio_handle
+from deepspeed_ext.io.engine.handle import aio_handle
 
 FILES, NBYTES, HELD = 8, 3_000_001, 3 << 20
 parent = os.getpid()

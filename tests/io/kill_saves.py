@@ -18,8 +18,8 @@ import torch
 from state_dict_cases import assert_same, files_in
 
 from deepspeed_ext import io
-from deepspeed_ext.io import new_file
-from deepspeed_ext.io.state_dict import load, save
+from deepspeed_ext.io.checkpoint import new_file
+from deepspeed_ext.io.checkpoint.state_dict import load, save
 
 MIB = 1 << 20
 STATES = [{"w": torch.full((MIB // 2 + 3,), v), "v": torch.tensor(v)} for v in (1.0, 2.0)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.io.saved_tensors import TORCH_DTYPES
+from deepspeed_ext.io.checkpoint.saved_tensors import TORCH_DTYPES
 
 MIB = 1 << 20
 DTYPES = sorted(TORCH_DTYPES.values(), key=str)

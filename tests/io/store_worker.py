@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from deepspeed_ext.io.async_io import AsyncIO
-from deepspeed_ext.io.tensor_store import TensorStore
+from deepspeed_ext.io.engine.async_io import AsyncIO
+from deepspeed_ext.io.store.tensor_store import TensorStore
 
 SIZES = {"a": 30_000, "b": 75_001, "c": 1, "d": 40_000, "e": 1024}
 

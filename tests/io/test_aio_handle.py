@@ -18,7 +18,7 @@ from aio_cases import bytes_of, payload
 from torch import Tensor
 
 from deepspeed_ext import io
-from deepspeed_ext.io.handle import aio_handle
+from deepspeed_ext.io.engine.handle import aio_handle
 
 MIB = 1 << 20
 
@@ -228,7 +228,7 @@ def test_wait_counts_all_and_a_synchronous_call_waits_for_all(
 def test_validation_notices(
     handle: aio_handle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deepspeed_ext.io.handle._COMPARED_AT_ONCE", 1000)
+    monkeypatch.setattr("deepspeed_ext.io.engine.handle._COMPARED_AT_ONCE", 1000)
     path, tensor = tmp_path / "file", payload(5001)
     handle.pwrite(tensor, str(path), True, True, 3)
     next(iter(handle._pending.values()))._job.wait(60)

@@ -136,7 +136,9 @@ def test_other_threads_run_during_every_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only a thread that can count ends the transfer that the wait is for."""
-    monkeypatch.setattr("deepspeed_ext.io.future._SLICE", 3600.0)  # one wait, without a pause
+    monkeypatch.setattr(
+        "deepspeed_ext.io.engine.future._SLICE", 3600.0
+    )  # one wait, without a pause
     count = 0
 
     def count_up() -> None:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepspeed_ext import io
 from deepspeed_ext.io._native import native
-from deepspeed_ext.io.in_flight import InFlight
+from deepspeed_ext.io.engine.in_flight import InFlight
 
 SIZE = 4 * BLOCK
 CHILD = Path(__file__).with_name("aio_child.py")

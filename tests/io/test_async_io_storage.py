@@ -10,7 +10,7 @@ from aio_cases import BLOCK, bytes_of, payload
 from held_memory import HeldMemory
 
 from deepspeed_ext import io
-from deepspeed_ext.io.ring import Job, Ring
+from deepspeed_ext.io.engine.ring import Job, Ring
 
 SIZE = 4 * BLOCK
 

@@ -21,11 +21,11 @@ import torch
 from aio_cases import bytes_of, payload
 from torch import Tensor
 
-from deepspeed_ext.io import bounce
 from deepspeed_ext.io._native import native
-from deepspeed_ext.io.bounce import BounceTransfers
-from deepspeed_ext.io.future import Future
-from deepspeed_ext.io.ring import Job, Ring
+from deepspeed_ext.io.engine import bounce
+from deepspeed_ext.io.engine.bounce import BounceTransfers
+from deepspeed_ext.io.engine.future import Future
+from deepspeed_ext.io.engine.ring import Job, Ring
 
 RING, PIECE = 1 << 18, 1 << 16
 SIZES = [0, 1, 4095, PIECE, 5 * PIECE + 3, 10 * RING + 7]

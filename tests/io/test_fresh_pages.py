@@ -7,9 +7,9 @@ import pytest
 import torch
 from state_dict_cases import MIB, assert_same, random_tensor
 
-from deepspeed_ext.io import fresh_pages
-from deepspeed_ext.io.fresh_pages import FreshPages
-from deepspeed_ext.io.state_dict import load, save
+from deepspeed_ext.io.checkpoint import fresh_pages
+from deepspeed_ext.io.checkpoint.fresh_pages import FreshPages
+from deepspeed_ext.io.checkpoint.state_dict import load, save
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:

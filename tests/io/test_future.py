@@ -20,7 +20,7 @@ from aio_cases import BLOCK, bytes_of, payload
 from held_memory import HeldMemory
 
 from deepspeed_ext import io
-from deepspeed_ext.io.ring import Job
+from deepspeed_ext.io.engine.ring import Job
 
 SIZE = 4 * BLOCK
 PATIENCE = 90.0

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_ext.io import pinned
-from deepspeed_ext.io.pinned import PinnedBuffer, PinnedPool
+from deepspeed_ext.io.engine import pinned
+from deepspeed_ext.io.engine.pinned import PinnedBuffer, PinnedPool
 
 PAGE = os.sysconf("SC_PAGESIZE")
 MIB = 1 << 20
@@ -208,7 +208,7 @@ def test_a_refusal_is_silent_by_default() -> None:
 
 def test_nothing_makes_a_cuda_context() -> None:
     code = """
-import deepspeed_ext.io.cuda, deepspeed_ext.io.handle
+import deepspeed_ext.io.engine.cuda, deepspeed_ext.io.engine.handle
 buffer = PinnedBuffer(MIB)
 PinnedPool().empty((5, 5))
 buffer.tensor().fill_(1)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.io import raw_device
-from deepspeed_ext.io.rates import Rates
+from deepspeed_ext.io.tuning import raw_device
+from deepspeed_ext.io.tuning.rates import Rates
 
 MIB = 1 << 20
 MEMORY = memoryview(mmap.mmap(-1, 2 * MIB))

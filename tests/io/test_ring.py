@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deepspeed_ext.io.pinned import PinnedBuffer
-from deepspeed_ext.io.ring import Job, Ring
+from deepspeed_ext.io.engine.pinned import PinnedBuffer
+from deepspeed_ext.io.engine.ring import Job, Ring
 
 PAGE = 4096
 PIECE = 4 * PAGE

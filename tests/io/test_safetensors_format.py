@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.io.safetensors_format import (
+from deepspeed_ext.io.checkpoint.format import (
     DTYPE_BITS,
     MAX_HEADER_BYTES,
     BadFile,

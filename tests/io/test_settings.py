@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from conftest import TMPFS, file_system_of
 
-from deepspeed_ext.io import settings
 from deepspeed_ext.io._native import native
-from deepspeed_ext.io.async_io import AsyncIO
-from deepspeed_ext.io.settings import BACKENDS, Settings, device_of, save, saved, tuned
+from deepspeed_ext.io.engine.async_io import AsyncIO
+from deepspeed_ext.io.tuning import settings
+from deepspeed_ext.io.tuning.settings import BACKENDS, Settings, device_of, save, saved, tuned
 from deepspeed_ext.op_builder import cache
 
 DEFAULTS = asdict(Settings())

@@ -24,9 +24,9 @@ from state_dict_cases import (
 )
 
 from deepspeed_ext import io
-from deepspeed_ext.io import grouped_reader, packed_writer
-from deepspeed_ext.io.saved_tensors import TORCH_DTYPES
-from deepspeed_ext.io.state_dict import inspect, load, save
+from deepspeed_ext.io.checkpoint import grouped_reader, packed_writer
+from deepspeed_ext.io.checkpoint.saved_tensors import TORCH_DTYPES
+from deepspeed_ext.io.checkpoint.state_dict import inspect, load, save
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 from state_dict_cases import files_in
 
-from deepspeed_ext.io.state_dict import inspect, load, save
+from deepspeed_ext.io.checkpoint.state_dict import inspect, load, save
 
 KINDS = ("object", "dict", "none", "sparse", "meta", "quantized", "nested", "lazy", "fake")
 KINDS += ("double complex", "freed")

@@ -16,9 +16,9 @@ import torch
 from state_dict_cases import MIB, assert_same, files_in, mixed_state, random_tensor
 
 from deepspeed_ext import io
-from deepspeed_ext.io import new_file
-from deepspeed_ext.io.new_file import NewFile
-from deepspeed_ext.io.state_dict import inspect, load, save
+from deepspeed_ext.io.checkpoint import new_file
+from deepspeed_ext.io.checkpoint.new_file import NewFile
+from deepspeed_ext.io.checkpoint.state_dict import inspect, load, save
 
 AsNobody = Callable[[], contextlib.AbstractContextManager[None]]
 OLD = {"w": torch.arange(10.0)}

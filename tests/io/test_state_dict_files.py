@@ -11,10 +11,10 @@ import pytest
 import torch
 from state_dict_cases import MIB, assert_same, files_in
 
-from deepspeed_ext.io import new_file
 from deepspeed_ext.io._native import native
-from deepspeed_ext.io.new_file import NewFile
-from deepspeed_ext.io.state_dict import inspect, load, save
+from deepspeed_ext.io.checkpoint import new_file
+from deepspeed_ext.io.checkpoint.new_file import NewFile
+from deepspeed_ext.io.checkpoint.state_dict import inspect, load, save
 
 AsNobody = Callable[[], contextlib.AbstractContextManager[None]]
 STATE = {"w": torch.arange(10.0)}

@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 from state_dict_cases import MIB, assert_same, bits, random_tensor
 
-from deepspeed_ext.io.state_dict import load, save
+from deepspeed_ext.io.checkpoint.state_dict import load, save
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import safetensors.torch
 import torch
 from state_dict_cases import assert_same, header_of
 
-from deepspeed_ext.io import state_dict
-from deepspeed_ext.io.state_dict import inspect, load, save
+from deepspeed_ext.io.checkpoint import state_dict
+from deepspeed_ext.io.checkpoint.state_dict import inspect, load, save
 
 LIST = "deepspeed_ext.tied"
 

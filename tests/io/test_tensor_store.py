@@ -10,8 +10,8 @@ import torch
 from aio_cases import bytes_of, payload
 
 from deepspeed_ext import io
-from deepspeed_ext.io.manifest import _DTYPES
-from deepspeed_ext.io.tensor_store import TensorStore
+from deepspeed_ext.io.store.manifest import _DTYPES
+from deepspeed_ext.io.store.tensor_store import TensorStore
 
 Open = Callable[..., TensorStore]
 

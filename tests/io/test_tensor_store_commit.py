@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext import io
 from deepspeed_ext.io._native import native
-from deepspeed_ext.io.tensor_store import TensorStore
+from deepspeed_ext.io.store.tensor_store import TensorStore
 
 STEPS = ("data", "open", "write", "manifest", "replace", "replaced", "folder")
 
@@ -85,7 +85,7 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, BaseException], Non
         if step == "open":
             monkeypatch.setattr("builtins.open", fail)
         if step == "write":
-            monkeypatch.setattr("deepspeed_ext.io.store_folder.memoryview", fail, raising=False)
+            monkeypatch.setattr("deepspeed_ext.io.store.folder.memoryview", fail, raising=False)
 
     return break_at
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_ext.io import store_folder
-from deepspeed_ext.io.tensor_store import TensorStore
+from deepspeed_ext.io.store import folder as store_folder
+from deepspeed_ext.io.store.tensor_store import TensorStore
 
 NAMES = ("store.lock", "data", "manifest.json")
 AsNobody = Callable[[], contextlib.AbstractContextManager[None]]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_ext.io.tensor_store import TensorStore
+from deepspeed_ext.io.store.tensor_store import TensorStore
 
 OLD, NEW = torch.arange(5000), torch.arange(5000) + 1
 
@@ -134,7 +134,7 @@ def test_nobody_else_gets_the_data(path: Path, change: Callable[[Path], None], r
 def test_a_lock_that_is_removed_before_it_is_locked(
     path: Path, reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deepspeed_ext.io import store_folder
+    from deepspeed_ext.io.store import folder as store_folder
 
     real_flock = store_folder.fcntl.flock
 

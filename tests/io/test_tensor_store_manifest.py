@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.io.extents import PAGE
-from deepspeed_ext.io.manifest import (
+from deepspeed_ext.io.store.manifest import (
     _DTYPES,
     BadManifest,
     Entry,

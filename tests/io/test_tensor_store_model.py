@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext import io
 from deepspeed_ext.io.extents import whole_pages
-from deepspeed_ext.io.tensor_store import TensorStore
+from deepspeed_ext.io.store.tensor_store import TensorStore
 
 NAMES = st.sampled_from("abcde")
 SIZES = st.sampled_from([0, 1, 511, 4095, 4096, 4097, 8192, 9000, 40_000])

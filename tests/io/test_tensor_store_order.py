@@ -9,9 +9,9 @@ import pytest
 import torch
 from store_engines import FailingIO, LazyIO
 
-from deepspeed_ext.io import tensor_store
-from deepspeed_ext.io.store_job import StoreJob
-from deepspeed_ext.io.tensor_store import TensorStore
+from deepspeed_ext.io.store import tensor_store
+from deepspeed_ext.io.store.job import StoreJob
+from deepspeed_ext.io.store.tensor_store import TensorStore
 
 SIZE = 5000  # elements; 5 pages
 

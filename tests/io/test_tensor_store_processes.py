@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_ext.io.tensor_store import TensorStore
+from deepspeed_ext.io.store.tensor_store import TensorStore
 
 WORKER = [sys.executable, str(Path(__file__).with_name("store_worker.py"))]
 

@@ -14,8 +14,8 @@ import torch
 from store_engines import LazyIO
 
 from deepspeed_ext.io._native import native
-from deepspeed_ext.io.space import Space
-from deepspeed_ext.io.tensor_store import TensorStore
+from deepspeed_ext.io.store.space import Space
+from deepspeed_ext.io.store.tensor_store import TensorStore
 
 MIB = 1 << 20
 SLACK = 64 << 10  # what a file system takes or frees for its own books

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.io import raw_device, settings, tune
 from deepspeed_ext.io._native import native
-from deepspeed_ext.io.rates import Rates, best_of, compare, median
-from deepspeed_ext.io.settings import Settings
+from deepspeed_ext.io.tuning import raw_device, settings, tune
+from deepspeed_ext.io.tuning.rates import Rates, best_of, compare, median
+from deepspeed_ext.io.tuning.settings import Settings
 from deepspeed_ext.op_builder import cache
 
 MIB = 1 << 20

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.io import __main__ as program
-from deepspeed_ext.io import tune
-from deepspeed_ext.io.rates import Rates
-from deepspeed_ext.io.settings import Device, Settings, saved
+from deepspeed_ext.io.tuning import tune
+from deepspeed_ext.io.tuning.rates import Rates
+from deepspeed_ext.io.tuning.settings import Device, Settings, saved
 from deepspeed_ext.op_builder import cache
 
 MIB = 1 << 20

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from deepspeed_ext.io.future import Future
-from deepspeed_ext.io.window import Window
+from deepspeed_ext.io.engine.future import Future
+from deepspeed_ext.io.engine.window import Window
 
 
 class Job:

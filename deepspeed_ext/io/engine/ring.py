@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.io._native import native
+from deepspeed_ext.io.engine.future import Mailbox
 from deepspeed_ext.io.extents import PAGE, Extent, Extents
-from deepspeed_ext.io.future import Mailbox
 from deepspeed_ext.io.tensors import Memory
 
 _MOST_PIECES = 512  # in flight, since each step looks at all of them

@@ -5,8 +5,8 @@ import threading
 import time
 from collections import deque
 
-from deepspeed_ext.io.future import Future, check_timeout
-from deepspeed_ext.io.watcher import Watcher
+from deepspeed_ext.io.engine.future import Future, check_timeout
+from deepspeed_ext.io.engine.watcher import Watcher
 
 _log = logging.getLogger("deepspeed_ext")
 

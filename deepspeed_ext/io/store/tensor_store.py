@@ -15,18 +15,18 @@ from types import TracebackType
 from torch import Tensor
 
 from deepspeed_ext.io._native import native
-from deepspeed_ext.io.async_io import AsyncIO
-from deepspeed_ext.io.durable import commit, open_durable
+from deepspeed_ext.io.engine.async_io import AsyncIO
+from deepspeed_ext.io.engine.future import Future, check_timeout
+from deepspeed_ext.io.engine.in_flight import InFlight
 from deepspeed_ext.io.file import File
-from deepspeed_ext.io.future import Future, check_timeout
-from deepspeed_ext.io.in_flight import InFlight
-from deepspeed_ext.io.ledger import Ledger
-from deepspeed_ext.io.manifest import TensorInfo
 from deepspeed_ext.io.regular_file import path_text
-from deepspeed_ext.io.space import Space
-from deepspeed_ext.io.store_checks import checksum_of, target_of, verified
-from deepspeed_ext.io.store_folder import StoreFolder
-from deepspeed_ext.io.store_job import StoreJob
+from deepspeed_ext.io.store.checks import checksum_of, target_of, verified
+from deepspeed_ext.io.store.durable import commit, open_durable
+from deepspeed_ext.io.store.folder import StoreFolder
+from deepspeed_ext.io.store.job import StoreJob
+from deepspeed_ext.io.store.ledger import Ledger
+from deepspeed_ext.io.store.manifest import TensorInfo
+from deepspeed_ext.io.store.space import Space
 from deepspeed_ext.io.tensors import Memory, check_kind, empty, is_plain, plain
 
 _log = logging.getLogger("deepspeed_ext")

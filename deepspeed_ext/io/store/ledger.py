@@ -5,10 +5,10 @@ import threading
 import time
 from collections.abc import Mapping
 
-from deepspeed_ext.io.future import Future
-from deepspeed_ext.io.manifest import Entry, TensorInfo
-from deepspeed_ext.io.space import Slot, Space
-from deepspeed_ext.io.store_job import Record, StoreJob
+from deepspeed_ext.io.engine.future import Future
+from deepspeed_ext.io.store.job import Record, StoreJob
+from deepspeed_ext.io.store.manifest import Entry, TensorInfo
+from deepspeed_ext.io.store.space import Slot, Space
 
 
 class Ledger:

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from deepspeed_ext.io.engine.pinned import PinnedBuffer
+from deepspeed_ext.io.engine.ring import Copies, Job, Ring, Submit
 from deepspeed_ext.io.extents import PAGE
-from deepspeed_ext.io.pinned import PinnedBuffer
-from deepspeed_ext.io.ring import Copies, Job, Ring, Submit
 from deepspeed_ext.op_builder.log import logger
 
 _LINGER = 0.02  # seconds that the thread stays for more: to start one costs as much as a small read

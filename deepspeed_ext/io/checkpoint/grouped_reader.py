@@ -6,17 +6,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deepspeed_ext.io.async_io import AsyncIO
-from deepspeed_ext.io.file import File
-from deepspeed_ext.io.fresh_pages import FreshPages
-from deepspeed_ext.io.packed_writer import (
+from deepspeed_ext.io.checkpoint.fresh_pages import FreshPages
+from deepspeed_ext.io.checkpoint.packed_writer import (
     BUFFER_BYTES,
     HELD_BYTES,
     LARGE_BYTES,
     PIECE_BYTES,
     new_pages,
 )
-from deepspeed_ext.io.window import Window
+from deepspeed_ext.io.engine.async_io import AsyncIO
+from deepspeed_ext.io.engine.window import Window
+from deepspeed_ext.io.file import File
 
 MAX_GAP = 64 << 10  # of unwanted bytes, between two small tensors that are read at once
 Extent = tuple[str, int, int]  # name; where its bytes begin and end in the file

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.io._native import native
-from deepspeed_ext.io.async_io import AsyncIO
+from deepspeed_ext.io.engine.async_io import AsyncIO
+from deepspeed_ext.io.engine.window import Window
 from deepspeed_ext.io.file import File
-from deepspeed_ext.io.window import Window
 
 LARGE_BYTES = 1 << 20  # of tensors that are written from where they are
 BUFFER_BYTES = 4 << 20  # of small ones that are written together; each fits with a page around it

@@ -8,8 +8,8 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from deepspeed_ext.io.manifest import LARGEST_TEXT
 from deepspeed_ext.io.regular_file import naming, open_regular, sync_folder
+from deepspeed_ext.io.store.manifest import LARGEST_TEXT
 
 
 class StoreFolder:

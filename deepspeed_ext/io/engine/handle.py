@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deepspeed_ext.io.async_io import AsyncIO
-from deepspeed_ext.io.future import Future
-from deepspeed_ext.io.pinned import PinnedBuffer
+from deepspeed_ext.io.engine.async_io import AsyncIO
+from deepspeed_ext.io.engine.future import Future
+from deepspeed_ext.io.engine.pinned import PinnedBuffer
 from deepspeed_ext.io.tensors import Memory, a, plain
 
 _FAMILIAR_ALIGNMENT = 512  # bytes, for each thread

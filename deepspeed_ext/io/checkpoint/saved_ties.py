@@ -9,8 +9,8 @@ files of the first versions, which are known by their layout.
 import json
 from collections.abc import Container, Mapping
 
-from deepspeed_ext.io.safetensors_format import Header
-from deepspeed_ext.io.saved_tensors import NEVER_TIED, TORCH_DTYPES, place_of
+from deepspeed_ext.io.checkpoint.format import Header
+from deepspeed_ext.io.checkpoint.saved_tensors import NEVER_TIED, TORCH_DTYPES, place_of
 
 LIST = "deepspeed_ext.tied"
 _PAGES = (4096, 16384, 65536)  # of machines that may have saved a file

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.io._native import native
-from deepspeed_ext.io.async_io import AsyncIO
-from deepspeed_ext.io.grouped_reader import GroupedReader
-from deepspeed_ext.io.new_file import NewFile
-from deepspeed_ext.io.packed_writer import PackedWriter
-from deepspeed_ext.io.regular_file import open_regular, path_text
-from deepspeed_ext.io.safetensors_format import (
+from deepspeed_ext.io.checkpoint.format import (
     PREFIX_BYTES,
     BadFile,
     Entry,
@@ -24,14 +19,19 @@ from deepspeed_ext.io.safetensors_format import (
     make_header,
     parse_header,
 )
-from deepspeed_ext.io.saved_tensors import (
+from deepspeed_ext.io.checkpoint.grouped_reader import GroupedReader
+from deepspeed_ext.io.checkpoint.new_file import NewFile
+from deepspeed_ext.io.checkpoint.packed_writer import PackedWriter
+from deepspeed_ext.io.checkpoint.saved_tensors import (
     TORCH_DTYPES,
     check_tensors,
     lay_out,
     tied_names,
     torch_shape,
 )
-from deepspeed_ext.io.saved_ties import texts_with_ties, ties_in, without_ties
+from deepspeed_ext.io.checkpoint.saved_ties import texts_with_ties, ties_in, without_ties
+from deepspeed_ext.io.engine.async_io import AsyncIO
+from deepspeed_ext.io.regular_file import open_regular, path_text
 from deepspeed_ext.io.tensors import empty, plain
 
 

@@ -5,12 +5,12 @@ import errno
 from deepspeed_ext.io._native import native
 from deepspeed_ext.io.extents import Extent
 from deepspeed_ext.io.file import File
-from deepspeed_ext.io.ledger import Ledger
-from deepspeed_ext.io.manifest import BadManifest, Entry, decode, encode
 from deepspeed_ext.io.regular_file import naming
-from deepspeed_ext.io.space import Slot, extent_of
-from deepspeed_ext.io.store_folder import StoreFolder
-from deepspeed_ext.io.store_job import Record
+from deepspeed_ext.io.store.folder import StoreFolder
+from deepspeed_ext.io.store.job import Record
+from deepspeed_ext.io.store.ledger import Ledger
+from deepspeed_ext.io.store.manifest import BadManifest, Entry, decode, encode
+from deepspeed_ext.io.store.space import Slot, extent_of
 
 
 def open_durable(

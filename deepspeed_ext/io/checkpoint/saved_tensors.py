@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from deepspeed_ext.io.safetensors_format import Entry
+from deepspeed_ext.io.checkpoint.format import Entry
 from deepspeed_ext.io.tensors import a, check_kind
 from deepspeed_ext.ops.mesh_sums import is_dtensor
 

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 
-from deepspeed_ext.io.future import Future
+from deepspeed_ext.io.engine.future import Future
 
 
 class Window:

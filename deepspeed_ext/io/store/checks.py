@@ -5,8 +5,8 @@ import errno
 from torch import Tensor
 
 from deepspeed_ext.io._native import native
-from deepspeed_ext.io.manifest import TensorInfo
-from deepspeed_ext.io.store_job import Record
+from deepspeed_ext.io.store.job import Record
+from deepspeed_ext.io.store.manifest import TensorInfo
 from deepspeed_ext.io.tensors import as_bytes, check_kind, empty, overlaps_itself
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from deepspeed_ext.io.rates import Rates
+from deepspeed_ext.io.tuning.rates import Rates
 
 PLAIN_THREADS = 16
 MOST_ACHIEVED = 1.05  # of these rates: more than that says that something else was measured

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deepspeed_ext.io.future import Future, Mailbox
-from deepspeed_ext.io.manifest import TensorInfo
-from deepspeed_ext.io.space import Slot
+from deepspeed_ext.io.engine.future import Future, Mailbox
+from deepspeed_ext.io.store.manifest import TensorInfo
+from deepspeed_ext.io.store.space import Slot
 
 _FOREVER = 1e9  # seconds
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from deepspeed_ext.io.bounce import BounceTransfers
-from deepspeed_ext.io.ring import Submit
+from deepspeed_ext.io.engine.bounce import BounceTransfers
+from deepspeed_ext.io.engine.ring import Submit
 
 
 class CudaCopies:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deepspeed_ext.io import raw_device
 from deepspeed_ext.io._native import native
-from deepspeed_ext.io.rates import Rates, best_of, compare
-from deepspeed_ext.io.settings import BACKENDS, Device, Settings, device_of, tuned
+from deepspeed_ext.io.tuning import raw_device
+from deepspeed_ext.io.tuning.rates import Rates, best_of, compare
+from deepspeed_ext.io.tuning.settings import BACKENDS, Device, Settings, device_of, tuned
 
 __all__ = ["Report", "tune", "tuned"]
 

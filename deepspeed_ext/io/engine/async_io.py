@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.io._native import native
+from deepspeed_ext.io.engine.future import Future, Job
+from deepspeed_ext.io.engine.in_flight import InFlight
 from deepspeed_ext.io.file import File
-from deepspeed_ext.io.future import Future, Job
-from deepspeed_ext.io.in_flight import InFlight
 from deepspeed_ext.io.tensors import (
     Memory,
     a,
@@ -27,8 +27,8 @@ from deepspeed_ext.io.tensors import (
 )
 
 if TYPE_CHECKING:
-    from deepspeed_ext.io.cuda import CudaTransfers
-    from deepspeed_ext.io.pinned import PinnedBuffer
+    from deepspeed_ext.io.engine.cuda import CudaTransfers
+    from deepspeed_ext.io.engine.pinned import PinnedBuffer
 
 PathOrFile = str | os.PathLike[str] | File
 
@@ -279,7 +279,7 @@ class AsyncIO:
         return job
 
     def _cuda_transfers(self) -> "CudaTransfers":
-        from deepspeed_ext.io.cuda import CudaTransfers
+        from deepspeed_ext.io.engine.cuda import CudaTransfers
 
         with self._lock:
             if not self._cuda:

@@ -13,8 +13,8 @@ from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
+from deepspeed_ext.io.engine.watcher import Watcher
 from deepspeed_ext.io.tensors import Memory, a
-from deepspeed_ext.io.watcher import Watcher
 
 _SLICE = 0.1  # seconds between two looks at signals
 

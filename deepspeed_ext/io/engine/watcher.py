@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_ext.io._native import native
 
 if TYPE_CHECKING:
-    from deepspeed_ext.io.future import Future
+    from deepspeed_ext.io.engine.future import Future
 
 _LINGER = 0.02  # seconds that the thread stays for more
 _LONG = 3600.0
