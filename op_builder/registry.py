@@ -6,8 +6,7 @@ from .spec import OpSpec
 def _op(library: str, op: str) -> OpSpec:
     """Return the library of one op, such as optimizers/adam, for the device that its name says."""
     family, _, name = op.partition("/")
-    folder = "" if family == "optimizers" else f"{family}."
-    check = f"deepspeed_ext.ops.{folder}self_checks:{name}"
+    check = f"deepspeed_ext.ops.{family}.self_checks:{name}"
     if library.startswith("cpu"):
         sources = (f"{op}_ops.cpp", f"{op}_cpu.cpp", "common/simd/isa.cpp")
         return OpSpec(name=library, device="cpu", sources=sources, self_check=check)

@@ -5,28 +5,34 @@ after being compiled; `ds_report` says why not.
 """
 
 from deepspeed_ext.op_builder import builders
-from deepspeed_ext.ops.adagrad import adagrad_step_, adagrad_step_ref_
-from deepspeed_ext.ops.adam import adam_step_, adam_step_ref_
-from deepspeed_ext.ops.clip import clip_grad_norm_, total_squared_norm
-from deepspeed_ext.ops.flatten import flatten, unflatten
-from deepspeed_ext.ops.l2_norm import L2Norm, l2_norm, l2_norm_ref, squared_norms, squared_norms_ref
-from deepspeed_ext.ops.lamb import (
+from deepspeed_ext.ops._flatten import flatten, unflatten
+from deepspeed_ext.ops.optimizers.adagrad import adagrad_step_, adagrad_step_ref_
+from deepspeed_ext.ops.optimizers.adam import adam_step_, adam_step_ref_
+from deepspeed_ext.ops.optimizers.clip import clip_grad_norm_, total_squared_norm
+from deepspeed_ext.ops.optimizers.l2_norm import (
+    L2Norm,
+    l2_norm,
+    l2_norm_ref,
+    squared_norms,
+    squared_norms_ref,
+)
+from deepspeed_ext.ops.optimizers.lamb import (
     lamb_apply_,
     lamb_apply_ref_,
     lamb_coefficients,
     lamb_moments_,
     lamb_moments_ref_,
 )
-from deepspeed_ext.ops.lars import (
+from deepspeed_ext.ops.optimizers.lars import (
     lars_apply_,
     lars_apply_ref_,
     lars_coefficients,
     lars_norms,
     lars_norms_ref,
 )
-from deepspeed_ext.ops.lion import lion_step_, lion_step_ref_
-from deepspeed_ext.ops.sgd import sgd_step_, sgd_step_ref_
-from deepspeed_ext.ops.state_formats import (
+from deepspeed_ext.ops.optimizers.lion import lion_step_, lion_step_ref_
+from deepspeed_ext.ops.optimizers.sgd import sgd_step_, sgd_step_ref_
+from deepspeed_ext.ops.optimizers.state_formats import (
     decode_blocks,
     encode_blocks,
     join_float32,

@@ -10,12 +10,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from deepspeed_ext.ops.adagrad import adagrad_step_
+from deepspeed_ext.dtensors import local
+from deepspeed_ext.ops.optimizers.adagrad import adagrad_step_
 from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer
 from deepspeed_ext.optim.checks import check_flags, check_value, explain
 from deepspeed_ext.optim.formats import CompactOptions, FormatOptions, masters_in
 from deepspeed_ext.optim.set_grad_none import SetGradNone
-from deepspeed_ext.optim.sharding import local
 from deepspeed_ext.optim.slabs import STEP, Work
 
 _is_sparse = attrgetter("is_sparse")

@@ -11,7 +11,7 @@ from torch._compile import _disable_dynamo  # see base.py
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from deepspeed_ext.ops.adam import adam_step_
+from deepspeed_ext.ops.optimizers.adam import adam_step_
 from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer
 from deepspeed_ext.optim.checks import check_betas, check_flags, check_value
 from deepspeed_ext.optim.formats import CompactOptions, FormatOptions

@@ -11,7 +11,8 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable: imports th
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from deepspeed_ext.ops.clip import checked_norm
+from deepspeed_ext.dtensors import Agreement, all_zero, is_partial
+from deepspeed_ext.ops.optimizers.clip import checked_norm
 from deepspeed_ext.optim.checkpoint import hide_entries, show_entries
 from deepspeed_ext.optim.checks import (
     check_flags,
@@ -36,7 +37,6 @@ from deepspeed_ext.optim.formats import (
     portable,
 )
 from deepspeed_ext.optim.plans import Plans, follow_shapes
-from deepspeed_ext.optim.sharding import Agreement, all_zero, is_partial
 from deepspeed_ext.optim.slabs import STEP, Bucket, Work
 
 Group = dict[str, Any]

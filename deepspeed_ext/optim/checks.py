@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from deepspeed_ext.ops.mesh_sums import is_dtensor
-from deepspeed_ext.ops.state_formats import blocks_of
+from deepspeed_ext.dtensors import is_cut_in_rows, is_dtensor, is_partial, local
+from deepspeed_ext.ops.optimizers.state_formats import blocks_of
 from deepspeed_ext.optim.formats import MASTER, REMAINDER, SCALE
-from deepspeed_ext.optim.sharding import is_cut_in_rows, is_partial, local
 from deepspeed_ext.optim.slabs import STEP, Work, is_dense
 
 if TYPE_CHECKING:

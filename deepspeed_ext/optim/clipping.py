@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops.clip import norm_in_float32
-from deepspeed_ext.ops.l2_norm import squared_norms, sum_in_order
-from deepspeed_ext.ops.mesh_sums import is_dtensor, sum_over_shards
+from deepspeed_ext.dtensors import is_dtensor, sum_over_shards
+from deepspeed_ext.ops.optimizers.clip import norm_in_float32
+from deepspeed_ext.ops.optimizers.l2_norm import squared_norms, sum_in_order
 from deepspeed_ext.optim.slabs import Work
 
 # Below the largest float32 by more than what rounding can add.

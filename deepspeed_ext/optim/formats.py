@@ -7,15 +7,14 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops.mesh_sums import is_dtensor
-from deepspeed_ext.ops.state_formats import (
+from deepspeed_ext.dtensors import is_dtensor, local, part_for, same_layout, spread
+from deepspeed_ext.ops.optimizers.state_formats import (
     decode_blocks,
     encode_blocks,
     in_memory_order,
     join_float32,
     split_float32,
 )
-from deepspeed_ext.optim.sharding import local, part_for, same_layout, spread
 
 MASTER = "master_param"
 REMAINDER = "master_remainder"

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from deepspeed_ext.ops.clip import checked_norm
-from deepspeed_ext.ops.lamb import lamb_apply_, lamb_coefficients, lamb_moments_
-from deepspeed_ext.ops.mesh_sums import sum_over_shards
+from deepspeed_ext.dtensors import sum_over_shards
+from deepspeed_ext.ops.optimizers.clip import checked_norm
+from deepspeed_ext.ops.optimizers.lamb import lamb_apply_, lamb_coefficients, lamb_moments_
 from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer, moved
 from deepspeed_ext.optim.checks import check_betas, check_flags, check_value
 from deepspeed_ext.optim.clipping import Clip, clip

@@ -4,8 +4,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from deepspeed_ext.ops.lars import lars_apply_, lars_coefficients, lars_norms
-from deepspeed_ext.ops.mesh_sums import sum_over_shards
+from deepspeed_ext.dtensors import sum_over_shards
+from deepspeed_ext.ops.optimizers.lars import lars_apply_, lars_coefficients, lars_norms
 from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer
 from deepspeed_ext.optim.checks import check_value
 from deepspeed_ext.optim.formats import FormatOptions

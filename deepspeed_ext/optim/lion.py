@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from deepspeed_ext.ops.lion import lion_step_
+from deepspeed_ext.ops.optimizers.lion import lion_step_
 from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer
 from deepspeed_ext.optim.checks import check_betas, check_flags
 from deepspeed_ext.optim.formats import CompactOptions, FormatOptions

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops.mesh_sums import is_dtensor
+from deepspeed_ext.dtensors import Agreement, is_dtensor, local
 from deepspeed_ext.optim.checks import check_entry, check_no_capture, check_param, check_state
 from deepspeed_ext.optim.entry import Entry
 from deepspeed_ext.optim.formats import is_of_format
 from deepspeed_ext.optim.numbers import Numbers
-from deepspeed_ext.optim.sharding import Agreement, local
 from deepspeed_ext.optim.slabs import STEP, Bucket, cut
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from deepspeed_ext.ops.sgd import sgd_step_
+from deepspeed_ext.ops.optimizers.sgd import sgd_step_
 from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer
 from deepspeed_ext.optim.checks import check_value
 from deepspeed_ext.optim.formats import FormatOptions

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops.mesh_sums import is_dtensor
-from deepspeed_ext.ops.state_formats import BLOCK, blocks_of
+from deepspeed_ext.dtensors import first_index, is_dtensor, local, part_for, spread
+from deepspeed_ext.ops.optimizers.state_formats import BLOCK, blocks_of
 from deepspeed_ext.optim.formats import (
     MASTER,
     REMAINDER,
@@ -19,7 +19,6 @@ from deepspeed_ext.optim.formats import (
     restored,
     store,
 )
-from deepspeed_ext.optim.sharding import first_index, local, part_for, spread
 
 if TYPE_CHECKING:
     from deepspeed_ext.optim.numbers import Numbers

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from deepspeed_ext.dtensors import sum_over_shards
 from deepspeed_ext.ops import clip_grad_norm_, total_squared_norm
-from deepspeed_ext.ops.mesh_sums import sum_over_shards
 
 
 def whole_tensors() -> list[Tensor]:

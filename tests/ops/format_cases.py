@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.ops import adam_step_
-from deepspeed_ext.ops.state_formats import (
+from deepspeed_ext.ops.optimizers.state_formats import (
     blocks_of,
     encode_blocks,
     in_memory_order,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext import ops
-from deepspeed_ext.ops.state_formats import (
+from deepspeed_ext.ops.optimizers.state_formats import (
     decode_blocks,
     encode_blocks,
     join_float32,

@@ -185,7 +185,7 @@ ROWS_ON_CPU = """
 import sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from deepspeed_ext.ops.mesh_sums import sum_over_shards
+from deepspeed_ext.dtensors import sum_over_shards
 store = f"file://{sys.argv[2]}"
 dist.init_process_group(sys.argv[1] or None, init_method=store, rank=0, world_size=1)
 mesh = init_device_mesh("cuda", (1,))

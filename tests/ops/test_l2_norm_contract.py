@@ -13,7 +13,8 @@ import torch
 from norm_cases import CHUNK, DTYPES, digest, make
 from torch import Tensor
 
-from deepspeed_ext.ops import l2_norm, self_checks, squared_norms
+from deepspeed_ext.ops import l2_norm, squared_norms
+from deepspeed_ext.ops.optimizers import self_checks
 
 expected = cache(digest)  # the bits of the widest ISA
 

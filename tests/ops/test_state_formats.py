@@ -32,7 +32,7 @@ from format_cases import (
 from torch import Tensor
 
 from deepspeed_ext.ops import adam_step_
-from deepspeed_ext.ops.state_formats import (
+from deepspeed_ext.ops.optimizers.state_formats import (
     BLOCK,
     blocks_of,
     decode_blocks,

@@ -27,7 +27,8 @@ from step_cases import (
 )
 from torch import Tensor
 
-from deepspeed_ext.ops import adam_step_, self_checks
+from deepspeed_ext.ops import adam_step_
+from deepspeed_ext.ops.optimizers import self_checks
 
 OPCHECKED: dict[str, Callable[[Step], Arguments]] = {
     "lists": lambda step: make(step, [0, 17]),

@@ -22,7 +22,7 @@ from torch import Tensor
 from two_pass_cases import LAMB, LARS, TwoPass, each_two_pass
 
 from deepspeed_ext import ops
-from deepspeed_ext.ops import self_checks
+from deepspeed_ext.ops.optimizers import self_checks
 
 OPCHECKED: dict[str, Callable[[TwoPass], Arguments]] = {
     "lists": lambda step: make(step, [0, 17]),

@@ -38,7 +38,12 @@ from two_pass_cases import (
 )
 
 from deepspeed_ext.ops import lamb_coefficients, lars_coefficients
-from deepspeed_ext.ops.state_formats import BLOCK, decode_blocks, encode_blocks, join_float32
+from deepspeed_ext.ops.optimizers.state_formats import (
+    BLOCK,
+    decode_blocks,
+    encode_blocks,
+    join_float32,
+)
 
 
 def assert_squares(

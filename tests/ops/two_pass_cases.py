@@ -30,7 +30,7 @@ from step_cases import (
 from torch import Tensor
 
 from deepspeed_ext import ops
-from deepspeed_ext.ops.state_formats import decode_blocks, encode_blocks, split_float32
+from deepspeed_ext.ops.optimizers.state_formats import decode_blocks, encode_blocks, split_float32
 
 CHUNK = 65536  # elements that the CPU adds up at once
 

@@ -20,7 +20,7 @@ from optim_cases import (
 )
 from torch.nn import Parameter
 
-from deepspeed_ext.ops.state_formats import decode_blocks, join_float32, split_float32
+from deepspeed_ext.ops.optimizers.state_formats import decode_blocks, join_float32, split_float32
 from deepspeed_ext.optim import (
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,

@@ -8,7 +8,7 @@ import torch
 from optim_cases import BF16, F32, assert_same_bits, state_tensors
 from test_optim_formats import CLASSES, U8, each_class, needs_cuda
 
-from deepspeed_ext.optim import sharding
+from deepspeed_ext import dtensors
 
 INF, NAN = float("inf"), float("nan")
 COUNT = "expected a finite number, at least 0"
@@ -202,9 +202,9 @@ def test_processes_that_cannot_be_reached_are_not_asked_again(monkeypatch):
         asked.append(tensors)
         raise RuntimeError("connection closed")
 
-    monkeypatch.setattr(sharding, "sum_over_meshes", unreachable)
-    monkeypatch.setattr(sharding, "is_dtensor", lambda tensor: True)
-    agreement = sharding.Agreement([torch.ones(1)], stages=2)
+    monkeypatch.setattr(dtensors, "sum_over_meshes", unreachable)
+    monkeypatch.setattr(dtensors, "is_dtensor", lambda tensor: True)
+    agreement = dtensors.Agreement([torch.ones(1)], stages=2)
     with pytest.raises(RuntimeError, match="connection closed"):
         agreement.go_on()
     agreement.refuse()

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.io.checkpoint.format import Entry
 from deepspeed_ext.io.tensors import a, check_kind
-from deepspeed_ext.ops.mesh_sums import is_dtensor
 
 TORCH_DTYPES = {  # of the format's dtypes; torch has none of 6 bits
     "BOOL": torch.bool,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext import ops
-from deepspeed_ext.ops.self_checks import compare
+from deepspeed_ext.ops._compare import compare
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 

@@ -5,7 +5,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from deepspeed_ext.ops._library import define
-from deepspeed_ext.ops._step import ON_HOST, StepReference, count_writes, number_or_tensor
+from deepspeed_ext.ops.optimizers._step import (
+    ON_HOST,
+    StepReference,
+    count_writes,
+    number_or_tensor,
+)
 
 _sgd_step_op = define(
     "sgd_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers,"

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.ops._library import define
-from deepspeed_ext.ops._step import ON_HOST, StepReference, count_writes, number_or_tensor
+from deepspeed_ext.ops.optimizers._step import (
+    ON_HOST,
+    StepReference,
+    count_writes,
+    number_or_tensor,
+)
 
 _LIBRARIES = {"cpu": "cpu_lamb", "cuda": "fused_lamb"}
 _lamb_moments_op = define(

@@ -5,25 +5,26 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.ops.adagrad import adagrad_step_, adagrad_step_ref_
-from deepspeed_ext.ops.adam import adam_step_, adam_step_ref_
-from deepspeed_ext.ops.l2_norm import squared_norms, squared_norms_ref
-from deepspeed_ext.ops.lamb import (
+from deepspeed_ext.ops._compare import compare
+from deepspeed_ext.ops.optimizers.adagrad import adagrad_step_, adagrad_step_ref_
+from deepspeed_ext.ops.optimizers.adam import adam_step_, adam_step_ref_
+from deepspeed_ext.ops.optimizers.l2_norm import squared_norms, squared_norms_ref
+from deepspeed_ext.ops.optimizers.lamb import (
     lamb_apply_,
     lamb_apply_ref_,
     lamb_coefficients,
     lamb_moments_,
     lamb_moments_ref_,
 )
-from deepspeed_ext.ops.lars import (
+from deepspeed_ext.ops.optimizers.lars import (
     lars_apply_,
     lars_apply_ref_,
     lars_coefficients,
     lars_norms,
     lars_norms_ref,
 )
-from deepspeed_ext.ops.lion import lion_step_, lion_step_ref_
-from deepspeed_ext.ops.sgd import sgd_step_, sgd_step_ref_
+from deepspeed_ext.ops.optimizers.lion import lion_step_, lion_step_ref_
+from deepspeed_ext.ops.optimizers.sgd import sgd_step_, sgd_step_ref_
 
 
 def adagrad(device: str) -> None:
@@ -136,14 +137,3 @@ def l2_norm(device: str) -> None:
     want = squared_norms_ref([tensor.cpu() for tensor in tensors])
     bound = 4 * torch.finfo(torch.float32).eps  # a few roundings, of squares and short sums
     compare(f"squared_norms: result on {device}", squared_norms(tensors), want, bound)
-
-
-def compare(what: str, got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
-    """Raise unless each element is within a relative error of `bound`."""
-    found = got.cpu().double().flatten()
-    wrong = ~((found - want.flatten()).abs() <= bound * want.flatten().abs())
-    if wrong.any():
-        i = int(wrong.nonzero()[0])
-        raise RuntimeError(
-            f"{what} has {found[i].item()!r} at {i}, expected {want.flatten()[i].item()!r}"
-        )

@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.ops._library import define
-from deepspeed_ext.ops._step import ON_HOST, StepReference, count_writes, number_or_tensor
+from deepspeed_ext.ops.optimizers._step import (
+    ON_HOST,
+    StepReference,
+    count_writes,
+    number_or_tensor,
+)
 
 _lion_step_op = define(
     "lion_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] scales,"

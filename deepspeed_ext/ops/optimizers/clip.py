@@ -6,8 +6,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops.l2_norm import squared_norms, sum_in_order
-from deepspeed_ext.ops.mesh_sums import local_tensors, sum_over_shards
+from deepspeed_ext.dtensors import local, sum_over_shards
+from deepspeed_ext.ops.optimizers.l2_norm import squared_norms, sum_in_order
 
 
 def clip_grad_norm_(
@@ -53,7 +53,7 @@ def clip_grad_norm_(
                 " number; to clip anyway, leave out error_if_nonfinite"
             )
         factor = (max_norm / (norm + 1e-6)).clamp(max=1).float()
-        for like in _alike(local_tensors(grads), by_dtype=True):
+        for like in _alike(list(map(local, grads)), by_dtype=True):
             torch._foreach_mul_(like, factor.to(like[0].device))
     return norm_in_float32(norm, norm.isfinite())
 
@@ -97,7 +97,7 @@ def total_squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     """
     totals = []
     for here in _alike(tensors):
-        squares = sum_over_shards(squared_norms(local_tensors(here)), here)
+        squares = sum_over_shards(squared_norms(list(map(local, here))), here)
         totals.append(sum_in_order(squares))
     if not totals:
         return torch.zeros((), dtype=torch.float64, device="cpu")
@@ -107,6 +107,7 @@ def total_squared_norm(tensors: Sequence[Tensor]) -> Tensor:
 def _alike(tensors: Sequence[Tensor], by_dtype: bool = False) -> list[list[Tensor]]:
     """Return the tensors of each device, or of each device and dtype, in the order of the first."""
     alike: dict[object, list[Tensor]] = {}
-    for local, tensor in zip(local_tensors(tensors), tensors, strict=True):
-        alike.setdefault((local.device, tensor.dtype if by_dtype else None), []).append(tensor)
+    for tensor in tensors:
+        kind = (local(tensor).device, tensor.dtype if by_dtype else None)
+        alike.setdefault(kind, []).append(tensor)
     return list(alike.values())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops.state_formats import (
+from deepspeed_ext.ops.optimizers.state_formats import (
     BLOCK,
     decode_blocks,
     encode_blocks,

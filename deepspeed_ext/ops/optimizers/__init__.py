@@ -1,0 +1,1 @@
+"""Optimizer steps, the norms that they need, and the forms in which they store state."""
