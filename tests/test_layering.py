@@ -185,6 +185,16 @@ def not_below(mine: str, names: Iterable[str], layers: Layers, package: str) -> 
             yield f"imports {package}.{name}, which is not below {mine}"
 
 
+def families_of_ops_are_strangers(path: str, text: str) -> Iterator[str]:
+    """As those of native code: what two need stands above them, in ops itself."""
+    parts = PurePosixPath(path).parts
+    if parts[0] != "ops" or len(parts) < 3:
+        return
+    for name in re.findall(r"deepspeed_ext\.ops\.(\w+)", text):
+        if not name.startswith("_") and name != parts[1]:
+            yield f"names deepspeed_ext.ops.{name}, another family"
+
+
 def builders_stand_alone(path: str, text: str) -> Iterator[str]:
     """op_builder also runs from setup.py: alone, and without torch until something is asked."""
     if module_of(path) != "op_builder":
@@ -291,6 +301,7 @@ CPP_RULES: tuple[Rule, ...] = (
 PYTHON_RULES: tuple[Rule, ...] = (
     imports_point_down,
     rooms_point_down,
+    families_of_ops_are_strangers,
     builders_stand_alone,
     ops_are_called_in_ops,
     library_code_does_not_print,
@@ -337,6 +348,7 @@ BROKEN: tuple[tuple[Rule, str, str], ...] = (
     (rooms_point_down, "io/store/a.py", "from deepspeed_ext.io import AsyncIO"),
     (rooms_point_down, "io/store/a.py", "from deepspeed_ext import io"),
     (rooms_point_down, "io/new.py", ""),
+    (families_of_ops_are_strangers, "ops/a/b.py", "from deepspeed_ext.ops.c.d import e"),
     (builders_stand_alone, "op_builder/a.py", "import torch"),
     (builders_stand_alone, "op_builder/a.py", "def f():\n    import deepspeed_ext"),
     (ops_are_called_in_ops, "optim/a.py", "torch.ops.deepspeed_ext.adam_step_()"),

@@ -1,86 +1,108 @@
 """The ops as functions: each checked, documented, and with its reference in float64 beside it.
 
+Importing this package imports nothing else. A function, its module and the op in torch's registry,
+`torch.ops.deepspeed_ext.<name>`, come with the first use of the function's name. Code that takes an
+op out of the registry, or loads a program that was exported with some in it, registers all by
+`from deepspeed_ext.ops import *`. Nothing is compiled by any of this; see `_library`.
+
 `__compatible_ops__` says for each op library by its name whether it can be used here, as it is or
 after being compiled; `ds_report` says why not.
 """
 
-from deepspeed_ext.op_builder import builders
-from deepspeed_ext.ops._flatten import flatten, unflatten
-from deepspeed_ext.ops.optimizers.adagrad import adagrad_step_, adagrad_step_ref_
-from deepspeed_ext.ops.optimizers.adam import adam_step_, adam_step_ref_
-from deepspeed_ext.ops.optimizers.clip import clip_grad_norm_, total_squared_norm
-from deepspeed_ext.ops.optimizers.l2_norm import (
-    L2Norm,
-    l2_norm,
-    l2_norm_ref,
-    squared_norms,
-    squared_norms_ref,
-)
-from deepspeed_ext.ops.optimizers.lamb import (
-    lamb_apply_,
-    lamb_apply_ref_,
-    lamb_coefficients,
-    lamb_moments_,
-    lamb_moments_ref_,
-)
-from deepspeed_ext.ops.optimizers.lars import (
-    lars_apply_,
-    lars_apply_ref_,
-    lars_coefficients,
-    lars_norms,
-    lars_norms_ref,
-)
-from deepspeed_ext.ops.optimizers.lion import lion_step_, lion_step_ref_
-from deepspeed_ext.ops.optimizers.sgd import sgd_step_, sgd_step_ref_
-from deepspeed_ext.ops.optimizers.state_formats import (
-    decode_blocks,
-    encode_blocks,
-    join_float32,
-    split_float32,
-)
-from deepspeed_ext.ops.transformer.rms_norm import rms_norm, rms_norm_ref
-from deepspeed_ext.ops.transformer.swiglu import swiglu, swiglu_ref
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "L2Norm",
-    "adagrad_step_",
-    "adagrad_step_ref_",
-    "adam_step_",
-    "adam_step_ref_",
-    "clip_grad_norm_",
-    "decode_blocks",
-    "encode_blocks",
-    "flatten",
-    "join_float32",
-    "l2_norm",
-    "l2_norm_ref",
-    "lamb_apply_",
-    "lamb_apply_ref_",
-    "lamb_coefficients",
-    "lamb_moments_",
-    "lamb_moments_ref_",
-    "lars_apply_",
-    "lars_apply_ref_",
-    "lars_coefficients",
-    "lars_norms",
-    "lars_norms_ref",
-    "lion_step_",
-    "lion_step_ref_",
-    "rms_norm",
-    "rms_norm_ref",
-    "sgd_step_",
-    "sgd_step_ref_",
-    "split_float32",
-    "squared_norms",
-    "squared_norms_ref",
-    "swiglu",
-    "swiglu_ref",
-    "total_squared_norm",
-    "unflatten",
-]
+# For each module below this package the public names that it has.
+_NAMES = {
+    "_flatten": ("flatten", "unflatten"),
+    "optimizers.adagrad": ("adagrad_step_", "adagrad_step_ref_"),
+    "optimizers.adam": ("adam_step_", "adam_step_ref_"),
+    "optimizers.clip": ("clip_grad_norm_", "total_squared_norm"),
+    "optimizers.l2_norm": (
+        "L2Norm",
+        "l2_norm",
+        "l2_norm_ref",
+        "squared_norms",
+        "squared_norms_ref",
+    ),
+    "optimizers.lamb": (
+        "lamb_apply_",
+        "lamb_apply_ref_",
+        "lamb_coefficients",
+        "lamb_moments_",
+        "lamb_moments_ref_",
+    ),
+    "optimizers.lars": (
+        "lars_apply_",
+        "lars_apply_ref_",
+        "lars_coefficients",
+        "lars_norms",
+        "lars_norms_ref",
+    ),
+    "optimizers.lion": ("lion_step_", "lion_step_ref_"),
+    "optimizers.sgd": ("sgd_step_", "sgd_step_ref_"),
+    "optimizers.state_formats": (
+        "decode_blocks",
+        "encode_blocks",
+        "join_float32",
+        "split_float32",
+    ),
+    "transformer.rms_norm": ("rms_norm", "rms_norm_ref"),
+    "transformer.swiglu": ("swiglu", "swiglu_ref"),
+}
+_HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
+
+__all__ = sorted(_HOMES)
+
+if TYPE_CHECKING:  # the same for type checkers
+    from deepspeed_ext.ops._flatten import flatten as flatten
+    from deepspeed_ext.ops._flatten import unflatten as unflatten
+    from deepspeed_ext.ops.optimizers.adagrad import adagrad_step_ as adagrad_step_
+    from deepspeed_ext.ops.optimizers.adagrad import adagrad_step_ref_ as adagrad_step_ref_
+    from deepspeed_ext.ops.optimizers.adam import adam_step_ as adam_step_
+    from deepspeed_ext.ops.optimizers.adam import adam_step_ref_ as adam_step_ref_
+    from deepspeed_ext.ops.optimizers.clip import clip_grad_norm_ as clip_grad_norm_
+    from deepspeed_ext.ops.optimizers.clip import total_squared_norm as total_squared_norm
+    from deepspeed_ext.ops.optimizers.l2_norm import L2Norm as L2Norm
+    from deepspeed_ext.ops.optimizers.l2_norm import l2_norm as l2_norm
+    from deepspeed_ext.ops.optimizers.l2_norm import l2_norm_ref as l2_norm_ref
+    from deepspeed_ext.ops.optimizers.l2_norm import squared_norms as squared_norms
+    from deepspeed_ext.ops.optimizers.l2_norm import squared_norms_ref as squared_norms_ref
+    from deepspeed_ext.ops.optimizers.lamb import lamb_apply_ as lamb_apply_
+    from deepspeed_ext.ops.optimizers.lamb import lamb_apply_ref_ as lamb_apply_ref_
+    from deepspeed_ext.ops.optimizers.lamb import lamb_coefficients as lamb_coefficients
+    from deepspeed_ext.ops.optimizers.lamb import lamb_moments_ as lamb_moments_
+    from deepspeed_ext.ops.optimizers.lamb import lamb_moments_ref_ as lamb_moments_ref_
+    from deepspeed_ext.ops.optimizers.lars import lars_apply_ as lars_apply_
+    from deepspeed_ext.ops.optimizers.lars import lars_apply_ref_ as lars_apply_ref_
+    from deepspeed_ext.ops.optimizers.lars import lars_coefficients as lars_coefficients
+    from deepspeed_ext.ops.optimizers.lars import lars_norms as lars_norms
+    from deepspeed_ext.ops.optimizers.lars import lars_norms_ref as lars_norms_ref
+    from deepspeed_ext.ops.optimizers.lion import lion_step_ as lion_step_
+    from deepspeed_ext.ops.optimizers.lion import lion_step_ref_ as lion_step_ref_
+    from deepspeed_ext.ops.optimizers.sgd import sgd_step_ as sgd_step_
+    from deepspeed_ext.ops.optimizers.sgd import sgd_step_ref_ as sgd_step_ref_
+    from deepspeed_ext.ops.optimizers.state_formats import decode_blocks as decode_blocks
+    from deepspeed_ext.ops.optimizers.state_formats import encode_blocks as encode_blocks
+    from deepspeed_ext.ops.optimizers.state_formats import join_float32 as join_float32
+    from deepspeed_ext.ops.optimizers.state_formats import split_float32 as split_float32
+    from deepspeed_ext.ops.transformer.rms_norm import rms_norm as rms_norm
+    from deepspeed_ext.ops.transformer.rms_norm import rms_norm_ref as rms_norm_ref
+    from deepspeed_ext.ops.transformer.swiglu import swiglu as swiglu
+    from deepspeed_ext.ops.transformer.swiglu import swiglu_ref as swiglu_ref
 
 
 def __getattr__(name: str) -> object:
-    if name == "__compatible_ops__":  # worked out when asked for: import looks at nothing
+    if name == "__compatible_ops__":  # worked out when asked for
+        from deepspeed_ext.op_builder import builders
+
         return {builder.NAME: builder().is_compatible() for builder in builders.BUILDERS.values()}
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value  # so that the next use finds it at once
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
