@@ -6,7 +6,7 @@ The builder classes that users know, such as CPUAdamBuilder, are here too, made 
 from . import builders
 from .builders import OpBuilder
 from .errors import BuildError
-from .jit import load, load_module
+from .loading import load, load_module
 from .pipes import program
 from .registry import OPS
 from .spec import OpSpec

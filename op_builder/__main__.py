@@ -7,7 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from . import cache, jit, probe
+from . import cache, loading, probe
 from .build import build
 from .errors import BuildError
 from .pipes import program
@@ -36,10 +36,10 @@ def _row(name: str, state: str, *details: str) -> None:
 
 def _list() -> int:
     for spec in OPS:
-        library, reasons = jit.status(spec)
+        library, reasons = loading.status(spec)
         if library is None:
             state = "unavailable" if reasons else "not built"
-        elif library.parent == jit.PREBUILT:
+        elif library.parent == loading.PREBUILT:
             state = "packaged"
         else:
             state = "compiled"
@@ -49,13 +49,13 @@ def _list() -> int:
 
 def _build(names: list[str]) -> int:
     failed = 0
-    for spec in [jit.spec_of(name) for name in names] or OPS:
+    for spec in [loading.spec_of(name) for name in names] or OPS:
         reasons = probe.why_not(spec)
         if reasons and not names:
             _row(spec.name, "skipped", *reasons)
             continue
         try:
-            library = next(jit.ready(spec), None) or build(spec)
+            library = next(loading.ready(spec), None) or build(spec)
             _row(spec.name, "ready", str(library), *_recorded(spec, library))
         except BuildError as error:
             failed = 1

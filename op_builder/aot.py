@@ -13,7 +13,7 @@ from pathlib import Path
 from . import probe
 from .compile import compile_library
 from .errors import BuildError
-from .jit import spec_of
+from .loading import spec_of
 from .log import logger
 from .registry import OPS
 from .spec import OpSpec

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from . import jit
+from . import loading
 from .log import logger
 from .registry import OPS
 
@@ -16,7 +16,7 @@ class OpBuilder:
     NAME = ""
     # What `load` returns, from the op's name. The package around this one sets it; alone, it is the
     # path of the library, as of `op_builder.load`.
-    interface_of: ClassVar[Callable[[str], Any]] = staticmethod(jit.load)
+    interface_of: ClassVar[Callable[[str], Any]] = staticmethod(loading.load)
 
     def load(self, verbose: bool = True) -> Any:
         """Load the op's library, compiling it when there is none yet.
@@ -30,12 +30,12 @@ class OpBuilder:
         Raises:
             BuildError: every route to the library failed.
         """
-        jit.load(self.NAME)
+        loading.load(self.NAME)
         return type(self).interface_of(self.NAME)
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Tell whether `load` would work here; with `verbose`, log the reasons why not."""
-        _, reasons = jit.status(jit.spec_of(self.NAME))
+        _, reasons = loading.status(loading.spec_of(self.NAME))
         for reason in reasons if verbose else []:
             logger.warning("%s: %s", self.NAME, reason)
         return not reasons

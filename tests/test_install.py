@@ -180,8 +180,8 @@ def test_requirements_are_what_the_package_imports():
 def test_installed_wheel_works_without_a_compiler(plain_wheel, tmp_path):
     python = fresh_python(tmp_path / "env", plain_wheel)
     code = (
-        "import deepspeed_ext, torch; from deepspeed_ext.op_builder import load, jit;"
-        "print(deepspeed_ext.__file__, torch.__version__, jit.CSRC.is_dir(), sep='\\n');"
+        "import deepspeed_ext, torch; from deepspeed_ext.op_builder import load, loading;"
+        "print(deepspeed_ext.__file__, torch.__version__, loading.CSRC.is_dir(), sep='\\n');"
         "load('cpu_adam')"
     )
     variables = environment(PATH=tmp_path, DS_EXT_CACHE=tmp_path / "cache", CXX="no-such-compiler")
@@ -198,9 +198,9 @@ def test_a_working_copy_in_the_working_folder_is_whole(plain_wheel, tree, tmp_pa
     python = fresh_python(tmp_path / "env", plain_wheel)
     code = (
         "import deepspeed_ext, deepspeed_ext.op_builder as builder;"
-        "from deepspeed_ext import op_builder; from deepspeed_ext.op_builder import jit;"
+        "from deepspeed_ext import op_builder; from deepspeed_ext.op_builder import loading;"
         "assert op_builder is builder;"
-        "print(deepspeed_ext.__file__, builder.__file__, jit.CSRC, sep='\\n')"
+        "print(deepspeed_ext.__file__, builder.__file__, loading.CSRC, sep='\\n')"
     )
     done = run(python, "-c", code, env=environment(), cwd=tree)
     assert done.stdout.splitlines() == [

@@ -46,8 +46,8 @@ def nothing_built(monkeypatch, tmp_path):
     """No library anywhere, and the routes of the environment open."""
     monkeypatch.setenv("DS_EXT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("deepspeed_ext.op_builder.jit.PREBUILT", tmp_path / "prebuilt")
-    monkeypatch.setattr("deepspeed_ext.op_builder.jit._LOADED", {})  # by tests before this one
+    monkeypatch.setattr("deepspeed_ext.op_builder.loading.PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr("deepspeed_ext.op_builder.loading._LOADED", {})  # by tests before this one
     for name in ("DS_EXT_JIT", "DS_EXT_LIBRARY_CPU_ADAM"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path

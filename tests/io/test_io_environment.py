@@ -17,14 +17,14 @@ from deepspeed_ext.io import environment as io_environment
 from deepspeed_ext.io import self_checks
 from deepspeed_ext.io._native import native
 from deepspeed_ext.io.tuning.settings import BACKENDS, Settings, save
-from deepspeed_ext.op_builder import jit
+from deepspeed_ext.op_builder import loading
 
 
 @pytest.fixture
 def built() -> None:
     """Have the native module where the report finds it."""
     native()
-    library, reasons = jit.status(jit.spec_of("async_io"))
+    library, reasons = loading.status(loading.spec_of("async_io"))
     if library is None:
         pytest.skip(f"async_io is not where a later process would find it: {reasons}")
 
@@ -56,9 +56,9 @@ def test_nothing_is_compiled_for_the_report(
 ) -> None:
     monkeypatch.setenv("DS_EXT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(jit, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(loading, "PREBUILT", tmp_path / "prebuilt")
     monkeypatch.delenv("DS_EXT_LIBRARY_ASYNC_IO", raising=False)
-    monkeypatch.setattr(jit, "build", lambda *_: pytest.fail("it compiles"))
+    monkeypatch.setattr(loading, "build", lambda *_: pytest.fail("it compiles"))
     lines = environment.describe()
     text = "not found: async_io is not built; run: ds_report --build async_io"
     assert lines["I/O backends"] == lines["direct I/O"] == text

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deepspeed_ext.op_builder import BuildError, cache, cuda, jit, toolchain
+from deepspeed_ext.op_builder import BuildError, cache, cuda, loading, toolchain
 from deepspeed_ext.op_builder.build import build
 from deepspeed_ext.op_builder.sources import digest_of, files_of, matches
 
@@ -87,7 +87,7 @@ def test_finding_a_library_starts_no_process_and_needs_no_compiler(
         monkeypatch.setattr(subprocess, name, refuse)
     monkeypatch.setattr(os, "system", refuse)
     monkeypatch.setenv("PATH", "")
-    assert list(jit.ready(tiny.spec, tiny.csrc)) == [library]
+    assert list(loading.ready(tiny.spec, tiny.csrc)) == [library]
 
 
 def test_a_library_of_other_sources_is_not_taken(tiny: Tiny, counting_compiler: Count) -> None:
@@ -97,7 +97,7 @@ def test_a_library_of_other_sources_is_not_taken(tiny: Tiny, counting_compiler: 
     assert data.count(digest) == 1
     library.write_bytes(data.replace(digest, b"0" * 64))
     routes: list[str] = []
-    assert list(jit.ready(tiny.spec, tiny.csrc, routes)) == []
+    assert list(loading.ready(tiny.spec, tiny.csrc, routes)) == []
     assert "was built from other sources" in routes[-1]
     assert matches(build(tiny.spec, tiny.csrc), digest.decode())
     assert counting_compiler() == 2
@@ -154,7 +154,7 @@ def test_an_unwritable_cache_falls_back_with_one_warning(
     library = build(tiny.spec, tiny.csrc)
     assert build(tiny.spec, tiny.csrc) == library
     assert library.is_relative_to(tmp_path / "temporary")
-    assert list(jit.ready(tiny.spec, tiny.csrc)) == [library]
+    assert list(loading.ready(tiny.spec, tiny.csrc)) == [library]
     assert cache.private_root().stat().st_mode & 0o777 == 0o700
     (warning,) = warnings_logged()
     assert "Not a directory" in warning and "set DS_EXT_CACHE" in warning
@@ -214,7 +214,7 @@ def test_a_read_only_cache_that_holds_the_library_serves_it(tiny: Tiny, tmp_path
     if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
         pytest.skip("this user may not mount a file system")
     try:
-        assert list(jit.ready(tiny.spec, tiny.csrc)) == [library]
+        assert list(loading.ready(tiny.spec, tiny.csrc)) == [library]
     finally:
         subprocess.run(["umount", str(tiny.cache)], check=True)
 
@@ -225,7 +225,7 @@ def test_a_temporary_folder_that_others_can_write_is_neither_read_nor_used(
     monkeypatch.setenv("DS_EXT_CACHE", str(below_a_file(tmp_path / "file")))
     build(tiny.spec, tiny.csrc)
     cache.private_root().chmod(0o777)
-    assert list(jit.ready(tiny.spec, tiny.csrc)) == []
+    assert list(loading.ready(tiny.spec, tiny.csrc)) == []
     with pytest.raises(BuildError) as caught:
         build(tiny.spec, tiny.csrc)
     last = str(caught.value).splitlines()[-1]

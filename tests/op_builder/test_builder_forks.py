@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deepspeed_ext.op_builder import build as builder
-from deepspeed_ext.op_builder import jit, load
+from deepspeed_ext.op_builder import load, loading
 from deepspeed_ext.op_builder.lock import held
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ class Compiling:
 
 @pytest.fixture
 def compiling(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiling]:
-    monkeypatch.setattr(jit, "OPS", (tiny.spec,))
-    monkeypatch.setattr(jit, "CSRC", tiny.csrc)
-    monkeypatch.setattr(jit, "PREBUILT", tmp_path / "prebuilt")
-    monkeypatch.setattr(jit, "_LOADED", {})
+    monkeypatch.setattr(loading, "OPS", (tiny.spec,))
+    monkeypatch.setattr(loading, "CSRC", tiny.csrc)
+    monkeypatch.setattr(loading, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(loading, "_LOADED", {})
     gate, begun = tmp_path / "gate", tmp_path / "begun"
     os.mkfifo(gate)
     os.mkfifo(begun)

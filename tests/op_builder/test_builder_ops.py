@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext import op_builder
-from deepspeed_ext.op_builder import OPS, OpSpec, jit, probe, toolchain
+from deepspeed_ext.op_builder import OPS, OpSpec, loading, probe, toolchain
 from deepspeed_ext.op_builder.__main__ import main
 from deepspeed_ext.op_builder.builders import class_name
 from deepspeed_ext.op_builder.compile import compile_library
 from deepspeed_ext.op_builder.sources import MARKER, digest_of, matches
 
-CPU, GPU = (jit.spec_of(name) for name in ("cpu_adam", "fused_adam"))
+CPU, GPU = (loading.spec_of(name) for name in ("cpu_adam", "fused_adam"))
 
 
 def undefined_libraries(library: Path) -> set[str]:
@@ -86,7 +86,7 @@ def test_a_builder_loads_its_op_and_gives_what_belongs_to_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[str] = []
-    monkeypatch.setattr(jit, "load", lambda name: done.append(f"load {name}"))
+    monkeypatch.setattr(loading, "load", lambda name: done.append(f"load {name}"))
     monkeypatch.setattr(op_builder.OpBuilder, "interface_of", lambda name: done.append(name) or 5)
     assert op_builder.CPUAdamBuilder().load(verbose=False) == 5
     assert done == ["load cpu_adam", "cpu_adam"]
@@ -111,7 +111,7 @@ def test_is_compatible_means_that_load_would_work(
 
 def test_is_compatible_heeds_the_ban_on_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_EXT_JIT", "0")
-    monkeypatch.setattr(jit, "PREBUILT", Path("/nowhere"))
+    monkeypatch.setattr(loading, "PREBUILT", Path("/nowhere"))
     assert not op_builder.CPUAdamBuilder().is_compatible()
 
 

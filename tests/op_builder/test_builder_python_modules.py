@@ -22,9 +22,9 @@ from deepspeed_ext.op_builder import (
     OpSpec,
     aot,
     cache,
-    jit,
     load,
     load_module,
+    loading,
     probe,
     toolchain,
 )
@@ -69,18 +69,18 @@ def built(csrc: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def registered(csrc: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DS_EXT_WERROR", "1")  # as when it was built: it is in the key
-    monkeypatch.setattr(jit, "OPS", (SPEC, replace(SPEC, name="other", needs=())))
-    monkeypatch.setattr(jit, "CSRC", csrc)
-    monkeypatch.setattr(jit, "PREBUILT", tmp_path / "prebuilt")
-    monkeypatch.setattr(jit, "_LOADED", {})
-    monkeypatch.setattr(jit, "_MODULES", {})
+    monkeypatch.setattr(loading, "OPS", (SPEC, replace(SPEC, name="other", needs=())))
+    monkeypatch.setattr(loading, "CSRC", csrc)
+    monkeypatch.setattr(loading, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(loading, "_LOADED", {})
+    monkeypatch.setattr(loading, "_MODULES", {})
 
 
 @pytest.fixture
 def packaged(built: Path) -> Path:
     """The module as a wheel brings it."""
-    jit.PREBUILT.mkdir()
-    path = jit.PREBUILT / built.name
+    loading.PREBUILT.mkdir()
+    path = loading.PREBUILT / built.name
     path.write_bytes(built.read_bytes())
     return path
 
@@ -120,10 +120,10 @@ def test_a_module_loads_without_torch_pybind11_headers_and_compiler(
         from pathlib import Path
         sys.path = [{str(ROOT)!r}, *(p for p in sys.path if not p.endswith("-packages"))]
         sysconfig.get_path = lambda name: "/no/such/folder"
-        from op_builder import OpSpec, jit, load_module
-        assert jit.probe.why_not({SPEC!r}) != []
-        jit.OPS, jit.CSRC = ({SPEC!r},), Path({str(csrc)!r})
-        jit.PREBUILT = Path({str(packaged.parent)!r})
+        from op_builder import OpSpec, loading, load_module
+        assert loading.probe.why_not({SPEC!r}) != []
+        loading.OPS, loading.CSRC = ({SPEC!r},), Path({str(csrc)!r})
+        loading.PREBUILT = Path({str(packaged.parent)!r})
         print(load_module("tiny_module").answer(), "torch" in sys.modules)
     """
     environment = {**os.environ, "CXX": "no-such-compiler", "DS_EXT_JIT": "0"}
@@ -141,7 +141,7 @@ def test_what_is_missing_is_named_with_its_fix(csrc: Path, tmp_path: Path) -> No
     assert pybind11.startswith("pybind11 is not installed; run: ")
     assert pybind11.endswith("-m pip install pybind11")
     assert probe.why_not_load(SPEC) == []
-    library, reasons = jit.status(SPEC, csrc)
+    library, reasons = loading.status(SPEC, csrc)
     assert library is None and pybind11 in reasons
     with pytest.raises(BuildError, match=r"there is no Python\.h"):
         load_module("tiny_module")
@@ -153,7 +153,7 @@ def test_another_python_has_another_key_and_no_use_for_the_library(
     torch_op = replace(SPEC, needs=())
     keys, digests = cache.entry_name(SPEC, csrc), digest_of(SPEC, csrc)
     torch_digest = digest_of(torch_op, csrc)
-    assert jit.status(SPEC, csrc) == (packaged, [])
+    assert loading.status(SPEC, csrc) == (packaged, [])
     monkeypatch.setattr(toolchain, "python_abi", lambda: "cpython-399-somewhere")
     assert cache.entry_name(SPEC, csrc) != keys and digest_of(SPEC, csrc) != digests
     assert digest_of(torch_op, csrc) == torch_digest
@@ -178,11 +178,11 @@ def test_an_override_may_have_any_name(
 def test_a_damaged_module_is_passed_over_or_explained(
     built: Path, csrc: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jit.PREBUILT.mkdir()
-    damaged = jit.PREBUILT / built.name
+    loading.PREBUILT.mkdir()
+    damaged = loading.PREBUILT / built.name
     damaged.write_bytes(b"\x7fELF " + built.read_bytes()[-200_000:])
     with pytest.raises(Unavailable, match=r"the library cannot be opened \(.*; run: .* clean"):
-        jit._open(SPEC, damaged)
+        loading._open(SPEC, damaged)
     monkeypatch.setenv("DS_EXT_JIT", "0")
     with pytest.raises(BuildError, match="forbids") as caught:
         load_module("tiny_module")
@@ -215,8 +215,8 @@ import runpy, sys
 sys.argv[1:] = ["-q", "bdist_wheel", "--dist-dir", {out!r}]
 sys.path.insert(0, ".")
 from pathlib import Path
-from op_builder import aot, jit, registry, OpSpec
-jit.OPS = aot.OPS = ({spec!r},)
+from op_builder import aot, loading, registry, OpSpec
+loading.OPS = aot.OPS = ({spec!r},)
 aot.compile_library = lambda spec, scratch: Path({built!r})
 aot.probe.why_not = lambda spec: []
 runpy.run_path("setup.py", run_name="__main__")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deepspeed_ext.op_builder import BuildError, jit, load, toolchain
+from deepspeed_ext.op_builder import BuildError, load, loading, toolchain
 from deepspeed_ext.op_builder.build import build
 from deepspeed_ext.op_builder.errors import Unavailable
 
@@ -27,10 +27,10 @@ def test_an_unknown_op() -> None:
 @pytest.fixture
 def registered(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Tiny:
     """Make the tiny op a row of the registry, with no packaged libraries."""
-    monkeypatch.setattr(jit, "OPS", (tiny.spec,))
-    monkeypatch.setattr(jit, "CSRC", tiny.csrc)
-    monkeypatch.setattr(jit, "PREBUILT", tmp_path / "prebuilt")
-    monkeypatch.setattr(jit, "_LOADED", {})
+    monkeypatch.setattr(loading, "OPS", (tiny.spec,))
+    monkeypatch.setattr(loading, "CSRC", tiny.csrc)
+    monkeypatch.setattr(loading, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(loading, "_LOADED", {})
     return tiny
 
 
@@ -49,18 +49,18 @@ def test_routes_in_their_order(
     registered: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     opened: list[Path] = []
-    monkeypatch.setattr(jit, "_open", lambda spec, path: opened.append(path) or path)
+    monkeypatch.setattr(loading, "_open", lambda spec, path: opened.append(path) or path)
     built = load("tiny")
     assert built.is_relative_to(registered.cache)
-    packaged = jit.PREBUILT / "tiny.so"
+    packaged = loading.PREBUILT / "tiny.so"
     packaged.parent.mkdir()
     packaged.write_bytes(built.read_bytes())
     override = tmp_path / "mine.so"
     override.write_bytes(built.read_bytes())
     assert load("tiny") == built  # once in a process
-    jit._LOADED.clear()
+    loading._LOADED.clear()
     assert load("tiny") == packaged
-    jit._LOADED.clear()
+    loading._LOADED.clear()
     monkeypatch.setenv("DS_EXT_LIBRARY_TINY", str(override))
     assert load("tiny") == override
     assert opened == [built, packaged, override]
@@ -70,7 +70,7 @@ def test_many_threads_open_a_library_once(
     registered: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[Path] = []
-    monkeypatch.setattr(jit, "_open", lambda spec, path: opened.append(path) or path)
+    monkeypatch.setattr(loading, "_open", lambda spec, path: opened.append(path) or path)
     with ThreadPoolExecutor(8) as pool:
         libraries = set(pool.map(load, ["tiny"] * 8))
     assert libraries == set(opened) and len(opened) == 1
@@ -80,22 +80,22 @@ def test_a_packaged_library_that_does_not_open_is_passed_over(
     registered: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def open_(spec: object, path: Path) -> Path:
-        if path.parent == jit.PREBUILT:
+        if path.parent == loading.PREBUILT:
             raise Unavailable("GLIBC_9.99 not found", "compile it")
         return path
 
-    monkeypatch.setattr(jit, "_open", open_)
-    jit.PREBUILT.mkdir()
+    monkeypatch.setattr(loading, "_open", open_)
+    loading.PREBUILT.mkdir()
     built = build(registered.spec, registered.csrc)
-    (jit.PREBUILT / "tiny.so").write_bytes(built.read_bytes())
+    (loading.PREBUILT / "tiny.so").write_bytes(built.read_bytes())
     assert load("tiny") == built
 
 
 def test_a_packaged_library_of_other_sources_is_passed_over(
     registered: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jit.PREBUILT.mkdir()
-    (jit.PREBUILT / "tiny.so").write_bytes(b"dsx-source-digest:" + b"0" * 64)
+    loading.PREBUILT.mkdir()
+    (loading.PREBUILT / "tiny.so").write_bytes(b"dsx-source-digest:" + b"0" * 64)
     monkeypatch.setenv("DS_EXT_JIT", "0")
     with pytest.raises(BuildError, match=r"packaged: .*tiny.so was built from other sources"):
         load("tiny")
@@ -145,7 +145,7 @@ def test_a_library_that_does_not_open(
 def test_a_cuda_op_on_a_cpu_torch_is_refused_before_it_is_compiled(
     registered: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jit, "OPS", (replace(registered.spec, needs=("torch", "cuda")),))
+    monkeypatch.setattr(loading, "OPS", (replace(registered.spec, needs=("torch", "cuda")),))
     monkeypatch.setattr(toolchain, "torch_cuda", lambda: None)
     with pytest.raises(BuildError, match="torch that is installed has no CUDA; install a CUDA"):
         load("tiny")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deepspeed_ext.op_builder import BuildError, cache, jit, load, trust
+from deepspeed_ext.op_builder import BuildError, cache, load, loading, trust
 from deepspeed_ext.op_builder import build as builder
 from deepspeed_ext.op_builder.build import build
 from deepspeed_ext.op_builder.lock import held
@@ -84,19 +84,19 @@ def test_what_others_could_write_is_not_opened(
     if what == "library" and spoil is sticky:
         spoil = open_to_all  # the bit means nothing for a file
     spoil({"cache": tiny.cache, "entry": hostile.parent, "library": hostile}[what])
-    monkeypatch.setattr(jit, "OPS", (tiny.spec,))
-    monkeypatch.setattr(jit, "CSRC", tiny.csrc)
-    monkeypatch.setattr(jit, "PREBUILT", tmp_path / "prebuilt")
-    monkeypatch.setattr(jit, "_LOADED", {})
+    monkeypatch.setattr(loading, "OPS", (tiny.spec,))
+    monkeypatch.setattr(loading, "CSRC", tiny.csrc)
+    monkeypatch.setattr(loading, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(loading, "_LOADED", {})
     opened = load("tiny")
     assert opened.is_relative_to(tmp_path / "temporary")
     assert not (tmp_path / "ran").exists()
     (warning,) = warnings_logged()
     assert why in warning and str(tiny.cache) in warning and "set DS_EXT_CACHE" in warning
     routes: list[str] = []
-    assert list(jit.ready(tiny.spec, tiny.csrc, routes)) == [opened]
+    assert list(loading.ready(tiny.spec, tiny.csrc, routes)) == [opened]
     assert "is not opened" in routes[1] and why in routes[1]
-    assert jit.status(tiny.spec, tiny.csrc) == (opened, [])
+    assert loading.status(tiny.spec, tiny.csrc) == (opened, [])
     assert len(warnings_logged()) == 1
 
 
@@ -104,9 +104,9 @@ def test_without_compiling_the_error_says_why(
     hostile: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny.cache.chmod(0o777)
-    monkeypatch.setattr(jit, "OPS", (tiny.spec,))
-    monkeypatch.setattr(jit, "CSRC", tiny.csrc)
-    monkeypatch.setattr(jit, "_LOADED", {})
+    monkeypatch.setattr(loading, "OPS", (tiny.spec,))
+    monkeypatch.setattr(loading, "CSRC", tiny.csrc)
+    monkeypatch.setattr(loading, "_LOADED", {})
     monkeypatch.setenv("DS_EXT_JIT", "0")
     with pytest.raises(BuildError, match=r"tiny\.so is not opened \(others can write to it\)"):
         load("tiny")
@@ -115,9 +115,9 @@ def test_without_compiling_the_error_says_why(
 def test_an_override_that_others_could_write_is_refused(
     hostile: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(jit, "OPS", (tiny.spec,))
-    monkeypatch.setattr(jit, "CSRC", tiny.csrc)
-    monkeypatch.setattr(jit, "_LOADED", {})
+    monkeypatch.setattr(loading, "OPS", (tiny.spec,))
+    monkeypatch.setattr(loading, "CSRC", tiny.csrc)
+    monkeypatch.setattr(loading, "_LOADED", {})
     folder = tmp_path / "inner"
     folder.mkdir()
     hostile.chmod(0o777)
@@ -264,7 +264,7 @@ def test_what_is_made_is_for_its_owner_alone_whatever_the_umask(
     assert root.joinpath("tiny.lock").stat().st_mode & 0o777 == 0o600
     assert library.parent.stat().st_mode & 0o777 == 0o755  # others may read it
     assert set(modes.read_text().split()) >= {"700"}
-    assert list(jit.ready(tiny.spec, tiny.csrc)) == []
+    assert list(loading.ready(tiny.spec, tiny.csrc)) == []
     trust.check(library)
 
 
