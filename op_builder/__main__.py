@@ -8,8 +8,8 @@ import textwrap
 from pathlib import Path
 
 from . import cache, loading, probe
-from .build import build
 from .errors import BuildError
+from .jit import build
 from .pipes import program
 from .registry import OPS
 from .spec import OpSpec

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 from . import cache, probe, trust
-from .build import build
 from .errors import BuildError, Unavailable
+from .jit import build
 from .registry import OPS
 from .sources import CSRC, ROOT, digest_of, matches
 from .spec import OpSpec

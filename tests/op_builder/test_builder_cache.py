@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deepspeed_ext.op_builder import BuildError, cache, cuda, loading, toolchain
-from deepspeed_ext.op_builder.build import build
+from deepspeed_ext.op_builder.jit import build
 from deepspeed_ext.op_builder.sources import digest_of, files_of, matches
 
 if TYPE_CHECKING:

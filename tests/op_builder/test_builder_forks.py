@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from deepspeed_ext.op_builder import build as builder
+from deepspeed_ext.op_builder import jit as builder
 from deepspeed_ext.op_builder import load, loading
 from deepspeed_ext.op_builder.lock import held
 

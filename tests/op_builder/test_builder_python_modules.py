@@ -28,9 +28,9 @@ from deepspeed_ext.op_builder import (
     probe,
     toolchain,
 )
-from deepspeed_ext.op_builder.build import build
 from deepspeed_ext.op_builder.compile import compile_library
 from deepspeed_ext.op_builder.errors import Unavailable
+from deepspeed_ext.op_builder.jit import build
 from deepspeed_ext.op_builder.sources import digest_of
 
 SOURCE = """

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deepspeed_ext.op_builder import BuildError, load, loading, toolchain
-from deepspeed_ext.op_builder.build import build
 from deepspeed_ext.op_builder.errors import Unavailable
+from deepspeed_ext.op_builder.jit import build
 
 if TYPE_CHECKING:
     from conftest import Tiny

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from deepspeed_ext.op_builder import BuildError, cache, load, loading, trust
-from deepspeed_ext.op_builder import build as builder
-from deepspeed_ext.op_builder.build import build
+from deepspeed_ext.op_builder import jit as builder
+from deepspeed_ext.op_builder.jit import build
 from deepspeed_ext.op_builder.lock import held
 from deepspeed_ext.op_builder.trust import Untrusted
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from deepspeed_ext.op_builder import OpSpec
-from deepspeed_ext.op_builder.build import build
+from deepspeed_ext.op_builder.jit import build
 
 logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
 print("ok", build(OpSpec("tiny", "cpu", ("tiny/tiny.cpp",), needs=()), Path(sys.argv[1])))
