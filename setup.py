@@ -71,7 +71,7 @@ class BuildOps(Command):
 
         package = ROOT if self.editable_mode else Path(str(self.build_lib)) / "deepspeed_ext"
         try:
-            self.libraries = aot.build(package / "prebuilt", ROOT / "build" / "ops")
+            self.libraries = aot.compile_into_package(package / "prebuilt", ROOT / "build" / "ops")
         except BuildError as error:
             raise SystemExit(str(error)) from None  # no traceback, so its text is the last line
         self.distribution.compiled = bool(self.libraries)

@@ -15,7 +15,8 @@ COMPILE_ROUNDS = 3
 TIMED = "import time, torch; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
 LOAD = TIMED.format("from deepspeed_ext.op_builder import load; load('cpu_adam')")
 BUILD = TIMED.format(
-    "from deepspeed_ext.op_builder import jit, loading; jit.build(loading.spec_of('{}'))"
+    "from deepspeed_ext.op_builder import jit, registry, wanted;"
+    "jit.compile_into_cache(wanted.Wanted.of(registry.spec_of('{}')))"
 )
 IMPORT = TIMED.format("import deepspeed_ext")
 IMPORT_OPTIM = TIMED.format("import deepspeed_ext.optim")

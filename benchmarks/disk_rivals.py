@@ -15,6 +15,7 @@ from tqdm import tqdm
 from benchmarks.disk_rows import Spent, Way
 from deepspeed_ext.op_builder import OpSpec
 from deepspeed_ext.op_builder.compile import compile_library
+from deepspeed_ext.op_builder.wanted import Wanted
 
 FIO = shutil.which("fio")
 _ENGINES = {
@@ -92,7 +93,7 @@ class PlainLoop:
     def __init__(self) -> None:
         spec = OpSpec("plain_io", "cpu", ("plain_io.cpp",), needs=(), links=("pthread",))
         with tempfile.TemporaryDirectory() as folder:
-            library = compile_library(spec, Path(folder), csrc=Path(__file__).parent)
+            library = compile_library(Wanted.of(spec, Path(__file__).parent), Path(folder))
             self._run = ctypes.CDLL(str(library)).plain_io
         pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
         self._run.argtypes = [ctypes.c_char_p, integer, pointer, size, size, size, integer]

@@ -12,6 +12,7 @@ import torch
 from benchmarks.harness import Contender
 from deepspeed_ext.op_builder import OpSpec
 from deepspeed_ext.op_builder.compile import compile_library
+from deepspeed_ext.op_builder.wanted import Wanted
 
 NAME = "stream of 4 reads, 3 writes"
 READ = "read, and nothing else"
@@ -30,7 +31,7 @@ class Stream:
             needs=("cuda",) if device == "cuda" else (),
         )
         with tempfile.TemporaryDirectory() as folder:
-            library = compile_library(spec, Path(folder), csrc=Path(__file__).parent)
+            library = compile_library(Wanted.of(spec, Path(__file__).parent), Path(folder))
             loaded = ctypes.CDLL(str(library))
         self._stream, self._read = loaded.stream, loaded.read_all
         pointers = [ctypes.c_void_p] * (5 if device == "cuda" else 4)

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Collection
 from types import ModuleType
 
-from deepspeed_ext.op_builder.loading import spec_of
+from deepspeed_ext.op_builder.registry import spec_of
 
 # What does the work of the functions that older libraries have under the same name; where it is the
 # op itself, there is nothing more to say.

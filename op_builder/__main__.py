@@ -8,11 +8,12 @@ import textwrap
 from pathlib import Path
 
 from . import cache, loading, probe
-from .errors import BuildError
-from .jit import build
+from .errors import BuildError, Unavailable
+from .jit import compile_into_cache
 from .pipes import program
-from .registry import OPS
+from .registry import OPS, spec_of
 from .spec import OpSpec
+from .wanted import Wanted
 
 _NAME_WIDTH = max(len(spec.name) for spec in OPS) + 2
 
@@ -49,17 +50,18 @@ def _list() -> int:
 
 def _build(names: list[str]) -> int:
     failed = 0
-    for spec in [loading.spec_of(name) for name in names] or OPS:
+    for spec in [spec_of(name) for name in names] or OPS:
         reasons = probe.why_not(spec)
         if reasons and not names:
             _row(spec.name, "skipped", *reasons)
             continue
         try:
-            library = next(loading.ready(spec), None) or build(spec)
+            wanted = Wanted.of(spec)
+            library = next(loading.ready(wanted), None) or compile_into_cache(wanted)
             _row(spec.name, "ready", str(library), *_recorded(spec, library))
-        except BuildError as error:
+        except Unavailable as missing:
             failed = 1
-            _row(spec.name, "failed", *str(error).splitlines())
+            _row(spec.name, "failed", *str(BuildError.of(spec.name, missing)).splitlines())
     return failed
 
 

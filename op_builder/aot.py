@@ -1,4 +1,4 @@
-"""Compile op libraries into a package while it is built, as the DS_BUILD_* variables ask.
+"""Compile op libraries ahead of time: into a package while it is built, as DS_BUILD_* asks.
 
 DS_BUILD_OPS=1 asks for every op that this machine can compile; DS_BUILD_<OP>=1 or 0, such as
 DS_BUILD_CPU_ADAM=1, asks for one or leaves it out, whatever DS_BUILD_OPS says. An op that is asked
@@ -12,16 +12,16 @@ from pathlib import Path
 
 from . import probe
 from .compile import compile_library
-from .errors import BuildError
-from .loading import spec_of
+from .errors import BuildError, Unavailable
 from .log import logger
-from .registry import OPS
+from .registry import OPS, spec_of
 from .spec import OpSpec
+from .wanted import Wanted
 
 _ALL = "DS_BUILD_OPS"
 
 
-def build(folder: Path, scratch: Path) -> list[Path]:
+def compile_into_package(folder: Path, scratch: Path) -> list[Path]:
     """Compile the ops that the environment asks for.
 
     Args:
@@ -36,19 +36,22 @@ def build(folder: Path, scratch: Path) -> list[Path]:
     """
     chosen = _chosen()
     if any("torch" in spec.needs for spec, _ in chosen):
-        _check_visible("torch", "install")
+        try:
+            _check_visible("torch")
+        except Unavailable as missing:
+            raise BuildError.of("install", missing) from missing
     shutil.rmtree(folder, ignore_errors=True)
     libraries = []
     for spec, by_name in chosen:
         try:
             library = _compile(spec, scratch / spec.name)
-        except BuildError as failed:
+        except Unavailable as missing:
             if by_name:
                 variable = _variable(spec)
-                fix = f"{failed.fix}, or set {variable}=0 to install without {spec.name}"
-                cause = f"{variable}=1 asks for it, but {failed.cause}"
-                raise BuildError(spec.name, cause, fix, log=failed.log) from failed
-            logger.warning("%s is left out: %s; %s", spec.name, failed.cause, failed.fix)
+                fix = f"{missing.fix}, or set {variable}=0 to install without {spec.name}"
+                cause = f"{variable}=1 asks for it, but {missing.cause}"
+                raise BuildError(spec.name, cause, fix, log=missing.log) from missing
+            logger.warning("%s is left out: %s", spec.name, missing)
             continue
         folder.mkdir(parents=True, exist_ok=True)
         libraries.append(Path(shutil.copy2(library, folder / library.name)))
@@ -89,11 +92,10 @@ def is_for_one_python(libraries: list[Path]) -> bool:
     return any("pybind11" in spec_of(library.stem).needs for library in libraries)
 
 
-def _check_visible(package: str, who: str) -> None:
+def _check_visible(package: str) -> None:
     """Raise unless this build sees a package; builds in isolation do not see what is installed."""
     if importlib.util.find_spec(package) is None:
-        raise BuildError(
-            who,
+        raise Unavailable(
             f"compiling needs {package}, which this build cannot see",
             f"run: pip install {package}, then: pip install --no-build-isolation .",
         )
@@ -101,9 +103,6 @@ def _check_visible(package: str, who: str) -> None:
 
 def _compile(spec: OpSpec, scratch: Path) -> Path:
     if "pybind11" in spec.needs:
-        _check_visible("pybind11", spec.name)
-    reasons = probe.why_not(spec)
-    if reasons:
-        cause, _, fix = reasons[0].rpartition("; ")
-        raise BuildError(spec.name, cause, fix)
-    return compile_library(spec, scratch)
+        _check_visible("pybind11")
+    probe.check_compilable(spec)
+    return compile_library(Wanted.of(spec), scratch)

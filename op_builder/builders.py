@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from . import loading
 from .log import logger
-from .registry import OPS
+from .registry import OPS, spec_of
 
 _ACRONYMS = {"cpu": "CPU", "io": "IO", "ltd": "LTD", "sgd": "SGD"}
 
@@ -35,7 +35,7 @@ class OpBuilder:
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Tell whether `load` would work here; with `verbose`, log the reasons why not."""
-        _, reasons = loading.status(loading.spec_of(self.NAME))
+        _, reasons = loading.status(spec_of(self.NAME))
         for reason in reasons if verbose else []:
             logger.warning("%s: %s", self.NAME, reason)
         return not reasons

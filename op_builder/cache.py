@@ -1,11 +1,8 @@
-"""Where compiled libraries are kept, and the key that says whether one fits."""
+"""The folders that compiled libraries are kept in: which they are, and whether they can serve."""
 
 import errno
 import fcntl
 import functools
-import hashlib
-import importlib.metadata
-import json
 import os
 import re
 import shutil
@@ -13,50 +10,14 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from . import cuda, toolchain, trust
+from . import trust
 from .errors import Unavailable
 from .lock import held
 from .log import logger
-from .sources import CSRC, digest_of
-from .spec import OpSpec
 from .trust import Untrusted
 
 _NEEDED_BYTES = 64 << 20
 _ENTRY = re.compile(r"([a-z0-9_]+)-[0-9a-f]{16}(\..*)?")
-
-
-def entry_name(spec: OpSpec, csrc: Path = CSRC) -> str:
-    """Return the folder name `<op>-<key>`; the key hashes all that the library depends on.
-
-    No process is started for it. The compiler's version is not in it, so that an image built
-    elsewhere still loads where there is no compiler.
-    """
-    parts = {
-        "sources": digest_of(spec, csrc),
-        "flags": [toolchain.compile_flags(spec, source) for source in spec.sources],
-        "link": toolchain.link_flags(spec),
-        "nvcc": toolchain.nvcc_flags(spec) if "cuda" in spec.needs else None,
-        "cuda": _cuda_key() if "cuda" in spec.needs else None,
-        "platform": toolchain.platform_key(),
-        "package": _package_version(),
-    }
-    return f"{spec.name}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}"
-
-
-def _cuda_key() -> list[str]:
-    """Return toolkit version and targets; where there is no toolkit, the version torch wants."""
-    try:
-        version = cuda.toolkit_version(cuda.toolkit())
-    except Unavailable:
-        version = toolchain.torch_cuda() or "none"
-    return [version, *(str(target) for target in cuda.requested_targets().targets)]
-
-
-def _package_version() -> str:
-    try:
-        return importlib.metadata.version("deepspeed_ext")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def configured_root() -> Path | None:

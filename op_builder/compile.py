@@ -1,4 +1,4 @@
-"""Compile one op library with ninja: nothing else writes ninja files or starts compilers."""
+"""Compile one op library in a folder, with ninja: for jit.py and aot.py, and for no one else."""
 
 import itertools
 import json
@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 from . import cuda, toolchain
-from .errors import BuildError, Unavailable
+from .errors import Unavailable
 from .log import logger
-from .sources import CSRC, MARKER, digest_of
 from .spec import OpSpec
+from .wanted import Wanted, digest_of
 
 _FIRST_ERROR = re.compile(  # how g++, clang++, nvcc, ptxas, ld, sh and ninja begin an error
     r"(?:^|[:)] )(?:\w+ )?error *(?:#\S+)?: |\bfatal *:|undefined reference to|: cannot find "
@@ -32,44 +32,42 @@ _KNOWN_CAUSES = (  # what a compiler says, and what then helps
 )
 
 
-def compile_library(spec: OpSpec, build_dir: Path, csrc: Path = CSRC) -> Path:
-    """Compile `spec` from nothing in `build_dir` and return the library's path there.
+def compile_library(wanted: Wanted, build_dir: Path) -> Path:
+    """Compile a library from nothing in `build_dir` and return its path there.
 
-    Leaves build.log, and build.json with what compiled it. Raises BuildError.
+    Leaves build.log, and build.json with what compiled it. Raises Unavailable.
     """
     build_dir.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(build_dir / "obj", ignore_errors=True)
-    library = build_dir / f"{spec.name}.so"
+    library = build_dir / wanted.file
     library.unlink(missing_ok=True)
     log = build_dir / "build.log"
     log.unlink(missing_ok=True)
     started = time.monotonic()
     try:
-        digest = digest_of(spec, csrc)
-        recipe, record = _recipe(spec, csrc, library.name)
+        recipe, record = _recipe(wanted)
         (build_dir / "build.ninja").write_text(recipe)
         (build_dir / "digest.cpp").write_text(
-            f'namespace {{ [[gnu::used]] const char digest[] = "{MARKER}{digest}"; }}\n'
+            f'namespace {{ [[gnu::used]] const char digest[] = "{wanted.stamp}"; }}\n'
         )
-        _run_ninja(spec, build_dir, log)
+        _run_ninja(wanted.spec, build_dir, log)
         if not library.is_file():
             raise Unavailable(
                 f"the compiler {shlex.join(toolchain.cxx())} ended well but wrote no library",
                 "set CXX to a C++20 compiler",
             )
-        if digest_of(spec, csrc) != digest:
+        if digest_of(wanted.spec, wanted.csrc) != wanted.digest:
             raise Unavailable("its sources changed while they were compiled", "try again")
-    except Unavailable as error:
-        raise BuildError(
-            spec.name, error.cause, error.fix, log=log if log.is_file() else None
-        ) from error
+    except Unavailable as failed:
+        failed.log = log if log.is_file() else None
+        raise
     record["seconds"] = f"{time.monotonic() - started:.1f}"
     (build_dir / "build.json").write_text(json.dumps(record, indent=1) + "\n")
     return library
 
 
 def _run_ninja(spec: OpSpec, build_dir: Path, log: Path) -> None:
-    command = [str(toolchain.ninja()), f"-j{toolchain.jobs()}", f"{spec.name}.so"]
+    command = [str(toolchain.ninja()), f"-j{toolchain.jobs()}"]
     environment = {**os.environ, "LC_ALL": "C"}  # first_error reads English
     try:
         with log.open("w") as output:
@@ -99,8 +97,9 @@ def _run_ninja(spec: OpSpec, build_dir: Path, log: Path) -> None:
         )
 
 
-def _recipe(spec: OpSpec, csrc: Path, library: str) -> tuple[str, dict[str, str]]:
+def _recipe(wanted: Wanted) -> tuple[str, dict[str, str]]:
     """Return the text of the ninja file and a record of what it compiles with."""
+    spec, csrc = wanted.spec, wanted.csrc
     cxx = toolchain.cxx()
     record = {"op": spec.name, "cxx": _first_line([*cxx, "--version"])}
     places, folders = [f"-I{csrc}"], []
@@ -138,7 +137,7 @@ def _recipe(spec: OpSpec, csrc: Path, library: str) -> tuple[str, dict[str, str]
         rule = "nvcc" if source.endswith(".cu") else "cxx"
         lines.append(f"build {objects[-1]}: {rule} {_path(path)}")
         lines.append(f" flags = {_command(toolchain.compile_flags(spec, source))}")
-    lines.append(f"build {_path(library)}: link {' '.join(objects)}\n")
+    lines.append(f"build {_path(wanted.file)}: link {' '.join(objects)}\n")
     return "\n".join(lines), record
 
 

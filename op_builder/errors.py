@@ -1,15 +1,20 @@
 """The exception for an op library that cannot be had, and the finding it is made from."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 
 class Unavailable(Exception):
-    """Something that building or loading needs is missing or wrong: a cause and its fix."""
+    """Something that building or loading needs is missing or wrong: a cause and its fix.
 
-    def __init__(self, cause: str, fix: str) -> None:
+    Raised inside; at the border, where the op is known, it becomes a BuildError.
+    """
+
+    def __init__(self, cause: str, fix: str, log: Path | None = None) -> None:
         super().__init__(cause, fix)
         self.cause = cause
         self.fix = fix
+        self.log = log  # of the compiler, if it ran
 
     def __str__(self) -> str:
         return f"{self.cause}; {self.fix}"
@@ -39,6 +44,11 @@ class BuildError(RuntimeError):
         self.fix = fix
         self.routes = routes
         self.log = log
+
+    @classmethod
+    def of(cls, op: str, missing: Unavailable, routes: Iterable[str] = ()) -> "BuildError":
+        """Say of which op something is missing."""
+        return cls(op, missing.cause, missing.fix, tuple(routes), missing.log)
 
     def __str__(self) -> str:
         lines = [f"{self.op}: no library could be loaded"] if self.routes else []

@@ -1,4 +1,4 @@
-"""Compile an op library into the cache: once, whatever happens to the processes that want it."""
+"""Compile an op library just in time: into the cache, once for all processes that want it."""
 
 import json
 import os
@@ -9,74 +9,73 @@ from pathlib import Path
 
 from . import cache, trust
 from .compile import compile_library
-from .errors import BuildError, Unavailable
+from .errors import Unavailable
 from .lock import check_process, held
 from .log import logger
-from .sources import CSRC, digest_of, matches
-from .spec import OpSpec
+from .wanted import Wanted
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def build(spec: OpSpec, csrc: Path = CSRC) -> Path:
-    """Compile `spec` into the cache, once for all processes that ask; return the library's path.
+def compile_into_cache(wanted: Wanted) -> Path:
+    """Compile a library, once for all processes that ask for it at the same time; return its path.
 
-    When the configured cache cannot be used or fills up, a private folder takes its place.
+    When the configured cache cannot be used or fills up, a private folder takes its place. Raises
+    Unavailable.
     """
     configured = cache.configured_root()
     try:
         why = "there is no home folder" if configured is None else cache.why_unusable(configured)
         if configured is not None and why is None:
             try:
-                return _build_in(configured, spec, csrc)
+                return _compile_in(configured, wanted)
             except OSError as error:
                 why = str(error)
-            except BuildError as failed:
+            except Unavailable as failed:
                 if not cache.is_full(failed.cause):
                     raise
                 why = failed.cause
-        return _build_in(cache.fallback_root(str(why)), spec, csrc)
-    except Unavailable as missing:
-        raise BuildError(spec.name, missing.cause, missing.fix) from missing
+        return _compile_in(cache.fallback_root(str(why)), wanted)
     except OSError as error:
-        raise BuildError(
-            spec.name,
+        raise Unavailable(
             f"the compiled library cannot be stored ({error})",
             "set DS_EXT_CACHE to a folder that can be written",
         ) from error
 
 
-def _build_in(root: Path, spec: OpSpec, csrc: Path) -> Path:
-    """Compile under the op's lock, or take what another process compiled meanwhile."""
-    entry = cache.entry_name(spec, csrc)
-    library = root / entry / f"{spec.name}.so"
-    failures = root / f"{entry}.failed"
+def _compile_in(root: Path, wanted: Wanted) -> Path:
+    """Compile under the op's lock, unless another process has just done so."""
+    name = wanted.spec.name
+    library = root / wanted.entry / wanted.file
+    failures = root / f"{wanted.entry}.failed"
     earlier = _failure(failures)
-    with held(root / f"{spec.name}.lock"):
-        cache.check_trusted(root, library)
-        if library.is_file() and matches(library, digest_of(spec, csrc)):
-            return library
+    with held(root / f"{name}.lock"):
+        if library.is_file():  # of a builder that was faster, or damaged
+            cache.check_trusted(root, library)
+            if wanted.fits(library):
+                return library
         latest = _failure(failures)
         if latest is not None and latest != earlier:  # it failed while this process waited
-            raise BuildError(spec.name, latest["cause"], latest["fix"], log=failures / "build.log")
-        for leftover in root.glob(f"{spec.name}-*.tmp"):  # of builders that were killed
+            raise Unavailable(latest["cause"], latest["fix"], failures / "build.log")
+        for leftover in root.glob(f"{name}-*.tmp"):  # of builders that were killed
             shutil.rmtree(leftover, ignore_errors=True)
-        logger.info("%s: compiling (first use)", spec.name)
-        work = root / f"{entry}.{uuid.uuid4().hex}.tmp"
+        logger.info("%s: compiling (first use)", name)
+        work = root / f"{wanted.entry}.{uuid.uuid4().hex}.tmp"
         work.mkdir(mode=0o700)  # whatever the umask lets compilers write, nobody gets at it
         builder = os.getpid()
         try:
-            compiled = compile_library(spec, work, csrc)
+            compiled = compile_library(wanted, work)
             check_process(builder)
-            _publish(compiled, root / entry)
-        except BuildError as failed:
+            _publish(compiled, library.parent)
+        except Unavailable as failed:
             check_process(builder)
-            raise _keep_failure(failed, work, failures) from failed
+            _keep_failure(failed, work, failures)
+            raise
         finally:
             if os.getpid() == builder:
                 shutil.rmtree(work, ignore_errors=True)
         shutil.rmtree(failures, ignore_errors=True)
-        logger.info("%s: compiled into %s", spec.name, library)
+        logger.info("%s: compiled into %s", name, library)
     return library
 
 
@@ -105,6 +104,8 @@ def _failure(failures: Path) -> dict[str, str] | None:
     """Read the record of the last failed build, which is different for each one."""
     path = failures / "failure.json"
     try:
+        if not path.is_file():
+            return None
         trust.check(failures)
         trust.check(path)
         record: dict[str, str] = json.loads(path.read_text())
@@ -113,7 +114,7 @@ def _failure(failures: Path) -> dict[str, str] | None:
         return None
 
 
-def _keep_failure(failed: BuildError, work: Path, failures: Path) -> BuildError:
+def _keep_failure(failed: Unavailable, work: Path, failures: Path) -> None:
     """Keep the log and the cause, for people and for waiting processes."""
     record = {"cause": failed.cause, "fix": failed.fix, "id": uuid.uuid4().hex}
     (work / "failure.json").write_text(json.dumps(record))
@@ -121,5 +122,4 @@ def _keep_failure(failed: BuildError, work: Path, failures: Path) -> BuildError:
     _seal(work)
     shutil.rmtree(failures, ignore_errors=True)
     work.rename(failures)
-    log = failures / "build.log"
-    return BuildError(failed.op, failed.cause, failed.fix, log=log if log.is_file() else None)
+    failed.log = failures / failed.log.name if failed.log else None

@@ -1,4 +1,4 @@
-"""Find an op library (override, packaged file, cache) or compile it now, and load it."""
+"""Load an op library: find it (override, packaged file, cache) or have it compiled, and open it."""
 
 import importlib.util
 import os
@@ -9,13 +9,13 @@ from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import ModuleType
 
-from . import cache, probe, trust
+from . import cache, probe, toolchain, trust
 from .errors import BuildError, Unavailable
-from .jit import build
-from .registry import OPS
-from .sources import CSRC, ROOT, digest_of, matches
+from .jit import compile_into_cache
+from .registry import spec_of
 from .spec import OpSpec
 from .trust import Untrusted
+from .wanted import CSRC, ROOT, Wanted
 
 PREBUILT = ROOT / "prebuilt"  # the libraries that came with the package
 
@@ -33,18 +33,6 @@ def _forget_other_threads() -> None:
 os.register_at_fork(after_in_child=_forget_other_threads)
 
 
-def spec_of(name: str) -> OpSpec:
-    """Return the registry's row of an op."""
-    for spec in OPS:
-        if spec.name == name:
-            return spec
-    raise BuildError(
-        name,
-        f"there is no such op, expected one of {', '.join(spec.name for spec in OPS)}",
-        "run: python -m deepspeed_ext.op_builder list",
-    )
-
-
 def load(name: str) -> Path:
     """Load the library of an op into this process, compiling it when there is none yet.
 
@@ -59,7 +47,7 @@ def load(name: str) -> Path:
     """
     with _LOADING:
         if name not in _LOADED:
-            _LOADED[name] = _load(spec_of(name), CSRC)
+            _LOADED[name] = _find_or_compile(spec_of(name))
         return _LOADED[name]
 
 
@@ -81,47 +69,52 @@ def load_module(name: str) -> ModuleType:
         return _MODULES[load(name)]
 
 
-def _load(spec: OpSpec, csrc: Path) -> Path:
-    routes: list[str] = []
-    try:
-        probe.check_loadable(spec)
-        override = _override(spec, csrc)
-        if override is not None:
-            return _open(spec, override)
-        for path in ready(spec, csrc, routes):
-            try:
-                return _open(spec, path)
-            except Unavailable as broken:
-                routes.append(f"{path}: {broken.cause}")
-        probe.check_allowed(spec)
-        return _open(spec, build(spec, csrc))
-    except Unavailable as missing:
-        raise BuildError(spec.name, missing.cause, missing.fix, tuple(routes)) from missing
-    except BuildError as failed:
-        routes.append("compiler: failed")
-        raise BuildError(spec.name, failed.cause, failed.fix, tuple(routes), failed.log) from failed
-
-
-def status(spec: OpSpec, csrc: Path = CSRC) -> tuple[Path | None, list[str]]:
+def status(spec: OpSpec) -> tuple[Path | None, list[str]]:
     """Return the library that `load` would take and the reasons why it would fail, if any.
 
     No library and no reason means that `load` would compile it. Nothing is started for this.
     """
     reasons = probe.why_not_load(spec)
     try:
-        library = _override(spec, csrc) or next(ready(spec, csrc), None)
+        wanted = Wanted.of(spec, CSRC)
+        library = _override(wanted) or next(ready(wanted), None)
         if library is None:
-            reasons += [why for why in probe.why_not(spec, csrc) if why not in reasons]
-            probe.check_allowed(spec)
+            reasons += [why for why in probe.why_not(spec, CSRC) if why not in reasons]
+            _check_allowed(spec)
     except Unavailable as missing:
         library = None
         reasons += [str(missing)] if str(missing) not in reasons else []
     return library, reasons
 
 
-def _override(spec: OpSpec, csrc: Path) -> Path | None:
+def _find_or_compile(spec: OpSpec) -> Path:
+    """Load the first library that fits and opens."""
+    routes: list[str] = []
+    try:
+        toolchain.check_torch(spec)
+        wanted = Wanted.of(spec, CSRC)
+        named = _override(wanted)
+        if named is not None:
+            return _open(spec, named)
+        for path in ready(wanted, routes):
+            try:
+                return _open(spec, path)
+            except Unavailable as broken:
+                routes.append(f"{path}: {broken.cause}")
+        _check_allowed(spec)
+        try:
+            path = compile_into_cache(wanted)
+        except Unavailable:
+            routes.append("compiler: failed")
+            raise
+        return _open(spec, path)
+    except Unavailable as missing:
+        raise BuildError.of(spec.name, missing, routes) from missing
+
+
+def _override(wanted: Wanted) -> Path | None:
     """Return the library that the environment names, or None; raise when it does not fit."""
-    variable = f"DS_EXT_LIBRARY_{spec.name.upper()}"
+    variable = f"DS_EXT_LIBRARY_{wanted.spec.name.upper()}"
     text = os.environ.get(variable, "")
     if not text:
         return None
@@ -134,32 +127,28 @@ def _override(spec: OpSpec, csrc: Path) -> Path | None:
     except Untrusted as error:
         why = f"{variable} names {path}, which is not opened ({error})"
         raise Unavailable(why, f"copy it to a folder of your own, or unset {variable}") from error
-    if not matches(path, digest_of(spec, csrc)):
-        raise Unavailable(f"{variable} names {path}, which was {_built_otherwise(spec)}", fix)
+    if not wanted.fits(path):
+        why = f"{variable} names {path}, which was {_built_otherwise(wanted.spec)}"
+        raise Unavailable(why, fix)
     return path
 
 
-def ready(spec: OpSpec, csrc: Path = CSRC, routes: list[str] | None = None) -> Iterator[Path]:
-    """Yield the libraries of `spec` that exist and fit: the packaged one, then cached ones.
+def ready(wanted: Wanted, routes: list[str] | None = None) -> Iterator[Path]:
+    """Yield the libraries that exist and fit: the packaged one, then cached ones.
 
     Args:
-        spec: the op.
-        csrc: the folder of its sources.
+        wanted: what they must fit.
         routes: gets a line for each place that has none.
     """
-    digest = digest_of(spec, csrc)
-    entry = cache.entry_name(spec, csrc)
-    places = [("packaged", PREBUILT)]
-    places += [("cache", root) for root in cache.roots()]
-    for place, root in places:
-        path = (root / entry if place == "cache" else root) / f"{spec.name}.so"
+    for root in (None, *cache.roots()):
+        path = (root / wanted.entry if root else PREBUILT) / wanted.file
         try:
-            if place == "cache":
+            if root:
                 cache.check_trusted(root, path)
-            if matches(path, digest):
+            if wanted.fits(path):
                 yield path
                 continue
-            why = f"was {_built_otherwise(spec)} or is damaged"
+            why = f"was {_built_otherwise(wanted.spec)} or is damaged"
         except FileNotFoundError:
             why = "does not exist"
         except Untrusted as error:
@@ -167,7 +156,7 @@ def ready(spec: OpSpec, csrc: Path = CSRC, routes: list[str] | None = None) -> I
         except OSError as error:
             why = f"cannot be read ({error.strerror})"
         if routes is not None:
-            routes.append(f"{place}: {path} {why}")
+            routes.append(f"{'cache' if root else 'packaged'}: {path} {why}")
 
 
 def _built_otherwise(spec: OpSpec) -> str:
@@ -175,11 +164,26 @@ def _built_otherwise(spec: OpSpec) -> str:
     return f"built from other sources{another}"
 
 
+def _check_allowed(spec: OpSpec) -> None:
+    """Raise Unavailable when DS_EXT_JIT=0 forbids `load` to compile."""
+    if os.environ.get("DS_EXT_JIT") == "0":
+        raise Unavailable(
+            "no ready library fits, and DS_EXT_JIT=0 forbids compiling one",
+            f"run: unset DS_EXT_JIT, or: python -m deepspeed_ext.op_builder build {spec.name}",
+        )
+
+
 def _open(spec: OpSpec, path: Path) -> Path:
     """Load the library, with torch or as a Python module."""
-    load_library = partial(_import, spec.name) if "pybind11" in spec.needs else _loader_of_torch()
+    open_library: Callable[[Path], None]
+    if "pybind11" in spec.needs:
+        open_library = partial(_import, spec.name)
+    else:
+        import torch
+
+        open_library = torch.ops.load_library
     try:
-        load_library(path)
+        open_library(path)
     except (ImportError, OSError) as error:
         text = str(error.__cause__ or error)  # torch wraps what the loader of the system said
         fix = f"run: python -m deepspeed_ext.op_builder clean, then: build {spec.name}"
@@ -189,13 +193,6 @@ def _open(spec: OpSpec, path: Path) -> Path:
             fix = "compile it with the CUDA toolkit that fits torch: set CUDA_HOME"
         raise Unavailable(f"the library cannot be opened ({text})", fix) from error
     return path
-
-
-def _loader_of_torch() -> Callable[[Path], None]:
-    import torch
-
-    load_library: Callable[[Path], None] = torch.ops.load_library
-    return load_library
 
 
 def _import(name: str, path: Path) -> None:

@@ -1,5 +1,6 @@
 """The only list of op libraries; everything else that names them is derived from it."""
 
+from .errors import BuildError
 from .spec import OpSpec
 
 
@@ -59,3 +60,15 @@ OPS: tuple[OpSpec, ...] = (
         self_check="deepspeed_ext.io.self_checks:async_io",
     ),
 )
+
+
+def spec_of(name: str) -> OpSpec:
+    """Return the row of an op."""
+    for spec in OPS:
+        if spec.name == name:
+            return spec
+    raise BuildError(
+        name,
+        f"there is no such op, expected one of {', '.join(spec.name for spec in OPS)}",
+        "run: python -m deepspeed_ext.op_builder list",
+    )

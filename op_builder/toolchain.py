@@ -90,6 +90,17 @@ def torch_version() -> str:
     return version
 
 
+def check_torch(spec: OpSpec) -> None:
+    """Raise Unavailable when this torch cannot load a library of `spec`."""
+    if "torch" in spec.needs:
+        torch_version()
+    if "cuda" in spec.needs and torch_cuda() is None:
+        raise Unavailable(
+            "it is a CUDA op, but the torch that is installed has no CUDA",
+            "install a CUDA build of torch",
+        )
+
+
 def torch_cuda() -> str | None:
     """Return the CUDA version torch was built with, such as "13.0", or None for a CPU torch."""
     return _torch_states("cuda")

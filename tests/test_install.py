@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from deepspeed_ext.op_builder import OPS, BuildError, aot, probe
+from deepspeed_ext.op_builder.errors import Unavailable
 
 ROOT = Path(__file__).parent.parent
 EVERY_OP = {spec.name for spec in OPS}
@@ -283,7 +284,9 @@ def test_op_asked_for_by_name_that_cannot_be_built_stops_the_install(command, tr
 
 def test_ops_asked_for_where_torch_is_hidden_stop_the_install(tree, tmp_path):
     code = "import sys; sys.path = sys.argv[2:] + sys.path; from op_builder import aot;"
-    code += "from pathlib import Path; aot.build(Path(sys.argv[1]), Path(sys.argv[1]))"
+    code += (
+        "from pathlib import Path; aot.compile_into_package(Path(sys.argv[1]), Path(sys.argv[1]))"
+    )
     arguments = ("-I", "-S", "-c", code, tmp_path, tree)
     done = run(sys.executable, *arguments, env=environment(DS_BUILD_OPS="1"))
     assert done.returncode == 1
@@ -293,21 +296,21 @@ def test_ops_asked_for_where_torch_is_hidden_stop_the_install(tree, tmp_path):
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
     """Run aot.build with a compiler that fails for the named ops; return what is in the folder."""
-    monkeypatch.setattr(aot.probe, "why_not", lambda spec: [])
+    monkeypatch.setattr(aot.probe, "check_compilable", lambda spec: None)
     for spec in OPS:
         monkeypatch.delenv(f"DS_BUILD_{spec.name.upper()}", raising=False)
 
     def build(failing=()):
-        def compile_library(spec, scratch):
-            if spec.name in failing:
-                raise BuildError(spec.name, "a cause", "a fix")
+        def compile_library(wanted, scratch):
+            if wanted.spec.name in failing:
+                raise Unavailable("a cause", "a fix")
             scratch.mkdir(parents=True, exist_ok=True)
-            library = scratch / f"{spec.name}.so"
-            library.write_text(spec.name)
+            library = scratch / wanted.file
+            library.write_text(wanted.spec.name)
             return library
 
         monkeypatch.setattr(aot, "compile_library", compile_library)
-        libraries = aot.build(tmp_path / "prebuilt", tmp_path / "scratch")
+        libraries = aot.compile_into_package(tmp_path / "prebuilt", tmp_path / "scratch")
         assert libraries == [path for path in libraries if path.is_file()]
         return {path.stem for path in (tmp_path / "prebuilt").glob("*")}
 

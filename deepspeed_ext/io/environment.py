@@ -14,6 +14,7 @@ from typing import Any
 from deepspeed_ext.io._native import native
 from deepspeed_ext.io.tuning.settings import Settings, device_of, saved
 from deepspeed_ext.op_builder import loading
+from deepspeed_ext.op_builder.registry import spec_of
 
 _SECONDS = 10.0  # for the child
 
@@ -77,7 +78,7 @@ def _ask(question: Callable[[], Any]) -> Any:
     Raises:
         RuntimeError: the module is not built, or the child failed.
     """
-    library, _ = loading.status(loading.spec_of("async_io"))
+    library, _ = loading.status(spec_of("async_io"))
     if library is None:
         raise RuntimeError("async_io is not built; run: ds_report --build async_io")
     context = multiprocessing.get_context("fork")  # this process may have loaded much already

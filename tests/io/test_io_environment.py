@@ -18,13 +18,14 @@ from deepspeed_ext.io import self_checks
 from deepspeed_ext.io._native import native
 from deepspeed_ext.io.tuning.settings import BACKENDS, Settings, save
 from deepspeed_ext.op_builder import loading
+from deepspeed_ext.op_builder.registry import spec_of
 
 
 @pytest.fixture
 def built() -> None:
     """Have the native module where the report finds it."""
     native()
-    library, reasons = loading.status(loading.spec_of("async_io"))
+    library, reasons = loading.status(spec_of("async_io"))
     if library is None:
         pytest.skip(f"async_io is not where a later process would find it: {reasons}")
 
@@ -58,7 +59,7 @@ def test_nothing_is_compiled_for_the_report(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(loading, "PREBUILT", tmp_path / "prebuilt")
     monkeypatch.delenv("DS_EXT_LIBRARY_ASYNC_IO", raising=False)
-    monkeypatch.setattr(loading, "build", lambda *_: pytest.fail("it compiles"))
+    monkeypatch.setattr(loading, "compile_into_cache", lambda *_: pytest.fail("it compiles"))
     lines = environment.describe()
     text = "not found: async_io is not built; run: ds_report --build async_io"
     assert lines["I/O backends"] == lines["direct I/O"] == text

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.op_builder import OpSpec, cache
+from deepspeed_ext.op_builder.wanted import Wanted
 
 WORKER = Path(__file__).with_name("worker.py")
 OURS = (
@@ -31,6 +32,10 @@ class Tiny:
     spec: OpSpec
     csrc: Path
     cache: Path
+
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted.of(self.spec, self.csrc)
 
     @property
     def header(self) -> Path:

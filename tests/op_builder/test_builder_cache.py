@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from building import build
 
-from deepspeed_ext.op_builder import BuildError, cache, cuda, loading, toolchain
-from deepspeed_ext.op_builder.jit import build
-from deepspeed_ext.op_builder.sources import digest_of, files_of, matches
+from deepspeed_ext.op_builder import BuildError, cache, cuda, loading, toolchain, wanted
+from deepspeed_ext.op_builder.wanted import Wanted, files_of
 
 if TYPE_CHECKING:
     from conftest import Tiny
@@ -59,19 +59,19 @@ def test_the_digest_covers_what_a_macro_includes_and_what_headers_include(tiny: 
 def test_the_key_follows_flags_targets_and_platform(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = {cache.entry_name(tiny.spec, tiny.csrc)}
-    keys.add(cache.entry_name(replace(tiny.spec, links=("m",)), tiny.csrc))
+    keys = {tiny.wanted.entry}
+    keys.add(Wanted.of(replace(tiny.spec, links=("m",)), tiny.csrc).entry)
     gpu = replace(tiny.spec, needs=("cuda",))
     for targets in ("9.0", "9.0a", "9.0 10.0"):
         monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", targets)
-        keys.add(cache.entry_name(gpu, tiny.csrc))
+        keys.add(Wanted.of(gpu, tiny.csrc).entry)
     monkeypatch.setattr(cuda, "toolkit_version", lambda root: "99.9")
     monkeypatch.setattr(cuda, "toolkit", Path)
-    keys.add(cache.entry_name(gpu, tiny.csrc))
+    keys.add(Wanted.of(gpu, tiny.csrc).entry)
     monkeypatch.setattr(toolchain, "platform_key", lambda: "another machine")
-    keys.add(cache.entry_name(tiny.spec, tiny.csrc))
-    monkeypatch.setattr(cache, "_package_version", lambda: "another version")
-    keys.add(cache.entry_name(tiny.spec, tiny.csrc))
+    keys.add(tiny.wanted.entry)
+    monkeypatch.setattr(wanted, "_package_version", lambda: "another version")
+    keys.add(tiny.wanted.entry)
     assert len(keys) == 8
 
 
@@ -87,19 +87,19 @@ def test_finding_a_library_starts_no_process_and_needs_no_compiler(
         monkeypatch.setattr(subprocess, name, refuse)
     monkeypatch.setattr(os, "system", refuse)
     monkeypatch.setenv("PATH", "")
-    assert list(loading.ready(tiny.spec, tiny.csrc)) == [library]
+    assert list(loading.ready(tiny.wanted)) == [library]
 
 
 def test_a_library_of_other_sources_is_not_taken(tiny: Tiny, counting_compiler: Count) -> None:
     library = build(tiny.spec, tiny.csrc)
     data = library.read_bytes()
-    digest = digest_of(tiny.spec, tiny.csrc).encode()
+    digest = tiny.wanted.digest.encode()
     assert data.count(digest) == 1
     library.write_bytes(data.replace(digest, b"0" * 64))
     routes: list[str] = []
-    assert list(loading.ready(tiny.spec, tiny.csrc, routes)) == []
+    assert list(loading.ready(tiny.wanted, routes)) == []
     assert "was built from other sources" in routes[-1]
-    assert matches(build(tiny.spec, tiny.csrc), digest.decode())
+    assert tiny.wanted.fits(build(tiny.spec, tiny.csrc))
     assert counting_compiler() == 2
 
 
@@ -154,7 +154,7 @@ def test_an_unwritable_cache_falls_back_with_one_warning(
     library = build(tiny.spec, tiny.csrc)
     assert build(tiny.spec, tiny.csrc) == library
     assert library.is_relative_to(tmp_path / "temporary")
-    assert list(loading.ready(tiny.spec, tiny.csrc)) == [library]
+    assert list(loading.ready(tiny.wanted)) == [library]
     assert cache.private_root().stat().st_mode & 0o777 == 0o700
     (warning,) = warnings_logged()
     assert "Not a directory" in warning and "set DS_EXT_CACHE" in warning
@@ -214,7 +214,7 @@ def test_a_read_only_cache_that_holds_the_library_serves_it(tiny: Tiny, tmp_path
     if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
         pytest.skip("this user may not mount a file system")
     try:
-        assert list(loading.ready(tiny.spec, tiny.csrc)) == [library]
+        assert list(loading.ready(tiny.wanted)) == [library]
     finally:
         subprocess.run(["umount", str(tiny.cache)], check=True)
 
@@ -225,7 +225,7 @@ def test_a_temporary_folder_that_others_can_write_is_neither_read_nor_used(
     monkeypatch.setenv("DS_EXT_CACHE", str(below_a_file(tmp_path / "file")))
     build(tiny.spec, tiny.csrc)
     cache.private_root().chmod(0o777)
-    assert list(loading.ready(tiny.spec, tiny.csrc)) == []
+    assert list(loading.ready(tiny.wanted)) == []
     with pytest.raises(BuildError) as caught:
         build(tiny.spec, tiny.csrc)
     last = str(caught.value).splitlines()[-1]

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from building import build
 
 from deepspeed_ext.op_builder import BuildError, cuda, probe, toolchain
 from deepspeed_ext.op_builder.compile import first_error
 from deepspeed_ext.op_builder.errors import Unavailable
-from deepspeed_ext.op_builder.jit import build
 
 if TYPE_CHECKING:
     from conftest import Tiny

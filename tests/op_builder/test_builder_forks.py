@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from building import build
 
-from deepspeed_ext.op_builder import jit as builder
-from deepspeed_ext.op_builder import load, loading
+from deepspeed_ext.op_builder import jit, load, loading, registry
+from deepspeed_ext.op_builder.errors import Unavailable
 from deepspeed_ext.op_builder.lock import held
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Compiling:
 
 @pytest.fixture
 def compiling(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiling]:
-    monkeypatch.setattr(loading, "OPS", (tiny.spec,))
+    monkeypatch.setattr(registry, "OPS", (tiny.spec,))
     monkeypatch.setattr(loading, "CSRC", tiny.csrc)
     monkeypatch.setattr(loading, "PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setattr(loading, "_LOADED", {})
@@ -112,7 +113,7 @@ def test_a_child_of_the_building_thread_leaves_the_build_to_its_parent(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a signal handler forks, and the child comes back from it."""
-    compile_library = builder.compile_library
+    compile_library = jit.compile_library
     children = []
 
     def forks(*arguments: object) -> Path:
@@ -121,15 +122,15 @@ def test_a_child_of_the_building_thread_leaves_the_build_to_its_parent(
             children.append(child)
             _, status = os.waitpid(child, 0)
             assert os.waitstatus_to_exitcode(status) == 7
-            with pytest.raises(builder.Unavailable), held(tiny.cache / "tiny.lock", wait=0.0):
+            with pytest.raises(Unavailable), held(tiny.cache / "tiny.lock", wait=0.0):
                 pass  # it is still this process that has it
             assert len(list(tiny.cache.glob("*.tmp"))) == 1
         return compile_library(*arguments)
 
-    monkeypatch.setattr(builder, "compile_library", forks)
+    monkeypatch.setattr(jit, "compile_library", forks)
     parent = os.getpid()
     try:
-        library = builder.build(tiny.spec, tiny.csrc)
+        library = build(tiny.spec, tiny.csrc)
     except RuntimeError as error:
         told = "is a fork of process" in str(error) and os.getpid() != parent
         os._exit(7 if told else 1)

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext import op_builder
-from deepspeed_ext.op_builder import OPS, OpSpec, loading, probe, toolchain
+from deepspeed_ext.op_builder import OPS, loading, probe, registry, toolchain
 from deepspeed_ext.op_builder.__main__ import main
 from deepspeed_ext.op_builder.builders import class_name
 from deepspeed_ext.op_builder.compile import compile_library
-from deepspeed_ext.op_builder.sources import MARKER, digest_of, matches
+from deepspeed_ext.op_builder.wanted import Wanted
 
-CPU, GPU = (loading.spec_of(name) for name in ("cpu_adam", "fused_adam"))
+CPU, GPU = (registry.spec_of(name) for name in ("cpu_adam", "fused_adam"))
 
 
 def undefined_libraries(library: Path) -> set[str]:
@@ -28,8 +28,8 @@ def test_the_cpu_row_compiles_and_loads_and_knows_no_cuda(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DS_EXT_WERROR", "1")
-    library = compile_library(CPU, tmp_path / "a folder")
-    assert matches(library, digest_of(CPU))
+    library = compile_library(Wanted.of(CPU), tmp_path / "a folder")
+    assert Wanted.of(CPU).fits(library)
     assert not any("cuda" in name or "cublas" in name for name in undefined_libraries(library))
     assert json.loads((tmp_path / "a folder" / "build.json").read_text())["cxx"]
     monkeypatch.setenv("DS_EXT_LIBRARY_CPU_ADAM", str(library))
@@ -46,8 +46,8 @@ def test_the_cuda_row_compiles_where_there_is_nvcc(
         pytest.skip(reasons[0])
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     monkeypatch.setenv("DS_EXT_WERROR", "1")
-    library = compile_library(GPU, tmp_path)
-    assert matches(library, digest_of(GPU))
+    library = compile_library(Wanted.of(GPU), tmp_path)
+    assert Wanted.of(GPU).fits(library)
     needed = undefined_libraries(library)
     assert "libtorch.so" in needed and any(name.startswith("libcudart") for name in needed)
     assert "libtorch_cuda.so" not in needed
@@ -55,7 +55,7 @@ def test_the_cuda_row_compiles_where_there_is_nvcc(
 
 def test_every_source_of_the_registry_is_there() -> None:
     for spec in OPS:
-        assert digest_of(spec)
+        assert Wanted.of(spec).digest
         assert re.fullmatch(r"[a-z0-9_]+", spec.name)
         assert re.fullmatch(r"[\w.]+:\w+", spec.self_check)
 
@@ -102,7 +102,7 @@ def test_is_compatible_means_that_load_would_work(
     assert not builder.is_compatible(verbose=True)
     (warning,) = warnings_logged()
     assert warning.startswith("cpu_adam: CXX names the compiler") and "unset CXX" in warning
-    (tmp_path / "mine.so").write_text(MARKER + digest_of(CPU))
+    (tmp_path / "mine.so").write_text(Wanted.of(CPU).stamp)
     monkeypatch.setenv("DS_EXT_LIBRARY_CPU_ADAM", str(tmp_path / "mine.so"))
     assert builder.is_compatible()  # a ready library needs no compiler
     monkeypatch.setattr(toolchain, "_torch_states", lambda name: "2.10.0")
@@ -129,15 +129,15 @@ def test_the_command_line_fits_the_terminal(
 def test_the_command_line_builds_what_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    built: list[OpSpec] = []
+    built: list[Wanted] = []
 
-    def build(spec: OpSpec) -> Path:
-        built.append(spec)
+    def compile_into_cache(wanted: Wanted) -> Path:
+        built.append(wanted)
         return tmp_path / "cpu_adam.so"
 
-    monkeypatch.setattr("deepspeed_ext.op_builder.__main__.build", build)
+    monkeypatch.setattr("deepspeed_ext.op_builder.__main__.compile_into_cache", compile_into_cache)
     assert main(["build", "cpu_adam"]) == 0
-    assert built == [CPU] and "ready" in capsys.readouterr().out
+    assert built == [Wanted.of(CPU)] and "ready" in capsys.readouterr().out
     assert main(["build", "no_such_op"]) == 1
     assert "no_such_op: there is no such op" in capsys.readouterr().err
 

@@ -15,23 +15,23 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from building import build
 
 from deepspeed_ext.op_builder import (
     OPS,
     BuildError,
     OpSpec,
     aot,
-    cache,
     load,
     load_module,
     loading,
     probe,
+    registry,
     toolchain,
 )
 from deepspeed_ext.op_builder.compile import compile_library
 from deepspeed_ext.op_builder.errors import Unavailable
-from deepspeed_ext.op_builder.jit import build
-from deepspeed_ext.op_builder.sources import digest_of
+from deepspeed_ext.op_builder.wanted import Wanted
 
 SOURCE = """
 #include <pybind11/pybind11.h>
@@ -69,7 +69,7 @@ def built(csrc: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def registered(csrc: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DS_EXT_WERROR", "1")  # as when it was built: it is in the key
-    monkeypatch.setattr(loading, "OPS", (SPEC, replace(SPEC, name="other", needs=())))
+    monkeypatch.setattr(registry, "OPS", (SPEC, replace(SPEC, name="other", needs=())))
     monkeypatch.setattr(loading, "CSRC", csrc)
     monkeypatch.setattr(loading, "PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setattr(loading, "_LOADED", {})
@@ -120,9 +120,9 @@ def test_a_module_loads_without_torch_pybind11_headers_and_compiler(
         from pathlib import Path
         sys.path = [{str(ROOT)!r}, *(p for p in sys.path if not p.endswith("-packages"))]
         sysconfig.get_path = lambda name: "/no/such/folder"
-        from op_builder import OpSpec, loading, load_module
+        from op_builder import OpSpec, loading, load_module, registry
         assert loading.probe.why_not({SPEC!r}) != []
-        loading.OPS, loading.CSRC = ({SPEC!r},), Path({str(csrc)!r})
+        registry.OPS, loading.CSRC = ({SPEC!r},), Path({str(csrc)!r})
         loading.PREBUILT = Path({str(packaged.parent)!r})
         print(load_module("tiny_module").answer(), "torch" in sys.modules)
     """
@@ -141,7 +141,7 @@ def test_what_is_missing_is_named_with_its_fix(csrc: Path, tmp_path: Path) -> No
     assert pybind11.startswith("pybind11 is not installed; run: ")
     assert pybind11.endswith("-m pip install pybind11")
     assert probe.why_not_load(SPEC) == []
-    library, reasons = loading.status(SPEC, csrc)
+    library, reasons = loading.status(SPEC)
     assert library is None and pybind11 in reasons
     with pytest.raises(BuildError, match=r"there is no Python\.h"):
         load_module("tiny_module")
@@ -151,12 +151,13 @@ def test_another_python_has_another_key_and_no_use_for_the_library(
     packaged: Path, csrc: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch_op = replace(SPEC, needs=())
-    keys, digests = cache.entry_name(SPEC, csrc), digest_of(SPEC, csrc)
-    torch_digest = digest_of(torch_op, csrc)
-    assert loading.status(SPEC, csrc) == (packaged, [])
+    here, of_torch = Wanted.of(SPEC, csrc), Wanted.of(torch_op, csrc)
+    key = here.entry
+    assert loading.status(SPEC) == (packaged, [])
     monkeypatch.setattr(toolchain, "python_abi", lambda: "cpython-399-somewhere")
-    assert cache.entry_name(SPEC, csrc) != keys and digest_of(SPEC, csrc) != digests
-    assert digest_of(torch_op, csrc) == torch_digest
+    there = Wanted.of(SPEC, csrc)
+    assert there.entry != key and there.digest != here.digest
+    assert Wanted.of(torch_op, csrc) == of_torch
     monkeypatch.setenv("DS_EXT_JIT", "0")
     with pytest.raises(BuildError, match=r"built from other sources or for another Python"):
         load_module("tiny_module")
@@ -202,7 +203,7 @@ def test_a_build_that_does_not_see_pybind11_says_so(
     monkeypatch.setattr(aot, "OPS", (SPEC,))
     monkeypatch.setenv("DS_BUILD_TINY_MODULE", "1")
     with pytest.raises(BuildError) as caught:
-        aot.build(tmp_path / "prebuilt", tmp_path / "scratch")
+        aot.compile_into_package(tmp_path / "prebuilt", tmp_path / "scratch")
     assert str(caught.value) == (
         "tiny_module: DS_BUILD_TINY_MODULE=1 asks for it, but compiling needs pybind11, which this"
         " build cannot see; run: pip install pybind11, then: pip install --no-build-isolation ., or"
@@ -216,9 +217,8 @@ sys.argv[1:] = ["-q", "bdist_wheel", "--dist-dir", {out!r}]
 sys.path.insert(0, ".")
 from pathlib import Path
 from op_builder import aot, loading, registry, OpSpec
-loading.OPS = aot.OPS = ({spec!r},)
-aot.compile_library = lambda spec, scratch: Path({built!r})
-aot.probe.why_not = lambda spec: []
+registry.OPS = aot.OPS = ({spec!r},)
+aot._compile = lambda spec, scratch: Path({built!r})
 runpy.run_path("setup.py", run_name="__main__")
 """
 
@@ -267,7 +267,7 @@ def test_the_io_engine_compiles_without_warnings_and_needs_no_other_library(
     if CANNOT_BUILD:
         pytest.skip(CANNOT_BUILD[0])
     row = next(spec for spec in OPS if spec.name == "async_io")
-    library = compile_library(row, tmp_path)  # with DS_EXT_WERROR=1, as all here
+    library = compile_library(Wanted.of(row), tmp_path)  # with DS_EXT_WERROR=1, as all here
     monkeypatch.undo()
     monkeypatch.setenv("DS_EXT_LIBRARY_ASYNC_IO", str(library))
     code = "from deepspeed_ext.op_builder import load_module as load; print(load('async_io').File)"

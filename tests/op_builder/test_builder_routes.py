@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from building import build
 
-from deepspeed_ext.op_builder import BuildError, load, loading, toolchain
+from deepspeed_ext.op_builder import BuildError, load, loading, registry, toolchain
 from deepspeed_ext.op_builder.errors import Unavailable
-from deepspeed_ext.op_builder.jit import build
 
 if TYPE_CHECKING:
     from conftest import Tiny
@@ -27,7 +27,7 @@ def test_an_unknown_op() -> None:
 @pytest.fixture
 def registered(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Tiny:
     """Make the tiny op a row of the registry, with no packaged libraries."""
-    monkeypatch.setattr(loading, "OPS", (tiny.spec,))
+    monkeypatch.setattr(registry, "OPS", (tiny.spec,))
     monkeypatch.setattr(loading, "CSRC", tiny.csrc)
     monkeypatch.setattr(loading, "PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setattr(loading, "_LOADED", {})
@@ -145,7 +145,7 @@ def test_a_library_that_does_not_open(
 def test_a_cuda_op_on_a_cpu_torch_is_refused_before_it_is_compiled(
     registered: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "OPS", (replace(registered.spec, needs=("torch", "cuda")),))
+    monkeypatch.setattr(registry, "OPS", (replace(registered.spec, needs=("torch", "cuda")),))
     monkeypatch.setattr(toolchain, "torch_cuda", lambda: None)
     with pytest.raises(BuildError, match="torch that is installed has no CUDA; install a CUDA"):
         load("tiny")

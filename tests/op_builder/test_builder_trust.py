@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from building import build
 
-from deepspeed_ext.op_builder import BuildError, cache, load, loading, trust
-from deepspeed_ext.op_builder import jit as builder
-from deepspeed_ext.op_builder.jit import build
+from deepspeed_ext.op_builder import BuildError, jit, load, loading, registry, trust
 from deepspeed_ext.op_builder.lock import held
 from deepspeed_ext.op_builder.trust import Untrusted
 
@@ -36,7 +35,7 @@ def give(path: Path) -> None:
 def hostile(tiny: Tiny, tmp_path: Path) -> Path:
     """A cache whose library has the right digest, and says so when somebody opens it."""
     library = build(tiny.spec, tiny.csrc)
-    digest = json.dumps(f"dsx-source-digest:{builder.digest_of(tiny.spec, tiny.csrc)}")
+    digest = json.dumps(tiny.wanted.stamp)
     source = tmp_path / "hostile.cpp"
     source.write_text(
         f"#include <cstdio>\n[[gnu::used]] static const char digest[] = {digest};\n"
@@ -84,7 +83,7 @@ def test_what_others_could_write_is_not_opened(
     if what == "library" and spoil is sticky:
         spoil = open_to_all  # the bit means nothing for a file
     spoil({"cache": tiny.cache, "entry": hostile.parent, "library": hostile}[what])
-    monkeypatch.setattr(loading, "OPS", (tiny.spec,))
+    monkeypatch.setattr(registry, "OPS", (tiny.spec,))
     monkeypatch.setattr(loading, "CSRC", tiny.csrc)
     monkeypatch.setattr(loading, "PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setattr(loading, "_LOADED", {})
@@ -94,9 +93,9 @@ def test_what_others_could_write_is_not_opened(
     (warning,) = warnings_logged()
     assert why in warning and str(tiny.cache) in warning and "set DS_EXT_CACHE" in warning
     routes: list[str] = []
-    assert list(loading.ready(tiny.spec, tiny.csrc, routes)) == [opened]
+    assert list(loading.ready(tiny.wanted, routes)) == [opened]
     assert "is not opened" in routes[1] and why in routes[1]
-    assert loading.status(tiny.spec, tiny.csrc) == (opened, [])
+    assert loading.status(tiny.spec) == (opened, [])
     assert len(warnings_logged()) == 1
 
 
@@ -104,7 +103,7 @@ def test_without_compiling_the_error_says_why(
     hostile: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny.cache.chmod(0o777)
-    monkeypatch.setattr(loading, "OPS", (tiny.spec,))
+    monkeypatch.setattr(registry, "OPS", (tiny.spec,))
     monkeypatch.setattr(loading, "CSRC", tiny.csrc)
     monkeypatch.setattr(loading, "_LOADED", {})
     monkeypatch.setenv("DS_EXT_JIT", "0")
@@ -115,7 +114,7 @@ def test_without_compiling_the_error_says_why(
 def test_an_override_that_others_could_write_is_refused(
     hostile: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(loading, "OPS", (tiny.spec,))
+    monkeypatch.setattr(registry, "OPS", (tiny.spec,))
     monkeypatch.setattr(loading, "CSRC", tiny.csrc)
     monkeypatch.setattr(loading, "_LOADED", {})
     folder = tmp_path / "inner"
@@ -264,7 +263,7 @@ def test_what_is_made_is_for_its_owner_alone_whatever_the_umask(
     assert root.joinpath("tiny.lock").stat().st_mode & 0o777 == 0o600
     assert library.parent.stat().st_mode & 0o777 == 0o755  # others may read it
     assert set(modes.read_text().split()) >= {"700"}
-    assert list(loading.ready(tiny.spec, tiny.csrc)) == []
+    assert list(loading.ready(tiny.wanted)) == []
     trust.check(library)
 
 
@@ -302,15 +301,15 @@ def test_a_lock_of_somebody_else_is_not_used(
 
 
 def test_the_report_of_a_failure_is_taken_from_nobody_else(tiny: Tiny) -> None:
-    failures = tiny.cache / f"{cache.entry_name(tiny.spec, tiny.csrc)}.failed"
+    failures = tiny.cache / f"{tiny.wanted.entry}.failed"
     failures.mkdir(parents=True)
     (failures / "failure.json").write_text('{"cause": "x", "fix": "run: anything", "id": "1"}')
-    assert builder._failure(failures) is not None
+    assert jit._failure(failures) is not None
     (failures / "failure.json").chmod(0o666)
-    assert builder._failure(failures) is None
+    assert jit._failure(failures) is None
     (failures / "failure.json").chmod(0o644)
     failures.chmod(0o777)
-    assert builder._failure(failures) is None
+    assert jit._failure(failures) is None
 
 
 def test_settings_are_neither_read_nor_saved_where_others_could_write(
