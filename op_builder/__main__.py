@@ -57,7 +57,10 @@ def _build(names: list[str]) -> int:
             continue
         try:
             wanted = Wanted.of(spec)
-            library = next(loading.ready(wanted), None) or compile_into_cache(wanted)
+            library = next(loading.ready(wanted), None)
+            if library is None:
+                probe.check_compilable(spec)
+                library = compile_into_cache(wanted)
             _row(spec.name, "ready", str(library), *_recorded(spec, library))
         except Unavailable as missing:
             failed = 1
@@ -75,12 +78,12 @@ def _recorded(spec: OpSpec, library: Path) -> list[str]:
 
 
 def _clean() -> int:
-    removed, busy = cache.clean()
+    removed, left = cache.clean()
     for path in removed:
         print(f"removed {path}")
-    for path in busy:
-        print(f"left {path}: another process is using it")
-    return 1 if busy else 0
+    for path, why in left.items():
+        print(f"left {path}: {why}")
+    return 1 if left else 0
 
 
 @program

@@ -82,11 +82,14 @@ def fallback_root(why: str) -> Path:
     _warn_not_used(why)
     why_not_private = why_unusable(private, 0o700)
     if why_not_private is not None:
+        fix = "set DS_EXT_CACHE to a folder of your own with space, on a file system mounted with"
+        fix += " exec"
+        if is_full(why):
+            fix += ", and TMPDIR, which compilers use, to one with space"
         raise Unavailable(
             f"no folder can hold compiled libraries: {configured or 'no home'} ({why}),"
             f" {private} ({why_not_private})",
-            "set DS_EXT_CACHE to a folder of your own with space, on a file system mounted with"
-            " exec",
+            fix,
         )
     return private
 
@@ -124,9 +127,11 @@ def is_full(text: str) -> bool:
 
 
 def _warn_not_used(why: str) -> None:
+    configured = configured_root()
+    where = "the op cache" if configured is None else f"the op cache {configured}"
     _warn_once(
-        f"the op cache {configured_root() or ''} cannot be used ({why}): {private_root()} takes its"
-        " place; set DS_EXT_CACHE to a folder of your own that can be written"
+        f"{where} cannot be used ({why}): {private_root()} takes its place; set DS_EXT_CACHE to a"
+        " folder of your own that can be written"
     )
 
 
@@ -135,9 +140,9 @@ def _warn_once(text: str) -> None:
     logger.warning(text)
 
 
-def clean() -> tuple[list[Path], list[Path]]:
-    """Remove what this package put into its caches; return what went, and what is in use."""
-    removed, busy = [], []
+def clean() -> tuple[list[Path], dict[Path, str]]:
+    """Remove what this package put into its caches; return what went, and why the rest did not."""
+    removed, left = [], {}
     for root in readable_roots():
         for path in sorted(root.glob("*-*")):
             match = _ENTRY.fullmatch(path.name)
@@ -147,6 +152,8 @@ def clean() -> tuple[list[Path], list[Path]]:
                 with held(root / f"{match[1]}.lock", wait=0):
                     shutil.rmtree(path)
                 removed.append(path)
-            except (Unavailable, OSError):
-                busy.append(path)
-    return removed, busy
+            except Unavailable:
+                left[path] = "another process is using it"
+            except OSError as error:
+                left[path] = error.strerror or str(error)
+    return removed, left

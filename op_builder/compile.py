@@ -22,8 +22,17 @@ _FIRST_ERROR = re.compile(  # how g++, clang++, nvcc, ptxas, ld, sh and ninja be
     r"|: No space left|[Qq]uota exceeded|: not found$|: command not found$|^ninja: fatal"
 )
 _KNOWN_CAUSES = (  # what a compiler says, and what then helps
-    (r"No space left|quota exceeded", "free some space or set DS_EXT_CACHE to another folder"),
+    (
+        r"No space left|quota exceeded",
+        "free some space, or set DS_EXT_CACHE and TMPDIR to folders that have some",
+    ),
+    (r"Could not open output file '.*/tmpxft_", "set TMPDIR to a folder that can be written"),
     (r"Killed|out of memory|Cannot allocate memory", "free some memory or set MAX_JOBS=1"),
+    (r"nvcc fatal.*c\+\+20", "install CUDA 12 or newer and set CUDA_HOME to its folder"),
+    (
+        r"unsupported (GNU|clang) version",
+        "set CXX to a compiler that this CUDA toolkit supports, or CUDA_HOME to a newer toolkit",
+    ),
     (
         r"c\+\+20|unrecognized command|unknown argument",
         "install a newer compiler, one with C++20, and set CXX to it",
@@ -69,8 +78,8 @@ def compile_library(wanted: Wanted, build_dir: Path) -> Path:
 def _run_ninja(spec: OpSpec, build_dir: Path, log: Path) -> None:
     command = [str(toolchain.ninja()), f"-j{toolchain.jobs()}"]
     environment = {**os.environ, "LC_ALL": "C"}  # first_error reads English
-    try:
-        with log.open("w") as output:
+    with log.open("w") as output:
+        try:
             done = subprocess.run(
                 command,
                 check=False,
@@ -80,11 +89,13 @@ def _run_ninja(spec: OpSpec, build_dir: Path, log: Path) -> None:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-    except OSError as error:
-        raise Unavailable(
-            f"{command[0]} does not run ({error.strerror})",
-            f"run: {sys.executable} -m pip install --force-reinstall ninja",
-        ) from error
+        except OSError as error:
+            if error.filename == str(build_dir):
+                raise  # that folder is gone; with ninja nothing is wrong
+            raise Unavailable(
+                f"{command[0]} does not run ({error.strerror})",
+                f"run: {sys.executable} -m pip install --force-reinstall ninja",
+            ) from error
     if done.returncode != 0:
         text = log.read_text(errors="replace")
         cause = first_error(text)

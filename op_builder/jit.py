@@ -109,8 +109,8 @@ def _failure(failures: Path) -> dict[str, str] | None:
         trust.check(failures)
         trust.check(path)
         record: dict[str, str] = json.loads(path.read_text())
-        return record
-    except (OSError, ValueError):
+        return {name: record[name] for name in ("cause", "fix", "id")}
+    except (OSError, ValueError, LookupError, TypeError):  # nothing there, or nothing of ours
         return None
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -120,17 +121,20 @@ def _override(wanted: Wanted) -> Path | None:
         return None
     path = Path(text).absolute()
     fix = f"correct or unset {variable}"
-    if not path.is_file():
-        raise Unavailable(f"{variable} names {path}, which does not exist", fix)
     try:
+        is_file = stat.S_ISREG(path.stat().st_mode)
         trust.check(path)
+        if is_file and wanted.fits(path):
+            return path
+        why = f"was {_built_otherwise(wanted.spec)}" if is_file else "is not a file"
+    except FileNotFoundError:
+        why = "does not exist"
     except Untrusted as error:
-        why = f"{variable} names {path}, which is not opened ({error})"
-        raise Unavailable(why, f"copy it to a folder of your own, or unset {variable}") from error
-    if not wanted.fits(path):
-        why = f"{variable} names {path}, which was {_built_otherwise(wanted.spec)}"
-        raise Unavailable(why, fix)
-    return path
+        why = f"is not opened ({error})"
+        fix = f"copy it to a folder of your own, or unset {variable}"
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+    raise Unavailable(f"{variable} names {path}, which {why}", fix)
 
 
 def ready(wanted: Wanted, routes: list[str] | None = None) -> Iterator[Path]:
@@ -185,6 +189,8 @@ def _open(spec: OpSpec, path: Path) -> Path:
     try:
         open_library(path)
     except (ImportError, OSError) as error:
+        if not os.path.lexists(path):
+            raise Unavailable(f"{path} has been removed", "load the op again") from error
         text = str(error.__cause__ or error)  # torch wraps what the loader of the system said
         fix = f"run: python -m deepspeed_ext.op_builder clean, then: build {spec.name}"
         if "failed to map" in text or "Operation not permitted" in text:

@@ -37,8 +37,9 @@ def cxx() -> list[str]:
         ) from error
     if words:
         if shutil.which(words[0]) is None:
+            what = "is no program" if os.path.exists(words[0]) else "does not exist"
             raise Unavailable(
-                f"CXX names the compiler {words[0]!r}, which does not exist",
+                f"CXX names the compiler {words[0]!r}, which {what}",
                 "unset CXX or set it to a C++20 compiler",
             )
         return words
@@ -108,7 +109,14 @@ def torch_cuda() -> str | None:
 
 def _torch_states(name: str) -> str | None:
     """Return a string that torch's version.py assigns to `name`."""
-    text = (torch_root() / "version.py").read_text()
+    root = torch_root()
+    try:
+        text = (root / "version.py").read_text()
+    except OSError as error:
+        raise Unavailable(
+            f"the torch in {root} has no version.py that can be read ({error.strerror})",
+            f"run Python in another folder, if that one is not an installation, or {_GET_TORCH}",
+        ) from error
     found = re.search(rf"^{name}\b[^=\n]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE)
     return found[1] if found else None
 

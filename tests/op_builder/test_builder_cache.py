@@ -236,6 +236,6 @@ def test_clean_removes_what_is_ours_and_nothing_else(tiny: Tiny) -> None:
     library = build(tiny.spec, tiny.csrc)
     foreign = tiny.cache / "tiny-notes"
     foreign.mkdir()
-    removed, busy = cache.clean()
-    assert (removed, busy) == ([library.parent], [])
+    removed, left = cache.clean()
+    assert (removed, left) == ([library.parent], {})
     assert not library.exists() and foreign.is_dir()
