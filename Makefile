@@ -20,7 +20,7 @@ export PYTHONUNBUFFERED := 1
 
 .SHELLFLAGS := -ec
 .ONESHELL:
-.PHONY: help env demo test test-long lint bench clean
+.PHONY: help env demo test test-long lint types bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -45,15 +45,17 @@ test: $(DONE)/test  ## run the tests, but for the longest
 test-long: $(DONE)/test  ## run the longest tests: over 15 s each, or in an emulator
 	@$(PYTEST) -m long $(ARGS)
 
-lint: $(DONE)/dev  ## check style, types and layout of the code
+lint: types  ## check style, types and layout of the code
 	@$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
-	rm -rf build/typed
-	mkdir -p build/typed/deepspeed_ext  # the package as it is when installed, for mypy
-	ln -s $(CURDIR)/deepspeed_ext/* $(CURDIR)/op_builder build/typed/deepspeed_ext/
-	(cd build/typed; ../../$(BIN)/mypy --strict --package deepspeed_ext)
 	find csrc tests/csrc -name '*.h' -o -name '*.inl' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' \
 	  | xargs $(BIN)/clang-format --dry-run -Werror
+
+types: $(DONE)/dev  ## check the types alone
+	@rm -rf build/typed/deepspeed_ext
+	mkdir -p build/typed/deepspeed_ext  # the package as it is when installed, for mypy
+	ln -s $(CURDIR)/deepspeed_ext/* $(CURDIR)/op_builder build/typed/deepspeed_ext/
+	cd build/typed; ../../$(BIN)/mypy --strict --package deepspeed_ext
 
 bench: $(DONE)/bench  ## measure ours against torch and fio; BENCH=aio measures one thing only
 	@for what in $(BENCH); do $(BIN)/python -m benchmarks.bench_$$what $(ARGS); done
