@@ -6,19 +6,18 @@ its best and of a plain loop of threads in the memory that ours uses; all take t
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 from tqdm import tqdm
 
 from benchmarks.aio_works import WORKS, Place
 from benchmarks.disk_rivals import PlainLoop, fio_version
-from benchmarks.disk_rows import Found, measure, show
-from benchmarks.harness import ROUNDS, environment
+from benchmarks.disk_rows import measure
+from benchmarks.harness import ROUNDS
+from benchmarks.results import Result, add_option, introduced, keep, show
 from deepspeed_ext.io._native import native
 from deepspeed_ext.io.tuning.settings import device_of
 
@@ -27,8 +26,8 @@ def _described(path: Path, scale: float) -> dict[str, str]:
     device = device_of(path)
     probed = native().probe_backends()
     direct = native().File.scratch(str(path)).direct
-    return environment("cpu") | {
-        "path": f"{path} on {device.source} ({device.file_system})",
+    return {
+        "file system": device.file_system,
         "backends": ", ".join(name for name, code in probed.items() if code == 0),
         "direct I/O": "yes" if direct else "no: all goes through the page cache",
         "fio": fio_version().strip(),
@@ -44,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--scale", type=float, default=1.0, help="of all sizes, such as 0.1")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    add_option(parser)
     options = parser.parse_args(arguments)
     wanted = options.rows.split(",")
     unknown = [word for word in wanted if not any(name.startswith(word) for name in WORKS)]
@@ -52,10 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"rows are {unknown}, expected some of {', '.join(WORKS)}")
     if device_of(options.path).file_system in ("tmpfs", "ramfs"):
         parser.error(f"path {options.path} is in memory, expected a folder on a disk")
-    described = _described(options.path, options.scale)
-    print("\n".join(f"{name:14} {text}" for name, text in described.items()), flush=True)
+    described = introduced("cpu", **_described(options.path, options.scale))
     chosen = [name for name in WORKS if name.startswith(tuple(wanted))]
-    results: list[Found] = []
+    results: list[Result] = []
     with (
         tempfile.TemporaryDirectory(prefix="bench-aio-", dir=options.path) as folder,
         tqdm(total=len(chosen) * options.rounds, desc="rounds", disable=None) as progress,
@@ -68,13 +66,11 @@ def main(arguments: list[str] | None = None) -> int:
                     tqdm.write(f"\n{name}: skipped, {row}")
                     progress.update(options.rounds)
                     continue
-                results.append(measure(row, options.rounds, progress))
+                results.append(measure(name, row, options.rounds, progress))
             show(results[-1])
             for file in Path(folder).iterdir():
                 file.unlink()
-    if options.json:
-        rows = [asdict(found) for found in results]
-        options.json.write_text(json.dumps({"environment": described, "results": rows}, indent=1))
+    keep(options.save, results, described)
     return 0
 
 

@@ -5,11 +5,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.harness import ROUNDS, Result, Timing, environment, save
+from benchmarks.harness import ROUNDS
+from benchmarks.results import Result, Timing, add_option, introduced, keep, show
 
 COMPILE_ROUNDS = 3
 TIMED = "import time, torch; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
@@ -37,10 +37,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="9.0", help="the CUDA target of fused_adam")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of what takes no compiler")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    add_option(parser)
     options = parser.parse_args()
-    described = environment("cpu")
-    print("\n".join(f"{name:14} {text}" for name, text in described.items()), flush=True)
+    described = introduced("cpu")
     cold = {
         "cpu_adam, compiled from nothing": BUILD.format("cpu_adam"),
         f"fused_adam for {options.target}, from nothing": BUILD.format("fused_adam"),
@@ -63,13 +62,10 @@ def main() -> None:
             for name, program in warm.items():
                 taken[name].append(seconds(program, f"{cache}/0", options.target))
                 progress.update()
-    timings = {name: Timing.of(values) for name, values in taken.items()}
-    print(f"\n{'':42}{'seconds':>9}  least .. most")
-    for name, timing in timings.items():
-        print(f"{name:42}{timing.median:9.3f}  {timing.least:.3f} .. {timing.most:.3f}")
-    if options.json:
-        results = [Result(name, 0, 0, 0, {name: timing}) for name, timing in timings.items()]
-        save(options.json, described, results)
+    results = [Result(name, 0, 0, 0, {name: Timing.of(each)}) for name, each in taken.items()]
+    for result in results:
+        show(result)
+    keep(options.save, results, described)
 
 
 if __name__ == "__main__":

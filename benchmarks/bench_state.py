@@ -1,5 +1,6 @@
 """Loading and copying state, ours and torch's: `python -m benchmarks.bench_state`, on the CPU."""
 
+import argparse
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -8,7 +9,8 @@ import torch
 from torch.nn import Parameter
 from tqdm import tqdm
 
-from benchmarks.harness import ROUNDS, Contender, Result, environment, measure, show
+from benchmarks.harness import ROUNDS, Contender, measure
+from benchmarks.results import Result, add_option, introduced, keep, show
 from deepspeed_ext.optim import DeepSpeedCPUAdam
 
 PARAMS, SHAPE = 10_000, (16, 16)
@@ -36,15 +38,21 @@ def copying(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
 
 def main() -> None:
     """Let both take turns at each piece of work, and print how long they took."""
-    print(environment("cpu"))
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_option(parser)
+    options = parser.parse_args()
+    described = introduced("cpu")
     elements = PARAMS * torch.Size(SHAPE).numel()
+    results = []
     works = {"load_state_dict": loading, "deepcopy": copying}
     with tqdm(total=ROUNDS * len(works)) as progress:
         for name, make in works.items():
             contenders = [Contender(title, make(stepped(kind))) for title, kind in CLASSES.items()]
             timings = measure(contenders, "cpu", ROUNDS, progress)
             work = f"{name} of {PARAMS:,} x {SHAPE[0]}x{SHAPE[1]}"
-            show(Result(work, torch.get_num_threads(), elements, 8 * elements, timings))
+            results.append(Result(work, torch.get_num_threads(), elements, 8 * elements, timings))
+            show(results[-1])
+    keep(options.save, results, described)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ways to do a piece of disk work that take turns, and the table that shows them."""
+"""Ways to do a piece of disk work that take turns, and what is expected of ours."""
 
 import resource
 import time
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from benchmarks.harness import Timing
+from benchmarks.results import Result, Timing
 from deepspeed_ext.io.tuning.raw_device import MOST_ACHIEVED
 
 _WARM_UP = 1
@@ -59,17 +59,6 @@ class Row:
     bars: Sequence[Bar]
 
 
-@dataclass(frozen=True)
-class Found:
-    """What was measured of a row: seconds, and seconds of this process on the CPU."""
-
-    title: str
-    nbytes: int
-    seconds: dict[str, Timing]
-    cpu: dict[str, Timing]
-    verdicts: list[str]
-
-
 def timed(run: Callable[[], object]) -> Way:
     """Return a way that takes the time of a call."""
 
@@ -81,7 +70,7 @@ def timed(run: Callable[[], object]) -> Way:
     return way
 
 
-def measure(row: Row, rounds: int, progress: "tqdm[None]") -> Found:
+def measure(work: str, row: Row, rounds: int, progress: "tqdm[None]") -> Result:
     """Let the ways take turns; another one begins each round."""
     seconds: dict[str, list[float]] = {name: [] for name in row.ways}
     cpu: dict[str, list[float]] = {name: [] for name in row.ways}
@@ -98,7 +87,9 @@ def measure(row: Row, rounds: int, progress: "tqdm[None]") -> Found:
     timings = {name: Timing.of(values) for name, values in seconds.items()}
     used = {name: Timing.of(values) for name, values in cpu.items()}
     verdicts = [_verdict(bar, used if bar.of_cpu else timings) for bar in row.bars]
-    return Found(row.title, row.nbytes, timings, used, verdicts)
+    # Programs beside this one have seconds of their own.
+    ours = {name: timing for name, timing in used.items() if timing.most}
+    return Result(work, 0, 0, row.nbytes, timings, (), ours, row.title, verdicts)
 
 
 def _cpu_seconds() -> float:
@@ -121,23 +112,3 @@ def _verdict(bar: Bar, timings: Mapping[str, Timing]) -> str:
     if bar.is_ceiling and theirs > MOST_ACHIEVED * ours:
         word = f"NOT TO BE TRUSTED, it is more than {MOST_ACHIEVED:.0%} of what the device does"
     return f"{theirs / ours:.2f}x as fast as {rival}, at least {bar.times:.2f}x: {word}"
-
-
-def show(found: Found) -> None:
-    """Print a row as a table of 80 columns; tqdm's bar stays below it."""
-    lines = [
-        f"\n{found.title}",
-        f"{'':38}{'GB/s':>6}  {'least .. most':^14}{'ours is':>9}{'CPU':>9}",
-    ]
-    ours = next(iter(found.seconds.values())).median
-    for name, timing in found.seconds.items():
-        fast = [found.nbytes / value / 1e9 for value in (timing.median, timing.most, timing.least)]
-        ratio = f"{timing.median / ours:.2f}x" if timing.median != ours else ""
-        spent = "" if name.startswith("fio") else f"{_per_gib(found, name):.3f}"
-        spread = f"{fast[1]:.2f} .. {fast[2]:.2f}"
-        lines.append(f"{name:38}{fast[0]:6.2f}  {spread:^14}{ratio:>9}{spent:>9}".rstrip())
-    tqdm.write("\n".join([*lines, *(f"  {verdict}" for verdict in found.verdicts)]))
-
-
-def _per_gib(found: Found, name: str) -> float:
-    return found.cpu[name].median / (found.nbytes / (1 << 30))

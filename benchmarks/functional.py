@@ -1,13 +1,78 @@
 """What the benchmarks of functional ops share: operands in turn, calls in a graph, gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness import Contender
+from benchmarks.works import Shapes, Work
 
 CACHE = 256 << 20  # bytes of copies of the operands that calls go through in turn
+
+Shape = tuple[int, ...]
+Ways = Callable[[], Mapping[str, Callable[..., object]]]  # to do the same, ours first
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of an op.
+
+    Args:
+        name: of the form; empty for the usual one.
+        operands: makes random ones, given the shape of the result, a dtype and a device.
+        forward: how often the best of passes goes over a tensor of that shape.
+        backward: the same for the gradients of all operands.
+    """
+
+    name: str
+    operands: Callable[[Shape, torch.dtype, str], list[Tensor]]
+    forward: int
+    backward: int
+
+
+def works(
+    ways: Ways, forms: Sequence[Form], shape: Shape, dtype: torch.dtype, calls: int = 1
+) -> list[Work]:
+    """Return the work of all forms, forward and backward.
+
+    Args:
+        ways: to do it.
+        forms: of the op.
+        shape: of the result.
+        dtype: of operands and result.
+        calls: how many are timed together, on CUDA.
+    """
+    what = f"{str(dtype).partition('.')[2]}, {' x '.join(f'{n:,}' for n in shape)}"
+    what += f", {calls} times" * (calls > 1)
+    made = []
+    for direction, make in (("forward", _forward), ("backward", _backward)):
+        for form in forms:
+            passes = getattr(form, direction)
+            contenders = partial(make, ways, form, dtype=dtype, calls=calls)
+            name = f"{direction}{form.name and ' '}{form.name}, {what}"
+            made.append(Work(name, [shape], passes * dtype.itemsize * calls, contenders))
+    return made
+
+
+def _forward(
+    ways: Ways, form: Form, shapes: Shapes, device: str, dtype: torch.dtype, calls: int
+) -> list[Contender]:
+    (shape,) = shapes
+    operands = [form.operands(shape, dtype, device) for _ in range(copies_of(shape, dtype, device))]
+    made = [forward_contender(name, way, operands, device, calls) for name, way in ways().items()]
+    return [*made, copy_contender(form.forward, shape, dtype, device, calls)]
+
+
+def _backward(
+    ways: Ways, form: Form, shapes: Shapes, device: str, dtype: torch.dtype, calls: int
+) -> list[Contender]:
+    (shape,) = shapes
+    leaves = [operand.requires_grad_() for operand in form.operands(shape, dtype, device)]
+    made = [backward_contender(name, way, leaves, device, calls) for name, way in ways().items()]
+    return [*made, copy_contender(form.backward, shape, dtype, device, calls)]
 
 
 def in_turn(calls: list[Callable[[], object]]) -> Callable[[], object]:
@@ -21,7 +86,7 @@ def in_turn(calls: list[Callable[[], object]]) -> Callable[[], object]:
     return call
 
 
-def copies_of(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> int:
+def copies_of(shape: Shape, dtype: torch.dtype, device: str) -> int:
     bytes_of_one = torch.Size(shape).numel() * dtype.itemsize
     return max(1, -(-CACHE // bytes_of_one)) if device == "cuda" else 1
 
@@ -83,8 +148,11 @@ def backward_contender(
     return Contender(name, captured(device, make, calls))
 
 
-def copy_contender(passes: float, like: Tensor, device: str, calls: int) -> Contender:
+def copy_contender(
+    passes: float, shape: Shape, dtype: torch.dtype, device: str, calls: int
+) -> Contender:
     """Return one that copies as many bytes as so many passes over such a tensor move."""
-    source = torch.ones(int(like.numel() * passes / 2), dtype=like.dtype, device=device)
+    source = torch.ones(int(torch.Size(shape).numel() * passes / 2), dtype=dtype, device=device)
     operands = [(source,)] if device == "cpu" else [(source,), (source.clone(),)]
-    return forward_contender("copy of as many bytes", torch.clone, operands, device, calls)
+    copy = forward_contender("copy of as many bytes", torch.clone, operands, device, calls)
+    return replace(copy, is_ceiling=True)

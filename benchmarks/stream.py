@@ -47,12 +47,16 @@ class Stream:
         tensors = [torch.rand(n, device=self.device) for _ in range(4)]
         if self.device == "cuda":
             addresses = [tensor.data_ptr() for tensor in tensors]
-            return Contender(NAME, lambda _kept=tensors: self._on_cuda(self._stream, *addresses, n))
+            return Contender(
+                NAME,
+                lambda _kept=tensors: self._on_cuda(self._stream, *addresses, n),
+                is_ceiling=True,
+            )
 
         def part(begin: int, end: int) -> None:
             self._stream(*(tensor.data_ptr() + 4 * begin for tensor in tensors), end - begin)
 
-        return Contender(NAME, _in_parts(part, n, threads))
+        return Contender(NAME, _in_parts(part, n, threads), is_ceiling=True)
 
     def read_contender(self, bytes_read: int, threads: int) -> Contender:
         """Return a loop that reads as many bytes as the work that it is the ceiling of."""
@@ -66,12 +70,13 @@ class Stream:
                 lambda _kept=(words, sink): self._on_cuda(
                     self._read, addresses[0], n, addresses[1]
                 ),
+                is_ceiling=True,
             )
 
         def part(begin: int, end: int) -> None:
             self._read(words.data_ptr() + 16 * begin, 2 * (end - begin))
 
-        return Contender(READ, _in_parts(part, n, threads))
+        return Contender(READ, _in_parts(part, n, threads), is_ceiling=True)
 
     def _on_cuda(self, launch: Callable[..., int], *arguments: int) -> None:
         error = launch(*arguments, torch.cuda.current_stream().cuda_stream)

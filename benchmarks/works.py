@@ -4,13 +4,13 @@ import argparse
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.harness import ROUNDS, Contender, Result, environment, measure, save, show
+from benchmarks.harness import ROUNDS, Contender, measure
+from benchmarks.results import Result, add_option, introduced, keep, show
 from benchmarks.stream import Stream
 
 Shapes = Sequence[tuple[int, ...]]
@@ -58,7 +58,8 @@ def bench(work: Work, stream: Stream, threads: int, rounds: int, progress: "tqdm
     ceiling = stream.read_contender if work.only_reads else stream.contender
     contenders = [*work.contenders(work.shapes, stream.device), ceiling(bytes_moved, threads)]
     timings = measure(contenders, stream.device, rounds, progress)
-    return Result(work.name, threads, elements, bytes_moved, timings)
+    ceilings = [contender.name for contender in contenders if contender.is_ceiling]
+    return Result(work.name, threads, elements, bytes_moved, timings, ceilings)
 
 
 def main(description: str, works_of: Mapping[str, Sequence[Work]]) -> None:
@@ -73,12 +74,11 @@ def main(description: str, works_of: Mapping[str, Sequence[Work]]) -> None:
     parser.add_argument("--threads", default="1,2", help="thread counts on the CPU, such as 1,2")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--only", default="", help="works whose name has this text in it")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    add_option(parser)
     options = parser.parse_args()
     threads = [0] if options.device == "cuda" else [int(n) for n in options.threads.split(",")]
     works = [work for work in works_of[options.device] if options.only in work.name]
-    described = environment(options.device)
-    print("\n".join(f"{name:14} {text}" for name, text in described.items()), flush=True)
+    described = introduced(options.device)
     stream, results = Stream(options.device), []
     with tqdm(total=len(works) * len(threads) * options.rounds, desc="rounds") as progress:
         for work in works:
@@ -87,5 +87,4 @@ def main(description: str, works_of: Mapping[str, Sequence[Work]]) -> None:
                 show(results[-1])
                 gc.collect()  # the tensors of this work, before those of the next
                 torch.cuda.empty_cache()
-    if options.json:
-        save(options.json, described, results)
+    keep(options.save, results, described)

@@ -1,0 +1,382 @@
+"""The README's tables, from what was kept of the benchmarks: `python -m benchmarks.tables`.
+
+Each stands between `<!-- table NAME -->` and `<!-- end -->`. Below it stand the commands that have
+measured it, on what and when. `--check` writes nothing, and fails if the README has other figures.
+"""
+
+import argparse
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import FOLDER
+
+README = Path(__file__).parent.parent / "README.md"
+_MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+Row = Mapping[str, Any]
+Run = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a table.
+
+    Args:
+        label: its first cell; empty for the row's own title.
+        bench: which benchmark, as in the name of its module.
+        work: the name of the work.
+    """
+
+    label: str
+    bench: str
+    work: str
+
+
+class Machine:
+    """What was measured on one machine.
+
+    Args:
+        record: the contents of its file.
+    """
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        self.name: str = record["name"]
+        self._found: dict[tuple[str, str, int], tuple[Row, Run]] = {
+            (row["bench"], row["work"], row["threads"]): (row, run)
+            for run in record["runs"]
+            for row in run["rows"]
+        }
+
+    def find(self, line: Line, threads: int) -> tuple[Row, Run] | None:
+        """Return a row and the run that it is of, or None."""
+        return self._found.get((line.bench, line.work, threads))
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: a machine and the number of threads; what goes into a cell, given a row.
+
+    Args:
+        title: of the column.
+        machine: name of the file of the machine.
+        threads: as in the row.
+        cell: makes the text.
+    """
+
+    title: str
+    machine: str
+    threads: int
+    cell: Callable[[Row], str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; lines that no machine has are left out.
+
+    Args:
+        title: of the first column.
+        columns: the others.
+        lines: in order.
+    """
+
+    title: str
+    columns: Sequence[Column]
+    lines: Sequence[Line]
+
+
+def rendered(table: Table, machines: Mapping[str, Machine]) -> str:
+    """Return a table and where its figures come from."""
+    heads = [table.title, *(column.title for column in table.columns)]
+    lines = [_cells(heads), _cells(["---"] * len(heads))]
+    commands: dict[str, dict[str, None]] = {}  # by where they were run; these are ordered sets
+    for line in table.lines:
+        cells, title = [], ""
+        for column in table.columns:
+            machine = machines[column.machine]
+            row, run = machine.find(line, column.threads) or (None, {})
+            cells.append(column.cell(row) if row else "")
+            if row:
+                title = title or line.label or row.get("title", row["work"])
+                command = f"`{run['command'].removeprefix('python -m benchmarks.')}`"
+                commands.setdefault(_source(machine.name, run), {})[command] = None
+        if title:
+            lines.append(_cells([title, *cells]))
+    lines.append("")
+    lines += [f"- {source}: {', '.join(found)}" for source, found in commands.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(texts: Sequence[str]) -> str:
+    return f"| {' | '.join(texts)} |"
+
+
+def _source(machine: str, run: Run) -> str:
+    """Return where and when a run was."""
+    known = run["environment"]
+    words = [machine, known.get("processor", ""), f"torch {known['torch']}", known.get("fio", "")]
+    kept = "from the README of" if run.get("transcribed") else "at"
+    return f"{', '.join(filter(None, words))}, {run['date']}, {kept} {run['commit']}"
+
+
+def ours(row: Row) -> Mapping[str, float]:
+    """Return what was measured of ours."""
+    found: Mapping[str, float] = next(iter(row["contenders"].values()))
+    return found
+
+
+def best_rivals(row: Row) -> list[str]:
+    """Return of each kind of rival the fastest; the kind is the first word of its name."""
+    best: dict[str, str] = {}
+    for name in row["times"]:
+        kind = re.split(r"\W", name)[0]
+        if name not in row["ceilings"] and (
+            kind not in best or row["times"][name] < row["times"][best[kind]]
+        ):
+            best[kind] = name
+    return list(best.values())
+
+
+def milliseconds(row: Row, name: str) -> str:
+    """Return what a contender took, or nothing if that is not known."""
+    found = row["contenders"].get(name, {})
+    return digits(1e3 * found["median"]) if "median" in found else ""
+
+
+def rate(row: Row, name: str) -> str:
+    """Return how many GB/s a contender moved."""
+    found = row["contenders"].get(name, {})
+    return f"{row['bytes'] / found['median'] / 1e9:.2f}" if "median" in found else ""
+
+
+def times(row: Row, name: str) -> str:
+    """Return how many times as fast as a contender ours is."""
+    value: float = row["times"][name]
+    return f"{value:.2f}" if value < 10 else digits(value)
+
+
+def digits(value: float) -> str:
+    """Return a number with three significant digits, without an exponent."""
+    short = f"{value:#.3g}"
+    return f"{float(short):.0f}" if "e" in short else short.rstrip(".")
+
+
+def our_time(row: Row) -> str:
+    """Ours, in milliseconds and TB/s."""
+    return f"{milliseconds(row, _name_of_ours(row))} ms, {terabytes(row)}"
+
+
+def terabytes(row: Row) -> str:
+    """Ours, in TB/s, or nothing if that is not known."""
+    median = ours(row).get("median")
+    return f"{row['bytes'] / median / 1e12:.2f} TB/s" if median else ""
+
+
+def our_rate(row: Row) -> str:
+    """Ours, in GB/s."""
+    return rate(row, _name_of_ours(row))
+
+
+def _name_of_ours(row: Row) -> str:
+    return str(next(iter(row["contenders"])))
+
+
+def rivals(row: Row) -> str:
+    """The best of each kind: its milliseconds, and how many times as fast ours is."""
+    return _rivals(row, milliseconds, " ms")
+
+
+def rivals_rates(row: Row) -> str:
+    """The best of each kind: its GB/s, and how many times as fast ours is."""
+    return _rivals(row, rate, "")
+
+
+def _rivals(row: Row, value: Callable[[Row, str], str], unit: str) -> str:
+    texts = []
+    for name in best_rivals(row):
+        known = value(row, name)
+        texts.append(f"{name}{known and f' {known}{unit}'}: {times(row, name)}")
+    return "; ".join(texts)
+
+
+def beside_ceiling(row: Row) -> str:
+    """How near ours comes to what only moves as many bytes, the fastest of them."""
+    near = [row["times"][name] for name in row["ceilings"] if name in row["times"]]
+    return f"{min(near):.2f}" if near else ""
+
+
+def in_short(row: Row) -> str:
+    """Milliseconds of ours and of the best rival: how often as fast (beside the ceiling)."""
+    name = min(best_rivals(row), key=lambda name: float(row["times"][name]))
+    near = beside_ceiling(row)
+    both = f"{milliseconds(row, _name_of_ours(row))}, {milliseconds(row, name)}"
+    return f"{both}: {times(row, name)}{near and f' ({near})'}"
+
+
+def cpu_per_gib(row: Row, contender: int) -> str:
+    """Return the seconds of the CPU that the first, second, ... contender takes for a GiB."""
+    spent: float = [*row["contenders"].values()][contender]["cpu"]
+    return f"{spent / (row['bytes'] / 2**30):.3f}"
+
+
+def seconds(row: Row) -> str:
+    """Ours, in seconds."""
+    return f"{ours(row)['median']:.3g} s"
+
+
+EPYC, XEON, H200 = "amd-epyc-zen-5", "intel-xeon", "nvidia-h200"
+
+
+def _cpu_steps() -> Table:
+    names = [("EPYC", EPYC, 1), ("EPYC", EPYC, 2), ("Xeon", XEON, 1), ("Xeon", XEON, 2)]
+    columns = [
+        Column(f"{title}, {n} thread{'s' * (n > 1)}", machine, n, in_short)
+        for title, machine, n in names
+    ]
+    lines = [
+        Line("Adam fp32, 64 x 1 Mi", "steps", "fp32, 64 x 1,048,576"),
+        Line("Adam fp32, 16,384 x 4,096", "steps", "fp32, 16,384 x 4,096"),
+        Line("Adam fp32, 16,384 x 256", "steps", "fp32, 16,384 x 256"),
+        Line(
+            "bf16 gradients, fp32 masters, bf16 weights (1)",
+            "steps",
+            "mixed: bf16 gradients, fp32 originals, bf16 weights",
+        ),
+        Line("all in bf16, 64 x 1 Mi", "steps", "all bf16, 64 x 1,048,576"),
+        Line("Lion fp32, 64 x 1 Mi", "steps", "Lion, fp32, 64 x 1,048,576"),
+        Line("Adagrad fp32, 64 x 1 Mi", "steps", "Adagrad, fp32, 64 x 1,048,576"),
+        Line(
+            "SGD with momentum, fp32, 64 x 1 Mi", "steps", "SGD with momentum, fp32, 64 x 1,048,576"
+        ),
+        Line("`clip_and_step` (2), 64 x 1 Mi", "clip", "clipped step, 64 x 1,048,576"),
+        Line(
+            "8-bit moments and split weights, beside our fp32",
+            "clip",
+            "compact step, 64 x 1,048,576",
+        ),
+        Line("`l2_norm` of bf16, 64 x 1 Mi", "norm", "bf16, 64 x 1,048,576"),
+    ]
+    return Table("CPU", columns, lines)
+
+
+def _cuda_steps() -> Table:
+    columns = [
+        Column("ours", H200, 0, our_time),
+        Column("others: how many times as fast ours is", H200, 0, rivals),
+        Column("beside the ceiling", H200, 0, beside_ceiling),
+    ]
+    lines = [
+        Line("Adam fp32, 2.27 B parameters in Llama shapes", "steps", "fp32, Llama shapes"),
+        Line("Adam fp32, 10,000 x 1,024 (3)", "steps", "fp32, 10,000 x 1,024"),
+        Line("the same, replayed as a CUDA graph", "steps", "fp32, 10,000 x 1,024, CUDA graph"),
+        Line("bf16 gradients, fp32 masters, bf16 weights, 0.87 B", "steps", "mixed, Llama shapes"),
+        Line("all in bf16, 0.87 B", "steps", "all bf16, Llama shapes"),
+        Line("Lion fp32, 0.87 B", "steps", "Lion, fp32, Llama shapes"),
+        Line("Adagrad fp32, 0.87 B", "steps", "Adagrad, fp32, Llama shapes"),
+        Line("SGD with momentum, fp32, 0.87 B", "steps", "SGD with momentum, fp32, Llama shapes"),
+        Line("`clip_and_step` (2), 2.27 B", "clip", "clipped step, Llama shapes"),
+        Line("8-bit moments, bf16 weights (4), 3.49 B", "low_bit", "bf16 weights, 8-bit moments"),
+        Line("8-bit moments, fp32 weights (4), 3.49 B", "low_bit", "fp32 weights, 8-bit moments"),
+        Line("8-bit moments, split weights, 3.49 B", "low_bit", "split weights, 8-bit moments"),
+        Line("LAMB, BERT-large shapes, 336 M", "lamb", "fp32, BERT-large shapes"),
+        Line("LAMB, one tensor of 1 Gi", "lamb", "fp32, one tensor of 1,073,741,824"),
+        Line("`l2_norm` of bf16, 2.27 B", "norm", "bf16, Llama shapes"),
+    ]
+    return Table("H200", columns, lines)
+
+
+RMS_NORM_SIZES = ("16,384 x 4,096", "262,144 x 128", "4,096 x 16,384")
+
+
+def _cuda_functional() -> Table:
+    columns = [
+        Column("ours", H200, 0, terabytes),
+        Column("others: how many times as fast ours is", H200, 0, rivals),
+        Column("beside copying", H200, 0, beside_ceiling),
+    ]
+    lines = []
+    for bench, form, dtype, sizes in (
+        ("rms_norm", "with residual", "bfloat16", RMS_NORM_SIZES),
+        ("rms_norm", "with residual", "float32", ("16,384 x 4,096",)),
+        ("swiglu", "packed", "bfloat16", ("8,192 x 14,336",)),
+        ("swiglu", "packed", "float32", ("8,192 x 14,336",)),
+    ):
+        for size, direction in itertools.product(sizes, ("forward", "backward")):
+            for which in (direction, f"{direction} {form}"):
+                label = f"`{bench}` {dtype}, {size}, {which}"
+                lines.append(Line(label, bench, f"{which}, {dtype}, {size}, 10 times"))
+    return Table("H200", columns, lines)
+
+
+def _disk() -> Table:
+    columns = [
+        Column(f"{title}: {what}", machine, 0, cell)
+        for title, machine in (("EPYC", EPYC), ("Xeon", XEON))
+        for what, cell in (("ours", our_rate), ("others", rivals_rates))
+    ]
+    works = ["large-read", "large-write", "pageable-read", "pageable-write", "medium-read"]
+    works += ["medium-write", "small-read", "small-write", "state-save", "state-load"]
+    works += ["state-touch", "cuda-write", "cuda-read"]
+    return Table("GB/s", columns, [Line("", "aio", work) for work in works])
+
+
+def _disk_cpu() -> Table:
+    columns = [
+        Column("io_uring, registered memory", EPYC, 0, lambda row: cpu_per_gib(row, 0)),
+        Column("libaio", EPYC, 0, lambda row: cpu_per_gib(row, 1)),
+    ]
+    lines = [Line("small pages", "aio", "cpu"), Line("huge pages", "aio", "cpu-huge")]
+    return Table("seconds of the CPU to read a GiB", columns, lines)
+
+
+def _first_use() -> Table:
+    columns = [Column("EPYC", EPYC, 0, seconds), Column("Xeon", XEON, 0, seconds)]
+    works = ["cpu_adam, compiled from nothing", "fused_adam for 9.0, from nothing"]
+    works += ["cpu_adam, loaded from the cache", "import deepspeed_ext.optim, after torch"]
+    return Table("first use, 2 cores", columns, [Line(work, "build", work) for work in works])
+
+
+TABLES = {
+    "cpu-steps": _cpu_steps(),
+    "cuda-steps": _cuda_steps(),
+    "cuda-functional": _cuda_functional(),
+    "disk": _disk(),
+    "disk-cpu": _disk_cpu(),
+    "first-use": _first_use(),
+}
+
+
+def machines_in(folder: Path) -> dict[str, Machine]:
+    """Return all machines whose results are kept, by the names of their files."""
+    return {path.stem: Machine(json.loads(path.read_text())) for path in folder.glob("*.json")}
+
+
+def replaced(text: str, machines: Mapping[str, Machine]) -> str:
+    """Return a document with the tables that belong between its marks."""
+
+    def fill(match: "re.Match[str]") -> str:
+        return f"{match[1]}\n{rendered(TABLES[match[2]], machines)}\n{match[4]}"
+
+    return _MARKED.sub(fill, text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if it would")
+    options = parser.parse_args()
+    old = README.read_text()
+    new = replaced(old, machines_in(FOLDER))
+    if options.check and new != old:
+        print("README.md has other figures; run: python -m benchmarks.tables", file=sys.stderr)
+        return 1
+    README.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

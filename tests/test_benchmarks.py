@@ -1,0 +1,124 @@
+"""Results of benchmarks: the README has what is kept, and a new run replaces older rows."""
+
+import importlib
+import json
+import re
+import sys
+
+import pytest
+
+from benchmarks import results, tables
+from benchmarks.results import FOLDER, Result, Timing
+
+MACHINES = tables.machines_in(FOLDER)
+README = tables.README.read_text()
+ROW = {"bench": "steps", "work": "fp32", "threads": 1, "elements": 4, "bytes": 28}
+
+
+def test_the_readme_has_the_figures_that_are_kept():
+    marked = [name for _, name, *_ in tables._MARKED.findall(README)]
+    assert marked == list(tables.TABLES)
+    assert tables.replaced(README, MACHINES) == README, "run: python -m benchmarks.tables"
+
+
+def test_another_figure_is_noticed():
+    figure = re.search(r"\| Adam fp32, 64 x 1 Mi \| (\d+\.\d)", README)[1]
+    changed = README.replace(figure, "1.23")
+    assert tables.replaced(changed, MACHINES) != changed
+
+
+@pytest.mark.parametrize(
+    "bench", ["steps", "clip", "norm", "lamb", "low_bit", "rms_norm", "swiglu"]
+)
+def test_tables_name_works_that_are_measured(bench):
+    works = importlib.import_module(f"benchmarks.bench_{bench}").WORKS
+    measured = {work.name for of_device in works.values() for work in of_device}
+    named = {
+        line.work for table in tables.TABLES.values() for line in table.lines if line.bench == bench
+    }
+    assert named and named <= measured
+
+
+def test_tables_name_disk_work_that_is_measured():
+    works = importlib.import_module("benchmarks.aio_works").WORKS
+    disk = [line for table in tables.TABLES.values() for line in table.lines if line.bench == "aio"]
+    assert {line.work for line in disk} <= set(works)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_files_are_as_described(path):
+    record = json.loads(path.read_text())
+    assert results.text_of(record) == path.read_text()
+    keys = [results.key_of(row) for run in record["runs"] for row in run["rows"]]
+    assert len(keys) == len(set(keys))
+    described = set(re.findall(r"^ +(\w+)  +\w", results.__doc__, re.MULTILINE))
+    for run in record["runs"]:
+        assert {"command", "date", "commit", "environment"} <= run.keys() <= described
+        for row in run["rows"]:
+            assert {*ROW, "contenders", "times", "ceilings"} <= row.keys() <= described
+            names = [*row["contenders"], *row["ceilings"]]
+            assert set(row["times"]) <= set(names)
+
+
+def timing(median):
+    return Timing(median, median / 2, median * 2)
+
+
+def kept(path, monkeypatch, *found):
+    """Save results as the benchmark of steps does; return what the file has."""
+    monkeypatch.setattr(sys, "argv", ["bench_steps.py", "--rounds", "3", "--save", str(path)])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setenv("BENCH_COMMIT", "0123abc")
+    results.keep(path, found, {"processor": "A (R) CPU", "torch": "2.13.0"})
+    return json.loads((path / "a-r-cpu.json").read_text())
+
+
+def test_a_result_is_kept_with_what_it_depends_on(tmp_path, monkeypatch):
+    timings = {"ours": timing(2.0), "torch": timing(3.0), "stream": timing(1.0)}
+    found = kept(tmp_path, monkeypatch, Result("fp32", 1, 4, 28, timings, ["stream"]))
+    (run,) = found["runs"]
+    assert found["name"] == "A (R) CPU"
+    assert (run["command"], run["commit"]) == ("python -m bench_steps --rounds 3", "0123abc")
+    assert run["environment"]["torch"] == "2.13.0"
+    assert run["rows"] == [
+        ROW
+        | {
+            "contenders": {
+                "ours": {"median": 2.0, "least": 1.0, "most": 4.0},
+                "torch": {"median": 3.0, "least": 1.5, "most": 6.0},
+                "stream": {"median": 1.0, "least": 0.5, "most": 2.0},
+            },
+            "times": {"torch": 1.5, "stream": 0.5},
+            "ceilings": ["stream"],
+        }
+    ]
+
+
+def test_a_new_run_replaces_its_rows_and_no_others(tmp_path, monkeypatch):
+    old = [Result("fp32", threads, 4, 28, {"ours": timing(2.0)}) for threads in (1, 2)]
+    kept(tmp_path, monkeypatch, *old)
+    found = kept(tmp_path, monkeypatch, Result("fp32", 2, 4, 28, {"ours": timing(7.0)}))
+    medians = [
+        [(row["threads"], row["contenders"]["ours"]["median"]) for row in run["rows"]]
+        for run in found["runs"]
+    ]
+    assert medians == [[(1, 2.0)], [(2, 7.0)]]
+    found = kept(tmp_path, monkeypatch, *old)
+    assert [len(run["rows"]) for run in found["runs"]] == [2]  # runs without rows go
+
+
+def test_the_best_of_each_kind_of_rival_is_shown():
+    row = ROW | {
+        "bytes": 28e9,
+        "contenders": {
+            "FusedAdam": {"median": 0.01},
+            "torch foreach": {"median": 0.04},
+            "torch.fused": {"median": 0.03},
+            "other": {"median": 0.1055},
+        },
+        "times": {"torch foreach": 4.0, "torch.fused": 3.0, "other": 10.55, "copy": 0.9, "s": 0.8},
+        "ceilings": ["copy", "s"],
+    }
+    assert tables.rivals(row) == "torch.fused 30.0 ms: 3.00; other 106 ms: 10.6"
+    assert tables.in_short(row) == "10.0, 30.0: 3.00 (0.80)"
+    assert tables.our_time(row) == "10.0 ms, 2.80 TB/s"
