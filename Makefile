@@ -15,7 +15,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # the processor is another worker's. Ops that all need are compiled first, where no worker waits.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 OP_BUILDER := $(BIN)/python -m deepspeed_ext.op_builder
-WARM := echo 'compiling the ops that are not in the cache'; $(OP_BUILDER) build $$($(OP_BUILDER) list | awk '$$2 == "cpu" { print $$1 }') > /dev/null || true
+# Each by one process, with a compiler of its own: together they keep all processors busy.
+WARM := echo 'compiling the ops that are not in the cache'; $(OP_BUILDER) list | awk '$$2 == "cpu" { print $$1 }' | tac \
+  | MAX_JOBS=$$(( ($$(nproc) + 9) / 10 )) xargs -n 1 -P $$(nproc) $(OP_BUILDER) build > /dev/null || true
 export PYTHONUNBUFFERED := 1
 
 .SHELLFLAGS := -ec
