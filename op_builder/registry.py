@@ -20,19 +20,44 @@ def _op(library: str, op: str) -> OpSpec:
     )
 
 
+def _optimizer(library: str, name: str, rule: str, measuring_rule: str = "") -> OpSpec:
+    """Return the library of one optimizer, for the device that its name says.
+
+    Optimizers share their sources, which are compiled for the rules in the header of that name: one
+    that updates, and for some one that measures before.
+    """
+    defines = [
+        ("DSX_RULE_HEADER", f'"optimizers/{name}.h"'),
+        ("DSX_FORMULA", f'"optimizers/{name}_math.inl"'),
+        ("DSX_RULE", rule),
+    ]
+    if measuring_rule:
+        defines.append(("DSX_MEASURING_RULE", measuring_rule))
+    on_cpu = library.startswith("cpu")
+    kernels = ("optimizers/step_cpu.cpp", "common/simd/isa.cpp")
+    return OpSpec(
+        name=library,
+        device="cpu" if on_cpu else "cuda",
+        sources=("optimizers/step_ops.cpp", *(kernels if on_cpu else ("optimizers/step_cuda.cu",))),
+        needs=("torch",) if on_cpu else ("torch", "cuda"),
+        defines=tuple(defines),
+        self_check=f"deepspeed_ext.ops.self_checks:{name}",
+    )
+
+
 OPS: tuple[OpSpec, ...] = (
-    _op("cpu_adam", "optimizers/adam"),
-    _op("fused_adam", "optimizers/adam"),
-    _op("cpu_lion", "optimizers/lion"),
-    _op("fused_lion", "optimizers/lion"),
-    _op("cpu_adagrad", "optimizers/adagrad"),
-    _op("fused_adagrad", "optimizers/adagrad"),
-    _op("cpu_sgd", "optimizers/sgd"),
-    _op("fused_sgd", "optimizers/sgd"),
-    _op("cpu_lamb", "optimizers/lamb"),
-    _op("fused_lamb", "optimizers/lamb"),
-    _op("cpu_lars", "optimizers/lars"),
-    _op("fused_lars", "optimizers/lars"),
+    _optimizer("cpu_adam", "adam", "Adam"),
+    _optimizer("fused_adam", "adam", "Adam"),
+    _optimizer("cpu_lion", "lion", "Lion"),
+    _optimizer("fused_lion", "lion", "Lion"),
+    _optimizer("cpu_adagrad", "adagrad", "Adagrad"),
+    _optimizer("fused_adagrad", "adagrad", "Adagrad"),
+    _optimizer("cpu_sgd", "sgd", "Sgd"),
+    _optimizer("fused_sgd", "sgd", "Sgd"),
+    _optimizer("cpu_lamb", "lamb", "LambApply", "LambMoments"),
+    _optimizer("fused_lamb", "lamb", "LambApply", "LambMoments"),
+    _optimizer("cpu_lars", "lars", "LarsApply", "LarsNorms"),
+    _optimizer("fused_lars", "lars", "LarsApply", "LarsNorms"),
     _op("cpu_norm", "optimizers/l2_norm"),
     _op("fused_norm", "optimizers/l2_norm"),
     _op("cpu_rms_norm", "transformer/rms_norm"),

@@ -15,6 +15,8 @@ class OpSpec:
         needs: what compiling takes besides a C++ compiler: "torch", "cuda", or "pybind11", which
             makes the library a Python module of the op's name.
         links: further libraries for the link line, without the "-l".
+        defines: macros that every source is compiled with, name and value; a value may be the name
+            of a header, in quotes. So one source serves several libraries.
         self_check: "module:function", called with device=device; raises when the op is wrong.
         fused_multiply_add: lets nvcc fuse a*b+c; False gives the same bits on every device.
     """
@@ -24,5 +26,6 @@ class OpSpec:
     sources: tuple[str, ...]
     needs: tuple[Literal["torch", "cuda", "pybind11"], ...] = ("torch",)
     links: tuple[str, ...] = ()
+    defines: tuple[tuple[str, str], ...] = ()
     self_check: str = ""
     fused_multiply_add: bool = False

@@ -149,7 +149,7 @@ def pybind11_include() -> Path:
 
 def compile_flags(spec: OpSpec, source: str) -> list[str]:
     """Return the C++ flags of one source file that do not depend on where things are installed."""
-    flags = [*_CXX_FLAGS, *_warnings_are_errors("-Werror")]
+    flags = [*_CXX_FLAGS, *_warnings_are_errors("-Werror"), *_defines(spec)]
     if "torch" in spec.needs and "_ops" in Path(source).name:
         flags.append(f"-DTORCH_TARGET_VERSION={_TORCH_TARGET}")
         if "cuda" in spec.needs:
@@ -157,9 +157,13 @@ def compile_flags(spec: OpSpec, source: str) -> list[str]:
     return flags
 
 
+def _defines(spec: OpSpec) -> list[str]:
+    return [f"-D{name}={value}" for name, value in spec.defines]
+
+
 def nvcc_flags(spec: OpSpec) -> list[str]:
     """Return the nvcc flags that depend neither on places nor on targets."""
-    flags = ["-std=c++20", "-O3", "--threads=1"]
+    flags = ["-std=c++20", "-O3", "--threads=1", *_defines(spec)]
     host = "-fPIC,-fvisibility=hidden,-Wall,-Wextra"
     if not spec.fused_multiply_add:
         flags.append("-fmad=false")

@@ -92,6 +92,8 @@ def files_of(spec: OpSpec, csrc: Path) -> dict[Path, bytes]:
     """Read the sources of `spec` and every header of ours that they reach, in sorted order."""
     found: dict[Path, bytes] = {}
     waiting = [csrc / source for source in spec.sources]
+    defined = " ".join(value for _, value in spec.defines)
+    waiting += [csrc / name.decode() for name in _QUOTED.findall(defined.encode())]
     while waiting:
         path = waiting.pop()
         if path in found:
@@ -112,10 +114,12 @@ def files_of(spec: OpSpec, csrc: Path) -> dict[Path, bytes]:
 
 
 def digest_of(spec: OpSpec, csrc: Path) -> str:
-    """Hash the names and bytes of the library's files, and the Python that a module is for."""
+    """Hash the library's files, names and bytes, its macros, and the Python that a module is for."""
     state = hashlib.sha256()
     if "pybind11" in spec.needs:
         state.update(f"{toolchain.python_abi()}\0".encode())
+    for name, value in spec.defines:
+        state.update(f"{name}={value}\0".encode())
     for path, data in files_of(spec, csrc).items():
         state.update(f"{path.relative_to(csrc).as_posix()}\0{len(data)}\0".encode())
         state.update(data)

@@ -2,12 +2,36 @@
 // by tensors: each thread is given a range of the row and visits the pieces of tensors in it.
 #pragma once
 
+#include <algorithm>
+#include <vector>
+
 #include "common/math.h"
 
 namespace dsx {
 
 constexpr int64_t kElementwiseChunk = 4096;  // of ops that need a chunk only for aligned vectors
 constexpr int64_t kReductionChunk = 65536;   // of ops that add up elements
+
+// Where each of a list of things begins, of which number i has size_of(i) parts; then the end.
+template <class SizeOf>
+std::vector<int64_t> begins_of(size_t count, const SizeOf& size_of) {
+  std::vector<int64_t> begins(count + 1);
+  for (size_t i = 0; i < count; ++i) begins[i + 1] = begins[i] + size_of(i);
+  return begins;
+}
+
+// Adds what the chunks of each tensor have, in their order, in each of `columns`.
+inline void add_chunks(const double* of_chunks,                  // [first_chunk.back(), columns]
+                       const std::vector<int64_t>& first_chunk,  // begins_of the tensors' chunks
+                       int64_t columns,
+                       double* totals) {  // [tensors, columns] written
+  for (size_t i = 0; i + 1 < first_chunk.size(); ++i, totals += columns) {
+    std::fill_n(totals, columns, 0.0);
+    for (int64_t chunk = first_chunk[i]; chunk < first_chunk[i + 1]; ++chunk) {
+      for (int64_t k = 0; k < columns; ++k) totals[k] += of_chunks[chunk * columns + k];
+    }
+  }
+}
 
 // The tensor that holds element `row`, which must lie before the end of the row.
 inline int64_t tensor_at(const int64_t* tensor_begin, int64_t count, int64_t row) {

@@ -23,18 +23,12 @@ struct BFloat16 {  // the upper half of a float: 1 sign bit, 8 exponent bits, 7 
   uint16_t bits;
 };
 
-// How the elements of a tensor are stored: float, BFloat16, Half, Split, Codes.
-enum class Dtype : int8_t { float32, bfloat16, float16, split, codes };
+// How the elements of a tensor are stored: float, BFloat16, Half.
+enum class Dtype : int8_t { float32, bfloat16, float16 };
 
-DSX_HOST_DEVICE constexpr int64_t bytes_of(Dtype dtype) {
-  return dtype == Dtype::float32 ? 4 : dtype == Dtype::codes ? 1 : 2;
-}
+DSX_HOST_DEVICE constexpr int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 
-struct Any {};    // stands for a storage type that is known at run time only, by its Dtype
-struct Split {};  // a float in two tensors of 16 bits: a rounded BFloat16 and what it leaves out
-struct Codes {};  // 8 bits for each element and one scale for each block of kCodesBlock elements
-
-constexpr int64_t kCodesBlock = 256;
+struct Any {};  // stands for a storage type that is known at run time only, by its Dtype
 
 DSX_HOST_DEVICE inline uint32_t bits_of(float value) {
   uint32_t bits;

@@ -47,16 +47,8 @@ constexpr bool holds<Half>(Dtype dtype) {
   return dtype == Dtype::float16;
 }
 template <>
-constexpr bool holds<Split>(Dtype dtype) {
-  return dtype == Dtype::split;
-}
-template <>
-constexpr bool holds<Codes>(Dtype dtype) {
-  return dtype == Dtype::codes;
-}
-template <>
-constexpr bool holds<Any>(Dtype dtype) {
-  return dtype != Dtype::split && dtype != Dtype::codes;
+constexpr bool holds<Any>(Dtype dtype) {  // what its loads and stores have a branch for
+  return dtype == Dtype::float32 || dtype == Dtype::bfloat16 || dtype == Dtype::float16;
 }
 
 }  // namespace dsx

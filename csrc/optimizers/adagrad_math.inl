@@ -4,11 +4,11 @@
 // device and every ISA gives the same bits. The branches are on constants: the same way for every
 // element.
 template <class Float>
-DSX_HOST_DEVICE inline void update(const Adagrad::Step& step, Float grad, Float& param,
+DSX_HOST_DEVICE inline void update(const Adagrad::Constants& constants, Float grad, Float& param,
                                    Float (&states)[Adagrad::kStates]) {
   auto& [sum] = states;
-  grad = grad * Float(step.grad_factor);
-  if (step.l2_penalty != 0) grad = grad + Float(step.l2_penalty) * param;
+  grad = grad * Float(constants.grad_factor);
+  if (constants.l2_penalty != 0) grad = grad + Float(constants.l2_penalty) * param;
   sum = sum + grad * grad;
-  param = param - Float(step.step_size) * grad / (sqrt(sum) + Float(step.eps));
+  param = param - Float(constants.step_size) * grad / (sqrt(sum) + Float(constants.eps));
 }

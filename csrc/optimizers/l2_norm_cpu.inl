@@ -78,6 +78,7 @@ inline double squares_of_chunk(const NormTensor& tensor, int64_t begin, int64_t 
   switch (tensor.dtype) {
     case Dtype::bfloat16: return squares_of_chunk<BFloat16>(tensor.data, begin, end);
     case Dtype::float16: return squares_of_chunk<Half>(tensor.data, begin, end);
-    default: return squares_of_chunk<float>(tensor.data, begin, end);
+    case Dtype::float32: return squares_of_chunk<float>(tensor.data, begin, end);
   }
+  __builtin_unreachable();
 }

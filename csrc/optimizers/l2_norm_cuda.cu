@@ -3,8 +3,8 @@
 #include "optimizers/l2_norm.h"
 
 #include <algorithm>
-#include <vector>
 
+#include "common/chunks.h"
 #include "common/cuda/check.h"
 #include "common/cuda/launch.cuh"
 #include "common/cuda/reduce.cuh"
@@ -25,7 +25,7 @@ struct NormBatch {
 };
 static_assert(sizeof(NormBatch) <= cuda::kMaxKernelParameterBytes);
 
-int64_t blocks_of(const NormTensor& tensor) { return ceil_div(tensor.n, kNormChunk); }
+int64_t chunks_of(const NormTensor& tensor) { return cuda::chunks_of(tensor.n, kNormChunk); }
 
 template <class T, int kCount>
 __device__ cuda::Floats<kCount> widen(const cuda::Elements<T, kCount>& elements) {
@@ -110,7 +110,9 @@ __global__ void __launch_bounds__(cuda::kThreads)
     case Dtype::float16:
       sums[0] = squares_of_thread(static_cast<const Half*>(tensor.data) + begin, n);
       break;
-    default: sums[0] = squares_of_thread(static_cast<const float*>(tensor.data) + begin, n); break;
+    case Dtype::float32:
+      sums[0] = squares_of_thread(static_cast<const float*>(tensor.data) + begin, n);
+      break;
   }
   cuda::store_block_sums(sums, batch.squares + blockIdx.x);
 }
@@ -118,30 +120,28 @@ __global__ void __launch_bounds__(cuda::kThreads)
 }  // namespace
 
 int64_t squared_norms_workspace(const NormTensor* tensors, int64_t count) {
-  int64_t blocks = 0;
-  for (int64_t i = 0; i < count; ++i) blocks += blocks_of(tensors[i]);
-  return blocks;
+  int64_t chunks = 0;
+  for (int64_t i = 0; i < count; ++i) chunks += chunks_of(tensors[i]);
+  return chunks;
 }
 
 void squared_norms_cuda(const NormTensor* tensors, int64_t count, double* workspace,
                         double* squared_norms, void* stream) {
   cuda::check(cudaPeekAtLastError(), kOp);  // of somebody before
-  std::vector<int64_t> first_block(size_t(count) + 1);
-  for (int64_t i = 0; i < count; ++i) first_block[i + 1] = first_block[i] + blocks_of(tensors[i]);
+  const std::vector<int64_t> first_chunk =
+      begins_of(size_t(count), [&](size_t i) { return chunks_of(tensors[i]); });
   NormBatch batch;
   for (int64_t first = 0; first < count; first += kTensorsPerLaunch) {
-    batch.count = int(std::min<int64_t>(kTensorsPerLaunch, count - first));
-    batch.squares = workspace + first_block[first];
-    for (int i = 0; i < batch.count; ++i) {
-      batch.tensors[i] = tensors[first + i];
-      batch.first_block[i] = int(first_block[first + i] - first_block[first]);
-    }
-    const int64_t blocks = first_block[first + batch.count] - first_block[first];
+    batch.squares = workspace + first_chunk[size_t(first)];
+    const int64_t blocks = cuda::fill_launch(
+        batch, std::min<int64_t>(kTensorsPerLaunch, count - first), [&](int64_t i) {
+      return tensors[first + i];
+    }, [&](int64_t i) { return chunks_of(tensors[first + i]); });
     if (blocks == 0) continue;  // CUDA rejects an empty grid
     squares_kernel<<<unsigned(blocks), cuda::kThreads, 0, cudaStream_t(stream)>>>(batch);
     cuda::check(cudaGetLastError(), kOp);
   }
-  cuda::launch_add_blocks<1>(first_block.data(), count, workspace, squared_norms,
+  cuda::launch_add_blocks<1>(first_chunk.data(), count, workspace, squared_norms,
                              cudaStream_t(stream), kOp);
 }
 

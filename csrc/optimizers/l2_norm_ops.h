@@ -2,23 +2,18 @@
 #pragma once
 
 #include "common/torch/arguments.h"
-#include "common/torch/checks.h"
+#include "common/torch/new_tensor.h"
 #include "optimizers/l2_norm.h"
 
 namespace dsx {
 
 // The elements of a tensor as they lie in memory, in any order. If they do not fill their memory
 // once (expanded gradients, slices), those of a contiguous copy, which `copies` keeps.
-inline const void* dense_elements(const TensorView& view, TensorList& copies) {
+inline const void* dense_elements(const TensorView& view,
+                                  std::vector<torch::stable::Tensor>& copies) {
   if (view.is_dense()) return view.data;
-  std::vector<int64_t> strides(size_t(view.dim), 1);
-  for (int64_t i = view.dim - 2; i >= 0; --i) strides[i] = strides[i + 1] * view.sizes[i + 1];
-  AtenTensorHandle copy = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(view.dim, view.sizes, strides.data(), view.dtype,
-                                                  view.device_type, view.device_index, &copy));
-  copies.push_back(copy);
-  TORCH_ERROR_CODE_CHECK(aoti_torch_tensor_copy_(view.handle, copy));
-  return address_of(copy);
+  copies.push_back(contiguous_copy(view));
+  return copies.back().data_ptr();
 }
 
 // The op itself. Device::run(tensors, squared_norms, device_index) works them out or queues that;
@@ -30,7 +25,7 @@ torch::stable::Tensor squared_norms(const TensorList& tensors) {
   const std::vector<char*> addresses = tensors.addresses();
   const TensorView first(tensors[0], addresses[0]);
   std::vector<NormTensor> norm_tensors(tensors.size());
-  TensorList copies;
+  std::vector<torch::stable::Tensor> copies;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const TensorView view(tensors[i], addresses[i]);
     const Item item{"tensors", i};
@@ -39,11 +34,7 @@ torch::stable::Tensor squared_norms(const TensorList& tensors) {
     check_memory(op, item, view);
     norm_tensors[i] = {dense_elements(view, copies), view.numel, dtype};
   }
-  const int64_t stride = 1;
-  AtenTensorHandle result = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &count, &stride, aoti_torch_dtype_float64(),
-                                                  first.device_type, first.device_index, &result));
-  torch::stable::Tensor squares(result);
+  torch::stable::Tensor squares = new_tensor(&count, 1, aoti_torch_dtype_float64(), first);
   Device::run(norm_tensors, static_cast<double*>(squares.data_ptr()), first.device_index);
   return squares;
 }

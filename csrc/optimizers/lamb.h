@@ -1,23 +1,22 @@
-// LAMB, in two passes over memory: options, constants and functions. No torch: plain pointers and
-// numbers.
+// LAMB, in two passes over memory: state, options and constants. No torch: plain numbers.
 #pragma once
 
 #include <cmath>
 
-#include "common/math.h"
 #include "common/power.h"
-#include "common/simd/isa.h"
 #include "optimizers/step.h"
 
 namespace dsx {
 
-// Lamb<Pass::prepare> brings the moments up to date and adds up the squares of each tensor and of
+// Lamb<Pass::moments> brings the moments up to date and adds up the squares of each tensor and of
 // its update; Lamb<Pass::apply> subtracts the update, at a rate for each tensor.
 template <Pass pass>
 struct Lamb {
   static constexpr Pass kPass = pass;
   static constexpr const char* kOp = pass == Pass::apply ? "lamb_apply_" : "lamb_moments_";
-  static constexpr int kStates = 2, kRequiredStates = 2, kUsualStates = 2;  // exp_avg, exp_avg_sq
+  static constexpr bool kHasCoefficients = pass == Pass::apply;
+  static constexpr const char* kStateNames[] = {"exp_avgs", "exp_avg_sqs"};
+  static constexpr int kStates = 2, kRequiredStates = 2, kUsualStates = 2;
   DSX_HOST_DEVICE static constexpr bool is_signed(int state) { return state == 0; }
 
   struct Options {
@@ -26,12 +25,22 @@ struct Lamb {
     bool bias_correction;  // false: the running means are taken as they are
   };
 
-  struct Step {
+  template <class Numbers>
+  static Options read_options(Numbers& in) {
+    return {.beta1 = in.decay_rate("beta1"),
+            .beta2 = in.decay_rate("beta2"),
+            .eps = in.number(),
+            .weight_decay = in.number(),
+            .eps_inside_sqrt = in.flag(),
+            .bias_correction = in.flag()};
+  }
+
+  struct Constants {
     float grad_factor;  // 1 / grad_scale, negative to maximize
     float beta1, one_minus_beta1;
     float beta2, one_minus_beta2;
-    float inverse_bias_correction1;       // 1 / (1 - beta1^step)
-    float inverse_bias_correction2;       // 1 / (1 - beta2^step)
+    float inverse_bias_correction1;       // 1 / (1 - beta1^step_count)
+    float inverse_bias_correction2;       // 1 / (1 - beta2^step_count)
     float inverse_root_bias_correction2;  // its root
     float eps;
     float weight_decay;
@@ -39,11 +48,11 @@ struct Lamb {
     bool eps_inside_sqrt;
   };
 
-  DSX_HOST_DEVICE static Step make_step(const Options& options, double lr, double grad_divisor,
-                                        float step) {
+  DSX_HOST_DEVICE static Constants make_constants(const Options& options, double lr,
+                                                  double grad_divisor, float step_count) {
     const bool correct = options.bias_correction;
-    const double bias_correction1 = correct ? 1 - power(options.beta1, int64_t(step)) : 1;
-    const double bias_correction2 = correct ? 1 - power(options.beta2, int64_t(step)) : 1;
+    const double bias_correction1 = correct ? 1 - power(options.beta1, int64_t(step_count)) : 1;
+    const double bias_correction2 = correct ? 1 - power(options.beta2, int64_t(step_count)) : 1;
     return {
         .grad_factor = float(1 / grad_divisor),
         .beta1 = float(options.beta1),
@@ -61,34 +70,7 @@ struct Lamb {
   }
 };
 
-using LambMoments = Lamb<Pass::prepare>;
+using LambMoments = Lamb<Pass::moments>;
 using LambApply = Lamb<Pass::apply>;
-using LambTensor = StepTensor<LambApply::kStates>;
-
-// Both do elements [begin, end) of the row that the tensors form (common/chunks.h), whose steps
-// have been advanced; found_inf is not looked at. Disjoint ranges may run on different threads; the
-// result does not depend on how the row is cut. Never throw. The first one writes for each chunk of
-// kReductionChunk elements the sums of squares of param and update.
-void measure_cpu(Isa isa, const StepCall<LambMoments>& call, const LambTensor* tensors,
-                 const int64_t* tensor_begin,  // [count + 1]
-                 const int64_t* first_chunk,   // [count + 1] of each tensor, then the end
-                 int64_t count, int64_t begin, int64_t end,
-                 double* squares);  // [first_chunk[count], kMeasured]
-void step_cpu(Isa isa, const StepCall<LambApply>& call, const LambTensor* tensors,
-              const int64_t* tensor_begin, int64_t count, int64_t begin, int64_t end);
-
-// Both queue the work on all tensors on the stream, on the current device. If found_inf says skip,
-// nothing is modified but the squares, which are 0 then. Throw if a launch fails. The first one
-// advances the steps.
-void measure_cuda(const StepCall<LambMoments>& call,
-                  const LambTensor* tensors,  // [count] host memory
-                  int64_t count,
-                  Prepared<LambMoments>* prepared,  // [count] device memory to work in
-                  double* workspace,                // [doubles_to_measure()] the same
-                  double* squares,                  // [count, kMeasured] device memory, written
-                  void* stream);
-int64_t doubles_to_measure(const LambTensor* tensors, int64_t count);
-void step_cuda(const StepCall<LambApply>& call, const LambTensor* tensors, int64_t count,
-               Prepared<LambApply>* prepared, void* stream);
 
 }  // namespace dsx

@@ -2,39 +2,41 @@
 // in CUDA. You et al. 2020, "Large Batch Optimization for Deep Learning", Algorithm 2. Compiled
 // without fused multiply-add, so every device and every ISA gives the same bits. The branches are
 // on constants: the same way for every element.
-template <class Step, class Float>
-DSX_HOST_DEVICE inline Float lamb_update(const Step& step, Float param, Float exp_avg,
+template <class Constants, class Float>
+DSX_HOST_DEVICE inline Float lamb_update(const Constants& constants, Float param, Float exp_avg,
                                          Float exp_avg_sq) {
   Float denominator;
-  if (step.eps_inside_sqrt) {
-    denominator = sqrt(exp_avg_sq * Float(step.inverse_bias_correction2) + Float(step.eps));
+  if (constants.eps_inside_sqrt) {
+    denominator =
+        sqrt(exp_avg_sq * Float(constants.inverse_bias_correction2) + Float(constants.eps));
   } else {
-    denominator = sqrt(exp_avg_sq) * Float(step.inverse_root_bias_correction2) + Float(step.eps);
+    denominator =
+        sqrt(exp_avg_sq) * Float(constants.inverse_root_bias_correction2) + Float(constants.eps);
   }
-  Float update = exp_avg * Float(step.inverse_bias_correction1) / denominator;
-  if (step.weight_decay != 0) update = update + Float(step.weight_decay) * param;
+  Float update = exp_avg * Float(constants.inverse_bias_correction1) / denominator;
+  if (constants.weight_decay != 0) update = update + Float(constants.weight_decay) * param;
   return update;
 }
 
 template <class Float>
-DSX_HOST_DEVICE inline void update(const LambMoments::Step& step, Float grad, Float& /*param*/,
-                                   Float (&states)[LambMoments::kStates]) {
+DSX_HOST_DEVICE inline void update(const LambMoments::Constants& constants, Float grad,
+                                   Float& /*param*/, Float (&states)[LambMoments::kStates]) {
   auto& [exp_avg, exp_avg_sq] = states;
-  grad = grad * Float(step.grad_factor);
-  exp_avg = Float(step.beta1) * exp_avg + Float(step.one_minus_beta1) * grad;
-  exp_avg_sq = Float(step.beta2) * exp_avg_sq + Float(step.one_minus_beta2) * grad * grad;
+  grad = grad * Float(constants.grad_factor);
+  exp_avg = Float(constants.beta1) * exp_avg + Float(constants.one_minus_beta1) * grad;
+  exp_avg_sq = Float(constants.beta2) * exp_avg_sq + Float(constants.one_minus_beta2) * grad * grad;
 }
 
 template <class Float>
-DSX_HOST_DEVICE inline void measure(const LambMoments::Step& step, Float /*grad*/, Float param,
-                                    const Float (&states)[LambMoments::kStates],
+DSX_HOST_DEVICE inline void measure(const LambMoments::Constants& constants, Float /*grad*/,
+                                    Float param, const Float (&states)[LambMoments::kStates],
                                     Float (&values)[kMeasured]) {
   values[0] = param;
-  values[1] = lamb_update(step, param, states[0], states[1]);
+  values[1] = lamb_update(constants, param, states[0], states[1]);
 }
 
 template <class Float>
-DSX_HOST_DEVICE inline void update(const LambApply::Step& step, Float /*grad*/, Float& param,
-                                   Float (&states)[LambApply::kStates]) {
-  param = param - Float(step.step_size) * lamb_update(step, param, states[0], states[1]);
+DSX_HOST_DEVICE inline void update(const LambApply::Constants& constants, Float /*grad*/,
+                                   Float& param, Float (&states)[LambApply::kStates]) {
+  param = param - Float(constants.step_size) * lamb_update(constants, param, states[0], states[1]);
 }

@@ -3,24 +3,24 @@
 // Algorithm 1. Compiled without fused multiply-add, so every device and every ISA gives the same
 // bits. The branches are on constants: the same way for every element.
 template <class Float>
-DSX_HOST_DEVICE inline void update(const LarsNorms::Step& /*step*/, Float /*grad*/,
+DSX_HOST_DEVICE inline void update(const LarsNorms::Constants& /*constants*/, Float /*grad*/,
                                    Float& /*param*/, Float (& /*states*/)[LarsNorms::kStates]) {}
 
 template <class Float>
-DSX_HOST_DEVICE inline void measure(const LarsNorms::Step& step, Float grad, Float param,
+DSX_HOST_DEVICE inline void measure(const LarsNorms::Constants& constants, Float grad, Float param,
                                     const Float (& /*states*/)[LarsNorms::kStates],
                                     Float (&values)[kMeasured]) {
   values[0] = param;
-  values[1] = grad * Float(step.grad_factor);
+  values[1] = grad * Float(constants.grad_factor);
 }
 
 template <class Float>
-DSX_HOST_DEVICE inline void update(const LarsApply::Step& step, Float grad, Float& param,
+DSX_HOST_DEVICE inline void update(const LarsApply::Constants& constants, Float grad, Float& param,
                                    Float (&states)[LarsApply::kStates]) {
-  grad = grad * Float(step.grad_factor);
-  if (step.weight_decay != 0) grad = grad + Float(step.weight_decay) * param;
-  Float delta = Float(step.step_size) * grad;
-  if (step.momentum != 0) delta = Float(step.momentum) * states[0] + delta;
+  grad = grad * Float(constants.grad_factor);
+  if (constants.weight_decay != 0) grad = grad + Float(constants.weight_decay) * param;
+  Float delta = Float(constants.step_size) * grad;
+  if (constants.momentum != 0) delta = Float(constants.momentum) * states[0] + delta;
   states[0] = delta;
   param = param - delta;
 }

@@ -2,122 +2,139 @@
 #pragma once
 
 #include "optimizers/step.h"
-#include "optimizers/step_ops.h"
+#include "optimizers/step_arguments_ops.h"
 
 namespace dsx {
 
-using OptionalTensor = std::optional<torch::stable::Tensor>;
-
-struct NamedList {
-  const char* name;
-  const TensorList& tensors;
+// What an op updates, of those that it knows: lists of tensors, or slabs of state.
+template <int kStates>
+struct UpdatedLists {
+  TensorList params, states[kStates], scales, master_params, steps;
 };
 
-// The arguments that every step op has: lists of tensors, or slabs of state.
+// The arguments of a step op but for its options. What a rule has no use for is empty.
 template <int kStates>
 struct StepLists {
-  const TensorList& params;
-  const TensorList& grads;
-  NamedList states[kStates];
-  const TensorList& scales;
-  const TensorList& master_params;
-  const TensorList& steps;
-  const OptionalTensor& offsets;
-  const OptionalTensor& slots;
-  const OptionalTensor& noise;
+  UpdatedLists<kStates> source;
+  UpdatedLists<kStates> target;  // empty if the step is in place
+  bool in_place = true;
+  TensorList grads;
+  OptionalTensor offsets, slots, noise;
+  OptionalTensor coefficients;  // factor of lr for each parameter
+
+  // One of both lists as an argument, if `written` one with a target.
+  Updated updated(const char* name, const TensorList& read, const TensorList& other,
+                  bool written) const {
+    return {name, read, in_place || !written ? nullptr : &other};
+  }
 };
 
 struct StepScalars {
-  double lr;
-  const OptionalTensor& lr_tensor;
-  const OptionalTensor& grad_scale;
-  const OptionalTensor& found_inf;
-  bool maximize;
-  const torch::stable::Tensor* coefficients = nullptr;  // factor of lr for each parameter; or null
+  double lr = 0;
+  OptionalTensor lr_tensor, grad_scale, found_inf;
+  bool maximize = false;
 };
 
 // How state is stored. Throws if parameters of this dtype cannot have it.
-inline Dtype state_dtype(const char* op, const Item& item, const TensorView& view, Dtype param) {
-  for (Dtype dtype : {Dtype::float32, Dtype::bfloat16, Dtype::codes, param}) {
-    if (view.dtype == torch_code(dtype)) return dtype;
+inline Format state_format(const char* op, const Item& item, const TensorView& view, Dtype param) {
+  for (Format format : {Format::float32, Format::bfloat16, Format::codes, format_of(param)}) {
+    if (view.dtype == torch_code(format)) return format;
   }
   check(false, op, ": ", item, " is ", DtypeCode{view.dtype}, ", expected float32, bfloat16",
         param == Dtype::float16 ? ", float16" : "", " or uint8");
   return {};
 }
 
-// How parameters are stored, with their masters if there are any.
-inline Dtype param_dtype(const char* op, const TensorList& master_params, Dtype param) {
-  if (master_params.empty()) return param;
+// How weights are stored: parameters, with their masters if there are any.
+inline Format weight_format(const char* op, const TensorList& master_params, Dtype param) {
+  if (master_params.empty()) return format_of(param);
   const Item item{"params", 0};
-  if (TensorView(master_params[0]).dtype == torch_code(Dtype::split)) {
+  if (TensorView(master_params[0]).dtype == torch_code(Format::split)) {
     check(param == Dtype::bfloat16, op, ": ", item, " is ", param,
           ", expected bfloat16 with master_params of int16");
-    return Dtype::split;
+    return Format::split;
   }
   check(param != Dtype::float32, op, ": ", item, " is ", param,
         ", expected bfloat16 or float16 with master_params");
-  return Dtype::float32;
+  return Format::float32;
 }
 
 // Where everything lies that has a part for each parameter.
 template <int kStates>
-struct StepPlaces {
-  State states[kStates], scales[kStates], masters, steps;
+struct StepAddresses {
+  UpdatedAddresses states[kStates], scales[kStates], masters, step_counts;
 };
 
 // Checks what a step reads and writes beside parameters and gradients; completes the types.
 template <class Rule>
-StepPlaces<Rule::kStates> take_state(StepArguments& arguments,
-                                     const StepLists<Rule::kStates>& lists, StepTypes& types) {
-  constexpr const char* op = Rule::kOp;
-  StepPlaces<Rule::kStates> places;
-  while (types.states < Rule::kStates &&
-         (types.states < Rule::kRequiredStates || !lists.states[types.states].tensors.empty())) {
-    ++types.states;
-  }
-  for (int j = 0; j < types.states; ++j) {
-    const auto& [name, tensors] = lists.states[j];
-    if (j == 0 && !tensors.empty()) {
-      types.state = state_dtype(op, {name, 0}, TensorView(tensors[0]), types.param_copy);
+StepAddresses<Rule::kStates> take_state(StepArguments& arguments,
+                                        const StepLists<Rule::kStates>& lists, StepTypes& types) {
+  constexpr Pass pass = pass_of<Rule>();
+  const UpdatedLists<Rule::kStates>&source = lists.source, &target = lists.target;
+  StepAddresses<Rule::kStates> addresses;
+  size_t states = 0;
+  for (int j = 0; j < Rule::kStates; ++j) {
+    const Updated state = lists.updated(Rule::kStateNames[j], source.states[j], target.states[j],
+                                        writes_states(pass));
+    if (j >= Rule::kRequiredStates && state.source.empty()) {
+      arguments.check_none(state);
+      continue;
     }
-    places.states[j] = arguments.state(name, tensors, types.state);
+    if (states == 0 && !state.source.empty()) {
+      types.state =
+          state_format(Rule::kOp, {state.name, 0}, TensorView(state.source[0]), types.param);
+    }
+    addresses.states[j] = arguments.state(state, types.state);
+    types.states |= 1 << j;
+    ++states;
   }
-  const bool coded = types.states > 0 && types.state == Dtype::codes;
-  if (!coded) check_length(op, "scales", lists.scales.size(), 0);
-  for (int j = 0; coded && j < types.states; ++j) {
-    places.scales[j] = arguments.scales(lists.scales, size_t(j), size_t(types.states));
+  const Updated scales = lists.updated("scales", source.scales, target.scales, writes_states(pass));
+  const bool coded = states > 0 && types.state == Format::codes;
+  if (!coded) arguments.check_none(scales);
+  for (size_t j = 0, index = 0; coded && j < Rule::kStates; ++j) {
+    if (types.has_state(int(j))) {
+      addresses.scales[j] = arguments.scales(scales, index++, states);
+    }
   }
-  const Dtype master = types.param == Dtype::split ? Dtype::split : Dtype::float32;
-  if (!lists.master_params.empty()) {
-    places.masters = arguments.state("master_params", lists.master_params, master);
+  const Updated masters = lists.updated("master_params", source.master_params, target.master_params,
+                                        writes_weights(pass));
+  if (masters.source.empty()) {
+    arguments.check_none(masters);
+  } else {
+    const Format master = types.weight == Format::split ? Format::split : Format::float32;
+    addresses.masters = arguments.state(masters, master);
   }
-  if (pass_of<Rule>() != Pass::measure) places.steps = arguments.steps("steps", lists.steps);
-  return places;
+  if (reads_step_counts(pass)) {
+    addresses.step_counts = arguments.step_counts(
+        lists.updated("steps", source.steps, target.steps, advances_step_counts(pass)));
+  }
+  return addresses;
 }
 
 // The tensors of a call as its kernel takes them.
-template <int kStates>
-std::vector<StepTensor<kStates>> list_tensors(const StepArguments& arguments,
-                                              const StepPlaces<kStates>& places,
-                                              const Integers64& noise, const StepTypes& types,
-                                              bool has_masters) {
-  std::vector<StepTensor<kStates>> tensors(arguments.count());
+template <class Rule>
+std::vector<StepTensor<Rule::kStates>> list_tensors(const StepArguments& arguments,
+                                                    const StepAddresses<Rule::kStates>& addresses,
+                                                    const Integers64& noise) {
+  std::vector<StepTensor<Rule::kStates>> tensors(arguments.count());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    StepTensor<kStates>& tensor = tensors[i];
-    const bool wide = types.param == Dtype::float32 && has_masters;
-    tensor.param = wide ? places.masters[i] : arguments.param(i);
-    tensor.param_copy = types.param == Dtype::split ? places.masters[i]
-                        : has_masters               ? arguments.param(i)
-                                                    : nullptr;
-    tensor.grad = arguments.grad(i);
-    for (int j = 0; j < types.states; ++j) {
-      tensor.states[j] = places.states[j][i];
-      tensor.scales[j] = static_cast<float*>(places.scales[j][i]);
+    StepTensor<Rule::kStates>& tensor = tensors[i];
+    auto& [source, target, grad, key, n] = tensor;
+    source.param = arguments.param(i);
+    target.param = arguments.param_target(i);
+    source.master = addresses.masters.source[i];
+    target.master = addresses.masters.target[i];
+    for (int j = 0; j < Rule::kStates; ++j) {
+      source.states[j] = addresses.states[j].source[i];
+      target.states[j] = addresses.states[j].target[i];
+      source.scales[j] = static_cast<float*>(addresses.scales[j].source[i]);
+      target.scales[j] = static_cast<float*>(addresses.scales[j].target[i]);
     }
-    tensor.step = static_cast<float*>(places.steps[i]);
-    if (!noise.empty()) tensor.noise = {uint64_t(noise[2 * i]), noise[2 * i + 1], true};
-    tensor.n = arguments.numel(i);
+    source.step_count = static_cast<float*>(addresses.step_counts.source[i]);
+    target.step_count = static_cast<float*>(addresses.step_counts.target[i]);
+    grad = arguments.grad(i);
+    if (!noise.empty()) key = {uint64_t(noise[2 * i]), noise[2 * i + 1], true};
+    n = arguments.numel(i);
   }
   return tensors;
 }
@@ -128,51 +145,51 @@ template <class Rule, class Device>
 auto run_step(const StepLists<Rule::kStates>& lists, const StepScalars& scalars,
               const typename Rule::Options& options) {
   constexpr const char* op = Rule::kOp;
-  constexpr bool has_grads = reads_grads(pass_of<Rule>());
-  check(!lists.params.empty(), op, ": params has length 0, expected at least 1");
-  StepArguments arguments(op, lists.params, has_grads ? &lists.grads : nullptr, lists.offsets,
+  constexpr Pass pass = pass_of<Rule>();
+  constexpr bool has_grads = reads_grads(pass);
+  const Updated params =
+      lists.updated("params", lists.source.params, lists.target.params, writes_weights(pass));
+  check(!params.source.empty(), op, ": params has length 0, expected at least 1");
+  StepArguments arguments(op, params, has_grads ? &lists.grads : nullptr, lists.offsets,
                           lists.slots);
   const Integers64 noise(op, "noise", lists.noise, 2);
   StepTypes types{};
-  types.param_copy = arguments.param_dtype();
-  types.param = param_dtype(op, lists.master_params, types.param_copy);
+  types.param = arguments.param_dtype();
+  types.weight = weight_format(op, lists.source.master_params, types.param);
   // Without gradients, the type that a loop of its own has.
-  types.grad = has_grads                       ? arguments.grad_dtype()
-               : types.param == Dtype::float32 ? Dtype::float32
-                                               : Dtype::bfloat16;
-  const auto places = take_state<Rule>(arguments, lists, types);
+  types.grad = has_grads                         ? arguments.grad_dtype()
+               : types.weight == Format::float32 ? Dtype::float32
+                                                 : Dtype::bfloat16;
+  const auto addresses = take_state<Rule>(arguments, lists, types);
   if (!noise.empty()) {
-    check_length(op, "noise", noise.count, arguments.count());
-    check(types.state != Dtype::float16, op, ": noise is a tensor, expected None with ",
+    check_length(op, {"noise"}, noise.count, arguments.count());
+    check(types.state != Format::float16, op, ": noise is a tensor, expected None with ",
           types.state, " state");
   }
-  const StepCall<Rule> call{
+  StepCall<Rule> call{
       .options = options,
       .lr = arguments.scalar("lr", scalars.lr_tensor, scalars.lr),
       .grad_scale = arguments.scalar("grad_scale", scalars.grad_scale, 1),
       .found_inf = arguments.scalar("found_inf", scalars.found_inf, 0),
       .maximize = scalars.maximize,
       .types = types,
-      .coefficients = scalars.coefficients == nullptr
-                          ? nullptr
-                          : arguments.factors("coefficients", scalars.coefficients->get()),
+      .in_place = lists.in_place,
   };
+  if (has_coefficients<Rule>()) {
+    call.coefficients = arguments.factors("coefficients", lists.coefficients->get());
+  }
   arguments.check_separate();
-  const auto tensors =
-      list_tensors<Rule::kStates>(arguments, places, noise, types, !lists.master_params.empty());
-  if constexpr (measures(pass_of<Rule>())) {
-    torch::stable::Tensor squares = arguments.new_doubles(kMeasured);
+  const auto tensors = list_tensors<Rule>(arguments, addresses, noise);
+  if constexpr (measures(pass)) {
+    const int64_t sizes[] = {int64_t(tensors.size()), kMeasured};
+    torch::stable::Tensor squares =
+        new_tensor(sizes, 2, aoti_torch_dtype_float64(), arguments.device());
     Device::measure(call, tensors, static_cast<double*>(squares.data_ptr()),
-                    arguments.device_index());
+                    arguments.device().device_index);
     return squares;
   } else {
-    Device::run(call, tensors, arguments.device_index());
+    Device::run(call, tensors, arguments.device().device_index);
   }
-}
-
-// Throws if beta is not a decay rate.
-inline void check_beta(const char* op, const char* name, double beta) {
-  check(beta >= 0 && beta < 1, op, ": ", name, " is ", beta, ", expected 0 <= ", name, " < 1");
 }
 
 }  // namespace dsx

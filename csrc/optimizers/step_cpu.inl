@@ -1,16 +1,17 @@
 // The loops of an optimizer step over one tensor; compiled once per ISA, after the Rule's formula.
+#include DSX_FORMULA
 #include "common/simd/sum.inl"
 #include "optimizers/storage_cpu.inl"
 
 // Elements [begin, end) of one tensor; begin is a multiple of kCodesBlock.
 template <class Rule, class Param, class Grad, class State>
 inline void step_loop(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
-                      const Prepared<Rule>& prepared, int64_t begin, int64_t end) {
+                      const TensorConstants<Rule>& of_tensor, int64_t begin, int64_t end) {
   constexpr Pass pass = pass_of<Rule>();
-  constexpr bool kCoded = holds<State>(Dtype::codes);
+  constexpr bool kCoded = holds<State>(Format::codes);
   // Local copies, which no store below can change: they stay in registers.
-  const typename Rule::Step step = constants_of_loop<Rule, Grad>(prepared.step);
-  const Parameter<Param> parameter(types, tensor.param, tensor.param_copy);
+  const typename Rule::Constants constants = constants_of_loop<Rule, Grad>(of_tensor.constants);
+  const Parameter<Param> parameter(types, tensor.source, tensor.target);
   const auto grads = Pointer<Grad>::to(tensor.grad, types.grad);
   const auto run = [&](auto& states, int64_t first, int64_t last) {
     const auto ask = [&](int64_t i) {
@@ -27,14 +28,14 @@ inline void step_loop(const StepTypes& types, const StepTensor<Rule::kStates>& t
       Vec param = parameter.load(i, count);
       Vec values[Rule::kStates]{};
       states.load(i, count, values);
-      update(step, grad, param, values);
+      update(constants, grad, param, values);
       parameter.store(i, param, count);
       if constexpr (writes_states(pass)) states.store(i, count, values);
     });
   };
   if constexpr (kCoded) {
     float buffers[StatesOfLoop<Rule, Grad>::kCount][kCodesBlock];
-    CodedStates<Rule, Grad> states(tensor, prepared.noise, buffers);
+    CodedStates<Rule, Grad> states(tensor, of_tensor.noise, buffers);
     for (int64_t block = begin; block < end; block += kCodesBlock) {
       const int64_t block_end = block + kCodesBlock < end ? block + kCodesBlock : end;
       states.begin_block(block);
@@ -42,7 +43,7 @@ inline void step_loop(const StepTypes& types, const StepTensor<Rule::kStates>& t
       if constexpr (writes_states(pass)) states.end_block(block, block_end);
     }
   } else {
-    const States<Rule, State, Grad> states(types, tensor, prepared.noise);
+    const States<Rule, State, Grad> states(types, tensor, of_tensor.noise);
     run(states, begin, end);
   }
 }
@@ -51,12 +52,12 @@ inline void step_loop(const StepTypes& types, const StepTensor<Rule::kStates>& t
 // Block by block, first the new state is stored, then the values are worked out from what was.
 template <class Rule, class Param, class Grad, class State>
 inline void measure_loop(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
-                         const Prepared<Rule>& prepared, int64_t begin, int64_t end,
+                         const TensorConstants<Rule>& of_tensor, int64_t begin, int64_t end,
                          double* squares) {
   constexpr Pass pass = pass_of<Rule>();
-  constexpr bool kCoded = holds<State>(Dtype::codes);
-  const typename Rule::Step step = constants_of_loop<Rule, Grad>(prepared.step);
-  const Parameter<Param> parameter(types, tensor.param, tensor.param_copy);
+  constexpr bool kCoded = holds<State>(Format::codes);
+  const typename Rule::Constants constants = constants_of_loop<Rule, Grad>(of_tensor.constants);
+  const Parameter<Param> parameter(types, tensor.source, tensor.target);
   const auto grads = Pointer<Grad>::to(tensor.grad, types.grad);
   Sum16 sums[kMeasured];
   [[maybe_unused]] const auto renew = [&](auto& states, int64_t first, int64_t last) {
@@ -73,7 +74,7 @@ inline void measure_loop(const StepTypes& types, const StepTensor<Rule::kStates>
       Vec param = parameter.load(i, count);
       Vec values[Rule::kStates]{};
       states.load(i, count, values);
-      update(step, grad, param, values);
+      update(constants, grad, param, values);
       states.store(i, count, values);
     });
   };
@@ -84,24 +85,27 @@ inline void measure_loop(const StepTypes& types, const StepTensor<Rule::kStates>
       Vec values[Rule::kStates]{};
       states.load(i, count, values);
       Vec measured[kMeasured];
-      measure(step, grad, param, values, measured);
+      measure(constants, grad, param, values, measured);
       for (int k = 0; k < kMeasured; ++k) sums[k].add_square(measured[k], i - begin, count);
     });
   };
+  StepTensor<Rule::kStates> stored = tensor;  // whose state is what has been stored
+  stored.source = tensor.target;
   [[maybe_unused]] float buffers[StatesOfLoop<Rule, Grad>::kCount][kCodesBlock];
   for (int64_t block = begin; block < end; block += kCodesBlock) {
     const int64_t block_end = block + kCodesBlock < end ? block + kCodesBlock : end;
     if constexpr (kCoded) {
-      CodedStates<Rule, Grad> states(tensor, prepared.noise, buffers);
+      CodedStates<Rule, Grad> states(tensor, of_tensor.noise, buffers);
       states.begin_block(block);
       renew(states, block, block_end);
       states.end_block(block, block_end);
-      states.begin_block(block);  // with the new scales
-      add_up(states, block, block_end);
+      CodedStates<Rule, Grad> new_states(stored, of_tensor.noise, buffers);
+      new_states.begin_block(block);
+      add_up(new_states, block, block_end);
     } else {
-      const States<Rule, State, Grad> states(types, tensor, prepared.noise);
+      const States<Rule, State, Grad> states(types, tensor, of_tensor.noise);
       if constexpr (writes_states(pass)) renew(states, block, block_end);
-      add_up(states, block, block_end);
+      add_up(States<Rule, State, Grad>(types, stored, of_tensor.noise), block, block_end);
     }
   }
   for (int k = 0; k < kMeasured; ++k) squares[k] = sums[k].total();
@@ -110,11 +114,12 @@ inline void measure_loop(const StepTypes& types, const StepTensor<Rule::kStates>
 // One of the two for these storage types.
 template <class Rule, class Param, class Grad, class State, class... Squares>
 inline void loop(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
-                 const Prepared<Rule>& prepared, int64_t begin, int64_t end, Squares... squares) {
+                 const TensorConstants<Rule>& of_tensor, int64_t begin, int64_t end,
+                 Squares... squares) {
   if constexpr (measures(pass_of<Rule>())) {
-    measure_loop<Rule, Param, Grad, State>(types, tensor, prepared, begin, end, squares...);
+    measure_loop<Rule, Param, Grad, State>(types, tensor, of_tensor, begin, end, squares...);
   } else {
-    step_loop<Rule, Param, Grad, State>(types, tensor, prepared, begin, end);
+    step_loop<Rule, Param, Grad, State>(types, tensor, of_tensor, begin, end);
   }
 }
 
@@ -124,22 +129,24 @@ inline void loop(const StepTypes& types, const StepTensor<Rule::kStates>& tensor
 template <class Rule, class Param, class Grad, class State, class... Squares>
 __attribute__((flatten)) void flat_loop(const StepTypes& types,
                                         const StepTensor<Rule::kStates>& tensor,
-                                        const Prepared<Rule>& prepared, int64_t begin, int64_t end,
-                                        Squares... squares) {
-  loop<Rule, Param, Grad, State>(types, tensor, prepared, begin, end, squares...);
+                                        const TensorConstants<Rule>& of_tensor, int64_t begin,
+                                        int64_t end, Squares... squares) {
+  loop<Rule, Param, Grad, State>(types, tensor, of_tensor, begin, end, squares...);
 }
 
 // The loop for the storage types of the call. `squares` is for a rule that measures.
 template <class Rule, class... Squares>
-void step(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
-          const Prepared<Rule>& prepared, int64_t begin, int64_t end, Squares... squares) {
-#define DSX_TRY_TYPES(Param, Grad, State)                                                          \
-  if (takes<Rule, Param, Grad, State>(types)) {                                                    \
-    if constexpr (measures(pass_of<Rule>()) || std::is_same_v<Grad, Any>) {                        \
-      return loop<Rule, Param, Grad, State>(types, tensor, prepared, begin, end, squares...);      \
-    } else {                                                                                       \
-      return flat_loop<Rule, Param, Grad, State>(types, tensor, prepared, begin, end, squares...); \
-    }                                                                                              \
+void step_range(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
+                const TensorConstants<Rule>& of_tensor, int64_t begin, int64_t end,
+                Squares... squares) {
+#define DSX_TRY_TYPES(Param, Grad, State)                                                      \
+  if (takes<Rule, Param, Grad, State>(types)) {                                                \
+    if constexpr (measures(pass_of<Rule>()) || std::is_same_v<Grad, Any>) {                    \
+      return loop<Rule, Param, Grad, State>(types, tensor, of_tensor, begin, end, squares...); \
+    } else {                                                                                   \
+      return flat_loop<Rule, Param, Grad, State>(types, tensor, of_tensor, begin, end,         \
+                                                 squares...);                                  \
+    }                                                                                          \
   }
   DSX_STEP_STORAGE_TYPES(DSX_TRY_TYPES)
 #undef DSX_TRY_TYPES

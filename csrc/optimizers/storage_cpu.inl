@@ -5,40 +5,48 @@
 // The elements of a parameter as floats, and their way back into memory.
 template <class T>
 struct Parameter {
-  Pointer<T> begin;
-  Pointer<Any> copy;  // receives the rounded parameter; or null
+  Pointer<T> source, target;
+  Pointer<Any> rounded;  // receives what the model has of a float32 original; or null
 
-  Parameter(const StepTypes& types, void* param, void* param_copy)
-      : begin(Pointer<T>::to(param, types.param)),
-        copy(Pointer<Any>::to(param_copy, types.param_copy)) {}
+  template <class Memory>
+  Parameter(const StepTypes& types, const Memory& from, const Memory& to)
+      : source(Pointer<T>::to(from.weight(types.weight), dtype_of(types.weight))),
+        target(Pointer<T>::to(to.weight(types.weight), dtype_of(types.weight))),
+        rounded(Pointer<Any>::to(to.master == nullptr ? nullptr : to.param, types.param)) {}
 
-  void ask_for(int64_t i) const { prefetch((begin + i).address); }
-  Vec load(int64_t i, int count) const { return Vec::load(begin + i, count); }
+  void ask_for(int64_t i) const { prefetch((source + i).address); }
+  Vec load(int64_t i, int count) const { return Vec::load(source + i, count); }
   void store(int64_t i, Vec value, int count) const {
-    value.store(begin + i, count);
-    if (copy) value.store(copy + i, count);
+    value.store(target + i, count);
+    if (rounded) value.store(rounded + i, count);
   }
 };
 
 template <>
 struct Parameter<Split> {
-  uint16_t* upper;
-  int16_t* lower;
+  struct Halves {
+    uint16_t* upper;
+    int16_t* lower;
+  };
+  Halves source, target;
 
-  Parameter(const StepTypes& /*types*/, void* param, void* param_copy)
-      : upper(static_cast<uint16_t*>(param)), lower(static_cast<int16_t*>(param_copy)) {}
+  template <class Memory>
+  Parameter(const StepTypes& /*types*/, const Memory& from, const Memory& to)
+      : source{static_cast<uint16_t*>(from.param), static_cast<int16_t*>(from.master)},
+        target{static_cast<uint16_t*>(to.param), static_cast<int16_t*>(to.master)} {}
 
   void ask_for(int64_t i) const {
-    prefetch(upper + i);
-    prefetch(lower + i);
+    prefetch(source.upper + i);
+    prefetch(source.lower + i);
   }
   Vec load(int64_t i, int count) const {
-    return join_halves<Vec>(Ints::load(upper + i, count), Ints::load(lower + i, count));
+    return join_halves<Vec>(Ints::load(source.upper + i, count),
+                            Ints::load(source.lower + i, count));
   }
   void store(int64_t i, Vec value, int count) const {
     const Ints bits = bits_to_split<Ints>(value);
-    upper_half(bits).store(upper + i, count);
-    bits.store(reinterpret_cast<uint16_t*>(lower) + i, count);
+    upper_half(bits).store(target.upper + i, count);
+    bits.store(reinterpret_cast<uint16_t*>(target.lower) + i, count);
   }
 };
 
@@ -47,25 +55,28 @@ template <class Rule, class T, class Grad>
 struct States {
   using Loop = StatesOfLoop<Rule, Grad>;
   static constexpr int kCount = Loop::kCount;
-  Pointer<T> begins[kCount];
+  Pointer<T> sources[kCount], targets[kCount];
   Noise noise;
 
   States(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
          const Noise& noise_of_step)
       : noise(noise_of_step) {
-    for (int j = 0; j < kCount; ++j) begins[j] = Pointer<T>::to(tensor.states[j], types.state);
-    noise.on = noise.on && types.state == Dtype::bfloat16;
+    for (int j = 0; j < kCount; ++j) {
+      sources[j] = Pointer<T>::to(tensor.source.states[j], dtype_of(types.state));
+      targets[j] = Pointer<T>::to(tensor.target.states[j], dtype_of(types.state));
+    }
+    noise.on = noise.on && types.state == Format::bfloat16;
   }
 
   void ask_for(int64_t i) const {
     for (int j = 0; j < kCount; ++j) {
-      if (!absent(j)) prefetch((begins[j] + i).address);
+      if (!absent(j)) prefetch((sources[j] + i).address);
     }
   }
 
   void load(int64_t i, int count, Vec (&values)[Rule::kStates]) const {
     for (int j = 0; j < kCount; ++j) {
-      if (!absent(j)) values[j] = Vec::load(begins[j] + i, count);
+      if (!absent(j)) values[j] = Vec::load(sources[j] + i, count);
     }
   }
 
@@ -77,12 +88,12 @@ struct States {
       }
     }
     for (int j = 0; j < kCount; ++j) {
-      if (!absent(j)) values[j].store(begins[j] + i, count);
+      if (!absent(j)) values[j].store(targets[j] + i, count);
     }
   }
 
  private:
-  bool absent(int j) const { return Loop::absent(begins[j].address); }
+  bool absent(int j) const { return Loop::absent(sources[j].address); }
 };
 
 // The same for state in codes, for which a block is read and written as a whole: new values wait
@@ -91,8 +102,10 @@ template <class Rule, class Grad>
 struct CodedStates {
   using Loop = StatesOfLoop<Rule, Grad>;
   static constexpr int kCount = Loop::kCount;
-  uint8_t* begins[kCount];
-  float* scales[kCount];
+  uint8_t* sources[kCount];
+  uint8_t* targets[kCount];
+  const float* source_scales[kCount];
+  float* target_scales[kCount];
   Noise noise;
   float scale[kCount]{};  // of the block at hand
   Ints largest[kCount];   // bits of the largest magnitudes so far, by lane
@@ -102,14 +115,16 @@ struct CodedStates {
               float (*buffers_of_loop)[kCodesBlock])
       : noise(noise_of_step), buffers(buffers_of_loop) {
     for (int j = 0; j < kCount; ++j) {
-      begins[j] = static_cast<uint8_t*>(tensor.states[j]);
-      scales[j] = tensor.scales[j];
+      sources[j] = static_cast<uint8_t*>(tensor.source.states[j]);
+      targets[j] = static_cast<uint8_t*>(tensor.target.states[j]);
+      source_scales[j] = tensor.source.scales[j];
+      target_scales[j] = tensor.target.scales[j];
     }
   }
 
   void begin_block(int64_t begin) {
     for (int j = 0; j < kCount; ++j) {
-      if (!absent(j)) scale[j] = scales[j][begin / kCodesBlock];
+      if (!absent(j)) scale[j] = source_scales[j][begin / kCodesBlock];
       largest[j] = Ints(0u);
     }
   }
@@ -117,7 +132,7 @@ struct CodedStates {
   void load(int64_t i, int count, Vec (&values)[Rule::kStates]) const {
     for (int j = 0; j < kCount; ++j) {
       if (absent(j)) continue;
-      const Ints code = shift_left<24>(Ints::load(begins[j] + i, count));
+      const Ints code = shift_left<24>(Ints::load(sources[j] + i, count));
       values[j] = decode<Vec>(code, scale[j], Rule::is_signed(j));
     }
   }
@@ -137,7 +152,7 @@ struct CodedStates {
       if (absent(j)) continue;
       const float new_scale = scale_of_block(max_of(largest[j]));
       inverse[j] = inverse_of_scale(new_scale);
-      scales[j][begin / kCodesBlock] = new_scale;
+      target_scales[j][begin / kCodesBlock] = new_scale;
     }
     for_each_vector(begin, end, [&](int64_t i, int count) {
       const Ints random = noise.on ? random_bits(noise, Ints::from(uint32_t(i))) : Ints(kNearest);
@@ -145,11 +160,11 @@ struct CodedStates {
         if (absent(j)) continue;
         const Vec value = Vec::load(buffers[j] + (i & (kCodesBlock - 1)), count);
         const Ints code = encode(value, inverse[j], half_of(random, j), Rule::is_signed(j));
-        shift_right<24>(code).store(begins[j] + i, count);
+        shift_right<24>(code).store(targets[j] + i, count);
       }
     });
   }
 
  private:
-  bool absent(int j) const { return Loop::absent(begins[j]); }
+  bool absent(int j) const { return Loop::absent(sources[j]); }
 };

@@ -13,23 +13,23 @@ namespace dsx {
 
 namespace cuda {
 
-// The elements of a parameter from `first` on as floats, and their way back into memory.
+// The weights of a parameter from `first` on as floats, and their way back into memory.
 template <class T>
 struct Parameter {
-  static constexpr bool kMayHaveCopy = !std::is_same_v<T, BFloat16>;  // only originals have one
+  static constexpr bool kMayHaveMaster = !std::is_same_v<T, BFloat16>;
   Pointer<T> begin;
-  Pointer<Any> copy;
+  Pointer<Any> rounded;  // what the model has of a float32 original; or null
 
   template <int kStates>
-  __device__ Parameter(const StepTypes& types, const StepTensor<kStates>& tensor, int64_t first)
-      : begin(Pointer<T>::to(tensor.param, types.param) + first),
-        copy(Pointer<Any>::to(tensor.param_copy, types.param_copy)) {
-    if (copy) copy = copy + first;
+  __device__ Parameter(const StepTypes& types, const StepMemory<kStates>& memory, int64_t first)
+      : begin(Pointer<T>::to(memory.weight(types.weight), dtype_of(types.weight)) + first),
+        rounded(Pointer<Any>::to(memory.master == nullptr ? nullptr : memory.param, types.param)) {
+    if (rounded) rounded = rounded + first;
   }
 
   // For elements in memory of the block, of which `room` is the rest.
   static constexpr int kBytes = sizeof(T);
-  __device__ Parameter(char*& room, int elements) : begin{reinterpret_cast<T*>(room)}, copy{} {
+  __device__ Parameter(char*& room, int elements) : begin{reinterpret_cast<T*>(room)}, rounded{} {
     room += elements * kBytes;
   }
   template <Access access, int kCount>
@@ -44,8 +44,8 @@ struct Parameter {
   template <Access access, int kCount>
   __device__ void store(int i, const Floats<kCount>& values, int count) const {
     cuda::store<access>(begin + i, values, count);
-    if constexpr (kMayHaveCopy) {
-      if (copy) cuda::store<access>(copy + i, values, count);
+    if constexpr (kMayHaveMaster) {
+      if (rounded) cuda::store<access>(rounded + i, values, count);
     }
   }
 };
@@ -56,9 +56,9 @@ struct Parameter<Split> {
   int16_t* lower;
 
   template <int kStates>
-  __device__ Parameter(const StepTypes& /*types*/, const StepTensor<kStates>& tensor, int64_t first)
-      : upper(static_cast<uint16_t*>(tensor.param) + first),
-        lower(static_cast<int16_t*>(tensor.param_copy) + first) {}
+  __device__ Parameter(const StepTypes& /*types*/, const StepMemory<kStates>& memory, int64_t first)
+      : upper(static_cast<uint16_t*>(memory.param) + first),
+        lower(static_cast<int16_t*>(memory.master) + first) {}
 
   static constexpr int kBytes = sizeof(uint16_t) + sizeof(int16_t);
   __device__ Parameter(char*& room, int elements)
@@ -133,15 +133,15 @@ struct States {
   Pointer<T> begins[kStates];
   Noise noise;
 
-  __device__ States(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
+  __device__ States(const StepTypes& types, const StepMemory<Rule::kStates>& memory,
                     const Noise& noise_of_step, int64_t first)
       : noise(noise_from(noise_of_step, first)) {
 #pragma unroll
     for (int j = 0; j < kStates; ++j) {
-      begins[j] = Pointer<T>::to(tensor.states[j], types.state);
+      begins[j] = Pointer<T>::to(memory.states[j], dtype_of(types.state));
       if (!absent(j)) begins[j] = begins[j] + first;
     }
-    noise.on = noise.on && types.state == Dtype::bfloat16;
+    noise.on = noise.on && types.state == Format::bfloat16;
   }
 
   template <Access access, int kCount>
@@ -214,13 +214,13 @@ struct States<Rule, Codes, Grad> {
   float* scales[kStates];
   Noise noise;
 
-  __device__ States(const StepTypes& /*types*/, const StepTensor<Rule::kStates>& tensor,
+  __device__ States(const StepTypes& /*types*/, const StepMemory<Rule::kStates>& memory,
                     const Noise& noise_of_step, int64_t first)
       : noise(noise_from(noise_of_step, first)) {
 #pragma unroll
     for (int j = 0; j < kStates; ++j) {
-      begins[j] = static_cast<uint8_t*>(tensor.states[j]);
-      scales[j] = tensor.scales[j];
+      begins[j] = static_cast<uint8_t*>(memory.states[j]);
+      scales[j] = memory.scales[j];
       if (absent(j)) continue;
       begins[j] += first;
       scales[j] += first / kCodesBlock;
@@ -312,18 +312,18 @@ struct States<Rule, Codes, Grad> {
   __device__ bool absent(int j) const { return Loop::absent(begins[j]); }
 };
 
-// What a step reads and writes, from `first` on.
+// What a step reads, or writes, from `first` on.
 template <class Rule, class Param, class Grad, class State>
 struct Operands {
   Parameter<Param> parameter;
   Pointer<Grad> grads;
   States<Rule, State, Grad> states;
 
-  __device__ Operands(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
+  __device__ Operands(const StepTypes& types, const StepMemory<Rule::kStates>& memory, void* grad,
                       const Noise& noise, int64_t first)
-      : parameter(types, tensor, first),
-        grads(Pointer<Grad>::to(tensor.grad, types.grad) + first),
-        states(types, tensor, noise, first) {}
+      : parameter(types, memory, first),
+        grads(Pointer<Grad>::to(grad, types.grad) + first),
+        states(types, memory, noise, first) {}
 
   // What it reads, in memory of the block: so many elements.
   static constexpr int kBytes =
@@ -345,15 +345,15 @@ struct Operands {
   }
 };
 
-// Whether every access of kCount elements of this tensor is aligned.
+// Whether every access of kCount elements of these weights and states is aligned.
 template <int kCount, int kStates>
-__device__ bool is_aligned(const StepTypes& types, const StepTensor<kStates>& tensor) {
-  bool aligned = is_aligned<kCount>(tensor.param, bytes_of(types.param)) &&
-                 is_aligned<kCount>(tensor.grad, bytes_of(types.grad)) &&
-                 is_aligned<kCount>(tensor.param_copy, bytes_of(types.param_copy));
+__device__ bool is_aligned(const StepTypes& types, const StepMemory<kStates>& memory) {
+  const int64_t master_bytes = types.weight == Format::split ? 2 : 4;
+  bool aligned = is_aligned<kCount>(memory.param, bytes_of(types.param)) &&
+                 is_aligned<kCount>(memory.master, master_bytes);
 #pragma unroll
   for (int j = 0; j < kStates; ++j) {
-    aligned = aligned && is_aligned<kCount>(tensor.states[j], bytes_of(types.state));
+    aligned = aligned && is_aligned<kCount>(memory.states[j], bytes_of(types.state));
   }
   return aligned;
 }

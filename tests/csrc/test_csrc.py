@@ -11,25 +11,28 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.op_builder import toolchain
+from deepspeed_ext.op_builder import OpSpec, toolchain
 from deepspeed_ext.op_builder.registry import OPS
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
 ISA = "common/simd/isa.cpp"
+STEP_KERNELS = "optimizers/step_cpu.cpp"
+LIBRARIES = {spec.name: spec for spec in OPS if STEP_KERNELS in spec.sources}
+NO_OP = OpSpec("", "cpu", ())
 BACKENDS = [f"aio/backend{which}.cpp" for which in ("", "_uring", "_libaio", "_threads")]
 ENGINE = [*BACKENDS, *(f"aio/{x}.cpp" for x in ("engine", "worker", "queue", "regions", "file"))]
 ENGINE += ["aio/page_buffer.cpp"]
-PROGRAMS = {  # with the sources that each is linked with
+PROGRAMS = {  # with the sources that each is linked with; an op library stands for its step_cpu.cpp
     "dtype": [],
     "chunks": [],
     "isa": [ISA],
     "vec": [ISA],
     "vec_math": [ISA],
     "vec_memory": [ISA],
-    "steps": [ISA, *(f"optimizers/{op}_cpu.cpp" for op in ("adam", "lion", "adagrad", "sgd"))],
-    "storage": [ISA, "optimizers/adam_cpu.cpp"],
-    "lamb": [ISA, "optimizers/lamb_cpu.cpp"],
+    "steps": [ISA, "cpu_adam", "cpu_lion", "cpu_adagrad", "cpu_sgd"],
+    "storage": [ISA, "cpu_adam"],
+    "lamb": [ISA, "cpu_lamb"],
     "sum": [ISA],
     "l2_norm": [ISA, "optimizers/l2_norm_cpu.cpp"],
     "rms_norm": [ISA, "transformer/rms_norm_cpu.cpp"],
@@ -114,10 +117,10 @@ def case_of(way: str, program: str) -> Any:
 CASES = [case_of(way, program) for way in WAYS for program in WAYS[way].programs]
 
 
-def compiler_of(way: str) -> list[str]:
+def compiler_of(way: str, spec: OpSpec = NO_OP) -> list[str]:
     """Return the start of every command that compiles this way; a warning is an error."""
     compiler = [WAYS[way].compiler] if WAYS[way].compiler else toolchain.cxx()
-    flags = [*toolchain.compile_flags(OPS[0], ""), "-Werror", "-pthread", *WAYS[way].flags]
+    flags = [*toolchain.compile_flags(spec, ""), "-Werror", "-pthread", *WAYS[way].flags]
     flags += CALLS if way == "sanitized" and is_gcc(*compiler) else []
     return [*compiler, *flags, f"-I{CSRC}", f"-I{HERE}"]
 
@@ -134,7 +137,9 @@ def compile_program(way: str, program: str, folder: Path) -> Path:
     objects = []
     for source in PROGRAMS[program]:
         target = folder / f"{source.replace('/', '_')}_{way}.o"
-        objects.append(once(target, [*compiler_of(way), "-c", str(CSRC / source)]))
+        spec = LIBRARIES.get(source, NO_OP)
+        path = CSRC / (STEP_KERNELS if spec.name else source)
+        objects.append(once(target, [*compiler_of(way, spec), "-c", str(path)]))
     main = HERE / f"test_{program}.cpp"
     return once(folder / f"{program}_{way}", [*compiler_of(way), str(main), *map(str, objects)])
 

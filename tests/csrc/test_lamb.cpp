@@ -15,7 +15,7 @@ namespace {
 
 using dsx::Dtype;
 using dsx::Isa;
-using dsx::LambTensor;
+using LambTensor = dsx::StepTensor<dsx::LambApply::kStates>;
 using Bytes = std::vector<unsigned char>;  // as long as its tensor: a sanitizer sees one byte more
 
 constexpr int64_t kSizes[] = {0, 1, 7, 257, 4096 + 13, dsx::kReductionChunk + 300};
@@ -27,12 +27,14 @@ struct Format {
   bool noise;
 };
 
+using F = dsx::Format;
+constexpr int kTwo = dsx::first_states(2);
 constexpr Format kFormats[] = {
-    {"float32", {Dtype::float32, Dtype::float32, Dtype::float32, Dtype::float32, 2}, false},
-    {"bfloat16", {Dtype::bfloat16, Dtype::bfloat16, Dtype::bfloat16, Dtype::bfloat16, 2}, true},
-    {"masters", {Dtype::float32, Dtype::float16, Dtype::float32, Dtype::float16, 2}, false},
-    {"split, codes", {Dtype::split, Dtype::bfloat16, Dtype::codes, Dtype::bfloat16, 2}, true},
-    {"float16, codes", {Dtype::float16, Dtype::float32, Dtype::codes, Dtype::float16, 2}, false},
+    {"float32", {F::float32, Dtype::float32, F::float32, Dtype::float32, kTwo}, false},
+    {"bfloat16", {F::bfloat16, Dtype::bfloat16, F::bfloat16, Dtype::bfloat16, kTwo}, true},
+    {"masters", {F::float32, Dtype::float16, F::float32, Dtype::float16, kTwo}, false},
+    {"split, codes", {F::split, Dtype::bfloat16, F::codes, Dtype::bfloat16, kTwo}, true},
+    {"float16, codes", {F::float16, Dtype::float32, F::codes, Dtype::float16, kTwo}, false},
 };
 
 struct Parameter {
@@ -46,18 +48,18 @@ struct Run {
   std::vector<double> squares;  // [tensors, kMeasured]
 };
 
-Bytes elements(std::mt19937& random, Dtype dtype, int64_t n, bool positive) {
+Bytes elements(std::mt19937& random, F format, int64_t n, bool positive) {
   std::normal_distribution<float> normal;
-  Bytes bytes(size_t(n * dsx::bytes_of(dtype)));
+  Bytes bytes(size_t(n * dsx::bytes_of(format)));
   for (int64_t i = 0; i < n; ++i) {
     const float value = positive ? std::fabs(normal(random)) : normal(random);
     const auto narrow = dsx::from_float<dsx::BFloat16>(value);
     const auto half = dsx::from_float<dsx::Half>(value);
-    unsigned char* target = &bytes[size_t(i * dsx::bytes_of(dtype))];
-    switch (dtype) {
-      case Dtype::float32: memcpy(target, &value, 4); break;
-      case Dtype::float16: memcpy(target, &half, 2); break;
-      case Dtype::codes: *target = uint8_t(random()); break;
+    unsigned char* target = &bytes[size_t(i * dsx::bytes_of(format))];
+    switch (format) {
+      case F::float32: memcpy(target, &value, 4); break;
+      case F::float16: memcpy(target, &half, 2); break;
+      case F::codes: *target = uint8_t(random()); break;
       default: memcpy(target, &narrow, 2); break;
     }
   }
@@ -68,19 +70,19 @@ Run make_run(const dsx::StepTypes& types) {
   std::mt19937 random(3);
   Run run;
   for (int64_t n : kSizes) {
-    Parameter parameter{.param = elements(random, types.param, n, false),
-                        .grad = elements(random, types.grad, n, false),
+    Parameter parameter{.param = elements(random, types.weight, n, false),
+                        .grad = elements(random, format_of(types.grad), n, false),
                         .copy = {},
                         .states = {},
                         .scales = {},
                         .step = float(3 * run.list.size() + 1),
                         .n = n};
-    if (types.param != types.param_copy) parameter.copy = Bytes(size_t(2 * n), 0x95);
+    if (types.weight != format_of(types.param)) parameter.copy = Bytes(size_t(2 * n), 0x95);
     for (int j = 0; j < 2; ++j) {
       parameter.states[j] = elements(random, types.state, n, j > 0);
-      const int64_t blocks = (n + dsx::kCodesBlock - 1) / dsx::kCodesBlock;
+      const int64_t blocks = dsx::ceil_div(n, dsx::kCodesBlock);
       const std::vector<float> scales(size_t(blocks), 0.5f);
-      if (types.state == Dtype::codes) {
+      if (types.state == F::codes) {
         parameter.scales[j].resize(size_t(4 * blocks));
         if (blocks > 0) memcpy(parameter.scales[j].data(), scales.data(), size_t(4 * blocks));
       }
@@ -94,14 +96,17 @@ std::vector<LambTensor> tensors_of(const Format& format, Run& run) {
   std::vector<LambTensor> tensors;
   for (Parameter& p : run.list) {
     LambTensor tensor{};
-    tensor.param = p.param.data();
-    tensor.grad = p.grad.data();
-    tensor.param_copy = p.copy.empty() ? nullptr : p.copy.data();
+    // Of a float32 original the copy is what the model has; of halves it is the lower ones.
+    const bool original = !p.copy.empty() && format.types.weight == F::float32;
+    tensor.source.param = original ? p.copy.data() : p.param.data();
+    tensor.source.master = original ? p.param.data() : p.copy.empty() ? nullptr : p.copy.data();
     for (int j = 0; j < 2; ++j) {
-      tensor.states[j] = p.states[j].data();
-      tensor.scales[j] = reinterpret_cast<float*>(p.scales[j].data());
+      tensor.source.states[j] = p.states[j].data();
+      tensor.source.scales[j] = reinterpret_cast<float*>(p.scales[j].data());
     }
-    tensor.step = &p.step;
+    tensor.source.step_count = &p.step;
+    tensor.target = tensor.source;
+    tensor.grad = p.grad.data();
     tensor.noise = {uint64_t(17 * p.n), 1000 * p.n, format.noise};
     tensor.n = p.n;
     tensors.push_back(tensor);
@@ -132,28 +137,21 @@ dsx::StepCall<dsx::Lamb<pass>> make_call(const Format& format) {
 void take_step(Isa isa, const Format& format, int64_t parts, Run& run) {
   const std::vector<LambTensor> tensors = tensors_of(format, run);
   const int64_t count = int64_t(tensors.size());
-  std::vector<int64_t> begins{0}, first_chunk{0};
-  for (const LambTensor& tensor : tensors) {
-    begins.push_back(begins.back() + tensor.n);
-    const int64_t chunks = (tensor.n + dsx::kReductionChunk - 1) / dsx::kReductionChunk;
-    first_chunk.push_back(first_chunk.back() + chunks);
-  }
+  const auto begins = dsx::begins_of(tensors.size(), [&](size_t i) { return tensors[i].n; });
+  const auto first_chunk = dsx::begins_of(
+      tensors.size(), [&](size_t i) { return dsx::ceil_div(tensors[i].n, dsx::kReductionChunk); });
   std::vector<double> of_chunks(size_t(first_chunk.back() * dsx::kMeasured));
-  const auto moments = make_call<dsx::Pass::prepare>(format);
+  const auto moments = make_call<dsx::Pass::moments>(format);
   on_threads(begins.back(), parts, [&](int64_t begin, int64_t end) {
     measure_cpu(isa, moments, tensors.data(), begins.data(), first_chunk.data(), count, begin, end,
                 of_chunks.data());
   });
-  run.squares.assign(tensors.size() * dsx::kMeasured, 0);
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    for (int64_t k = first_chunk[i] * 2; k < first_chunk[i + 1] * 2; ++k) {
-      run.squares[2 * i + size_t(k % 2)] += of_chunks[size_t(k)];
-    }
-  }
+  run.squares.resize(tensors.size() * dsx::kMeasured);
+  dsx::add_chunks(of_chunks.data(), first_chunk, dsx::kMeasured, run.squares.data());
   std::vector<float> coefficients(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) coefficients[i] = 0.5f + float(i);
   auto apply = make_call<dsx::Pass::apply>(format);
-  apply.types.grad = apply.types.param == Dtype::float32 ? Dtype::float32 : Dtype::bfloat16;
+  apply.types.grad = apply.types.weight == F::float32 ? Dtype::float32 : Dtype::bfloat16;
   apply.coefficients = coefficients.data();
   on_threads(begins.back(), parts, [&](int64_t begin, int64_t end) {
     step_cpu(isa, apply, tensors.data(), begins.data(), count, begin, end);
@@ -216,7 +214,7 @@ int main() {
     take_step(Isa::scalar, format, 1, expected);
     expect(expected.list.back().param != before.list.back().param, "%s: nothing has changed",
            format.name);
-    if (format.types.state == Dtype::float32 && format.types.grad == Dtype::float32) {
+    if (format.types.state == F::float32 && format.types.grad == Dtype::float32) {
       expect_formula(before, expected);
     }
     for (Isa isa : {Isa::scalar, Isa::baseline, Isa::avx2, Isa::avx512}) {

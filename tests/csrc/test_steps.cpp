@@ -28,6 +28,10 @@ struct Parameter {
 
 using List = std::vector<Parameter>;
 
+size_t count_of(const dsx::StepTypes& types) {  // of states
+  return size_t(types.has_state(0)) + size_t(types.has_state(1)) + size_t(types.has_state(2));
+}
+
 // Gradients of mixed sizes, a few of them zero, infinite or NaN; state of squares is not negative.
 template <class Rule>
 List make_list(const StepCall<Rule>& call) {
@@ -35,16 +39,16 @@ List make_list(const StepCall<Rule>& call) {
   std::normal_distribution<float> normal;
   List list;
   for (int64_t n : kSizes) {
-    list.push_back({Elements(call.types.param, n), Elements(call.types.grad, n),
-                    Elements(call.types.param_copy, n),
-                    std::vector(size_t(call.types.states), Elements(call.types.state, n)),
+    list.push_back({Elements(dtype_of(call.types.weight), n), Elements(call.types.grad, n),
+                    Elements(call.types.param, n),
+                    std::vector(count_of(call.types), Elements(dtype_of(call.types.state), n)),
                     kSteps[list.size() % std::size(kSteps)], n});
     Parameter& parameter = list.back();
     for (int64_t i = 0; i < n; ++i) {
       const float special[] = {0, -0.0f, INFINITY, NAN};
       parameter.param.set(i, normal(random));
       parameter.grad.set(i, i % 97 < 4 ? special[i % 97] : normal(random) / float(1 + i % 50));
-      for (int j = 0; j < call.types.states; ++j) {
+      for (int j = 0; call.types.has_state(j); ++j) {
         const float value = normal(random) / 8;
         const bool last_of_many = j == 2 && i % 53 == 5;
         parameter.states[size_t(j)].set(i, last_of_many         ? NAN
@@ -63,11 +67,12 @@ void run(Isa isa, const StepCall<Rule>& call, bool copies, int64_t parts, List& 
   std::vector<int64_t> begins{0};
   for (Parameter& p : list) {
     dsx::StepTensor<Rule::kStates> tensor{};
-    tensor.param = p.param.address();
+    tensor.source.param = copies ? p.param_copy.address() : p.param.address();
+    tensor.source.master = copies ? p.param.address() : nullptr;
+    for (size_t j = 0; j < p.states.size(); ++j) tensor.source.states[j] = p.states[j].address();
+    tensor.source.step_count = &p.step;
+    tensor.target = tensor.source;
     tensor.grad = p.grad.address();
-    for (size_t j = 0; j < p.states.size(); ++j) tensor.states[j] = p.states[j].address();
-    tensor.param_copy = copies ? p.param_copy.address() : nullptr;
-    tensor.step = &p.step;
     tensor.n = p.n;
     tensors.push_back(tensor);
     begins.push_back(begins.back() + p.n);
@@ -158,7 +163,7 @@ dsx::Adam::Options options_of(const StepCall<dsx::Adam>& call, int variant) {
           .weight_decay = variant % 4 == 0 ? 0 : 0.1,
           .decoupled = variant % 2 == 0,
           .bias_correction = variant % 7 != 0,
-          .amsgrad = call.types.states == 3};
+          .amsgrad = call.types.has_state(2)};
 }
 dsx::Lion::Options options_of(const StepCall<dsx::Lion>&, int variant) {
   return {.beta1 = 0.9, .beta2 = 0.95, .weight_decay = variant % 4 == 0 ? 0 : 0.1};
@@ -169,7 +174,7 @@ dsx::Adagrad::Options options_of(const StepCall<dsx::Adagrad>&, int variant) {
           .weight_decay = variant % 4 == 0 ? 0 : 0.1};
 }
 dsx::Sgd::Options options_of(const StepCall<dsx::Sgd>& call, int variant) {
-  return {.momentum = call.types.states == 0 ? 0 : 0.9,
+  return {.momentum = call.types.has_state(0) ? 0.9 : 0,
           .dampening = variant % 7 == 0 ? 0.25 : 0,
           .weight_decay = variant % 4 == 0 ? 0 : 0.1,
           .nesterov = variant % 3 == 0,
@@ -191,7 +196,8 @@ void test_rule(bool all) {
                              : Rule::kRequiredStates < Rule::kUsualStates ? Rule::kRequiredStates
                                                                           : Rule::kStates;
           StepCall<Rule> call{};
-          call.types = {param, grad, state, kDtypes[copy], states};
+          call.types = {format_of(param), grad, format_of(state), kDtypes[copy],
+                        dsx::first_states(states)};
           call.options = options_of(call, variant);
           call.lr.constant = 0.0123;
           call.grad_scale.constant = variant % 11 == 0 ? 1 : 1.7;

@@ -25,18 +25,20 @@ struct Format {
   bool noise;
 };
 
+using F = dsx::Format;
+constexpr int kTwo = dsx::first_states(2), kThree = dsx::first_states(3);
 constexpr Format kFormats[] = {
-    {"split, codes", {Dtype::split, Dtype::bfloat16, Dtype::codes, Dtype::bfloat16, 2}, true},
+    {"split, codes", {F::split, Dtype::bfloat16, F::codes, Dtype::bfloat16, kTwo}, true},
     {"split, codes, nearest, amsgrad",
-     {Dtype::split, Dtype::bfloat16, Dtype::codes, Dtype::bfloat16, 3},
+     {F::split, Dtype::bfloat16, F::codes, Dtype::bfloat16, kThree},
      false},
-    {"split, float32", {Dtype::split, Dtype::float32, Dtype::float32, Dtype::bfloat16, 2}, true},
-    {"float32, codes", {Dtype::float32, Dtype::float16, Dtype::codes, Dtype::bfloat16, 3}, true},
+    {"split, float32", {F::split, Dtype::float32, F::float32, Dtype::bfloat16, kTwo}, true},
+    {"float32, codes", {F::float32, Dtype::float16, F::codes, Dtype::bfloat16, kThree}, true},
     {"bfloat16 at random",
-     {Dtype::bfloat16, Dtype::bfloat16, Dtype::bfloat16, Dtype::bfloat16, 2},
+     {F::bfloat16, Dtype::bfloat16, F::bfloat16, Dtype::bfloat16, kTwo},
      true},
     {"float32, bfloat16 at random",
-     {Dtype::float32, Dtype::float16, Dtype::bfloat16, Dtype::bfloat16, 3},
+     {F::float32, Dtype::float16, F::bfloat16, Dtype::bfloat16, kThree},
      true},
 };
 
@@ -51,13 +53,13 @@ using List = std::vector<Parameter>;
 class Filler {
  public:
   // Elements of this dtype: numbers of all sizes, zeros, and at times inf or NaN.
-  Bytes elements(Dtype dtype, int64_t n, bool positive) {
-    Bytes bytes(size_t(n * dsx::bytes_of(dtype)));
+  Bytes elements(F format, int64_t n, bool positive) {
+    Bytes bytes(size_t(n * dsx::bytes_of(format)));
     for (int64_t i = 0; i < n; ++i) {
       float value = normal_(random_) * std::exp2(float(int(random_() % 24)) - 16);
       if (random_() % 41 == 0) value = 0;
       if (random_() % 3001 == 0) value = random_() % 2 == 0 ? INFINITY : NAN;
-      put(dtype, positive ? std::fabs(value) : value, &bytes[size_t(i * dsx::bytes_of(dtype))]);
+      put(format, positive ? std::fabs(value) : value, &bytes[size_t(i * dsx::bytes_of(format))]);
     }
     return bytes;
   }
@@ -73,14 +75,14 @@ class Filler {
   }
 
  private:
-  void put(Dtype dtype, float value, unsigned char* target) {
+  void put(F format, float value, unsigned char* target) {
     const auto narrow = dsx::from_float<dsx::BFloat16>(value);
     const auto half = dsx::from_float<dsx::Half>(value);
     const auto code = uint8_t(random_());
-    switch (dtype) {
-      case Dtype::float32: memcpy(target, &value, 4); return;
-      case Dtype::float16: memcpy(target, &half, 2); return;
-      case Dtype::codes: memcpy(target, &code, 1); return;
+    switch (format) {
+      case F::float32: memcpy(target, &value, 4); return;
+      case F::float16: memcpy(target, &half, 2); return;
+      case F::codes: memcpy(target, &code, 1); return;
       default: memcpy(target, &narrow, 2); return;
     }
   }
@@ -93,17 +95,17 @@ List make_list(const dsx::StepTypes& types) {
   Filler filler;
   List list;
   for (int64_t n : kSizes) {
-    Parameter parameter{.param = filler.elements(types.param, n, false),
-                        .grad = filler.elements(types.grad, n, false),
+    Parameter parameter{.param = filler.elements(types.weight, n, false),
+                        .grad = filler.elements(format_of(types.grad), n, false),
                         .copy = {},
                         .states = {},
                         .scales = {},
                         .step = float(3 * list.size() + 1),
                         .n = n};
-    if (types.param == Dtype::split) parameter.copy = Bytes(size_t(2 * n), 0x95);
-    for (int j = 0; j < types.states; ++j) {
+    if (types.weight == F::split) parameter.copy = Bytes(size_t(2 * n), 0x95);
+    for (int j = 0; types.has_state(j); ++j) {
       parameter.states[j] = filler.elements(types.state, n, j > 0);
-      if (types.state == Dtype::codes) parameter.scales[j] = filler.scales(n);
+      if (types.state == F::codes) parameter.scales[j] = filler.scales(n);
     }
     list.push_back(parameter);
   }
@@ -112,7 +114,7 @@ List make_list(const dsx::StepTypes& types) {
 
 void run(Isa isa, const Format& format, int64_t parts, List& list) {
   Call call{};
-  call.options = {0.9, 0.95, 1e-6, 0.1, true, true, format.types.states == 3};
+  call.options = {0.9, 0.95, 1e-6, 0.1, true, true, format.types.has_state(2)};
   call.lr.constant = 0.01;
   call.grad_scale.constant = 2;
   call.types = format.types;
@@ -120,14 +122,15 @@ void run(Isa isa, const Format& format, int64_t parts, List& list) {
   std::vector<int64_t> begins{0};
   for (Parameter& p : list) {
     Tensor tensor{};
-    tensor.param = p.param.data();
-    tensor.grad = p.grad.data();
-    tensor.param_copy = p.copy.empty() ? nullptr : p.copy.data();
-    for (int j = 0; j < format.types.states; ++j) {
-      tensor.states[j] = p.states[j].data();
-      tensor.scales[j] = reinterpret_cast<float*>(p.scales[j].data());
+    tensor.source.param = p.param.data();
+    tensor.source.master = p.copy.empty() ? nullptr : p.copy.data();
+    for (int j = 0; format.types.has_state(j); ++j) {
+      tensor.source.states[j] = p.states[j].data();
+      tensor.source.scales[j] = reinterpret_cast<float*>(p.scales[j].data());
     }
-    tensor.step = &p.step;
+    tensor.source.step_count = &p.step;
+    tensor.target = tensor.source;
+    tensor.grad = p.grad.data();
     tensor.noise = {uint64_t(17 * p.n), 1000 * p.n, format.noise};
     tensor.n = p.n;
     tensors.push_back(tensor);

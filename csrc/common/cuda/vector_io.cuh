@@ -180,8 +180,9 @@ __device__ inline Floats<kCount> load(Pointer<Any> source, int count) {
   switch (dtype) {
     case Dtype::bfloat16: return load<access, kCount>(Pointer<BFloat16>::to(address, dtype), count);
     case Dtype::float16: return load<access, kCount>(Pointer<Half>::to(address, dtype), count);
-    default: return load<access, kCount>(Pointer<float>::to(address, dtype), count);
+    case Dtype::float32: return load<access, kCount>(Pointer<float>::to(address, dtype), count);
   }
+  __builtin_unreachable();
 }
 
 template <Access access, int kCount>
@@ -192,7 +193,7 @@ __device__ inline void store(Pointer<Any> target, const Floats<kCount>& values, 
     case Dtype::bfloat16:
       return store<access>(Pointer<BFloat16>::to(address, dtype), values, count);
     case Dtype::float16: return store<access>(Pointer<Half>::to(address, dtype), values, count);
-    default: return store<access>(Pointer<float>::to(address, dtype), values, count);
+    case Dtype::float32: return store<access>(Pointer<float>::to(address, dtype), values, count);
   }
 }
 

@@ -5,15 +5,16 @@ inline Vec Vec::load(Pointer<Any> source, int count) {
   switch (source.dtype) {
     case Dtype::bfloat16: return load(static_cast<const BFloat16*>(source.address), count);
     case Dtype::float16: return load(static_cast<const Half*>(source.address), count);
-    default: return load(static_cast<const float*>(source.address), count);
+    case Dtype::float32: return load(static_cast<const float*>(source.address), count);
   }
+  __builtin_unreachable();
 }
 
 inline void Vec::store(Pointer<Any> target, int count) const {
   switch (target.dtype) {
     case Dtype::bfloat16: return store(static_cast<BFloat16*>(target.address), count);
     case Dtype::float16: return store(static_cast<Half*>(target.address), count);
-    default: return store(static_cast<float*>(target.address), count);
+    case Dtype::float32: return store(static_cast<float*>(target.address), count);
   }
 }
 

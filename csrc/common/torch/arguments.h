@@ -33,15 +33,16 @@ class TensorList {
   }
 
   TensorList(TensorList&& other) noexcept : handles_(std::exchange(other.handles_, {})) {}
+  TensorList& operator=(TensorList&& other) noexcept {
+    std::swap(handles_, other.handles_);
+    return *this;
+  }
   TensorList(const TensorList&) = delete;
   TensorList& operator=(const TensorList&) = delete;
 
   ~TensorList() {
     for (AtenTensorHandle handle : handles_) aoti_torch_delete_tensor_object(handle);
   }
-
-  // Takes over the handle.
-  void push_back(AtenTensorHandle handle) { handles_.push_back(handle); }
 
   size_t size() const { return handles_.size(); }
   bool empty() const { return handles_.empty(); }

@@ -27,8 +27,6 @@ inline int32_t torch_code(Dtype dtype) {
     case Dtype::float32: return aoti_torch_dtype_float32();
     case Dtype::bfloat16: return aoti_torch_dtype_bfloat16();
     case Dtype::float16: return aoti_torch_dtype_float16();
-    case Dtype::split: return aoti_torch_dtype_int16();  // the lower halves
-    case Dtype::codes: return aoti_torch_dtype_uint8();
   }
   return -1;
 }
@@ -43,7 +41,7 @@ inline Dtype storage_dtype(const char* op, const Item& item, const TensorView& v
   return {};
 }
 
-inline void check_length(const char* op, const char* argument, size_t got, size_t want) {
+inline void check_length(const char* op, const Item& argument, size_t got, size_t want) {
   check(got == want, op, ": ", argument, " has length ", got, ", expected ", want);
 }
 
@@ -54,7 +52,9 @@ inline void check_device(const char* op, const Item& item, const TensorView& got
         DeviceCode{want.device_type, want.device_index});
 }
 
-inline void check_dtype(const char* op, const Item& item, const TensorView& got, Dtype want) {
+// `want` is a Dtype, or has a torch_code and a name as that has.
+template <class Type>
+void check_dtype(const char* op, const Item& item, const TensorView& got, Type want) {
   check(got.dtype == torch_code(want), op, ": ", item, " is ", DtypeCode{got.dtype}, ", expected ",
         want);
 }
@@ -89,17 +89,17 @@ inline void check_memory(const char* op, const Item& item, const TensorView& got
         got.numel, " elements");
 }
 
-enum class Access { read, write };
+enum class Use { read, write };
 
 // Memory that an op reads or writes, for a check that nothing is written under something else.
 class MemoryRanges {
  public:
   MemoryRanges(const char* op, size_t expected) : op_(op) { ranges_.reserve(expected); }
 
-  void add(const Item& item, const TensorView& view, int64_t element_bytes, Access access) {
+  void add(const Item& item, const TensorView& view, int64_t element_bytes, Use use) {
     check_memory(op_, item, view);
     if (view.numel == 0) return;
-    ranges_.push_back({view.data, view.data + view.numel * element_bytes, access, item});
+    ranges_.push_back({view.data, view.data + view.numel * element_bytes, use, item});
   }
 
   // No range that is written shares memory with any other.
@@ -108,15 +108,15 @@ class MemoryRanges {
     if (!std::is_sorted(ranges_.begin(), ranges_.end(), before)) {
       std::sort(ranges_.begin(), ranges_.end(), before);
     }
-    const Range none{nullptr, nullptr, Access::read, {"", 0}};
+    const Range none{nullptr, nullptr, Use::read, {"", 0}};
     const Range* furthest = &none;          // of the ranges so far, the one that reaches furthest
     const Range* furthest_written = &none;  // the same among those that are written
     for (const Range& range : ranges_) {
-      const Range* earlier = range.access == Access::write ? furthest : furthest_written;
+      const Range* earlier = range.use == Use::write ? furthest : furthest_written;
       check(earlier->end <= range.begin, op_, ": ", range.item, " is overlapping ", earlier->item,
             ", expected separate memory");
       if (range.end > furthest->end) furthest = &range;
-      if (range.access == Access::write && range.end > furthest_written->end) {
+      if (range.use == Use::write && range.end > furthest_written->end) {
         furthest_written = &range;
       }
     }
@@ -126,7 +126,7 @@ class MemoryRanges {
   struct Range {
     const char* begin;
     const char* end;
-    Access access;
+    Use use;
     Item item;
   };
   const char* op_;

@@ -2,9 +2,10 @@
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+
+#include "common/torch/new_tensor.h"
 
 namespace dsx {
 
@@ -18,10 +19,8 @@ inline void* current_cuda_stream(int32_t device) {
 // allocator hands it out again in the order of the stream, also in a CUDA graph.
 inline torch::stable::Tensor cuda_workspace(int64_t bytes, int32_t device) {
   const int64_t stride = 1;
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(),
-                                                  aoti_torch_device_type_cuda(), device, &handle));
-  return torch::stable::Tensor(handle);
+  return new_strided_tensor(&bytes, &stride, 1, aoti_torch_dtype_uint8(),
+                            aoti_torch_device_type_cuda(), device);
 }
 
 }  // namespace dsx

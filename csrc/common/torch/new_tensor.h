@@ -9,17 +9,25 @@
 
 namespace dsx {
 
-// Uninitialised and contiguous, on the device of `beside`.
+// Uninitialised.
+inline torch::stable::Tensor new_strided_tensor(const int64_t* sizes, const int64_t* strides,
+                                                int64_t dim, int32_t dtype, int32_t device_type,
+                                                int32_t device_index) {
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(dim, sizes, strides, dtype, device_type, device_index, &handle));
+  return torch::stable::Tensor(handle);
+}
+
+// The same, contiguous, on the device of `beside`.
 inline torch::stable::Tensor new_tensor(const int64_t* sizes, int64_t dim, int32_t dtype,
                                         const TensorView& beside) {
   std::vector<int64_t> strides(size_t(dim), 1);
   for (int64_t i = dim - 2; i >= 0; --i) {
     strides[size_t(i)] = strides[size_t(i + 1)] * (sizes[i + 1] > 1 ? sizes[i + 1] : 1);
   }
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      dim, sizes, strides.data(), dtype, beside.device_type, beside.device_index, &handle));
-  return torch::stable::Tensor(handle);
+  return new_strided_tensor(sizes, strides.data(), dim, dtype, beside.device_type,
+                            beside.device_index);
 }
 
 // With the sizes of `view`.

@@ -13,17 +13,17 @@ struct Item {  // prints as `grads[3]`, or as `lr` if the argument is no list
   static constexpr size_t kNoList = size_t(-1);
   const char* argument;
   size_t index = kNoList;
+  const char* prefix = "";  // of the argument's name
 };
 
 inline std::ostream& operator<<(std::ostream& out, Item item) {
-  out << item.argument;
+  out << item.prefix << item.argument;
   return item.index == Item::kNoList ? out : out << '[' << item.index << ']';
 }
 
 // Prints a dtype by its name in Python: `float32`.
 inline std::ostream& operator<<(std::ostream& out, Dtype dtype) {
-  // Indexed by Dtype. Of a split float the lower halves.
-  constexpr const char* kNames[] = {"float32", "bfloat16", "float16", "int16", "uint8"};
+  constexpr const char* kNames[] = {"float32", "bfloat16", "float16"};  // indexed by Dtype
   return out << kNames[int(dtype)];
 }
 
