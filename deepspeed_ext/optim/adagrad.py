@@ -1,8 +1,9 @@
 """Adagrad as an optimizer: DeepSpeedCPUAdagrad for parameters on the CPU, FusedAdagrad on CUDA."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,34 +12,32 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from deepspeed_ext.dtensors import local
-from deepspeed_ext.ops.optimizers.adagrad import adagrad_step_
-from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer
+from deepspeed_ext.ops.optimizers.adagrad import ADAGRAD, adagrad_step_
+from deepspeed_ext.ops.optimizers.step_op import Number
+from deepspeed_ext.optim.base import Scalars, SlabOptimizer
 from deepspeed_ext.optim.checks import check_flags, check_value, explain
 from deepspeed_ext.optim.formats import CompactOptions, FormatOptions, masters_in
+from deepspeed_ext.optim.plans import dtypes_of
 from deepspeed_ext.optim.set_grad_none import SetGradNone
 from deepspeed_ext.optim.slabs import STEP, Work
+from deepspeed_ext.optim.traits import Group, Traits
 
 _is_sparse = attrgetter("is_sparse")
+
+
+def _completed(group: Group, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**values, "sum": values.get("sum", group["initial_accumulator_value"])}
+
+
+_TRAITS = Traits(
+    ADAGRAD, options=(Number("initial_accumulator_value", least=0),), completed=_completed
+)
 
 
 class _Adagrad(SlabOptimizer):
     """Adagrad on the devices that a subclass names."""
 
-    def _check_group(self, group: Group) -> None:
-        super()._check_group(group)
-        for name in ("eps", "lr_decay", "initial_accumulator_value"):
-            check_value(self, name, group[name], group[name] >= 0, "at least 0")
-
-    def _state_keys(self, group: Group) -> tuple[str, ...]:
-        return ("sum",)
-
-    def _completed(
-        self, group: Group, param: Tensor, values: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
-        return {**values, "sum": values.get("sum", group["initial_accumulator_value"])}
-
-    def _apply(self, group: Group, work: Work, scalars: Scalars) -> None:
-        _step(group, scalars, work.params, work.grads, work.slabs, work.places)
+    _call_op = staticmethod(adagrad_step_)
 
     def state_dict(self) -> dict[str, Any]:
         """Return options and state as torch's optimizers do: parameters numbered, plain dicts.
@@ -55,38 +54,14 @@ class _Adagrad(SlabOptimizer):
         return packed
 
     def _initial_entry(self, group: Group, param: Tensor) -> dict[str, Tensor]:
-        value, dtype = group["initial_accumulator_value"], self._dtypes(group, param.dtype)["sum"]
+        value = group["initial_accumulator_value"]
+        dtype = dtypes_of(self, group, param.dtype)["sum"]
         if not dtype.is_floating_point:  # a code for the same value: it loads all the same
             dtype = torch.float32
         return {
             STEP: torch.zeros((), device=local(param).device, dtype=torch.float32),
             "sum": torch.full_like(param.detach(), value, dtype=dtype),
         }
-
-
-def _step(
-    group: Group,
-    scalars: Scalars,
-    params: list[Tensor],
-    grads: list[Tensor],
-    state: Mapping[str, list[Tensor]],
-    places: Mapping[str, Any],
-) -> None:
-    """Call the op with state in slabs, as Work.places says, or in lists."""
-    adagrad_step_(
-        params,
-        grads,
-        state["sum"],
-        state[STEP],
-        **places,
-        lr=scalars.lr,
-        lr_decay=group["lr_decay"],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        maximize=group["maximize"],
-        grad_scale=scalars.grad_scale,
-        found_inf=scalars.found_inf,
-    )
 
 
 class DeepSpeedCPUAdagrad(_Adagrad):
@@ -118,9 +93,12 @@ class DeepSpeedCPUAdagrad(_Adagrad):
     The formula is that of `deepspeed_ext.ops.adagrad_step_`.
     """
 
-    _devices = ("cpu",)
-    _elsewhere: ClassVar[Mapping[str, str]] = {"cuda": "FusedAdagrad"}
-    _grad_layouts = (torch.strided, torch.sparse_coo)
+    traits = replace(
+        _TRAITS,
+        devices=("cpu",),
+        elsewhere={"cuda": "FusedAdagrad"},
+        grad_layouts=(torch.strided, torch.sparse_coo),
+    )
 
     def __init__(
         self,
@@ -138,14 +116,7 @@ class DeepSpeedCPUAdagrad(_Adagrad):
     ) -> None:
         check_flags(self, {"amsgrad": amsgrad})
         check_value(self, "amsgrad", amsgrad, not amsgrad, "False: Adagrad has no such variant")
-        defaults = dict(
-            lr=lr,
-            eps=eps,
-            weight_decay=weight_decay,
-            lr_decay=lr_decay,
-            initial_accumulator_value=initial_accumulator_value,
-            maximize=maximize,
-        )
+        defaults = self.traits.defaults(locals())
         super().__init__(
             model_params, defaults, fp32_optimizer_states=fp32_optimizer_states, **formats
         )
@@ -162,7 +133,7 @@ class DeepSpeedCPUAdagrad(_Adagrad):
         for part in dense.split_by_grad_dtype():
             self._apply_part(group, part, scalars)
         for part in sparse.split_by_grad_dtype():
-            _step_rows(group, part, scalars)
+            self._step_rows(group, part, scalars)
 
     def _check_sparse(self, group: Group, work: Work) -> None:
         """Raise ValueError if there is a reason why rows cannot be stepped."""
@@ -173,25 +144,32 @@ class DeepSpeedCPUAdagrad(_Adagrad):
         check_value(self, "state_dtype", stored, ok, "float32 or None with sparse gradients")
         explain(self, work, ValueError("a gradient does not fit its parameter"))
 
-
-def _step_rows(group: Group, work: Work, scalars: Scalars) -> None:
-    """Step the rows that sparse gradients have, on copies that then go back to their places."""
-    grads = [grad.coalesce() for grad in work.grads]
-    rows = [tuple(grad.indices()) for grad in grads]
-    keys = [key for key in work.slabs if key != STEP]
-    wholes = {key: _views(work, key) for key in keys}
-    wholes["params"] = work.params
-    taken = {
-        key: [whole[index].contiguous() for whole, index in zip(tensors, rows, strict=True)]
-        for key, tensors in wholes.items()
-    }
-    steps = [work.slabs[STEP][0][slot] for slot in work.slots.tolist()]
-    values = [grad.values() for grad in grads]
-    state, places = {**taken, STEP: steps}, dict(master_params=masters_in(taken))
-    _step(group, scalars, taken["params"], values, state, places)
-    for key, tensors in wholes.items():
-        for whole, index, part in zip(tensors, rows, taken[key], strict=True):
-            whole[index] = part
+    def _step_rows(self, group: Group, work: Work, scalars: Scalars) -> None:
+        """Step the rows that sparse gradients have, on copies that then go back to their places."""
+        grads = [grad.coalesce() for grad in work.grads]
+        rows = [tuple(grad.indices()) for grad in grads]
+        keys = [key for key in work.slabs if key != STEP]
+        wholes = {key: _views(work, key) for key in keys}
+        wholes["params"] = work.params
+        taken = {
+            key: [whole[index].contiguous() for whole, index in zip(tensors, rows, strict=True)]
+            for key, tensors in wholes.items()
+        }
+        steps = [work.slabs[STEP][0][slot] for slot in work.slots.tolist()]
+        values = [grad.values() for grad in grads]
+        arguments = dict(
+            params=taken["params"],
+            grads=values,
+            **self.traits.op.state_arguments(taken),
+            steps=steps,
+            master_params=masters_in(taken),
+            offsets=None,
+            slots=None,
+        )
+        self._call_op(**{**self._arguments(group, work, scalars), **arguments})
+        for key, tensors in wholes.items():
+            for whole, index, part in zip(tensors, rows, taken[key], strict=True):
+                whole[index] = part
 
 
 def _views(work: Work, key: str) -> list[Tensor]:
@@ -226,8 +204,7 @@ class FusedAdagrad(SetGradNone, _Adagrad):
         TypeError: a parameter wraps other tensors and is no DTensor.
     """
 
-    _devices = ("cuda",)
-    _elsewhere: ClassVar[Mapping[str, str]] = {"cpu": "DeepSpeedCPUAdagrad"}
+    traits = replace(_TRAITS, devices=("cuda",), elsewhere={"cpu": "DeepSpeedCPUAdagrad"})
 
     def __init__(
         self,
@@ -244,12 +221,5 @@ class FusedAdagrad(SetGradNone, _Adagrad):
     ) -> None:
         check_flags(self, {"set_grad_none": set_grad_none})
         self.set_grad_none = set_grad_none
-        defaults = dict(
-            lr=lr,
-            eps=eps,
-            weight_decay=weight_decay,
-            lr_decay=lr_decay,
-            initial_accumulator_value=initial_accumulator_value,
-            maximize=maximize,
-        )
+        defaults = self.traits.defaults(locals())
         super().__init__(params, defaults, **formats)

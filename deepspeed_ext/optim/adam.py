@@ -1,31 +1,32 @@
 """Adam and AdamW as optimizers: for parameters on the CPU, on CUDA, or on both."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from numbers import Real
-from typing import ClassVar, overload
+from typing import overload
 
-import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # see base.py
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from deepspeed_ext.ops.optimizers.adam import adam_step_
-from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer
-from deepspeed_ext.optim.checks import check_betas, check_flags, check_value
+from deepspeed_ext.ops.optimizers.adam import ADAM, adam_step_
+from deepspeed_ext.ops.optimizers.step_op import Flag
+from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.checks import check_flags, check_value
 from deepspeed_ext.optim.formats import CompactOptions, FormatOptions
 from deepspeed_ext.optim.set_grad_none import SetGradNone
-from deepspeed_ext.optim.slabs import STEP, Work
+from deepspeed_ext.optim.traits import Traits
 
+_TRAITS = Traits(ADAM, options=(Flag("amsgrad"),))
 _SMALLEST_SCALE = 2.0**-126  # its inverse, and that of all above, is a normal float32
 
 
 class _Adam(SlabOptimizer):
     """Adam and AdamW on the devices that a subclass names."""
 
-    _optional_state = SlabOptimizer._optional_state | {"max_exp_avg_sq"}
-    _div_scale: float | None = None  # in a step that divides by a number
+    _call_op = staticmethod(adam_step_)
 
     @property
     def adam_w_mode(self) -> bool:
@@ -62,55 +63,11 @@ class _Adam(SlabOptimizer):
                 "set the attribute grad_scale to divide by a tensor"
             )
         if div_scale == -1:
-            return super().step(closure)
+            return self._step(closure)
         ok = _SMALLEST_SCALE <= div_scale < math.inf
         want = "above 0 (2**-126 to below inf), or -1 not to divide"
         check_value(self, "div_scale", div_scale, ok, want)
-        self._div_scale = float(div_scale)
-        try:
-            return super().step(closure)
-        finally:
-            self._div_scale = None
-
-    def _scalars(self, group: Group, device: torch.device) -> Scalars:
-        scalars = super()._scalars(group, device)
-        if self._div_scale is None:
-            return scalars
-        # Made on the device, so that nothing waits and a CUDA graph can have it.
-        divisor = torch.full((), self._div_scale, dtype=torch.float64, device=device)
-        if scalars.grad_scale is not None:
-            divisor *= scalars.grad_scale.reshape(())
-        return scalars._replace(grad_scale=divisor)
-
-    def _check_group(self, group: Group) -> None:
-        super()._check_group(group)
-        check_value(self, "eps", group["eps"], group["eps"] >= 0, "at least 0")
-        check_betas(self, group)
-
-    def _state_keys(self, group: Group) -> tuple[str, ...]:
-        moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-        return moments if group["amsgrad"] else moments[:2]
-
-    def _apply(self, group: Group, work: Work, scalars: Scalars) -> None:
-        slabs = work.slabs
-        adam_step_(
-            work.params,
-            work.grads,
-            slabs["exp_avg"],
-            slabs["exp_avg_sq"],
-            slabs[STEP],
-            max_exp_avg_sqs=slabs.get("max_exp_avg_sq", ()),
-            **work.places,
-            lr=scalars.lr,
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled=group["decoupled_weight_decay"],
-            maximize=group["maximize"],
-            bias_correction=group["bias_correction"],
-            grad_scale=scalars.grad_scale,
-            found_inf=scalars.found_inf,
-        )
+        return self._step(closure, float(div_scale))
 
 
 class DeepSpeedCPUAdam(_Adam):
@@ -143,8 +100,7 @@ class DeepSpeedCPUAdam(_Adam):
     Regularization", 2019, Algorithm 2. The formula is that of `deepspeed_ext.ops.adam_step_`.
     """
 
-    _devices = ("cpu",)
-    _elsewhere: ClassVar[Mapping[str, str]] = {"cuda": "FusedAdam"}
+    traits = replace(_TRAITS, devices=("cpu",), elsewhere={"cuda": "FusedAdam"})
 
     def __init__(
         self,
@@ -162,16 +118,7 @@ class DeepSpeedCPUAdam(_Adam):
         **formats: Unpack[CompactOptions],
     ) -> None:
         check_flags(self, {"adamw_mode": adamw_mode})
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            decoupled_weight_decay=adamw_mode,
-            bias_correction=bias_correction,
-        )
+        defaults = self.traits.defaults(locals(), decoupled_weight_decay=adamw_mode)
         super().__init__(
             model_params, defaults, fp32_optimizer_states=fp32_optimizer_states, **formats
         )
@@ -205,8 +152,7 @@ class FusedAdam(SetGradNone, _Adam):
         TypeError: a parameter wraps other tensors and is no DTensor.
     """
 
-    _devices = ("cuda",)
-    _elsewhere: ClassVar[Mapping[str, str]] = {"cpu": "DeepSpeedCPUAdam"}
+    traits = replace(_TRAITS, devices=("cuda",), elsewhere={"cpu": "DeepSpeedCPUAdam"})
 
     def __init__(
         self,
@@ -225,16 +171,7 @@ class FusedAdam(SetGradNone, _Adam):
     ) -> None:
         check_flags(self, {"adam_w_mode": adam_w_mode, "set_grad_none": set_grad_none})
         self.set_grad_none = set_grad_none
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            decoupled_weight_decay=adam_w_mode,
-            bias_correction=bias_correction,
-        )
+        defaults = self.traits.defaults(locals(), decoupled_weight_decay=adam_w_mode)
         super().__init__(params, defaults, **formats)
 
 
@@ -267,7 +204,7 @@ class HybridAdam(_Adam):
         TypeError: a parameter wraps other tensors and is no DTensor.
     """
 
-    _devices = ("cpu", "cuda")
+    traits = _TRAITS
 
     def __init__(
         self,
@@ -294,16 +231,7 @@ class HybridAdam(_Adam):
             "0; state_dtype=torch.uint8 makes state smaller, and "
             "deepspeed_ext.io.TensorStore keeps tensors on disk",
         )
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            decoupled_weight_decay=adamw_mode,
-            bias_correction=bias_correction,
-        )
+        defaults = self.traits.defaults(locals(), decoupled_weight_decay=adamw_mode)
         super().__init__(model_params, defaults, **formats)
 
 

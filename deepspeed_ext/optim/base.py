@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
@@ -16,30 +16,25 @@ from deepspeed_ext.ops.optimizers.clip import checked_norm
 from deepspeed_ext.optim.checkpoint import hide_entries, show_entries
 from deepspeed_ext.optim.checks import (
     check_flags,
-    check_group_flags,
     check_no_capture,
-    check_numbers,
     check_once,
+    check_options,
     check_param,
     check_shards,
-    check_value,
     explain,
     name_refused,
 )
-from deepspeed_ext.optim.clipping import SquareSum, clip
+from deepspeed_ext.optim.clipping import Clip, Scaling, SquareSum, clip, moved
 from deepspeed_ext.optim.entry import Entry
 from deepspeed_ext.optim.formats import (
-    MASTER,
-    REMAINDER,
     FormatOptions,
     StateFormat,
     is_of_format,
     portable,
 )
-from deepspeed_ext.optim.plans import Plans, follow_shapes
+from deepspeed_ext.optim.plans import Plans, dtypes_of, follow_shapes
 from deepspeed_ext.optim.slabs import STEP, Bucket, Work
-
-Group = dict[str, Any]
+from deepspeed_ext.optim.traits import Group, Traits
 
 
 class Scalars(NamedTuple):
@@ -80,7 +75,7 @@ class SlabOptimizer(torch.optim.Optimizer):
     is made of a float32 master for the weight that is there: load the model first. Of DTensors,
     codes are float32 in a state dict and remainders int32, which any other sharding can load.
 
-    A subclass defines `_devices`, `_state_keys` and `_apply`, and the rest where it needs to.
+    A subclass defines `traits`, `_call_op` or `_apply`, and the rest where it needs to.
 
     Args:
         params: parameters, groups, or (name, parameter) pairs.
@@ -88,10 +83,8 @@ class SlabOptimizer(torch.optim.Optimizer):
         formats: see above.
     """
 
-    _devices: ClassVar[tuple[str, ...]]  # device types that this class takes
-    _elsewhere: ClassVar[Mapping[str, str]] = {}  # device type: the class that takes it
-    _optional_state: ClassVar[frozenset[str]] = frozenset({MASTER, REMAINDER})  # in a checkpoint
-    _grad_layouts: ClassVar[tuple[torch.layout, ...]] = (torch.strided,)
+    traits: ClassVar[Traits]  # what the class takes and keeps
+    _call_op: ClassVar[Callable[..., None]]  # refuses bad arguments before it writes anything
     _settings: ClassVar[tuple[str, ...]] = ("state_format",)
     _agreement: Agreement | None = None  # of the processes while they load
     _step_supports_amp_scaling = True  # tells GradScaler to hand over grad_scale and found_inf
@@ -104,33 +97,27 @@ class SlabOptimizer(torch.optim.Optimizer):
         self._skipped: dict[torch.device, Tensor] = {}
         super().__init__(params, defaults)
 
-    def _state_keys(self, group: Group) -> tuple[str, ...]:
-        """Return the keys of the state that has an element for each of the parameter's."""
-        raise NotImplementedError
-
     def _apply(self, group: Group, work: Work, scalars: Scalars) -> None:
-        """Call the op. It must refuse bad arguments before it writes anything."""
-        raise NotImplementedError
+        """Step parameters of one bucket."""
+        self._call_op(**self._arguments(group, work, scalars))
 
-    def _completed(
-        self, group: Group, param: Tensor, values: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
-        """Return state as it was found, with what it lacks and must not begin as zeros."""
-        return values
+    def _arguments(self, group: Group, work: Work, scalars: Scalars) -> dict[str, Any]:
+        """Return all that a step may need by the names that the arguments of ops have."""
+        op = self.traits.op
+        return {
+            "params": work.params,
+            "grads": work.grads,
+            **op.state_arguments(work.slabs),
+            "steps": work.slabs[STEP],
+            **work.places,
+            **{option.name: group[option.key] for option in op.options},
+            "maximize": group["maximize"],
+            **scalars._asdict(),
+        }
 
     def _check_group(self, group: Group) -> None:
-        """Raise ValueError unless the options of this group make sense."""
-        check_numbers(self, group)
-        check_group_flags(self, group)
-        lr, decay = group["lr"], group["weight_decay"]
-        if isinstance(lr, Tensor):
-            check_value(self, "lr", f"a tensor of {lr.numel()} elements", lr.numel() == 1, "one")
-        check_value(self, "lr", lr, lr >= 0, "at least 0")
-        check_value(self, "weight_decay", decay, decay >= 0, "at least 0")
-
-    def _dtypes(self, group: Group, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Return the dtype of each slab except that of steps."""
-        return self.state_format.dtypes(self._state_keys(group), param_dtype)
+        """Raise TypeError or ValueError unless the options of this group make sense."""
+        check_options(self, group)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -156,6 +143,12 @@ class SlabOptimizer(torch.optim.Optimizer):
             ValueError: a parameter, gradient or state tensor is not as it must be; the text says
                 which. It has not been changed then, but parameters before it may have been stepped.
         """
+        return self._step(closure)
+
+    def _step(
+        self, closure: Callable[[], float] | None, div_scale: float | None = None
+    ) -> float | None:
+        """Do what step() does, with gradients divided by a number, too."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -163,10 +156,21 @@ class SlabOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             if not self.state and self._is_dry_step():
                 return loss
+            scaling = self._begin(self._scaling(div_scale))
             stepped: list[Tensor] = []
-            while not self._step_others(stepped):
+            while not self._step_others(stepped, scaling):
                 self._plans.rebuild(self)
         return loss
+
+    def _scaling(self, div_scale: float | None = None) -> Scaling:
+        """Return what GradScaler has set, if it has: the only values that are not passed on."""
+        return Scaling(
+            getattr(self, "grad_scale", None), getattr(self, "found_inf", None), div_scale
+        )
+
+    def _begin(self, scaling: Scaling) -> Scaling:
+        """Prepare a step, and return how its gradients are scaled."""
+        return scaling
 
     def _is_dry_step(self) -> bool:
         """Make the state, and return whether there is nothing else to do in this first step.
@@ -185,7 +189,7 @@ class SlabOptimizer(torch.optim.Optimizer):
             return False
         return all_zero(grads)
 
-    def _step_others(self, stepped: list[Tensor]) -> bool:
+    def _step_others(self, stepped: list[Tensor], scaling: Scaling) -> bool:
         """Step all parameters but those in the list, which grows; stop where plans are outdated.
 
         A bucket is looked at right before its step, so that its parameters are still in the cache.
@@ -195,15 +199,17 @@ class SlabOptimizer(torch.optim.Optimizer):
             for bucket in plan.buckets:
                 if not bucket.fits():
                     return False
-                self._step_bucket(group, bucket, done)
+                self._step_bucket(group, bucket, done, scaling)
                 stepped += bucket.params
         return True
 
-    def _step_bucket(self, group: Group, bucket: Bucket, done: frozenset[int]) -> None:
+    def _step_bucket(
+        self, group: Group, bucket: Bucket, done: frozenset[int], scaling: Scaling
+    ) -> None:
         work = self._gather(bucket, done)
         if work is None:
             return
-        scalars = self._scalars(group, bucket.device)
+        scalars = _scalars(group, bucket.device, scaling)
         bucket.refresh_masters()
         try:
             self._apply(group, work, scalars)
@@ -266,10 +272,11 @@ class SlabOptimizer(torch.optim.Optimizer):
         2013, Algorithm 1.
         """
         max_norm = checked_norm(type(self).__name__, "max_norm", max_norm)
-        given = {k: v for k, v in self.__dict__.items() if k in ("grad_scale", "found_inf")}
         with torch.no_grad():
-            clipped = clip(self._squared_norm(), max_norm, **given)
+            clipped = self._clip(self._scaling(), max_norm)
             self._count_skip(clipped.found_inf)
+        # As GradScaler does it: step() may have been wrapped by what knows no other arguments.
+        given = {k: v for k, v in self.__dict__.items() if k in ("grad_scale", "found_inf")}
         self.grad_scale, self.found_inf = clipped.divisor, clipped.found_inf
         try:
             self.step()
@@ -278,7 +285,8 @@ class SlabOptimizer(torch.optim.Optimizer):
             self.__dict__.update(given)
         return clipped.norm
 
-    def _squared_norm(self) -> Tensor:
+    def _clip(self, scaling: Scaling, max_norm: float) -> Clip:
+        """Return what makes the global norm of the gradients at most max_norm."""
         squares = SquareSum()
         for bucket in self._fitting_buckets():
             work = self._gather(bucket)
@@ -291,7 +299,7 @@ class SlabOptimizer(torch.optim.Optimizer):
                 if not any(grad.is_sparse for grad in work.grads):
                     name_refused(self, work, error)
                 squares.add(work._replace(grads=list(map(_elements, work.grads))))
-        return squares.total()
+        return clip(squares.total(), max_norm, scaling)
 
     @property
     def skipped_steps(self) -> int:
@@ -307,16 +315,6 @@ class SlabOptimizer(torch.optim.Optimizer):
             check_no_capture(self, device, "call of clip_and_step before, which makes its counter")
             self._skipped[device] = torch.zeros((), dtype=torch.float64, device=device)
         self._skipped[device] += found_inf
-
-    def _scalars(self, group: Group, device: torch.device) -> Scalars:
-        lr = group["lr"]
-        if isinstance(lr, Tensor) and lr.device != device:
-            lr = float(lr) if "cpu" in (lr.device.type, device.type) else moved(lr, device)
-        return Scalars(
-            lr if isinstance(lr, Tensor) else float(lr),
-            moved(getattr(self, "grad_scale", None), device),
-            moved(getattr(self, "found_inf", None), device),
-        )
 
     def reset_master(self) -> None:
         """Make the fp32 masters exact copies of the parameters, and remainders zeros.
@@ -364,9 +362,9 @@ class SlabOptimizer(torch.optim.Optimizer):
         once, but writes all of it even for one tensor; clone what you want to save by itself.
         """
         follow_shapes(self)
-        packed = super().state_dict()
+        packed, signed = super().state_dict(), self.traits.signed
         packed["state"] = {
-            key: portable(value) if isinstance(value, Entry) else value
+            key: portable(value, signed) if isinstance(value, Entry) else value
             for key, value in packed["state"].items()
         }
         return packed
@@ -418,7 +416,7 @@ class SlabOptimizer(torch.optim.Optimizer):
                 entry = kept.get(param)
                 if isinstance(self.state.get(param), Entry):
                     del kept[param]
-                    dtypes = self._dtypes(group, param.dtype)
+                    dtypes = dtypes_of(self, group, param.dtype)
                     state[copy.deepcopy(param, memo)] = {
                         k: v if k == STEP or is_of_format(k, dtypes) else copy.deepcopy(v, memo)
                         for k, v in entry.items()
@@ -455,8 +453,9 @@ def _elements(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.is_sparse else grad
 
 
-def moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    """Return the tensor on this device; one that leaves the CPU need not be waited for."""
-    if tensor is None or tensor.device == device:
-        return tensor
-    return tensor.to(device, non_blocking=device.type != "cpu")  # the host must not read too early
+def _scalars(group: Group, device: torch.device, scaling: Scaling) -> Scalars:
+    """Return the numbers of a step of a group on this device."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.device != device:
+        lr = float(lr) if "cpu" in (lr.device.type, device.type) else moved(lr, device)
+    return Scalars(lr if isinstance(lr, Tensor) else float(lr), *scaling.on(device))

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.dtensors import is_cut_in_rows, is_dtensor, is_partial, local
-from deepspeed_ext.ops.optimizers.state_formats import blocks_of
+from deepspeed_ext.ops.optimizers.state_formats import blocks_of, is_dense
+from deepspeed_ext.ops.optimizers.step_op import Flag, Number
 from deepspeed_ext.optim.formats import MASTER, REMAINDER, SCALE
-from deepspeed_ext.optim.slabs import STEP, Work, is_dense
+from deepspeed_ext.optim.slabs import STEP, Work
 
 if TYPE_CHECKING:
     from deepspeed_ext.optim.base import SlabOptimizer
@@ -34,27 +35,6 @@ def check_no_capture(optimizer: "SlabOptimizer", device: torch.device, want: str
         raise RuntimeError(f"{title}: a CUDA graph is being captured, expected at least one {want}")
 
 
-_NUMBERS = frozenset({
-    "lr", "eps", "weight_decay", "momentum", "dampening", "lr_decay", "eeta", "epsilon",
-    "initial_accumulator_value", "min_coeff", "max_coeff", "max_grad_norm",
-})  # fmt: skip
-
-
-def check_numbers(optimizer: "SlabOptimizer", group: dict[str, Any]) -> None:
-    """Raise TypeError if an option that has to be a number is something else."""
-    for name in sorted(_NUMBERS & group.keys()):
-        if not isinstance(group[name], (int, float, Tensor)):
-            raise TypeError(
-                f"{type(optimizer).__name__}: {name} is {group[name]!r}, expected a number"
-            )
-
-
-_FLAGS = frozenset({
-    "amsgrad", "bias_correction", "decoupled_weight_decay", "eps_inside_sqrt", "maximize",
-    "nesterov", "wd_after_momentum",
-})  # fmt: skip
-
-
 def check_flags(optimizer: "SlabOptimizer", options: Mapping[str, Any]) -> None:
     """Raise TypeError if an option that is on or off is something else: any text would be on."""
     for name, value in options.items():
@@ -62,20 +42,44 @@ def check_flags(optimizer: "SlabOptimizer", options: Mapping[str, Any]) -> None:
             raise TypeError(f"{type(optimizer).__name__}: {name} is {value!r}, expected a bool")
 
 
-def check_group_flags(optimizer: "SlabOptimizer", group: Mapping[str, Any]) -> None:
-    """Do so for the options of a group."""
-    check_flags(optimizer, {name: group[name] for name in sorted(_FLAGS & group.keys())})
+def check_options(optimizer: "SlabOptimizer", group: dict[str, Any]) -> None:
+    """Raise TypeError or ValueError if an option of a group is not what the table of it says.
+
+    A pair becomes a tuple of floats.
+    """
+    options = optimizer.traits.all_options
+    numbers = [option for option in options if isinstance(option, Number)]
+    single = [number for number in numbers if not number.is_pair]
+    for number in single:
+        value = group[number.key]
+        if not isinstance(value, (int, float, Tensor)):
+            title = f"{type(optimizer).__name__}: {number.key}"
+            raise TypeError(f"{title} is {value!r}, expected a number")
+    check_flags(optimizer, {o.key: group[o.key] for o in options if isinstance(o, Flag)})
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        title = f"a tensor of {lr.numel()} elements"
+        check_value(optimizer, "lr", title, lr.numel() == 1, "one")
+    for number in single:
+        value = group[number.key]
+        check_value(optimizer, number.key, value, number.takes(value), number.want)
+    for number in numbers:
+        if number.is_pair:
+            group[number.key] = _checked_pair(optimizer, number, group[number.key])
 
 
-def check_betas(optimizer: "SlabOptimizer", group: dict[str, Any]) -> None:
-    """Make `betas` two numbers, or raise ValueError."""
+def _checked_pair(
+    optimizer: "SlabOptimizer", number: Number, values: Sequence[Any]
+) -> tuple[float, ...]:
+    name = number.key
     try:
-        group["betas"] = tuple(map(float, group["betas"]))
+        pair = tuple(map(float, values))
     except (TypeError, ValueError):
-        check_value(optimizer, "betas", repr(group["betas"]), False, "two numbers")
-    check_value(optimizer, "betas", group["betas"], len(group["betas"]) == 2, "two numbers")
-    for i, beta in enumerate(group["betas"]):
-        check_value(optimizer, f"betas[{i}]", beta, 0 <= beta < 1, "at least 0 and below 1")
+        check_value(optimizer, name, repr(values), False, "two numbers")
+    check_value(optimizer, name, pair, len(pair) == 2, "two numbers")
+    for i, value in enumerate(pair):
+        check_value(optimizer, f"{name}[{i}]", value, number.takes(value), number.want)
+    return pair
 
 
 def check_param(optimizer: "SlabOptimizer", param: Tensor, *, or_meta: bool = False) -> None:
@@ -120,13 +124,13 @@ def _why_not(optimizer: "SlabOptimizer", param: Tensor, or_meta: bool) -> str | 
             "is an inference tensor, expected one that counts how often it is written, for its "
             "master; make it outside of torch.inference_mode()"
         )
-    if device not in optimizer._devices:
+    if device not in optimizer.traits.devices:
         hint = ""
-        if device in optimizer._elsewhere:
-            hint = f"; use {optimizer._elsewhere[device]} for {device.upper()} parameters"
+        if device in optimizer.traits.elsewhere:
+            hint = f"; use {optimizer.traits.elsewhere[device]} for {device.upper()} parameters"
         if device == "meta":
             hint = "; give it memory before the first step"
-        return f"is on {param.device}, expected {' or '.join(optimizer._devices)}{hint}"
+        return f"is on {param.device}, expected {' or '.join(optimizer.traits.devices)}{hint}"
     if not is_dense(param):
         return (
             f"has shape {list(param.shape)} and strides {list(param.stride())}, "
@@ -161,7 +165,7 @@ def check_state(
     for key in (STEP, *dtypes, *masters):
         value = entry.get(key)
         if value is None:
-            if key not in optimizer._optional_state:
+            if not optimizer.traits.may_lack(key):
                 title = title_of_state(optimizer, param)
                 raise ValueError(f"{title} has keys {sorted(entry)}, expected {key} among them")
             continue
@@ -232,7 +236,7 @@ def explain(optimizer: "SlabOptimizer", work: Work, error: Exception) -> None:
         reason = None
         if _is_wrapper(grad):
             reason = f"is a {type(grad).__name__}, expected a plain tensor, as its parameter is"
-        elif grad.layout not in optimizer._grad_layouts:
+        elif grad.layout not in optimizer.traits.grad_layouts:
             reason = "is sparse, expected dense; use torch.optim.SparseAdam for it"
         elif grad.dtype not in _DTYPES:
             reason = f"is {grad.dtype}, expected float32, bfloat16 or float16"

@@ -1,8 +1,7 @@
 """Clip as part of a step: the norm of all gradients, and what the step divides them by."""
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +13,29 @@ from deepspeed_ext.optim.slabs import Work
 
 # Below the largest float32 by more than what rounding can add.
 _LARGEST = 2.0**127
+
+
+class Scaling(NamedTuple):
+    """How the gradients of a step are scaled; on any device.
+
+    Attributes:
+        grad_scale: None, or one element that gradients are divided by.
+        found_inf: None, or one element, not 0 if nothing may be stepped.
+        div_scale: None, or another number that they are divided by.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    div_scale: float | None = None
+
+    def on(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Return the divisor and found_inf on this device; nothing waits for it."""
+        divisor = moved(self.grad_scale, device)
+        if self.div_scale is not None:
+            # Made on the device, so that a CUDA graph can have it.
+            number = torch.full((), self.div_scale, dtype=torch.float64, device=device)
+            divisor = number if divisor is None else number * divisor.reshape(())
+        return divisor, moved(self.found_inf, device)
 
 
 class Clip(NamedTuple):
@@ -64,33 +86,26 @@ class SquareSum:
             there.setdefault(each.device, []).append(each)
         of_devices = [sum_in_order(torch.stack(parts)) for parts in there.values()]
         device = min(there, key=lambda device: device.type != "cpu")
-        return sum_in_order(torch.stack(_moved(of_devices, device)))
+        return sum_in_order(torch.stack([moved(each, device) for each in of_devices]))
 
 
-def clip(
-    total: Tensor,
-    max_norm: float,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> Clip:
+def clip(total: Tensor, max_norm: float, scaling: Scaling) -> Clip:
     """Return what a step needs to scale gradients so that their norm is at most max_norm.
 
     Args:
         total: sum of squares of all gradients, float64, no dimension; not finite if one has inf.
         max_norm: above 0.
-        grad_scale: None, or what the gradients were multiplied by; one element, any device. If it
-            is 0, inf or NaN, or so small that gradients divided by it would leave the range of
-            float32 and are not clipped to less, nothing may be stepped.
-        found_inf: None, or one element, not 0 if nothing may be stepped.
+        scaling: of the gradients. If the divisor is 0, inf or NaN, or so small that gradients
+            divided by it would leave the range of float32 and are not clipped to less, nothing may
+            be stepped.
     """
     norm, is_sound = total.sqrt(), total.isfinite()
+    grad_scale, found_inf = scaling.on(total.device)
     if found_inf is not None:
-        [found_inf] = _moved([found_inf], total.device)
         is_sound = is_sound.logical_and(found_inf.reshape(()) == 0)
     if grad_scale is None:
         divisor = norm.add(1e-6).div_(max_norm).clamp_(min=1)
     else:
-        [grad_scale] = _moved([grad_scale], total.device)
         scale = grad_scale.reshape(()).double()
         size = scale.abs()
         # Not by way of the unscaled norm: with a tiny scale that may be too large even for float64.
@@ -104,6 +119,16 @@ def clip(
     return Clip(norm_in_float32(norm, is_sound), divisor, is_sound.logical_not().float())
 
 
-def _moved(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the tensors on this device; one that leaves the CPU need not be waited for."""
-    return [tensor.to(device, non_blocking=device.type != "cpu") for tensor in tensors]
+@overload
+def moved(tensor: Tensor, device: torch.device) -> Tensor: ...
+
+
+@overload
+def moved(tensor: Tensor | None, device: torch.device) -> Tensor | None: ...
+
+
+def moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    """Return the tensor on this device; one that leaves the CPU need not be waited for."""
+    if tensor is None or tensor.device == device:
+        return tensor
+    return tensor.to(device, non_blocking=device.type != "cpu")  # the host must not read too early

@@ -1,6 +1,6 @@
 """How an optimizer stores its state: the dtype of each tensor, and the way from one to another."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
@@ -19,7 +19,6 @@ from deepspeed_ext.ops.optimizers.state_formats import (
 MASTER = "master_param"
 REMAINDER = "master_remainder"
 SCALE = "_scale"  # ends the key of the scales of a state tensor in 8-bit codes
-SIGNED = frozenset({"exp_avg", "momentum_buffer"})  # state that may be negative
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
@@ -133,13 +132,14 @@ def has_same_codes(
     return local(value).stride() == views[key].stride()
 
 
-def restored(key: str, values: Mapping[str, Any], param: Tensor) -> Tensor | None:
+def restored(key: str, values: Mapping[str, Any], param: Tensor, *, signed: bool) -> Tensor | None:
     """Return a state tensor for what this process holds of a parameter, or None if there is none.
 
     Args:
         key: which one.
         values: state of the parameter in any format, device and sharding.
         param: the parameter; a DTensor perhaps.
+        signed: whether values may be negative.
 
     Returns:
         Floating, or integers for remainders.
@@ -156,37 +156,41 @@ def restored(key: str, values: Mapping[str, Any], param: Tensor) -> Tensor | Non
     if value.dtype == torch.uint8:
         codes = local(value)
         scales = values[key + SCALE].to(codes.device)
-        decoded = decode_blocks(codes, scales, signed=key in SIGNED)
+        decoded = decode_blocks(codes, scales, signed=signed)
         value = spread(decoded, value) if is_dtensor(value) else decoded
     elif value.dtype == torch.int16 and is_dtensor(value):
         value = spread(local(value).int(), value)
     return part_for(value, param)
 
 
-def store(key: str, view: Tensor, scale: Tensor | None, value: Tensor) -> None:
+def store(view: Tensor, scale: Tensor | None, value: Tensor, *, signed: bool) -> None:
     """Put a state tensor into a slab.
 
     Args:
-        key: which it is.
         view: its place, in the layout of the parameter: float, codes, or int16.
         scale: the place of the scales of codes.
         value: as `restored` returns it; as many elements as the view.
+        signed: whether values may be negative.
     """
     value = value.reshape(view.shape)
     if scale is None:
         view.copy_(value)
         return
     laid_out = torch.empty_like(view, dtype=torch.float32).copy_(value)
-    codes, scales = encode_blocks(laid_out, signed=key in SIGNED, were_coded=True)
+    codes, scales = encode_blocks(laid_out, signed=signed, were_coded=True)
     in_memory_order(view).copy_(in_memory_order(codes))
     scale.copy_(scales)
 
 
-def portable(entry: Mapping[str, Any]) -> dict[str, Any]:
+def portable(entry: Mapping[str, Any], signed: Container[str]) -> dict[str, Any]:
     """Return the state of a parameter in a form that any other sharding can load.
 
     Codes have scales for the blocks of one process, so sharded ones become float32. Encoding those
     gives the same values again. Remainders become int32, which gloo can exchange.
+
+    Args:
+        entry: the state.
+        signed: keys of state that may be negative.
     """
     made = dict(entry)
     for key, value in entry.items():
@@ -198,7 +202,7 @@ def portable(entry: Mapping[str, Any]) -> dict[str, Any]:
             scales = made.pop(key + SCALE, None)
             if scales is None:  # somebody else's
                 continue
-            made[key] = spread(decode_blocks(local(value), scales, signed=key in SIGNED), value)
+            made[key] = spread(decode_blocks(local(value), scales, signed=key in signed), value)
     return made
 
 

@@ -1,21 +1,27 @@
 """LAMB as an optimizer: FusedLamb, for parameters on the CPU and on CUDA."""
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from deepspeed_ext.dtensors import sum_over_shards
 from deepspeed_ext.ops.optimizers.clip import checked_norm
-from deepspeed_ext.ops.optimizers.lamb import lamb_apply_, lamb_coefficients, lamb_moments_
-from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer, moved
-from deepspeed_ext.optim.checks import check_betas, check_flags, check_value
-from deepspeed_ext.optim.clipping import Clip, clip
+from deepspeed_ext.ops.optimizers.lamb import (
+    LAMB_APPLY,
+    LAMB_MOMENTS,
+    lamb_apply_,
+    lamb_coefficients,
+    lamb_moments_,
+)
+from deepspeed_ext.ops.optimizers.step_op import Number
+from deepspeed_ext.optim.base import Scalars, SlabOptimizer
+from deepspeed_ext.optim.checks import check_flags, check_value
+from deepspeed_ext.optim.clipping import Scaling, moved
 from deepspeed_ext.optim.formats import FormatOptions
-from deepspeed_ext.optim.slabs import STEP, Work
+from deepspeed_ext.optim.slabs import Work
+from deepspeed_ext.optim.traits import Group, Traits
 
 
 class FusedLamb(SlabOptimizer):
@@ -57,11 +63,10 @@ class FusedLamb(SlabOptimizer):
     2020, Algorithm 2. The formula is that of `deepspeed_ext.ops.lamb_moments_` and `lamb_apply_`.
     """
 
-    _devices = ("cpu", "cuda")
+    traits = Traits(LAMB_MOMENTS, options=(Number("max_coeff"), Number("min_coeff", least=0)))
     _settings = (*SlabOptimizer._settings, "max_grad_norm")
     # Of the last step: for each call of the ops the parameters, and a tensor of coefficients.
     _coefficients: Sequence[tuple[list[Tensor], Tensor]] = ()
-    _clipped: Clip | None = None  # in a step that clips
 
     def __init__(
         self,
@@ -84,18 +89,7 @@ class FusedLamb(SlabOptimizer):
         check_value(self, "amsgrad", amsgrad, not amsgrad, "False")
         self.max_grad_norm = max_grad_norm
         self._checked_max_grad_norm()
-        defaults = dict(
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            eps_inside_sqrt=eps_inside_sqrt,
-            weight_decay=weight_decay,
-            max_coeff=max_coeff,
-            min_coeff=min_coeff,
-            maximize=maximize,
-        )
-        super().__init__(params, defaults, **formats)
+        super().__init__(params, self.traits.defaults(locals()), **formats)
 
     def get_lamb_coeffs(self) -> list[float]:
         """Return the coefficients of the last step, in the order of the parameters stepped in it.
@@ -112,8 +106,6 @@ class FusedLamb(SlabOptimizer):
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
-        check_value(self, "eps", group["eps"], group["eps"] >= 0, "at least 0")
-        check_betas(self, group)
         check_value(
             self,
             "max_grad_norm",
@@ -122,64 +114,28 @@ class FusedLamb(SlabOptimizer):
             "an argument of the constructor: gradients are clipped together",
         )
         least, most = group["min_coeff"], group["max_coeff"]
-        check_value(self, "min_coeff", least, least >= 0, "at least 0")
         check_value(self, "max_coeff", most, most >= least, f"at least min_coeff, {least}")
 
-    def _state_keys(self, group: Group) -> tuple[str, ...]:
-        return "exp_avg", "exp_avg_sq"
-
-    def _step_others(self, stepped: list[Tensor]) -> bool:
-        if not stepped:  # else the step goes on, after plans were found outdated
-            self._coefficients, self._clipped = [], None
-            max_norm = self._checked_max_grad_norm()
-            if max_norm > 0:
-                self._clip(max_norm)
-        return super()._step_others(stepped)
+    def _begin(self, scaling: Scaling) -> Scaling:
+        self._coefficients = []
+        max_norm = self._checked_max_grad_norm()
+        if max_norm == 0:
+            return scaling
+        clipped = self._clip(scaling, max_norm)
+        found, given = clipped.found_inf, moved(scaling.found_inf, clipped.found_inf.device)
+        if given is not None:  # whoever has set it counts what it says
+            found = found.masked_fill(given.reshape(()).ne(0), 0)
+        self._count_skip(found)
+        return Scaling(clipped.divisor, clipped.found_inf)
 
     def _checked_max_grad_norm(self) -> float:
         title, value = type(self).__name__, self.max_grad_norm  # which anybody may have set
         return checked_norm(title, "max_grad_norm", value, or_zero=True)
 
-    def _clip(self, max_norm: float) -> None:
-        scale, given = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        self._clipped = clip(self._squared_norm(), max_norm, scale, given)
-        found = self._clipped.found_inf
-        if given is not None:  # whoever has set it counts what it says
-            given = given.reshape(()).to(found.device, non_blocking=not found.is_cpu)
-            found = found.masked_fill(given.ne(0), 0)
-        self._count_skip(found)
-
-    def _scalars(self, group: Group, device: torch.device) -> Scalars:
-        scalars = super()._scalars(group, device)
-        if self._clipped is None:
-            return scalars
-        divisor = moved(self._clipped.divisor, device)
-        found_inf = moved(self._clipped.found_inf, device)
-        return scalars._replace(grad_scale=divisor, found_inf=found_inf)
-
     def _apply(self, group: Group, work: Work, scalars: Scalars) -> None:
-        slabs, places = work.slabs, work.places
-        noise = places.pop("noise")
-        shared: dict[str, Any] = dict(
-            **places,
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            eps_inside_sqrt=group["eps_inside_sqrt"],
-            bias_correction=group["bias_correction"],
-            found_inf=scalars.found_inf,
-        )
-        state = (slabs["exp_avg"], slabs["exp_avg_sq"], slabs[STEP])
-        squares = lamb_moments_(
-            work.params,
-            work.grads,
-            *state,
-            noise=noise,
-            maximize=group["maximize"],
-            grad_scale=scalars.grad_scale,
-            **shared,
-        )
+        arguments = self._arguments(group, work, scalars)
+        squares = lamb_moments_(**LAMB_MOMENTS.taken_from(arguments))
         squares = sum_over_shards(squares, work.owners)
         coefficients = lamb_coefficients(squares, group["min_coeff"], group["max_coeff"])
-        lamb_apply_(work.params, *state, coefficients, lr=scalars.lr, **shared)
+        lamb_apply_(**LAMB_APPLY.taken_from(arguments), coefficients=coefficients)
         self._coefficients = [*self._coefficients, (work.owners, coefficients)]

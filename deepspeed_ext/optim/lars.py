@@ -5,13 +5,18 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from deepspeed_ext.dtensors import sum_over_shards
-from deepspeed_ext.ops.optimizers.lars import lars_apply_, lars_coefficients, lars_norms
-from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer
-from deepspeed_ext.optim.checks import check_value
+from deepspeed_ext.ops.optimizers.lars import (
+    LARS_APPLY,
+    LARS_NORMS,
+    lars_apply_,
+    lars_coefficients,
+    lars_norms,
+)
+from deepspeed_ext.ops.optimizers.step_op import Number
+from deepspeed_ext.optim.base import Scalars, SlabOptimizer
 from deepspeed_ext.optim.formats import FormatOptions
-from deepspeed_ext.optim.slabs import STEP, Work
-
-_BUFFER = "momentum_buffer"
+from deepspeed_ext.optim.slabs import Work
+from deepspeed_ext.optim.traits import Group, Traits
 
 
 class Lars(SlabOptimizer):
@@ -45,8 +50,7 @@ class Lars(SlabOptimizer):
     Algorithm 1. The formula is that of `deepspeed_ext.ops.lars_norms` and `lars_apply_`.
     """
 
-    _devices = ("cpu", "cuda")
-    _optional_state = SlabOptimizer._optional_state | {_BUFFER}
+    traits = Traits(LARS_APPLY, options=(Number("eeta", least=0), Number("epsilon", least=0)))
 
     def __init__(
         self,
@@ -60,42 +64,13 @@ class Lars(SlabOptimizer):
         maximize: bool = False,
         **formats: Unpack[FormatOptions],
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            momentum=momentum,
-            eeta=eeta,
-            weight_decay=weight_decay,
-            epsilon=epsilon,
-            maximize=maximize,
-        )
-        super().__init__(params, defaults, **formats)
-
-    def _check_group(self, group: Group) -> None:
-        super()._check_group(group)
-        momentum = group["momentum"]
-        check_value(self, "momentum", momentum, 0 <= momentum < 1, "at least 0 and below 1")
-        for name in ("eeta", "epsilon"):
-            check_value(self, name, group[name], group[name] >= 0, "at least 0")
-
-    def _state_keys(self, group: Group) -> tuple[str, ...]:
-        return (_BUFFER,) if group["momentum"] != 0 else ()
+        super().__init__(params, self.traits.defaults(locals()), **formats)
 
     def _apply(self, group: Group, work: Work, scalars: Scalars) -> None:
-        places, scale = work.places, scalars.grad_scale
-        originals = {key: places[key] for key in ("master_params", "offsets", "slots")}
-        squares = lars_norms(work.params, work.grads, **originals, grad_scale=scale)
+        arguments = self._arguments(group, work, scalars)
+        squares = lars_norms(**LARS_NORMS.taken_from(arguments))
         squares = sum_over_shards(squares, work.owners)
-        lars_apply_(
-            work.params,
-            work.grads,
-            work.slabs[STEP],
-            lars_coefficients(squares, group["eeta"], group["weight_decay"], group["epsilon"]),
-            momentum_buffers=work.slabs.get(_BUFFER, ()),
-            lr=scalars.lr,
-            momentum=group["momentum"],
-            weight_decay=group["weight_decay"],
-            maximize=group["maximize"],
-            grad_scale=scale,
-            found_inf=scalars.found_inf,
-            **places,
+        coefficients = lars_coefficients(
+            squares, group["eeta"], group["weight_decay"], group["epsilon"]
         )
+        lars_apply_(**arguments, coefficients=coefficients)

@@ -1,44 +1,21 @@
 """Lion as an optimizer: DeepSpeedCPULion for parameters on the CPU, FusedLion on CUDA."""
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from deepspeed_ext.ops.optimizers.lion import lion_step_
-from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer
-from deepspeed_ext.optim.checks import check_betas, check_flags
+from deepspeed_ext.ops.optimizers.lion import LION, lion_step_
+from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.checks import check_flags
 from deepspeed_ext.optim.formats import CompactOptions, FormatOptions
 from deepspeed_ext.optim.set_grad_none import SetGradNone
-from deepspeed_ext.optim.slabs import STEP, Work
+from deepspeed_ext.optim.traits import Traits
 
 
 class _Lion(SlabOptimizer):
     """Lion on the devices that a subclass names."""
 
-    def _check_group(self, group: Group) -> None:
-        super()._check_group(group)
-        check_betas(self, group)
-
-    def _state_keys(self, group: Group) -> tuple[str, ...]:
-        return ("exp_avg",)
-
-    def _apply(self, group: Group, work: Work, scalars: Scalars) -> None:
-        lion_step_(
-            work.params,
-            work.grads,
-            work.slabs["exp_avg"],
-            work.slabs[STEP],
-            **work.places,
-            lr=scalars.lr,
-            betas=group["betas"],
-            weight_decay=group["weight_decay"],
-            maximize=group["maximize"],
-            grad_scale=scalars.grad_scale,
-            found_inf=scalars.found_inf,
-        )
+    _call_op = staticmethod(lion_step_)
 
 
 class DeepSpeedCPULion(_Lion):
@@ -67,8 +44,7 @@ class DeepSpeedCPULion(_Lion):
     formula is that of `deepspeed_ext.ops.lion_step_`.
     """
 
-    _devices = ("cpu",)
-    _elsewhere: ClassVar[Mapping[str, str]] = {"cuda": "FusedLion"}
+    traits = Traits(LION, devices=("cpu",), elsewhere={"cuda": "FusedLion"})
 
     def __init__(
         self,
@@ -81,7 +57,7 @@ class DeepSpeedCPULion(_Lion):
         maximize: bool = False,
         **formats: Unpack[CompactOptions],
     ) -> None:
-        defaults = dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)
+        defaults = self.traits.defaults(locals())
         super().__init__(
             model_params, defaults, fp32_optimizer_states=fp32_optimizer_states, **formats
         )
@@ -109,8 +85,7 @@ class FusedLion(SetGradNone, _Lion):
         TypeError: a parameter wraps other tensors and is no DTensor.
     """
 
-    _devices = ("cuda",)
-    _elsewhere: ClassVar[Mapping[str, str]] = {"cpu": "DeepSpeedCPULion"}
+    traits = Traits(LION, devices=("cuda",), elsewhere={"cpu": "DeepSpeedCPULion"})
 
     def __init__(
         self,
@@ -125,5 +100,5 @@ class FusedLion(SetGradNone, _Lion):
     ) -> None:
         check_flags(self, {"set_grad_none": set_grad_none})
         self.set_grad_none = set_grad_none
-        defaults = dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)
+        defaults = self.traits.defaults(locals())
         super().__init__(params, defaults, **formats)

@@ -1,12 +1,13 @@
 """What numbers in state must be, or a step would destroy: looked at when state is loaded."""
 
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from deepspeed_ext.optim.checks import COUNT, title_of_state
-from deepspeed_ext.optim.formats import MASTER, REMAINDER, SCALE, SIGNED
+from deepspeed_ext.optim.formats import MASTER, REMAINDER, SCALE
 from deepspeed_ext.optim.slabs import STEP, Bucket
 
 if TYPE_CHECKING:
@@ -14,16 +15,21 @@ if TYPE_CHECKING:
 
 
 class Numbers:
-    """Checks of loaded numbers: queued for whole slabs, and read by the host all at once."""
+    """Checks of loaded numbers: queued for whole slabs, and read by the host all at once.
 
-    def __init__(self) -> None:
+    Args:
+        signed: keys of state that may be negative.
+    """
+
+    def __init__(self, signed: Container[str]) -> None:
+        self._signed = signed
         self._verdicts: list[Tensor] = []
         self._subjects: list[tuple[str, Bucket | Tensor, Tensor]] = []
 
     def look_at(self, bucket: Bucket) -> None:
         """Queue the checks of what is in the slabs of a bucket."""
         for key, [slab] in bucket.slabs.items():
-            if key == STEP or is_unsigned(key, slab):
+            if key == STEP or self._is_unsigned(key, slab):
                 self._queue(key, bucket, slab)
         for key, scales in bucket.scales.items():
             self._queue(key + SCALE, bucket, scales)
@@ -36,7 +42,7 @@ class Numbers:
             param: the parameter.
             value: what this process has been given of it.
         """
-        if key.endswith(SCALE) or key == REMAINDER or is_unsigned(key, value):
+        if key.endswith(SCALE) or key == REMAINDER or self._is_unsigned(key, value):
             self._queue(key, param, value)
 
     def check(self, optimizer: "SlabOptimizer") -> None:
@@ -50,15 +56,15 @@ class Numbers:
                 if not fits:
                     _refuse(optimizer, *self._subjects[place])
 
+    def _is_unsigned(self, key: str, values: Tensor) -> bool:
+        """Return whether these are floats that must not be negative."""
+        may_be = key in self._signed or key in (MASTER, REMAINDER)
+        return values.is_floating_point() and not may_be
+
     def _queue(self, key: str, whose: Bucket | Tensor, values: Tensor) -> None:
         if values.numel():
             self._verdicts.append(_fit(key, values))
             self._subjects.append((key, whose, values))
-
-
-def is_unsigned(key: str, values: Tensor) -> bool:
-    """Return whether these are floats that must not be negative."""
-    return key not in SIGNED and key not in (MASTER, REMAINDER) and values.is_floating_point()
 
 
 def _fit(key: str, values: Tensor) -> Tensor:

@@ -89,9 +89,7 @@ class Plans:
             return False
         return all(
             not _differ(plan.params, group["params"])
-            and all(
-                bucket.dtypes == optimizer._dtypes(group, bucket.dtype) for bucket in plan.buckets
-            )
+            and all(b.dtypes == dtypes_of(optimizer, group, b.dtype) for b in plan.buckets)
             for group, plan in zip(groups, plans, strict=True)
         )
 
@@ -119,7 +117,7 @@ class Plans:
                     "its error says why"
                 )
 
-        numbers = Numbers()
+        numbers = Numbers(optimizer.traits.signed)
         self._build(optimizer, numbers, agree)
         numbers.check(optimizer)
         agree()
@@ -154,16 +152,16 @@ class Plans:
             check_param(optimizer, param)
             kind = (local(param).device, param.dtype, is_dtensor(param))
             by_kind.setdefault(kind, []).append(param)
-        keys = self._noise_keys(optimizer)
+        keys, traits = self._noise_keys(optimizer), optimizer.traits
         buckets = []
         for (device, dtype, _), members in by_kind.items():
             check_no_capture(optimizer, device, "step before, which creates the state")
-            dtypes = optimizer._dtypes(group, dtype)
+            dtypes = dtypes_of(optimizer, group, dtype)
             for part in cut(members):
                 noise_keys = [keys[id(param)] for param in part] if keys else None
-                bucket = Bucket(part, dtypes, noise_keys, len(optimizer._devices) > 1)
+                bucket = Bucket(part, dtypes, traits.signed, noise_keys, len(traits.devices) > 1)
                 for i, param in enumerate(part):
-                    values = optimizer._completed(group, param, optimizer.state.get(param, {}))
+                    values = traits.completed(group, optimizer.state.get(param, {}))
                     others = {k: v for k, v in values.items() if not is_of_format(k, dtypes)}
                     entry = {**others, **bucket.fill(i, values, numbers)}
                     optimizer.state[param] = Entry(
@@ -192,6 +190,13 @@ class Plans:
             plan.buckets += self._make_buckets(optimizer, group, params)
 
 
+def dtypes_of(
+    optimizer: "SlabOptimizer", group: dict[str, Any], param_dtype: torch.dtype
+) -> dict[str, torch.dtype]:
+    """Return the dtype of each slab for parameters of a group, except that of steps."""
+    return optimizer.state_format.dtypes(optimizer.traits.state_keys(group), param_dtype)
+
+
 def follow_shapes(optimizer: "SlabOptimizer") -> None:
     """Give state the shapes of parameters that have got others, as by `p.data = p.data.view(-1)`.
 
@@ -201,7 +206,7 @@ def follow_shapes(optimizer: "SlabOptimizer") -> None:
         for param in group["params"]:
             entry = optimizer.state.get(param)
             if isinstance(entry, Entry) and entry.shape != param.shape and not is_dtensor(param):
-                entry.take_shape(param, optimizer._dtypes(group, param.dtype))
+                entry.take_shape(param, dtypes_of(optimizer, group, param.dtype))
 
 
 def _has_state(optimizer: "SlabOptimizer", group: dict[str, Any], param: Tensor) -> bool:
@@ -210,7 +215,7 @@ def _has_state(optimizer: "SlabOptimizer", group: dict[str, Any], param: Tensor)
     check_entry(optimizer, param, entry)
     if not entry:
         return False
-    dtypes = optimizer._dtypes(group, param.dtype)
+    dtypes = dtypes_of(optimizer, group, param.dtype)
     if STEP not in entry and dtypes.keys().isdisjoint(entry):
         return False  # only what somebody else keeps there
     check_param(optimizer, param)

@@ -7,13 +7,23 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from deepspeed_ext.ops.optimizers.sgd import sgd_step_
-from deepspeed_ext.optim.base import Group, Scalars, SlabOptimizer
+from deepspeed_ext.ops.optimizers.sgd import SGD, sgd_step_
+from deepspeed_ext.optim.base import SlabOptimizer
 from deepspeed_ext.optim.checks import check_value
 from deepspeed_ext.optim.formats import FormatOptions
-from deepspeed_ext.optim.slabs import STEP, Work
+from deepspeed_ext.optim.slabs import STEP
+from deepspeed_ext.optim.traits import Group, Traits
 
 _BUFFER = "momentum_buffer"
+
+
+def _completed(group: Group, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Tell from the buffer whether its first step is over, as torch's SGD does."""
+    if group["momentum"] == 0:
+        return values
+    if values.get(_BUFFER) is None:
+        return {**values, STEP: 0}
+    return values if values.get(STEP) is not None else {**values, STEP: 1}
 
 
 class FusedSGD(SlabOptimizer):
@@ -45,8 +55,8 @@ class FusedSGD(SlabOptimizer):
     2013, Equations 3 and 4. The formula is that of `deepspeed_ext.ops.sgd_step_`.
     """
 
-    _devices = ("cpu", "cuda")
-    _optional_state = SlabOptimizer._optional_state | {STEP, _BUFFER}  # torch's SGD has no step
+    traits = Traits(SGD, unsaved=frozenset({STEP}), completed=_completed)
+    _call_op = staticmethod(sgd_step_)
 
     def __init__(
         self,
@@ -61,53 +71,11 @@ class FusedSGD(SlabOptimizer):
         maximize: bool = False,
         **formats: Unpack[FormatOptions],
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            wd_after_momentum=wd_after_momentum,
-            maximize=maximize,
-        )
-        super().__init__(params, defaults, **formats)
+        super().__init__(params, self.traits.defaults(locals()), **formats)
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
         momentum, dampening = group["momentum"], group["dampening"]
-        check_value(self, "momentum", momentum, momentum >= 0, "at least 0")
-        check_value(self, "dampening", dampening, dampening == dampening, "a number")
         fits = momentum > 0 and dampening == 0
         want = "False without momentum or with dampening"
         check_value(self, "nesterov", group["nesterov"], fits or not group["nesterov"], want)
-
-    def _state_keys(self, group: Group) -> tuple[str, ...]:
-        return (_BUFFER,) if group["momentum"] != 0 else ()
-
-    def _completed(
-        self, group: Group, param: Tensor, values: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
-        """Tell from the buffer whether its first step is over, as torch's SGD does."""
-        if group["momentum"] == 0:
-            return values
-        if values.get(_BUFFER) is None:
-            return {**values, STEP: 0}
-        return values if values.get(STEP) is not None else {**values, STEP: 1}
-
-    def _apply(self, group: Group, work: Work, scalars: Scalars) -> None:
-        sgd_step_(
-            work.params,
-            work.grads,
-            work.slabs[STEP],
-            momentum_buffers=work.slabs.get(_BUFFER, ()),
-            **work.places,
-            lr=scalars.lr,
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"],
-            wd_after_momentum=group["wd_after_momentum"],
-            maximize=group["maximize"],
-            grad_scale=scalars.grad_scale,
-            found_inf=scalars.found_inf,
-        )

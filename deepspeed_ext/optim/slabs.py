@@ -115,6 +115,7 @@ class Bucket:
     Args:
         params: at least one; dense, in any order of dimensions; all of them DTensors, or none.
         dtypes: for each state key except "step", the dtype of its slab; uint8 for 8-bit codes.
+        signed: keys of state that may be negative.
         noise_keys: of the parameters, if their state is rounded at random.
         may_move: whether some of the parameters may go to another device.
     """
@@ -123,10 +124,12 @@ class Bucket:
         self,
         params: list[Tensor],
         dtypes: Mapping[str, torch.dtype],
+        signed: Container[str],
         noise_keys: Sequence[int] | None = None,
         may_move: bool = False,
     ) -> None:
         self.params = params
+        self._signed = signed
         self.may_move = may_move
         self.dtypes = dict(dtypes)
         self.is_sharded = is_dtensor(params[0])
@@ -237,11 +240,12 @@ class Bucket:
                 views[key].copy_(local(values[key]))
                 views[key + SCALE].copy_(values[key + SCALE])
                 continue
-            value = restored(key, values, param)
+            signed = key in self._signed
+            value = restored(key, values, param, signed=signed)
             if value is not None:
                 if numbers is not None:
                     self._note_source(numbers, key, param, values, value)
-                store(key, views[key], views.get(key + SCALE), value)
+                store(views[key], views.get(key + SCALE), value, signed=signed)
             elif key == MASTER:
                 views[key].copy_(local(param))
         return self.shown(i)
@@ -352,19 +356,6 @@ def cut(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         elements += padded
     if part:
         yield part
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill their memory, in any order of dimensions."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _padded(param: Tensor, alignment: int) -> int:

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext import ops
+from deepspeed_ext.ops.optimizers import adagrad, adam, lion, sgd
 from deepspeed_ext.ops.optimizers.state_formats import (
     decode_blocks,
     encode_blocks,
     join_float32,
     split_float32,
 )
+from deepspeed_ext.ops.optimizers.step_op import StepOp
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 Arguments = dict[str, Any]  # keyword arguments of an op that hold lists of tensors
@@ -64,7 +66,7 @@ class Step:
 
     Args:
         name: its file, without suffix.
-        states: its state arguments, those of most calls; `signed` says which may be negative.
+        op: what is known of it; of a step in two, of the op that has all states.
         base: numbers for a call.
         changes: of `base`, which together reach every branch. A number of grad_scale, or of lr with
             lr_dtype, becomes a tensor in `options`; "states" replaces the usual states.
@@ -73,15 +75,24 @@ class Step:
     """
 
     name: str
-    states: tuple[str, ...]
+    op: StepOp
     base: dict[str, Any]
     changes: list[Change]
     errors: Callable[..., dict[str, Tensor]]
     dtypes: list[Dtypes]
-    signed: frozenset[str] = frozenset({"exp_avgs", "momentum_buffers"})
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Its state arguments, those of most calls."""
+        return tuple(state.argument for state in self.op.usual_states)
+
+    @property
+    def signed(self) -> frozenset[str]:
+        """Those of its state arguments that may be negative."""
+        return frozenset(state.argument for state in self.op.states if state.signed)
 
     @property
     def title(self) -> str:
@@ -105,10 +116,10 @@ class Step:
         return options(self, change)
 
 
-AMSGRAD = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
+AMSGRAD = tuple(state.argument for state in adam.ADAM.states)
 ADAM = Step(
     "adam",
-    AMSGRAD[:2],
+    adam.ADAM,
     dict(lr=0.1, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.1),
     [
         {},
@@ -126,7 +137,7 @@ ADAM = Step(
 )
 LION = Step(
     "lion",
-    ("exp_avgs",),
+    lion.LION,
     dict(lr=0.1, betas=(0.9, 0.99), weight_decay=0.1),
     [
         {},
@@ -138,7 +149,7 @@ LION = Step(
 )
 ADAGRAD = Step(
     "adagrad",
-    ("sums",),
+    adagrad.ADAGRAD,
     dict(lr=0.1, lr_decay=0.01, eps=1e-3, weight_decay=0.1),
     [
         {},
@@ -150,7 +161,7 @@ ADAGRAD = Step(
 )
 SGD = Step(
     "sgd",
-    ("momentum_buffers",),
+    sgd.SGD,
     dict(lr=0.1, momentum=0.9, dampening=0.25, weight_decay=0.1),
     [
         {},

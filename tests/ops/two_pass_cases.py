@@ -30,6 +30,7 @@ from step_cases import (
 from torch import Tensor
 
 from deepspeed_ext import ops
+from deepspeed_ext.ops.optimizers import lamb, lars
 from deepspeed_ext.ops.optimizers.state_formats import decode_blocks, encode_blocks, split_float32
 
 CHUNK = 65536  # elements that the CPU adds up at once
@@ -101,7 +102,7 @@ def gradient(
 
 LAMB = TwoPass(
     "lamb",
-    ("exp_avgs", "exp_avg_sqs"),
+    lamb.LAMB_MOMENTS,
     dict(lr=0.1, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.1),
     [
         {},
@@ -120,7 +121,7 @@ LAMB = TwoPass(
 )
 LARS = TwoPass(
     "lars",
-    ("momentum_buffers",),
+    lars.LARS_APPLY,
     dict(lr=0.1, momentum=0.9, weight_decay=0.1),
     [
         {},

@@ -4,24 +4,25 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define
-from deepspeed_ext.ops.optimizers._step import (
-    ON_HOST,
-    StepReference,
-    count_writes,
-    number_or_tensor,
+from deepspeed_ext.ops.optimizers.step_op import (
+    EPS,
+    WEIGHT_DECAY,
+    Number,
+    State,
+    StepOp,
+    step_function,
+)
+from deepspeed_ext.ops.optimizers.step_reference import StepReference, reference_of
+
+ADAGRAD = StepOp(
+    name="adagrad_step_",
+    library="adagrad",
+    states=(State("sum", signed=False),),
+    options=(Number("lr_decay", least=0), EPS, WEIGHT_DECAY),
 )
 
-_adagrad_step_op = define(
-    "adagrad_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] sums, Tensor(c!)[] scales,"
-    " Tensor(d!)[] master_params, Tensor(e!)[] steps, Tensor? offsets, Tensor? slots,"
-    " Tensor? noise, float lr, Tensor? lr_tensor, float lr_decay, float eps, float weight_decay,"
-    " bool maximize, Tensor? grad_scale, Tensor? found_inf) -> ()",
-    {"cpu": "cpu_adagrad", "cuda": "fused_adagrad"},
-    on_host=ON_HOST,
-)
 
-
+@step_function(ADAGRAD)
 def adagrad_step_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -74,48 +75,20 @@ def adagrad_step_(
     with the options of ``torch.optim.Adagrad``. ``adagrad_step_ref_`` is the same formula in
     float64.
     """
-    if not params and not grads:  # no tensor, so no device to dispatch on
-        return
-    _adagrad_step_op(
-        params, grads, sums, scales, master_params, steps, offsets, slots, noise,
-        *number_or_tensor(lr), lr_decay, eps, weight_decay, maximize, grad_scale, found_inf,
-    )  # fmt: skip
-    count_writes(params, sums, scales, master_params, steps)
 
 
-def adagrad_step_ref_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    sums: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    *,
-    scales: Sequence[Tensor] = (),
-    master_params: Sequence[Tensor] = (),
-    offsets: Tensor | None = None,
-    slots: Tensor | None = None,
-    noise: Tensor | None = None,
-    lr: float | Tensor,
-    lr_decay: float = 0.0,
-    eps: float = 1e-10,
-    weight_decay: float = 0.0,
-    maximize: bool = False,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
+@reference_of(adagrad_step_, ADAGRAD)
+def adagrad_step_ref_(reference: StepReference) -> None:
     """Do what adagrad_step_ does, in float64 and plain torch: its definition, for tests.
 
     State in 8-bit codes is rounded to the nearest here, noise or not.
     """
-    reference = StepReference(
-        params, grads, [sums], (False,), scales, master_params, steps, offsets, slots,
-        maximize, grad_scale, found_inf,
-    )  # fmt: skip
-    rate = float(lr)
+    o = reference.options
 
     def formula(t: float, theta: Tensor, g: Tensor, total: Tensor) -> tuple[Tensor, ...]:
-        if weight_decay != 0:
-            g = g + weight_decay * theta
+        if o.weight_decay != 0:
+            g = g + o.weight_decay * theta
         total = total + g**2
-        return theta - rate / (1 + (t - 1) * lr_decay) * g / (total.sqrt() + eps), total
+        return theta - o.lr / (1 + (t - 1) * o.lr_decay) * g / (total.sqrt() + o.eps), total
 
     reference.run(formula)

@@ -5,26 +5,36 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define
-from deepspeed_ext.ops.optimizers._step import (
-    ON_HOST,
-    StepReference,
-    count_writes,
-    number_or_tensor,
+from deepspeed_ext.ops.optimizers.step_op import (
+    BETAS,
+    EPS,
+    WEIGHT_DECAY,
+    Flag,
+    State,
+    StepOp,
+    step_function,
+)
+from deepspeed_ext.ops.optimizers.step_reference import StepReference, reference_of
+
+ADAM = StepOp(
+    name="adam_step_",
+    library="adam",
+    states=(
+        State("exp_avg", signed=True),
+        State("exp_avg_sq", signed=False),
+        State("max_exp_avg_sq", signed=False, when="amsgrad"),
+    ),
+    options=(
+        BETAS,
+        EPS,
+        WEIGHT_DECAY,
+        Flag("decoupled", "decoupled_weight_decay"),
+        Flag("bias_correction"),
+    ),
 )
 
-_adam_step_op = define(
-    "adam_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs,"
-    " Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] scales,"
-    " Tensor(f!)[] master_params, Tensor(g!)[] steps, Tensor? offsets, Tensor? slots,"
-    " Tensor? noise, float lr, Tensor? lr_tensor, float beta1, float beta2, float eps,"
-    " float weight_decay, bool decoupled, bool bias_correction, bool maximize,"
-    " Tensor? grad_scale, Tensor? found_inf) -> ()",
-    {"cpu": "cpu_adam", "cuda": "fused_adam"},
-    on_host=ON_HOST,
-)
 
-
+@step_function(ADAM)
 def adam_step_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -108,65 +118,31 @@ def adam_step_(
     Beyond", 2018, Algorithm 2 (with the maximum taken before the bias correction, as in
     ``torch.optim``). ``adam_step_ref_`` is the same formula in float64.
     """
-    if not params and not grads:  # no tensor, so no device to dispatch on
-        return
-    _adam_step_op(
-        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, scales, master_params, steps,
-        offsets, slots, noise, *number_or_tensor(lr), *betas, eps, weight_decay, decoupled,
-        bias_correction, maximize, grad_scale, found_inf,
-    )  # fmt: skip
-    count_writes(params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, scales, master_params, steps)
 
 
-def adam_step_ref_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    *,
-    max_exp_avg_sqs: Sequence[Tensor] = (),
-    scales: Sequence[Tensor] = (),
-    master_params: Sequence[Tensor] = (),
-    offsets: Tensor | None = None,
-    slots: Tensor | None = None,
-    noise: Tensor | None = None,
-    lr: float | Tensor,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    decoupled: bool = True,
-    bias_correction: bool = True,
-    maximize: bool = False,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
+@reference_of(adam_step_, ADAM)
+def adam_step_ref_(reference: StepReference) -> None:
     """Do what adam_step_ does, in float64 and plain torch: its definition, for tests.
 
     State in 8-bit codes is rounded to the nearest here, noise or not.
     """
-    states = [exp_avgs, exp_avg_sqs, *([max_exp_avg_sqs] if max_exp_avg_sqs else [])]
-    reference = StepReference(
-        params, grads, states, (True, False, False), scales, master_params, steps, offsets, slots,
-        maximize, grad_scale, found_inf,
-    )  # fmt: skip
-    rate = float(lr)
-    beta1, beta2 = betas
+    o = reference.options
+    beta1, beta2 = o.betas
 
     def formula(
         t: float, theta: Tensor, g: Tensor, m: Tensor, v: Tensor, *largest: Tensor
     ) -> tuple[Tensor, ...]:
-        if weight_decay != 0 and not decoupled:
-            g = g + weight_decay * theta
+        if o.weight_decay != 0 and not o.decoupled:
+            g = g + o.weight_decay * theta
         m = beta1 * m + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * g**2
         largest = tuple(torch.maximum(old, v) for old in largest)
         m_unbiased, v_unbiased = m, largest[0] if largest else v
-        if bias_correction:
+        if o.bias_correction:
             m_unbiased = m_unbiased / (1 - beta1**t)
             v_unbiased = v_unbiased / (1 - beta2**t)
-        decay = rate * weight_decay * theta if weight_decay != 0 and decoupled else 0
-        theta = theta - decay - rate * m_unbiased / (v_unbiased.sqrt() + eps)
+        decay = o.lr * o.weight_decay * theta if o.weight_decay != 0 and o.decoupled else 0
+        theta = theta - decay - o.lr * m_unbiased / (v_unbiased.sqrt() + o.eps)
         return theta, m, v, *largest
 
     reference.run(formula)

@@ -6,39 +6,44 @@ can then be summed over the processes that hold shards of a parameter; the secon
 """
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define
-from deepspeed_ext.ops.optimizers._step import (
-    ON_HOST,
-    StepReference,
-    count_writes,
-    number_or_tensor,
+from deepspeed_ext.ops.optimizers.step_op import (
+    BETAS,
+    EPS,
+    WEIGHT_DECAY,
+    Flag,
+    State,
+    StepOp,
+    step_function,
+)
+from deepspeed_ext.ops.optimizers.step_reference import StepReference, reference_of
+
+_STATES = (State("exp_avg", signed=True), State("exp_avg_sq", signed=False))
+_OPTIONS = (BETAS, EPS, WEIGHT_DECAY, Flag("eps_inside_sqrt"), Flag("bias_correction"))
+LAMB_MOMENTS = StepOp(
+    name="lamb_moments_",
+    library="lamb",
+    states=_STATES,
+    options=_OPTIONS,
+    lacks=("coefficients", "lr"),
+    reads=("params", "grads", "master_params"),
+    measures=True,
+)
+LAMB_APPLY = StepOp(
+    name="lamb_apply_",
+    library="lamb",
+    states=_STATES,
+    options=_OPTIONS,
+    lacks=("grads", "noise", "maximize", "grad_scale"),
+    reads=("exp_avgs", "exp_avg_sqs", "scales", "steps"),
 )
 
-_LIBRARIES = {"cpu": "cpu_lamb", "cuda": "fused_lamb"}
-_lamb_moments_op = define(
-    "lamb_moments_(Tensor[] params, Tensor[] grads, Tensor(a!)[] exp_avgs,"
-    " Tensor(b!)[] exp_avg_sqs, Tensor(c!)[] scales, Tensor[] master_params, Tensor(d!)[] steps,"
-    " Tensor? offsets, Tensor? slots, Tensor? noise, float beta1, float beta2, float eps,"
-    " float weight_decay, bool eps_inside_sqrt, bool bias_correction, bool maximize,"
-    " Tensor? grad_scale, Tensor? found_inf) -> Tensor",
-    _LIBRARIES,
-    fake=lambda params, *others: params[0].new_empty(len(params), 2, dtype=torch.float64),
-    on_host=ON_HOST,
-)
-_lamb_apply_op = define(
-    "lamb_apply_(Tensor(a!)[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] scales,"
-    " Tensor(b!)[] master_params, Tensor[] steps, Tensor? offsets, Tensor? slots,"
-    " Tensor coefficients, float lr, Tensor? lr_tensor, float beta1, float beta2, float eps,"
-    " float weight_decay, bool eps_inside_sqrt, bool bias_correction, Tensor? found_inf) -> ()",
-    _LIBRARIES,
-    on_host=ON_HOST,
-)
 
-
+@step_function(LAMB_MOMENTS)
 def lamb_moments_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -102,15 +107,7 @@ def lamb_moments_(
     See: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes",
     2020, Algorithm 2. ``lamb_moments_ref_`` is the same formula in float64.
     """
-    if not params and not grads:  # no tensor, so no device to dispatch on
-        return torch.zeros(0, 2, dtype=torch.float64)
-    squares: Tensor = _lamb_moments_op(
-        params, grads, exp_avgs, exp_avg_sqs, scales, master_params, steps, offsets, slots, noise,
-        *betas, eps, weight_decay, eps_inside_sqrt, bias_correction, maximize, grad_scale,
-        found_inf,
-    )  # fmt: skip
-    count_writes(exp_avgs, exp_avg_sqs, scales, steps)
-    return squares
+    return torch.zeros(0, 2, dtype=torch.float64)
 
 
 def lamb_coefficients(
@@ -139,6 +136,7 @@ def lamb_coefficients(
     return quotient.masked_fill((squares == 0).any(1), 1).float()
 
 
+@step_function(LAMB_APPLY)
 def lamb_apply_(
     params: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
@@ -189,67 +187,27 @@ def lamb_apply_(
 
     See: You et al. 2020, Algorithm 2. ``lamb_apply_ref_`` is the same formula in float64.
     """
-    if not params:  # no tensor, so no device to dispatch on
-        return
-    _lamb_apply_op(
-        params, exp_avgs, exp_avg_sqs, scales, master_params, steps, offsets, slots, coefficients,
-        *number_or_tensor(lr), *betas, eps, weight_decay, eps_inside_sqrt, bias_correction,
-        found_inf,
-    )  # fmt: skip
-    count_writes(params, master_params)
 
 
-def lamb_update_ref(
-    step: float,
-    theta: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    eps_inside_sqrt: bool,
-    bias_correction: bool,
-) -> Tensor:
+def _update(o: SimpleNamespace, step: float, theta: Tensor, m: Tensor, v: Tensor) -> Tensor:
     """Return the update of a parameter, before its learning rate: both ops' common definition."""
-    if bias_correction:
-        exp_avg = exp_avg / (1 - betas[0] ** step)
-        exp_avg_sq = exp_avg_sq / (1 - betas[1] ** step)
-    root = (exp_avg_sq + eps).sqrt() if eps_inside_sqrt else exp_avg_sq.sqrt() + eps
-    decay = weight_decay * theta if weight_decay != 0 else 0
-    return exp_avg / root + decay
+    if o.bias_correction:
+        m = m / (1 - o.betas[0] ** step)
+        v = v / (1 - o.betas[1] ** step)
+    root = (v + o.eps).sqrt() if o.eps_inside_sqrt else v.sqrt() + o.eps
+    decay = o.weight_decay * theta if o.weight_decay != 0 else 0
+    update: Tensor = m / root + decay
+    return update
 
 
-def lamb_moments_ref_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    *,
-    scales: Sequence[Tensor] = (),
-    master_params: Sequence[Tensor] = (),
-    offsets: Tensor | None = None,
-    slots: Tensor | None = None,
-    noise: Tensor | None = None,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    eps_inside_sqrt: bool = False,
-    bias_correction: bool = True,
-    maximize: bool = False,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> Tensor:
+@reference_of(lamb_moments_, LAMB_MOMENTS)
+def lamb_moments_ref_(reference: StepReference) -> Tensor:
     """Do what lamb_moments_ does, in float64 and plain torch: its definition, for tests.
 
     State in 8-bit codes is rounded to the nearest here, noise or not.
     """
-    reference = StepReference(
-        params, grads, [exp_avgs, exp_avg_sqs], (True, False), scales, master_params, steps,
-        offsets, slots, maximize, grad_scale, found_inf,
-    )  # fmt: skip
-    beta1, beta2 = betas
+    o = reference.options
+    beta1, beta2 = o.betas
     taken: list[float] = []
 
     def formula(t: float, theta: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -257,48 +215,22 @@ def lamb_moments_ref_(
         return theta, beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
 
     reference.run(formula)
+    params = reference.params
     squares = torch.zeros(len(params), 2, dtype=torch.float64, device=params[0].device)
     for i, t in enumerate(taken):
         theta = reference.original(i)
-        update = lamb_update_ref(
-            t, theta, *reference.state(i), betas=betas, eps=eps, weight_decay=weight_decay,
-            eps_inside_sqrt=eps_inside_sqrt, bias_correction=bias_correction,
-        )  # fmt: skip
+        update = _update(o, t, theta, *reference.state(i))
         squares[i] = torch.stack([theta.square().sum(), update.square().sum()])
     return squares
 
 
-def lamb_apply_ref_(
-    params: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    coefficients: Tensor,
-    *,
-    scales: Sequence[Tensor] = (),
-    master_params: Sequence[Tensor] = (),
-    offsets: Tensor | None = None,
-    slots: Tensor | None = None,
-    lr: float | Tensor,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    eps_inside_sqrt: bool = False,
-    bias_correction: bool = True,
-    found_inf: Tensor | None = None,
-) -> None:
+@reference_of(lamb_apply_, LAMB_APPLY)
+def lamb_apply_ref_(reference: StepReference) -> None:
     """Do what lamb_apply_ does, in float64 and plain torch: its definition, for tests."""
-    reference = StepReference(
-        params, (), [exp_avgs, exp_avg_sqs], (True, False), scales, master_params, steps, offsets,
-        slots, False, None, found_inf, advances=False,
-    )  # fmt: skip
-    rates = iter(float(lr) * coefficients.double())
+    o = reference.options
+    rates = iter(o.lr * o.coefficients.double())
 
     def formula(t: float, theta: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        update = lamb_update_ref(
-            t, theta, m, v, betas=betas, eps=eps, weight_decay=weight_decay,
-            eps_inside_sqrt=eps_inside_sqrt, bias_correction=bias_correction,
-        )  # fmt: skip
-        return (theta - next(rates) * update,)
+        return (theta - next(rates) * _update(o, t, theta, m, v),)
 
     reference.run(formula)

@@ -10,33 +10,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import call_recording_nothing, define
-from deepspeed_ext.ops.optimizers._step import (
-    ON_HOST,
-    StepReference,
-    count_writes,
-    number_or_tensor,
-)
+from deepspeed_ext.ops.optimizers.step_op import WEIGHT_DECAY, Number, State, StepOp, step_function
+from deepspeed_ext.ops.optimizers.step_reference import StepReference, reference_of
 
-_LIBRARIES = {"cpu": "cpu_lars", "cuda": "fused_lars"}
-_lars_norms_op = define(
-    "lars_norms(Tensor[] params, Tensor[] grads, Tensor[] master_params, Tensor? offsets,"
-    " Tensor? slots, Tensor? grad_scale) -> Tensor",
-    _LIBRARIES,
-    fake=lambda params, *others: params[0].new_empty(len(params), 2, dtype=torch.float64),
-    on_host=ON_HOST,
+LARS_NORMS = StepOp(
+    name="lars_norms",
+    library="lars",
+    states=(),
+    options=(),
+    lacks=("scales", "steps", "noise", "coefficients", "lr", "maximize", "found_inf"),
+    reads=("params", "grads", "master_params"),
+    measures=True,
 )
-_lars_apply_op = define(
-    "lars_apply_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers,"
-    " Tensor(c!)[] scales, Tensor(d!)[] master_params, Tensor(e!)[] steps, Tensor? offsets,"
-    " Tensor? slots, Tensor? noise, Tensor coefficients, float lr, Tensor? lr_tensor,"
-    " float momentum, float weight_decay, bool maximize, Tensor? grad_scale,"
-    " Tensor? found_inf) -> ()",
-    _LIBRARIES,
-    on_host=ON_HOST,
+LARS_APPLY = StepOp(
+    name="lars_apply_",
+    library="lars",
+    states=(State("momentum_buffer", signed=True, when="momentum"),),
+    options=(Number("momentum", least=0, below=1), WEIGHT_DECAY),
+    lacks=(),
 )
 
 
+@step_function(LARS_NORMS)
 def lars_norms(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -71,13 +66,7 @@ def lars_norms(
 
     See: ``lars_norms_ref`` is the same in plain torch.
     """
-    if not params and not grads:  # no tensor, so no device to dispatch on
-        return torch.zeros(0, 2, dtype=torch.float64)
-    with torch.no_grad():  # part of a step, as lars_apply_ is
-        squares: Tensor = call_recording_nothing(
-            _lars_norms_op, params, grads, master_params, offsets, slots, grad_scale
-        )
-    return squares
+    return torch.zeros(0, 2, dtype=torch.float64)
 
 
 def lars_coefficients(
@@ -104,6 +93,7 @@ def lars_coefficients(
     return quotient.masked_fill((squares == 0).any(1), 1).float()
 
 
+@step_function(LARS_APPLY)
 def lars_apply_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -156,71 +146,31 @@ def lars_apply_(
     See: You, Gitman & Ginsburg, "Large Batch Training of Convolutional Networks", 2017,
     Algorithm 1. ``lars_apply_ref_`` is the same formula in float64.
     """
-    if not params and not grads:  # no tensor, so no device to dispatch on
-        return
-    _lars_apply_op(
-        params, grads, momentum_buffers, scales, master_params, steps, offsets, slots, noise,
-        coefficients, *number_or_tensor(lr), momentum, weight_decay, maximize, grad_scale,
-        found_inf,
-    )  # fmt: skip
-    count_writes(params, momentum_buffers, scales, master_params, steps)
 
 
-def lars_norms_ref(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    *,
-    master_params: Sequence[Tensor] = (),
-    offsets: Tensor | None = None,
-    slots: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-) -> Tensor:
+@reference_of(lars_norms, LARS_NORMS)
+def lars_norms_ref(reference: StepReference) -> Tensor:
     """Do what lars_norms does, in float64 and plain torch: its definition, for tests."""
-    reference = StepReference(
-        params, grads, [], (), (), master_params, (), offsets, slots, False, grad_scale, None
-    )
-    scale = 1.0 if grad_scale is None else float(grad_scale)
     rows = [
-        torch.stack([reference.original(i).square().sum(), (grad.double() / scale).square().sum()])
-        for i, grad in enumerate(grads)
+        torch.stack([reference.original(i).square().sum(), reference.grad(i).square().sum()])
+        for i in range(len(reference.grads))
     ]
     return torch.stack(rows).detach()
 
 
-def lars_apply_ref_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    coefficients: Tensor,
-    *,
-    momentum_buffers: Sequence[Tensor] = (),
-    scales: Sequence[Tensor] = (),
-    master_params: Sequence[Tensor] = (),
-    offsets: Tensor | None = None,
-    slots: Tensor | None = None,
-    noise: Tensor | None = None,
-    lr: float | Tensor,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    maximize: bool = False,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
+@reference_of(lars_apply_, LARS_APPLY)
+def lars_apply_ref_(reference: StepReference) -> None:
     """Do what lars_apply_ does, in float64 and plain torch: its definition, for tests.
 
     State in 8-bit codes is rounded to the nearest here, noise or not.
     """
-    states = [momentum_buffers] if momentum_buffers else []
-    reference = StepReference(
-        params, grads, states, (True,), scales, master_params, steps, offsets, slots, maximize,
-        grad_scale, found_inf,
-    )  # fmt: skip
-    rates = iter(float(lr) * coefficients.double())
+    o = reference.options
+    rates = iter(o.lr * o.coefficients.double())
 
     def formula(t: float, theta: Tensor, g: Tensor, *buffers: Tensor) -> tuple[Tensor, ...]:
-        delta = next(rates) * (g + weight_decay * theta if weight_decay != 0 else g)
+        delta = next(rates) * (g + o.weight_decay * theta if o.weight_decay != 0 else g)
         for buffer in buffers:
-            delta = momentum * buffer + delta if momentum != 0 else delta
+            delta = o.momentum * buffer + delta if o.momentum != 0 else delta
         return theta - delta, *([delta] if buffers else [])
 
     reference.run(formula)

@@ -5,24 +5,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define
-from deepspeed_ext.ops.optimizers._step import (
-    ON_HOST,
-    StepReference,
-    count_writes,
-    number_or_tensor,
-)
+from deepspeed_ext.ops.optimizers.step_op import BETAS, WEIGHT_DECAY, State, StepOp, step_function
+from deepspeed_ext.ops.optimizers.step_reference import StepReference, reference_of
 
-_lion_step_op = define(
-    "lion_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] scales,"
-    " Tensor(d!)[] master_params, Tensor(e!)[] steps, Tensor? offsets, Tensor? slots,"
-    " Tensor? noise, float lr, Tensor? lr_tensor, float beta1, float beta2, float weight_decay,"
-    " bool maximize, Tensor? grad_scale, Tensor? found_inf) -> ()",
-    {"cpu": "cpu_lion", "cuda": "fused_lion"},
-    on_host=ON_HOST,
+LION = StepOp(
+    name="lion_step_",
+    library="lion",
+    states=(State("exp_avg", signed=True),),
+    options=(BETAS, WEIGHT_DECAY),
 )
 
 
+@step_function(LION)
 def lion_step_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -74,48 +68,21 @@ def lion_step_(
     See: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, Algorithm 2. The sign
     of 0 is 0, that of NaN is NaN. ``lion_step_ref_`` is the same formula in float64.
     """
-    if not params and not grads:  # no tensor, so no device to dispatch on
-        return
-    _lion_step_op(
-        params, grads, exp_avgs, scales, master_params, steps, offsets, slots, noise,
-        *number_or_tensor(lr), *betas, weight_decay, maximize, grad_scale, found_inf,
-    )  # fmt: skip
-    count_writes(params, exp_avgs, scales, master_params, steps)
 
 
-def lion_step_ref_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    *,
-    scales: Sequence[Tensor] = (),
-    master_params: Sequence[Tensor] = (),
-    offsets: Tensor | None = None,
-    slots: Tensor | None = None,
-    noise: Tensor | None = None,
-    lr: float | Tensor,
-    betas: tuple[float, float] = (0.9, 0.999),
-    weight_decay: float = 0.0,
-    maximize: bool = False,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
+@reference_of(lion_step_, LION)
+def lion_step_ref_(reference: StepReference) -> None:
     """Do what lion_step_ does, in float64 and plain torch: its definition, for tests.
 
     State in 8-bit codes is rounded to the nearest here, noise or not.
     """
-    reference = StepReference(
-        params, grads, [exp_avgs], (True,), scales, master_params, steps, offsets, slots,
-        maximize, grad_scale, found_inf,
-    )  # fmt: skip
-    rate = float(lr)
-    beta1, beta2 = betas
+    o = reference.options
+    beta1, beta2 = o.betas
 
     def formula(_: float, theta: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, ...]:
         update = _sign(beta1 * m + (1 - beta1) * g)
-        decay = weight_decay * theta if weight_decay != 0 else 0
-        return theta - rate * (update + decay), beta2 * m + (1 - beta2) * g
+        decay = o.weight_decay * theta if o.weight_decay != 0 else 0
+        return theta - o.lr * (update + decay), beta2 * m + (1 - beta2) * g
 
     reference.run(formula)
 

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 
 from deepspeed_ext.ops._compare import compare
-from deepspeed_ext.ops.optimizers.adagrad import adagrad_step_, adagrad_step_ref_
-from deepspeed_ext.ops.optimizers.adam import adam_step_, adam_step_ref_
+from deepspeed_ext.ops.optimizers.adagrad import ADAGRAD, adagrad_step_, adagrad_step_ref_
+from deepspeed_ext.ops.optimizers.adam import ADAM, adam_step_, adam_step_ref_
 from deepspeed_ext.ops.optimizers.l2_norm import squared_norms, squared_norms_ref
 from deepspeed_ext.ops.optimizers.lamb import (
+    LAMB_MOMENTS,
     lamb_apply_,
     lamb_apply_ref_,
     lamb_coefficients,
@@ -17,24 +18,26 @@ from deepspeed_ext.ops.optimizers.lamb import (
     lamb_moments_ref_,
 )
 from deepspeed_ext.ops.optimizers.lars import (
+    LARS_APPLY,
     lars_apply_,
     lars_apply_ref_,
     lars_coefficients,
     lars_norms,
     lars_norms_ref,
 )
-from deepspeed_ext.ops.optimizers.lion import lion_step_, lion_step_ref_
-from deepspeed_ext.ops.optimizers.sgd import sgd_step_, sgd_step_ref_
+from deepspeed_ext.ops.optimizers.lion import LION, lion_step_, lion_step_ref_
+from deepspeed_ext.ops.optimizers.sgd import SGD, sgd_step_, sgd_step_ref_
+from deepspeed_ext.ops.optimizers.step_op import StepOp
 
 
 def adagrad(device: str) -> None:
     """Run `_check_step` on adagrad_step_."""
-    _check_step(device, adagrad_step_, adagrad_step_ref_, ["sums"])
+    _check_step(device, adagrad_step_, adagrad_step_ref_, ADAGRAD)
 
 
 def adam(device: str) -> None:
     """Run `_check_step` on adam_step_."""
-    _check_step(device, adam_step_, adam_step_ref_, ["exp_avgs", "exp_avg_sqs"])
+    _check_step(device, adam_step_, adam_step_ref_, ADAM)
 
 
 def lamb(device: str) -> None:
@@ -49,8 +52,7 @@ def lamb(device: str) -> None:
         lamb_apply_ref_(coefficients=coefficients, lr=lr, **arguments)
 
     # In bfloat16 the second op would see other moments than the reference, which rounds nothing.
-    states, dtypes = ["exp_avgs", "exp_avg_sqs"], (torch.float32,)
-    _check_step(device, lamb_step, reference, states, dtypes, eps=1e-3)
+    _check_step(device, lamb_step, reference, LAMB_MOMENTS, (torch.float32,), eps=1e-3)
 
 
 def lars(device: str) -> None:
@@ -64,24 +66,24 @@ def lars(device: str) -> None:
         coefficients = lars_coefficients(lars_norms_ref(params, grads), eeta=0.1)
         lars_apply_ref_(params, grads, coefficients=coefficients, momentum=0.2, **arguments)
 
-    _check_step(device, lars_step, reference, ["momentum_buffers"])
+    _check_step(device, lars_step, reference, LARS_APPLY)
 
 
 def lion(device: str) -> None:
     """Run `_check_step` on lion_step_."""
-    _check_step(device, lion_step_, lion_step_ref_, ["exp_avgs"])
+    _check_step(device, lion_step_, lion_step_ref_, LION)
 
 
 def sgd(device: str) -> None:
     """Run `_check_step` on sgd_step_."""
-    _check_step(device, sgd_step_, sgd_step_ref_, ["momentum_buffers"], momentum=0.9)
+    _check_step(device, sgd_step_, sgd_step_ref_, SGD, momentum=0.9)
 
 
 def _check_step(
     device: str,
     op: Callable[..., None],
     reference: Callable[..., None],
-    states: list[str],
+    table: StepOp,
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
     **options: float,
 ) -> None:
@@ -91,7 +93,7 @@ def _check_step(
         device: "cpu" or "cuda".
         op: takes the step.
         reference: the same in float64.
-        states: its state arguments.
+        table: what is known of it.
         dtypes: of params, gradients and state, in turn.
         options: other numbers that it needs.
 
@@ -100,6 +102,7 @@ def _check_step(
         BuildError: the native library could not be built or loaded.
     """
     generator = torch.Generator().manual_seed(0)
+    states = [state.argument for state in table.usual_states]
     for dtype in dtypes:
         got: dict[str, Any] = {
             name: [(torch.rand(n, generator=generator) + 0.5).to(device, dtype) for n in (1, 3000)]

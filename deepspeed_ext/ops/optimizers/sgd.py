@@ -4,25 +4,31 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define
-from deepspeed_ext.ops.optimizers._step import (
-    ON_HOST,
-    StepReference,
-    count_writes,
-    number_or_tensor,
+from deepspeed_ext.ops.optimizers.step_op import (
+    WEIGHT_DECAY,
+    Flag,
+    Number,
+    State,
+    StepOp,
+    step_function,
+)
+from deepspeed_ext.ops.optimizers.step_reference import StepReference, reference_of
+
+SGD = StepOp(
+    name="sgd_step_",
+    library="sgd",
+    states=(State("momentum_buffer", signed=True, when="momentum"),),
+    options=(
+        Number("momentum", least=0),
+        Number("dampening"),
+        WEIGHT_DECAY,
+        Flag("nesterov"),
+        Flag("wd_after_momentum"),
+    ),
 )
 
-_sgd_step_op = define(
-    "sgd_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers,"
-    " Tensor(c!)[] scales, Tensor(d!)[] master_params, Tensor(e!)[] steps, Tensor? offsets,"
-    " Tensor? slots, Tensor? noise, float lr, Tensor? lr_tensor, float momentum,"
-    " float dampening, float weight_decay, bool nesterov, bool wd_after_momentum,"
-    " bool maximize, Tensor? grad_scale, Tensor? found_inf) -> ()",
-    {"cpu": "cpu_sgd", "cuda": "fused_sgd"},
-    on_host=ON_HOST,
-)
 
-
+@step_function(SGD)
 def sgd_step_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -79,56 +85,24 @@ def sgd_step_(
     2013, Equations 3 and 4, in the form of ``torch.optim.SGD``. ``sgd_step_ref_`` is the same
     formula in float64.
     """
-    if not params and not grads:  # no tensor, so no device to dispatch on
-        return
-    _sgd_step_op(
-        params, grads, momentum_buffers, scales, master_params, steps, offsets, slots, noise,
-        *number_or_tensor(lr), momentum, dampening, weight_decay, nesterov, wd_after_momentum,
-        maximize, grad_scale, found_inf,
-    )  # fmt: skip
-    count_writes(params, momentum_buffers, scales, master_params, steps)
 
 
-def sgd_step_ref_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    *,
-    momentum_buffers: Sequence[Tensor] = (),
-    scales: Sequence[Tensor] = (),
-    master_params: Sequence[Tensor] = (),
-    offsets: Tensor | None = None,
-    slots: Tensor | None = None,
-    noise: Tensor | None = None,
-    lr: float | Tensor,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-    wd_after_momentum: bool = False,
-    maximize: bool = False,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
+@reference_of(sgd_step_, SGD)
+def sgd_step_ref_(reference: StepReference) -> None:
     """Do what sgd_step_ does, in float64 and plain torch: its definition, for tests.
 
     State in 8-bit codes is rounded to the nearest here, noise or not.
     """
-    states = [momentum_buffers] if momentum_buffers else []
-    reference = StepReference(
-        params, grads, states, (True,), scales, master_params, steps, offsets, slots,
-        maximize, grad_scale, found_inf,
-    )  # fmt: skip
-    rate = float(lr)
+    o = reference.options
 
     def formula(t: float, theta: Tensor, g: Tensor, *buffers: Tensor) -> tuple[Tensor, ...]:
-        if weight_decay != 0 and not wd_after_momentum:
-            g = g + weight_decay * theta
-        buffers = tuple(g if t == 1 else momentum * b + (1 - dampening) * g for b in buffers)
+        if o.weight_decay != 0 and not o.wd_after_momentum:
+            g = g + o.weight_decay * theta
+        buffers = tuple(g if t == 1 else o.momentum * b + (1 - o.dampening) * g for b in buffers)
         for buffer in buffers:
-            g = g + momentum * buffer if nesterov else buffer
-        if weight_decay != 0 and wd_after_momentum:
-            g = g + weight_decay * theta
-        return theta - rate * g, *buffers
+            g = g + o.momentum * buffer if o.nesterov else buffer
+        if o.weight_decay != 0 and o.wd_after_momentum:
+            g = g + o.weight_decay * theta
+        return theta - o.lr * g, *buffers
 
     reference.run(formula)

@@ -130,21 +130,30 @@ def join_float32(upper: Tensor, lower: Tensor) -> Tensor:
     return torch.where(joined.isnan(), upper.float(), joined)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements fill their memory, in any order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
 def in_memory_order(tensor: Tensor) -> Tensor:
     """Return the elements of a dense tensor as they lie in memory, as a view.
 
     Raises:
         ValueError: there are gaps between the elements, or they overlap.
     """
-    sizes = sorted(zip(tensor.stride(), tensor.shape, strict=True))
-    expected = 1
-    for stride, size in sizes if tensor.numel() > 0 else ():
-        if size != 1 and stride != expected:
-            raise ValueError(
-                f"in_memory_order: tensor has strides {list(tensor.stride())} for shape"
-                f" {list(tensor.shape)}, expected a dense layout, without gaps or overlaps"
-            )
-        expected *= size
+    if not is_dense(tensor):
+        raise ValueError(
+            f"in_memory_order: tensor has strides {list(tensor.stride())} for shape"
+            f" {list(tensor.shape)}, expected a dense layout, without gaps or overlaps"
+        )
     return tensor.as_strided((tensor.numel(),), (1,))
 
 

@@ -1,7 +1,10 @@
-"""What the wrappers and references of all optimizer steps share."""
+"""What the references of all optimizer steps share: everything about a step but the formula."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,52 +17,69 @@ from deepspeed_ext.ops.optimizers.state_formats import (
     join_float32,
     split_float32,
 )
+from deepspeed_ext.ops.optimizers.step_op import P, R, StepOp
 
-ON_HOST = ("offsets", "slots", "noise")  # arguments that are always in host memory
 Formula = Callable[..., tuple[Tensor, ...]]
 
 
-def number_or_tensor(lr: float | Tensor) -> tuple[float, Tensor | None]:
-    """Return a learning rate as the schemas take it."""
-    return (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
-
-
-def count_writes(*written: Sequence[Tensor]) -> None:
-    """Count the writes of a native op, which does not.
-
-    Without the count, a backward that saved a parameter before the step would use the new values
-    without an error.
-    """
-    for tensors in written:
-        torch.autograd.graph.increment_version(tensors)
-
-
-@dataclass
-class StepReference:
-    """Takes a step in float64 and plain torch: everything about it but the formula.
+def reference_of(
+    function: Callable[P, R], op: StepOp
+) -> Callable[[Callable[["StepReference"], R]], Callable[P, R]]:
+    """Give a reference the arguments of the function that it defines; used as a decorator.
 
     Args:
-        params, scales, master_params, steps, offsets, slots, grad_scale, found_inf, maximize: as in
-            the op.
-        states: the lists of state tensors, those that are empty left out.
-        signed: for each of these whether values may be negative.
-        grads: may be empty, for a formula that takes none.
-        advances: whether this counts as a step.
+        function: that calls the op.
+        op: what is known of it.
+    """
+    signature = inspect.signature(function)
+
+    def make(definition: Callable[["StepReference"], R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def reference(*args: P.args, **kwargs: P.kwargs) -> R:
+            call = signature.bind(*args, **kwargs)
+            call.apply_defaults()
+            return definition(StepReference(op, call.arguments))
+
+        for name in ("__name__", "__qualname__", "__doc__"):
+            setattr(reference, name, getattr(definition, name))
+        return reference
+
+    return make
+
+
+class StepReference:
+    """Takes a step in float64 and plain torch.
+
+    State in 8-bit codes is rounded to the nearest here, noise or not.
+
+    Args:
+        op: which one.
+        values: its arguments by name.
+
+    Attributes:
+        options: the same, with lr and grad_scale as plain numbers.
     """
 
-    params: Sequence[Tensor]
-    grads: Sequence[Tensor]
-    states: Sequence[Sequence[Tensor]]
-    signed: Sequence[bool]
-    scales: Sequence[Tensor]
-    master_params: Sequence[Tensor]
-    steps: Sequence[Tensor]
-    offsets: Tensor | None
-    slots: Tensor | None
-    maximize: bool
-    grad_scale: Tensor | None
-    found_inf: Tensor | None
-    advances: bool = True
+    def __init__(self, op: StepOp, values: Mapping[str, Any]) -> None:
+        states = [state for state in op.states if values[state.argument]]
+        self.states: list[Sequence[Tensor]] = [values[state.argument] for state in states]
+        self.signed = [state.signed for state in states]
+        self.advances = "steps" in op.written
+        grad_scale = values.get("grad_scale")
+        numbers = dict(
+            lr=float(values.get("lr", 0)),
+            grad_scale=1.0 if grad_scale is None else float(grad_scale),
+        )
+        self.options = SimpleNamespace(**{**values, **numbers})
+        self.params: Sequence[Tensor] = values["params"]
+        self.grads: Sequence[Tensor] = values.get("grads", ())
+        self.scales: Sequence[Tensor] = values.get("scales", ())
+        self.master_params: Sequence[Tensor] = values["master_params"]
+        self.steps: Sequence[Tensor] = values.get("steps", ())
+        self.offsets: Tensor | None = values["offsets"]
+        self.slots: Tensor | None = values["slots"]
+        self.maximize: bool = values.get("maximize", False)
+        self.found_inf: Tensor | None = values.get("found_inf")
 
     @torch.no_grad()
     def run(self, formula: Formula) -> None:
@@ -72,13 +92,11 @@ class StepReference:
         """
         if self.skips():
             return
-        scale = 1.0 if self.grad_scale is None else float(self.grad_scale)
         for i in range(len(self.params)):
             step = self._step(i)
             if self.advances:
                 step += 1
-            grads = [grad.double() / scale for grad in self.grads[i : i + 1]]
-            grads = [-grad for grad in grads] if self.maximize else grads
+            grads = [self.grad(i)] if self.grads else []
             old = self.original(i)
             theta, *new = formula(float(step), old, *grads, *self.state(i))
             if theta is not old:
@@ -101,6 +119,11 @@ class StepReference:
             return param.double()
         master = self._piece(self.master_params, i)
         return (join_float32(param, master) if master.dtype == torch.int16 else master).double()
+
+    def grad(self, i: int) -> Tensor:
+        """Return gradient i, divided by grad_scale, in float64."""
+        grad: Tensor = self.grads[i].double() / self.options.grad_scale
+        return -grad if self.maximize else grad
 
     def _step(self, i: int) -> Tensor:
         return self.steps[i] if self.slots is None else self.steps[0][self.slots[i]]

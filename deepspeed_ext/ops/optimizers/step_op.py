@@ -1,0 +1,265 @@
+"""What is known of a step op, in one table, and what follows from it: schema, call, writes."""
+
+import functools
+import inspect
+import math
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.ops._library import call_recording_nothing, define
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_STATES, _OPTIONS = "(states)", "(options)"
+# All that step ops take, in the order of their schemas; an op has its own states and options.
+_ARGUMENTS = {
+    "params": "Tensor[]",
+    "grads": "Tensor[]",
+    _STATES: "Tensor[]",
+    "scales": "Tensor[]",
+    "master_params": "Tensor[]",
+    "steps": "Tensor[]",
+    "offsets": "Tensor?",
+    "slots": "Tensor?",
+    "noise": "Tensor?",
+    "coefficients": "Tensor",
+    "lr": "float",  # and lr_tensor, as a schema cannot have either
+    _OPTIONS: "",
+    "maximize": "bool",
+    "grad_scale": "Tensor?",
+    "found_inf": "Tensor?",
+}
+_ON_HOST = ("offsets", "slots", "noise")  # always in host memory
+
+
+@dataclass(frozen=True)
+class State:
+    """State that has an element for each of a parameter's.
+
+    Attributes:
+        key: its name in the state of an optimizer; the op's argument is called that and an "s".
+        signed: whether values may be negative, which 8-bit codes have to know.
+        when: the option of an optimizer that must be on, or not 0, for this state to be there; an
+            op is given no tensors then. None: it always is there.
+    """
+
+    key: str
+    signed: bool
+    when: str | None = None
+
+    @property
+    def argument(self) -> str:
+        """The name of the op's argument."""
+        return self.key + "s"
+
+
+@dataclass(frozen=True)
+class Number:
+    """An option that is a number, or a pair of them.
+
+    Attributes:
+        name: of the op's argument, and of the option of an optimizer.
+        least: an optimizer refuses less than this, and NaN in any case.
+        below: it refuses this and more.
+        is_pair: there are two, in the schema under the singular of the name and 1 and 2.
+    """
+
+    name: str
+    least: float = -math.inf
+    below: float = math.inf
+    is_pair: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name of the option of an optimizer."""
+        return self.name
+
+    @property
+    def want(self) -> str:
+        """What an error says that it must be."""
+        if self.least == -math.inf:
+            return "a number"
+        return f"at least {self.least:g}" + f" and below {self.below:g}" * (self.below < math.inf)
+
+    def takes(self, value: Any) -> bool:
+        """Return whether a number is within the bounds; it may be a tensor."""
+        return bool(value >= self.least) and (self.below == math.inf or bool(value < self.below))
+
+
+@dataclass(frozen=True)
+class Flag:
+    """An option that is on or off.
+
+    Attributes:
+        name: of the op's argument.
+        option: of the option of an optimizer, if that has another name.
+    """
+
+    name: str
+    option: str | None = None
+
+    @property
+    def key(self) -> str:
+        """The name of the option of an optimizer."""
+        return self.option or self.name
+
+
+BETAS = Number("betas", least=0, below=1, is_pair=True)
+EPS = Number("eps", least=0)
+WEIGHT_DECAY = Number("weight_decay", least=0)
+
+
+@dataclass(frozen=True)
+class StepOp:
+    """A step op, or one of the two that a step consists of.
+
+    Attributes:
+        name: of the op.
+        library: "lion" if its kernels are in cpu_lion and fused_lion.
+        states: in the order of its arguments.
+        options: numbers and flags that no other op need have, likewise.
+        lacks: which arguments of all step ops it does not have.
+        reads: which lists of tensors it leaves as they are.
+        measures: it returns two sums of squares for each parameter: float64, (n, 2).
+    """
+
+    name: str
+    library: str
+    states: tuple[State, ...]
+    options: tuple[Number | Flag, ...]
+    lacks: tuple[str, ...] = ("coefficients",)
+    reads: tuple[str, ...] = ("grads",)
+    measures: bool = False
+
+    @property
+    def usual_states(self) -> tuple[State, ...]:
+        """Those of most calls: those that always are there, or all if none is."""
+        return tuple(state for state in self.states if state.when is None) or self.states
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, str]:
+        """The types of its arguments by their names, in order; of options there are none."""
+        found: dict[str, str] = {}
+        for name, kind in _ARGUMENTS.items():
+            if name == _STATES:
+                found |= {state.argument: kind for state in self.states}
+            elif name == _OPTIONS:
+                found |= {option.name: "" for option in self.options}
+            elif name not in self.lacks:
+                found[name] = kind
+        return found
+
+    @functools.cached_property
+    def written(self) -> tuple[str, ...]:
+        """The arguments that it writes to."""
+        lists = [name for name, kind in self.arguments.items() if kind == "Tensor[]"]
+        return tuple(name for name in lists if name not in self.reads)
+
+    def state_arguments(self, state: Mapping[str, Sequence[Tensor]]) -> dict[str, Any]:
+        """Return the arguments for state that is there under its keys."""
+        return {each.argument: state.get(each.key, ()) for each in self.states}
+
+    def taken_from(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of the values that are arguments of this op."""
+        return {name: values[name] for name in self.arguments if name in values}
+
+    @property
+    def schema(self) -> str:
+        """What torch is to know of it."""
+        letters = iter(string.ascii_lowercase)
+        numbers = {option.name: option for option in self.options if isinstance(option, Number)}
+        parts = []
+        for name, kind in self.arguments.items():
+            if name in self.written:
+                parts.append(f"Tensor({next(letters)}!)[] {name}")
+            elif name == "lr":
+                parts += ["float lr", "Tensor? lr_tensor"]
+            elif name in numbers and numbers[name].is_pair:
+                parts += [f"float {name[:-1]}{i}" for i in (1, 2)]
+            else:
+                parts.append(f"{kind or ('float' if name in numbers else 'bool')} {name}")
+        return f"{self.name}({', '.join(parts)}) -> {'Tensor' if self.measures else '()'}"
+
+
+def step_function(op: StepOp) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Define an op in torch's registry and make a function call it; used as a decorator.
+
+    The function has the arguments of the op, by the names of the table, and the documentation. Its
+    body says what it returns if there are no parameters, and so no device to dispatch on.
+    """
+    names = tuple(op.arguments)
+    pairs = {option.name for option in op.options if isinstance(option, Number) and option.is_pair}
+    written = op.written
+    native = define(
+        op.schema,
+        {"cpu": f"cpu_{op.library}", "cuda": f"fused_{op.library}"},
+        fake=_squares_of if op.measures else None,
+        on_host=_ON_HOST,
+    )
+
+    def call(values: Mapping[str, Any]) -> Any:
+        arguments: list[Any] = []
+        for name in names:
+            value = values[name]
+            if name == "lr":
+                arguments += (0.0, value) if isinstance(value, Tensor) else (value, None)
+            elif name in pairs:
+                arguments += value
+            else:
+                arguments.append(value)
+        if not written:
+            with torch.no_grad():  # part of a step, as the op is that writes
+                return call_recording_nothing(native, *arguments)
+        result = native(*arguments)
+        # A native op does not count its writes. Without the count, a backward that saved a
+        # parameter before the step would use the new values without an error.
+        for name in written:
+            torch.autograd.graph.increment_version(values[name])
+        return result
+
+    def make(function: Callable[P, R]) -> Callable[P, R]:
+        values_of = _binder(function, names)
+
+        @functools.wraps(function)
+        def step(*args: P.args, **kwargs: P.kwargs) -> R:
+            nothing = function(*args, **kwargs)  # and Python has checked the call
+            values = values_of(args, kwargs)
+            if not values["params"] and not values.get("grads"):
+                return nothing
+            result: R = call(values)
+            return result
+
+        return step
+
+    return make
+
+
+def _binder(
+    function: Callable[..., Any], names: Sequence[str]
+) -> Callable[[Sequence[Any], Mapping[str, Any]], dict[str, Any]]:
+    """Return what gives the arguments of a legal call by name, defaults included.
+
+    Raises:
+        TypeError: the function does not have the arguments of the op.
+    """
+    parameters = inspect.signature(function).parameters
+    if {*parameters} != {*names}:
+        wrong = sorted({*parameters} ^ {*names})
+        raise TypeError(f"{function.__name__}: arguments differ from the op's in {wrong}")
+    positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+
+    def values_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
+
+    return values_of
+
+
+def _squares_of(params: Sequence[Tensor], *_: object) -> Tensor:
+    return params[0].new_empty(len(params), 2, dtype=torch.float64)
