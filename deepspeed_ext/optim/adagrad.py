@@ -160,7 +160,7 @@ class DeepSpeedCPUAdagrad(_Adagrad):
         arguments = dict(
             params=taken["params"],
             grads=values,
-            **self.traits.op.state_arguments(taken),
+            sums=taken["sum"],
             steps=steps,
             master_params=masters_in(taken),
             offsets=None,

@@ -107,10 +107,10 @@ class SlabOptimizer(torch.optim.Optimizer):
         return {
             "params": work.params,
             "grads": work.grads,
-            **op.state_arguments(work.slabs),
+            **{name: work.slabs.get(key, ()) for name, key in op.state_keys.items()},
             "steps": work.slabs[STEP],
             **work.places,
-            **{option.name: group[option.key] for option in op.options},
+            **{name: group[key] for name, key in op.option_keys.items()},
             "maximize": group["maximize"],
             **scalars._asdict(),
         }

@@ -20,8 +20,10 @@ from optim_cases import (
 )
 from torch.nn import Parameter
 
+from deepspeed_ext import optim
 from deepspeed_ext.ops.optimizers.state_formats import decode_blocks, join_float32, split_float32
 from deepspeed_ext.optim import (
+    CPUAdam,
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
     DeepSpeedCPULion,
@@ -343,13 +345,29 @@ def test_refuses_arguments_that_do_not_exist(name: str) -> None:
         make(name, "codes", weight_dcay=0.1)
 
 
-SIGNED = {"exp_avg": True, "momentum_buffer": True}  # the others are squares, or sums of them
+def test_every_class_and_state_has_a_row() -> None:
+    rows: dict[type, set[str]] = {}
+    for kind, _, options in CLASSES.values():
+        found = rows.setdefault(kind, set())
+        found.update(
+            state.key
+            for state in kind.traits.op.states
+            if state.when is None or options.get(state.when)
+        )
+    classes = {getattr(optim, name) for name in optim.__all__} - {CPUAdam}  # a name of HybridAdam
+    assert set(rows) == classes
+    by_op: dict[str, set[str]] = {}
+    for kind, keys in rows.items():
+        by_op.setdefault(kind.traits.op.name, set()).update(keys)
+    for kind in rows:
+        op = kind.traits.op
+        assert by_op[op.name] == set(op.state_keys.values())
 
 
 @each_class
 @pytest.mark.parametrize("way", ["stepped", "loaded into float", "loaded into codes"])
 def test_state_that_may_be_negative_has_a_sign_and_no_other_has(name: str, way: str) -> None:
-    """Rules in C++ and the conversions here each say which has: all of them the same.
+    """The rule in C++, by which a step stores codes, and the table here, for loading, say the same.
 
     With a sign, a block spans 2^7, and without one 2^15, which small squares need.
     """
@@ -378,7 +396,7 @@ def test_state_that_may_be_negative_has_a_sign_and_no_other_has(name: str, way: 
     keys = [key for key, value in reference.state[exact].items() if value.dim()]
     assert keys
     for key in keys:
-        want, signed = reference.state[exact][key], SIGNED.get(key, False)
+        want, signed = reference.state[exact][key], key in kind.traits.signed
         got = values(optimizer.state[param], key, signed)
         assert signed == bool((want < 0).any())
         floor = want.abs().max() * 1.04 * (2.0**-7 if signed else 2.0**-15)

@@ -161,9 +161,15 @@ class StepOp:
         lists = [name for name, kind in self.arguments.items() if kind == "Tensor[]"]
         return tuple(name for name in lists if name not in self.reads)
 
-    def state_arguments(self, state: Mapping[str, Sequence[Tensor]]) -> dict[str, Any]:
-        """Return the arguments for state that is there under its keys."""
-        return {each.argument: state.get(each.key, ()) for each in self.states}
+    @functools.cached_property
+    def state_keys(self) -> dict[str, str]:
+        """The keys of its states by their arguments."""
+        return {state.argument: state.key for state in self.states}
+
+    @functools.cached_property
+    def option_keys(self) -> dict[str, str]:
+        """The names of an optimizer's options by the arguments for them."""
+        return {option.name: option.key for option in self.options}
 
     def taken_from(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of the values that are arguments of this op."""
@@ -224,12 +230,12 @@ def step_function(op: StepOp) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return result
 
     def make(function: Callable[P, R]) -> Callable[P, R]:
-        values_of = _binder(function, names)
+        positional, defaults = _signature_of(function, names)
 
         @functools.wraps(function)
         def step(*args: P.args, **kwargs: P.kwargs) -> R:
             nothing = function(*args, **kwargs)  # and Python has checked the call
-            values = values_of(args, kwargs)
+            values = {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
             if not values["params"] and not values.get("grads"):
                 return nothing
             result: R = call(values)
@@ -240,10 +246,10 @@ def step_function(op: StepOp) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return make
 
 
-def _binder(
+def _signature_of(
     function: Callable[..., Any], names: Sequence[str]
-) -> Callable[[Sequence[Any], Mapping[str, Any]], dict[str, Any]]:
-    """Return what gives the arguments of a legal call by name, defaults included.
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the arguments of a function that may be given by position, and all defaults.
 
     Raises:
         TypeError: the function does not have the arguments of the op.
@@ -251,14 +257,10 @@ def _binder(
     parameters = inspect.signature(function).parameters
     if {*parameters} != {*names}:
         wrong = sorted({*parameters} ^ {*names})
-        raise TypeError(f"{function.__name__}: arguments differ from the op's in {wrong}")
+        raise TypeError(f"{function.__name__}: arguments are not those of the op: {wrong}")
     positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
-
-    def values_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        return {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
-
-    return values_of
+    return positional, defaults
 
 
 def _squares_of(params: Sequence[Tensor], *_: object) -> Tensor:
