@@ -41,7 +41,7 @@ def _optimizer(library: str, name: str, rule: str, measuring_rule: str = "") -> 
         sources=("optimizers/step_ops.cpp", *(kernels if on_cpu else ("optimizers/step_cuda.cu",))),
         needs=("torch",) if on_cpu else ("torch", "cuda"),
         defines=tuple(defines),
-        self_check=f"deepspeed_ext.ops.self_checks:{name}",
+        self_check=f"deepspeed_ext.ops.optimizers.self_checks:{name}",
     )
 
 
