@@ -49,14 +49,4 @@ class Backend {
 // Moves a piece now, in this thread, and returns its result.
 int64_t move_now(const Op& op);
 
-enum class BackendKind : uint8_t { io_uring, libaio, threads };
-
-inline constexpr BackendKind backend_kinds[] = {BackendKind::io_uring, BackendKind::libaio,
-                                                BackendKind::threads};  // the best first
-
-const char* name_of(BackendKind kind);
-
-// Makes a backend for `depth` ops in flight; throws std::system_error when the kernel refuses it.
-std::unique_ptr<Backend> make_backend(BackendKind kind, int depth);
-
 }  // namespace dsx::aio

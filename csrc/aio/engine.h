@@ -12,10 +12,10 @@
 
 namespace dsx::aio {
 
-struct Options {
-  int64_t block_size = 1 << 20;  // bytes of one piece
-  int queue_depth = 32;          // pieces in flight, of each thread
-  int threads = 1;
+struct Options {       // the defaults are those of Python's AsyncIO, not declared a second time
+  int64_t block_size;  // bytes of one piece
+  int queue_depth;     // pieces in flight, of each thread
+  int threads;
 };
 
 using BackendFactory = std::function<std::unique_ptr<Backend>(int depth)>;

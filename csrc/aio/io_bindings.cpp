@@ -10,6 +10,7 @@
 #include <variant>
 #include <vector>
 
+#include "aio/backend_factory.h"
 #include "aio/checksum.h"
 #include "aio/engine.h"
 #include "aio/page_buffer.h"
@@ -81,25 +82,33 @@ Mode mode_of(const std::string& name) {
   throw py::value_error("File: mode is '" + name + "', expected read, write or update");
 }
 
-std::unique_ptr<Backend> backend_of(const std::string& name, int depth) {
-  for (const BackendKind kind : backend_kinds) {
-    if (name == name_of(kind)) return make_backend(kind, depth);
-  }
-  throw py::value_error("AsyncIO: backend is '" + name +
-                        "', expected auto, io_uring, libaio or threads");
-}
-
 // Paths need not be UTF-8.
 py::object text_of(const std::string& text) {
   return py::reinterpret_steal<py::object>(
       PyUnicode_DecodeFSDefaultAndSize(text.data(), static_cast<Py_ssize_t>(text.size())));
 }
 
-// The bytes of a path: str, bytes or os.PathLike.
-std::string path_of(const py::object& path) {
+// The bytes of a path: str, bytes or os.PathLike. `what` names operation and argument in errors.
+std::string path_of(const char* what, const py::object& path) {
   PyObject* encoded = nullptr;
-  if (PyUnicode_FSConverter(path.ptr(), &encoded) == 0) throw py::error_already_set();
-  return py::reinterpret_steal<py::bytes>(encoded);
+  if (PyUnicode_FSConverter(path.ptr(), &encoded) == 0) {
+    const py::error_already_set error;
+    const std::string got = std::string(what) + " is ";
+    if (error.matches(PyExc_TypeError)) {
+      const std::string kind = py::str(py::type::of(path).attr("__name__"));
+      const bool vowel = std::string("aeiouAEIOU").find(kind[0]) != std::string::npos;
+      throw py::type_error(got + (vowel ? "an " : "a ") + kind + ", expected a str or os.PathLike");
+    }
+    if (error.matches(PyExc_ValueError) && !error.matches(PyExc_UnicodeError)) {
+      const py::object text = py::module_::import("os").attr("fsdecode")(path);
+      throw py::value_error(got + std::string(py::repr(text)) +
+                            ", expected one without zero bytes");
+    }
+    throw error;
+  }
+  const std::string name = py::reinterpret_steal<py::bytes>(encoded);
+  if (!name.empty()) return name;
+  throw py::value_error(std::string(what) + " is '', expected the path of a file or folder");
 }
 
 // OSError chooses its subclass by the code.
@@ -108,31 +117,15 @@ void set_os_error(int code, const std::string& text) {
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
 }
 
-// What helps when the kernel refuses a backend.
-std::string hint_for(const std::string& backend, int code) {
-  if (backend == "libaio" && code == EAGAIN) {
-    return "; fs.aio-max-nr is used up: lower queue_depth or threads, or raise it with sysctl";
-  }
-  if (backend == "io_uring" && (code == EPERM || code == ENOSYS)) {
-    return "; see sysctl kernel.io_uring_disabled and the system calls that a container allows";
-  }
-  if (backend == "io_uring" && code == ENOMEM)
-    return "; raise the limit of locked memory: ulimit -l";
-  if (backend == "threads" && code == EAGAIN)
-    return "; lower queue_depth or threads: see ulimit -u";
-  return "";
-}
-
-// An Engine, and the name of its backend.
+// An Engine, and the kind of its backend.
 class NamedEngine {
  public:
-  NamedEngine(int64_t block_size, int queue_depth, int threads, const std::string& backend)
-      : name_(backend) {
+  NamedEngine(int64_t block_size, int queue_depth, int threads, const std::string& backend) {
     const Options options{block_size, queue_depth, threads};
     if (backend == "auto") {
       make_best(options);
     } else {
-      make(options);
+      make(options, kind_of(backend));
     }
   }
 
@@ -141,44 +134,44 @@ class NamedEngine {
     engine_.reset();
   }
 
-  const std::string& name() const { return name_; }
+  const char* name() const { return name_of(kind_); }
   Engine& engine() { return *engine_; }
 
  private:
-  void make(const Options& options) {
+  void make(const Options& options, BackendKind kind) {
     try {
-      engine_ =
-          std::make_unique<Engine>(options, [this](int depth) { return backend_of(name_, depth); });
+      engine_ = std::make_unique<Engine>(options,
+                                         [kind](int depth) { return make_backend(kind, depth); });
+      kind_ = kind;
     } catch (const std::system_error& error) {
       const int code = error.code().value();
-      throw IoError(code, "AsyncIO: backend " + name_ + " cannot be had: " + error.what() +
-                              hint_for(name_, code));
+      throw IoError(code, std::string("AsyncIO: backend ") + name_of(kind) +
+                              " cannot be had: " + error.what() + hint_for(kind, code));
     }
   }
 
   void make_best(const Options& options) {
     for (const BackendKind kind : backend_kinds) {
-      name_ = name_of(kind);
       try {
-        return make(options);
+        return make(options, kind);
       } catch (const IoError&) {
         if (kind == BackendKind::threads) throw;  // the last one
       }
     }
   }
 
-  std::string name_;
+  BackendKind kind_{};
   std::unique_ptr<Engine> engine_;
 };
 
-std::shared_ptr<Request> submit(NamedEngine& engine, bool write, const py::object& target,
-                                uintptr_t address, int64_t bytes, int64_t offset, bool truncate) {
+std::shared_ptr<Request> submit(NamedEngine& engine, const py::object& target, uintptr_t address,
+                                int64_t bytes, int64_t offset, bool write, bool truncate) {
   Transfer transfer;
   transfer.direction = write ? Direction::write : Direction::read;
   if (py::isinstance<FileHandle>(target)) {
     transfer.target = target.cast<const FileHandle&>().open();
   } else {
-    transfer.target = path_of(target);
+    transfer.target = path_of("AsyncIO: path", target);
   }
   transfer.address = reinterpret_cast<char*>(address);
   transfer.bytes = bytes;
@@ -221,7 +214,7 @@ py::dict probe_backends() {
 void bind_file(py::module_& module) {
   py::class_<FileHandle>(module, "File", py::module_local())
       .def(py::init([](const py::object& path, const std::string& mode) {
-    const std::string name = path_of(path);
+    const std::string name = path_of("File: path", path);
     const Mode asked = mode_of(mode);
     const Unlocked unlocked;
     return std::make_unique<FileHandle>(File::open(name, asked));
@@ -229,7 +222,7 @@ void bind_file(py::module_& module) {
            py::arg("path"), py::arg("mode"))
       .def_static("scratch",
                   [](const py::object& directory) {
-    const std::string name = path_of(directory);
+    const std::string name = path_of("File.scratch: directory", directory);
     const Unlocked unlocked;
     return std::make_unique<FileHandle>(File::scratch(name));
   }, py::arg("directory"))
@@ -313,8 +306,8 @@ void bind_engine(py::module_& module) {
       .def(py::init<int64_t, int, int, const std::string&>(), py::arg("block_size"),
            py::arg("queue_depth"), py::arg("threads"), py::arg("backend"))
       .def_property_readonly("backend", &NamedEngine::name)
-      .def("submit", &submit, py::arg("write"), py::arg("target"), py::arg("address"),
-           py::arg("nbytes"), py::arg("offset"), py::arg("truncate"))
+      .def("submit", &submit, py::arg("target"), py::arg("address"), py::arg("nbytes"),
+           py::arg("offset"), py::kw_only(), py::arg("write"), py::arg("truncate"))
       .def("register",
            [](NamedEngine& self, uintptr_t address, size_t bytes) {
     return self.engine().register_region(reinterpret_cast<void*>(address), bytes);

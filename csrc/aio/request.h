@@ -95,7 +95,7 @@ class Request {
   // Guarded by the queue's mutex:
   int64_t cut = 0;            // bytes that pieces have been cut of
   int64_t in_flight = 0;      // pieces
-  int64_t closes_before = 0;  // how many files had been closed when this one was to be opened
+  int64_t closed_before = 0;  // how many files had been closed when this one was to be opened
   std::optional<Failure> first_failure;
 
  private:

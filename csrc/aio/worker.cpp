@@ -8,6 +8,8 @@
 #include <new>
 #include <utility>
 
+#include "aio/error_text.h"
+
 namespace dsx::aio {
 namespace {
 

@@ -11,8 +11,9 @@ from dataclasses import asdict
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from deepspeed_ext.io.engine.arguments import Settings
 from deepspeed_ext.io.tuning.rates import Rates
-from deepspeed_ext.io.tuning.settings import Settings, save
+from deepspeed_ext.io.tuning.settings import save
 from deepspeed_ext.io.tuning.tune import Report, tune
 from deepspeed_ext.op_builder import BuildError, program
 

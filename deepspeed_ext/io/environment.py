@@ -12,7 +12,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from deepspeed_ext.io._native import native
-from deepspeed_ext.io.tuning.settings import Settings, device_of, saved
+from deepspeed_ext.io.engine.arguments import Settings
+from deepspeed_ext.io.tuning.settings import device_of, saved
 from deepspeed_ext.op_builder import loading
 from deepspeed_ext.op_builder.registry import spec_of
 

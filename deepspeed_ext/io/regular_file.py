@@ -55,6 +55,7 @@ def open_regular(
     op: str,
     path: str | os.PathLike[str],
     flags: int,
+    *,
     follow: bool = True,
     folder: int | None = None,
 ) -> int:

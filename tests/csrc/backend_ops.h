@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "aio/backend.h"
+#include "aio/backend_factory.h"
 #include "expect.h"
 #include "scratch.h"
 

@@ -17,7 +17,7 @@
 #include <system_error>
 #include <vector>
 
-#include "aio/backend.h"
+#include "aio/backend_factory.h"
 #include "expect.h"
 
 // Ends the program when it hangs: a lost wake or completion shows as a wait without end.

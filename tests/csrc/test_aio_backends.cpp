@@ -8,7 +8,7 @@
 #include <random>
 #include <thread>
 
-#include "aio/backend.h"
+#include "aio/backend_factory.h"
 #include "aio/backend_libaio.h"
 #include "backend_ops.h"
 

@@ -121,7 +121,7 @@ void test_small_steps(BackendKind kind, Folder& folder) {
 
 // The next request comes just when the worker is about to sleep, a little sooner or later.
 void test_close_calls(BackendKind kind, Folder& folder) {
-  Engine engine({.block_size = 4096, .queue_depth = 1}, factory(kind));
+  Engine engine({.block_size = 4096, .queue_depth = 1, .threads = 1}, factory(kind));
   const std::string path = folder.fresh();
   store(path, sample(100, 9));
   const auto file = File::open(path, Mode::read);
@@ -163,7 +163,7 @@ void test_eight_threads(BackendKind kind, Folder& folder) {
 
 // Memory that the kernel knows, more of it than there are slots, and what the statistics say.
 void test_regions(BackendKind kind, Folder& folder) {
-  Engine engine({.block_size = 65'536}, factory(kind));
+  Engine engine({.block_size = 65'536, .queue_depth = 32, .threads = 1}, factory(kind));
   PageBuffer pages(1 << 20);
   const Bytes wanted = sample(1 << 20, 6);
   std::copy(wanted.begin(), wanted.end(), pages.address());
@@ -200,7 +200,7 @@ void test_more_than_pages(BackendKind kind, Folder& folder) {
     std::copy_n(part.begin(), std::min(mib + 1, bytes - start), source.address() + start);
   }
   const auto file = File::scratch(folder.path());
-  Engine engine({.block_size = mib, .queue_depth = 40}, factory(kind));
+  Engine engine({.block_size = mib, .queue_depth = 40, .threads = 1}, factory(kind));
   expect_success(*engine.submit(writing(file, source, 77)));
   expect_success(*engine.submit(reading(file, target, 77)));
   expect(std::equal(source.address(), source.address() + bytes, target.address()),
@@ -214,7 +214,7 @@ void test_end(BackendKind kind, Folder& folder) {
   std::vector<std::string> paths;
   std::vector<std::shared_ptr<Request>> requests;
   {
-    Engine engine({.block_size = 4096, .queue_depth = 2}, factory(kind));
+    Engine engine({.block_size = 4096, .queue_depth = 2, .threads = 1}, factory(kind));
     for (int i = 0; i < 16; ++i) {
       paths.push_back(folder.fresh());
       requests.push_back(engine.submit(writing(paths.back(), memory)));
@@ -225,7 +225,7 @@ void test_end(BackendKind kind, Folder& folder) {
     expect_success(*requests[i]);
     expect(content(paths[i]) == wanted, "%s: all of it was written", name_of(kind));
   }
-  Engine engine({}, factory(kind));
+  Engine engine(usual, factory(kind));
   const auto last = engine.submit(writing(paths[0], memory));
   engine.close();
   engine.close();
@@ -236,7 +236,8 @@ void test_end(BackendKind kind, Folder& folder) {
 // The child of a fork has no workers: it says so, and ends at once. The parent goes on.
 void test_fork(BackendKind kind, Folder& folder) {
   const Memory memory(sample(2'000'000, 3), 0);
-  auto engine = std::make_unique<Engine>(Options{.block_size = 4096}, factory(kind));
+  auto engine = std::make_unique<Engine>(
+      Options{.block_size = 4096, .queue_depth = 32, .threads = 1}, factory(kind));
   const std::string path = folder.fresh();
   const auto in_flight = engine->submit(writing(path, memory));
   const pid_t child = fork();

@@ -141,7 +141,7 @@ void test_forbidden(BackendKind kind, Folder& folder) {
   std::filesystem::permissions(path, std::filesystem::perms(0444));
   const bool succeeds = succeeds_in_child([&] {
     if (geteuid() == 0) expect(setresuid(65'534, 65'534, 65'534) == 0, "root becomes nobody");
-    Engine engine({}, factory(kind));
+    Engine engine(usual, factory(kind));
     const Memory memory(10'000);
     expect_failure(*engine.submit(writing(path, memory)), EACCES,
                    {path, std::strerror(EACCES), "bytes are free"});
@@ -169,7 +169,7 @@ void test_no_space(BackendKind kind, Folder& folder) {
       std::printf("skipped: a full tmpfs, errno %d\n", errno);
       return;
     }
-    Engine engine({.block_size = 65'536, .queue_depth = 4}, factory(kind));
+    Engine engine({.block_size = 65'536, .queue_depth = 4, .threads = 1}, factory(kind));
     const std::string path = directory + "/file", free = "bytes are free there";
     expect_success(*engine.submit(writing(path, small)));
     for (const Memory* memory : {&large, &odd}) {
@@ -254,15 +254,20 @@ void test_many_files(BackendKind kind, Folder& folder) {
 void test_arguments(BackendKind kind, Folder& folder) {
   const BackendFactory make = factory(kind);
   using Invalid = std::invalid_argument;
-  expect_throws<Invalid>([&] { Engine({.block_size = 0}, make); }, "block_size is 0");
-  expect_throws<Invalid>([&] { Engine({.queue_depth = 0}, make); }, "queue_depth is 0");
-  expect_throws<Invalid>([&] { Engine({.queue_depth = 1 << 20}, make); }, "queue_depth is 1048576");
-  expect_throws<Invalid>([&] { Engine({.threads = -1}, make); }, "threads is -1");
+  expect_throws<Invalid>([&] { Engine({.block_size = 0, .queue_depth = 32, .threads = 1}, make); },
+                         "block_size is 0");
+  expect_throws<Invalid>([&] { Engine({.block_size = 1, .queue_depth = 0, .threads = 1}, make); },
+                         "queue_depth is 0");
+  expect_throws<Invalid>([&] {
+    Engine({.block_size = 1, .queue_depth = 1 << 20, .threads = 1}, make);
+  }, "queue_depth is 1048576");
+  expect_throws<Invalid>([&] { Engine({.block_size = 1, .queue_depth = 1, .threads = -1}, make); },
+                         "threads is -1");
   const auto none = [](int) -> std::unique_ptr<Backend> {
     throw std::system_error(EPERM, std::generic_category(), "io_uring_setup");
   };
-  expect_throws<std::system_error>([&] { Engine({}, none); }, "io_uring_setup");
-  Engine engine({}, make);
+  expect_throws<std::system_error>([&] { Engine(usual, none); }, "io_uring_setup");
+  Engine engine(usual, make);
   const Memory memory(10'000);
   const std::string path = folder.fresh();
   expect_throws<Invalid>([&] { engine.submit(writing(path, memory, -1)); }, "offset is -1");

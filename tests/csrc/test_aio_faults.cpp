@@ -171,7 +171,7 @@ void test_refused_under_way(BackendKind kind, Folder& folder) {
       store(path, direction == Direction::read ? bytes : Bytes(bytes.size()));
       const auto faults = std::make_shared<Faults>(Fault::direct_error, EINVAL, 1);
       faults->first = {Fault::direct_error, Fault::all_but_one, Fault::half, Fault::one_byte};
-      Engine engine({.block_size = 65'536, .queue_depth = 4}, faulty(kind, faults));
+      Engine engine({.block_size = 65'536, .queue_depth = 4, .threads = 1}, faulty(kind, faults));
       const auto file = File::open(path, Mode::update);
       const Memory from(bytes, misaligned), into(8 * 65'536, misaligned);
       expect_success(*engine.submit(direction == Direction::write ? writing(file, from)
@@ -188,7 +188,7 @@ void test_refused_under_way(BackendKind kind, Folder& folder) {
 void test_no_end(BackendKind kind, Folder& folder) {
   for (int error : {EINTR, EAGAIN}) {
     const auto faults = std::make_shared<Faults>(Fault::error, error, 1);
-    Engine engine({}, faulty(kind, faults));
+    Engine engine(usual, faulty(kind, faults));
     const Memory memory(10'000);
     const auto request = engine.submit(writing(folder.fresh(), memory));
     expect_failure(*request, EAGAIN, {"write of 10000 bytes", std::strerror(EAGAIN)});
@@ -198,7 +198,7 @@ void test_no_end(BackendKind kind, Folder& folder) {
 // What has failed is not gone on with.
 void test_stops(BackendKind kind, Folder& folder) {
   const auto faults = std::make_shared<Faults>(Fault::error, EIO, 1);
-  Engine engine({.block_size = 65'536, .queue_depth = 1}, faulty(kind, faults));
+  Engine engine({.block_size = 65'536, .queue_depth = 1, .threads = 1}, faulty(kind, faults));
   const Memory memory(100 * 65'536);
   expect_failure(*engine.submit(writing(folder.fresh(), memory)), EIO, {std::strerror(EIO)});
   expect(faults->struck() < 10, "%s: %zu of 100 pieces were tried", name_of(kind),
@@ -241,7 +241,7 @@ void test_last_moment(BackendKind kind, Folder& folder) {
     if (open_engine == nullptr || ++calls % 2 == 0) return;
     requests.push_back(open_engine->submit(writing(path, memory)));
   };
-  Engine engine({}, faulty(kind, faults));
+  Engine engine(usual, faulty(kind, faults));
   for (int round = 0; round < 50; ++round) {
     std::unique_lock lock(mutex);
     open_engine = &engine;
@@ -266,7 +266,7 @@ void test_truncated_under_way(BackendKind kind, Folder& folder) {
   faults->before_op = [&, ops = 0]() mutable {
     if (++ops == 5) std::filesystem::resize_file(path, 100'001);
   };
-  Engine engine({.block_size = 65'536, .queue_depth = 2}, faulty(kind, faults));
+  Engine engine({.block_size = 65'536, .queue_depth = 2, .threads = 1}, faulty(kind, faults));
   const Memory memory(1 << 20), second(1 << 20);
   const auto cut = engine.submit(reading(path, memory));
   const auto whole = engine.submit(reading(other, second));

@@ -137,7 +137,7 @@ void test_cancel_in_queue(BackendKind kind, Folder& folder) {
     entered.set_value();
     leave.get_future().wait();
   };
-  Engine engine({.block_size = 4096, .queue_depth = 1}, [&](int depth) {
+  Engine engine({.block_size = 4096, .queue_depth = 1, .threads = 1}, [&](int depth) {
     return std::make_unique<FaultBackend>(make_backend(kind, depth), faults);
   });
   const Memory memory(sample(10'000, 2), 0);

@@ -20,9 +20,10 @@ ISA = "common/simd/isa.cpp"
 STEP_KERNELS = "optimizers/step_cpu.cpp"
 LIBRARIES = {spec.name: spec for spec in OPS if STEP_KERNELS in spec.sources}
 NO_OP = OpSpec("", "cpu", ())
-BACKENDS = [f"aio/backend{which}.cpp" for which in ("", "_uring", "_libaio", "_threads")]
-ENGINE = [*BACKENDS, *(f"aio/{x}.cpp" for x in ("engine", "worker", "queue", "regions", "file"))]
-ENGINE += ["aio/page_buffer.cpp"]
+_BACKENDS = ("backend", "backend_factory", "backend_uring", "backend_libaio", "backend_threads")
+_ENGINE = ("engine", "queue", "opening", "error_text", "worker", "regions", "file", "page_buffer")
+BACKENDS = [f"aio/{name}.cpp" for name in _BACKENDS]
+ENGINE = [*BACKENDS, *(f"aio/{name}.cpp" for name in _ENGINE)]
 PROGRAMS = {  # with the sources that each is linked with; an op library stands for its step_cpu.cpp
     "dtype": [],
     "chunks": [],

@@ -5,9 +5,13 @@
 #include <string>
 #include <utility>
 
+#include "aio/backend_factory.h"
 #include "aio/engine.h"
 #include "expect.h"
 #include "scratch.h"
+
+// Where it does not matter which.
+inline constexpr dsx::aio::Options usual{.block_size = 1 << 20, .queue_depth = 32, .threads = 1};
 
 using Target = std::variant<std::string, std::shared_ptr<dsx::aio::File>>;
 

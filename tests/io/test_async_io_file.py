@@ -42,6 +42,28 @@ def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("path", "error", "text"),
+    [
+        ("", ValueError, "is '', expected the path of a file or folder"),
+        (b"", ValueError, "is '', expected the path of a file or folder"),
+        (b"a\0b", ValueError, "is 'a\\x00b', expected one without zero bytes"),
+        (Path("a\0b"), ValueError, "is 'a\\x00b', expected one without zero bytes"),
+        (7, TypeError, "is an int, expected a str or os.PathLike"),
+        (None, TypeError, "is a NoneType, expected a str or os.PathLike"),
+    ],
+)
+def test_what_is_no_path_is_refused(path: object, error: type[Exception], text: str) -> None:
+    """As everywhere else in the package, with operation and argument."""
+    for mode in ("read", "write", "update"):
+        with pytest.raises(error) as caught:
+            io.File(path, mode)
+        assert str(caught.value) == f"File: path {text}"
+    with pytest.raises(error) as caught:
+        io.File.scratch(path)
+    assert str(caught.value) == f"File.scratch: directory {text}"
+
+
 def test_what_a_file_says_of_itself(tmp_path: Path, file: io.File) -> None:
     assert file.path == str(tmp_path / "file")
     assert file.size() == 0 and not file.closed

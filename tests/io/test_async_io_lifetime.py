@@ -167,8 +167,8 @@ class Interrupted:
     def __getattr__(self, name: str) -> object:
         return getattr(self.native_engine, name)
 
-    def submit(self, *arguments: object) -> None:
-        self.native_engine.submit(*arguments)
+    def submit(self, *arguments: object, **how: bool) -> None:
+        self.native_engine.submit(*arguments, **how)
         raise KeyboardInterrupt
 
 

@@ -270,8 +270,8 @@ class Slow:
     def __getattr__(self, name: str) -> object:
         return getattr(self.native_engine, name)
 
-    def submit(self, *arguments: object) -> object:
-        job = self.native_engine.submit(*arguments)
+    def submit(self, *arguments: object, **how: bool) -> object:
+        job = self.native_engine.submit(*arguments, **how)
         self.entered.set()
         self.leave.wait(PATIENCE)
         return job

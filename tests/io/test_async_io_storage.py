@@ -10,7 +10,7 @@ from aio_cases import BLOCK, bytes_of, payload
 from held_memory import HeldMemory
 
 from deepspeed_ext import io
-from deepspeed_ext.io.engine.ring import Job, Ring
+from deepspeed_ext.io.engine.ring import Ring, RingJob
 
 SIZE = 4 * BLOCK
 
@@ -72,9 +72,9 @@ def test_a_transfer_whose_storage_changes_fails(
         def __getattr__(self, name: str) -> object:
             return getattr(native, name)
 
-        def submit(self, write: bool, target: object, address: int, *rest: object) -> object:
+        def submit(self, target: object, address: int, *rest: int, **how: bool) -> object:
             assert address == tensor.data_ptr()
-            return submit(write, target, stays.data_ptr(), *rest)
+            return submit(target, stays.data_ptr(), *rest, **how)
 
     native = engine._engine
     monkeypatch.setattr(engine, "_engine", Harmless())
@@ -192,7 +192,7 @@ class Device:
     def mark(self, tensor: torch.Tensor) -> "Device":
         return self
 
-    def submit(self, *_: object) -> "Device":
+    def submit(self, *_: object, **how: bool) -> "Device":
         return self
 
     def wait(self, seconds: float) -> bool:
@@ -213,7 +213,7 @@ def test_a_device_never_copies_to_or_from_a_storage_that_has_changed(
     device, piece = Device(), 1 << 12
     ring = Ring(torch.zeros(piece, dtype=torch.uint8), piece, device.submit, device)
     tensor = payload(3 * piece)
-    job = Job(write, tensor, object(), 0, False, device)
+    job = RingJob(tensor, object(), 0, device, write=write)
     ring.add(job)
     if when == "between two pieces":
         device.is_ready = True

@@ -25,7 +25,7 @@ from deepspeed_ext.io._native import native
 from deepspeed_ext.io.engine import bounce
 from deepspeed_ext.io.engine.bounce import BounceTransfers
 from deepspeed_ext.io.engine.future import Future
-from deepspeed_ext.io.engine.ring import Job, Ring
+from deepspeed_ext.io.engine.ring import Ring, RingJob
 
 RING, PIECE = 1 << 18, 1 << 16
 SIZES = [0, 1, 4095, PIECE, 5 * PIECE + 3, 10 * RING + 7]
@@ -70,7 +70,7 @@ def opened(backend: str = "auto") -> Iterator[tuple[BounceTransfers, Any]]:
     engine.close()
 
 
-def end(job: Job) -> None:
+def end(job: RingJob) -> None:
     assert job.wait(60)
     job.check()
 
@@ -86,7 +86,7 @@ def file_limit(nbytes: int) -> None:
 def test_round_trips(backend: str, tmp_path: Path, nbytes: int, offset: int) -> None:
     path, tensor, got = str(tmp_path / "file"), payload(nbytes), torch.zeros(nbytes).byte()
     with opened(backend) as (bounced, engine):
-        end(bounced.write(tensor, path, offset, False))
+        end(bounced.write(tensor, path, offset))
         assert os.path.getsize(path) == (offset + nbytes if nbytes else 0)
         end(bounced.read(got, path, offset))
         assert torch.equal(got, tensor)
@@ -103,13 +103,13 @@ def test_neighbours_stay_and_truncate_cuts(tmp_path: Path, target: str) -> None:
     kinds = {"path": str, "bytes": os.fsencode, "File": lambda path: native().File(path, "update")}
     to = kinds[target](str(path))
     with opened() as (bounced, _):
-        end(bounced.write(tensor, to, 100, False))
+        end(bounced.write(tensor, to, 100))
         content = bytearray(bytes_of(before))
         content[100 : 100 + tensor.numel()] = bytes_of(tensor)
         assert path.read_bytes() == content
-        end(bounced.write(tensor, to, 0, True))
+        end(bounced.write(tensor, to, 0, truncate=True))
         assert path.read_bytes() == bytes_of(tensor)
-        end(bounced.write(tensor[:0], to, 7, True))
+        end(bounced.write(tensor[:0], to, 7, truncate=True))
         assert path.read_bytes() == bytes_of(tensor[:7])
 
 
@@ -117,7 +117,7 @@ def test_many_threads(tmp_path: Path) -> None:
     def work(index: int) -> None:
         for size in (5, 3 * PIECE + index, RING + index):
             tensor, path = payload(size, seed=index), str(tmp_path / f"{index}")
-            end(bounced.write(tensor, path, index, True))
+            end(bounced.write(tensor, path, index, truncate=True))
             got = torch.zeros_like(tensor)
             end(bounced.read(got, path, index))
             assert torch.equal(got, tensor)
@@ -129,7 +129,10 @@ def test_many_threads(tmp_path: Path) -> None:
 def test_many_in_flight(tmp_path: Path) -> None:
     tensors = [payload(size % (2 * PIECE), seed=size) for size in range(0, 3_000_000, 4999)]
     with opened() as (bounced, _):
-        jobs = [bounced.write(t, str(tmp_path / f"{i}"), 0, True) for i, t in enumerate(tensors)]
+        jobs = [
+            bounced.write(t, str(tmp_path / f"{i}"), 0, truncate=True)
+            for i, t in enumerate(tensors)
+        ]
         for job in jobs:
             end(job)
     for i, tensor in enumerate(tensors):
@@ -149,9 +152,9 @@ def test_failures_name_the_file_and_disturb_nobody(tmp_path: Path, nbytes: int) 
     with opened() as (bounced, _):
         jobs = []
         for write, path, _, _ in cases:
-            good = bounced.write(payload(nbytes), f"{tmp_path}/good", 0, True)
+            good = bounced.write(payload(nbytes), f"{tmp_path}/good", 0, truncate=True)
             tensor = payload(nbytes)
-            bad = bounced.write(tensor, path, 0, False) if write else bounced.read(tensor, path, 0)
+            bad = bounced.write(tensor, path, 0) if write else bounced.read(tensor, path, 0)
             jobs.append((good, bad))
         for (_, path, code, text), (good, bad) in zip(cases, jobs, strict=True):
             end(good)
@@ -178,8 +181,8 @@ def test_a_file_that_may_grow_no_further(tmp_path: Path) -> None:
     code = """
 file_limit(3 * PIECE)
 with opened() as (bounced, _):
-    bad = bounced.write(payload(10 * PIECE), sys.argv[1], 0, False)
-    good = bounced.write(payload(2 * PIECE), sys.argv[1] + "2", 0, False)
+    bad = bounced.write(payload(10 * PIECE), sys.argv[1], 0)
+    good = bounced.write(payload(2 * PIECE), sys.argv[1] + "2", 0)
     end(good)
     assert bad.wait(60)
     try:
@@ -199,7 +202,7 @@ def test_what_is_under_way_when_python_ends_arrives(tmp_path: Path, ending: str)
     code = """
 engine = native().Engine(8192, 16, 1, "auto")
 bounced = transfers(engine)
-job = bounced.write(payload(40 * PIECE), sys.argv[1], 0, True)
+job = bounced.write(payload(40 * PIECE), sys.argv[1], 0, truncate=True)
 """
     code += {"return": "", "del": "del engine, bounced, job; gc.collect()"}.get(ending, ending)
     done = in_child(code, tmp_path / "file")
@@ -210,7 +213,7 @@ job = bounced.write(payload(40 * PIECE), sys.argv[1], 0, True)
 def test_close_drains_and_then_refuses(tmp_path: Path) -> None:
     engine = native().Engine(8192, 16, 1, "auto")
     bounced = transfers(engine)
-    job = bounced.write(payload(20 * PIECE), str(tmp_path / "file"), 0, True)
+    job = bounced.write(payload(20 * PIECE), str(tmp_path / "file"), 0, truncate=True)
     bounced.close()
     assert job.done()
     job.check()
@@ -224,7 +227,7 @@ def test_a_job_waits_for_its_tensor_and_a_wait_for_the_job(tmp_path: Path) -> No
     gate = threading.Event()
     bounced = transfers(native().Engine(8192, 16, 1, "auto"), gate)
     tensor = payload(100)
-    job = bounced.write(tensor, str(tmp_path / "file"), 0, True)
+    job = bounced.write(tensor, str(tmp_path / "file"), 0, truncate=True)
     future = Future(job, tensor)
     assert not job.wait(0.01) and not job.done()
     with pytest.raises(TimeoutError):
@@ -241,7 +244,7 @@ def test_a_forked_child_has_no_transfers(tmp_path: Path) -> None:
     code = """
 gate = threading.Event()
 bounced = transfers(native().Engine(8192, 16, 1, "auto"), gate)
-job = bounced.write(payload(9), sys.argv[1], 0, True)
+job = bounced.write(payload(9), sys.argv[1], 0, truncate=True)
 if (child := os.fork()) == 0:
     for use in (lambda: bounced.read(payload(9), sys.argv[1], 0), lambda: job.wait(10)):
         try:
@@ -268,7 +271,7 @@ def test_the_thread_ends_and_everything_goes(tmp_path: Path) -> None:
     bounced = transfers(engine)
     path = str(tmp_path / "file")
     for _ in range(3):
-        end(bounced.write(payload(5), path, 0, True))
+        end(bounced.write(payload(5), path, 0, truncate=True))
         threads = [t for t in threading.enumerate() if t.name == "deepspeed_ext-transfers"]
         assert len(threads) <= 1
         for thread in threads:
@@ -285,7 +288,7 @@ def test_an_owner_that_is_dropped_ends_after_its_transfers(tmp_path: Path) -> No
     class Owner:
         pass
 
-    def end(bounced: BounceTransfers, engine: Any, job: list[Job]) -> None:
+    def end(bounced: BounceTransfers, engine: Any, job: list[RingJob]) -> None:
         bounced.close()  # in the thread of the transfers
         engine.close()
         ended.append((job[0].done(), threading.current_thread().name))
@@ -295,7 +298,7 @@ def test_an_owner_that_is_dropped_ends_after_its_transfers(tmp_path: Path) -> No
     bounced = transfers(engine, gate)
     weakref.finalize(owner, end, bounced, engine, job)
     path = tmp_path / "file"
-    job.append(bounced.write(payload(5 * PIECE), str(path), 0, True, owner))
+    job.append(bounced.write(payload(5 * PIECE), str(path), 0, owner, truncate=True))
     del owner
     gc.collect()
     assert not ended
@@ -316,12 +319,12 @@ def test_a_fault_of_the_thread_fails_what_is_under_way(
 
     with opened() as (bounced, _):
         monkeypatch.setattr(Ring, "step", fault)
-        job = bounced.write(payload(5), str(tmp_path / "file"), 0, True)
+        job = bounced.write(payload(5), str(tmp_path / "file"), 0, truncate=True)
         assert job.wait(60)
         with pytest.raises(ZeroDivisionError):
             job.check()
         with pytest.raises(RuntimeError, match="closed"):
-            bounced.write(payload(5), str(tmp_path / "file"), 0, True)
+            bounced.write(payload(5), str(tmp_path / "file"), 0, truncate=True)
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
 
 

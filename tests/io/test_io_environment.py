@@ -16,7 +16,8 @@ from deepspeed_ext import environment, io
 from deepspeed_ext.io import environment as io_environment
 from deepspeed_ext.io import self_checks
 from deepspeed_ext.io._native import native
-from deepspeed_ext.io.tuning.settings import BACKENDS, Settings, save
+from deepspeed_ext.io.engine.arguments import BACKENDS, Settings
+from deepspeed_ext.io.tuning.settings import save
 from deepspeed_ext.op_builder import loading
 from deepspeed_ext.op_builder.registry import spec_of
 

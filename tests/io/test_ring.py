@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deepspeed_ext.io.engine.pinned import PinnedBuffer
-from deepspeed_ext.io.engine.ring import Job, Ring
+from deepspeed_ext.io.engine.ring import Ring, RingJob
 
 PAGE = 4096
 PIECE = 4 * PAGE
@@ -67,7 +67,15 @@ class World:
         self.ring = Ring(self.memory, PIECE, self.submit, self)
 
     def submit(
-        self, write: bool, file: OpenFile, address: int, nbytes: int, offset: int, truncate: bool, /
+        self,
+        file: OpenFile,
+        address: int,
+        nbytes: int,
+        offset: int,
+        /,
+        *,
+        write: bool,
+        truncate: bool,
     ) -> Event:
         self.requests.append((file.name, address, nbytes, offset, truncate))
         start = address - self.memory.data_ptr()
@@ -109,9 +117,11 @@ class World:
         offset: int = 0,
         truncate: bool = False,
         ready: Event | None = None,
-    ) -> Job:
+    ) -> RingJob:
         """Start a transfer; the tensor is ready, or is when this event is."""
-        job = Job(write, tensor, OpenFile(name), offset, truncate, ready or done())
+        job = RingJob(
+            tensor, OpenFile(name), offset, ready or done(), write=write, truncate=truncate
+        )
         self.ring.add(job)
         return job
 
@@ -320,7 +330,7 @@ def test_what_cannot_even_begin(monkeypatch: pytest.MonkeyPatch, method: str, wr
     world = World()
     world.files["bad"] = bytearray(5 * PIECE)
 
-    def refuse(*arguments: object) -> Event:
+    def refuse(*arguments: object, **how: bool) -> Event:
         raise RuntimeError("refused")
 
     with monkeypatch.context() as patch:

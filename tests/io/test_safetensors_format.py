@@ -16,8 +16,8 @@ from deepspeed_ext.io.checkpoint.format import (
     DTYPE_BITS,
     MAX_HEADER_BYTES,
     BadFile,
-    Entry,
     Header,
+    HeaderEntry,
     header_bytes,
     make_header,
     parse_header,
@@ -196,8 +196,8 @@ def test_what_is_unusual_is_taken() -> None:
     }
     header = parse(file_of({**tensors, "__metadata__": {"": "ä"}}, 10))
     assert list(header.tensors) == list(tensors)
-    assert header.tensors["late"] == Entry("U8", (1,), 8, 9)
-    assert header.tensors["empty"] == Entry("F64", (3, 0), 8, 8)
+    assert header.tensors["late"] == HeaderEntry("U8", (1,), 8, 9)
+    assert header.tensors["empty"] == HeaderEntry("F64", (3, 0), 8, 8)
     assert header.metadata == {"": "ä"}
 
 
@@ -216,7 +216,7 @@ names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 
 
 @st.composite
-def tensors(draw: st.DrawFn) -> tuple[dict[str, Entry], int]:
+def tensors(draw: st.DrawFn) -> tuple[dict[str, HeaderEntry], int]:
     """Draw the tensors of a file, in an order that is not that of their bytes; their bytes."""
     shapes = st.lists(st.integers(0, 4), max_size=3)
     drawn = draw(
@@ -230,7 +230,7 @@ def tensors(draw: st.DrawFn) -> tuple[dict[str, Entry], int]:
     for name, (dtype, shape) in drawn.items():
         shape = [*shape, 8]  # whole bytes
         end = position + torch.Size(shape).numel() * DTYPE_BITS[dtype] // 8
-        entries[name] = Entry(dtype, tuple(shape), position, end)
+        entries[name] = HeaderEntry(dtype, tuple(shape), position, end)
         position = end
     return {name: entries[name] for name in draw(st.permutations(list(entries)))}, position
 
@@ -238,7 +238,7 @@ def tensors(draw: st.DrawFn) -> tuple[dict[str, Entry], int]:
 @MANY
 @given(tensors(), st.dictionaries(names, names, max_size=3), st.sampled_from([1, 8, 512, 4096]))
 def test_made_headers_are_read_by_both(
-    drawn: tuple[dict[str, Entry], int], metadata: dict[str, str], alignment: int
+    drawn: tuple[dict[str, HeaderEntry], int], metadata: dict[str, str], alignment: int
 ) -> None:
     entries, data = drawn
     made = make_header(entries, metadata, alignment)
@@ -316,7 +316,7 @@ def test_files_of_the_package_are_taken(tmp_path: Path) -> None:
 
 
 def test_make_header_refuses_what_cannot_be_written() -> None:
-    good = Entry("U8", (1,), 0, 1)
+    good = HeaderEntry("U8", (1,), 0, 1)
     with pytest.raises(ValueError, match=r"io.save: state_dict has the name '__metadata__', which"):
         make_header({"__metadata__": good}, {}, 8)
     with pytest.raises(ValueError, match=r"the metadata has .\\ud800., expected text"):

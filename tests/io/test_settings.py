@@ -8,15 +8,18 @@ import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
 from conftest import TMPFS, file_system_of
 
 from deepspeed_ext.io._native import native
+from deepspeed_ext.io.engine.arguments import BACKENDS, LIMITS, Settings
 from deepspeed_ext.io.engine.async_io import AsyncIO
 from deepspeed_ext.io.tuning import settings
-from deepspeed_ext.io.tuning.settings import BACKENDS, Settings, device_of, save, saved, tuned
+from deepspeed_ext.io.tuning.settings import device_of, save, saved, tuned
+from deepspeed_ext.io.tuning.tune import tune
 from deepspeed_ext.op_builder import cache
 
 DEFAULTS = asdict(Settings())
@@ -38,6 +41,27 @@ def test_the_defaults_are_those_of_the_engine(tmp_path: Path) -> None:
     assert {name: parameters[name].default for name in DEFAULTS} == DEFAULTS
     assert tuned(tmp_path) == DEFAULTS
     assert set(native().probe_backends()) == set(BACKENDS)
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_limits_are_those_of_the_native_engine(name: str) -> None:
+    sizes = {"block_size": 1, "queue_depth": 1, "threads": 1}
+    for value in (0, LIMITS[name] + 1):
+        texts = set()
+        for make in (AsyncIO, partial(native().Engine, backend="threads")):
+            with pytest.raises(ValueError, match=f"expected 1 to {LIMITS[name]}") as caught:
+                make(**sizes | {name: value})
+            texts.add(str(caught.value))
+        assert len(texts) == 1
+
+
+def test_no_path_is_not_the_working_folder() -> None:
+    for ask in (tuned, tune):
+        with pytest.raises(ValueError, match=r"path is '', expected the path of a file or folder"):
+            ask("")
+        with pytest.raises(TypeError, match=r"path is an int, expected a str or os.PathLike"):
+            ask(7)
+    assert tuned(os.fsencode(os.getcwd())) == DEFAULTS
 
 
 def test_what_was_saved_is_for_the_whole_device(tmp_path: Path, own_cache: Path) -> None:
@@ -69,6 +93,8 @@ def test_another_device_has_other_settings(tmp_path: Path) -> None:
         "[1]",
         '{"device": ',
         {"block_size": 0},
+        {"block_size": 1 << 40},
+        {"threads": LIMITS["threads"] + 1},
         {"queue_depth": "32"},
         {"threads": True},
         {"backend": "magic"},

@@ -13,7 +13,7 @@ from deepspeed_ext.io.extents import PAGE
 from deepspeed_ext.io.store.manifest import (
     _DTYPES,
     BadManifest,
-    Entry,
+    ManifestEntry,
     TensorInfo,
     _seal,
     decode,
@@ -22,10 +22,10 @@ from deepspeed_ext.io.store.manifest import (
 
 LENGTH = 64 * PAGE
 SAMPLE = {
-    "a": Entry(TensorInfo(torch.float32, (3, 5), 60, 7), 0),
-    "\ud800 \0 ü / .. \n": Entry(TensorInfo(torch.bfloat16, (), 2, 2**32 - 1), 2 * PAGE),
-    "empty": Entry(TensorInfo(torch.int64, (0, 2**40), 0, 0), 0),
-    "b": Entry(TensorInfo(torch.bool, (PAGE + 1,), PAGE + 1, 0), 4 * PAGE),
+    "a": ManifestEntry(TensorInfo(torch.float32, (3, 5), 60, 7), 0),
+    "\ud800 \0 ü / .. \n": ManifestEntry(TensorInfo(torch.bfloat16, (), 2, 2**32 - 1), 2 * PAGE),
+    "empty": ManifestEntry(TensorInfo(torch.int64, (0, 2**40), 0, 0), 0),
+    "b": ManifestEntry(TensorInfo(torch.bool, (PAGE + 1,), PAGE + 1, 0), 4 * PAGE),
 }
 
 
@@ -35,7 +35,7 @@ def sealed(document: object) -> bytes:
     return body + _seal(body)
 
 
-def document_of(entries: dict[str, Entry]) -> Any:
+def document_of(entries: dict[str, ManifestEntry]) -> Any:
     document = json.loads(encode(entries))
     del document["sha256"]
     return document
@@ -50,7 +50,7 @@ def test_round_trip() -> None:
 
 def test_every_dtype_has_a_name() -> None:
     for dtype in set(_DTYPES.values()):
-        entry = Entry(TensorInfo(dtype, (3,), 3 * dtype.itemsize, 0), 0)
+        entry = ManifestEntry(TensorInfo(dtype, (3,), 3 * dtype.itemsize, 0), 0)
         assert decode(encode({"x": entry}), PAGE) == {"x": entry}
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.io._native import native
+from deepspeed_ext.io.engine.arguments import Settings
 from deepspeed_ext.io.tuning import raw_device, settings, tune
 from deepspeed_ext.io.tuning.rates import Rates, best_of, compare, median
-from deepspeed_ext.io.tuning.settings import Settings
 from deepspeed_ext.op_builder import cache
 
 MIB = 1 << 20
@@ -45,7 +45,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
     def set_up(rates_of: Callable[[Settings], Rates]) -> list[Settings]:
         tried: list[Settings] = []
 
-        def trial(search: tune._Search, asked: Settings, write: bool, size: int = 0) -> float:
+        def trial(search: tune._Search, asked: Settings, *, write: bool, size: int = 0) -> float:
             if not size:
                 tried.append(asked)
                 search._advance(1)

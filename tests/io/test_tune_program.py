@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.io import __main__ as program
+from deepspeed_ext.io.engine.arguments import Settings
 from deepspeed_ext.io.tuning import tune
 from deepspeed_ext.io.tuning.rates import Rates
-from deepspeed_ext.io.tuning.settings import Device, Settings, saved
+from deepspeed_ext.io.tuning.settings import Device, saved
 from deepspeed_ext.op_builder import cache
 
 MIB = 1 << 20

@@ -315,7 +315,8 @@ def test_the_report_of_a_failure_is_taken_from_nobody_else(tiny: Tiny) -> None:
 def test_settings_are_neither_read_nor_saved_where_others_could_write(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from deepspeed_ext.io.tuning.settings import Settings, save, saved
+    from deepspeed_ext.io.engine.arguments import Settings
+    from deepspeed_ext.io.tuning.settings import save, saved
 
     file = save(tmp_path, Settings(threads=3, backend="threads"))
     assert saved(tmp_path) == Settings(threads=3, backend="threads")

@@ -32,7 +32,7 @@ class BadFile(ValueError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class HeaderEntry:
     """What a header says of one tensor.
 
     Args:
@@ -58,7 +58,7 @@ class Header:
         data_start: where the data begin in the file.
     """
 
-    tensors: dict[str, Entry]
+    tensors: dict[str, HeaderEntry]
     metadata: dict[str, str]
     data_start: int
 
@@ -110,7 +110,9 @@ def parse_header(text: bytes, file_bytes: int, path: str) -> Header:
     return Header(tensors, metadata, data_start)
 
 
-def make_header(tensors: Mapping[str, Entry], metadata: Mapping[str, str], alignment: int) -> bytes:
+def make_header(
+    tensors: Mapping[str, HeaderEntry], metadata: Mapping[str, str], alignment: int
+) -> bytes:
     """Return the beginning of a file, up to the data, which then start at a multiple of a number.
 
     Args:
@@ -193,7 +195,7 @@ def _metadata(value: Any, path: str) -> dict[str, str]:
     return value
 
 
-def _entry(name: str, value: Any, path: str) -> Entry:
+def _entry(name: str, value: Any, path: str) -> HeaderEntry:
     """Check what a header says of one tensor, apart from its place among the others."""
 
     def refuse(what: str) -> NoReturn:
@@ -219,7 +221,7 @@ def _entry(name: str, value: Any, path: str) -> Entry:
             f"data_offsets {_shown(offsets)}, {offsets[1] - offsets[0]} bytes, expected"
             f" {bits // 8} bytes for shape {_shown(shape)} of {dtype}"
         )
-    return Entry(dtype, tuple(shape), offsets[0], offsets[1])
+    return HeaderEntry(dtype, tuple(shape), offsets[0], offsets[1])
 
 
 def _bits(shape: list[int], bits: int) -> int | None:
@@ -245,7 +247,9 @@ def _check_text(texts: list[str], path: str) -> None:
         _refuse(f"{path} has half a surrogate pair in its header, expected Unicode text", error)
 
 
-def _check_coverage(tensors: dict[str, Entry], data_start: int, file_bytes: int, path: str) -> None:
+def _check_coverage(
+    tensors: dict[str, HeaderEntry], data_start: int, file_bytes: int, path: str
+) -> None:
     """Refuse holes, overlaps, and a file of another length than the header says."""
     reached = 0
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):

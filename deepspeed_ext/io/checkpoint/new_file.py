@@ -37,7 +37,7 @@ class NewFile:
         OSError: the folder is missing or cannot be written, or an old file cannot be replaced.
     """
 
-    def __init__(self, path: str | os.PathLike[str], durable: bool = True) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, durable: bool = True) -> None:
         self.path = _followed(os.path.join(os.getcwd(), path_text("io.save", path)))
         self._durable = durable
         self._folder, name = os.path.split(self.path)

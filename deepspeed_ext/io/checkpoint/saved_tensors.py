@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.dtensors import is_dtensor
-from deepspeed_ext.io.checkpoint.format import Entry
+from deepspeed_ext.io.checkpoint.format import HeaderEntry
 from deepspeed_ext.io.tensors import a, check_kind
 
 TORCH_DTYPES = {  # of the format's dtypes; torch has none of 6 bits
@@ -73,7 +73,7 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return ties
 
 
-def lay_out(tensors: Mapping[str, Tensor], page: int) -> dict[str, Entry]:
+def lay_out(tensors: Mapping[str, Tensor], page: int) -> dict[str, HeaderEntry]:
     """Place tensors in the data of a file, one after another.
 
     Those of whole pages come first, so that they stay on page boundaries. The others are ordered
@@ -94,7 +94,7 @@ def lay_out(tensors: Mapping[str, Tensor], page: int) -> dict[str, Entry]:
         shape = tuple(tensor.shape)
         if tensor.dtype is torch.float4_e2m1fn_x2:
             shape = (*shape[:-1], 2 * shape[-1])
-        entries[name] = Entry(_NAMES[tensor.dtype], shape, position, end)
+        entries[name] = HeaderEntry(_NAMES[tensor.dtype], shape, position, end)
         position = end
     return entries
 
@@ -105,7 +105,7 @@ def place_of(name: str, nbytes: int, element_bytes: int, page: int) -> Place:
     return is_odd, -element_bytes if is_odd else 0, -nbytes, name
 
 
-def torch_shape(entry: Entry) -> tuple[int, ...] | None:
+def torch_shape(entry: HeaderEntry) -> tuple[int, ...] | None:
     """Return the shape that a tensor of torch has, None if there is none for it."""
     if entry.dtype not in TORCH_DTYPES:
         return None

@@ -13,13 +13,13 @@ from deepspeed_ext.io._native import native
 from deepspeed_ext.io.checkpoint.format import (
     PREFIX_BYTES,
     BadFile,
-    Entry,
     Header,
+    HeaderEntry,
     header_bytes,
     make_header,
     parse_header,
 )
-from deepspeed_ext.io.checkpoint.grouped_reader import GroupedReader
+from deepspeed_ext.io.checkpoint.grouped_reader import GroupedReader, Span
 from deepspeed_ext.io.checkpoint.new_file import NewFile
 from deepspeed_ext.io.checkpoint.packed_writer import PackedWriter
 from deepspeed_ext.io.checkpoint.saved_tensors import (
@@ -103,7 +103,7 @@ def save(
     texts = texts_with_ties(metadata or {}, tensors, ties)
     entries = lay_out({n: t for n, t in tensors.items() if n not in ties}, mmap.PAGESIZE)
     in_order = {name: entries[name] for name in tensors if name in entries}
-    with _opened(engine) as running, NewFile(path, durable) as new:
+    with _opened(engine) as running, NewFile(path, durable=durable) as new:
         page = max(mmap.PAGESIZE, new.file.offset_alignment)
         header = make_header(in_order, texts, page)
         new.reserve(len(header) + max((entry.end for entry in entries.values()), default=0))
@@ -153,10 +153,10 @@ def load(
         ties = ties_in(header)
         wanted = _checked_names(names, header, ties, name)
         kept = dict.fromkeys(ties.get(one, one) for one in wanted)
-        places = {one: _place(one, header, name) for one in kept}
+        spans = [_span(one, header, name) for one in kept]
         reader = GroupedReader(running, file, device)
         try:
-            flat = reader.read([(n, *place) for n, place in places.items() if place[0] < place[1]])
+            flat = reader.read(span for span in spans if span.nbytes)
         finally:
             reader.abandon()
     loaded = {name: _shaped(flat.pop(name, None), header.tensors[name], device) for name in kept}
@@ -224,7 +224,7 @@ def _read_header(op: str, fd: int, path: str) -> Header:
         raise ValueError(f"{op}: {error}") from error.__cause__
 
 
-def _place(name: str, header: Header, path: str) -> tuple[int, int]:
+def _span(name: str, header: Header, path: str) -> Span:
     """Return where a tensor lies in the file, if torch can have such a tensor."""
     entry = header.tensors[name]
     if torch_shape(entry) is None:
@@ -232,10 +232,10 @@ def _place(name: str, header: Header, path: str) -> tuple[int, int]:
             f"io.load: tensor {name!r} of {path} has shape {list(entry.shape)} of {entry.dtype},"
             " expected one that torch can have"
         )
-    return header.data_start + entry.begin, header.data_start + entry.end
+    return Span(name, header.data_start + entry.begin, header.data_start + entry.end)
 
 
-def _shaped(flat: Tensor | None, entry: Entry, device: torch.device) -> Tensor:
+def _shaped(flat: Tensor | None, entry: HeaderEntry, device: torch.device) -> Tensor:
     """Make a tensor of bytes; of none, an empty one."""
     dtype, shape = TORCH_DTYPES[entry.dtype], torch_shape(entry)
     assert shape is not None
@@ -246,7 +246,7 @@ def _shaped(flat: Tensor | None, entry: Entry, device: torch.device) -> Tensor:
     return flat.view(dtype).view(shape)
 
 
-def _described(entry: Entry, tied_to: str | None = None) -> SavedTensor:
+def _described(entry: HeaderEntry, tied_to: str | None = None) -> SavedTensor:
     shape = torch_shape(entry)
     dtype = TORCH_DTYPES.get(entry.dtype) if shape is not None else None
     nbytes = entry.end - entry.begin

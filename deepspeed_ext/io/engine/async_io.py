@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.io._native import native
+from deepspeed_ext.io.engine.arguments import Settings, backend_to_ask_for, check_sizes
 from deepspeed_ext.io.engine.future import Future, Job
 from deepspeed_ext.io.engine.in_flight import InFlight
 from deepspeed_ext.io.file import File
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 PathOrFile = str | os.PathLike[str] | File
 
-_BACKENDS = ("auto", "io_uring", "libaio", "threads")
-_MOST_OF = {"block_size": 1 << 30, "queue_depth": 4096, "threads": 256}
 _MOST = (1 << 63) - 1  # offset of the end of a file
 
 _log = logging.getLogger("deepspeed_ext")
@@ -72,16 +71,17 @@ class AsyncIO:
 
     def __init__(
         self,
-        block_size: int = 1 << 20,
-        queue_depth: int = 32,
-        threads: int = 1,
-        backend: str = "auto",
+        block_size: int = Settings.block_size,
+        queue_depth: int = Settings.queue_depth,
+        threads: int = Settings.threads,
+        backend: str = Settings.backend,
     ) -> None:
-        _check_sizes(block_size=block_size, queue_depth=queue_depth, threads=threads)
+        check_sizes(block_size=block_size, queue_depth=queue_depth, threads=threads)
         self.block_size = block_size
         self.queue_depth = queue_depth
         self.threads = threads
-        self._engine = native().Engine(block_size, queue_depth, threads, _backend(backend))
+        asked = backend_to_ask_for(backend)
+        self._engine = native().Engine(block_size, queue_depth, threads, asked)
         self.backend: str = self._engine.backend
         self._process = os.getpid()
         self._in_flight = InFlight("AsyncIO")
@@ -117,7 +117,7 @@ class AsyncIO:
         torch.autograd.graph.increment_version(tensor)
         if is_plain(tensor):
             # Detached: what the caller does to the tensor, such as `.data =`, leaves the memory.
-            return self._start(False, Memory(tensor.detach()), tensor, path, offset)
+            return self._start(Memory(tensor.detach()), tensor, path, offset, write=False)
         staged = empty(tensor.shape, tensor.dtype, tensor.device)
         home = Memory(tensor.detach())
 
@@ -125,8 +125,9 @@ class AsyncIO:
             home.tensor.copy_(staged)
             return tensor
 
-        memory = Memory(staged)
-        return self._start(False, memory, tensor, path, offset, finish=unstage, home=home)
+        return self._start(
+            Memory(staged), tensor, path, offset, write=False, finish=unstage, home=home
+        )
 
     def write(
         self, tensor: Tensor, path: PathOrFile, offset: int = 0, truncate: bool = False
@@ -149,7 +150,8 @@ class AsyncIO:
             ValueError: the offset is negative, the File is closed.
         """
         tensor = check_kind("AsyncIO.write: tensor", tensor)
-        return self._start(True, Memory(plain(tensor)), tensor, path, offset, truncate)
+        memory = Memory(plain(tensor))
+        return self._start(memory, tensor, path, offset, write=True, truncate=truncate)
 
     def register(self, buffer: "PinnedBuffer") -> None:
         """Tell the kernel once about memory that many transfers will use.
@@ -232,11 +234,12 @@ class AsyncIO:
 
     def _start(
         self,
-        write: bool,
         memory: Memory,
         tensor: Tensor,
         path: PathOrFile,
         offset: int,
+        *,
+        write: bool,
         truncate: bool = False,
         finish: Callable[[], Tensor] | None = None,
         home: Memory | None = None,
@@ -246,7 +249,7 @@ class AsyncIO:
         if self._closed:
             raise RuntimeError("AsyncIO: engine is closed, expected an open one")
         op = "AsyncIO.write" if write else "AsyncIO.read"
-        _, nbytes = as_bytes(memory.tensor)
+        nbytes = memory.tensor.nbytes
         if type(offset) is not int:
             raise TypeError(f"{op}: offset is {a(offset)}, expected an int")
         if not 0 <= offset <= _MOST - nbytes:
@@ -255,7 +258,7 @@ class AsyncIO:
         name = target.path if isinstance(target, native().File) else os.fsdecode(target)
         held = self._in_flight.hold(memory)
         try:
-            job = self._submit(write, memory.tensor, target, offset, truncate)
+            job = self._submit(memory.tensor, target, offset, write=write, truncate=truncate)
         except Exception:  # it has not begun
             self._in_flight.release(held)
             raise
@@ -268,14 +271,18 @@ class AsyncIO:
             _end_unattended(self._engine, self._cuda, self._in_flight, self._process)
         return future
 
-    def _submit(self, write: bool, memory: Tensor, target: Any, offset: int, truncate: bool) -> Job:
+    def _submit(
+        self, memory: Tensor, target: Any, offset: int, *, write: bool, truncate: bool
+    ) -> Job:
         job: Job
         if not memory.is_cuda:
-            job = self._engine.submit(write, target, *as_bytes(memory), offset, truncate)
+            place = as_bytes(memory)
+            job = self._engine.submit(target, *place, offset, write=write, truncate=truncate)
         elif write:
-            job = self._cuda_transfers().write(memory, target, offset, truncate, self)
+            transfers = self._cuda_transfers()
+            job = transfers.write(memory, target, offset, truncate=truncate, owner=self)
         else:
-            job = self._cuda_transfers().read(memory, target, offset, self)
+            job = self._cuda_transfers().read(memory, target, offset, owner=self)
         return job
 
     def _cuda_transfers(self) -> "CudaTransfers":
@@ -330,22 +337,3 @@ def _target(op: str, path: PathOrFile) -> Any:
     if not os.path.isabs(name):  # it is opened later, perhaps after a chdir
         name = os.path.join(os.getcwd(), name)
     return os.fsencode(name)
-
-
-def _check_sizes(**arguments: object) -> None:
-    for name, value in arguments.items():
-        if type(value) is not int:
-            raise TypeError(f"AsyncIO: {name} is {a(value)}, expected an int")
-        if not 1 <= value <= _MOST_OF[name]:
-            raise ValueError(f"AsyncIO: {name} is {value}, expected 1 to {_MOST_OF[name]}")
-
-
-def _backend(name: str) -> str:
-    """Return the backend to ask the native engine for."""
-    asked = os.environ.get("DS_EXT_AIO_BACKEND", "") if name == "auto" else ""
-    for argument, value in (("DS_EXT_AIO_BACKEND", asked or "auto"), ("backend", name)):
-        if value not in _BACKENDS:
-            raise ValueError(
-                f"AsyncIO: {argument} is {value!r}, expected auto, io_uring, libaio or threads"
-            )
-    return asked or name

@@ -9,10 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed_ext.io.engine.pinned import PinnedBuffer
-from deepspeed_ext.io.engine.ring import Copies, Job, Ring, Submit
+from deepspeed_ext.io.engine.ring import Copies, Ring, RingJob, Submit
 from deepspeed_ext.io.extents import PAGE
 from deepspeed_ext.op_builder.log import logger
 
+RING_BYTES = 128 << 20
+PIECE_BYTES = 16 << 20
 _LINGER = 0.02  # seconds that the thread stays for more: to start one costs as much as a small read
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-5, 1e-3  # seconds between two looks at what has completed
 _LONGEST_COPY_PAUSE = 1e-4  # copies take less than a millisecond
@@ -42,8 +44,8 @@ class BounceTransfers:
         copies: Copies,
         register: Callable[[int, int], int] | None = None,
         unregister: Callable[[int], object] | None = None,
-        ring_bytes: int = 128 << 20,
-        piece_bytes: int = 16 << 20,
+        ring_bytes: int = RING_BYTES,
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         for name, value, least in (
             ("piece_bytes", piece_bytes, PAGE),
@@ -62,11 +64,11 @@ class BounceTransfers:
         self._process = os.getpid()
         self._wake = threading.Condition()  # guards the rest
         self._ring: Ring | None = None  # used by the thread alone
-        self._new: list[Job] = []
+        self._new: list[RingJob] = []
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def read(self, tensor: Tensor, target: Any, offset: int, owner: object = None) -> Job:
+    def read(self, tensor: Tensor, target: Any, offset: int, owner: object = None) -> RingJob:
         """Begin to fill a tensor from a file, after what the current stream does with it now.
 
         Args:
@@ -79,24 +81,30 @@ class BounceTransfers:
         Raises:
             RuntimeError: this is closed, or was made in another process.
         """
-        return self._start(False, tensor, target, offset, False, owner)
+        return self._start(tensor, target, offset, owner, write=False)
 
     def write(
-        self, tensor: Tensor, target: Any, offset: int, truncate: bool, owner: object = None
-    ) -> Job:
+        self,
+        tensor: Tensor,
+        target: Any,
+        offset: int,
+        owner: object = None,
+        *,
+        truncate: bool = False,
+    ) -> RingJob:
         """Begin to write a tensor with the values that the current stream has given it by now.
 
         Args:
             tensor: contiguous; must not change until the job is done.
             target: path or open file.
             offset: in the file.
-            truncate: whether the file shall end where this ends.
             owner: as of read.
+            truncate: whether the file shall end where this ends.
 
         Raises:
             RuntimeError: this is closed, or was made in another process.
         """
-        return self._start(True, tensor, target, offset, truncate, owner)
+        return self._start(tensor, target, offset, owner, write=True, truncate=truncate)
 
     def close(self) -> None:
         """Wait for all transfers and free the ring; does nothing in a forked child."""
@@ -114,20 +122,21 @@ class BounceTransfers:
 
     def _start(
         self,
-        write: bool,
         tensor: Tensor,
         target: Any,
         offset: int,
-        truncate: bool,
         owner: object,
-    ) -> Job:
+        *,
+        write: bool,
+        truncate: bool = False,
+    ) -> RingJob:
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"AsyncIO: engine is used in process {os.getpid()}, expected process "
                 f"{self._process}, which made it; make another one after fork"
             )
         ready = self._copies.mark(tensor)
-        job = Job(write, tensor, target, offset, truncate, ready, owner)
+        job = RingJob(tensor, target, offset, ready, owner, write=write, truncate=truncate)
         with self._wake:
             if self._closed:
                 raise RuntimeError("AsyncIO: engine is closed, expected an open one")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from deepspeed_ext.io.engine.bounce import BounceTransfers
+from deepspeed_ext.io.engine.bounce import PIECE_BYTES, RING_BYTES, BounceTransfers
 from deepspeed_ext.io.engine.ring import Submit
 
 
@@ -62,7 +62,7 @@ class CudaTransfers(BounceTransfers):
         submit: Submit,
         register: Callable[[int, int], int] | None = None,
         unregister: Callable[[int], object] | None = None,
-        ring_bytes: int = 128 << 20,
-        piece_bytes: int = 16 << 20,
+        ring_bytes: int = RING_BYTES,
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         super().__init__(submit, CudaCopies(), register, unregister, ring_bytes, piece_bytes)

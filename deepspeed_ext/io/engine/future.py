@@ -320,7 +320,7 @@ class Future(concurrent.futures.Future[Tensor]):
                 f" {self._process}, which began it"
             )
 
-    def _settle(self, cancelled: bool = False) -> None:
+    def _settle(self, *, cancelled: bool = False) -> None:
         """Take down how it ended, let go of what it needed, and tell who waits."""
         with self._lock:
             if self._settled:

@@ -110,7 +110,7 @@ class aio_handle:
         Raises:
             OSError: it failed, or the comparison did.
         """
-        self._begin(False, buffer, _file(filename, fd), validate, file_offset).result()
+        self._begin(buffer, filename, fd, file_offset, write=False, validate=validate).result()
         return 0
 
     def write(
@@ -123,7 +123,7 @@ class aio_handle:
         fd: int | None = None,
     ) -> int:
         """Write a tensor into a file, wait for it, and return 0; all else as of read."""
-        self._begin(True, buffer, _file(filename, fd), validate, file_offset).result()
+        self._begin(buffer, filename, fd, file_offset, write=True, validate=validate).result()
         return 0
 
     def pread(
@@ -140,7 +140,9 @@ class aio_handle:
 
         Other arguments as of read. What fails later raises in wait(), the comparison included.
         """
-        return self._queue(False, buffer, _file(filename, fd), validate, async_, file_offset)
+        return self._queue(
+            *(buffer, filename, fd, file_offset), write=False, validate=validate, async_=async_
+        )
 
     def pwrite(
         self,
@@ -156,7 +158,9 @@ class aio_handle:
 
         Other arguments as of read. The tensor must not change before wait() has returned.
         """
-        return self._queue(True, buffer, _file(filename, fd), validate, async_, file_offset)
+        return self._queue(
+            *(buffer, filename, fd, file_offset), write=True, validate=validate, async_=async_
+        )
 
     def sync_pread(
         self,
@@ -167,7 +171,7 @@ class aio_handle:
         fd: int | None = None,
     ) -> int:
         """Fill a tensor from a file and return what wait() does: 1 if nothing else was queued."""
-        return self._queue(False, buffer, _file(filename, fd), False, False, file_offset)
+        return self._queue(buffer, filename, fd, file_offset, write=False, async_=False)
 
     def sync_pwrite(
         self,
@@ -178,7 +182,7 @@ class aio_handle:
         fd: int | None = None,
     ) -> int:
         """Write a tensor into a file and return what wait() does: 1 if nothing else was queued."""
-        return self._queue(True, buffer, _file(filename, fd), False, False, file_offset)
+        return self._queue(buffer, filename, fd, file_offset, write=True, async_=False)
 
     def async_pread(
         self,
@@ -189,7 +193,7 @@ class aio_handle:
         fd: int | None = None,
     ) -> int:
         """Begin to fill a tensor from a file and return 0; wait() ends it."""
-        return self._queue(False, buffer, _file(filename, fd), False, True, file_offset)
+        return self._queue(buffer, filename, fd, file_offset, write=False, async_=True)
 
     def async_pwrite(
         self,
@@ -200,7 +204,7 @@ class aio_handle:
         fd: int | None = None,
     ) -> int:
         """Begin to write a tensor into a file and return 0; wait() ends it."""
-        return self._queue(True, buffer, _file(filename, fd), False, True, file_offset)
+        return self._queue(buffer, filename, fd, file_offset, write=True, async_=True)
 
     def wait(self) -> int:
         """Wait for all that is queued and return how many operations have completed since the last.
@@ -248,9 +252,17 @@ class aio_handle:
         return locked or tensor.is_pinned()
 
     def _begin(
-        self, write: bool, buffer: Tensor, filename: FileName, validate: bool, file_offset: int
+        self,
+        buffer: Tensor,
+        filename: FileName | None,
+        fd: int | None,
+        file_offset: int,
+        *,
+        write: bool,
+        validate: bool,
     ) -> Future:
-        path = f"/proc/self/fd/{filename}" if isinstance(filename, int) else filename
+        file = _file(filename, fd)
+        path = f"/proc/self/fd/{file}" if isinstance(file, int) else file
         memory = (Memory(buffer.detach()),) if validate else ()
         begin = self._engine.write if write else self._engine.read
         future = begin(buffer, path, file_offset)
@@ -261,14 +273,16 @@ class aio_handle:
 
     def _queue(
         self,
-        write: bool,
         buffer: Tensor,
-        filename: FileName,
-        validate: bool,
-        async_: bool,
+        filename: FileName | None,
+        fd: int | None,
         file_offset: int,
+        *,
+        write: bool,
+        validate: bool = False,
+        async_: bool,
     ) -> int:
-        future = self._begin(write, buffer, filename, validate, file_offset)
+        future = self._begin(buffer, filename, fd, file_offset, write=write, validate=validate)
         with self._lock:
             self._pending[id(future)] = future
         return 0 if async_ else self.wait()

@@ -54,15 +54,15 @@ class PinnedBuffer:
     def __init__(self, nbytes: int) -> None:
         if nbytes < 0:
             raise ValueError(f"PinnedBuffer: nbytes is {nbytes}, expected 0 or more")
-        self._lend(_Memory(nbytes, lock=True), nbytes)
+        self._lend(_LentPages(nbytes, lock=True), nbytes)
 
     @classmethod
-    def _of(cls, memory: "_Memory", nbytes: int) -> "PinnedBuffer":
+    def _of(cls, memory: "_LentPages", nbytes: int) -> "PinnedBuffer":
         buffer = cls.__new__(cls)
         buffer._lend(memory, nbytes)
         return buffer
 
-    def _lend(self, memory: "_Memory", nbytes: int) -> None:
+    def _lend(self, memory: "_LentPages", nbytes: int) -> None:
         self.nbytes = nbytes
         self.pinned = memory.pinned
         self.cuda = memory.cuda
@@ -141,9 +141,9 @@ class PinnedPool:
     def _start(self) -> None:
         self._process = os.getpid()
         self._lock = threading.RLock()  # a signal handler may want memory, too
-        self._kept: list[_Memory] = []  # the longest unused first
+        self._kept: list[_LentPages] = []  # the longest unused first
         # Loans may end in a garbage collection, in the middle of anything: they only leave a note.
-        self._ended: deque[_Memory] = deque()
+        self._ended: deque[_LentPages] = deque()
         self._pinned_bytes = 0
         self._in_use = 0
         self._peak = 0
@@ -178,7 +178,7 @@ class PinnedPool:
         self._leave_parent()
         with self._lock:
             self._settle()
-            memory = self._kept_one(_whole_pages(nbytes)) or self._new(nbytes)
+            memory = self._kept_one(_in_kernel_pages(nbytes)) or self._new(nbytes)
             memory.on_return = self._ended.append
             self._buffers += 1
             if memory.pinned:
@@ -224,7 +224,7 @@ class PinnedPool:
                 self._in_use -= memory.locked_bytes
                 self._kept.append(memory)
 
-    def _kept_one(self, locked_bytes: int) -> "_Memory | None":
+    def _kept_one(self, locked_bytes: int) -> "_LentPages | None":
         for memory in reversed(self._kept.copy()):  # the latest may still be in the cache
             if memory.locked_bytes != locked_bytes:
                 continue
@@ -240,8 +240,8 @@ class PinnedPool:
             self._pinned_bytes -= freed
             nbytes -= freed
 
-    def _new(self, nbytes: int) -> "_Memory":
-        needed = _whole_pages(nbytes)
+    def _new(self, nbytes: int) -> "_LentPages":
+        needed = _in_kernel_pages(nbytes)
         if self.budget is not None:
             if self._in_use + needed > self.budget:
                 logger.info(
@@ -249,12 +249,12 @@ class PinnedPool:
                     *(nbytes, self._in_use, self.budget),
                 )
                 self._pageable += 1
-                return _Memory(nbytes, lock=False)
+                return _LentPages(nbytes, lock=False)
             self._free_kept(self._pinned_bytes + needed - self.budget)
-        memory = _Memory(nbytes, lock=True)
+        memory = _LentPages(nbytes, lock=True)
         if not memory.pinned and self._kept:  # they count against the limit of the kernel, too
             self._free_kept(self._pinned_bytes)
-            memory = _Memory(nbytes, lock=True)
+            memory = _LentPages(nbytes, lock=True)
         if memory.pinned:
             self._pinned_bytes += memory.locked_bytes
             self._peak = max(self._peak, self._pinned_bytes)
@@ -263,15 +263,17 @@ class PinnedPool:
         return memory
 
 
-class _Memory:
+class _LentPages:
     """Pages, how they are locked, and where they go when a loan ends."""
 
-    def __init__(self, nbytes: int, lock: bool) -> None:
-        self.locked_bytes = _whole_pages(nbytes)  # all of them, since another loan may need them
+    def __init__(self, nbytes: int, *, lock: bool) -> None:
+        self.locked_bytes = _in_kernel_pages(
+            nbytes
+        )  # all of them, since another loan may need them
         self.pages = native().Pages(self.locked_bytes)
         self.pinned = self.cuda = False
         self.why_not: str | None = None
-        self.on_return: Callable[[_Memory], object] | None = None
+        self.on_return: Callable[[_LentPages], object] | None = None
         if lock and nbytes:
             self._lock()
 
@@ -291,7 +293,7 @@ class _Memory:
             logger.info("PinnedBuffer: %d bytes are pageable: %s", self.locked_bytes, because)
 
 
-def _end_loan(callbacks: list[Callable[[], object]], memory: _Memory, process: int) -> None:
+def _end_loan(callbacks: list[Callable[[], object]], memory: _LentPages, process: int) -> None:
     """Nobody can see the memory any more."""
     if process != os.getpid():
         return
@@ -349,6 +351,6 @@ def _unregister(address: int, device: int, process: int) -> None:
             torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def _whole_pages(nbytes: int) -> int:
+def _in_kernel_pages(nbytes: int) -> int:
     page = os.sysconf("SC_PAGESIZE")
     return -(-nbytes // page) * page

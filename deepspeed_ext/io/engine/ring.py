@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.io._native import native
-from deepspeed_ext.io.engine.future import Mailbox
+from deepspeed_ext.io.engine.future import Job, Mailbox
 from deepspeed_ext.io.extents import PAGE, Extent, Extents
 from deepspeed_ext.io.tensors import Memory
 
@@ -24,22 +24,12 @@ _MOST_PIECES = 512  # in flight, since each step looks at all of them
 _MOST_UNREADY = 32  # jobs that a step asks, and finds that their devices are still at work
 
 
-class Request(Protocol):
-    """A transfer between host memory and a file."""
-
-    def wait(self, seconds: float, /) -> bool: ...
-
-    def done(self) -> bool: ...
-
-    def check(self) -> None: ...
-
-
 class Submit(Protocol):
     """Begin a transfer between host memory and a file."""
 
     def __call__(
-        self, write: bool, target: Any, address: int, nbytes: int, offset: int, truncate: bool, /
-    ) -> Request: ...
+        self, target: Any, address: int, nbytes: int, offset: int, /, *, write: bool, truncate: bool
+    ) -> Job: ...
 
 
 class Mark(Protocol):
@@ -58,28 +48,29 @@ class Copies(Protocol):
         """Begin to copy bytes, of which one side is in the ring; return the point behind that."""
 
 
-class Job:
-    """One transfer of a contiguous tensor, from the call to its last byte.
+class RingJob:
+    """The transfer of one contiguous tensor, from the call to its last byte, as a Future waits.
 
     Args:
-        write: or read.
         tensor: is kept alive until the job is done.
         target: path or open file.
         offset: in the file.
-        truncate: whether the file shall end where a write ends.
         ready: when the tensor may be touched.
         owner: is kept alive until the job is done.
+        write: or read.
+        truncate: whether the file shall end where a write ends.
     """
 
     def __init__(
         self,
-        write: bool,
         tensor: Tensor,
         target: Any,
         offset: int,
-        truncate: bool,
         ready: Mark,
         owner: object = None,
+        *,
+        write: bool,
+        truncate: bool = False,
     ) -> None:
         self.write = write
         self.memory: Memory | None = Memory(tensor)
@@ -167,7 +158,7 @@ class Job:
 class _Piece:
     """Some bytes of a job, with their place in the ring."""
 
-    def __init__(self, job: Job, nbytes: int, extent: Extent | None) -> None:
+    def __init__(self, job: RingJob, nbytes: int, extent: Extent | None) -> None:
         self.job = job
         self.start = job.cut  # in the tensor
         self.nbytes = nbytes
@@ -175,7 +166,7 @@ class _Piece:
         # Where the memory is as far into a page as the file is, all of it can travel directly.
         self.place = extent.offset + self.offset % PAGE if extent else 0
         self.copied: Mark | None = None
-        self.request: Request | None = None
+        self.request: Job | None = None
 
     @property
     def offset(self) -> int:
@@ -206,11 +197,11 @@ class Ring:
         self._copies = copies
         self._space = Extents()
         self._space.grow(memory.numel())
-        self._waiting: deque[Job] = deque()  # those with pieces yet to begin
+        self._waiting: deque[RingJob] = deque()  # those with pieces yet to begin
         self._copying: list[_Piece] = []
         self._moving: list[_Piece] = []  # between the ring and files
 
-    def add(self, job: Job) -> None:
+    def add(self, job: RingJob) -> None:
         """Take this job, too."""
         self._waiting.append(job)
 
@@ -225,7 +216,7 @@ class Ring:
         return bool(self._copying)
 
     @property
-    def oldest_request(self) -> Request | None:
+    def oldest_request(self) -> Job | None:
         """What probably completes next, between ring and file."""
         return self._moving[0].request if self._moving else None
 
@@ -308,8 +299,9 @@ class Ring:
         address = self._memory.data_ptr() + piece.place
         try:
             piece.request = self._submit(
-                *(job.write, job.target, address, piece.nbytes, piece.offset),
-                job.truncate and is_last,  # at the end of any other piece it would cut the last
+                *(job.target, address, piece.nbytes, piece.offset),
+                write=job.write,
+                truncate=job.truncate and is_last,  # of any other piece it would cut the last
             )
         except Exception as error:
             job.fail(error, piece.start)
@@ -324,7 +316,7 @@ class Ring:
             Whether all pieces of some job have begun.
         """
         begun = False
-        unready: list[Job] = []
+        unready: list[RingJob] = []
         while self._waiting and len(unready) < _MOST_UNREADY:
             job = self._waiting.popleft()
             if not self._is_ready(job):
@@ -338,7 +330,7 @@ class Ring:
         self._waiting.extendleft(reversed(unready))
         return begun
 
-    def _cut_all(self, job: Job) -> bool:
+    def _cut_all(self, job: RingJob) -> bool:
         """Begin the pieces of a job that are left; false when there is no more room."""
         while not job.is_cut:
             piece = self._cut(job)
@@ -350,7 +342,7 @@ class Ring:
                 self._move(piece)
         return True
 
-    def _is_ready(self, job: Job) -> bool:
+    def _is_ready(self, job: RingJob) -> bool:
         ready, memory = job.ready, job.memory
         if job.begun() or ready is None or memory is None:
             return True
@@ -368,11 +360,11 @@ class Ring:
             job.fail(error)
         return True
 
-    def _longest(self, job: Job) -> int:
+    def _longest(self, job: RingJob) -> int:
         """Return how long the next piece may be: those behind begin at whole pages of the file."""
         return self._piece_bytes - (job.offset + job.cut) % self._piece_bytes
 
-    def _cut(self, job: Job) -> _Piece | None:
+    def _cut(self, job: RingJob) -> _Piece | None:
         if len(self._copying) + len(self._moving) >= _MOST_PIECES:
             return None
         nbytes = min(job.nbytes - job.cut, self._longest(job))
@@ -405,7 +397,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return memory.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
 
 
-def _opened(job: Job) -> Any:
+def _opened(job: RingJob) -> Any:
     """Open a path once for all pieces, so that they are of one file, and reserve its space."""
     if not isinstance(job.target, str | bytes):
         return job.target

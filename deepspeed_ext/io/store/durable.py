@@ -9,19 +9,17 @@ from deepspeed_ext.io.regular_file import naming
 from deepspeed_ext.io.store.folder import StoreFolder
 from deepspeed_ext.io.store.job import Record
 from deepspeed_ext.io.store.ledger import Ledger
-from deepspeed_ext.io.store.manifest import BadManifest, Entry, decode, encode
+from deepspeed_ext.io.store.manifest import BadManifest, ManifestEntry, decode, encode
 from deepspeed_ext.io.store.space import Slot, extent_of
 
 
-def open_durable(
-    folder: StoreFolder, read_only: bool
-) -> tuple[File, list[Extent], dict[str, Record]]:
+def open_durable(folder: StoreFolder) -> tuple[File, list[Extent], dict[str, Record]]:
     """Return the data file, the extents in use and the records of a locked folder.
 
     A writer makes what is missing, and cuts off what a writer that was killed has left behind.
 
     Raises:
-        FileNotFoundError: read_only, and there is no store; or its data are missing.
+        FileNotFoundError: there is no store to be read; or its data are missing.
         FileExistsError: the data of something else is in the way.
         OSError: EBADMSG: the manifest is damaged; ELOOP, EINVAL or EISDIR: a file is no regular
             one.
@@ -30,11 +28,11 @@ def open_durable(
         has_data = folder.hold_data()  # before what tells of them is read
         text = folder.read()
         if text is None:
-            text = _made(folder, read_only, has_data)
+            text = _made(folder, has_data=has_data)
         elif not has_data:
             want = "expected the tensors that manifest.json tells of"
             raise FileNotFoundError(errno.ENOENT, f"TensorStore: {folder.data} is missing, {want}")
-        file = _opened(folder, read_only)
+        file = _opened(folder)
     try:
         entries = decode(text, file.size())
     except BadManifest as error:
@@ -42,7 +40,7 @@ def open_durable(
         raise OSError(errno.EBADMSG, f"TensorStore: {folder.manifest} {error}") from error
     records = {name: _record(name, entry) for name, entry in entries.items()}
     extents = [record.slot.extent for record in records.values() if record.slot]
-    if not read_only:
+    if not folder.read_only:
         # This also waits for direct writes of a writer that was killed a moment ago.
         file.truncate(max((extent.end for extent in extents), default=0))
     return file, extents, records
@@ -85,9 +83,9 @@ def _doing(folder: StoreFolder) -> str:
     return f"commit of {folder.path}"
 
 
-def _made(folder: StoreFolder, read_only: bool, has_data: bool) -> bytes:
+def _made(folder: StoreFolder, *, has_data: bool) -> bytes:
     """Make the files of a store without a commit, and return its manifest."""
-    if read_only:
+    if folder.read_only:
         raise FileNotFoundError(
             errno.ENOENT, f"TensorStore: {folder.path} has no manifest.json, expected a store"
         )
@@ -107,15 +105,15 @@ def _made(folder: StoreFolder, read_only: bool, has_data: bool) -> bytes:
     return text
 
 
-def _opened(folder: StoreFolder, read_only: bool) -> File:
+def _opened(folder: StoreFolder) -> File:
     """Return the data file, which the native code opens by its name, once it is locked."""
-    file: File = native().File(str(folder.data), "read" if read_only else "update")
+    file: File = native().File(str(folder.data), "read" if folder.read_only else "update")
     if not folder.is_data(file.fileno()):
         file.close()
         raise OSError(errno.ESTALE, f"TensorStore: {folder.data} was replaced meanwhile")
     return file
 
 
-def _record(name: str, entry: Entry) -> Record:
+def _record(name: str, entry: ManifestEntry) -> Record:
     info, offset = entry
     return Record(name, info, Slot(extent_of(offset, info.nbytes)) if info.nbytes else None)

@@ -33,10 +33,10 @@ class StoreFolder:
         OSError: ELOOP or EINVAL: its lock is no regular file; ENOTDIR: nor is this a folder.
     """
 
-    def __init__(self, path: Path, read_only: bool) -> None:
+    def __init__(self, path: Path, *, read_only: bool) -> None:
         self._folder = self._lock = self._data = -1  # descriptors
         self._process = os.getpid()
-        self._read_only = read_only
+        self.read_only = read_only
         path = Path(os.path.abspath(path))  # the working directory may change
         self.path = path
         self.data = path / "data"
@@ -78,7 +78,7 @@ class StoreFolder:
                 nbytes -= len(part)
         return b"".join(parts)
 
-    def hold_data(self, make: bool = False) -> bool:
+    def hold_data(self, *, make: bool = False) -> bool:
         """Lock the data file, and tell whether there is one.
 
         Args:
@@ -89,7 +89,7 @@ class StoreFolder:
             OSError: ELOOP, EINVAL or EISDIR: it is no regular file; EMLINK: a writer would change
                 what has another name.
         """
-        flags = os.O_RDONLY if self._read_only else os.O_RDWR
+        flags = os.O_RDONLY if self.read_only else os.O_RDWR
         try:
             self._data = self._file(self.data, flags | (os.O_CREAT if make else 0))
         except FileNotFoundError:
@@ -97,7 +97,7 @@ class StoreFolder:
         self._take(self._data, "without this store.lock")
         self._check_same(self.data, self._data, self._status)
         names = os.fstat(self._data).st_nlink
-        if names > 1 and not self._read_only:
+        if names > 1 and not self.read_only:
             raise OSError(
                 errno.EMLINK,
                 f"TensorStore: {self.data} has {names} hard links, expected 1: writing would change"
@@ -171,16 +171,16 @@ class StoreFolder:
                 os.close(fd)
 
     def _open(self) -> None:
-        if not self._read_only:
+        if not self.read_only:
             self._make()
-        access = os.O_PATH if self._read_only else os.O_RDONLY  # a writer syncs it
+        access = os.O_PATH if self.read_only else os.O_RDONLY  # a writer syncs it
         try:
             self._folder = os.open(self.path, access | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
             text = f"TensorStore: {self.path} does not exist, expected a store"
             raise FileNotFoundError(errno.ENOENT, text) from None
         self._take_lock()
-        if not self._read_only:
+        if not self.read_only:
             self._recover()
 
     def _file(self, path: Path, flags: int) -> int:
@@ -244,23 +244,23 @@ class StoreFolder:
         self.sync()
 
     def _take_lock(self) -> None:
-        flags = os.O_RDONLY if self._read_only else os.O_RDWR | os.O_CREAT
+        flags = os.O_RDONLY if self.read_only else os.O_RDWR | os.O_CREAT
         try:
             self._lock = self._file(self._lock_path, flags)
         except FileNotFoundError:
-            if self._read_only:
+            if self.read_only:
                 return  # a copy without it, perhaps where nobody can write; or no store at all
             raise
         self._take(self._lock)
         # Somebody may have removed it before it was locked, and others lock another one.
         self._check_same(self._lock_path, self._lock, self._status)
-        if not self._read_only:
+        if not self.read_only:
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, f"{self._process} on {os.uname().nodename}\n".encode(), 0)
 
     def _take(self, fd: int, how: str = "") -> None:
         try:
-            fcntl.flock(fd, (fcntl.LOCK_SH if self._read_only else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(fd, (fcntl.LOCK_SH if self.read_only else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BlockingIOError(errno.EAGAIN, self._held(fd, how)) from None
 
@@ -269,10 +269,10 @@ class StoreFolder:
         if fd == self._lock:
             holder = os.pread(fd, 400, 0).decode(errors="replace").strip()
             by += f", process {holder or 'unknown'}"
-        if not self._read_only:
+        if not self.read_only:
             with contextlib.suppress(BlockingIOError):  # none: a writer has it
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 by = "processes that read it"
-        want = "no writer" if self._read_only else "nobody else"
+        want = "no writer" if self.read_only else "nobody else"
         by = f"{by} {how}".rstrip()
         return f"TensorStore: {self.path} is in use by {by}, expected {want}; close it there first"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from deepspeed_ext.io.engine.future import Future
 from deepspeed_ext.io.store.job import Record, StoreJob
-from deepspeed_ext.io.store.manifest import Entry, TensorInfo
+from deepspeed_ext.io.store.manifest import ManifestEntry, TensorInfo
 from deepspeed_ext.io.store.space import Slot, Space
 
 
@@ -198,7 +198,7 @@ class Ledger:
                 return None
             return self._copy()
 
-    def wait_for(self, snapshot: Mapping[str, Record]) -> dict[str, Entry]:
+    def wait_for(self, snapshot: Mapping[str, Record]) -> dict[str, ManifestEntry]:
         """Wait for the writes of a snapshot and return its entries.
 
         Raises:
@@ -210,7 +210,9 @@ class Ledger:
                 job.wait()
                 if job.error is not None:
                     raise self._incomplete(name, job.error)
-        return {name: Entry(record.info, record.offset) for name, record in snapshot.items()}
+        return {
+            name: ManifestEntry(record.info, record.offset) for name, record in snapshot.items()
+        }
 
     def release(self, snapshot: Mapping[str, Record]) -> None:
         """Give up a snapshot that no disk has seen."""

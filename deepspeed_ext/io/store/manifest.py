@@ -35,7 +35,7 @@ class TensorInfo:
     checksum: int | None = None
 
 
-class Entry(NamedTuple):
+class ManifestEntry(NamedTuple):
     """A tensor and where its bytes start in the data file."""
 
     info: TensorInfo
@@ -46,7 +46,7 @@ class BadManifest(ValueError):
     """The text is not what `encode` writes, or does not fit the data file."""
 
 
-def encode(entries: Mapping[str, Entry]) -> bytes:
+def encode(entries: Mapping[str, ManifestEntry]) -> bytes:
     """Return the text of a manifest: JSON that ends with a checksum of itself."""
     rows = [
         {
@@ -63,7 +63,7 @@ def encode(entries: Mapping[str, Entry]) -> bytes:
     return body + _seal(body)
 
 
-def decode(text: bytes, file_bytes: int) -> dict[str, Entry]:
+def decode(text: bytes, file_bytes: int) -> dict[str, ManifestEntry]:
     """Return the entries of a manifest; nothing in it is taken on trust.
 
     Args:
@@ -85,7 +85,7 @@ def decode(text: bytes, file_bytes: int) -> dict[str, Entry]:
     rows = document.get("tensors")
     if document.keys() != {"format", "tensors"} or not isinstance(rows, list):
         raise BadManifest("has other keys, expected format and tensors")
-    entries: dict[str, Entry] = {}
+    entries: dict[str, ManifestEntry] = {}
     for row in rows:
         name, entry = _entry(row)
         if name in entries:
@@ -99,7 +99,7 @@ def _seal(body: bytes) -> bytes:
     return _SEAL.format(hashlib.sha256(body).hexdigest()).encode()
 
 
-def _entry(row: object) -> tuple[str, Entry]:
+def _entry(row: object) -> tuple[str, ManifestEntry]:
     if not isinstance(row, dict) or row.keys() != _KEYS:
         raise BadManifest(f"has the row {str(row)[:200]}, expected the keys {sorted(_KEYS)}")
     name, shape = row["name"], row["shape"]
@@ -124,14 +124,16 @@ def _entry(row: object) -> tuple[str, Entry]:
         raise BadManifest(f"has the crc32c {str(row['crc32c'])[:40]} for {name!r}")
     if not _is_count(row["offset"], LARGEST) or row["offset"] % PAGE:
         raise BadManifest(f"has the offset {str(row['offset'])[:40]} for {name!r}")
-    return name, Entry(TensorInfo(dtype, tuple(shape), nbytes, row["crc32c"]), row["offset"])
+    return name, ManifestEntry(
+        TensorInfo(dtype, tuple(shape), nbytes, row["crc32c"]), row["offset"]
+    )
 
 
 def _is_count(value: object, largest: int) -> bool:
     return type(value) is int and 0 <= value <= largest
 
 
-def _check_places(entries: Mapping[str, Entry], file_bytes: int) -> None:
+def _check_places(entries: Mapping[str, ManifestEntry], file_bytes: int) -> None:
     end, owner = 0, ""
     for name, (info, offset) in sorted(entries.items(), key=lambda item: item[1].offset):
         if info.nbytes == 0:

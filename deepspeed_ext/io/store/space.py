@@ -61,7 +61,7 @@ class Space:
         extent = self._extents.take(nbytes)
         return Slot(extent) if extent else None
 
-    def grow(self, nbytes: int, what: str, ahead: bool = False) -> None:
+    def grow(self, nbytes: int, what: str, *, ahead: bool = False) -> None:
         """Make the file as much longer as it takes until a slot of nbytes fits.
 
         Args:

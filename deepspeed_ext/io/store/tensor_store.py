@@ -83,7 +83,7 @@ class TensorStore:
         self.durable = durable
         self.read_only = read_only
         self._process = os.getpid()
-        self._folder = StoreFolder(self.path, read_only) if durable else None
+        self._folder = StoreFolder(self.path, read_only=read_only) if durable else None
         try:
             self._file, self._ledger = self._open()
             self._own_engine = engine is None
@@ -342,7 +342,7 @@ class TensorStore:
         if self._folder is None:
             scratch: File = native().File.scratch(os.fspath(self.path))
             return scratch, Ledger(str(self.path), Space(scratch))
-        file, extents, committed = open_durable(self._folder, self.read_only)
+        file, extents, committed = open_durable(self._folder)
         return file, Ledger(str(self.path), Space(file, extents), committed)
 
     def _future(self, job: StoreJob, tensor: Tensor, finish: Callable[[], Tensor] | None) -> Future:

@@ -90,7 +90,7 @@ def _fio(
     raise OSError(f"fio with {' '.join(options)} ended with status {done.returncode}: {said}")
 
 
-def _plain(path: str, size: int, memory: memoryview, seconds: float, write: bool) -> float:
+def _plain(path: str, size: int, memory: memoryview, seconds: float, *, write: bool) -> float:
     """Let several threads read or write one piece after the other; return bytes per second."""
     lock, next_piece = threading.Lock(), iter(range(1 << 60))
     moved = [0] * PLAIN_THREADS

@@ -12,27 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.io._native import native
+from deepspeed_ext.io.engine.arguments import BACKENDS, Settings, check_sizes
+from deepspeed_ext.io.regular_file import path_text
 from deepspeed_ext.op_builder import cache
 from deepspeed_ext.op_builder.log import logger
-
-BACKENDS = ("io_uring", "libaio", "threads")  # the best first
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of AsyncIO, with its defaults.
-
-    Args:
-        block_size: bytes that are asked of the kernel at once.
-        queue_depth: such requests in flight for each thread.
-        threads: how many threads keep the device busy.
-        backend: "auto", or one of `BACKENDS`.
-    """
-
-    block_size: int = 1 << 20
-    queue_depth: int = 32
-    threads: int = 1
-    backend: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -59,8 +42,12 @@ def tuned(path: str | os.PathLike[str]) -> dict[str, Any]:
     Returns:
         block_size (bytes), queue_depth, threads and backend: the defaults when nothing was saved.
         The backend is "auto" when DS_EXT_AIO_BACKEND is set or the saved one does not work here.
+
+    Raises:
+        TypeError: path is no path.
+        ValueError: path is empty.
     """
-    found = saved(path)
+    found = saved(path_text("io.tuned", path))
     if found is None:
         return asdict(Settings())
     arguments = asdict(found)
@@ -152,10 +139,9 @@ def _file_of(root: Path, device: Device) -> Path:
 
 def _checked(record: dict[str, Any]) -> Settings:
     settings = Settings(**record)
-    for name in ("block_size", "queue_depth", "threads"):
-        value = getattr(settings, name)
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name} is {value!r}, expected a positive number")
+    sizes = asdict(settings)
+    del sizes["backend"]
+    check_sizes(**sizes)
     if settings.backend not in BACKENDS:
         raise ValueError(f"backend is {settings.backend!r}, expected one of {', '.join(BACKENDS)}")
     return settings

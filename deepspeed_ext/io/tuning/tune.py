@@ -10,13 +10,15 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from deepspeed_ext.io._native import native
+from deepspeed_ext.io.engine.arguments import BACKENDS, Settings
+from deepspeed_ext.io.regular_file import path_text
 from deepspeed_ext.io.tuning import raw_device
 from deepspeed_ext.io.tuning.rates import Rates, best_of, compare
-from deepspeed_ext.io.tuning.settings import BACKENDS, Device, Settings, device_of, tuned
+from deepspeed_ext.io.tuning.settings import Device, device_of, tuned
 
 __all__ = ["Report", "tune", "tuned"]
 
@@ -92,15 +94,17 @@ def tune(
 
     Raises:
         OSError: the folder cannot be written, or has too little space.
-        ValueError: `seconds` or `size` is too small.
+        TypeError: path is no path.
+        ValueError: path is empty, or `seconds` or `size` is too small.
     """
     if seconds <= 0:
         raise ValueError(f"tune: seconds is {seconds}, expected more than 0")
     if size < _SMALLEST_FILE:
         raise ValueError(f"tune: size is {size}, expected at least {_SMALLEST_FILE} bytes")
+    path = path_text("tune", path)
     probed = native().probe_backends()
     started = time.monotonic()  # not before: the engine may have had to be compiled
-    file = native().File.scratch(os.fspath(path))
+    file = native().File.scratch(path)
     try:
         search = _Search(file, _fitting(file, size, path), started, seconds, progress)
         best, finalists, raw = search.run([name for name in BACKENDS if probed[name] == 0])
@@ -110,12 +114,12 @@ def tune(
     return Report(device_of(path), search.direct, search.size, best, finalists, raw, refused)
 
 
-def _fitting(file: Any, size: int, path: str | os.PathLike[str]) -> int:
+def _fitting(file: Any, size: int, path: str) -> int:
     """Return the size of a test file that leaves half of the free space to others."""
     free = file.free_bytes()
     fitting: int = min(size, free // 2) // _CHUNK * _CHUNK
     if fitting < _SMALLEST_FILE:
-        text = f"tune: {os.fspath(path)} has {free} bytes free, expected {2 * _SMALLEST_FILE}"
+        text = f"tune: {path} has {free} bytes free, expected {2 * _SMALLEST_FILE}"
         raise OSError(errno.ENOSPC, f"{text}; name a folder with more space")
     return fitting
 
@@ -142,7 +146,7 @@ class _Search:
         self._trial_seconds = 0.0
         file.allocate(0, size)
         # Written once before anything is timed: the first write of a block costs more than others.
-        self._trial(Settings(backend="threads"), True, size=size)
+        self._trial(Settings(backend="threads"), write=True, size=size)
         file.sync()
         self._deadline = started + seconds
         self._trial_seconds = max(0.01, 0.95 * (self._deadline - time.monotonic()) / _TRIALS)
@@ -178,7 +182,7 @@ class _Search:
         return best_of(compare(contenders, self._rates, _ROUNDS, self._is_over))
 
     def _rates(self, settings: Settings) -> Rates:
-        return Rates(self._trial(settings, False), self._trial(settings, True))
+        return Rates(self._trial(settings, write=False), self._trial(settings, write=True))
 
     def _is_over(self) -> bool:
         return time.monotonic() >= self._deadline
@@ -187,17 +191,17 @@ class _Search:
         self._done += trials
         self._progress(min(1.0, self._done / _TRIALS))
 
-    def _trial(self, settings: Settings, write: bool, size: int = 0) -> float:
+    def _trial(self, settings: Settings, *, write: bool, size: int = 0) -> float:
         """Move bytes for a moment, or `size` of them; return how many in a second."""
         try:
-            engine = native().Engine(**_arguments(settings))
+            engine = native().Engine(**asdict(settings))
         except OSError:  # more than this system allows, such as aio-max-nr
             if size:
                 raise
             return 0.0
         try:
             token = engine.register(self._pages.address, self._pages.nbytes)
-            rate = self._move(engine, settings, write, size)
+            rate = self._move(engine, settings, write=write, size=size)
             engine.unregister(token)
         finally:
             engine.close()  # and nothing is on its way any more
@@ -205,7 +209,7 @@ class _Search:
             self._advance(self._longer)
         return rate
 
-    def _move(self, engine: Any, settings: Settings, write: bool, size: int) -> float:
+    def _move(self, engine: Any, settings: Settings, *, write: bool, size: int) -> float:
         slots = self._pages.nbytes // _CHUNK
         wanted = 2 * _in_flight(settings) // _CHUNK
         waiting: deque[Any] = deque()
@@ -216,8 +220,8 @@ class _Search:
             over = moved >= size if size else time.perf_counter() - started >= limit
             while len(waiting) < min(slots, max(4, wanted)) and not (over and moved):
                 address = self._pages.address + moved // _CHUNK % slots * _CHUNK
-                offset = moved % self.size
-                waiting.append(engine.submit(write, self._file, address, _CHUNK, offset, False))
+                place = (address, _CHUNK, moved % self.size)
+                waiting.append(engine.submit(self._file, *place, write=write, truncate=False))
                 moved += _CHUNK
                 over = moved >= size if size else over
             request = waiting.popleft()
@@ -225,10 +229,6 @@ class _Search:
                 pass
             request.check()
         return moved / (time.perf_counter() - started)
-
-
-def _arguments(settings: Settings) -> dict[str, Any]:
-    return {name: getattr(settings, name) for name in Settings.__dataclass_fields__}
 
 
 def _in_flight(settings: Settings) -> int:
