@@ -130,6 +130,23 @@ def test_callbacks_keep_their_order_and_what_they_raise_is_logged(
     after.wait()
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_ctrl_c_and_exit_in_a_callback_that_is_called_at_once_reach_the_caller(
+    engine: io.AsyncIO, tmp_path: Path, kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    future = engine.write(payload(5), tmp_path / "file")
+    future.result()
+
+    def leave(_: io.Future) -> None:
+        raise kind("on purpose")
+
+    with pytest.raises(kind, match="on purpose"):
+        future.add_done_callback(leave)
+    assert not caplog.records
+    future.add_done_callback(lambda _: [][0])  # anything else is logged, as it is later
+    assert "IndexError" in caplog.text
+
+
 def test_the_thread_of_callbacks_ends_and_everything_goes(
     engine: io.AsyncIO, tmp_path: Path
 ) -> None:

@@ -198,7 +198,8 @@ class Future(concurrent.futures.Future[Tensor]):
         """Call a function with this Future when it has ended, or now if it has.
 
         The engine has one thread for all callbacks, which exists while there are some to call. A
-        function that is given by a coroutine is called by its event loop. What it raises is logged.
+        function that is given by a coroutine is called by its event loop. What it raises is logged;
+        but Ctrl-C and SystemExit in one that is called now reach the caller.
         """
         with self._lock:
             later = not self._settled
@@ -267,7 +268,7 @@ class Future(concurrent.futures.Future[Tensor]):
         with self._lock:
             callbacks, self._callbacks = self._callbacks, []
         for _, call in callbacks:
-            self._call(call)
+            self._call(call, logged=BaseException)  # SystemExit, too: others wait for theirs
 
     # What concurrent.futures and asyncio call
 
@@ -307,10 +308,10 @@ class Future(concurrent.futures.Future[Tensor]):
             watcher = self._watcher = self._watcher or Watcher()
         watcher.watch(self)
 
-    def _call(self, call: Callable[[], object]) -> None:
+    def _call(self, call: Callable[[], object], logged: type[BaseException] = Exception) -> None:
         try:
             call()
-        except BaseException:  # SystemExit, too: others wait for their callbacks
+        except logged:
             _log.exception("aio: a callback of %s failed", self._what)
 
     def _check_process(self) -> None:
