@@ -1,4 +1,4 @@
-"""Compile one op library in a folder, with ninja: for jit.py and aot.py, and for no one else."""
+"""Compile one op library in a folder: nothing else writes ninja files or starts compilers."""
 
 import itertools
 import json

@@ -144,8 +144,9 @@ def ready(wanted: Wanted, routes: list[str] | None = None) -> Iterator[Path]:
         wanted: what they must fit.
         routes: gets a line for each place that has none.
     """
+    file = wanted.file
     for root in (None, *cache.roots()):
-        path = (root / wanted.entry if root else PREBUILT) / wanted.file
+        path = root / wanted.entry / file if root else PREBUILT / file
         try:
             if root:
                 cache.check_trusted(root, path)
