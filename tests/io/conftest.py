@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from file_systems import TMPFS, file_system_of
 
 if TYPE_CHECKING:
     from deepspeed_ext import io
 
+HERE = Path(__file__).parent
 BACKENDS = ("io_uring", "libaio", "threads")
 LONGEST_TEST = 120.0  # seconds; what takes longer hangs
 SMALL_DISK = 16 << 20
-TMPFS = Path("/dev/shm")
 
 
 @pytest.fixture(scope="session", params=BACKENDS)
@@ -50,15 +51,6 @@ def tmpfs() -> Iterator[Path]:
         pytest.skip(f"{TMPFS} is no tmpfs here")
     with tempfile.TemporaryDirectory(dir=TMPFS, prefix="deepspeed-ext-") as folder:
         yield Path(folder)
-
-
-def file_system_of(path: Path) -> str:
-    """Return the kind of the file system that is mounted at a path, or an empty string."""
-    kinds = {}
-    for line in Path("/proc/mounts").read_text().splitlines():
-        _, mounted, kind, *_ = line.split()
-        kinds[mounted] = kind
-    return kinds.get(str(path), "")
 
 
 @pytest.fixture(scope="session")
@@ -117,6 +109,7 @@ def open_folder() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)  # child processes find helpers
     monkeypatch.delenv("DS_EXT_AIO_BACKEND", raising=False)
 
 

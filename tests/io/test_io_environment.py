@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TMPFS, file_system_of
+from file_systems import TMPFS, file_system_of
 
 from deepspeed_ext import environment, io
 from deepspeed_ext.io import environment as io_environment

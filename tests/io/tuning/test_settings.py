@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import TMPFS, file_system_of
+from file_systems import TMPFS, file_system_of
 
 from deepspeed_ext.io._native import native
 from deepspeed_ext.io.engine.arguments import BACKENDS, LIMITS, Settings
