@@ -114,7 +114,7 @@ def files_of(spec: OpSpec, csrc: Path) -> dict[Path, bytes]:
 
 
 def digest_of(spec: OpSpec, csrc: Path) -> str:
-    """Hash the library's files, names and bytes, its macros, and the Python that a module is for."""
+    """Hash the library's files, names and bytes, its macros, and a module's Python."""
     state = hashlib.sha256()
     if "pybind11" in spec.needs:
         state.update(f"{toolchain.python_abi()}\0".encode())

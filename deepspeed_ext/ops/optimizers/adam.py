@@ -1,6 +1,6 @@
 """Adam and AdamW: one step over lists of tensors, in place, on the CPU or on CUDA."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ def adam_step_(
     maximize: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    out: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> None:
     """Take one Adam (or AdamW) step for every parameter, in a single pass over memory.
 
@@ -108,6 +109,12 @@ def adam_step_(
         grad_scale: None, or one float32 or float64 that gradients are divided by first, such as
             the loss scale.
         found_inf: None, or one float32 or float64; when it is not 0, nothing at all is modified.
+        out: None, or what to write to instead of arguments that are updated, by their names: lists
+            like theirs, of tensors with the same shapes, strides and dtypes (slabs may be longer).
+            Each is the very memory of its argument or shares none with anything. What is left out
+            is updated in place. When found_inf is not 0, what was read is copied. A step of a part
+            of a parameter is one of views, in any cut (of state in codes at multiples of 256
+            elements), with the index of its first element in `noise`; its bits are the same.
 
     Raises:
         ValueError: an argument breaks a rule above; the text names it, its value and the rule.

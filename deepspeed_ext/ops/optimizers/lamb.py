@@ -5,7 +5,7 @@ of its whole update. So the first pass brings the moments up to date and returns
 can then be summed over the processes that hold shards of a parameter; the second pass updates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 import torch
@@ -64,6 +64,7 @@ def lamb_moments_(
     maximize: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    out: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> Tensor:
     """Take the first half of a LAMB step: advance the moments, and measure parameters and updates.
 
@@ -95,6 +96,7 @@ def lamb_moments_(
         grad_scale: None, or one float32 or float64 that gradients are divided by first.
         found_inf: None, or one float32 or float64; when it is not 0, nothing is modified, and all
             sums are 0.
+        out: see there; the second half then takes the moments from where they were written.
 
     Returns:
         float64 (n, 2) on the device of params: for each parameter the sum of squares of its
@@ -155,6 +157,7 @@ def lamb_apply_(
     eps_inside_sqrt: bool = False,
     bias_correction: bool = True,
     found_inf: Tensor | None = None,
+    out: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> None:
     """Take the second half of a LAMB step: subtract the update, which the moments say.
 
@@ -180,6 +183,7 @@ def lamb_apply_(
         eps_inside_sqrt: see there.
         bias_correction: see there.
         found_inf: see there.
+        out: see `adam_step_`.
 
     Raises:
         ValueError: an argument breaks a rule above; the text names it, its value and the rule.

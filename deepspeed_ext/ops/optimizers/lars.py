@@ -5,7 +5,7 @@ of its whole gradient. So the first pass returns these norms; they can then be s
 processes that hold shards of a parameter; the second pass updates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -112,6 +112,7 @@ def lars_apply_(
     maximize: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    out: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> None:
     """Take one LARS step for every parameter, at a learning rate for each.
 
@@ -138,6 +139,7 @@ def lars_apply_(
         maximize: step up the gradient instead of down.
         grad_scale: None, or one float32 or float64 that gradients are divided by first.
         found_inf: None, or one float32 or float64; when it is not 0, nothing at all is modified.
+        out: see there.
 
     Raises:
         ValueError: an argument breaks a rule above; the text names it, its value and the rule.

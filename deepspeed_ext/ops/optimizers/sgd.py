@@ -1,6 +1,6 @@
 """SGD with momentum: one step over lists of tensors, in place, on the CPU or on CUDA."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -49,6 +49,7 @@ def sgd_step_(
     maximize: bool = False,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    out: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> None:
     """Take one step of stochastic gradient descent for every parameter, in a single pass.
 
@@ -76,6 +77,7 @@ def sgd_step_(
         maximize: step up the gradient instead of down.
         grad_scale: None, or one float32 or float64 that gradients are divided by first.
         found_inf: None, or one float32 or float64; when it is not 0, nothing at all is modified.
+        out: see there.
 
     Raises:
         ValueError: an argument breaks a rule above; the text names it, its value and the rule.

@@ -178,11 +178,19 @@ class StepOp:
     @property
     def schema(self) -> str:
         """What torch is to know of it."""
+        return self._schema(in_place=True)
+
+    @property
+    def out_schema(self) -> str:
+        """The same of its overload that writes elsewhere: to lists that are keyword-only."""
+        return self._schema(in_place=False)
+
+    def _schema(self, in_place: bool) -> str:
         letters = iter(string.ascii_lowercase)
         numbers = {option.name: option for option in self.options if isinstance(option, Number)}
         parts = []
         for name, kind in self.arguments.items():
-            if name in self.written:
+            if in_place and name in self.written:
                 parts.append(f"Tensor({next(letters)}!)[] {name}")
             elif name == "lr":
                 parts += ["float lr", "Tensor? lr_tensor"]
@@ -190,24 +198,34 @@ class StepOp:
                 parts += [f"float {name[:-1]}{i}" for i in (1, 2)]
             else:
                 parts.append(f"{kind or ('float' if name in numbers else 'bool')} {name}")
-        return f"{self.name}({', '.join(parts)}) -> {'Tensor' if self.measures else '()'}"
+        if not in_place:
+            parts.append("*")
+            parts += [f"Tensor({next(letters)}!)[] out_{name}" for name in self.written]
+        name = self.name if in_place else f"{self.name}.out"
+        return f"{name}({', '.join(parts)}) -> {'Tensor' if self.measures else '()'}"
 
 
 def step_function(op: StepOp) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Define an op in torch's registry and make a function call it; used as a decorator.
 
-    The function has the arguments of the op, by the names of the table, and the documentation. Its
-    body says what it returns if there are no parameters, and so no device to dispatch on.
+    The function has the arguments of the op, by the names of the table, and the documentation; if
+    the op writes to some, also `out`, the tensors to write to instead. Its body says what it
+    returns if there are no parameters, and so no device to dispatch on.
     """
     names = tuple(op.arguments)
     pairs = {option.name for option in op.options if isinstance(option, Number) and option.is_pair}
     written = op.written
-    native = define(
-        op.schema,
-        {"cpu": f"cpu_{op.library}", "cuda": f"fused_{op.library}"},
-        fake=_squares_of if op.measures else None,
-        on_host=_ON_HOST,
-    )
+
+    def define_one(schema: str) -> torch._ops.OpOverload:
+        return define(
+            schema,
+            {"cpu": f"cpu_{op.library}", "cuda": f"fused_{op.library}"},
+            fake=_squares_of if op.measures else None,
+            on_host=_ON_HOST,
+        )
+
+    native = define_one(op.schema)
+    native_out = define_one(op.out_schema) if written else None
 
     def call(values: Mapping[str, Any]) -> Any:
         arguments: list[Any] = []
@@ -222,15 +240,21 @@ def step_function(op: StepOp) -> Callable[[Callable[P, R]], Callable[P, R]]:
         if not written:
             with torch.no_grad():  # part of a step, as the op is that writes
                 return call_recording_nothing(native, *arguments)
-        result = native(*arguments)
+        targets = values
+        if values["out"] is None:
+            result = native(*arguments)
+        else:
+            targets = _targets(op, values, values["out"])
+            outs = {f"out_{name}": list(targets[name]) for name in written}
+            result = native_out(*arguments, **outs)
         # A native op does not count its writes. Without the count, a backward that saved a
         # parameter before the step would use the new values without an error.
         for name in written:
-            torch.autograd.graph.increment_version(values[name])
+            torch.autograd.graph.increment_version(targets[name])
         return result
 
     def make(function: Callable[P, R]) -> Callable[P, R]:
-        positional, defaults = _signature_of(function, names)
+        positional, defaults = _signature_of(function, (*names, "out") if written else names)
 
         @functools.wraps(function)
         def step(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -244,6 +268,16 @@ def step_function(op: StepOp) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return step
 
     return make
+
+
+def _targets(
+    op: StepOp, values: Mapping[str, Any], out: Mapping[str, Sequence[Tensor]]
+) -> dict[str, Sequence[Tensor]]:
+    """Return for each argument that the op writes to what it is to write to."""
+    for name in out:
+        if name not in op.written:
+            raise ValueError(f"{op.name}: out has {name!r}, expected some of {list(op.written)}")
+    return {name: out.get(name, values[name]) for name in op.written}
 
 
 def _signature_of(

@@ -38,6 +38,10 @@ def reference_of(
         def reference(*args: P.args, **kwargs: P.kwargs) -> R:
             call = signature.bind(*args, **kwargs)
             call.apply_defaults()
+            for name, targets in (call.arguments.get("out") or {}).items():
+                for target, source in zip(targets, call.arguments[name], strict=True):
+                    target.copy_(source)
+                call.arguments[name] = targets
             return definition(StepReference(op, call.arguments))
 
         for name in ("__name__", "__qualname__", "__doc__"):
