@@ -179,7 +179,7 @@ def run(command: list[str], force_isa: str = "") -> subprocess.CompletedProcess[
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=600,
     )
 
 
@@ -194,6 +194,14 @@ def test_program(case: tuple[str, str], folder: Path) -> None:
         pytest.skip("ThreadSanitizer of this compiler cannot run: vm.mmap_rnd_bits is over 28")
     assert result.returncode == 0, result.stdout
     assert " 0 failed" in result.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [("product", "vec_math")], ids="-".join)
+def test_functions_of_all_floats(case: tuple[str, str], folder: Path) -> None:
+    """The error bounds of exp, sigmoid and rsqrt hold for each of the 2^32 floats."""
+    result = run([str(compile_program(*case, folder)), "all"])
+    assert result.returncode == 0, result.stdout
 
 
 PRODUCT_ISA = pytest.mark.parametrize("case", [("product", "isa")], ids="-".join)

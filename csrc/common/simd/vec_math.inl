@@ -1,5 +1,5 @@
 // Functions of Vec in terms of its other operations: the same bits in every ISA. The error bounds
-// are what test_vec_math.cpp finds, over a sample of all floats, in units in the last place.
+// hold for all floats, which test_vec_math.cpp goes through; in units in the last place.
 
 // 1.5 at most. Of 0 it is infinity, of a negative number NaN.
 inline Vec rsqrt(Vec a) { return Vec(1.0f) / sqrt(a); }
