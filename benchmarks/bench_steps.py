@@ -14,6 +14,7 @@ from deepspeed_ext.optim import (
     FusedAdagrad,
     FusedAdam,
     FusedLion,
+    FusedRMSprop,
     FusedSGD,
 )
 
@@ -159,6 +160,17 @@ def sgd(shapes: Shapes, device: str) -> list[Contender]:
     return made
 
 
+def rmsprop(shapes: Shapes, device: str) -> list[Contender]:
+    """Torch has no fused form; compiled, it makes a kernel of each parameter's step."""
+    numbers: dict[str, Any] = NUMBERS | {"momentum": 0.9}
+    made = [step_of(FusedRMSprop(leaves(shapes, F32, device), **numbers))]
+    for route in (True, False):
+        theirs = torch.optim.RMSprop(leaves(shapes, F32, device), **numbers, foreach=route)
+        made.append(step_of(theirs, f"torch RMSprop(foreach={route})"))
+    theirs = torch.optim.RMSprop(leaves(shapes, F32, device), **numbers, foreach=True)
+    return [*made, Contender("torch RMSprop, compiled", torch.compile(theirs.step))]
+
+
 WORKS = {
     "cpu": [
         Work("fp32, 64 x 1,048,576", BIG, 28, fp32),
@@ -169,6 +181,7 @@ WORKS = {
         Work("Lion, fp32, 64 x 1,048,576", BIG, 20, lion),
         Work("Adagrad, fp32, 64 x 1,048,576", BIG, 20, adagrad),
         Work("SGD with momentum, fp32, 64 x 1,048,576", BIG, 20, sgd),
+        Work("RMSprop with momentum, fp32, 64 x 1,048,576", BIG, 28, rmsprop),
     ],
     "cuda": [
         Work("fp32, Llama shapes", llama(8, embedding=True), 28, fp32),
@@ -179,6 +192,7 @@ WORKS = {
         Work("Lion, fp32, Llama shapes", llama(4, embedding=False), 20, lion),
         Work("Adagrad, fp32, Llama shapes", llama(4, embedding=False), 20, adagrad),
         Work("SGD with momentum, fp32, Llama shapes", llama(4, embedding=False), 20, sgd),
+        Work("RMSprop with momentum, fp32, Llama shapes", llama(4, embedding=False), 28, rmsprop),
     ],
 }
 

@@ -17,6 +17,8 @@ _INSTEAD = {
     "fused_adagrad": "deepspeed_ext.optim.FusedAdagrad",
     "cpu_sgd": "deepspeed_ext.optim.FusedSGD",
     "fused_sgd": "deepspeed_ext.optim.FusedSGD",
+    "cpu_rmsprop": "deepspeed_ext.optim.FusedRMSprop",
+    "fused_rmsprop": "deepspeed_ext.optim.FusedRMSprop",
     "cpu_lamb": "deepspeed_ext.optim.FusedLamb",
     "fused_lamb": "deepspeed_ext.optim.FusedLamb",
     "cpu_lars": "deepspeed_ext.optim.Lars",

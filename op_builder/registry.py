@@ -54,6 +54,8 @@ OPS: tuple[OpSpec, ...] = (
     _optimizer("fused_adagrad", "adagrad", "Adagrad"),
     _optimizer("cpu_sgd", "sgd", "Sgd"),
     _optimizer("fused_sgd", "sgd", "Sgd"),
+    _optimizer("cpu_rmsprop", "rmsprop", "Rmsprop"),
+    _optimizer("fused_rmsprop", "rmsprop", "Rmsprop"),
     _optimizer("cpu_lamb", "lamb", "LambApply", "LambMoments"),
     _optimizer("fused_lamb", "lamb", "LambApply", "LambMoments"),
     _optimizer("cpu_lars", "lars", "LarsApply", "LarsNorms"),

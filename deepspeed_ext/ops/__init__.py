@@ -40,6 +40,7 @@ _NAMES = {
         "lars_norms_ref",
     ),
     "optimizers.lion": ("lion_step_", "lion_step_ref_"),
+    "optimizers.rmsprop": ("rmsprop_step_", "rmsprop_step_ref_"),
     "optimizers.sgd": ("sgd_step_", "sgd_step_ref_"),
     "optimizers.state_formats": (
         "decode_blocks",
@@ -80,6 +81,8 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.optimizers.lars import lars_norms_ref as lars_norms_ref
     from deepspeed_ext.ops.optimizers.lion import lion_step_ as lion_step_
     from deepspeed_ext.ops.optimizers.lion import lion_step_ref_ as lion_step_ref_
+    from deepspeed_ext.ops.optimizers.rmsprop import rmsprop_step_ as rmsprop_step_
+    from deepspeed_ext.ops.optimizers.rmsprop import rmsprop_step_ref_ as rmsprop_step_ref_
     from deepspeed_ext.ops.optimizers.sgd import sgd_step_ as sgd_step_
     from deepspeed_ext.ops.optimizers.sgd import sgd_step_ref_ as sgd_step_ref_
     from deepspeed_ext.ops.optimizers.state_formats import decode_blocks as decode_blocks

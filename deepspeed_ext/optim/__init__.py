@@ -5,6 +5,7 @@ from deepspeed_ext.optim.adam import CPUAdam, DeepSpeedCPUAdam, FusedAdam, Hybri
 from deepspeed_ext.optim.lamb import FusedLamb
 from deepspeed_ext.optim.lars import Lars
 from deepspeed_ext.optim.lion import DeepSpeedCPULion, FusedLion
+from deepspeed_ext.optim.rmsprop import FusedRMSprop
 from deepspeed_ext.optim.sgd import FusedSGD
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "FusedAdam",
     "FusedLamb",
     "FusedLion",
+    "FusedRMSprop",
     "FusedSGD",
     "HybridAdam",
     "Lars",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext import ops
-from deepspeed_ext.ops.optimizers import adagrad, adam, lion, sgd
+from deepspeed_ext.ops.optimizers import adagrad, adam, lion, rmsprop, sgd
 from deepspeed_ext.ops.optimizers.state_formats import (
     decode_blocks,
     encode_blocks,
@@ -72,6 +72,7 @@ class Step:
             lr_dtype, becomes a tensor in `options`; "states" replaces the usual states.
         dtypes: combinations to go through.
         errors: bounds the error of one step; see tolerance.py.
+        usual: its state arguments in most calls, if they are not those that most calls have.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Step:
     changes: list[Change]
     errors: Callable[..., dict[str, Tensor]]
     dtypes: list[Dtypes]
+    usual: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -87,7 +89,7 @@ class Step:
     @property
     def states(self) -> tuple[str, ...]:
         """Its state arguments, those of most calls."""
-        return tuple(state.argument for state in self.op.usual_states)
+        return self.usual or tuple(state.argument for state in self.op.usual_states)
 
     @property
     def signed(self) -> frozenset[str]:
@@ -174,7 +176,22 @@ SGD = Step(
     tolerance.sgd_errors,
     FEW_DTYPES,
 )
-STEPS = [ADAM, LION, ADAGRAD, SGD]
+RMSPROP = Step(
+    "rmsprop",
+    rmsprop.RMSPROP,
+    dict(lr=0.1, alpha=0.9, eps=1e-3, momentum=0.9, weight_decay=0.1),
+    [
+        {},
+        dict(states=("square_avgs",), momentum=0.0),
+        dict(states=("square_avgs", "momentum_buffers"), weight_decay=0.0, lr_dtype=F32),
+        dict(states=("square_avgs", "grad_avgs"), momentum=0.0, maximize=True, grad_scale=0.3),
+        dict(momentum=0.3, alpha=0.0, grad_scale=8.0, lr=1 / 3, lr_dtype=torch.float64),
+    ],
+    tolerance.rmsprop_errors,
+    FEW_DTYPES,
+    usual=tuple(state.argument for state in rmsprop.RMSPROP.states),
+)
+STEPS = [ADAM, LION, ADAGRAD, SGD, RMSPROP]
 each_step = pytest.mark.parametrize("step", STEPS, ids=str)
 
 

@@ -17,6 +17,7 @@ from step_cases import (
     F16,
     F32,
     LION,
+    RMSPROP,
     SGD,
     STEPS,
     Arguments,
@@ -192,6 +193,13 @@ REFUSED_BY_ONE: dict[Step, dict[str, Make]] = {
     },
     LION: {},
     ADAGRAD: {},
+    RMSPROP: {
+        "grad_avgs has length 1, expected 2": lists("grad_avgs", lambda _: [torch.ones(4)]),
+        "momentum_buffers has length 0, expected 2": lists("momentum_buffers", lambda _: []),
+        "momentum_buffers has length 2, expected 0": option("momentum", 0.0),
+        "alpha is 1, expected 0 <= alpha < 1": option("alpha", 1.0),
+        "momentum is -1, expected at least 0": option("momentum", -1.0),
+    },
     SGD: {
         "momentum_buffers has length 0, expected 2": lists("momentum_buffers", lambda _: []),
         "momentum_buffers has length 2, expected 0": option("momentum", 0.0),

@@ -141,6 +141,47 @@ def sgd_errors(
     }
 
 
+def rmsprop_errors(
+    before: dict[str, Tensor], after: dict[str, Tensor], step: float, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Bound the same for one RMSprop step: see `adam_errors`."""
+    alpha, momentum = options["alpha"], options.get("momentum", 0)
+    original = before.get("master_params", before["params"]).abs()
+    grad = before["grads"].abs() / float(options.get("grad_scale", 1))
+    grad = grad + options["weight_decay"] * original
+    square_error = 16 * _ROUNDING * (alpha * before["square_avgs"] + (1 - alpha) * grad**2)
+    mean = torch.zeros_like(grad)
+    if "grad_avgs" in before:
+        mean = alpha * before["grad_avgs"].abs() + (1 - alpha) * grad
+    mean_error = 8 * _ROUNDING * mean
+    variance = after["square_avgs"]
+    if "grad_avgs" in before:
+        exact = after["square_avgs"] - after["grad_avgs"] ** 2
+        variance = torch.maximum(exact, 2.0**-22 * after["square_avgs"])
+    variance_error = square_error + 2 * mean * mean_error + _ROUNDING * (mean**2 + square_error)
+    least = (variance - variance_error).clamp(min=0)
+    root, least_root = variance.sqrt(), least.sqrt()
+    root_error = torch.maximum(root - least_root, (variance + variance_error).sqrt() - root)
+    divisor = root + options["eps"]
+    divisor_error = root_error + 4 * _ROUNDING * divisor
+    ratio = grad / (least_root + options["eps"])
+    ratio_error = ratio * (divisor_error / divisor + 12 * _ROUNDING)
+    delta, delta_error = ratio, ratio_error
+    if "momentum_buffers" in before:
+        delta = momentum * before["momentum_buffers"].abs() + ratio
+        delta_error = ratio_error + 4 * _ROUNDING * delta
+    lr = float(options["lr"])
+    param = after.get("master_params", after["params"]).abs()
+    param_error = lr * delta_error + _ROUNDING * (4 * lr * delta + param)
+    return {
+        "params": param_error,
+        "master_params": param_error,
+        "square_avgs": square_error,
+        "grad_avgs": mean_error,
+        "momentum_buffers": delta_error,
+    }
+
+
 def lamb_errors(
     before: dict[str, Tensor], after: dict[str, Tensor], step: float, options: dict[str, Any]
 ) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from deepspeed_ext.optim import (
     DeepSpeedCPULion,
     FusedAdagrad,
     FusedLion,
+    FusedRMSprop,
     FusedSGD,
     HybridAdam,
 )
@@ -56,6 +57,10 @@ def hybrid(params, device="cpu", decoupled=None, **options):
 
 def sgd(params, device="cpu", **options):
     return FusedSGD(params, **options)
+
+
+def rmsprop(params, device="cpu", **options):
+    return FusedRMSprop(params, **options)
 
 
 class TorchAdagrad(torch.optim.Adagrad):
@@ -147,6 +152,19 @@ KINDS = {
             "decay only": {"weight_decay": 0.1},
         },
         routes=("foreach",),  # fused fails where only some parameters have a buffer
+    ),
+    "rmsprop": Kind(
+        rmsprop,
+        torch.optim.RMSprop,
+        ("square_avg",),
+        {
+            "decay": {"weight_decay": 0.1, "alpha": 0.9, "eps": 1e-3},
+            "defaults": {},
+            "momentum": {"momentum": 0.8, "eps": 1e-3},
+            "centered": {"centered": True, "maximize": True, "eps": 1e-3},
+            "both": {"centered": True, "momentum": 0.5, "weight_decay": 0.01, "eps": 1e-2},
+        },
+        routes=("foreach",),
     ),
 }
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

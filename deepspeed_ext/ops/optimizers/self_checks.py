@@ -26,6 +26,7 @@ from deepspeed_ext.ops.optimizers.lars import (
     lars_norms_ref,
 )
 from deepspeed_ext.ops.optimizers.lion import LION, lion_step_, lion_step_ref_
+from deepspeed_ext.ops.optimizers.rmsprop import RMSPROP, rmsprop_step_, rmsprop_step_ref_
 from deepspeed_ext.ops.optimizers.sgd import SGD, sgd_step_, sgd_step_ref_
 from deepspeed_ext.ops.optimizers.step_op import StepOp
 
@@ -72,6 +73,11 @@ def lars(device: str) -> None:
 def lion(device: str) -> None:
     """Run `_check_step` on lion_step_."""
     _check_step(device, lion_step_, lion_step_ref_, LION)
+
+
+def rmsprop(device: str) -> None:
+    """Run `_check_step` on rmsprop_step_."""
+    _check_step(device, rmsprop_step_, rmsprop_step_ref_, RMSPROP)
 
 
 def sgd(device: str) -> None:
