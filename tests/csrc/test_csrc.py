@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from deepspeed_ext.op_builder import OpSpec, toolchain
+from deepspeed_ext.op_builder import OpSpec, cuda, toolchain
+from deepspeed_ext.op_builder.errors import Unavailable
 from deepspeed_ext.op_builder.registry import OPS
 
 HERE = Path(__file__).parent
@@ -201,6 +203,23 @@ def test_program(case: tuple[str, str], folder: Path) -> None:
 def test_functions_of_all_floats(case: tuple[str, str], folder: Path) -> None:
     """The error bounds of exp, sigmoid and rsqrt hold for each of the 2^32 floats."""
     result = run([str(compile_program(*case, folder)), "all"])
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.long
+def test_cuda_functions_of_all_floats(folder: Path) -> None:
+    """The same on CUDA, whose functions have bounds of their own."""
+    try:
+        nvcc = cuda.nvcc()
+        targets, _ = cuda.clamp(cuda.requested_targets(), cuda.known_numbers(nvcc))
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    flags = [*toolchain.nvcc_flags(NO_OP), *(f for target in targets for f in target.gencode())]
+    source = HERE / "test_cuda_math.cu"
+    program = once(folder / "cuda_math", [str(nvcc), *flags, f"-I{CSRC}", str(source)])
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    result = run([str(program)])
     assert result.returncode == 0, result.stdout
 
 

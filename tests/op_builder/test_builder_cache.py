@@ -56,6 +56,26 @@ def test_the_digest_covers_what_a_macro_includes_and_what_headers_include(tiny: 
     assert sorted(names) == ["near.h", "tiny.cpp", "tiny.h", "tiny.inl"]
 
 
+def test_one_source_serves_rows_that_define_different_macros(tiny: Tiny) -> None:
+    """What a macro names is compiled, and is part of the digest, as the macro is."""
+    tiny.source.write_text(tiny.source.read_text() + "#include WHICH\n")
+    rows = []
+    for name in ("one", "two"):
+        (tiny.csrc / "tiny" / f"{name}.h").write_text("\n")
+        rows.append(replace(tiny.spec, defines=(("WHICH", f'"tiny/{name}.h"'),)))
+    rows.append(replace(rows[0], defines=(*rows[0].defines, ("MORE", "1"))))
+    assert [path.name for path in files_of(rows[1], tiny.csrc) if path.suffix == ".h"] == [
+        "tiny.h",
+        "two.h",
+    ]
+    assert len({digest_of(row, tiny.csrc) for row in rows}) == 3
+    assert len({build(row, tiny.csrc) for row in rows}) == 3
+    before = digest_of(rows[0], tiny.csrc)
+    (tiny.csrc / "tiny" / "one.h").write_text("constexpr int kOne = 1;\n")
+    assert digest_of(rows[0], tiny.csrc) != before
+    assert "-DMORE=1" in toolchain.nvcc_flags(rows[2])
+
+
 def test_the_key_follows_flags_targets_and_platform(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,88 @@
+// Tests exp, sigmoid and rsqrt of CUDA's Floats against double, for every float, within the bounds
+// that floats.cuh states.
+#include <cstdio>
+
+#include "common/cuda/floats.cuh"
+
+namespace {
+
+using dsx::cuda::Floats;
+
+constexpr const char* kNames[] = {"exp", "sigmoid", "rsqrt"};
+constexpr double kBounds[] = {2, 5, 1.5};  // in units of the last place
+constexpr int kFunctions = 3;
+
+struct Found {
+  unsigned long long worst_bits[kFunctions];  // of doubles that are not negative: they rise alike
+  unsigned long long wrong[kFunctions], tested;
+};
+
+template <int function>
+__device__ double right(double a) {
+  if (function == 0) return ::exp(a);
+  return function == 1 ? 1 / (1 + ::exp(-a)) : 1 / ::sqrt(a);
+}
+
+template <int function>
+__device__ float ours(Floats<1> a) {
+  if (function == 0) return exp(a).lanes[0];
+  return function == 1 ? sigmoid(a).lanes[0] : rsqrt(a).lanes[0];
+}
+
+// The distance of floats near `value`.
+__device__ double last_place(double value) {
+  const double place = value == 0 ? 0 : ::ldexp(1.0, ::ilogb(value) - 23);
+  return ::fmax(place, 0x1p-149);
+}
+
+template <int function>
+__device__ void test(float a, Found* found) {
+  const double want = right<function>(double(a));
+  const float got = ours<function>(Floats<1>(a));
+  if (isnan(want) ? isnan(got) : double(got) == want || got == float(want)) return;
+  if (!isfinite(want) || !isfinite(got)) {
+    // The largest float and infinity are neighbours.
+    if (!(fabs(want) > 3.4028234e38)) atomicAdd(&found->wrong[function], 1ull);
+    return;
+  }
+  const bool lost = function == 1 && got == 0 && want < 0x1p-126;
+  const double error = ::fabs(double(got) - want) / last_place(want);
+  if (!lost) {
+    atomicMax(&found->worst_bits[function], (unsigned long long)__double_as_longlong(error));
+  }
+}
+
+__global__ void test_all(Found* found) {
+  unsigned long long tested = 0;
+  const uint64_t step = uint64_t(gridDim.x) * blockDim.x;
+  for (uint64_t bits = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x; bits < 1ull << 32;
+       bits += step, ++tested) {
+    const float a = dsx::float_of(uint32_t(bits));
+    test<0>(a, found);
+    test<1>(a, found);
+    test<2>(a, found);
+  }
+  atomicAdd(&found->tested, tested);
+}
+
+}  // namespace
+
+int main() {
+  Found* device = nullptr;
+  Found found{};
+  cudaMalloc(&device, sizeof(found));
+  cudaMemset(device, 0, sizeof(found));
+  test_all<<<2048, 256>>>(device);
+  if (cudaMemcpy(&found, device, sizeof(found), cudaMemcpyDeviceToHost) != cudaSuccess) {
+    std::printf("CUDA: %s\n", cudaGetErrorString(cudaGetLastError()));
+    return 1;
+  }
+  bool right = found.tested == 1ull << 32;
+  for (int f = 0; f < kFunctions; ++f) {
+    double worst;
+    memcpy(&worst, &found.worst_bits[f], sizeof(worst));
+    std::printf("%s: off by %.3f at most, %llu are wrong\n", kNames[f], worst, found.wrong[f]);
+    right = right && found.wrong[f] == 0 && worst <= kBounds[f];
+  }
+  return right ? 0 : 1;
+}
