@@ -29,6 +29,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -175,7 +176,7 @@ def keep(path: Path | None, results: Sequence[Result], described: Mapping[str, s
     bench = module.name if module else Path(sys.argv[0]).stem
     rows = [row_of(bench.rpartition("bench_")[2], result) for result in results]
     run = {
-        "command": " ".join(["python -m", bench, *_without_save(sys.argv[1:])]),
+        "command": f"python -m {bench} {shlex.join(_without_save(sys.argv[1:]))}".strip(),
         "date": datetime.now(timezone.utc).date().isoformat(),
         "commit": commit(),
         "environment": dict(described),

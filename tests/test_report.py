@@ -14,7 +14,9 @@ import torch
 from deepspeed_ext import environment, report
 from deepspeed_ext.op_builder import OPS, OpSpec, cuda, probe
 
-CPU_ADAM = next(spec for spec in OPS if spec.name == "cpu_adam")
+CPU_ADAM, CPU_NORM = (
+    next(spec for spec in OPS if spec.name == n) for n in ("cpu_adam", "cpu_norm")
+)
 ISAS = ("scalar", "sse2", "neon", "avx2", "avx512")
 
 
@@ -55,14 +57,14 @@ def nothing_built(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """A cache that `ds_report --build` has put cpu_adam into."""
-    reasons = probe.why_not(CPU_ADAM)
+    """A cache that `ds_report --build` has put an op into, the one that compiles fastest."""
+    reasons = probe.why_not(CPU_NORM)
     if reasons:
-        pytest.skip(f"cpu_adam cannot be compiled here: {reasons[0]}")
+        pytest.skip(f"cpu_norm cannot be compiled here: {reasons[0]}")
     folder = tmp_path_factory.mktemp("cache")
-    done = ds_report("--build", "cpu_adam", DS_EXT_CACHE=str(folder))
+    done = ds_report("--build", "cpu_norm", DS_EXT_CACHE=str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert list(folder.glob("cpu_adam-*/cpu_adam.so"))
+    assert list(folder.glob("cpu_norm-*/cpu_norm.so"))
     return folder
 
 
@@ -273,19 +275,19 @@ def test_locked_memory_limit_has_human_units(monkeypatch):
 
 
 def test_real_report_as_json(cache):
-    done = ds_report("--json", "cpu_adam", DS_EXT_CACHE=str(cache), CXX="no-such-compiler")
+    done = ds_report("--json", "cpu_norm", DS_EXT_CACHE=str(cache), CXX="no-such-compiler")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
-    assert found["ops"]["cpu_adam"]["state"] == "works"
-    assert found["ops"]["cpu_adam"]["milliseconds"] > 0
-    assert found["ops"]["cpu_adam"]["library"].startswith(str(cache))
+    assert found["ops"]["cpu_norm"]["state"] == "works"
+    assert found["ops"]["cpu_norm"]["milliseconds"] > 0
+    assert found["ops"]["cpu_norm"]["library"].startswith(str(cache))
     assert found["environment"]["op cache"] == str(cache)
     assert found["environment"]["torch"].startswith(torch.__version__)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_instruction_sets_are_those_of_the_kernels(isa, cache):
-    done = ds_report("--json", "cpu_adam", DS_EXT_CACHE=str(cache), DSX_FORCE_ISA=isa)
+    done = ds_report("--json", "cpu_norm", DS_EXT_CACHE=str(cache), DSX_FORCE_ISA=isa)
     found = json.loads(done.stdout)
-    works = found["ops"]["cpu_adam"]["state"] == "works"
+    works = found["ops"]["cpu_norm"]["state"] == "works"
     assert found["environment"]["CPU kernels"].startswith(f"{isa}, forced" if works else "none: ")

@@ -2,9 +2,11 @@
 
 import fcntl
 import functools
+import hashlib
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,8 +114,14 @@ WAYS = {
 
 
 def case_of(way: str, program: str) -> Any:
-    """Return the parameters of a test, marked if it takes long."""
-    is_long = WAYS[way].emulator or (way == "threads" and PROGRAMS[program] == ENGINE)
+    """Return the parameters of a test, marked if it takes long.
+
+    That is an emulator, and kernels of every instruction set under sanitizers, which take minutes
+    to compile, and the engine but for its run with sanitized addresses.
+    """
+    sanitizes_kernels = way == "sanitized" and any("cpu" in source for source in PROGRAMS[program])
+    is_long = WAYS[way].emulator or sanitizes_kernels
+    is_long = is_long or (way != "sanitized" and PROGRAMS[program] == ENGINE)
     return pytest.param((way, program), marks=[pytest.mark.long] if is_long else [])
 
 
@@ -124,35 +132,56 @@ def compiler_of(way: str, spec: OpSpec = NO_OP) -> list[str]:
     """Return the start of every command that compiles this way; a warning is an error."""
     compiler = [WAYS[way].compiler] if WAYS[way].compiler else toolchain.cxx()
     flags = [*toolchain.compile_flags(spec, ""), "-Werror", "-pthread", *WAYS[way].flags]
-    flags += CALLS if way == "sanitized" and is_gcc(*compiler) else []
+    is_gcc = "Free Software Foundation" in version_of(*compiler)
+    flags += CALLS if way == "sanitized" and is_gcc else []
     return [*compiler, *flags, f"-I{CSRC}", f"-I{HERE}"]
 
 
 @functools.cache
-def is_gcc(*compiler: str) -> bool:
-    """Tell whether a compiler is GCC, whatever it is called."""
+def version_of(*compiler: str) -> str:
+    """Return what a compiler says of itself."""
     done = subprocess.run([*compiler, "--version"], capture_output=True, text=True)
-    return "Free Software Foundation" in done.stdout
+    return done.stdout
+
+
+@functools.cache
+def headers() -> str:
+    """Return a digest of all that a source may include."""
+    digest = hashlib.sha256()
+    for path in sorted([*CSRC.rglob("*"), *HERE.iterdir()]):
+        if path.suffix in (".h", ".inl"):
+            digest.update(f"{path}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def compile_program(way: str, program: str, folder: Path) -> Path:
     """Compile one program one way, with the sources that it shares with others."""
     objects = []
     for source in PROGRAMS[program]:
-        target = folder / f"{source.replace('/', '_')}_{way}.o"
         spec = LIBRARIES.get(source, NO_OP)
         path = CSRC / (STEP_KERNELS if spec.name else source)
-        objects.append(once(target, [*compiler_of(way, spec), "-c", str(path)]))
+        stem = folder / f"{source.replace('/', '_')}_{way}"
+        objects.append(once(stem, ".o", [*compiler_of(way, spec), "-c"], path))
     main = HERE / f"test_{program}.cpp"
-    return once(folder / f"{program}_{way}", [*compiler_of(way), str(main), *map(str, objects)])
+    return once(folder / f"{program}_{way}", "", compiler_of(way), main, objects)
 
 
-def once(target: Path, command: list[str]) -> Path:
-    """Compile a file, unless another worker of this run of the tests did."""
-    part = target.with_name(f"{target.name}.part")
-    with target.with_name(f"{target.name}.lock").open("w") as lock:
+def once(
+    stem: Path, suffix: str, compiler: list[str], source: Path, objects: Sequence[Path] = ()
+) -> Path:
+    """Compile a file, unless that has been done, by another worker or an earlier run.
+
+    The name of the result has a digest of all that it depends on; older ones are removed.
+    """
+    command = [*compiler, str(source), *map(str, objects)]
+    depends = [*command, version_of(*compiler), headers(), source.read_text()]
+    key = hashlib.sha256("\0".join(depends).encode()).hexdigest()[:16]
+    target, part = (stem.with_name(f"{stem.name}-{key}{end}") for end in (suffix, ".part"))
+    with stem.with_name(f"{stem.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
+            for old in stem.parent.glob(f"{stem.name}-{'?' * 16}*"):
+                old.unlink()
             run = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True)
             assert run.returncode == 0, run.stderr
             part.rename(target)
@@ -161,10 +190,12 @@ def once(target: Path, command: list[str]) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder into which all workers of this run of the tests compile."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "csrc"
-    folder.mkdir(exist_ok=True)
+    """The folder into which all workers and runs compile; `make clean` removes it."""
+    folder = HERE.parents[1] / "build" / "tests-csrc"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # the sources are read-only
+        return tmp_path_factory.mktemp("csrc")
     return folder
 
 

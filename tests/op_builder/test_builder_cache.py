@@ -14,7 +14,7 @@ import pytest
 from building import build
 
 from deepspeed_ext.op_builder import BuildError, cache, cuda, loading, toolchain, wanted
-from deepspeed_ext.op_builder.wanted import Wanted, files_of
+from deepspeed_ext.op_builder.wanted import Wanted, digest_of, files_of
 
 if TYPE_CHECKING:
     from conftest import Tiny

@@ -1,7 +1,9 @@
-"""What the op tests share with pytest: the devices to run on."""
+"""What the op tests share with pytest: the devices and instruction sets to run on."""
 
 import pytest
 import torch
+
+from deepspeed_ext.environment import _ISA_FEATURES, _features
 
 _NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -16,3 +18,15 @@ def device(request: pytest.FixtureRequest) -> str:
 def cuda(request: pytest.FixtureRequest) -> str:
     """The GPU."""
     return str(request.param)
+
+
+@pytest.fixture(params=["scalar", "sse2", "neon", "avx2", "avx512"])
+def isa(request: pytest.FixtureRequest) -> str:
+    """Each instruction set in turn; no process is started to hear that this CPU lacks it.
+
+    tests/test_report.py compares what is known here with what the kernels say.
+    """
+    name = str(request.param)
+    if name not in _ISA_FEATURES or not _ISA_FEATURES[name] <= set(_features()):
+        pytest.skip(f"needs a CPU with {name}")
+    return name

@@ -19,13 +19,10 @@ from deepspeed_ext.ops.optimizers import self_checks
 expected = cache(digest)  # the bits of the widest ISA
 
 
-@pytest.mark.parametrize("isa", ["scalar", "sse2", "neon", "avx2", "avx512"])
 def test_every_isa(isa: str) -> None:
     command = [sys.executable, str(Path(__file__).with_name("norm_cases.py"))]
     environment = os.environ | {"DSX_FORCE_ISA": isa}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if "expected one that this library has for this CPU" in run.stderr:
-        pytest.skip(f"needs a CPU with {isa}")
     assert run.stdout.strip() == expected(), run.stderr
 
 

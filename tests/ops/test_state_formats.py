@@ -323,14 +323,11 @@ def test_slabs_are_as_lists(device: str) -> None:
 expected = cache(digest)  # the bits of the widest ISA
 
 
-@pytest.mark.parametrize("isa", ["scalar", "sse2", "neon", "avx2", "avx512"])
 def test_every_isa(isa: str) -> None:
     command = [sys.executable, str(Path(__file__).with_name("format_cases.py"))]
     run = subprocess.run(
         command, env=os.environ | {"DSX_FORCE_ISA": isa}, capture_output=True, text=True
     )
-    if "expected one that this library has for this CPU" in run.stderr:
-        pytest.skip(f"needs a CPU with {isa}")
     assert run.stdout.strip() == expected(), run.stderr
 
 

@@ -162,13 +162,10 @@ def test_conversions_are_exact(dtype: torch.dtype, device: str) -> None:
     assert torch.equal(exp_avg, values.float())
 
 
-@pytest.mark.parametrize("isa", ["scalar", "sse2", "neon", "avx2", "avx512"])
 def test_every_isa(isa: str) -> None:
     command = [sys.executable, str(Path(__file__).with_name("step_cases.py"))]
     environment = environ | {"DSX_FORCE_ISA": isa}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if "expected one that this library has for this CPU" in run.stderr:
-        pytest.skip(f"needs a CPU with {isa}")
     assert run.stdout.splitlines() == digests("cpu"), run.stderr
 
 

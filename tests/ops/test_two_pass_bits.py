@@ -76,13 +76,10 @@ def expected() -> list[str]:
     return list(map(digest, TWO_PASS))
 
 
-@pytest.mark.parametrize("isa", ["scalar", "sse2", "neon", "avx2", "avx512"])
 def test_every_isa(isa: str) -> None:
     command = [sys.executable, str(Path(__file__).with_name("two_pass_cases.py"))]
     environment = environ | {"DSX_FORCE_ISA": isa}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if "expected one that this library has for this CPU" in run.stderr:
-        pytest.skip(f"needs a CPU with {isa}")
     assert run.stdout.splitlines() == expected(), run.stderr
 
 
