@@ -125,7 +125,7 @@ def _processor() -> str:
 
 
 def show(result: Result) -> None:
-    """Print one piece of work as a table of 80 columns; tqdm's bar stays below it."""
+    """Print one piece of work as a table; tqdm's bar stays below it."""
     moved, elements = result.bytes_moved, result.elements
     threads = f", {result.threads} thread{'s' * (result.threads > 1)}" * bool(result.threads)
     lines = [f"\n{result.title or result.work}{threads}"]
