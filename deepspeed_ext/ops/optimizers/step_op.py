@@ -225,7 +225,7 @@ def step_function(op: StepOp) -> Callable[[Callable[P, R]], Callable[P, R]]:
         )
 
     native = define_one(op.schema)
-    native_out = define_one(op.out_schema) if written else None
+    native_out = define_one(op.out_schema) if written else native
 
     def call(values: Mapping[str, Any]) -> Any:
         arguments: list[Any] = []
