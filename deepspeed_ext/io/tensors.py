@@ -112,6 +112,17 @@ def as_bytes(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel() * tensor.element_size()
 
 
+def byte_view(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor, (bytes,), uint8, without its autograd.
+
+    Not by `view`, which refuses a single element whose stride, of which nothing depends, is not 1.
+    """
+    nbytes = tensor.numel() * tensor.element_size()
+    start = tensor.storage_offset() * tensor.element_size()
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return memory.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
+
+
 def plain(tensor: Tensor) -> Tensor:
     """Return the tensor's values in a row: itself when they already are, else a copy."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()

@@ -23,8 +23,8 @@ def payload(nbytes: int, seed: int = 0) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """Return what a file of this tensor holds."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    flat = plain.clone(memory_format=torch.contiguous_format).reshape(-1)  # stride 1 even of one
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = flat.as_strided(flat.shape, (1,))  # a single element may have another stride
     return flat.view(torch.uint8).numpy().tobytes()
 
 

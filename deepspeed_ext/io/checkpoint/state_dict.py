@@ -32,7 +32,7 @@ from deepspeed_ext.io.checkpoint.saved_tensors import (
 from deepspeed_ext.io.checkpoint.saved_ties import texts_with_ties, ties_in, without_ties
 from deepspeed_ext.io.engine.async_io import AsyncIO
 from deepspeed_ext.io.regular_file import open_regular, path_text
-from deepspeed_ext.io.tensors import empty, plain
+from deepspeed_ext.io.tensors import byte_view, empty, plain
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def save(
         try:
             writer.add(torch.frombuffer(bytearray(header), dtype=torch.uint8))
             for name in entries:
-                writer.add(plain(tensors[name]).reshape(-1).view(torch.uint8))
+                writer.add(byte_view(plain(tensors[name])))
             writer.finish()
         finally:
             writer.abandon()

@@ -11,7 +11,7 @@ from torch import Tensor
 from deepspeed_ext.io.engine.async_io import AsyncIO
 from deepspeed_ext.io.engine.future import Future
 from deepspeed_ext.io.engine.pinned import PinnedBuffer
-from deepspeed_ext.io.tensors import Memory, a, plain
+from deepspeed_ext.io.tensors import Memory, a, byte_view, plain
 
 _FAMILIAR_ALIGNMENT = 512  # bytes, for each thread
 _COMPARED_AT_ONCE = 64 << 20  # bytes
@@ -304,7 +304,7 @@ def _file(filename: FileName | None, fd: int | None) -> FileName:
 
 def _compare(engine: AsyncIO, tensor: Tensor, path: str | os.PathLike[str], offset: int) -> Tensor:
     """Read what was moved once more; return the tensor, or raise if it differs."""
-    expected = plain(tensor).reshape(-1).view(torch.uint8)
+    expected = byte_view(plain(tensor))
     memory = torch.empty(min(expected.numel(), _COMPARED_AT_ONCE), dtype=torch.uint8, device="cpu")
     for start in range(0, expected.numel(), _COMPARED_AT_ONCE):
         part = expected[start : start + _COMPARED_AT_ONCE].cpu()

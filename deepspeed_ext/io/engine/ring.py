@@ -12,13 +12,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from deepspeed_ext.io._native import native
 from deepspeed_ext.io.engine.future import Job, Mailbox
 from deepspeed_ext.io.extents import PAGE, Extent, Extents
-from deepspeed_ext.io.tensors import Memory
+from deepspeed_ext.io.tensors import Memory, byte_view
 
 _MOST_PIECES = 512  # in flight, since each step looks at all of them
 _MOST_UNREADY = 32  # jobs that a step asks, and finds that their devices are still at work
@@ -353,7 +352,7 @@ class Ring:
                 return True
             job.ready = None
             memory.check(f"the transfer at offset {job.offset}")
-            job.bytes = _as_bytes(memory.tensor)
+            job.bytes = byte_view(memory.tensor)
             if job.nbytes > self._longest(job):
                 job.target = _opened(job)
         except Exception as error:
@@ -387,14 +386,6 @@ def _split(
     for piece in pieces:
         parts[not belongs_first(piece)].append(piece)
     return parts
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor, whatever its dtype, and without its autograd."""
-    nbytes = tensor.numel() * tensor.element_size()
-    start = tensor.storage_offset() * tensor.element_size()
-    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return memory.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
 
 
 def _opened(job: RingJob) -> Any:

@@ -80,3 +80,13 @@ def test_unaligned_memory(path: Path) -> None:
     for shift in (0, 1, 2, 3, 5):
         expected = torch.frombuffer(room, dtype=torch.uint8, offset=shift, count=MIB + 36)
         assert torch.equal(bits(loaded[f"{shift}"]), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_a_single_element_of_any_stride(path: Path, dtype: torch.dtype) -> None:
+    """It is contiguous whatever its strides are."""
+    base = random_tensor((9,), torch.uint8).view(torch.uint8).to(dtype)
+    state = {"one": base[3::2][:1], "square": base.as_strided((1, 1), (5, 7), 4), "none": base[9:]}
+    assert all(tensor.is_contiguous() for tensor in state.values())
+    save(state, path)
+    assert_same(load(path), state)

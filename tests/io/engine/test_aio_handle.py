@@ -413,3 +413,10 @@ def test_locked_tensors_of_another_handle(handle: aio_handle) -> None:
 
 def test_an_empty_locked_tensor(handle: aio_handle) -> None:
     assert handle.new_cpu_locked_tensor(0, torch.empty(0)).shape == (0,)
+
+
+def test_a_single_element_of_any_stride_is_compared(handle: aio_handle, tmp_path: Path) -> None:
+    tensor = torch.arange(9.0)[3::2][:1]
+    assert tensor.stride() == (2,)
+    assert handle.write(tensor, tmp_path / "file", validate=True) == 0
+    assert (tmp_path / "file").read_bytes() == bytes_of(tensor)

@@ -52,10 +52,12 @@ class Ended:
 
     def __init__(self) -> None:
         self.calls: list[tuple[io.Future, str]] = []
+        self.threads: set[int] = set()
         self._called = threading.Event()
 
     def __call__(self, future: io.Future) -> None:
         self.calls.append((future, threading.current_thread().name))
+        self.threads.add(threading.get_ident())
         self._called.set()
 
     def wait(self) -> None:
@@ -84,7 +86,7 @@ def test_a_callback_is_called_once_by_the_engine_s_thread(
 def test_callbacks_of_many_come_as_these_end(
     two: io.AsyncIO, held: HeldMemory, tmp_path: Path
 ) -> None:
-    """One that takes long holds up nobody else."""
+    """One that takes long holds up nobody else; one thread calls them all."""
     slow, order = write_held(two, held, tmp_path / "slow"), Ended()
     slow.add_done_callback(order)
     quick = Ended()
@@ -98,6 +100,7 @@ def test_callbacks_of_many_come_as_these_end(
     assert {future for future, _ in quick.calls} == set(futures) and not order.calls
     held.release()
     order.wait()
+    assert quick.threads == order.threads and len(order.threads) == 1
 
 
 def test_callbacks_keep_their_order_and_what_they_raise_is_logged(
@@ -158,6 +161,10 @@ def test_the_thread_of_callbacks_ends_and_everything_goes(
         if thread.name == THREAD:
             thread.join(PATIENCE)
             assert not thread.is_alive()
+    again = Ended()
+    later = engine.write(tensor, tmp_path / "file")
+    later.add_done_callback(again)
+    again.wait()  # by another thread
     gone = weakref.ref(future)
     ended.calls.clear()
     del future, tensor
@@ -189,18 +196,21 @@ future.add_done_callback(lambda done: print("called", done.exception(), flush=Tr
     assert (done.returncode, done.stdout, done.stderr) == (0, "called None\n", "")
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("place", ["threading.Thread.start", "io.Future.tell"])
 def test_ctrl_c_while_a_callback_is_added_does_not_keep_python_from_its_end(
-    tmp_path: Path, place: str
-) -> None:
+    held: HeldMemory, tmp_path: Path, place: str, when: str
+) -> None:  # the fixture skips where the child could not hold memory
     code = f"""
 import sys, threading, torch
 from deepspeed_ext import io
-with io.AsyncIO() as engine:
-    first, second = (engine.write(torch.ones(9), sys.argv[1]) for _ in range(2))
+from held_memory import HeldMemory
+with HeldMemory({SIZE}) as held, io.AsyncIO() as engine:
+    first, second = (engine.write(held.tensor(), sys.argv[1]) for _ in range(2))
+    held.wait_until_touched()  # neither has ended, or its callback would be called at once
     real = {place}
     def interrupted(self, *arguments):
-        {"real(self, *arguments)" if place.endswith("start") else "pass"}
+        {"real(self, *arguments)" if when == "after" else "pass"}
         raise KeyboardInterrupt
     {place} = interrupted
     try:
@@ -208,15 +218,18 @@ with io.AsyncIO() as engine:
     except KeyboardInterrupt:
         {place} = real
         second.add_done_callback(lambda future: print("second"))
+    held.release()
 """
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "file")],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
+        cwd=Path(__file__).parent,
         check=False,
     )
-    assert (done.returncode, sorted(done.stdout.split())) == (0, ["first", "second"]), done.stderr
+    said = (done.returncode, sorted(done.stdout.split()), done.stderr)
+    assert said == (0, ["first", "second"], "")
 
 
 def test_in_a_forked_child_only_what_has_ended_can_be_asked(
@@ -472,7 +485,35 @@ def test_a_coroutine_that_is_cancelled_leaves_the_transfer(
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-def test_what_asyncio_asks_from_python_3_14_on(engine: io.AsyncIO, tmp_path: Path) -> None:
+def test_a_callback_of_a_coroutine_is_called_although_its_loop_is_closed(
+    engine: io.AsyncIO, held: HeldMemory, tmp_path: Path
+) -> None:
+    ended = Ended()
+
+    async def main() -> None:
+        write_held(engine, held, tmp_path / "file").add_done_callback(ended)
+
+    asyncio.run(main())
+    assert not ended.calls
+    held.release()
+    ended.wait()
+    assert [name for _, name in ended.calls] == [THREAD]
+
+
+def test_what_asyncio_asks_from_python_3_14_on(
+    backend: str, held: HeldMemory, tmp_path: Path
+) -> None:
+    with io.AsyncIO(block_size=SIZE, queue_depth=1, backend=backend) as engine:
+        begun = write_held(engine, held, tmp_path / "begun")
+        waiting = engine.write(payload(5), tmp_path / "waiting")
+        assert begun._get_snapshot() == waiting._get_snapshot() == (False, False, None, None)
+        assert waiting.cancel()
+        assert waiting._get_snapshot() == (True, True, None, None)
+        held.release()
+        assert_snapshots(engine, tmp_path)
+
+
+def assert_snapshots(engine: io.AsyncIO, tmp_path: Path) -> None:
     good = engine.write(payload(5), tmp_path / "file")
     bad = engine.read(torch.zeros(1), tmp_path / "missing")
     concurrent.futures.wait([good, bad])

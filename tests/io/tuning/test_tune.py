@@ -141,9 +141,8 @@ def test_a_trial_moves_the_bytes_that_it_counts(write: bool, tmp_path: Path) -> 
     for offset in range(0, 64 * MIB, 8 * MIB):  # the preparation wrote all of it
         assert os.pread(file.fileno(), 8 * MIB, offset) == pattern
     engine = native().Engine(1 * MIB, 8, 1, "threads")
-    seconds = (
-        24 * MIB / search._move(engine, Settings(backend="threads"), write=write, size=24 * MIB)
-    )
+    settings = Settings(backend="threads")
+    seconds = 24 * MIB / search._move(engine, settings, write=write, size=24 * MIB)
     engine.close()
     moved = engine.stats()["bytes_written" if write else "bytes_read"]
     assert moved == 24 * MIB and 0 < seconds < 60
