@@ -376,18 +376,25 @@ class SlabOptimizer(torch.optim.Optimizer):
         made with (torch would cast moments to the dtype of the parameter). Missing options have
         their defaults, unknown ones are kept. If something does not fit, nothing is changed.
 
+        A mean or sum of squares, or a block of 8-bit codes, that has become NaN is saved as it is,
+        as looking would wait for the device. It is not loaded, as steps would go on with it in
+        silence. The error says so: load an earlier state.
+
         With parameters that are DTensors, every process that holds parts of them calls this: they
         wait for each other, and what one of them refuses none takes.
 
         Raises:
             ValueError: groups, shapes or keys are not those of this optimizer, or numbers would
                 destroy, such as a step below 0; or another process refuses what it was given.
-            TypeError: an option of a group is of a wrong type.
+            TypeError: an option of a group is of a wrong type, or state_dict is no dict.
         """
         params = [param for group in self.param_groups for param in group["params"]]
         self._agreement = Agreement(params, stages=2)
         hook = self.register_load_state_dict_pre_hook(hide_entries)  # after those of the user
         try:
+            if not isinstance(state_dict, dict):
+                title, got = type(self).__name__, type(state_dict).__name__
+                raise TypeError(f"{title}: state_dict is a {got}, expected a dict")
             super().load_state_dict(state_dict)
         except Exception:
             self._agreement.refuse()

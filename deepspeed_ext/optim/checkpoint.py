@@ -14,8 +14,16 @@ class _Hidden:
         self.entry = entry
 
 
-def hide_entries(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict with all state of parameters hidden; a load_state_dict hook."""
+def hide_entries(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict with all state of parameters hidden; a load_state_dict hook.
+
+    Raises:
+        ValueError: it is not one of an optimizer.
+    """
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            title, found = type(optimizer).__name__, sorted(map(str, state_dict))
+            raise ValueError(f"{title}: state_dict has keys {found}, expected {key} among them")
     return {**state_dict, "state": {k: _Hidden(v) for k, v in state_dict["state"].items()}}
 
 

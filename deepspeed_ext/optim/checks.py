@@ -1,6 +1,5 @@
 """What the optimizers refuse, and in which words: class, number of the parameter, fix."""
 
-import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.dtensors import is_cut_in_rows, is_dtensor, is_partial, local
+from deepspeed_ext.ops.optimizers.clip import renamed
 from deepspeed_ext.ops.optimizers.state_formats import blocks_of, is_dense
 from deepspeed_ext.ops.optimizers.step_op import Flag, Number
 from deepspeed_ext.optim.formats import MASTER, REMAINDER, SCALE
@@ -252,16 +252,15 @@ def name_refused(optimizer: "SlabOptimizer", work: Work, error: Exception) -> No
     An op counts the tensors of a call, and calls them params, grads or tensors.
     """
 
-    def named(found: re.Match[str]) -> str:
-        if int(found[2]) >= len(work.owners):
-            return found[0]
-        name = _name(optimizer, work.owners[int(found[2])])
-        return name if found[1] == "params" else f"gradient of {name}"
+    def name_of(kind: str, i: int) -> str:
+        if i >= len(work.owners):
+            return f"{kind}[{i}]"
+        name = _name(optimizer, work.owners[i])
+        return name if kind == "params" else f"gradient of {name}"
 
-    op, _, said = str(error).partition(": ")
-    text = re.sub(r"\b(params|grads|tensors)\[(\d+)\]", named, said)
-    if text != said and op.isidentifier():
-        raise type(error)(f"{type(optimizer).__name__}: {text}") from error
+    told = renamed(error, type(optimizer).__name__, name_of)
+    if told is not error:
+        raise told from error
 
 
 def check_shards(optimizer: "SlabOptimizer", work: Work) -> None:

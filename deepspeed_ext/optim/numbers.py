@@ -1,5 +1,6 @@
 """What numbers in state must be, or a step would destroy: looked at when state is loaded."""
 
+import math
 from collections.abc import Container
 from typing import TYPE_CHECKING
 
@@ -101,5 +102,8 @@ def _refuse(optimizer: "SlabOptimizer", key: str, whose: Bucket | Tensor, values
         bad, want = values.abs().max(), "16 bits"
     elif key.endswith(SCALE):
         bad, want = values[~_are_powers(values)][0], "0 or a power of two"
-    title = title_of_state(optimizer, whose)
-    raise ValueError(f"{title}: {key} has the value {bad.item():g}, expected {want}")
+    title, number = title_of_state(optimizer, whose), bad.item()
+    hint = ""
+    if key != STEP and not math.isfinite(number):
+        hint = "; it was so when it was saved: load an earlier one"
+    raise ValueError(f"{title}: {key} has the value {number:g}, expected {want}{hint}")

@@ -222,3 +222,16 @@ def test_dtensors(tmp_path: Path) -> None:
         output = process.communicate(timeout=120)[0]
         assert process.returncode == 0, output
         assert "all as expected" in output
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_errors_name_the_parameter(device: str) -> None:
+    """Of those that have a gradient, the op sees some, and counts them from 0."""
+    params = make(torch.float32, device)
+    grad = params[3 - 1].grad = torch.ones(())
+    grad.untyped_storage().resize_(0)
+    text = r"^clip_grad_norm_: gradient of parameters\[2\] has no memory, expected 1 elements$"
+    with pytest.raises(ValueError, match=text):
+        clip_grad_norm_(iter(params), 1.0)
+    with pytest.raises(ValueError, match=r"^total_squared_norm: tensors\[1\] has no memory"):
+        total_squared_norm([torch.ones(2), grad])

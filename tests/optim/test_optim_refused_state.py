@@ -1,6 +1,7 @@
 """State dicts that would destroy: refused by name, and nothing has changed."""
 
 import copy
+import math
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from test_optim_formats import CLASSES, U8, each_class, needs_cuda
 from deepspeed_ext import dtensors
 
 INF, NAN = float("inf"), float("nan")
+GONE_WRONG = "; it was so when it was saved: load an earlier one"
 COUNT = "expected a finite number, at least 0"
 
 
@@ -97,6 +99,7 @@ def test_second_moments_below_zero(name, key, value, state_dtype):
     saved = copy.deepcopy(source.state_dict())
     saved["state"][1][key][6] = value
     text = f": {key} has the value {value:g}, expected none below 0"
+    text += GONE_WRONG if value != value else ""
     assert_refused(params, optimizer, saved, text)
 
 
@@ -110,6 +113,7 @@ def test_scales_that_are_no_powers_of_two(name, value, state_dtype):
     key = next(key for key in saved["state"][1] if key.endswith("_scale"))
     saved["state"][1][key][0] = value
     text = f": {key} has the value {value:g}, expected 0 or a power of two"
+    text += "" if math.isfinite(value) else GONE_WRONG
     assert_refused(params, optimizer, saved, text)
 
 
@@ -209,3 +213,43 @@ def test_processes_that_cannot_be_reached_are_not_asked_again(monkeypatch):
         agreement.go_on()
     agreement.refuse()
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("state_dict", "kind", "text"),
+    [
+        (None, TypeError, "state_dict is a NoneType, expected a dict"),
+        ([1], TypeError, "state_dict is a list, expected a dict"),
+        ({}, ValueError, "state_dict has keys [], expected state among them"),
+        (
+            {"state": {}},
+            ValueError,
+            "state_dict has keys ['state'], expected param_groups among them",
+        ),
+    ],
+    ids=["None", "list", "empty", "no groups"],
+)
+def test_what_is_no_state_dict(state_dict, kind, text):
+    _, optimizer = trained()
+    before = [tensor.clone() for tensor in state_tensors(optimizer)]
+    with pytest.raises(kind, match=f"^DeepSpeedCPUAdam: {re.escape(text)}$"):
+        optimizer.load_state_dict(state_dict)
+    assert_same_bits(state_tensors(optimizer), before)
+
+
+def test_a_hook_may_make_a_state_dict_of_another_one():
+    _, optimizer = trained()
+    whole = copy.deepcopy(optimizer.state_dict())
+    optimizer.register_load_state_dict_pre_hook(lambda _, given: given["optimizer"])
+    optimizer.load_state_dict({"optimizer": whole})
+    assert optimizer.state_dict().keys() == whole.keys()
+
+
+def test_state_of_training_that_went_wrong_is_saved_and_refused_with_the_reason():
+    params, optimizer = trained(state_dtype=U8)
+    params[0].grad.fill_(NAN)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    text = "exp_avg_scale has the value nan, expected 0 or a power of two" + GONE_WRONG
+    with pytest.raises(ValueError, match=re.escape(text)):
+        optimizer.load_state_dict(saved)

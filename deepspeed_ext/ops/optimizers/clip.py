@@ -1,6 +1,7 @@
 """Clip gradients by their global norm, over all devices and processes that hold parts of them."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 
 import torch
@@ -43,10 +44,12 @@ def clip_grad_norm_(
     Algorithm 1.
     """
     max_norm = checked_norm("clip_grad_norm_", "max_norm", max_norm, or_zero=True)
-    params = [parameters] if isinstance(parameters, Tensor) else parameters
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    numbers = [i for i, param in enumerate(params) if param.grad is not None]
     grads = [param.grad for param in params if param.grad is not None]
     with torch.no_grad():
-        norm = total_squared_norm(grads).sqrt()
+        names = [f"gradient of parameters[{i}]" for i in numbers]
+        norm = _total(grads, "clip_grad_norm_", names).sqrt()
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"clip_grad_norm_: the norm of the gradients is {norm.item()}, expected a finite"
@@ -95,13 +98,36 @@ def total_squared_norm(tensors: Sequence[Tensor]) -> Tensor:
         ValueError: a tensor is of a wrong kind, such as a Partial DTensor.
         BuildError: the native library of a device could not be built or loaded.
     """
+    names = [f"tensors[{i}]" for i in range(len(tensors))]
+    return _total(tensors, "total_squared_norm", names)
+
+
+def _total(tensors: Sequence[Tensor], owner: str, names: Sequence[str]) -> Tensor:
+    """Do what total_squared_norm does, for a caller whose errors call tensors by these names."""
+    numbers = {id(tensor): i for i, tensor in enumerate(tensors)}
     totals = []
     for here in _alike(tensors):
-        squares = sum_over_shards(squared_norms(list(map(local, here))), here)
+        try:
+            squares = sum_over_shards(squared_norms(list(map(local, here))), here)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise renamed(error, owner, lambda _, i: names[numbers[id(here[i])]]) from error  # noqa: B023
         totals.append(sum_in_order(squares))
     if not totals:
         return torch.zeros((), dtype=torch.float64, device="cpu")
     return sum_in_order(torch.stack([total.to(totals[0].device) for total in totals]))
+
+
+def renamed(error: Exception, owner: str, name_of: Callable[[str, int], str]) -> Exception:
+    """Return the error of an op with other names for its tensors; itself if it tells of none.
+
+    Args:
+        error: of an op that counts the tensors of a call, and calls them params, grads or tensors.
+        owner: what the new one says at its beginning.
+        name_of: takes the name of a list and the place in it, and returns the new name.
+    """
+    op, _, said = str(error).partition(": ")
+    text = re.sub(r"\b(params|grads|tensors)\[(\d+)\]", lambda m: name_of(m[1], int(m[2])), said)
+    return type(error)(f"{owner}: {text}") if text != said and op.isidentifier() else error
 
 
 def _alike(tensors: Sequence[Tensor], by_dtype: bool = False) -> list[list[Tensor]]:

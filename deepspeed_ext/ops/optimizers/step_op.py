@@ -237,7 +237,7 @@ def step_function(op: StepOp) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 arguments += value
             else:
                 arguments.append(value)
-        if not written:
+        if native_out is None:
             with torch.no_grad():  # part of a step, as the op is that writes
                 return call_recording_nothing(native, *arguments)
         targets = values
