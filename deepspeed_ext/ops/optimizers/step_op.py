@@ -225,7 +225,7 @@ def step_function(op: StepOp) -> Callable[[Callable[P, R]], Callable[P, R]]:
         )
 
     native = define_one(op.schema)
-    native_out = define_one(op.out_schema) if written else native
+    native_out = define_one(op.out_schema) if written else native  # which is not called then
 
     def call(values: Mapping[str, Any]) -> Any:
         arguments: list[Any] = []
@@ -237,7 +237,7 @@ def step_function(op: StepOp) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 arguments += value
             else:
                 arguments.append(value)
-        if native_out is None:
+        if not written:
             with torch.no_grad():  # part of a step, as the op is that writes
                 return call_recording_nothing(native, *arguments)
         targets = values
