@@ -126,8 +126,9 @@ def renamed(error: Exception, owner: str, name_of: Callable[[str, int], str]) ->
         name_of: takes the name of a list and the place in it, and returns the new name.
     """
     op, _, said = str(error).partition(": ")
-    text = re.sub(r"\b(params|grads|tensors)\[(\d+)\]", lambda m: name_of(m[1], int(m[2])), said)
-    return type(error)(f"{owner}: {text}") if text != said and op.isidentifier() else error
+    pattern = r"\b(params|grads|tensors)\[(\d+)\]"
+    text, found = re.subn(pattern, lambda match: name_of(match[1], int(match[2])), said)
+    return type(error)(f"{owner}: {text}") if found and op.isidentifier() else error
 
 
 def _alike(tensors: Sequence[Tensor], by_dtype: bool = False) -> list[list[Tensor]]:
