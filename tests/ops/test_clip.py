@@ -169,7 +169,7 @@ REFUSED: dict[str, Callable[[], object]] = {
         lambda: clip_grad_norm_([torch.ones(1)], True),
     "clip_grad_norm_: max_norm is tensor(1.), expected a number":
         lambda: clip_grad_norm_([torch.ones(1)], torch.tensor(1.0)),
-    "squared_norms: tensors[1] is float64, expected float32, bfloat16 or float16":
+    "clip_grad_norm_: gradient of parameters[1] is float64, expected float32, bfloat16 or float16":
         lambda: clip_grad_norm_([with_grad(torch.ones(2)), with_grad(torch.ones(2).double())], 1),
 }  # fmt: skip
 
@@ -233,5 +233,5 @@ def test_errors_name_the_parameter(device: str) -> None:
     text = r"^clip_grad_norm_: gradient of parameters\[2\] has no memory, expected 1 elements$"
     with pytest.raises(ValueError, match=text):
         clip_grad_norm_(iter(params), 1.0)
-    with pytest.raises(ValueError, match=r"^total_squared_norm: tensors\[1\] has no memory"):
+    with pytest.raises(ValueError, match=r"^squared_norms: tensors\[1\] has no memory"):
         total_squared_norm([torch.ones(2), grad])

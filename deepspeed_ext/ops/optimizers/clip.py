@@ -45,11 +45,17 @@ def clip_grad_norm_(
     """
     max_norm = checked_norm("clip_grad_norm_", "max_norm", max_norm, or_zero=True)
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    numbers = [i for i, param in enumerate(params) if param.grad is not None]
     grads = [param.grad for param in params if param.grad is not None]
+    numbers = {id(param.grad): i for i, param in enumerate(params)}
+
+    def explained(error: Exception, here: list[Tensor]) -> Exception:
+        def name_of(_: str, i: int) -> str:
+            return f"gradient of parameters[{numbers[id(here[i])]}]"
+
+        return renamed(error, "clip_grad_norm_", name_of)
+
     with torch.no_grad():
-        names = [f"gradient of parameters[{i}]" for i in numbers]
-        norm = _total(grads, "clip_grad_norm_", names).sqrt()
+        norm = _total(grads, explained).sqrt()
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"clip_grad_norm_: the norm of the gradients is {norm.item()}, expected a finite"
@@ -98,19 +104,22 @@ def total_squared_norm(tensors: Sequence[Tensor]) -> Tensor:
         ValueError: a tensor is of a wrong kind, such as a Partial DTensor.
         BuildError: the native library of a device could not be built or loaded.
     """
-    names = [f"tensors[{i}]" for i in range(len(tensors))]
-    return _total(tensors, "total_squared_norm", names)
+    return _total(tensors, lambda error, here: error)
 
 
-def _total(tensors: Sequence[Tensor], owner: str, names: Sequence[str]) -> Tensor:
-    """Do what total_squared_norm does, for a caller whose errors call tensors by these names."""
-    numbers = {id(tensor): i for i, tensor in enumerate(tensors)}
+def _total(
+    tensors: Sequence[Tensor], explained: Callable[[Exception, list[Tensor]], Exception]
+) -> Tensor:
+    """Do what total_squared_norm does; say what to raise for an error of some of the tensors."""
     totals = []
     for here in _alike(tensors):
         try:
             squares = sum_over_shards(squared_norms(list(map(local, here))), here)
         except (ValueError, TypeError, RuntimeError) as error:
-            raise renamed(error, owner, lambda _, i: names[numbers[id(here[i])]]) from error  # noqa: B023
+            told = explained(error, here)
+            if told is error:
+                raise
+            raise told from error
         totals.append(sum_in_order(squares))
     if not totals:
         return torch.zeros((), dtype=torch.float64, device="cpu")
