@@ -17,8 +17,8 @@ _BASELINES = {"x86_64": "sse2", "aarch64": "neon"}  # what every CPU of an archi
 _ISA_FEATURES = {  # what csrc/common/simd/isa.cpp asks for, from narrow to wide
     "scalar": frozenset[str](),
     _BASELINES.get(platform.machine(), "baseline"): frozenset[str](),
-    "avx2": frozenset({"avx2", "f16c"}),
-    "avx512": frozenset({"avx2", "f16c", "avx512f", "avx512bw", "avx512vl"}),
+    "avx2": frozenset({"avx2", "fma", "f16c"}),
+    "avx512": frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl"}),
 }
 
 

@@ -47,6 +47,22 @@ DSX_HOST_DEVICE inline uint32_t upper_16_bits(uint32_t a) {
 #endif
 }
 
+// The same in bits 8 to 23.
+DSX_HOST_DEVICE inline uint32_t lower_half_to_middle(uint32_t a) {
+#ifdef __CUDA_ARCH__
+  return __byte_perm(a, 0, 0x4104);
+#else
+  return (a & 0xffff) << 8;
+#endif
+}
+DSX_HOST_DEVICE inline uint32_t upper_half_to_middle(uint32_t a) {
+#ifdef __CUDA_ARCH__
+  return __byte_perm(a, 0, 0x4324);
+#else
+  return a >> 16 << 8;
+#endif
+}
+
 // a / b rounded up, of sizes: a is not negative, b is positive.
 DSX_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

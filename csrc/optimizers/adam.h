@@ -40,8 +40,9 @@ struct Adam {
     float beta2, one_minus_beta2;
     float inverse_root_bias_correction2;  // 1 / sqrt(1 - beta2^step_count)
     float eps;
-    float step_size;  // lr / (1 - beta1^step_count)
-    float decay;      // AdamW: lr * weight_decay; Adam: 0
+    float step_size;                 // lr / (1 - beta1^step_count)
+    float decay;                     // AdamW: lr * weight_decay; Adam: 0
+    bool has_l2_penalty, has_decay;  // not 0
     bool amsgrad;
   };
 
@@ -52,11 +53,13 @@ struct Adam {
   DSX_HOST_DEVICE static Constants make_constants(const Options& options, double lr,
                                                   double grad_divisor, float step_count) {
     const bool correct = options.bias_correction;
+    const float l2_penalty = float(options.decoupled ? 0 : options.weight_decay);
+    const float decay = float(options.decoupled ? lr * options.weight_decay : 0);
     const double bias_correction1 = correct ? 1 - power(options.beta1, int64_t(step_count)) : 1;
     const double bias_correction2 = correct ? 1 - power(options.beta2, int64_t(step_count)) : 1;
     return {
         .grad_factor = float(1 / grad_divisor),
-        .l2_penalty = float(options.decoupled ? 0 : options.weight_decay),
+        .l2_penalty = l2_penalty,
         .beta1 = float(options.beta1),
         .one_minus_beta1 = float(1 - options.beta1),
         .beta2 = float(options.beta2),
@@ -64,7 +67,9 @@ struct Adam {
         .inverse_root_bias_correction2 = float(1 / std::sqrt(bias_correction2)),
         .eps = float(options.eps),
         .step_size = float(lr / bias_correction1),
-        .decay = float(options.decoupled ? lr * options.weight_decay : 0),
+        .decay = decay,
+        .has_l2_penalty = l2_penalty != 0,
+        .has_decay = decay != 0,
         .amsgrad = options.amsgrad,
     };
   }

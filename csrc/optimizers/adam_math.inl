@@ -7,7 +7,7 @@ DSX_HOST_DEVICE inline void update(const Adam::Constants& constants, Float grad,
                                    Float (&states)[Adam::kStates]) {
   auto& [exp_avg, exp_avg_sq, max_exp_avg_sq] = states;
   grad = grad * Float(constants.grad_factor);
-  if (constants.l2_penalty != 0) grad = grad + Float(constants.l2_penalty) * param;
+  if (constants.has_l2_penalty) grad = grad + Float(constants.l2_penalty) * param;
   exp_avg = Float(constants.beta1) * exp_avg + Float(constants.one_minus_beta1) * grad;
   exp_avg_sq = Float(constants.beta2) * exp_avg_sq + Float(constants.one_minus_beta2) * grad * grad;
   Float second_moment = exp_avg_sq;
@@ -19,6 +19,6 @@ DSX_HOST_DEVICE inline void update(const Adam::Constants& constants, Float grad,
   Float delta = Float(constants.step_size) * exp_avg / (root + Float(constants.eps));
   // One subtraction of both terms. A factor 1 - decay, rounded to float, would lose most digits of
   // a small decay, with the same sign in every step.
-  if (constants.decay != 0) delta = delta + Float(constants.decay) * param;
+  if (constants.has_decay) delta = delta + Float(constants.decay) * param;
   param = param - delta;
 }

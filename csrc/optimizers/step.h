@@ -150,9 +150,9 @@ DSX_HOST_DEVICE TensorConstants<Rule> constants_of(const StepCall<Rule>& call, i
   return {Rule::make_constants(call.options, lr, divisor, step_count), make_noise(key, step_count)};
 }
 
-// The storage types that have a loop of their own: Weight, Grad, State. Every other combination,
-// and any number of states other than the usual one, runs a loop with Any, which chooses the
-// conversion at run time, vector by vector.
+// The storage types that have a CUDA loop of their own: Weight, Grad, State. Every other
+// combination, and any number of states other than the usual one, runs a loop with Any, which
+// chooses the conversion at run time, vector by vector. The CPU's loops are in step_cpu.inl.
 #define DSX_STEP_STORAGE_TYPES(APPLY) \
   APPLY(float, float, float)          \
   APPLY(float, BFloat16, float)       \

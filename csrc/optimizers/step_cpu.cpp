@@ -5,6 +5,7 @@
 
 #include "common/chunks.h"
 #include "common/simd/prefetch.h"
+#include "optimizers/padded.h"
 #include DSX_RULE_HEADER
 
 #define DSX_KERNEL_SOURCE "optimizers/step_cpu.inl"

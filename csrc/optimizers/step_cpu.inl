@@ -1,153 +1,118 @@
 // The loops of an optimizer step over one tensor; compiled once per ISA, after the Rule's formula.
+// Memory goes on to the end of the last line: tails are padded.
 #include DSX_FORMULA
 #include "common/simd/sum.inl"
+#include "optimizers/blocks_cpu.inl"
 #include "optimizers/storage_cpu.inl"
 
-// Elements [begin, end) of one tensor; begin is a multiple of kCodesBlock.
-template <class Rule, class Param, class Grad, class State>
-inline void step_loop(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
-                      const TensorConstants<Rule>& of_tensor, int64_t begin, int64_t end) {
+static_assert(kStepLine == kLine);
+
+// Elements [begin, end) of one tensor of the usual states in one pass, for the storage types that
+// most calls have. Flat, with all that it calls in one function: left to itself, GCC calls parts of
+// it for each vector, and half the time goes into that.
+template <class Rule, class Weight, class Grad, class State>
+__attribute__((flatten)) void step_vectors(const StepTypes& types,
+                                           const StepTensor<Rule::kStates>& tensor,
+                                           const TensorConstants<Rule>& of_tensor, int64_t begin,
+                                           int64_t end) {
   constexpr Pass pass = pass_of<Rule>();
-  constexpr bool kCoded = holds<State>(Format::codes);
   // Local copies, which no store below can change: they stay in registers.
   const typename Rule::Constants constants = constants_of_loop<Rule, Grad>(of_tensor.constants);
-  const Parameter<Param> parameter(types, tensor.source, tensor.target);
+  const Parameter<Weight> parameter(types, tensor.source, tensor.target);
   const auto grads = Pointer<Grad>::to(tensor.grad, types.grad);
-  const auto run = [&](auto& states, int64_t first, int64_t last) {
-    const auto ask = [&](int64_t i) {
-      if constexpr (!kCoded) {  // codes leave the processor the time to see to it
-        if (i >= end - kPrefetchElements) return;
-        if constexpr (reads_grads(pass)) prefetch((grads + i).address);
-        parameter.ask_for(i);
-        states.ask_for(i);
-      }
-    };
-    for_each_line(first, last, ask, [&](int64_t i, int count) {
-      Vec grad = 0;
-      if constexpr (reads_grads(pass)) grad = Vec::load(grads + i, count);
-      Vec param = parameter.load(i, count);
-      Vec values[Rule::kStates]{};
-      states.load(i, count, values);
-      update(constants, grad, param, values);
-      parameter.store(i, param, count);
-      if constexpr (writes_states(pass)) states.store(i, count, values);
-    });
+  const States<Rule, State> states(types, tensor, of_tensor.noise);
+  const auto ask = [&](int64_t i) {
+    if (i >= end - kPrefetchElements) return;
+    if constexpr (reads_grads(pass)) prefetch((grads + i).address);
+    parameter.ask_for(i);
+    states.ask_for(i);
   };
-  if constexpr (kCoded) {
-    float buffers[StatesOfLoop<Rule, Grad>::kCount][kCodesBlock];
-    CodedStates<Rule, Grad> states(tensor, of_tensor.noise, buffers);
-    for (int64_t block = begin; block < end; block += kCodesBlock) {
-      const int64_t block_end = block + kCodesBlock < end ? block + kCodesBlock : end;
-      states.begin_block(block);
-      run(states, block, block_end);
-      if constexpr (writes_states(pass)) states.end_block(block, block_end);
-    }
-  } else {
-    const States<Rule, State, Grad> states(types, tensor, of_tensor.noise);
-    run(states, begin, end);
-  }
+  for_each_whole_line(begin, end, ask, [&](int64_t i) {
+    Vec grad = 0;
+    if constexpr (reads_grads(pass)) grad = Vec::load(grads + i, Vec::size);
+    Vec param = parameter.load(i);
+    Vec values[Rule::kStates]{};
+    states.load(i, values);
+    update(constants, grad, param, values);
+    parameter.store(i, param);
+    if constexpr (writes_states(pass)) states.store(i, values);
+  });
 }
 
-// The same for a rule that measures: adds up the squares of the range, a chunk of kReductionChunk.
-// Block by block, first the new state is stored, then the values are worked out from what was.
-template <class Rule, class Param, class Grad, class State>
-inline void measure_loop(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
-                         const TensorConstants<Rule>& of_tensor, int64_t begin, int64_t end,
-                         double* squares) {
-  constexpr Pass pass = pass_of<Rule>();
-  constexpr bool kCoded = holds<State>(Format::codes);
-  const typename Rule::Constants constants = constants_of_loop<Rule, Grad>(of_tensor.constants);
-  const Parameter<Param> parameter(types, tensor.source, tensor.target);
-  const auto grads = Pointer<Grad>::to(tensor.grad, types.grad);
-  Sum16 sums[kMeasured];
-  [[maybe_unused]] const auto renew = [&](auto& states, int64_t first, int64_t last) {
-    const auto ask = [&](int64_t i) {
-      if constexpr (!kCoded) {
-        if (i >= end - kPrefetchElements) return;
-        prefetch((grads + i).address);
-        parameter.ask_for(i);
-        states.ask_for(i);
-      }
-    };
-    for_each_line(first, last, ask, [&](int64_t i, int count) {
-      const Vec grad = Vec::load(grads + i, count);
-      Vec param = parameter.load(i, count);
-      Vec values[Rule::kStates]{};
-      states.load(i, count, values);
-      update(constants, grad, param, values);
-      states.store(i, count, values);
-    });
-  };
-  const auto add_up = [&](const auto& states, int64_t first, int64_t last) {
-    for_each_vector(first, last, [&](int64_t i, int count) {
-      const Vec grad = Vec::load(grads + i, count);
-      const Vec param = parameter.load(i, count);
-      Vec values[Rule::kStates]{};
-      states.load(i, count, values);
-      Vec measured[kMeasured];
-      measure(constants, grad, param, values, measured);
-      for (int k = 0; k < kMeasured; ++k) sums[k].add_square(measured[k], i - begin, count);
-    });
-  };
-  StepTensor<Rule::kStates> stored = tensor;  // whose state is what has been stored
-  stored.source = tensor.target;
-  [[maybe_unused]] float buffers[StatesOfLoop<Rule, Grad>::kCount][kCodesBlock];
-  for (int64_t block = begin; block < end; block += kCodesBlock) {
-    const int64_t block_end = block + kCodesBlock < end ? block + kCodesBlock : end;
-    if constexpr (kCoded) {
-      CodedStates<Rule, Grad> states(tensor, of_tensor.noise, buffers);
-      states.begin_block(block);
-      renew(states, block, block_end);
-      states.end_block(block, block_end);
-      CodedStates<Rule, Grad> new_states(stored, of_tensor.noise, buffers);
-      new_states.begin_block(block);
-      add_up(new_states, block, block_end);
-    } else {
-      const States<Rule, State, Grad> states(types, tensor, of_tensor.noise);
-      if constexpr (writes_states(pass)) renew(states, block, block_end);
-      add_up(States<Rule, State, Grad>(types, stored, of_tensor.noise), block, block_end);
-    }
-  }
-  for (int k = 0; k < kMeasured; ++k) squares[k] = sums[k].total();
-}
-
-// One of the two for these storage types.
-template <class Rule, class Param, class Grad, class State, class... Squares>
-inline void loop(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
+// The same for all storage types, and for a rule that measures, which adds to `sums`: block by
+// block, first the new state is stored, then the values are worked out from what was.
+template <class Rule, class... Sums>
+void step_blocks(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
                  const TensorConstants<Rule>& of_tensor, int64_t begin, int64_t end,
-                 Squares... squares) {
-  if constexpr (measures(pass_of<Rule>())) {
-    measure_loop<Rule, Param, Grad, State>(types, tensor, of_tensor, begin, end, squares...);
-  } else {
-    step_loop<Rule, Param, Grad, State>(types, tensor, of_tensor, begin, end);
+                 Sums&... sums) {
+  constexpr Pass pass = pass_of<Rule>();
+  const auto usual_constants = constants_of_loop<Rule, float>(of_tensor.constants);
+  Blocks<Rule> blocks(types, tensor, of_tensor.noise);
+  for (int64_t first = begin; first < end; first += kCodesBlock) {
+    const int64_t last = first + kCodesBlock < end ? first + kCodesBlock : end;
+    blocks.unpack_all(first, last);
+    if constexpr (pass != Pass::norms) {
+      if (types.states == first_states(Rule::kUsualStates)) {
+        update_block<Rule, true>(usual_constants, blocks, last - first);
+      } else if constexpr (Rule::kRequiredStates < Rule::kStates) {
+        update_block<Rule, false>(of_tensor.constants, blocks, last - first);
+      }
+    }
+    if constexpr (writes_weights(pass)) blocks.pack_weight(first, last);
+    if constexpr (writes_states(pass)) blocks.pack_states(first, last);
+    if constexpr (measures(pass)) {
+      if (writes_states(pass)) blocks.unpack_renewed_states(first, last);
+      (measure_block(of_tensor.constants, blocks, first - begin, last - first, sums), ...);
+    }
   }
 }
 
-// The same with all that it calls in one function: left to itself, GCC calls parts of it for each
-// vector, and half the time goes into that. Of storage types that are known at run time there would
-// be too much of it.
-template <class Rule, class Param, class Grad, class State, class... Squares>
-__attribute__((flatten)) void flat_loop(const StepTypes& types,
-                                        const StepTensor<Rule::kStates>& tensor,
-                                        const TensorConstants<Rule>& of_tensor, int64_t begin,
-                                        int64_t end, Squares... squares) {
-  loop<Rule, Param, Grad, State>(types, tensor, of_tensor, begin, end, squares...);
+// The loop for the storage types of the call.
+template <class Rule, class... Sums>
+void step_lines(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
+                const TensorConstants<Rule>& of_tensor, int64_t begin, int64_t end, Sums&... sums) {
+  if constexpr (!measures(pass_of<Rule>())) {
+#define DSX_TRY_TYPES(Weight, Grad, State)                                                \
+  if (takes<Rule, Weight, Grad, State>(types)) {                                          \
+    return step_vectors<Rule, Weight, Grad, State>(types, tensor, of_tensor, begin, end); \
+  }
+    DSX_TRY_TYPES(float, float, float)
+    DSX_TRY_TYPES(float, BFloat16, float)
+    DSX_TRY_TYPES(BFloat16, BFloat16, BFloat16)
+#undef DSX_TRY_TYPES
+  }
+  step_blocks(types, tensor, of_tensor, begin, end, sums...);
 }
 
-// The loop for the storage types of the call. `squares` is for a rule that measures.
-template <class Rule, class... Squares>
+// Elements [begin, end) of one tensor; begin is a multiple of kCodesBlock, and end too, or the
+// tensor's.
+template <class Rule, class... Sums>
+void step_padded(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
+                 const TensorConstants<Rule>& of_tensor, int64_t begin, int64_t end,
+                 Sums&... sums) {
+  const int64_t whole = end - end % Padded<Rule>::unit_of(types.state);
+  if (begin < whole) step_lines(types, tensor, of_tensor, begin, whole, sums...);
+  if (whole < end) {
+    Padded<Rule> last(types, tensor, whole);
+    const TensorConstants<Rule> of_last{of_tensor.constants, noise_from(of_tensor.noise, whole)};
+    step_lines(types, last.tensor, of_last, 0, end - whole, sums...);
+    last.store();
+  }
+}
+
+template <class Rule>
+void step_range(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
+                const TensorConstants<Rule>& of_tensor, int64_t begin, int64_t end) {
+  step_padded(types, tensor, of_tensor, begin, end);
+}
+
+// The same for a rule that measures: the sums of the squares of the range, a chunk of
+// kReductionChunk.
+template <class Rule>
 void step_range(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
                 const TensorConstants<Rule>& of_tensor, int64_t begin, int64_t end,
-                Squares... squares) {
-#define DSX_TRY_TYPES(Param, Grad, State)                                                      \
-  if (takes<Rule, Param, Grad, State>(types)) {                                                \
-    if constexpr (measures(pass_of<Rule>()) || std::is_same_v<Grad, Any>) {                    \
-      return loop<Rule, Param, Grad, State>(types, tensor, of_tensor, begin, end, squares...); \
-    } else {                                                                                   \
-      return flat_loop<Rule, Param, Grad, State>(types, tensor, of_tensor, begin, end,         \
-                                                 squares...);                                  \
-    }                                                                                          \
-  }
-  DSX_STEP_STORAGE_TYPES(DSX_TRY_TYPES)
-#undef DSX_TRY_TYPES
+                double* squares) {
+  Sum16 sums[kMeasured];
+  step_padded(types, tensor, of_tensor, begin, end, sums);
+  for (int k = 0; k < kMeasured; ++k) squares[k] = sums[k].total();
 }

@@ -81,8 +81,8 @@ struct Parameter<Split> {
       for (int k = 0; k < kCount; k += 2) {
         const uint32_t two = uppers.lanes[k / 2];
         const int32_t lower_two = int32_t(lowers.lanes[k / 2]);
-        joined.lanes[k] = join_halves<float>(two & 0xffff, uint32_t(int32_t(int16_t(lower_two))));
-        joined.lanes[k + 1] = join_halves<float>(two >> 16, uint32_t(lower_two >> 16));
+        joined.lanes[k] = join_halves(float_of(two << 16), uint32_t(int32_t(int16_t(lower_two))));
+        joined.lanes[k + 1] = join_halves(float_of(two & 0xffff0000), uint32_t(lower_two >> 16));
       }
       return joined;
     }
@@ -91,8 +91,8 @@ struct Parameter<Split> {
     Floats<kCount> values;
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      values.lanes[k] =
-          join_halves<float>(uint32_t(uppers.lanes[k]), uint32_t(int32_t(lowers.lanes[k])));
+      values.lanes[k] = join_halves(float_of(uint32_t(uppers.lanes[k]) << 16),
+                                    uint32_t(int32_t(lowers.lanes[k])));
     }
     return values;
   }
@@ -103,7 +103,7 @@ struct Parameter<Split> {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       const uint32_t bits = bits_to_split<uint32_t>(values.lanes[k]);
-      uppers.lanes[k] = uint16_t(upper_half(bits));
+      uppers.lanes[k] = uint16_t(round_half_up(bits) >> 16);
       lowers.lanes[k] = int16_t(bits);
     }
     store_elements<access>(upper + i, uppers, count);
@@ -297,8 +297,8 @@ struct States<Rule, Codes, Grad> {
       uint32_t codes[kCount];
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
-        codes[k] =
-            encode(values[j].lanes[k], inverse[j], half_of(random[k], j), Rule::is_signed(j));
+        codes[k] = encode(values[j].lanes[k], inverse[j], half_in_middle(random[k], j),
+                          Rule::is_signed(j));
         if constexpr (measures(pass_of<Rule>())) {
           const uint32_t code = codes[k] & 0xff000000;
           values[j].lanes[k] = decode<float>(code, scale[j], Rule::is_signed(j));

@@ -15,6 +15,12 @@ DSX_HOST_DEVICE inline Ints half_of(Ints random, int j) {
   return j % 2 == 0 ? lower_16_bits(random) : upper_16_bits(random);
 }
 
+// The same 16 bits in the middle of each element.
+template <class Ints>
+DSX_HOST_DEVICE inline Ints half_in_middle(Ints random, int j) {
+  return j % 2 == 0 ? lower_half_to_middle(random) : upper_half_to_middle(random);
+}
+
 constexpr uint32_t kNearest = 0x80008000;  // in the place of random bits: rounds to the nearest
 
 // The BFloat16 above or below, with a probability such that the expected value is exact. `random`
@@ -30,15 +36,14 @@ DSX_HOST_DEVICE inline Float round_to_bfloat16(Float value, Ints random) {
 // A zero that somebody has written over the upper half stands for itself: with a negative lower
 // half the sum would be NaN, which no other number becomes.
 template <class Float, class Ints>
-DSX_HOST_DEVICE inline Float join_halves(Ints upper, Ints lower) {
-  const Ints rounded = shift_left<16>(upper);
-  const Float joined = float_of(rounded + lower);
-  return select(joined == joined, joined, float_of(rounded));
+DSX_HOST_DEVICE inline Float join_halves(Float rounded, Ints lower) {
+  const Float joined = float_of(bits_of(rounded) + lower);
+  return select(joined == joined, joined, rounded);
 }
 
 template <class Ints>
-DSX_HOST_DEVICE inline Ints upper_half(Ints bits) {  // the lower half: the last 16 bits as they are
-  return shift_right<16>(bits + Ints(0x8000u));
+DSX_HOST_DEVICE inline Ints round_half_up(Ints bits) {  // the upper half: the first 16 bits of it
+  return bits + Ints(0x8000u);
 }
 
 // The bits of a value for splitting: every NaN becomes one whose upper half is NaN too.
@@ -76,7 +81,7 @@ template <class Float, class Ints>
 DSX_HOST_DEVICE inline Float decode_sum(Ints above_floor, Ints sign, float scale, bool is_signed) {
   const float floor = dsx::float_of(is_signed ? kSignedFloor : kUnsignedFloor) * scale;
   const Float value = scale_and_add(float_of(above_floor), Float(scale), Float(-floor));
-  return is_signed ? float_of(blend_bits(Ints(kSign), sign, bits_of(value))) : value;
+  return is_signed ? float_of(bits_of(value) | (sign & Ints(kSign))) : value;
 }
 
 // `code` is in the upper 8 bits, with zeros below.
@@ -88,19 +93,18 @@ DSX_HOST_DEVICE inline Float decode(Ints code, float scale, bool is_signed) {
   return decode_sum<Float>(above_floor, code, scale, is_signed);
 }
 
-// The upper 8 bits of the result are the code. `random` has 16 bits; the expected value is exact,
-// but for unsigned ones below the first step, which become the first step.
+// The upper 8 bits of the result are the code, as no carry leaves them: the sum is below 2.
+// `random` has 16 bits in its middle; the expected value is exact, but for unsigned ones below the
+// first step, which become the first step.
 template <class Float, class Ints>
 DSX_HOST_DEVICE inline Ints encode(Float value, float inverse_scale, Ints random, bool is_signed) {
   constexpr int kUp = 24 - kCutBits;
-  const Ints rounding = shift_left<kCutBits - 16>(random);
   const Float inverse(inverse_scale);
   if (!is_signed) {
-    const Float floor = float_of(Ints(kUnsignedFloor));
-    const Ints sum = bits_of(scale_and_add(value, inverse, floor)) + rounding;
-    return max(shift_left<kUp>(sum), Ints(1u << 24));
+    const Float sum = scale_and_add(value, inverse, float_of(Ints(kUnsignedFloor)));
+    return max(shift_left<kUp>(bits_of(sum)) + random, Ints(1u << 24));
   }
-  const Ints signed_floor = blend_bits(Ints(kSign), bits_of(value), Ints(kSignedFloor));
-  const Ints sum = bits_of(scale_and_add(value, inverse, float_of(signed_floor))) + rounding;
-  return blend_bits(Ints(kSign), sum, shift_left<kUp>(sum));
+  const Ints floor = blend_bits(Ints(kSign), bits_of(value), Ints(kSignedFloor));
+  const Float sum = scale_and_add(value, inverse, float_of(floor));
+  return blend_bits(Ints(kSign), bits_of(value), shift_left<kUp>(bits_of(sum)) + random);
 }

@@ -84,7 +84,7 @@ namespace dsx::baseline {
 #define DSX_TARGET_END DSX_PRAGMA(GCC pop_options)
 #endif
 
-DSX_TARGET_BEGIN("avx2,f16c")
+DSX_TARGET_BEGIN("avx2,fma,f16c")
 namespace dsx::avx2 {
 #include "common/simd/vec_avx2.inl"
 #include "common/simd/vec_derived.inl"
@@ -94,7 +94,7 @@ namespace dsx::avx2 {
 }  // namespace dsx::avx2
 DSX_TARGET_END
 
-DSX_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx2,f16c")
+DSX_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx2,fma,f16c")
 namespace dsx::avx512 {
 #include "common/simd/vec_avx512.inl"
 #include "common/simd/vec_derived.inl"

@@ -33,7 +33,7 @@ class Sum16 {
  private:
   // A register of doubles holds half as many lanes as one of floats. The compiler's own vectors, in
   // which arithmetic is lane by lane, are the same for every ISA.
-  static constexpr int kParts = Vec::size > 1 ? 2 : 1;
+  static constexpr int kParts = Vec::size > 1 ? 2 * Vec::registers : 1;
   static constexpr int kPartSize = Vec::size / kParts;
   typedef float Floats __attribute__((vector_size(kPartSize * sizeof(float))));
   typedef double Doubles __attribute__((vector_size(kPartSize * sizeof(double))));

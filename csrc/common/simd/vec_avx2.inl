@@ -1,48 +1,164 @@
-// Vec, Mask and Ints of 8 lanes for AVX2 with F16C.
+// Vec, Mask and Ints of 16 lanes for AVX2 with FMA and F16C. Each is two registers: narrow elements
+// are packed into whole ones, and the processor has two chains of operations to work on at a time.
 struct Mask {
-  __m256 lanes;  // all bits of a lane set: true; none: false
+  __m256 low, high;  // all bits of a lane set: true; none: false
 
-  Mask(__m256 value) : lanes(value) {}
+  Mask(__m256 low_lanes, __m256 high_lanes) : low(low_lanes), high(high_lanes) {}
 };
 
+// AVX2 has no masked access to narrow elements, so a tail goes through a buffer: this is `source`,
+// or the buffer with its `count` elements and zeros behind them.
+template <class T>
+inline const T* all_lanes(const T* source, int count, T (&buffer)[16]) {
+  if (count == 16) return source;
+  memset(buffer, 0, sizeof(buffer));
+  memcpy(buffer, source, count * sizeof(T));
+  return buffer;
+}
+
+// 16 bytes in both halves of a register, as shuffles stay within a half.
+inline __m256i load_twice(const void* source) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(source)));
+}
+
+// For a shuffle of bytes: lane k takes those numbered by the bytes of order + k * step, modulo 16
+// in its half of the register; 0x80 stands for zero.
+inline __m256i bytes_of_lanes(uint32_t order, uint32_t step) {
+  const __m256i lane_index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i steps = _mm256_mullo_epi32(lane_index, _mm256_set1_epi32(int(step)));
+  return _mm256_add_epi32(_mm256_set1_epi32(int(order)), steps);
+}
+
+struct Ints {  // unsigned, 32 bits
+  static constexpr int size = 16;
+  __m256i low, high;
+
+  Ints() = default;
+  Ints(uint32_t value) : low(_mm256_set1_epi32(int(value))), high(low) {}
+  Ints(__m256i low_lanes, __m256i high_lanes) : low(low_lanes), high(high_lanes) {}
+
+  static Ints from(uint32_t first) {
+    const __m256i lane_index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return {_mm256_add_epi32(_mm256_set1_epi32(int(first)), lane_index),
+            _mm256_add_epi32(_mm256_set1_epi32(int(first + 8)), lane_index)};
+  }
+
+  static Ints load(const int16_t* source, int count) {
+    int16_t buffer[16];
+    const auto halves = reinterpret_cast<const __m128i*>(all_lanes(source, count, buffer));
+    return {_mm256_cvtepi16_epi32(_mm_loadu_si128(halves)),
+            _mm256_cvtepi16_epi32(_mm_loadu_si128(halves + 1))};
+  }
+
+  static Ints load(const uint16_t* source, int count) {
+    uint16_t buffer[16];
+    const auto halves = reinterpret_cast<const __m128i*>(all_lanes(source, count, buffer));
+    return {_mm256_cvtepu16_epi32(_mm_loadu_si128(halves)),
+            _mm256_cvtepu16_epi32(_mm_loadu_si128(halves + 1))};
+  }
+
+  static Ints load(const uint8_t* source, int count) {
+    uint8_t buffer[16];
+    const auto halves = reinterpret_cast<const __m128i*>(all_lanes(source, count, buffer));
+    const __m128i bytes = _mm_loadu_si128(halves);
+    return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+  }
+
+  void store(uint16_t* target, int count) const {
+    const __m256i zero = _mm256_setzero_si256();
+    store_words(target, count, _mm256_blend_epi16(low, zero, 0xaa),
+                _mm256_blend_epi16(high, zero, 0xaa));
+  }
+  void store(uint8_t* target, int count) const { store_bytes<0>(target, count); }
+  // The same in the upper bits of each lane, with zeros below.
+  template <class T>
+  static Ints load_upper(const T* source, int count);
+  template <class T>
+  void store_upper(T* target, int count) const;
+
+ private:
+  static void store_words(uint16_t* target, int count, __m256i a, __m256i b) {
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
+    if (count == size) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), packed);
+    memcpy(target, &packed, count * sizeof(*target));
+  }
+
+  // Byte number `byte` of each lane.
+  template <int byte>
+  void store_bytes(uint8_t* target, int count) const {
+    constexpr int k = 0x0c080400 + byte * 0x01010101, none = -1;
+    const __m256i first = _mm256_setr_epi32(k, none, none, none, k, none, none, none);
+    const __m256i second = _mm256_setr_epi32(none, k, none, none, none, k, none, none);
+    const __m256i mixed =
+        _mm256_or_si256(_mm256_shuffle_epi8(low, first), _mm256_shuffle_epi8(high, second));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 0, 0, 0, 0);
+    const __m128i packed = _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(mixed, order));
+    if (count == size) return _mm_storeu_si128(reinterpret_cast<__m128i*>(target), packed);
+    memcpy(target, &packed, count);
+  }
+};
+
+template <>
+inline Ints Ints::load_upper(const uint16_t* source, int count) {
+  uint16_t buffer[16];
+  source = all_lanes(source, count, buffer);
+  const __m256i place = bytes_of_lanes(0x01008080, 0x02020000);
+  return {_mm256_shuffle_epi8(load_twice(source), place),
+          _mm256_shuffle_epi8(load_twice(source + 8), place)};
+}
+template <>
+inline Ints Ints::load_upper(const uint8_t* source, int count) {
+  uint8_t buffer[16];
+  const __m256i twice = load_twice(all_lanes(source, count, buffer));
+  return {_mm256_shuffle_epi8(twice, bytes_of_lanes(0x00808080, 0x01000000)),
+          _mm256_shuffle_epi8(twice, bytes_of_lanes(0x08808080, 0x01000000))};
+}
+template <>
+inline void Ints::store_upper(uint16_t* target, int count) const {
+  store_words(target, count, _mm256_srli_epi32(low, 16), _mm256_srli_epi32(high, 16));
+}
+template <>
+inline void Ints::store_upper(uint8_t* target, int count) const {
+  store_bytes<3>(target, count);
+}
+
 struct Vec {
-  static constexpr int size = 8;
-  __m256 lanes;
+  static constexpr int size = 16, registers = 2;
+  __m256 low, high;  // lanes 0 to 7, 8 to 15
 
   Vec() = default;
-  Vec(float value) : lanes(_mm256_set1_ps(value)) {}
-  Vec(__m256 value) : lanes(value) {}
+  Vec(float value) : low(_mm256_set1_ps(value)), high(low) {}
+  Vec(__m256 low_lanes, __m256 high_lanes) : low(low_lanes), high(high_lanes) {}
 
   static Vec load(const float* source, int count) {
-    if (count == size) return _mm256_loadu_ps(source);
-    return _mm256_maskload_ps(source, first_lanes(count));
+    if (count == size) return {_mm256_loadu_ps(source), _mm256_loadu_ps(source + 8)};
+    return {_mm256_maskload_ps(source, first_lanes(count)),
+            _mm256_maskload_ps(source + 8, first_lanes(count - 8))};
   }
 
   static Vec load(const BFloat16* source, int count) {
-    const __m256i upper_half = _mm256_cvtepu16_epi32(load_16bit(source, count));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(upper_half, 16));
+    const Ints bits = Ints::load_upper(reinterpret_cast<const uint16_t*>(source), count);
+    return {_mm256_castsi256_ps(bits.low), _mm256_castsi256_ps(bits.high)};
   }
 
   static Vec load(const Half* source, int count) {
-    return _mm256_cvtph_ps(load_16bit(source, count));
+    Half buffer[16];
+    const auto halves = reinterpret_cast<const __m128i*>(all_lanes(source, count, buffer));
+    return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
   }
 
   void store(float* target, int count) const {
-    if (count == size) return _mm256_storeu_ps(target, lanes);
-    _mm256_maskstore_ps(target, first_lanes(count), lanes);
+    if (count == size) {
+      _mm256_storeu_ps(target, low);
+      _mm256_storeu_ps(target + 8, high);
+    } else {
+      _mm256_maskstore_ps(target, first_lanes(count), low);
+      _mm256_maskstore_ps(target + 8, first_lanes(count - 8), high);
+    }
   }
 
-  void store(BFloat16* target, int count) const {
-    const __m256i bits = _mm256_castps_si256(lanes);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i rounding = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
-    store_16bit(target, count, _mm256_srli_epi32(_mm256_add_epi32(bits, rounding), 16));
-  }
-
-  void store(Half* target, int count) const {
-    const __m128i rounded = _mm256_cvtps_ph(lanes, _MM_FROUND_TO_NEAREST_INT);
-    store_16bit(target, count, _mm256_cvtepu16_epi32(rounded));
-  }
+  void store(BFloat16* target, int count) const;
+  void store(Half* target, int count) const;
 
   template <class T>
   static Vec load(Pointer<T> source, int count) {
@@ -62,115 +178,107 @@ struct Vec {
     const __m256i lane_index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane_index);
   }
-
-  // AVX2 has no masked access to 16-bit elements, so a tail goes through a buffer of one register.
-  template <class T>
-  static __m128i load_16bit(const T* source, int count) {
-    __m128i buffer = _mm_setzero_si128();
-    memcpy(&buffer, source, count == size ? sizeof(buffer) : count * sizeof(T));
-    return buffer;
-  }
-
-  // `narrowed` holds 16 bits in each 32-bit lane; lanes that are NaN are stored as T::kQuietNan.
-  template <class T>
-  void store_16bit(T* target, int count, __m256i narrowed) const {
-    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(lanes, lanes, _CMP_UNORD_Q));
-    narrowed = _mm256_blendv_epi8(narrowed, _mm256_set1_epi32(T::kQuietNan), is_nan);
-    const __m128i low = _mm256_castsi256_si128(narrowed);
-    const __m128i high = _mm256_extracti128_si256(narrowed, 1);
-    const __m128i packed = _mm_packus_epi32(low, high);
-    memcpy(target, &packed, count == size ? sizeof(packed) : count * sizeof(T));
-  }
 };
 
-inline Vec operator+(Vec a, Vec b) { return _mm256_add_ps(a.lanes, b.lanes); }
-inline Vec operator-(Vec a, Vec b) { return _mm256_sub_ps(a.lanes, b.lanes); }
-inline Vec operator*(Vec a, Vec b) { return _mm256_mul_ps(a.lanes, b.lanes); }
-inline Vec operator/(Vec a, Vec b) { return _mm256_div_ps(a.lanes, b.lanes); }
-inline Vec operator-(Vec a) { return _mm256_xor_ps(a.lanes, _mm256_set1_ps(-0.0f)); }
-inline Vec abs(Vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.lanes); }
-inline Vec sqrt(Vec a) { return _mm256_sqrt_ps(a.lanes); }
-inline Vec floor(Vec a) { return _mm256_floor_ps(a.lanes); }
+#define DSX_UNARY(Type, From, name, op) \
+  inline Type name(From a) { return {op(a.low), op(a.high)}; }
+#define DSX_BINARY(Type, From, name, op, ...)               \
+  inline Type name(From a, From b) {                        \
+    return {op(a.low, b.low __VA_OPT__(, ) __VA_ARGS__),    \
+            op(a.high, b.high __VA_OPT__(, ) __VA_ARGS__)}; \
+  }
+DSX_BINARY(Vec, Vec, operator+, _mm256_add_ps)
+DSX_BINARY(Vec, Vec, operator-, _mm256_sub_ps)
+DSX_BINARY(Vec, Vec, operator*, _mm256_mul_ps)
+DSX_BINARY(Vec, Vec, operator/, _mm256_div_ps)
+DSX_UNARY(Vec, Vec, sqrt, _mm256_sqrt_ps)
+DSX_UNARY(Vec, Vec, floor, _mm256_floor_ps)
+DSX_BINARY(Mask, Vec, operator<, _mm256_cmp_ps, _CMP_LT_OQ)
+DSX_BINARY(Mask, Vec, operator<=, _mm256_cmp_ps, _CMP_LE_OQ)
+DSX_BINARY(Mask, Vec, operator==, _mm256_cmp_ps, _CMP_EQ_OQ)
+DSX_BINARY(Mask, Mask, operator&, _mm256_and_ps)
+DSX_BINARY(Mask, Mask, operator|, _mm256_or_ps)
+DSX_BINARY(Mask, Mask, operator^, _mm256_xor_ps)
+DSX_BINARY(Ints, Ints, operator+, _mm256_add_epi32)
+DSX_BINARY(Ints, Ints, operator-, _mm256_sub_epi32)
+DSX_BINARY(Ints, Ints, operator*, _mm256_mullo_epi32)
+DSX_BINARY(Ints, Ints, operator&, _mm256_and_si256)
+DSX_BINARY(Ints, Ints, operator|, _mm256_or_si256)
+DSX_BINARY(Ints, Ints, operator^, _mm256_xor_si256)
+DSX_BINARY(Ints, Ints, min, _mm256_min_epu32)
+DSX_BINARY(Ints, Ints, max, _mm256_max_epu32)
+DSX_UNARY(Ints, Vec, bits_of, _mm256_castps_si256)
+DSX_UNARY(Vec, Ints, float_of, _mm256_castsi256_ps)
+#undef DSX_UNARY
+#undef DSX_BINARY
+
+inline Vec operator-(Vec a) { return float_of(bits_of(a) ^ Ints(0x80000000u)); }
+inline Vec abs(Vec a) { return float_of(bits_of(a) & Ints(0x7fffffffu)); }
 inline Vec round_even(Vec a) {
-  return _mm256_round_ps(a.lanes, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(a.low, kNearest), _mm256_round_ps(a.high, kNearest)};
+}
+inline Vec scale_and_add(Vec a, Vec scale, Vec b) {  // as in common/math.h
+  return {_mm256_fmadd_ps(a.low, scale.low, b.low), _mm256_fmadd_ps(a.high, scale.high, b.high)};
 }
 
-inline Mask operator<(Vec a, Vec b) { return _mm256_cmp_ps(a.lanes, b.lanes, _CMP_LT_OQ); }
-inline Mask operator<=(Vec a, Vec b) { return _mm256_cmp_ps(a.lanes, b.lanes, _CMP_LE_OQ); }
-inline Mask operator==(Vec a, Vec b) { return _mm256_cmp_ps(a.lanes, b.lanes, _CMP_EQ_OQ); }
-inline Mask operator&(Mask a, Mask b) { return _mm256_and_ps(a.lanes, b.lanes); }
-inline Mask operator|(Mask a, Mask b) { return _mm256_or_ps(a.lanes, b.lanes); }
 inline Mask operator!(Mask a) {
-  return _mm256_xor_ps(a.lanes, _mm256_castsi256_ps(_mm256_set1_epi32(-1)));
+  const __m256 all = _mm256_castsi256_ps(_mm256_set1_epi32(-1));
+  return a ^ Mask(all, all);
 }
-inline bool any(Mask a) { return _mm256_movemask_ps(a.lanes) != 0; }
+inline bool any(Mask a) { return _mm256_movemask_ps(_mm256_or_ps(a.low, a.high)) != 0; }
 
 inline Vec select(Mask mask, Vec a, Vec b) {
-  return _mm256_blendv_ps(b.lanes, a.lanes, mask.lanes);
+  return {_mm256_blendv_ps(b.low, a.low, mask.low), _mm256_blendv_ps(b.high, a.high, mask.high)};
 }
 
 // The instructions give b when either is NaN, so only a NaN in a is left to see to.
-inline Vec min(Vec a, Vec b) { return select(a == a, _mm256_min_ps(a.lanes, b.lanes), a); }
-inline Vec max(Vec a, Vec b) { return select(a == a, _mm256_max_ps(a.lanes, b.lanes), a); }
+inline Vec min(Vec a, Vec b) {
+  return select(a == a, {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}, a);
+}
+inline Vec max(Vec a, Vec b) {
+  return select(a == a, {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}, a);
+}
 
-struct Ints {  // unsigned, 32 bits
-  static constexpr int size = 8;
-  __m256i lanes;
-
-  Ints() = default;
-  Ints(uint32_t value) : lanes(_mm256_set1_epi32(int(value))) {}
-  Ints(__m256i value) : lanes(value) {}
-
-  static Ints from(uint32_t first) {
-    const __m256i lane_index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    return _mm256_add_epi32(_mm256_set1_epi32(int(first)), lane_index);
-  }
-
-  template <class T>
-  static Ints load(const T* source, int count) {
-    __m128i buffer = _mm_setzero_si128();
-    memcpy(&buffer, source, count == size ? size * sizeof(T) : count * sizeof(T));
-    if (T(-1) < T(0)) return _mm256_cvtepi16_epi32(buffer);
-    return sizeof(T) == 1 ? _mm256_cvtepu8_epi32(buffer) : _mm256_cvtepu16_epi32(buffer);
-  }
-
-  template <class T>
-  void store(T* target, int count) const {
-    const __m256i low = _mm256_and_si256(lanes, _mm256_set1_epi32(T(~T(0))));
-    __m128i packed =
-        _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
-    if (sizeof(T) == 1) packed = _mm_packus_epi16(packed, packed);
-    memcpy(target, &packed, count == size ? size * sizeof(T) : count * sizeof(T));
-  }
-};
-
-inline Ints operator+(Ints a, Ints b) { return _mm256_add_epi32(a.lanes, b.lanes); }
-inline Ints operator-(Ints a, Ints b) { return _mm256_sub_epi32(a.lanes, b.lanes); }
-inline Ints operator*(Ints a, Ints b) { return _mm256_mullo_epi32(a.lanes, b.lanes); }
-inline Ints operator&(Ints a, Ints b) { return _mm256_and_si256(a.lanes, b.lanes); }
-inline Ints operator|(Ints a, Ints b) { return _mm256_or_si256(a.lanes, b.lanes); }
-inline Ints operator^(Ints a, Ints b) { return _mm256_xor_si256(a.lanes, b.lanes); }
 template <int bits>
 inline Ints shift_left(Ints a) {
-  return _mm256_slli_epi32(a.lanes, bits);
+  return {_mm256_slli_epi32(a.low, bits), _mm256_slli_epi32(a.high, bits)};
 }
 template <int bits>
 inline Ints shift_right(Ints a) {
-  return _mm256_srli_epi32(a.lanes, bits);
+  return {_mm256_srli_epi32(a.low, bits), _mm256_srli_epi32(a.high, bits)};
 }
-inline Ints min(Ints a, Ints b) { return _mm256_min_epu32(a.lanes, b.lanes); }
-inline Ints max(Ints a, Ints b) { return _mm256_max_epu32(a.lanes, b.lanes); }
 inline uint32_t max_of(Ints a) {
-  __m128i half =
-      _mm_max_epu32(_mm256_castsi256_si128(a.lanes), _mm256_extracti128_si256(a.lanes, 1));
+  const __m256i both = _mm256_max_epu32(a.low, a.high);
+  __m128i half = _mm_max_epu32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
   half = _mm_max_epu32(half, _mm_shuffle_epi32(half, 0x4e));
   half = _mm_max_epu32(half, _mm_shuffle_epi32(half, 0xb1));
   return uint32_t(_mm_cvtsi128_si32(half));
 }
 inline Ints blend_bits(Ints mask, Ints a, Ints b) {
-  return _mm256_or_si256(_mm256_and_si256(mask.lanes, a.lanes),
-                         _mm256_andnot_si256(mask.lanes, b.lanes));
+  return (a & mask) |
+         Ints(_mm256_andnot_si256(mask.low, b.low), _mm256_andnot_si256(mask.high, b.high));
 }
 
-inline Ints bits_of(Vec a) { return _mm256_castps_si256(a.lanes); }
-inline Vec float_of(Ints a) { return _mm256_castsi256_ps(a.lanes); }
+// Bytes number `first` and first + 1 of each lane as its middle ones, beside zeros.
+template <int first>
+inline Ints bytes_to_middle(Ints a) {
+  const __m256i places = bytes_of_lanes(first == 0 ? 0x80010080 : 0x80030280, 0x00040400);
+  return {_mm256_shuffle_epi8(a.low, places), _mm256_shuffle_epi8(a.high, places)};
+}
+
+inline void Vec::store(BFloat16* target, int count) const {
+  const Ints bits = bits_of(*this);
+  const Ints rounded = bits + (shift_right<16>(bits) & Ints(1u)) + Ints(0x7fffu);
+  const Vec stored =
+      select(*this == *this, float_of(rounded), float_of(Ints(BFloat16::kQuietNan << 16)));
+  bits_of(stored).store_upper(reinterpret_cast<uint16_t*>(target), count);
+}
+
+inline void Vec::store(Half* target, int count) const {
+  const __m128i halves[] = {_mm256_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT),
+                            _mm256_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT)};
+  const Ints rounded(_mm256_cvtepu16_epi32(halves[0]), _mm256_cvtepu16_epi32(halves[1]));
+  const Vec stored = select(*this == *this, float_of(rounded), float_of(Ints(Half::kQuietNan)));
+  bits_of(stored).store(reinterpret_cast<uint16_t*>(target), count);
+}

@@ -7,7 +7,7 @@ struct Mask {
 };
 
 struct Vec {
-  static constexpr int size = 16;
+  static constexpr int size = 16, registers = 1;
   __m512 lanes;
 
   Vec() = default;
@@ -86,6 +86,9 @@ inline Vec operator-(Vec a) {
   return _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(a.lanes), sign));
 }
 inline Vec abs(Vec a) { return _mm512_abs_ps(a.lanes); }
+inline Vec scale_and_add(Vec a, Vec scale, Vec b) {  // as in common/math.h
+  return _mm512_fmadd_ps(a.lanes, scale.lanes, b.lanes);
+}
 inline Vec sqrt(Vec a) { return _mm512_sqrt_ps(a.lanes); }
 inline Vec floor(Vec a) {
   return _mm512_roundscale_ps(a.lanes, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
@@ -157,6 +160,12 @@ struct Ints {  // unsigned, 32 bits
     _mm256_mask_storeu_epi16(target, first_lanes(count), packed);
   }
 
+  // The same in the upper bits of each lane, with zeros below (vec_derived.inl).
+  template <class T>
+  static Ints load_upper(const T* source, int count);
+  template <class T>
+  void store_upper(T* target, int count) const;
+
  private:
   static __mmask16 first_lanes(int count) { return __mmask16((1u << count) - 1); }
 };
@@ -184,3 +193,11 @@ inline Ints blend_bits(Ints mask, Ints a, Ints b) {
 
 inline Ints bits_of(Vec a) { return _mm512_castps_si512(a.lanes); }
 inline Vec float_of(Ints a) { return _mm512_castsi512_ps(a.lanes); }
+
+// Bytes number `first` and first + 1 of each lane as its middle ones, beside zeros.
+template <int first>
+inline Ints bytes_to_middle(Ints a) {
+  constexpr int order = int(first == 0 ? 0x80010080u : 0x80030280u), step = 0x00040400;
+  const __m128i places = _mm_setr_epi32(order, order + step, order + 2 * step, order + 3 * step);
+  return _mm512_shuffle_epi8(a.lanes, _mm512_broadcast_i32x4(places));
+}

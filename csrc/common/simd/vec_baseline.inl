@@ -32,6 +32,12 @@ struct Ints {  // unsigned, 32 bits
     const Narrow narrow = __builtin_convertvector(lanes, Narrow);
     memcpy(target, &narrow, count == size ? sizeof(narrow) : count * sizeof(T));
   }
+
+  // The same in the upper bits of each lane, with zeros below (vec_derived.inl).
+  template <class T>
+  static Ints load_upper(const T* source, int count);
+  template <class T>
+  void store_upper(T* target, int count) const;
 };
 
 inline Ints operator+(Ints a, Ints b) { return a.lanes + b.lanes; }
@@ -61,7 +67,7 @@ inline uint32_t max_of(Ints a) {
 }
 
 struct Vec {
-  static constexpr int size = 4;
+  static constexpr int size = 4, registers = 1;
   FloatLanes lanes;
 
   Vec() = default;
@@ -188,4 +194,13 @@ inline Vec round_even(Vec a) {
 inline Vec floor(Vec a) {
   const Vec nearest = round_even(a);
   return select(a < nearest, nearest - Vec(1.0f), nearest);
+}
+
+// As in common/math.h.
+inline Vec scale_and_add(Vec a, Vec scale, Vec b) { return a * scale + b; }
+
+// Bytes number `first` and first + 1 of each lane as its middle ones, beside zeros.
+template <int first>
+inline Ints bytes_to_middle(Ints a) {
+  return shift_left<8>(first == 0 ? a & Ints(0xffffu) : shift_right<16>(a));
 }

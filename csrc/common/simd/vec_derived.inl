@@ -22,8 +22,16 @@ inline Mask operator>(Vec a, Vec b) { return b < a; }
 inline Mask operator>=(Vec a, Vec b) { return b <= a; }
 inline Mask operator!=(Vec a, Vec b) { return !(a == b); }
 
-// As in common/math.h.
-inline Vec scale_and_add(Vec a, Vec scale, Vec b) { return a * scale + b; }
-
 inline Ints lower_16_bits(Ints a) { return a & Ints(0xffffu); }
 inline Ints upper_16_bits(Ints a) { return shift_right<16>(a); }
+inline Ints lower_half_to_middle(Ints a) { return bytes_to_middle<0>(a); }
+inline Ints upper_half_to_middle(Ints a) { return bytes_to_middle<2>(a); }
+
+template <class T>
+inline Ints Ints::load_upper(const T* source, int count) {
+  return shift_left<32 - 8 * sizeof(T)>(load(source, count));
+}
+template <class T>
+inline void Ints::store_upper(T* target, int count) const {
+  shift_right<32 - 8 * sizeof(T)>(*this).store(target, count);
+}

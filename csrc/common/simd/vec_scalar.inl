@@ -4,7 +4,7 @@ struct Mask {
 };
 
 struct Vec {
-  static constexpr int size = 1;
+  static constexpr int size = 1, registers = 1;
   float lane;
 
   Vec() = default;
@@ -76,6 +76,12 @@ struct Ints {  // unsigned, 32 bits; arithmetic is modulo 2^32
   void store(T* target, int /*count*/) const {
     *target = T(lane);
   }
+
+  // The same in the upper bits of each lane, with zeros below (vec_derived.inl).
+  template <class T>
+  static Ints load_upper(const T* source, int count);
+  template <class T>
+  void store_upper(T* target, int count) const;
 };
 
 inline Ints operator+(Ints a, Ints b) { return a.lane + b.lane; }
@@ -101,3 +107,12 @@ inline Ints blend_bits(Ints mask, Ints a, Ints b) {
 
 inline Ints bits_of(Vec a) { return dsx::bits_of(a.lane); }
 inline Vec float_of(Ints a) { return dsx::float_of(a.lane); }
+
+// As in common/math.h.
+inline Vec scale_and_add(Vec a, Vec scale, Vec b) { return a * scale + b; }
+
+// Bytes number `first` and first + 1 of each lane as its middle ones, beside zeros.
+template <int first>
+inline Ints bytes_to_middle(Ints a) {
+  return shift_left<8>(first == 0 ? a & Ints(0xffffu) : shift_right<16>(a));
+}
