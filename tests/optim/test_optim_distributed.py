@@ -44,6 +44,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn import Parameter
+from waiting_scaler import waiting_scaler
 
 from deepspeed_ext.optim import DeepSpeedCPUAdam
 
@@ -172,23 +173,24 @@ def skips_together(name, folder):
     row = ROWS[name]
     net = sharded_net(row)
     optimizer = row.make(net.parameters(), **row.options)
-    scaler = torch.amp.GradScaler(row.device, init_scale=4.0)
-    for bad in (False, True, False):
-        before = {name: value.clone() for name, value in state_of(net, optimizer).items()}
-        [(x, y)] = batches(1)
-        scaler.scale(loss_of(net, row, x, y)).backward()
-        if row.device == "cuda":
-            torch.cuda.synchronize()  # a copy to host memory might come after what is written there
-        if bad and dist.get_rank() == 0:
-            net.first.weight.grad._local_tensor[0, 0] = float("inf")
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        after = state_of(net, optimizer)
-        if bad:
-            assert_same(after, before)
-        else:
-            assert not torch.equal(after["first.weight"], before["first.weight"])
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        scaler = waiting_scaler(monkeypatch, row.device, init_scale=4.0)
+        for bad in (False, True, False):
+            before = {name: value.clone() for name, value in state_of(net, optimizer).items()}
+            [(x, y)] = batches(1)
+            scaler.scale(loss_of(net, row, x, y)).backward()
+            if row.device == "cuda":
+                torch.cuda.synchronize()  # gradients that are copied to host memory
+            if bad and dist.get_rank() == 0:
+                net.first.weight.grad._local_tensor[0, 0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            after = state_of(net, optimizer)
+            if bad:
+                assert_same(after, before)
+            else:
+                assert not torch.equal(after["first.weight"], before["first.weight"])
 
 
 def clips_as_if_whole(name, folder):

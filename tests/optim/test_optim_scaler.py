@@ -19,6 +19,7 @@ from optim_cases import (
     twins,
 )
 from torch.nn import Parameter
+from waiting_scaler import waiting_scaler
 
 
 @on_each_device
@@ -102,18 +103,9 @@ def test_numbers_set_by_hand_are_found_on_any_device(device):
 
 @needs_cuda
 def test_scaler_on_cuda_for_parameters_on_the_cpu(monkeypatch):
-    # GradScaler copies its numbers to the CPU without waiting for them, and uses them at once.
-    get = torch.amp.grad_scaler._MultiDeviceReplicator.get
-
-    def get_and_wait(*args):
-        copy = get(*args)
-        torch.cuda.synchronize()
-        return copy
-
-    monkeypatch.setattr(torch.amp.grad_scaler._MultiDeviceReplicator, "get", get_and_wait)
     param = Parameter(torch.zeros(2))
     optimizer = adam([param])
-    scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
+    scaler = waiting_scaler(monkeypatch, "cuda", init_scale=8.0)
     for overflow in (True, False):
         scaler.scale(torch.zeros((), device="cuda"))
         param.grad = torch.full_like(param, float("inf") if overflow else scaler.get_scale())
