@@ -85,7 +85,8 @@ def adam_step_(
         max_exp_avg_sqs: empty, or for AMSGrad, dtype of exp_avgs: the largest exp_avg_sqs so far,
             at first 0. Updated.
         scales: empty, or with state in 8-bit codes (`encode_blocks`) float32 scales of its blocks
-            of 256 elements, at first 0. As lists: for each parameter those of exp_avgs, (blocks,),
+            of 256 elements, at first 0, then the powers of two that steps write (with others, which
+            no class loads, bits depend on the instruction set). As lists: for each parameter those of exp_avgs, (blocks,),
             then for each those of exp_avg_sqs, and so on. As slabs: one for each state argument, in
             which parameter i begins at offsets[i] / 256, a whole number. Updated.
         master_params: empty, or float32 originals of 16-bit params: the step is computed on them,
