@@ -86,9 +86,10 @@ def adam_step_(
             at first 0. Updated.
         scales: empty, or with state in 8-bit codes (`encode_blocks`) float32 scales of its blocks
             of 256 elements, at first 0, then the powers of two that steps write (with others, which
-            no class loads, bits depend on the instruction set). As lists: for each parameter those of exp_avgs, (blocks,),
-            then for each those of exp_avg_sqs, and so on. As slabs: one for each state argument, in
-            which parameter i begins at offsets[i] / 256, a whole number. Updated.
+            no class loads, bits depend on the instruction set). As lists: for each parameter those
+            of exp_avgs, (blocks,), then for each those of exp_avg_sqs, and so on. As slabs: one for
+            each state argument, in which parameter i begins at offsets[i] / 256, a whole number.
+            Updated.
         master_params: empty, or float32 originals of 16-bit params: the step is computed on them,
             and params receive them rounded. Or int16: the lower halves of originals of which
             bfloat16 params are the upper ones (`split_float32`). Updated.
