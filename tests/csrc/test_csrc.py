@@ -247,7 +247,7 @@ def test_cuda_functions_of_all_floats(folder: Path) -> None:
         pytest.skip(str(reason))
     flags = [*toolchain.nvcc_flags(NO_OP), *(f for target in targets for f in target.gencode())]
     source = HERE / "test_cuda_math.cu"
-    program = once(folder / "cuda_math", [str(nvcc), *flags, f"-I{CSRC}", str(source)])
+    program = once(folder / "cuda_math", "", [str(nvcc), *flags, f"-I{CSRC}"], source)
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     result = run([str(program)])
