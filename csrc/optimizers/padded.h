@@ -23,7 +23,7 @@ class Padded {
       : tensor(whole), count_(whole.n - first), first_(first) {
     StepMemory<Rule::kStates>&source = tensor.source, &target = tensor.target;
     void* unwritten = nullptr;
-    copy(kGrad, tensor.grad, unwritten, bytes_of(types.grad));
+    if (reads_grads(pass_of<Rule>())) copy(kGrad, tensor.grad, unwritten, bytes_of(types.grad));
     copy(kParam, source.param, target.param,
          source.master == nullptr ? bytes_of(types.weight) : bytes_of(types.param));
     copy(kMaster, source.master, target.master, bytes_of(types.weight));
