@@ -229,6 +229,13 @@ def test_program(case: tuple[str, str], folder: Path) -> None:
     assert " 0 failed" in result.stdout
 
 
+all_floats = pytest.mark.skipif(
+    "DSX_ALL_FLOATS" not in os.environ,
+    reason="takes minutes; set DSX_ALL_FLOATS=1 (every 1021st is always tested)",
+)
+
+
+@all_floats
 @pytest.mark.long
 @pytest.mark.parametrize("case", [("product", "vec_math")], ids="-".join)
 def test_functions_of_all_floats(case: tuple[str, str], folder: Path) -> None:
@@ -237,6 +244,7 @@ def test_functions_of_all_floats(case: tuple[str, str], folder: Path) -> None:
     assert result.returncode == 0, result.stdout
 
 
+@all_floats
 @pytest.mark.long
 def test_cuda_functions_of_all_floats(folder: Path) -> None:
     """The same on CUDA, whose functions have bounds of their own."""
