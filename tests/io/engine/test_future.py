@@ -20,7 +20,6 @@ from aio_cases import BLOCK, bytes_of, payload
 from held_memory import HeldMemory
 
 from deepspeed_ext import io
-from deepspeed_ext.io.engine.ring import RingJob
 
 SIZE = 4 * BLOCK
 PATIENCE = 90.0
@@ -342,29 +341,6 @@ def test_requests_of_a_store_are_not_taken_back(tmp_path: Path) -> None:
         assert not future.cancel()
         ended.wait()
         assert torch.equal(asyncio.run(awaited(store.get_async("name"))), payload(SIZE))
-
-
-def test_a_job_of_the_ring_is_taken_back_before_it_begins() -> None:
-    class Never:
-        def query(self) -> bool:
-            return False
-
-    class Mailbox:
-        def __init__(self) -> None:
-            self.numbers: list[int] = []
-
-        def put(self, number: int) -> None:
-            self.numbers.append(number)
-
-    job, mailbox = RingJob(payload(5), "file", 0, Never(), write=True), Mailbox()
-    job.tell(mailbox, 7)
-    assert not job.begun() and not mailbox.numbers
-    assert job.cancel() and job.done() and job.memory is None and mailbox.numbers == [7]
-    assert not job.begin() and not job.cancel()
-    job.tell(mailbox, 8)
-    assert mailbox.numbers == [7, 8]
-    late = RingJob(payload(5), "file", 0, Never(), write=True)
-    assert late.begin() and late.begun() and not late.cancel() and not late.done()
 
 
 # concurrent.futures

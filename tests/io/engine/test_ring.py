@@ -366,3 +366,26 @@ def test_a_job_lets_go_of_its_tensor() -> None:
     assert job.memory is not None and job.memory.tensor is tensor
     world.run()
     assert job.memory is job.bytes is None
+
+
+def test_a_job_of_the_ring_is_taken_back_before_it_begins() -> None:
+    class Never:
+        def query(self) -> bool:
+            return False
+
+    class Mailbox:
+        def __init__(self) -> None:
+            self.numbers: list[int] = []
+
+        def put(self, number: int) -> None:
+            self.numbers.append(number)
+
+    job, mailbox = RingJob(payload(5), "file", 0, Never(), write=True), Mailbox()
+    job.tell(mailbox, 7)
+    assert not job.begun() and not mailbox.numbers
+    assert job.cancel() and job.done() and job.memory is None and mailbox.numbers == [7]
+    assert not job.begin() and not job.cancel()
+    job.tell(mailbox, 8)
+    assert mailbox.numbers == [7, 8]
+    late = RingJob(payload(5), "file", 0, Never(), write=True)
+    assert late.begin() and late.begun() and not late.cancel() and not late.done()
