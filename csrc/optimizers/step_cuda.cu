@@ -49,8 +49,11 @@ struct LaunchTensor {
 template <class Rule>
 struct TensorsOfLaunch {
   static constexpr int kMost = int((kMaxKernelParameterBytes - sizeof(StepCall<Rule>) - 32) /
-                                   (sizeof(LaunchTensor<Rule::kStates>) + sizeof(int)));
+                                   (sizeof(LaunchTensor<Rule::kStates>) + sizeof(int) + 1));
   StepCall<Rule> call;
+  // [count] for the accesses of a thread. At the front: with a byte beyond 32 KiB nvcc 13.0 makes
+  // an index and a negative offset of it, which an H200 reads as 0.
+  bool aligned[kMost];
   LaunchTensor<Rule::kStates> tensors[kMost];  // [count]; not in place: and the targets of each
   int first_block[kMost];                      // [count] of each tensor
   const TensorConstants<Rule>* constants;      // [count] device memory
@@ -85,6 +88,13 @@ inline int64_t chunks_of_tensor(const StepTypes& types, int64_t n) {
 // How many strides of a block's loop are in shared memory: the one at hand, and those on their way.
 constexpr int kFetched = 2;
 
+// Elements of a thread's access: 16 bytes of the widest of the types; a warp takes whole blocks.
+template <class Param, class Grad, class State>
+constexpr int kElements = std::is_same_v<State, Codes> || (std::is_same_v<Param, BFloat16> &&
+                                                           std::is_same_v<Grad, BFloat16>)
+                              ? 8
+                              : 4;
+
 // Blocks that a multiprocessor holds at once, which bounds the registers of a thread. Measured on
 // an H200: the more the better, but for float state, and until registers are spilled in the loop.
 template <class Grad, class State>
@@ -99,10 +109,8 @@ __global__ void __launch_bounds__(kThreads, (kResidentBlocks<Grad, State>))
   constexpr Pass pass = pass_of<Rule>();
   const bool skip = launch.call.found_inf.value() != 0;
   if (skip && !measures(pass)) return;
-  // Elements of a thread's access: 16 bytes of the widest of the types; a warp takes whole blocks.
   constexpr bool kCoded = std::is_same_v<State, Codes>;
-  constexpr bool kNarrow = std::is_same_v<Param, BFloat16> && std::is_same_v<Grad, BFloat16>;
-  constexpr int kCount = kCoded || kNarrow ? 8 : 4;
+  constexpr int kCount = kElements<Param, Grad, State>;
   const int index = tensor_of_block(launch.first_block, launch.count, blockIdx.x);
   const StepTypes& types = launch.call.types;
   const LaunchTensor<Rule::kStates>& tensor = launch.tensors[index];
@@ -144,8 +152,7 @@ __global__ void __launch_bounds__(kThreads, (kResidentBlocks<Grad, State>))
   constexpr int kTogether = kCoded ? int(kCodesBlock) : kCount;
   constexpr int kStride = kThreads * kCount;
   int i = int(threadIdx.x) * kCount;
-  if (is_aligned<kCount>(types, tensor.memory) && is_aligned<kCount>(types, target) &&
-      is_aligned<kCount>(tensor.grad, bytes_of(types.grad))) {
+  if (launch.aligned[index]) {
     if constexpr (kCoded && !std::is_same_v<Grad, Any>) {
       // There is much to compute and no register to spare: what comes next is fetched into shared
       // memory meanwhile. A warp reads only what its own threads have put there.
@@ -234,8 +241,13 @@ void launch_step(const StepCall<Rule>& call, const StepTensor<Rule::kStates>* te
       const auto& tensor = tensors[first + i];
       return {tensor.source, tensor.grad, tensor.n};
     }, [&](int64_t i) { return chunks_of_tensor(call.types, tensors[first + i].n); });
-    for (int i = 0; !call.in_place && i < launch.count; ++i) {
-      launch.tensors[launch.count + i].memory = tensors[first + i].target;
+    for (int i = 0; i < launch.count; ++i) {
+      const auto& [source, target, grad, noise, n] = tensors[first + i];
+      constexpr int kCount = kElements<Param, Grad, State>;
+      launch.aligned[i] = is_aligned<kCount>(call.types, source) &&
+                          is_aligned<kCount>(call.types, target) &&
+                          is_aligned<kCount>(grad, bytes_of(call.types.grad));
+      if (!call.in_place) launch.tensors[launch.count + i].memory = target;
     }
     if (blocks == 0) continue;  // CUDA rejects an empty grid
     step_kernel<Rule, Param, Grad, State><<<unsigned(blocks), kThreads, 0, stream>>>(launch);

@@ -347,11 +347,10 @@ struct Operands {
 
 // Whether every access of kCount elements of these weights and states is aligned.
 template <int kCount, int kStates>
-__device__ bool is_aligned(const StepTypes& types, const StepMemory<kStates>& memory) {
+bool is_aligned(const StepTypes& types, const StepMemory<kStates>& memory) {
   const int64_t master_bytes = types.weight == Format::split ? 2 : 4;
   bool aligned = is_aligned<kCount>(memory.param, bytes_of(types.param)) &&
                  is_aligned<kCount>(memory.master, master_bytes);
-#pragma unroll
   for (int j = 0; j < kStates; ++j) {
     aligned = aligned && is_aligned<kCount>(memory.states[j], bytes_of(types.state));
   }

@@ -15,7 +15,7 @@ struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Elements {
 
 // Whether kCount elements at this address can be accessed as Elements. True for null: no access.
 template <int kCount>
-__device__ inline bool is_aligned(const void* address, int64_t element_bytes) {
+DSX_HOST_DEVICE inline bool is_aligned(const void* address, int64_t element_bytes) {
   const int64_t bytes = element_bytes * kCount < 16 ? element_bytes * kCount : 16;
   return reinterpret_cast<uintptr_t>(address) % bytes == 0;
 }
