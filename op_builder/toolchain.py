@@ -205,12 +205,12 @@ def jobs() -> int:
                 f"MAX_JOBS is {asked!r}, expected a positive number", "set it right or unset it"
             )
         return int(asked)
-    return max(1, min(len(os.sched_getaffinity(0)), _free_memory() // (2 * _GIB)))
+    return max(1, min(len(os.sched_getaffinity(0)), free_memory() // (2 * _GIB)))
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
     """Return the bytes that this process may still use, by the machine and by its control group."""
-    free = [64 * _GIB]
+    free = []
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             free.append(int(line.split()[1]) * 1024)
@@ -224,7 +224,7 @@ def _free_memory() -> int:
         numbers = [line.strip() for line in (*_lines(limit), *_lines(used))]
         if len(numbers) == 2 and all(number.isdecimal() for number in numbers):  # not "max"
             free.append(max(0, int(numbers[0]) - int(numbers[1])))
-    return min(free)
+    return min(free, default=64 * _GIB)
 
 
 def _lines(path: str) -> list[str]:

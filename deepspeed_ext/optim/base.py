@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from deepspeed_ext.dtensors import Agreement, all_zero, is_partial
 from deepspeed_ext.ops.optimizers.clip import checked_norm
-from deepspeed_ext.optim.checkpoint import hide_entries, show_entries
+from deepspeed_ext.optim.checkpoint import hide_entries, portable_state, show_entries
 from deepspeed_ext.optim.checks import (
     check_flags,
     check_no_capture,
@@ -26,12 +26,7 @@ from deepspeed_ext.optim.checks import (
 )
 from deepspeed_ext.optim.clipping import Clip, Scaling, SquareSum, clip, moved
 from deepspeed_ext.optim.entry import Entry
-from deepspeed_ext.optim.formats import (
-    FormatOptions,
-    StateFormat,
-    is_of_format,
-    portable,
-)
+from deepspeed_ext.optim.formats import FormatOptions, StateFormat, is_of_format
 from deepspeed_ext.optim.plans import Plans, dtypes_of, follow_shapes
 from deepspeed_ext.optim.slabs import STEP, Bucket, Work
 from deepspeed_ext.optim.traits import Group, Traits
@@ -209,7 +204,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         work = self._gather(bucket, done)
         if work is None:
             return
-        scalars = _scalars(group, bucket.device, scaling)
+        scalars = scalars_of(group, bucket.device, scaling)
         bucket.refresh_masters()
         try:
             self._apply(group, work, scalars)
@@ -362,12 +357,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         once, but writes all of it even for one tensor; clone what you want to save by itself.
         """
         follow_shapes(self)
-        packed, signed = super().state_dict(), self.traits.signed
-        packed["state"] = {
-            key: portable(value, signed) if isinstance(value, Entry) else value
-            for key, value in packed["state"].items()
-        }
-        return packed
+        return portable_state(super().state_dict(), self.traits.signed)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict of this class or of its torch counterpart returned.
@@ -460,7 +450,7 @@ def _elements(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.is_sparse else grad
 
 
-def _scalars(group: Group, device: torch.device, scaling: Scaling) -> Scalars:
+def scalars_of(group: Group, device: torch.device, scaling: Scaling) -> Scalars:
     """Return the numbers of a step of a group on this device."""
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.device != device:

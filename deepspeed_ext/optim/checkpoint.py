@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from deepspeed_ext.optim.entry import Entry
+from deepspeed_ext.optim.formats import portable
+
 
 class _Hidden:
     """The state of a parameter in a shape that torch does not recognize, and so leaves alone."""
@@ -25,6 +28,20 @@ def hide_entries(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
             title, found = type(optimizer).__name__, sorted(map(str, state_dict))
             raise ValueError(f"{title}: state_dict has keys {found}, expected {key} among them")
     return {**state_dict, "state": {k: _Hidden(v) for k, v in state_dict["state"].items()}}
+
+
+def portable_state(packed: dict[str, Any], signed: frozenset[str]) -> dict[str, Any]:
+    """Return what torch packs as a state dict in a form that any sharding can load.
+
+    Args:
+        packed: options, and state by number.
+        signed: keys of state that may be negative.
+    """
+    state = {
+        key: portable(value, signed) if isinstance(value, Entry) else value
+        for key, value in packed["state"].items()
+    }
+    return {**packed, "state": state}
 
 
 def show_entries(state: Mapping[Any, Any]) -> defaultdict[Any, Any]:

@@ -1,6 +1,7 @@
 """Clip as part of a step: the norm of all gradients, and what the step divides them by."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple, overload
 
 import torch
@@ -61,13 +62,16 @@ class SquareSum:
 
     def add(self, work: Work) -> None:
         """Take in the gradients of a bucket, one read of them; nothing waits for the device."""
-        squares = squared_norms(work.grads)
-        if not is_dtensor(work.owners[0]):
+        self.add_squares(squared_norms(work.grads), work.owners)
+
+    def add_squares(self, squares: Tensor, owners: Sequence[Tensor]) -> None:
+        """Take in sums of squares that are known: float64, one for each of these parameters."""
+        if not is_dtensor(owners[0]):
             self._whole.append(sum_in_order(squares))
             return
-        parts, owners = self._shards.setdefault(squares.device, ([], []))
+        parts, known = self._shards.setdefault(squares.device, ([], []))
         parts.append(squares)
-        owners += work.owners
+        known += owners
 
     def total(self) -> Tensor:
         """Return the sum: float64, on the CPU if some gradients are there.

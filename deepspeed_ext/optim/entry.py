@@ -60,6 +60,10 @@ class Entry(dict[str, Any]):
                 super().__setitem__(key, value.view(param.shape))
         self._shape = param.shape
 
+    def renew(self, values: Mapping[str, Any]) -> None:
+        """Take other tensors for the same state, after its optimizer has moved it."""
+        super().update(values)
+
     @property
     def shape(self) -> torch.Size:
         """The shape of the parameter when it was last seen."""

@@ -13,7 +13,7 @@ from deepspeed_ext.optim.checks import check_entry, check_no_capture, check_para
 from deepspeed_ext.optim.entry import Entry
 from deepspeed_ext.optim.formats import is_of_format
 from deepspeed_ext.optim.numbers import Numbers
-from deepspeed_ext.optim.slabs import STEP, Bucket, cut
+from deepspeed_ext.optim.slabs import STEP, Bucket
 
 if TYPE_CHECKING:
     from deepspeed_ext.optim.base import SlabOptimizer
@@ -168,7 +168,7 @@ class Plans:
         for (device, dtype, _), members in by_kind.items():
             check_no_capture(optimizer, device, "step before, which creates the state")
             dtypes = dtypes_of(optimizer, group, dtype)
-            for part in cut(members):
+            for part in traits.cut(members):
                 noise_keys = [keys[id(param)] for param in part] if keys else None
                 bucket = Bucket(part, dtypes, traits.signed, noise_keys, len(traits.devices) > 1)
                 for i, param in enumerate(part):

@@ -330,6 +330,12 @@ class Bucket:
             return list(zip(versions, map(_version, self.parts()), strict=True))
         return versions
 
+    def take(self, slabs: dict[str, list[Tensor]], scales: dict[str, Tensor]) -> None:
+        """Go on with other slabs, which hold the state of the parameters as they are now."""
+        self.slabs, self.scales = slabs, scales
+        if MASTER in self.slabs:
+            self._masters_written = self._write_marks()
+
     def reset_masters(self) -> None:
         """Make every master an exact copy of its parameter."""
         if REMAINDER in self.slabs:
@@ -339,17 +345,21 @@ class Bucket:
                 self.views(i)[MASTER].copy_(part)
 
 
-def cut(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def cut(params: Sequence[Tensor], most: int = _MAX_ELEMENTS) -> Iterator[list[Tensor]]:
     """Cut a list of parameters where a bucket would become too large; a huge one gets its own.
 
     All processes that hold shards cut alike, whatever the sizes of their parts.
+
+    Args:
+        params: in their order.
+        most: elements of a bucket.
     """
     part: list[Tensor] = []
     elements = 0
     for param in params:
         processes = param.device_mesh.size() if is_dtensor(param) else 1
         padded = param.numel() // processes + _ALIGNMENT
-        if part and (elements + padded > _MAX_ELEMENTS or len(part) == _MAX_PARAMS):
+        if part and (elements + padded > most or len(part) == _MAX_PARAMS):
             yield part
             part, elements = [], 0
         part.append(param)

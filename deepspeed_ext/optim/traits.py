@@ -1,13 +1,15 @@
 """What a class of optimizers takes and keeps: a table, from which checks and state follow."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deepspeed_ext.ops.optimizers.step_op import Flag, Number, StepOp
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
+from deepspeed_ext.optim.slabs import cut
 
 Group = dict[str, Any]
 
@@ -29,6 +31,7 @@ class Traits:
         completed: returns state of a parameter as it was found, given the options of its group,
             with what it lacks and must not begin as zeros.
         grad_layouts: of gradients.
+        cut: puts parameters of one group, device and dtype, in their order, into buckets.
     """
 
     op: StepOp
@@ -38,6 +41,7 @@ class Traits:
     unsaved: frozenset[str] = frozenset()
     completed: Callable[[Group, Mapping[str, Any]], Mapping[str, Any]] = _as_found
     grad_layouts: tuple[torch.layout, ...] = (torch.strided,)
+    cut: Callable[[Sequence[Tensor]], Iterator[list[Tensor]]] = cut
 
     @property
     def all_options(self) -> tuple[Number | Flag, ...]:

@@ -26,23 +26,23 @@ def test_jobs_are_bounded_by_cores_and_memory(
     monkeypatch: pytest.MonkeyPatch, cores: int, memory: int, expected: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    monkeypatch.setattr(toolchain, "_free_memory", lambda: memory)
+    monkeypatch.setattr(toolchain, "free_memory", lambda: memory)
     assert toolchain.jobs() == expected
     monkeypatch.setenv("MAX_JOBS", "7")
     assert toolchain.jobs() == 7
 
 
-def test_free_memory_is_that_of_the_control_group_when_it_is_less(
+def testfree_memory_is_that_of_the_control_group_when_it_is_less(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     files = {"/proc/meminfo": ["MemTotal: 9 kB", f"MemAvailable:  {8 * GIB // 1024} kB"]}
     monkeypatch.setattr(toolchain, "_lines", lambda path: files.get(path, []))
-    assert toolchain._free_memory() == 8 * GIB
+    assert toolchain.free_memory() == 8 * GIB
     files["/sys/fs/cgroup/memory.max"] = ["max"]
     files["/sys/fs/cgroup/memory.current"] = [str(GIB)]
-    assert toolchain._free_memory() == 8 * GIB
+    assert toolchain.free_memory() == 8 * GIB
     files["/sys/fs/cgroup/memory.max"] = [str(4 * GIB)]
-    assert toolchain._free_memory() == 3 * GIB
+    assert toolchain.free_memory() == 3 * GIB
 
 
 def test_ninja_beside_python_wins_over_the_path(

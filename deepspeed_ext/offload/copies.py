@@ -1,0 +1,70 @@
+"""Copies between a device and host memory, on streams of their own where the device has any."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Event = torch.cuda.Event
+
+
+class Copy(NamedTuple):
+    """Elements that go from one tensor to another one of the same shape."""
+
+    target: Tensor
+    source: Tensor
+
+
+class Lanes:
+    """The two directions between one device and host memory.
+
+    On the CPU a copy is over when the call returns, and there are no events.
+
+    Args:
+        device: where the parameters are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+        self._out, self._back = streams or (None, None)
+
+    def mark(self) -> Event | None:
+        """Return an event of what the current stream has been given so far."""
+        if self._out is None:
+            return None
+        event = Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def fetch(self, copies: list[Copy]) -> Event | None:
+        """Copy to host memory what the current stream makes; the event is for the host to await."""
+        if self._out is not None:
+            self._out.wait_stream(torch.cuda.current_stream(self.device))
+        return self._run(copies, self._out)
+
+    def hold_back(self) -> None:
+        """Let the current stream wait until all is copied that fetch was called with."""
+        if self._out is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._out)
+
+    def send(self, copies: list[Copy], after: Event | None) -> Event | None:
+        """Copy to the device, after an event; the event that is returned is for streams."""
+        if self._back is not None and after is not None:
+            self._back.wait_event(after)
+        return self._run(copies, self._back)
+
+    def await_on_stream(self, event: Event | None) -> None:
+        """Let the current stream wait for an event."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def _run(self, copies: list[Copy], stream: "torch.cuda.Stream | None") -> Event | None:
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for target, source in copies:
+                target.copy_(source, non_blocking=stream is not None)
+        if stream is None:
+            return None
+        event = Event(blocking=True)  # a host that waits for it sleeps
+        event.record(stream)
+        return event

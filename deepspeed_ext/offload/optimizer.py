@@ -1,0 +1,344 @@
+"""An optimizer whose state lives, and is stepped, in host memory, while the model is elsewhere."""
+
+import copy
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.optim.optimizer import ParamsT
+
+from deepspeed_ext.offload.estimate import spare_bytes
+from deepspeed_ext.offload.hooks import Remove, before_forward, on_gradient
+from deepspeed_ext.offload.inner import offloaded
+from deepspeed_ext.offload.pipeline import Links, Pipeline
+from deepspeed_ext.offload.stand_ins import stand_ins
+from deepspeed_ext.ops.optimizers.clip import checked_norm
+from deepspeed_ext.optim import DeepSpeedCPUAdam
+from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.checkpoint import portable_state
+from deepspeed_ext.optim.clipping import Scaling
+
+Group = dict[str, Any]
+
+
+class OffloadOptimizer(torch.optim.Optimizer):
+    """Keep an optimizer's state in host memory and step there, beside backward and forward.
+
+    Numbers, state dicts and options are those of the optimizer class, bit for bit. Gradients leave
+    the device while backward makes more of them, each bucket is stepped by a thread as soon as it
+    is there, and the weights return in the order in which forward wants them. Whatever is stepped
+    before step() is called lies apart: step() makes it count if gradients, weights, state and
+    options are still what they were then, and otherwise steps anew.
+
+    Args:
+        params: float32, bfloat16 or float16 tensors on the CPU or on CUDA, DTensors among them; or
+            groups, or (name, parameter) pairs.
+        optimizer_class: DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion, FusedSGD or
+            FusedRMSprop.
+        model: step() returns at once, and the modules of this model wait for their weights as they
+            begin. Whoever reads weights without calling a module waits with synchronize(). None:
+            step() returns when all weights are ordered before the current stream.
+        max_grad_norm: step() clips the gradients to this global norm, as clip_and_step does; None:
+            it does not.
+        memory_budget: most bytes of host memory for weights, state, and steps that are taken ahead;
+            None: half of what is available goes to the latter.
+        gpu_fraction: this share of the bytes of parameters, the first ones, is stepped where it
+            is, and has its state there; from 0 to 1.
+        kwargs: of the optimizer class: lr, betas, weight_decay, state_dtype, master ...
+
+    Raises:
+        ValueError: an option or a parameter is out of range, named in the text; or memory_budget
+            does not hold weights and state.
+        TypeError: optimizer_class needs norms of whole tensors, as LAMB does, or is none of ours.
+
+    See: Ren et al., "ZeRO-Offload", 2021; Lian et al., "SuperOffload", 2025, section 4.
+    """
+
+    _step_supports_amp_scaling = True  # tells GradScaler to hand over grad_scale and found_inf
+
+    def __init__(
+        self,
+        params: ParamsT,
+        optimizer_class: type[SlabOptimizer] = DeepSpeedCPUAdam,
+        *,
+        model: torch.nn.Module | None = None,
+        max_grad_norm: float | None = None,
+        memory_budget: int | None = None,
+        gpu_fraction: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        name = type(self).__name__
+        if max_grad_norm is not None:
+            max_grad_norm = checked_norm(name, "max_grad_norm", max_grad_norm)
+        if not 0 <= gpu_fraction <= 1:
+            raise ValueError(f"{name}: gpu_fraction is {gpu_fraction}, expected 0 to 1")
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm: Tensor | None = None
+        self._settings = {
+            "optimizer_class": optimizer_class,
+            "memory_budget": memory_budget,
+            "gpu_fraction": gpu_fraction,
+            **kwargs,
+        }
+        self._hooks: dict[int, Remove] = {}
+        self._pipeline: Pipeline | None = None
+        links = Links()
+        made = offloaded(optimizer_class, links.cut)
+        super().__init__(params, {})  # which makes groups of them
+        self._resident_bytes = gpu_fraction * sum(p.nbytes for p in self._params())
+        inner = made([self._inner_group(group, links) for group in self.param_groups], **kwargs)
+        self.defaults = dict(inner.defaults)
+        self._inner = inner
+        spare = spare_bytes(name, inner, memory_budget)
+        self._pipeline = Pipeline(inner, self.param_groups, links, spare)
+        self._pipeline.measures = max_grad_norm is not None
+        self._take_options()
+        self._end = weakref.finalize(self, self._pipeline.worker.close)
+        self._watch()
+        self._model = model
+        self._waiting = [] if model is None else before_forward(model, self._pipeline.before_use)
+
+    def _params(self) -> Iterable[Tensor]:
+        return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+
+    def _inner_group(self, group: Group, links: Links) -> Group:
+        """Return a group of host copies, and of those parameters that stay where they are."""
+        stay = []
+        for param in group["params"]:
+            self._resident_bytes -= param.nbytes
+            stay.append(self._resident_bytes >= 0)
+        away = [p for p, stays in zip(group["params"], stay, strict=True) if not stays]
+        copies = iter(stand_ins(away))
+        both = zip(group["params"], stay, strict=True)
+        copied = [param if stays else next(copies) for param, stays in both]
+        for param, stand_in in zip(group["params"], copied, strict=True):
+            links.add(param, stand_in)
+        return {**group, "params": copied}
+
+    def _watch(self) -> None:
+        """See that all parameters tell of their gradients, those added or thawed since too."""
+        for param in self._params():
+            if id(param) not in self._hooks and param.requires_grad and param.is_leaf:
+                self._hooks[id(param)] = on_gradient(param, self._pipeline.note_gradient)
+
+    def _take_options(self) -> None:
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update((key, value) for key, value in inner.items() if key != "params")
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @_disable_dynamo
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient, as a step of the optimizer class does.
+
+        Clips to max_grad_norm if that is given; `grad_norm` is the norm then. With a model the step
+        goes on after the call, and an error in it is raised by whatever waits for it next.
+
+        Args:
+            closure: computes the loss anew, and the gradients.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            ValueError: a parameter, gradient or state tensor is not as it must be; the text says
+                which. It has not been changed then, but others may have been stepped.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step(self.max_grad_norm)
+        return loss
+
+    @_disable_dynamo
+    def clip_and_step(self, max_norm: float) -> Tensor:
+        """Clip the gradients by their global norm and step; see `SlabOptimizer.clip_and_step`.
+
+        Args:
+            max_norm: the largest norm to leave as it is, above 0; inf to measure only.
+
+        Returns:
+            The norm before clipping, as `grad_norm`: inf or NaN if and only if nothing was stepped.
+        """
+        self._step(checked_norm(type(self).__name__, "max_norm", max_norm))
+        norm = self.grad_norm
+        assert norm is not None
+        return norm
+
+    def _step(self, max_norm: float | None) -> None:
+        scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        with torch.no_grad():
+            self._watch()
+            self.grad_norm = self._pipeline.step(scaling, max_norm)
+            if self._model is None:
+                self._pipeline.finish()
+
+    def synchronize(self) -> None:
+        """Wait until the last step is over, and let the current stream wait for its weights."""
+        self._pipeline.finish()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or fill them with zeros, and forget what was stepped ahead."""
+        self._pipeline.forget_gradients()
+        super().zero_grad(set_to_none)
+
+    def stats(self) -> dict[str, float]:
+        """Return what was done so far.
+
+        Returns:
+            `early` buckets whose gradients left before step(), and `late` ones; steps taken
+            `ahead`, of which `validated` counted and `rolled back` did not; `bytes_out` and
+            `bytes_back` between device and host; `step_seconds` in host memory.
+        """
+        return self._pipeline.stats()
+
+    def close(self) -> None:
+        """Wait for the last step, end the thread, and let go of parameters and model.
+
+        The optimizer can be read and saved afterwards, but cannot step.
+        """
+        try:
+            self._pipeline.finish()
+        finally:
+            self._end()
+            for remove in (*self._hooks.values(), *self._waiting):
+                remove()
+            self._hooks.clear()
+            self._waiting.clear()
+
+    def __enter__(self) -> "OffloadOptimizer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # State
+
+    @property
+    def state(self) -> MutableMapping[Tensor, Any]:
+        """The state of each parameter, in host memory. Waits for the last step.
+
+        Tensors of it are to be read anew after a step: what was stepped ahead lies elsewhere.
+        """
+        self._pipeline.finish()
+        return State(self._pipeline)
+
+    @state.setter
+    def state(self, state: MutableMapping[Tensor, Any]) -> None:
+        if self._pipeline is not None:  # else torch begins with none
+            own = State(self._pipeline)
+            own.clear()
+            own.update(state)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add parameters with options of their own; options that are not given have the default.
+
+        Raises:
+            ValueError: an option or a parameter is not as it must be; nothing was added.
+        """
+        super().add_param_group(param_group)
+        if self._pipeline is None:
+            return
+        group = self.param_groups[-1]
+        try:
+            self._pipeline.finish()
+            self._inner.add_param_group(self._inner_group(group, self._pipeline.links))
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._take_options()
+        self._watch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return options and state as the optimizer class does; tensors are in host memory.
+
+        They are those of the optimizer itself: nothing is copied.
+        """
+        return portable_state(super().state_dict(), self._inner.traits.signed)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what state_dict of this class, the optimizer class or torch's counterpart returned.
+
+        See `SlabOptimizer.load_state_dict`.
+        """
+        self._pipeline.finish()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._pipeline.update_copies()
+        self._inner.load_state_dict(state_dict)
+        self._take_options()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def reset_master(self) -> None:
+        """Make the fp32 masters exact copies of the parameters, and remainders zeros."""
+        self._pipeline.finish()
+        self._pipeline.update_copies()
+        self._inner.reset_master()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadOptimizer":
+        self._pipeline.finish()
+        groups = [
+            {k: v if k == "params" else copy.deepcopy(v, memo) for k, v in group.items()}
+            for group in self.param_groups
+        ]
+        for group in groups:
+            group["params"] = [copy.deepcopy(param, memo) for param in group["params"]]
+        model = copy.deepcopy(self._model, memo)
+        return _rebuilt(groups, self.max_grad_norm, model, self._settings, self.state_dict())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._pipeline.finish()
+        settings = self.max_grad_norm, self._model, self._settings
+        return _rebuilt, (self.param_groups, *settings, self.state_dict())
+
+
+class State(MutableMapping[Tensor, Any]):
+    """The state of an offloaded optimizer by parameter: what its host copies have."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._state, self._links = pipeline.inner.state, pipeline.links
+
+    def __getitem__(self, param: Tensor) -> Any:
+        return self._state[self._copy_of(param)]
+
+    def __setitem__(self, param: Tensor, entry: Any) -> None:
+        self._state[self._copy_of(param)] = entry
+
+    def __delitem__(self, param: Tensor) -> None:
+        del self._state[self._copy_of(param)]
+
+    def __contains__(self, param: object) -> bool:
+        return self._links.copies.get(id(param), param) in self._state
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._links.owners.get(id(copy), copy) for copy in list(self._state))
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    def _copy_of(self, param: Any) -> Any:
+        return self._links.copies.get(id(param), param)
+
+
+def _rebuilt(
+    groups: list[Group],
+    max_grad_norm: float | None,
+    model: torch.nn.Module | None,
+    settings: dict[str, Any],
+    state_dict: dict[str, Any],
+) -> OffloadOptimizer:
+    """Make an optimizer like another one, for parameters that may be copies of its."""
+    made = OffloadOptimizer(groups, model=model, max_grad_norm=max_grad_norm, **settings)
+    made.load_state_dict(state_dict)
+    return made

@@ -1,0 +1,65 @@
+"""Host copies of parameters: what the optimizer in host memory takes for its parameters."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.dtensors import is_dtensor, local, spread
+from deepspeed_ext.io import PinnedBuffer
+from deepspeed_ext.ops.optimizers.state_formats import is_dense
+
+_ALIGNMENT = 128  # bytes
+
+
+def host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return pinned host memory in the shape, dtype and layout of each of these, in one piece."""
+    sizes = [-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors]
+    memory = PinnedBuffer(sum(sizes)).tensor()
+    made = []
+    for tensor, size, begin in zip(tensors, sizes, _begins(sizes), strict=True):
+        flat = memory[begin : begin + size].view(tensor.dtype)
+        made.append(flat.as_strided(tensor.shape, tensor.stride()))
+    return made
+
+
+def stand_ins(params: Sequence[Tensor]) -> list[Tensor]:
+    """Return host copies of parameters: parameters in pinned memory; of DTensors, DTensors.
+
+    Those that no optimizer takes are returned as they are, to be refused by name.
+    """
+    parts = [local(param).detach() for param in params]
+    fit = [part.device.type in ("cpu", "cuda") and is_dense(part) for part in parts]
+    chosen = [part for part, is_fit in zip(parts, fit, strict=True) if is_fit]
+    memory = iter(host_memory(chosen))
+    made: list[Tensor] = []
+    for param, part, is_fit in zip(params, parts, fit, strict=True):
+        if not is_fit:
+            made.append(param)
+            continue
+        copy = next(memory).copy_(part)
+        whole = spread(copy, param) if is_dtensor(param) else copy
+        made.append(torch.nn.Parameter(whole, requires_grad=param.requires_grad))
+    return made
+
+
+def remake(copy: Tensor, param: Tensor) -> None:
+    """Make a host copy what its parameter is by now."""
+    part = local(param).detach()
+    [memory] = host_memory([part])
+    put(copy, memory.copy_(part))
+
+
+def put(copy: Tensor, memory: Tensor) -> None:
+    """Give a host copy other memory."""
+    if is_dtensor(copy):
+        copy._local_tensor = memory
+    else:
+        copy.data = memory
+
+
+def _begins(sizes: Sequence[int]) -> Iterator[int]:
+    begin = 0
+    for size in sizes:
+        yield begin
+        begin += size
