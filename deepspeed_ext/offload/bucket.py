@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from functools import partial
+from operator import attrgetter, is_
 from time import perf_counter
 
 import torch
@@ -13,7 +14,8 @@ from deepspeed_ext.io import PinnedPool
 from deepspeed_ext.offload.copies import Copy, Event, Lanes
 from deepspeed_ext.offload.inner import HostSteps, pieces
 from deepspeed_ext.offload.stand_ins import put
-from deepspeed_ext.offload.worker import Task
+from deepspeed_ext.offload.sums import Sums
+from deepspeed_ext.offload.worker import Task, Urgency
 from deepspeed_ext.ops.optimizers.l2_norm import squared_norms
 from deepspeed_ext.optim.clipping import Scaling, SquareSum
 from deepspeed_ext.optim.slabs import STEP, Bucket, Work
@@ -88,6 +90,11 @@ class Ahead:
     weights: Marks
     state: list[int]
 
+    def is_of(self, options: Group, divisor: float, weights: Marks, state: list[int]) -> bool:
+        """Return whether it is the step that is to be taken now."""
+        now = (options, divisor, weights, state)
+        return now == (self.options, self.divisor, self.weights, self.state)
+
 
 def marks_of(tensors: Sequence[Tensor]) -> Marks:
     """Return what changes when a tensor is written, or gets other memory."""
@@ -121,6 +128,8 @@ class HostBucket:
         self.inner, self.group, self.bucket, self.owners = inner, group, bucket, owners
         self.lanes, self._pool = lanes, pool
         self.arrival: Arrival | None = None
+        self.sums: Sums | None = None  # of gradients that do not stay on the device
+        self.adding: list[Task] = []  # to those
         self.ahead: Ahead | None = None
         self.spare: Side | None = None
         self.task: Task | None = None  # what step() has asked for and nobody has waited for yet
@@ -130,11 +139,38 @@ class HostBucket:
         self.weights = marks_of(owners)
         self.numel = sum(local(owner).numel() for owner in owners)
         self.seconds = 0.0  # of steps in host memory
-        self.spans: list[tuple[float, float]] = []
+        self.bytes_out = self.bytes_back = 0
 
     # Gradients
 
-    def take(self, grads: Sequence[Tensor | None], measures: bool) -> Arrival:
+    def grads(self) -> list[Tensor | None]:
+        """Return the gradients of the parameters as they are now."""
+        if self.sums is None:
+            return [owner.grad for owner in self.owners]
+        both = zip(self.sums.values, self.sums.counts, strict=True)
+        return [value if count else None for value, count in both]
+
+    def grad_bytes(self) -> int:
+        """Return how many bytes of host memory the gradients take."""
+        return sum(local(grad).nbytes for grad in self.grads() if grad is not None)
+
+    def add_to_sums(self, param: Tensor) -> Task:
+        """Take the gradient of a parameter away; the task adds it to the sum in host memory."""
+        sums, grad = self.sums, param.grad
+        assert sums is not None and grad is not None
+        i = next(i for i, owner in enumerate(self.owners) if owner is param)
+        [source] = self._sources([grad], [i])
+        [staged] = self._host_grads([source])
+        event = self.lanes.fetch([Copy(staged, source)])
+        self.bytes_out += source.nbytes
+        is_first = not sums.counts[i]
+        sums.counts[i] += 1
+        param.grad = None
+        task = Task(partial(sums.add, i, is_first, staged, event, source), Urgency.ADD)
+        self.adding = [*(task for task in self.adding if not task.done), task]
+        return task
+
+    def take(self, grads: Sequence[Tensor | None], measures: bool) -> None:
         """Begin to copy gradients; None where a parameter has none.
 
         Args:
@@ -143,44 +179,54 @@ class HostBucket:
         """
         indices = [i for i, grad in enumerate(grads) if grad is not None]
         taken = [grad for grad in grads if grad is not None]
-        owners = [self.owners[i] for i in indices]
-        params = list(map(local, owners))
-        sources = [
-            _laid_out(part_for(grad, owner), param)
-            for grad, owner, param in zip(taken, owners, params, strict=True)
-        ]
-        bucket = self.bucket
-        whole = Work(
-            self._copies(),
-            self._copies(),
-            bucket.slabs,
-            list(bucket.scales.values()),
-            bucket.offsets,
-            bucket.slots,
-            bucket.noise,
-            bucket.params,
-        )
-        work = whole.part(indices)._replace(grads=self._host_grads(sources))
-        there = work._replace(params=params, grads=sources)
+        sources = self._sources(taken, indices)
+        squares = squared_norms(sources) if measures else None
+        work, there = self._work(indices, self._host_grads(sources), sources)
         marks = marks_of(taken)
         parts, devices = pieces(work), pieces(there)
         events = [
             self.lanes.fetch(list(map(Copy, part.grads, device.grads)))
             for part, device in zip(parts, devices, strict=True)
         ]
-        squares = squared_norms(sources) if measures else None
+        self.bytes_out += sum(source.nbytes for source in sources)
         self.arrival = Arrival(indices, taken, marks, work, parts, devices, events, squares)
-        return self.arrival
+
+    def take_sums(self, sums: Sums) -> None:
+        """Go on with gradients that are added up in host memory."""
+        indices = [i for i, count in enumerate(sums.counts) if count]
+        values = [sums.values[i] for i in indices]
+        work, there = self._work(indices, values, values)
+        parts, devices = pieces(work), pieces(there)
+        events: list[Event | None] = [None] * len(parts)
+        self.arrival = Arrival(indices, values, [], work, parts, devices, events, None)
+
+    def _sources(self, grads: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
+        """Return what this process holds of gradients, as their parameters lie."""
+        owners = [self.owners[i] for i in indices]
+        both = zip(grads, owners, strict=True)
+        return [_laid_out(part_for(grad, owner), local(owner)) for grad, owner in both]
+
+    def _work(
+        self, indices: list[int], grads: list[Tensor], sources: list[Tensor]
+    ) -> tuple[Work, Work]:
+        """Return the work on some parameters in host memory, and the same where they are."""
+        bucket, copies = self.bucket, self._copies()
+        scales = list(bucket.scales.values())
+        places = (bucket.slabs, scales, bucket.offsets, bucket.slots, bucket.noise)
+        work = Work(copies, copies, *places, bucket.params).part(indices)._replace(grads=grads)
+        params = [local(self.owners[i]).detach() for i in indices]
+        return work, work._replace(params=params, grads=sources)
 
     def _host_grads(self, sources: list[Tensor]) -> list[Tensor]:
+        """Return memory for gradients in the host, the widest elements first: all are aligned."""
         buffer = self._pool.take(sum(source.nbytes for source in sources)).tensor()
-        views, begin = [], 0
-        for source in sorted(sources, key=lambda source: -source.element_size()):
+        views: dict[int, Tensor] = {}
+        begin = 0
+        for i, source in sorted(enumerate(sources), key=lambda item: -item[1].element_size()):
             flat = buffer[begin : begin + source.nbytes].view(source.dtype)
-            views.append((source, flat.as_strided(source.shape, source.stride())))
+            views[i] = flat.as_strided(source.shape, source.stride())
             begin += source.nbytes
-        by_source = {id(source): view for source, view in views}
-        return [by_source[id(source)] for source in sources]
+        return [views[i] for i in range(len(sources))]
 
     def has_arrived(self, grads: Sequence[Tensor | None]) -> bool:
         """Return whether exactly these gradients, as they are now, are the ones that were taken."""
@@ -191,21 +237,23 @@ class HostBucket:
         indices = [i for i, grad in enumerate(grads) if grad is not None]
         return (
             indices == arrival.indices
-            and all(map(lambda a, b: a is b, taken, arrival.grads))
+            and all(map(is_, taken, arrival.grads))
             and marks_of(taken) == arrival.marks
         )
+
+    def add_squares(self, grads: Sequence[Tensor | None], squares: SquareSum) -> None:
+        """Add the squares of gradients, which are known if these were taken."""
+        indices = [i for i, grad in enumerate(grads) if grad is not None]
+        if not indices:
+            return
+        known = self.arrival and self.arrival.squares
+        if known is None:
+            known = squared_norms(self._sources([g for g in grads if g is not None], indices))
+        squares.add_squares(known, [self.owners[i] for i in indices])
 
     def _copies(self) -> list[Tensor]:
         """Return the host memory of the weights, as it is now."""
         return [part.detach() for part in self.bucket.parts()]
-
-    def add_squares(self, squares: SquareSum) -> None:
-        """Add the squares of the gradients that were taken, if there are any."""
-        arrival = self.arrival
-        if arrival is not None:
-            if arrival.squares is None:
-                arrival.squares = squared_norms(list(map(local, arrival.grads)))
-            squares.add_squares(arrival.squares, [self.owners[i] for i in arrival.indices])
 
     # Steps in host memory; these run in the worker's thread
 
@@ -275,6 +323,7 @@ class HostBucket:
 
     def _send(self, copies: list[Copy], after: Event | None) -> None:
         self.returned = self.lanes.send(copies, after)
+        self.bytes_back += sum(copy.source.nbytes for copy in copies)
         self.awaited = set()
 
     def _note_sent(self, arrival: Arrival) -> None:

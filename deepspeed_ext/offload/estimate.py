@@ -1,26 +1,28 @@
 """How much memory an offloaded optimizer takes, before anything of it is allocated."""
 
 from deepspeed_ext.dtensors import local
+from deepspeed_ext.offload.pipeline import Memory
 from deepspeed_ext.op_builder.toolchain import free_memory
 from deepspeed_ext.ops.optimizers.state_formats import blocks_of
 from deepspeed_ext.optim.base import SlabOptimizer
 
 
-def spare_bytes(name: str, inner: SlabOptimizer, memory_budget: int | None) -> int:
-    """Return how much host memory steps ahead may take.
+def memory_for(name: str, inner: SlabOptimizer, memory_budget: int | None) -> Memory:
+    """Return how much host memory gradients and steps ahead may take.
 
     Raises:
         ValueError: the budget does not hold weights and state.
     """
     if memory_budget is None:
-        return free_memory() // 2
+        return Memory(spare=free_memory() // 2)
     needed = host_bytes(inner)
     if memory_budget < needed:
         raise ValueError(
             f"{name}: memory_budget is {memory_budget}, expected at least {needed} for weights and"
             " state; compact state takes less: state_dtype=torch.uint8, master='remainder'"
         )
-    return memory_budget - needed
+    left = memory_budget - needed
+    return Memory(spare=left // 2, gradients=left - left // 2)
 
 
 def host_bytes(inner: SlabOptimizer) -> int:

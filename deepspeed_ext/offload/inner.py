@@ -43,6 +43,10 @@ class HostSteps(SlabOptimizer):
             for param in fresh:
                 param.grad = None
 
+    def changes_nothing(self, params: Sequence[Tensor]) -> bool:
+        """Return whether learning rates, and the gradients of these, are all 0."""
+        return self._changes_nothing(params)
+
     def step_whole(self, group: Group, bucket: Bucket, scaling: Scaling) -> None:
         """Step a bucket that stays where it is, by the gradients that its parameters have."""
         self._step_bucket(group, bucket, frozenset(), scaling)

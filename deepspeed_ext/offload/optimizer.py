@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
-from deepspeed_ext.offload.estimate import spare_bytes
+from deepspeed_ext.offload.estimate import memory_for
 from deepspeed_ext.offload.hooks import Remove, before_forward, on_gradient
 from deepspeed_ext.offload.inner import offloaded
 from deepspeed_ext.offload.pipeline import Links, Pipeline
@@ -46,6 +46,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             it does not.
         memory_budget: most bytes of host memory for weights, state, and steps that are taken ahead;
             None: half of what is available goes to the latter.
+        free_grads: gradients are added up in host memory, in float32, and leave the device as soon
+            as they are there: `p.grad` is None after backward, so that torch's clip_grad_norm_ and
+            GradScaler do not work; use max_grad_norm. False: they stay on the device, as in torch.
         gpu_fraction: this share of the bytes of parameters, the first ones, is stepped where it
             is, and has its state there; from 0 to 1.
         kwargs: of the optimizer class: lr, betas, weight_decay, state_dtype, master ...
@@ -68,6 +71,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         model: torch.nn.Module | None = None,
         max_grad_norm: float | None = None,
         memory_budget: int | None = None,
+        free_grads: bool = False,
         gpu_fraction: float = 0.0,
         **kwargs: Any,
     ) -> None:
@@ -81,6 +85,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._settings = {
             "optimizer_class": optimizer_class,
             "memory_budget": memory_budget,
+            "free_grads": free_grads,
             "gpu_fraction": gpu_fraction,
             **kwargs,
         }
@@ -93,8 +98,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         inner = made([self._inner_group(group, links) for group in self.param_groups], **kwargs)
         self.defaults = dict(inner.defaults)
         self._inner = inner
-        spare = spare_bytes(name, inner, memory_budget)
-        self._pipeline = Pipeline(inner, self.param_groups, links, spare)
+        memory = memory_for(name, inner, memory_budget)
+        self._pipeline = Pipeline(inner, self.param_groups, links, memory, free_grads)
         self._pipeline.measures = max_grad_norm is not None
         self._take_options()
         self._end = weakref.finalize(self, self._pipeline.worker.close)
@@ -176,8 +181,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _step(self, max_norm: float | None) -> None:
         scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        if self._settings["free_grads"] and scaling != Scaling():
+            raise ValueError(
+                f"{type(self).__name__}: free_grads is True, expected False with GradScaler, which "
+                "looks at the gradients"
+            )
         with torch.no_grad():
             self._watch()
+            if not self._inner.state and self._pipeline.is_dry_step():
+                return
             self.grad_norm = self._pipeline.step(scaling, max_norm)
             if self._model is None:
                 self._pipeline.finish()

@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,17 +13,44 @@ from torch import Tensor
 from deepspeed_ext.dtensors import is_dtensor, local, same_layout
 from deepspeed_ext.io import PinnedPool
 from deepspeed_ext.offload.bucket import Ahead, HostBucket
-from deepspeed_ext.offload.copies import Lanes
+from deepspeed_ext.offload.copies import Event, Lanes
 from deepspeed_ext.offload.inner import HostSteps
 from deepspeed_ext.offload.stand_ins import host_memory, remake
+from deepspeed_ext.offload.sums import Sums
 from deepspeed_ext.offload.worker import Task, Urgency, Worker
-from deepspeed_ext.optim.clipping import Clip, Scaling, SquareSum, clip
+from deepspeed_ext.optim.clipping import Scaling, SquareSum, clip
 from deepspeed_ext.optim.slabs import Bucket, cut
 from deepspeed_ext.optim.traits import Group
 
 BUCKET = 2**25  # elements of parameters that travel and are stepped together: less than a block
 
 _NO_OPTIONS = ("params", "param_names")
+
+
+class Memory(NamedTuple):
+    """Most bytes of host memory for this and that.
+
+    Attributes:
+        spare: for steps that are taken ahead.
+        gradients: for gradients on their way; None: for all of them.
+    """
+
+    spare: int
+    gradients: int | None = None
+
+
+class Decision(NamedTuple):
+    """What a step needs to know that the devices had to be asked for.
+
+    Attributes:
+        norm: of the gradients, if they are clipped.
+        divisor: of the gradients.
+        is_skip: nothing may be stepped.
+    """
+
+    norm: Tensor | None
+    divisor: float
+    is_skip: bool
 
 
 class Links:
@@ -61,14 +89,20 @@ class Pipeline:
         inner: steps the host copies.
         groups: of the optimizer, with the options that count.
         links: between parameters and copies.
-        spare_bytes: most host memory for steps that are taken ahead.
+        memory: that it may take beside weights and state.
+        free_grads: gradients are added up in host memory, and leave the device at once.
     """
 
     def __init__(
-        self, inner: HostSteps, groups: list[Group], links: Links, spare_bytes: int
+        self,
+        inner: HostSteps,
+        groups: list[Group],
+        links: Links,
+        memory: Memory,
+        free_grads: bool,
     ) -> None:
         self.inner, self.groups, self.links = inner, groups, links
-        self._spare_bytes = spare_bytes
+        self._memory, self._free_grads = memory, free_grads
         self.worker = Worker()
         self._pool = PinnedPool()
         self._lanes: dict[torch.device, Lanes] = {}
@@ -93,39 +127,67 @@ class Pipeline:
             key = id(param)
             self._hits[key] += 1
             bucket = self._bucket_of.get(key)
-            if bucket is None or bucket.task is not None or not self._may_hasten(param):
+            if bucket is None or not self._may_hasten(param):
+                return
+            if bucket.sums is not None:
+                self._send_away(bucket, param)
+            if bucket.task is not None:
                 return
             if self._hits[key] > self._expected[key]:
                 self._give_up(bucket)
-                return
-            if all(self._hits[id(p)] == self._expected[id(p)] > 0 for p in bucket.owners):
+            elif all(self._hits[id(p)] == self._expected[id(p)] > 0 for p in bucket.owners):
                 self._hasten(bucket)
 
     def _may_hasten(self, param: Tensor) -> bool:
-        """Return whether nobody else will write to gradients unseen, as DDP does after its hooks."""
+        """Return whether nobody else will write to gradients unseen, as DDP does after hooks."""
         alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
         return alone or is_dtensor(param) or torch.distributed.get_world_size() == 1
 
+    def _send_away(self, bucket: HostBucket, param: Tensor) -> None:
+        """Take a gradient from the device, and have it added in host memory."""
+        if bucket.task is not None:
+            self.wait_for([bucket])  # it may read the sums still
+        self.worker.submit(bucket.add_to_sums(param))
+
     def _hasten(self, bucket: HostBucket) -> None:
-        grads = [owner.grad for owner in bucket.owners]
-        if any(grad is None or not _is_plain(grad, p) for grad, p in zip(grads, bucket.owners)):
+        if not self._arrives_early(bucket):
             return
-        if bucket.arrival is None or not bucket.has_arrived(grads):
-            self._give_up(bucket)
-            bucket.take(grads, self.measures)
-            self.counts["early"] += 1
         spare, arrival = bucket.spare, bucket.arrival
         options = self._options(bucket)
         if spare is None or arrival is None or options is None or self._bites:
             return
         if bucket.was_written():
             return
-        scaling = _scaling_of(self._divisor)
-        run = partial(bucket.step_ahead, arrival, options, scaling, spare)
+        run = partial(bucket.step_ahead, arrival, options, _scaling_of(self._divisor), spare)
         task = Task(run, Urgency.AHEAD)
         bucket.ahead = Ahead(task, options, self._divisor, bucket.weights, bucket.state_marks())
         self.worker.submit(task)
         self.counts["ahead"] += 1
+
+    def _arrives_early(self, bucket: HostBucket) -> bool:
+        """See that all gradients of a bucket are on their way, if they can be and there is room."""
+        if bucket.sums is not None:
+            bucket.take_sums(bucket.sums)
+            self.counts["early"] += 1
+            return True
+        grads = bucket.grads()
+        if not all(map(_is_plain, grads, bucket.owners)):
+            return False
+        if not bucket.has_arrived(grads):
+            self._give_up(bucket)
+            if not self._has_room(bucket):
+                return False
+            bucket.take(grads, self.measures)
+            self.counts["early"] += 1
+        return True
+
+    def _has_room(self, bucket: HostBucket) -> bool:
+        """Return whether the gradients of a bucket fit beside those that are in host memory."""
+        most = self._memory.gradients
+        if most is None:
+            return True
+        in_use = self._pool.stats()["in_use"]
+        return not in_use or in_use + bucket.grad_bytes() <= most
 
     def _give_up(self, bucket: HostBucket) -> None:
         """Forget a step that was taken ahead, and gradients that are not those of the step."""
@@ -141,8 +203,20 @@ class Pipeline:
             self._hits.clear()
             for bucket in self._buckets:
                 self._give_up(bucket)
+                if bucket.sums is not None:
+                    bucket.sums.clear()
 
     # The step
+
+    def is_dry_step(self) -> bool:
+        """Make the state, and return whether that is all; see `SlabOptimizer.step`."""
+        self._prepare()
+        return self.inner.changes_nothing(list(self.links.owners.values()))
+
+    def _prepare(self) -> None:
+        self._push_options()
+        self._follow_params()
+        self._place()
 
     def step(self, scaling: Scaling, max_norm: float | None) -> Tensor | None:
         """Queue the step of all parameters that have a gradient, and return the norm if asked for.
@@ -151,103 +225,118 @@ class Pipeline:
             ValueError: a gradient or parameter is not as it must be; nothing was stepped.
         """
         self.finish()
-        self._push_options()
-        self._follow_params()
-        self._place()
+        self._prepare()
         with self._lock:
+            after = {device: lanes.mark() for device, lanes in self._lanes.items()}
             for bucket in self._buckets:
-                self._take_rest(bucket)
+                self._drop_outdated(bucket)
+            decision = self._decide(scaling, max_norm)
+            divisor = 1.0 if decision is None else decision.divisor
+            if decision is not None and decision.is_skip:
+                for bucket in self._buckets:
+                    self._give_up(bucket)
+            else:
+                for group, resident in self._resident:
+                    self.inner.step_whole(group, resident, _scaling_of(divisor))
+                for bucket in sorted(self._buckets, key=lambda bucket: bucket.place):
+                    self._take_rest(bucket)
+                    self._settle(bucket, divisor, after[bucket.lanes.device])
+                self._bites = divisor != self._divisor
             for lanes in self._lanes.values():
                 lanes.hold_back()  # whoever writes to gradients from now on
-            clipped = self._decide(scaling, max_norm)
-            divisor = None if clipped is None else float(clipped.divisor)
-            is_skipped = clipped is not None and bool(clipped.found_inf)
-            scaling_of_all = _scaling_of(divisor or 1.0)
-            if not is_skipped:
-                for group, bucket in self._resident:
-                    self.inner.step_whole(group, bucket, scaling_of_all)
-            wanted = sorted(self._buckets, key=lambda bucket: bucket.place)
-            for bucket in wanted:
-                if is_skipped:
-                    self._give_up(bucket)
-                else:
-                    self._settle(bucket, 1.0 if divisor is None else divisor)
-            self._expect(scaling, is_skipped, divisor)
-        return None if clipped is None else clipped.norm
+            # The next step is taken to be like this one.
+            self._expected, self._hits = self._hits, Counter()
+            self._divisor = 1.0 if scaling.grad_scale is None else float(scaling.grad_scale)
+            for bucket in self._buckets:
+                if bucket.sums is not None:
+                    bucket.sums.clear()
+        return None if decision is None else decision.norm
 
-    def _expect(self, scaling: Scaling, is_skipped: bool, divisor: float | None) -> None:
-        """Take the next step to be like this one."""
-        self._expected, self._hits = self._hits, Counter()
-        scale = scaling.grad_scale
-        self._divisor = 1.0 if scale is None else float(scale)
-        # While clipping bites, what is stepped ahead is thrown away: gradients leave early still.
-        self._bites = not is_skipped and divisor is not None and divisor != self._divisor
+    def _drop_outdated(self, bucket: HostBucket) -> None:
+        """Forget what is there of gradients that are not the ones to be stepped by."""
+        if bucket.sums is not None:
+            for owner in bucket.owners:
+                if owner.grad is not None:
+                    self._send_away(bucket, owner)
+                    self._give_up(bucket)
+        elif not bucket.has_arrived(bucket.grads()):
+            self._give_up(bucket)
 
     def _take_rest(self, bucket: HostBucket) -> None:
-        grads = [owner.grad for owner in bucket.owners]
-        if all(grad is None for grad in grads):
-            self._give_up(bucket)
-        elif not bucket.has_arrived(grads):
-            self._give_up(bucket)
+        """See that the gradients of a bucket are on their way, when there is room for them."""
+        if bucket.arrival is not None:
+            return
+        if bucket.sums is not None:
+            if any(bucket.sums.counts):
+                bucket.take_sums(bucket.sums)
+                self.counts["late"] += 1
+            return
+        grads = bucket.grads()
+        if any(grad is not None for grad in grads):
+            for other in self._buckets:
+                if self._has_room(bucket):
+                    break
+                if other.task is not None:
+                    self.worker.wait([other.task])
             bucket.take(grads, self.measures)
             self.counts["late"] += 1
 
-    def _settle(self, bucket: HostBucket, divisor: float) -> None:
+    def _settle(self, bucket: HostBucket, divisor: float, after: Event | None) -> None:
         """Make the step ahead count, or queue one."""
         arrival, ahead = bucket.arrival, bucket.ahead
         if arrival is None:
             return
         options = self._options(bucket) or _options_of(self.groups[bucket.group])
         was_written = bucket.pull()
-        after = bucket.lanes.mark()
-        place = bucket.place
-        valid = (
-            ahead is not None
-            and not was_written
-            and ahead.options == options
-            and ahead.divisor == divisor
-            and ahead.weights == bucket.weights
-            and ahead.state == bucket.state_marks()
-            and not (ahead.task.done and ahead.task.error)
-        )
         if ahead is not None and self.worker.drop(ahead.task):  # nobody has begun it
             self.counts["ahead"] -= 1
-            ahead, valid = None, False
-        if valid and ahead is not None and bucket.spare is not None:
+            ahead = None
+        if (
+            ahead is not None
+            and bucket.spare is not None
+            and not was_written
+            and ahead.is_of(options, divisor, bucket.weights, bucket.state_marks())
+        ):
             run = partial(bucket.adopt, ahead.task, arrival, bucket.spare, after)
-            bucket.task = Task(run, Urgency.RETURN, place)
+            bucket.task = Task(run, Urgency.RETURN, bucket.place)
             self.counts["validated"] += 1
         else:
-            self.counts["rolled back"] += ahead is not None
             run = partial(bucket.step, arrival, options, _scaling_of(divisor), after)
-            bucket.task = Task(run, Urgency.STEP, place)
+            bucket.task = Task(run, Urgency.STEP, bucket.place)
+            self.counts["rolled back"] += ahead is not None
         bucket.ahead = bucket.arrival = None
         self.worker.submit(bucket.task)
 
-    def _decide(self, scaling: Scaling, max_norm: float | None) -> Clip | None:
-        """Return what the gradients are divided by, on the host, or None if by nothing."""
+    def _decide(self, scaling: Scaling, max_norm: float | None) -> Decision | None:
+        """Return what the gradients are divided by, on the host, or None if by nothing.
+
+        Waits for the devices, once.
+        """
         if max_norm is None and scaling == Scaling():
             return None
+        if max_norm is None:  # as in a plain step, only found_inf skips it
+            numbers = [scaling.grad_scale, scaling.found_inf]
+            scale, found_inf = (0.0 if n is None else float(n) for n in numbers)
+            scale = 1.0 if scaling.grad_scale is None else scale
+            norm = None
+        else:
+            clipped = clip(self._sum_squares(), max_norm, scaling)
+            norm = clipped.norm
+            both = torch.stack([clipped.divisor.double(), clipped.found_inf.double()])
+            scale, found_inf = both.tolist()
+        return Decision(norm, scale, found_inf != 0)
+
+    def _sum_squares(self) -> Tensor:
         squares = SquareSum()
-        if max_norm is not None:
-            for bucket in self._buckets:
-                bucket.add_squares(squares)
-            for _, bucket in self._resident:
-                work = bucket.gather()
-                if work is not None:
-                    squares.add(work.of_this_process() if bucket.is_sharded else work)
-        total = squares.total()
-        clipped = clip(total, max_norm or torch.inf, scaling)
-        if max_norm is None:  # as a plain step: only found_inf skips
-            grad_scale, found_inf = scaling.on(total.device)
-            one = torch.ones((), dtype=torch.float64, device=total.device)
-            clipped = clipped._replace(
-                divisor=one if grad_scale is None else grad_scale.double().reshape(()),
-                found_inf=torch.zeros_like(one) if found_inf is None else found_inf.reshape(()),
-            )
-        numbers = torch.stack([clipped.divisor.double(), clipped.found_inf.double()]).tolist()
-        divisor, found_inf = (torch.tensor(n, dtype=torch.float64) for n in numbers)
-        return Clip(clipped.norm, divisor, found_inf)
+        for bucket in self._buckets:
+            if bucket.sums is not None:
+                self.worker.wait(bucket.adding)
+            bucket.add_squares(bucket.grads(), squares)
+        for _, resident in self._resident:
+            work = resident.gather()
+            if work is not None:
+                squares.add(work.of_this_process() if resident.is_sharded else work)
+        return squares.total()
 
     # Afterwards
 
@@ -260,9 +349,11 @@ class Pipeline:
 
     def stats(self) -> dict[str, float]:
         """Return counts, bytes and seconds so far."""
-        names = ("early", "late", "ahead", "validated", "rolled back", "bytes_out", "bytes_back")
+        names = ("early", "late", "ahead", "validated", "rolled back")
         return {
             **{name: self.counts[name] for name in names},
+            "bytes_out": sum(bucket.bytes_out for bucket in self._buckets),
+            "bytes_back": sum(bucket.bytes_back for bucket in self._buckets),
             "step_seconds": sum(bucket.seconds for bucket in self._buckets),
         }
 
@@ -337,9 +428,10 @@ class Pipeline:
             lanes = self._lanes.setdefault(device, Lanes(device))
             made = HostBucket(self.inner, group, bucket, owners, lanes, self._pool)
             made.place = len(self._buckets)
+            made.sums = Sums(owners) if self._free_grads else None
             self._buckets.append(made)
         self._bucket_of = {id(owner): b for b in self._buckets for owner in b.owners}
-        left = self._spare_bytes
+        left = self._memory.spare
         for made in reversed(self._buckets):  # whose gradients come first
             left -= made.nbytes
             if left >= 0:
@@ -367,8 +459,10 @@ def _look_of(param: Tensor) -> object:
     return (part.device.type == "meta", part.dtype, part.shape, part.stride())
 
 
-def _is_plain(grad: Tensor, param: Tensor) -> bool:
-    """Return whether a gradient is in this process what its parameter is."""
+def _is_plain(grad: Tensor | None, param: Tensor) -> bool:
+    """Return whether there is a gradient, and in this process what its parameter is."""
+    if grad is None:
+        return False
     if is_dtensor(param):
         return is_dtensor(grad) and same_layout(grad, param)
     return grad.layout is torch.strided and not is_dtensor(grad)

@@ -13,9 +13,10 @@ import torch
 class Urgency(IntEnum):
     """What goes first; tasks of one urgency go by their place, then in the order they came in."""
 
-    RETURN = 0  # weights that are known already
-    STEP = 1  # what step() has asked for
-    AHEAD = 2  # what step() may ask for
+    ADD = 0  # gradients, of which the others are
+    RETURN = 1  # weights that are known already
+    STEP = 2  # what step() has asked for
+    AHEAD = 3  # what step() may ask for
 
 
 class Task:

@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
@@ -175,10 +175,13 @@ class SlabOptimizer(torch.optim.Optimizer):
         the first real one.
         """
         self._plans.current(self)
+        return self._changes_nothing([p for group in self.param_groups for p in group["params"]])
+
+    def _changes_nothing(self, params: Sequence[Tensor]) -> bool:
+        """Return whether learning rates and gradients are all 0, on the host as far as rates go."""
         lrs = [group["lr"] for group in self.param_groups]
         if any((isinstance(lr, Tensor) and lr.device.type != "cpu") or lr != 0 for lr in lrs):
             return False
-        params = [param for group in self.param_groups for param in group["params"]]
         grads = [param.grad for param in params if param.grad is not None]
         if any(grad.layout is not torch.strided or is_partial(grad) for grad in grads):
             return False
