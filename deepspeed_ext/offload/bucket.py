@@ -362,8 +362,9 @@ class HostBucket:
     def make_spare(self, weights: list[Tensor]) -> None:
         """Get memory for steps that are taken ahead."""
         bucket = self.bucket
-        slabs = {key: [torch.zeros_like(slab)] for key, [slab] in bucket.slabs.items()}
-        scales = {key: torch.zeros_like(slab) for key, slab in bucket.scales.items()}
+        # Written to at once: the first touch of so much memory would be in the middle of a step.
+        slabs = {key: [torch.empty_like(slab).zero_()] for key, [slab] in bucket.slabs.items()}
+        scales = {key: torch.empty_like(slab).zero_() for key, slab in bucket.scales.items()}
         self.spare = Side(weights, slabs, scales)
 
     @property

@@ -417,7 +417,8 @@ class Pipeline:
         if [bucket for _, bucket in found] == self._known:
             return
         self._known = [bucket for _, bucket in found]
-        self.forget_gradients()
+        for made in self._buckets:
+            self._give_up(made)
         self._resident, self._buckets = [], []
         for group, bucket in found:
             owners = [self.links.owners[id(copy)] for copy in bucket.params]
