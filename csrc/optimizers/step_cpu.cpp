@@ -6,6 +6,7 @@
 #include "common/chunks.h"
 #include "common/simd/prefetch.h"
 #include "optimizers/padded.h"
+#include "optimizers/streamed.h"
 #include DSX_RULE_HEADER
 
 #define DSX_KERNEL_SOURCE "optimizers/step_cpu.inl"

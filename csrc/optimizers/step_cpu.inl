@@ -103,6 +103,15 @@ void step_padded(const StepTypes& types, const StepTensor<Rule::kStates>& tensor
 template <class Rule>
 void step_range(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
                 const TensorConstants<Rule>& of_tensor, int64_t begin, int64_t end) {
+  Streamed<Rule> streamed(types, tensor);
+  if (streamed.is_worth_it()) {
+    for (; end - begin >= kStreamedElements; begin += kStreamedElements) {
+      const TensorConstants<Rule> of_part{of_tensor.constants, noise_from(of_tensor.noise, begin)};
+      step_lines(types, streamed.part(begin), of_part, 0, kStreamedElements);
+      streamed.store(begin);
+    }
+    end_streams();
+  }
   step_padded(types, tensor, of_tensor, begin, end);
 }
 

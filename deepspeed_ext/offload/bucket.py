@@ -23,6 +23,7 @@ from deepspeed_ext.optim.traits import Group
 
 _version = attrgetter("_version")
 Marks = list[tuple[int, int, int]]
+_UNKNOWN: Marks = [(-1, -1, -1)]  # of what may have been written by anybody
 
 
 @dataclass
@@ -136,7 +137,7 @@ class HostBucket:
         self.place = 0  # among the buckets whose weights are wanted next
         self.returned: Event | None = None
         self.awaited: set[int] = set()  # streams that have waited for that
-        self.weights = marks_of(owners)
+        self.weights = _UNKNOWN * len(owners)  # of the parameters when they were copied last
         self.numel = sum(local(owner).numel() for owner in owners)
         self.seconds = 0.0  # of steps in host memory
         self.bytes_out = self.bytes_back = 0
@@ -286,7 +287,9 @@ class HostBucket:
             raise task.error
         self._await_returned()
         self.bucket.refresh_masters()
-        old = Side(self._copies(), self.bucket.slabs, self.bucket.scales, self._entries())
+        # Without the version counter, which goes on with the parameter.
+        weights = [copy.data for copy in self._copies()]
+        old = Side(weights, self.bucket.slabs, self.bucket.scales, self._entries())
         for copy, weight in zip(self.bucket.params, spare.weights, strict=True):
             put(copy, weight)
         self.bucket.take(spare.slabs, spare.scales)
@@ -344,6 +347,10 @@ class HostBucket:
     def was_written(self) -> bool:
         """Return whether somebody else has written weights."""
         return marks_of(self.owners) != self.weights
+
+    def distrust(self) -> None:
+        """Take all weights for written by somebody else, as nothing tells of some writes."""
+        self.weights = _UNKNOWN * len(self.owners)
 
     def pull(self) -> bool:
         """Copy weights that somebody else has written; return whether there were any."""

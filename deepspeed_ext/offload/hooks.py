@@ -30,7 +30,7 @@ def on_gradient(param: Tensor, tell: Callable[[Tensor], None]) -> Remove:
 
 
 def before_forward(model: torch.nn.Module, tell: Callable[[list[Tensor]], None]) -> list[Remove]:
-    """Call a method with the parameters that a module is about to use.
+    """Call a method with the parameters that a module is about to use, or to save.
 
     Modules tell of their own parameters one by one. A compiled module, and one with DTensors, which
     FSDP2 gathers ahead of time, tell of all that they hold as soon as they begin.
@@ -48,7 +48,13 @@ def before_forward(model: torch.nn.Module, tell: Callable[[list[Tensor]], None])
             if told is not None:
                 told(list(module.parameters(recurse=recurse)))
 
+        def before_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+            told = method()
+            if told is not None:
+                told(list(module.parameters()))
+
         removes.append(module.register_forward_pre_hook(hook, prepend=True).remove)
+        removes.append(module.register_state_dict_pre_hook(before_state_dict).remove)
 
     def visit(module: torch.nn.Module) -> None:
         if _is_opaque(module):

@@ -228,8 +228,10 @@ class Pipeline:
         self._prepare()
         with self._lock:
             after = {device: lanes.mark() for device, lanes in self._lanes.items()}
+            # GradScaler has unscaled gradients by itself, and no version counter tells of that.
+            unscaled = scaling.grad_scale is None and scaling.found_inf is not None
             for bucket in self._buckets:
-                self._drop_outdated(bucket)
+                self._drop_outdated(bucket, unscaled)
             decision = self._decide(scaling, max_norm)
             divisor = 1.0 if decision is None else decision.divisor
             if decision is not None and decision.is_skip:
@@ -252,14 +254,14 @@ class Pipeline:
                     bucket.sums.clear()
         return None if decision is None else decision.norm
 
-    def _drop_outdated(self, bucket: HostBucket) -> None:
+    def _drop_outdated(self, bucket: HostBucket, all_of_it: bool) -> None:
         """Forget what is there of gradients that are not the ones to be stepped by."""
         if bucket.sums is not None:
             for owner in bucket.owners:
                 if owner.grad is not None:
                     self._send_away(bucket, owner)
                     self._give_up(bucket)
-        elif not bucket.has_arrived(bucket.grads()):
+        elif all_of_it or not bucket.has_arrived(bucket.grads()):
             self._give_up(bucket)
 
     def _take_rest(self, bucket: HostBucket) -> None:
@@ -341,10 +343,11 @@ class Pipeline:
     # Afterwards
 
     def update_copies(self) -> None:
-        """Give host copies the weights that somebody else has written."""
+        """Give host copies the weights that somebody else has written, in whatever way."""
         self._push_options()
         self._follow_params()
         for bucket in self._buckets:
+            bucket.distrust()
             bucket.pull()
 
     def stats(self) -> dict[str, float]:
@@ -413,6 +416,8 @@ class Pipeline:
         self.inner.give_state(
             [c for c in self._copies() if self.links.owners[id(c)].grad is not None]
         )
+        if not all(bucket.fits() for _, bucket in self._resident):
+            self.inner.forget_buckets()
         found = self.inner.buckets()
         if [bucket for _, bucket in found] == self._known:
             return
