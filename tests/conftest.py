@@ -28,10 +28,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Give each phase what it took; as a property it reaches the process that reports."""
+    """Give each phase what it took; as a property it reaches the process that reports.
+
+    What processes took that are not children a test adds itself: record_property("cpu", seconds).
+    """
     report = yield
     now = sum(os.times()[:4])
-    report.user_properties = [("cpu", now - item.stash[_BEGIN])]
+    report.user_properties = [*item.user_properties, ("cpu", now - item.stash[_BEGIN])]
+    item.user_properties.clear()
     item.stash[_BEGIN] = now
     return report
 

@@ -1,10 +1,11 @@
-"""Run test cases in several processes at once: started one time, in groups of several sizes."""
+"""Groups of processes that run test cases together, started once for many cases."""
 
 import importlib
 import multiprocessing
 import os
+import time
 import traceback
-from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -14,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 DEADLINE = timedelta(seconds=60)  # for what all processes do together
-visits = 0  # groups that this process has been in
 GRACE = 2  # seconds that a process has, after another one failed, to say where it was
+# Each process is a fork of one that has imported these and runs no threads yet.
+PRELOAD = ["torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.parallel"]
 
 
 class Case(NamedTuple):
@@ -32,77 +34,111 @@ class Case(NamedTuple):
     row: str
 
 
-def run(module: str, cases: Iterable[Case], folder: Path, device: str) -> Callable[[Case], None]:
-    """Run cases in the given order and return what raises AssertionError if one has failed.
+class Groups:
+    """A group of processes for each number of them and each device, from its first case on.
 
-    A failed case ends all: the processes would no longer wait for the same things. Each function is
-    called as function(row, folder) in a process group over the device's back end.
+    Args:
+        module: has the functions, which are called as function(row, folder).
+        folder: what they share.
     """
-    cases = list(cases)
-    context = multiprocessing.get_context("spawn")  # fork would copy running threads badly
-    processes = [
-        context.Process(target=_work, args=(rank, module, cases, folder, device))
-        for rank in range(max(case.world for case in cases))
-    ]
-    for process in processes:
-        process.start()
-    waiting = {process.sentinel: process for process in processes}
-    while waiting:
-        ended = [waiting.pop(sentinel) for sentinel in wait(list(waiting))]
-        for process in ended:
-            process.join()  # which sets the exit code
-        if any(process.exitcode for process in ended):
-            for process in waiting.values():  # they have noticed, or wait in vain
-                process.join(GRACE)
-                process.kill()
 
-    def check(case: Case) -> None:
-        errors = [path.read_text() for path in sorted(folder.glob(f"{_title(case)}.error*"))]
-        assert not errors, "\n".join(errors)
-        for rank in range(case.world):
-            done = folder / f"{_title(case)}.done{rank}"
-            assert done.exists(), f"did not run in process {rank}: an earlier case has failed"
+    def __init__(self, module: str, folder: Path) -> None:
+        self._module = module
+        self._folder = folder
+        self._groups: dict[tuple[int, str], _Group] = {}
+        self._errors: dict[Case, str] = {}
+        self.seconds = 0.0  # of processor time, which nobody counts as that of children
 
-    return check
+    def run(self, case: Case, device: str) -> None:
+        """Run a case, once, and raise AssertionError if it has failed in any process.
 
+        A group in which one has ends: its processes would no longer wait for the same things.
+        """
+        if case not in self._errors:
+            key = case.world, device
+            if key not in self._groups:
+                self._groups[key] = _Group(case.world, device, self._module, self._folder)
+            self._errors[case], seconds = self._groups[key].run(case)
+            self.seconds += seconds
+            if self._errors[case]:
+                self._groups.pop(key).end()
+        assert not self._errors[case], self._errors[case]
 
-def _title(case: Case) -> str:
-    return "-".join(map(str, case))
+    def end(self) -> None:
+        """End all processes."""
+        while self._groups:
+            self._groups.popitem()[1].end()
 
 
-def _work(rank: int, module: str, cases: list[Case], folder: Path, device: str) -> None:
-    torch.set_num_threads(1)
-    functions = importlib.import_module(module)
-    world = 0  # of the case before, in which this process need not have taken part
-    for case in cases:
-        changed, world = case.world != world, case.world
-        if rank >= world:
-            continue
-        try:
-            if changed:
-                _join_group(rank, case, folder, device)
-            getattr(functions, case.function)(case.row, folder)
-            (folder / f"{_title(case)}.done{rank}").touch()
-        except BaseException:
-            (folder / f"{_title(case)}.error{rank}").write_text(
-                f"process {rank}:\n{traceback.format_exc()}"
+class _Group:
+    def __init__(self, world: int, device: str, module: str, folder: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        name = f"{os.urandom(8).hex()}.group"
+        self._pipes, self._processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_work, args=(theirs, rank, world, device, module, folder, name), daemon=True
             )
-            os._exit(1)  # so that the others notice at once
-    if dist.is_initialized():
-        dist.destroy_process_group()
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, case: Case) -> tuple[str, float]:
+        """Return what has gone wrong and the seconds of processor time."""
+        for pipe in self._pipes:
+            with suppress(BrokenPipeError):  # it has ended, which is seen below
+                pipe.send(case)
+        errors, total = {}, 0.0
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while waiting:
+            answered = wait(list(waiting), GRACE if errors else None)
+            if not answered:  # the others wait in vain
+                break
+            for pipe in answered:
+                rank = waiting.pop(pipe)
+                try:
+                    error, seconds = pipe.recv()
+                    total += seconds
+                except (EOFError, ConnectionResetError):
+                    self._processes[rank].join()
+                    error = f"ended with {self._processes[rank].exitcode}"
+                if error:
+                    errors[rank] = f"process {rank}: {error}"
+        return "\n".join(errors[rank] for rank in sorted(errors)), total
+
+    def end(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
 
 
-def _join_group(rank: int, case: Case, folder: Path, device: str) -> None:
-    global visits
-    visits += 1
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{folder}/{_title(case)}.group",
-        rank=rank,
-        world_size=case.world,
-        timeout=DEADLINE,
-    )
+def _work(pipe, rank: int, world: int, device: str, module: str, folder: Path, name: str) -> None:
+    torch.set_num_threads(1)
+    begin = 0.0
+    try:
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+            init_method=f"file://{folder}/{name}",
+            rank=rank,
+            world_size=world,
+            timeout=DEADLINE,
+        )
+        functions = importlib.import_module(module)
+        while True:
+            case = pipe.recv()
+            getattr(functions, case.function)(case.row, folder)
+            now = time.process_time()
+            pipe.send(("", now - begin))
+            begin = now
+    except EOFError:  # whoever started it is gone
+        os._exit(0)
+    except BaseException:
+        pipe.send((traceback.format_exc(), time.process_time() - begin))
+        os._exit(1)  # so that the others notice at once

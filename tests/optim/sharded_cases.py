@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import processes
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -81,12 +80,8 @@ ROWS = {
 
 
 def mesh_of(row: Row, *shape: int):
-    """All processes of the group, in one row unless a shape is given.
-
-    Names differ from one group to the next, so the meshes do: torch keeps what it has worked out
-    for a mesh, and would go on to use an equal one of a group that is no more.
-    """
-    names = tuple(f"{letter}_{processes.visits}" for letter in "ab"[: len(shape) or 1])
+    """All processes of the group, in one row unless a shape is given."""
+    names = ("a", "b")[: len(shape) or 1]
     return init_device_mesh(row.device, shape or (dist.get_world_size(),), mesh_dim_names=names)
 
 
