@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Generator
 
 import pytest
+import warm_python
 
 SLOWEST = 40
 
@@ -20,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
     """Note when the test begins; its fixtures belong to it."""
-    item.stash[_BEGIN] = sum(os.times()[:4])
+    item.stash[_BEGIN] = _seconds()
     return (yield)
 
 
@@ -28,14 +29,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Give each phase what it took; as a property it reaches the process that reports.
-
-    What processes took that are not children a test adds itself: record_property("cpu", seconds).
-    """
+    """Give each phase what it took; as a property it reaches the process that reports."""
     report = yield
-    now = sum(os.times()[:4])
-    report.user_properties = [*item.user_properties, ("cpu", now - item.stash[_BEGIN])]
-    item.user_properties.clear()
+    now = _seconds()
+    report.user_properties = [("cpu", now - item.stash[_BEGIN])]
     item.stash[_BEGIN] = now
     return report
 
@@ -58,6 +55,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{sum(dict(rows).values()):8.1f} {what}, of which")
         for name, seconds in rows:
             terminalreporter.write_line(f"{seconds:8.1f} {name}")
+
+
+def _seconds() -> float:
+    """Return what this process and its children have taken, and the children of one of these."""
+    return sum(os.times()[:4]) + warm_python.seconds
 
 
 _BEGIN = pytest.StashKey[float]()

@@ -11,8 +11,6 @@
 namespace dsx::aio {
 namespace {
 
-constexpr size_t huge_page = size_t{2} << 20;
-
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 }  // namespace

@@ -12,6 +12,8 @@
 
 namespace dsx::aio {
 
+inline constexpr size_t huge_page = size_t{2} << 20;
+
 int64_t page_size();
 
 class PageBuffer {

@@ -4,10 +4,10 @@
 
 #include <algorithm>
 
+#include "aio/page_buffer.h"
+
 namespace dsx::aio {
 namespace {
-
-constexpr size_t huge_page = size_t{2} << 20;
 
 // How much of this memory the next slot takes.
 size_t next_part(const char* begin, size_t bytes) {

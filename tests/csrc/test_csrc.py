@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ LIBRARIES = {spec.name: spec for spec in OPS if STEP_KERNELS in spec.sources}
 NO_OP = OpSpec("", "cpu", ())
 _BACKENDS = ("backend", "backend_factory", "backend_uring", "backend_libaio", "backend_threads")
 _ENGINE = ("engine", "queue", "opening", "error_text", "worker", "regions", "file", "page_buffer")
-BACKENDS = [f"aio/{name}.cpp" for name in _BACKENDS]
-ENGINE = [*BACKENDS, *(f"aio/{name}.cpp" for name in _ENGINE)]
+# Sources in brackets are compiled as one, because half the time goes into what all of them include.
+BACKENDS = [tuple(f"aio/{name}.cpp" for name in _BACKENDS)]
+ENGINE = [*BACKENDS, tuple(f"aio/{name}.cpp" for name in _ENGINE)]
 PROGRAMS = {  # with the sources that each is linked with; an op library stands for its step_cpu.cpp
     "dtype": [],
     "chunks": [],
@@ -63,6 +64,7 @@ class Way:
         compiler: its command; empty for the one that op_builder uses.
         flags: what it gets besides the flags of the product.
         programs: those worth compiling this way.
+        sources: of programs that are linked with others than usual.
         emulator: the command that runs them, if not this CPU.
         packages: Debian's names for what the compiler and the emulator come in.
     """
@@ -70,6 +72,7 @@ class Way:
     compiler: str
     flags: list[str]
     programs: list[str]
+    sources: dict[str, list[str]] = field(default_factory=dict)
     emulator: str = ""
     packages: str = ""
 
@@ -79,7 +82,7 @@ class Way:
         return [name for name in needed if shutil.which(name) is None]
 
 
-WAYS = {
+WAYS = {  # by the product's flags tests/ops tries the kernels too, on all instruction sets
     "product": Way(
         "",
         [],
@@ -87,16 +90,19 @@ WAYS = {
             "isa",
             "vec",
             "vec_memory",
-            "l2_norm",
+            "vec_math",
             "steps",
-            "storage",
-            "lamb",
             "aio_engine",
             "aio_requests",
         ],
     ),
     "sanitized": Way("", [*SANITIZE, "-fsanitize=address,undefined"], list(PROGRAMS)),
-    "threads": Way("", [*SANITIZE, "-fsanitize=thread"], ["steps", "storage", "lamb", *THREADED]),
+    "threads": Way(
+        "",
+        [*SANITIZE, "-fsanitize=thread"],
+        ["steps", "storage", "lamb", *THREADED],
+        sources={"steps": [ISA, "cpu_adam"]},  # all rules share the loop
+    ),
     "clang": Way(
         "clang++",
         [],
@@ -117,11 +123,13 @@ def case_of(way: str, program: str) -> Any:
     """Return the parameters of a test, marked if it takes long.
 
     That is an emulator, and kernels of every instruction set under sanitizers, which take minutes
-    to compile, and the engine but for its run with sanitized addresses.
+    to compile, and the engine but for its run with sanitized addresses, and what is needed for the
+    emulator anyway.
     """
     sanitizes_kernels = way == "sanitized" and any("cpu" in source for source in PROGRAMS[program])
     is_long = WAYS[way].emulator or sanitizes_kernels
     is_long = is_long or (way != "sanitized" and PROGRAMS[program] == ENGINE)
+    is_long = is_long or (way, program) in (("product", "steps"), ("sanitized", "vec_math"))
     return pytest.param((way, program), marks=[pytest.mark.long] if is_long else [])
 
 
@@ -157,24 +165,27 @@ def headers() -> str:
 def compile_program(way: str, program: str, folder: Path) -> Path:
     """Compile one program one way, with the sources that it shares with others."""
     objects = []
-    for source in PROGRAMS[program]:
-        spec = LIBRARIES.get(source, NO_OP)
-        path = CSRC / (STEP_KERNELS if spec.name else source)
-        stem = folder / f"{source.replace('/', '_')}_{way}"
-        objects.append(once(stem, ".o", [*compiler_of(way, spec), "-c"], path))
+    for unit in WAYS[way].sources.get(program, PROGRAMS[program]):
+        sources = (unit,) if isinstance(unit, str) else unit
+        spec = LIBRARIES.get(sources[0], NO_OP)
+        paths = [CSRC / (STEP_KERNELS if spec.name else source) for source in sources]
+        stem = folder / f"{sources[0].replace('/', '_')}_{way}"
+        objects.append(once(stem, ".o", [*compiler_of(way, spec), "-c"], paths))
     main = HERE / f"test_{program}.cpp"
-    return once(folder / f"{program}_{way}", "", compiler_of(way), main, objects)
+    return once(folder / f"{program}_{way}", "", compiler_of(way), [main], objects)
 
 
 def once(
-    stem: Path, suffix: str, compiler: list[str], source: Path, objects: Sequence[Path] = ()
+    stem: Path, suffix: str, compiler: list[str], sources: list[Path], objects: Sequence[Path] = ()
 ) -> Path:
-    """Compile a file, unless that has been done, by another worker or an earlier run.
+    """Compile files as one, unless that has been done, by another worker or an earlier run.
 
     The name of the result has a digest of all that it depends on; older ones are removed.
     """
-    command = [*compiler, str(source), *map(str, objects)]
-    depends = [*command, version_of(*compiler), headers(), source.read_text()]
+    *others, last = map(str, sources)
+    included = [part for path in others for part in ("-include", path)]
+    command = [*compiler, *included, last, *map(str, objects)]
+    depends = [*command, version_of(*compiler), headers(), *(p.read_text() for p in sources)]
     key = hashlib.sha256("\0".join(depends).encode()).hexdigest()[:16]
     target, part = (stem.with_name(f"{stem.name}-{key}{end}") for end in (suffix, ".part"))
     with stem.with_name(f"{stem.name}.lock").open("w") as lock:
@@ -255,7 +266,7 @@ def test_cuda_functions_of_all_floats(folder: Path) -> None:
         pytest.skip(str(reason))
     flags = [*toolchain.nvcc_flags(NO_OP), *(f for target in targets for f in target.gencode())]
     source = HERE / "test_cuda_math.cu"
-    program = once(folder / "cuda_math", "", [str(nvcc), *flags, f"-I{CSRC}"], source)
+    program = once(folder / "cuda_math", "", [str(nvcc), *flags, f"-I{CSRC}"], [source])
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     result = run([str(program)])
@@ -302,6 +313,7 @@ def test_older_cpus(
         assert run([*command, "current"]).stdout.split()[-1] == widest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [("product", "steps")], ids="-".join)
 def test_prefetch(case: tuple[str, str], folder: Path) -> None:
     """The compiler has left the prefetches in: no result would show that they are missing."""

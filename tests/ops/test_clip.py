@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from norm_cases import DTYPES
 from torch import Tensor
 
@@ -199,8 +200,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("backend", ["", "nccl", "gloo"])
 def test_rows_on_the_cpu_of_a_mesh_on_cuda(backend: str, cuda: str, tmp_path: Path) -> None:
     """As with offloaded parameters; not every group can reduce on the CPU."""
-    command = [sys.executable, "-c", ROWS_ON_CPU, backend, str(tmp_path / "store")]
-    run = subprocess.run(command, capture_output=True, text=True)
+    run = warm_python.run("-c", ROWS_ON_CPU, backend, tmp_path / "store")
     assert run.returncode == 0, run.stderr
 
 

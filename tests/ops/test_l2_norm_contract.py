@@ -2,14 +2,13 @@
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from norm_cases import CHUNK, DTYPES, digest, make
 from torch import Tensor
 
@@ -20,10 +19,9 @@ expected = cache(digest)  # the bits of the widest ISA
 
 
 def test_every_isa(isa: str) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("norm_cases.py"))]
     environment = os.environ | {"DSX_FORCE_ISA": isa}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.stdout.strip() == expected(), run.stderr
+    done = warm_python.run(Path(__file__).with_name("norm_cases.py"), env=environment)
+    assert done.stdout.strip() == expected(), done.stderr
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

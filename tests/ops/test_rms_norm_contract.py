@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from rms_norm_cases import BF16, DTYPES, F16, F32, digest, make
 from torch import Tensor
 
@@ -22,10 +21,9 @@ expected = cache(digest)  # the bits of the widest ISA
 
 @pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512"], indirect=True)
 def test_every_isa(isa: str) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("rms_norm_cases.py"))]
     environment = os.environ | {"DSX_FORCE_ISA": isa}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.stdout.strip() == expected(), run.stderr
+    done = warm_python.run(Path(__file__).with_name("rms_norm_cases.py"), env=environment)
+    assert done.stdout.strip() == expected(), done.stderr
 
 
 def test_any_thread_count() -> None:

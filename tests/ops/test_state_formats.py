@@ -2,14 +2,13 @@
 
 import itertools
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from format_cases import (
     BF16,
     F16,
@@ -324,10 +323,8 @@ expected = cache(digest)  # the bits of the widest ISA
 
 
 def test_every_isa(isa: str) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("format_cases.py"))]
-    run = subprocess.run(
-        command, env=os.environ | {"DSX_FORCE_ISA": isa}, capture_output=True, text=True
-    )
+    environment = os.environ | {"DSX_FORCE_ISA": isa}
+    run = warm_python.run(Path(__file__).with_name("format_cases.py"), env=environment)
     assert run.stdout.strip() == expected(), run.stderr
 
 

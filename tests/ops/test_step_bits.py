@@ -1,8 +1,6 @@
 """The step ops: the same bits however tensors lie in memory, are split, and wherever it runs."""
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_cases import (
@@ -163,10 +162,9 @@ def test_conversions_are_exact(dtype: torch.dtype, device: str) -> None:
 
 
 def test_every_isa(isa: str) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("step_cases.py"))]
     environment = environ | {"DSX_FORCE_ISA": isa}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.stdout.splitlines() == digests("cpu"), run.stderr
+    done = warm_python.run(Path(__file__).with_name("step_cases.py"), env=environment)
+    assert done.stdout.splitlines() == digests("cpu"), done.stderr
 
 
 @cache

@@ -1,7 +1,5 @@
 """The step ops: what they promise to torch, to threads and to CUDA graphs."""
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from step_cases import (
     ADAM,
     BF16,
@@ -257,6 +256,5 @@ print(done.count(True))
 
 def test_first_calls_of_many_threads() -> None:
     """The library is loaded once; a thread that comes late to that is not refused."""
-    command = [sys.executable, "-c", FIRST_CALLS]
-    run = subprocess.run(command, capture_output=True, text=True)
+    run = warm_python.run("-c", FIRST_CALLS)
     assert run.stdout.strip() == "8", run.stderr

@@ -2,14 +2,13 @@
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm_python
 from step_cases import (
     ADAGRAD,
     ADAM,
@@ -278,7 +277,6 @@ def test_what_only_touches_or_is_only_read_may_share(step: Step) -> None:
 
 
 def test_unknown_isa_is_an_error() -> None:
-    command = [sys.executable, str(Path(__file__).with_name("step_cases.py"))]
     environment = os.environ | {"DSX_FORCE_ISA": "sse9"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    run = warm_python.run(Path(__file__).with_name("step_cases.py"), env=environment)
     assert "ValueError: DSX_FORCE_ISA is sse9, expected one that this library has" in run.stderr

@@ -3,14 +3,12 @@
 import hashlib
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from rms_norm_cases import BF16, DTYPES, F16, F32, make
 from row_layouts import LAYOUTS
 from tolerance import assert_within
@@ -130,8 +128,7 @@ expected = cache(digest)  # the bits of the widest ISA
 @pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512"], indirect=True)
 def test_every_isa(isa: str) -> None:
     environment = os.environ | {"DSX_FORCE_ISA": isa}
-    command = [sys.executable, str(Path(__file__))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = warm_python.run(__file__, env=environment)
     assert done.stdout.strip() == expected(), done.stderr
 
 

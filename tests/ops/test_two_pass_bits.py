@@ -1,14 +1,13 @@
 """LAMB and LARS: the same bits however tensors lie in memory, are split, and wherever it runs."""
 
 import itertools
-import subprocess
-import sys
 from functools import cache
 from os import environ
 from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from step_cases import (
     BF16,
     F16,
@@ -77,10 +76,9 @@ def expected() -> list[str]:
 
 
 def test_every_isa(isa: str) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("two_pass_cases.py"))]
     environment = environ | {"DSX_FORCE_ISA": isa}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.stdout.splitlines() == expected(), run.stderr
+    done = warm_python.run(Path(__file__).with_name("two_pass_cases.py"), env=environment)
+    assert done.stdout.splitlines() == expected(), done.stderr
 
 
 @each_two_pass

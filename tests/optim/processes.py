@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import warm_python
 
 DEADLINE = timedelta(seconds=60)  # for what all processes do together
 GRACE = 2  # seconds that a process has, after another one failed, to say where it was
@@ -47,7 +48,6 @@ class Groups:
         self._folder = folder
         self._groups: dict[tuple[int, str], _Group] = {}
         self._errors: dict[Case, str] = {}
-        self.seconds = 0.0  # of processor time, which nobody counts as that of children
 
     def run(self, case: Case, device: str) -> None:
         """Run a case, once, and raise AssertionError if it has failed in any process.
@@ -58,8 +58,7 @@ class Groups:
             key = case.world, device
             if key not in self._groups:
                 self._groups[key] = _Group(case.world, device, self._module, self._folder)
-            self._errors[case], seconds = self._groups[key].run(case)
-            self.seconds += seconds
+            self._errors[case] = self._groups[key].run(case)
             if self._errors[case]:
                 self._groups.pop(key).end()
         assert not self._errors[case], self._errors[case]
@@ -86,12 +85,12 @@ class _Group:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, case: Case) -> tuple[str, float]:
-        """Return what has gone wrong and the seconds of processor time."""
+    def run(self, case: Case) -> str:
+        """Return what has gone wrong."""
         for pipe in self._pipes:
             with suppress(BrokenPipeError):  # it has ended, which is seen below
                 pipe.send(case)
-        errors, total = {}, 0.0
+        errors = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while waiting:
             answered = wait(list(waiting), GRACE if errors else None)
@@ -101,13 +100,13 @@ class _Group:
                 rank = waiting.pop(pipe)
                 try:
                     error, seconds = pipe.recv()
-                    total += seconds
+                    warm_python.seconds += seconds
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join()
                     error = f"ended with {self._processes[rank].exitcode}"
                 if error:
                     errors[rank] = f"process {rank}: {error}"
-        return "\n".join(errors[rank] for rank in sorted(errors)), total
+        return "\n".join(errors[rank] for rank in sorted(errors))
 
     def end(self) -> None:
         for pipe in self._pipes:

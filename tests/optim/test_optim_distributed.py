@@ -312,13 +312,11 @@ def groups(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
-def test_sharded(case, groups, record_property):
+def test_sharded(case, groups):
     if gpus_missing(case):
         pytest.skip(f"needs {case.world} CUDA GPUs")
-    before = groups.seconds
     saved = [c for c in CASES if c.function == "saves" and c.row == case.row]
     for needed in saved if case.function == "loads" else ():
         if not gpus_missing(needed):
             groups.run(needed, ROWS[case.row].device)
     groups.run(case, ROWS[case.row].device)
-    record_property("cpu", groups.seconds - before)

@@ -5,14 +5,13 @@ import errno
 import os
 import resource
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from state_dict_cases import MIB, assert_same, files_in, mixed_state, random_tensor
 
 from deepspeed_ext import io
@@ -216,8 +215,7 @@ def test_saves_to_one_path_at_once(path: Path, temporary: str) -> None:
 @pytest.mark.parametrize("kind", ["unnamed", "named"])
 def test_killed_saves(tmp_path: Path, kind: str) -> None:
     """See kill_saves.py, which forks and so needs a process that has no threads yet."""
-    command = [sys.executable, str(KILL_SAVES), str(tmp_path), kind]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = warm_python.run(KILL_SAVES, tmp_path, kind)
     assert done.returncode == 0, done.stderr
     steps, random_kills = map(int, done.stdout.split())
     assert steps > 10 and random_kills == 20

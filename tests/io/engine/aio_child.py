@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -191,6 +192,7 @@ CASES = {
 }
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore", DeprecationWarning)  # of fork
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     case, where, *backends = sys.argv[1:]
     for name in backends:

@@ -6,7 +6,6 @@ import os
 import re
 import stat
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from aio_cases import bytes_of, payload
 from torch import Tensor
 
@@ -30,13 +30,8 @@ def handle() -> aio_handle:
 
 def in_child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run code in a fresh process that can import this file."""
-    return subprocess.run(
-        [sys.executable, "-c", "from test_aio_handle import *\n" + code, *map(str, arguments)],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    program = "import sys\nfrom test_aio_handle import *\n" + code
+    return warm_python.run("-c", program, *arguments, cwd=Path(__file__).parent)
 
 
 def test_what_was_set_can_be_asked_for() -> None:

@@ -7,14 +7,13 @@ import re
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from aio_cases import BLOCK, bytes_of, payload
 
 from deepspeed_ext import io
@@ -252,8 +251,7 @@ def test_threads_block_the_signals_of_others_and_not_their_own(
 @pytest.mark.parametrize("what", ["engine", "pool", "handle"])
 def test_a_signal_handler_may_do_the_same(tmp_path: Path, what: str) -> None:
     native()  # if it has to be compiled, then before the clock runs
-    command = [sys.executable, CHILD, f"alarms-{what}", str(tmp_path), "threads"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    done = warm_python.run(CHILD, f"alarms-{what}", tmp_path, "threads", timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
 

@@ -5,7 +5,6 @@ import gc
 import logging
 import os
 import re
-import subprocess
 import sys
 import threading
 import weakref
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from aio_cases import BLOCK, bytes_of, payload
 from held_memory import HeldMemory
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -374,8 +374,7 @@ def test_memory_can_be_registered_and_dropped_around_a_close(backend: str, tmp_p
 
 def test_daemon_threads_may_still_wait_when_python_ends(tmp_path: Path) -> None:
     native()  # if it has to be compiled, then before the clock runs
-    command = [sys.executable, CHILD, "daemons", str(tmp_path), "threads"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    done = warm_python.run(CHILD, "daemons", tmp_path, "threads", timeout=PATIENCE)
     if "Skipped" in done.stderr:
         pytest.skip("userfaultfd is refused here")
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,10 +1,10 @@
 """Processes that end or fork while work is under way."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 from aio_cases import bytes_of, payload
 from aio_child import FILES, NBYTES
 
@@ -17,17 +17,7 @@ PATIENCE = 90.0
 def run_child(case: str, folder: Path) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Run a case in a process of its own, with all backends that work; return how, and these."""
     backends = [name for name, code in native().probe_backends().items() if code == 0]
-    command = [
-        sys.executable,
-        "-W",
-        "ignore::DeprecationWarning",
-        CHILD,
-        case,
-        str(folder),
-        *backends,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    return done, backends
+    return warm_python.run(CHILD, case, folder, *backends, timeout=PATIENCE), backends
 
 
 @pytest.mark.parametrize(("how", "code"), [("end", 0), ("raise", 1)])

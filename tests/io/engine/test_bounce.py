@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from aio_cases import bytes_of, payload
 from torch import Tensor
 
@@ -168,13 +168,8 @@ def test_failures_name_the_file_and_disturb_nobody(tmp_path: Path, nbytes: int) 
 
 def in_child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run code in a fresh process that can import this file."""
-    return subprocess.run(
-        [sys.executable, "-c", "from test_bounce import *\n" + code, *map(str, arguments)],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    program = "import sys\nfrom test_bounce import *\n" + code
+    return warm_python.run("-c", program, *arguments, cwd=Path(__file__).parent)
 
 
 def test_a_file_that_may_grow_no_further(tmp_path: Path) -> None:

@@ -3,13 +3,12 @@
 import errno
 import gc
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from aio_cases import bytes_of, payload
 
 from deepspeed_ext import io
@@ -218,13 +217,8 @@ def test_a_missing_file(cuda_engine: io.AsyncIO, tmp_path: Path) -> None:
 
 def in_child(code: str, *arguments: object) -> str:
     """Run code in a fresh process that can import this file; return what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", "from test_cuda_transfers import *\n" + code, *map(str, arguments)],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    program = "import sys\nfrom test_cuda_transfers import *\n" + code
+    done = warm_python.run("-c", program, *arguments, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

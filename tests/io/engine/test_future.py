@@ -6,7 +6,6 @@ import errno
 import gc
 import logging
 import os
-import subprocess
 import sys
 import threading
 import weakref
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from aio_cases import BLOCK, bytes_of, payload
 from held_memory import HeldMemory
 
@@ -190,8 +190,7 @@ engine = io.AsyncIO()
 future = engine.write(torch.zeros(5_000_000), sys.argv[1])
 future.add_done_callback(lambda done: print("called", done.exception(), flush=True))
 """
-    command = [sys.executable, "-c", code, str(tmp_path / "file")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    done = warm_python.run("-c", code, tmp_path / "file", timeout=PATIENCE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "called None\n", "")
 
 
@@ -219,14 +218,8 @@ with HeldMemory({SIZE}) as held, io.AsyncIO() as engine:
         second.add_done_callback(lambda future: print("second"))
     held.release()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "file")],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        cwd=Path(__file__).parent,
-        check=False,
-    )
+    here = Path(__file__).parent
+    done = warm_python.run("-c", code, tmp_path / "file", cwd=here, timeout=PATIENCE)
     said = (done.returncode, sorted(done.stdout.split()), done.stderr)
     assert said == (0, ["first", "second"], "")
 

@@ -6,8 +6,6 @@ import itertools
 import logging
 import os
 import random
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 
 from deepspeed_ext.io.engine import pinned
 from deepspeed_ext.io.engine.pinned import PinnedBuffer, PinnedPool
@@ -39,13 +38,8 @@ if os.geteuid() == 0:
 
 def in_child(code: str, before: str = "from test_pinned import *\n") -> str:
     """Run code in a fresh process and return what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", before + code],  # of fork
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    quiet = "import sys, warnings\nwarnings.simplefilter('ignore', DeprecationWarning)\n"  # of fork
+    done = warm_python.run("-c", quiet + before + code, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 
 from deepspeed_ext.io.store.tensor_store import TensorStore
 
@@ -41,9 +42,7 @@ def in_child(body: Callable[[], object]) -> None:
 
 
 def test_a_killed_writer_leaves_old_or_new(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*WORKER, "crash", str(tmp_path / "s"), "50"], capture_output=True, text=True, timeout=100
-    )
+    done = warm_python.run(WORKER[1], "crash", tmp_path / "s", "50")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert len(result["found"]) == 50
