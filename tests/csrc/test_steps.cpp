@@ -165,15 +165,15 @@ dsx::Adam::Options options_of(const StepCall<dsx::Adam>& call, int variant) {
           .bias_correction = variant % 7 != 0,
           .amsgrad = call.types.has_state(2)};
 }
-dsx::Lion::Options options_of(const StepCall<dsx::Lion>&, int variant) {
+[[maybe_unused]] dsx::Lion::Options options_of(const StepCall<dsx::Lion>&, int variant) {
   return {.beta1 = 0.9, .beta2 = 0.95, .weight_decay = variant % 4 == 0 ? 0 : 0.1};
 }
-dsx::Adagrad::Options options_of(const StepCall<dsx::Adagrad>&, int variant) {
+[[maybe_unused]] dsx::Adagrad::Options options_of(const StepCall<dsx::Adagrad>&, int variant) {
   return {.lr_decay = variant % 2 == 0 ? 0 : 1e-3,
           .eps = 1e-6,
           .weight_decay = variant % 4 == 0 ? 0 : 0.1};
 }
-dsx::Sgd::Options options_of(const StepCall<dsx::Sgd>& call, int variant) {
+[[maybe_unused]] dsx::Sgd::Options options_of(const StepCall<dsx::Sgd>& call, int variant) {
   return {.momentum = call.types.has_state(0) ? 0.9 : 0,
           .dampening = variant % 7 == 0 ? 0.25 : 0,
           .weight_decay = variant % 4 == 0 ? 0 : 0.1,
