@@ -7,6 +7,7 @@
 #include "optimizers/adagrad.h"
 #include "optimizers/adam.h"
 #include "optimizers/lion.h"
+#include "optimizers/rmsprop.h"
 #include "optimizers/sgd.h"
 
 constexpr double kRelative = 1e-6;  // what arithmetic in float may be off by, of the scale
@@ -128,6 +129,42 @@ inline Expected reference(const dsx::StepCall<dsx::Sgd>& call, double step, doub
   if (options.wd_after_momentum) {
     update += decay;
     update_scale += std::fabs(decay);
+  }
+  result.value.param = old.param - call.lr.value() * update;
+  result.scale.param = std::fabs(old.param) + call.lr.value() * update_scale;
+  return result;
+}
+
+inline Expected reference(const dsx::StepCall<dsx::Rmsprop>& call, double /*step*/, double grad,
+                          const Element& old) {
+  const dsx::Rmsprop::Options& options = call.options;
+  const auto& [old_square_avg, old_grad_avg, old_buffer] = old.states;
+  const double decay = options.weight_decay * old.param;
+  const double magnitude = std::fabs(scaled(call, grad)) + std::fabs(decay);
+  grad = scaled(call, grad) + decay;
+
+  Expected result{};
+  auto& [square_avg, grad_avg, buffer] = result.value.states;
+  auto& [square_avg_scale, grad_avg_scale, buffer_scale] = result.scale.states;
+  const double alpha = options.alpha;
+  square_avg = alpha * old_square_avg + (1 - alpha) * grad * grad;
+  square_avg_scale = alpha * old_square_avg + (1 - alpha) * magnitude * magnitude;
+  double variance = square_avg, variance_scale = square_avg_scale;
+  if (options.centered) {
+    grad_avg = alpha * old_grad_avg + (1 - alpha) * grad;
+    grad_avg_scale = alpha * std::fabs(old_grad_avg) + (1 - alpha) * magnitude;
+    variance = torch_maximum(square_avg - grad_avg * grad_avg, 0x1p-22 * square_avg);
+    variance_scale += grad_avg_scale * grad_avg_scale;
+  }
+  const double denominator = std::sqrt(variance) + options.eps;
+  double update = grad / denominator;
+  double update_scale =
+      magnitude / denominator * (1 + variance_scale / (variance + options.eps * options.eps));
+  if (options.momentum != 0) {
+    buffer = options.momentum * old_buffer + update;
+    buffer_scale = options.momentum * std::fabs(old_buffer) + update_scale;
+    update = buffer;
+    update_scale = buffer_scale;
   }
   result.value.param = old.param - call.lr.value() * update;
   result.scale.param = std::fabs(old.param) + call.lr.value() * update_scale;

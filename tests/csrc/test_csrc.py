@@ -36,7 +36,7 @@ PROGRAMS = {  # with the sources that each is linked with; an op library stands 
     "vec": [ISA],
     "vec_math": [ISA],
     "vec_memory": [ISA],
-    "steps": [ISA, "cpu_adam", "cpu_lion", "cpu_adagrad", "cpu_sgd"],
+    "steps": [ISA, "cpu_adam", "cpu_lion", "cpu_adagrad", "cpu_sgd", "cpu_rmsprop"],
     "storage": [ISA, "cpu_adam"],
     "lamb": [ISA, "cpu_lamb"],
     "sum": [ISA],
@@ -321,4 +321,4 @@ def test_prefetch(case: tuple[str, str], folder: Path) -> None:
         pytest.skip("no objdump, or not on x86-64")
     program = compile_program(*case, folder)
     listing = run(["objdump", "-d", "--no-show-raw-insn", str(program)]).stdout
-    assert listing.count("prefetch") >= 4 * 4 * 3  # optimizers, instruction sets, arrays
+    assert listing.count("prefetch") >= 5 * 4 * 3  # optimizers, instruction sets, arrays

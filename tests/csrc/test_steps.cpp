@@ -21,16 +21,12 @@ constexpr float kSteps[] = {1, 1, 2, 1000, 3'000'000};  // in turn
 
 struct Parameter {
   Elements param, grad, param_copy;
-  std::vector<Elements> states;
+  std::vector<Elements> states;  // absent ones stay 0
   float step;
   int64_t n;
 };
 
 using List = std::vector<Parameter>;
-
-size_t count_of(const dsx::StepTypes& types) {  // of states
-  return size_t(types.has_state(0)) + size_t(types.has_state(1)) + size_t(types.has_state(2));
-}
 
 // Gradients of mixed sizes, a few of them zero, infinite or NaN; state of squares is not negative.
 template <class Rule>
@@ -41,14 +37,15 @@ List make_list(const StepCall<Rule>& call) {
   for (int64_t n : kSizes) {
     list.push_back({Elements(dtype_of(call.types.weight), n), Elements(call.types.grad, n),
                     Elements(call.types.param, n),
-                    std::vector(count_of(call.types), Elements(dtype_of(call.types.state), n)),
+                    std::vector(size_t(Rule::kStates), Elements(dtype_of(call.types.state), n)),
                     kSteps[list.size() % std::size(kSteps)], n});
     Parameter& parameter = list.back();
     for (int64_t i = 0; i < n; ++i) {
       const float special[] = {0, -0.0f, INFINITY, NAN};
       parameter.param.set(i, normal(random));
       parameter.grad.set(i, i % 97 < 4 ? special[i % 97] : normal(random) / float(1 + i % 50));
-      for (int j = 0; call.types.has_state(j); ++j) {
+      for (int j = 0; j < Rule::kStates; ++j) {
+        if (!call.types.has_state(j)) continue;
         const float value = normal(random) / 8;
         const bool last_of_many = j == 2 && i % 53 == 5;
         parameter.states[size_t(j)].set(i, last_of_many         ? NAN
@@ -69,7 +66,9 @@ void run(Isa isa, const StepCall<Rule>& call, bool copies, int64_t parts, List& 
     dsx::StepTensor<Rule::kStates> tensor{};
     tensor.source.param = copies ? p.param_copy.address() : p.param.address();
     tensor.source.master = copies ? p.param.address() : nullptr;
-    for (size_t j = 0; j < p.states.size(); ++j) tensor.source.states[j] = p.states[j].address();
+    for (int j = 0; j < Rule::kStates; ++j) {
+      if (call.types.has_state(j)) tensor.source.states[j] = p.states[size_t(j)].address();
+    }
     tensor.source.step_count = &p.step;
     tensor.target = tensor.source;
     tensor.grad = p.grad.address();
@@ -112,11 +111,15 @@ void expect_reference(const StepCall<Rule>& call, bool copies, const Parameter& 
                       const Parameter& now) {
   for (int64_t i = 0; i < old.n; ++i) {
     Element before{old.param[i], {}};
-    for (size_t j = 0; j < old.states.size(); ++j) before.states[j] = old.states[j][i];
+    for (int j = 0; j < Rule::kStates; ++j) {
+      if (call.types.has_state(j)) before.states[j] = old.states[size_t(j)][i];
+    }
     const auto [value, scale] = reference(call, old.step, old.grad[i], before);
     expect_close(Rule::kOp, "param", i, now.param, value.param, scale.param);
-    for (size_t j = 0; j < old.states.size(); ++j) {
-      expect_close(Rule::kOp, "state", i, now.states[j], value.states[j], scale.states[j]);
+    for (int j = 0; j < Rule::kStates; ++j) {
+      if (!call.types.has_state(j)) continue;
+      expect_close(Rule::kOp, Rule::kStateNames[j], i, now.states[size_t(j)], value.states[j],
+                   scale.states[j]);
     }
     if (copies) {
       expect_close(Rule::kOp, "param_copy", i, now.param_copy, value.param, scale.param);
@@ -180,6 +183,24 @@ dsx::Adam::Options options_of(const StepCall<dsx::Adam>& call, int variant) {
           .nesterov = variant % 3 == 0,
           .wd_after_momentum = variant % 2 == 0};
 }
+[[maybe_unused]] dsx::Rmsprop::Options options_of(const StepCall<dsx::Rmsprop>& call, int variant) {
+  return {.alpha = 0.9,
+          .eps = 1e-6,
+          .momentum = call.types.has_state(2) ? 0.8 : 0,
+          .weight_decay = variant % 4 == 0 ? 0 : 0.1,
+          .centered = call.types.has_state(1)};
+}
+
+// Fewer states than usual if a rule can do with fewer, else all, or all but one of several that may
+// be absent.
+template <class Rule>
+int unusual_states(int variant) {
+  if (Rule::kRequiredStates < Rule::kUsualStates) return dsx::first_states(Rule::kRequiredStates);
+  const int optional = Rule::kStates - Rule::kRequiredStates;
+  const int absent = optional > 1 ? variant % (optional + 1) : 0;
+  const int without = absent > 0 ? 1 << (Rule::kRequiredStates + absent - 1) : 0;
+  return dsx::first_states(Rule::kStates) & ~without;
+}
 
 // Goes through storage types: all of them, or every fifth combination.
 template <class Rule>
@@ -192,12 +213,10 @@ void test_rule(bool all) {
           ++variant;
           if (!all && variant % 5 != 0) continue;  // in step with none of the options
           const bool unusual = variant % 8 >= 4;
-          const int states = !unusual                                     ? Rule::kUsualStates
-                             : Rule::kRequiredStates < Rule::kUsualStates ? Rule::kRequiredStates
-                                                                          : Rule::kStates;
+          const int usual = dsx::first_states(Rule::kUsualStates);
           StepCall<Rule> call{};
           call.types = {format_of(param), grad, format_of(state), kDtypes[copy],
-                        dsx::first_states(states)};
+                        unusual ? unusual_states<Rule>(variant) : usual};
           call.options = options_of(call, variant);
           call.lr.constant = 0.0123;
           call.grad_scale.constant = variant % 11 == 0 ? 1 : 1.7;
@@ -219,6 +238,7 @@ int main() {
   test_rule<dsx::Lion>(false);
   test_rule<dsx::Adagrad>(false);
   test_rule<dsx::Sgd>(false);
+  test_rule<dsx::Rmsprop>(false);
 #endif
   return finish();
 }
