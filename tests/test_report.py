@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 
 from deepspeed_ext import environment, report
 from deepspeed_ext.op_builder import OPS, OpSpec, cuda, probe
@@ -287,7 +288,9 @@ def test_real_report_as_json(tmp_path):
 @pytest.mark.usefixtures("cpu_norm")
 @pytest.mark.parametrize("isa", ISAS)
 def test_instruction_sets_are_those_of_the_kernels(isa):
-    done = ds_report("--json", "--build", "cpu_norm", DSX_FORCE_ISA=isa)
+    code = "from deepspeed_ext.report import main; raise SystemExit(main())"
+    environ = {**os.environ, "DSX_FORCE_ISA": isa}
+    done = warm_python.run("-c", code, "--json", "--build", "cpu_norm", env=environ)
     found = json.loads(done.stdout)
     works = found["ops"]["cpu_norm"]["state"] == "works"
     assert found["environment"]["CPU kernels"].startswith(f"{isa}, forced" if works else "none: ")
