@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from optim_cases import adam, needs_cuda
+from optim_cases import BF16, adam, needs_cuda
 from torch.nn import Parameter
 
 from deepspeed_ext.optim import (
@@ -15,6 +15,7 @@ from deepspeed_ext.optim import (
     FusedAdam,
     FusedLamb,
     FusedLion,
+    FusedRMSprop,
     FusedSGD,
     HybridAdam,
     Lars,
@@ -28,7 +29,13 @@ def refused(text, kind=ValueError):
 REFUSED = [
     *(
         (kind, options, text)
-        for kind in (DeepSpeedCPUAdam, DeepSpeedCPULion, DeepSpeedCPUAdagrad, FusedSGD)
+        for kind in (
+            DeepSpeedCPUAdam,
+            DeepSpeedCPULion,
+            DeepSpeedCPUAdagrad,
+            FusedSGD,
+            FusedRMSprop,
+        )
         for options, text in (
             ({"lr": -1.0}, "lr is -1.0, expected at least 0"),
             ({"lr": float("nan")}, "lr is nan, expected at least 0"),
@@ -54,6 +61,10 @@ REFUSED = [
         "initial_accumulator_value is -0.5, expected at least 0",
     ),
     (FusedSGD, {"momentum": -0.5}, "momentum is -0.5, expected at least 0"),
+    (FusedRMSprop, {"alpha": 1.0}, "alpha is 1.0, expected at least 0 and below 1"),
+    (FusedRMSprop, {"alpha": -0.1}, "alpha is -0.1, expected at least 0 and below 1"),
+    (FusedRMSprop, {"eps": -1e-8}, "eps is -1e-08, expected at least 0"),
+    (FusedRMSprop, {"momentum": -0.5}, "momentum is -0.5, expected at least 0"),
     (FusedSGD, {"dampening": float("nan")}, "dampening is nan, expected a number"),
     (
         FusedSGD,
@@ -77,6 +88,31 @@ def test_options(kind, options, text):
     with refused(f"{title}: {text}"):
         optimizer.add_param_group({"params": [Parameter(torch.ones(2))], **options})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (DeepSpeedCPUAdam, {"lr": 0.0, "betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}),
+        (DeepSpeedCPUAdagrad, {"lr": 0, "lr_decay": 0, "eps": 0, "initial_accumulator_value": 0}),
+        (FusedSGD, {"momentum": 0.0, "dampening": -1.0}),
+        (FusedRMSprop, {"lr": 0.0, "alpha": 0.0, "eps": 0.0, "momentum": 0.0, "weight_decay": 0.0}),
+    ],
+)
+def test_options_at_their_bounds(kind, options):
+    (group,) = kind([Parameter(torch.ones(2))], **options).param_groups
+    assert {key: group[key] for key in options} == options
+
+
+@pytest.mark.parametrize("formats", [{"state_dtype": BF16}, {"fp32_optimizer_states": False}])
+def test_centered_needs_exact_state(formats):
+    param = Parameter(torch.ones(2, dtype=BF16))
+    with refused("FusedRMSprop: centered is True, expected False without state in float32"):
+        FusedRMSprop([param], centered=True, **formats)
+    optimizer = FusedRMSprop([param], **formats)
+    with refused("FusedRMSprop: centered is True, expected False without state in float32"):
+        optimizer.add_param_group({"params": [Parameter(torch.ones(2))], "centered": True})
+    assert FusedRMSprop([param], centered=True).param_groups[0]["centered"]
 
 
 def test_amsgrad_is_no_option_of_adagrad():

@@ -87,6 +87,7 @@ def test_a_step_too_large_for_its_tensor():
 SECOND = [(name, "exp_avg_sq") for name in ("DeepSpeedCPUAdam", "HybridAdam", "FusedLamb")] + [
     ("amsgrad", "max_exp_avg_sq"),
     ("DeepSpeedCPUAdagrad", "sum"),
+    ("FusedRMSprop", "square_avg"),
 ]
 
 
