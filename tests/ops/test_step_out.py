@@ -304,6 +304,16 @@ def test_refuses(text: str) -> None:
         assert all(map(torch.equal, map(values, out[name]), tensors)), name
 
 
+@pytest.mark.parametrize("name", ["grads", "param", "noise"])
+def test_refuses_names_of_what_it_does_not_write(name: str) -> None:
+    arguments = make(ADAM, [3, 8])
+    before = copied(arguments)
+    text = f"adam_step_: out has {name!r}, expected some of ['params', 'exp_avgs', "
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        ADAM(**arguments, **ADAM.base, out={name: arguments["grads"]})
+    assert_equal(arguments, before, written_names(arguments))
+
+
 def values(tensor: Tensor) -> Tensor:
     return torch.zeros(0) if tensor.is_meta else tensor.clone()
 
