@@ -47,7 +47,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 seconds = sum(value for name, value in report.user_properties if name == "cpu")
-                folder, _, rest = report.nodeid.removeprefix("tests/").partition("/")
+                path = report.nodeid.partition("::")[0]
+                folder, _, rest = path.removeprefix("tests/").partition("/")
                 folders[folder if rest else "."] += seconds
                 tests[report.nodeid] += seconds
     terminalreporter.section("seconds of processor time")

@@ -129,7 +129,7 @@ def case_of(way: str, program: str) -> Any:
     sanitizes_kernels = way == "sanitized" and any("cpu" in source for source in PROGRAMS[program])
     is_long = WAYS[way].emulator or sanitizes_kernels
     is_long = is_long or (way != "sanitized" and PROGRAMS[program] == ENGINE)
-    is_long = is_long or (way, program) in (("product", "steps"), ("sanitized", "vec_math"))
+    is_long = is_long or (way, program) == ("product", "steps")
     return pytest.param((way, program), marks=[pytest.mark.long] if is_long else [])
 
 

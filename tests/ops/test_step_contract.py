@@ -27,6 +27,7 @@ from torch import Tensor
 
 from deepspeed_ext.ops import adam_step_
 from deepspeed_ext.ops.optimizers import self_checks
+from deepspeed_ext.ops.optimizers.step_op import _signature_of
 
 OPCHECKED: dict[str, Callable[[Step], Arguments]] = {
     "lists": lambda step: make(step, [0, 17]),
@@ -258,3 +259,14 @@ def test_first_calls_of_many_threads() -> None:
     """The library is loaded once; a thread that comes late to that is not refused."""
     run = warm_python.run("-c", FIRST_CALLS)
     assert run.stdout.strip() == "8", run.stderr
+
+
+def test_a_function_has_the_arguments_of_its_op() -> None:
+    def function(params: Any, betas: Any, *, lr: float = 0.5) -> None: ...
+
+    names = ["params", "betas", "lr"]
+    assert _signature_of(function, names) == (["params", "betas"], {"lr": 0.5})
+    with pytest.raises(
+        TypeError, match=r"^function: arguments are not those .*\['betas', 'eps'\]$"
+    ):
+        _signature_of(function, ["params", "eps", "lr"])

@@ -35,6 +35,7 @@ from tolerance import assert_within
 from torch import Tensor
 
 from deepspeed_ext import ops
+from deepspeed_ext.ops import adam_step_, lion_step_, rmsprop_step_
 
 
 def of(arguments: Arguments, i: int) -> dict[str, Tensor]:
@@ -224,3 +225,18 @@ def test_sgd_refuses_a_momentum_below_0(momentum: float) -> None:
     with pytest.raises(ValueError, match=r"sgd_step_: momentum is .*, expected at least 0"):
         ops.sgd_step_(*([t] for t in tensors[:2]), steps=[torch.zeros(())],
                       momentum_buffers=[tensors[2]], lr=0.1, momentum=momentum)  # fmt: skip
+
+
+def test_what_a_decay_rate_leaves_is_exact(device: str) -> None:
+    """1 - 0.9999 is not what is left of the float32 that is nearest to 0.9999."""
+    rate, one = 0.9999, torch.ones(1, device=device)
+    left = torch.tensor([1 - rate], device=device)
+    param, state, square, count = (torch.zeros_like(one) for _ in range(4))
+    adam_step_([param], [one], [state], [square], [count], lr=0.0, betas=(rate, rate))
+    assert torch.equal(state, left) and torch.equal(square, left)
+    state.zero_()
+    lion_step_([param], [one], [state], [count], lr=0.0, betas=(0.5, rate))
+    assert torch.equal(state, left)
+    state.zero_(), square.zero_()
+    rmsprop_step_([param], [one], [square], [count], grad_avgs=[state], lr=0.0, alpha=rate)
+    assert torch.equal(state, left) and torch.equal(square, left)
