@@ -266,7 +266,5 @@ def test_a_function_has_the_arguments_of_its_op() -> None:
 
     names = ["params", "betas", "lr"]
     assert _signature_of(function, names) == (["params", "betas"], {"lr": 0.5})
-    with pytest.raises(
-        TypeError, match=r"^function: arguments are not those .*\['betas', 'eps'\]$"
-    ):
+    with pytest.raises(TypeError, match=r": \['betas', 'eps'\]$"):
         _signature_of(function, ["params", "eps", "lr"])
