@@ -10,6 +10,7 @@ from optim_cases import BF16, F32, assert_same_bits, state_tensors
 from test_optim_formats import CLASSES, U8, each_class, needs_cuda
 
 from deepspeed_ext import dtensors
+from deepspeed_ext.optim import FusedRMSprop
 
 INF, NAN = float("inf"), float("nan")
 GONE_WRONG = "; it was so when it was saved: load an earlier one"
@@ -102,6 +103,19 @@ def test_second_moments_below_zero(name, key, value, state_dtype):
     text = f": {key} has the value {value:g}, expected none below 0"
     text += GONE_WRONG if value != value else ""
     assert_refused(params, optimizer, saved, text)
+
+
+def test_means_and_sums_below_zero_are_right():
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = FusedRMSprop([param], centered=True, momentum=0.5)
+    param.grad = -torch.ones(3)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert (saved["state"][0]["grad_avg"] < 0).all()
+    assert (saved["state"][0]["momentum_buffer"] < 0).all()
+    optimizer.load_state_dict(saved)
+    for key, value in saved["state"][0].items():
+        assert torch.equal(optimizer.state[param][key], value), key
 
 
 @pytest.mark.parametrize("state_dtype", [F32, U8], ids=str)
