@@ -132,10 +132,11 @@ def show(result: Result) -> None:
     if elements:
         lines.append(f"{elements:,} elements, {moved / elements:g} bytes each")
     heads = f"{'GB/s':>8}{'ours is':>9}" + f"{'CPU s/GiB':>11}" * bool(result.cpu)
-    lines.append(f"{'':33}{'ms':>9}  {'least .. most':^19}{heads if moved else ''}".rstrip())
+    width = max(33, *(len(name) + 1 for name in result.timings))
+    lines.append(f"{'':{width}}{'ms':>9}  {'least .. most':^19}{heads if moved else ''}".rstrip())
     for name, timing in result.timings.items():
         spread = f"{1e3 * timing.least:.3f} .. {1e3 * timing.most:.3f}"
-        line = f"{name:33}{1e3 * timing.median:9.3f}  {spread:^19}"
+        line = f"{name:{width}}{1e3 * timing.median:9.3f}  {spread:^19}"
         if moved:
             ratio = f"{result.times[name]:.2f}x" if name in result.times else ""
             line += f"{moved / timing.median / 1e9:8.2f}{ratio:>9}"

@@ -1,0 +1,152 @@
+"""Who takes the optimizer's step of the offloading benchmark: ours, ours on the GPU, others."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed_ext.offload import OffloadOptimizer
+from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
+
+NUMBERS: dict[str, Any] = {"lr": 1e-5, "weight_decay": 0.01}
+FORMATS: dict[str, dict[str, Any]] = {
+    "fp32": {"master": "float32"},
+    "compact": {"state_dtype": torch.uint8, "master": "remainder"},
+}
+ALONE = "forward and backward alone"
+TORCHAO = "torchao CPUOffloadOptimizer"
+NEVER, ALWAYS = "clipping never bites", "clipping always bites"
+ACCUMULATED = "8 times forward and backward"
+_NORMS = {NEVER: 1e9, ALWAYS: 1e-4}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One way to use an optimizer.
+
+    Attributes:
+        max_norm: to clip to, None: no clipping.
+        accumulate: how many times forward and backward make one step.
+    """
+
+    max_norm: float | None = None
+    accumulate: int = 1
+
+
+@dataclass(frozen=True)
+class Session:
+    """An optimizer and what is measured of it, by name.
+
+    Attributes:
+        make: makes it for a model.
+        phases: by the name in a row.
+        why_not: says why it cannot be had on a device, or nothing.
+        own_model: whether it changes the model so that nobody else can use it any more.
+        dtype: of that model.
+    """
+
+    make: Callable[[nn.Module], Any]
+    phases: dict[str, Phase]
+    why_not: Callable[[str], str] = lambda device: ""
+    own_model: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+
+def ours(form: str, use: str = "") -> str:
+    """Return the name of our offloaded optimizer in a row."""
+    return f"OffloadOptimizer, {form} state{use and ', '}{use}"
+
+
+def on_gpu(form: str, use: str = "") -> str:
+    """Return the name of the optimizer that offloads nothing."""
+    return f"FusedAdam, {form} state on the GPU{use and ', '}{use}"
+
+
+def fsdp(form: str) -> str:
+    """Return the name of torch's offloading in a row."""
+    return f"FSDP2 CPUOffloadPolicy, {form}"
+
+
+def _offloaded(form: str) -> Session:
+    phases = {ours(form): Phase()}
+    phases |= {ours(form, use): Phase(max_norm=norm) for use, norm in _NORMS.items()}
+    phases[ours(form, ACCUMULATED)] = Phase(accumulate=8)
+    return Session(
+        lambda model: OffloadOptimizer(model.parameters(), model=model, **NUMBERS, **FORMATS[form]),
+        phases,
+    )
+
+
+def _resident(form: str) -> Session:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        kind = FusedAdam if next(model.parameters()).is_cuda else DeepSpeedCPUAdam
+        return kind(model.parameters(), **NUMBERS, **FORMATS[form])
+
+    uses = {on_gpu(form): Phase(), on_gpu(form, ACCUMULATED): Phase(accumulate=8)}
+    return Session(make, uses)
+
+
+def _torchao() -> Session:
+    def make(model: nn.Module) -> Any:
+        from torchao.optim import CPUOffloadOptimizer
+
+        return CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **NUMBERS)
+
+    def why_not(device: str) -> str:
+        if find_spec("torchao") is None:
+            return "torchao is not installed"
+        return "" if device == "cuda" else "torchao offloads from a GPU only"
+
+    return Session(make, {TORCHAO: Phase()}, why_not, own_model=True)
+
+
+def _fsdp(form: str, dtype: torch.dtype) -> Session:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        kind = next(model.parameters()).device.type
+        options: dict[str, Any] = {
+            "mesh": init_device_mesh(kind, (1,)),
+            "offload_policy": CPUOffloadPolicy(pin_memory=kind == "cuda"),
+        }
+        if dtype == torch.float32:
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for block in model.blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        return torch.optim.AdamW(model.parameters(), fused=True, **NUMBERS)
+
+    return Session(make, {fsdp(form): Phase()}, own_model=True, dtype=dtype)
+
+
+SESSIONS = [
+    *map(_resident, FORMATS),
+    *map(_offloaded, FORMATS),
+    _torchao(),
+    _fsdp("bf16", torch.bfloat16),
+    _fsdp("fp32", torch.float32),
+]
+
+
+@contextmanager
+def process_group(device: str) -> Iterator[None]:
+    """Make the process group that FSDP2 wants, of this process."""
+    store = torch.distributed.HashStore()
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def drop_garbage() -> None:
+    """Give memory back that nobody refers to any more."""
+    gc.collect()
+    torch.cuda.empty_cache()
