@@ -186,6 +186,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}: free_grads is True, expected False with GradScaler, which "
                 "looks at the gradients"
             )
+        self._pipeline.measures = max_norm is not None  # in the next backward, too
         with torch.no_grad():
             self._watch()
             if not self._inner.state and self._pipeline.is_dry_step():
