@@ -25,6 +25,7 @@ from benchmarks.offload_contenders import (
     ALONE,
     ALWAYS,
     FORMATS,
+    FREED,
     NEVER,
     SESSIONS,
     TORCHAO,
@@ -89,6 +90,8 @@ def _rows() -> dict[str, Row]:
         found[f"never-{form}"] = Row(f"step, {state}, {NEVER}", names, form)
         names = (ours(form, ALWAYS), BOUND, ours(form))
         found[f"always-{form}"] = Row(f"step, {state}, {ALWAYS}", names, form, (BOUND,))
+        names = (ours(form, FREED), ours(form))
+        found[f"freed-{form}"] = Row(f"step, {state}, {FREED}", names, form)
         names = (ours(form), TORCHAO, fsdp("bf16"), fsdp("fp32"))
         found[f"others-{form}"] = Row(f"step, {state}, beside others", names, form)
         names = (ours(form, ACCUMULATED), on_gpu(form, ACCUMULATED))

@@ -20,6 +20,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 ALONE = "forward and backward alone"
 TORCHAO = "torchao CPUOffloadOptimizer"
+FREED = "gradients freed"
 NEVER, ALWAYS = "clipping never bites", "clipping always bites"
 ACCUMULATED = "8 times forward and backward"
 _NORMS = {NEVER: 1e9, ALWAYS: 1e-4}
@@ -82,6 +83,15 @@ def _offloaded(form: str) -> Session:
     )
 
 
+def _freeing(form: str) -> Session:
+    return Session(
+        lambda model: OffloadOptimizer(
+            model.parameters(), model=model, free_grads=True, **NUMBERS, **FORMATS[form]
+        ),
+        {ours(form, FREED): Phase()},
+    )
+
+
 def _resident(form: str) -> Session:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         kind = FusedAdam if next(model.parameters()).is_cuda else DeepSpeedCPUAdam
@@ -128,6 +138,7 @@ def _fsdp(form: str, dtype: torch.dtype) -> Session:
 SESSIONS = [
     *map(_resident, FORMATS),
     *map(_offloaded, FORMATS),
+    *map(_freeing, FORMATS),
     _torchao(),
     _fsdp("bf16", torch.bfloat16),
     _fsdp("fp32", torch.float32),
