@@ -1,0 +1,46 @@
+"""What the offload tests share: helpers of the optimizer tests, one thread, no hangs."""
+
+import faulthandler
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+HELPERS = [str(HERE), str(HERE.parent / "optim")]
+LONGEST_TEST = 120.0  # seconds; what takes longer hangs
+
+sys.path.append(HELPERS[1])
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """A second thread is no gain for tiny parameters, and a loss where another test runs beside."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # for child processes, which find the helpers too
+        patch.setenv("PYTHONPATH", os.pathsep.join(HELPERS), prepend=os.pathsep)
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="package")
+def _real_stderr(request: pytest.FixtureRequest) -> Iterator[int]:
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        descriptor = os.dup(2)
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture(autouse=True)
+def _no_hang(_real_stderr: int, request: pytest.FixtureRequest) -> Iterator[None]:
+    """End the run with the stacks of all threads when a test hangs."""
+    longest = LONGEST_TEST * (5 if request.node.get_closest_marker("long") else 1)
+    faulthandler.dump_traceback_later(longest, exit=True, file=_real_stderr)
+    yield
+    faulthandler.cancel_dump_traceback_later()
