@@ -21,6 +21,7 @@ from deepspeed_ext.optim import (
     FusedSGD,
 )
 
+WARM = 4  # steps after which all that can be hastened is
 PATIENCE = 60  # seconds until what should have happened counts as never
 
 
@@ -189,6 +190,32 @@ def count_calls(monkeypatch, owner, method):
 
     monkeypatch.setattr(owner, method, counted)
     return calls
+
+
+def warm(device="cpu", **settings):
+    """Return a pair whose next step will be taken ahead."""
+    pair = Pair(device, **settings)
+    pair.train(WARM)
+    return pair
+
+
+def finish(pair, validated=None, rolled_back=None):
+    """Step, compare, see what counted, and that the pair goes on as before."""
+    before = pair.ours.stats()
+    pair.step()
+    pair.check()
+    after = pair.ours.stats()
+    for key, wanted in (("validated", validated), ("rolled back", rolled_back)):
+        if wanted is not None:
+            assert after[key] - before[key] == wanted, (key, before, after)
+    pair.train(3)
+    assert pair.ours.stats()["validated"] > after["validated"]
+
+
+def same_values(pair):
+    """Put other gradients of the same values in place of those that backward made."""
+    for param in pair.params:
+        param.grad = param.grad.clone()
 
 
 class Gate:
