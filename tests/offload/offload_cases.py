@@ -4,7 +4,6 @@ import copy
 import threading
 from dataclasses import dataclass
 
-import pytest
 import torch
 from optim_cases import BF16, assert_same_bits, make_params
 from torch import Tensor
@@ -221,20 +220,26 @@ def same_values(pair):
 class Gate:
     """Hold whatever thread calls a method of a bucket until it is opened.
 
+    Args:
+        monkeypatch: for as long as methods are to be replaced.
+        method: its name.
+        only: the bucket in question, or None for all.
+
     Attributes:
         reached: set when a thread is held.
         calls: how many have come.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def __init__(self, monkeypatch, method, only=None):
         self.reached, self._open, self.calls = threading.Event(), threading.Event(), 0
         original = getattr(bucket.HostBucket, method)
 
-        def held(*args):
-            self.calls += 1
-            self.reached.set()
-            assert self._open.wait(PATIENCE), f"nobody has opened the gate of {method}"
-            return original(*args)
+        def held(self_, *args):
+            if only is None or self_ is only:
+                self.calls += 1
+                self.reached.set()
+                assert self._open.wait(PATIENCE), f"nobody has opened the gate of {method}"
+            return original(self_, *args)
 
         monkeypatch.setattr(bucket.HostBucket, method, held)
 
@@ -245,3 +250,7 @@ class Gate:
     def open(self):
         """Let all pass, from now on."""
         self._open.set()
+
+    def open_soon(self):
+        """Do that when this thread waits, or a moment later if it does not."""
+        threading.Timer(0.05, self.open).start()

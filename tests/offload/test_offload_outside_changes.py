@@ -4,8 +4,19 @@ import copy
 
 import pytest
 import torch
-from offload_cases import FORMATS, WARM, await_ahead, finish, warm
-from optim_cases import BF16, make_params, on_each_device, snapshot
+from offload_cases import FORMATS, KINDS, WARM, Pair, await_ahead, finish, warm
+from optim_cases import (
+    BF16,
+    F16,
+    F32,
+    assert_same_bits,
+    make_params,
+    needs_cuda,
+    on_each_device,
+    snapshot,
+)
+
+from deepspeed_ext.offload import OffloadOptimizer
 
 
 def copied(pair, params, draw):
@@ -118,3 +129,217 @@ def test_a_steady_loop_does_not_compare_masters(device, monkeypatch):
     monkeypatch.setattr(torch, "where", None)
     pair.train(3)
     assert pair.ours.stats()["rolled back"] == 0
+
+
+# Parameters that become others
+
+
+def retyped(pair, dtype):
+    for params in (pair.params, pair.twins):
+        for param in params:
+            param.grad = None
+            param.data = param.data.to(dtype)
+
+
+@on_each_device
+@pytest.mark.parametrize("fraction", [0, 0.5, 1])
+@pytest.mark.parametrize(("before", "after"), [(F32, BF16), (BF16, F32), (BF16, F16)])
+def test_another_dtype(device, before, after, fraction):
+    pair = warm(device, params=make_params(device, before), master="float32", gpu_fraction=fraction)
+    retyped(pair, after)
+    pair.train(4)
+    assert pair.ours.state[pair.params[0]]["step"] == WARM + 4
+
+
+@on_each_device
+def test_another_dtype_after_backward(device):
+    pair = warm(device)
+    pair.backward()
+    await_ahead(pair.ours)
+    retyped(pair, BF16)
+    for param in pair.params:
+        param.grad = pair.draw(param)
+    finish(pair, validated=0)
+
+
+@on_each_device
+@pytest.mark.parametrize("fraction", [0, 1])
+def test_another_layout(device, fraction):
+    params = [torch.nn.Parameter(torch.randn(4, 6, 5, 3).to(device)) for _ in range(2)]
+    pair = warm(device, params=params, gpu_fraction=fraction)
+    for _, params in pair.both():
+        for param in params:
+            param.grad = None
+            param.data = param.data.to(memory_format=torch.channels_last)
+    pair.train(4)
+
+
+@on_each_device
+@pytest.mark.parametrize("fraction", [0, 1])
+def test_another_shape(device, fraction):
+    pair = warm(device, params=make_params(device)[:1], gpu_fraction=fraction)
+    for _, params in pair.both():
+        params[0].data = params[0].data.view(-1)
+    pair.train(4)
+    assert pair.ours.state[pair.params[0]]["exp_avg"].shape == (15,)
+
+
+@on_each_device
+def test_a_model_that_loads_a_checkpoint(device):
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 4)).to(device, BF16)
+    pair = Pair(device, params=model.parameters(), master="float32", model=model)
+    pair.train(WARM)
+    saved = {k: torch.full_like(v, 0.25) for k, v in model.state_dict().items()}
+    pair.backward()
+    await_ahead(pair.ours)
+    model.load_state_dict(saved)
+    with torch.no_grad():
+        for twin in pair.twins:
+            twin.fill_(0.25)
+    finish(pair, validated=0)
+    pair.train(1)
+    model.load_state_dict(saved, assign=False)
+    for twin in pair.twins:
+        twin.data = torch.full_like(twin, 0.25)
+    pair.train(3)
+
+
+@on_each_device
+def test_a_model_that_gets_other_tensors_for_its_weights(device):
+    pair = warm(device, params=make_params(device, BF16), master="float32")
+    for _, params in pair.both():
+        for param in params:
+            param.data = param.data.clone() * 2
+    pair.train(3)
+    for _, params in pair.both():
+        for a, b in zip(params, make_params(device, BF16, seed=4), strict=True):
+            a.data = b.data
+    pair.train(3)
+
+
+@on_each_device
+@pytest.mark.parametrize("fraction", [0, 0.5])
+@pytest.mark.parametrize("master", [None, "float32", "remainder"])
+def test_reset_master_takes_what_no_version_tells_of(device, master, fraction):
+    pair = warm(device, params=make_params(device, BF16), master=master, gpu_fraction=fraction)
+    for optimizer, params in pair.both():
+        for param in params:
+            param.data.mul_(0.5)
+        optimizer.reset_master()
+    pair.check()
+    pair.train(3)
+    pair.backward()
+    await_ahead(pair.ours)
+    for optimizer, params in pair.both():
+        params[8].data.mul_(0.5)
+        optimizer.reset_master()
+    finish(pair, validated=0)
+
+
+def test_parameters_that_get_memory_after_construction():
+    with torch.device("meta"):
+        model = torch.nn.Linear(6, 5)
+    optimizer = OffloadOptimizer(model.parameters(), lr=0.1)
+    model.to_empty(device="cpu")
+    pair = Pair(params=model.parameters())
+    with torch.no_grad():
+        for _, params in pair.both():
+            for i, param in enumerate(params):
+                param.copy_(torch.arange(param.numel()).view_as(param) + i)
+    pair.ours = optimizer
+    for group in pair.plain.param_groups:
+        group.update(lr=0.1, weight_decay=0.0)
+    pair.train(5)
+    pair.check_hastened(5)  # it is offloaded by then
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ["float32", "compact"])
+@pytest.mark.parametrize(("one", "other"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_parameters_that_move_to_another_device(one, other, name):
+    pair = warm(one, params=make_params(one, BF16), **FORMATS[name])
+    plain = KINDS["adam"].on_cuda if other == "cuda" else KINDS["adam"].offloaded
+    saved = pair.plain.state_dict()
+    for params in (pair.params, pair.twins):
+        for param in params:
+            param.grad = None
+            param.data = param.data.to(other)
+    pair.plain = plain(pair.twins, **KINDS["adam"].options, **FORMATS[name])
+    pair.plain.load_state_dict(saved)
+    before = pair.ours.stats()["validated"]
+    for _ in range(6):
+        pair.backward()
+        pair.step()
+        assert_same_bits(pair.params, pair.twins)
+    assert pair.ours.stats()["validated"] > before
+    assert all(v.device.type == "cpu" for v in pair.ours.state[pair.params[0]].values())
+
+
+# Weights that are written when buckets are made, or made anew, too
+
+
+@on_each_device
+@pytest.mark.parametrize("master", [None, "float32", "remainder"])
+def test_weights_written_before_the_first_step(device, master):
+    pair = Pair(device, params=make_params(device, BF16), master=master)
+    for when in range(2):
+        with torch.no_grad():
+            for _, params in pair.both():
+                for param in params:
+                    param.mul_(0.5 if when else 3.0)
+        pair.train(1)
+
+
+@on_each_device
+def test_weights_written_before_the_first_gradient(device):
+    params = make_params(device)
+    for param in params[::2]:
+        param.requires_grad_(False)
+    pair = warm(device, params=params)
+    for param in params:
+        param.requires_grad_()
+    with torch.no_grad():
+        for _, params in pair.both():
+            for param in params:
+                param.mul_(3.0)
+    pair.train(3)
+
+
+@on_each_device
+def test_weights_and_state_written_between_the_same_steps(device):
+    pair = warm(device)
+    for optimizer, params in pair.both():
+        with torch.no_grad():
+            for param in params:
+                param.mul_(3.0)
+        entry = optimizer.state[params[8]]
+        entry["exp_avg"] = entry["exp_avg"] * 2
+    pair.train(3)
+
+
+@on_each_device
+def test_weights_of_all_written_and_one_of_another_dtype(device):
+    pair = warm(device)
+    for _, params in pair.both():
+        for param in params:
+            param.data = param.data * 3
+        params[2].data = params[2].data.bfloat16()
+    pair.train(3)
+
+
+@on_each_device
+def test_weights_written_before_a_checkpoint_is_loaded(device):
+    pair = warm(device, params=make_params(device, BF16), master="float32")
+    saved = snapshot(pair.plain)
+    for optimizer, params in pair.both():
+        with torch.no_grad():
+            for param in params:
+                param.mul_(3.0)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+    pair.train(3)
+    for optimizer, params in pair.both():
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        with torch.no_grad():
+            for param in params:
+                param.mul_(3.0)
+    pair.train(3)
