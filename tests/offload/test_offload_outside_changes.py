@@ -9,6 +9,7 @@ from optim_cases import (
     BF16,
     F16,
     F32,
+    assert_close,
     assert_same_bits,
     make_params,
     needs_cuda,
@@ -236,21 +237,29 @@ def test_reset_master_takes_what_no_version_tells_of(device, master, fraction):
     finish(pair, validated=0)
 
 
-def test_parameters_that_get_memory_after_construction():
+@on_each_device
+def test_parameters_that_get_memory_after_construction(device):
+    """They are offloaded like all others."""
+    values = make_params(device)
     with torch.device("meta"):
-        model = torch.nn.Linear(6, 5)
-    optimizer = OffloadOptimizer(model.parameters(), lr=0.1)
-    model.to_empty(device="cpu")
-    pair = Pair(params=model.parameters())
-    with torch.no_grad():
-        for _, params in pair.both():
-            for i, param in enumerate(params):
-                param.copy_(torch.arange(param.numel()).view_as(param) + i)
+        params = [torch.nn.Parameter(torch.empty_like(v, device="meta")) for v in values]
+    optimizer = OffloadOptimizer(params, **KINDS["adam"].options)
+    for param, value in zip(params, values, strict=True):
+        torch.utils.swap_tensors(param, value)
+    pair = Pair(device, params=params)
     pair.ours = optimizer
-    for group in pair.plain.param_groups:
-        group.update(lr=0.1, weight_decay=0.0)
     pair.train(5)
-    pair.check_hastened(5)  # it is offloaded by then
+    pair.check_hastened(5)
+    assert pair.ours.state[params[0]]["exp_avg"].device.type == "cpu"
+
+
+def test_lazy_modules_that_take_shape_after_construction():
+    model = torch.nn.LazyLinear(2)
+    optimizer = OffloadOptimizer(model.parameters(), lr=0.5)
+    model(torch.ones(1, 3)).sum().backward()
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert_close([model.weight], [before - 0.5])
 
 
 @needs_cuda
