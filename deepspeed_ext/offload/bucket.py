@@ -1,7 +1,7 @@
 """Parameters that travel and are stepped together: gradients out, a step in host memory, back."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, is_
 from time import perf_counter
@@ -61,6 +61,7 @@ class Arrival:
         devices: the same parts where the parameters are.
         events: when the gradients of each part are there.
         squares: the sum of squares of each gradient, if it was wanted.
+        stepped: weights that are to be sent.
     """
 
     indices: list[int]
@@ -71,6 +72,7 @@ class Arrival:
     devices: list[Work]
     events: list[Event | None]
     squares: Tensor | None
+    stepped: list[Copy] = field(default_factory=list)
 
 
 @dataclass
@@ -167,7 +169,8 @@ class HostBucket:
         is_first = not sums.counts[i]
         sums.counts[i] += 1
         param.grad = None
-        task = Task(partial(sums.add, i, is_first, staged, event, source), Urgency.ADD)
+        run = partial(sums.add, i, is_first, staged, event, source)
+        task = Task(run, Urgency.ADD, events=[event])
         self.adding = [*(task for task in self.adding if not task.done), task]
         return task
 
@@ -266,7 +269,7 @@ class HostBucket:
             self._step_part(part, event, options, scaling, out)
 
     def step(self, arrival: Arrival, options: Group, scaling: Scaling, after: Event | None) -> None:
-        """Take a step, and send the weights back part by part."""
+        """Take a step; weights go back as soon as nobody needs the old ones any more."""
         self._await_returned()
         self.bucket.refresh_masters()
         counts = self.bucket.slabs[STEP][0]
@@ -276,12 +279,22 @@ class HostBucket:
             slabs = {**self.bucket.slabs, STEP: [counted]}
             out = self.inner.out_of(part.params, slabs, part.scales)
             self._step_part(part, event, options, scaling, out)
-            self._send(list(map(Copy, there.params, part.params)), after)
+            arrival.stepped += map(Copy, there.params, part.params)
+            if after is None or after.query():
+                self._send(arrival.stepped, after)
+                arrival.stepped = []
         counts.copy_(counted)
         self.bucket.note_own_write()
-        self._note_sent(arrival)
 
-    def adopt(self, task: Task, arrival: Arrival, spare: Side, after: Event | None) -> None:
+    def send_rest(self, arrival: Arrival, step: Task, after: Event | None) -> None:
+        """Send the weights of a step that have not been sent."""
+        if step.error is not None:
+            raise step.error
+        if arrival.stepped:
+            self._send(arrival.stepped, after)
+        self._note_sent()
+
+    def adopt(self, task: Task, spare: Side, after: Event | None) -> None:
         """Make what a step ahead has written the state, and send its weights."""
         if task.error is not None:
             raise task.error
@@ -299,7 +312,7 @@ class HostBucket:
             self.inner.state[copy].renew(shown)
         self.spare = old
         self._send(list(map(Copy, map(local, self.owners), self._copies())), after)
-        self._note_sent(arrival)
+        self._note_sent()
 
     def _entries(self) -> list[dict[str, Tensor]]:
         keys = self.bucket.shown(0).keys()
@@ -329,7 +342,7 @@ class HostBucket:
         self.bytes_back += sum(copy.source.nbytes for copy in copies)
         self.awaited = set()
 
-    def _note_sent(self, arrival: Arrival) -> None:
+    def _note_sent(self) -> None:
         if is_dtensor(self.owners[0]):  # copies count as writes, but of the local parts
             torch.autograd.graph.increment_version(self.owners)
         self.weights = marks_of(self.owners)

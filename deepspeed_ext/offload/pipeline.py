@@ -159,7 +159,7 @@ class Pipeline:
         if bucket.was_written():
             return
         run = partial(bucket.step_ahead, arrival, options, _scaling_of(self._divisor), spare)
-        task = Task(run, Urgency.AHEAD)
+        task = Task(run, Urgency.AHEAD, events=arrival.events[:1])
         bucket.ahead = Ahead(task, options, self._divisor, bucket.weights, bucket.state_marks())
         self.worker.submit(task)
         self.counts["ahead"] += 1
@@ -293,20 +293,23 @@ class Pipeline:
         if ahead is not None and self.worker.drop(ahead.task):  # nobody has begun it
             self.counts["ahead"] -= 1
             ahead = None
+        spare = bucket.spare
         if (
             ahead is not None
-            and bucket.spare is not None
+            and spare is not None
             and not was_written
             and ahead.is_of(options, divisor, bucket.weights, bucket.state_marks())
         ):
-            run = partial(bucket.adopt, ahead.task, arrival, bucket.spare, after)
-            bucket.task = Task(run, Urgency.RETURN, bucket.place)
+            needs, run = ahead.task, partial(bucket.adopt, ahead.task, spare, after)
             self.counts["validated"] += 1
         else:
-            run = partial(bucket.step, arrival, options, _scaling_of(divisor), after)
-            bucket.task = Task(run, Urgency.STEP, bucket.place)
+            step = partial(bucket.step, arrival, options, _scaling_of(divisor), after)
+            needs = Task(step, Urgency.STEP, bucket.place, arrival.events[:1])
+            run = partial(bucket.send_rest, arrival, needs, after)
+            self.worker.submit(needs)
             self.counts["rolled back"] += ahead is not None
         bucket.ahead = bucket.arrival = None
+        bucket.task = Task(run, Urgency.RETURN, bucket.place, [after], needs)
         self.worker.submit(bucket.task)
 
     def _decide(self, scaling: Scaling, max_norm: float | None) -> Decision | None:

@@ -1,20 +1,20 @@
-"""The thread that steps: tasks in the order of their urgency, errors kept for who waits."""
+"""The thread that steps: what can be done now in the order of urgency, else what can be next."""
 
-import heapq
-import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 
 import torch
+
+from deepspeed_ext.offload.copies import Event
 
 
 class Urgency(IntEnum):
     """What goes first; tasks of one urgency go by their place, then in the order they came in."""
 
     ADD = 0  # gradients, of which the others are
-    RETURN = 1  # weights that are known already
+    RETURN = 1  # weights that are known
     STEP = 2  # what step() has asked for
     AHEAD = 3  # what step() may ask for
 
@@ -24,17 +24,38 @@ class Task:
 
     Attributes:
         run: does it, in the worker's thread.
+        urgency: how soon.
+        place: among those of the same urgency.
+        events: of the device, that it has to wait for.
+        needs: another task that has to be over before.
         done: whether it is over, in whatever way.
         error: what it raised.
     """
 
-    def __init__(self, run: Callable[[], None], urgency: Urgency, place: int = 0) -> None:
+    def __init__(
+        self,
+        run: Callable[[], None],
+        urgency: Urgency,
+        place: int = 0,
+        events: Sequence[Event | None] = (),
+        needs: "Task | None" = None,
+    ) -> None:
         self.run = run
-        self.urgency = urgency
-        self.place = place
+        self.urgency, self.place = urgency, place
+        self._events = [event for event in events if event is not None]
+        self.needs = needs
         self.done = False
-        self.dropped = False
         self.error: BaseException | None = None
+
+    def is_possible(self) -> bool:
+        """Return whether it can begin, if only to wait for a device."""
+        return self.needs is None or self.needs.done
+
+    def is_ready(self) -> bool:
+        """Return whether it has nothing to wait for."""
+        while self._events and self._events[0].query():
+            del self._events[0]
+        return not self._events and self.is_possible()
 
 
 class Worker:
@@ -45,8 +66,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._queue: list[tuple[Urgency, int, int, Task]] = []
-        self._numbers = itertools.count()
+        self._queue: list[Task] = []
         self._thread: threading.Thread | None = None
         self._closing = False
         self._process = os.getpid()
@@ -65,7 +85,7 @@ class Worker:
         with self._changed:
             if self._closing:
                 raise RuntimeError("OffloadOptimizer: it is closed, expected to be open")
-            heapq.heappush(self._queue, (task.urgency, task.place, next(self._numbers), task))
+            self._queue.append(task)
             if self._thread is None:
                 threads = torch.get_num_threads()
                 self._thread = threading.Thread(
@@ -78,14 +98,12 @@ class Worker:
     def drop(self, task: Task) -> bool:
         """Take a task back if nobody has begun it; return whether that was so."""
         with self._changed:
-            for i, item in enumerate(self._queue):
-                if item[-1] is task:
-                    del self._queue[i]
-                    heapq.heapify(self._queue)
-                    task.done = task.dropped = True
-                    self._changed.notify_all()
-                    return True
-        return False
+            if task not in self._queue:
+                return False
+            self._queue.remove(task)
+            task.done = True
+            self._changed.notify_all()
+        return True
 
     def wait(self, tasks: Iterable[Task]) -> None:
         """Return when all of these are over; their errors are left in them."""
@@ -115,7 +133,8 @@ class Worker:
                     self._changed.wait()
                 if not self._queue:
                     return
-                task = heapq.heappop(self._queue)[-1]
+                task = self._next()
+                self._queue.remove(task)
             try:
                 with torch.no_grad():
                     task.run()
@@ -126,6 +145,20 @@ class Worker:
                 task.run = _nothing  # and what it holds may go
                 self._changed.notify_all()
             del task
+
+    def _next(self) -> Task:
+        """Return what to do next.
+
+        If all wait for a device, that is what was queued first: its gradients come first.
+        """
+        by_urgency = sorted(self._queue, key=lambda task: (task.urgency, task.place))
+        ready = next(filter(Task.is_ready, by_urgency), None)
+        if ready is not None:
+            return ready
+        waiting = (task for task in self._queue if task.urgency != Urgency.RETURN)
+        return next(filter(Task.is_possible, waiting), None) or next(
+            filter(Task.is_possible, by_urgency)
+        )
 
 
 def _nothing() -> None:
