@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from offload_cases import FORMATS, KINDS, WARM, Pair, await_ahead, finish, warm
+from offload_cases import FORMATS, KINDS, WARM, Pair, await_ahead, finish, small_parts, warm
 from optim_cases import (
     BF16,
     F16,
@@ -66,6 +66,22 @@ STATE_WRITES = {
     "replaced by another dtype": lambda entry: entry.update(exp_avg=entry["exp_avg"].double()),
     "step replaced": lambda entry: entry.update(step=torch.tensor(7.0)),
 }
+
+
+@on_each_device
+@pytest.mark.parametrize("change", WEIGHT_CHANGES, ids=lambda f: f.__name__)
+def test_weights_written_whose_step_is_in_pieces(device, change, monkeypatch):
+    small_parts(monkeypatch, piece=256)
+    params = [torch.nn.Parameter(torch.randn(n).to(device)) for n in (5, 3000, 7, 8, 9, 10, 11, 12)]
+    params.append(torch.nn.Parameter(torch.randn(2000).to(device)))
+    pair = warm(device, params=params)
+    values = {1: pair.draw(pair.params[1])}
+    pair.backward()
+    await_ahead(pair.ours)
+    with torch.no_grad():
+        for _, params in pair.both():
+            change(pair, params, values.__getitem__)
+    finish(pair)
 
 
 @on_each_device

@@ -104,8 +104,7 @@ def test_missing_gradients(device, kind, monkeypatch):
     pair = Pair(device, kind)
     pair.train(STEPS, missing=0.15)
     stats = pair.ours.stats()
-    assert stats["validated"] > 10 and stats["early"] == stats["validated"]
-    assert stats["late"] > 10
+    assert stats["validated"] > 10 and stats["late"] > 10
 
 
 @on_each_device
@@ -211,12 +210,12 @@ def test_groups_added_later(device):
 @on_each_device
 def test_no_room_for_steps_ahead(device):
     """Gradients leave early all the same, and no step is taken before it is asked for."""
-    needed = 8 * (sum(p.numel() for p in make_params()) + 9)
-    pair = Pair(device, memory_budget=int(needed * 1.99))
+    needed = sum(12 * p.numel() + 4 for p in make_params())
+    pair = Pair(device, memory_budget=needed + 4000)
     pair.train(STEPS)
     stats = pair.ours.stats()
     assert stats["early"] >= STEPS - 2 and stats["ahead"] == stats["validated"] == 0
-    pair = Pair(device, memory_budget=int(needed * 4.01))
+    pair = Pair(device, memory_budget=needed * 20)
     pair.train(STEPS)
     pair.check_hastened(STEPS)
 
