@@ -280,6 +280,7 @@ def test_copies_of_model_and_optimizer_belong_together(duplicate):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+    optimizer.synchronize()
     both = duplicate({"model": model, "optimizer": optimizer})
     for net, ours in ((model, optimizer), (both["model"], both["optimizer"])):
         for _ in range(4):
