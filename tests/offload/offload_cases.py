@@ -104,7 +104,9 @@ class Pair:
     def give(self):
         """Let the twins have the gradients."""
         for param, twin in zip(self.params, self.twins, strict=True):
-            twin.grad = None if param.grad is None else param.grad.detach().clone()
+            twin.grad = None if param.grad is None else torch.empty_like(twin)
+            if param.grad is not None:
+                twin.grad.data = param.grad.detach().clone()  # of any dtype
 
     def step(self, max_norm=None):
         """Step both and compare what they return; the first after all that it may do ahead."""
