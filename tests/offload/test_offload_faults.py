@@ -1,0 +1,379 @@
+"""Exceptions in hooks, in backward and in the worker; steps without backward; forks and Ctrl-C."""
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+
+import pytest
+import torch
+from offload_cases import (
+    PATIENCE,
+    WARM,
+    Gate,
+    Pair,
+    await_ahead,
+    finish,
+    same_values,
+    small_parts,
+    warm,
+)
+from optim_cases import assert_same_bits, make_params, on_each_device, snapshot
+from torch.nn import Parameter
+
+from deepspeed_ext.offload.bucket import HostBucket
+from deepspeed_ext.offload.worker import Worker
+
+
+class Broken(Exception):
+    """What a test lets go wrong."""
+
+
+def breaking(monkeypatch, method, times=1, owner=HostBucket):
+    """Let the next calls of a method raise, then work again."""
+    original, left = getattr(owner, method), [times]
+
+    def broken(*args, **kwargs):
+        if left[0]:
+            left[0] -= 1
+            raise Broken(f"in {method}")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, method, broken)
+
+
+@on_each_device
+def test_an_exception_in_backward(device, monkeypatch):
+    """As when memory runs out: some gradients are there, and some have left already."""
+    small_parts(monkeypatch, most=192)
+    layers = [torch.nn.Linear(8, 8).to(device) for _ in range(5)]
+    model = torch.nn.Sequential(*layers)
+    pair = Pair(device, params=model.parameters())
+    x = torch.ones(2, 8, device=device)
+
+    def fail(grad):
+        raise torch.OutOfMemoryError("no memory")
+
+    def run(breaks_after=None):
+        out = x
+        for i, layer in enumerate(layers):
+            out = layer(out)
+            if i == breaks_after:
+                out.register_hook(fail)
+        out.square().mean().backward()
+
+    for _ in range(WARM):
+        run()
+        pair.step()
+    for after, goes_on in ((2, "zero"), (0, "zero"), (3, "more"), (2, "step")):
+        with pytest.raises(torch.OutOfMemoryError):
+            run(after)
+        await_ahead(pair.ours)
+        if goes_on == "zero":
+            pair.ours.zero_grad()
+        if goes_on != "step":
+            run()
+        pair.step()
+        pair.check()
+        for _ in range(3):
+            run()
+            pair.step()
+            pair.check()
+
+
+@on_each_device
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_an_exception_in_a_hook_of_the_user(device, where):
+    params = make_params(device)
+    raises = [False]
+
+    def hook(param):
+        if raises[0]:
+            raise Broken("mine")
+
+    if where == "before":
+        params[4].register_post_accumulate_grad_hook(hook)
+    pair = Pair(device, params=params)
+    if where == "after":
+        params[4].register_post_accumulate_grad_hook(hook)
+    pair.train(WARM)
+    raises[0] = True
+    with pytest.raises(Broken):
+        pair.backward()
+    await_ahead(pair.ours)
+    raises[0] = False
+    finish(pair)
+
+
+@on_each_device
+def test_an_exception_while_gradients_leave(device, monkeypatch):
+    """Hooks only hasten: no backward fails because of them, and step() does it all again."""
+    pair = warm(device)
+    breaking(monkeypatch, "take")
+    pair.backward()
+    finish(pair, validated=0)
+
+
+@on_each_device
+def test_an_exception_while_a_step_begins(device, monkeypatch):
+    """Nothing was stepped, and the step can be made up for."""
+    pair = warm(device)
+    saved, weights = snapshot(pair.ours), [p.detach().clone() for p in pair.params]
+    pair.backward()
+    same_values(pair)
+    breaking(monkeypatch, "take")
+    with pytest.raises(Broken):
+        pair.ours.step()
+    assert_same_bits(pair.params, weights)
+    assert torch.equal(pair.ours.state_dict()["state"][8]["step"], saved["state"][8]["step"])
+    finish(pair)
+
+
+@on_each_device
+@pytest.mark.parametrize("over", [False, True])
+def test_an_exception_in_a_step_ahead(device, over, monkeypatch):
+    """It was speculation: the step is taken anew, whether that is over by then or not."""
+    pair = warm(device)
+    gate = Gate(monkeypatch, "step_ahead")
+    breaking(monkeypatch, "_step_part")
+    pair.backward()
+    gate.await_thread()
+    if over:
+        gate.open()
+        finish(pair, validated=0)
+        return
+    pair.give()
+    gate.open_soon()
+    pair.ours.step()
+    pair.plain.step()
+    pair.zero_grad()
+    pair.check()
+    pair.train(3)
+
+
+@on_each_device
+@pytest.mark.parametrize("waits", ["step", "state", "synchronize", "forward", "next step", "close"])
+def test_an_exception_in_the_worker_surfaces_where_somebody_waits(device, waits, monkeypatch):
+    others = offload_threads()
+    model = torch.nn.Linear(6, 5).to(device)
+    x = torch.ones(2, 6, device=device)
+    watched = {} if waits == "step" else {"model": model}
+    pair = Pair(device, params=model.parameters(), **watched)
+    pair.train(WARM)
+    before = [p.detach().clone() for p in pair.params]
+    pair.backward()
+    same_values(pair)
+    breaking(monkeypatch, "_step_part")
+    waiting = {
+        "step": lambda: None,
+        "state": lambda: pair.ours.state,
+        "synchronize": lambda: pair.ours.synchronize(),
+        "forward": lambda: model(x),
+        "next step": lambda: pair.ours.step(),
+        "close": lambda: pair.ours.close(),
+    }
+    with pytest.raises(Broken, match="in _step_part") as caught:
+        pair.ours.step()
+        waiting[waits]()
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "broken" in names  # where it was raised, in the worker
+    if waits == "close":
+        assert set(offload_threads()) <= set(others)
+        return
+    assert_same_bits(pair.params, before)  # it told so once, and nothing was stepped
+    finish(pair)
+
+
+@on_each_device
+def test_one_bucket_of_several_fails(device, monkeypatch):
+    """The error is told once; others have been stepped, as the plain class does it."""
+    small_parts(monkeypatch, most=192)
+    pair = warm(device)
+    counts = [float(pair.ours.state[p]["step"]) for p in pair.params]
+    pair.backward()
+    same_values(pair)
+    breaking(monkeypatch, "_step_part", times=2)
+    with pytest.raises(Broken):
+        pair.ours.step()
+    after = [float(pair.ours.state[p]["step"]) for p in pair.params]
+    assert sum(after) > sum(counts) and min(b - a for a, b in zip(counts, after, strict=True)) == 0
+    pair.ours.zero_grad()
+    pair.backward()
+    pair.ours.step()  # goes on
+
+
+@on_each_device
+def test_steps_without_backward(device):
+    pair = warm(device)
+    for _ in range(3):
+        pair.step()
+        pair.check()
+    pair.train(3)
+    pair.backward()
+    for _ in range(3):  # with the same gradients
+        pair.give()
+        await_ahead(pair.ours)
+        pair.ours.step()
+        pair.plain.step()
+        pair.check()
+    pair.zero_grad()
+    pair.train(3)
+
+
+@on_each_device
+def test_gradients_kept_from_one_step_to_the_next(device):
+    """Without zero_grad they add up, as in torch."""
+    pair = Pair(device)
+    for _ in range(8):
+        pair.backward()
+        pair.give()
+        await_ahead(pair.ours)
+        pair.ours.step()
+        pair.plain.step()
+        pair.check()
+    assert pair.ours.stats()["validated"] >= 5
+
+
+# Forks, signals
+
+
+def offload_threads():
+    return [t for t in threading.enumerate() if t.name == "deepspeed_ext-offload"]
+
+
+def in_child(run):
+    """Run a function in a fork of this process and return what it returned, a text."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(PATIENCE)
+            text = run()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(write, (text or "").encode())
+        os._exit(0)
+    os.close(write)
+    with open(read) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    assert status == 0, f"the child has ended with {status}: {text}"
+    return text
+
+
+FORK = (
+    "RuntimeError: OffloadOptimizer: this process is a fork of the one that made it, expected the "
+    "same; make an optimizer here"
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("when", ["idle", "ahead", "under way"])
+def test_a_fork_cannot_step_and_the_parent_goes_on(when, monkeypatch):
+    model = torch.nn.Linear(6, 5)
+    pair = Pair(params=model.parameters(), **({"model": model} if when == "under way" else {}))
+    pair.train(WARM)
+    gate = None
+    pair.backward()
+    if when == "ahead":
+        gate = Gate(monkeypatch, "step_ahead")
+        pair.ours.zero_grad()
+        pair.backward()
+        gate.await_thread()
+    if when == "under way":
+        gate = Gate(monkeypatch, "adopt")
+        pair.give()
+        await_ahead(pair.ours)
+        pair.ours.step()
+        gate.await_thread()
+
+    def child():
+        for param in pair.params:
+            param.grad = torch.ones_like(param)
+        pair.ours.step()
+        return "stepped"
+
+    assert in_child(child) == FORK
+    assert in_child(lambda: pair.ours.close()) == ""
+    assert in_child(lambda: pair.ours.zero_grad()) == ""
+    assert in_child(lambda: str(len(pair.ours.stats()) > 4)) == "True"
+
+    def other():
+        if gate:
+            gate.open()
+        params = [Parameter(torch.ones(4))]
+        fresh = Pair(params=params)
+        fresh.train(4)
+        fresh.check_hastened(4)
+        fresh.ours.close()
+
+    assert in_child(other) == ""
+    if gate:
+        gate.open()
+    if when == "under way":
+        pair.plain.step()
+        pair.zero_grad()
+        pair.check()
+        pair.train(3)
+    else:
+        finish(pair)
+
+
+@pytest.fixture
+def ctrl_c():
+    """Let SIGINT raise; a shell lets its background processes ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+WAITS = {
+    "step": lambda pair: pair.ours.step(),
+    "synchronize": lambda pair: pair.ours.synchronize(),
+    "state": lambda pair: pair.ours.state,
+    "state_dict": lambda pair: pair.ours.state_dict(),
+}
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("wait", WAITS)
+def test_ctrl_c_ends_a_wait_and_not_the_step(wait, monkeypatch):
+    model = torch.nn.Linear(6, 5)
+    pair = Pair(params=model.parameters(), **({} if wait == "step" else {"model": model}))
+    pair.train(WARM)
+    gate = Gate(monkeypatch, "adopt")
+    pair.backward()
+    pair.give()
+    await_ahead(pair.ours)
+    if wait != "step":
+        pair.ours.step()
+        gate.await_thread()
+    for _ in range(1 if wait == "step" else 2):
+        helper = threading.Thread(target=interrupt_when_waiting, args=(threading.get_ident(), gate))
+        helper.start()
+        with pytest.raises(KeyboardInterrupt):
+            WAITS[wait](pair)
+        helper.join()
+    gate.open()
+    pair.plain.step()
+    pair.zero_grad()
+    pair.check()
+    pair.train(3)
+
+
+def interrupt_when_waiting(thread, gate):
+    """Send SIGINT when the thread waits for the worker, which is held."""
+    gate.await_thread()
+    while not is_in(sys._current_frames()[thread], Worker.wait.__code__):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def is_in(frame, code):
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
