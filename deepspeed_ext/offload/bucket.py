@@ -153,6 +153,18 @@ class HostBucket:
         both = zip(self.sums.values, self.sums.counts, strict=True)
         return [value if count else None for value, count in both]
 
+    def check_grads(self) -> None:
+        """Raise ValueError if a gradient is not one that a step takes."""
+        both = [(p, p.grad) for p in self.owners if p.grad is not None]
+        if all(g.layout is torch.strided and g.shape == p.shape for p, g in both):
+            return
+        copies = [
+            copy
+            for copy, p in zip(self.bucket.params, self.owners, strict=True)
+            if p.grad is not None
+        ]
+        self.inner.refuse([p for p, _ in both], [g for _, g in both], copies)
+
     def grad_bytes(self) -> int:
         """Return how many bytes of host memory the gradients take."""
         return sum(local(grad).nbytes for grad in self.grads() if grad is not None)
@@ -220,6 +232,11 @@ class HostBucket:
         work = Work(copies, copies, *places, bucket.params).part(indices)._replace(grads=grads)
         params = [local(self.owners[i]).detach() for i in indices]
         return work, work._replace(params=params, grads=sources)
+
+    def aim(self, arrival: Arrival) -> None:
+        """Let the weights of a step go to the memory that the parameters have now."""
+        params = [local(self.owners[i]).detach() for i in arrival.indices]
+        arrival.devices = pieces(arrival.work._replace(params=params))
 
     def _host_grads(self, sources: list[Tensor]) -> list[Tensor]:
         """Return memory for gradients in the host, the widest elements first: all are aligned."""

@@ -62,6 +62,12 @@ class HostSteps(SlabOptimizer):
             name_refused(self, work, error)
             raise
 
+    def refuse(self, params: list[Tensor], grads: list[Tensor], copies: list[Tensor]) -> None:
+        """Raise ValueError that says what is wrong with one of these gradients."""
+        slabs: dict[str, list[Tensor]] = {}
+        work = Work(params, grads, slabs, [], *2 * [torch.empty(0)], None, copies)
+        explain(self, work, ValueError("gradients are checked before they are copied"))
+
     def out_of(
         self, params: list[Tensor], slabs: dict[str, list[Tensor]], scales: Sequence[Tensor]
     ) -> dict[str, list[Tensor]]:
@@ -87,7 +93,13 @@ def offloaded(cls: type[SlabOptimizer], cut: Cut) -> type[HostSteps]:
             f"{_TITLE}: optimizer_class is {name}, expected DeepSpeedCPUAdam, DeepSpeedCPUAdagrad,"
             f" DeepSpeedCPULion, FusedRMSprop or FusedSGD{why}"
         )
-    traits = replace(cls.traits, devices=("cpu", "cuda"), elsewhere={}, cut=cut)
+    traits = replace(
+        cls.traits,
+        devices=("cpu", "cuda"),
+        elsewhere={},
+        grad_layouts=(torch.strided,),
+        cut=cut,
+    )
     made: type[HostSteps] = type(_TITLE, (HostSteps, cls), {"traits": traits})
     return made
 
@@ -97,6 +109,8 @@ def pieces(work: Work) -> list[Work]:
 
     A piece is some whole parameters, or a range of a large one in the order of memory.
     """
+    if len({grad.dtype for grad in work.grads}) > 1:  # an op takes one
+        return [piece for part in work.split_by_grad_dtype() for piece in pieces(part)]
     cut: list[Work] = []
     some: list[int] = []
     elements = 0

@@ -9,17 +9,19 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
 from deepspeed_ext.offload.estimate import memory_for
 from deepspeed_ext.offload.hooks import Remove, before_forward, on_gradient
 from deepspeed_ext.offload.inner import offloaded
-from deepspeed_ext.offload.pipeline import Links, Pipeline
-from deepspeed_ext.offload.stand_ins import stand_ins
+from deepspeed_ext.offload.links import Links
+from deepspeed_ext.offload.pipeline import Pipeline
 from deepspeed_ext.ops.optimizers.clip import checked_norm
 from deepspeed_ext.optim import DeepSpeedCPUAdam
 from deepspeed_ext.optim.base import SlabOptimizer
 from deepspeed_ext.optim.checkpoint import portable_state
+from deepspeed_ext.optim.checks import check_once
 from deepspeed_ext.optim.clipping import Scaling
 
 Group = dict[str, Any]
@@ -61,6 +63,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     See: Ren et al., "ZeRO-Offload", 2021; Lian et al., "SuperOffload", 2025, section 4.
     """
 
+    _max_norm: float | None = None  # of the call that is under way, if it has one of its own
     _step_supports_amp_scaling = True  # tells GradScaler to hand over grad_scale and found_inf
 
     def __init__(
@@ -94,7 +97,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         links = Links()
         made = offloaded(optimizer_class, links.cut)
         super().__init__(params, {})  # which makes groups of them
-        self._resident_bytes = gpu_fraction * sum(p.nbytes for p in self._params())
+        self._resident_bytes = gpu_fraction * sum(map(_bytes_of, self._params()))
         inner = made([self._inner_group(group, links) for group in self.param_groups], **kwargs)
         self.defaults = dict(inner.defaults)
         self._inner = inner
@@ -112,26 +115,24 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _inner_group(self, group: Group, links: Links) -> Group:
         """Return a group of host copies, and of those parameters that stay where they are."""
-        stay = []
+        check_once(self, group["params"])
         for param in group["params"]:
-            self._resident_bytes -= param.nbytes
-            stay.append(self._resident_bytes >= 0)
-        away = [p for p, stays in zip(group["params"], stay, strict=True) if not stays]
-        copies = iter(stand_ins(away))
-        both = zip(group["params"], stay, strict=True)
-        copied = [param if stays else next(copies) for param, stays in both]
-        for param, stand_in in zip(group["params"], copied, strict=True):
-            links.add(param, stand_in)
-        return {**group, "params": copied}
+            self._resident_bytes -= _bytes_of(param)
+            if self._resident_bytes >= 0:
+                links.resident.add(id(param))
+        return {**group, "params": links.copies_of(group["params"])}
 
     def _watch(self) -> None:
         """See that all parameters tell of their gradients, those added or thawed since too."""
         for param in self._params():
-            if id(param) not in self._hooks and param.requires_grad and param.is_leaf:
+            known = id(param) in self._hooks or is_lazy(param)
+            if not known and param.requires_grad and param.is_leaf:
                 self._hooks[id(param)] = on_gradient(param, self._pipeline.note_gradient)
 
-    def _take_options(self) -> None:
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+    def _take_options(self, first: int = 0) -> None:
+        """Give groups, from one on, the options that those in host memory have."""
+        both = zip(self.param_groups, self._inner.param_groups, strict=True)
+        for group, inner in itertools.islice(both, first, None):
             group.update((key, value) for key, value in inner.items() if key != "params")
 
     @overload
@@ -161,7 +162,21 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step(self.max_grad_norm)
+        scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        if self._settings["free_grads"] and scaling != Scaling():
+            raise ValueError(
+                f"{type(self).__name__}: free_grads is True, expected False with GradScaler, which "
+                "looks at the gradients"
+            )
+        with torch.no_grad():
+            self._watch()
+            if not self._inner.state and self._pipeline.is_dry_step():
+                return loss
+            max_norm = self.max_grad_norm if self._max_norm is None else self._max_norm
+            self._pipeline.measures = max_norm is not None  # in the next backward, too
+            self.grad_norm = self._pipeline.step(scaling, max_norm)
+            if self._model is None:
+                self._pipeline.finish()
         return loss
 
     @_disable_dynamo
@@ -174,26 +189,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before clipping, as `grad_norm`: inf or NaN if and only if nothing was stepped.
         """
-        self._step(checked_norm(type(self).__name__, "max_norm", max_norm))
-        norm = self.grad_norm
-        assert norm is not None
-        return norm
+        self._max_norm = checked_norm(type(self).__name__, "max_norm", max_norm)
+        try:
+            self.step()  # which may have been wrapped by what knows no other arguments
+        finally:
+            self._max_norm = None
+        return torch.zeros(()) if self.grad_norm is None else self.grad_norm
 
-    def _step(self, max_norm: float | None) -> None:
-        scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        if self._settings["free_grads"] and scaling != Scaling():
-            raise ValueError(
-                f"{type(self).__name__}: free_grads is True, expected False with GradScaler, which "
-                "looks at the gradients"
-            )
-        self._pipeline.measures = max_norm is not None  # in the next backward, too
-        with torch.no_grad():
-            self._watch()
-            if not self._inner.state and self._pipeline.is_dry_step():
-                return
-            self.grad_norm = self._pipeline.step(scaling, max_norm)
-            if self._model is None:
-                self._pipeline.finish()
+    @property
+    def skipped_steps(self) -> int:
+        """How often a step that clips has stepped nothing, as a gradient was inf or NaN."""
+        return self._pipeline.counts["skipped"]
 
     def synchronize(self) -> None:
         """Wait until the last step is over, and let the current stream wait for its weights."""
@@ -268,7 +274,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        self._take_options()
+        self._take_options(len(self.param_groups) - 1)
         self._watch()
 
     def state_dict(self) -> dict[str, Any]:
@@ -308,12 +314,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for group in groups:
             group["params"] = [copy.deepcopy(param, memo) for param in group["params"]]
         model = copy.deepcopy(self._model, memo)
-        return _rebuilt(groups, self.max_grad_norm, model, self._settings, self.state_dict())
+        settings = (self.max_grad_norm, model, self._settings)
+        return _rebuilt(type(self), groups, *settings, self.state_dict())
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._pipeline.finish()
-        settings = self.max_grad_norm, self._model, self._settings
-        return _rebuilt, (self.param_groups, *settings, self.state_dict())
+        settings = (self.max_grad_norm, self._model, self._settings)
+        return _rebuilt, (type(self), self.param_groups, *settings, self.state_dict())
+
+
+def _bytes_of(param: Tensor) -> int:
+    return 0 if is_lazy(param) else param.nbytes
 
 
 class State(MutableMapping[Tensor, Any]):
@@ -324,6 +335,10 @@ class State(MutableMapping[Tensor, Any]):
 
     def __getitem__(self, param: Tensor) -> Any:
         return self._state[self._copy_of(param)]
+
+    def get(self, param: Tensor, default: Any = None) -> Any:
+        """Return the state of a parameter, or the default if it has none."""
+        return self._state.get(self._copy_of(param), default)
 
     def __setitem__(self, param: Tensor, entry: Any) -> None:
         self._state[self._copy_of(param)] = entry
@@ -345,6 +360,7 @@ class State(MutableMapping[Tensor, Any]):
 
 
 def _rebuilt(
+    cls: type[OffloadOptimizer],
     groups: list[Group],
     max_grad_norm: float | None,
     model: torch.nn.Module | None,
@@ -352,6 +368,6 @@ def _rebuilt(
     state_dict: dict[str, Any],
 ) -> OffloadOptimizer:
     """Make an optimizer like another one, for parameters that may be copies of its."""
-    made = OffloadOptimizer(groups, model=model, max_grad_norm=max_grad_norm, **settings)
+    made = cls(groups, model=model, max_grad_norm=max_grad_norm, **settings)
     made.load_state_dict(state_dict)
     return made

@@ -15,14 +15,13 @@ from deepspeed_ext.io import PinnedPool
 from deepspeed_ext.offload.bucket import Ahead, HostBucket
 from deepspeed_ext.offload.copies import Event, Lanes
 from deepspeed_ext.offload.inner import HostSteps
+from deepspeed_ext.offload.links import Links
 from deepspeed_ext.offload.stand_ins import host_memory, remake
 from deepspeed_ext.offload.sums import Sums
 from deepspeed_ext.offload.worker import Task, Urgency, Worker
 from deepspeed_ext.optim.clipping import Scaling, SquareSum, clip
-from deepspeed_ext.optim.slabs import Bucket, cut
+from deepspeed_ext.optim.slabs import Bucket
 from deepspeed_ext.optim.traits import Group
-
-BUCKET = 2**25  # elements of parameters that travel and are stepped together: less than a block
 
 _NO_OPTIONS = ("params", "param_names")
 
@@ -51,33 +50,6 @@ class Decision(NamedTuple):
     norm: Tensor | None
     divisor: float
     is_skip: bool
-
-
-class Links:
-    """Which host copy stands for which parameter; a parameter that is stepped where it is, itself.
-
-    Attributes:
-        copies: by the identity of the parameter.
-        owners: parameters, by the identity of the copy.
-    """
-
-    def __init__(self) -> None:
-        self.copies: dict[int, Tensor] = {}
-        self.owners: dict[int, Tensor] = {}
-
-    def add(self, owner: Tensor, copy: Tensor) -> None:
-        """Take note of a pair."""
-        self.copies[id(owner)] = copy
-        self.owners[id(copy)] = owner
-
-    def cut(self, copies: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Put copies into buckets whose parameters are on one device; a huge one gets its own."""
-        kinds: dict[tuple[torch.device, bool], list[Tensor]] = {}
-        for copy in copies:
-            owner = self.owners[id(copy)]
-            kinds.setdefault((local(owner).device, owner is copy), []).append(copy)
-        for (_, is_resident), members in kinds.items():
-            yield from cut(members) if is_resident else cut(members, BUCKET)
 
 
 class Pipeline:
@@ -214,6 +186,7 @@ class Pipeline:
         return self.inner.changes_nothing(list(self.links.owners.values()))
 
     def _prepare(self) -> None:
+        self._follow_groups()
         self._push_options()
         self._follow_params()
         self._place()
@@ -228,13 +201,16 @@ class Pipeline:
         self._prepare()
         with self._lock:
             after = {device: lanes.mark() for device, lanes in self._lanes.items()}
+            scale = 1.0 if scaling.grad_scale is None else float(scaling.grad_scale)
             # GradScaler has unscaled gradients by itself, and no version counter tells of that.
             unscaled = scaling.grad_scale is None and scaling.found_inf is not None
             for bucket in self._buckets:
+                bucket.check_grads()
                 self._drop_outdated(bucket, unscaled)
             decision = self._decide(scaling, max_norm)
             divisor = 1.0 if decision is None else decision.divisor
             if decision is not None and decision.is_skip:
+                self.counts["skipped"] += max_norm is not None
                 for bucket in self._buckets:
                     self._give_up(bucket)
             else:
@@ -243,12 +219,12 @@ class Pipeline:
                 for bucket in sorted(self._buckets, key=lambda bucket: bucket.place):
                     self._take_rest(bucket)
                     self._settle(bucket, divisor, after[bucket.lanes.device])
-                self._bites = divisor != self._divisor
+                self._bites = divisor != scale
             for lanes in self._lanes.values():
                 lanes.hold_back()  # whoever writes to gradients from now on
             # The next step is taken to be like this one.
             self._expected, self._hits = self._hits, Counter()
-            self._divisor = 1.0 if scaling.grad_scale is None else float(scaling.grad_scale)
+            self._divisor = scale
             for bucket in self._buckets:
                 if bucket.sums is not None:
                     bucket.sums.clear()
@@ -290,6 +266,8 @@ class Pipeline:
             return
         options = self._options(bucket) or _options_of(self.groups[bucket.group])
         was_written = bucket.pull()
+        if was_written:
+            bucket.aim(arrival)
         if ahead is not None and self.worker.drop(ahead.task):  # nobody has begun it
             self.counts["ahead"] -= 1
             ahead = None
@@ -347,6 +325,7 @@ class Pipeline:
 
     def update_copies(self) -> None:
         """Give host copies the weights that somebody else has written, in whatever way."""
+        self._follow_groups()
         self._push_options()
         self._follow_params()
         for bucket in self._buckets:
@@ -390,6 +369,13 @@ class Pipeline:
         self.wait_for(bucket for bucket in found if bucket is not None)
 
     # Buckets
+
+    def _follow_groups(self) -> None:
+        """Take parameters that have come into groups, or got memory, and let go of others."""
+        for group, inner in zip(self.groups, self.inner.param_groups, strict=True):
+            copies = self.links.copies_of(group["params"])
+            if list(map(id, copies)) != list(map(id, inner["params"])):
+                inner["params"] = copies
 
     def _push_options(self) -> None:
         for group, inner in zip(self.groups, self.inner.param_groups, strict=True):

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from deepspeed_ext.dtensors import is_dtensor, local, spread
 from deepspeed_ext.io import PinnedBuffer
-from deepspeed_ext.ops.optimizers.state_formats import is_dense
 
 _ALIGNMENT = 128  # bytes
 
@@ -24,20 +23,11 @@ def host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def stand_ins(params: Sequence[Tensor]) -> list[Tensor]:
-    """Return host copies of parameters: parameters in pinned memory; of DTensors, DTensors.
-
-    Those that no optimizer takes are returned as they are, to be refused by name.
-    """
+    """Return host copies of parameters: parameters in pinned memory; of DTensors, DTensors."""
     parts = [local(param).detach() for param in params]
-    fit = [part.device.type in ("cpu", "cuda") and is_dense(part) for part in parts]
-    chosen = [part for part, is_fit in zip(parts, fit, strict=True) if is_fit]
-    memory = iter(host_memory(chosen))
     made: list[Tensor] = []
-    for param, part, is_fit in zip(params, parts, fit, strict=True):
-        if not is_fit:
-            made.append(param)
-            continue
-        copy = next(memory).copy_(part)
+    for param, part, memory in zip(params, parts, host_memory(parts), strict=True):
+        copy = memory.copy_(part)
         whole = spread(copy, param) if is_dtensor(param) else copy
         made.append(torch.nn.Parameter(whole, requires_grad=param.requires_grad))
     return made

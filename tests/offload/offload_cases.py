@@ -8,7 +8,7 @@ import torch
 from optim_cases import BF16, assert_same_bits, make_params
 from torch import Tensor
 
-from deepspeed_ext.offload import OffloadOptimizer, bucket, inner, pipeline
+from deepspeed_ext.offload import OffloadOptimizer, bucket, inner, links
 from deepspeed_ext.optim import (
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
@@ -178,7 +178,7 @@ def await_ahead(optimizer):
 def small_parts(monkeypatch, piece=512, most=1024):
     """Let buckets and the pieces of their steps be so small that many are under way."""
     monkeypatch.setattr(inner, "PIECE", piece)
-    monkeypatch.setattr(pipeline, "BUCKET", most)
+    monkeypatch.setattr(links, "BUCKET", most)
 
 
 def count_calls(monkeypatch, owner, method):

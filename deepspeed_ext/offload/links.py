@@ -1,0 +1,60 @@
+"""Which host copy stands for which parameter."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from deepspeed_ext.dtensors import local
+from deepspeed_ext.offload.stand_ins import stand_ins
+from deepspeed_ext.ops.optimizers.state_formats import is_dense
+from deepspeed_ext.optim.slabs import cut
+
+BUCKET = 2**25  # elements of parameters that travel and are stepped together: less than a block
+
+
+class Links:
+    """Parameters and their host copies. One that is stepped where it is stands for itself.
+
+    Attributes:
+        copies: by the identity of the parameter.
+        owners: parameters, by the identity of the copy.
+        resident: identities of parameters that are to be stepped where they are.
+    """
+
+    def __init__(self) -> None:
+        self.copies: dict[int, Tensor] = {}
+        self.owners: dict[int, Tensor] = {}
+        self.resident: set[int] = set()
+
+    def copies_of(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return the host copies of parameters, made now for those that have none."""
+        new = [param for param in params if self._lacks_copy(param)]
+        for param, copy in zip(new, stand_ins(new), strict=True):
+            self._add(param, copy)
+        for param in params:
+            if id(param) not in self.copies:
+                self._add(param, param)
+        return [self.copies[id(param)] for param in params]
+
+    def _lacks_copy(self, param: Tensor) -> bool:
+        """Return whether a parameter is to have a copy, and has memory to copy by now."""
+        if self.copies.get(id(param), param) is not param or id(param) in self.resident:
+            return False
+        has_memory = not is_lazy(param) and local(param).device.type in ("cpu", "cuda")
+        return has_memory and is_dense(local(param))
+
+    def _add(self, param: Tensor, copy: Tensor) -> None:
+        self.owners.pop(id(self.copies.get(id(param))), None)
+        self.copies[id(param)] = copy
+        self.owners[id(copy)] = param
+
+    def cut(self, copies: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Put copies into buckets whose parameters are on one device; a huge one gets its own."""
+        kinds: dict[tuple[torch.device, bool], list[Tensor]] = {}
+        for copy in copies:
+            owner = self.owners[id(copy)]
+            kinds.setdefault((local(owner).device, owner is copy), []).append(copy)
+        for (_, is_resident), members in kinds.items():
+            yield from cut(members) if is_resident else cut(members, BUCKET)
