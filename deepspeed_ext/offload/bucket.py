@@ -303,18 +303,14 @@ class HostBucket:
         counts.copy_(counted)
         self.bucket.note_own_write()
 
-    def send_rest(self, arrival: Arrival, step: Task, after: Event | None) -> None:
+    def send_rest(self, arrival: Arrival, after: Event | None) -> None:
         """Send the weights of a step that have not been sent."""
-        if step.error is not None:
-            raise step.error
         if arrival.stepped:
             self._send(arrival.stepped, after)
         self._note_sent()
 
-    def adopt(self, task: Task, spare: Side, after: Event | None) -> None:
+    def adopt(self, spare: Side, after: Event | None) -> None:
         """Make what a step ahead has written the state, and send its weights."""
-        if task.error is not None:
-            raise task.error
         self._await_returned()
         self.bucket.refresh_masters()
         # Without the version counter, which goes on with the parameter.

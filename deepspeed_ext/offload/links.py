@@ -1,6 +1,7 @@
 """Which host copy stands for which parameter."""
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -58,3 +59,15 @@ class Links:
             kinds.setdefault((local(owner).device, owner is copy), []).append(copy)
         for (_, is_resident), members in kinds.items():
             yield from cut(members) if is_resident else cut(members, BUCKET)
+
+
+def weakly(links: Links) -> Callable[[Sequence[Tensor]], Iterator[list[Tensor]]]:
+    """Return the cut of these links for a class, which is garbage long after they could go."""
+    reference = weakref.ref(links)
+
+    def cut_by_links(copies: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        known = reference()
+        assert known is not None  # an optimizer with parameters has them
+        return known.cut(copies)
+
+    return cut_by_links

@@ -15,8 +15,9 @@ from torch.optim.optimizer import ParamsT
 from deepspeed_ext.offload.estimate import memory_for
 from deepspeed_ext.offload.hooks import Remove, before_forward, on_gradient
 from deepspeed_ext.offload.inner import offloaded
-from deepspeed_ext.offload.links import Links
+from deepspeed_ext.offload.links import Links, weakly
 from deepspeed_ext.offload.pipeline import Pipeline
+from deepspeed_ext.offload.worker import Worker
 from deepspeed_ext.ops.optimizers.clip import checked_norm
 from deepspeed_ext.optim import DeepSpeedCPUAdam
 from deepspeed_ext.optim.base import SlabOptimizer
@@ -95,7 +96,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._hooks: dict[int, Remove] = {}
         self._pipeline: Pipeline | None = None
         links = Links()
-        made = offloaded(optimizer_class, links.cut)
+        made = offloaded(optimizer_class, weakly(links))
         super().__init__(params, {})  # which makes groups of them
         self._resident_bytes = gpu_fraction * sum(map(_bytes_of, self._params()))
         inner = made([self._inner_group(group, links) for group in self.param_groups], **kwargs)
@@ -105,10 +106,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._pipeline = Pipeline(inner, self.param_groups, links, memory, free_grads)
         self._pipeline.measures = max_grad_norm is not None
         self._take_options()
-        self._end = weakref.finalize(self, self._pipeline.worker.close)
-        self._watch()
         self._model = model
         self._waiting = [] if model is None else before_forward(model, self._pipeline.before_use)
+        self._end = weakref.finalize(
+            self, _let_go, self._pipeline.worker, self._hooks, self._waiting
+        )
+        self._watch()
 
     def _params(self) -> Iterable[Tensor]:
         return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
@@ -125,7 +128,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _watch(self) -> None:
         """See that all parameters tell of their gradients, those added or thawed since too."""
         for param in self._params():
-            known = id(param) in self._hooks or is_lazy(param)
+            known = id(param) in self._hooks or is_lazy(param) or param.is_meta
             if not known and param.requires_grad and param.is_leaf:
                 self._hooks[id(param)] = on_gradient(param, self._pipeline.note_gradient)
 
@@ -229,10 +232,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._pipeline.finish()
         finally:
             self._end()
-            for remove in (*self._hooks.values(), *self._waiting):
-                remove()
-            self._hooks.clear()
-            self._waiting.clear()
 
     def __enter__(self) -> "OffloadOptimizer":
         return self
@@ -321,6 +320,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._pipeline.finish()
         settings = (self.max_grad_norm, self._model, self._settings)
         return _rebuilt, (type(self), self.param_groups, *settings, self.state_dict())
+
+
+def _let_go(worker: Worker, hooks: dict[int, Remove], waiting: list[Remove]) -> None:
+    """End the thread, and have nothing call an optimizer that is closed or gone."""
+    worker.close()
+    for remove in (*hooks.values(), *waiting):
+        remove()
+    hooks.clear()
+    waiting.clear()
 
 
 def _bytes_of(param: Tensor) -> int:

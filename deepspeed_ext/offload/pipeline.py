@@ -3,7 +3,7 @@
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from deepspeed_ext.optim.clipping import Scaling, SquareSum, clip
 from deepspeed_ext.optim.slabs import Bucket
 from deepspeed_ext.optim.traits import Group
 
+Run = Callable[[], None]
 _NO_OPTIONS = ("params", "param_names")
 
 
@@ -96,19 +97,25 @@ class Pipeline:
     def note_gradient(self, param: Tensor) -> None:
         """Take note of a gradient that was accumulated; called by hooks, in threads of autograd."""
         with self._lock:
-            key = id(param)
-            self._hits[key] += 1
-            bucket = self._bucket_of.get(key)
+            self._hits[id(param)] += 1
+            bucket = self._bucket_of.get(id(param))
             if bucket is None or not self._may_hasten(param):
                 return
-            if bucket.sums is not None:
-                self._send_away(bucket, param)
-            if bucket.task is not None:
-                return
-            if self._hits[key] > self._expected[key]:
+            try:
+                self._advance(bucket, param)
+            except Exception:  # it would end backward; if it persists, step() raises it
                 self._give_up(bucket)
-            elif all(self._hits[id(p)] == self._expected[id(p)] > 0 for p in bucket.owners):
-                self._hasten(bucket)
+
+    def _advance(self, bucket: HostBucket, param: Tensor) -> None:
+        """Do what can be done about a gradient now."""
+        if bucket.sums is not None:
+            self._send_away(bucket, param)
+        if bucket.task is not None:
+            return
+        if self._hits[id(param)] > self._expected[id(param)]:
+            self._give_up(bucket)
+        elif all(self._hits[id(p)] == self._expected[id(p)] > 0 for p in bucket.owners):
+            self._hasten(bucket)
 
     def _may_hasten(self, param: Tensor) -> bool:
         """Return whether nobody else will write to gradients unseen, as DDP does after hooks."""
@@ -271,19 +278,21 @@ class Pipeline:
         if ahead is not None and self.worker.drop(ahead.task):  # nobody has begun it
             self.counts["ahead"] -= 1
             ahead = None
-        spare = bucket.spare
+        step = partial(bucket.step, arrival, options, _scaling_of(divisor), after)
+        send = partial(bucket.send_rest, arrival, after)
         if (
             ahead is not None
-            and spare is not None
+            and bucket.spare is not None
             and not was_written
+            and ahead.task.error is None
             and ahead.is_of(options, divisor, bucket.weights, bucket.state_marks())
         ):
-            needs, run = ahead.task, partial(bucket.adopt, ahead.task, spare, after)
+            needs, adopt = ahead.task, partial(bucket.adopt, bucket.spare, after)
+            run = partial(_use, needs, adopt, step, send)
             self.counts["validated"] += 1
         else:
-            step = partial(bucket.step, arrival, options, _scaling_of(divisor), after)
             needs = Task(step, Urgency.STEP, bucket.place, arrival.events[:1])
-            run = partial(bucket.send_rest, arrival, needs, after)
+            run = partial(_go_on, needs, send)
             self.worker.submit(needs)
             self.counts["rolled back"] += ahead is not None
         bucket.ahead = bucket.arrival = None
@@ -329,6 +338,7 @@ class Pipeline:
         self._push_options()
         self._follow_params()
         for bucket in self._buckets:
+            self._give_up(bucket)
             bucket.distrust()
             bucket.pull()
 
@@ -434,6 +444,22 @@ class Pipeline:
 
     def _copies(self) -> Iterator[Tensor]:
         return itertools.chain.from_iterable(g["params"] for g in self.inner.param_groups)
+
+
+def _use(ahead: Task, adopt: Run, step: Run, send: Run) -> None:
+    """Make a step ahead count; one that has failed was speculation, and is taken anew."""
+    if ahead.error is None:
+        adopt()
+    else:
+        step()
+        send()
+
+
+def _go_on(step: Task, send: Run) -> None:
+    """Send what a step has made."""
+    if step.error is not None:
+        raise step.error
+    send()
 
 
 def _options_of(group: Group) -> Group:
