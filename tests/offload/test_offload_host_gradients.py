@@ -1,5 +1,7 @@
 """free_grads: gradients that leave the device and are added up in host memory, in float32."""
 
+import copy
+
 import pytest
 import torch
 from offload_cases import FORMATS, Gate, Pair, await_ahead, small_parts
@@ -19,7 +21,8 @@ class Summed(Pair):
     def backward(self, missing=0.0, factor=1.0, times=1):
         for _ in range(times):
             for i, param in enumerate(self.params):
-                if torch.rand((), generator=self.generator) < missing:
+                is_missing = torch.rand((), generator=self.generator) < missing
+                if is_missing or not param.requires_grad:
                     continue
                 grad = self.draw(param, factor)
                 torch.autograd.backward([param], [grad.clone()])
@@ -200,3 +203,56 @@ def test_the_share_that_stays_keeps_its_gradients(device):
     pair.train(4)
     pair.backward()
     assert all(p.grad is not None for p in pair.params)
+
+
+def thawed(pair):
+    for i in (1, 4):
+        pair.params[i].requires_grad_()
+        grad = pair.draw(pair.params[i])
+        torch.autograd.backward([pair.params[i]], [grad.clone()])
+        pair.sums[i] = grad
+
+
+def replaced_state(pair):
+    for optimizer, params in pair.both():
+        entry = optimizer.state[params[8]]
+        entry["exp_avg"] = entry["exp_avg"] * 2
+
+
+def loaded(pair):
+    for optimizer, _ in pair.both():
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def added(pair):
+    for optimizer, params in pair.both():
+        new = make_params(params[0].device, seed=5)
+        optimizer.add_param_group({"params": new})
+        params += new
+    pair.sums += [None] * 9
+
+
+def with_another_layout(pair):
+    for _, params in pair.both():
+        params[0].data = params[0].data.clone()
+        params[2].data = params[2].data.contiguous()
+
+
+@on_each_device
+@pytest.mark.parametrize(
+    "change", [thawed, replaced_state, loaded, added, with_another_layout], ids=lambda f: f.__name__
+)
+def test_buckets_made_anew_between_backward_and_step(device, change):
+    """Gradients that have left are not lost."""
+    params = make_params(device)
+    if change is thawed:
+        for i in (1, 4):
+            params[i].requires_grad_(False)
+    pair = Summed(device, params=params)
+    pair.train(3)
+    pair.backward(times=2)
+    await_ahead(pair.ours)
+    change(pair)
+    pair.step()
+    pair.check()
+    pair.train(3)
