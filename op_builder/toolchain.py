@@ -214,17 +214,24 @@ def free_memory() -> int:
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             free.append(int(line.split()[1]) * 1024)
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
+    for folder, limit, used, prefix in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
-        numbers = [line.strip() for line in (*_lines(limit), *_lines(used))]
+        lines = [line for name in (limit, used) for line in _lines(f"{folder}/{name}")]
+        numbers = [line.strip() for line in lines]
         if len(numbers) == 2 and all(number.isdecimal() for number in numbers):  # not "max"
-            free.append(max(0, int(numbers[0]) - int(numbers[1])))
+            most, now = map(int, numbers)
+            cached = _cached_files(f"{folder}/memory.stat", prefix)  # which give way
+            free.append(max(0, most - max(0, now - cached)))
     return min(free, default=64 * _GIB)
+
+
+def _cached_files(path: str, prefix: str) -> int:
+    """Return the bytes of files that a control group has in memory."""
+    pairs = [line.split() for line in _lines(path)]
+    keys = (f"{prefix}active_file", f"{prefix}inactive_file")
+    return sum(int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] in keys)
 
 
 def _lines(path: str) -> list[str]:

@@ -43,6 +43,13 @@ def testfree_memory_is_that_of_the_control_group_when_it_is_less(
     assert toolchain.free_memory() == 8 * GIB
     files["/sys/fs/cgroup/memory.max"] = [str(4 * GIB)]
     assert toolchain.free_memory() == 3 * GIB
+    files["/sys/fs/cgroup/memory.current"] = [str(4 * GIB)]  # of which files give way
+    files["/sys/fs/cgroup/memory.stat"] = [
+        f"anon {GIB}",
+        f"inactive_file {2 * GIB}",
+        f"active_file {GIB // 2}",
+    ]
+    assert toolchain.free_memory() == 5 * GIB // 2
 
 
 def test_ninja_beside_python_wins_over_the_path(
