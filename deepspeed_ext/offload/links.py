@@ -33,10 +33,10 @@ class Links:
         """Return the host copies of parameters, made now for those that have none."""
         new = [param for param in params if self._lacks_copy(param)]
         for param, copy in zip(new, stand_ins(new), strict=True):
-            self._add(param, copy)
+            self.add(param, copy)
         for param in params:
             if id(param) not in self.copies:
-                self._add(param, param)
+                self.add(param, param)
         return [self.copies[id(param)] for param in params]
 
     def _lacks_copy(self, param: Tensor) -> bool:
@@ -46,7 +46,8 @@ class Links:
         has_memory = not is_lazy(param) and local(param).device.type in ("cpu", "cuda")
         return has_memory and is_dense(local(param))
 
-    def _add(self, param: Tensor, copy: Tensor) -> None:
+    def add(self, param: Tensor, copy: Tensor) -> None:
+        """Take note of a pair."""
         self.owners.pop(id(self.copies.get(id(param))), None)
         self.copies[id(param)] = copy
         self.owners[id(copy)] = param

@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
-from deepspeed_ext.offload.estimate import memory_for
+from deepspeed_ext.offload.estimate import bytes_of, estimate, stays
 from deepspeed_ext.offload.hooks import Remove, before_forward, on_gradient
 from deepspeed_ext.offload.inner import offloaded
 from deepspeed_ext.offload.links import Links, weakly
@@ -47,8 +47,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             step() returns when all weights are ordered before the current stream.
         max_grad_norm: step() clips the gradients to this global norm, as clip_and_step does; None:
             it does not.
-        memory_budget: most bytes of host memory for weights, state, and steps that are taken ahead;
-            None: half of what is available goes to the latter.
+        memory_budget: most bytes of host memory for weights, state, gradients and steps that are
+            taken ahead; None: three quarters of what there is beside weights and state go to the
+            latter two.
         free_grads: gradients are added up in host memory, in float32, and leave the device as soon
             as they are there: `p.grad` is None after backward, so that torch's clip_grad_norm_ and
             GradScaler do not work; use max_grad_norm. False: they stay on the device, as in torch.
@@ -59,6 +60,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     Raises:
         ValueError: an option or a parameter is out of range, named in the text; or memory_budget
             does not hold weights and state.
+        MemoryError: host memory does not hold them; the text has the numbers of `estimate`.
         TypeError: optimizer_class needs norms of whole tensors, as LAMB does, or is none of ours.
 
     See: Ren et al., "ZeRO-Offload", 2021; Lian et al., "SuperOffload", 2025, section 4.
@@ -98,12 +100,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         links = Links()
         made = offloaded(optimizer_class, weakly(links))
         super().__init__(params, {})  # which makes groups of them
-        self._resident_bytes = gpu_fraction * sum(map(_bytes_of, self._params()))
+        self._resident_bytes = gpu_fraction * sum(map(bytes_of, self._params()))
+        needs = estimate(self.param_groups, **self._settings)
+        needs.check(name)
         inner = made([self._inner_group(group, links) for group in self.param_groups], **kwargs)
         self.defaults = dict(inner.defaults)
         self._inner = inner
-        memory = memory_for(name, inner, memory_budget)
-        self._pipeline = Pipeline(inner, self.param_groups, links, memory, free_grads)
+        self._pipeline = Pipeline(inner, self.param_groups, links, needs.memory, free_grads)
         self._pipeline.measures = max_grad_norm is not None
         self._take_options()
         self._model = model
@@ -119,10 +122,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _inner_group(self, group: Group, links: Links) -> Group:
         """Return a group of host copies, and of those parameters that stay where they are."""
         check_once(self, group["params"])
-        for param in group["params"]:
-            self._resident_bytes -= _bytes_of(param)
-            if self._resident_bytes >= 0:
-                links.resident.add(id(param))
+        stay, self._resident_bytes = stays(group["params"], self._resident_bytes)
+        both = zip(group["params"], stay, strict=True)
+        links.resident |= {id(param) for param, is_resident in both if is_resident}
         return {**group, "params": links.copies_of(group["params"])}
 
     def _watch(self) -> None:
@@ -329,10 +331,6 @@ def _let_go(worker: Worker, hooks: dict[int, Remove], waiting: list[Remove]) -> 
         remove()
     hooks.clear()
     waiting.clear()
-
-
-def _bytes_of(param: Tensor) -> int:
-    return 0 if is_lazy(param) else param.nbytes
 
 
 class State(MutableMapping[Tensor, Any]):

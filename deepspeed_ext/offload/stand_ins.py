@@ -13,13 +13,18 @@ _ALIGNMENT = 128  # bytes
 
 def host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return pinned host memory in the shape, dtype and layout of each of these, in one piece."""
-    sizes = [-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in tensors]
+    sizes = list(map(_padded, tensors))
     memory = PinnedBuffer(sum(sizes)).tensor()
     made = []
     for tensor, size, begin in zip(tensors, sizes, _begins(sizes), strict=True):
         flat = memory[begin : begin + size].view(tensor.dtype)
         made.append(flat.as_strided(tensor.shape, tensor.stride()))
     return made
+
+
+def host_bytes(tensors: Sequence[Tensor]) -> int:
+    """Return how much host_memory takes for these."""
+    return sum(map(_padded, tensors))
 
 
 def stand_ins(params: Sequence[Tensor]) -> list[Tensor]:
@@ -46,6 +51,10 @@ def put(copy: Tensor, memory: Tensor) -> None:
         copy._local_tensor = memory
     else:
         copy.data = memory
+
+
+def _padded(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _begins(sizes: Sequence[int]) -> Iterator[int]:
