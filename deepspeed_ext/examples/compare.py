@@ -35,7 +35,8 @@ class Comparison:
 
     def __init__(self, trainer: Trainer) -> None:
         def other(optimizer: str) -> Trainer:
-            return Trainer(replace(trainer.settings, optimizer=optimizer), trainer.text)
+            settings = replace(trainer.settings, optimizer=optimizer, offload="none")
+            return Trainer(settings, trainer.text)
 
         self.trainer = trainer
         self.torch = other("torch")

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.op_builder import load
 from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
 
@@ -24,6 +25,7 @@ DEVICES = {
     "torch": ("cpu", "cuda"),
     "torch_fused": ("cpu", "cuda"),
 }
+OFFLOADED = {"cpu_adam": ("cpu", "cuda")}  # likewise, where state is in host memory
 
 
 class Optimizer(Protocol):
@@ -68,15 +70,18 @@ class MasterAdamW:
         self.adamw.load_state_dict(state_dict["adamw"])
 
 
-def make_optimizer(name: str, model: nn.Module, lr: float, state: str = "float32") -> Optimizer:
+def make_optimizer(
+    name: str, model: nn.Module, lr: float, state: str = "float32", offload: str = "none"
+) -> Optimizer:
     """Return the optimizer of this name; its native op is loaded, or compiled, first.
 
     Args:
-        name: a key of DEVICES.
+        name: a key of DEVICES; with offload, of OFFLOADED.
         model: what to optimize; for 16-bit parameters the optimizer keeps float32 masters, or the
             halves that make the parameters such.
         lr: learning rate.
         state: a key of STATES, for the optimizers of this package.
+        offload: "cpu": the state is in host memory, and stepped there, wherever the model is.
 
     Raises:
         BuildError: the native op cannot be had; the text says why.
@@ -89,9 +94,20 @@ def make_optimizer(name: str, model: nn.Module, lr: float, state: str = "float32
         return make(model.parameters(), **options)
     load(name)  # now, so that the wait for a compiler is not taken for a slow first step
     options |= {"master": "float32"} | STATES[state]
+    if offload == "cpu":
+        return OffloadOptimizer(model.parameters(), DeepSpeedCPUAdam, model=model, **options)
     if name == "cpu_adam":
         return DeepSpeedCPUAdam(model.parameters(), **options)
     return FusedAdam(model.parameters(), **options)
+
+
+def clip_and_step(model: nn.Module, optimizer: Optimizer, max_norm: float) -> None:
+    """Clip the gradients of a model by their global norm, and step."""
+    if isinstance(optimizer, OffloadOptimizer):  # which has the norms before it has the gradients
+        optimizer.clip_and_step(max_norm)
+        return
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
 
 
 def weights(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:

@@ -2,13 +2,14 @@
 
 import argparse
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from deepspeed_ext.examples.gpt import HEAD_WIDTH
-from deepspeed_ext.examples.optimizers import DEVICES, STATES
+from deepspeed_ext.examples.optimizers import DEVICES, OFFLOADED, STATES
 from deepspeed_ext.examples.trainer import Settings
 from deepspeed_ext.op_builder import BuildError, load
 
@@ -57,6 +58,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="how the optimizer stores its state; default: float32; compact is 8-bit moments and"
         " bfloat16 weights with a 16-bit remainder",
     )
+    setting(
+        "--offload",
+        choices=("none", "cpu"),
+        help="cpu: the optimizer's state is in host memory, and is stepped there, beside backward"
+        " and forward; default: none",
+    )
     positive = _number(int, "a whole number above 0", lambda n: n > 0)
     width = _number(int, f"a multiple of {HEAD_WIDTH}", lambda n: n > 0 and n % HEAD_WIDTH == 0)
     rate = _number(float, "a number above 0", lambda x: 0 < x < float("inf"))
@@ -94,6 +101,7 @@ def settings_of(options: argparse.Namespace, saved: Mapping[str, Any] | None) ->
         if name not in ("out", "resume", "compare") and value != "auto"
     }
     if saved is not None:
+        saved = asdict(Settings()) | dict(saved)  # it may be older than some settings
         for name, value in given.items():
             if value != saved[name]:
                 raise UserError(
@@ -101,8 +109,10 @@ def settings_of(options: argparse.Namespace, saved: Mapping[str, Any] | None) ->
                     f" leave it out, or start anew in another --out"
                 )
         given = dict(saved)
-    given.setdefault("device", _device_for(given.get("optimizer")))
-    given.setdefault("optimizer", "cpu_adam" if given["device"] == "cpu" else "fused_adam")
+    is_offloaded = given.get("offload") == "cpu"
+    given.setdefault("device", _device_for(given.get("optimizer"), is_offloaded))
+    on_cpu = is_offloaded or given["device"] == "cpu"
+    given.setdefault("optimizer", "cpu_adam" if on_cpu else "fused_adam")
     settings = Settings(**given)
     if settings.state != "float32" and settings.optimizer.startswith("torch"):
         raise UserError(
@@ -112,8 +122,10 @@ def settings_of(options: argparse.Namespace, saved: Mapping[str, Any] | None) ->
     return settings
 
 
-def _device_for(optimizer: str | None) -> str:
+def _device_for(optimizer: str | None, is_offloaded: bool) -> str:
     """Return the device to use when none is named: a GPU, if what is needed for it is there."""
+    if is_offloaded:
+        return "cuda" if torch.cuda.is_available() else "cpu"
     if not torch.cuda.is_available() or optimizer == "cpu_adam":
         return "cpu"
     if optimizer is None:
@@ -134,9 +146,12 @@ def _check_device(settings: Settings) -> None:
             else f"torch {torch.__version__} is built without CUDA"
         )
         raise UserError(f"--device is cuda, expected cpu: {reason}")
-    if device not in DEVICES[optimizer]:
-        expected = " or ".join(name for name, devices in DEVICES.items() if device in devices)
-        raise UserError(f"--optimizer is {optimizer}, expected {expected} with --device {device}")
+    known, with_what = DEVICES, f"--device {device}"
+    if settings.offload == "cpu":
+        known, with_what = OFFLOADED, "--offload cpu"
+    if device not in known.get(optimizer, ()):
+        expected = " or ".join(name for name, devices in known.items() if device in devices)
+        raise UserError(f"--optimizer is {optimizer}, expected {expected} with {with_what}")
 
 
 def _flag(name: str) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deepspeed_ext.examples.gpt import GPT
-from deepspeed_ext.examples.optimizers import STATES, make_optimizer
+from deepspeed_ext.examples.optimizers import STATES, clip_and_step, make_optimizer
 from deepspeed_ext.examples.text import Text, batch
 
 _WARM_UP = 0.1  # part of the steps in which the learning rate rises
@@ -32,6 +32,7 @@ class Settings:
     device: str = "cpu"
     optimizer: str = "cpu_adam"
     state: str = "float32"
+    offload: str = "none"
 
     @property
     def tokens(self) -> int:
@@ -49,7 +50,9 @@ class Trainer:
         self.model = GPT(settings.width, settings.layers, settings.context).to(settings.device)
         if settings.device == "cuda" or "master" in STATES[settings.state]:
             self.model.bfloat16()  # the optimizer keeps float32 masters
-        self.optimizer = make_optimizer(settings.optimizer, self.model, settings.lr, settings.state)
+        self.optimizer = make_optimizer(
+            settings.optimizer, self.model, settings.lr, settings.state, settings.offload
+        )
 
     def step(self, number: int) -> float:
         """Take training step `number`, which counts from 1, and return its loss."""
@@ -58,8 +61,7 @@ class Trainer:
         self.optimizer.zero_grad()
         loss = self._loss(self.text.training, number)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), _MAX_GRAD_NORM)
-        self.optimizer.step()
+        clip_and_step(self.model, self.optimizer, _MAX_GRAD_NORM)
         return loss.item()
 
     @torch.no_grad()
@@ -86,7 +88,8 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has to be saved, tensors and plain values only."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        optimizer = self.optimizer.state_dict()  # first: it waits for weights that are on their way
+        return {"model": self.model.state_dict(), "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` of a trainer with the same settings returned."""

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from torch.utils._pytree import tree_map_only
 from deepspeed_ext.examples import compare_states, train_gpt, trainer
 from deepspeed_ext.examples.gpt import GPT
 from deepspeed_ext.examples.optimizers import STATES
+from deepspeed_ext.examples.options import parse, settings_of
 from deepspeed_ext.examples.run_folder import RunFolder
 from deepspeed_ext.examples.text import standard_library
-from deepspeed_ext.examples.trainer import Trainer
+from deepspeed_ext.examples.trainer import Settings, Trainer
+from deepspeed_ext.offload import OffloadOptimizer
 
 TINY = ["--device", "cpu", "--steps", "6", "--batch-size", "2"]
 TINY += ["--context", "16", "--width", "32", "--layers", "1"]
@@ -73,11 +75,18 @@ def short_sample() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["cpu_adam", "torch"])
+CHOICES = {
+    "cpu_adam": ["--optimizer", "cpu_adam"],
+    "torch": ["--optimizer", "torch"],
+    "offloaded": ["--offload", "cpu"],
+}
+
+
+@pytest.fixture(scope="module", params=CHOICES)
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps that nothing interrupted."""
     out = tmp_path_factory.mktemp("whole") / request.param
-    assert train(out, *TINY, "--optimizer", request.param) == 0
+    assert train(out, *TINY, *CHOICES[request.param]) == 0
     return out
 
 
@@ -93,13 +102,35 @@ def test_leaves_what_it_says(whole: Path) -> None:
 
 
 def test_the_same_run_gives_the_same_bits(whole: Path, tmp_path: Path) -> None:
-    train(tmp_path / "again", *TINY, "--optimizer", whole.name)
+    train(tmp_path / "again", *TINY, *CHOICES[whole.name])
     assert_same_run(whole, tmp_path / "again")
+
+
+def test_an_offloaded_run_takes_its_steps_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[OffloadOptimizer] = []
+    start = OffloadOptimizer.__init__
+
+    def noted(self: OffloadOptimizer, *args: Any, **options: Any) -> None:
+        made.append(self)
+        start(self, *args, **options)
+
+    monkeypatch.setattr(OffloadOptimizer, "__init__", noted)
+    assert train(tmp_path / "out", *TINY, "--offload", "cpu", "--state", "compact") == 0
+    counts = made[0].stats()
+    assert counts["early"] > counts["late"] and counts["bytes_back"] > 0
+
+
+def test_a_checkpoint_from_before_there_was_offloading() -> None:
+    older = {name: value for name, value in asdict(Settings(steps=6)).items() if name != "offload"}
+    settings = settings_of(parse(["--resume", "--offload", "none"]), older)
+    assert settings == Settings(steps=6)
 
 
 def test_another_seed_gives_others(whole: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    train(other, *TINY, "--optimizer", whole.name, "--seed", "1")
+    train(other, *TINY, *CHOICES[whole.name], "--seed", "1")
     pairs = zip(measured(whole), measured(other), strict=True)
     assert all(a["loss"] != b["loss"] for a, b in pairs)
 
@@ -110,7 +141,7 @@ def test_resumes_identically(
     out = tmp_path / "parts"
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
-        assert train(out, *TINY, "--optimizer", whole.name) == 130
+        assert train(out, *TINY, *CHOICES[whole.name]) == 130
     assert len(saved(out)["history"]) == 3
     assert f"--out {out} --resume" in capsys.readouterr().out
     assert train(out, "--resume") == 0
@@ -120,7 +151,7 @@ def test_resumes_identically(
 def test_resumes_a_killed_run_from_its_last_checkpoint(whole: Path, tmp_path: Path) -> None:
     """Metrics of steps after the checkpoint are written a second time, not doubled."""
     out = tmp_path / "killed"
-    train(out, *TINY, "--optimizer", whole.name)
+    train(out, *TINY, *CHOICES[whole.name])
     for path in (out / "metrics.jsonl", out / "sample.txt"):
         path.write_bytes(b"not whole")
     assert train(out, "--resume") == 0
@@ -148,10 +179,15 @@ def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
-def test_compares_with_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(tmp_path, *TINY, "--steps", "5", "--compare") == 0
+@pytest.mark.parametrize(
+    ("arguments", "name"), [([], "DeepSpeedCPUAdam"), (["--offload", "cpu"], "OffloadOptimizer")]
+)
+def test_compares_with_torch(
+    arguments: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path, *TINY, *arguments, "--steps", "5", "--compare") == 0
     printed = capsys.readouterr().out
-    assert "DeepSpeedCPUAdam and torch.optim.AdamW, from equal weights" in printed
+    assert f"{name} and torch.optim.AdamW, from equal weights" in printed
     rows = re.findall(r"^ +(\d+)((?: +\S+){6})$", printed, re.MULTILINE)
     assert [int(step) for step, _ in rows] == [1, 2, 5]
     for _, row in rows:
@@ -166,8 +202,8 @@ def test_comparison_sees_another_formula(
 ) -> None:
     make = trainer.make_optimizer
 
-    def wrong(name: str, model: GPT, lr: float, state: str) -> Any:
-        optimizer = make(name, model, lr, state)
+    def wrong(name: str, model: GPT, lr: float, *how: str) -> Any:
+        optimizer = make(name, model, lr, *how)
         optimizer.param_groups[0]["eps"] = 1e-4 if name == "cpu_adam" else 1e-8
         return optimizer
 
@@ -195,6 +231,7 @@ REFUSALS = {
     "--resume": "--out is {out}, which has no checkpoint.pt; leave out --resume",
     "--optimizer fused_adam": "--optimizer is fused_adam, expected cpu_adam or torch or torch_fused"
     " with --device cpu",
+    "--offload cpu --optimizer torch": "--optimizer is torch, expected cpu_adam with --offload cpu",
 }
 
 
