@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from operator import attrgetter, is_
 from time import perf_counter
 
@@ -14,8 +13,8 @@ from deepspeed_ext.io import PinnedPool
 from deepspeed_ext.offload.copies import Copy, Event, Lanes
 from deepspeed_ext.offload.inner import HostSteps, pieces
 from deepspeed_ext.offload.stand_ins import put
-from deepspeed_ext.offload.sums import Sums
-from deepspeed_ext.offload.worker import Task, Urgency
+from deepspeed_ext.offload.sums import Sum
+from deepspeed_ext.offload.worker import Task
 from deepspeed_ext.ops.optimizers.l2_norm import squared_norms
 from deepspeed_ext.optim.clipping import Scaling, SquareSum
 from deepspeed_ext.optim.slabs import STEP, Bucket, Work
@@ -131,8 +130,7 @@ class HostBucket:
         self.inner, self.group, self.bucket, self.owners = inner, group, bucket, owners
         self.lanes, self._pool = lanes, pool
         self.arrival: Arrival | None = None
-        self.sums: Sums | None = None  # of gradients that do not stay on the device
-        self.adding: list[Task] = []  # to those
+        self.sums: list[Sum] | None = None  # of gradients that do not stay on the device
         self.ahead: Ahead | None = None
         self.spare: Side | None = None
         self.task: Task | None = None  # what step() has asked for and nobody has waited for yet
@@ -150,8 +148,7 @@ class HostBucket:
         """Return the gradients of the parameters as they are now."""
         if self.sums is None:
             return [owner.grad for owner in self.owners]
-        both = zip(self.sums.values, self.sums.counts, strict=True)
-        return [value if count else None for value, count in both]
+        return [known.value if known.count else None for known in self.sums]
 
     def check_grads(self) -> None:
         """Raise ValueError if a gradient is not one that a step takes."""
@@ -169,23 +166,6 @@ class HostBucket:
         """Return how many bytes of host memory the gradients take."""
         return sum(local(grad).nbytes for grad in self.grads() if grad is not None)
 
-    def add_to_sums(self, param: Tensor) -> Task:
-        """Take the gradient of a parameter away; the task adds it to the sum in host memory."""
-        sums, grad = self.sums, param.grad
-        assert sums is not None and grad is not None
-        i = next(i for i, owner in enumerate(self.owners) if owner is param)
-        [source] = self._sources([grad], [i])
-        [staged] = self._host_grads([source])
-        event = self.lanes.fetch([Copy(staged, source)])
-        self.bytes_out += source.nbytes
-        is_first = not sums.counts[i]
-        sums.counts[i] += 1
-        param.grad = None
-        run = partial(sums.add, i, is_first, staged, event, source)
-        task = Task(run, Urgency.ADD, events=[event])
-        self.adding = [*(task for task in self.adding if not task.done), task]
-        return task
-
     def take(self, grads: Sequence[Tensor | None], measures: bool) -> None:
         """Begin to copy gradients; None where a parameter has none.
 
@@ -197,7 +177,7 @@ class HostBucket:
         taken = [grad for grad in grads if grad is not None]
         sources = self._sources(taken, indices)
         squares = squared_norms(sources) if measures else None
-        work, there = self._work(indices, self._host_grads(sources), sources)
+        work, there = self._work(indices, staged(self._pool, sources), sources)
         marks = marks_of(taken)
         parts, devices = pieces(work), pieces(there)
         events = [
@@ -207,20 +187,17 @@ class HostBucket:
         self.bytes_out += sum(source.nbytes for source in sources)
         self.arrival = Arrival(indices, taken, marks, work, parts, devices, events, squares)
 
-    def take_sums(self, sums: Sums) -> None:
+    def take_sums(self, sums: Sequence[Sum]) -> None:
         """Go on with gradients that are added up in host memory."""
-        indices = [i for i, count in enumerate(sums.counts) if count]
-        values = [sums.values[i] for i in indices]
+        indices = [i for i, known in enumerate(sums) if known.count]
+        values = [sums[i].value for i in indices]
         work, there = self._work(indices, values, values)
         parts, devices = pieces(work), pieces(there)
         events: list[Event | None] = [None] * len(parts)
         self.arrival = Arrival(indices, values, [], work, parts, devices, events, None)
 
     def _sources(self, grads: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
-        """Return what this process holds of gradients, as their parameters lie."""
-        owners = [self.owners[i] for i in indices]
-        both = zip(grads, owners, strict=True)
-        return [_laid_out(part_for(grad, owner), local(owner)) for grad, owner in both]
+        return [source_of(grad, self.owners[i]) for grad, i in zip(grads, indices, strict=True)]
 
     def _work(
         self, indices: list[int], grads: list[Tensor], sources: list[Tensor]
@@ -237,17 +214,6 @@ class HostBucket:
         """Let the weights of a step go to the memory that the parameters have now."""
         params = [local(self.owners[i]).detach() for i in arrival.indices]
         arrival.devices = pieces(arrival.work._replace(params=params))
-
-    def _host_grads(self, sources: list[Tensor]) -> list[Tensor]:
-        """Return memory for gradients in the host, the widest elements first: all are aligned."""
-        buffer = self._pool.take(sum(source.nbytes for source in sources)).tensor()
-        views: dict[int, Tensor] = {}
-        begin = 0
-        for i, source in sorted(enumerate(sources), key=lambda item: -item[1].element_size()):
-            flat = buffer[begin : begin + source.nbytes].view(source.dtype)
-            views[i] = flat.as_strided(source.shape, source.stride())
-            begin += source.nbytes
-        return [views[i] for i in range(len(sources))]
 
     def has_arrived(self, grads: Sequence[Tensor | None]) -> bool:
         """Return whether exactly these gradients, as they are now, are the ones that were taken."""
@@ -411,9 +377,24 @@ class HostBucket:
         return list(map(_version, (*slabs, *self.bucket.scales.values())))
 
 
-def _laid_out(grad: Tensor, param: Tensor) -> Tensor:
-    """Return a gradient in the layout and on the device of its parameter."""
-    if grad.stride() == param.stride() and grad.device == param.device:
-        return grad.detach()
-    made = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype, device=param.device)
-    return made.copy_(grad)
+def source_of(grad: Tensor, param: Tensor) -> Tensor:
+    """Return what this process holds of a gradient, in the layout of its parameter."""
+    part, target = part_for(grad, param), local(param)
+    if part.stride() == target.stride() and part.device == target.device:
+        return part.detach()
+    made = torch.empty_strided(
+        target.shape, target.stride(), dtype=part.dtype, device=target.device
+    )
+    return made.copy_(part)
+
+
+def staged(pool: PinnedPool, sources: Sequence[Tensor]) -> list[Tensor]:
+    """Return memory of a pool for these, the widest elements first: so all are aligned."""
+    buffer = pool.take(sum(source.nbytes for source in sources)).tensor()
+    views: dict[int, Tensor] = {}
+    begin = 0
+    for i, source in sorted(enumerate(sources), key=lambda item: -item[1].element_size()):
+        flat = buffer[begin : begin + source.nbytes].view(source.dtype)
+        views[i] = flat.as_strided(source.shape, source.stride())
+        begin += source.nbytes
+    return [views[i] for i in range(len(sources))]

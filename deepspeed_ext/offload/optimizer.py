@@ -101,6 +101,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         made = offloaded(optimizer_class, weakly(links))
         super().__init__(params, {})  # which makes groups of them
         self._resident_bytes = gpu_fraction * sum(map(bytes_of, self._params()))
+        for group in self.param_groups:
+            check_once(self, group["params"])
         needs = estimate(self.param_groups, **self._settings)
         needs.check(name)
         inner = made([self._inner_group(group, links) for group in self.param_groups], **kwargs)
@@ -130,8 +132,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _watch(self) -> None:
         """See that all parameters tell of their gradients, those added or thawed since too."""
         for param in self._params():
-            known = id(param) in self._hooks or is_lazy(param) or param.is_meta
-            if not known and param.requires_grad and param.is_leaf:
+            has_memory = not (is_lazy(param) or param.is_meta)
+            # What swaps tensors, as FSDP2's `to` does, takes hooks away with the old one.
+            watched = id(param) in self._hooks and param._post_accumulate_grad_hooks
+            if has_memory and not watched and param.requires_grad and param.is_leaf:
                 self._hooks[id(param)] = on_gradient(param, self._pipeline.note_gradient)
 
     def _take_options(self, first: int = 0) -> None:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from deepspeed_ext.dtensors import is_dtensor, local, same_layout
 from deepspeed_ext.io import PinnedPool
-from deepspeed_ext.offload.bucket import Ahead, HostBucket
-from deepspeed_ext.offload.copies import Event, Lanes
+from deepspeed_ext.offload.bucket import Ahead, HostBucket, source_of, staged
+from deepspeed_ext.offload.copies import Copy, Event, Lanes
 from deepspeed_ext.offload.inner import HostSteps
 from deepspeed_ext.offload.links import Links
 from deepspeed_ext.offload.stand_ins import host_memory, remake
-from deepspeed_ext.offload.sums import Sums
+from deepspeed_ext.offload.sums import Sum
 from deepspeed_ext.offload.worker import Task, Urgency, Worker
 from deepspeed_ext.optim.clipping import Scaling, SquareSum, clip
 from deepspeed_ext.optim.slabs import Bucket
@@ -79,6 +79,8 @@ class Pipeline:
         self.worker = Worker()
         self._pool = PinnedPool()
         self._lanes: dict[torch.device, Lanes] = {}
+        self._sums: dict[int, Sum] = {}  # by parameter, of gradients that left the device at once
+        self._adding: list[Task] = []  # to those
         self._buckets: list[HostBucket] = []
         self._resident: list[tuple[Group, Bucket]] = []
         self._known: list[Bucket] = []  # of the inner optimizer, that the former are for
@@ -98,20 +100,25 @@ class Pipeline:
         """Take note of a gradient that was accumulated; called by hooks, in threads of autograd."""
         with self._lock:
             self._hits[id(param)] += 1
-            bucket = self._bucket_of.get(id(param))
-            if bucket is None or not self._may_hasten(param):
+            if not self._may_hasten(param):
                 return
+            bucket = self._bucket_of.get(id(param))
             try:
-                self._advance(bucket, param)
+                if self._frees(param):
+                    self._send_away(param)
+                if bucket is not None and bucket.task is None:
+                    self._advance(bucket, param)
             except Exception:  # it would end backward; if it persists, step() raises it
-                self._give_up(bucket)
+                if bucket is not None:
+                    self._give_up(bucket)
+
+    def _frees(self, param: Tensor) -> bool:
+        """Return whether the gradient of a parameter does not stay on the device."""
+        grad, copy = param.grad, self.links.copies.get(id(param), param)
+        return self._free_grads and copy is not param and _is_plain(grad, param)
 
     def _advance(self, bucket: HostBucket, param: Tensor) -> None:
-        """Do what can be done about a gradient now."""
-        if bucket.sums is not None:
-            self._send_away(bucket, param)
-        if bucket.task is not None:
-            return
+        """Do what can be done about a gradient of a bucket now."""
         if self._hits[id(param)] > self._expected[id(param)]:
             self._give_up(bucket)
         elif all(self._hits[id(p)] == self._expected[id(p)] > 0 for p in bucket.owners):
@@ -122,11 +129,39 @@ class Pipeline:
         alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
         return alone or is_dtensor(param) or torch.distributed.get_world_size() == 1
 
-    def _send_away(self, bucket: HostBucket, param: Tensor) -> None:
-        """Take a gradient from the device, and have it added in host memory."""
-        if bucket.task is not None:
-            self.wait_for([bucket])  # it may read the sums still
-        self.worker.submit(bucket.add_to_sums(param))
+    def _send_away(self, param: Tensor) -> None:
+        """Take a gradient from the device, and have it added to others in host memory."""
+        bucket, grad = self._bucket_of.get(id(param)), param.grad
+        assert grad is not None
+        if bucket is not None and bucket.task is not None:
+            self.wait_for([bucket])  # it may read the sum still
+        self._adding = [task for task in self._adding if not task.done]
+        source = source_of(grad, param)
+        if not self._has_room(source.nbytes):
+            self.worker.wait(self._adding)
+        known = self._sum_of(param)
+        [memory] = staged(self._pool, [source])
+        lanes = self._lanes_of(param)
+        event = lanes.fetch([Copy(memory, source)])
+        run = partial(known.add, known.count == 0, memory, event, source)
+        self._adding.append(self.worker.submit(Task(run, Urgency.ADD, events=[event])))
+        known.count += 1
+        self.counts["bytes_out"] += source.nbytes
+        param.grad = None
+
+    def _has_sum(self, param: Tensor) -> bool:
+        return id(param) in self._sums and self._sums[id(param)].count > 0
+
+    def _sum_of(self, param: Tensor) -> Sum:
+        if id(param) not in self._sums:
+            self._sums[id(param)] = Sum(param)
+        return self._sums[id(param)]
+
+    def _lanes_of(self, param: Tensor) -> Lanes:
+        device = local(param).device
+        if device not in self._lanes:
+            self._lanes[device] = Lanes(device)
+        return self._lanes[device]
 
     def _hasten(self, bucket: HostBucket) -> None:
         if not self._arrives_early(bucket):
@@ -154,19 +189,19 @@ class Pipeline:
             return False
         if not bucket.has_arrived(grads):
             self._give_up(bucket)
-            if not self._has_room(bucket):
+            if not self._has_room(bucket.grad_bytes()):
                 return False
             bucket.take(grads, self.measures)
             self.counts["early"] += 1
         return True
 
-    def _has_room(self, bucket: HostBucket) -> bool:
-        """Return whether the gradients of a bucket fit beside those that are in host memory."""
+    def _has_room(self, nbytes: int) -> bool:
+        """Return whether gradients fit beside those that are in host memory."""
         most = self._memory.gradients
         if most is None:
             return True
         in_use = self._pool.stats()["in_use"]
-        return not in_use or in_use + bucket.grad_bytes() <= most
+        return not in_use or in_use + nbytes <= most
 
     def _give_up(self, bucket: HostBucket) -> None:
         """Forget a step that was taken ahead, and gradients that are not those of the step."""
@@ -182,8 +217,11 @@ class Pipeline:
             self._hits.clear()
             for bucket in self._buckets:
                 self._give_up(bucket)
-                if bucket.sums is not None:
-                    bucket.sums.clear()
+            self._forget_sums()
+
+    def _forget_sums(self) -> None:
+        for known in self._sums.values():
+            known.count = 0
 
     # The step
 
@@ -232,9 +270,7 @@ class Pipeline:
             # The next step is taken to be like this one.
             self._expected, self._hits = self._hits, Counter()
             self._divisor = scale
-            for bucket in self._buckets:
-                if bucket.sums is not None:
-                    bucket.sums.clear()
+            self._forget_sums()
         return None if decision is None else decision.norm
 
     def _drop_outdated(self, bucket: HostBucket, all_of_it: bool) -> None:
@@ -242,7 +278,7 @@ class Pipeline:
         if bucket.sums is not None:
             for owner in bucket.owners:
                 if owner.grad is not None:
-                    self._send_away(bucket, owner)
+                    self._send_away(owner)
                     self._give_up(bucket)
         elif all_of_it or not bucket.has_arrived(bucket.grads()):
             self._give_up(bucket)
@@ -252,14 +288,14 @@ class Pipeline:
         if bucket.arrival is not None:
             return
         if bucket.sums is not None:
-            if any(bucket.sums.counts):
+            if any(known.count for known in bucket.sums):
                 bucket.take_sums(bucket.sums)
                 self.counts["late"] += 1
             return
         grads = bucket.grads()
         if any(grad is not None for grad in grads):
             for other in self._buckets:
-                if self._has_room(bucket):
+                if self._has_room(bucket.grad_bytes()):
                     break
                 if other.task is not None:
                     self.worker.wait([other.task])
@@ -320,9 +356,8 @@ class Pipeline:
 
     def _sum_squares(self) -> Tensor:
         squares = SquareSum()
+        self.worker.wait(self._adding)
         for bucket in self._buckets:
-            if bucket.sums is not None:
-                self.worker.wait(bucket.adding)
             bucket.add_squares(bucket.grads(), squares)
         for _, resident in self._resident:
             work = resident.gather()
@@ -347,7 +382,7 @@ class Pipeline:
         names = ("early", "late", "ahead", "validated", "rolled back")
         return {
             **{name: self.counts[name] for name in names},
-            "bytes_out": sum(bucket.bytes_out for bucket in self._buckets),
+            "bytes_out": self.counts["bytes_out"] + sum(b.bytes_out for b in self._buckets),
             "bytes_back": sum(bucket.bytes_back for bucket in self._buckets),
             "step_seconds": sum(bucket.seconds for bucket in self._buckets),
         }
@@ -429,11 +464,13 @@ class Pipeline:
             if owners[0] is bucket.params[0]:
                 self._resident.append((self.inner.param_groups[group], bucket))
                 continue
-            device = local(owners[0]).device
-            lanes = self._lanes.setdefault(device, Lanes(device))
+            lanes = self._lanes_of(owners[0])
             made = HostBucket(self.inner, group, bucket, owners, lanes, self._pool)
             made.place = len(self._buckets)
-            made.sums = Sums(owners) if self._free_grads else None
+            if self._free_grads:
+                made.sums = list(map(self._sum_of, owners))
+                for known, owner in zip(made.sums, owners, strict=True):
+                    known.lie_as(owner)
             self._buckets.append(made)
         self._bucket_of = {id(owner): b for b in self._buckets for owner in b.owners}
         left = self._memory.spare

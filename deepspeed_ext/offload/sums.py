@@ -1,7 +1,5 @@
 """Gradients that leave the device as they appear, and are added up in host memory."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -9,38 +7,28 @@ from deepspeed_ext.dtensors import local
 from deepspeed_ext.offload.copies import Event
 
 
-class Sums:
-    """The gradients of a bucket, in float32, in the layout of its parameters.
+class Sum:
+    """The gradient of a parameter, in float32, in the layout of the parameter.
 
     Attributes:
-        values: one for each parameter.
-        counts: how many gradients each is the sum of, those included that are still on their way.
+        value: in host memory; meaningless while count is 0.
+        count: of how many gradients, those included that are still on their way.
     """
 
-    def __init__(self, owners: Sequence[Tensor]) -> None:
-        parts = list(map(local, owners))
-        self.values = [
-            torch.empty_strided(p.shape, p.stride(), dtype=torch.float32, device="cpu")
-            for p in parts
-        ]
-        self.counts = [0] * len(parts)
+    def __init__(self, param: Tensor) -> None:
+        self.value = _empty_like(local(param))
+        self.count = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory."""
-        return sum(value.nbytes for value in self.values)
+    def lie_as(self, param: Tensor) -> None:
+        """Take the layout and the shape of a parameter that has got others."""
+        part = local(param)
+        if self.value.shape != part.shape or self.value.stride() != part.stride():
+            self.value = _empty_like(part).copy_(self.value.reshape(part.shape))
 
-    def clear(self) -> None:
-        """Begin anew."""
-        self.counts = [0] * len(self.counts)
-
-    def add(
-        self, i: int, is_first: bool, grad: Tensor, arrives: Event | None, source: Tensor
-    ) -> None:
+    def add(self, is_first: bool, grad: Tensor, arrives: Event | None, source: Tensor) -> None:
         """Add a gradient that is on its way; in the worker's thread.
 
         Args:
-            i: number of the parameter.
             is_first: it begins a sum.
             grad: in host memory, when it has arrived.
             arrives: when it has.
@@ -49,6 +37,10 @@ class Sums:
         if arrives is not None:
             arrives.synchronize()
         if is_first:
-            self.values[i].copy_(grad)
+            self.value.copy_(grad)
         else:
-            self.values[i].add_(grad)
+            self.value.add_(grad)
+
+
+def _empty_like(part: Tensor) -> Tensor:
+    return torch.empty_strided(part.shape, part.stride(), dtype=torch.float32, device="cpu")

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from deepspeed_ext.offload import Estimate, OffloadOptimizer, estimate, optimizer, pipeline
+from deepspeed_ext.offload import Estimate, OffloadOptimizer, estimate, links, optimizer
+from deepspeed_ext.offload.pipeline import Memory
 from deepspeed_ext.optim import (
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
@@ -39,7 +40,7 @@ MODULE = sys.modules["deepspeed_ext.offload.estimate"]  # its function has the s
 def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have memory for everything; buckets that hold some of the parameters only."""
     monkeypatch.setattr(MODULE, "free_memory", lambda: 64 * GIB)
-    monkeypatch.setattr(pipeline, "BUCKET", 5000)
+    monkeypatch.setattr(links, "BUCKET", 5000)
 
 
 def parameters(dtype: torch.dtype, device: str = "cpu") -> list[nn.Parameter]:
@@ -206,7 +207,7 @@ def test_the_table() -> None:
         2_261_000_000,
         {"weights": 4 * GIB, "gradients": 4 * GIB},
         {"weights": 4 * GIB, "gradients": 1536, "exp_avg": 3, "steps ahead": GIB // 2},
-        pipeline.Memory(0, 0),
+        Memory(0, 0),
         5 * GIB,
         3 * GIB,
     )
