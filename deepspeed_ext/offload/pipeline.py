@@ -447,9 +447,8 @@ class Pipeline:
 
     def _place(self) -> None:
         """See that all parameters with a gradient or with state are in buckets."""
-        self.inner.give_state(
-            [c for c in self._copies() if self.links.owners[id(c)].grad is not None]
-        )
+        owners = [(copy, self.links.owners[id(copy)]) for copy in self._copies()]
+        self.inner.give_state([c for c, p in owners if p.grad is not None or self._has_sum(p)])
         if not all(bucket.fits() for _, bucket in self._resident):
             self.inner.forget_buckets()
         found = self.inner.buckets()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from deepspeed_ext.offload import Estimate, OffloadOptimizer, estimate, links, optimizer
+from deepspeed_ext.offload import Estimate, OffloadOptimizer, estimate, links
 from deepspeed_ext.offload.pipeline import Memory
 from deepspeed_ext.optim import (
     DeepSpeedCPUAdagrad,
@@ -137,7 +137,7 @@ def test_frozen_parameters_have_a_copy_and_nothing_else() -> None:
 def test_freed_gradients_are_added_up_in_float32() -> None:
     found = estimate(parameters(BF16), free_grads=True)
     with stepped(parameters(BF16), free_grads=True) as made:
-        sums = [bucket.sums.nbytes for bucket in made._pipeline._buckets]
+        sums = [known.value.nbytes for known in made._pipeline._sums.values()]
     assert found.host["sums of gradients"] == sum(sums)
     assert found.gpu["gradients"] < found.gpu["weights"]
 
@@ -179,7 +179,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_allocated(
 ) -> None:
     found = estimate(parameters(F32))
     kept = found.needed_bytes - found.host["gradients"]
-    monkeypatch.setattr(optimizer, "stand_ins", refuse_to_allocate)
+    monkeypatch.setattr(links, "stand_ins", refuse_to_allocate)
     with pytest.raises(ValueError, match="OffloadOptimizer: memory_budget is 1000, expected") as e:
         OffloadOptimizer(parameters(F32), memory_budget=1000)
     assert f"at least {kept} for weights and state" in str(e.value)
