@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-HERE = Path(__file__).parent
-HELPERS = [str(HERE), str(HERE.parent / "optim")]
 LONGEST_TEST = 120.0  # seconds; what takes longer hangs
 
-sys.path.append(HELPERS[1])
+sys.path.append(str(Path(__file__).parents[1] / "optim"))
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -22,8 +20,7 @@ def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")  # for child processes, which find the helpers too
-        patch.setenv("PYTHONPATH", os.pathsep.join(HELPERS), prepend=os.pathsep)
+        patch.setenv("OMP_NUM_THREADS", "1")  # for child processes
         yield
     torch.set_num_threads(threads)
 

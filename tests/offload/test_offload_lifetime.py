@@ -2,20 +2,21 @@
 
 import gc
 import resource
-import subprocess
-import sys
 import threading
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from offload_cases import FORMATS, Gate, Pair, await_ahead, warm
 from optim_cases import BF16, assert_same_bits, make_params, on_each_device, snapshot
 from torch.nn import Parameter
 
 from deepspeed_ext.io.engine import pinned
 from deepspeed_ext.offload import OffloadOptimizer
+
+HELPERS = [Path(__file__).parent, Path(__file__).parents[1] / "optim"]
 
 
 def offload_threads():
@@ -264,6 +265,8 @@ def test_500_steps_take_no_more_memory_than_20(changes, threads, memory):
 
 PROGRAM = """
 import sys, threading, torch
+
+sys.path += sys.argv[3:]
 from offload_cases import Gate, await_ahead
 from deepspeed_ext.offload import OffloadOptimizer
 import pytest
@@ -295,8 +298,7 @@ print("end")
     ("method", "how"), [("adopt", "plain"), ("adopt", "error"), ("step_ahead", "kept")]
 )
 def test_a_program_ends_while_a_step_is_under_way(method, how):
-    program = [sys.executable, "-c", PROGRAM, method, how]
-    run = subprocess.run(program, capture_output=True, text=True, timeout=100)
+    run = warm_python.run("-c", PROGRAM, method, how, *HELPERS)
     assert run.returncode == (3 if how == "error" else 0), run.stderr
     assert run.stderr == ""
     assert run.stdout == ("" if how == "error" else "end\n")
