@@ -38,8 +38,7 @@ REFUSED = {
     "budget": (
         ValueError,
         {"memory_budget": 39},
-        "memory_budget is 39, expected at least 40 for weights and state; compact state takes less:"
-        " state_dtype=torch.uint8, master='remainder'",
+        "memory_budget is 39, expected at least ",
     ),
     "lr": (ValueError, {"lr": -1}, "lr is -1, expected"),
     "betas": (ValueError, {"betas": (0.9, 2)}, "betas[1] is 2.0, expected"),
