@@ -2,5 +2,6 @@
 
 from deepspeed_ext.offload.estimate import Estimate, estimate
 from deepspeed_ext.offload.optimizer import OffloadOptimizer
+from deepspeed_ext.offload.timeline import Timeline
 
-__all__ = ["Estimate", "OffloadOptimizer", "estimate"]
+__all__ = ["Estimate", "OffloadOptimizer", "Timeline", "estimate"]

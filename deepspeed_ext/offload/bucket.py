@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepspeed_ext.dtensors import is_dtensor, local, part_for
 from deepspeed_ext.io import PinnedPool
-from deepspeed_ext.offload.copies import Copy, Event, Lanes
+from deepspeed_ext.offload.copies import AHEAD, ASKED, Copy, Event, Lanes
 from deepspeed_ext.offload.inner import HostSteps, pieces
 from deepspeed_ext.offload.stand_ins import put
 from deepspeed_ext.offload.sums import Sum
@@ -249,7 +249,7 @@ class HostBucket:
         work = arrival.work._replace(params=[spare.weights[i] for i in arrival.indices])
         for part, target, event in zip(arrival.parts, pieces(work), arrival.events, strict=True):
             out = self.inner.out_of(target.params, spare.slabs, list(spare.scales.values()))
-            self._step_part(part, event, options, scaling, out)
+            self._step_part(AHEAD, part, event, options, scaling, out)
 
     def step(self, arrival: Arrival, options: Group, scaling: Scaling, after: Event | None) -> None:
         """Take a step; weights go back as soon as nobody needs the old ones any more."""
@@ -261,7 +261,7 @@ class HostBucket:
         for part, there, event in zip(arrival.parts, arrival.devices, arrival.events, strict=True):
             slabs = {**self.bucket.slabs, STEP: [counted]}
             out = self.inner.out_of(part.params, slabs, part.scales)
-            self._step_part(part, event, options, scaling, out)
+            self._step_part(ASKED, part, event, options, scaling, out)
             arrival.stepped += map(Copy, there.params, part.params)
             if after is None or after.query():
                 self._send(arrival.stepped, after)
@@ -300,6 +300,7 @@ class HostBucket:
 
     def _step_part(
         self,
+        name: str,
         part: Work,
         event: Event | None,
         options: Group,
@@ -310,7 +311,10 @@ class HostBucket:
             event.synchronize()
         begin = perf_counter()
         self.inner.step_part(options, part, scaling, out)
-        self.seconds += perf_counter() - begin
+        end = perf_counter()
+        self.seconds += end - begin
+        if self.lanes.recorder is not None:
+            self.lanes.recorder.note(name, begin, end)
 
     def _await_returned(self) -> None:
         if self.returned is not None:  # the weights that are overwritten now

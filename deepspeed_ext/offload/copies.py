@@ -1,11 +1,24 @@
 """Copies between a device and host memory, on streams of their own where the device has any."""
 
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 Event = torch.cuda.Event
+OUT, BACK = "gradients out", "weights in"  # what a timeline calls copies, and steps on the host
+AHEAD, ASKED = "steps ahead", "steps asked for"
+
+
+class Recorder(Protocol):
+    """Takes note of what went on when."""
+
+    def span(self, name: str, device: torch.device | None = None) -> AbstractContextManager[None]:
+        """Record what the current stream of a device is given meanwhile."""
+
+    def note(self, name: str, begin: float, end: float) -> None:
+        """Record what the host has done, by time.perf_counter."""
 
 
 class Copy(NamedTuple):
@@ -22,10 +35,14 @@ class Lanes:
 
     Args:
         device: where the parameters are.
+
+    Attributes:
+        recorder: is told of copies, if there is one.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.recorder: Recorder | None = None
         streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
         self._out, self._back = streams or (None, None)
 
@@ -41,7 +58,7 @@ class Lanes:
         """Copy to host memory what the current stream makes; the event is for the host to await."""
         if self._out is not None:
             self._out.wait_stream(torch.cuda.current_stream(self.device))
-        return self._run(copies, self._out)
+        return self._run(copies, self._out, OUT)
 
     def hold_back(self) -> None:
         """Let the current stream wait until all is copied that fetch was called with."""
@@ -52,15 +69,19 @@ class Lanes:
         """Copy to the device, after an event; the event that is returned is for streams."""
         if self._back is not None and after is not None:
             self._back.wait_event(after)
-        return self._run(copies, self._back)
+        return self._run(copies, self._back, BACK)
 
     def await_on_stream(self, event: Event | None) -> None:
         """Let the current stream wait for an event."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
-    def _run(self, copies: list[Copy], stream: "torch.cuda.Stream | None") -> Event | None:
-        with torch.no_grad(), torch.cuda.stream(stream):
+    def _run(
+        self, copies: list[Copy], stream: "torch.cuda.Stream | None", name: str
+    ) -> Event | None:
+        recorder = self.recorder
+        recorded = nullcontext() if recorder is None else recorder.span(name, self.device)
+        with torch.no_grad(), torch.cuda.stream(stream), recorded:
             for target, source in copies:
                 target.copy_(source, non_blocking=stream is not None)
         if stream is None:

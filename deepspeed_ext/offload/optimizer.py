@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
+from deepspeed_ext.offload.copies import Recorder
 from deepspeed_ext.offload.estimate import bytes_of, estimate, stays
 from deepspeed_ext.offload.hooks import Remove, before_forward, on_gradient
 from deepspeed_ext.offload.inner import offloaded
@@ -228,6 +229,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             `bytes_back` between device and host; `step_seconds` in host memory.
         """
         return self._pipeline.stats()
+
+    def _record(self, recorder: Recorder | None) -> None:
+        self._pipeline.record(recorder)
 
     def close(self) -> None:
         """Wait for the last step, end the thread, and let go of parameters and model.

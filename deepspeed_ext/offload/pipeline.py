@@ -13,7 +13,7 @@ from torch import Tensor
 from deepspeed_ext.dtensors import is_dtensor, local, same_layout
 from deepspeed_ext.io import PinnedPool
 from deepspeed_ext.offload.bucket import Ahead, HostBucket, source_of, staged
-from deepspeed_ext.offload.copies import Copy, Event, Lanes
+from deepspeed_ext.offload.copies import Copy, Event, Lanes, Recorder
 from deepspeed_ext.offload.inner import HostSteps
 from deepspeed_ext.offload.links import Links
 from deepspeed_ext.offload.stand_ins import host_memory, remake
@@ -386,6 +386,11 @@ class Pipeline:
             "bytes_back": sum(bucket.bytes_back for bucket in self._buckets),
             "step_seconds": sum(bucket.seconds for bucket in self._buckets),
         }
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Tell a recorder of copies and steps from now on; None ends that."""
+        for lanes in self._lanes.values():
+            lanes.recorder = recorder
 
     def finish(self) -> None:
         """Wait until the last step is over, and let the current streams wait for its weights.
