@@ -14,12 +14,14 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from benchmarks import offload_picture
 from benchmarks.offload_contenders import (
     ACCUMULATED,
     ALONE,
@@ -317,6 +319,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=threads, help="of the host's step")
     for name, value in vars(Size()).items():
         parser.add_argument(f"--{name}", type=int, default=value, help="default: %(default)s")
+    parser.add_argument("--timeline", type=Path, metavar="PATH", help="draw one step, no more")
+    parser.add_argument("--state", choices=FORMATS, default="fp32", help="of the timeline")
     add_option(parser)
     options = parser.parse_args(arguments)
     wanted = options.rows.split(",")
@@ -326,6 +330,13 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     size = replace(Size(), **{name: getattr(options, name) for name in vars(Size())})
     described = introduced(options.device, model=f"{size}")
+    if options.timeline is not None:
+        with tqdm(total=offload_picture.STEPS, desc="steps", disable=None) as progress:
+            offload_picture.draw(
+                size, options.device, options.state, options.timeline, progress.update
+            )
+        print(f"drawn: {options.timeline}")
+        return 0
     rows = [ROWS[name] for name in ROWS if name.startswith(tuple(wanted))]
     names = set().union(*map(measures_of, rows))
     with tqdm(total=_total(names, options.steps), desc="steps", disable=None) as progress:
