@@ -32,13 +32,13 @@ help:  ## list the targets
 env: $(DONE)/package  ## make .venv, with torch and this package in it
 
 demo: $(DONE)/package  ## train a small GPT and show what it writes; goes on when it was interrupted
-	@resume=
+	@how='--offload cpu'
 	if [ -f $(OUT)/sample.txt ]; then
 	  rm -f $(OUT)/checkpoint.pt $(OUT)/metrics.jsonl $(OUT)/loss.png $(OUT)/sample.txt
 	elif [ -f $(OUT)/checkpoint.pt ]; then
-	  resume=--resume
+	  how=--resume
 	fi
-	$(BIN)/python -m deepspeed_ext.examples.train_gpt --out $(OUT) $$resume $(ARGS)
+	$(BIN)/python -m deepspeed_ext.examples.train_gpt --out $(OUT) $$how $(ARGS)
 
 test: $(DONE)/test  ## run the tests, but for the longest
 	@$(if $(ARGS),,$(WARM))

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +23,17 @@ from tqdm import tqdm
 
 from benchmarks import offload_picture
 from benchmarks.offload_contenders import (
-    ACCUMULATED,
     ALONE,
     ALWAYS,
     FORMATS,
-    FREED,
-    NEVER,
     SESSIONS,
-    TORCHAO,
     Phase,
     Session,
     drop_garbage,
-    fsdp,
-    on_gpu,
-    ours,
     process_group,
 )
 from benchmarks.offload_model import Size, make_data, make_model, time_steps
+from benchmarks.offload_rows import BOUND, ROWS, Row, measures_of
 from benchmarks.offload_terms import (
     BACK,
     BYTES,
@@ -55,59 +49,9 @@ from benchmarks.offload_terms import (
 from benchmarks.results import Result, Timing, add_option, introduced, keep, show
 
 STEPS = 12
-BOUND = "bound by the terms"
 _WARM_UP = 3
 FORWARD = "of which forward"
-_TERMS = {OUT, BACK, STREAM, TORCH, *map(host, FORMATS), *map(beside, FORMATS)}
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the results.
-
-    Attributes:
-        work: what it is called.
-        names: of what is measured, ours first; BOUND is computed.
-        form: of our state.
-        ceilings: those of the names that nobody can be faster than.
-        is_host: whether it is the host's step alone, of which bytes are known.
-    """
-
-    work: str
-    names: tuple[str, ...]
-    form: str
-    ceilings: tuple[str, ...] = ()
-    is_host: bool = False
-
-
-def _rows() -> dict[str, Row]:
-    found: dict[str, Row] = {}
-    for form in FORMATS:
-        state = f"{form} state"
-        names = (host(form), TORCH, STREAM)
-        found[f"host-{form}"] = Row(f"host step, {state}", names, form, (STREAM,), is_host=True)
-        names = (ours(form), BOUND, ALONE, on_gpu(form))
-        found[f"step-{form}"] = Row(f"step, {state}", names, form, (BOUND, ALONE))
-        names = (ours(form, NEVER), ours(form))
-        found[f"never-{form}"] = Row(f"step, {state}, {NEVER}", names, form)
-        names = (ours(form, ALWAYS), BOUND, ours(form))
-        found[f"always-{form}"] = Row(f"step, {state}, {ALWAYS}", names, form, (BOUND,))
-        names = (ours(form, FREED), ours(form))
-        found[f"freed-{form}"] = Row(f"step, {state}, {FREED}", names, form)
-        names = (ours(form), TORCHAO, fsdp("bf16"), fsdp("fp32"))
-        found[f"others-{form}"] = Row(f"step, {state}, beside others", names, form)
-        names = (ours(form, ACCUMULATED), on_gpu(form, ACCUMULATED))
-        found[f"accumulate-{form}"] = Row(f"step, {state}, {ACCUMULATED}", names, form)
-    return found
-
-
-ROWS = _rows()
-
-
-def measures_of(row: Row) -> set[str]:
-    """Return the names of all that has to be measured for a row."""
-    terms = {ALONE, OUT, BACK, beside(row.form)} if BOUND in row.names else set()
-    return {*row.names, *terms} - {BOUND}
+TERMS = {OUT, BACK, STREAM, TORCH, *map(host, FORMATS), *map(beside, FORMATS)}
 
 
 class Bench:
@@ -145,7 +89,7 @@ class Bench:
                 self._take(session, model)
         if ALONE in self._wanted:
             self._time_alone(model)
-        if self._wanted & _TERMS:
+        if self._wanted & TERMS:
             terms = Terms(model, self._device, self._steps)
             self.timings |= terms.measure(self._wanted, self._progress.update)
             del terms
@@ -244,7 +188,7 @@ def steps_of(phase: Phase, steps: int) -> int:
 def _total(wanted: Iterable[str], steps: int) -> int:
     """Return how often the bar advances."""
     names = set(wanted)
-    total = len(names & _TERMS)
+    total = len(names & TERMS)
     alone = steps_of(Phase(), steps) if ALONE in names else 0
     for session in SESSIONS:
         taken = [phase for name, phase in session.phases.items() if name in names]

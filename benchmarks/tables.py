@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.offload_contenders import FORMATS
+from benchmarks.offload_rows import ROWS
 from benchmarks.results import FOLDER
 
 README = Path(__file__).parent.parent / "README.md"
@@ -191,9 +193,19 @@ def rivals(row: Row) -> str:
     return _rivals(row, milliseconds, " ms")
 
 
+def all_others(row: Row) -> str:
+    """All but ceilings: milliseconds, and how many times as fast ours is."""
+    names = [name for name in row["times"] if name not in row["ceilings"]]
+    return _beside(row, names, milliseconds, " ms")
+
+
 def _rivals(row: Row, value: Callable[[Row, str], str], unit: str) -> str:
+    return _beside(row, best_rivals(row), value, unit)
+
+
+def _beside(row: Row, names: Sequence[str], value: Callable[[Row, str], str], unit: str) -> str:
     texts = []
-    for name in best_rivals(row):
+    for name in names:
         known = value(row, name)
         texts.append(f"{name}{known and f' {known}{unit}'}: {times(row, name)}")
     return "; ".join(texts)
@@ -334,7 +346,20 @@ def _first_use() -> Table:
     return Table("first use, 2 cores", columns, [Line(work, "build", work) for work in works])
 
 
+def _offload() -> Table:
+    threads = 16
+    columns = [
+        Column("ours", H200, threads, lambda row: f"{milliseconds(row, _name_of_ours(row))} ms"),
+        Column("others: how many times as fast ours is", H200, threads, all_others),
+        Column("beside the bound", H200, threads, beside_ceiling),
+    ]
+    uses = ("step", "never", "always", "freed", "accumulate", "others", "host")
+    works = [ROWS[f"{use}-{form}"].work for form in FORMATS for use in uses]
+    return Table("H200, 16 cores", columns, [Line("", "offload", work) for work in works])
+
+
 TABLES = {
+    "offload": _offload(),
     "cpu-steps": _cpu_steps(),
     "cuda-steps": _cuda_steps(),
     "cuda-functional": _cuda_functional(),

@@ -6,8 +6,9 @@ import re
 import sys
 
 import pytest
+import torch
 
-from benchmarks import results, tables
+from benchmarks import bench_offload, offload_rows, results, tables
 from benchmarks.results import FOLDER, Result, Timing
 
 MACHINES = tables.machines_in(FOLDER)
@@ -43,6 +44,40 @@ def test_tables_name_disk_work_that_is_measured():
     works = importlib.import_module("benchmarks.aio_works").WORKS
     disk = [line for table in tables.TABLES.values() for line in table.lines if line.bench == "aio"]
     assert {line.work for line in disk} <= set(works)
+
+
+def test_tables_name_offloaded_work_that_is_measured():
+    measured = {row.work for row in offload_rows.ROWS.values()}
+    named = [line.work for table in tables.TABLES.values() for line in table.lines]
+    assert measured <= set(named)
+    sessions = [*bench_offload.SESSIONS]
+    names = {name for session in sessions for name in session.phases} | bench_offload.TERMS
+    wanted = [offload_rows.measures_of(row) for row in offload_rows.ROWS.values()]
+    assert set().union(*wanted) == names | {offload_rows.ALONE}
+
+
+def test_offloaded_steps_are_measured_and_bounded(tmp_path, monkeypatch):
+    monkeypatch.setenv("BENCH_COMMIT", "0123abc")
+    size = "--layers 2 --width 32 --vocabulary 40 --batch 1 --length 8 --steps 1 --threads 1"
+    arguments = f"--device cpu --rows step-fp32,always-fp32 {size} --save {tmp_path}/a.json"
+    threads = torch.get_num_threads()
+    try:
+        assert bench_offload.main(arguments.split()) == 0
+    finally:
+        torch.set_num_threads(threads)
+    rows = json.loads((tmp_path / "a.json").read_text())["runs"][0]["rows"]
+    assert [row["work"] for row in rows] == [
+        "step, fp32 state",
+        "step, fp32 state, clipping always bites",
+    ]
+    for row in rows:
+        ours, bound, *_ = row["contenders"].values()
+        assert row["ceilings"] == ["bound by the terms"]
+        assert row["times"]["bound by the terms"] == pytest.approx(
+            bound["median"] / ours["median"], rel=1e-3
+        )
+    alone = rows[0]["contenders"]["forward and backward alone"]["median"]
+    assert rows[0]["contenders"]["bound by the terms"]["median"] > alone
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)

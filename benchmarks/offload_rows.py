@@ -1,0 +1,68 @@
+"""The rows of the offloading benchmark: what stands beside what."""
+
+from dataclasses import dataclass
+
+from benchmarks.offload_contenders import (
+    ACCUMULATED,
+    ALONE,
+    ALWAYS,
+    FORMATS,
+    FREED,
+    NEVER,
+    TORCHAO,
+    fsdp,
+    on_gpu,
+    ours,
+)
+from benchmarks.offload_terms import BACK, OUT, STREAM, TORCH, beside, host
+
+BOUND = "bound by the terms"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the results.
+
+    Attributes:
+        work: what it is called.
+        names: of what is measured, ours first; BOUND is computed.
+        form: of our state.
+        ceilings: those of the names that are no contenders.
+        is_host: whether it is the host's step alone, of which bytes are known.
+    """
+
+    work: str
+    names: tuple[str, ...]
+    form: str
+    ceilings: tuple[str, ...] = ()
+    is_host: bool = False
+
+
+def _rows() -> dict[str, Row]:
+    found: dict[str, Row] = {}
+    for form in FORMATS:
+        state = f"{form} state"
+        names = (host(form), TORCH, STREAM)
+        found[f"host-{form}"] = Row(f"host step, {state}", names, form, (STREAM,), is_host=True)
+        names = (ours(form), BOUND, ALONE, on_gpu(form))
+        found[f"step-{form}"] = Row(f"step, {state}", names, form, (BOUND,))
+        names = (ours(form, NEVER), ours(form))
+        found[f"never-{form}"] = Row(f"step, {state}, {NEVER}", names, form)
+        names = (ours(form, ALWAYS), BOUND, ours(form))
+        found[f"always-{form}"] = Row(f"step, {state}, {ALWAYS}", names, form, (BOUND,))
+        names = (ours(form, FREED), ours(form))
+        found[f"freed-{form}"] = Row(f"step, {state}, {FREED}", names, form)
+        names = (ours(form), TORCHAO, fsdp("bf16"), fsdp("fp32"))
+        found[f"others-{form}"] = Row(f"step, {state}, beside others", names, form)
+        names = (ours(form, ACCUMULATED), on_gpu(form, ACCUMULATED))
+        found[f"accumulate-{form}"] = Row(f"step, {state}, {ACCUMULATED}", names, form)
+    return found
+
+
+ROWS = _rows()
+
+
+def measures_of(row: Row) -> set[str]:
+    """Return the names of all that has to be measured for a row."""
+    terms = {ALONE, OUT, BACK, beside(row.form)} if BOUND in row.names else set()
+    return {*row.names, *terms} - {BOUND}
