@@ -20,7 +20,6 @@ class UserError(Exception):
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line; a setting that is not given is absent from the result."""
-    default = Settings()
     parser = argparse.ArgumentParser(
         prog="python -m deepspeed_ext.examples.train_gpt",
         description="Train a small GPT on the source files of Python's standard library.",
@@ -42,7 +41,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         default=False,
         help="also train with torch.optim.AdamW and print the differences",
     )
+    _add_settings(parser)
+    options = parser.parse_args(arguments)
+    if options.resume and options.compare:
+        parser.error("--compare starts from equal weights, so it cannot go with --resume")
+    return options
 
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    default = Settings()
     setting = parser.add_argument_group("settings").add_argument
     setting(
         "--device", choices=("auto", "cpu", "cuda"), help="default: auto, a GPU if there is one"
@@ -79,10 +86,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     ):
         help_text = f"{meaning}; default: {getattr(default, name)}"
         setting(_flag(name), type=kind, metavar="X" if name == "lr" else "N", help=help_text)
-    options = parser.parse_args(arguments)
-    if options.resume and options.compare:
-        parser.error("--compare starts from equal weights, so it cannot go with --resume")
-    return options
 
 
 def settings_of(options: argparse.Namespace, saved: Mapping[str, Any] | None) -> Settings:

@@ -14,12 +14,13 @@ from deepspeed_ext.dtensors import is_dtensor, local, same_layout
 from deepspeed_ext.io import PinnedPool
 from deepspeed_ext.offload.bucket import Ahead, HostBucket, source_of, staged
 from deepspeed_ext.offload.copies import Copy, Event, Lanes, Recorder
+from deepspeed_ext.offload.decision import decide
 from deepspeed_ext.offload.inner import HostSteps
 from deepspeed_ext.offload.links import Links
 from deepspeed_ext.offload.stand_ins import host_memory, remake
 from deepspeed_ext.offload.sums import Sum
 from deepspeed_ext.offload.worker import Task, Urgency, Worker
-from deepspeed_ext.optim.clipping import Scaling, SquareSum, clip
+from deepspeed_ext.optim.clipping import Scaling
 from deepspeed_ext.optim.slabs import Bucket
 from deepspeed_ext.optim.traits import Group
 
@@ -37,20 +38,6 @@ class Memory(NamedTuple):
 
     spare: int
     gradients: int | None = None
-
-
-class Decision(NamedTuple):
-    """What a step needs to know that the devices had to be asked for.
-
-    Attributes:
-        norm: of the gradients, if they are clipped.
-        divisor: of the gradients.
-        is_skip: nothing may be stepped.
-    """
-
-    norm: Tensor | None
-    divisor: float
-    is_skip: bool
 
 
 class Pipeline:
@@ -228,6 +215,8 @@ class Pipeline:
     def is_dry_step(self) -> bool:
         """Make the state, and return whether that is all; see `SlabOptimizer.step`."""
         self._prepare()
+        if any(known.count for known in self._sums.values()):
+            return False
         return self.inner.changes_nothing(list(self.links.owners.values()))
 
     def _prepare(self) -> None:
@@ -252,7 +241,9 @@ class Pipeline:
             for bucket in self._buckets:
                 bucket.check_grads()
                 self._drop_outdated(bucket, unscaled)
-            decision = self._decide(scaling, max_norm)
+            if max_norm is not None:
+                self.worker.wait(self._adding)  # the norm is one of sums
+            decision = decide(scaling, max_norm, self._buckets, [b for _, b in self._resident])
             divisor = 1.0 if decision is None else decision.divisor
             if decision is not None and decision.is_skip:
                 self.counts["skipped"] += max_norm is not None
@@ -334,36 +325,6 @@ class Pipeline:
         bucket.ahead = bucket.arrival = None
         bucket.task = Task(run, Urgency.RETURN, bucket.place, [after], needs)
         self.worker.submit(bucket.task)
-
-    def _decide(self, scaling: Scaling, max_norm: float | None) -> Decision | None:
-        """Return what the gradients are divided by, on the host, or None if by nothing.
-
-        Waits for the devices, once.
-        """
-        if max_norm is None and scaling == Scaling():
-            return None
-        if max_norm is None:  # as in a plain step, only found_inf skips it
-            numbers = [scaling.grad_scale, scaling.found_inf]
-            scale, found_inf = (0.0 if n is None else float(n) for n in numbers)
-            scale = 1.0 if scaling.grad_scale is None else scale
-            norm = None
-        else:
-            clipped = clip(self._sum_squares(), max_norm, scaling)
-            norm = clipped.norm
-            both = torch.stack([clipped.divisor.double(), clipped.found_inf.double()])
-            scale, found_inf = both.tolist()
-        return Decision(norm, scale, found_inf != 0)
-
-    def _sum_squares(self) -> Tensor:
-        squares = SquareSum()
-        self.worker.wait(self._adding)
-        for bucket in self._buckets:
-            bucket.add_squares(bucket.grads(), squares)
-        for _, resident in self._resident:
-            work = resident.gather()
-            if work is not None:
-                squares.add(work.of_this_process() if resident.is_sharded else work)
-        return squares.total()
 
     # Afterwards
 
@@ -472,6 +433,7 @@ class Pipeline:
             made = HostBucket(self.inner, group, bucket, owners, lanes, self._pool)
             made.place = len(self._buckets)
             if self._free_grads:
+                self.worker.wait(self._adding)
                 made.sums = list(map(self._sum_of, owners))
                 for known, owner in zip(made.sums, owners, strict=True):
                     known.lie_as(owner)

@@ -128,6 +128,7 @@ def fsdp_with_model(device, folder):
             both.ours.step()
             both.plain.step()
             both.ours.zero_grad()
+        both.ours.synchronize()
         assert_alike(both.ours, both.plain)
         assert both.ours.stats()["validated"] >= STEPS - 2
 
