@@ -65,12 +65,8 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         help="how the optimizer stores its state; default: float32; compact is 8-bit moments and"
         " bfloat16 weights with a 16-bit remainder",
     )
-    setting(
-        "--offload",
-        choices=("none", "cpu"),
-        help="cpu: the optimizer's state is in host memory, and is stepped there, beside backward"
-        " and forward; default: none",
-    )
+    meaning = "cpu: its state is in host memory, and stepped there; default: none"
+    setting("--offload", choices=("none", "cpu"), help=meaning)
     positive = _number(int, "a whole number above 0", lambda n: n > 0)
     width = _number(int, f"a multiple of {HEAD_WIDTH}", lambda n: n > 0 and n % HEAD_WIDTH == 0)
     rate = _number(float, "a number above 0", lambda x: 0 < x < float("inf"))
@@ -149,7 +145,8 @@ def _check_device(settings: Settings) -> None:
             else f"torch {torch.__version__} is built without CUDA"
         )
         raise UserError(f"--device is cuda, expected cpu: {reason}")
-    known, with_what = DEVICES, f"--device {device}"
+    known: Mapping[str, tuple[str, ...]] = DEVICES
+    with_what = f"--device {device}"
     if settings.offload == "cpu":
         known, with_what = OFFLOADED, "--offload cpu"
     if device not in known.get(optimizer, ()):
