@@ -233,7 +233,7 @@ class HostBucket:
         indices = [i for i, grad in enumerate(grads) if grad is not None]
         if not indices:
             return
-        known = self.arrival and self.arrival.squares
+        known = None if self.arrival is None else self.arrival.squares
         if known is None:
             known = squared_norms(self._sources([g for g in grads if g is not None], indices))
         squares.add_squares(known, [self.owners[i] for i in indices])

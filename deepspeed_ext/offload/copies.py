@@ -43,8 +43,10 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.recorder: Recorder | None = None
-        streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
-        self._out, self._back = streams or (None, None)
+        self._out: torch.cuda.Stream | None = None
+        self._back: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def mark(self) -> Event | None:
         """Return an event of what the current stream has been given so far."""

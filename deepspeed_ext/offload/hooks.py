@@ -60,7 +60,8 @@ def _tell_nobody() -> _Tell:
 
 def on_gradient(param: Tensor, tell: Callable[[Tensor], None]) -> Remove:
     """Call a method with a parameter whose gradient has been accumulated."""
-    return param.register_post_accumulate_grad_hook(_Tell(tell).of_gradient).remove
+    remove: Remove = param.register_post_accumulate_grad_hook(_Tell(tell).of_gradient).remove
+    return remove
 
 
 def before_forward(model: torch.nn.Module, tell: Callable[[list[Tensor]], None]) -> list[Remove]:

@@ -65,7 +65,8 @@ class HostSteps(SlabOptimizer):
     def refuse(self, params: list[Tensor], grads: list[Tensor], copies: list[Tensor]) -> None:
         """Raise ValueError that says what is wrong with one of these gradients."""
         slabs: dict[str, list[Tensor]] = {}
-        work = Work(params, grads, slabs, [], *2 * [torch.empty(0)], None, copies)
+        nowhere = torch.empty(0, device="cpu")
+        work = Work(params, grads, slabs, [], nowhere, nowhere, None, copies)
         explain(self, work, ValueError("gradients are checked before they are copied"))
 
     def out_of(

@@ -67,6 +67,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     See: Ren et al., "ZeRO-Offload", 2021; Lian et al., "SuperOffload", 2025, section 4.
     """
 
+    _pipeline: Pipeline
     _max_norm: float | None = None  # of the call that is under way, if it has one of its own
     _step_supports_amp_scaling = True  # tells GradScaler to hand over grad_scale and found_inf
 
@@ -97,7 +98,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             **kwargs,
         }
         self._hooks: dict[int, Remove] = {}
-        self._pipeline: Pipeline | None = None
         links = Links()
         made = offloaded(optimizer_class, weakly(links))
         super().__init__(params, {})  # which makes groups of them
@@ -251,7 +251,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     # State
 
-    @property
+    @property  # type: ignore[override]  # torch says defaultdict, and uses it as a mapping
     def state(self) -> MutableMapping[Tensor, Any]:
         """The state of each parameter, in host memory. Waits for the last step.
 
@@ -262,7 +262,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, state: MutableMapping[Tensor, Any]) -> None:
-        if self._pipeline is not None:  # else torch begins with none
+        if "_pipeline" in self.__dict__:  # else torch begins with none
             own = State(self._pipeline)
             own.clear()
             own.update(state)
@@ -274,7 +274,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             ValueError: an option or a parameter is not as it must be; nothing was added.
         """
         super().add_param_group(param_group)
-        if self._pipeline is None:
+        if "_pipeline" not in self.__dict__:
             return
         group = self.param_groups[-1]
         try:
@@ -305,8 +305,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._pipeline.update_copies()
         self._inner.load_state_dict(state_dict)
         self._take_options()
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        for told in self._optimizer_load_state_dict_post_hooks.values():
+            told(self)
 
     def reset_master(self) -> None:
         """Make the fp32 masters exact copies of the parameters, and remainders zeros."""

@@ -413,8 +413,8 @@ class Pipeline:
 
     def _place(self) -> None:
         """See that all parameters with a gradient or with state are in buckets."""
-        owners = [(copy, self.links.owners[id(copy)]) for copy in self._copies()]
-        self.inner.give_state([c for c, p in owners if p.grad is not None or self._has_sum(p)])
+        both = [(copy, self.links.owners[id(copy)]) for copy in self._copies()]
+        self.inner.give_state([c for c, p in both if p.grad is not None or self._has_sum(p)])
         if not all(bucket.fits() for _, bucket in self._resident):
             self.inner.forget_buckets()
         found = self.inner.buckets()

@@ -144,7 +144,7 @@ def _is_wrapper(tensor: Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
-def check_once(optimizer: "SlabOptimizer", params: Sequence[Tensor]) -> None:
+def check_once(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
     """Raise ValueError if a parameter is in the list twice: it would be updated twice."""
     seen: set[int] = set()
     for param in params:
@@ -287,7 +287,7 @@ def _title_of_grad(optimizer: "SlabOptimizer", param: Tensor) -> str:
     return f"{type(optimizer).__name__}: gradient of {_name(optimizer, param)}"
 
 
-def _name(optimizer: "SlabOptimizer", param: Tensor) -> str:
+def _name(optimizer: torch.optim.Optimizer, param: Tensor) -> str:
     """Return how errors call a parameter: its number, as in a state dict, and its name if known."""
     groups = optimizer.param_groups
     names = chain.from_iterable(
