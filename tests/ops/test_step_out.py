@@ -177,6 +177,29 @@ def test_as_in_place(step: Step, form: str, which: str, device: str) -> None:
 
 
 @each
+@pytest.mark.parametrize("form", ["float32", "masters", "codes"])
+@pytest.mark.parametrize("which", ["all", "params", "all, off by one"])
+def test_large_as_in_place(step: Step, form: str, which: str) -> None:
+    """On the CPU these results go past the cache, if they lie so that they can."""
+    before = arguments_of(step, form, "cpu", [2**18 + 2048 + 777, 300])
+    names = [name for name in written_names(before) if which != "params" or name == "params"]
+    want, got, out = copied(before), copied(before), other_memory(before, names)
+    if which == "all, off by one":
+        out = {
+            k: [torch.cat([t.flatten()[:1], t.flatten()])[1:] for t in v] for k, v in out.items()
+        }
+        out = {
+            k: [t.view(b.shape) for t, b in zip(v, before[k], strict=True)] for k, v in out.items()
+        }
+    numbers = options_of(step, "cpu")
+    squares = call(step, want, numbers, None)
+    for a, b in zip(call(step, got, numbers, out), squares, strict=True):
+        assert torch.equal(a, b)
+    assert_equal(out, with_gaps_of(want, out), names)
+    assert_equal(got, want, [name for name in written_names(before) if name not in names])
+
+
+@each
 @each_form
 def test_skipped(step: Step, form: str, device: str) -> None:
     """What is written is what was read."""
