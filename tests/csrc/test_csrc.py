@@ -239,7 +239,7 @@ all_floats = pytest.mark.skipif(
 @pytest.mark.long
 @pytest.mark.parametrize("case", [("product", "vec_math")], ids="-".join)
 def test_functions_of_all_floats(case: tuple[str, str], folder: Path) -> None:
-    """The error bounds of exp, sigmoid and rsqrt hold for each of the 2^32 floats."""
+    """The error bounds of exp, log, sigmoid and rsqrt hold for each of the 2^32 floats."""
     result = run([str(compile_program(*case, folder)), "all"])
     assert result.returncode == 0, result.stdout
 

@@ -1,5 +1,5 @@
-// Tests exp, sigmoid and rsqrt of CUDA's Floats against double, for every float, within the bounds
-// that floats.cuh states.
+// Tests exp, sigmoid, rsqrt and log of CUDA's Floats against double, for every float, within the
+// bounds that floats.cuh states.
 #include <cstdio>
 
 #include "common/cuda/floats.cuh"
@@ -8,9 +8,9 @@ namespace {
 
 using dsx::cuda::Floats;
 
-constexpr const char* kNames[] = {"exp", "sigmoid", "rsqrt"};
-constexpr double kBounds[] = {2, 5, 1.5};  // in units of the last place
-constexpr int kFunctions = 3;
+constexpr const char* kNames[] = {"exp", "sigmoid", "rsqrt", "log"};
+constexpr double kBounds[] = {2, 5, 1.5, 1.5};  // in units of the last place
+constexpr int kFunctions = 4;
 
 struct Found {
   unsigned long long worst_bits[kFunctions];  // of doubles that are not negative: they rise alike
@@ -20,12 +20,14 @@ struct Found {
 template <int function>
 __device__ double right(double a) {
   if (function == 0) return ::exp(a);
+  if (function == 3) return ::log(a);
   return function == 1 ? 1 / (1 + ::exp(-a)) : 1 / ::sqrt(a);
 }
 
 template <int function>
 __device__ float ours(Floats<1> a) {
   if (function == 0) return exp(a).lanes[0];
+  if (function == 3) return log(a).lanes[0];
   return function == 1 ? sigmoid(a).lanes[0] : rsqrt(a).lanes[0];
 }
 
@@ -61,6 +63,7 @@ __global__ void test_all(Found* found) {
     test<0>(a, found);
     test<1>(a, found);
     test<2>(a, found);
+    test<3>(a, found);
   }
   atomicAdd(&found->tested, tested);
 }

@@ -1,6 +1,6 @@
-// Tests exp, sigmoid and rsqrt of Vec against double, within the bounds that vec_math.inl states,
-// and bit for bit between the ISAs: for every 1021st float and all near 0, 1 and the ends of the
-// range. With the argument "all": every float against double, with the widest ISA.
+// Tests exp, log, sigmoid and rsqrt of Vec against double, within the bounds that vec_math.inl
+// states, and bit for bit between the ISAs: for every 1021st float and all near 0, 1 and the ends
+// of the range. With the argument "all": every float against double, with the widest ISA.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -41,6 +41,7 @@ double exp_of(double a) {
 
 const Function kFunctions[] = {
     {"exp", RUN(exp), exp_of, 1.1, 0},
+    {"log", RUN(log), [](double a) { return std::log(a); }, 0.9, 0},
     {"sigmoid", RUN(sigmoid), [](double a) { return 1 / (1 + exp_of(-a)); }, 2.6, 0x1p-126},
     {"rsqrt", RUN(rsqrt), [](double a) { return 1 / std::sqrt(a); }, 1.5, 0},
 };
@@ -145,7 +146,8 @@ int main(int count, char** arguments) {
     test_all();
   } else {
     test_range(0, 0x7fffffff, 1021);
-    for (float near : {1e-45f, 0x1p-126f, 1.0f, 87.3365f, 88.7228f, 103.9721f, 3.4e38f}) {
+    for (float near : {1e-45f, 0x1p-126f, 0.70710677f, 1.0f, 1.4142135f, 87.3365f, 88.7228f,
+                       103.9721f, 3.4e38f}) {
       const uint64_t bits = dsx::bits_of(near);
       test_range(bits < 500 ? 0 : bits - 500, bits + 500, 1);
     }

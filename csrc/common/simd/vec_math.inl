@@ -30,3 +30,28 @@ inline Vec exp(Vec a) {
 
 // 1 / (1 + e^-a), 2.6 at most; 0 instead of what is below 2^-126.
 inline Vec sigmoid(Vec a) { return Vec(1.0f) / (Vec(1.0f) + exp(-a)); }
+
+// 0.9 at most. Of 0 it is -infinity, of a negative number NaN. With a = 2^k m and m from sqrt(1/2)
+// to sqrt(2), ln m is that of (1 + s) / (1 - s), a series in s; its coefficients are those of
+// fdlibm's logf.
+inline Vec log(Vec a) {
+  const Mask small = a < Vec(0x1p-126f);  // subnormal, or out of the function's domain
+  const Ints normal = bits_of(select(small, a * Vec(0x1p25f), a));
+  const Ints kRootOfHalf(0x3f3504f3u), kOne(0x3f800000u);
+  const Ints shifted = normal + (kOne - kRootOfHalf);
+  const Vec m = float_of((shifted & Ints(0x7fffffu)) + kRootOfHalf);
+  // The exponent, in the lowest bits of 1.5 * 2^23.
+  const Vec biased = float_of(shift_right<23>(shifted) + Ints(0x4b400000u)) - Vec(0x1.8p23f);
+  const Vec k = biased - select(small, Vec(127.0f + 25.0f), Vec(127.0f));
+  const Vec f = m - Vec(1.0f);
+  const Vec s = f / (Vec(2.0f) + f), z = s * s, w = z * z;
+  const Vec odd = w * (Vec(0x1.999c26p-2f) + w * Vec(0x1.f13c4cp-3f));
+  const Vec even = z * (Vec(0x1.555554p-1f) + w * Vec(0x1.23d3dcp-2f));
+  const Vec half_square = Vec(0.5f) * f * f;
+  const Vec low = s * (half_square + (even + odd)) + k * Vec(9.0580006145e-6f);
+  const Vec result = k * Vec(0.69313812256f) - ((half_square - low) - f);
+  const Vec infinity = float_of(Ints(0x7f800000u));
+  const Vec positive = select(a < infinity, result, a);  // infinity and NaN are their own
+  const Vec not_above = select(a == Vec(0.0f), -infinity, float_of(Ints(0x7fc00000u)));
+  return select(a <= Vec(0.0f), not_above, positive);
+}
