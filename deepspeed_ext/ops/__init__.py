@@ -49,6 +49,7 @@ _NAMES = {
         "split_float32",
     ),
     "transformer.rms_norm": ("rms_norm", "rms_norm_ref"),
+    "transformer.softmax": ("softmax", "softmax_ref"),
     "transformer.swiglu": ("swiglu", "swiglu_ref"),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
@@ -91,6 +92,8 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.optimizers.state_formats import split_float32 as split_float32
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm as rms_norm
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm_ref as rms_norm_ref
+    from deepspeed_ext.ops.transformer.softmax import softmax as softmax
+    from deepspeed_ext.ops.transformer.softmax import softmax_ref as softmax_ref
     from deepspeed_ext.ops.transformer.swiglu import swiglu as swiglu
     from deepspeed_ext.ops.transformer.swiglu import swiglu_ref as swiglu_ref
 
