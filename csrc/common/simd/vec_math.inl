@@ -4,21 +4,26 @@
 // 1.5 at most. Of 0 it is infinity, of a negative number NaN.
 inline Vec rsqrt(Vec a) { return Vec(1.0f) / sqrt(a); }
 
-// 1.1 at most, also where the result is subnormal; 0 and infinity beyond. With a = k ln 2 + r, the
-// result is 2^k e^r; the polynomial is that of Cephes' expf.
-inline Vec exp(Vec a) {
-  const Vec bounded = min(max(a, Vec(-105.0f)), Vec(90.0f));  // whose results are 0 and infinity
-  const Vec kToInteger = Vec(0x1.8p23f);  // added, it leaves the nearest integer in the lowest bits
-  const Vec shifted = bounded * Vec(1.44269504f) + kToInteger;
-  const Vec k = shifted - kToInteger;
-  const Vec r = bounded - k * Vec(0.693359375f) - k * Vec(-2.12194440e-4f);  // ln 2 in two parts
+// e^r for r up to half of ln 2, of either sign: the polynomial of Cephes' expf.
+inline Vec exp_of_remainder(Vec r) {
   Vec p = Vec(1.9875691500e-4f);
   p = p * r + Vec(1.3981999507e-3f);
   p = p * r + Vec(8.3334519073e-3f);
   p = p * r + Vec(4.1665795894e-2f);
   p = p * r + Vec(1.6666665459e-1f);
   p = p * r + Vec(5.0000001201e-1f);
-  p = p * (r * r) + r + Vec(1.0f);
+  return p * (r * r) + r + Vec(1.0f);
+}
+
+// 1.1 at most, also where the result is subnormal; 0 and infinity beyond. With a = k ln 2 + r, the
+// result is 2^k e^r.
+inline Vec exp(Vec a) {
+  const Vec bounded = min(max(a, Vec(-105.0f)), Vec(90.0f));  // whose results are 0 and infinity
+  const Vec kToInteger = Vec(0x1.8p23f);  // added, it leaves the nearest integer in the lowest bits
+  const Vec shifted = bounded * Vec(1.44269504f) + kToInteger;
+  const Vec k = shifted - kToInteger;
+  const Vec r = bounded - k * Vec(0.693359375f) - k * Vec(-2.12194440e-4f);  // ln 2 in two parts
+  const Vec p = exp_of_remainder(r);
   // 2^k in two factors, as k may be beyond the exponents of floats; 300 keeps everything positive.
   const Ints sum = bits_of(shifted) - Ints(0x4b400000u - 300u);
   const Ints half = shift_right<1>(sum);
@@ -26,6 +31,18 @@ inline Vec exp(Vec a) {
   const Vec first = float_of(shift_left<23>(half - bias));
   const Vec second = float_of(shift_left<23>(sum - half - bias));
   return p * first * second;
+}
+
+// The same for numbers that are not above 0, in two thirds of the time: 1.1 at most, and 0 instead
+// of what is below 2^-126.
+inline Vec exp_of_negative(Vec a) {
+  const Vec kToInteger = Vec(0x1.8p23f);
+  const Vec shifted = a * Vec(1.44269504f) + kToInteger;
+  const Vec k = shifted - kToInteger;
+  const Vec r = scale_and_add(k, Vec(-0.693359375f), a) - k * Vec(-2.12194440e-4f);
+  const Vec p = exp_of_remainder(r);
+  const Vec power = float_of(shift_left<23>(bits_of(shifted) + Ints(127u)));
+  return select(a < Vec(-87.3365402f), Vec(0.0f), p * power);
 }
 
 // 1 / (1 + e^-a), 2.6 at most; 0 instead of what is below 2^-126.
