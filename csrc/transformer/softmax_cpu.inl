@@ -2,34 +2,10 @@
 // on in pieces that the stack has room for: those of a row of one piece are worked out once, those
 // of a longer row again when the sum over the row is known.
 #include "common/simd/row_sums.inl"
+#include "transformer/largest_cpu.inl"
 #include "transformer/softmax_math.inl"
 
 constexpr int64_t kPiece = 16384;  // scores: 64 KiB of the stack
-
-// The largest of some scores, not counting NaN; -inf if there is none.
-class Largest {
- public:
-  Largest() {
-    for (Vec& each : largest_) each = Vec(-INFINITY);
-  }
-
-  void take(Vec value, int64_t i) {
-    Vec& so_far = largest_[i / Vec::size % kVecs];
-    so_far = select(so_far < value, value, so_far);
-  }
-
-  float of_all() const {
-    float lanes[kLanes];
-    for (int v = 0; v < kVecs; ++v) largest_[v].store(lanes + v * Vec::size, Vec::size);
-    float result = -INFINITY;
-    for (float lane : lanes) result = result < lane ? lane : result;
-    return result;
-  }
-
- private:
-  static constexpr int kLanes = 32, kVecs = kLanes / Vec::size;
-  Vec largest_[kVecs];
-};
 
 // What takes part in one row.
 template <class T>
@@ -85,20 +61,15 @@ class RowScores {
     Vec score = Vec::load(x_ + i, count) * Vec(scores_.scale);
     if (scores_.soft_cap > 0) score = capped(score, scores_.soft_cap);
     if (scores_.slopes != nullptr) {
-      score = biased(score, abs(Vec(float(position_ - i)) - lanes()), slope_);
+      score = biased(score, abs(Vec(float(position_ - i)) - lane_numbers()), slope_);
     }
     if (scores_.mask.kind != SoftmaxMask::Kind::none) score = masked(score, i, count);
     if (i < keys_.first || i + Vec::size > keys_.end) {
-      const Vec lane = lanes();
+      const Vec lane = lane_numbers();
       const Mask seen = (lane >= near(keys_.first - i)) & (lane < near(keys_.end - i));
       score = select(seen, score, Vec(-INFINITY));
     }
     return score;
-  }
-
-  static Vec lanes() {
-    constexpr float kLanes[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return Vec::load(kLanes, Vec::size);
   }
 
   // A column relative to a vector, not further off than it matters.

@@ -48,6 +48,7 @@ _NAMES = {
         "join_float32",
         "split_float32",
     ),
+    "transformer.cross_entropy": ("cross_entropy", "cross_entropy_ref"),
     "transformer.rms_norm": ("rms_norm", "rms_norm_ref"),
     "transformer.softmax": ("softmax", "softmax_ref"),
     "transformer.swiglu": ("swiglu", "swiglu_ref"),
@@ -90,6 +91,8 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.optimizers.state_formats import encode_blocks as encode_blocks
     from deepspeed_ext.ops.optimizers.state_formats import join_float32 as join_float32
     from deepspeed_ext.ops.optimizers.state_formats import split_float32 as split_float32
+    from deepspeed_ext.ops.transformer.cross_entropy import cross_entropy as cross_entropy
+    from deepspeed_ext.ops.transformer.cross_entropy import cross_entropy_ref as cross_entropy_ref
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm as rms_norm
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm_ref as rms_norm_ref
     from deepspeed_ext.ops.transformer.softmax import softmax as softmax
