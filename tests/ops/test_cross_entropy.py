@@ -21,7 +21,7 @@ from deepspeed_ext.ops import cross_entropy, cross_entropy_ref
 from deepspeed_ext.ops.transformer import self_checks
 
 ROUNDING = torch.finfo(F32).eps / 2
-LENGTHS = [1, 2, 7, 8, 31, 32, 33, 127, 129, 1000, 1032, 4100, 16384, 16392, 40_001, 131_080]
+LENGTHS = [1, 2, 7, 8, 31, 33, 129, 1000, 1032, 4100, 16384, 16392, 40_001, 131_080]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sum": dict(reduction="sum"),
@@ -78,10 +78,11 @@ def assert_right(logits: Tensor, target: Tensor, **options: Any) -> None:
     boost = 1 + 2 * options.get("z_loss", 0) * (whole + 1)
     hits = torch.zeros_like(p).scatter(-1, on_host.where(counts, 0)[..., None], 1)
     terms = p * (relative * boost)[..., None] + 8 * ROUNDING * (p + hits + 1 / n)
-    stored = torch.finfo(logits.dtype)
-    off = factor[..., None] * terms + (options.get("inplace", False)) * 1.5 * (
-        right.abs() * stored.eps + stored.smallest_normal * stored.eps * factor[..., None]
-    )
+    off = factor[..., None] * terms
+    if options.get("inplace"):  # rounded once more, before it is multiplied by the loss's
+        stored = torch.finfo(logits.dtype)
+        once = stored.eps * (right.abs() + stored.smallest_normal * grad.abs().max())
+        off = off + once
     assert_within("gradient", got[1].cpu(), right, off)
 
 
@@ -231,7 +232,7 @@ def digest(device: str = "cpu") -> str:
                 grad = torch.full((41,) if options.get("reduction") == "none" else (), 0.7)
                 options = options | {"ignore_index": -100}
                 for tensor in of_both(logits, target, grad.to(device), **options):
-                    found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+                    found.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
