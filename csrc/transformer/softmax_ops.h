@@ -78,6 +78,8 @@ inline SoftmaxMask read_mask(const char* op, const OptionalTensor& tensor, bool 
     mask.dtype = dtype;
     is_float = true;
   }
+  check(!left_out, op, ": mask is ", DtypeCode{view.dtype},
+        ", expected bool or uint8, of which what is not 0 is left out");
   check(is_float, op, ": mask is ", DtypeCode{view.dtype},
         ", expected bool, uint8, float32, bfloat16 or float16");
   mask.kind = SoftmaxMask::Kind::added;

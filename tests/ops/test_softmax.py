@@ -6,7 +6,14 @@ from rms_norm_cases import BF16, DTYPES, F16, F32, make
 from row_layouts import LAYOUTS
 from softmax_cases import LENGTHS, LONG, OPTIONS, ROWS, assert_right, chosen, of_both
 
-from deepspeed_ext.ops import softmax, softmax_ref
+from deepspeed_ext.ops import (
+    scaled_masked_softmax,
+    scaled_masked_softmax_ref,
+    scaled_upper_triang_masked_softmax,
+    scaled_upper_triang_masked_softmax_ref,
+    softmax,
+    softmax_ref,
+)
 
 INF, NAN = float("inf"), float("nan")
 
@@ -165,3 +172,22 @@ def test_as_torch_does(dtype: torch.dtype, device: str) -> None:
     ):
         want = torch.nn.functional.scaled_dot_product_attention(q, k, v, **theirs)
         torch.testing.assert_close(softmax(scores, scale=8**-0.5, **ours), want)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_familiar_names(dtype: torch.dtype, device: str) -> None:
+    """What their mask has a 1 for is left out, and a row of which all is left out is zeros."""
+    x = make((2, 3, 9, 40), dtype, 0, device)
+    mask = ~chosen(device, (2, 1, 9, 40))
+    want = softmax(x, ~mask, scale=0.5)
+    for theirs in (mask, mask.to(torch.uint8), mask.to(torch.uint8) * 255):
+        assert torch.equal(scaled_masked_softmax(x, theirs, 0.5), want)
+        torch.testing.assert_close(want, scaled_masked_softmax_ref(x, theirs, 0.5).to(dtype))
+    assert torch.equal(scaled_masked_softmax(x, None, 0.5), softmax(x, scale=0.5))
+    square = x.view(6, 9, 40)[..., 1:10]
+    want = softmax(square, scale=0.5, mask=torch.ones(9, 9, device=device).tril() > 0)
+    got = scaled_upper_triang_masked_softmax(square, 0.5)
+    assert torch.equal(got, want)
+    torch.testing.assert_close(got, scaled_upper_triang_masked_softmax_ref(square, 0.5).to(dtype))
+    with pytest.raises(ValueError, match=r"^softmax: mask is float32, expected bool or uint8, of"):
+        scaled_masked_softmax(x, mask.float(), 0.5)
