@@ -179,7 +179,7 @@ class TwiceRead {
 
   // Where this thread keeps its vector number v, one access of 16 bytes after the other.
   __device__ static uint4* shared_place(int v, int tensor, int access) {
-    extern __shared__ uint4 shared_vectors[];
+    extern __shared__ __align__(16) uint4 shared_vectors[];
     return shared_vectors +
            ((v * kTensors + tensor) * RowVector<T>::kAccesses + access) * Team::kMostThreads +
            Team::thread();
