@@ -41,6 +41,7 @@ PROGRAMS = {  # with the sources that each is linked with; an op library stands 
     "sum": [ISA],
     "l2_norm": [ISA, "optimizers/l2_norm_cpu.cpp"],
     "rms_norm": [ISA, "transformer/rms_norm_cpu.cpp"],
+    "softmax": [ISA, "transformer/softmax_cpu.cpp", "transformer/cross_entropy_cpu.cpp"],
     "aio_plan": [],
     "aio_backends": BACKENDS,
     "aio_wake": BACKENDS,
