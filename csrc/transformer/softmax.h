@@ -7,6 +7,11 @@
 
 namespace dsx {
 
+// a / b, of which neither is negative; most are small, and 64 bits take CUDA 4 times as long.
+DSX_HOST_DEVICE inline int64_t quotient(int64_t a, int64_t b) {
+  return (a | b) >> 32 == 0 ? int64_t(uint32_t(a) / uint32_t(b)) : a / b;
+}
+
 // Where each row of a tensor begins that is broadcast to the shape of another.
 struct BroadcastRows {
   static constexpr int kMostDims = 6;
@@ -17,7 +22,7 @@ struct BroadcastRows {
   DSX_HOST_DEVICE int64_t place(int64_t row) const {
     int64_t place = 0;
     for (int d = 0; d < dims; ++d) {
-      const int64_t left = row / sizes[d];
+      const int64_t left = quotient(row, sizes[d]);
       place += (row - left * sizes[d]) * strides[d];
       row = left;
     }
@@ -47,7 +52,9 @@ struct Scores {
   const float* slopes = nullptr;  // of ALiBi; null: none
   BroadcastRows slope_rows;
 
-  DSX_HOST_DEVICE int64_t position(int64_t row) const { return row % queries + offset; }
+  DSX_HOST_DEVICE int64_t position(int64_t row) const {
+    return row - quotient(row, queries) * queries + offset;
+  }
 };
 
 // The keys that a row sees: [first, end), empty if end is 0.

@@ -23,10 +23,8 @@ struct RowScores {
   float slope = 0;
   int64_t position = 0, mask_place = 0;
 
-  __device__ RowScores(const Scores& all, int64_t row, int64_t length)
-      : scores(all), keys{0, length} {
+  __device__ RowScores(const Scores& all, int64_t row, Keys seen) : scores(all), keys(seen) {
     if constexpr (kPlain) return;
-    keys = keys_of(scores, row, length);
     if (scores.slopes != nullptr) {
       slope = scores.slopes[scores.slope_rows.place(row)];
       position = scores.position(row);
@@ -117,7 +115,7 @@ __global__ void __launch_bounds__(Team::kMostThreads)
   cuda::for_each_row_of_team<Team>(softmax.rows, [&](int64_t row, int64_t next, int turn) {
     const auto current = row_of(row), following = row_of(next);
     const int64_t place = ::min(row, softmax.rows - 1);
-    const RowScores<kPlain> scores(softmax.scores, place, softmax.length);
+    const RowScores<kPlain> scores(softmax.scores, place, {current.first, current.end});
     const Pointer<T> out = softmax.out.row<T>(place);
     cuda::RowPowers powers;
     reader.first(current, following, [&](int64_t i, int count, const Values(&x)[1]) {
