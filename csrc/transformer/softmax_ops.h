@@ -162,7 +162,7 @@ Tensor softmax_backward(const Tensor& grad_out, const Tensor& out, const Optiona
   call.grad_out = reader.read({"grad_out"}, grad_out, view);
   call.out = reader.read({"out"}, view);
   call.scores = read_scores(op, view, scale, soft_cap, before, after, offset);
-  check(x.has_value() == soft_cap > 0, op, ": x is ", x.has_value() ? "a tensor" : "None",
+  check(x.has_value() == (soft_cap > 0), op, ": x is ", x.has_value() ? "a tensor" : "None",
         ", expected ", x.has_value() ? "None" : "a tensor", ", as softcap is ", soft_cap);
   call.x = reader.read({"x"}, x, view);
   NewRows grad_x(view, call.out.dtype);
