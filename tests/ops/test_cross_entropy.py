@@ -96,7 +96,7 @@ def test_values(dtype: torch.dtype, n: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
-@pytest.mark.parametrize("n", [3, 40, 201, 20_000])
+@pytest.mark.parametrize("n", [40, 201, 20_000])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_options(dtype: torch.dtype, name: str, n: int, inplace: bool, device: str) -> None:
@@ -226,10 +226,11 @@ def digest(device: str = "cpu") -> str:
     """Return a digest of the bits of losses and gradients."""
     found = hashlib.sha256()
     for dtype in DTYPES:
-        for n in (1, 7, 33, 129, 1000, 20_000):
+        for n in (1, 33, 1000, 20_000):
             for options in OPTIONS.values():
-                logits, target = make((41, n), dtype, 0, device), targets(41, n, device)
-                grad = torch.full((41,) if options.get("reduction") == "none" else (), 0.7)
+                rows = 41 if n < 5000 else 5
+                logits, target = make((rows, n), dtype, 0, device), targets(rows, n, device)
+                grad = torch.full((rows,) if options.get("reduction") == "none" else (), 0.7)
                 options = options | {"ignore_index": -100}
                 for tensor in of_both(logits, target, grad.to(device), **options):
                     found.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -155,7 +155,7 @@ def cross_entropy(
             "cross_entropy: logits is a leaf that requires a gradient, expected the result of an"
             " op, as inplace overwrites it; leave inplace out"
         )
-    loss: Tensor = _InPlace.apply(logits, target, options)
+    loss: Tensor = _InPlace.apply(logits, target, options)  # type: ignore[no-untyped-call]
     return loss
 
 
