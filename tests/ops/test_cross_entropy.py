@@ -105,7 +105,7 @@ def test_options(dtype: torch.dtype, name: str, n: int, inplace: bool, device: s
     assert_right(make((rows, n), dtype, 0, device), target, inplace=inplace, **options)
 
 
-@pytest.mark.parametrize("shape", [(5,), (2, 3, 4, 8), (1, 1), (1500, 40)])
+@pytest.mark.parametrize("shape", [(5,), (2, 3, 4, 8), (1, 1), (700, 40)])
 def test_shapes(shape: tuple[int, ...], device: str) -> None:
     target = torch.ones(shape[:-1], dtype=torch.int64, device=device) * (shape[-1] - 1)
     for options in OPTIONS.values():
@@ -227,8 +227,8 @@ def digest(device: str = "cpu") -> str:
     found = hashlib.sha256()
     for dtype in DTYPES:
         for n in (1, 33, 1000, 20_000):
-            for options in OPTIONS.values():
-                rows = 41 if n < 5000 else 5
+            for options in (OPTIONS["each"], OPTIONS["all"]):
+                rows = 41 if n < 1000 else 5
                 logits, target = make((rows, n), dtype, 0, device), targets(rows, n, device)
                 grad = torch.full((rows,) if options.get("reduction") == "none" else (), 0.7)
                 options = options | {"ignore_index": -100}
