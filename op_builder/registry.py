@@ -64,6 +64,10 @@ OPS: tuple[OpSpec, ...] = (
     _op("fused_norm", "optimizers/l2_norm"),
     _op("cpu_rms_norm", "transformer/rms_norm"),
     _op("fused_rms_norm", "transformer/rms_norm"),
+    _op("cpu_softmax", "transformer/softmax"),
+    _op("fused_softmax", "transformer/softmax"),
+    _op("cpu_cross_entropy", "transformer/cross_entropy"),
+    _op("fused_cross_entropy", "transformer/cross_entropy"),
     _op("cpu_swiglu", "transformer/swiglu"),
     _op("fused_swiglu", "transformer/swiglu"),
     OpSpec(

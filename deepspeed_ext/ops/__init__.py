@@ -48,7 +48,16 @@ _NAMES = {
         "join_float32",
         "split_float32",
     ),
+    "transformer.cross_entropy": ("cross_entropy", "cross_entropy_ref"),
     "transformer.rms_norm": ("rms_norm", "rms_norm_ref"),
+    "transformer.softmax": (
+        "scaled_masked_softmax",
+        "scaled_masked_softmax_ref",
+        "scaled_upper_triang_masked_softmax",
+        "scaled_upper_triang_masked_softmax_ref",
+        "softmax",
+        "softmax_ref",
+    ),
     "transformer.swiglu": ("swiglu", "swiglu_ref"),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
@@ -89,8 +98,22 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.optimizers.state_formats import encode_blocks as encode_blocks
     from deepspeed_ext.ops.optimizers.state_formats import join_float32 as join_float32
     from deepspeed_ext.ops.optimizers.state_formats import split_float32 as split_float32
+    from deepspeed_ext.ops.transformer.cross_entropy import cross_entropy as cross_entropy
+    from deepspeed_ext.ops.transformer.cross_entropy import cross_entropy_ref as cross_entropy_ref
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm as rms_norm
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm_ref as rms_norm_ref
+    from deepspeed_ext.ops.transformer.softmax import scaled_masked_softmax as scaled_masked_softmax
+    from deepspeed_ext.ops.transformer.softmax import (
+        scaled_masked_softmax_ref as scaled_masked_softmax_ref,
+    )
+    from deepspeed_ext.ops.transformer.softmax import (
+        scaled_upper_triang_masked_softmax as scaled_upper_triang_masked_softmax,
+    )
+    from deepspeed_ext.ops.transformer.softmax import (
+        scaled_upper_triang_masked_softmax_ref as scaled_upper_triang_masked_softmax_ref,
+    )
+    from deepspeed_ext.ops.transformer.softmax import softmax as softmax
+    from deepspeed_ext.ops.transformer.softmax import softmax_ref as softmax_ref
     from deepspeed_ext.ops.transformer.swiglu import swiglu as swiglu
     from deepspeed_ext.ops.transformer.swiglu import swiglu_ref as swiglu_ref
 

@@ -42,6 +42,7 @@ PROGRAMS = {  # with the sources that each is linked with; an op library stands 
     "sum": [ISA],
     "l2_norm": [ISA, "optimizers/l2_norm_cpu.cpp"],
     "rms_norm": [ISA, "transformer/rms_norm_cpu.cpp"],
+    "softmax": [ISA, "transformer/softmax_cpu.cpp", "transformer/cross_entropy_cpu.cpp"],
     "aio_plan": [],
     "aio_backends": BACKENDS,
     "aio_wake": BACKENDS,
@@ -250,7 +251,7 @@ all_floats = pytest.mark.skipif(
 @pytest.mark.long
 @pytest.mark.parametrize("case", [("product", "vec_math")], ids="-".join)
 def test_functions_of_all_floats(case: tuple[str, str], folder: Path) -> None:
-    """The error bounds of exp, sigmoid and rsqrt hold for each of the 2^32 floats."""
+    """The error bounds of exp, log, sigmoid and rsqrt hold for each of the 2^32 floats."""
     result = run([str(compile_program(*case, folder)), "all"])
     assert result.returncode == 0, result.stdout
 

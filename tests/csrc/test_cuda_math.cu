@@ -1,5 +1,5 @@
-// Tests exp, sigmoid and rsqrt of CUDA's Floats against double, for every float, within the bounds
-// that floats.cuh states.
+// Tests exp, sigmoid, rsqrt, log and exp_of_negative of CUDA's Floats against double, for every
+// float, within the bounds that floats.cuh states.
 #include <cstdio>
 
 #include "common/cuda/floats.cuh"
@@ -8,9 +8,10 @@ namespace {
 
 using dsx::cuda::Floats;
 
-constexpr const char* kNames[] = {"exp", "sigmoid", "rsqrt"};
-constexpr double kBounds[] = {2, 5, 1.5};  // in units of the last place
-constexpr int kFunctions = 3;
+constexpr const char* kNames[] = {"exp", "sigmoid", "rsqrt", "log", "exp_of_negative"};
+constexpr double kBounds[] = {2, 5, 1.5, 1.5,
+                              2};  // in units of the last place; the last times 1 + |a|
+constexpr int kFunctions = 5;
 
 struct Found {
   unsigned long long worst_bits[kFunctions];  // of doubles that are not negative: they rise alike
@@ -19,13 +20,16 @@ struct Found {
 
 template <int function>
 __device__ double right(double a) {
-  if (function == 0) return ::exp(a);
+  if (function == 0 || function == 4) return ::exp(a);
+  if (function == 3) return ::log(a);
   return function == 1 ? 1 / (1 + ::exp(-a)) : 1 / ::sqrt(a);
 }
 
 template <int function>
 __device__ float ours(Floats<1> a) {
   if (function == 0) return exp(a).lanes[0];
+  if (function == 3) return log(a).lanes[0];
+  if (function == 4) return exp_of_negative(a).lanes[0];
   return function == 1 ? sigmoid(a).lanes[0] : rsqrt(a).lanes[0];
 }
 
@@ -45,8 +49,9 @@ __device__ void test(float a, Found* found) {
     if (!(fabs(want) > 3.4028234e38)) atomicAdd(&found->wrong[function], 1ull);
     return;
   }
-  const bool lost = function == 1 && got == 0 && want < 0x1p-126;
-  const double error = ::fabs(double(got) - want) / last_place(want);
+  const bool lost = (function == 1 || function == 4) && got == 0 && want < 0x1p-126;
+  const double error =
+      ::fabs(double(got) - want) / last_place(want) / (function == 4 ? 1 + ::fabs(double(a)) : 1);
   if (!lost) {
     atomicMax(&found->worst_bits[function], (unsigned long long)__double_as_longlong(error));
   }
@@ -61,6 +66,8 @@ __global__ void test_all(Found* found) {
     test<0>(a, found);
     test<1>(a, found);
     test<2>(a, found);
+    test<3>(a, found);
+    if (!(a > 0)) test<4>(a, found);
   }
   atomicAdd(&found->tested, tested);
 }

@@ -6,6 +6,8 @@
     });                                                               \
   }
 DEFINE_FUNCTION(exp)
+DEFINE_FUNCTION(exp_of_negative)
+DEFINE_FUNCTION(log)
 DEFINE_FUNCTION(sigmoid)
 DEFINE_FUNCTION(rsqrt)
 #undef DEFINE_FUNCTION

@@ -22,6 +22,14 @@ struct Mask {
   bool lanes[kCount];
 };
 
+namespace powers {
+__device__ inline float of_negative(float a) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(a * 1.44269504f));
+  return result;
+}
+}  // namespace powers
+
 #define DSX_FOR_EACH_LANE(Result, ...)                                              \
   Result<kCount> result;                                                            \
   _Pragma("unroll") for (int i = 0; i < kCount; ++i) result.lanes[i] = __VA_ARGS__; \
@@ -49,8 +57,12 @@ DSX_UNARY(Floats, sqrt, ::sqrtf(a.lanes[i]))
 DSX_UNARY(Floats, rsqrt, dsx::rsqrt(a.lanes[i]))
 
 // CUDA's own, for ops that do not promise the bits of the CPU: exp is off by 2 units in the last
-// place at most, sigmoid by 5; it is 0 instead of what is below 2^-126.
+// place at most, log by 1.5, sigmoid by 5; it is 0 instead of what is below 2^-126, as is
+// exp_of_negative, of numbers a that are not above 0, which is off by 2 + 2 |a| and takes 2
+// instructions instead of 8.
 DSX_UNARY(Floats, exp, ::expf(a.lanes[i]))
+DSX_UNARY(Floats, exp_of_negative, powers::of_negative(a.lanes[i]))
+DSX_UNARY(Floats, log, ::logf(a.lanes[i]))
 DSX_UNARY(Floats, sigmoid, ::__fdividef(1.0f, 1.0f + ::expf(-a.lanes[i])))
 
 DSX_BINARY(Floats, Mask, operator<, a.lanes[i] < b.lanes[i])

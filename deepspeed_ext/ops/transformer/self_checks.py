@@ -23,6 +23,36 @@ def rms_norm(device: str) -> None:
     _check("rms_norm", device, op, reference, [(5, 300), (300,), (5, 300)])
 
 
+def softmax(device: str) -> None:
+    """Run `_check` on softmax with an additive mask, causality, a cap and slopes."""
+
+    def checked(function: Function) -> Function:
+        def run(x: Tensor, mask: Tensor) -> Tensor | tuple[Tensor, ...]:
+            slopes = torch.tensor([0.5, 0.25], device=x.device)
+            return function(x, mask, alibi_slopes=slopes, causal=True, softcap=3.0)
+
+        return run
+
+    shapes = [(2, 7, 40), (7, 40)]
+    _check("softmax", device, checked(ops.softmax), checked(ops.softmax_ref), shapes)
+
+
+def cross_entropy(device: str) -> None:
+    """Run `_check` on cross_entropy, with inplace and without."""
+
+    def checked(function: Function, inplace: bool) -> Function:
+        def run(logits: Tensor) -> Tensor | tuple[Tensor, ...]:
+            target = torch.tensor([3, -100, 0, 299, 7], device=logits.device)
+            options = {"label_smoothing": 0.1, "z_loss": 0.01, "inplace": inplace}
+            return function(logits * 2, target, **options)
+
+        return run
+
+    for inplace in (False, True):
+        op, reference = (checked(f, inplace) for f in (ops.cross_entropy, ops.cross_entropy_ref))
+        _check("cross_entropy", device, op, reference, [(5, 300)])
+
+
 def swiglu(device: str) -> None:
     """Run `_check` on both forms of swiglu."""
     _check("swiglu", device, ops.swiglu, ops.swiglu_ref, [(5, 300), (5, 300)])
