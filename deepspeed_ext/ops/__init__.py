@@ -48,8 +48,13 @@ _NAMES = {
         "join_float32",
         "split_float32",
     ),
+    "transformer.gated_activation": (
+        "gated_activation",
+        "gated_activation_ref",
+        "swiglu",
+        "swiglu_ref",
+    ),
     "transformer.rms_norm": ("rms_norm", "rms_norm_ref"),
-    "transformer.swiglu": ("swiglu", "swiglu_ref"),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 
@@ -89,10 +94,14 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.optimizers.state_formats import encode_blocks as encode_blocks
     from deepspeed_ext.ops.optimizers.state_formats import join_float32 as join_float32
     from deepspeed_ext.ops.optimizers.state_formats import split_float32 as split_float32
+    from deepspeed_ext.ops.transformer.gated_activation import gated_activation as gated_activation
+    from deepspeed_ext.ops.transformer.gated_activation import (
+        gated_activation_ref as gated_activation_ref,
+    )
+    from deepspeed_ext.ops.transformer.gated_activation import swiglu as swiglu
+    from deepspeed_ext.ops.transformer.gated_activation import swiglu_ref as swiglu_ref
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm as rms_norm
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm_ref as rms_norm_ref
-    from deepspeed_ext.ops.transformer.swiglu import swiglu as swiglu
-    from deepspeed_ext.ops.transformer.swiglu import swiglu_ref as swiglu_ref
 
 
 def __getattr__(name: str) -> object:

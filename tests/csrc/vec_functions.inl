@@ -8,4 +8,10 @@
 DEFINE_FUNCTION(exp)
 DEFINE_FUNCTION(sigmoid)
 DEFINE_FUNCTION(rsqrt)
+DEFINE_FUNCTION(erf)
+DEFINE_FUNCTION(tanh)
+inline Vec distribution(Vec a) { return normal(a).distribution; }
+inline Vec density(Vec a) { return normal(a).density; }
+DEFINE_FUNCTION(distribution)
+DEFINE_FUNCTION(density)
 #undef DEFINE_FUNCTION

@@ -30,3 +30,12 @@ inline Vec exp(Vec a) {
 
 // 1 / (1 + e^-a), 2.6 at most; 0 instead of what is below 2^-126.
 inline Vec sigmoid(Vec a) { return Vec(1.0f) / (Vec(1.0f) + exp(-a)); }
+
+inline Vec reciprocal(Vec a) { return Vec(1.0f) / a; }
+
+// Rounded twice, as every ISA can.
+inline Vec multiply_add(Vec a, Vec b, Vec c) { return a * b + c; }
+
+// tanh: 2, erf: 3 at most. normal: its distribution at x by 7 + x^2 / 2, its density by 2 + x^2 / 2
+// at most, as x^2 is rounded before exp.
+#include "common/special_functions.inl"

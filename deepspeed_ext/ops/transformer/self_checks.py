@@ -1,12 +1,14 @@
 """Quick runs of each op and its gradient against the reference, for ds_report."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from deepspeed_ext import ops
 from deepspeed_ext.ops._compare import compare
+from deepspeed_ext.ops.transformer.activations import NAMES
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
@@ -23,10 +25,13 @@ def rms_norm(device: str) -> None:
     _check("rms_norm", device, op, reference, [(5, 300), (300,), (5, 300)])
 
 
-def swiglu(device: str) -> None:
-    """Run `_check` on both forms of swiglu."""
-    _check("swiglu", device, ops.swiglu, ops.swiglu_ref, [(5, 300), (5, 300)])
-    _check("swiglu", device, ops.swiglu, ops.swiglu_ref, [(5, 300)])
+def gated_activation(device: str) -> None:
+    """Run `_check` on both forms of gated_activation, and on every activation."""
+    for activation in NAMES:
+        op = partial(ops.gated_activation, activation=activation)
+        reference = partial(ops.gated_activation_ref, activation=activation)
+        for shapes in ([(5, 300), (5, 300)], [(5, 300)]):
+            _check("gated_activation", device, op, reference, shapes)
 
 
 def _check(
