@@ -64,6 +64,8 @@ OPS: tuple[OpSpec, ...] = (
     _op("fused_norm", "optimizers/l2_norm"),
     _op("cpu_rms_norm", "transformer/rms_norm"),
     _op("fused_rms_norm", "transformer/rms_norm"),
+    _op("cpu_bias_activation", "transformer/bias_activation"),
+    _op("fused_bias_activation", "transformer/bias_activation"),
     _op("cpu_gated_activation", "transformer/gated_activation"),
     _op("fused_gated_activation", "transformer/gated_activation"),
     OpSpec(

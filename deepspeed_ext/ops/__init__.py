@@ -48,6 +48,7 @@ _NAMES = {
         "join_float32",
         "split_float32",
     ),
+    "transformer.bias_activation": ("bias_activation", "bias_activation_ref"),
     "transformer.gated_activation": (
         "gated_activation",
         "gated_activation_ref",
@@ -94,6 +95,10 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.optimizers.state_formats import encode_blocks as encode_blocks
     from deepspeed_ext.ops.optimizers.state_formats import join_float32 as join_float32
     from deepspeed_ext.ops.optimizers.state_formats import split_float32 as split_float32
+    from deepspeed_ext.ops.transformer.bias_activation import bias_activation as bias_activation
+    from deepspeed_ext.ops.transformer.bias_activation import (
+        bias_activation_ref as bias_activation_ref,
+    )
     from deepspeed_ext.ops.transformer.gated_activation import gated_activation as gated_activation
     from deepspeed_ext.ops.transformer.gated_activation import (
         gated_activation_ref as gated_activation_ref,

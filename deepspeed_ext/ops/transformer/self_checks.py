@@ -25,6 +25,15 @@ def rms_norm(device: str) -> None:
     _check("rms_norm", device, op, reference, [(5, 300), (300,), (5, 300)])
 
 
+def bias_activation(device: str) -> None:
+    """Run `_check` on every activation with a bias, and on one without."""
+    for activation in NAMES:
+        op = partial(ops.bias_activation, activation=activation)
+        reference = partial(ops.bias_activation_ref, activation=activation)
+        _check("bias_activation", device, op, reference, [(5, 300), (300,)])
+    _check("bias_activation", device, ops.bias_activation, ops.bias_activation_ref, [(5, 300)])
+
+
 def gated_activation(device: str) -> None:
     """Run `_check` on both forms of gated_activation, and on every activation."""
     for activation in NAMES:
