@@ -68,6 +68,8 @@ OPS: tuple[OpSpec, ...] = (
     _op("fused_bias_activation", "transformer/bias_activation"),
     _op("cpu_gated_activation", "transformer/gated_activation"),
     _op("fused_gated_activation", "transformer/gated_activation"),
+    _op("cpu_rope", "transformer/rope"),
+    _op("fused_rope", "transformer/rope"),
     OpSpec(
         name="async_io",
         device="cpu",

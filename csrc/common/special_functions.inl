@@ -55,3 +55,17 @@ DSX_HOST_DEVICE inline V tanh(const V& a) {
   const V share = reciprocal(exp(magnitude + magnitude) + V(1.0f));
   return select(magnitude < V(0.625f), small, with_sign_of(a, V(1.0f) - (share + share)));
 }
+
+// Of angles up to pi / 4 in magnitude.
+template <class V>
+DSX_HOST_DEVICE inline V small_sin(const V& a) {
+  const V square = a * a;
+  const V rest = polynomial(square, -1.9515217e-4f, 8.33216e-3f, -0.16666655f);
+  return multiply_add(a * square, rest, a);
+}
+template <class V>
+DSX_HOST_DEVICE inline V small_cos(const V& a) {
+  const V square = a * a;
+  const V rest = polynomial(square, 2.443308e-5f, -1.3887315e-3f, 0.041666646f);
+  return multiply_add(square * square, rest, V(1.0f) - square * V(0.5f));
+}

@@ -56,6 +56,14 @@ _NAMES = {
         "swiglu_ref",
     ),
     "transformer.rms_norm": ("rms_norm", "rms_norm_ref"),
+    "transformer.rope": ("rope", "rope_", "rope_ref"),
+    "transformer.rope_frequencies": (
+        "rope_frequencies",
+        "rope_frequencies_llama3",
+        "rope_frequencies_ntk",
+        "rope_frequencies_yarn",
+        "rope_scale_yarn",
+    ),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 
@@ -107,6 +115,20 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.transformer.gated_activation import swiglu_ref as swiglu_ref
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm as rms_norm
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm_ref as rms_norm_ref
+    from deepspeed_ext.ops.transformer.rope import rope as rope
+    from deepspeed_ext.ops.transformer.rope import rope_ as rope_
+    from deepspeed_ext.ops.transformer.rope import rope_ref as rope_ref
+    from deepspeed_ext.ops.transformer.rope_frequencies import rope_frequencies as rope_frequencies
+    from deepspeed_ext.ops.transformer.rope_frequencies import (
+        rope_frequencies_llama3 as rope_frequencies_llama3,
+    )
+    from deepspeed_ext.ops.transformer.rope_frequencies import (
+        rope_frequencies_ntk as rope_frequencies_ntk,
+    )
+    from deepspeed_ext.ops.transformer.rope_frequencies import (
+        rope_frequencies_yarn as rope_frequencies_yarn,
+    )
+    from deepspeed_ext.ops.transformer.rope_frequencies import rope_scale_yarn as rope_scale_yarn
 
 
 def __getattr__(name: str) -> object:

@@ -93,6 +93,8 @@ inline Vec sqrt(Vec a) { return _mm512_sqrt_ps(a.lanes); }
 inline Vec floor(Vec a) {
   return _mm512_roundscale_ps(a.lanes, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
+// Lanes 0 and 1, 2 and 3 ... change places.
+inline Vec swap_neighbours(Vec a) { return _mm512_permute_ps(a.lanes, 0xb1); }
 inline Vec round_even(Vec a) {
   return _mm512_roundscale_ps(a.lanes, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,24 @@ def gated_activation(device: str) -> None:
         reference = partial(ops.gated_activation_ref, activation=activation)
         for shapes in ([(5, 300), (5, 300)], [(5, 300)]):
             _check("gated_activation", device, op, reference, shapes)
+
+
+def rope(device: str) -> None:
+    """Run `_check` on both layouts of pairs, at positions that float32 cannot turn to."""
+    positions = torch.tensor([-3, 0, 1_000_000, 1_000_003], device=device)
+    frequencies = ops.rope_frequencies(40)
+    for interleaved in (False, True):
+        options = dict(interleaved=interleaved, scale=0.5)
+
+        def op(q: Tensor, k: Tensor, options: dict[str, Any] = options) -> tuple[Tensor, ...]:
+            return ops.rope(q, k, positions, frequencies.to(device), **options)
+
+        def reference(
+            q: Tensor, k: Tensor, options: dict[str, Any] = options
+        ) -> Tensor | tuple[Tensor, ...]:
+            return ops.rope_ref(q, k, positions.cpu(), frequencies, **options)
+
+        _check("rope", device, op, reference, [(2, 4, 3, 48), (2, 4, 1, 48)])
 
 
 def _check(
