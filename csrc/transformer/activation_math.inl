@@ -31,7 +31,7 @@ struct GeluTanh {
   template <class V>
   DSX_HOST_DEVICE static Activated<V> at(const V& x, const V& grad) {
     constexpr float kLinear = 1.5957691f, kCubic = 0.071354816f;  // sqrt(8 / pi), 0.044715 of it
-    const V square = min(x * x, V(256.0f));  // beyond, s is 0 or 1; keeps the slope finite
+    const V square = at_most(x * x, 256.0f);  // beyond, s is 0 or 1; keeps the slope finite
     const V s = sigmoid(x * multiply_add(square, V(kCubic), V(kLinear)));
     const V slope = multiply_add(square, V(3 * kCubic), V(kLinear));
     const V value = x * s;

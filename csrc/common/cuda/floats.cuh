@@ -81,6 +81,12 @@ __device__ inline Floats<kCount> multiply_add(const Floats<kCount>& a, const Flo
 #undef DSX_BINARY
 #undef DSX_FOR_EACH_LANE
 
+// a, or the bound if it is beyond that; NaN if a is NaN.
+template <int kCount>
+__device__ inline Floats<kCount> at_most(const Floats<kCount>& a, float most) {
+  return select(Floats<kCount>(most) < a, Floats<kCount>(most), a);
+}
+
 // erf and tanh: 4 at most. normal: its distribution at x by 7 + x^2 / 2, its density by 3 + x^2 / 2
 // at most, as x^2 is rounded before exp.
 #include "common/special_functions.inl"

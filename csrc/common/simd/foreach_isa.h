@@ -9,6 +9,7 @@
 //   vec.store(target, count)         writes the first `count` lanes and nothing beyond them
 //   a + b, a - b, a * b, a / b, -a, abs(a), sqrt(a), floor(a)
 //   min(a, b), max(a, b), round_even(a), select(mask, a, b): as common/math.h says
+//   at_least(a, bound), at_most(a, bound), times_power_of_2(a, k): as vec_derived.inl says
 //   swap_neighbours(a)               lanes 0 and 1, 2 and 3 ... change places; not in Vecs of 1
 //   a < b, a <= b, a > b, a >= b, a == b, a != b, mask & mask, mask | mask, !mask
 //   any(mask)                        whether a lane is true, one beyond `count` perhaps

@@ -7,11 +7,12 @@ inline Vec rsqrt(Vec a) { return Vec(1.0f) / sqrt(a); }
 // 1.1 at most, also where the result is subnormal; 0 and infinity beyond. With a = k ln 2 + r, the
 // result is 2^k e^r; the polynomial is that of Cephes' expf.
 inline Vec exp(Vec a) {
-  const Vec bounded = min(max(a, Vec(-105.0f)), Vec(90.0f));  // whose results are 0 and infinity
+  const Vec bounded = at_most(at_least(a, -105.0f), 90.0f);  // whose results are 0 and infinity
   const Vec kToInteger = Vec(0x1.8p23f);  // added, it leaves the nearest integer in the lowest bits
   const Vec shifted = bounded * Vec(1.44269504f) + kToInteger;
   const Vec k = shifted - kToInteger;
-  const Vec r = bounded - k * Vec(0.693359375f) - k * Vec(-2.12194440e-4f);  // ln 2 in two parts
+  // ln 2 in two parts, of which the first one times k is exact.
+  const Vec r = scale_and_add(k, Vec(-0.693359375f), bounded) - k * Vec(-2.12194440e-4f);
   Vec p = Vec(1.9875691500e-4f);
   p = p * r + Vec(1.3981999507e-3f);
   p = p * r + Vec(8.3334519073e-3f);
@@ -19,13 +20,7 @@ inline Vec exp(Vec a) {
   p = p * r + Vec(1.6666665459e-1f);
   p = p * r + Vec(5.0000001201e-1f);
   p = p * (r * r) + r + Vec(1.0f);
-  // 2^k in two factors, as k may be beyond the exponents of floats; 300 keeps everything positive.
-  const Ints sum = bits_of(shifted) - Ints(0x4b400000u - 300u);
-  const Ints half = shift_right<1>(sum);
-  const Ints bias(150u - 127u);
-  const Vec first = float_of(shift_left<23>(half - bias));
-  const Vec second = float_of(shift_left<23>(sum - half - bias));
-  return p * first * second;
+  return times_power_of_2(p, k);
 }
 
 // 1 / (1 + e^-a), 2.6 at most; 0 instead of what is below 2^-126.
