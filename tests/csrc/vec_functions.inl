@@ -14,4 +14,6 @@ inline Vec distribution(Vec a) { return normal(a).distribution; }
 inline Vec density(Vec a) { return normal(a).density; }
 DEFINE_FUNCTION(distribution)
 DEFINE_FUNCTION(density)
+DEFINE_FUNCTION(small_sin)
+DEFINE_FUNCTION(small_cos)
 #undef DEFINE_FUNCTION
