@@ -87,8 +87,6 @@ __device__ inline Floats<kCount> at_most(const Floats<kCount>& a, float most) {
   return select(Floats<kCount>(most) < a, Floats<kCount>(most), a);
 }
 
-// erf 3, tanh 4, small_sin and small_cos 2 at most. normal: its distribution at x by 7 + x^2, its
-// density by 3 + x^2 at most, as x^2 is rounded before exp.
 #include "common/special_functions.inl"
 
 }  // namespace dsx::cuda

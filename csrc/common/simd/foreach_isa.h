@@ -50,6 +50,7 @@ namespace dsx::scalar {
 #include "common/simd/vec_scalar.inl"
 #include "common/simd/vec_derived.inl"
 #include "common/simd/vec_math.inl"
+#include "common/special_functions.inl"
 #include "common/simd/for_each_vector.inl"
 #include DSX_KERNEL_SOURCE
 }  // namespace dsx::scalar
@@ -58,6 +59,7 @@ namespace dsx::baseline {
 #include "common/simd/vec_baseline.inl"
 #include "common/simd/vec_derived.inl"
 #include "common/simd/vec_math.inl"
+#include "common/special_functions.inl"
 #include "common/simd/for_each_vector.inl"
 #include DSX_KERNEL_SOURCE
 }  // namespace dsx::baseline
@@ -91,6 +93,7 @@ namespace dsx::avx2 {
 #include "common/simd/vec_avx2.inl"
 #include "common/simd/vec_derived.inl"
 #include "common/simd/vec_math.inl"
+#include "common/special_functions.inl"
 #include "common/simd/for_each_vector.inl"
 #include DSX_KERNEL_SOURCE
 }  // namespace dsx::avx2
@@ -101,6 +104,7 @@ namespace dsx::avx512 {
 #include "common/simd/vec_avx512.inl"
 #include "common/simd/vec_derived.inl"
 #include "common/simd/vec_math.inl"
+#include "common/special_functions.inl"
 #include "common/simd/for_each_vector.inl"
 #include DSX_KERNEL_SOURCE
 }  // namespace dsx::avx512

@@ -28,9 +28,5 @@ inline Vec sigmoid(Vec a) { return Vec(1.0f) / (Vec(1.0f) + exp(-a)); }
 
 inline Vec reciprocal(Vec a) { return Vec(1.0f) / a; }
 
-// Rounded twice, as every ISA can.
+// What special_functions.inl needs besides; rounded twice, as every ISA can.
 inline Vec multiply_add(Vec a, Vec b, Vec c) { return a * b + c; }
-
-// small_sin and small_cos: 1.5, tanh: 2, erf: 3 at most. normal: its distribution at x by 7 + x^2 / 2,
-// its density by 2 + x^2 / 2 at most, as x^2 is rounded before exp.
-#include "common/special_functions.inl"
