@@ -99,7 +99,7 @@ def rope(
     """Turn pairs of elements of every head by position times frequency, in q and k at once.
 
     Pair j of a token at position p turns by p * frequencies[j]; the second of a pair is ahead of
-    the first by a quarter turn. Angles are counted as integers, so their cosines and sines are right
+    the first by a quarter turn. Angles are counted as integers: their cosines and sines are right
     to 3 x 2^-24 + p * frequencies[j] * 2^-52 at any position p, if frequencies are in float64.
 
     A token has the same bits alone, in any batch and at any place in it; on the CPU also with any
