@@ -32,7 +32,7 @@ struct GeluTanh {
   DSX_HOST_DEVICE static Activated<V> at(const V& x, const V& grad) {
     constexpr float kLinear = 1.5957691f, kCubic = 0.071354816f;  // sqrt(8 / pi), 0.044715 of it
     const V square = at_most(x * x, 256.0f);  // beyond, s is 0 or 1; keeps the slope finite
-    const V s = sigmoid(x * multiply_add(square, V(kCubic), V(kLinear)));
+    const V s = rough_sigmoid(x * multiply_add(square, V(kCubic), V(kLinear)));
     const V slope = multiply_add(square, V(3 * kCubic), V(kLinear));
     const V value = x * s;
     return {value, grad * multiply_add(value * (V(1.0f) - s), slope, s)};
@@ -42,7 +42,7 @@ struct GeluTanh {
 struct GeluQuick {
   template <class V>
   DSX_HOST_DEVICE static Activated<V> at(const V& x, const V& grad) {
-    const V s = sigmoid(x * V(1.702f));
+    const V s = rough_sigmoid(x * V(1.702f));
     const V value = x * s;
     return {value, grad * multiply_add(value * (V(1.0f) - s), V(1.702f), s)};
   }

@@ -10,7 +10,7 @@ using dsx::cuda::Floats;
 
 constexpr const char* kNames[] = {"exp",          "sigmoid", "rsqrt",     "erf",      "tanh",
                                   "distribution", "density", "small sin", "small cos"};
-constexpr double kBounds[] = {2, 5, 1.5, 3, 4, 7, 3, 2, 2};  // in units of the last place
+constexpr double kBounds[] = {2, 5, 1.5, 3, 4, 10, 4, 2, 2};  // in units of the last place
 // What is added to them for each 1 of the square of the argument.
 constexpr __device__ double kGrowth[] = {0, 0, 0, 0, 0, 1, 1, 0, 0};
 constexpr int kFunctions = 9;
@@ -67,7 +67,8 @@ __device__ void test(float a, Found* found) {
     if (!(fabs(want) > 3.4028234e38)) atomicAdd(&found->wrong[function], 1ull);
     return;
   }
-  const bool lost = function == 1 && got == 0 && want < 0x1p-126;
+  const bool flushes = function == 1 || function == 5 || function == 6;
+  const bool lost = flushes && got == 0 && want < 0x1p-125;
   const double more = kGrowth[function] == 0 ? 0 : kGrowth[function] * double(a) * double(a);
   const double error = ::fmax(::fabs(double(got) - want) / last_place(want) - more, 0.0);
   if (!lost) {

@@ -26,7 +26,9 @@ inline Vec exp(Vec a) {
 // 1 / (1 + e^-a), 2.6 at most; 0 instead of what is below 2^-126.
 inline Vec sigmoid(Vec a) { return Vec(1.0f) / (Vec(1.0f) + exp(-a)); }
 
+// What special_functions.inl and formulas need besides, where CUDA has shorter ways. multiply_add
+// is rounded twice, as every ISA can.
 inline Vec reciprocal(Vec a) { return Vec(1.0f) / a; }
-
-// What special_functions.inl needs besides; rounded twice, as every ISA can.
 inline Vec multiply_add(Vec a, Vec b, Vec c) { return a * b + c; }
+inline Vec bell(Vec a) { return exp(a * a * Vec(-0.5f)); }  // e^(-a^2 / 2)
+inline Vec rough_sigmoid(Vec a) { return sigmoid(a); }
