@@ -3,6 +3,8 @@
 // queues that.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "common/torch/arguments.h"

@@ -1,13 +1,9 @@
 """bias_activation: numbers and gradients, bits, refusals, and torch's demands."""
 
 import hashlib
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -175,17 +171,6 @@ def digest(device: str = "cpu") -> str:
     return found.hexdigest()
 
 
-expected = cache(digest)  # the bits of the widest ISA
-
-
-@pytest.mark.parametrize("isa", ["scalar", "sse2", "avx2", "avx512"], indirect=True)
-def test_every_isa(isa: str) -> None:
-    environment = os.environ | {"DSX_FORCE_ISA": isa}
-    command = [sys.executable, str(Path(__file__))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == expected(), done.stderr
-
-
 def test_any_thread_count() -> None:
     before, found = torch.get_num_threads(), set()
     try:
@@ -333,7 +318,3 @@ def test_self_check(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(RuntimeError, match=r"^bias_activation: 0 of results and gradients on "):
         self_checks.bias_activation(device)
-
-
-if __name__ == "__main__":
-    print(digest())
