@@ -5,7 +5,7 @@
 //                                 Vec          CUDA
 //   erf                           3            3
 //   tanh                          2            4
-//   normal's distribution at x    7 + x^2 / 2  10 + x^2  as x^2 is rounded before exp; CUDA makes
+//   normal's distribution at x    8 + x^2 / 2  10 + x^2  as x^2 is rounded before exp; CUDA makes
 //   normal's density at x         2 + x^2 / 2  4 + x^2   0 of what is below 2^-126
 //   small_sin, small_cos          1.5          2         up to pi / 4
 
@@ -18,7 +18,7 @@ DSX_HOST_DEVICE inline V polynomial(const V& x, float highest, Coefficients... o
 }
 
 // e^(t^2 / 2) times the part of the normal distribution beyond t, of t >= 0: a smooth function, so
-// that what it is multiplied with has all of the decline. Off by 7 x 2^-24 of it at most.
+// that what it is multiplied with has all of the decline. Off by 8 x 2^-24 of it at most.
 template <class V>
 DSX_HOST_DEVICE inline V scaled_normal_tail(const V& t) {
   const V q = reciprocal(multiply_add(t, V(0.35f), V(1.0f)));
