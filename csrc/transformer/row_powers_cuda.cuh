@@ -14,7 +14,7 @@ struct RowPowers {
   __device__ static float shift(float largest) { return largest == -INFINITY ? 0.0f : largest; }
 
   __device__ void raise_to(float new_largest) {
-    sum *= powers::of_negative(largest - shift(new_largest));
+    sum *= fast_exp_of_negative(largest - shift(new_largest));
     largest = new_largest;
   }
 

@@ -43,6 +43,12 @@ PROGRAMS = {  # with the sources that each is linked with; an op library stands 
     "l2_norm": [ISA, "optimizers/l2_norm_cpu.cpp"],
     "rms_norm": [ISA, "transformer/rms_norm_cpu.cpp"],
     "softmax": [ISA, "transformer/softmax_cpu.cpp", "transformer/cross_entropy_cpu.cpp"],
+    "activations": [
+        ISA,
+        "transformer/bias_activation_cpu.cpp",
+        "transformer/gated_activation_cpu.cpp",
+    ],
+    "rope": [ISA, "transformer/rope_cpu.cpp"],
     "aio_plan": [],
     "aio_backends": BACKENDS,
     "aio_wake": BACKENDS,
@@ -251,7 +257,7 @@ all_floats = pytest.mark.skipif(
 @pytest.mark.long
 @pytest.mark.parametrize("case", [("product", "vec_math")], ids="-".join)
 def test_functions_of_all_floats(case: tuple[str, str], folder: Path) -> None:
-    """The error bounds of exp, log, sigmoid and rsqrt hold for each of the 2^32 floats."""
+    """The error bounds of exp, log, sigmoid and others hold for each of the 2^32 floats."""
     result = run([str(compile_program(*case, folder)), "all"])
     assert result.returncode == 0, result.stdout
 

@@ -18,19 +18,13 @@ inline Vec exp_of_remainder(Vec r) {
 // 1.1 at most, also where the result is subnormal; 0 and infinity beyond. With a = k ln 2 + r, the
 // result is 2^k e^r.
 inline Vec exp(Vec a) {
-  const Vec bounded = min(max(a, Vec(-105.0f)), Vec(90.0f));  // whose results are 0 and infinity
+  const Vec bounded = at_most(at_least(a, -105.0f), 90.0f);  // whose results are 0 and infinity
   const Vec kToInteger = Vec(0x1.8p23f);  // added, it leaves the nearest integer in the lowest bits
   const Vec shifted = bounded * Vec(1.44269504f) + kToInteger;
   const Vec k = shifted - kToInteger;
-  const Vec r = bounded - k * Vec(0.693359375f) - k * Vec(-2.12194440e-4f);  // ln 2 in two parts
-  const Vec p = exp_of_remainder(r);
-  // 2^k in two factors, as k may be beyond the exponents of floats; 300 keeps everything positive.
-  const Ints sum = bits_of(shifted) - Ints(0x4b400000u - 300u);
-  const Ints half = shift_right<1>(sum);
-  const Ints bias(150u - 127u);
-  const Vec first = float_of(shift_left<23>(half - bias));
-  const Vec second = float_of(shift_left<23>(sum - half - bias));
-  return p * first * second;
+  // ln 2 in two parts, of which the first one times k is exact.
+  const Vec r = scale_and_add(k, Vec(-0.693359375f), bounded) - k * Vec(-2.12194440e-4f);
+  return times_power_of_2(exp_of_remainder(r), k);
 }
 
 // The same for numbers that are not above 0, in two thirds of the time: 1.1 at most, and 0 instead
@@ -72,3 +66,10 @@ inline Vec log(Vec a) {
   const Vec not_above = select(a == Vec(0.0f), -infinity, float_of(Ints(0x7fc00000u)));
   return select(a <= Vec(0.0f), not_above, positive);
 }
+
+// What special_functions.inl and formulas need besides, where CUDA has shorter ways. multiply_add
+// is rounded twice, as every ISA can.
+inline Vec reciprocal(Vec a) { return Vec(1.0f) / a; }
+inline Vec multiply_add(Vec a, Vec b, Vec c) { return a * b + c; }
+inline Vec bell(Vec a) { return exp(a * a * Vec(-0.5f)); }  // e^(-a^2 / 2)
+inline Vec rough_sigmoid(Vec a) { return sigmoid(a); }
