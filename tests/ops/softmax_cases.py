@@ -144,7 +144,3 @@ def digest(device: str = "cpu") -> str:
                 for tensor in of_both(x, grad, **OPTIONS[name](device, shape)):
                     found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-if __name__ == "__main__":
-    print(digest())

@@ -1,20 +1,26 @@
-"""Activations and rope: the same bits with every instruction set.
+"""Functional ops but rms_norm: the same bits with every instruction set.
 
-One process for each, with all of their digests, as importing torch takes most of the time.
+One process for each, with all of their digests, as importing the tests takes most of the time.
 """
 
 import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
+import softmax_cases
 import test_bias_activation
+import test_cross_entropy
 import test_gated_activation
 import test_rope_contract
+import warm_python
 
-MODULES = (test_bias_activation, test_gated_activation, test_rope_contract)
+MODULES = (
+    test_bias_activation,
+    test_gated_activation,
+    test_rope_contract,
+    softmax_cases,
+    test_cross_entropy,
+)
 
 
 @cache
@@ -23,11 +29,9 @@ def digests() -> str:
     return "\n".join(f"{module.__name__} {module.digest()}" for module in MODULES)
 
 
-@pytest.mark.parametrize("isa", ["scalar", "sse2", "avx2", "avx512"], indirect=True)
+@pytest.mark.parametrize("isa", ["scalar", "sse2", "neon", "avx2", "avx512"], indirect=True)
 def test_every_isa(isa: str) -> None:
-    environment = os.environ | {"DSX_FORCE_ISA": isa}
-    command = [sys.executable, str(Path(__file__))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = warm_python.run(__file__, env=os.environ | {"DSX_FORCE_ISA": isa})
     assert done.stdout.strip() == digests(), done.stderr
 
 
