@@ -6,9 +6,9 @@
 
 template <class T>
 inline float element_of(Pointer<T> row, int64_t i) {
-  float value;
-  Vec::load(row + i, 1).store(&value, 1);
-  return value;
+  float values[Vec::size];  // a whole register, or GCC warns of what a part of one never writes
+  Vec::load(row + i, 1).store(values, Vec::size);
+  return values[0];
 }
 
 template <class T>
