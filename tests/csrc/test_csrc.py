@@ -99,6 +99,10 @@ WAYS = {  # by the product's flags tests/ops tries the kernels too, on all instr
             "vec_memory",
             "vec_math",
             "steps",
+            "rms_norm",
+            "softmax",
+            "activations",
+            "rope",
             "aio_engine",
             "aio_requests",
         ],
@@ -129,14 +133,13 @@ WAYS = {  # by the product's flags tests/ops tries the kernels too, on all instr
 def case_of(way: str, program: str) -> Any:
     """Return the parameters of a test, marked if it takes long.
 
-    That is an emulator, and kernels of every instruction set under sanitizers, which take minutes
-    to compile, and the engine but for its run with sanitized addresses, and what is needed for the
-    emulator anyway.
+    That is an emulator, and kernels of every instruction set, sanitized or with the product's
+    flags, of which GCC takes minutes to compile some, and the engine but for its run with sanitized
+    addresses.
     """
-    sanitizes_kernels = way == "sanitized" and any("cpu" in source for source in PROGRAMS[program])
-    is_long = WAYS[way].emulator or sanitizes_kernels
+    has_kernels = any("cpu" in source for source in PROGRAMS[program])
+    is_long = WAYS[way].emulator or (way in ("product", "sanitized") and has_kernels)
     is_long = is_long or (way != "sanitized" and PROGRAMS[program] == ENGINE)
-    is_long = is_long or (way, program) == ("product", "steps")
     return pytest.param((way, program), marks=[pytest.mark.long] if is_long else [])
 
 
