@@ -23,14 +23,14 @@ class Form:
     Args:
         name: of the form; empty for the usual one.
         operands: makes random ones, given the shape of the result, a dtype and a device.
-        forward: how often the best of passes goes over a tensor of that shape.
+        forward: how often the best of passes goes over a tensor of that shape, in all.
         backward: the same for the gradients of all operands.
     """
 
     name: str
     operands: Callable[[Shape, torch.dtype, str], list[Tensor]]
-    forward: int
-    backward: int
+    forward: float
+    backward: float
 
 
 def works(
@@ -53,7 +53,7 @@ def works(
             passes = getattr(form, direction)
             contenders = partial(make, ways, form, dtype=dtype, calls=calls)
             name = f"{direction}{form.name and ' '}{form.name}, {what}"
-            made.append(Work(name, [shape], passes * dtype.itemsize * calls, contenders))
+            made.append(Work(name, [shape], int(passes * dtype.itemsize * calls), contenders))
     return made
 
 

@@ -298,7 +298,11 @@ def _cuda_steps() -> Table:
     return Table("H200", columns, lines)
 
 
+SOFTMAX_SIZES = ("16,384 x 4,096", "4,096 x 16,384", "512 x 131,072", "262,144 x 128")
 RMS_NORM_SIZES = ("16,384 x 4,096", "262,144 x 128", "4,096 x 16,384")
+
+
+GELU_FORMS = ("gelu", "gelu, bias", "gelu, gated")
 
 
 def _cuda_functional() -> Table:
@@ -308,16 +312,29 @@ def _cuda_functional() -> Table:
         Column("beside copying", H200, 0, beside_ceiling),
     ]
     lines = []
-    for bench, form, dtype, sizes in (
-        ("rms_norm", "with residual", "bfloat16", RMS_NORM_SIZES),
-        ("rms_norm", "with residual", "float32", ("16,384 x 4,096",)),
-        ("swiglu", "packed", "bfloat16", ("8,192 x 14,336",)),
-        ("swiglu", "packed", "float32", ("8,192 x 14,336",)),
+    for bench, forms, dtype, sizes, calls in (
+        ("rms_norm", ("", "with residual"), "bfloat16", RMS_NORM_SIZES, 10),
+        ("rms_norm", ("", "with residual"), "float32", ("16,384 x 4,096",), 10),
+        ("swiglu", ("", "packed"), "bfloat16", ("8,192 x 14,336",), 10),
+        ("swiglu", ("", "packed"), "float32", ("8,192 x 14,336",), 10),
+        ("activation", GELU_FORMS, "bfloat16", ("16,384 x 4,096",), 20),
+        ("rope", ("", "interleaved"), "bfloat16", ("16,384 x 40 x 128",), 20),
     ):
-        for size, direction in itertools.product(sizes, ("forward", "backward")):
-            for which in (direction, f"{direction} {form}"):
-                label = f"`{bench}` {dtype}, {size}, {which}"
-                lines.append(Line(label, bench, f"{which}, {dtype}, {size}, 10 times"))
+        for size, direction, form in itertools.product(sizes, ("forward", "backward"), forms):
+            which = f"{direction}{form and ' '}{form}"
+            label = f"`{bench}` {dtype}, {size}, {which}"
+            lines.append(Line(label, bench, f"{which}, {dtype}, {size}, {calls} times"))
+    for size, direction in itertools.product(SOFTMAX_SIZES, ("forward", "backward")):
+        label = f"`softmax` bfloat16, {size}, {direction}"
+        lines.append(Line(label, "softmax", f"{direction}, bfloat16, {size}, 20 times"))
+    for direction in ("forward causal", "backward causal"):
+        what = "bfloat16, 32 x 4,096 x 4,096"
+        lines.append(
+            Line(f"`softmax` {what}, {direction}", "softmax", f"{direction}, {what}, 20 times")
+        )
+    for what in ("bfloat16, 8,192 x 128,256", "float32, 4,096 x 128,256"):
+        label = f"`cross_entropy` {what}, loss and gradient in place"
+        lines.append(Line(label, "cross_entropy", f"loss and gradient, {what}, 5 times"))
     return Table("H200", columns, lines)
 
 

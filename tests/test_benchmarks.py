@@ -29,7 +29,20 @@ def test_another_figure_is_noticed():
 
 
 @pytest.mark.parametrize(
-    "bench", ["steps", "clip", "norm", "lamb", "low_bit", "rms_norm", "swiglu"]
+    "bench",
+    [
+        "steps",
+        "clip",
+        "norm",
+        "lamb",
+        "low_bit",
+        "rms_norm",
+        "swiglu",
+        "activation",
+        "rope",
+        "softmax",
+        "cross_entropy",
+    ],
 )
 def test_tables_name_works_that_are_measured(bench):
     works = importlib.import_module(f"benchmarks.bench_{bench}").WORKS

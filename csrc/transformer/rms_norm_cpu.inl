@@ -1,5 +1,6 @@
 // The loops of rms_norm over one row and over a group of rows; T is the storage type of all
 // tensors, or Any. A row is read from memory once: the second time it is in the cache.
+#include "common/simd/add_partials.inl"
 #include "common/simd/row_sums.inl"
 #include "transformer/rms_norm_math.inl"
 
@@ -75,15 +76,4 @@ inline void backward_of_groups(const RmsNormBackward& norm, int64_t begin, int64
       backward_of_row<T>(norm, row, partial, row == first);
     }
   }
-}
-
-inline void add_partials(const float* partials, int64_t groups, int64_t length, int64_t begin,
-                         int64_t end, Pointer<Any> grad_weight) {
-  for_each_vector(begin, end, [&](int64_t i, int count) {
-    Vec sum(0.0f);
-    for (int64_t group = 0; group < groups; ++group) {
-      sum = sum + Vec::load(partials + group * length + i, count);
-    }
-    sum.store(grad_weight + i, count);
-  });
 }

@@ -2,6 +2,7 @@
 // the weight is wanted, a block adds it up over its rows, and a small kernel then adds the blocks.
 #include "transformer/rms_norm.h"
 
+#include "common/cuda/add_partials.cuh"
 #include "common/cuda/check.h"
 #include "common/cuda/rows.cuh"
 
@@ -198,31 +199,6 @@ __global__ void __launch_bounds__(Team::kMostThreads)
   partial.finish(norm.length);
 }
 
-// Columns of a block, and threads that share the groups of a column.
-constexpr int kColumns = 32, kShares = 32;
-
-__global__ void __launch_bounds__(kColumns* kShares)
-    add_partials_kernel(const float* partials,  // [groups, length]
-                        int64_t groups, int64_t length, Rows grad_weight) {
-  __shared__ float of_shares[kShares][kColumns];
-  const int lane = threadIdx.x % kColumns, share = threadIdx.x / kColumns;
-  const int64_t column = int64_t(blockIdx.x) * kColumns + lane;
-  float sum = 0;
-  if (column < length) {
-#pragma unroll 16  // loads in flight
-    for (int64_t group = share; group < groups; group += kShares) {
-      sum += partials[group * length + column];
-    }
-  }
-  of_shares[share][lane] = sum;
-  __syncthreads();
-  if (share > 0 || column >= length) return;
-  sum = 0;
-  for (int i = 0; i < kShares; ++i) sum += of_shares[i][lane];
-  const Pointer<Any> target = grad_weight.row<Any>(0) + column;
-  cuda::store<cuda::Access::single>(target, Floats<1>(sum), 1);
-}
-
 constexpr const char* kOp = "rms_norm";
 constexpr const char* kBackwardOp = "rms_norm_backward";
 
@@ -303,9 +279,8 @@ void rms_norm_backward_cuda(const RmsNormBackward& norm, Rows grad_weight, float
     cuda::check(cudaGetLastError(), kBackwardOp);
   }
   if (grad_weight.data == nullptr) return;
-  add_partials_kernel<<<unsigned(ceil_div(norm.length, kColumns)), kColumns * kShares, 0,
-                        cudaStream_t(stream)>>>(partials, grid.blocks, norm.length, grad_weight);
-  cuda::check(cudaGetLastError(), kBackwardOp);
+  cuda::add_partials(partials, grid.blocks, norm.length, grad_weight, kBackwardOp,
+                     cudaStream_t(stream));
 }
 
 }  // namespace dsx

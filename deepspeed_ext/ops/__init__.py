@@ -48,8 +48,31 @@ _NAMES = {
         "join_float32",
         "split_float32",
     ),
+    "transformer.bias_activation": ("bias_activation", "bias_activation_ref"),
+    "transformer.cross_entropy": ("cross_entropy", "cross_entropy_ref"),
+    "transformer.gated_activation": (
+        "gated_activation",
+        "gated_activation_ref",
+        "swiglu",
+        "swiglu_ref",
+    ),
     "transformer.rms_norm": ("rms_norm", "rms_norm_ref"),
-    "transformer.swiglu": ("swiglu", "swiglu_ref"),
+    "transformer.rope": ("rope", "rope_", "rope_ref"),
+    "transformer.rope_frequencies": (
+        "rope_frequencies",
+        "rope_frequencies_llama3",
+        "rope_frequencies_ntk",
+        "rope_frequencies_yarn",
+        "rope_scale_yarn",
+    ),
+    "transformer.softmax": (
+        "scaled_masked_softmax",
+        "scaled_masked_softmax_ref",
+        "scaled_upper_triang_masked_softmax",
+        "scaled_upper_triang_masked_softmax_ref",
+        "softmax",
+        "softmax_ref",
+    ),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 
@@ -89,10 +112,46 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.optimizers.state_formats import encode_blocks as encode_blocks
     from deepspeed_ext.ops.optimizers.state_formats import join_float32 as join_float32
     from deepspeed_ext.ops.optimizers.state_formats import split_float32 as split_float32
+    from deepspeed_ext.ops.transformer.bias_activation import bias_activation as bias_activation
+    from deepspeed_ext.ops.transformer.bias_activation import (
+        bias_activation_ref as bias_activation_ref,
+    )
+    from deepspeed_ext.ops.transformer.cross_entropy import cross_entropy as cross_entropy
+    from deepspeed_ext.ops.transformer.cross_entropy import cross_entropy_ref as cross_entropy_ref
+    from deepspeed_ext.ops.transformer.gated_activation import gated_activation as gated_activation
+    from deepspeed_ext.ops.transformer.gated_activation import (
+        gated_activation_ref as gated_activation_ref,
+    )
+    from deepspeed_ext.ops.transformer.gated_activation import swiglu as swiglu
+    from deepspeed_ext.ops.transformer.gated_activation import swiglu_ref as swiglu_ref
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm as rms_norm
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm_ref as rms_norm_ref
-    from deepspeed_ext.ops.transformer.swiglu import swiglu as swiglu
-    from deepspeed_ext.ops.transformer.swiglu import swiglu_ref as swiglu_ref
+    from deepspeed_ext.ops.transformer.rope import rope as rope
+    from deepspeed_ext.ops.transformer.rope import rope_ as rope_
+    from deepspeed_ext.ops.transformer.rope import rope_ref as rope_ref
+    from deepspeed_ext.ops.transformer.rope_frequencies import rope_frequencies as rope_frequencies
+    from deepspeed_ext.ops.transformer.rope_frequencies import (
+        rope_frequencies_llama3 as rope_frequencies_llama3,
+    )
+    from deepspeed_ext.ops.transformer.rope_frequencies import (
+        rope_frequencies_ntk as rope_frequencies_ntk,
+    )
+    from deepspeed_ext.ops.transformer.rope_frequencies import (
+        rope_frequencies_yarn as rope_frequencies_yarn,
+    )
+    from deepspeed_ext.ops.transformer.rope_frequencies import rope_scale_yarn as rope_scale_yarn
+    from deepspeed_ext.ops.transformer.softmax import scaled_masked_softmax as scaled_masked_softmax
+    from deepspeed_ext.ops.transformer.softmax import (
+        scaled_masked_softmax_ref as scaled_masked_softmax_ref,
+    )
+    from deepspeed_ext.ops.transformer.softmax import (
+        scaled_upper_triang_masked_softmax as scaled_upper_triang_masked_softmax,
+    )
+    from deepspeed_ext.ops.transformer.softmax import (
+        scaled_upper_triang_masked_softmax_ref as scaled_upper_triang_masked_softmax_ref,
+    )
+    from deepspeed_ext.ops.transformer.softmax import softmax as softmax
+    from deepspeed_ext.ops.transformer.softmax import softmax_ref as softmax_ref
 
 
 def __getattr__(name: str) -> object:

@@ -42,6 +42,13 @@ PROGRAMS = {  # with the sources that each is linked with; an op library stands 
     "sum": [ISA],
     "l2_norm": [ISA, "optimizers/l2_norm_cpu.cpp"],
     "rms_norm": [ISA, "transformer/rms_norm_cpu.cpp"],
+    "softmax": [ISA, "transformer/softmax_cpu.cpp", "transformer/cross_entropy_cpu.cpp"],
+    "activations": [
+        ISA,
+        "transformer/bias_activation_cpu.cpp",
+        "transformer/gated_activation_cpu.cpp",
+    ],
+    "rope": [ISA, "transformer/rope_cpu.cpp"],
     "aio_plan": [],
     "aio_backends": BACKENDS,
     "aio_wake": BACKENDS,
@@ -92,6 +99,10 @@ WAYS = {  # by the product's flags tests/ops tries the kernels too, on all instr
             "vec_memory",
             "vec_math",
             "steps",
+            "rms_norm",
+            "softmax",
+            "activations",
+            "rope",
             "aio_engine",
             "aio_requests",
         ],
@@ -122,14 +133,13 @@ WAYS = {  # by the product's flags tests/ops tries the kernels too, on all instr
 def case_of(way: str, program: str) -> Any:
     """Return the parameters of a test, marked if it takes long.
 
-    That is an emulator, and kernels of every instruction set under sanitizers, which take minutes
-    to compile, and the engine but for its run with sanitized addresses, and what is needed for the
-    emulator anyway.
+    That is an emulator, and kernels of every instruction set, sanitized or with the product's
+    flags, of which GCC takes minutes to compile some, and the engine but for its run with sanitized
+    addresses.
     """
-    sanitizes_kernels = way == "sanitized" and any("cpu" in source for source in PROGRAMS[program])
-    is_long = WAYS[way].emulator or sanitizes_kernels
+    has_kernels = any("cpu" in source for source in PROGRAMS[program])
+    is_long = WAYS[way].emulator or (way in ("product", "sanitized") and has_kernels)
     is_long = is_long or (way != "sanitized" and PROGRAMS[program] == ENGINE)
-    is_long = is_long or (way, program) == ("product", "steps")
     return pytest.param((way, program), marks=[pytest.mark.long] if is_long else [])
 
 
@@ -250,7 +260,7 @@ all_floats = pytest.mark.skipif(
 @pytest.mark.long
 @pytest.mark.parametrize("case", [("product", "vec_math")], ids="-".join)
 def test_functions_of_all_floats(case: tuple[str, str], folder: Path) -> None:
-    """The error bounds of exp, sigmoid and rsqrt hold for each of the 2^32 floats."""
+    """The error bounds of exp, log, sigmoid and others hold for each of the 2^32 floats."""
     result = run([str(compile_program(*case, folder)), "all"])
     assert result.returncode == 0, result.stdout
 

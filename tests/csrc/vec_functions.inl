@@ -6,6 +6,16 @@
     });                                                               \
   }
 DEFINE_FUNCTION(exp)
+DEFINE_FUNCTION(exp_of_negative)
+DEFINE_FUNCTION(log)
 DEFINE_FUNCTION(sigmoid)
 DEFINE_FUNCTION(rsqrt)
+DEFINE_FUNCTION(erf)
+DEFINE_FUNCTION(tanh)
+inline Vec distribution(Vec a) { return normal(a).distribution; }
+inline Vec density(Vec a) { return normal(a).density; }
+DEFINE_FUNCTION(distribution)
+DEFINE_FUNCTION(density)
+DEFINE_FUNCTION(small_sin)
+DEFINE_FUNCTION(small_cos)
 #undef DEFINE_FUNCTION

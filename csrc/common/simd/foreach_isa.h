@@ -9,6 +9,8 @@
 //   vec.store(target, count)         writes the first `count` lanes and nothing beyond them
 //   a + b, a - b, a * b, a / b, -a, abs(a), sqrt(a), floor(a)
 //   min(a, b), max(a, b), round_even(a), select(mask, a, b): as common/math.h says
+//   at_least(a, bound), at_most(a, bound), times_power_of_2(a, k): as vec_derived.inl says
+//   swap_neighbours(a)               lanes 0 and 1, 2 and 3 ... change places; not in Vecs of 1
 //   a < b, a <= b, a > b, a >= b, a == b, a != b, mask & mask, mask | mask, !mask
 //   any(mask)                        whether a lane is true, one beyond `count` perhaps
 //   bits_of(vec), float_of(ints), Ints::from(first), + - * & | ^, min, max, max_of(ints)
@@ -48,6 +50,7 @@ namespace dsx::scalar {
 #include "common/simd/vec_scalar.inl"
 #include "common/simd/vec_derived.inl"
 #include "common/simd/vec_math.inl"
+#include "common/special_functions.inl"
 #include "common/simd/for_each_vector.inl"
 #include DSX_KERNEL_SOURCE
 }  // namespace dsx::scalar
@@ -56,6 +59,7 @@ namespace dsx::baseline {
 #include "common/simd/vec_baseline.inl"
 #include "common/simd/vec_derived.inl"
 #include "common/simd/vec_math.inl"
+#include "common/special_functions.inl"
 #include "common/simd/for_each_vector.inl"
 #include DSX_KERNEL_SOURCE
 }  // namespace dsx::baseline
@@ -89,6 +93,7 @@ namespace dsx::avx2 {
 #include "common/simd/vec_avx2.inl"
 #include "common/simd/vec_derived.inl"
 #include "common/simd/vec_math.inl"
+#include "common/special_functions.inl"
 #include "common/simd/for_each_vector.inl"
 #include DSX_KERNEL_SOURCE
 }  // namespace dsx::avx2
@@ -99,6 +104,7 @@ namespace dsx::avx512 {
 #include "common/simd/vec_avx512.inl"
 #include "common/simd/vec_derived.inl"
 #include "common/simd/vec_math.inl"
+#include "common/special_functions.inl"
 #include "common/simd/for_each_vector.inl"
 #include DSX_KERNEL_SOURCE
 }  // namespace dsx::avx512

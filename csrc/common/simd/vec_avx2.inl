@@ -222,6 +222,21 @@ inline Vec scale_and_add(Vec a, Vec scale, Vec b) {  // as in common/math.h
   return {_mm256_fmadd_ps(a.low, scale.low, b.low), _mm256_fmadd_ps(a.high, scale.high, b.high)};
 }
 
+// The instructions give the second operand when either is NaN.
+inline Vec at_least(Vec a, float least) {
+  const __m256 bound = _mm256_set1_ps(least);
+  return {_mm256_max_ps(bound, a.low), _mm256_max_ps(bound, a.high)};
+}
+inline Vec at_most(Vec a, float most) {
+  const __m256 bound = _mm256_set1_ps(most);
+  return {_mm256_min_ps(bound, a.low), _mm256_min_ps(bound, a.high)};
+}
+
+// Lanes 0 and 1, 2 and 3 ... change places.
+inline Vec swap_neighbours(Vec a) {
+  return {_mm256_permute_ps(a.low, 0xb1), _mm256_permute_ps(a.high, 0xb1)};
+}
+
 inline Mask operator!(Mask a) {
   const __m256 all = _mm256_castsi256_ps(_mm256_set1_epi32(-1));
   return a ^ Mask(all, all);

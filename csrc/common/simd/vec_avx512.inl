@@ -89,10 +89,16 @@ inline Vec abs(Vec a) { return _mm512_abs_ps(a.lanes); }
 inline Vec scale_and_add(Vec a, Vec scale, Vec b) {  // as in common/math.h
   return _mm512_fmadd_ps(a.lanes, scale.lanes, b.lanes);
 }
+// The instructions give the second operand when either is NaN.
+inline Vec at_least(Vec a, float least) { return _mm512_max_ps(_mm512_set1_ps(least), a.lanes); }
+inline Vec at_most(Vec a, float most) { return _mm512_min_ps(_mm512_set1_ps(most), a.lanes); }
+inline Vec times_power_of_2(Vec a, Vec k) { return _mm512_scalef_ps(a.lanes, k.lanes); }
 inline Vec sqrt(Vec a) { return _mm512_sqrt_ps(a.lanes); }
 inline Vec floor(Vec a) {
   return _mm512_roundscale_ps(a.lanes, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
+// Lanes 0 and 1, 2 and 3 ... change places.
+inline Vec swap_neighbours(Vec a) { return _mm512_permute_ps(a.lanes, 0xb1); }
 inline Vec round_even(Vec a) {
   return _mm512_roundscale_ps(a.lanes, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }

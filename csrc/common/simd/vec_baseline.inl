@@ -196,6 +196,11 @@ inline Vec floor(Vec a) {
   return select(a < nearest, nearest - Vec(1.0f), nearest);
 }
 
+// Lanes 0 and 1, 2 and 3 change places.
+inline Vec swap_neighbours(Vec a) {
+  return FloatLanes{a.lanes[1], a.lanes[0], a.lanes[3], a.lanes[2]};
+}
+
 // As in common/math.h.
 inline Vec scale_and_add(Vec a, Vec scale, Vec b) { return a * scale + b; }
 

@@ -35,3 +35,28 @@ template <class T>
 inline void Ints::store_upper(T* target, int count) const {
   shift_right<32 - 8 * sizeof(T)>(*this).store(target, count);
 }
+
+// These are templates so that an ISA that has an instruction for them can have a function, which
+// is then chosen.
+
+// a, or the bound if it is beyond that; NaN if a is NaN.
+template <class V>
+inline V at_least(V a, float least) {
+  return select(a < V(least), V(least), a);
+}
+template <class V>
+inline V at_most(V a, float most) {
+  return select(V(most) < a, V(most), a);
+}
+
+// a * 2^k, rounded once, for an integer k from -300 to 254 and an a near 1; NaN if either is.
+template <class V>
+inline V times_power_of_2(V a, V k) {
+  // In two factors, as k may be beyond the exponents of floats; 300 keeps everything positive.
+  const Ints sum = bits_of(k + V(0x1.8p23f)) - Ints(0x4b400000u - 300u);
+  const Ints half = shift_right<1>(sum);
+  const Ints bias(150u - 127u);
+  const V first = float_of(shift_left<23>(half - bias));
+  const V second = float_of(shift_left<23>(sum - half - bias));
+  return a * first * second;
+}

@@ -4,29 +4,72 @@
 // 1.5 at most. Of 0 it is infinity, of a negative number NaN.
 inline Vec rsqrt(Vec a) { return Vec(1.0f) / sqrt(a); }
 
-// 1.1 at most, also where the result is subnormal; 0 and infinity beyond. With a = k ln 2 + r, the
-// result is 2^k e^r; the polynomial is that of Cephes' expf.
-inline Vec exp(Vec a) {
-  const Vec bounded = min(max(a, Vec(-105.0f)), Vec(90.0f));  // whose results are 0 and infinity
-  const Vec kToInteger = Vec(0x1.8p23f);  // added, it leaves the nearest integer in the lowest bits
-  const Vec shifted = bounded * Vec(1.44269504f) + kToInteger;
-  const Vec k = shifted - kToInteger;
-  const Vec r = bounded - k * Vec(0.693359375f) - k * Vec(-2.12194440e-4f);  // ln 2 in two parts
+// e^r for r up to half of ln 2, of either sign: the polynomial of Cephes' expf.
+inline Vec exp_of_remainder(Vec r) {
   Vec p = Vec(1.9875691500e-4f);
   p = p * r + Vec(1.3981999507e-3f);
   p = p * r + Vec(8.3334519073e-3f);
   p = p * r + Vec(4.1665795894e-2f);
   p = p * r + Vec(1.6666665459e-1f);
   p = p * r + Vec(5.0000001201e-1f);
-  p = p * (r * r) + r + Vec(1.0f);
-  // 2^k in two factors, as k may be beyond the exponents of floats; 300 keeps everything positive.
-  const Ints sum = bits_of(shifted) - Ints(0x4b400000u - 300u);
-  const Ints half = shift_right<1>(sum);
-  const Ints bias(150u - 127u);
-  const Vec first = float_of(shift_left<23>(half - bias));
-  const Vec second = float_of(shift_left<23>(sum - half - bias));
-  return p * first * second;
+  return p * (r * r) + r + Vec(1.0f);
+}
+
+// 1.1 at most, also where the result is subnormal; 0 and infinity beyond. With a = k ln 2 + r, the
+// result is 2^k e^r.
+inline Vec exp(Vec a) {
+  const Vec bounded = at_most(at_least(a, -105.0f), 90.0f);  // whose results are 0 and infinity
+  const Vec kToInteger = Vec(0x1.8p23f);  // added, it leaves the nearest integer in the lowest bits
+  const Vec shifted = bounded * Vec(1.44269504f) + kToInteger;
+  const Vec k = shifted - kToInteger;
+  // ln 2 in two parts, of which the first one times k is exact.
+  const Vec r = scale_and_add(k, Vec(-0.693359375f), bounded) - k * Vec(-2.12194440e-4f);
+  return times_power_of_2(exp_of_remainder(r), k);
+}
+
+// The same for numbers that are not above 0, in two thirds of the time: 1.1 at most, and 0 instead
+// of what is below 2^-126.
+inline Vec exp_of_negative(Vec a) {
+  const Vec kToInteger = Vec(0x1.8p23f);
+  const Vec shifted = a * Vec(1.44269504f) + kToInteger;
+  const Vec k = shifted - kToInteger;
+  const Vec r = scale_and_add(k, Vec(-0.693359375f), a) - k * Vec(-2.12194440e-4f);
+  const Vec p = exp_of_remainder(r);
+  const Vec power = float_of(shift_left<23>(bits_of(shifted) + Ints(127u)));
+  return select(a < Vec(-87.3365402f), Vec(0.0f), p * power);
 }
 
 // 1 / (1 + e^-a), 2.6 at most; 0 instead of what is below 2^-126.
 inline Vec sigmoid(Vec a) { return Vec(1.0f) / (Vec(1.0f) + exp(-a)); }
+
+// 0.9 at most. Of 0 it is -infinity, of a negative number NaN. With a = 2^k m and m from sqrt(1/2)
+// to sqrt(2), ln m is that of (1 + s) / (1 - s), a series in s; its coefficients are those of
+// fdlibm's logf.
+inline Vec log(Vec a) {
+  const Mask small = a < Vec(0x1p-126f);  // subnormal, or out of the function's domain
+  const Ints normal = bits_of(select(small, a * Vec(0x1p25f), a));
+  const Ints kRootOfHalf(0x3f3504f3u), kOne(0x3f800000u);
+  const Ints shifted = normal + (kOne - kRootOfHalf);
+  const Vec m = float_of((shifted & Ints(0x7fffffu)) + kRootOfHalf);
+  // The exponent, in the lowest bits of 1.5 * 2^23.
+  const Vec biased = float_of(shift_right<23>(shifted) + Ints(0x4b400000u)) - Vec(0x1.8p23f);
+  const Vec k = biased - select(small, Vec(127.0f + 25.0f), Vec(127.0f));
+  const Vec f = m - Vec(1.0f);
+  const Vec s = f / (Vec(2.0f) + f), z = s * s, w = z * z;
+  const Vec odd = w * (Vec(0x1.999c26p-2f) + w * Vec(0x1.f13c4cp-3f));
+  const Vec even = z * (Vec(0x1.555554p-1f) + w * Vec(0x1.23d3dcp-2f));
+  const Vec half_square = Vec(0.5f) * f * f;
+  const Vec low = s * (half_square + (even + odd)) + k * Vec(9.0580006145e-6f);
+  const Vec result = k * Vec(0.69313812256f) - ((half_square - low) - f);
+  const Vec infinity = float_of(Ints(0x7f800000u));
+  const Vec positive = select(a < infinity, result, a);  // infinity and NaN are their own
+  const Vec not_above = select(a == Vec(0.0f), -infinity, float_of(Ints(0x7fc00000u)));
+  return select(a <= Vec(0.0f), not_above, positive);
+}
+
+// What special_functions.inl and formulas need besides, where CUDA has shorter ways. multiply_add
+// is rounded twice, as every ISA can.
+inline Vec reciprocal(Vec a) { return Vec(1.0f) / a; }
+inline Vec multiply_add(Vec a, Vec b, Vec c) { return a * b + c; }
+inline Vec bell(Vec a) { return exp(a * a * Vec(-0.5f)); }  // e^(-a^2 / 2)
+inline Vec rough_sigmoid(Vec a) { return sigmoid(a); }

@@ -1,12 +1,15 @@
 """Quick runs of each op and its gradient against the reference, for ds_report."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed_ext import ops
 from deepspeed_ext.ops._compare import compare
+from deepspeed_ext.ops.transformer.activations import NAMES
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
@@ -23,10 +26,70 @@ def rms_norm(device: str) -> None:
     _check("rms_norm", device, op, reference, [(5, 300), (300,), (5, 300)])
 
 
-def swiglu(device: str) -> None:
-    """Run `_check` on both forms of swiglu."""
-    _check("swiglu", device, ops.swiglu, ops.swiglu_ref, [(5, 300), (5, 300)])
-    _check("swiglu", device, ops.swiglu, ops.swiglu_ref, [(5, 300)])
+def bias_activation(device: str) -> None:
+    """Run `_check` on every activation with a bias, and on one without."""
+    for activation in NAMES:
+        op = partial(ops.bias_activation, activation=activation)
+        reference = partial(ops.bias_activation_ref, activation=activation)
+        _check("bias_activation", device, op, reference, [(5, 300), (300,)])
+    _check("bias_activation", device, ops.bias_activation, ops.bias_activation_ref, [(5, 300)])
+
+
+def gated_activation(device: str) -> None:
+    """Run `_check` on both forms of gated_activation, and on every activation."""
+    for activation in NAMES:
+        op = partial(ops.gated_activation, activation=activation)
+        reference = partial(ops.gated_activation_ref, activation=activation)
+        for shapes in ([(5, 300), (5, 300)], [(5, 300)]):
+            _check("gated_activation", device, op, reference, shapes)
+
+
+def rope(device: str) -> None:
+    """Run `_check` on both layouts of pairs, at positions that float32 cannot turn to."""
+    positions = torch.tensor([-3, 0, 1_000_000, 1_000_003], device=device)
+    frequencies = ops.rope_frequencies(40)
+    for interleaved in (False, True):
+        options = dict(interleaved=interleaved, scale=0.5)
+
+        def op(q: Tensor, k: Tensor, options: dict[str, Any] = options) -> tuple[Tensor, ...]:
+            return ops.rope(q, k, positions, frequencies.to(device), **options)
+
+        def reference(
+            q: Tensor, k: Tensor, options: dict[str, Any] = options
+        ) -> Tensor | tuple[Tensor, ...]:
+            return ops.rope_ref(q, k, positions.cpu(), frequencies, **options)
+
+        _check("rope", device, op, reference, [(2, 4, 3, 48), (2, 4, 1, 48)])
+
+
+def softmax(device: str) -> None:
+    """Run `_check` on softmax with an additive mask, causality, a cap and slopes."""
+
+    def checked(function: Function) -> Function:
+        def run(x: Tensor, mask: Tensor) -> Tensor | tuple[Tensor, ...]:
+            slopes = torch.tensor([0.5, 0.25], device=x.device)
+            return function(x, mask, alibi_slopes=slopes, causal=True, softcap=3.0)
+
+        return run
+
+    shapes = [(2, 7, 40), (7, 40)]
+    _check("softmax", device, checked(ops.softmax), checked(ops.softmax_ref), shapes)
+
+
+def cross_entropy(device: str) -> None:
+    """Run `_check` on cross_entropy, with inplace and without."""
+
+    def checked(function: Function, inplace: bool) -> Function:
+        def run(logits: Tensor) -> Tensor | tuple[Tensor, ...]:
+            target = torch.tensor([3, -100, 0, 299, 7], device=logits.device)
+            options = {"label_smoothing": 0.1, "z_loss": 0.01, "inplace": inplace}
+            return function(logits * 2, target, **options)
+
+        return run
+
+    for inplace in (False, True):
+        op, reference = (checked(f, inplace) for f in (ops.cross_entropy, ops.cross_entropy_ref))
+        _check("cross_entropy", device, op, reference, [(5, 300)])
 
 
 def _check(

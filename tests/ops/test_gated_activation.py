@@ -1,23 +1,20 @@
-"""swiglu: numbers and gradients against the reference, bits, refusals, and torch's demands."""
+"""gated_activation: numbers and gradients, bits, refusals, and torch's demands."""
 
 import hashlib
-import os
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 
 import pytest
 import torch
-import warm_python
+from activation_cases import NAMES, errors_of
 from rms_norm_cases import BF16, DTYPES, F16, F32, make
 from row_layouts import LAYOUTS
 from tolerance import assert_within
 from torch import Tensor
 
-from deepspeed_ext.ops import swiglu, swiglu_ref
+from deepspeed_ext.ops import gated_activation, gated_activation_ref, swiglu, swiglu_ref
 from deepspeed_ext.ops.transformer import self_checks
-
-ROUNDING = torch.finfo(F32).eps / 2
 
 
 def run(function: Callable[..., Tensor], grad: Tensor, *arguments: Tensor) -> list[Tensor]:
@@ -27,33 +24,39 @@ def run(function: Callable[..., Tensor], grad: Tensor, *arguments: Tensor) -> li
     return [result.detach(), *torch.autograd.grad(result, leaves, grad.to(result.dtype))]
 
 
-def assert_right(gate: Tensor, up: Tensor, grad: Tensor) -> None:
-    """Compare both forms with the reference.
-
-    sigmoid is off by 5 units in the last place at most, the results by as much and a few more;
-    where terms of a gradient cancel, magnitudes count. What is below 2^-126 may be 0.
-    """
+def assert_right(gate: Tensor, up: Tensor, grad: Tensor, activation: str = "silu") -> None:
+    """Compare all forms with the reference."""
     wide = [tensor.cpu().double() for tensor in (grad, gate, up)]
-    want = run(swiglu_ref, *wide)
-    s = torch.sigmoid(wide[1])
-    tiny = 2.0**-120 * (1 + wide[1].abs()) * (1 + wide[2].abs()) * (1 + wide[0].abs())
-    of_gate = (wide[0] * wide[2]).abs() * (s + (wide[1] * s).abs())
-    errors = [want[0].abs(), of_gate, want[2].abs()]
-    got = run(swiglu, grad, gate, up)
-    for name, value, expected, error in zip(["out", "gate", "up"], got, want, errors, strict=True):
-        assert value.shape == expected.shape
-        assert_within(name, value.cpu(), expected, 16 * ROUNDING * error + tiny)
+    want = run(partial(gated_activation_ref, activation=activation), *wide)
+    value, slope = errors_of(activation, wide[1])
+    by_up, by_grad = wide[2].abs(), wide[0].abs()
+    errors = [value * by_up, slope * by_up * by_grad, value * by_grad]
+    function = partial(gated_activation, activation=activation)
+    got = run(function, grad, gate, up)
+    for name, result, expected, error in zip(["out", "gate", "up"], got, want, errors, strict=True):
+        assert result.shape == expected.shape
+        assert_within(name, result.cpu(), expected, 2 * error + 2.0**-120)
     if gate.dtype == up.dtype and gate.dim() > 0:
-        out, packed = run(swiglu, grad, torch.cat([gate, up], -1))
-        assert torch.equal(out, got[0])
-        assert torch.equal(packed, torch.cat(got[1:], -1))
+        for both, gate_last in (([gate, up], False), ([up, gate], True)):
+            packed = partial(function, gate_last=gate_last)
+            out, grad_both = run(packed, grad, torch.cat(both, -1))
+            assert torch.equal(out, got[0])
+            assert torch.equal(grad_both, torch.cat(got[2:0:-1] if gate_last else got[1:], -1))
 
 
 @pytest.mark.parametrize("n", [1, 7, 8, 16, 33, 1000, 4104])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values(dtype: torch.dtype, n: int, device: str) -> None:
+@pytest.mark.parametrize("activation", NAMES)
+def test_values(activation: str, dtype: torch.dtype, n: int, device: str) -> None:
     gate, up, grad = (make((19, n), dtype, seed, device) for seed in range(3))
-    assert_right(gate * 4, up, grad)
+    assert_right(gate * 4, up, grad, activation)
+
+
+def test_swiglu_is_one_of_them(device: str) -> None:
+    gate, up = (make((5, 40), F32, seed, device) for seed in range(2))
+    assert torch.equal(swiglu(gate, up), gated_activation(gate, up))
+    assert torch.equal(swiglu(gate), gated_activation(gate))
+    assert torch.equal(swiglu_ref(gate, up), gated_activation_ref(gate, up))
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 3, 4, 8), (0, 8), (3, 0), (1, 1), (2, 0, 4)])
@@ -73,13 +76,20 @@ def test_mixtures(gate: torch.dtype, up: torch.dtype, n: int, device: str) -> No
     assert_right(*tensors)
 
 
-def test_extremes(device: str) -> None:
+@pytest.mark.parametrize("activation", NAMES)
+def test_extremes(activation: str, device: str) -> None:
     gate = torch.tensor([0.0, -0.0, 50, -50, 88, -88, -90, -104, 3e38, -3e38], device=device)
-    assert_right(gate, torch.full_like(gate, 0.5), torch.ones_like(gate))
+    assert_right(gate, torch.full_like(gate, 0.5), torch.ones_like(gate), activation)
+    inf = torch.tensor([float("inf")], device=device)
+    one = torch.ones(1, device=device)
+    assert gated_activation(inf, one, activation=activation).item() == float("inf")
+    low = gated_activation(-inf, one, activation=activation)
+    assert low.item() == 0 if activation == "relu" else low.isnan().item()
     bad = torch.tensor([float("nan"), 1.0], device=device)
     one = torch.ones(2, device=device)
     for arguments in ((bad, one), (one, bad)):
-        assert [value.isnan().item() for value in swiglu(*arguments)] == [True, False]
+        out = gated_activation(*arguments, activation=activation)
+        assert [value.isnan().item() for value in out] == [True, False]
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -117,19 +127,10 @@ def digest(device: str = "cpu") -> str:
     for dtype in DTYPES:
         for n in (1, 9, 64, 5001):
             tensors = [make((41, n), dtype, seed, device) for seed in range(3)]
-            for tensor in run(swiglu, *tensors):
-                found.update(tensor.cpu().view(torch.uint8).numpy().tobytes())
+            for activation in NAMES:
+                for tensor in run(partial(gated_activation, activation=activation), *tensors):
+                    found.update(tensor.cpu().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-expected = cache(digest)  # the bits of the widest ISA
-
-
-@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512"], indirect=True)
-def test_every_isa(isa: str) -> None:
-    environment = os.environ | {"DSX_FORCE_ISA": isa}
-    done = warm_python.run(__file__, env=environment)
-    assert done.stdout.strip() == expected(), done.stderr
 
 
 def test_any_thread_count() -> None:
@@ -162,8 +163,24 @@ REFUSED: dict[str, tuple[Tensor, ...]] = {
 @pytest.mark.parametrize("text", REFUSED)
 def test_refuses(text: str) -> None:
     swiglu(torch.ones(4), torch.ones(4))  # loads the library, so that it is the one that refuses
-    with pytest.raises(ValueError, match=f"^swiglu: {re.escape(text)}$"):
+    with pytest.raises(ValueError, match=f"^gated_activation: {re.escape(text)}$"):
         swiglu(*REFUSED[text])
+
+
+def test_refuses_options() -> None:
+    one = torch.ones(2, 4)
+    names = "gelu, gelu_tanh, gelu_quick, relu, silu"
+    text = f"activation is 'GELU', expected one of {names}"
+    with pytest.raises(ValueError, match=f"^gated_activation: {re.escape(text)}$"):
+        gated_activation(one, activation="GELU")
+    text = "gate_last is True, expected False, as up is a tensor of its own"
+    with pytest.raises(ValueError, match=f"^gated_activation: {text}$"):
+        gated_activation(one, one, gate_last=True)
+    op = torch.ops.deepspeed_ext.gated_activation
+    for number in (-1, 5):
+        text = f"activation is {number}, expected a number from 0 to 4"
+        with pytest.raises(ValueError, match=f"^gated_activation: {text}$"):
+            op(one, one, activation=number)
 
 
 @pytest.mark.parametrize("shape", [(3, 40), (2, 0, 8)])
@@ -175,21 +192,22 @@ def test_opcheck(dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device
     for needs_grad in (False, True):
         leaves = [tensor.clone().requires_grad_(needs_grad) for tensor in (gate, up)]
         for op, arguments in (
-            (ops.swiglu.default, leaves),
-            (ops.swiglu.packed, leaves[:1]),
-            (ops.swiglu_backward.default, [gate, *leaves]),
-            (ops.swiglu_backward.packed, [half, leaves[0]]),
+            (ops.gated_activation.default, leaves),
+            (ops.gated_activation.packed, leaves[:1]),
+            (ops.gated_activation_backward.default, [gate, *leaves]),
+            (ops.gated_activation_backward.packed, [half, leaves[0]]),
         ):
+            options = {"activation": 0} | ({"gate_last": True} if "packed" in op.name() else {})
             refused = needs_grad and "backward" in op.name()
             if not refused:  # a gradient of a gradient
-                checked = torch.library.opcheck(op, tuple(arguments))
+                checked = torch.library.opcheck(op, tuple(arguments), options)
                 assert set(checked.values()) == {"SUCCESS"}
 
 
 def test_can_be_compiled(device: str) -> None:
     def block(x: Tensor) -> Tensor:
         gate, up = (x * 2).chunk(2, -1)
-        return swiglu(gate, up) + swiglu(x * 3)
+        return swiglu(gate, up) + gated_activation(x * 3, activation="gelu", gate_last=True)
 
     torch.compiler.reset()
     compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -201,18 +219,18 @@ def test_can_be_compiled(device: str) -> None:
             assert torch.equal(got, want)
 
 
-def test_reference_has_the_right_gradient() -> None:
+@pytest.mark.parametrize("activation", NAMES)
+def test_reference_has_the_right_gradient(activation: str) -> None:
     gate, up = (make((3, 6), F32, i).double().requires_grad_() for i in range(2))
-    assert torch.autograd.gradcheck(swiglu_ref, (gate, up))
-    assert torch.autograd.gradcheck(swiglu_ref, (gate,))
+    reference = partial(gated_activation_ref, activation=activation)
+    assert torch.autograd.gradcheck(reference, (gate, up))
+    assert torch.autograd.gradcheck(partial(reference, gate_last=True), (gate,))
 
 
 def test_self_check(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    self_checks.swiglu(device)
-    monkeypatch.setattr(self_checks.ops, "swiglu", lambda *t: swiglu(*t) * 1.01)
-    with pytest.raises(RuntimeError, match=r"^swiglu: 0 of results and gradients on "):
-        self_checks.swiglu(device)
-
-
-if __name__ == "__main__":
-    print(digest())
+    self_checks.gated_activation(device)
+    monkeypatch.setattr(
+        self_checks.ops, "gated_activation", lambda *t, **k: gated_activation(*t, **k) * 1.01
+    )
+    with pytest.raises(RuntimeError, match=r"^gated_activation: 0 of results and gradients on "):
+        self_checks.gated_activation(device)

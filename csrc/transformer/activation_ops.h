@@ -1,0 +1,25 @@
+// What the torch side of all activations shares.
+#pragma once
+
+#include "common/torch/rows.h"
+#include "transformer/activation.h"
+
+namespace dsx {
+
+inline Activation activation_of(const char* op, int64_t number) {
+  check(number >= 0 && number < kActivations, op, ": activation is ", number,
+        ", expected a number from 0 to ", kActivations - 1);
+  return Activation(number);
+}
+
+// Rows that all follow each other without a gap are as good as a single long one.
+template <class Call>
+void join_rows(Call& call, std::initializer_list<const Rows*> all) {
+  for (const Rows* rows : all) {
+    if (rows->pitch != call.length) return;
+  }
+  call.length *= call.rows;
+  call.rows = 1;
+}
+
+}  // namespace dsx

@@ -1,0 +1,58 @@
+// activation(x + bias), element by element, and its gradients. No torch: plain pointers and
+// numbers.
+#pragma once
+
+#include "common/rows.h"
+#include "common/simd/isa.h"
+#include "transformer/activation.h"
+
+namespace dsx {
+
+struct BiasActivation {
+  int64_t rows, length;
+  Activation activation;
+  Rows x;
+  Rows bias;  // one row for all; absent: zeros
+  Rows out;   // written
+};
+
+struct BiasActivationBackward {
+  int64_t rows, length;
+  Activation activation;
+  Rows grad_out, x;
+  Rows bias;    // one row for all; absent: zeros
+  Rows grad_x;  // written
+};
+
+// Elements [begin, end) of all rows one after the other. Disjoint ranges may run on different
+// threads; the bits depend neither on them nor on the ISA. Never throws.
+void bias_activation_cpu(Isa isa, const BiasActivation& call, int64_t begin, int64_t end);
+
+// The gradient of the bias adds up over all rows: first those of each group, in `partials`, then
+// the groups in their order. A tile is what a group has of so many columns; the tiles of a group
+// follow each other. So it depends neither on threads nor on the ISA.
+constexpr int64_t kRowsOfGroup = 256;
+constexpr int64_t kColumnsOfTile = 4096;
+
+// Tiles [begin, end). Writes their grad_x, and their partial sums unless `partials` is null. Never
+// throws.
+void bias_activation_backward_cpu(Isa isa, const BiasActivationBackward& call, int64_t begin,
+                                  int64_t end,
+                                  float* partials);  // [groups, length] written
+
+// Elements [begin, end) of the gradient of the bias. Never throws.
+void add_bias_partials_cpu(Isa isa, const float* partials,  // [groups, length]
+                           int64_t groups, int64_t length, int64_t begin, int64_t end,
+                           Rows grad_bias);  // one row, written
+
+// Queue the same on the stream (cudaStream_t). They throw std::runtime_error.
+void bias_activation_cuda(const BiasActivation& call, void* stream);
+void bias_activation_backward_cuda(const BiasActivationBackward& call,
+                                   Rows grad_bias,    // one row, written; absent: not wanted
+                                   float* workspace,  // [bias_activation_backward_workspace(call)]
+                                   void* stream);
+
+// How many floats of device memory bias_activation_backward_cuda works in, if grad_bias is wanted.
+int64_t bias_activation_backward_workspace(const BiasActivationBackward& call);
+
+}  // namespace dsx

@@ -1,0 +1,67 @@
+// The loops of bias_activation over a range of elements, and over tiles of a group of rows.
+#include "common/simd/add_partials.inl"
+#include "transformer/activation_math.inl"
+#include "transformer/float_blocks.inl"
+
+inline void activate_elements(const BiasActivation& call, int64_t begin, int64_t end) {
+  Block blocks[3];
+  const auto activate_block = [&](int64_t row, int64_t i, int count) {
+    const float* x = read_floats(call.x.row<Any>(row) + i, count, blocks[0]);
+    const float* bias =
+        call.bias.data ? read_floats(call.bias.row<Any>(0) + i, count, blocks[1]) : nullptr;
+    const Pointer<Any> target = call.out.row<Any>(row) + i;
+    float* out = room_for(target, blocks[2]);
+    with_activation(call.activation, [&](auto activation) {
+      for_each_vector(0, count, [&](int64_t k, int lanes) {
+        Vec value = Vec::load(x + k, lanes);
+        if (bias) value = value + Vec::load(bias + k, lanes);
+        activation.at(value, Vec(0.0f)).value.store(out + k, lanes);
+      });
+    });
+    write_floats(target, count, blocks[2]);
+  };
+  for_each_block(call.length, begin, end, activate_block);
+}
+
+// Adds to `partial` what `count` elements of this row, from number i on, add to the gradient of the
+// bias; the first row of a group overwrites it.
+inline void backward_of_block(const BiasActivationBackward& call, int64_t row, int64_t i, int count,
+                              float* partial, bool first) {
+  Block blocks[4];
+  const float* x = read_floats(call.x.row<Any>(row) + i, count, blocks[0]);
+  const float* grad = read_floats(call.grad_out.row<Any>(row) + i, count, blocks[1]);
+  const float* bias =
+      call.bias.data ? read_floats(call.bias.row<Any>(0) + i, count, blocks[2]) : nullptr;
+  const Pointer<Any> target = call.grad_x.row<Any>(row) + i;
+  float* grad_x = room_for(target, blocks[3]);
+  with_activation(call.activation, [&](auto activation) {
+    for_each_vector(0, count, [&](int64_t k, int lanes) {
+      Vec value = Vec::load(x + k, lanes);
+      if (bias) value = value + Vec::load(bias + k, lanes);
+      const Vec result = activation.at(value, Vec::load(grad + k, lanes)).grad;
+      result.store(grad_x + k, lanes);
+      if (partial == nullptr) return;
+      (first ? result : Vec::load(partial + k, lanes) + result).store(partial + k, lanes);
+    });
+  });
+  write_floats(target, count, blocks[3]);
+}
+
+inline void backward_of_tiles(const BiasActivationBackward& call, int64_t begin, int64_t end,
+                              float* partials) {
+  const int64_t tiles_of_group = ceil_div(call.length, kColumnsOfTile);
+  for (int64_t tile = begin; tile < end; ++tile) {
+    const int64_t group = tile / tiles_of_group, column = tile % tiles_of_group * kColumnsOfTile;
+    const int64_t left = call.length - column, first = group * kRowsOfGroup;
+    const int64_t columns = left < kColumnsOfTile ? left : kColumnsOfTile;
+    const int64_t last = first + kRowsOfGroup < call.rows ? first + kRowsOfGroup : call.rows;
+    float* partial = partials == nullptr ? nullptr : partials + group * call.length;
+    for (int64_t row = first; row < last; ++row) {
+      for (int64_t i = column; i < column + columns; i += kBlock) {
+        const int64_t here = column + columns - i;
+        backward_of_block(call, row, i, int(here < kBlock ? here : kBlock),
+                          partial ? partial + i : nullptr, row == first);
+      }
+    }
+  }
+}

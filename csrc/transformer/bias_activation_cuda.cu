@@ -1,0 +1,178 @@
+// bias_activation on CUDA. When the gradient of the bias is wanted, a block takes a few columns of
+// a group of rows, and adds it up over those; a small kernel then adds the groups.
+#include "transformer/bias_activation.h"
+
+#include "common/cuda/add_partials.cuh"
+#include "common/cuda/row_list.cuh"
+
+namespace dsx {
+
+#include "transformer/activation_math.inl"
+
+namespace {
+
+using cuda::Floats;
+using cuda::kCount;
+using cuda::kThreads;
+using cuda::kVectors;
+using cuda::kWarp;
+using cuda::Place;
+using cuda::Vector;
+
+constexpr const char* kOp = "bias_activation";
+constexpr const char* kBackwardOp = "bias_activation_backward";
+
+// `count` elements of the bias, from number i on, or zeros. It is in the cache after the first row.
+template <class T>
+__device__ inline Floats<kCount<T>> bias_at(const Rows& bias, int64_t i, int count, bool aligned) {
+  if (bias.data == nullptr) return Floats<kCount<T>>(0.0f);
+  return cuda::fetch<kCount<T>>(bias.row<Any>(0), i, count, aligned).elements;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    activation_kernel(const __grid_constant__ BiasActivation call, bool aligned,
+                      bool bias_aligned) {
+  Place places[kVectors];
+  Vector<T> x[kVectors];
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const Place& at = places[k] = cuda::place_of_vector<T>(call.rows, call.length, k);
+    if (at.count > 0) x[k] = cuda::fetch_at<T>(call.x, at, aligned);
+  }
+  with_activation(call.activation, [&](auto activation) {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const Place& at = places[k];
+      if (at.count == 0) continue;
+      const auto value = floats_of(x[k]) + bias_at<T>(call.bias, at.i, at.count, bias_aligned);
+      cuda::put(call.out.row<T>(at.row), at.i, at.count, aligned,
+                activation.at(value, Floats<kCount<T>>(0.0f)).value);
+    }
+  });
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    backward_kernel(const __grid_constant__ BiasActivationBackward call, bool aligned,
+                    bool bias_aligned) {
+  Place places[kVectors];
+  Vector<T> x[kVectors], grad[kVectors];
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const Place& at = places[k] = cuda::place_of_vector<T>(call.rows, call.length, k);
+    if (at.count == 0) continue;
+    x[k] = cuda::fetch_at<T>(call.x, at, aligned);
+    grad[k] = cuda::fetch_at<T>(call.grad_out, at, aligned);
+  }
+  with_activation(call.activation, [&](auto activation) {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const Place& at = places[k];
+      if (at.count == 0) continue;
+      const auto value = floats_of(x[k]) + bias_at<T>(call.bias, at.i, at.count, bias_aligned);
+      cuda::put(call.grad_x.row<T>(at.row), at.i, at.count, aligned,
+                activation.at(value, floats_of(grad[k])).grad);
+    }
+  });
+}
+
+// A warp takes neighbouring vectors of a row, each warp of a block another row: row by row those of
+// the group, kWarps apart, some of them at a time so that their loads are under way together.
+constexpr int kWarps = kThreads / kWarp, kAtATime = 4;
+
+// Depends on the number of rows alone, so the gradient of the bias is the same on any device.
+int rows_of_warp(int64_t rows) {
+  return int(std::clamp<int64_t>(ceil_div(rows, kWarps * 64), kAtATime, 32));
+}
+int64_t groups_of(int64_t rows) { return ceil_div(rows, kWarps * rows_of_warp(rows)); }
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    backward_of_group_kernel(const __grid_constant__ BiasActivationBackward call, int rows_of_warp,
+                             float* partials,  // [groups, length] written
+                             bool aligned, bool bias_aligned) {
+  constexpr int kColumns = kWarp * kCount<T>;  // of a block
+  const int64_t strips = ceil_div(call.length, kColumns);
+  const int64_t group = blockIdx.x / strips, first_column = blockIdx.x % strips * kColumns;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int64_t i = first_column + lane * kCount<T>;
+  const int64_t left = call.length - i;  // negative beyond the row
+  const int count = int(::max(int64_t(0), ::min(left, int64_t(kCount<T>))));
+  Floats<kCount<T>> sum(0.0f);
+  const auto bias = bias_at<T>(call.bias, i, count, bias_aligned);
+  const int64_t first_row = group * rows_of_warp * kWarps + warp;
+  for (int turn = 0; turn < rows_of_warp && count > 0; turn += kAtATime) {
+    Vector<T> x[kAtATime], grad[kAtATime];
+    const int64_t row = first_row + turn * kWarps;
+#pragma unroll
+    for (int k = 0; k < kAtATime; ++k) {
+      const Place at{row + k * kWarps, i, count};
+      if (turn + k >= rows_of_warp || at.row >= call.rows) continue;
+      x[k] = cuda::fetch_at<T>(call.x, at, aligned);
+      grad[k] = cuda::fetch_at<T>(call.grad_out, at, aligned);
+    }
+    with_activation(call.activation, [&](auto activation) {
+#pragma unroll
+      for (int k = 0; k < kAtATime; ++k) {
+        const int64_t at = row + k * kWarps;
+        if (turn + k >= rows_of_warp || at >= call.rows) continue;
+        const auto result = activation.at(floats_of(x[k]) + bias, floats_of(grad[k])).grad;
+        cuda::put(call.grad_x.row<T>(at), i, count, aligned, result);
+        sum = sum + result;
+      }
+    });
+  }
+  __shared__ float of_warps[kWarps][kColumns];
+#pragma unroll
+  for (int k = 0; k < kCount<T>; ++k) of_warps[warp][lane * kCount<T> + k] = sum.lanes[k];
+  __syncthreads();
+  const int64_t column = first_column + threadIdx.x;
+  if (int(threadIdx.x) >= kColumns || column >= call.length) return;
+  float total = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) total += of_warps[w][threadIdx.x];
+  partials[group * call.length + column] = total;
+}
+
+}  // namespace
+
+void bias_activation_cuda(const BiasActivation& call, void* stream) {
+  const bool bias_aligned = cuda::all_aligned({call.bias});
+  cuda::launch_over_list(call.rows, call.length, {call.x, call.out}, kOp,
+                         [&](auto storage, unsigned blocks, bool aligned) {
+    activation_kernel<decltype(storage)>
+        <<<blocks, kThreads, 0, cudaStream_t(stream)>>>(call, aligned, bias_aligned);
+  });
+}
+
+int64_t bias_activation_backward_workspace(const BiasActivationBackward& call) {
+  return groups_of(call.rows) * call.length;
+}
+
+void bias_activation_backward_cuda(const BiasActivationBackward& call, Rows grad_bias,
+                                   float* workspace, void* stream) {
+  if (call.length == 0) return;
+  const bool bias_aligned = cuda::all_aligned({call.bias});
+  const bool wanted = grad_bias.data != nullptr;
+  if (call.rows > 0) {
+    cuda::launch_over_list(call.rows, call.length, {call.x, call.grad_out, call.grad_x},
+                           kBackwardOp, [&](auto storage, unsigned blocks, bool aligned) {
+      using T = decltype(storage);
+      const int64_t strips = ceil_div(call.length, kWarp * kCount<T>);
+      if (wanted) {
+        backward_of_group_kernel<T>
+            <<<unsigned(groups_of(call.rows) * strips), kThreads, 0, cudaStream_t(stream)>>>(
+                call, rows_of_warp(call.rows), workspace, aligned, bias_aligned);
+      } else {
+        backward_kernel<T>
+            <<<blocks, kThreads, 0, cudaStream_t(stream)>>>(call, aligned, bias_aligned);
+      }
+    });
+  }
+  if (!wanted) return;
+  cuda::add_partials(workspace, groups_of(call.rows), call.length, grad_bias, kBackwardOp,
+                     cudaStream_t(stream));
+}
+
+}  // namespace dsx

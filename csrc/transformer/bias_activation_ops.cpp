@@ -1,0 +1,56 @@
+// Registers the CPU kernels of bias_activation; the schemas are in
+// deepspeed_ext/ops/transformer/bias_activation.py.
+#include "transformer/bias_activation_ops.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <memory>
+
+#include "common/math.h"
+
+namespace dsx {
+namespace {
+
+constexpr int64_t kElementsPerThread = 32768;  // some 10 us: less is not worth a thread
+
+// Of things that have so many elements each.
+int64_t grain_of(int64_t elements) {
+  return std::max<int64_t>(1, kElementsPerThread / std::max<int64_t>(1, elements));
+}
+
+struct Cpu {
+  static void run(const BiasActivation& call, int /*device*/) {
+    const Isa isa = current_isa();  // may throw, and nothing may throw in a parallel region
+    torch::stable::parallel_for(
+        0, call.rows * call.length, kElementsPerThread,
+        [&](int64_t begin, int64_t end) { bias_activation_cpu(isa, call, begin, end); });
+  }
+
+  static void run_backward(const BiasActivationBackward& call, Rows grad_bias, int /*device*/) {
+    const Isa isa = current_isa();
+    const int64_t groups = ceil_div(call.rows, kRowsOfGroup);
+    std::unique_ptr<float[]> memory;
+    if (grad_bias.data != nullptr) memory.reset(new float[size_t(groups * call.length)]);
+    float* partials = memory.get();  // null: not wanted
+    const int64_t tiles = groups * ceil_div(call.length, kColumnsOfTile);
+    const int64_t of_tile =
+        std::min(call.rows, kRowsOfGroup) * std::min(call.length, kColumnsOfTile);
+    torch::stable::parallel_for(0, tiles, grain_of(of_tile), [&](int64_t begin, int64_t end) {
+      bias_activation_backward_cpu(isa, call, begin, end, partials);
+    });
+    if (grad_bias.data == nullptr) return;
+    torch::stable::parallel_for(0, call.length, grain_of(groups), [&](int64_t begin, int64_t end) {
+      add_bias_partials_cpu(isa, partials, groups, call.length, begin, end, grad_bias);
+    });
+  }
+};
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(deepspeed_ext, CPU, library) {
+  library.impl("bias_activation", &boxed<&bias_activation<Cpu>>);
+  library.impl("bias_activation_backward", &boxed<&bias_activation_backward<Cpu>>);
+}
+
+}  // namespace dsx

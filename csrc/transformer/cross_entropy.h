@@ -1,0 +1,50 @@
+// Cross entropy of rows of logits and their targets, and its gradient, without the probabilities in
+// memory. No torch: plain pointers and numbers.
+#pragma once
+
+#include "common/rows.h"
+#include "common/simd/isa.h"
+
+namespace dsx {
+
+// A row has the same bits alone, in any batch and at any place in it. The loss of a row whose
+// target is `ignored` is 0, and so is its gradient. Of a target beyond the row, a kernel on CUDA
+// makes NaN of both; on the CPU there is none.
+struct CrossEntropy {
+  int64_t rows, length;
+  Rows logits;
+  const int64_t* targets;  // [rows]
+  int64_t ignored;
+  float label_smoothing, z_loss;
+  const float* divisor;     // one number, of all gradients
+  const float* grad_loss;   // that the gradients are multiplied by; null: 1
+  int64_t grad_loss_pitch;  // 0: one for all rows
+  float* losses;            // [rows] written; null: not wanted
+  float* stats;  // [2, rows] largest logit, sum of the powers of the others relative to it
+  Rows grad;     // written, perhaps over the logits; absent: not wanted
+};
+
+// Rows [begin, end). Disjoint ranges may run on different threads. Never throws.
+// Losses, with gradients or without; `stats` is written.
+void cross_entropy_cpu(Isa isa, const CrossEntropy& call, int64_t begin, int64_t end);
+// Gradients only; `stats` is read.
+void cross_entropy_backward_cpu(Isa isa, const CrossEntropy& call, int64_t begin, int64_t end);
+// Multiplies a row by its factor, unless that is 1.
+void scale_rows_cpu(Isa isa, Rows rows, int64_t length, const float* factors, int64_t factor_pitch,
+                    int64_t begin, int64_t end);
+
+// What becomes of the losses of the rows.
+enum class Reduction : int8_t { none, mean, sum };
+
+// Queue the same on the stream (cudaStream_t). They throw std::runtime_error.
+// Before: the divisor, which is the number of targets that are not ignored for the mean, else 1.
+void count_targets_cuda(const CrossEntropy& call, Reduction reduction, float* divisor,
+                        void* stream);
+void cross_entropy_cuda(const CrossEntropy& call, void* stream);
+void cross_entropy_backward_cuda(const CrossEntropy& call, void* stream);
+// After: the sum of the losses by the divisor.
+void add_losses_cuda(const CrossEntropy& call, float* loss, void* stream);
+void scale_rows_cuda(Rows rows, int64_t count, int64_t length, const float* factors,
+                     int64_t factor_pitch, void* stream);
+
+}  // namespace dsx

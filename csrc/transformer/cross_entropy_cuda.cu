@@ -1,0 +1,252 @@
+// cross_entropy on CUDA: each team of threads takes a few rows one after the other.
+#include "transformer/cross_entropy.h"
+
+#include "common/cuda/check.h"
+#include "common/cuda/twice_read.cuh"
+#include "transformer/row_powers_cuda.cuh"
+
+namespace dsx {
+
+#include "transformer/cross_entropy_math.inl"
+
+namespace {
+
+using cuda::Floats;
+using cuda::kRowVector;
+using Values = Floats<kRowVector>;
+
+// What a kernel works out of each row.
+enum class Wanted { losses, losses_and_gradients, gradients };
+
+// What the gradients of a row are made of.
+struct Gradients {
+  float shift, inverse, boost, share, hit, factor;
+  int64_t target;
+
+  // `length` is that of the row, `target` one of its columns, or sum is NaN.
+  __device__ Gradients(const CrossEntropy& call, int64_t row, float largest, float sum)
+      : target(call.targets[row]) {
+    const float grad_loss =
+        call.grad_loss == nullptr ? 1.0f : call.grad_loss[row * call.grad_loss_pitch];
+    factor = grad_loss / *call.divisor;
+    shift = largest;
+    inverse = 1.0f / sum;
+    boost = boost_of_row(Floats<1>(largest), Floats<1>(sum), call.z_loss).lanes[0];
+    share = call.label_smoothing / float(call.length);
+    hit = 1.0f - call.label_smoothing;
+  }
+
+  __device__ Values of(const Values& logits, int64_t i) const {
+    Values hits = 0.0f;
+    if (target >= i && target < i + kRowVector) {
+#pragma unroll
+      for (int k = 0; k < kRowVector; ++k) {
+        if (target == i + k) hits.lanes[k] = hit;
+      }
+    }
+    const Values probability = exp_of_negative(logits - Values(shift)) * Values(inverse);
+    return grad_of_logit(probability, Values(boost), Values(share), hits, Values(factor));
+  }
+};
+
+template <class T>
+__device__ float element_of(Pointer<T> row, int64_t i) {
+  return cuda::load<cuda::Access::single, 1>(row + i, 1).lanes[0];
+}
+
+__device__ void write_loss(const CrossEntropy& call, int64_t row, float largest, float sum,
+                           float of_target, float mean) {
+  const Floats<1> loss = loss_of_row(Floats<1>(largest), Floats<1>(sum), Floats<1>(of_target),
+                                     Floats<1>(mean), call.label_smoothing, call.z_loss);
+  call.losses[row] = call.targets[row] == call.ignored ? 0.0f : loss.lanes[0];
+  call.stats[row] = largest;
+  call.stats[call.rows + row] = sum;
+}
+
+template <class Team, class T, Wanted kWanted>
+__global__ void __launch_bounds__(Team::kMostThreads)
+    rows_kernel(const __grid_constant__ CrossEntropy call, bool aligned) {
+  using Reader = cuda::TwiceRead<Team, T, 1>;
+  const auto counts = [&](int64_t row) {
+    return row < call.rows && call.targets[row] != call.ignored;
+  };
+  // Rows that are ignored are not read.
+  const auto row_of = [&](int64_t row) {
+    const int64_t length = row < call.rows ? call.length : 0;
+    const Pointer<T> logits = call.logits.row<T>(length > 0 ? row : 0);
+    return typename Reader::Row{{logits}, 0, counts(row) ? length : 0, length};
+  };
+  Reader reader(aligned);
+  reader.begin(row_of(int64_t(blockIdx.x) * Team::kTeams + Team::team()));
+  cuda::for_each_row_of_team<Team>(call.rows, [&](int64_t row, int64_t next, int turn) {
+    const auto current = row_of(row), following = row_of(next);
+    const int64_t place = ::min(row, call.rows - 1), target = call.targets[place];
+    const bool is_ignored = target == call.ignored;
+    const bool is_writer = Team::thread() == 0 && row < call.rows;
+    const Pointer<T> grad = call.grad.row<T>(place);
+    if constexpr (kWanted == Wanted::gradients) {
+      const Gradients gradients(call, place, call.stats[place], call.stats[call.rows + place]);
+      reader.once(current, following, [&](int64_t i, int count, const Values(&logits)[1]) {
+        cuda::put(grad, i, count, aligned, gradients.of(logits[0], i));
+      });
+      if (!is_ignored) return;
+      cuda::for_each_row_vector<Team>(current.length, [&](int /*v*/, int64_t i, int count) {
+        cuda::put(grad, i, count, aligned, Values(0.0f));
+      });
+    } else {
+      const bool is_there = target >= 0 && target < call.length;
+      float of_target = NAN;  // read before gradients overwrite it
+      if (is_writer && is_there) of_target = element_of(current.tensors[0], target);
+      __syncwarp();
+      cuda::RowPowers powers;
+      float logit_sums[1] = {};
+      const bool is_smooth = call.label_smoothing > 0;
+      const auto add = [&](int64_t /*i*/, int count, const Values(&logits)[1]) {
+        Values scores = logits[0];
+        if (is_smooth) logit_sums[0] += cuda::sum_of_lanes(scores);  // 0 beyond the row
+        if (count < kRowVector) {
+#pragma unroll
+          for (int k = 0; k < kRowVector; ++k) {
+            if (k >= count) scores.lanes[k] = -INFINITY;
+          }
+        }
+        powers.add(scores);
+      };
+      if constexpr (kWanted == Wanted::losses) {
+        reader.once(current, following, add);
+      } else {
+        reader.first(current, following, add);
+      }
+      powers.template add_over_team<Team>(turn);
+      if (is_smooth) cuda::add_over_team<Team>(logit_sums, turn);
+      const float sum = is_ignored ? 0.0f : is_there ? powers.sum : NAN;
+      const float mean = logit_sums[0] / float(call.length);
+      if (is_writer)
+        write_loss(call, row, is_ignored ? 0.0f : powers.largest, sum, of_target, mean);
+      if constexpr (kWanted == Wanted::losses_and_gradients) {
+        const Gradients gradients(call, place, powers.largest, sum);
+        reader.second(current, following,
+                      [&](int64_t i, int count, const Values(&logits)[1], bool is_read) {
+          const Values result = is_read ? gradients.of(logits[0], i) : Values(0.0f);
+          cuda::put(grad, i, count, aligned, result);
+        });
+      }
+    }
+  });
+}
+
+constexpr int kThreads = 1024;  // of the kernels that are one block
+
+// The sum over the threads of the block, in a fixed order.
+template <class Number>
+__device__ Number sum_of_block(Number mine) {
+  __shared__ Number of_threads[kThreads];
+  of_threads[threadIdx.x] = mine;
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (int(threadIdx.x) < half) of_threads[threadIdx.x] += of_threads[threadIdx.x + half];
+  }
+  __syncthreads();
+  return of_threads[0];
+}
+
+__global__ void __launch_bounds__(kThreads)
+    count_kernel(const int64_t* targets, int64_t rows, int64_t ignored, float* divisor) {
+  unsigned long long mine = 0;
+#pragma unroll 4  // loads in flight
+  for (int64_t row = threadIdx.x; row < rows; row += kThreads) mine += targets[row] != ignored;
+  const unsigned long long count = sum_of_block(mine);
+  if (threadIdx.x == 0) *divisor = float(count);
+}
+
+__global__ void set_kernel(float* target, float value) { *target = value; }
+
+__global__ void __launch_bounds__(kThreads)
+    add_losses_kernel(const float* losses, int64_t rows, const float* divisor, float* loss) {
+  double mine = 0;
+#pragma unroll 4
+  for (int64_t row = threadIdx.x; row < rows; row += kThreads) mine += double(losses[row]);
+  const double sum = sum_of_block(mine);
+  if (threadIdx.x == 0) *loss = float(sum / double(*divisor));
+}
+
+constexpr int kScaleThreads = 256;
+
+// A block for each row, and then for another: most often there is nothing to do.
+__global__ void __launch_bounds__(kScaleThreads)
+    scale_kernel(Rows rows, int64_t count, int64_t length, const float* factors,
+                 int64_t factor_pitch, bool aligned) {
+  for (int64_t row = blockIdx.x; row < count; row += gridDim.x) {
+    const float factor = factors[row * factor_pitch];
+    if (factor == 1) continue;
+    const Pointer<Any> elements = rows.row<Any>(row);
+    for (int64_t i = int64_t(threadIdx.x) * kRowVector; i < length;
+         i += kScaleThreads * kRowVector) {
+      const int here = int(::min(int64_t(kRowVector), length - i));
+      const Values values = cuda::fetch(elements, i, here, aligned).elements;
+      cuda::put(elements, i, here, aligned, values * Values(factor));
+    }
+  }
+}
+
+constexpr const char* kOp = "cross_entropy";
+
+template <Wanted kWanted>
+void launch_rows(const CrossEntropy& call, const char* op, void* stream) {
+  if (call.rows == 0 || call.length == 0) return;
+  cuda::check(cudaPeekAtLastError(), op);  // of somebody before
+  const auto rows = {call.logits, call.grad};
+  const bool aligned = cuda::all_aligned(rows);
+  const bool same = call.grad.data == nullptr || call.grad.dtype == call.logits.dtype;
+  cuda::with_twice_read_team<1>(
+      call.rows, call.length, aligned && same && call.length % kRowVector == 0, call.logits.dtype,
+      op, [&](auto team, auto storage, const cuda::TwiceReadLaunch& launch) {
+    const auto kernel = rows_kernel<decltype(team), decltype(storage), kWanted>;
+    cuda::allow_shared_memory(kernel, launch, op);
+    kernel<<<launch.blocks, launch.threads, launch.shared_bytes, cudaStream_t(stream)>>>(call,
+                                                                                         aligned);
+  });
+  cuda::check(cudaGetLastError(), op);
+}
+
+}  // namespace
+
+void count_targets_cuda(const CrossEntropy& call, Reduction reduction, float* divisor,
+                        void* stream) {
+  cuda::check(cudaPeekAtLastError(), kOp);
+  if (reduction == Reduction::mean) {
+    count_kernel<<<1, kThreads, 0, cudaStream_t(stream)>>>(call.targets, call.rows, call.ignored,
+                                                           divisor);
+  } else {
+    set_kernel<<<1, 1, 0, cudaStream_t(stream)>>>(divisor, 1.0f);
+  }
+  cuda::check(cudaGetLastError(), kOp);
+}
+
+void cross_entropy_cuda(const CrossEntropy& call, void* stream) {
+  if (call.grad.data == nullptr) return launch_rows<Wanted::losses>(call, kOp, stream);
+  launch_rows<Wanted::losses_and_gradients>(call, kOp, stream);
+}
+
+void cross_entropy_backward_cuda(const CrossEntropy& call, void* stream) {
+  launch_rows<Wanted::gradients>(call, "cross_entropy_backward", stream);
+}
+
+void add_losses_cuda(const CrossEntropy& call, float* loss, void* stream) {
+  add_losses_kernel<<<1, kThreads, 0, cudaStream_t(stream)>>>(call.losses, call.rows, call.divisor,
+                                                              loss);
+  cuda::check(cudaGetLastError(), kOp);
+}
+
+void scale_rows_cuda(Rows rows, int64_t count, int64_t length, const float* factors,
+                     int64_t factor_pitch, void* stream) {
+  constexpr const char* op = "cross_entropy_scale_";
+  if (count == 0 || length == 0) return;
+  cuda::check(cudaPeekAtLastError(), op);
+  const unsigned blocks = unsigned(std::min<int64_t>(count, 1 << 14));
+  scale_kernel<<<blocks, kScaleThreads, 0, cudaStream_t(stream)>>>(
+      rows, count, length, factors, factor_pitch, cuda::all_aligned({rows}));
+  cuda::check(cudaGetLastError(), op);
+}
+
+}  // namespace dsx

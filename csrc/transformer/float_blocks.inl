@@ -1,0 +1,53 @@
+// Rows in blocks of floats, which formulas work on whatever the rows are stored as: so there is one
+// loop for each formula, not one for each mixture of dtypes. What is stored as floats is worked on
+// where it lies; a block of anything else fits the nearest cache.
+constexpr int kBlock = 512;
+
+// The room behind keeps the same places of neighbouring blocks from being a multiple of 4096 bytes
+// apart, which processors take for the same place when a load follows a store.
+struct Block {
+  alignas(64) float floats[kBlock + 48];
+};
+
+// `count` elements of a row: where they lie, or in the block.
+inline const float* read_floats(Pointer<Any> source, int count, Block& block) {
+  if (source.dtype == Dtype::float32) return static_cast<const float*>(source.address);
+  const auto read = [&](auto* elements) {
+    for_each_vector(0, count, [&](int64_t i, int lanes) {
+      Vec::load(elements + i, lanes).store(block.floats + i, lanes);
+    });
+  };
+  if (source.dtype == Dtype::bfloat16) {
+    read(static_cast<const BFloat16*>(source.address));
+  } else {
+    read(static_cast<const Half*>(source.address));
+  }
+  return block.floats;
+}
+
+// Where to write floats that are to be stored there: at once, or from the block by write_floats.
+inline float* room_for(Pointer<Any> target, Block& block) {
+  return target.dtype == Dtype::float32 ? static_cast<float*>(target.address) : block.floats;
+}
+inline void write_floats(Pointer<Any> target, int count, const Block& block) {
+  const auto write = [&](auto* elements) {
+    for_each_vector(0, count, [&](int64_t i, int lanes) {
+      Vec::load(block.floats + i, lanes).store(elements + i, lanes);
+    });
+  };
+  if (target.dtype == Dtype::bfloat16) write(static_cast<BFloat16*>(target.address));
+  if (target.dtype == Dtype::float16) write(static_cast<Half*>(target.address));
+}
+
+// Elements [begin, end) of all rows one after the other: calls body(row, i, count) for the blocks
+// of each row that they have part in, from element i on.
+template <class Body>
+inline void for_each_block(int64_t length, int64_t begin, int64_t end, const Body& body) {
+  while (begin < end) {
+    const int64_t row = begin / length, i = begin - row * length;
+    const int64_t here = length - i < end - begin ? length - i : end - begin;
+    const int count = int(here < kBlock ? here : kBlock);
+    body(row, i, count);
+    begin += count;
+  }
+}

@@ -1,0 +1,15 @@
+// rope on the CPU: picks the instruction set.
+#include "transformer/rope.h"
+
+#include <algorithm>
+
+#define DSX_KERNEL_SOURCE "transformer/rope_cpu.inl"
+#include "common/simd/foreach_isa.h"
+
+namespace dsx {
+
+void rope_cpu(Isa isa, const Rope& call, int64_t begin, int64_t end) {
+  DSX_DISPATCH_ISA(isa, rotate_tokens(call, begin, end));
+}
+
+}  // namespace dsx

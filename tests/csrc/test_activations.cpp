@@ -1,0 +1,152 @@
+// Tests bias_activation_cpu.cpp and gated_activation_cpu.cpp in every ISA that this CPU has: rows
+// that end where memory ends, against double, and bit for bit against the scalar ISA.
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "dtypes.h"
+#include "expect.h"
+#include "transformer/bias_activation.h"
+#include "transformer/gated_activation.h"
+
+namespace {
+
+using dsx::Activation;
+using dsx::Dtype;
+using dsx::Isa;
+
+constexpr int64_t kRows = 2 * dsx::kRowsOfGroup + 3;
+
+struct Storage {
+  Elements elements;
+  int64_t count;
+
+  Storage(Dtype dtype, int64_t n, float seed) : elements(dtype, n), count(n) {
+    for (int64_t i = 0; i < n; ++i) elements.set(i, 3 * std::sin(seed + float(i) * 0.73f));
+  }
+  dsx::Rows rows(int64_t pitch) { return {elements.address(), pitch, elements.dtype()}; }
+};
+
+double value_of(Activation activation, double x) {
+  switch (activation) {
+    case Activation::gelu: return x * std::erfc(-x / std::sqrt(2.0)) / 2;
+    case Activation::gelu_tanh:
+      return x / (1 + std::exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)));
+    case Activation::gelu_quick: return x / (1 + std::exp(-1.702 * x));
+    case Activation::relu: return x > 0 ? x : 0;
+    case Activation::silu: return x / (1 + std::exp(-x));
+  }
+  return NAN;
+}
+
+double slope_of(Activation activation, double x) {
+  if (activation == Activation::relu) return x > 0;
+  return (value_of(activation, x + 1e-5) - value_of(activation, x - 1e-5)) / 2e-5;
+}
+
+struct Case {
+  Activation activation;
+  int64_t n;
+  Storage x, bias, grad;                                          // inputs; x is the gate too
+  Storage out, grad_x, grad_bias, gated, grad_gate, grad_up, up;  // results, and an input
+  std::vector<float> partials;
+
+  Case(Activation which, Dtype of, Dtype others, int64_t length)
+      : activation(which),
+        n(length),
+        x(of, kRows * n, 0),
+        bias(others, n, 1),
+        grad(of, kRows * n, 2),
+        out(of, kRows * n, 3),
+        grad_x(of, kRows * n, 4),
+        grad_bias(others, n, 5),
+        gated(of, kRows * n, 6),
+        grad_gate(of, kRows * n, 7),
+        grad_up(others, kRows * n, 8),
+        up(others, kRows * n, 9),
+        partials(size_t(3 * n)) {}
+
+  void run(Isa isa, int64_t cut) {
+    const int64_t all = kRows * n;
+    const dsx::BiasActivation forward{kRows, n, activation, x.rows(n), bias.rows(0), out.rows(n)};
+    bias_activation_cpu(isa, forward, 0, cut);
+    bias_activation_cpu(isa, forward, cut, all);
+    const dsx::BiasActivationBackward back{
+        kRows, n, activation, grad.rows(n), x.rows(n), bias.rows(0), grad_x.rows(n)};
+    bias_activation_backward_cpu(isa, back, 0, 1, partials.data());
+    bias_activation_backward_cpu(isa, back, 1, 3, partials.data());
+    add_bias_partials_cpu(isa, partials.data(), 3, n, 0, n / 2, grad_bias.rows(0));
+    add_bias_partials_cpu(isa, partials.data(), 3, n, n / 2, n, grad_bias.rows(0));
+    const dsx::GatedActivation gate{kRows, n, activation, x.rows(n), up.rows(n), gated.rows(n)};
+    gated_activation_cpu(isa, gate, 0, cut);
+    gated_activation_cpu(isa, gate, cut, all);
+    const dsx::GatedActivationBackward gate_back{
+        kRows,     n,          activation,        grad.rows(n),
+        x.rows(n), up.rows(n), grad_gate.rows(n), grad_up.rows(n)};
+    gated_activation_backward_cpu(isa, gate_back, 0, cut);
+    gated_activation_backward_cpu(isa, gate_back, cut, all);
+  }
+
+  std::vector<float> results() const {
+    std::vector<float> found;
+    for (const Storage* s : {&out, &grad_x, &grad_bias, &gated, &grad_gate, &grad_up}) {
+      for (int64_t i = 0; i < s->count; ++i) found.push_back(s->elements[i]);
+    }
+    return found;
+  }
+
+  // Of values up to about 10; slopes are differences, right to 1e-9.
+  void compare(const char* what, const Storage& got, int64_t i, double want, double size) const {
+    const Dtype dtype = got.elements.dtype();
+    const double rounding = dtype == Dtype::float32   ? 0x1p-24
+                            : dtype == Dtype::float16 ? 0x1p-11
+                                                      : 0x1p-8;
+    const double bound = size * (1e-5 + 1.1 * rounding);
+    expect(std::fabs(double(got.elements[i]) - want) <= bound, "%s[%ld] of %ld is %g, expected %g",
+           what, long(i), long(n), double(got.elements[i]), want);
+  }
+
+  void check() const {
+    std::vector<double> bias_grads(size_t(n), 0);
+    for (int64_t i = 0; i < kRows * n; ++i) {
+      const double a = double(x.elements[i]), b = double(bias.elements[i % n]);
+      const double g = double(grad.elements[i]), u = double(up.elements[i]);
+      compare("out", out, i, value_of(activation, a + b), 8);
+      compare("grad_x", grad_x, i, g * slope_of(activation, a + b), 8);
+      bias_grads[size_t(i % n)] += g * slope_of(activation, a + b);
+      compare("gated", gated, i, value_of(activation, a) * u, 10);
+      compare("grad_gate", grad_gate, i, g * u * slope_of(activation, a), 16);
+      compare("grad_up", grad_up, i, g * value_of(activation, a), 16);
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      compare("grad_bias", grad_bias, i, bias_grads[size_t(i)], 4 * kRows);
+    }
+  }
+};
+
+void test(Activation activation, Dtype of, Dtype others, int64_t n) {
+  Case scalar(activation, of, others, n);
+  scalar.run(Isa::scalar, 33);
+  scalar.check();
+  for (Isa isa : {Isa::scalar, Isa::baseline, Isa::avx2, Isa::avx512}) {
+    if (isa > dsx::current_isa()) break;
+    Case other(activation, of, others, n);
+    other.run(isa, 5);
+    const std::vector<float> want = scalar.results(), got = other.results();
+    expect(std::memcmp(got.data(), want.data(), got.size() * sizeof(float)) == 0,
+           "%s: other bits for length %ld", name_of(isa), long(n));
+  }
+}
+
+}  // namespace
+
+int main() {
+  for (int64_t activation = 0; activation < dsx::kActivations; ++activation) {
+    for (int64_t n : {1, 16, 33}) {
+      for (Dtype dtype : kDtypes) test(Activation(activation), dtype, dtype, n);
+      test(Activation(activation), Dtype::bfloat16, Dtype::float32, n);
+    }
+  }
+  test(Activation::gelu, Dtype::float16, Dtype::bfloat16, 515);
+  return finish();
+}

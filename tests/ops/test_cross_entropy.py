@@ -1,0 +1,429 @@
+"""cross_entropy: numbers, gradients, bits, refusals, and torch's demands."""
+
+import hashlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rms_norm_cases import BF16, DTYPES, F16, F32, make
+from row_layouts import LAYOUTS
+from tolerance import assert_within
+from torch import Tensor
+
+from deepspeed_ext.ops import cross_entropy, cross_entropy_ref
+from deepspeed_ext.ops.transformer import self_checks
+
+ROUNDING = torch.finfo(F32).eps / 2
+LENGTHS = [1, 2, 7, 8, 31, 33, 129, 1000, 1032, 4100, 16384, 16392, 40_001, 131_080]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sum": dict(reduction="sum"),
+    "each": dict(reduction="none"),
+    "smooth": dict(label_smoothing=0.1),
+    "all smooth": dict(label_smoothing=1.0, reduction="none"),
+    "z-loss": dict(z_loss=1e-3),
+    "all": dict(label_smoothing=0.2, z_loss=1e-2, ignore_index=0, reduction="sum"),
+}
+
+
+def targets(rows: int, n: int, device: str, ignored: int = -100) -> Tensor:
+    """Some class for each row, the first and the last among them; the third row is ignored."""
+    found = torch.arange(rows) * 7919 % n
+    found[-1] = n - 1
+    found[2:3] = ignored
+    return found.to(device)
+
+
+def of_both(logits: Tensor, target: Tensor, grad: Tensor, **options: Any) -> list[Tensor]:
+    """Return the loss, and the gradient of the logits, which are not changed."""
+    leaf = logits.detach().requires_grad_()
+    loss = cross_entropy(leaf.clone() if options.get("inplace") else leaf, target, **options)
+    return [loss.detach(), *torch.autograd.grad(loss, leaf, grad.to(loss))]
+
+
+def assert_right(logits: Tensor, target: Tensor, **options: Any) -> None:
+    """Compare loss and gradient with the reference, element by element.
+
+    The power of a distance d is off by 2 + 2 |d| units, and a sum of n adds n / 32 + 16 roundings.
+    """
+    n, rows = logits.shape[-1], target.numel()
+    each = options.get("reduction") == "none"
+    grad = make(tuple(target.shape), F32, 3).abs() + 0.5 if each else torch.tensor(1.5)
+    got = of_both(logits, target, grad.to(logits.device), **options)
+    wide = logits.detach().cpu().double().requires_grad_()
+    on_host = target.cpu()
+    loss = cross_entropy_ref(wide, on_host, **options)
+    (right,) = torch.autograd.grad(loss, wide, grad.double())
+    size = wide.detach().abs().amax(-1) if n else wide.detach().sum(-1)
+    relative = ROUNDING * (8 * size + n / 32 + 40)
+    whole = size + wide.detach().logsumexp(-1).abs()
+    error = relative + 8 * ROUNDING * whole + options.get("z_loss", 0) * whole**2 * relative
+    counts = on_host != options.get("ignore_index", -100)
+    error = error.where(counts, 0)
+    divisor = 1
+    if not each:
+        divisor = int(counts.sum()) if options.get("reduction") != "sum" else 1
+        error = error.sum() / divisor + 2 * ROUNDING * rows * loss.detach().abs()
+    assert got[0].dtype == F32 and got[0].shape == loss.shape
+    assert_within("loss", got[0].cpu(), loss.detach(), error)
+    factor = (grad if each else grad.expand(target.shape)).double() / divisor
+    p = wide.detach().softmax(-1)
+    boost = 1 + 2 * options.get("z_loss", 0) * (whole + 1)
+    hits = torch.zeros_like(p).scatter(-1, on_host.where(counts, 0)[..., None], 1)
+    terms = p * (relative * boost)[..., None] + 8 * ROUNDING * (p + hits + 1 / n)
+    off = factor[..., None] * terms
+    if options.get("inplace"):  # rounded once more, before it is multiplied by the loss's
+        stored = torch.finfo(logits.dtype)
+        once = stored.eps * (right.abs() + stored.smallest_normal * grad.abs().max())
+        off = off + once
+    assert_within("gradient", got[1].cpu(), right, off)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values(dtype: torch.dtype, n: int, device: str) -> None:
+    rows = 4 if n > 5000 else 37
+    logits = make((rows, n), dtype, 0, device) * 3
+    assert_right(logits, targets(rows, n, device))
+    assert_right(logits, targets(rows, n, device), inplace=True)
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
+@pytest.mark.parametrize("n", [40, 201, 20_000])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_options(dtype: torch.dtype, name: str, n: int, inplace: bool, device: str) -> None:
+    options, rows = OPTIONS[name], 6 if n > 5000 else 19
+    target = targets(rows, n, device, options.get("ignore_index", -100))
+    assert_right(make((rows, n), dtype, 0, device), target, inplace=inplace, **options)
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3, 4, 8), (1, 1), (700, 40)])
+def test_shapes(shape: tuple[int, ...], device: str) -> None:
+    target = torch.ones(shape[:-1], dtype=torch.int64, device=device) * (shape[-1] - 1)
+    for options in OPTIONS.values():
+        assert_right(make(shape, F32, 0, device), target, **options)
+
+
+def test_no_rows_and_none_that_counts(device: str) -> None:
+    for rows in (0, 3):
+        logits = make((rows, 8), F32, 0, device)
+        target = torch.full((rows,), -100, device=device)
+        for reduction in ("mean", "sum", "none"):
+            for inplace in (False, True):
+                shape = (rows,) if reduction == "none" else ()
+                grad = torch.ones(shape, device=device)
+                options = dict(reduction=reduction, inplace=inplace)
+                loss, grad_x = of_both(logits, target, grad, **options)
+                assert loss.shape == shape
+                assert loss.isnan().all() if reduction == "mean" else (loss == 0).all()
+                assert torch.equal(grad_x, torch.zeros_like(logits))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e4])
+def test_huge_and_tiny(size: float, device: str) -> None:
+    logits = make((9, 300), F32, 0, device).clamp(-1, 1) * size
+    logits[:, 7] = size
+    target = torch.full((9,), 7, device=device)
+    grad = torch.ones(9, device=device)
+    got = of_both(logits, target, grad, reduction="none")
+    wide = logits.double().requires_grad_()
+    want = cross_entropy_ref(wide, target, reduction="none")
+    torch.testing.assert_close(got[0].double(), want.detach(), rtol=1e-5, atol=1e-6)
+    (right,) = torch.autograd.grad(want, wide, grad.double())
+    torch.testing.assert_close(got[1].double(), right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), -float("inf")])
+@pytest.mark.parametrize("n", [40, 301, 17_000])
+def test_only_the_row_of_what_is_not_finite(bad: float, n: int, device: str) -> None:
+    logits, target = make((4, n), F32, 0, device), torch.tensor([0, 5, 6, n - 1], device=device)
+    grad = torch.ones(4, device=device)
+    clean = of_both(logits, target, grad, reduction="none")
+    logits[2, 5] = bad
+    loss, grad_x = of_both(logits, target, grad, reduction="none")
+    rest = [0, 1, 3]
+    assert torch.equal(loss[rest], clean[0][rest]) and torch.equal(grad_x[rest], clean[1][rest])
+    if bad == -float("inf"):  # of no probability
+        assert loss[2].isfinite() and grad_x[2, 5] == 0 and grad_x.isfinite().all()
+        logits[2] = bad
+        loss, grad_x = of_both(logits, target, grad, reduction="none")
+    assert loss[2].isnan() and grad_x[2].isnan().all()
+
+
+def test_a_target_out_of_range_on_cuda(cuda: str) -> None:
+    logits = make((4, 40), F32, 0, cuda)
+    for bad in (40, -1, 2**40):
+        target = torch.tensor([1, bad, -100, 3], device=cuda)
+        for inplace in (False, True):
+            options = dict(reduction="none", inplace=inplace)
+            loss, grad_x = of_both(logits, target, torch.ones(4, device=cuda), **options)
+            assert loss.isnan().tolist() == [False, True, False, False]
+            assert grad_x.isnan().all(-1).tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, dtype: torch.dtype, device: str) -> None:
+    """The results are those of contiguous copies, bit for bit."""
+    logits = LAYOUTS[layout](make((48, 200), dtype, 0, device))
+    rows, n = logits.shape[:-1], logits.shape[-1]
+    target = targets(rows.numel(), n, device).view(rows)
+    strided = torch.stack([target, target], -1)[..., 0]
+    grad = make(tuple(rows), F32, 1, device)
+    expanded = grad.view(-1)[0].expand(rows)
+    for of_rows in (grad, expanded):
+        want = of_both(logits.contiguous(), target, of_rows.contiguous(), reduction="none")
+        got = of_both(logits, strided, of_rows, reduction="none")
+        assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_inplace_has_the_same_bits(dtype: torch.dtype, name: str, device: str) -> None:
+    """Where the gradient of the loss is 1; the logits' memory then has the gradient."""
+    for n in (40, 201, 20_000):
+        logits, target = make((6, n), dtype, 0, device), targets(6, n, device)
+        options = OPTIONS[name] | {"ignore_index": -100}
+        one = torch.ones(6 if options.get("reduction") == "none" else (), device=device)
+        want = of_both(logits, target, one, **options)
+        leaf = logits.clone().requires_grad_()
+        inner = leaf * 1
+        loss = cross_entropy(inner, target, inplace=True, **options)
+        (grad,) = torch.autograd.grad(loss, leaf, one)
+        assert torch.equal(loss, want[0]) and torch.equal(grad, want[1])
+        assert torch.equal(inner.detach(), want[1])
+        room = torch.zeros(6, n + 3, dtype=dtype, device=device)
+        room[:, 1:-2] = logits
+        got = cross_entropy(room[:, 1:-2], target, inplace=True, **options)
+        assert torch.equal(got, want[0]) and torch.equal(room[:, 1:-2], want[1])
+        assert (room[:, [0, -1, -2]] == 0).all()
+
+
+def test_inplace_is_for_once(device: str) -> None:
+    leaf, target = make((5, 40), F32, 0, device).requires_grad_(), targets(5, 40, device)
+    loss = cross_entropy(leaf * 1, target, inplace=True)
+    torch.autograd.grad(loss, leaf, retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"^cross_entropy: backward is called a second time, "):
+        torch.autograd.grad(loss, leaf)
+    with pytest.raises(ValueError, match=r"^cross_entropy: logits is a leaf that requires a grad"):
+        cross_entropy(leaf, target, inplace=True)
+    inner = leaf * 1
+    other = inner.square().sum()
+    cross_entropy(inner, target, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+
+
+def digest(device: str = "cpu") -> str:
+    """Return a digest of the bits of losses and gradients."""
+    found = hashlib.sha256()
+    for dtype in DTYPES:
+        for n in (1, 33, 1000, 20_000):
+            for options in (OPTIONS["each"], OPTIONS["all"]):
+                rows = 41 if n < 1000 else 5
+                logits, target = make((rows, n), dtype, 0, device), targets(rows, n, device)
+                grad = torch.full((rows,) if options.get("reduction") == "none" else (), 0.7)
+                options = options | {"ignore_index": -100}
+                for tensor in of_both(logits, target, grad.to(device), **options):
+                    found.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def test_any_thread_count() -> None:
+    before, found = torch.get_num_threads(), set()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            found.add(digest())
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
+
+
+def test_every_run_on_cuda(cuda: str) -> None:
+    assert len({digest(cuda) for _ in range(3)}) == 1
+
+
+@pytest.mark.parametrize("n", [64, 1001, 4096, 16384, 16400, 20_001])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_is_the_same_in_any_batch(dtype: torch.dtype, n: int, device: str) -> None:
+    """Alone, at another address, and with inplace."""
+    logits, target = make((37, n), dtype, 0, device), targets(37, n, device)
+    options: dict[str, Any] = dict(reduction="none", label_smoothing=0.1, z_loss=1e-3)
+    one = torch.ones(37, device=device)
+    want = of_both(logits, target, one, **options)
+    for row in (0, 1, 2, 36):
+        part = slice(row, row + 1)
+        for got, all_rows in zip(
+            of_both(logits[part], target[part], one[part], **options), want, strict=True
+        ):
+            assert torch.equal(got[0], all_rows[row])
+    room = torch.full((6 * n + 1,), float("nan"), dtype=dtype, device=device)
+    room[n + 1 :].view(5, n).copy_(logits[-5:])
+    moved = room[1:].view(6, n)
+    for inplace in (False, True):
+        got = of_both(moved[1:], target[-5:], one[-5:], inplace=inplace, **options)
+        assert torch.equal(got[0], want[0][-5:]) and torch.equal(got[1], want[1][-5:])
+
+
+REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
+    "logits has shape [], expected a dimension at least":
+        lambda: dict(logits=torch.ones(()), target=torch.tensor(0)),
+    "logits has shape [2, 0], expected one class at least": lambda: dict(logits=torch.ones(2, 0)),
+    "logits is float64, expected float32, bfloat16 or float16":
+        lambda: dict(logits=torch.ones(2, 4).double()),
+    "target is int32, expected int64": lambda: dict(target=torch.ones(2).int()),
+    "target has shape [3], expected [2]": lambda: dict(target=torch.ones(3).long()),
+    "target has shape [2, 1], expected [2]": lambda: dict(target=torch.ones(2, 1).long()),
+    "target is on meta, expected cpu":
+        lambda: dict(target=torch.ones(2, device="meta", dtype=torch.int64)),
+    "target has 4 as its element number 1, expected 0 to 3, or -100 for a row that is ignored":
+        lambda: dict(target=torch.tensor([0, 4])),
+    "target has -1 as its element number 0, expected 0 to 3, or 7 for a row that is ignored":
+        lambda: dict(target=torch.tensor([-1, 7]), ignore_index=7),
+    "reduction is 'no', expected 'mean', 'sum' or 'none'": lambda: dict(reduction="no"),
+    "label_smoothing is 1.5, expected a number from 0 to 1": lambda: dict(label_smoothing=1.5),
+    "label_smoothing is nan, expected a number from 0 to 1":
+        lambda: dict(label_smoothing=float("nan")),
+    "z_loss is -1, expected a finite number that is 0 or more": lambda: dict(z_loss=-1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_refuses(text: str) -> None:
+    arguments = dict(logits=torch.ones(2, 4), target=torch.tensor([0, 1]))
+    cross_entropy(**arguments)  # loads the library, so that it is the one that refuses
+    with pytest.raises(ValueError, match=f"^cross_entropy: {re.escape(text)}$"):
+        cross_entropy(**(arguments | REFUSED[text]()))
+
+
+@pytest.mark.parametrize("name", ["by columns", "one row for all", "every other element"])
+def test_inplace_refuses_what_it_cannot_write_to(name: str) -> None:
+    logits = LAYOUTS[name](make((48, 200), F32, 0))
+    text = r"^cross_entropy_?: logits has strides .*, expected rows in one piece each, at equal "
+    with pytest.raises(ValueError, match=text):
+        cross_entropy(logits, targets(logits.shape[0], logits.shape[1], "cpu"), inplace=True)
+
+
+@pytest.mark.parametrize("shape", [(5, 40), (2, 3, 8), (41,)])
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_opcheck(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> None:
+    ops = torch.ops.deepspeed_ext
+    options: dict[str, Any] = dict(ignore_index=-100, label_smoothing=0.1, z_loss=1e-3)
+    target = torch.zeros(shape[:-1], dtype=torch.int64, device=device)
+    for reduction in (0, 1, 2):
+        for needs_grad in (False, True):
+            logits = make(shape, dtype, 0, device).requires_grad_(needs_grad)
+            all_options = options | {"reduction": reduction}
+            check = torch.library.opcheck(ops.cross_entropy.default, (logits, target), all_options)
+            assert set(check.values()) == {"SUCCESS"}
+        logits = make(shape, dtype, 0, device)
+        loss, stats, divisor = ops.cross_entropy(logits, target, **all_options)
+        check = torch.library.opcheck(ops.cross_entropy_.default, (logits, target), all_options)
+        assert set(check.values()) == {"SUCCESS"}
+        args = (loss, make(shape, dtype, 0, device), target, stats, divisor)
+        check = torch.library.opcheck(ops.cross_entropy_backward.default, args, options)
+        assert set(check.values()) == {"SUCCESS"}
+        check = torch.library.opcheck(ops.cross_entropy_scale_.default, (logits, loss))
+        assert set(check.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
+def test_can_be_compiled(inplace: bool, device: str) -> None:
+    """In one graph with dynamic sizes, gradients too, and with the same bits."""
+
+    def block(x: Tensor, target: Tensor, inplace: bool = inplace) -> Tensor:
+        return cross_entropy(x * 2, target, label_smoothing=0.1, inplace=inplace)
+
+    torch.compiler.reset()
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (40, 97):
+        x, target = make((5, n), F32, 0, device).requires_grad_(), targets(5, n, device)
+        want = block(x, target, inplace=False)
+        got = compiled(x, target)
+        assert torch.equal(got, want)
+        pair = [torch.autograd.grad(loss, x)[0] for loss in (got, want)]
+        assert torch.equal(*pair)
+
+
+def test_a_gradient_of_a_gradient_is_refused(device: str) -> None:
+    x = make((3, 8), F32, 0, device).requires_grad_()
+    loss = cross_entropy(x, targets(3, 8, device))
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    text = "^cross_entropy_backward: the gradient is wanted, expected no use of it"
+    with pytest.raises(RuntimeError, match=text):
+        grad.sum().backward()
+
+
+def test_reference_has_the_right_gradient() -> None:
+    """By finite differences, so that comparing gradients with the reference's means something."""
+    x = make((4, 6), F32, 0).double().requires_grad_()
+    for options in OPTIONS.values():
+        target = targets(4, 6, "cpu")
+        options = options | {"ignore_index": -100}
+        assert torch.autograd.gradcheck(
+            lambda a, t=target, o=options: cross_entropy_ref(a, t, **o), x
+        )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_as_torch_does(reduction: str, device: str) -> None:
+    logits, target = make((50, 700), F32, 0, device), targets(50, 700, device)
+    options = dict(reduction=reduction, label_smoothing=0.1)
+    want = torch.nn.functional.cross_entropy(logits.double(), target, **options).float()
+    torch.testing.assert_close(cross_entropy(logits, target, **options), want)
+
+
+@pytest.mark.parametrize("n", [4096, 128_256])
+def test_memory(n: int, cuda: str) -> None:
+    """Without inplace, nothing but the gradient; with it, next to nothing."""
+    logits = torch.ones(2**27 // n, n, device=cuda, dtype=BF16)
+    target = torch.ones(logits.shape[0], device=cuda, dtype=torch.int64)
+    cross_entropy(logits.clone(), target, inplace=True)
+    for inplace, most in ((False, 1.01), (True, 0.01)):
+        leaf = logits.clone().requires_grad_()
+        inner = leaf * 1
+        torch.cuda.synchronize()
+        before, size = torch.cuda.memory_allocated(), logits.numel() * 2
+        torch.cuda.reset_peak_memory_stats()
+        loss = cross_entropy(inner, target, inplace=inplace)
+        torch.autograd.grad(loss, inner)
+        assert torch.cuda.max_memory_allocated() - before <= most * size
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
+def test_cuda_graph_and_no_waiting(inplace: bool, cuda: str) -> None:
+    logits, target = make((64, 20_000), BF16, 0, cuda), targets(64, 20_000, cuda)
+    room, one = logits.clone().requires_grad_(), torch.ones((), device=cuda)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            torch.autograd.grad(cross_entropy(room * 1, target, inplace=inplace), room, one)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            torch.autograd.grad(cross_entropy(room * 1, target, inplace=inplace), room, one)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            loss = cross_entropy(room * 1, target, inplace=inplace)
+            (grad,) = torch.autograd.grad(loss, room, one)
+    torch.cuda.synchronize()
+    target.copy_(target.roll(1))
+    graph.replay()
+    want = of_both(logits, target, one)
+    assert torch.equal(loss, want[0]) and torch.equal(grad, want[1])
+
+
+def test_self_check(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    self_checks.cross_entropy(device)
+    monkeypatch.setattr(
+        self_checks.ops, "cross_entropy", lambda *t, **o: cross_entropy(*t, **o) * 1.01
+    )
+    with pytest.raises(RuntimeError, match=r"^cross_entropy: 0 of results and gradients on "):
+        self_checks.cross_entropy(device)

@@ -1,0 +1,263 @@
+"""rope: the same bits everywhere, what it refuses, and what it promises to torch."""
+
+import hashlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rms_norm_cases import BF16, DTYPES, F16, F32, make
+from torch import Tensor
+
+from deepspeed_ext.ops import rope, rope_, rope_frequencies
+from deepspeed_ext.ops.transformer import self_checks
+
+
+def digest(device: str = "cpu") -> str:
+    """Return a digest of the bits of results, of both layouts of pairs and of many widths."""
+    found = hashlib.sha256()
+    positions = (torch.arange(70, device=device) - 3) * 12_345
+    for dtype in DTYPES:
+        for width, pairs in ((2, 1), (34, 17), (64, 32), (80, 16), (300, 150)):
+            q, k = (make((70, n, width), dtype, n, device) for n in (3, 1))
+            frequencies = rope_frequencies(2 * pairs).to(device)
+            for interleaved in (False, True):
+                for out in rope(q, k, positions, frequencies, interleaved=interleaved):
+                    found.update(out.cpu().view(torch.uint8).numpy().tobytes())
+                rope_(q, None, positions, frequencies, interleaved=interleaved)
+                found.update(q.cpu().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def test_any_thread_count() -> None:
+    before, found = torch.get_num_threads(), set()
+    try:
+        for count in (1, 2, 3, 7):
+            torch.set_num_threads(count)
+            found.add(digest())
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
+
+
+def test_every_run_on_cuda(cuda: str) -> None:
+    assert len({digest(cuda) for _ in range(3)}) == 1
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_token_is_the_same_in_any_batch(
+    dtype: torch.dtype, interleaved: bool, device: str
+) -> None:
+    """Alone, elsewhere, one element further on, with other heads beside it."""
+    q = make((67, 6, 80), dtype, 0, device)
+    positions = torch.arange(67, device=device) * 1001
+    frequencies = rope_frequencies(64).to(device)
+    want = rope(q, None, positions, frequencies, interleaved=interleaved)
+    for token in (0, 33, 66):
+        at = positions[token : token + 1]
+        alone = rope(q[token : token + 1, 2:3], None, at, frequencies, interleaved=interleaved)
+        assert torch.equal(alone[0, 0], want[token, 2])
+    room = torch.full((5 * 6 * 80 + 1,), float("nan"), dtype=dtype, device=device)[1:]
+    moved = room.view(5, 6, 80)
+    moved.copy_(q[-5:])
+    got = rope(moved, moved, positions[-5:], frequencies, interleaved=interleaved)
+    assert torch.equal(got[0], want[-5:]) and torch.equal(got[1], want[-5:])
+
+
+def freed(tensor: Tensor) -> Tensor:
+    """The tensor with its storage let go, as sharding wrappers do between forward passes."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
+    "q has shape [2, 8], expected 3 dimensions at least": lambda: dict(q=torch.ones(2, 8)),
+    "q is float64, expected float32, bfloat16 or float16":
+        lambda: dict(q=torch.ones(2, 4, 3, 8).double()),
+    "q has no memory, expected 192 elements": lambda: dict(q=freed(torch.ones(2, 4, 3, 8))),
+    "k has shape [2, 4, 1, 9], expected that of q, [2, 4, 3, 8], but for the number of heads":
+        lambda: dict(k=torch.ones(2, 4, 1, 9)),
+    "k has shape [4, 3, 8], expected that of q, [2, 4, 3, 8], but for the number of heads":
+        lambda: dict(k=torch.ones(4, 3, 8)),
+    "k has shape [1, 4, 3, 8], expected that of q, [2, 4, 3, 8], but for the number of heads":
+        lambda: dict(k=torch.ones(1, 4, 3, 8)),
+    "k is on meta, expected cpu": lambda: dict(k=torch.ones(2, 4, 1, 8, device="meta")),
+    "positions has shape [3], expected [4] or [2, 4]": lambda: dict(positions=torch.arange(3)),
+    "positions has shape [1, 4], expected [4] or [2, 4]":
+        lambda: dict(positions=torch.arange(4).view(1, 4)),
+    "positions has shape [], expected [4] or [2, 4]": lambda: dict(positions=torch.tensor(1)),
+    "positions is float32, expected int64 or int32": lambda: dict(positions=torch.ones(4)),
+    "frequencies has shape [5], expected one dimension of at most 4, half of q's last one":
+        lambda: dict(frequencies=torch.ones(5).double()),
+    "frequencies has shape [1, 4], expected one dimension of at most 4, half of q's last one":
+        lambda: dict(frequencies=torch.ones(1, 4).double()),
+    "frequencies is bfloat16, expected float64 or float32":
+        lambda: dict(frequencies=torch.ones(4).bfloat16()),
+    "scale is inf, expected a finite number": lambda: dict(scale=float("inf")),
+    "scale is 1e+39, expected a finite number": lambda: dict(scale=1e39),
+}  # fmt: skip
+
+
+def arguments() -> dict[str, Any]:
+    """What rope takes."""
+    q, k = torch.ones(2, 4, 3, 8), torch.ones(2, 4, 1, 8)
+    return dict(q=q, k=k, positions=torch.arange(4), frequencies=rope_frequencies(8))
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_refuses(text: str) -> None:
+    rope(**arguments())  # loads the library, so that it is the one that refuses
+    given = arguments() | REFUSED[text]()
+    with pytest.raises(ValueError, match=rf"^rope(\.pair)?: {re.escape(text)}$"):
+        rope(**given)
+    before = [t.clone() for t in given.values() if isinstance(t, Tensor) and t.device.type == "cpu"
+              and t.untyped_storage().size() > 0]  # fmt: skip
+    with pytest.raises(ValueError, match=f"^rope_: {re.escape(text)}$"):
+        rope_(**given)
+    after = [t for t in given.values() if isinstance(t, Tensor) and t.device.type == "cpu"
+             and t.untyped_storage().size() > 0]  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+IN_PLACE: dict[str, Callable[[], dict[str, Any]]] = {
+    "q has strides [96, 24, 0, 1] for shape [2, 4, 3, 8], expected no element to be another one":
+        lambda: dict(q=torch.ones(2, 4, 3, 8)[:, :, :1].expand(2, 4, 3, 8)),
+    "k has strides [1, 1, 1, 1] for shape [2, 4, 3, 8], expected no element to be another one":
+        lambda: dict(k=torch.ones(99).as_strided((2, 4, 3, 8), (1, 1, 1, 1))),
+    "q has strides [192, 48, 16, 2], expected 1 for the last dimension and one distance between"
+    " batches": lambda: dict(q=torch.ones(2, 4, 3, 16)[..., ::2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", IN_PLACE)
+def test_refuses_in_place(text: str) -> None:
+    rope_(**arguments())
+    with pytest.raises(ValueError, match=f"^rope_: {re.escape(text)}$"):
+        rope_(**(arguments() | IN_PLACE[text]()))
+
+
+def test_refuses_what_would_be_turned_twice() -> None:
+    given = arguments()
+    text = "k is overlapping q, expected separate memory"
+    with pytest.raises(ValueError, match=f"^rope_: {text}$"):
+        rope_(**(given | dict(k=given["q"])))
+
+
+def test_no_gradient_is_lost() -> None:
+    given = arguments()
+    leaf = torch.ones(2, 4, 3, 8, requires_grad=True)
+    for name in ("q", "k"):
+        with pytest.raises(RuntimeError, match=f"^rope_: {name} is in need of a gradient, "):
+            rope_(**(given | {name: leaf * 1}))
+    with torch.no_grad():
+        rope_(**(given | dict(q=leaf.detach())))
+    given["frequencies"].requires_grad_()
+    out = rope(**(given | dict(q=leaf)))[0]
+    with pytest.raises(RuntimeError, match=r"^rope: the gradient of frequencies is wanted, "):
+        out.sum().backward()
+
+
+def test_refuses_tensors_of_two_devices(cuda: str) -> None:
+    given = arguments()
+    rope(**given)
+    for name in ("k", "positions", "frequencies"):
+        for first, second in (("cpu", "cuda:0"), ("cuda:0", "cpu")):
+            moved = {n: t.to(second if n == name else first) for n, t in given.items()}
+            text = f"rope: {name} is on {second}, expected {first}"
+            with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+                rope(**moved)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 2, 16), (5, 0, 16)])
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F16)], ids=str)
+def test_opcheck(dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: str) -> None:
+    ops = torch.ops.deepspeed_ext
+    q, k = (make(shape, dtype, 0, device) for dtype in dtypes)
+    positions = torch.arange(shape[-3], device=device)
+    frequencies = rope_frequencies(8).to(device)
+    options = dict(interleaved=True, heads_first=False, scale=1.0)
+    for needs_grad in (False, True):
+        a, b = (tensor.clone().requires_grad_(needs_grad) for tensor in (q, k))
+        for op, tensors in ((ops.rope.default, (a,)), (ops.rope.pair, (a, b))):
+            values = (*tensors, positions, frequencies)
+            checked = torch.library.opcheck(op, values, options | dict(negative=False))
+            assert set(checked.values()) == {"SUCCESS"}
+    for second in (k, None):
+        values = (q.clone(), second, positions, frequencies)
+        checked = torch.library.opcheck(ops.rope_.default, values, options)
+        assert set(checked.values()) == {"SUCCESS"}
+
+
+def test_can_be_compiled(device: str) -> None:
+    """In one graph with dynamic sizes, gradients too, and with the same bits."""
+    frequencies = rope_frequencies(16).to(device)
+
+    def block(x: Tensor, positions: Tensor) -> Tensor:
+        q, k = (x * 2).split([4, 2], -2)
+        q, k = rope(q, k, positions, frequencies)
+        return (q * k.sum()).sin()
+
+    torch.compiler.reset()
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (5, 9):
+        x = make((2, n, 6, 20), F32, 0, device).requires_grad_()
+        positions = torch.arange(n, device=device)
+        for got, want in zip(
+            *(
+                (r, *torch.autograd.grad(r.sum(), x))
+                for r in (compiled(x, positions), block(x, positions))
+            ),
+            strict=True,
+        ):
+            assert torch.equal(got, want)
+
+
+def test_can_be_compiled_in_place(device: str) -> None:
+    frequencies = rope_frequencies(16).to(device)
+
+    def block(x: Tensor, positions: Tensor) -> Tensor:
+        x = x * 2
+        q, k, v = x.split([4, 2, 1], -2)
+        rope_(q, k, positions, frequencies)
+        return q.sum(-2) + k.sum(-2) + v.sum(-2)
+
+    torch.compiler.reset()
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (5, 9):
+        x, positions = make((2, n, 7, 20), F32, 0, device), torch.arange(n, device=device)
+        assert torch.equal(compiled(x, positions), block(x, positions))
+
+
+def test_under_autocast_nothing_is_cast(device: str) -> None:
+    q = make((4, 3, 8), F32, 0, device)
+    positions, frequencies = torch.arange(4, device=device), rope_frequencies(8).to(device)
+    with torch.autocast(device, dtype=BF16):
+        got = rope(q, None, positions, frequencies)
+    assert torch.equal(got, rope(q, None, positions, frequencies))
+
+
+def test_on_meta() -> None:
+    given = {name: tensor.to("meta") for name, tensor in arguments().items()}
+    q, k = rope(**given)
+    assert q.is_meta and q.shape == (2, 4, 3, 8) and k.shape == (2, 4, 1, 8)
+
+
+def test_cuda_graph(cuda: str) -> None:
+    given = {name: tensor.to(cuda) for name, tensor in arguments().items()}
+    rope(**given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = rope(**given)
+    given["positions"].add_(1000)
+    graph.replay()
+    for got, want in zip(out, rope(**given), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_self_check(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    self_checks.rope(device)
+    monkeypatch.setattr(self_checks.ops, "rope", lambda *t, **k: [x * 1.01 for x in rope(*t, **k)])
+    with pytest.raises(RuntimeError, match=r"^rope: 0 of results and gradients on "):
+        self_checks.rope(device)
