@@ -122,6 +122,7 @@ def test_an_exception_while_a_step_begins(device, monkeypatch):
     pair = warm(device)
     saved, weights = snapshot(pair.ours), [p.detach().clone() for p in pair.params]
     pair.backward()
+    await_ahead(pair.ours)
     same_values(pair)
     breaking(monkeypatch, "take")
     with pytest.raises(Broken):
@@ -164,6 +165,7 @@ def test_an_exception_in_the_worker_surfaces_where_somebody_waits(device, waits,
     pair.train(WARM)
     before = [p.detach().clone() for p in pair.params]
     pair.backward()
+    await_ahead(pair.ours)
     same_values(pair)
     breaking(monkeypatch, "_step_part")
     waiting = {
@@ -193,6 +195,7 @@ def test_one_bucket_of_several_fails(device, monkeypatch):
     pair = warm(device)
     counts = [float(pair.ours.state[p]["step"]) for p in pair.params]
     pair.backward()
+    await_ahead(pair.ours)
     same_values(pair)
     await_ahead(pair.ours)
     pair.ours.param_groups[0]["lr"] *= 2  # so nothing that was stepped ahead counts
@@ -323,12 +326,28 @@ def test_a_fork_cannot_step_and_the_parent_goes_on(when, monkeypatch):
         finish(pair)
 
 
-@pytest.fixture
-def ctrl_c():
-    """Let SIGINT raise; a shell lets its background processes ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+class CtrlC:
+    """SIGINT for a thread that waits for the worker, once; for as long as the block is."""
+
+    def __enter__(self):
+        self._arrived = threading.Event()
+        self._before = signal.signal(signal.SIGINT, self._arrive)
+
+    def _arrive(self, *_):
+        if not self._arrived.is_set():
+            self._arrived.set()
+            raise KeyboardInterrupt
+
+    def __exit__(self, *_):
+        signal.signal(signal.SIGINT, self._before)
+
+    def send(self, gate, thread):
+        """Send it again and again: one that comes right before a wait begins does not end it."""
+        gate.await_thread()
+        while not self._arrived.is_set():
+            if is_in(sys._current_frames()[thread], Worker.wait.__code__):
+                signal.pthread_kill(thread, signal.SIGINT)
+            time.sleep(0.01)
 
 
 WAITS = {
@@ -339,7 +358,6 @@ WAITS = {
 }
 
 
-@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("wait", WAITS)
 def test_ctrl_c_ends_a_wait_and_not_the_step(wait, monkeypatch):
     model = torch.nn.Linear(6, 5)
@@ -353,24 +371,18 @@ def test_ctrl_c_ends_a_wait_and_not_the_step(wait, monkeypatch):
         pair.ours.step()
         gate.await_thread()
     for _ in range(1 if wait == "step" else 2):
-        helper = threading.Thread(target=interrupt_when_waiting, args=(threading.get_ident(), gate))
-        helper.start()
-        with pytest.raises(KeyboardInterrupt):
-            WAITS[wait](pair)
-        helper.join()
+        ctrl_c = CtrlC()
+        helper = threading.Thread(target=ctrl_c.send, args=(gate, threading.get_ident()))
+        with ctrl_c:
+            helper.start()
+            with pytest.raises(KeyboardInterrupt):
+                WAITS[wait](pair)
+            helper.join()
     gate.open()
     pair.plain.step()
     pair.zero_grad()
     pair.check()
     pair.train(3)
-
-
-def interrupt_when_waiting(thread, gate):
-    """Send SIGINT when the thread waits for the worker, which is held."""
-    gate.await_thread()
-    while not is_in(sys._current_frames()[thread], Worker.wait.__code__):
-        time.sleep(0.001)
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def is_in(frame, code):

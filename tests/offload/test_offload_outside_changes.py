@@ -141,11 +141,14 @@ def test_a_checkpoint_loaded_between_backward_and_step(device):
 
 
 @on_each_device
-def test_a_steady_loop_does_not_compare_masters(device, monkeypatch):
-    pair = warm(device, params=make_params(device, BF16), master="float32")
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_a_steady_loop_does_not_compare_masters(device, max_norm, monkeypatch):
+    """Neither when steps ahead count nor when all are taken as they are asked for."""
+    pair = Pair(device, params=make_params(device, BF16), master="float32")
+    pair.train(WARM, max_norm)
     monkeypatch.setattr(torch, "where", None)
-    pair.train(3)
-    assert pair.ours.stats()["rolled back"] == 0
+    pair.train(3, max_norm)
+    assert bool(pair.ours.stats()["validated"]) == (max_norm is None)
 
 
 # Parameters that become others
