@@ -122,7 +122,9 @@ def fsdp_with_model(device, folder):
         watched = torch.compile(net, backend="eager") if compiles else net
         both = Both(net, device, model=watched)
         for step in range(STEPS):
-            loss_of(watched, step, device).backward()
+            loss = loss_of(watched, step, device)
+            assert all(map(same_local, both.params, both.twins)), step
+            loss.backward()
             both.give()
             await_ahead(both.ours)
             both.ours.step()
