@@ -9,6 +9,8 @@ import torch
 
 from deepspeed_ext.offload.copies import Event
 
+_SLICE = 1.0  # seconds
+
 
 class Urgency(IntEnum):
     """What goes first; tasks of one urgency go by their place, then in the order they came in."""
@@ -112,7 +114,8 @@ class Worker:
         with self._changed:
             for task in tasks:
                 while not task.done:
-                    self._changed.wait()
+                    # In slices: a signal that comes right before a wait is seen only after it.
+                    self._changed.wait(_SLICE)
 
     def close(self) -> None:
         """Finish what is queued and end the thread. May be called again."""

@@ -345,15 +345,16 @@ class Bucket:
                 self.views(i)[MASTER].copy_(part)
 
 
-def cut(params: Sequence[Tensor], most: int = _MAX_ELEMENTS) -> Iterator[list[Tensor]]:
+def cut(params: Sequence[Tensor], most: int | None = None) -> Iterator[list[Tensor]]:
     """Cut a list of parameters where a bucket would become too large; a huge one gets its own.
 
     All processes that hold shards cut alike, whatever the sizes of their parts.
 
     Args:
         params: in their order.
-        most: elements of a bucket.
+        most: elements of a bucket; None: as many as a slab may have.
     """
+    most = _MAX_ELEMENTS if most is None else most
     part: list[Tensor] = []
     elements = 0
     for param in params:
