@@ -138,7 +138,6 @@ class HostBucket:
         self.returned: Event | None = None
         self.awaited: set[int] = set()  # streams that have waited for that
         self.weights = _UNKNOWN * len(owners)  # of the parameters when they were copied last
-        self.numel = sum(local(owner).numel() for owner in owners)
         self.seconds = 0.0  # of steps in host memory
         self.bytes_out = self.bytes_back = 0
 

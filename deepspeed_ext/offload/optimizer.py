@@ -38,6 +38,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     before step() is called lies apart: step() makes it count if gradients, weights, state and
     options are still what they were then, and otherwise steps anew.
 
+    What is written through `.data` after backward is not seen in gradients; in weights it is taken
+    by reset_master(). Gradients that GradScaler.unscale_ has written are seen if its step() follows.
+
     Args:
         params: float32, bfloat16 or float16 tensors on the CPU or on CUDA, DTensors among them; or
             groups, or (name, parameter) pairs.
