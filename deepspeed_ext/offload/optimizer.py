@@ -39,7 +39,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     options are still what they were then, and otherwise steps anew.
 
     What is written through `.data` after backward is not seen in gradients; in weights it is taken
-    by reset_master(). Gradients that GradScaler.unscale_ has written are seen if its step() follows.
+    by reset_master(). What GradScaler.unscale_ has written is seen if the step() of it follows.
 
     Args:
         params: float32, bfloat16 or float16 tensors on the CPU or on CUDA, DTensors among them; or
