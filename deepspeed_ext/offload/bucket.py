@@ -60,6 +60,7 @@ class Arrival:
         devices: the same parts where the parameters are.
         events: when the gradients of each part are there.
         squares: the sum of squares of each gradient, if it was wanted.
+        needs: what adds up the gradients, where that is done in host memory.
         stepped: weights that are to be sent.
     """
 
@@ -71,6 +72,7 @@ class Arrival:
     devices: list[Work]
     events: list[Event | None]
     squares: Tensor | None
+    needs: Sequence[Task] = ()
     stepped: list[Copy] = field(default_factory=list)
 
 
@@ -193,7 +195,8 @@ class HostBucket:
         work, there = self._work(indices, values, values)
         parts, devices = pieces(work), pieces(there)
         events: list[Event | None] = [None] * len(parts)
-        self.arrival = Arrival(indices, values, [], work, parts, devices, events, None)
+        needs = [task for i in indices if (task := sums[i].last) is not None]
+        self.arrival = Arrival(indices, values, [], work, parts, devices, events, None, needs)
 
     def _sources(self, grads: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
         return [source_of(grad, self.owners[i]) for grad, i in zip(grads, indices, strict=True)]

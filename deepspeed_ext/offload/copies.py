@@ -83,7 +83,9 @@ class Lanes:
     ) -> Event | None:
         recorder = self.recorder
         recorded = nullcontext() if recorder is None else recorder.span(name, self.device)
-        with torch.no_grad(), torch.cuda.stream(stream), recorded:
+        # torch.cuda.stream(None) makes a context on CUDA, which a forked child cannot have.
+        inside = nullcontext() if stream is None else torch.cuda.stream(stream)
+        with torch.no_grad(), inside, recorded:
             for target, source in copies:
                 target.copy_(source, non_blocking=stream is not None)
         if stream is None:

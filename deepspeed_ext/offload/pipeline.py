@@ -131,7 +131,8 @@ class Pipeline:
         lanes = self._lanes_of(param)
         event = lanes.fetch([Copy(memory, source)])
         run = partial(known.add, known.count == 0, memory, event, source)
-        self._adding.append(self.worker.submit(Task(run, Urgency.ADD, events=[event])))
+        known.last = self.worker.submit(Task(run, Urgency.ADD, events=[event]))
+        self._adding.append(known.last)
         known.count += 1
         self.counts["bytes_out"] += source.nbytes
         param.grad = None
@@ -160,7 +161,7 @@ class Pipeline:
         if bucket.was_written():
             return
         run = partial(bucket.step_ahead, arrival, options, _scaling_of(self._divisor), spare)
-        task = Task(run, Urgency.AHEAD, events=arrival.events[:1])
+        task = Task(run, Urgency.AHEAD, events=arrival.events[:1], needs=arrival.needs)
         bucket.ahead = Ahead(task, options, self._divisor, bucket.weights, bucket.state_marks())
         self.worker.submit(task)
         self.counts["ahead"] += 1
@@ -231,6 +232,7 @@ class Pipeline:
         Raises:
             ValueError: a gradient or parameter is not as it must be; nothing was stepped.
         """
+        self.worker.check_process()
         self.finish()
         self._prepare()
         with self._lock:
@@ -314,16 +316,16 @@ class Pipeline:
             and ahead.task.error is None
             and ahead.is_of(options, divisor, bucket.weights, bucket.state_marks())
         ):
-            needs, adopt = ahead.task, partial(bucket.adopt, bucket.spare, after)
-            run = partial(_use, needs, adopt, step, send)
+            taken, adopt = ahead.task, partial(bucket.adopt, bucket.spare, after)
+            run = partial(_use, taken, adopt, step, send)
             self.counts["validated"] += 1
         else:
-            needs = Task(step, Urgency.STEP, bucket.place, arrival.events[:1])
-            run = partial(_go_on, needs, send)
-            self.worker.submit(needs)
+            taken = Task(step, Urgency.STEP, bucket.place, arrival.events[:1], arrival.needs)
+            run = partial(_go_on, taken, send)
+            self.worker.submit(taken)
             self.counts["rolled back"] += ahead is not None
         bucket.ahead = bucket.arrival = None
-        bucket.task = Task(run, Urgency.RETURN, bucket.place, [after], needs)
+        bucket.task = Task(run, Urgency.RETURN, bucket.place, [after], [taken])
         self.worker.submit(bucket.task)
 
     # Afterwards

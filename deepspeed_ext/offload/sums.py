@@ -5,6 +5,7 @@ from torch import Tensor
 
 from deepspeed_ext.dtensors import local
 from deepspeed_ext.offload.copies import Event
+from deepspeed_ext.offload.worker import Task
 
 
 class Sum:
@@ -13,11 +14,13 @@ class Sum:
     Attributes:
         value: in host memory; meaningless while count is 0.
         count: of how many gradients, those included that are still on their way.
+        last: adds the last of them.
     """
 
     def __init__(self, param: Tensor) -> None:
         self.value = _empty_like(local(param))
         self.count = 0
+        self.last: Task | None = None
 
     def lie_as(self, param: Tensor) -> None:
         """Take the layout and the shape of a parameter that has got others."""

@@ -29,7 +29,7 @@ class Task:
         urgency: how soon.
         place: among those of the same urgency.
         events: of the device, that it has to wait for.
-        needs: another task that has to be over before.
+        needs: other tasks that have to be over before.
         done: whether it is over, in whatever way.
         error: what it raised.
     """
@@ -40,18 +40,18 @@ class Task:
         urgency: Urgency,
         place: int = 0,
         events: Sequence[Event | None] = (),
-        needs: "Task | None" = None,
+        needs: Sequence["Task"] = (),
     ) -> None:
         self.run = run
         self.urgency, self.place = urgency, place
         self._events = [event for event in events if event is not None]
-        self.needs = needs
+        self._needs = needs
         self.done = False
         self.error: BaseException | None = None
 
     def is_possible(self) -> bool:
         """Return whether it can begin, if only to wait for a device."""
-        return self.needs is None or self.needs.done
+        return all(task.done for task in self._needs)
 
     def is_ready(self) -> bool:
         """Return whether it has nothing to wait for."""
@@ -79,11 +79,7 @@ class Worker:
         Raises:
             RuntimeError: the worker is closed, or belongs to the parent of this process.
         """
-        if self._process != os.getpid():
-            raise RuntimeError(
-                "OffloadOptimizer: this process is a fork of the one that made it, expected the "
-                "same; make an optimizer here"
-            )
+        self.check_process()
         with self._changed:
             if self._closing:
                 raise RuntimeError("OffloadOptimizer: it is closed, expected to be open")
@@ -96,6 +92,14 @@ class Worker:
                 self._thread.start()
             self._changed.notify_all()
         return task
+
+    def check_process(self) -> None:
+        """Raise RuntimeError if this is a fork of the process that has the thread."""
+        if self._process != os.getpid():
+            raise RuntimeError(
+                "OffloadOptimizer: this process is a fork of the one that made it, expected the "
+                "same; make an optimizer here"
+            )
 
     def drop(self, task: Task) -> bool:
         """Take a task back if nobody has begun it; return whether that was so."""

@@ -3,10 +3,14 @@
 import torch
 
 
-def compare(what: str, got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
-    """Raise unless each element is within a relative error of `bound`."""
+def compare(
+    what: str, got: torch.Tensor, want: torch.Tensor, bound: float, of_largest: float = 0.0
+) -> None:
+    """Raise unless each element is within `bound` of itself and `of_largest` of the largest one."""
     found = got.cpu().double().flatten()
-    wrong = ~((found - want.flatten()).abs() <= bound * want.flatten().abs())
+    size = want.flatten().abs()
+    allowed = bound * size + of_largest * size.max()
+    wrong = ~((found - want.flatten()).abs() <= allowed)
     if wrong.any():
         i = int(wrong.nonzero()[0])
         raise RuntimeError(
