@@ -80,11 +80,13 @@ def main(description: str, works_of: Mapping[str, Sequence[Work]]) -> None:
     works = [work for work in works_of[options.device] if options.only in work.name]
     described = introduced(options.device)
     stream, results = Stream(options.device), []
-    with tqdm(total=len(works) * len(threads) * options.rounds, desc="rounds") as progress:
-        for work in works:
-            for count in threads:
-                results.append(bench(work, stream, count, options.rounds, progress))
-                show(results[-1])
-                gc.collect()  # the tensors of this work, before those of the next
-                torch.cuda.empty_cache()
-    keep(options.save, results, described)
+    try:
+        with tqdm(total=len(works) * len(threads) * options.rounds, desc="rounds") as progress:
+            for work in works:
+                for count in threads:
+                    results.append(bench(work, stream, count, options.rounds, progress))
+                    show(results[-1])
+                    gc.collect()  # the tensors of this work, before those of the next
+                    torch.cuda.empty_cache()
+    finally:  # what is measured is kept, whatever fails after it
+        keep(options.save, results, described)

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "common/chunks.h"
+#include "common/torch/shared_for.h"
 #include "optimizers/skipped.h"
 #include "optimizers/step.h"
 
@@ -21,8 +22,7 @@ struct Cpu {
     if (call.found_inf.value() != 0) return copy_all(copies_if_skipped(call, tensors));
     advance(call, tensors);
     const std::vector<int64_t> tensor_begin = begins_of_tensors(tensors);
-    torch::stable::parallel_for(0, tensor_begin.back(), kElementsPerThread,
-                                [&](int64_t begin, int64_t end) {
+    shared_for(tensor_begin.back(), kElementsPerThread, [&](int64_t begin, int64_t end) {
       step_cpu(isa, call, tensors.data(), tensor_begin.data(), int64_t(tensors.size()), begin, end);
     });
   }

@@ -75,6 +75,11 @@ class Arrival:
     needs: Sequence[Task] = ()
     stepped: list[Copy] = field(default_factory=list)
 
+    def release(self) -> None:
+        """Let gradients on the device go: what has asked for them to be copied has come first."""
+        self.grads = []
+        self.devices = [part._replace(grads=[]) for part in self.devices]
+
 
 @dataclass
 class Ahead:

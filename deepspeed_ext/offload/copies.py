@@ -1,5 +1,6 @@
 """Copies between a device and host memory, on streams of their own where the device has any."""
 
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
@@ -8,6 +9,8 @@ from torch import Tensor
 
 Event = torch.cuda.Event
 OUT, BACK = "gradients out", "weights in"  # what a timeline calls copies, and steps on the host
+# Weights of so many steps are queued for the device: what is wanted first may come last.
+_MOST_RETURNING = 8
 AHEAD, ASKED = "steps ahead", "steps asked for"
 
 
@@ -43,6 +46,7 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.recorder: Recorder | None = None
+        self._returning: deque[Event] = deque()
         self._out: torch.cuda.Stream | None = None
         self._back: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -60,6 +64,8 @@ class Lanes:
         """Copy to host memory what the current stream makes; the event is for the host to await."""
         if self._out is not None:
             self._out.wait_stream(torch.cuda.current_stream(self.device))
+            for copy in copies:  # whoever drops them need not wait
+                copy.source.record_stream(self._out)
         return self._run(copies, self._out, OUT)
 
     def hold_back(self) -> None:
@@ -71,7 +77,21 @@ class Lanes:
         """Copy to the device, after an event; the event that is returned is for streams."""
         if self._back is not None and after is not None:
             self._back.wait_event(after)
-        return self._run(copies, self._back, BACK)
+        event = self._run(copies, self._back, BACK)
+        if event is not None:
+            self._returning.append(event)
+        return event
+
+    def has_room(self) -> bool:
+        """Return whether what is sent now will not wait for many others."""
+        while self._returning and self._returning[0].query():
+            self._returning.popleft()
+        return len(self._returning) < _MOST_RETURNING
+
+    def await_room(self) -> None:
+        """Wait until there is."""
+        while not self.has_room():
+            self._returning[0].synchronize()
 
     def await_on_stream(self, event: Event | None) -> None:
         """Let the current stream wait for an event."""

@@ -13,7 +13,7 @@ from deepspeed_ext.optim.formats import masters_in
 from deepspeed_ext.optim.slabs import STEP, Bucket, Work
 from deepspeed_ext.optim.traits import Group
 
-PIECE = 2**24  # elements that travel, and are stepped, together; whole blocks of 8-bit codes
+PIECE = 2**25  # elements that travel, and are stepped, together; whole blocks of 8-bit codes
 _TITLE = "OffloadOptimizer"  # how errors call it
 
 Cut = Callable[[Sequence[Tensor]], Iterator[list[Tensor]]]

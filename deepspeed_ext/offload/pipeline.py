@@ -161,7 +161,8 @@ class Pipeline:
         if bucket.was_written():
             return
         run = partial(bucket.step_ahead, arrival, options, _scaling_of(self._divisor), spare)
-        task = Task(run, Urgency.AHEAD, events=arrival.events[:1], needs=arrival.needs)
+        # What arrives last is wanted first: the rest can hide behind the next forward.
+        task = Task(run, Urgency.AHEAD, bucket.place, arrival.events[:1], arrival.needs)
         bucket.ahead = Ahead(task, options, self._divisor, bucket.weights, bucket.state_marks())
         self.worker.submit(task)
         self.counts["ahead"] += 1
@@ -309,6 +310,7 @@ class Pipeline:
             ahead = None
         step = partial(bucket.step, arrival, options, _scaling_of(divisor), after)
         send = partial(bucket.send_rest, arrival, after)
+        await_room = bucket.lanes.await_room
         if (
             ahead is not None
             and bucket.spare is not None
@@ -317,15 +319,17 @@ class Pipeline:
             and ahead.is_of(options, divisor, bucket.weights, bucket.state_marks())
         ):
             taken, adopt = ahead.task, partial(bucket.adopt, bucket.spare, after)
-            run = partial(_use, taken, adopt, step, send)
+            run = partial(_use, taken, await_room, adopt, step, send)
             self.counts["validated"] += 1
         else:
             taken = Task(step, Urgency.STEP, bucket.place, arrival.events[:1], arrival.needs)
-            run = partial(_go_on, taken, send)
+            run = partial(_go_on, taken, await_room, send)
             self.worker.submit(taken)
             self.counts["rolled back"] += ahead is not None
+        arrival.release()
         bucket.ahead = bucket.arrival = None
-        bucket.task = Task(run, Urgency.RETURN, bucket.place, [after], [taken])
+        room = bucket.lanes.has_room
+        bucket.task = Task(run, Urgency.RETURN, bucket.place, [after], [taken], room)
         self.worker.submit(bucket.task)
 
     # Afterwards
@@ -451,8 +455,9 @@ class Pipeline:
         return itertools.chain.from_iterable(g["params"] for g in self.inner.param_groups)
 
 
-def _use(ahead: Task, adopt: Run, step: Run, send: Run) -> None:
+def _use(ahead: Task, await_room: Run, adopt: Run, step: Run, send: Run) -> None:
     """Make a step ahead count; one that has failed was speculation, and is taken anew."""
+    await_room()
     if ahead.error is None:
         adopt()
     else:
@@ -460,10 +465,11 @@ def _use(ahead: Task, adopt: Run, step: Run, send: Run) -> None:
         send()
 
 
-def _go_on(step: Task, send: Run) -> None:
+def _go_on(step: Task, await_room: Run, send: Run) -> None:
     """Send what a step has made."""
     if step.error is not None:
         raise step.error
+    await_room()
     send()
 
 

@@ -21,6 +21,10 @@ class Urgency(IntEnum):
     AHEAD = 3  # what step() may ask for
 
 
+def _always() -> bool:
+    return True
+
+
 class Task:
     """A piece of work for the worker.
 
@@ -30,6 +34,7 @@ class Task:
         place: among those of the same urgency.
         events: of the device, that it has to wait for.
         needs: other tasks that have to be over before.
+        has_room: False while it would be queued behind too many others of the device.
         done: whether it is over, in whatever way.
         error: what it raised.
     """
@@ -41,11 +46,12 @@ class Task:
         place: int = 0,
         events: Sequence[Event | None] = (),
         needs: Sequence["Task"] = (),
+        has_room: Callable[[], bool] = _always,
     ) -> None:
         self.run = run
         self.urgency, self.place = urgency, place
         self._events = [event for event in events if event is not None]
-        self._needs = needs
+        self._needs, self._has_room = needs, has_room
         self.done = False
         self.error: BaseException | None = None
 
@@ -53,11 +59,15 @@ class Task:
         """Return whether it can begin, if only to wait for a device."""
         return all(task.done for task in self._needs)
 
-    def is_ready(self) -> bool:
-        """Return whether it has nothing to wait for."""
+    def is_due(self) -> bool:
+        """Return whether it has nothing to wait for but room."""
         while self._events and self._events[0].query():
             del self._events[0]
         return not self._events and self.is_possible()
+
+    def is_ready(self) -> bool:
+        """Return whether it has nothing to wait for."""
+        return self.is_due() and self._has_room()
 
 
 class Worker:
@@ -159,9 +169,10 @@ class Worker:
         If all wait for a device, that is what was queued first: its gradients come first.
         """
         by_urgency = sorted(self._queue, key=lambda task: (task.urgency, task.place))
-        ready = next(filter(Task.is_ready, by_urgency), None)
-        if ready is not None:
-            return ready
+        for can_begin in (Task.is_ready, Task.is_due):
+            found = next(filter(can_begin, by_urgency), None)
+            if found is not None:
+                return found
         waiting = (task for task in self._queue if task.urgency != Urgency.RETURN)
         return next(filter(Task.is_possible, waiting), None) or next(
             filter(Task.is_possible, by_urgency)
