@@ -64,8 +64,9 @@ class Lanes:
         """Copy to host memory what the current stream makes; the event is for the host to await."""
         if self._out is not None:
             self._out.wait_stream(torch.cuda.current_stream(self.device))
-            for copy in copies:  # whoever drops them need not wait
-                copy.source.record_stream(self._out)
+            for copy in copies:
+                if copy.source.is_cuda:  # else the parameter has left the device meanwhile
+                    copy.source.record_stream(self._out)  # whoever drops it need not wait
         return self._run(copies, self._out, OUT)
 
     def hold_back(self) -> None:

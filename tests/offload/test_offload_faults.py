@@ -314,7 +314,8 @@ def test_a_fork_cannot_step_and_the_parent_goes_on(when, monkeypatch):
         fresh.check_hastened(4)
         fresh.ours.close()
 
-    assert in_child(other) == ""
+    if not torch.cuda.is_initialized():  # else torch has no backward in a fork
+        assert in_child(other) == ""
     if gate:
         gate.open()
     if when == "under way":
