@@ -18,7 +18,8 @@ def host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
     made = []
     for tensor, size, begin in zip(tensors, sizes, _begins(sizes), strict=True):
         flat = memory[begin : begin + size].view(tensor.dtype)
-        made.append(flat.as_strided(tensor.shape, tensor.stride()))
+        # With version counters of their own: that of a view counts writes to all of the memory.
+        made.append(flat.as_strided(tensor.shape, tensor.stride()).data)
     return made
 
 

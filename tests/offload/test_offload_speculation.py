@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from offload_cases import FORMATS, Pair, await_ahead, finish, same_values, warm
+from offload_cases import FORMATS, Pair, await_ahead, finish, same_values, small_parts, warm
 from optim_cases import BF16, assert_same_bits, make_params, on_each_device, snapshot
 
 
@@ -20,6 +20,19 @@ def test_nobody_sees_a_step_ahead(device, name):
         for key, value in entry.items():
             assert torch.equal(value, saved["state"][i][key]), key
     finish(pair, validated=1)
+
+
+@on_each_device
+def test_a_bucket_does_not_take_the_writes_of_others_for_writes_to_its_weights(device, monkeypatch):
+    """It would make its masters anew, which takes longer than the step."""
+    small_parts(monkeypatch, most=192)
+    pair = warm(device, params=make_params(device, BF16), master="float32")
+    assert len(pair.ours._pipeline._buckets) > 2
+    made = []
+    where = torch.where
+    monkeypatch.setattr(torch, "where", lambda *arguments: made.append(1) or where(*arguments))
+    pair.train(3, max_norm=0.01)  # so that none is stepped ahead
+    assert not made
 
 
 @on_each_device
