@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "common/chunks.h"
-#include "common/torch/shared_for.h"
+#include "optimizers/shared_for_ops.h"
 #include "optimizers/skipped.h"
 #include "optimizers/step.h"
 

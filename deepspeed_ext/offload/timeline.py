@@ -150,7 +150,7 @@ class Timeline:
                 for span in spans
                 if span.name == name and span.end > begin and span.begin < end
             ]
-            axes.broken_barh(bars, (height - 0.35, 0.7), color=color, edgecolor="white")
+            axes.broken_barh(bars, (height - 0.35, 0.7), color=color, edgecolor="white", lw=0.2)
         axes.set(title=title, xlabel="milliseconds", xlim=(0, 1e3 * (end - begin)))
         axes.set_yticks(range(len(lines)), list(lines))
         axes.invert_yaxis()
