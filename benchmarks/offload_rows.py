@@ -54,6 +54,8 @@ def _rows() -> dict[str, Row]:
         found[f"freed-{form}"] = Row(f"step, {state}, {FREED}", names, form)
         names = (ours(form), TORCHAO, fsdp("bf16"), fsdp("fp32"))
         found[f"others-{form}"] = Row(f"step, {state}, beside others", names, form)
+        # For models whose state fits nowhere else: --rows only-compact --layers 40 --width 5120
+        found[f"only-{form}"] = Row(f"step, {state}, beside nothing", (ours(form),), form)
         names = (ours(form, ACCUMULATED), on_gpu(form, ACCUMULATED))
         found[f"accumulate-{form}"] = Row(f"step, {state}, {ACCUMULATED}", names, form)
     return found
