@@ -191,18 +191,21 @@ def call_of(
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the calls of our ops."""
+    """Notes the calls of our ops, and keeps their results."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        self.results: list[Tensor] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        found = func(*args, **(kwargs or {}))
         if func.namespace == "deepspeed_ext":
             self.calls.append((func, args, dict(kwargs or {})))
-        return func(*args, **(kwargs or {}))
+            self.results += [found] if isinstance(found, Tensor) else found
+        return found
 
 
 def recorded(call: Call) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
