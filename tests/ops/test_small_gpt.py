@@ -51,7 +51,7 @@ def loss_after_training(ops: Ops, seed: int, device: str, compiled: bool = False
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_ends_within_the_noise_of_seeds(compiled: bool, device: str) -> None:
-    """From the same weights, ours ends nearer to torch's than torch's from other weights do."""
+    """From the same weights, ours ends far nearer to torch's than torch's from other weights."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # of so little work
     try:
@@ -60,4 +60,5 @@ def test_ends_within_the_noise_of_seeds(compiled: bool, device: str) -> None:
     finally:
         torch.set_num_threads(before)
     assert max(of_torch) < 0.6 < 3.3 < SmallGpt(Torchs, LETTERS, 0)(batch(0, 8)).item()
-    assert abs(ours - of_torch[0]) < stdev(of_torch)
+    # Without the gradient of a bias or of a weight it is over half of the noise.
+    assert abs(ours - of_torch[0]) < stdev(of_torch) / 5
