@@ -53,6 +53,11 @@ def _softmax_of_heads(x: Tensor, mask: Tensor, slopes: Tensor) -> Tensor:
     return softmax(x, mask, alibi_slopes=slopes, **options)
 
 
+def _halves_gated(both: Tensor) -> Tensor:
+    n = both.shape[-1] // 2
+    return gated_activation(both[..., :n], both[..., n:])
+
+
 def _chosen(rows: int, *sizes: int, device: str) -> Tensor:
     return (make((rows, *sizes), F32, 5) > -0.5).to(device)
 
@@ -90,6 +95,7 @@ CASES = {
     "gated_activation of one tensor": Case(
         partial(gated_activation, activation="gelu", gate_last=True), lambda n: [(2 * n,)]
     ),
+    "gated_activation of halves": Case(_halves_gated, lambda n: [(2 * n,)]),
     "rope": Case(rope, lambda n: [(4, n), (2, n)], **_turned),
     "rope of q": Case(
         lambda q, *others: rope(q, None, *others, interleaved=True, scale=0.7),
@@ -103,6 +109,7 @@ CASES = {
         fixed_of_rows=lambda rows, n, device: [_chosen(rows, n, device=device)],
     ),
     "softmax with an added mask": Case(partial(softmax, scale=0.3), lambda n: [(n,), (n,)]),
+    "softmax with a mask added to all": Case(softmax, lambda n: [(n,)], lambda n: [(n,)]),
     "softmax of heads with everything": Case(
         _softmax_of_heads,
         lambda n: [(3, 5, n)],

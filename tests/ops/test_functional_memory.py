@@ -27,8 +27,10 @@ SHAPES = [(4000, 264), (1000, 1024), (257, 4096), (65, 16_384), (8, 131_072)]
 DTYPES = {"bf16": (BF16, BF16), "bf16 and fp32": (BF16, F32)}
 COUNTER = Path(__file__).parents[1] / "csrc/allocated.cpp"
 OBJECTS = 8192  # bytes of Python and of torch's graph, whatever the size of tensors
-EXCEPTED = {  # by the beginnings of what is measured
+EXCEPTED = {  # of backward; by the beginnings of what is measured
+    "gated_activation of halves, ": "torch adds up the gradients of slices",
     "softmax with an added mask, bf16 and fp32": "the gradient of a mask is cast to its dtype",
+    "softmax with a mask added to all, ": "the gradient of a mask is added up from that of scores",
     "rms_norm, ": "sums of each group of rows for the gradient of the weight",
     "rms_norm of a sum, ": "sums of each group of rows for the gradient of the weight",
 }
@@ -116,9 +118,10 @@ def test_no_more_than_a_hundredth(name: str, device: str) -> None:
     too_much = {key: value for key, value in measured(name, device).items() if max(value) > 0.01}
     reasons = set()
     for beginning, reason in EXCEPTED.items():
-        for key in [key for key in too_much if key.startswith(beginning)]:
-            del too_much[key]
-            reasons.add(reason)
+        for key, (forward, _) in list(too_much.items()):
+            if key.startswith(beginning) and forward <= 0.01:
+                del too_much[key]
+                reasons.add(reason)
     assert too_much == {}
     if reasons:
         pytest.xfail(", ".join(reasons))

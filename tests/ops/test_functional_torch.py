@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from operator import itemgetter
 
 import pytest
 import torch
@@ -44,6 +45,8 @@ def kind(value: object) -> object:
 def test_opcheck(name: str, dtypes: Sequence[torch.dtype], rows: int, n: int, device: str) -> None:
     """What a call comes to, with gradients that are wanted, and without."""
     call = call_of(CASES[name], rows, n, dtypes[0], device, others=dtypes[1])
+    if rows == 1 and "rope" not in name:  # as it is, not one of several
+        call = call.with_rows(itemgetter(0))
     wanted = {leaf.data_ptr() for leaf in call.leaves()} - {0}
     different = {repr((op, *map(kind, given), options)): (op, given, options)
                  for op, given, options in recorded(call)}  # fmt: skip
@@ -51,7 +54,7 @@ def test_opcheck(name: str, dtypes: Sequence[torch.dtype], rows: int, n: int, de
         has_gradient = "backward" not in op.name()
         for needs_grad in (False, True) if has_gradient else (False,):
             given = tuple(
-                each.detach().clone().requires_grad_(needs_grad and each.data_ptr() in wanted)
+                each.detach().requires_grad_(needs_grad and each.data_ptr() in wanted)
                 if isinstance(each, Tensor)
                 else each
                 for each in arguments
