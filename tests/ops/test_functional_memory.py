@@ -69,6 +69,7 @@ def measure(device: str, begin: Begin, most: Most) -> dict[str, list[float]]:
     """Return the shares of each case, mixture of dtypes and shape."""
     found = {}
     cases = CASES | CONTROL
+    shares(call_of(cases["softmax"], 2, 8, BF16, device), begin, most)  # what torch imports
     for name, mixture, (rows, n) in itertools.product(cases, DTYPES, SHAPES):
         width = sum(math.prod(shape) for shape in cases[name].of_rows(n)) // n
         rows = math.ceil(rows / width)
