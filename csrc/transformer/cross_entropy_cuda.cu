@@ -86,7 +86,8 @@ __global__ void __launch_bounds__(Team::kMostThreads)
     const Pointer<T> grad = call.grad.row<T>(place);
     if constexpr (kWanted == Wanted::gradients) {
       const Gradients gradients(call, place, call.stats[place], call.stats[call.rows + place]);
-      reader.once(current, following, [&](int64_t i, int count, const Values(&logits)[1]) {
+      reader.once(current, following,
+                  [&](int /*v*/, int64_t i, int count, const Values(&logits)[1]) {
         cuda::put(grad, i, count, aligned, gradients.of(logits[0], i));
       });
       if (!is_ignored) return;
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(Team::kMostThreads)
       cuda::RowPowers powers;
       float logit_sums[1] = {};
       const bool is_smooth = call.label_smoothing > 0;
-      const auto add = [&](int64_t /*i*/, int count, const Values(&logits)[1]) {
+      const auto add = [&](int /*v*/, int64_t /*i*/, int count, const Values(&logits)[1]) {
         Values scores = logits[0];
         if (is_smooth) logit_sums[0] += cuda::sum_of_lanes(scores);  // 0 beyond the row
         if (count < kRowVector) {
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(Team::kMostThreads)
       if constexpr (kWanted == Wanted::losses_and_gradients) {
         const Gradients gradients(call, place, powers.largest, sum);
         reader.second(current, following,
-                      [&](int64_t i, int count, const Values(&logits)[1], bool is_read) {
+                      [&](int /*v*/, int64_t i, int count, const Values(&logits)[1], bool is_read) {
           const Values result = is_read ? gradients.of(logits[0], i) : Values(0.0f);
           cuda::put(grad, i, count, aligned, result);
         });
