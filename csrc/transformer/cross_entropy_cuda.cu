@@ -198,10 +198,9 @@ void launch_rows(const CrossEntropy& call, const char* op, void* stream) {
   cuda::check(cudaPeekAtLastError(), op);  // of somebody before
   const auto rows = {call.logits, call.grad};
   const bool aligned = cuda::all_aligned(rows);
-  const bool same = call.grad.data == nullptr || call.grad.dtype == call.logits.dtype;
-  cuda::with_twice_read_team<1>(
-      call.rows, call.length, aligned && same && call.length % kRowVector == 0, call.logits.dtype,
-      op, [&](auto team, auto storage, const cuda::TwiceReadLaunch& launch) {
+  const bool whole = cuda::are_whole(rows, call.length, call.logits.dtype);
+  cuda::with_twice_read_team<1>(call.rows, call.length, whole, call.logits.dtype, op,
+                                [&](auto team, auto storage, const cuda::TwiceReadLaunch& launch) {
     const auto kernel = rows_kernel<decltype(team), decltype(storage), kWanted>;
     cuda::allow_shared_memory(kernel, launch, op);
     kernel<<<launch.blocks, launch.threads, launch.shared_bytes, cudaStream_t(stream)>>>(call,

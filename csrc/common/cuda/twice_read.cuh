@@ -242,6 +242,14 @@ __device__ inline void for_each_row_of_team(int64_t rows, const Body& body) {
   }
 }
 
+// Whether all that are present have this dtype, and can be accessed in whole vectors.
+inline bool are_whole(std::initializer_list<Rows> all, int64_t length, Dtype dtype) {
+  const bool same = std::all_of(all.begin(), all.end(), [&](const Rows& rows) {
+    return rows.data == nullptr || rows.dtype == dtype;
+  });
+  return same && all_aligned(all) && length % kRowVector == 0;
+}
+
 struct TwiceReadLaunch {
   unsigned blocks;
   int threads, shared_bytes;
