@@ -11,10 +11,10 @@ namespace dsx {
 
 namespace {
 
+using cuda::FetchedVectors;
 using cuda::Floats;
 using cuda::kCount;
 using cuda::kThreads;
-using cuda::kVectors;
 using cuda::kWarp;
 using cuda::Place;
 using cuda::Vector;
@@ -33,22 +33,14 @@ template <class T>
 __global__ void __launch_bounds__(kThreads)
     activation_kernel(const __grid_constant__ BiasActivation call, bool aligned,
                       bool bias_aligned) {
-  Place places[kVectors];
-  Vector<T> x[kVectors];
-#pragma unroll
-  for (int k = 0; k < kVectors; ++k) {
-    const Place& at = places[k] = cuda::place_of_vector<T>(call.rows, call.length, k);
-    if (at.count > 0) x[k] = cuda::fetch_at<T>(call.x, at, aligned);
-  }
+  using Vectors = FetchedVectors<T, 1>;
+  const Vectors vectors(call.rows, call.length, {&call.x}, aligned);
   with_activation(call.activation, [&](auto activation) {
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const Place& at = places[k];
-      if (at.count == 0) continue;
-      const auto value = floats_of(x[k]) + bias_at<T>(call.bias, at.i, at.count, bias_aligned);
+    vectors.for_each([&](const Place& at, const typename Vectors::Values(&x)[1]) {
+      const auto value = x[0] + bias_at<T>(call.bias, at.i, at.count, bias_aligned);
       cuda::put(call.out.row<T>(at.row), at.i, at.count, aligned,
                 activation.at(value, Floats<kCount<T>>(0.0f)).value);
-    }
+    });
   });
 }
 
@@ -56,24 +48,14 @@ template <class T>
 __global__ void __launch_bounds__(kThreads)
     backward_kernel(const __grid_constant__ BiasActivationBackward call, bool aligned,
                     bool bias_aligned) {
-  Place places[kVectors];
-  Vector<T> x[kVectors], grad[kVectors];
-#pragma unroll
-  for (int k = 0; k < kVectors; ++k) {
-    const Place& at = places[k] = cuda::place_of_vector<T>(call.rows, call.length, k);
-    if (at.count == 0) continue;
-    x[k] = cuda::fetch_at<T>(call.x, at, aligned);
-    grad[k] = cuda::fetch_at<T>(call.grad_out, at, aligned);
-  }
+  using Vectors = FetchedVectors<T, 2>;
+  const Vectors vectors(call.rows, call.length, {&call.x, &call.grad_out}, aligned);
   with_activation(call.activation, [&](auto activation) {
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const Place& at = places[k];
-      if (at.count == 0) continue;
-      const auto value = floats_of(x[k]) + bias_at<T>(call.bias, at.i, at.count, bias_aligned);
+    vectors.for_each([&](const Place& at, const typename Vectors::Values(&values)[2]) {
+      const auto value = values[0] + bias_at<T>(call.bias, at.i, at.count, bias_aligned);
       cuda::put(call.grad_x.row<T>(at.row), at.i, at.count, aligned,
-                activation.at(value, floats_of(grad[k])).grad);
-    }
+                activation.at(value, values[1]).grad);
+    });
   });
 }
 

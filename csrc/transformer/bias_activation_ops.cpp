@@ -2,17 +2,14 @@
 // deepspeed_ext/ops/transformer/bias_activation.py.
 #include "transformer/bias_activation_ops.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <memory>
 
 #include "common/math.h"
+#include "transformer/activation_ops_cpu.h"
 
 namespace dsx {
 namespace {
-
-constexpr int64_t kElementsPerThread = 32768;  // some 10 us: less is not worth a thread
 
 // Of things that have so many elements each.
 int64_t grain_of(int64_t elements) {
@@ -21,10 +18,7 @@ int64_t grain_of(int64_t elements) {
 
 struct Cpu {
   static void run(const BiasActivation& call, int /*device*/) {
-    const Isa isa = current_isa();  // may throw, and nothing may throw in a parallel region
-    torch::stable::parallel_for(
-        0, call.rows * call.length, kElementsPerThread,
-        [&](int64_t begin, int64_t end) { bias_activation_cpu(isa, call, begin, end); });
+    for_all_elements(call, &bias_activation_cpu);
   }
 
   static void run_backward(BiasActivationBackward call, Rows grad_bias, int /*device*/) {
