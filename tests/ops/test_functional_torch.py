@@ -39,8 +39,10 @@ def kind(value: object) -> object:
     return value
 
 
-@pytest.mark.parametrize(("rows", "n"), [(3, 40), (0, 8), (1, 41)])
-@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F16)], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "n", "dtypes"),
+    [(3, 40, (F32, F32)), (3, 41, (BF16, F16)), (0, 8, (F32, BF16)), (1, 41, (F16, F16))],
+)
 @each_case
 def test_opcheck(name: str, dtypes: Sequence[torch.dtype], rows: int, n: int, device: str) -> None:
     """What a call comes to, with gradients that are wanted, and without."""

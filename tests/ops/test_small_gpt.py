@@ -1,7 +1,6 @@
 """A small GPT learns with our ops what it learns with torch's."""
 
 from functools import cache
-from statistics import stdev
 
 import pytest
 import torch
@@ -55,10 +54,11 @@ def test_ends_within_the_noise_of_seeds(compiled: bool, device: str) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # of so little work
     try:
-        of_torch = [loss_after_training(Torchs, seed, device) for seed in range(3)]
+        of_torch = [loss_after_training(Torchs, seed, device) for seed in range(2)]
         ours = loss_after_training(Ours, 0, device, compiled)
     finally:
         torch.set_num_threads(before)
     assert max(of_torch) < 0.6 < 3.3 < SmallGpt(Torchs, LETTERS, 0)(batch(0, 8)).item()
-    # Without the gradient of a bias or of a weight it is over half of the noise.
-    assert abs(ours - of_torch[0]) < stdev(of_torch) / 5
+    noise = abs(of_torch[1] - of_torch[0])
+    # Without the gradient of a bias or of a weight it ends a third of that away.
+    assert abs(ours - of_torch[0]) < noise / 5
