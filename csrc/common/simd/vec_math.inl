@@ -2,14 +2,14 @@
 // hold for all floats, which test_vec_math.cpp goes through; in units in the last place.
 
 // 1.5 at most. Of 0 it is infinity, of a negative number NaN.
-DSX_FORMULA Vec rsqrt(Vec a) { return Vec(1.0f) / sqrt(a); }
+DSX_INLINE Vec rsqrt(Vec a) { return Vec(1.0f) / sqrt(a); }
 
 // a as k ln 2 + r, of which r is up to half of ln 2, of either sign.
 struct Reduced {
   Vec shifted;  // has k in its lowest bits
   Vec k, r;
 
-  DSX_FORMULA explicit Reduced(Vec a) {
+  DSX_INLINE explicit Reduced(Vec a) {
     const Vec kToInteger = Vec(0x1.8p23f);  // added, it leaves the nearest integer
     shifted = multiply_add(a, Vec(1.44269504f), kToInteger);
     k = shifted - kToInteger;
@@ -18,7 +18,7 @@ struct Reduced {
   }
 
   // e^r: the polynomial of Cephes' expf.
-  DSX_FORMULA Vec power() const {
+  DSX_INLINE Vec power() const {
     Vec p = Vec(1.9875691500e-4f);
     p = multiply_add(p, r, Vec(1.3981999507e-3f));
     p = multiply_add(p, r, Vec(8.3334519073e-3f));
@@ -31,7 +31,7 @@ struct Reduced {
 };
 
 // 1.1 at most, also where the result is subnormal; 0 and infinity beyond.
-DSX_FORMULA Vec exp(Vec a) {
+DSX_INLINE Vec exp(Vec a) {
   // Whose results are 0 and infinity.
   const Reduced reduced(at_most(at_least(a, -105.0f), 90.0f));
   return times_power_of_2(reduced.power(), reduced.k);
@@ -39,19 +39,19 @@ DSX_FORMULA Vec exp(Vec a) {
 
 // The same for numbers that are not above 0, in two thirds of the time: 1.1 at most, and 0 instead
 // of what is below 2^-126.
-DSX_FORMULA Vec exp_of_negative(Vec a) {
+DSX_INLINE Vec exp_of_negative(Vec a) {
   const Reduced reduced(a);
   const Vec power_of_2 = float_of(shift_left<23>(bits_of(reduced.shifted) + Ints(127u)));
   return select(a < Vec(-87.3365402f), Vec(0.0f), reduced.power() * power_of_2);
 }
 
 // 1 / (1 + e^-a), 2.6 at most; 0 instead of what is below 2^-126.
-DSX_FORMULA Vec sigmoid(Vec a) { return Vec(1.0f) / (Vec(1.0f) + exp(-a)); }
+DSX_INLINE Vec sigmoid(Vec a) { return Vec(1.0f) / (Vec(1.0f) + exp(-a)); }
 
 // 0.9 at most. Of 0 it is -infinity, of a negative number NaN. With a = 2^k m and m from sqrt(1/2)
 // to sqrt(2), ln m is that of (1 + s) / (1 - s), a series in s; its coefficients are those of
 // fdlibm's logf.
-DSX_FORMULA Vec log(Vec a) {
+DSX_INLINE Vec log(Vec a) {
   const Mask small = a < Vec(0x1p-126f);  // subnormal, or out of the function's domain
   const Ints normal = bits_of(select(small, a * Vec(0x1p25f), a));
   const Ints kRootOfHalf(0x3f3504f3u), kOne(0x3f800000u);
@@ -74,6 +74,6 @@ DSX_FORMULA Vec log(Vec a) {
 }
 
 // What special_functions.inl and formulas need besides, where CUDA has shorter ways.
-DSX_FORMULA Vec reciprocal(Vec a) { return Vec(1.0f) / a; }
-DSX_FORMULA Vec bell(Vec a) { return exp(a * a * Vec(-0.5f)); }  // e^(-a^2 / 2)
-DSX_FORMULA Vec rough_sigmoid(Vec a) { return sigmoid(a); }
+DSX_INLINE Vec reciprocal(Vec a) { return Vec(1.0f) / a; }
+DSX_INLINE Vec bell(Vec a) { return exp(a * a * Vec(-0.5f)); }  // e^(-a^2 / 2)
+DSX_INLINE Vec rough_sigmoid(Vec a) { return sigmoid(a); }
