@@ -4,17 +4,20 @@ from .errors import BuildError
 from .spec import OpSpec
 
 
-def _op(library: str, op: str) -> OpSpec:
-    """Return the library of one op, such as optimizers/adam, for the device that its name says."""
+def _op(library: str, op: str, *more: str) -> OpSpec:
+    """Return the library of one op, such as optimizers/adam, for the device that its name says.
+
+    `more` sources are compiled beside the usual ones.
+    """
     family, _, name = op.partition("/")
     check = f"deepspeed_ext.ops.{family}.self_checks:{name}"
     if library.startswith("cpu"):
-        sources = (f"{op}_ops.cpp", f"{op}_cpu.cpp", "common/simd/isa.cpp")
+        sources = (f"{op}_ops.cpp", f"{op}_cpu.cpp", "common/simd/isa.cpp", *more)
         return OpSpec(name=library, device="cpu", sources=sources, self_check=check)
     return OpSpec(
         name=library,
         device="cuda",
-        sources=(f"{op}_cuda.cu", f"{op}_ops_cuda.cpp"),
+        sources=(f"{op}_cuda.cu", *more, f"{op}_ops_cuda.cpp"),
         needs=("torch", "cuda"),
         self_check=check,
     )
@@ -71,7 +74,7 @@ OPS: tuple[OpSpec, ...] = (
     _op("cpu_rope", "transformer/rope"),
     _op("fused_rope", "transformer/rope"),
     _op("cpu_softmax", "transformer/softmax"),
-    _op("fused_softmax", "transformer/softmax"),
+    _op("fused_softmax", "transformer/softmax", "transformer/softmax_backward_cuda.cu"),
     _op("cpu_cross_entropy", "transformer/cross_entropy"),
     _op("fused_cross_entropy", "transformer/cross_entropy"),
     OpSpec(

@@ -5,10 +5,14 @@
 #include <cstdint>
 #include <cstring>
 
+// A formula is DSX_INLINE: in line in every loop, though that is more than compilers reckon worth
+// it where a file has many; a call of a function of vectors takes as long as many of these.
 #ifdef __CUDACC__
 #define DSX_HOST_DEVICE __host__ __device__
+#define DSX_INLINE __host__ __device__ inline
 #else
 #define DSX_HOST_DEVICE
+#define DSX_INLINE __attribute__((always_inline)) inline
 #endif
 
 namespace dsx {

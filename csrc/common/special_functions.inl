@@ -11,7 +11,7 @@
 
 // The value of a polynomial in x, whose coefficients begin with that of the highest power.
 template <class V, class... Coefficients>
-DSX_HOST_DEVICE inline V polynomial(const V& x, float highest, Coefficients... others) {
+DSX_INLINE V polynomial(const V& x, float highest, Coefficients... others) {
   V value(highest);
   ((value = multiply_add(value, x, V(others))), ...);
   return value;
@@ -20,7 +20,7 @@ DSX_HOST_DEVICE inline V polynomial(const V& x, float highest, Coefficients... o
 // e^(t^2 / 2) times the part of the normal distribution beyond t, of t >= 0: a smooth function, so
 // that what it is multiplied with has all of the decline. Off by 8 x 2^-24 of it at most.
 template <class V>
-DSX_HOST_DEVICE inline V scaled_normal_tail(const V& t) {
+DSX_INLINE V scaled_normal_tail(const V& t) {
   const V q = reciprocal(multiply_add(t, V(0.35f), V(1.0f)));
   return q * polynomial(q, -0.029159496f, 0.14403889f, -0.2558558f, 0.15933926f, -0.023226133f,
                         0.10555848f, 0.11981973f, 0.13986373f, 0.13962129f);
@@ -32,7 +32,7 @@ struct Normal {
   V distribution, density;
 };
 template <class V>
-DSX_HOST_DEVICE inline Normal<V> normal(const V& x) {
+DSX_INLINE Normal<V> normal(const V& x) {
   const V e = bell(x);
   const V tail = e * scaled_normal_tail(abs(x));
   return {select(x < V(0.0f), tail, V(1.0f) - tail), e * V(0.39894228f)};
@@ -40,12 +40,12 @@ DSX_HOST_DEVICE inline Normal<V> normal(const V& x) {
 
 // With the sign of `sign`, which may be a zero or NaN; a is not negative.
 template <class V>
-DSX_HOST_DEVICE inline V with_sign_of(const V& sign, const V& a) {
+DSX_INLINE V with_sign_of(const V& sign, const V& a) {
   return select(sign < V(0.0f), -a, a);
 }
 
 template <class V>
-DSX_HOST_DEVICE inline V erf(const V& a) {
+DSX_INLINE V erf(const V& a) {
   const V magnitude = abs(a), square = a * a;
   const V small = a * polynomial(square, 7.853858e-5f, -8.0101925e-4f, 5.1883277e-3f, -0.026853811f,
                                  0.112835854f, -0.37612626f, 1.1283791f);
@@ -54,7 +54,7 @@ DSX_HOST_DEVICE inline V erf(const V& a) {
 }
 
 template <class V>
-DSX_HOST_DEVICE inline V tanh(const V& a) {
+DSX_INLINE V tanh(const V& a) {
   const V magnitude = abs(a), square = a * a;
   const V rest =
       polynomial(square, -5.7049785e-3f, 0.020639079f, -0.05373971f, 0.13331442f, -0.3333328f);
@@ -65,13 +65,13 @@ DSX_HOST_DEVICE inline V tanh(const V& a) {
 
 // Of angles up to pi / 4 in magnitude.
 template <class V>
-DSX_HOST_DEVICE inline V small_sin(const V& a) {
+DSX_INLINE V small_sin(const V& a) {
   const V square = a * a;
   const V rest = polynomial(square, -1.9515217e-4f, 8.33216e-3f, -0.16666655f);
   return multiply_add(a * square, rest, a);
 }
 template <class V>
-DSX_HOST_DEVICE inline V small_cos(const V& a) {
+DSX_INLINE V small_cos(const V& a) {
   const V square = a * a;
   const V rest = polynomial(square, 2.443308e-5f, -1.3887315e-3f, 0.041666646f);
   return multiply_add(square * square, rest, V(1.0f) - square * V(0.5f));

@@ -9,7 +9,7 @@ struct Activated {
 // Ramachandran, Zoph & Le, "Searching for Activation Functions", 2017, with beta 1.
 struct Silu {
   template <class V>
-  DSX_HOST_DEVICE static Activated<V> at(const V& x, const V& grad) {
+  DSX_INLINE static Activated<V> at(const V& x, const V& grad) {
     const V s = sigmoid(x);  // which has the derivative s (1 - s)
     const V value = x * s;
     return {value, grad * (s + value * (V(1.0f) - s))};
@@ -20,7 +20,7 @@ struct Silu {
 // and erf cancel, the distribution does not.
 struct Gelu {
   template <class V>
-  DSX_HOST_DEVICE static Activated<V> at(const V& x, const V& grad) {
+  DSX_INLINE static Activated<V> at(const V& x, const V& grad) {
     const auto n = normal(x);
     return {x * n.distribution, grad * multiply_add(x, n.density, n.distribution)};
   }
@@ -29,7 +29,7 @@ struct Gelu {
 // (1 + tanh(u)) / 2 is sigmoid(2 u).
 struct GeluTanh {
   template <class V>
-  DSX_HOST_DEVICE static Activated<V> at(const V& x, const V& grad) {
+  DSX_INLINE static Activated<V> at(const V& x, const V& grad) {
     constexpr float kLinear = 1.5957691f, kCubic = 0.071354816f;  // sqrt(8 / pi), 0.044715 of it
     const V square = at_most(x * x, 256.0f);  // beyond, s is 0 or 1; keeps the slope finite
     const V s = rough_sigmoid(x * multiply_add(square, V(kCubic), V(kLinear)));
@@ -41,7 +41,7 @@ struct GeluTanh {
 
 struct GeluQuick {
   template <class V>
-  DSX_HOST_DEVICE static Activated<V> at(const V& x, const V& grad) {
+  DSX_INLINE static Activated<V> at(const V& x, const V& grad) {
     const V s = rough_sigmoid(x * V(1.702f));
     const V value = x * s;
     return {value, grad * multiply_add(value * (V(1.0f) - s), V(1.702f), s)};
@@ -50,7 +50,7 @@ struct GeluQuick {
 
 struct Relu {
   template <class V>
-  DSX_HOST_DEVICE static Activated<V> at(const V& x, const V& grad) {
+  DSX_INLINE static Activated<V> at(const V& x, const V& grad) {
     return {max(x, V(0.0f)), select(x <= V(0.0f), V(0.0f), grad)};
   }
 };

@@ -12,6 +12,17 @@ inline Activation activation_of(const char* op, int64_t number) {
   return Activation(number);
 }
 
+// What an op is called with, but for its tensors; `view` is that of the first one.
+template <class Call>
+Call call_over(const char* op, const Item& item, const TensorView& view, int64_t activation) {
+  const RowShape shape(op, item, view);
+  Call call = {};
+  call.activation = activation_of(op, activation);
+  call.rows = shape.rows;
+  call.length = shape.length;
+  return call;
+}
+
 // Rows that all follow each other without a gap are as good as a single long one.
 template <class Call>
 void join_rows(Call& call, std::initializer_list<const Rows*> all) {

@@ -11,8 +11,8 @@ void bias_activation_cpu(Isa isa, const BiasActivation& call, int64_t begin, int
 }
 
 void bias_activation_backward_cpu(Isa isa, const BiasActivationBackward& call, int64_t begin,
-                                  int64_t end, float* partials) {
-  DSX_DISPATCH_ISA(isa, backward_of_tiles(call, begin, end, partials));
+                                  int64_t end) {
+  DSX_DISPATCH_ISA(isa, backward_of_tiles(call, begin, end));
 }
 
 void add_bias_partials_cpu(Isa isa, const float* partials, int64_t groups, int64_t length,

@@ -23,10 +23,10 @@ inline void activate_elements(const BiasActivation& call, int64_t begin, int64_t
   for_each_block(call.length, begin, end, activate_block);
 }
 
-// Adds to `partial` what `count` elements of this row, from number i on, add to the gradient of the
-// bias; the first row of a group overwrites it.
+// Adds `count` elements of this row, from number i on, to `sums` unless it is null; the first row
+// of a group overwrites it.
 inline void backward_of_block(const BiasActivationBackward& call, int64_t row, int64_t i, int count,
-                              float* partial, bool first) {
+                              float* sums, bool first) {
   Block blocks[4];
   const float* x = read_floats(call.x.row<Any>(row) + i, count, blocks[0]);
   const float* grad = read_floats(call.grad_out.row<Any>(row) + i, count, blocks[1]);
@@ -40,28 +40,33 @@ inline void backward_of_block(const BiasActivationBackward& call, int64_t row, i
       if (bias) value = value + Vec::load(bias + k, lanes);
       const Vec result = activation.at(value, Vec::load(grad + k, lanes)).grad;
       result.store(grad_x + k, lanes);
-      if (partial == nullptr) return;
-      (first ? result : Vec::load(partial + k, lanes) + result).store(partial + k, lanes);
+      if (sums == nullptr) return;
+      (first ? result : Vec::load(sums + k, lanes) + result).store(sums + k, lanes);
     });
   });
   write_floats(target, count, blocks[3]);
 }
 
-inline void backward_of_tiles(const BiasActivationBackward& call, int64_t begin, int64_t end,
-                              float* partials) {
+inline void backward_of_tiles(const BiasActivationBackward& call, int64_t begin, int64_t end) {
+  float sums[kColumnsOfTile];
+  const bool wanted = call.sums.data != nullptr;
   const int64_t tiles_of_group = ceil_div(call.length, kColumnsOfTile);
   for (int64_t tile = begin; tile < end; ++tile) {
     const int64_t group = tile / tiles_of_group, column = tile % tiles_of_group * kColumnsOfTile;
     const int64_t left = call.length - column, first = group * kRowsOfGroup;
     const int64_t columns = left < kColumnsOfTile ? left : kColumnsOfTile;
     const int64_t last = first + kRowsOfGroup < call.rows ? first + kRowsOfGroup : call.rows;
-    float* partial = partials == nullptr ? nullptr : partials + group * call.length;
     for (int64_t row = first; row < last; ++row) {
       for (int64_t i = column; i < column + columns; i += kBlock) {
         const int64_t here = column + columns - i;
         backward_of_block(call, row, i, int(here < kBlock ? here : kBlock),
-                          partial ? partial + i : nullptr, row == first);
+                          wanted ? sums + (i - column) : nullptr, row == first);
       }
     }
+    if (!wanted) continue;
+    const Pointer<Any> target = call.sums.row<Any>(group) + column;
+    for_each_vector(0, columns, [&](int64_t k, int lanes) {
+      Vec::load(sums + k, lanes).store(target + k, lanes);
+    });
   }
 }

@@ -2,17 +2,14 @@
 // deepspeed_ext/ops/transformer/bias_activation.py.
 #include "transformer/bias_activation_ops.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <memory>
 
 #include "common/math.h"
+#include "transformer/activation_ops_cpu.h"
 
 namespace dsx {
 namespace {
-
-constexpr int64_t kElementsPerThread = 32768;  // some 10 us: less is not worth a thread
 
 // Of things that have so many elements each.
 int64_t grain_of(int64_t elements) {
@@ -21,27 +18,27 @@ int64_t grain_of(int64_t elements) {
 
 struct Cpu {
   static void run(const BiasActivation& call, int /*device*/) {
-    const Isa isa = current_isa();  // may throw, and nothing may throw in a parallel region
-    torch::stable::parallel_for(
-        0, call.rows * call.length, kElementsPerThread,
-        [&](int64_t begin, int64_t end) { bias_activation_cpu(isa, call, begin, end); });
+    for_all_elements(call, &bias_activation_cpu);
   }
 
-  static void run_backward(const BiasActivationBackward& call, Rows grad_bias, int /*device*/) {
+  static void run_backward(BiasActivationBackward call, Rows grad_bias, int /*device*/) {
     const Isa isa = current_isa();
     const int64_t groups = ceil_div(call.rows, kRowsOfGroup);
-    std::unique_ptr<float[]> memory;
-    if (grad_bias.data != nullptr) memory.reset(new float[size_t(groups * call.length)]);
-    float* partials = memory.get();  // null: not wanted
+    std::unique_ptr<float[]> partials;
+    call.sums = grad_bias;
+    if (grad_bias.data != nullptr && groups != 1) {
+      partials.reset(new float[size_t(groups * call.length)]);
+      call.sums = {partials.get(), call.length, Dtype::float32};
+    }
     const int64_t tiles = groups * ceil_div(call.length, kColumnsOfTile);
     const int64_t of_tile =
         std::min(call.rows, kRowsOfGroup) * std::min(call.length, kColumnsOfTile);
     torch::stable::parallel_for(0, tiles, grain_of(of_tile), [&](int64_t begin, int64_t end) {
-      bias_activation_backward_cpu(isa, call, begin, end, partials);
+      bias_activation_backward_cpu(isa, call, begin, end);
     });
-    if (grad_bias.data == nullptr) return;
+    if (partials == nullptr) return;
     torch::stable::parallel_for(0, call.length, grain_of(groups), [&](int64_t begin, int64_t end) {
-      add_bias_partials_cpu(isa, partials, groups, call.length, begin, end, grad_bias);
+      add_bias_partials_cpu(isa, partials.get(), groups, call.length, begin, end, grad_bias);
     });
   }
 };

@@ -16,14 +16,10 @@ template <class Device>
 Tensor bias_activation(const Tensor& x, const OptionalTensor& bias, int64_t activation) {
   constexpr const char* op = "bias_activation";
   const TensorView view(x.get());
-  const RowShape shape(op, {"x"}, view);
+  auto call = call_over<BiasActivation>(op, {"x"}, view, activation);
   RowReader reader(op);
-  BiasActivation call = {};
-  call.activation = activation_of(op, activation);
-  call.rows = shape.rows;
-  call.length = shape.length;
   call.x = reader.read({"x"}, view);
-  call.bias = reader.read_vector({"bias"}, bias, shape.length, view);
+  call.bias = reader.read_vector({"bias"}, bias, call.length, view);
   NewRows out(view, call.x.dtype);
   call.out = out.rows;
   if (call.bias.data == nullptr) join_rows(call, {&call.x, &call.out});
@@ -38,17 +34,13 @@ std::tuple<Tensor, Tensor> bias_activation_backward(const Tensor& grad_out, cons
                                                     bool needs_grad_bias) {
   constexpr const char* op = "bias_activation_backward";
   const TensorView view(x.get());
-  const RowShape shape(op, {"x"}, view);
+  auto call = call_over<BiasActivationBackward>(op, {"x"}, view, activation);
   RowReader reader(op);
-  BiasActivationBackward call = {};
-  call.activation = activation_of(op, activation);
-  call.rows = shape.rows;
-  call.length = shape.length;
   call.grad_out = reader.read({"grad_out"}, grad_out, view);
   call.x = reader.read({"x"}, view);
-  call.bias = reader.read_vector({"bias"}, bias, shape.length, view);
+  call.bias = reader.read_vector({"bias"}, bias, call.length, view);
   const bool has_grad_bias = needs_grad_bias && bias.has_value();
-  const int64_t bias_length = has_grad_bias ? shape.length : 0;
+  const int64_t bias_length = has_grad_bias ? call.length : 0;
   NewRows grad_x(view, call.x.dtype);
   call.grad_x = grad_x.rows;
   Tensor grad_bias = new_tensor(&bias_length, 1, torch_code(call.bias.dtype), view);

@@ -14,13 +14,19 @@ struct Cuda {
     bias_activation_cuda(call, current_cuda_stream(device));
   }
 
-  static void run_backward(const BiasActivationBackward& call, Rows grad_bias, int device) {
+  static void run_backward(BiasActivationBackward call, Rows grad_bias, int device) {
     const torch::stable::accelerator::DeviceGuard guard(device);
-    const bool wanted = grad_bias.data != nullptr;
-    const int64_t floats = wanted ? bias_activation_backward_workspace(call) : 0;
-    const torch::stable::Tensor workspace = cuda_workspace(floats * int64_t(sizeof(float)), device);
-    bias_activation_backward_cuda(call, grad_bias, static_cast<float*>(workspace.data_ptr()),
-                                  current_cuda_stream(device));
+    void* stream = current_cuda_stream(device);
+    const int64_t groups = bias_activation_groups_cuda(call.rows);
+    call.sums = grad_bias;
+    if (grad_bias.data == nullptr || groups == 1)
+      return bias_activation_backward_cuda(call, stream);
+    const torch::stable::Tensor workspace =
+        cuda_workspace(groups * call.length * int64_t(sizeof(float)), device);
+    float* partials = static_cast<float*>(workspace.data_ptr());
+    call.sums = {partials, call.length, Dtype::float32};
+    bias_activation_backward_cuda(call, stream);
+    add_bias_partials_cuda(partials, groups, call.length, grad_bias, stream);
   }
 };
 

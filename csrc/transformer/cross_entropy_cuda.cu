@@ -86,7 +86,8 @@ __global__ void __launch_bounds__(Team::kMostThreads)
     const Pointer<T> grad = call.grad.row<T>(place);
     if constexpr (kWanted == Wanted::gradients) {
       const Gradients gradients(call, place, call.stats[place], call.stats[call.rows + place]);
-      reader.once(current, following, [&](int64_t i, int count, const Values(&logits)[1]) {
+      reader.once(current, following,
+                  [&](int /*v*/, int64_t i, int count, const Values(&logits)[1]) {
         cuda::put(grad, i, count, aligned, gradients.of(logits[0], i));
       });
       if (!is_ignored) return;
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(Team::kMostThreads)
       cuda::RowPowers powers;
       float logit_sums[1] = {};
       const bool is_smooth = call.label_smoothing > 0;
-      const auto add = [&](int64_t /*i*/, int count, const Values(&logits)[1]) {
+      const auto add = [&](int /*v*/, int64_t /*i*/, int count, const Values(&logits)[1]) {
         Values scores = logits[0];
         if (is_smooth) logit_sums[0] += cuda::sum_of_lanes(scores);  // 0 beyond the row
         if (count < kRowVector) {
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(Team::kMostThreads)
       if constexpr (kWanted == Wanted::losses_and_gradients) {
         const Gradients gradients(call, place, powers.largest, sum);
         reader.second(current, following,
-                      [&](int64_t i, int count, const Values(&logits)[1], bool is_read) {
+                      [&](int /*v*/, int64_t i, int count, const Values(&logits)[1], bool is_read) {
           const Values result = is_read ? gradients.of(logits[0], i) : Values(0.0f);
           cuda::put(grad, i, count, aligned, result);
         });
@@ -197,10 +198,9 @@ void launch_rows(const CrossEntropy& call, const char* op, void* stream) {
   cuda::check(cudaPeekAtLastError(), op);  // of somebody before
   const auto rows = {call.logits, call.grad};
   const bool aligned = cuda::all_aligned(rows);
-  const bool same = call.grad.data == nullptr || call.grad.dtype == call.logits.dtype;
-  cuda::with_twice_read_team<1>(
-      call.rows, call.length, aligned && same && call.length % kRowVector == 0, call.logits.dtype,
-      op, [&](auto team, auto storage, const cuda::TwiceReadLaunch& launch) {
+  const bool whole = cuda::are_whole(rows, call.length, call.logits.dtype);
+  cuda::with_twice_read_team<1>(call.rows, call.length, whole, call.logits.dtype, op,
+                                [&](auto team, auto storage, const cuda::TwiceReadLaunch& launch) {
     const auto kernel = rows_kernel<decltype(team), decltype(storage), kWanted>;
     cuda::allow_shared_memory(kernel, launch, op);
     kernel<<<launch.blocks, launch.threads, launch.shared_bytes, cudaStream_t(stream)>>>(call,

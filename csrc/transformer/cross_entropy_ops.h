@@ -55,13 +55,7 @@ struct CrossEntropyReader {
     check(same, op, ": target has shape ", Integers{got.sizes, got.dim}, ", expected ",
           Integers{view.sizes, view.dim - 1});
     check_memory(op, item, got);
-    bool contiguous = true;
-    int64_t stride = 1;
-    for (int64_t i = got.dim - 1; i >= 0; --i) {
-      contiguous = contiguous && (got.sizes[i] == 1 || got.strides[i] == stride);
-      stride *= got.sizes[i];
-    }
-    targets = contiguous ? target : contiguous_copy(got);
+    targets = got.is_contiguous() ? target : contiguous_copy(got);
     call.targets = static_cast<const int64_t*>(targets.data_ptr());
   }
 };
@@ -150,7 +144,7 @@ inline const float* read_factors(const char* op, const Tensor& tensor, const Ten
                                  int64_t& pitch, Tensor& copy) {
   const TensorView view(tensor.get());
   pitch = pitch_of_factors(op, view, rows);
-  copy = pitch == 0 ? tensor : contiguous_copy(view);
+  copy = view.is_contiguous() ? tensor : contiguous_copy(view);
   return static_cast<const float*>(copy.data_ptr());
 }
 

@@ -2,12 +2,10 @@
 // deepspeed_ext/ops/transformer/gated_activation.py.
 #include "transformer/gated_activation_ops.h"
 
-#include <torch/csrc/stable/ops.h>
+#include "transformer/activation_ops_cpu.h"
 
 namespace dsx {
 namespace {
-
-constexpr int64_t kElementsPerThread = 32768;  // some 10 us: less is not worth a thread
 
 struct Cpu {
   static void run(const GatedActivation& call, int /*device*/) {
@@ -15,16 +13,6 @@ struct Cpu {
   }
   static void run(const GatedActivationBackward& call, int /*device*/) {
     for_all_elements(call, &gated_activation_backward_cpu);
-  }
-
- private:
-  template <class Call>
-  static void for_all_elements(const Call& call,
-                               void (*function)(Isa, const Call&, int64_t, int64_t)) {
-    const Isa isa = current_isa();  // may throw, and nothing may throw in a parallel region
-    torch::stable::parallel_for(
-        0, call.rows * call.length, kElementsPerThread,
-        [&](int64_t begin, int64_t end) { function(isa, call, begin, end); });
   }
 };
 

@@ -18,24 +18,22 @@ void run_gated_activation(Call& call, int device, std::initializer_list<const Ro
   Device::run(call, device);
 }
 
-// Half of the last dimension, which must be even.
-inline int64_t half_length(const char* op, const TensorView& view) {
-  const RowShape shape(op, {"gate_up"}, view);
-  check(shape.length % 2 == 0, op, ": gate_up has shape ", Integers{view.sizes, view.dim},
+// What an op is called with over halves of each row, the gates and what they are for.
+template <class Call>
+Call call_over_halves(const char* op, const TensorView& view, int64_t activation) {
+  auto call = call_over<Call>(op, {"gate_up"}, view, activation);
+  check(call.length % 2 == 0, op, ": gate_up has shape ", Integers{view.sizes, view.dim},
         ", expected a last dimension of even length");
-  return shape.length / 2;
+  call.length /= 2;
+  return call;
 }
 
 template <class Device>
 Tensor gated_activation(const Tensor& gate, const Tensor& up, int64_t activation) {
   constexpr const char* op = "gated_activation";
   const TensorView view(gate.get());
-  const RowShape shape(op, {"gate"}, view);
+  auto call = call_over<GatedActivation>(op, {"gate"}, view, activation);
   RowReader reader(op);
-  GatedActivation call = {};
-  call.activation = activation_of(op, activation);
-  call.rows = shape.rows;
-  call.length = shape.length;
   call.gate = reader.read({"gate"}, view);
   call.up = reader.read({"up"}, up, view);
   NewRows out(view, call.gate.dtype);
@@ -48,11 +46,8 @@ template <class Device>
 Tensor gated_activation_packed(const Tensor& gate_up, int64_t activation, bool gate_last) {
   constexpr const char* op = "gated_activation";
   const TensorView view(gate_up.get());
+  auto call = call_over_halves<GatedActivation>(op, view, activation);
   RowReader reader(op);
-  GatedActivation call = {};
-  call.activation = activation_of(op, activation);
-  call.length = half_length(op, view);
-  call.rows = RowShape(op, {"gate_up"}, view).rows;
   const Rows both = reader.read({"gate_up"}, view);
   call.gate = both.from(gate_last ? call.length : 0);
   call.up = both.from(gate_last ? 0 : call.length);
@@ -69,12 +64,8 @@ std::tuple<Tensor, Tensor> gated_activation_backward(const Tensor& grad_out, con
                                                      const Tensor& up, int64_t activation) {
   constexpr const char* op = "gated_activation_backward";
   const TensorView view(gate.get());
-  const RowShape shape(op, {"gate"}, view);
+  auto call = call_over<GatedActivationBackward>(op, {"gate"}, view, activation);
   RowReader reader(op);
-  GatedActivationBackward call = {};
-  call.activation = activation_of(op, activation);
-  call.rows = shape.rows;
-  call.length = shape.length;
   call.gate = reader.read({"gate"}, view);
   call.up = reader.read({"up"}, up, view);
   call.grad_out = reader.read({"grad_out"}, grad_out, view);
@@ -92,11 +83,8 @@ Tensor gated_activation_packed_backward(const Tensor& grad_out, const Tensor& ga
                                         int64_t activation, bool gate_last) {
   constexpr const char* op = "gated_activation_backward";
   const TensorView view(gate_up.get()), grad_view(grad_out.get());
+  auto call = call_over_halves<GatedActivationBackward>(op, view, activation);
   RowReader reader(op);
-  GatedActivationBackward call = {};
-  call.activation = activation_of(op, activation);
-  call.length = half_length(op, view);
-  call.rows = RowShape(op, {"gate_up"}, view).rows;
   std::vector<int64_t> sizes(view.sizes, view.sizes + view.dim);
   sizes.back() = call.length;
   TensorView want = view;  // of grad_out

@@ -15,7 +15,7 @@ using cuda::Floats;
 using cuda::kRowVector;
 using Values = Floats<kRowVector>;
 
-// What takes part in one row, and its score. kPlain: everything does, scaled.
+// What takes part in one row, and its score. kPlain: all keys of the row do, scaled.
 template <bool kPlain>
 struct RowScores {
   const Scores& scores;
@@ -85,16 +85,23 @@ struct RowScores {
   __device__ Values added_mask(int64_t place, int count) const {
     const SoftmaxMask& mask = scores.mask;
     const Pointer<Any> first = Pointer<Any>{const_cast<void*>(mask.data), mask.dtype} + place;
-    if (mask.column_stride == 1) {
-      const bool aligned = cuda::is_aligned<kRowVector>(first.address, bytes_of(mask.dtype));
-      return cuda::fetch(first, 0, count, aligned).elements;
+    const int bytes = bytes_of(mask.dtype);
+    if (mask.column_stride == 1 && count == kRowVector &&
+        cuda::is_aligned<kRowVector>(first.address, bytes)) {
+      return cuda::load<cuda::Access::vector, kRowVector>(first, count);
     }
     Values values(0.0f);
+    const char* address = static_cast<const char*>(first.address);
 #pragma unroll
-    for (int k = 0; k < kRowVector; ++k) {
+    for (int k = 0; k < kRowVector; ++k, address += mask.column_stride * bytes) {
       if (k >= count) continue;
-      const Pointer<Any> element = first + k * mask.column_stride;
-      values.lanes[k] = cuda::load<cuda::Access::single, 1>(element, 1).lanes[0];
+      if (mask.dtype == Dtype::float32) {
+        values.lanes[k] = *reinterpret_cast<const float*>(address);
+        continue;
+      }
+      const uint16_t bits = *reinterpret_cast<const uint16_t*>(address);
+      values.lanes[k] =
+          mask.dtype == Dtype::bfloat16 ? cuda::widen(BFloat16{bits}) : cuda::widen(Half{bits});
     }
     return values;
   }
@@ -104,10 +111,12 @@ template <class Team, class T, bool kPlain>
 __global__ void __launch_bounds__(Team::kMostThreads)
     softmax_kernel(const __grid_constant__ Softmax softmax, bool aligned) {
   using Reader = cuda::TwiceRead<Team, T, 1>;
+  // Scores are made once where the team can hold them, unless that is cheaper done twice.
+  constexpr bool kHeld = !kPlain && Team::kVectors > 0;
   const auto row_of = [&](int64_t row) {
     if (row >= softmax.rows) return typename Reader::Row{{}, 0, 0, 0};
     const int64_t length = softmax.length;
-    const Keys keys = kPlain ? Keys{0, length} : keys_of(softmax.scores, row, length);
+    const Keys keys = keys_of(softmax.scores, row, length);
     return typename Reader::Row{{softmax.x.row<T>(row)}, keys.first, keys.end, length};
   };
   Reader reader(aligned);
@@ -117,19 +126,28 @@ __global__ void __launch_bounds__(Team::kMostThreads)
     const int64_t place = ::min(row, softmax.rows - 1);
     const RowScores<kPlain> scores(softmax.scores, place, {current.first, current.end});
     const Pointer<T> out = softmax.out.row<T>(place);
+    Values held[kHeld ? Team::kVectors : 1];
     cuda::RowPowers powers;
-    reader.first(current, following, [&](int64_t i, int count, const Values(&x)[1]) {
-      powers.add(scores.of(x[0], i, count));
+    reader.first(current, following, [&](int v, int64_t i, int count, const Values(&x)[1]) {
+      const Values score = scores.of(x[0], i, count);
+      if constexpr (kHeld) held[v] = score;
+      powers.add(score);
     });
     powers.template add_over_team<Team>(turn);
     const Values shift = powers.shift(powers.largest);
     const float one_inverse = inverse_of(Floats<1>(powers.sum)).lanes[0];
     const Values inverse = one_inverse;
     const bool is_finite = one_inverse >= 0;  // otherwise a score is NaN or inf
-    reader.second(current, following, [&](int64_t i, int count, const Values(&x)[1], bool is_read) {
+    reader.second(current, following,
+                  [&](int v, int64_t i, int count, const Values(&x)[1], bool is_read) {
       Values result = 0.0f;
       if (is_read) {
-        const Values score = scores.of(x[0], i, count);
+        Values score;
+        if constexpr (kHeld) {
+          score = held[v];
+        } else {
+          score = scores.of(x[0], i, count);
+        }
         result = exp_of_negative(score - shift) * inverse;
         if (!is_finite) result = select(score == Values(-INFINITY), Values(0.0f), inverse);
       }
@@ -138,62 +156,11 @@ __global__ void __launch_bounds__(Team::kMostThreads)
   });
 }
 
-template <class Team, class T>
-__global__ void __launch_bounds__(Team::kMostThreads)
-    backward_kernel(const __grid_constant__ SoftmaxBackward softmax, bool aligned) {
-  using Reader = cuda::TwiceRead<Team, T, 2>;
-  const auto row_of = [&](int64_t row) {
-    if (row >= softmax.rows) return typename Reader::Row{{}, 0, 0, 0};
-    const Keys keys = keys_of(softmax.scores, row, softmax.length);
-    return typename Reader::Row{{softmax.out.row<T>(row), softmax.grad_out.row<T>(row)},
-                                keys.first,
-                                keys.end,
-                                softmax.length};
-  };
-  const float cap = softmax.scores.soft_cap;
-  const Values scale = softmax.scores.scale;
-  Reader reader(aligned);
-  reader.begin(row_of(int64_t(blockIdx.x) * Team::kTeams + Team::team()));
-  cuda::for_each_row_of_team<Team>(softmax.rows, [&](int64_t row, int64_t next, int turn) {
-    const auto current = row_of(row), following = row_of(next);
-    const int64_t place = ::min(row, softmax.rows - 1);
-    const Pointer<T> x = softmax.x.row<T>(place), grad_x = softmax.grad_x.row<T>(place);
-    float dots[1] = {};
-    reader.first(current, following, [&](int64_t /*i*/, int /*count*/, const Values(&values)[2]) {
-      dots[0] += cuda::sum_of_lanes(grad_term(values[0], values[1]));
-    });
-    cuda::add_over_team<Team>(dots, turn);
-    const Values dot = dots[0];
-    reader.second(current, following,
-                  [&](int64_t i, int count, const Values(&values)[2], bool is_read) {
-      Values result = 0.0f;
-      if (is_read) {
-        result = grad_of_score(values[0], values[1], dot) * scale;
-        if (x) {
-          const Values score = floats_of(cuda::fetch(x, i, count, aligned)) * scale;
-          const Values slope = slope_under_cap(score, cap);
-          result = select(values[0] == Values(0.0f), Values(0.0f), result * slope);
-        }
-      }
-      cuda::put(grad_x, i, count, aligned, result);
-    });
-  });
-}
-
 constexpr const char* kOp = "softmax";
-constexpr const char* kBackwardOp = "softmax_backward";
-
-// Whether all that are present have this dtype, and can be accessed in whole vectors.
-bool are_whole(std::initializer_list<Rows> all, int64_t length, Dtype dtype) {
-  const bool same = std::all_of(all.begin(), all.end(), [&](const Rows& rows) {
-    return rows.data == nullptr || rows.dtype == dtype;
-  });
-  return same && cuda::all_aligned(all) && length % kRowVector == 0;
-}
 
 bool is_plain(const Scores& scores) {
-  return scores.soft_cap == 0 && scores.before < 0 && scores.after < 0 &&
-         scores.mask.kind == SoftmaxMask::Kind::none && scores.slopes == nullptr;
+  return scores.soft_cap == 0 && scores.mask.kind == SoftmaxMask::Kind::none &&
+         scores.slopes == nullptr;
 }
 
 }  // namespace
@@ -202,7 +169,7 @@ void softmax_cuda(const Softmax& softmax, void* stream) {
   if (softmax.rows == 0 || softmax.length == 0) return;
   cuda::check(cudaPeekAtLastError(), kOp);  // of somebody before
   const auto rows = {softmax.x, softmax.out};
-  const bool whole = are_whole(rows, softmax.length, softmax.x.dtype);
+  const bool whole = cuda::are_whole(rows, softmax.length, softmax.x.dtype);
   const bool aligned = cuda::all_aligned(rows);
   cuda::with_twice_read_team<1>(softmax.rows, softmax.length, whole, softmax.x.dtype, kOp,
                                 [&](auto team, auto storage, const cuda::TwiceReadLaunch& launch) {
@@ -219,22 +186,6 @@ void softmax_cuda(const Softmax& softmax, void* stream) {
     run(softmax_kernel<Team, T, false>);
   });
   cuda::check(cudaGetLastError(), kOp);
-}
-
-void softmax_backward_cuda(const SoftmaxBackward& softmax, void* stream) {
-  if (softmax.rows == 0 || softmax.length == 0) return;
-  cuda::check(cudaPeekAtLastError(), kBackwardOp);
-  const auto rows = {softmax.out, softmax.grad_out, softmax.x, softmax.grad_x};
-  const bool whole = are_whole(rows, softmax.length, softmax.out.dtype);
-  const bool aligned = cuda::all_aligned(rows);
-  cuda::with_twice_read_team<2>(softmax.rows, softmax.length, whole, softmax.out.dtype, kBackwardOp,
-                                [&](auto team, auto storage, const cuda::TwiceReadLaunch& launch) {
-    const auto kernel = backward_kernel<decltype(team), decltype(storage)>;
-    cuda::allow_shared_memory(kernel, launch, kBackwardOp);
-    kernel<<<launch.blocks, launch.threads, launch.shared_bytes, cudaStream_t(stream)>>>(softmax,
-                                                                                         aligned);
-  });
-  cuda::check(cudaGetLastError(), kBackwardOp);
 }
 
 }  // namespace dsx

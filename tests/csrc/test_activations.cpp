@@ -71,10 +71,12 @@ struct Case {
     const dsx::BiasActivation forward{kRows, n, activation, x.rows(n), bias.rows(0), out.rows(n)};
     bias_activation_cpu(isa, forward, 0, cut);
     bias_activation_cpu(isa, forward, cut, all);
-    const dsx::BiasActivationBackward back{
-        kRows, n, activation, grad.rows(n), x.rows(n), bias.rows(0), grad_x.rows(n)};
-    bias_activation_backward_cpu(isa, back, 0, 1, partials.data());
-    bias_activation_backward_cpu(isa, back, 1, 3, partials.data());
+    const dsx::BiasActivationBackward back{kRows,          n,
+                                           activation,     grad.rows(n),
+                                           x.rows(n),      bias.rows(0),
+                                           grad_x.rows(n), {partials.data(), n, Dtype::float32}};
+    bias_activation_backward_cpu(isa, back, 0, 1);
+    bias_activation_backward_cpu(isa, back, 1, 3);
     add_bias_partials_cpu(isa, partials.data(), 3, n, 0, n / 2, grad_bias.rows(0));
     add_bias_partials_cpu(isa, partials.data(), 3, n, n / 2, n, grad_bias.rows(0));
     const dsx::GatedActivation gate{kRows, n, activation, x.rows(n), up.rows(n), gated.rows(n)};

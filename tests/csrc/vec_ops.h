@@ -31,6 +31,7 @@ inline float nearest_even(float a) {
   OP(subtract, a - b, float(double(a) - double(b)))                   \
   OP(multiply, (a * b), float(double(a) * double(b)))                 \
   OP(divide, a / b, float(double(a) / double(b)))                     \
+  OP(fused, multiply_add(a, b, V(0.75f)), std::fma(a, b, 0.75f))      \
   OP(negate, -a, std::copysign(a, std::signbit(a) ? 1.0f : -1.0f))    \
   OP(absolute, abs(a), std::copysign(a, 1.0f))                        \
   OP(root, sqrt(a), float(std::sqrt(double(a))))                      \

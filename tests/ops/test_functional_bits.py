@@ -1,18 +1,27 @@
-"""Functional ops but rms_norm: the same bits with every instruction set.
+"""Functional ops: the same bits with every instruction set and number of threads, in every run, and
+of a row wherever it is.
 
-One process for each, with all of their digests, as importing the tests takes most of the time.
+One process for each instruction set but the widest, with the digests of all ops, as importing the
+tests takes most of the time. That of rms_norm is in its own test.
 """
 
 import os
 from functools import cache
+from operator import itemgetter
+from types import ModuleType
 
 import pytest
+import rms_norm_cases
 import softmax_cases
 import test_bias_activation
 import test_cross_entropy
 import test_gated_activation
 import test_rope_contract
+import torch
 import warm_python
+from functional_cases import CASES, call_of
+from rms_norm_cases import BF16, DTYPES, F32
+from torch import Tensor
 
 MODULES = (
     test_bias_activation,
@@ -21,6 +30,10 @@ MODULES = (
     softmax_cases,
     test_cross_entropy,
 )
+each_module = pytest.mark.parametrize(
+    "module", [*MODULES, rms_norm_cases], ids=lambda module: module.__name__
+)
+each_case = pytest.mark.parametrize("name", CASES)
 
 
 @cache
@@ -33,6 +46,64 @@ def digests() -> str:
 def test_every_isa(isa: str) -> None:
     done = warm_python.run(__file__, env=os.environ | {"DSX_FORCE_ISA": isa})
     assert done.stdout.strip() == digests(), done.stderr
+
+
+@each_module
+def test_any_thread_count(module: ModuleType) -> None:
+    before, found = torch.get_num_threads(), set()
+    try:
+        for count in (1, 2, 3, 7):
+            torch.set_num_threads(count)
+            found.add(module.digest())
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
+
+
+@each_module
+def test_every_run_on_cuda(module: ModuleType, cuda: str) -> None:
+    assert len({module.digest(cuda) for _ in range(5)}) == 1
+
+
+def moved(tensor: Tensor) -> Tensor:
+    """The last 5 rows, one element further on, after a row of NaN."""
+    filler = float("nan") if tensor.is_floating_point() else 1
+    row = tensor[0].numel()
+    room = torch.full((6 * row + 1,), filler, dtype=tensor.dtype, device=tensor.device)
+    found = room[1:].view(6, *tensor.shape[1:])
+    found[1:] = tensor[-5:]
+    return found
+
+
+@pytest.mark.parametrize("n", [64, 1000, 1001, 4096, 5000, 16384, 16400, 20_001])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_case
+def test_a_row_is_the_same_in_any_batch(name: str, dtype: torch.dtype, n: int, device: str) -> None:
+    """Alone, at another place, at another address, among rows that are not finite."""
+    rows = 67 if n < 5000 else 37
+    if "heads" in name and n >= 5000:
+        rows = 7
+    call = call_of(CASES[name], rows, n, dtype, device, scale=4.0)
+    want = call.run_rows()
+    for row in (0, 1, rows // 2, rows - 1):
+        one = slice(row, row + 1)
+        alone = call.with_rows(itemgetter(one)).run_rows()
+        for got, expected in zip(alone, want, strict=True):
+            assert torch.equal(got[0], expected[row])
+    for got, expected in zip(call.with_rows(moved).run_rows(), want, strict=True):
+        assert torch.equal(got[1:], expected[-5:])
+
+
+@pytest.mark.parametrize("dtypes", [(F32, BF16), (BF16, F32)], ids=str)
+@each_case
+def test_a_row_of_mixed_dtypes_is_the_same_in_any_batch(
+    name: str, dtypes: tuple[torch.dtype, ...], device: str
+) -> None:
+    call = call_of(CASES[name], 67, 264, dtypes[0], device, others=dtypes[1])
+    want = call.run_rows()
+    for changed, part in ((itemgetter(slice(33, 34)), slice(33, 34)), (moved, slice(-5, None))):
+        for got, expected in zip(call.with_rows(changed).run_rows(), want, strict=True):
+            assert torch.equal(got[-len(expected[part]) :], expected[part])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""rope: the same bits everywhere, what it refuses, and what it promises to torch."""
+"""rope: a token alone, what it refuses, and what it promises to torch in place."""
 
 import hashlib
 import re
@@ -11,7 +11,6 @@ from rms_norm_cases import BF16, DTYPES, F16, F32, make
 from torch import Tensor
 
 from deepspeed_ext.ops import rope, rope_, rope_frequencies
-from deepspeed_ext.ops.transformer import self_checks
 
 
 def digest(device: str = "cpu") -> str:
@@ -28,21 +27,6 @@ def digest(device: str = "cpu") -> str:
                 rope_(q, None, positions, frequencies, interleaved=interleaved)
                 found.update(q.cpu().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def test_any_thread_count() -> None:
-    before, found = torch.get_num_threads(), set()
-    try:
-        for count in (1, 2, 3, 7):
-            torch.set_num_threads(count)
-            found.add(digest())
-    finally:
-        torch.set_num_threads(before)
-    assert len(found) == 1
-
-
-def test_every_run_on_cuda(cuda: str) -> None:
-    assert len({digest(cuda) for _ in range(3)}) == 1
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
@@ -172,46 +156,18 @@ def test_refuses_tensors_of_two_devices(cuda: str) -> None:
 
 @pytest.mark.parametrize("shape", [(3, 5, 2, 16), (5, 0, 16)])
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F16)], ids=str)
-def test_opcheck(dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: str) -> None:
-    ops = torch.ops.deepspeed_ext
+def test_opcheck_in_place(
+    dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: str
+) -> None:
+    op = torch.ops.deepspeed_ext.rope_.default
     q, k = (make(shape, dtype, 0, device) for dtype in dtypes)
     positions = torch.arange(shape[-3], device=device)
     frequencies = rope_frequencies(8).to(device)
     options = dict(interleaved=True, heads_first=False, scale=1.0)
-    for needs_grad in (False, True):
-        a, b = (tensor.clone().requires_grad_(needs_grad) for tensor in (q, k))
-        for op, tensors in ((ops.rope.default, (a,)), (ops.rope.pair, (a, b))):
-            values = (*tensors, positions, frequencies)
-            checked = torch.library.opcheck(op, values, options | dict(negative=False))
-            assert set(checked.values()) == {"SUCCESS"}
     for second in (k, None):
         values = (q.clone(), second, positions, frequencies)
-        checked = torch.library.opcheck(ops.rope_.default, values, options)
+        checked = torch.library.opcheck(op, values, options)
         assert set(checked.values()) == {"SUCCESS"}
-
-
-def test_can_be_compiled(device: str) -> None:
-    """In one graph with dynamic sizes, gradients too, and with the same bits."""
-    frequencies = rope_frequencies(16).to(device)
-
-    def block(x: Tensor, positions: Tensor) -> Tensor:
-        q, k = (x * 2).split([4, 2], -2)
-        q, k = rope(q, k, positions, frequencies)
-        return (q * k.sum()).sin()
-
-    torch.compiler.reset()
-    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
-    for n in (5, 9):
-        x = make((2, n, 6, 20), F32, 0, device).requires_grad_()
-        positions = torch.arange(n, device=device)
-        for got, want in zip(
-            *(
-                (r, *torch.autograd.grad(r.sum(), x))
-                for r in (compiled(x, positions), block(x, positions))
-            ),
-            strict=True,
-        ):
-            assert torch.equal(got, want)
 
 
 def test_can_be_compiled_in_place(device: str) -> None:
@@ -228,36 +184,3 @@ def test_can_be_compiled_in_place(device: str) -> None:
     for n in (5, 9):
         x, positions = make((2, n, 7, 20), F32, 0, device), torch.arange(n, device=device)
         assert torch.equal(compiled(x, positions), block(x, positions))
-
-
-def test_under_autocast_nothing_is_cast(device: str) -> None:
-    q = make((4, 3, 8), F32, 0, device)
-    positions, frequencies = torch.arange(4, device=device), rope_frequencies(8).to(device)
-    with torch.autocast(device, dtype=BF16):
-        got = rope(q, None, positions, frequencies)
-    assert torch.equal(got, rope(q, None, positions, frequencies))
-
-
-def test_on_meta() -> None:
-    given = {name: tensor.to("meta") for name, tensor in arguments().items()}
-    q, k = rope(**given)
-    assert q.is_meta and q.shape == (2, 4, 3, 8) and k.shape == (2, 4, 1, 8)
-
-
-def test_cuda_graph(cuda: str) -> None:
-    given = {name: tensor.to(cuda) for name, tensor in arguments().items()}
-    rope(**given)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = rope(**given)
-    given["positions"].add_(1000)
-    graph.replay()
-    for got, want in zip(out, rope(**given), strict=True):
-        assert torch.equal(got, want)
-
-
-def test_self_check(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    self_checks.rope(device)
-    monkeypatch.setattr(self_checks.ops, "rope", lambda *t, **k: [x * 1.01 for x in rope(*t, **k)])
-    with pytest.raises(RuntimeError, match=r"^rope: 0 of results and gradients on "):
-        self_checks.rope(device)

@@ -46,6 +46,42 @@ __device__ inline Vector<T> fetch_at(const Rows& rows, const Place& at, bool ali
   return fetch<kCount<T>>(rows.row<T>(at.row), at.i, at.count, aligned);
 }
 
+// The vectors of this thread, of each of kTensors tensors, all of which are fetched before the
+// first one is worked on. T is the storage type of all these, or Any.
+template <class T, int kTensors>
+class FetchedVectors {
+ public:
+  using Values = Floats<kCount<T>>;
+
+  __device__ FetchedVectors(int64_t rows, int64_t length, const Rows* const (&tensors)[kTensors],
+                            bool aligned) {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const Place& at = places_[k] = place_of_vector<T>(rows, length, k);
+      if (at.count == 0) continue;
+#pragma unroll
+      for (int t = 0; t < kTensors; ++t) vectors_[k][t] = fetch_at<T>(*tensors[t], at, aligned);
+    }
+  }
+
+  // Calls body(place, values) for each vector that is there, with an array of kTensors.
+  template <class Body>
+  __device__ void for_each(const Body& body) const {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      if (places_[k].count == 0) continue;
+      Values values[kTensors];
+#pragma unroll
+      for (int t = 0; t < kTensors; ++t) values[t] = floats_of(vectors_[k][t]);
+      body(places_[k], values);
+    }
+  }
+
+ private:
+  Place places_[kVectors];
+  Vector<T> vectors_[kVectors][kTensors];
+};
+
 // Calls launch(storage, blocks, aligned): with a value of the storage type of all rows if nothing
 // is in the way of whole vectors, else of Any.
 template <class Launch>

@@ -63,8 +63,9 @@ class TwiceRead {
     }
   }
 
-  // Calls body(i, count, values) for each vector that is read, with an array of kTensors. `next` is
-  // the team's next row, of length 0 if there is none.
+  // Calls body(v, i, count, values) for each vector that is read, with an array of kTensors; v is
+  // its number among those of this thread, if the team holds them. `next` is the team's next row,
+  // of length 0 if there is none.
   template <class Body>
   __device__ void first(const Row& row, const Row& next, const Body& body) {
     read<false>(row, next, body);
@@ -76,38 +77,30 @@ class TwiceRead {
     read<true>(row, next, body);
   }
 
-  // Calls body(i, count, values, is_read) for each vector of the row, with anything for what is not
-  // read, and begins with the next row.
+  // Calls body(v, i, count, values, is_read) for each vector of the row, with anything for what is
+  // not read, and begins with the next row.
   template <class Body>
   __device__ void second(const Row& row, const Row& next, const Body& body) {
     if constexpr (kShared > 0) {
-      int64_t i = Team::thread() * kRowVector;
-#pragma unroll 1
-      for (int v = 0; v < kShared; ++v, i += kStride) {
+      for_each_vector_of_long(row, [&](int v, int64_t i) {
         if (i < row.length) {
           Values values[kTensors];
           const bool is_read = row.touches(i);
-          if (is_read) load_shared(v, values);
-          body(i, kRowVector, values, is_read);
+          if (is_read) get_of_long(row, v, i, values);
+          body(v, i, kRowVector, values, is_read);
         }
+        if (v >= kShared) return;
         fetch_shared(next, v);
         end_fetches();
-      }
-      ask_for_rest(next);
-#pragma unroll 1
-      for (; i < row.length; i += kStride) {
-        Values values[kTensors];
-        const bool is_read = row.touches(i);
-        if (is_read) load(row, i, kRowVector, values);
-        body(i, kRowVector, values, is_read);
-      }
+        if (v == kShared - 1) ask_for_rest(next);
+      });
       return;
     }
     for_each_row_vector<Team>(row.length, [&](int v, int64_t i, int count) {
       Values values[kTensors];
       const bool is_read = row.touches(i);
       if (is_read) get(row, v, i, count, values);
-      body(i, count, values, is_read);
+      body(v, i, count, values, is_read);
     });
   }
 
@@ -118,26 +111,19 @@ class TwiceRead {
   template <bool kOnce, class Body>
   __device__ void read(const Row& row, const Row& next, const Body& body) {
     if constexpr (kShared > 0) {
-      int64_t i = Team::thread() * kRowVector;
-#pragma unroll 1
-      for (int v = 0; v < kShared; ++v, i += kStride) {
-        wait_for_fetches<kShared - 1>();  // of which there are always kShared: the first has come
+      for_each_vector_of_long(row, [&](int v, int64_t i) {
+        // There are always kShared under way, so the first has come.
+        if (v < kShared) wait_for_fetches<kShared - 1>();
         if (i < row.length && row.touches(i)) {
           Values values[kTensors];
-          load_shared(v, values);
-          body(i, kRowVector, values);
+          get_of_long(row, v, i, values);
+          body(v, i, kRowVector, values);
         }
+        if (v >= kShared) return;
         if constexpr (kOnce) fetch_shared(next, v);
         end_fetches();
-      }
-      if constexpr (kOnce) ask_for_rest(next);
-#pragma unroll 1
-      for (; i < row.length; i += kStride) {
-        if (!row.touches(i)) continue;
-        Values values[kTensors];
-        load(row, i, kRowVector, values);
-        body(i, kRowVector, values);
-      }
+        if (kOnce && v == kShared - 1) ask_for_rest(next);
+      });
       return;
     }
     if constexpr (Team::kVectors > 0) {
@@ -156,8 +142,22 @@ class TwiceRead {
       if (!row.touches(i)) return;
       Values values[kTensors];
       get(row, v, i, count, values);
-      body(i, count, values);
+      body(v, i, count, values);
     });
+  }
+
+  // Calls body(v, i) for the vectors of this thread that shared memory has room for, also those
+  // beyond the row, and for the rest of the row: one body, as long ones take long to compile.
+  template <class Body>
+  __device__ static void for_each_vector_of_long(const Row& row, const Body& body) {
+    int64_t i = Team::thread() * kRowVector;
+#pragma unroll 1
+    for (int v = 0; v < kShared || i < row.length; ++v, i += kStride) body(v, i);
+  }
+
+  __device__ void get_of_long(const Row& row, int v, int64_t i, Values (&values)[kTensors]) const {
+    if (v < kShared) return load_shared(v, values);
+    load(row, i, kRowVector, values);
   }
 
   __device__ void load(const Row& row, int64_t i, int count, Values (&values)[kTensors]) const {
@@ -240,6 +240,14 @@ __device__ inline void for_each_row_of_team(int64_t rows, const Body& body) {
     const int64_t row = first + Team::team();
     body(row, row + step, turn);
   }
+}
+
+// Whether all that are present have this dtype, and can be accessed in whole vectors.
+inline bool are_whole(std::initializer_list<Rows> all, int64_t length, Dtype dtype) {
+  const bool same = std::all_of(all.begin(), all.end(), [&](const Rows& rows) {
+    return rows.data == nullptr || rows.dtype == dtype;
+  });
+  return same && all_aligned(all) && length % kRowVector == 0;
 }
 
 struct TwiceReadLaunch {

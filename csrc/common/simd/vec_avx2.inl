@@ -221,6 +221,7 @@ inline Vec round_even(Vec a) {
 inline Vec scale_and_add(Vec a, Vec scale, Vec b) {  // as in common/math.h
   return {_mm256_fmadd_ps(a.low, scale.low, b.low), _mm256_fmadd_ps(a.high, scale.high, b.high)};
 }
+inline Vec multiply_add(Vec a, Vec b, Vec c) { return scale_and_add(a, b, c); }  // rounded once
 
 // The instructions give the second operand when either is NaN.
 inline Vec at_least(Vec a, float least) {

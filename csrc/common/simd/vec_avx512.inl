@@ -89,6 +89,7 @@ inline Vec abs(Vec a) { return _mm512_abs_ps(a.lanes); }
 inline Vec scale_and_add(Vec a, Vec scale, Vec b) {  // as in common/math.h
   return _mm512_fmadd_ps(a.lanes, scale.lanes, b.lanes);
 }
+inline Vec multiply_add(Vec a, Vec b, Vec c) { return scale_and_add(a, b, c); }  // rounded once
 // The instructions give the second operand when either is NaN.
 inline Vec at_least(Vec a, float least) { return _mm512_max_ps(_mm512_set1_ps(least), a.lanes); }
 inline Vec at_most(Vec a, float most) { return _mm512_min_ps(_mm512_set1_ps(most), a.lanes); }

@@ -203,6 +203,13 @@ inline Vec swap_neighbours(Vec a) {
 
 // As in common/math.h.
 inline Vec scale_and_add(Vec a, Vec scale, Vec b) { return a * scale + b; }
+// a * b + c, rounded once: on x86-64, where few processors lack wider vectors, by calls of the C
+// library.
+inline Vec multiply_add(Vec a, Vec b, Vec c) {
+  FloatLanes sum;
+  for (int i = 0; i < Vec::size; ++i) sum[i] = std::fma(a.lanes[i], b.lanes[i], c.lanes[i]);
+  return sum;
+}
 
 // Bytes number `first` and first + 1 of each lane as its middle ones, beside zeros.
 template <int first>

@@ -2,50 +2,56 @@
 // hold for all floats, which test_vec_math.cpp goes through; in units in the last place.
 
 // 1.5 at most. Of 0 it is infinity, of a negative number NaN.
-inline Vec rsqrt(Vec a) { return Vec(1.0f) / sqrt(a); }
+DSX_INLINE Vec rsqrt(Vec a) { return Vec(1.0f) / sqrt(a); }
 
-// e^r for r up to half of ln 2, of either sign: the polynomial of Cephes' expf.
-inline Vec exp_of_remainder(Vec r) {
-  Vec p = Vec(1.9875691500e-4f);
-  p = p * r + Vec(1.3981999507e-3f);
-  p = p * r + Vec(8.3334519073e-3f);
-  p = p * r + Vec(4.1665795894e-2f);
-  p = p * r + Vec(1.6666665459e-1f);
-  p = p * r + Vec(5.0000001201e-1f);
-  return p * (r * r) + r + Vec(1.0f);
-}
+// a as k ln 2 + r, of which r is up to half of ln 2, of either sign.
+struct Reduced {
+  Vec shifted;  // has k in its lowest bits
+  Vec k, r;
 
-// 1.1 at most, also where the result is subnormal; 0 and infinity beyond. With a = k ln 2 + r, the
-// result is 2^k e^r.
-inline Vec exp(Vec a) {
-  const Vec bounded = at_most(at_least(a, -105.0f), 90.0f);  // whose results are 0 and infinity
-  const Vec kToInteger = Vec(0x1.8p23f);  // added, it leaves the nearest integer in the lowest bits
-  const Vec shifted = bounded * Vec(1.44269504f) + kToInteger;
-  const Vec k = shifted - kToInteger;
-  // ln 2 in two parts, of which the first one times k is exact.
-  const Vec r = scale_and_add(k, Vec(-0.693359375f), bounded) - k * Vec(-2.12194440e-4f);
-  return times_power_of_2(exp_of_remainder(r), k);
+  DSX_INLINE explicit Reduced(Vec a) {
+    const Vec kToInteger = Vec(0x1.8p23f);  // added, it leaves the nearest integer
+    shifted = multiply_add(a, Vec(1.44269504f), kToInteger);
+    k = shifted - kToInteger;
+    // ln 2 in two parts.
+    r = multiply_add(k, Vec(2.12194440e-4f), multiply_add(k, Vec(-0.693359375f), a));
+  }
+
+  // e^r: the polynomial of Cephes' expf.
+  DSX_INLINE Vec power() const {
+    Vec p = Vec(1.9875691500e-4f);
+    p = multiply_add(p, r, Vec(1.3981999507e-3f));
+    p = multiply_add(p, r, Vec(8.3334519073e-3f));
+    p = multiply_add(p, r, Vec(4.1665795894e-2f));
+    p = multiply_add(p, r, Vec(1.6666665459e-1f));
+    p = multiply_add(p, r, Vec(5.0000001201e-1f));
+    p = multiply_add(p, r, Vec(1.0f));
+    return multiply_add(p, r, Vec(1.0f));
+  }
+};
+
+// 1.1 at most, also where the result is subnormal; 0 and infinity beyond.
+DSX_INLINE Vec exp(Vec a) {
+  // Whose results are 0 and infinity.
+  const Reduced reduced(at_most(at_least(a, -105.0f), 90.0f));
+  return times_power_of_2(reduced.power(), reduced.k);
 }
 
 // The same for numbers that are not above 0, in two thirds of the time: 1.1 at most, and 0 instead
 // of what is below 2^-126.
-inline Vec exp_of_negative(Vec a) {
-  const Vec kToInteger = Vec(0x1.8p23f);
-  const Vec shifted = a * Vec(1.44269504f) + kToInteger;
-  const Vec k = shifted - kToInteger;
-  const Vec r = scale_and_add(k, Vec(-0.693359375f), a) - k * Vec(-2.12194440e-4f);
-  const Vec p = exp_of_remainder(r);
-  const Vec power = float_of(shift_left<23>(bits_of(shifted) + Ints(127u)));
-  return select(a < Vec(-87.3365402f), Vec(0.0f), p * power);
+DSX_INLINE Vec exp_of_negative(Vec a) {
+  const Reduced reduced(a);
+  const Vec power_of_2 = float_of(shift_left<23>(bits_of(reduced.shifted) + Ints(127u)));
+  return select(a < Vec(-87.3365402f), Vec(0.0f), reduced.power() * power_of_2);
 }
 
 // 1 / (1 + e^-a), 2.6 at most; 0 instead of what is below 2^-126.
-inline Vec sigmoid(Vec a) { return Vec(1.0f) / (Vec(1.0f) + exp(-a)); }
+DSX_INLINE Vec sigmoid(Vec a) { return Vec(1.0f) / (Vec(1.0f) + exp(-a)); }
 
 // 0.9 at most. Of 0 it is -infinity, of a negative number NaN. With a = 2^k m and m from sqrt(1/2)
 // to sqrt(2), ln m is that of (1 + s) / (1 - s), a series in s; its coefficients are those of
 // fdlibm's logf.
-inline Vec log(Vec a) {
+DSX_INLINE Vec log(Vec a) {
   const Mask small = a < Vec(0x1p-126f);  // subnormal, or out of the function's domain
   const Ints normal = bits_of(select(small, a * Vec(0x1p25f), a));
   const Ints kRootOfHalf(0x3f3504f3u), kOne(0x3f800000u);
@@ -67,9 +73,7 @@ inline Vec log(Vec a) {
   return select(a <= Vec(0.0f), not_above, positive);
 }
 
-// What special_functions.inl and formulas need besides, where CUDA has shorter ways. multiply_add
-// is rounded twice, as every ISA can.
-inline Vec reciprocal(Vec a) { return Vec(1.0f) / a; }
-inline Vec multiply_add(Vec a, Vec b, Vec c) { return a * b + c; }
-inline Vec bell(Vec a) { return exp(a * a * Vec(-0.5f)); }  // e^(-a^2 / 2)
-inline Vec rough_sigmoid(Vec a) { return sigmoid(a); }
+// What special_functions.inl and formulas need besides, where CUDA has shorter ways.
+DSX_INLINE Vec reciprocal(Vec a) { return Vec(1.0f) / a; }
+DSX_INLINE Vec bell(Vec a) { return exp(a * a * Vec(-0.5f)); }  // e^(-a^2 / 2)
+DSX_INLINE Vec rough_sigmoid(Vec a) { return sigmoid(a); }

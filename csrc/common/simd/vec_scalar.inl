@@ -110,6 +110,8 @@ inline Vec float_of(Ints a) { return dsx::float_of(a.lane); }
 
 // As in common/math.h.
 inline Vec scale_and_add(Vec a, Vec scale, Vec b) { return a * scale + b; }
+// a * b + c, rounded once.
+inline Vec multiply_add(Vec a, Vec b, Vec c) { return std::fma(a.lane, b.lane, c.lane); }
 
 // Bytes number `first` and first + 1 of each lane as its middle ones, beside zeros.
 template <int first>

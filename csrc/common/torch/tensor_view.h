@@ -63,17 +63,20 @@ struct TensorView {
     return true;
   }
 
-  // The elements fill their memory in some order of the dimensions, without gaps or overlaps.
-  bool is_dense() const {
+  // The elements fill their memory in the order of the dimensions, without gaps or overlaps.
+  bool is_contiguous() const {
     if (numel < 2) return true;
-    int64_t filled = 1;                       // by the dimensions looked at so far
-    for (int64_t i = dim - 1; i >= 0; --i) {  // the usual case: contiguous
+    int64_t filled = 1;  // by the dimensions looked at so far
+    for (int64_t i = dim - 1; i >= 0; --i) {
       if (sizes[i] == 1) continue;
-      if (strides[i] != filled) return is_dense_in_any_order();
+      if (strides[i] != filled) return false;
       filled *= sizes[i];
     }
     return true;
   }
+
+  // The same in some order of the dimensions.
+  bool is_dense() const { return is_contiguous() || is_dense_in_any_order(); }
 
  private:
   bool is_dense_in_any_order() const {

@@ -78,7 +78,8 @@ def softmax(
     has the same bits alone, in any batch and at any place in it; on the CPU also with any number of
     threads, any instruction set, and any columns that are left out behind the last one that takes
     part. Gradients too. Arithmetic is in float32. For the gradient the result is kept, and x if
-    there is a softcap. There is no gradient of a gradient.
+    there is a softcap. There is no gradient of a gradient. That of a mask which is broadcast, or of
+    another dtype than x, is made from one as large as x.
 
     Args:
         x: (..., queries, keys), or (keys,); float32, bfloat16 or float16, on the CPU or on CUDA, of

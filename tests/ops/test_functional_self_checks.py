@@ -1,0 +1,42 @@
+"""The self-checks of functional ops pass, and find an op that is wrong."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from deepspeed_ext import ops
+from deepspeed_ext.ops.transformer import self_checks
+
+NAMES = [
+    name
+    for name, function in inspect.getmembers(self_checks, inspect.isfunction)
+    if function.__module__ == self_checks.__name__ and not name.startswith("_")
+]
+WRONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "value": lambda result: result + 0.01 * result.detach(),
+    "gradient": lambda result: result + 0.01 * (result - result.detach()),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_passes(name: str, device: str) -> None:
+    getattr(self_checks, name)(device)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("name", NAMES)
+def test_finds(name: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = getattr(ops, name)
+
+    def changed(*arguments: Any, **options: Any) -> Tensor | list[Tensor]:
+        found = op(*arguments, **options)
+        change = WRONG[wrong]
+        return change(found) if isinstance(found, Tensor) else [change(t) for t in found]
+
+    monkeypatch.setattr(self_checks.ops, name, changed)
+    text = rf"^{name}: \d of results and gradients on cpu has .*, expected "
+    with pytest.raises(RuntimeError, match=text):
+        getattr(self_checks, name)("cpu")
