@@ -16,7 +16,7 @@ inline Activation activation_of(const char* op, int64_t number) {
 template <class Call>
 void join_rows(Call& call, std::initializer_list<const Rows*> all) {
   for (const Rows* rows : all) {
-    if (rows->pitch != call.length) return;
+    if (rows->pitch != call.length || rows->group > 0) return;
   }
   call.length *= call.rows;
   call.rows = 1;
