@@ -51,12 +51,17 @@ inline RowMoments moments_of(int64_t n, float eps, const Value& value_at, const 
   constexpr int kDot = 1, kDeviations = 1 + kGrads;  // sums[0] is of squares
   RowMoments row;
   if constexpr (Kind::kCentered) {
+    // Counted from an element, as thousands of large numbers would add up with an error that is
+    // large beside their deviations.
+    float lanes[Vec::size];
+    value_at(0, 1).store(lanes, 1);
+    const Vec near(lanes[0]);
     float sums[1 + kGrads];
     add_row(n, sums, [&](int64_t i, int count, Vec(&terms)[1 + kGrads]) {
-      terms[0] = value_at(i, count);
+      terms[0] = first_lanes(value_at(i, count) - near, count);
       if constexpr (kGrads) terms[1] = grad_at(i, count);
     });
-    row.mean = sums[0] / float(n);
+    row.mean = lanes[0] + sums[0] / float(n);
     if constexpr (kGrads) row.grad_mean = sums[1] / float(n);
   }
   constexpr int kSums = kDeviations + Kind::kCentered;
@@ -90,6 +95,8 @@ inline RowMoments moments_of(int64_t n, float eps, const Value& value_at, const 
     terms[0] = first_lanes(value * value, count);
   });
   row.inverse = inverse_of(squares[0], eps * scale * scale) * scale;
+  const float most = inverse_of(0, eps);  // when eps has vanished
+  if (row.inverse > most) row.inverse = most;
   return row;
 }
 

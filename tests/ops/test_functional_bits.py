@@ -1,4 +1,4 @@
-"""Functional ops but rms_norm: the same bits with every instruction set.
+"""Functional ops: the same bits with every instruction set.
 
 One process for each, with all of their digests, as importing the tests takes most of the time.
 """
@@ -7,6 +7,7 @@ import os
 from functools import cache
 
 import pytest
+import row_norm_cases
 import softmax_cases
 import test_bias_activation
 import test_cross_entropy
@@ -15,6 +16,7 @@ import test_rope_contract
 import warm_python
 
 MODULES = (
+    row_norm_cases,
     test_bias_activation,
     test_gated_activation,
     test_rope_contract,
