@@ -1,286 +1,403 @@
-// rms_norm on CUDA: each team of threads takes a few rows one after the other. When the gradient of
-// the weight is wanted, a block adds it up over its rows, and a small kernel then adds the blocks.
-#include "transformer/rms_norm.h"
-
+// A norm on CUDA, of the kind that DSX_NORM names: each team of threads takes a few rows one after
+// the other. Gradients of vectors are added up by each block over its rows, and a small kernel then
+// adds the blocks; where a row is not held in registers, a kernel of its own adds up its columns.
 #include "common/cuda/add_partials.cuh"
-#include "common/cuda/check.h"
-#include "common/cuda/rows.cuh"
+#include "transformer/norm_columns_cuda.cuh"
+#include "transformer/norm_cuda.cuh"
 
 namespace dsx {
-
-#include "transformer/rms_norm_math.inl"
-
 namespace {
 
-using cuda::Floats;
 using cuda::kRowVector;
-using cuda::RowVector;
-using Values = Floats<kRowVector>;
+using cuda::RowMoments;
+using cuda::Values;
 
-// What a thread has of a row: in registers, or to be read again each time.
-template <class Team, class T, bool kHeld = (Team::kVectors > 0)>
-struct HeldRow {
-  RowVector<T> vectors[kHeld ? Team::kVectors : 1];
-
-  __device__ void fetch(Pointer<T> row, int64_t length, bool aligned) {
-    if constexpr (kHeld) {
-      cuda::for_each_row_vector<Team>(length, [&](int v, int64_t i, int count) {
-        vectors[v] = cuda::fetch(row, i, count, aligned);
-      });
-    }
-  }
-
-  __device__ Values get(Pointer<T> row, int v, int64_t i, int count, bool aligned) const {
-    if constexpr (kHeld) return floats_of(vectors[v]);
-    return floats_of(cuda::fetch(row, i, count, aligned));
-  }
-};
-
-// The weight, or ones. It is in the cache after the first row.
-template <class Team, class W, bool kHeld = (Team::kVectors > 0)>
-struct HeldWeight {
-  Pointer<W> weight;
-  HeldRow<Team, W, kHeld> held;
-
-  __device__ void fetch(int64_t length, bool aligned) {
-    if (weight) held.fetch(weight, length, aligned);
-  }
-
-  __device__ Values get(int v, int64_t i, int count, bool aligned) const {
-    return weight ? held.get(weight, v, i, count, aligned) : Values(1.0f);
-  }
-};
-
-// A block takes `rows_of_team` rows with each of its teams: all of them take neighbours at a time,
-// so that they find each other's memory near. Calls body(row, length, next, turn) for each row of
-// this thread's team and number of that row; length is 0 for a row beyond the end, as all threads
-// of a block must meet, and `next` is negative if no row follows.
-template <class Team, class Body>
-__device__ void for_each_row(int64_t rows, int64_t length, int rows_of_team, const Body& body) {
-  int64_t row = int64_t(blockIdx.x) * rows_of_team * Team::kTeams + Team::team();
-#pragma unroll 1
-  for (int turn = 0; turn < rows_of_team; ++turn, row += Team::kTeams) {
-    const bool last = turn + 1 == rows_of_team || row + Team::kTeams >= rows;
-    body(::min(row, rows - 1), row < rows ? length : 0, last ? -1 : row + Team::kTeams, turn);
-  }
-}
-
-template <class Team, class T, class W>
+// W is the storage type of the vectors. Rows that are read from memory each time, and long ones,
+// may have one tensor or two; others have registers for a residual, which may be absent.
+template <class Kind, class Team, class T, class W, int kTensors>
 __global__ void __launch_bounds__(Team::kMostThreads)
-    norm_kernel(const __grid_constant__ RmsNorm norm, int rows_of_team, bool aligned) {
-  const auto body = [&](int64_t row, int64_t length, int64_t next, int turn) {
-    const Pointer<T> out = norm.out.row<T>(row);
-    const Pointer<T> residual = norm.residual.row<T>(row), sum = norm.sum.row<T>(row);
-    Pointer<T> x = norm.x.row<T>(row);
-    HeldRow<Team, T> held, held_residual;
-    HeldWeight<Team, W> weight{norm.weight.row<W>(0), {}};
-    held.fetch(x, length, aligned);
-    if (residual) held_residual.fetch(residual, length, aligned);
-    weight.fetch(length, aligned);
-    if (next >= 0) {
-      cuda::fetch_ahead<Team>(norm.x.row<T>(next), length);
-      if (residual) cuda::fetch_ahead<Team>(norm.residual.row<T>(next), length);
-    }
-    float squares[1] = {};
-    cuda::for_each_row_vector<Team>(length, [&](int v, int64_t i, int count) {
-      Values value = held.get(x, v, i, count, aligned);
-      if (residual) {
-        const Values total = value + held_residual.get(residual, v, i, count, aligned);
-        const RowVector<T> stored = cuda::put(sum, i, count, aligned, total);
-        if constexpr (Team::kVectors > 0) held.vectors[v] = stored;
-        value = floats_of(stored);
-      }
-      squares[0] += cuda::sum_of_lanes(value * value);
-    });
-    if (residual) x = sum;
-    cuda::add_over_team<Team>(squares, turn);
-    const float n = float(norm.length);
-    const Values inverse = inverse_rms(Floats<1>(squares[0]), n, norm.eps).lanes[0];
-    cuda::for_each_row_vector<Team>(length, [&](int v, int64_t i, int count) {
-      const Values value = held.get(x, v, i, count, aligned);
-      cuda::put(out, i, count, aligned,
-                normalized(value, inverse, weight.get(v, i, count, aligned)));
-    });
+    norm_kernel(const __grid_constant__ Norm norm, int rows_of_team, bool aligned) {
+  using Reader = cuda::TwiceRead<Team, T, kTensors, (kTensors > 1)>;
+  const auto row_at = [&](int64_t row) {
+    if (row >= norm.rows) return typename Reader::Row{{}, 0, 0, 0};
+    typename Reader::Row tensors{{norm.x.row<T>(row)}, 0, norm.length, norm.length};
+    if constexpr (kTensors > 1) tensors.tensors[1] = norm.residual.row<T>(row);
+    return tensors;
   };
-  for_each_row<Team>(norm.rows, norm.length, rows_of_team, body);
-}
-
-// The gradient of the weight over the rows of a block: in registers, or in memory if there may be
-// more of it than a thread can hold.
-template <class Team>
-struct Partial {
-  static constexpr int kVectors = Team::kShort ? 1 : Team::kVectors;
-  Values totals[kVectors > 0 ? kVectors : 1] = {};
-  float* memory = nullptr;  // [length] written; null: not wanted
-
-  __device__ void add(const Values& term, int turn, int v, int64_t i, int count) {
-    if constexpr (kVectors > 0) {
-      totals[v] = totals[v] + term;
-    } else if (memory != nullptr) {
-      const Pointer<float> total{memory + i};
-      constexpr cuda::Access kSingle = cuda::Access::single;
-      const Values before =
-          turn == 0 ? Values(0.0f) : cuda::load<kSingle, kRowVector>(total, count);
-      cuda::store<kSingle>(total, before + term, count);
-    }
-  }
-
-  __device__ void finish(int64_t length) const {
-    if (kVectors == 0 || memory == nullptr) return;
-    if constexpr (Team::kShort) {
-      __shared__ float of_teams[Team::kTeams][cuda::kShortRow];
-#pragma unroll
-      for (int k = 0; k < kRowVector; ++k) {
-        of_teams[Team::team()][Team::thread() * kRowVector + k] = totals[0].lanes[k];
+  Reader reader(aligned);
+  reader.begin(row_at(int64_t(blockIdx.x) * rows_of_team * Team::kTeams + Team::team()));
+  cuda::Moments<Kind, Team, T, false> moments;
+  const cuda::HeldRow<Team, W, false> x_bias{norm.x_bias.row<W>(0), {}};
+  cuda::for_each_row<Team>(norm.rows, rows_of_team, row_at,
+                           [&](int64_t row, const auto& current, const auto& next) {
+    const int64_t place = ::min(row, norm.rows - 1);
+    const Pointer<T> out = norm.out.row<T>(place), sum = norm.sum.row<T>(place);
+    cuda::HeldRow<Team, W> weight{norm.weight.row<W>(0), {}};
+    cuda::HeldRow<Team, W, cuda::kHasRoomFor<Team, W>> bias{norm.bias.row<W>(0), {}};
+    weight.fetch_all(current.length, aligned);
+    bias.fetch_all(current.length, aligned);
+    const auto value_of = [&](int v, int64_t i, int count, const Values(&read)[kTensors]) {
+      Values value = read[0];
+      if constexpr (kTensors > 1) {
+        if (norm.residual.data == nullptr) return value;
+        if (x_bias.row) value = value + x_bias.get(v, i, count, aligned);
+        value = cuda::as_stored<T>(value + read[1], norm.residual.dtype);
       }
-      __syncthreads();
-      if (int(threadIdx.x) >= length) return;
-      float sum = 0;
-#pragma unroll
-      for (int team = 0; team < Team::kTeams; ++team) sum += of_teams[team][threadIdx.x];
-      memory[threadIdx.x] = sum;
-    } else {
-      cuda::for_each_row_vector<Team>(length, [&](int v, int64_t i, int count) {
-        cuda::put(Pointer<float>{memory + i}, 0, count, true, totals[v]);
-      });
-    }
-  }
-};
-
-// What each thread of a team can hold beside the row, its gradient and that of the weight.
-template <class Team, class T>
-constexpr bool kHasRoomFor = Team::kVectors > 0 && sizeof(T) == 2;
-
-template <class Team, class T, class W>
-__global__ void __launch_bounds__(Team::kMostThreads)
-    backward_kernel(const __grid_constant__ RmsNormBackward norm, int rows_of_team,
-                    float* partials,  // [blocks, length] written; null: not wanted
-                    bool aligned) {
-  Partial<Team> partial;
-  partial.memory = partials == nullptr ? nullptr : partials + int64_t(blockIdx.x) * norm.length;
-  const auto body = [&](int64_t row, int64_t length, int64_t next, int turn) {
-    const Pointer<T> x = norm.x.row<T>(row), grad_out = norm.grad_out.row<T>(row);
-    const Pointer<T> grad_x = norm.grad_x.row<T>(row), grad_sum = norm.grad_sum.row<T>(row);
-    HeldRow<Team, T> held_x, held_grad;
-    HeldRow<Team, T, kHasRoomFor<Team, T>> held_grad_sum;
-    HeldWeight<Team, W, kHasRoomFor<Team, W>> weight{norm.weight.row<W>(0), {}};
-    held_x.fetch(x, length, aligned);
-    held_grad.fetch(grad_out, length, aligned);
-    weight.fetch(length, aligned);
-    if (grad_sum) held_grad_sum.fetch(grad_sum, length, aligned);
-    if (next >= 0) {
-      cuda::fetch_ahead<Team>(norm.x.row<T>(next), length);
-      cuda::fetch_ahead<Team>(norm.grad_out.row<T>(next), length);
-      if (grad_sum) cuda::fetch_ahead<Team>(norm.grad_sum.row<T>(next), length);
-    }
-    float sums[2] = {};
-    cuda::for_each_row_vector<Team>(length, [&](int v, int64_t i, int count) {
-      const Values value = held_x.get(x, v, i, count, aligned);
-      const Values grad = held_grad.get(grad_out, v, i, count, aligned);
-      sums[0] += cuda::sum_of_lanes(value * value);
-      sums[1] += cuda::sum_of_lanes(value * (grad * weight.get(v, i, count, aligned)));
+      return value;
+    };
+    const auto first_value_of = [&](int v, int64_t i, int count, const Values(&read)[kTensors]) {
+      const Values value = value_of(v, i, count, read);
+      if (sum) cuda::put(sum, i, count, aligned, value);
+      return value;
+    };
+    const RowMoments found = moments.of(reader, current, next, float(norm.length), norm.eps,
+                                        first_value_of, value_of, nullptr);
+    const Values inverse = found.inverse;
+    reader.second(current, next,
+                  [&](int v, int64_t i, int count, const Values(&read)[kTensors], bool) {
+      const Values value = found.deviation_of<Kind>(value_of(v, i, count, read));
+      const Values scale = weight.weight(norm.weight_offset, v, i, count, aligned);
+      Values result = normalized(value, inverse, scale);
+      if (bias.row) result = result + bias.get(v, i, count, aligned);
+      cuda::put(out, i, count, aligned, result);
     });
-    cuda::add_over_team<Team>(sums, turn);
-    const float n = float(norm.length);
-    const Floats<1> one_inverse = inverse_rms(Floats<1>(sums[0]), n, norm.eps);
-    const Values share = rms_share(Floats<1>(sums[1]), one_inverse, n).lanes[0];
-    const Values inverse = one_inverse.lanes[0];
-    cuda::for_each_row_vector<Team>(length, [&](int v, int64_t i, int count) {
-      const Values value = held_x.get(x, v, i, count, aligned);
-      const Values grad = held_grad.get(grad_out, v, i, count, aligned);
-      const Values weighted = grad * weight.get(v, i, count, aligned);
-      Values result = grad_of_x(value, weighted, inverse, share);
-      if (grad_sum) result = result + held_grad_sum.get(grad_sum, v, i, count, aligned);
-      cuda::put(grad_x, i, count, aligned, result);
-      partial.add(grad_of_weight(value, grad, inverse), turn, v, i, count);
-    });
-  };
-  for_each_row<Team>(norm.rows, norm.length, rows_of_team, body);
-  partial.finish(norm.length);
-}
-
-constexpr const char* kOp = "rms_norm";
-constexpr const char* kBackwardOp = "rms_norm_backward";
-
-// Blocks of a kernel, and the rows that each team of a block takes one after the other.
-struct Grid {
-  int64_t blocks;
-  int threads, rows_of_team;
-
-  Grid(const cuda::RowBlock& block, int64_t rows, int64_t rows_of_each)
-      : blocks(ceil_div(rows, rows_of_each * block.teams)),
-        threads(block.threads),
-        rows_of_team(int(rows_of_each)) {}
-};
-
-// A few rows, so that the next one can be fetched ahead, where that leaves blocks for every
-// multiprocessor.
-Grid forward_grid(const RmsNorm& norm) {
-  const cuda::RowBlock block(norm.length);
-  const int64_t all_threads = ceil_div(norm.rows, block.teams) * block.threads;
-  return {block, norm.rows, std::clamp<int64_t>(all_threads >> 20, 1, 4)};
-}
-
-// Blocks that a large device runs all at once, whatever the device: the gradient of the weight
-// depends on their number. A float adds up 256 rows at the most.
-Grid backward_grid(const RmsNormBackward& norm) {
-  const cuda::RowBlock block(norm.length);
-  const int resident_threads = block.teams > 1 ? 1024 : 512;  // as they need registers
-  const int64_t teams = 128 * (resident_threads / block.threads) * block.teams;
-  return {block, norm.rows, std::clamp<int64_t>(ceil_div(norm.rows, teams), 1, 256)};
-}
-
-// Calls body(team, storage, storage of the weight, aligned).
-template <class Body>
-void with_team(int64_t length, std::initializer_list<Rows> rows, const Rows& weight,
-               const Body& body) {
-  const Rows& first = *rows.begin();
-  const bool aligned = cuda::all_aligned(rows) && cuda::all_aligned({weight});
-  const bool same = std::all_of(rows.begin(), rows.end(), [&](const Rows& each) {
-    return each.data == nullptr || each.dtype == first.dtype;
   });
-  cuda::with_row_team(
-      length, aligned && same && length % kRowVector == 0, first, weight,
-      [&](auto team, auto storage, auto weights) { body(team, storage, weights, aligned); });
+}
+
+// The gradient of what was normalized.
+template <class Kind>
+__device__ inline Values gradient(const RowMoments& row, const Values& deviation,
+                                  const Values& grad, const Values& weight) {
+  Values weighted = grad * weight;
+  if constexpr (Kind::kCentered) weighted = weighted - Values(row.grad_mean);
+  return grad_of_x(deviation, weighted, Values(row.inverse), Values(row.share));
+}
+
+// Whether a block adds up what its rows add to the gradients of vectors.
+template <class Team>
+constexpr bool kAddsUp = Team::kShort || Team::kVectors > 0;
+
+template <class Kind, class Team, class T, class W>
+__global__ void __launch_bounds__(Team::kMostThreads)
+    backward_kernel(const __grid_constant__ NormBackward norm, int rows_of_team,
+                    OfVectors<float*> partials,  // [blocks, length] written; null: not wanted
+                    RowMoments* of_rows,         // [rows] written; null: not wanted
+                    bool aligned) {
+  using Reader = cuda::TwiceRead<Team, T, 2>;
+  using OtherSum = std::conditional_t<Team::kShort, cuda::RegisterSum<Team>, cuda::SharedSum<Team>>;
+  const auto row_at = [&](int64_t row) {
+    if (row >= norm.rows) return typename Reader::Row{{}, 0, 0, 0};
+    return typename Reader::Row{
+        {norm.x.row<T>(row), norm.grad_out.row<T>(row)}, 0, norm.length, norm.length};
+  };
+  cuda::RegisterSum<Team> of_weight;
+  OtherSum of_bias, of_x_bias;
+  if constexpr (kAddsUp<Team> && !Team::kShort) {
+    extern __shared__ __align__(16) uint4 shared_vectors[];
+    float4* memory = reinterpret_cast<float4*>(shared_vectors);
+    if (partials.bias != nullptr) {
+      of_bias.begin(memory);
+      memory += OtherSum::size(int(blockDim.x));
+    }
+    if (partials.x_bias != nullptr) of_x_bias.begin(memory);
+  }
+  Reader reader(aligned);
+  reader.begin(row_at(int64_t(blockIdx.x) * rows_of_team * Team::kTeams + Team::team()));
+  cuda::Moments<Kind, Team, T, true> moments;
+  cuda::for_each_row<Team>(norm.rows, rows_of_team, row_at,
+                           [&](int64_t row, const auto& current, const auto& next) {
+    const int64_t place = ::min(row, norm.rows - 1);
+    const Pointer<T> grad_x = norm.grad_x.row<T>(place);
+    cuda::HeldRow<Team, T, cuda::kHasRoomFor<Team, T>> grad_sum{norm.grad_sum.row<T>(place), {}};
+    cuda::HeldRow<Team, W, cuda::kHasRoomFor<Team, W>> weight{norm.weight.row<W>(0), {}};
+    weight.fetch_all(current.length, aligned);
+    grad_sum.fetch_all(current.length, aligned);
+    const auto weight_at = [&](int v, int64_t i, int count) {
+      return weight.weight(norm.weight_offset, v, i, count, aligned);
+    };
+    const auto value_of = [&](int, int64_t, int, const Values(&read)[2]) { return read[0]; };
+    const auto grad_of = [&](int v, int64_t i, int count, const Values(&read)[2]) {
+      return read[1] * weight_at(v, i, count);
+    };
+    const RowMoments found = moments.of(reader, current, next, float(norm.length), norm.eps,
+                                        value_of, value_of, grad_of);
+    reader.second(current, next, [&](int v, int64_t i, int count, const Values(&read)[2], bool) {
+      const Values value = found.deviation_of<Kind>(read[0]);
+      Values result = gradient<Kind>(found, value, read[1], weight_at(v, i, count));
+      if (grad_sum.row) result = result + grad_sum.get(v, i, count, aligned);
+      cuda::put(grad_x, i, count, aligned, result);
+      if constexpr (kAddsUp<Team>) {
+        of_weight.add(grad_of_weight(value, read[1], Values(found.inverse)), v);
+        of_bias.add(read[1], v);
+        of_x_bias.add(result, v);
+      }
+    });
+    if (of_rows != nullptr && Team::thread() == 0 && current.length > 0) of_rows[row] = found;
+  });
+  if constexpr (kAddsUp<Team>) {
+    const int64_t first = int64_t(blockIdx.x) * norm.length;
+    const auto of_block = [&](float* all) { return all == nullptr ? nullptr : all + first; };
+    of_weight.finish(of_block(partials.weight), norm.length);
+    of_bias.finish(of_block(partials.bias), norm.length);
+    of_x_bias.finish(of_block(partials.x_bias), norm.length);
+  }
+}
+
+// What rows that are not held add to the gradients of vectors: a thread adds up eight columns of
+// one group of rows.
+template <class Kind>
+__global__ void __launch_bounds__(256)
+    columns_kernel(const __grid_constant__ NormBackward norm,
+                   const RowMoments* of_rows,  // [rows]
+                   int64_t rows_of_group,
+                   OfVectors<float*> partials,  // [groups, length] written; null: not wanted
+                   bool aligned) {
+  const int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kRowVector;
+  if (i >= norm.length) return;
+  const int count = int(::min(int64_t(kRowVector), norm.length - i));
+  const auto fetch = [&](const Rows& rows, int64_t row) {
+    return floats_of(cuda::fetch(rows.row<Any>(row), i, count, aligned));
+  };
+  Values weight(1.0f);
+  if (norm.weight.data != nullptr) weight = fetch(norm.weight, 0) + Values(norm.weight_offset);
+  Values of_weight(0.0f), of_bias(0.0f), of_x_bias(0.0f);
+  const int64_t first = int64_t(blockIdx.y) * rows_of_group;
+  const int64_t end = ::min(first + rows_of_group, norm.rows);
+#pragma unroll 4  // loads in flight
+  for (int64_t row = first; row < end; ++row) {
+    const RowMoments found = of_rows[row];
+    const Values grad = fetch(norm.grad_out, row);
+    const Values value = found.deviation_of<Kind>(fetch(norm.x, row));
+    of_weight = of_weight + grad_of_weight(value, grad, Values(found.inverse));
+    of_bias = of_bias + grad;
+    if (partials.x_bias == nullptr) continue;
+    of_x_bias = of_x_bias + gradient<Kind>(found, value, grad, weight);
+    if (norm.grad_sum.data != nullptr) of_x_bias = of_x_bias + fetch(norm.grad_sum, row);
+  }
+  const auto store = [&](float* memory, const Values& sum) {
+    if (memory == nullptr) return;
+    const Pointer<float> target{memory + int64_t(blockIdx.y) * norm.length + i};
+    cuda::store<cuda::Access::single>(target, sum, count);
+  };
+  store(partials.weight, of_weight);
+  store(partials.bias, of_bias);
+  store(partials.x_bias, of_x_bias);
+}
+
+bool is_there(const Rows& rows) { return rows.data != nullptr; }
+
+// How the rows of one call lie, and its vectors.
+struct Layout {
+  int64_t rows, length;
+  Dtype dtype;  // of the first
+  bool aligned, whole, float_vectors;
+
+  Layout(int64_t count, int64_t n, std::initializer_list<Rows> all,
+         std::initializer_list<Rows> vectors)
+      : rows(count), length(n), dtype(all.begin()->dtype) {
+    const auto are = [](std::initializer_list<Rows> some, Dtype type) {
+      return std::all_of(some.begin(), some.end(), [&](const Rows& each) {
+        return !is_there(each) || each.dtype == type;
+      });
+    };
+    aligned = cuda::all_aligned(all) && cuda::all_aligned(vectors);
+    float_vectors = !are(vectors, dtype);
+    whole = aligned && length % kRowVector == 0 && are(all, dtype) &&
+            (!float_vectors || are(vectors, Dtype::float32));
+  }
+
+  // Calls body(team, storage, storage of vectors, launch).
+  template <int kTensors, class Body>
+  void with_team(const char* op, const Body& body) const {
+    cuda::with_twice_read_team<kTensors>(
+        rows, length, whole, dtype, op,
+        [&](auto team, auto storage, const cuda::TwiceReadLaunch& launch) {
+      if constexpr (decltype(team)::kVectors == 0) {
+        body(team, storage, Any{}, launch);
+      } else if (float_vectors) {
+        body(team, storage, float{}, launch);
+      } else {
+        body(team, storage, storage, launch);
+      }
+    });
+  }
+};
+
+// Blocks of a backward kernel that adds up rows: as many as a large device runs all at once,
+// whatever the device, as sums depend on their number. A float adds up 256 rows at the most.
+struct AddingGrid {
+  int64_t blocks, rows_of_team;
+
+  AddingGrid(int64_t rows, int64_t length) {
+    const cuda::RowBlock block(length);
+    const int resident_threads = block.teams > 1 ? 1024 : 512;  // as they need registers
+    const int64_t teams = 128 * (resident_threads / block.threads) * block.teams;
+    rows_of_team = std::clamp<int64_t>(ceil_div(rows, teams), 1, 256);
+    blocks = ceil_div(rows, rows_of_team * block.teams);
+  }
+};
+
+// Groups of rows that columns_kernel adds up, in blocks that fill a large device, and the same.
+struct ColumnsGrid {
+  int64_t threads, blocks, groups, rows_of_group;
+
+  ColumnsGrid(int64_t rows, int64_t length) {
+    const int64_t vectors = ceil_div(length, kRowVector);
+    threads = std::min<int64_t>(256, ceil_div(vectors, cuda::kWarp) * cuda::kWarp);
+    blocks = ceil_div(vectors, threads);
+    const int64_t wanted = std::max<int64_t>(1, (int64_t(1) << 18) / (blocks * threads));
+    rows_of_group = std::clamp<int64_t>(ceil_div(rows, wanted), 1, 256);
+    rows_of_group = std::max(rows_of_group, ceil_div(rows, 65535));
+    groups = ceil_div(rows, rows_of_group);
+  }
+};
+
+// How a backward pass goes about its sums over rows.
+struct Plan {
+  Layout layout;
+  bool in_blocks;        // each block adds up its rows, or columns_kernel does
+  int64_t groups;        // of rows that have sums
+  int64_t shared_bytes;  // of a block, for sums
+
+  Plan(const NormBackward& norm, const OfVectors<Rows>& grads)
+      : layout(norm.rows, norm.length, {norm.x, norm.grad_out, norm.grad_sum, norm.grad_x},
+               {norm.weight}) {
+    const int in_shared = is_there(grads.bias) + is_there(grads.x_bias);
+    const bool is_short = norm.length <= cuda::kShortRow;
+    const int64_t threads = cuda::RowBlock(norm.length).threads;
+    using Team = cuda::RowTeam<false, true>;
+    shared_bytes = is_short ? 0 : in_shared * cuda::SharedSum<Team>::size(int(threads)) * 16;
+    in_blocks = is_short || (layout.whole && norm.length <= cuda::kLongestHeldRow);
+    if (in_blocks && shared_bytes > 48 * 1024) {
+      in_blocks = shared_bytes + 2048 <= cuda::DeviceLimits("norm").shared_bytes;
+      layout.whole = in_blocks;
+    }
+    if (!in_blocks) shared_bytes = 0;
+    groups = in_blocks ? AddingGrid(norm.rows, norm.length).blocks
+                       : ColumnsGrid(norm.rows, norm.length).groups;
+  }
+};
+
+// The vectors whose gradients are wanted have partial sums one after the other.
+OfVectors<float*> partials_in(float* workspace, const OfVectors<Rows>& grads, int64_t floats) {
+  const auto next = [&](const Rows& grad) -> float* {
+    if (!is_there(grad)) return nullptr;
+    float* partial = workspace;
+    workspace += floats;
+    return partial;
+  };
+  OfVectors<float*> partials;
+  partials.weight = next(grads.weight);
+  partials.bias = next(grads.bias);
+  partials.x_bias = next(grads.x_bias);
+  return partials;
+}
+
+int wanted(const OfVectors<Rows>& grads) {
+  return is_there(grads.weight) + is_there(grads.bias) + is_there(grads.x_bias);
+}
+
+int64_t rows_of_team(int64_t rows, int64_t blocks, int teams) {
+  return ceil_div(rows, blocks * teams);
+}
+
+template <class Kind>
+void run_backward(const NormBackward& norm, const Plan& plan, const OfVectors<float*>& partials,
+                  RowMoments* of_rows, cudaStream_t stream) {
+  constexpr const char* op = Kind::kBackwardOp;
+  plan.layout.with_team<2>(op, [&](auto team, auto storage, auto vectors, auto launch) {
+    using Team = decltype(team);
+    const auto kernel = backward_kernel<Kind, Team, decltype(storage), decltype(vectors)>;
+    int64_t rows_of_each = rows_of_team(norm.rows, launch.blocks, Team::kTeams);
+    if (plan.in_blocks) {
+      const AddingGrid grid(norm.rows, norm.length);
+      rows_of_each = grid.rows_of_team;
+      launch.blocks = unsigned(grid.blocks);
+      launch.shared_bytes = int(plan.shared_bytes);
+    }
+    cuda::allow_shared_memory(kernel, launch, op);
+    kernel<<<launch.blocks, launch.threads, launch.shared_bytes, stream>>>(
+        norm, int(rows_of_each), partials, of_rows, plan.layout.aligned);
+  });
+  cuda::check(cudaGetLastError(), op);
 }
 
 }  // namespace
 
-void rms_norm_cuda(const RmsNorm& norm, void* stream) {
+template <class Kind>
+void norm_cuda(const Norm& norm, void* stream) {
   if (norm.rows == 0 || norm.length == 0) return;
-  cuda::check(cudaPeekAtLastError(), kOp);  // of somebody before
-  const Grid grid = forward_grid(norm);
-  with_team(norm.length, {norm.x, norm.residual, norm.sum, norm.out}, norm.weight,
-            [&](auto team, auto storage, auto weights, bool aligned) {
-    norm_kernel<decltype(team), decltype(storage), decltype(weights)>
-        <<<unsigned(grid.blocks), grid.threads, 0, cudaStream_t(stream)>>>(norm, grid.rows_of_team,
-                                                                           aligned);
-  });
-  cuda::check(cudaGetLastError(), kOp);
-}
-
-int64_t rms_norm_backward_workspace(const RmsNormBackward& norm) {
-  return backward_grid(norm).blocks * norm.length;
-}
-
-void rms_norm_backward_cuda(const RmsNormBackward& norm, Rows grad_weight, float* workspace,
-                            void* stream) {
-  if (norm.length == 0) return;
-  cuda::check(cudaPeekAtLastError(), kBackwardOp);
-  const Grid grid = backward_grid(norm);
-  float* partials = grad_weight.data == nullptr ? nullptr : workspace;
-  if (norm.rows > 0) {
-    with_team(norm.length, {norm.x, norm.grad_out, norm.grad_sum, norm.grad_x}, norm.weight,
-              [&](auto team, auto storage, auto weights, bool aligned) {
-      backward_kernel<decltype(team), decltype(storage), decltype(weights)>
-          <<<unsigned(grid.blocks), grid.threads, 0, cudaStream_t(stream)>>>(
-              norm, grid.rows_of_team, partials, aligned);
+  cuda::check(cudaPeekAtLastError(), Kind::kOp);  // of somebody before
+  const Layout layout(norm.rows, norm.length, {norm.x, norm.residual, norm.sum, norm.out},
+                      {norm.weight, norm.bias, norm.x_bias});
+  const auto launch_with = [&](auto tensors, auto team, auto storage, auto vectors,
+                               const cuda::TwiceReadLaunch& launch) {
+    using Team = decltype(team);
+    const auto kernel = norm_kernel<Kind, Team, decltype(storage), decltype(vectors), tensors()>;
+    cuda::allow_shared_memory(kernel, launch, Kind::kOp);
+    kernel<<<launch.blocks, launch.threads, launch.shared_bytes, cudaStream_t(stream)>>>(
+        norm, int(rows_of_team(norm.rows, launch.blocks, Team::kTeams)), layout.aligned);
+  };
+  // All of shared memory is for x where there is nothing else.
+  const bool is_alone = !is_there(norm.residual) && norm.length > cuda::kLongestHeldRow;
+  if (is_alone) {
+    layout.with_team<1>(Kind::kOp, [&](auto team, auto storage, auto vectors, const auto& launch) {
+      if constexpr (std::is_same_v<decltype(team), cuda::LongRowTeam<true>>) {
+        launch_with(std::integral_constant<int, 1>{}, team, storage, vectors, launch);
+      } else if constexpr (std::is_same_v<decltype(team), cuda::LongRowTeam<false>>) {
+        launch_with(std::integral_constant<int, 2>{}, team, storage, vectors, launch);
+      }
     });
-    cuda::check(cudaGetLastError(), kBackwardOp);
+  } else {
+    layout.with_team<2>(Kind::kOp, [&](auto team, auto storage, auto vectors, const auto& launch) {
+      launch_with(std::integral_constant<int, 2>{}, team, storage, vectors, launch);
+    });
   }
-  if (grad_weight.data == nullptr) return;
-  cuda::add_partials(partials, grid.blocks, norm.length, grad_weight, kBackwardOp,
-                     cudaStream_t(stream));
+  cuda::check(cudaGetLastError(), Kind::kOp);
 }
+
+template <class Kind>
+int64_t norm_backward_workspace(const NormBackward& norm, const OfVectors<Rows>& grads) {
+  if (wanted(grads) == 0) return 0;
+  const Plan plan(norm, grads);
+  const int64_t moments =
+      plan.in_blocks ? 0 : norm.rows * int64_t(sizeof(RowMoments) / sizeof(float));
+  return wanted(grads) * plan.groups * norm.length + moments;
+}
+
+template <class Kind>
+void norm_backward_cuda(const NormBackward& norm, const OfVectors<Rows>& grads, float* workspace,
+                        void* stream) {
+  if (norm.length == 0) return;
+  constexpr const char* op = Kind::kBackwardOp;
+  const cudaStream_t queue = cudaStream_t(stream);
+  cuda::check(cudaPeekAtLastError(), op);
+  const Plan plan(norm, grads);
+  const int64_t floats = plan.groups * norm.length;
+  const OfVectors<float*> partials = partials_in(workspace, grads, floats);
+  const bool in_columns = wanted(grads) > 0 && !plan.in_blocks;
+  float* behind = workspace + wanted(grads) * floats;
+  RowMoments* of_rows = in_columns ? reinterpret_cast<RowMoments*>(behind) : nullptr;
+  if (norm.rows > 0) run_backward<Kind>(norm, plan, partials, of_rows, queue);
+  if (norm.rows > 0 && in_columns) {
+    const ColumnsGrid grid(norm.rows, norm.length);
+    columns_kernel<Kind>
+        <<<dim3(unsigned(grid.blocks), unsigned(grid.groups)), unsigned(grid.threads), 0, queue>>>(
+            norm, of_rows, grid.rows_of_group, partials, plan.layout.aligned);
+    cuda::check(cudaGetLastError(), op);
+  }
+  const auto add = [&](const float* partial, const Rows& grad) {
+    if (!is_there(grad)) return;
+    cuda::add_partials(partial, plan.groups, norm.length, grad, op, queue);
+  };
+  add(partials.weight, grads.weight);
+  add(partials.bias, grads.bias);
+  add(partials.x_bias, grads.x_bias);
+}
+
+template void norm_cuda<DSX_NORM>(const Norm&, void*);
+template int64_t norm_backward_workspace<DSX_NORM>(const NormBackward&, const OfVectors<Rows>&);
+template void norm_backward_cuda<DSX_NORM>(const NormBackward&, const OfVectors<Rows>&, float*,
+                                           void*);
 
 }  // namespace dsx

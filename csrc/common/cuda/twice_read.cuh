@@ -44,7 +44,9 @@ struct RowOf {
   __device__ bool touches(int64_t i) const { return i + kRowVector > first && i < end; }
 };
 
-template <class Team, class T, int kTensors>
+// Bodies may take the number of the vector among those of the thread, before all else. kOptional:
+// the last tensor may be absent, and its values are then anything.
+template <class Team, class T, int kTensors, bool kOptional = false>
 class TwiceRead {
  public:
   using Row = RowOf<T, kTensors>;
@@ -76,6 +78,49 @@ class TwiceRead {
     read<true>(row, next, body);
   }
 
+  // Reads it once more in between.
+  template <class Body>
+  __device__ void again(const Row& row, const Body& body) const {
+    if constexpr (kShared > 0) {
+      int64_t i = Team::thread() * kRowVector;
+#pragma unroll 1
+      for (int v = 0; v < kShared; ++v, i += kStride) {
+        if (i >= row.length || !row.touches(i)) continue;
+        Values values[kTensors];
+        load_shared(v, values);
+        call(body, v, i, kRowVector, values);
+      }
+#pragma unroll 1
+      for (; i < row.length; i += kStride) {
+        if (!row.touches(i)) continue;
+        Values values[kTensors];
+        load(row, i, kRowVector, values);
+        call(body, 0, i, kRowVector, values);
+      }
+      return;
+    }
+    for_each_row_vector<Team>(row.length, [&](int v, int64_t i, int count) {
+      if (!row.touches(i)) return;
+      Values values[kTensors];
+      get(row, v, i, count, values);
+      call(body, v, i, count, values);
+    });
+  }
+
+  // The same from memory, in little code, for what is rare.
+  template <class Body>
+  __device__ void from_memory(const Row& row, const Body& body) const {
+#pragma unroll 1
+    for (int64_t i = Team::thread() * kRowVector; i < row.length;
+         i += Team::threads() * kRowVector) {
+      const int count = int(::min(int64_t(kRowVector), row.length - i));
+      if (!row.touches(i)) continue;
+      Values values[kTensors];
+      load(row, i, count, values);
+      call(body, 0, i, count, values);
+    }
+  }
+
   // Calls body(i, count, values, is_read) for each vector of the row, with anything for what is not
   // read, and begins with the next row.
   template <class Body>
@@ -88,7 +133,7 @@ class TwiceRead {
           Values values[kTensors];
           const bool is_read = row.touches(i);
           if (is_read) load_shared(v, values);
-          body(i, kRowVector, values, is_read);
+          call(body, v, i, kRowVector, values, is_read);
         }
         fetch_shared(next, v);
         end_fetches();
@@ -99,7 +144,7 @@ class TwiceRead {
         Values values[kTensors];
         const bool is_read = row.touches(i);
         if (is_read) load(row, i, kRowVector, values);
-        body(i, kRowVector, values, is_read);
+        call(body, 0, i, kRowVector, values, is_read);
       }
       return;
     }
@@ -107,11 +152,25 @@ class TwiceRead {
       Values values[kTensors];
       const bool is_read = row.touches(i);
       if (is_read) get(row, v, i, count, values);
-      body(i, count, values, is_read);
+      call(body, v, i, count, values, is_read);
     });
   }
 
  private:
+  template <class Body, class... More>
+  __device__ static void call(const Body& body, int v, int64_t i, int count,
+                              const Values (&values)[kTensors], More... more) {
+    if constexpr (std::is_invocable_v<const Body&, int, int64_t, int, decltype(values), More...>) {
+      body(v, i, count, values, more...);
+    } else {
+      body(i, count, values, more...);
+    }
+  }
+
+  __device__ static bool has(const Row& row, int tensor) {
+    return !kOptional || tensor + 1 < kTensors || row.tensors[tensor];
+  }
+
   static constexpr int kShared = kSharedVectors<Team, T, kTensors>;
   static constexpr int kStride = Team::kMostThreads * kRowVector;  // of a team that is a full block
 
@@ -125,7 +184,7 @@ class TwiceRead {
         if (i < row.length && row.touches(i)) {
           Values values[kTensors];
           load_shared(v, values);
-          body(i, kRowVector, values);
+          call(body, v, i, kRowVector, values);
         }
         if constexpr (kOnce) fetch_shared(next, v);
         end_fetches();
@@ -136,7 +195,7 @@ class TwiceRead {
         if (!row.touches(i)) continue;
         Values values[kTensors];
         load(row, i, kRowVector, values);
-        body(i, kRowVector, values);
+        call(body, 0, i, kRowVector, values);
       }
       return;
     }
@@ -145,7 +204,7 @@ class TwiceRead {
         if (!row.touches(i)) return;
 #pragma unroll
         for (int t = 0; t < kTensors; ++t) {
-          held_[t][v] = fetch(row.tensors[t], i, count, aligned_);
+          if (has(row, t)) held_[t][v] = fetch(row.tensors[t], i, count, aligned_);
         }
       });
       for_each_row_vector<Team>(next.length, [&](int /*v*/, int64_t i, int /*count*/) {
@@ -156,14 +215,14 @@ class TwiceRead {
       if (!row.touches(i)) return;
       Values values[kTensors];
       get(row, v, i, count, values);
-      body(i, count, values);
+      call(body, v, i, count, values);
     });
   }
 
   __device__ void load(const Row& row, int64_t i, int count, Values (&values)[kTensors]) const {
 #pragma unroll
     for (int t = 0; t < kTensors; ++t) {
-      values[t] = floats_of(fetch(row.tensors[t], i, count, aligned_));
+      if (has(row, t)) values[t] = floats_of(fetch(row.tensors[t], i, count, aligned_));
     }
   }
 
@@ -201,6 +260,7 @@ class TwiceRead {
     if (i >= row.length || !row.touches(i)) return;
 #pragma unroll
     for (int t = 0; t < kTensors; ++t) {
+      if (!has(row, t)) continue;
       const uint4* far = reinterpret_cast<const uint4*>(row.tensors[t].address + i);
 #pragma unroll
       for (int k = 0; k < RowVector<T>::kAccesses; ++k) {
@@ -213,7 +273,7 @@ class TwiceRead {
   __device__ static void ask_for(const Row& row, int64_t i) {
 #pragma unroll
     for (int t = 0; t < kTensors; ++t) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(row.tensors[t].address + i));
+      if (has(row, t)) asm volatile("prefetch.global.L2 [%0];" ::"l"(row.tensors[t].address + i));
     }
   }
 
