@@ -21,6 +21,12 @@ struct Rows {
     return Pointer<T>::to(data, dtype) + place_of(i);  // of absent rows: null, as their pitch is 0
   }
 
+  // The same of rows that are all in one group, as those of results are.
+  template <class T>
+  DSX_HOST_DEVICE Pointer<T> even_row(int64_t i) const {
+    return Pointer<T>::to(data, dtype) + i * pitch;
+  }
+
   // The same rows from this column on.
   Rows from(int64_t column) const {
     Rows rows = *this;

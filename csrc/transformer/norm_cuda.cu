@@ -12,50 +12,51 @@ using cuda::kRowVector;
 using cuda::RowMoments;
 using cuda::Values;
 
-// W is the storage type of the vectors. Rows that are read from memory each time, and long ones,
-// may have one tensor or two; others have registers for a residual, which may be absent.
-template <class Kind, class Team, class T, class W, int kTensors>
+// W is the storage type of the vectors.
+template <class Kind, class Team, class T, class W>
 __global__ void __launch_bounds__(Team::kMostThreads)
-    norm_kernel(const __grid_constant__ Norm norm, int rows_of_team, bool aligned) {
-  using Reader = cuda::TwiceRead<Team, T, kTensors, (kTensors > 1)>;
+    norm_kernel(const __grid_constant__ Norm norm, int rows_of_team, bool is_aligned) {
+  const bool aligned = !std::is_same_v<T, Any> || is_aligned;
+  using Reader = cuda::TwiceRead<Team, T, 1, cuda::WholeRowOf<T, 1>>;
   const auto row_at = [&](int64_t row) {
-    if (row >= norm.rows) return typename Reader::Row{{}, 0, 0, 0};
-    typename Reader::Row tensors{{norm.x.row<T>(row)}, 0, norm.length, norm.length};
-    if constexpr (kTensors > 1) tensors.tensors[1] = norm.residual.row<T>(row);
-    return tensors;
+    if (row >= norm.rows) return typename Reader::Row{{}, 0};
+    return typename Reader::Row{{norm.x.row<T>(row)}, norm.length};
   };
   Reader reader(aligned);
   reader.begin(row_at(int64_t(blockIdx.x) * rows_of_team * Team::kTeams + Team::team()));
   cuda::Moments<Kind, Team, T, false> moments;
-  const cuda::HeldRow<Team, W, false> x_bias{norm.x_bias.row<W>(0), {}};
-  cuda::for_each_row<Team>(norm.rows, rows_of_team, row_at,
-                           [&](int64_t row, const auto& current, const auto& next) {
+  const cuda::HeldRow<Team, W, false> x_bias{norm.x_bias.even_row<W>(0), {}};
+  cuda::for_each_row<Team>(rows_of_team, norm.rows, row_at,
+                           [&](int64_t row, auto& current, const auto& next, int64_t ahead) {
     const int64_t place = ::min(row, norm.rows - 1);
-    const Pointer<T> out = norm.out.row<T>(place), sum = norm.sum.row<T>(place);
-    cuda::HeldRow<Team, W> weight{norm.weight.row<W>(0), {}};
-    cuda::HeldRow<Team, W, cuda::kHasRoomFor<Team, W>> bias{norm.bias.row<W>(0), {}};
+    const Pointer<T> out = norm.out.even_row<T>(place);
+    cuda::HeldRow<Team, T> residual{norm.residual.row<T>(place), {}};
+    cuda::HeldRow<Team, W, cuda::kHasRoomFor<Team, W>> weight{norm.weight.even_row<W>(0), {}};
+    const cuda::HeldRow<Team, W, false> bias{norm.bias.even_row<W>(0), {}};
+    residual.fetch_all(current.length, aligned);
     weight.fetch_all(current.length, aligned);
-    bias.fetch_all(current.length, aligned);
-    const auto value_of = [&](int v, int64_t i, int count, const Values(&read)[kTensors]) {
+    if (residual.row && next.length > 0) {
+      cuda::fetch_ahead<Team>(norm.residual.row<T>(ahead), next.length);
+    }
+    // The sum is where it is wanted, or for the time being where the result will be: it has the
+    // same dtype then.
+    const Pointer<T> sum = norm.sum.data != nullptr ? norm.sum.even_row<T>(place) : out;
+    auto current_again = current;
+    if (residual.row) current_again.tensors[0] = sum;
+    const auto first_value_of = [&](int v, int64_t i, int count, const Values(&read)[1]) {
+      if (!residual.row) return read[0];
       Values value = read[0];
-      if constexpr (kTensors > 1) {
-        if (norm.residual.data == nullptr) return value;
-        if (x_bias.row) value = value + x_bias.get(v, i, count, aligned);
-        value = cuda::as_stored<T>(value + read[1], norm.residual.dtype);
-      }
-      return value;
+      if (x_bias.row) value = value + x_bias.get(v, i, count, aligned);
+      value = value + residual.get(v, i, count, aligned);
+      const cuda::RowVector<T> stored = cuda::put(sum, i, count, aligned, value);
+      reader.keep(v, stored);
+      return floats_of(stored);
     };
-    const auto first_value_of = [&](int v, int64_t i, int count, const Values(&read)[kTensors]) {
-      const Values value = value_of(v, i, count, read);
-      if (sum) cuda::put(sum, i, count, aligned, value);
-      return value;
-    };
-    const RowMoments found = moments.of(reader, current, next, float(norm.length), norm.eps,
-                                        first_value_of, value_of, nullptr);
+    const RowMoments found = moments.of(reader, current, current_again, next, float(norm.length),
+                                        norm.eps, first_value_of, nullptr);
     const Values inverse = found.inverse;
-    reader.second(current, next,
-                  [&](int v, int64_t i, int count, const Values(&read)[kTensors], bool) {
-      const Values value = found.deviation_of<Kind>(value_of(v, i, count, read));
+    reader.second(current, next, [&](int v, int64_t i, int count, const Values(&read)[1], bool) {
+      const Values value = found.deviation_of<Kind>(read[0]);
       const Values scale = weight.weight(norm.weight_offset, v, i, count, aligned);
       Values result = normalized(value, inverse, scale);
       if (bias.row) result = result + bias.get(v, i, count, aligned);
@@ -77,18 +78,18 @@ __device__ inline Values gradient(const RowMoments& row, const Values& deviation
 template <class Team>
 constexpr bool kAddsUp = Team::kShort || Team::kVectors > 0;
 
-template <class Kind, class Team, class T, class W>
+template <class Kind, class Team, class T>
 __global__ void __launch_bounds__(Team::kMostThreads)
     backward_kernel(const __grid_constant__ NormBackward norm, int rows_of_team,
                     OfVectors<float*> partials,  // [blocks, length] written; null: not wanted
                     RowMoments* of_rows,         // [rows] written; null: not wanted
-                    bool aligned) {
-  using Reader = cuda::TwiceRead<Team, T, 2>;
+                    bool is_aligned) {
+  const bool aligned = !std::is_same_v<T, Any> || is_aligned;
+  using Reader = cuda::TwiceRead<Team, T, 2, cuda::WholeRowOf<T, 2>>;
   using OtherSum = std::conditional_t<Team::kShort, cuda::RegisterSum<Team>, cuda::SharedSum<Team>>;
   const auto row_at = [&](int64_t row) {
-    if (row >= norm.rows) return typename Reader::Row{{}, 0, 0, 0};
-    return typename Reader::Row{
-        {norm.x.row<T>(row), norm.grad_out.row<T>(row)}, 0, norm.length, norm.length};
+    if (row >= norm.rows) return typename Reader::Row{{}, 0};
+    return typename Reader::Row{{norm.x.row<T>(row), norm.grad_out.row<T>(row)}, norm.length};
   };
   cuda::RegisterSum<Team> of_weight;
   OtherSum of_bias, of_x_bias;
@@ -104,14 +105,13 @@ __global__ void __launch_bounds__(Team::kMostThreads)
   Reader reader(aligned);
   reader.begin(row_at(int64_t(blockIdx.x) * rows_of_team * Team::kTeams + Team::team()));
   cuda::Moments<Kind, Team, T, true> moments;
-  cuda::for_each_row<Team>(norm.rows, rows_of_team, row_at,
-                           [&](int64_t row, const auto& current, const auto& next) {
+  cuda::for_each_row<Team>(rows_of_team, norm.rows, row_at,
+                           [&](int64_t row, auto& current, const auto& next, int64_t ahead) {
     const int64_t place = ::min(row, norm.rows - 1);
-    const Pointer<T> grad_x = norm.grad_x.row<T>(place);
+    const Pointer<T> grad_x = norm.grad_x.even_row<T>(place);
     cuda::HeldRow<Team, T, cuda::kHasRoomFor<Team, T>> grad_sum{norm.grad_sum.row<T>(place), {}};
-    cuda::HeldRow<Team, W, cuda::kHasRoomFor<Team, W>> weight{norm.weight.row<W>(0), {}};
-    weight.fetch_all(current.length, aligned);
-    grad_sum.fetch_all(current.length, aligned);
+    const cuda::HeldRow<Team, Any, false> weight{norm.weight.even_row<Any>(0), {}};
+    if (grad_sum.row) cuda::fetch_ahead<Team>(grad_sum.row, current.length);
     const auto weight_at = [&](int v, int64_t i, int count) {
       return weight.weight(norm.weight_offset, v, i, count, aligned);
     };
@@ -119,8 +119,9 @@ __global__ void __launch_bounds__(Team::kMostThreads)
     const auto grad_of = [&](int v, int64_t i, int count, const Values(&read)[2]) {
       return read[1] * weight_at(v, i, count);
     };
-    const RowMoments found = moments.of(reader, current, next, float(norm.length), norm.eps,
-                                        value_of, value_of, grad_of);
+    const RowMoments found =
+        moments.of(reader, current, current, next, float(norm.length), norm.eps, value_of, grad_of);
+    grad_sum.fetch_all(current.length, aligned);
     reader.second(current, next, [&](int v, int64_t i, int count, const Values(&read)[2], bool) {
       const Values value = found.deviation_of<Kind>(read[0]);
       Values result = gradient<Kind>(found, value, read[1], weight_at(v, i, count));
@@ -163,7 +164,7 @@ __global__ void __launch_bounds__(256)
   Values of_weight(0.0f), of_bias(0.0f), of_x_bias(0.0f);
   const int64_t first = int64_t(blockIdx.y) * rows_of_group;
   const int64_t end = ::min(first + rows_of_group, norm.rows);
-#pragma unroll 4  // loads in flight
+#pragma unroll 1
   for (int64_t row = first; row < end; ++row) {
     const RowMoments found = of_rows[row];
     const Values grad = fetch(norm.grad_out, row);
@@ -186,6 +187,11 @@ __global__ void __launch_bounds__(256)
 
 bool is_there(const Rows& rows) { return rows.data != nullptr; }
 
+// A block for a row of any length, of which nothing is held.
+struct AnyTeam : cuda::RowTeam<false, false> {
+  static constexpr int kMostThreads = cuda::LongRowTeam<false>::kMostThreads;
+};
+
 // How the rows of one call lie, and its vectors.
 struct Layout {
   int64_t rows, length;
@@ -196,9 +202,8 @@ struct Layout {
          std::initializer_list<Rows> vectors)
       : rows(count), length(n), dtype(all.begin()->dtype) {
     const auto are = [](std::initializer_list<Rows> some, Dtype type) {
-      return std::all_of(some.begin(), some.end(), [&](const Rows& each) {
-        return !is_there(each) || each.dtype == type;
-      });
+      return std::all_of(some.begin(), some.end(),
+                         [&](const Rows& each) { return !is_there(each) || each.dtype == type; });
     };
     aligned = cuda::all_aligned(all) && cuda::all_aligned(vectors);
     float_vectors = !are(vectors, dtype);
@@ -206,20 +211,28 @@ struct Layout {
             (!float_vectors || are(vectors, Dtype::float32));
   }
 
-  // Calls body(team, storage, storage of vectors, launch).
+  // Calls body(team, storage, launch).
   template <int kTensors, class Body>
   void with_team(const char* op, const Body& body) const {
     cuda::with_twice_read_team<kTensors>(
         rows, length, whole, dtype, op,
         [&](auto team, auto storage, const cuda::TwiceReadLaunch& launch) {
-      if constexpr (decltype(team)::kVectors == 0) {
-        body(team, storage, Any{}, launch);
-      } else if (float_vectors) {
-        body(team, storage, float{}, launch);
+      if constexpr (std::is_same_v<decltype(storage), Any> && !decltype(team)::kShort) {
+        body(AnyTeam{}, storage, launch);
       } else {
-        body(team, storage, storage, launch);
+        body(team, storage, launch);
       }
     });
+  }
+
+  // Calls body with the storage type of vectors: one that a team can hold, of those that people
+  // train with, or Any.
+  template <class Team, class T, class Body>
+  void with_vectors(const Body& body) const {
+    if constexpr (Team::kVectors > 0 && std::is_same_v<T, BFloat16>) {
+      if (!float_vectors) return body(T{});
+    }
+    body(Any{});
   }
 };
 
@@ -305,9 +318,9 @@ template <class Kind>
 void run_backward(const NormBackward& norm, const Plan& plan, const OfVectors<float*>& partials,
                   RowMoments* of_rows, cudaStream_t stream) {
   constexpr const char* op = Kind::kBackwardOp;
-  plan.layout.with_team<2>(op, [&](auto team, auto storage, auto vectors, auto launch) {
+  plan.layout.with_team<2>(op, [&](auto team, auto storage, auto launch) {
     using Team = decltype(team);
-    const auto kernel = backward_kernel<Kind, Team, decltype(storage), decltype(vectors)>;
+    const auto kernel = backward_kernel<Kind, Team, decltype(storage)>;
     int64_t rows_of_each = rows_of_team(norm.rows, launch.blocks, Team::kTeams);
     if (plan.in_blocks) {
       const AddingGrid grid(norm.rows, norm.length);
@@ -330,29 +343,16 @@ void norm_cuda(const Norm& norm, void* stream) {
   cuda::check(cudaPeekAtLastError(), Kind::kOp);  // of somebody before
   const Layout layout(norm.rows, norm.length, {norm.x, norm.residual, norm.sum, norm.out},
                       {norm.weight, norm.bias, norm.x_bias});
-  const auto launch_with = [&](auto tensors, auto team, auto storage, auto vectors,
-                               const cuda::TwiceReadLaunch& launch) {
+  layout.with_team<1>(Kind::kOp, [&](auto team, auto storage, const auto& launch) {
     using Team = decltype(team);
-    const auto kernel = norm_kernel<Kind, Team, decltype(storage), decltype(vectors), tensors()>;
-    cuda::allow_shared_memory(kernel, launch, Kind::kOp);
-    kernel<<<launch.blocks, launch.threads, launch.shared_bytes, cudaStream_t(stream)>>>(
-        norm, int(rows_of_team(norm.rows, launch.blocks, Team::kTeams)), layout.aligned);
-  };
-  // All of shared memory is for x where there is nothing else.
-  const bool is_alone = !is_there(norm.residual) && norm.length > cuda::kLongestHeldRow;
-  if (is_alone) {
-    layout.with_team<1>(Kind::kOp, [&](auto team, auto storage, auto vectors, const auto& launch) {
-      if constexpr (std::is_same_v<decltype(team), cuda::LongRowTeam<true>>) {
-        launch_with(std::integral_constant<int, 1>{}, team, storage, vectors, launch);
-      } else if constexpr (std::is_same_v<decltype(team), cuda::LongRowTeam<false>>) {
-        launch_with(std::integral_constant<int, 2>{}, team, storage, vectors, launch);
-      }
+    using T = decltype(storage);
+    layout.with_vectors<Team, T>([&](auto vectors) {
+      const auto kernel = norm_kernel<Kind, Team, T, decltype(vectors)>;
+      cuda::allow_shared_memory(kernel, launch, Kind::kOp);
+      kernel<<<launch.blocks, launch.threads, launch.shared_bytes, cudaStream_t(stream)>>>(
+          norm, int(rows_of_team(norm.rows, launch.blocks, Team::kTeams)), layout.aligned);
     });
-  } else {
-    layout.with_team<2>(Kind::kOp, [&](auto team, auto storage, auto vectors, const auto& launch) {
-      launch_with(std::integral_constant<int, 2>{}, team, storage, vectors, launch);
-    });
-  }
+  });
   cuda::check(cudaGetLastError(), Kind::kOp);
 }
 

@@ -43,19 +43,20 @@ struct HeldRow {
 
 // What each thread of a team can hold beside a row, its gradient and that of the weight.
 template <class Team, class T>
-constexpr bool kHasRoomFor = Team::kVectors > 0 && sizeof(T) == 2;
+constexpr bool kHasRoomFor = Team::kVectors > 0 && sizeof(RowVector<T>) == 16;
 
 // A block takes `rows_of_team` rows with each of its teams: all of them take neighbours at a time,
-// so that they find each other's memory near. Calls body(row, next) with the rows of this thread's
-// team, of length 0 beyond the end, as all threads of a block must meet; row_of(i) gives row i.
+// so that they find each other's memory near. Calls body(row, current, next, its number) with rows
+// as row_at(number) gives them, of length 0 beyond the end, as all threads of a block must meet.
 template <class Team, class RowAt, class Body>
-__device__ void for_each_row(int64_t rows, int rows_of_team, const RowAt& row_at,
+__device__ void for_each_row(int rows_of_team, int64_t rows, const RowAt& row_at,
                              const Body& body) {
   int64_t row = int64_t(blockIdx.x) * rows_of_team * Team::kTeams + Team::team();
 #pragma unroll 1
   for (int turn = 0; turn < rows_of_team; ++turn, row += Team::kTeams) {
-    const bool last = turn + 1 == rows_of_team;
-    body(row, row_at(row), row_at(last ? rows : row + Team::kTeams));
+    const int64_t ahead = turn + 1 < rows_of_team ? row + Team::kTeams : rows;
+    auto current = row_at(row);
+    body(row, current, row_at(ahead), ahead);
   }
 }
 
@@ -79,45 +80,54 @@ struct RowMoments {
 template <class Kind, class Team, class T, bool kGrads>
 class Moments {
  public:
-  // value_of(i, count, values) is what is normalized, and grad_of(v, i, count, values) its gradient
-  // times the weight; first_value_of is the former, called once for each vector, and first.
-  template <class Reader, class FirstValue, class Value, class Grad>
-  __device__ RowMoments of(Reader& reader, const typename Reader::Row& row,
-                           const typename Reader::Row& next, float n, float eps,
-                           const FirstValue& first_value_of, const Value& value_of,
+  // first_value_of(v, i, count, values) is what is normalized, called once for each vector, which
+  // the reader has from then on, or reads in `row_again`; grad_of, with the same arguments, is its
+  // gradient times the weight.
+  template <class Reader, class FirstValue, class Grad>
+  __device__ RowMoments of(Reader& reader, typename Reader::Row& row,
+                           const typename Reader::Row& row_again, const typename Reader::Row& next,
+                           float n, float eps, const FirstValue& first_value_of,
                            const Grad& grad_of) {
     RowMoments found = {};
     float squares = 0, dot = 0;
-    const auto add = [&](const Values& value, int v, int64_t i, int count, const auto& values) {
-      squares += sum_of_lanes(value * value);
-      if constexpr (kGrads) dot += sum_of_lanes(value * grad_of(v, i, count, values));
-    };
     if constexpr (Kind::kCentered) {
-      float sums[1 + kGrads] = {};
+      float sum[1] = {};
       reader.first(row, next, [&](int v, int64_t i, int count, const auto& values) {
-        sums[0] += sum_of_lanes(first_value_of(v, i, count, values));
-        if constexpr (kGrads) sums[1] += sum_of_lanes(grad_of(v, i, count, values));
+        sum[0] += sum_of_lanes(first_value_of(v, i, count, values));
       });
-      add_over_team<Team>(sums, meeting_++);
-      found.mean = sums[0] / n;
-      if constexpr (kGrads) found.grad_mean = sums[1] / n;
-      float deviations = 0;
+      add_over_team<Team>(sum, meeting_++);
+      found.mean = sum[0] / n;
+      row = row_again;
+      float deviations = 0, grads = 0;
       reader.again(row, [&](int v, int64_t i, int count, const auto& values) {
-        const Values value = value_of(v, i, count, values) - Values(found.mean);
-        const Values inside = first_lanes<T>(value, count);
-        deviations += sum_of_lanes(inside);
-        add(inside, v, i, count, values);
+        const Values value = first_lanes<T>(values[0] - Values(found.mean), count);
+        deviations += sum_of_lanes(value);
+        squares += sum_of_lanes(value * value);
+        if constexpr (kGrads) {
+          const Values grad = grad_of(v, i, count, values);
+          grads += sum_of_lanes(grad);
+          dot += sum_of_lanes(value * grad);
+        }
       });
-      float all[2 + kGrads] = {squares, deviations};
-      if constexpr (kGrads) all[2] = dot;
+      float all[2 + 2 * kGrads] = {squares, deviations};
+      if constexpr (kGrads) {
+        all[2] = grads;
+        all[3] = dot;
+      }
       add_over_team<Team>(all, meeting_++);
       found.rest = all[1] / n;
       squares = squared_deviations(all[0], all[1], found.rest);
-      if constexpr (kGrads) dot = all[2] - found.rest * sums[1];
+      if constexpr (kGrads) {
+        found.grad_mean = all[2] / n;
+        dot = all[3] - found.rest * all[2];
+      }
     } else {
       reader.first(row, next, [&](int v, int64_t i, int count, const auto& values) {
-        add(first_value_of(v, i, count, values), v, i, count, values);
+        const Values value = first_value_of(v, i, count, values);
+        squares += sum_of_lanes(value * value);
+        if constexpr (kGrads) dot += sum_of_lanes(value * grad_of(v, i, count, values));
       });
+      row = row_again;
       float all[1 + kGrads] = {squares};
       if constexpr (kGrads) all[1] = dot;
       add_over_team<Team>(all, meeting_++);
@@ -127,7 +137,7 @@ class Moments {
     found.inverse = inverse_rms(Floats<1>(squares), n, eps).lanes[0];
     const bool fits = squares_fit(found.inverse);
     if (Team::kShort ? __any_sync(0xffffffff, !fits) : !fits) {
-      const float inverse = inverse_of_scaled(reader, row, n, eps, found, value_of);
+      const float inverse = inverse_of_scaled(reader, row, n, eps, found);
       if (!fits) found.inverse = inverse;
     }
     if constexpr (kGrads) {
@@ -137,18 +147,17 @@ class Moments {
   }
 
  private:
-  template <class Reader, class Value>
+  template <class Reader>
   __device__ float inverse_of_scaled(const Reader& reader, const typename Reader::Row& row, float n,
-                                     float eps, const RowMoments& found, const Value& value_of) {
+                                     float eps, const RowMoments& found) {
     const float scale = scale_of_squares(found.inverse);
     float sums[1] = {};
-    reader.from_memory(row, [&](int v, int64_t i, int count, const auto& values) {
-      const Values value = found.deviation_of<Kind>(value_of(v, i, count, values)) * Values(scale);
+    reader.from_memory(row, [&](int64_t /*i*/, int count, const auto& values) {
+      const Values value = found.deviation_of<Kind>(values[0]) * Values(scale);
       sums[0] += sum_of_lanes(first_lanes<T>(value * value, count));
     });
     add_over_team<Team>(sums, meeting_++);
-    const float inverse =
-        inverse_rms(Floats<1>(sums[0]), n, eps * scale * scale).lanes[0] * scale;
+    const float inverse = inverse_rms(Floats<1>(sums[0]), n, eps * scale * scale).lanes[0] * scale;
     const float most = inverse_rms(Floats<1>(0.0f), n, eps).lanes[0];  // when eps has vanished
     return inverse > most ? most : inverse;
   }

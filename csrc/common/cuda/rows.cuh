@@ -231,9 +231,8 @@ __device__ inline void fetch_ahead(Pointer<T> row, int64_t length) {
 inline bool all_aligned(std::initializer_list<Rows> all) {
   for (const Rows& rows : all) {
     const uint64_t bytes = uint64_t(bytes_of(rows.dtype));
-    const uint64_t bits =
-        uint64_t(reinterpret_cast<uintptr_t>(rows.data)) |
-        uint64_t(rows.pitch | rows.group_pitch) * bytes;
+    const uint64_t bits = uint64_t(reinterpret_cast<uintptr_t>(rows.data)) |
+                          uint64_t(rows.pitch | rows.group_pitch) * bytes;
     if (rows.data != nullptr && bits % 16 != 0) return false;
   }
   return true;

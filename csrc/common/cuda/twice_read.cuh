@@ -44,12 +44,21 @@ struct RowOf {
   __device__ bool touches(int64_t i) const { return i + kRowVector > first && i < end; }
 };
 
-// Bodies may take the number of the vector among those of the thread, before all else. kOptional:
-// the last tensor may be absent, and its values are then anything.
-template <class Team, class T, int kTensors, bool kOptional = false>
+// The same of which all columns are read.
+template <class T, int kTensors>
+struct WholeRowOf {
+  Pointer<T> tensors[kTensors];
+  int64_t length;  // 0: there is no such row
+
+  __device__ static bool touches(int64_t /*i*/) { return true; }
+};
+
+// Bodies may take, before all else, the number of the vector among those of the thread that stay
+// somewhere, or -1.
+template <class Team, class T, int kTensors, class RowKind = RowOf<T, kTensors>>
 class TwiceRead {
  public:
-  using Row = RowOf<T, kTensors>;
+  using Row = RowKind;
   using Values = Floats<kRowVector>;
 
   __device__ explicit TwiceRead(bool aligned) : aligned_(aligned) {}
@@ -78,6 +87,18 @@ class TwiceRead {
     read<true>(row, next, body);
   }
 
+  // Puts another vector in the place of what was read of the first tensor, for the next times. What
+  // has no number is read again from the row that is then given.
+  __device__ void keep(int v, const RowVector<T>& vector) {
+    if constexpr (kShared > 0) {
+      if (v < 0) return;
+#pragma unroll
+      for (int k = 0; k < RowVector<T>::kAccesses; ++k) *shared_place(v, 0, k) = vector.words[k];
+    } else if constexpr (Team::kVectors > 0) {
+      held_[0][v] = vector;
+    }
+  }
+
   // Reads it once more in between.
   template <class Body>
   __device__ void again(const Row& row, const Body& body) const {
@@ -95,7 +116,7 @@ class TwiceRead {
         if (!row.touches(i)) continue;
         Values values[kTensors];
         load(row, i, kRowVector, values);
-        call(body, 0, i, kRowVector, values);
+        call(body, -1, i, kRowVector, values);
       }
       return;
     }
@@ -117,7 +138,7 @@ class TwiceRead {
       if (!row.touches(i)) continue;
       Values values[kTensors];
       load(row, i, count, values);
-      call(body, 0, i, count, values);
+      call(body, -1, i, count, values);
     }
   }
 
@@ -144,7 +165,7 @@ class TwiceRead {
         Values values[kTensors];
         const bool is_read = row.touches(i);
         if (is_read) load(row, i, kRowVector, values);
-        call(body, 0, i, kRowVector, values, is_read);
+        call(body, -1, i, kRowVector, values, is_read);
       }
       return;
     }
@@ -165,10 +186,6 @@ class TwiceRead {
     } else {
       body(i, count, values, more...);
     }
-  }
-
-  __device__ static bool has(const Row& row, int tensor) {
-    return !kOptional || tensor + 1 < kTensors || row.tensors[tensor];
   }
 
   static constexpr int kShared = kSharedVectors<Team, T, kTensors>;
@@ -195,7 +212,7 @@ class TwiceRead {
         if (!row.touches(i)) continue;
         Values values[kTensors];
         load(row, i, kRowVector, values);
-        call(body, 0, i, kRowVector, values);
+        call(body, -1, i, kRowVector, values);
       }
       return;
     }
@@ -204,7 +221,7 @@ class TwiceRead {
         if (!row.touches(i)) return;
 #pragma unroll
         for (int t = 0; t < kTensors; ++t) {
-          if (has(row, t)) held_[t][v] = fetch(row.tensors[t], i, count, aligned_);
+          held_[t][v] = fetch(row.tensors[t], i, count, aligned_);
         }
       });
       for_each_row_vector<Team>(next.length, [&](int /*v*/, int64_t i, int /*count*/) {
@@ -222,7 +239,7 @@ class TwiceRead {
   __device__ void load(const Row& row, int64_t i, int count, Values (&values)[kTensors]) const {
 #pragma unroll
     for (int t = 0; t < kTensors; ++t) {
-      if (has(row, t)) values[t] = floats_of(fetch(row.tensors[t], i, count, aligned_));
+      values[t] = floats_of(fetch(row.tensors[t], i, count, aligned_));
     }
   }
 
@@ -260,7 +277,6 @@ class TwiceRead {
     if (i >= row.length || !row.touches(i)) return;
 #pragma unroll
     for (int t = 0; t < kTensors; ++t) {
-      if (!has(row, t)) continue;
       const uint4* far = reinterpret_cast<const uint4*>(row.tensors[t].address + i);
 #pragma unroll
       for (int k = 0; k < RowVector<T>::kAccesses; ++k) {
@@ -273,7 +289,7 @@ class TwiceRead {
   __device__ static void ask_for(const Row& row, int64_t i) {
 #pragma unroll
     for (int t = 0; t < kTensors; ++t) {
-      if (has(row, t)) asm volatile("prefetch.global.L2 [%0];" ::"l"(row.tensors[t].address + i));
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(row.tensors[t].address + i));
     }
   }
 
