@@ -27,10 +27,12 @@ struct Norm {
   Rows x;
   Rows residual;  // absent: x itself is normalized
   Rows x_bias;    // one row, added to x beside the residual; absent: zeros
-  Rows sum;       // x + x_bias + residual, written; of the residual's dtype; absent: not wanted
-  Rows weight;    // one row; absent: ones
-  Rows bias;      // one row; absent: zeros
-  Rows out;       // written; the dtype of x
+  // x + x_bias + residual, written; the residual's dtype. Absent: not wanted, which takes a
+  // residual of the dtype of x.
+  Rows sum;
+  Rows weight;  // one row; absent: ones
+  Rows bias;    // one row; absent: zeros
+  Rows out;     // written; the dtype of x
   float eps;
   float weight_offset;  // added to a weight that is there
 };

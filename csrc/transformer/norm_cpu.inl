@@ -125,18 +125,8 @@ inline void normalize_row(const Norm& norm, int64_t row) {
   };
   Pointer<T> source = x;
   if (residual) {
-    // As it is rounded, and at once where the result will be, unless that has another dtype.
+    // As it is rounded, where it is wanted or, for the time being, where the result will be.
     source = norm.sum.data != nullptr ? norm.sum.row<T>(row) : norm.out.row<T>(row);
-    if constexpr (std::is_same_v<T, Any>) {
-      if (source.dtype != residual.dtype) {
-        return normalize<Kind, T>(norm, row, [&](int64_t i, int count) {
-          float lanes[Vec::size];
-          const Pointer<Any> rounded{lanes, residual.dtype};
-          sum_at(i, count).store(rounded, count);
-          return Vec::load(rounded, count);
-        });
-      }
-    }
     for_each_vector(0, norm.length,
                     [&](int64_t i, int count) { sum_at(i, count).store(source + i, count); });
   }

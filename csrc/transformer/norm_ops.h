@@ -74,14 +74,18 @@ std::tuple<Tensor, Tensor> norm_residual(const Tensor& x, const Tensor& residual
   call.bias = reader.vector({"bias"}, bias);
   NewRows out(reader.view, call.x.dtype);
   call.out = out.rows;
-  const auto run = [&](Tensor sum) -> std::tuple<Tensor, Tensor> {
+  const auto run = [&] {
     if (reader.view.numel > 0) Device::run(call, reader.view.device_index);
-    return {std::move(out.tensor), std::move(sum)};
   };
-  if (!needs_sum) return run(reader.new_vector(false, call.residual.dtype));
-  NewRows sum(reader.view, call.residual.dtype);
+  if (!needs_sum && call.residual.dtype == call.x.dtype) {
+    run();
+    return {std::move(out.tensor), reader.new_vector(false, call.residual.dtype)};
+  }
+  NewRows sum(reader.view, call.residual.dtype);  // where dtypes differ, there is no other place
   call.sum = sum.rows;
-  return run(std::move(sum.tensor));
+  run();
+  Tensor kept = needs_sum ? std::move(sum.tensor) : reader.new_vector(false, call.residual.dtype);
+  return {std::move(out.tensor), std::move(kept)};
 }
 
 // Of the vectors, those are wanted that are given and, of the weight, whose gradient is needed; the
