@@ -12,9 +12,10 @@ using cuda::kRowVector;
 using cuda::RowMoments;
 using cuda::Values;
 
-// W is the storage type of the vectors.
-template <class Kind, class Team, class T, class W>
-__global__ void __launch_bounds__(Team::kMostThreads)
+// W is the storage type of the vectors. Without the registers for a residual, twice as many rows
+// are under way.
+template <class Kind, class Team, class T, class W, bool kResidual>
+__global__ void __launch_bounds__(Team::kMostThreads, kResidual ? 1 : 2)
     norm_kernel(const __grid_constant__ Norm norm, int rows_of_team, bool is_aligned) {
   const bool aligned = !std::is_same_v<T, Any> || is_aligned;
   using Reader = cuda::TwiceRead<Team, T, 1, cuda::WholeRowOf<T, 1>>;
@@ -30,21 +31,23 @@ __global__ void __launch_bounds__(Team::kMostThreads)
                            [&](int64_t row, auto& current, const auto& next, int64_t ahead) {
     const int64_t place = ::min(row, norm.rows - 1);
     const Pointer<T> out = norm.out.even_row<T>(place);
-    cuda::HeldRow<Team, T> residual{norm.residual.row<T>(place), {}};
+    cuda::HeldRow<Team, T> residual = {};
+    if constexpr (kResidual) residual.row = norm.residual.row<T>(place);
+    const bool is_added = kResidual && residual.row;
     cuda::HeldRow<Team, W, cuda::kHasRoomFor<Team, W>> weight{norm.weight.even_row<W>(0), {}};
     const cuda::HeldRow<Team, W, false> bias{norm.bias.even_row<W>(0), {}};
-    residual.fetch_all(current.length, aligned);
+    if (is_added) residual.fetch_all(current.length, aligned);
     weight.fetch_all(current.length, aligned);
-    if (residual.row && next.length > 0) {
+    if (is_added && next.length > 0) {
       cuda::fetch_ahead<Team>(norm.residual.row<T>(ahead), next.length);
     }
     // The sum is where it is wanted, or for the time being where the result will be: it has the
     // same dtype then.
     const Pointer<T> sum = norm.sum.data != nullptr ? norm.sum.even_row<T>(place) : out;
     auto current_again = current;
-    if (residual.row) current_again.tensors[0] = sum;
+    if (is_added) current_again.tensors[0] = sum;
     const auto first_value_of = [&](int v, int64_t i, int count, const Values(&read)[1]) {
-      if (!residual.row) return read[0];
+      if (!is_added) return read[0];
       Values value = read[0];
       if (x_bias.row) value = value + x_bias.get(v, i, count, aligned);
       value = value + residual.get(v, i, count, aligned);
@@ -225,14 +228,20 @@ struct Layout {
     });
   }
 
-  // Calls body with the storage type of vectors: one that a team can hold, of those that people
-  // train with, or Any.
+  // Calls body(storage of vectors, whether there are registers for a residual): the former is one
+  // that a team can hold, of those that people train with, or Any.
   template <class Team, class T, class Body>
-  void with_vectors(const Body& body) const {
+  void with_vectors(bool has_residual, const Body& body) const {
+    const auto choose = [&](auto vectors) {
+      if constexpr (Team::kVectors > 0 && !Team::kShort && !std::is_same_v<T, Half>) {
+        if (!has_residual) return body(vectors, std::false_type{});
+      }
+      body(vectors, std::true_type{});
+    };
     if constexpr (Team::kVectors > 0 && std::is_same_v<T, BFloat16>) {
-      if (!float_vectors) return body(T{});
+      if (!float_vectors) return choose(T{});
     }
-    body(Any{});
+    choose(Any{});
   }
 };
 
@@ -346,8 +355,9 @@ void norm_cuda(const Norm& norm, void* stream) {
   layout.with_team<1>(Kind::kOp, [&](auto team, auto storage, const auto& launch) {
     using Team = decltype(team);
     using T = decltype(storage);
-    layout.with_vectors<Team, T>([&](auto vectors) {
-      const auto kernel = norm_kernel<Kind, Team, T, decltype(vectors)>;
+    layout.with_vectors<Team, T>(is_there(norm.residual), [&](auto vectors, auto has_residual) {
+      constexpr bool kResidual = decltype(has_residual)::value;
+      const auto kernel = norm_kernel<Kind, Team, T, decltype(vectors), kResidual>;
       cuda::allow_shared_memory(kernel, launch, Kind::kOp);
       kernel<<<launch.blocks, launch.threads, launch.shared_bytes, cudaStream_t(stream)>>>(
           norm, int(rows_of_team(norm.rows, launch.blocks, Team::kTeams)), layout.aligned);

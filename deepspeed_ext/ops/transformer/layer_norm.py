@@ -2,9 +2,10 @@
 
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
-from deepspeed_ext.ops.transformer.norms import Norm, affine_ref, total_ref
+from deepspeed_ext.ops.transformer.norms import Norm, affine_ref, flat, rows_of, total_ref
 
 _norm = Norm("layer_norm")
 
@@ -92,6 +93,20 @@ def layer_norm(
         x, weight, bias, residual, x_bias, return_sum, options
     )
     return out
+
+
+class FusedLayerNorm(torch.nn.LayerNorm):
+    """`torch.nn.LayerNorm` by ``layer_norm``, with its arguments, parameters and state.
+
+    Apex and Colossal-AI have it under this name. Theirs takes parameters of float32 or of the dtype
+    of x; here any of the op's dtypes mix. The result has the dtype of x.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x normalized over its last dimensions, which are `normalized_shape`."""
+        rows = rows_of("FusedLayerNorm", x, self.normalized_shape)
+        out = layer_norm(rows, flat(self.weight), flat(self.bias), eps=self.eps)
+        return out.view(x.shape)
 
 
 def layer_norm_ref(

@@ -1,4 +1,4 @@
-"""What rms_norm and layer_norm share: their ops in torch's registry, and the reference's parts."""
+"""What rms_norm and layer_norm share: ops in torch's registry, parts of references and modules."""
 
 from typing import Any
 
@@ -170,3 +170,23 @@ def affine_ref(
     """Return x * (weight + weight_offset) + bias, in float64."""
     scaled = x if weight is None else x * (weight.double() + weight_offset)
     return scaled if bias is None else scaled + bias.double()
+
+
+def flat(vector: Tensor | None) -> Tensor | None:
+    """Return a vector that has as many dimensions as a module's normalized_shape as one."""
+    return None if vector is None else vector.flatten()
+
+
+def rows_of(name: str, x: Tensor, normalized_shape: tuple[int, ...]) -> Tensor:
+    """Return x with the dimensions that are normalized as one.
+
+    Raises:
+        ValueError: x ends in other dimensions.
+    """
+    dims = len(normalized_shape)
+    if tuple(x.shape[-dims:]) != tuple(normalized_shape):
+        raise ValueError(
+            f"{name}: x has shape {list(x.shape)}, expected its last dimensions to be"
+            f" {list(normalized_shape)}"
+        )
+    return x if dims == 1 else x.flatten(-dims)

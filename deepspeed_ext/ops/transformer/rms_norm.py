@@ -2,9 +2,10 @@
 
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
-from deepspeed_ext.ops.transformer.norms import Norm, affine_ref, total_ref
+from deepspeed_ext.ops.transformer.norms import Norm, affine_ref, flat, rows_of, total_ref
 
 _norm = Norm("rms_norm")
 
@@ -95,6 +96,20 @@ def rms_norm(
         x, weight, None, residual, x_bias, return_sum, options
     )
     return out
+
+
+class FusedRMSNorm(torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm` by ``rms_norm``, with its arguments, parameters and state.
+
+    Where eps is None it is the smallest difference between two numbers near 1 of the dtype of x, as
+    in torch; Apex has 1e-5.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x normalized over its last dimensions, which are `normalized_shape`."""
+        rows = rows_of("FusedRMSNorm", x, self.normalized_shape)
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        return rms_norm(rows, flat(self.weight), eps=eps).view(x.shape)
 
 
 def rms_norm_ref(
