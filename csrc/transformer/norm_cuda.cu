@@ -38,7 +38,8 @@ __global__ void __launch_bounds__(Team::kMostThreads, kResidual ? 1 : 2)
     const cuda::HeldRow<Team, W, false> bias{norm.bias.even_row<W>(0), {}};
     if (is_added) residual.fetch_all(current.length, aligned);
     weight.fetch_all(current.length, aligned);
-    if (is_added && next.length > 0) {
+    if (is_added && Team::kVectors == 0) cuda::fetch_ahead<Team>(residual.row, current.length);
+    if (is_added && Team::kVectors > 0 && next.length > 0) {
       cuda::fetch_ahead<Team>(norm.residual.row<T>(ahead), next.length);
     }
     // The sum is where it is wanted, or for the time being where the result will be: it has the
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(Team::kMostThreads)
   reader.begin(row_at(int64_t(blockIdx.x) * rows_of_team * Team::kTeams + Team::team()));
   cuda::Moments<Kind, Team, T, true> moments;
   cuda::for_each_row<Team>(rows_of_team, norm.rows, row_at,
-                           [&](int64_t row, auto& current, const auto& next, int64_t ahead) {
+                           [&](int64_t row, auto& current, const auto& next, int64_t /*ahead*/) {
     const int64_t place = ::min(row, norm.rows - 1);
     const Pointer<T> grad_x = norm.grad_x.even_row<T>(place);
     cuda::HeldRow<Team, T, cuda::kHasRoomFor<Team, T>> grad_sum{norm.grad_sum.row<T>(place), {}};

@@ -220,7 +220,7 @@ __device__ inline Floats<kRowVector> first_lanes(Floats<kRowVector> values, int 
 // Asks for elements that will be loaded soon, without a register to load them into.
 template <class Team, class T>
 __device__ inline void fetch_ahead(Pointer<T> row, int64_t length) {
-  if constexpr (Team::kVectors > 0) {
+  if constexpr (!std::is_same_v<T, Any>) {
     for_each_row_vector<Team>(length, [&](int /*v*/, int64_t i, int /*count*/) {
       asm volatile("prefetch.global.L2 [%0];" ::"l"(row.address + i));
     });
