@@ -42,11 +42,29 @@ struct RowMoments {
   }
 };
 
+// Memory that is asked for while a row is worked on that is in the cache: what the next one reads
+// and what this one writes. Measured with 4,096 rows of 4,096 on a Zen 4 beside other work: the
+// forward pass takes 5 to 8 % less time, the backward pass, which has two more streams, 10 % more.
+template <class T>
+struct Soon {
+  static constexpr int64_t kLongest = 32768;  // so that it all stays in the cache
+  Pointer<T> read[2], written;                // null: nothing
+
+  void ask_for(int64_t i) const {
+    if constexpr (Vec::size < 16) return;  // an element at a time it would cost more than it saves
+    for (const Pointer<T>& each : read) {
+      if (each) __builtin_prefetch((each + i).address);
+    }
+    if (written) __builtin_prefetch((written + i).address, 1);
+  }
+};
+
 // `value_at` is a function of (i, count) that gives a Vec; so is `grad_at`, the gradient times the
 // weight, but without gradients.
 struct NoGrads {};
-template <class Kind, class Value, class Grad>
-inline RowMoments moments_of(int64_t n, float eps, const Value& value_at, const Grad& grad_at) {
+template <class Kind, class T, class Value, class Grad>
+inline RowMoments moments_of(int64_t n, float eps, const Value& value_at, const Grad& grad_at,
+                             const Soon<T>& soon) {
   constexpr bool kGrads = !std::is_same_v<Grad, NoGrads>;
   constexpr int kDot = 1, kDeviations = 1 + kGrads;  // sums[0] is of squares
   RowMoments row;
@@ -67,6 +85,7 @@ inline RowMoments moments_of(int64_t n, float eps, const Value& value_at, const 
   constexpr int kSums = kDeviations + Kind::kCentered;
   float sums[kSums];
   add_row(n, sums, [&](int64_t i, int count, Vec(&terms)[kSums]) {
+    soon.ask_for(i);
     Vec value = value_at(i, count);
     if constexpr (Kind::kCentered) {
       value = first_lanes(value - Vec(row.mean), count);
@@ -104,7 +123,11 @@ template <class Kind, class T, class Value>
 inline void normalize(const Norm& norm, int64_t row, const Value& value_at) {
   const Pointer<T> weight = norm.weight.row<T>(0), bias = norm.bias.row<T>(0);
   const Pointer<T> out = norm.out.row<T>(row);
-  const RowMoments moments = moments_of<Kind>(norm.length, norm.eps, value_at, NoGrads{});
+  Soon<T> soon = {};
+  if (row + 1 < norm.rows && norm.length <= soon.kLongest) {
+    soon = {{norm.x.row<T>(row + 1), norm.residual.row<T>(row + 1)}, out};
+  }
+  const RowMoments moments = moments_of<Kind>(norm.length, norm.eps, value_at, NoGrads{}, soon);
   const Vec inverse(moments.inverse);
   for_each_vector(0, norm.length, [&](int64_t i, int count) {
     const Vec value = moments.template deviation_of<Kind>(value_at(i, count));
@@ -150,8 +173,8 @@ inline void backward_of_row(const NormBackward& norm, int64_t row,
   const auto weighted_grad = [&](int64_t i, int count) {
     return Vec::load(grad_out + i, count) * weight_at(weight, norm.weight_offset, i, count);
   };
-  const RowMoments moments = moments_of<Kind>(
-      n, norm.eps, [&](int64_t i, int count) { return Vec::load(x + i, count); }, weighted_grad);
+  const auto value_at = [&](int64_t i, int count) { return Vec::load(x + i, count); };
+  const RowMoments moments = moments_of<Kind>(n, norm.eps, value_at, weighted_grad, Soon<T>{});
   const Vec inverse(moments.inverse);
   const Vec share = rms_share(Vec(moments.dot), inverse, float(n));
   const auto add = [&](float* partial, int64_t i, int count, const Vec& term) {
