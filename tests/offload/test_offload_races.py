@@ -270,7 +270,7 @@ def test_a_step_by_sums_waits_until_they_are_added_up(monkeypatch):
 
 
 def test_gradients_are_added_up_in_their_order(monkeypatch):
-    """The copy of the second is over when it is asked, that of the first was not a moment before."""
+    """The second may be there when it is asked for, and the first not a moment before."""
     events = []
     pair = summed_one(monkeypatch, events)
     gate = Gate(monkeypatch, "adopt")  # while it is held, both are queued
