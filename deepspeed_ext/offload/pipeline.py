@@ -152,6 +152,8 @@ class Pipeline:
     def _arrives_early(self, bucket: HostBucket) -> bool:
         """See that all gradients of a bucket are on their way, if they can be and there is room."""
         if bucket.sums is not None:
+            if not bucket.is_steady:
+                return False
             bucket.take_sums(bucket.sums)
             self.counts["early"] += 1
             return True
@@ -252,10 +254,11 @@ class Pipeline:
     def _drop_outdated(self, bucket: HostBucket, all_of_it: bool) -> None:
         """Forget what is there of gradients that are not the ones to be stepped by."""
         if bucket.sums is not None:
-            for owner in bucket.owners:
-                if owner.grad is not None:
-                    self._send_away(owner)
-                    self._give_up(bucket)
+            left = [owner for owner in bucket.owners if owner.grad is not None]
+            bucket.is_steady = not left
+            for owner in left:
+                self._send_away(owner)
+                self._give_up(bucket)
             return
         is_current = not all_of_it and bucket.has_arrived(bucket.grads())
         if bucket.arrival is not None:
