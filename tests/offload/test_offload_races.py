@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 from late_lanes import LateLanes, be_late
-from offload_cases import FORMATS, PATIENCE, Gate, Pair, Summed, small_parts, warm
+from offload_cases import FORMATS, PATIENCE, Gate, Pair, Summed, await_ahead, small_parts, warm
 from optim_cases import BF16, assert_same_bits, make_params, needs_cuda
 from torch import nn
 
@@ -276,6 +276,7 @@ def test_gradients_are_added_up_in_their_order(monkeypatch):
     gate = Gate(monkeypatch, "adopt")  # while it is held, both are queued
     pair.backward(times=2)
     pair.give()
+    await_ahead(pair.ours)
     closer = threading.Thread(target=pair.ours.step)
     closer.start()
     gate.await_thread()
@@ -385,12 +386,20 @@ def test_no_more_than_some_weights_are_queued_for_a_device(monkeypatch):
 
     monkeypatch.setattr(LateLanes, "send", noted)
     params = [nn.Parameter(torch.randn(64)) for _ in range(30)]
-    pair = Pair(params=params)
-    pair.train(4)  # the last of which was taken ahead: what step() asks for goes as it is made
-    assert len(pair.ours._pipeline._buckets) == 30
-    assert pair.ours.stats()["validated"] >= 30
+    pair = Pair(params=params, model=nn.ParameterList())
+    pair.train(4)
+    pair.backward()
+    pair.give()
+    await_ahead(pair.ours)  # what step() asks for goes as it is made
+    pair.ours.step()
+    buckets = pair.ours._pipeline._buckets
+    pair.ours._pipeline.worker.wait([bucket.task for bucket in buckets])
+    assert len(buckets) == 30 and pair.ours.stats()["validated"] >= 30
     assert max(most[-30:]) == 8
-    assert sorted(order[-30:]) == sorted(p.data_ptr() for p in params)
+    assert order[-30:] == [p.data_ptr() for p in params]
+    pair.plain.step()
+    pair.zero_grad()
+    pair.check()
 
 
 # Threads
