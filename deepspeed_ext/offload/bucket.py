@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import is_dtensor, local, part_for
-from deepspeed_ext.io import PinnedPool
 from deepspeed_ext.offload.copies import AHEAD, ASKED, Copy, Event, Lanes
 from deepspeed_ext.offload.inner import HostSteps, pieces
 from deepspeed_ext.offload.stand_ins import put
@@ -75,6 +74,12 @@ class Arrival:
     needs: Sequence[Task] = ()
     stepped: list[Copy] = field(default_factory=list)
 
+    def check(self) -> None:
+        """Raise what went wrong as gradients were added up."""
+        for task in self.needs:
+            if task.error is not None:
+                raise task.error
+
     def release(self) -> None:
         """Let gradients on the device go: what has asked for them to be copied has come first."""
         self.grads = []
@@ -122,7 +127,6 @@ class HostBucket:
         bucket: of the inner optimizer; its parameters are the copies.
         owners: the parameters themselves.
         lanes: to their device.
-        pool: has memory for gradients.
     """
 
     def __init__(
@@ -132,13 +136,15 @@ class HostBucket:
         bucket: Bucket,
         owners: list[Tensor],
         lanes: Lanes,
-        pool: PinnedPool,
     ) -> None:
         self.inner, self.group, self.bucket, self.owners = inner, group, bucket, owners
-        self.lanes, self._pool = lanes, pool
+        self.lanes = lanes
         self.arrival: Arrival | None = None
         self.sums: list[Sum] | None = None  # of gradients that do not stay on the device
         self.ahead: Ahead | None = None
+        # Others may write to gradients after hooks have told of them, as DDP does in each step.
+        self.is_steady = True  # nobody did so, the last time
+        self.seen: Marks | None = None  # of gradients that are only looked at, when hooks told
         self.spare: Side | None = None
         self.task: Task | None = None  # what step() has asked for and nobody has waited for yet
         self.place = 0  # among the buckets whose weights are wanted next
@@ -168,6 +174,10 @@ class HostBucket:
         ]
         self.inner.refuse([p for p, _ in both], [g for _, g in both], copies)
 
+    def grad_marks(self) -> Marks:
+        """Return what changes when a gradient is written, or is another one."""
+        return marks_of([grad for grad in self.grads() if grad is not None])
+
     def grad_bytes(self) -> int:
         """Return how many bytes of host memory the gradients take."""
         return sum(local(grad).nbytes for grad in self.grads() if grad is not None)
@@ -183,7 +193,7 @@ class HostBucket:
         taken = [grad for grad in grads if grad is not None]
         sources = self._sources(taken, indices)
         squares = squared_norms(sources) if measures else None
-        work, there = self._work(indices, staged(self._pool, sources), sources)
+        work, there = self._work(indices, self.lanes.staged(sources), sources)
         marks = marks_of(taken)
         parts, devices = pieces(work), pieces(there)
         events = [
@@ -253,6 +263,7 @@ class HostBucket:
 
     def step_ahead(self, arrival: Arrival, options: Group, scaling: Scaling, spare: Side) -> None:
         """Take a step whose results are in other memory."""
+        arrival.check()
         work = arrival.work._replace(params=[spare.weights[i] for i in arrival.indices])
         for part, target, event in zip(arrival.parts, pieces(work), arrival.events, strict=True):
             out = self.inner.out_of(target.params, spare.slabs, list(spare.scales.values()))
@@ -260,6 +271,7 @@ class HostBucket:
 
     def step(self, arrival: Arrival, options: Group, scaling: Scaling, after: Event | None) -> None:
         """Take a step; weights go back as soon as nobody needs the old ones any more."""
+        arrival.check()
         self._await_returned()
         self.bucket.refresh_masters()
         counts = self.bucket.slabs[STEP][0]
@@ -340,12 +352,13 @@ class HostBucket:
     def await_on_stream(self) -> None:
         """Let the current stream wait for the weights that were sent, if it has not yet."""
         if self.returned is not None:
-            stream = torch.cuda.current_stream(self.lanes.device).cuda_stream
-            if stream not in self.awaited:
-                self.lanes.await_on_stream(self.returned)
-                self.awaited.add(stream)
+            self.lanes.await_on_stream(self.returned, self.awaited)
 
     # Weights
+
+    def stays(self) -> bool:
+        """Return whether the parameters are where the lanes lead to."""
+        return all(local(owner).device == self.lanes.device for owner in self.owners)
 
     def was_written(self) -> bool:
         """Return whether somebody else has written weights."""
@@ -397,15 +410,3 @@ def source_of(grad: Tensor, param: Tensor) -> Tensor:
         target.shape, target.stride(), dtype=part.dtype, device=target.device
     )
     return made.copy_(part)
-
-
-def staged(pool: PinnedPool, sources: Sequence[Tensor]) -> list[Tensor]:
-    """Return memory of a pool for these, the widest elements first: so all are aligned."""
-    buffer = pool.take(sum(source.nbytes for source in sources)).tensor()
-    views: dict[int, Tensor] = {}
-    begin = 0
-    for i, source in sorted(enumerate(sources), key=lambda item: -item[1].element_size()):
-        flat = buffer[begin : begin + source.nbytes].view(source.dtype)
-        views[i] = flat.as_strided(source.shape, source.stride())
-        begin += source.nbytes
-    return [views[i] for i in range(len(sources))]

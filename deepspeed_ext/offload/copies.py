@@ -1,11 +1,14 @@
 """Copies between a device and host memory, on streams of their own where the device has any."""
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from deepspeed_ext.io import PinnedPool
 
 Event = torch.cuda.Event
 OUT, BACK = "gradients out", "weights in"  # what a timeline calls copies, and steps on the host
@@ -46,6 +49,8 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.recorder: Recorder | None = None
+        # Whoever gets memory again gets it behind the copies to it that nobody wants any more.
+        self._pool = PinnedPool()
         self._returning: deque[Event] = deque()
         self._out: torch.cuda.Stream | None = None
         self._back: torch.cuda.Stream | None = None
@@ -59,6 +64,22 @@ class Lanes:
         event = Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+    def staged(self, sources: Sequence[Tensor]) -> list[Tensor]:
+        """Return host memory to fetch these to, the widest elements first: so all are aligned."""
+        buffer = self._pool.take(sum(source.nbytes for source in sources)).tensor()
+        views: dict[int, Tensor] = {}
+        begin = 0
+        for i, source in sorted(enumerate(sources), key=lambda item: -item[1].element_size()):
+            flat = buffer[begin : begin + source.nbytes].view(source.dtype)
+            views[i] = flat.as_strided(source.shape, source.stride())
+            begin += source.nbytes
+        return [views[i] for i in range(len(sources))]
+
+    @property
+    def staged_bytes(self) -> int:
+        """How much of that is in use."""
+        return self._pool.stats()["in_use"]
 
     def fetch(self, copies: list[Copy]) -> Event | None:
         """Copy to host memory what the current stream makes; the event is for the host to await."""
@@ -94,10 +115,12 @@ class Lanes:
         while not self.has_room():
             self._returning[0].synchronize()
 
-    def await_on_stream(self, event: Event | None) -> None:
-        """Let the current stream wait for an event."""
-        if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+    def await_on_stream(self, event: Event, awaited: set[int]) -> None:
+        """Let the current stream wait for an event, if it is not among those that have."""
+        stream = torch.cuda.current_stream(self.device)
+        if stream.cuda_stream not in awaited:
+            stream.wait_event(event)
+            awaited.add(stream.cuda_stream)
 
     def _run(
         self, copies: list[Copy], stream: "torch.cuda.Stream | None", name: str

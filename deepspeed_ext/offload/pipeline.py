@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import is_dtensor, local, same_layout
-from deepspeed_ext.io import PinnedPool
-from deepspeed_ext.offload.bucket import Ahead, HostBucket, source_of, staged
-from deepspeed_ext.offload.copies import Copy, Event, Lanes, Recorder
+from deepspeed_ext.offload.bucket import Ahead, HostBucket, source_of
+from deepspeed_ext.offload.copies import Event, Lanes, Recorder
 from deepspeed_ext.offload.decision import decide
 from deepspeed_ext.offload.inner import HostSteps
 from deepspeed_ext.offload.links import Links
 from deepspeed_ext.offload.stand_ins import host_memory, remake
-from deepspeed_ext.offload.sums import Sum
+from deepspeed_ext.offload.sums import Sums
 from deepspeed_ext.offload.worker import Task, Urgency, Worker
 from deepspeed_ext.optim.clipping import Scaling
 from deepspeed_ext.optim.slabs import Bucket
@@ -64,10 +63,8 @@ class Pipeline:
         self.inner, self.groups, self.links = inner, groups, links
         self._memory, self._free_grads = memory, free_grads
         self.worker = Worker()
-        self._pool = PinnedPool()
         self._lanes: dict[torch.device, Lanes] = {}
-        self._sums: dict[int, Sum] = {}  # by parameter, of gradients that left the device at once
-        self._adding: list[Task] = []  # to those
+        self._sums = Sums(self.worker)  # of gradients that left the device at once
         self._buckets: list[HostBucket] = []
         self._resident: list[tuple[Group, Bucket]] = []
         self._known: list[Bucket] = []  # of the inner optimizer, that the former are for
@@ -120,30 +117,15 @@ class Pipeline:
         """Take a gradient from the device, and have it added to others in host memory."""
         bucket, grad = self._bucket_of.get(id(param)), param.grad
         assert grad is not None
-        if bucket is not None and bucket.task is not None:
-            self.wait_for([bucket])  # it may read the sum still
-        self._adding = [task for task in self._adding if not task.done]
+        if bucket is not None and (task := bucket.task) is not None:
+            self.worker.wait([task])  # it may read the sum still
+            if task.error is None:  # else that is for who can raise it
+                self.wait_for([bucket])
         source = source_of(grad, param)
         if not self._has_room(source.nbytes):
-            self.worker.wait(self._adding)
-        known = self._sum_of(param)
-        [memory] = staged(self._pool, [source])
-        lanes = self._lanes_of(param)
-        event = lanes.fetch([Copy(memory, source)])
-        run = partial(known.add, known.count == 0, memory, event, source)
-        known.last = self.worker.submit(Task(run, Urgency.ADD, events=[event]))
-        self._adding.append(known.last)
-        known.count += 1
-        self.counts["bytes_out"] += source.nbytes
+            self._sums.finish()
+        self._sums.take(param, source, self._lanes_of(param))
         param.grad = None
-
-    def _has_sum(self, param: Tensor) -> bool:
-        return id(param) in self._sums and self._sums[id(param)].count > 0
-
-    def _sum_of(self, param: Tensor) -> Sum:
-        if id(param) not in self._sums:
-            self._sums[id(param)] = Sum(param)
-        return self._sums[id(param)]
 
     def _lanes_of(self, param: Tensor) -> Lanes:
         device = local(param).device
@@ -170,6 +152,8 @@ class Pipeline:
     def _arrives_early(self, bucket: HostBucket) -> bool:
         """See that all gradients of a bucket are on their way, if they can be and there is room."""
         if bucket.sums is not None:
+            if not bucket.is_steady:
+                return False
             bucket.take_sums(bucket.sums)
             self.counts["early"] += 1
             return True
@@ -178,6 +162,9 @@ class Pipeline:
             return False
         if not bucket.has_arrived(grads):
             self._give_up(bucket)
+            if not bucket.is_steady:
+                bucket.seen = bucket.grad_marks()
+                return False
             if not self._has_room(bucket.grad_bytes()):
                 return False
             bucket.take(grads, self.measures)
@@ -189,7 +176,7 @@ class Pipeline:
         most = self._memory.gradients
         if most is None:
             return True
-        in_use = self._pool.stats()["in_use"]
+        in_use = sum(lanes.staged_bytes for lanes in self._lanes.values())
         return not in_use or in_use + nbytes <= most
 
     def _give_up(self, bucket: HostBucket) -> None:
@@ -198,7 +185,7 @@ class Pipeline:
             self.worker.drop(bucket.ahead.task)
             bucket.ahead = None
             self.counts["rolled back"] += 1
-        bucket.arrival = None
+        bucket.arrival = bucket.seen = None
 
     def forget_gradients(self) -> None:
         """Begin anew: what was accumulated is not wanted any more."""
@@ -206,18 +193,14 @@ class Pipeline:
             self._hits.clear()
             for bucket in self._buckets:
                 self._give_up(bucket)
-            self._forget_sums()
-
-    def _forget_sums(self) -> None:
-        for known in self._sums.values():
-            known.count = 0
+            self._sums.forget()
 
     # The step
 
     def is_dry_step(self) -> bool:
         """Make the state, and return whether that is all; see `SlabOptimizer.step`."""
         self._prepare()
-        if any(known.count for known in self._sums.values()):
+        if self._sums.has_any():
             return False
         return self.inner.changes_nothing(list(self.links.owners.values()))
 
@@ -245,7 +228,8 @@ class Pipeline:
                 bucket.check_grads()
                 self._drop_outdated(bucket, unscaled)
             if max_norm is not None:
-                self.worker.wait(self._adding)  # the norm is one of sums
+                self._sums.finish()  # the norm is one of sums
+                self._sums.check()
             decision = decide(scaling, max_norm, self._buckets, [b for _, b in self._resident])
             divisor = 1.0 if decision is None else decision.divisor
             if decision is not None and decision.is_skip:
@@ -264,17 +248,24 @@ class Pipeline:
             # The next step is taken to be like this one.
             self._expected, self._hits = self._hits, Counter()
             self._divisor = scale
-            self._forget_sums()
+            self._sums.forget()
         return None if decision is None else decision.norm
 
     def _drop_outdated(self, bucket: HostBucket, all_of_it: bool) -> None:
         """Forget what is there of gradients that are not the ones to be stepped by."""
         if bucket.sums is not None:
-            for owner in bucket.owners:
-                if owner.grad is not None:
-                    self._send_away(owner)
-                    self._give_up(bucket)
-        elif all_of_it or not bucket.has_arrived(bucket.grads()):
+            left = [owner for owner in bucket.owners if owner.grad is not None]
+            bucket.is_steady = not left
+            for owner in left:
+                self._send_away(owner)
+                self._give_up(bucket)
+            return
+        is_current = not all_of_it and bucket.has_arrived(bucket.grads())
+        if bucket.arrival is not None:
+            bucket.is_steady = is_current
+        elif bucket.seen is not None:
+            bucket.is_steady = not all_of_it and bucket.seen == bucket.grad_marks()
+        if not is_current:
             self._give_up(bucket)
 
     def _take_rest(self, bucket: HostBucket) -> None:
@@ -349,7 +340,7 @@ class Pipeline:
         names = ("early", "late", "ahead", "validated", "rolled back")
         return {
             **{name: self.counts[name] for name in names},
-            "bytes_out": self.counts["bytes_out"] + sum(b.bytes_out for b in self._buckets),
+            "bytes_out": self._sums.bytes_out + sum(b.bytes_out for b in self._buckets),
             "bytes_back": sum(bucket.bytes_back for bucket in self._buckets),
             "step_seconds": sum(bucket.seconds for bucket in self._buckets),
         }
@@ -371,9 +362,11 @@ class Pipeline:
         """Do this for some buckets."""
         errors = []
         for bucket in buckets:
-            if bucket.task is not None:
-                self.worker.wait([bucket.task])
-                task, bucket.task = bucket.task, None
+            task = bucket.task
+            if task is not None:
+                self.worker.wait([task])
+                with self._lock:  # another thread may have waited, too, and stepped since
+                    bucket.task = None if bucket.task is task else bucket.task
                 if task.error is not None:
                     errors.append(task.error)
             bucket.await_on_stream()
@@ -420,8 +413,9 @@ class Pipeline:
     def _place(self) -> None:
         """See that all parameters with a gradient or with state are in buckets."""
         both = [(copy, self.links.owners[id(copy)]) for copy in self._copies()]
-        self.inner.give_state([c for c, p in both if p.grad is not None or self._has_sum(p)])
-        if not all(bucket.fits() for _, bucket in self._resident):
+        self.inner.give_state([c for c, p in both if p.grad is not None or self._sums.has(p)])
+        stay = all(bucket.stays() for bucket in self._buckets)
+        if not stay or not all(bucket.fits() for _, bucket in self._resident):
             self.inner.forget_buckets()
         found = self.inner.buckets()
         if [bucket for _, bucket in found] == self._known:
@@ -436,11 +430,11 @@ class Pipeline:
                 self._resident.append((self.inner.param_groups[group], bucket))
                 continue
             lanes = self._lanes_of(owners[0])
-            made = HostBucket(self.inner, group, bucket, owners, lanes, self._pool)
+            made = HostBucket(self.inner, group, bucket, owners, lanes)
             made.place = len(self._buckets)
             if self._free_grads:
-                self.worker.wait(self._adding)
-                made.sums = list(map(self._sum_of, owners))
+                self._sums.finish()
+                made.sums = list(map(self._sums.of, owners))
                 for known, owner in zip(made.sums, owners, strict=True):
                     known.lie_as(owner)
             self._buckets.append(made)

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
+from functools import partial
 
 import torch
 
@@ -61,13 +62,20 @@ class Task:
 
     def is_due(self) -> bool:
         """Return whether it has nothing to wait for but room."""
+        if not self.is_possible():
+            return False
         while self._events and self._events[0].query():
             del self._events[0]
-        return not self._events and self.is_possible()
+        return not self._events
 
     def is_ready(self) -> bool:
         """Return whether it has nothing to wait for."""
         return self.is_due() and self._has_room()
+
+    def end(self) -> None:
+        """Be over, and let go of all that it holds: others may hold it for long."""
+        self.run, self._events, self._needs, self._has_room = _nothing, [], (), _always
+        self.done = True
 
 
 class Worker:
@@ -113,11 +121,13 @@ class Worker:
 
     def drop(self, task: Task) -> bool:
         """Take a task back if nobody has begun it; return whether that was so."""
+        if self._process != os.getpid():  # the thread may have held the lock as it was forked
+            return False
         with self._changed:
             if task not in self._queue:
                 return False
             self._queue.remove(task)
-            task.done = True
+            task.end()
             self._changed.notify_all()
         return True
 
@@ -158,8 +168,7 @@ class Worker:
             except BaseException as error:
                 task.error = error
             with self._changed:
-                task.done = True
-                task.run = _nothing  # and what it holds may go
+                task.end()
                 self._changed.notify_all()
             del task
 
@@ -170,13 +179,26 @@ class Worker:
         """
         by_urgency = sorted(self._queue, key=lambda task: (task.urgency, task.place))
         for can_begin in (Task.is_ready, Task.is_due):
-            found = next(filter(can_begin, by_urgency), None)
+            found = next((task for task in by_urgency if _asked(task, can_begin)), None)
             if found is not None:
                 return found
         waiting = (task for task in self._queue if task.urgency != Urgency.RETURN)
         return next(filter(Task.is_possible, waiting), None) or next(
             filter(Task.is_possible, by_urgency)
         )
+
+
+def _asked(task: Task, can_begin: Callable[[Task], bool]) -> bool:
+    """Return whether a task can begin; if a device fails that is asked for it, it does, to fail."""
+    try:
+        return can_begin(task)
+    except Exception as error:
+        task.run = partial(_fail, error)
+        return True
+
+
+def _fail(error: Exception) -> None:
+    raise error
 
 
 def _nothing() -> None:

@@ -68,7 +68,9 @@ class Both:
     """An offloaded optimizer of a sharded net, and the plain class on twins of its parameters."""
 
     def __init__(self, net, device, **settings):
-        own = {k: settings.pop(k) for k in ("max_grad_norm", "model") if k in settings}
+        own = {
+            k: settings.pop(k) for k in ("max_grad_norm", "model", "free_grads") if k in settings
+        }
         self.params = list(net.parameters())
         self.twins = [Parameter(p.detach().clone()) for p in self.params]
         self.ours = OffloadOptimizer(self.params, **own, **OPTIONS | settings)
@@ -78,8 +80,10 @@ class Both:
         for param, twin in zip(self.params, self.twins, strict=True):
             twin.grad = None if param.grad is None else param.grad.detach().clone()
 
-    def step(self, max_norm=None):
+    def step(self, max_norm=None, grads=None):
         self.give()
+        for twin, grad in zip(self.twins, grads or [], strict=grads is not None):
+            twin.grad = grad
         await_ahead(self.ours)
         if max_norm is None:
             self.ours.step()
@@ -95,16 +99,34 @@ class Both:
 def sharded(device, dtype=torch.float32, **options):
     net = Net().to(device, dtype)
     for layer in (net.first, net.second, net):
-        fully_shard(layer, mesh=mesh_of(row_of(device)), **options)
+        fully_shard(layer, **{"mesh": mesh_of(row_of(device))} | options)
     return net
 
 
 def fsdp(device, folder):
     """Buckets are early, and state and weights those of the plain class on the same shards."""
-    for name in ("float32", "master", "compact"):
+    trained_in_shards(device, ("float32", "master", "compact"))
+
+
+def hsdp(device, folder):
+    """Sharded among two, and the same in both halves."""
+    mesh = mesh_of(row_of(device), 2, 2)
+    for net in trained_in_shards(device, ("float32", "compact"), mesh=mesh):
+        for param in net.parameters():
+            part = param._local_tensor.detach()
+            halves = [torch.empty_like(part) for _ in range(2)]
+            dist.all_gather(halves, part, group=mesh.get_group(0))
+            assert torch.equal(*halves)
+
+
+def trained_in_shards(device, names, **options):
+    """Compare after each step, and return the nets."""
+    nets = []
+    for name in names:
         for times in (1, 2):
             dtype = torch.float32 if name == "float32" else torch.bfloat16
-            net = sharded(device, dtype)
+            net = sharded(device, dtype, **options)
+            nets.append(net)
             both = Both(net, device, **FORMATS[name])
             for step in range(STEPS):
                 for micro in range(times):
@@ -113,6 +135,7 @@ def fsdp(device, folder):
                 both.step()
             stats = both.ours.stats()
             assert stats["validated"] >= STEPS - 2 and stats["rolled back"] == 0, (name, stats)
+    return nets
 
 
 def fsdp_with_model(device, folder):
@@ -236,6 +259,26 @@ def ddp(device, folder):
         stats = both.ours.stats()
         if dist.get_world_size() > 1:
             assert stats["early"] == stats["ahead"] == 0, stats
+        else:  # there hooks may count; it is learnt that others write after them
+            assert stats["early"] == stats["rolled back"] == 1 and not stats["validated"], stats
+
+
+def ddp_by_free_gradients(device, folder):
+    """They leave when step() takes them: before, they are those of one process.
+
+    Where there is only one, they leave at once, and what is written in their place is zeros.
+    """
+    alone = dist.get_world_size() == 1
+    for as_view in (False, True):
+        net = Net().to(device)
+        wrapped = DistributedDataParallel(net, gradient_as_bucket_view=as_view)
+        both = Both(net, device, free_grads=True)
+        for step in range(STEPS):
+            grads = torch.autograd.grad(loss_of(net, step, device), both.params) if alone else None
+            loss_of(wrapped, step, device).backward()
+            both.step(grads=grads)
+        stats = both.ours.stats()
+        assert stats["early"] == stats["ahead"] == 0, stats
 
 
 def ddp_made_after_the_optimizer(device, folder):
@@ -331,14 +374,16 @@ def loads(device, folder):
 
 
 FUNCTIONS = {
-    fsdp: WORLDS,
-    fsdp_with_model: WORLDS,
+    fsdp: (*WORLDS, 4),
+    hsdp: (4,),
+    fsdp_with_model: (*WORLDS, 4),
     fsdp_mixed_precision: (2,),
     fsdp_clips: (2,),
     fsdp_without_synchronization: (2,),
     fsdp_accumulates_in_place: (2,),
     dtensors: WORLDS,
-    ddp: WORLDS,
+    ddp: (*WORLDS, 4),
+    ddp_by_free_gradients: WORLDS,
     ddp_made_after_the_optimizer: (2,),
     state_dicts: WORLDS,
     saves: WORLDS,

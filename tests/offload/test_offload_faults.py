@@ -327,6 +327,32 @@ def test_a_fork_cannot_step_and_the_parent_goes_on(when, monkeypatch):
         finish(pair)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_while_the_worker_looks_for_work():
+    """It holds a lock that nobody opens in the child, which has no thread but one."""
+    pair = warm()
+    pair.backward()
+    await_ahead(pair.ours)
+    held, over = threading.Event(), threading.Event()
+
+    def hold():
+        with pair.ours._pipeline.worker._changed:
+            held.set()
+            assert over.wait(PATIENCE)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(PATIENCE)
+    try:
+        assert in_child(lambda: pair.ours.zero_grad()) == ""
+        assert in_child(lambda: pair.ours.step()) == FORK
+        assert in_child(lambda: pair.ours.close()) == ""
+    finally:
+        over.set()
+        thread.join()
+    finish(pair, validated=1)
+
+
 class CtrlC:
     """SIGINT for a thread that waits for the worker, once; for as long as the block is."""
 

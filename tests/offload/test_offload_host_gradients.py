@@ -4,43 +4,11 @@ import copy
 
 import pytest
 import torch
-from offload_cases import FORMATS, Gate, Pair, await_ahead, small_parts
+from offload_cases import FORMATS, Gate, Pair, Summed, await_ahead, small_parts
 from optim_cases import BF16, F16, F32, make_params, on_each_device
 from torch import nn
 
 STEPS = 12
-
-
-class Summed(Pair):
-    """A pair whose plain class gets float32 sums of the gradients that the other one was given."""
-
-    def __init__(self, device="cpu", kind="adam", params=None, **settings):
-        super().__init__(device, kind, params, free_grads=True, **settings)
-        self.sums = [None] * len(self.params)
-
-    def backward(self, missing=0.0, factor=1.0, times=1):
-        for _ in range(times):
-            for i, param in enumerate(self.params):
-                is_missing = torch.rand((), generator=self.generator) < missing
-                if is_missing or not param.requires_grad:
-                    continue
-                grad = self.draw(param, factor)
-                torch.autograd.backward([param], [grad.clone()])
-                assert param.grad is None or param not in self.ours.state
-                had = self.sums[i]
-                self.sums[i] = grad.float() if had is None else had + grad.float()
-
-    def give(self):
-        for twin, grad in zip(self.twins, self.sums, strict=True):
-            twin.grad = None if grad is None else torch.empty_like(twin)
-            if grad is not None:
-                twin.grad.data = torch.empty_strided(
-                    twin.shape, twin.stride(), device=twin.device
-                ).copy_(grad)
-
-    def zero_grad(self):
-        super().zero_grad()
-        self.sums = [None] * len(self.params)
 
 
 @on_each_device

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm_python
-from offload_cases import FORMATS, Gate, Pair, await_ahead, warm
+from offload_cases import FORMATS, Gate, Pair, Summed, await_ahead, warm
 from optim_cases import BF16, assert_same_bits, make_params, on_each_device, snapshot
 from torch.nn import Parameter
 
@@ -209,8 +209,9 @@ def test_what_is_left_alone_is_not_kept(device, name, memory):
 
 
 @pytest.mark.long
-def test_200_optimizers_leave_no_memory_and_no_thread(threads, memory):
-    params = [Parameter(torch.ones(20_000)) for _ in range(4)]
+@on_each_device
+def test_200_optimizers_leave_no_memory_and_no_thread(device, threads, memory):
+    params = [Parameter(torch.ones(20_000, device=device)) for _ in range(4)]
 
     def resident_bytes_after(count):
         for _ in range(count):
@@ -222,14 +223,66 @@ def test_200_optimizers_leave_no_memory_and_no_thread(threads, memory):
             del optimizer
         gc.collect()
         assert not threads() and memory() == 0
+        on_device.append(torch.cuda.memory_allocated() if device == "cuda" else 0)
         return resident_bytes()
 
+    on_device = []
     before = resident_bytes_after(40)
     assert resident_bytes_after(200) - before < 0.1 * 200 * 4 * 12 * 20_000
+    assert on_device[1] == on_device[0]
 
 
 def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@on_each_device
+@pytest.mark.parametrize("free_grads", [False, True])
+def test_what_is_over_is_let_go(device, free_grads):
+    """A task knows those before it, and they theirs: all would stay, with what they hold."""
+    pair = (Summed if free_grads else Pair)(device)
+    kept = weakref.WeakSet()
+    submit = pair.ours._pipeline.worker.submit
+
+    def noted(task):
+        kept.add(task)
+        return submit(task)
+
+    pair.ours._pipeline.worker.submit = noted
+    for _ in range(8):
+        pair.train(1, times=2)
+        assert len(kept) <= 3 * len(pair.params)
+
+
+@pytest.mark.long
+@on_each_device
+@pytest.mark.parametrize("free_grads", [False, True])
+def test_2000_steps_leave_no_memory(device, free_grads, threads, memory):
+    """Of any kind: on the host, pinned, on the device, or lists that grow."""
+    small = [Parameter(torch.ones(3000, device=device)) for _ in range(4)]
+    settings = {"free_grads": free_grads, "max_grad_norm": 1e9}
+    optimizer = OffloadOptimizer(small, master="float32", **settings)
+    grads = [torch.ones_like(p) for p in small]
+
+    def run(steps):
+        for step in range(steps):
+            for _ in range(1 + (step % 5 == 0)):
+                torch.autograd.backward(small, grads)
+            optimizer.step()
+            optimizer.zero_grad()
+        gc.collect()
+        on_device = torch.cuda.memory_allocated() if device == "cuda" else 0
+        objects = len(gc.get_objects())
+        return memory(), on_device, objects, resident_bytes()
+
+    run(100)
+    pinned_before, device_before, objects_before, before = run(100)
+    pinned_after, device_after, objects_after, after = run(2000)
+    assert pinned_after <= pinned_before * 2  # not all that are in use at times were so by then
+    assert device_after == device_before
+    assert objects_after - objects_before < 200
+    assert after - before < 2000 * 512  # less than the smallest object of each step
+    assert len(threads()) == 1
 
 
 @pytest.mark.long

@@ -67,7 +67,7 @@ def test_all_steps_wait_while_the_worker_is_held(device, monkeypatch):
     model = torch.nn.ParameterList(make_params(device))
     pair = Pair(device, params=model.parameters(), model=model)
     pair.train(WARM)
-    for method in ("step", "adopt"):
+    for method in ("adopt", "step"):
         with pytest.MonkeyPatch.context() as patch:
             gate = Gate(patch, method)
             pair.backward()

@@ -15,6 +15,7 @@ from step_cases import (
     BF16,
     F16,
     F32,
+    LION,
     STEPS,
     Arguments,
     Dtypes,
@@ -358,3 +359,36 @@ def test_writes_are_counted() -> None:
     assert out["params"][0]._version > versions["out"]
     assert arguments["params"][0]._version == versions["params"]
     assert arguments["exp_avg_sqs"][0]._version > versions["exp_avg_sqs"]
+
+
+# Beyond 7 * 8 * 65,536 elements together, of which threads take ranges as they get along, and
+# below 8 * 65,536 each, so that alone each is shared out in equal parts. Ranges begin anywhere in
+# a tensor; blocks of codes, vectors and what is streamed past the cache do not.
+SHARED_SIZES = [1, 65_535, 0, 65_537, 300, 255, *[500_003] * 6, 256, 4097, *[262_144] * 3]
+
+
+@pytest.mark.parametrize("step", [ADAM, LION], ids=str)
+@pytest.mark.parametrize("form", ["float32", "codes"])
+def test_threads_that_take_ranges_as_they_get_along(step: Step, form: str) -> None:
+    counts, n = (1, 2, 7), len(SHARED_SIZES)
+    assert sum(SHARED_SIZES) > max(counts) * 8 * 65_536 and max(SHARED_SIZES) < 8 * 65_536
+    arguments, numbers = arguments_of(step, form, "cpu", SHARED_SIZES), options_of(step, "cpu")
+    apart = copied(arguments)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        for i in range(n):
+            parts = {k: v[i::n] if k == "scales" else v[i : i + 1] for k, v in apart.items()}
+            step(**parts, **numbers)
+        for count in counts:
+            torch.set_num_threads(count)
+            together = copied(arguments)
+            out = other_memory(arguments, [k for k in step.op.written if arguments.get(k)])
+            step(**arguments, **numbers, out=out)
+            step(**together, **numbers)
+            for name, tensors in out.items():
+                for i, want in enumerate(apart[name]):
+                    assert torch.equal(together[name][i], want), f"{name}[{i}], {count} threads"
+                    assert torch.equal(tensors[i], want), f"{name}[{i}], {count}, elsewhere"
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,494 @@
+"""Copies and events that come late: nothing is read before it is there, or written while it is.
+
+Each test has its copies delayed in a way that makes the race certain; see late_lanes.
+"""
+
+import random
+import sys
+import threading
+
+import pytest
+import torch
+from late_lanes import LateLanes, be_late
+from offload_cases import FORMATS, PATIENCE, Gate, Pair, Summed, await_ahead, small_parts, warm
+from optim_cases import BF16, assert_same_bits, make_params, needs_cuda
+from torch import nn
+
+from deepspeed_ext.offload.copies import Copy, Lanes
+from deepspeed_ext.offload.sums import Sums
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda), pytest.param("two", marks=needs_two)]
+on_late_devices = pytest.mark.parametrize("device", DEVICES)
+STEPS = 14
+
+
+@pytest.fixture(autouse=True)
+def _threads_that_take_turns():
+    """So that the worker may come in between anywhere."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def params_on(device, dtype=torch.float32):
+    """Parameters of every layout, on two GPUs by turns."""
+    params = make_params("cpu", dtype)
+    return [
+        nn.Parameter(p.detach().to(where)) for p, where in zip(params, places(device), strict=False)
+    ]
+
+
+def places(device):
+    """Where parameters go, one after the other."""
+    while True:
+        yield from ("cuda:0", "cuda:1") if device == "two" else (device,)
+
+
+def late_pair(monkeypatch, device, made=Pair, seed=0, dtype=torch.float32, **settings):
+    """Return a pair of many buckets whose copies are late."""
+    small_parts(monkeypatch, piece=256, most=192)
+    be_late(monkeypatch, device, seed)
+    return made(device, params=params_on(device, dtype), **settings)
+
+
+def step(pair, max_norm=None):
+    """Step both, without waiting for what goes on."""
+    pair.give()
+    if max_norm is None:
+        pair.ours.step()
+        pair.plain.step()
+    else:
+        pair.ours.clip_and_step(max_norm)
+        pair.plain.clip_and_step(max_norm)
+
+
+# Many steps, as they come
+
+
+@on_late_devices
+@pytest.mark.parametrize("name", FORMATS)
+def test_steps(device, name, monkeypatch):
+    dtype = torch.float32 if name in ("float32", "bfloat16", "codes") else BF16
+    pair = late_pair(monkeypatch, device, dtype=dtype, **FORMATS[name])
+    for _ in range(STEPS):
+        pair.backward()
+        step(pair)
+        pair.zero_grad()
+        assert_same_bits(pair.params, pair.twins)  # ordered before all that reads them
+    pair.check()
+    assert pair.ours.stats()["validated"] > 0
+
+
+@on_late_devices
+@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+@pytest.mark.parametrize("made", [Pair, Summed])
+def test_clipped_steps(device, made, max_norm, monkeypatch):
+    pair = late_pair(monkeypatch, device, made, max_grad_norm=max_norm)
+    for _ in range(STEPS):
+        pair.backward()
+        step(pair, max_norm)
+        pair.zero_grad()
+        if device == "cpu":  # elsewhere the norm of sums is taken in another order
+            pair.check()
+
+
+@on_late_devices
+def test_gradients_written_right_after_a_step(device, monkeypatch):
+    """What they were is on its way; whoever writes comes behind."""
+    pair = late_pair(monkeypatch, device, model=nn.ParameterList())
+    for number in range(STEPS):
+        pair.backward()
+        if number % 2:  # late, all of them
+            for param in pair.params:
+                param.grad.mul_(2)
+        step(pair)
+        for param in pair.params:
+            param.grad.fill_(float("nan"))
+        pair.zero_grad()
+        pair.check()
+
+
+@on_late_devices
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("spare", [True, False])
+def test_whatever_may_come_between(device, seed, spare, monkeypatch):
+    """Changes of everything, by chance, and nobody waits unless by chance."""
+    budget = {} if spare else {"memory_budget": 2 * 12 * 2**10}
+    pair = late_pair(monkeypatch, device, seed=seed, model=nn.ParameterList(), **budget)
+    draw = random.Random(seed)
+    for _ in range(3 * STEPS):
+        pair.backward(times=draw.choice([1, 1, 1, 2]), missing=draw.choice([0, 0, 0.3]))
+        for change in draw.choices(CHANGES, k=draw.choice([0, 0, 1, 2])):
+            change(pair)
+        step(pair, draw.choice([None, None, 1e9, 0.1]))
+        if draw.random() < 0.2:
+            pair.check()
+        if draw.random() < 0.8:
+            for optimizer, _ in pair.both():
+                optimizer.zero_grad(set_to_none=draw.random() < 0.5)
+    pair.check()
+    pair.ours.close()
+
+
+def other_lr(pair):
+    for optimizer, _ in pair.both():
+        optimizer.param_groups[0]["lr"] *= 0.9
+
+
+def written_gradients(pair):
+    for param in pair.params[::2]:
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+
+
+def other_gradients(pair):
+    for param in pair.params[1::2]:
+        if param.grad is not None:
+            param.grad = param.grad * 3
+
+
+def written_weights(pair):
+    pair.ours.synchronize()
+    with torch.no_grad():
+        for _, params in pair.both():
+            params[2].mul_(0.5)
+
+
+def another_backward(pair):
+    pair.ours.zero_grad()
+    pair.backward()
+
+
+CHANGES = [other_lr, written_gradients, other_gradients, written_weights, another_backward]
+
+
+@on_late_devices
+@pytest.mark.parametrize("free_grads", [False, True])
+def test_modules_that_read_weights_as_they_return(device, free_grads, monkeypatch):
+    """Forward begins right after step() and finds each weight when it comes to it."""
+    small_parts(monkeypatch, piece=64, most=64)
+    be_late(monkeypatch, device)
+    torch.manual_seed(0)
+    where = places(device)
+    net = nn.Sequential(*(nn.Linear(8, 8).to(next(where)) for _ in range(6)))
+    pair = Pair(device, params=net.parameters(), model=net, free_grads=free_grads)
+    twin_of = dict(zip(pair.params, pair.twins, strict=True))
+    for layer in net:
+
+        def look(module, args):
+            assert_same_bits(module.parameters(), map(twin_of.get, module.parameters()))
+
+        layer.register_forward_pre_hook(look)
+    for number in range(STEPS):
+        x = torch.randn(4, 8, generator=pair.generator)
+        out = x
+        for layer in net:
+            out = layer(out.to(layer.weight.device))
+        loss = out.square().sum()
+        grads = torch.autograd.grad(loss, pair.params, retain_graph=True)
+        loss.backward()
+        assert not free_grads or number == 0 or all(p.grad is None for p in pair.params)
+        for twin, grad in zip(pair.twins, grads, strict=True):
+            twin.grad = grad
+        pair.ours.step()
+        pair.plain.step()
+        pair.zero_grad()
+    pair.check()
+    assert pair.ours.stats()["validated"] > 0
+
+
+# Gradients that are added up in host memory
+
+
+@on_late_devices
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_sums(device, waits, seed, monkeypatch):
+    pair = late_pair(monkeypatch, device, Summed, seed, dtype=BF16, model=nn.ParameterList())
+    draw = random.Random(seed)
+    for number in range(STEPS):
+        pair.backward(times=draw.choice([1, 2, 2, 3]) if number else 1, missing=0.1)
+        if draw.random() < 0.2:
+            pair.zero_grad()
+            pair.backward(times=2)
+        step(pair)
+        pair.zero_grad()
+        if waits:
+            pair.check()
+    pair.check()
+
+
+class Told:
+    """An event that says that it is over when it was told so, or when somebody waits for it."""
+
+    def __init__(self, answers=()):
+        self.answers, self.awaited = list(answers), threading.Event()
+
+    def query(self):
+        answer = self.answers.pop(0) if self.answers else self.awaited.is_set()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def synchronize(self):
+        self.awaited.set()
+
+
+def tell(monkeypatch, events):
+    """Let copies to host memory have these events, one after the other."""
+
+    class ToldLanes(LateLanes):
+        def fetch(self, copies):
+            for target, source in copies:
+                target.copy_(source)
+            return events.pop(0) if events else Told([True] * 99)
+
+    monkeypatch.setattr("deepspeed_ext.offload.pipeline.Lanes", lambda d: ToldLanes(d, lambda: 0))
+
+
+def summed_one(monkeypatch, events, **settings):
+    """Return a pair of one parameter whose gradients leave, after some steps."""
+    tell(monkeypatch, events)
+    pair = Summed(params=[nn.Parameter(torch.ones(40))], **settings)
+    pair.train(1)
+    pair.train(3, times=2)
+    return pair
+
+
+def test_a_step_by_sums_waits_until_they_are_added_up(monkeypatch):
+    """The step itself has nothing to wait for: it would come first."""
+    events = []
+    pair = summed_one(monkeypatch, events)
+    for _ in range(2):
+        events += [Told([False] * 9), Told([False] * 9)]
+        pair.backward(times=2)
+        step(pair)
+        pair.zero_grad()
+        pair.check()
+
+
+def test_gradients_are_added_up_in_their_order(monkeypatch):
+    """The second may be there when it is asked for, and the first not a moment before."""
+    events = []
+    pair = summed_one(monkeypatch, events)
+    gate = Gate(monkeypatch, "adopt")  # while it is held, both are queued
+    pair.backward(times=2)
+    pair.give()
+    await_ahead(pair.ours)
+    closer = threading.Thread(target=pair.ours.step)
+    closer.start()
+    gate.await_thread()
+    sums, first, second = Sums(pair.ours._pipeline.worker), Told([False]), Told([True])
+    lanes = pair.ours._pipeline._lanes[torch.device("cpu")]
+    events += [first, second]
+    param = nn.Parameter(torch.zeros(3))
+    for value in (1.0, 2.0):
+        sums.take(param, torch.full((3,), value), lanes)
+    gate.open()
+    closer.join()
+    sums.finish()
+    sums.check()
+    assert sums.of(param).value.tolist() == [3.0] * 3
+
+
+class DeviceError(RuntimeError):
+    """What CUDA raises from all calls after a kernel has failed."""
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_gradient_that_could_not_be_added(clips, monkeypatch):
+    """No step is taken by what is left of the sum, and it is told; then all goes on."""
+    events = []
+    pair = summed_one(monkeypatch, events)
+    before = [p.detach().clone() for p in pair.params]
+    events += [Told([DeviceError("copy")]), Told([True] * 9)]
+    pair.backward(times=2)
+    with pytest.raises(DeviceError, match="copy"):
+        pair.ours.clip_and_step(1.0) if clips else pair.ours.step()
+    assert_same_bits(pair.params, before)
+    pair.zero_grad()
+    pair.check()
+    pair.train(3, times=2)
+
+
+def test_an_error_of_the_last_step_is_not_lost_in_a_hook(monkeypatch):
+    """A gradient that leaves waits for that step; who can raise its error does."""
+    pair = Summed(params=make_params(), model=nn.ParameterList())
+    pair.train(4)
+    pair.backward(times=2)  # more than expected, so nothing is ahead
+
+    def broken(*args):
+        raise DeviceError("step")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("deepspeed_ext.offload.bucket.HostBucket._step_part", broken)
+        pair.ours.step()
+        pair.backward()
+    with pytest.raises(DeviceError, match="step"):
+        pair.ours.step()
+
+
+# Devices that fail
+
+
+@pytest.mark.parametrize("where", ["gradients", "after", "room"])
+def test_a_device_that_fails_when_it_is_asked(where, monkeypatch):
+    """CUDA says so in whatever is called next: the thread goes on, and who waits is told."""
+    failing = []
+
+    class Failing(LateLanes):
+        def fetch(self, copies):
+            super().fetch(copies).synchronize()
+            return Told([DeviceError("asked")] if failing and where == "gradients" else [True])
+
+        def mark(self):
+            return Told([DeviceError("asked")] if failing and where == "after" else [True])
+
+        def has_room(self):
+            if failing and where == "room":
+                raise DeviceError("asked")
+            return super().has_room()
+
+    monkeypatch.setattr("deepspeed_ext.offload.pipeline.Lanes", lambda d: Failing(d, lambda: 0))
+    pair = warm()
+    before = [p.detach().clone() for p in pair.params]
+    pair.backward()
+    for param in pair.params:
+        param.grad = param.grad.clone()  # so that none is ahead
+    failing.append(True)
+    with pytest.raises(DeviceError, match="asked"):
+        pair.ours.step()
+    failing.clear()
+    assert pair.ours._pipeline.worker._thread.is_alive()
+    if where == "gradients":
+        assert_same_bits(pair.params, before)
+    pair.ours.close()
+
+
+# Weights on their way back
+
+
+def test_no_more_than_some_weights_are_queued_for_a_device(monkeypatch):
+    """What is stepped later may be wanted sooner, and goes before what is not queued yet."""
+    small_parts(monkeypatch, most=64)
+    be_late(monkeypatch, "cpu", most=0)
+    most, order = [], []
+    send = LateLanes.send
+
+    def noted(lanes, copies, after):
+        event = send(lanes, copies, after)
+        event._in_vain = 10**9  # it is over only for who waits
+        most.append(len(lanes._returning))
+        order.append(copies[0].target.data_ptr())
+        return event
+
+    monkeypatch.setattr(LateLanes, "send", noted)
+    params = [nn.Parameter(torch.randn(64)) for _ in range(30)]
+    pair = Pair(params=params, model=nn.ParameterList())
+    pair.train(4)
+    pair.backward()
+    pair.give()
+    await_ahead(pair.ours)  # what step() asks for goes as it is made
+    pair.ours.step()
+    buckets = pair.ours._pipeline._buckets
+    pair.ours._pipeline.worker.wait([bucket.task for bucket in buckets])
+    assert len(buckets) == 30 and pair.ours.stats()["validated"] >= 30
+    assert max(most[-30:]) == 8
+    assert order[-30:] == [p.data_ptr() for p in params]
+    pair.plain.step()
+    pair.zero_grad()
+    pair.check()
+
+
+# Threads
+
+
+def test_two_threads_wait_for_one_step(monkeypatch):
+    """As one that saves a checkpoint beside training."""
+    pair = Pair(params=make_params(), model=nn.ParameterList())
+    pair.train(4)
+    for _ in range(20):
+        with monkeypatch.context() as patch:
+            gate = Gate(patch, "adopt")
+            pair.backward()
+            pair.give()
+            pair.ours.step()
+            errors = []
+
+            def wait(errors=errors):
+                try:
+                    pair.ours.synchronize()
+                except BaseException as error:
+                    errors.append(error)
+
+            waiting = [threading.Thread(target=wait) for _ in range(4)]
+            for thread in waiting:
+                thread.start()
+            gate.open()
+            for thread in waiting:
+                thread.join(PATIENCE)
+            assert not errors
+        pair.plain.step()
+        pair.zero_grad()
+    pair.check()
+
+
+# Devices of which there are several
+
+
+@needs_two
+@pytest.mark.parametrize("free_grads", [False, True])
+def test_parameters_that_move_from_one_gpu_to_another(free_grads, monkeypatch):
+    """The copies of their gradients wait for the streams of the other device from then on."""
+    be_late(monkeypatch, "cuda")
+    made = Summed if free_grads else Pair
+    pair = made("cuda", params=params_on("cuda:0"))
+    for number in range(9):
+        if number in (4, 6):
+            where = "cuda:1" if number == 4 else "cuda:0"
+            for params in (pair.params, pair.twins):
+                for param in params[::2] if number == 4 else params:
+                    param.data = param.data.to(where)
+            state = pair.plain.state_dict()
+            pair.plain = type(pair.plain)(pair.twins, **pair.plain.defaults)
+            pair.plain.load_state_dict(state)
+        for device in (0, 1):
+            with torch.cuda.device(device):
+                torch.cuda._sleep(20_000_000)
+        pair.backward()
+        step(pair)
+        pair.zero_grad()
+        assert_same_bits(pair.params, pair.twins)
+        buckets = pair.ours._pipeline._buckets
+        assert all(p.device == b.lanes.device for b in buckets for p in b.owners)
+
+
+@needs_two
+def test_memory_of_a_copy_that_nobody_wants_goes_to_no_other_device(monkeypatch):
+    """It is still written to."""
+    lanes = [Lanes(torch.device("cuda", i)) for i in range(2)]
+    sources = [torch.full((1 << 20,), float(i), device=f"cuda:{i}") for i in range(2)]
+    for _ in range(3):
+        unwanted = lanes[0].staged(sources[:1])
+        with torch.cuda.device(0):
+            torch.cuda._sleep(200_000_000)
+        lanes[0].fetch([Copy(unwanted[0], sources[0])])
+        del unwanted
+        [wanted] = lanes[1].staged(sources[1:])
+        lanes[1].fetch([Copy(wanted, sources[1])]).synchronize()
+        torch.cuda.synchronize(0)
+        assert (wanted == 1).all()
+
+
+def test_lanes_share_no_memory():
+    """The same with no GPU: what one has given back goes only to itself."""
+    lanes = [LateLanes(torch.device("cpu"), lambda: 0) for _ in range(2)]
+    source = [torch.ones(1 << 16)]
+    [first] = lanes[0].staged(source)
+    address = first.data_ptr()
+    del first
+    [other] = lanes[1].staged(source)
+    [again] = lanes[0].staged(source)
+    assert again.data_ptr() == address != other.data_ptr()
