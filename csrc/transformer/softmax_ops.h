@@ -55,7 +55,7 @@ class BroadcastReader {
 
   const char* op_;
   Item item_;
-  BroadcastRows rows_;
+  BroadcastRows rows_ = {};
 };
 
 inline SoftmaxMask read_mask(const char* op, const OptionalTensor& tensor, bool left_out,
