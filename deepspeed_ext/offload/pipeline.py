@@ -216,7 +216,7 @@ class Pipeline:
         Raises:
             ValueError: a gradient or parameter is not as it must be; nothing was stepped.
         """
-        self.worker.check_process()
+        self.worker.check()
         self.finish()
         self._prepare()
         with self._lock:
@@ -237,19 +237,25 @@ class Pipeline:
                 for bucket in self._buckets:
                     self._give_up(bucket)
             else:
-                for group, resident in self._resident:
-                    self.inner.step_whole(group, resident, _scaling_of(divisor))
-                for bucket in sorted(self._buckets, key=lambda bucket: bucket.place):
-                    self._take_rest(bucket)
-                    self._settle(bucket, divisor, after[bucket.lanes.device])
+                self._queue(divisor, after)
                 self._bites = divisor != scale
-            for lanes in self._lanes.values():
-                lanes.hold_back()  # whoever writes to gradients from now on
             # The next step is taken to be like this one.
             self._expected, self._hits = self._hits, Counter()
             self._divisor = scale
             self._sums.forget()
         return None if decision is None else decision.norm
+
+    def _queue(self, divisor: float, after: dict[torch.device, Event | None]) -> None:
+        """Queue the step of all that has gradients."""
+        try:
+            for group, resident in self._resident:
+                self.inner.step_whole(group, resident, _scaling_of(divisor))
+            for bucket in self._buckets:  # by place
+                self._take_rest(bucket)
+                self._settle(bucket, divisor, after[bucket.lanes.device])
+        finally:  # what was queued before an error, too, reads gradients
+            for lanes in self._lanes.values():
+                lanes.hold_back()  # whoever writes to them from now on
 
     def _drop_outdated(self, bucket: HostBucket, all_of_it: bool) -> None:
         """Forget what is there of gradients that are not the ones to be stepped by."""
@@ -320,8 +326,8 @@ class Pipeline:
         arrival.release()
         bucket.ahead = bucket.arrival = None
         room = bucket.lanes.has_room
-        bucket.task = Task(run, Urgency.RETURN, bucket.place, [after], [taken], room)
-        self.worker.submit(bucket.task)
+        task = Task(run, Urgency.RETURN, bucket.place, [after], [taken], room)
+        bucket.task = self.worker.submit(task)  # if that fails, there is nothing to wait for
 
     # Afterwards
 

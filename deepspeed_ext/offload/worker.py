@@ -97,10 +97,9 @@ class Worker:
         Raises:
             RuntimeError: the worker is closed, or belongs to the parent of this process.
         """
-        self.check_process()
+        self.check()
         with self._changed:
-            if self._closing:
-                raise RuntimeError("OffloadOptimizer: it is closed, expected to be open")
+            self.check()
             self._queue.append(task)
             if self._thread is None:
                 threads = torch.get_num_threads()
@@ -111,13 +110,15 @@ class Worker:
             self._changed.notify_all()
         return task
 
-    def check_process(self) -> None:
-        """Raise RuntimeError if this is a fork of the process that has the thread."""
+    def check(self) -> None:
+        """Raise RuntimeError if it is closed, or this is a fork of the process with the thread."""
         if self._process != os.getpid():
             raise RuntimeError(
                 "OffloadOptimizer: this process is a fork of the one that made it, expected the "
                 "same; make an optimizer here"
             )
+        if self._closing:
+            raise RuntimeError("OffloadOptimizer: it is closed, expected to be open")
 
     def drop(self, task: Task) -> bool:
         """Take a task back if nobody has begun it; return whether that was so."""
