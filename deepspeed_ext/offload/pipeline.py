@@ -3,7 +3,7 @@
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import is_dtensor, local, same_layout
-from deepspeed_ext.offload.bucket import Ahead, HostBucket, source_of
+from deepspeed_ext.offload.bucket import Ahead, HostBucket, go_on, source_of, use
 from deepspeed_ext.offload.copies import Event, Lanes, Recorder
 from deepspeed_ext.offload.decision import decide
 from deepspeed_ext.offload.inner import HostSteps
@@ -23,7 +23,6 @@ from deepspeed_ext.optim.clipping import Scaling
 from deepspeed_ext.optim.slabs import Bucket
 from deepspeed_ext.optim.traits import Group
 
-Run = Callable[[], None]
 _NO_OPTIONS = ("params", "param_names")
 
 
@@ -316,11 +315,11 @@ class Pipeline:
             and ahead.is_of(options, divisor, bucket.weights, bucket.state_marks())
         ):
             taken, adopt = ahead.task, partial(bucket.adopt, bucket.spare, after)
-            run = partial(_use, taken, await_room, adopt, step, send)
+            run = partial(use, taken, await_room, adopt, step, send)
             self.counts["validated"] += 1
         else:
             taken = Task(step, Urgency.STEP, bucket.place, arrival.events[:1], arrival.needs)
-            run = partial(_go_on, taken, await_room, send)
+            run = partial(go_on, taken, await_room, send)
             self.worker.submit(taken)
             self.counts["rolled back"] += ahead is not None
         arrival.release()
@@ -363,6 +362,13 @@ class Pipeline:
             Exception: what went wrong in the worker.
         """
         self.wait_for(self._buckets)
+
+    def end(self) -> None:
+        """Finish what is queued, and end the thread: then all weights are there, for any stream."""
+        self.worker.close()
+        if not self.worker.is_foreign():
+            for bucket in self._buckets:
+                bucket.await_returned()
 
     def wait_for(self, buckets: Iterable[HostBucket]) -> None:
         """Do this for some buckets."""
@@ -453,24 +459,6 @@ class Pipeline:
 
     def _copies(self) -> Iterator[Tensor]:
         return itertools.chain.from_iterable(g["params"] for g in self.inner.param_groups)
-
-
-def _use(ahead: Task, await_room: Run, adopt: Run, step: Run, send: Run) -> None:
-    """Make a step ahead count; one that has failed was speculation, and is taken anew."""
-    await_room()
-    if ahead.error is None:
-        adopt()
-    else:
-        step()
-        send()
-
-
-def _go_on(step: Task, await_room: Run, send: Run) -> None:
-    """Send what a step has made."""
-    if step.error is not None:
-        raise step.error
-    await_room()
-    send()
 
 
 def _options_of(group: Group) -> Group:

@@ -112,7 +112,7 @@ class Worker:
 
     def check(self) -> None:
         """Raise RuntimeError if it is closed, or this is a fork of the process with the thread."""
-        if self._process != os.getpid():
+        if self.is_foreign():
             raise RuntimeError(
                 "OffloadOptimizer: this process is a fork of the one that made it, expected the "
                 "same; make an optimizer here"
@@ -120,9 +120,13 @@ class Worker:
         if self._closing:
             raise RuntimeError("OffloadOptimizer: it is closed, expected to be open")
 
+    def is_foreign(self) -> bool:
+        """Return whether this is a fork of the process that has the thread."""
+        return self._process != os.getpid()
+
     def drop(self, task: Task) -> bool:
         """Take a task back if nobody has begun it; return whether that was so."""
-        if self._process != os.getpid():  # the thread may have held the lock as it was forked
+        if self.is_foreign():  # the thread may have held the lock as it was forked
             return False
         with self._changed:
             if task not in self._queue:
@@ -134,7 +138,7 @@ class Worker:
 
     def wait(self, tasks: Iterable[Task]) -> None:
         """Return when all of these are over; their errors are left in them."""
-        if self._process != os.getpid():
+        if self.is_foreign():
             return
         with self._changed:
             for task in tasks:
@@ -144,7 +148,7 @@ class Worker:
 
     def close(self) -> None:
         """Finish what is queued and end the thread. May be called again."""
-        if self._process != os.getpid():
+        if self.is_foreign():
             return
         with self._changed:
             self._closing = True

@@ -458,6 +458,32 @@ def test_no_more_than_some_weights_are_queued_for_a_device(monkeypatch):
     pair.check()
 
 
+@on_late_devices
+@pytest.mark.parametrize("ending", ["close", "gone"])
+def test_weights_are_there_when_the_optimizer_is_not(device, ending, monkeypatch):
+    """Nothing waits for them any more, on whatever stream they are read."""
+    pair = late_pair(monkeypatch, device, model=nn.ParameterList())
+    for _ in range(4):
+        pair.backward()
+        step(pair)
+        pair.zero_grad()
+    keep_busy(device)
+    pair.backward()
+    step(pair)
+    if ending == "close":
+        pair.ours.close()
+    else:
+        pair.ours = None
+        others = {p.device: torch.cuda.Stream(p.device) for p in pair.params if p.is_cuda}
+        for other in others.values():
+            torch.cuda.set_stream(other)
+    got = [p.detach().clone() for p in pair.params]
+    torch.cuda.synchronize() if device != "cpu" else None
+    for where in {p.device for p in pair.params if p.is_cuda}:
+        torch.cuda.set_stream(torch.cuda.default_stream(where))
+    assert_same_bits(got, pair.twins)
+
+
 # Threads
 
 
