@@ -239,7 +239,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         The optimizer can be read and saved afterwards, but cannot step.
         """
         try:
-            self._pipeline.finish()
+            if not self._pipeline.worker.is_foreign():
+                self._pipeline.finish()
         finally:
             self._end()
 

@@ -137,8 +137,14 @@ class Worker:
         return True
 
     def wait(self, tasks: Iterable[Task]) -> None:
-        """Return when all of these are over; their errors are left in them."""
+        """Return when all of these are over; their errors are left in them.
+
+        Raises:
+            RuntimeError: one is not, and this is a fork of the process with the thread.
+        """
         if self.is_foreign():
+            if not all(task.done for task in tasks):
+                self.check()
             return
         with self._changed:
             for task in tasks:

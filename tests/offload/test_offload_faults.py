@@ -301,6 +301,11 @@ def test_a_fork_cannot_step_and_the_parent_goes_on(when, monkeypatch):
         return "stepped"
 
     assert in_child(child) == FORK
+    if when == "under way":  # of which the child has a part
+        for read in (lambda: pair.ours.state_dict(), lambda: model(torch.ones(1, 6))):
+            assert in_child(lambda read=read: f"read {read()}") == FORK
+    else:
+        assert in_child(lambda: str(len(pair.ours.state_dict()))) == "2"
     assert in_child(lambda: pair.ours.close()) == ""
     assert in_child(lambda: pair.ours.zero_grad()) == ""
     assert in_child(lambda: str(len(pair.ours.stats()) > 4)) == "True"
