@@ -149,8 +149,7 @@ class HostBucket:
         self.spare: Side | None = None
         self.task: Task | None = None  # what step() has asked for and nobody has waited for yet
         self.place = 0  # among the buckets whose weights are wanted next
-        self.returned: Event | None = None
-        self.awaited: set[int] = set()  # streams that have waited for that
+        self.returned: tuple[Event, set[int]] | None = None  # and streams that have waited for it
         self.weights = _UNKNOWN * len(owners)  # of the parameters when they were copied last
         self.seconds = 0.0  # of steps in host memory
         self.bytes_out = self.bytes_back = 0
@@ -339,12 +338,12 @@ class HostBucket:
     def await_returned(self) -> None:
         """Wait for the weights that were sent: only then may their host memory be written."""
         if self.returned is not None:
-            self.returned.synchronize()
+            self.returned[0].synchronize()
 
     def _send(self, copies: list[Copy], after: Event | None) -> None:
-        self.returned = self.lanes.send(copies, after)
+        event = self.lanes.send(copies, after)
+        self.returned = None if event is None else (event, set())
         self.bytes_back += sum(copy.source.nbytes for copy in copies)
-        self.awaited = set()
 
     def _note_sent(self) -> None:
         if is_dtensor(self.owners[0]):  # copies count as writes, but of the local parts
@@ -354,7 +353,7 @@ class HostBucket:
     def await_on_stream(self) -> None:
         """Let the current stream wait for the weights that were sent, if it has not yet."""
         if self.returned is not None:
-            self.lanes.await_on_stream(self.returned, self.awaited)
+            self.lanes.await_on_stream(*self.returned)
 
     # Weights
 

@@ -19,6 +19,7 @@ from deepspeed_ext.offload.links import Links
 from deepspeed_ext.offload.stand_ins import host_memory, remake
 from deepspeed_ext.offload.sums import Sums
 from deepspeed_ext.offload.worker import Task, Urgency, Worker
+from deepspeed_ext.op_builder.log import logger
 from deepspeed_ext.optim.clipping import Scaling
 from deepspeed_ext.optim.slabs import Bucket
 from deepspeed_ext.optim.traits import Group
@@ -369,6 +370,10 @@ class Pipeline:
         if not self.worker.is_foreign():
             for bucket in self._buckets:
                 bucket.await_returned()
+                if bucket.task is not None and bucket.task.error is not None:  # nobody can raise it
+                    logger.error(
+                        "OffloadOptimizer: its last step failed", exc_info=bucket.task.error
+                    )
 
     def wait_for(self, buckets: Iterable[HostBucket]) -> None:
         """Do this for some buckets."""
