@@ -1,6 +1,6 @@
 """Parameters that travel and are stepped together: gradients out, a step in host memory, back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from time import perf_counter
@@ -21,6 +21,7 @@ from deepspeed_ext.optim.traits import Group
 
 _version = attrgetter("_version")
 Marks = list[tuple[int, int, int]]
+Run = Callable[[], None]
 _UNKNOWN: Marks = [(-1, -1, -1)]  # of what may have been written by anybody
 
 
@@ -148,8 +149,7 @@ class HostBucket:
         self.spare: Side | None = None
         self.task: Task | None = None  # what step() has asked for and nobody has waited for yet
         self.place = 0  # among the buckets whose weights are wanted next
-        self.returned: Event | None = None
-        self.awaited: set[int] = set()  # streams that have waited for that
+        self.returned: tuple[Event, set[int]] | None = None  # and streams that have waited for it
         self.weights = _UNKNOWN * len(owners)  # of the parameters when they were copied last
         self.seconds = 0.0  # of steps in host memory
         self.bytes_out = self.bytes_back = 0
@@ -272,7 +272,7 @@ class HostBucket:
     def step(self, arrival: Arrival, options: Group, scaling: Scaling, after: Event | None) -> None:
         """Take a step; weights go back as soon as nobody needs the old ones any more."""
         arrival.check()
-        self._await_returned()
+        self.await_returned()
         self.bucket.refresh_masters()
         counts = self.bucket.slabs[STEP][0]
         # A parameter in several parts has its step counted once, when all of them are done.
@@ -296,7 +296,7 @@ class HostBucket:
 
     def adopt(self, spare: Side, after: Event | None) -> None:
         """Make what a step ahead has written the state, and send its weights."""
-        self._await_returned()
+        self.await_returned()
         self.bucket.refresh_masters()
         # Without the version counter, which goes on with the parameter.
         weights = [copy.data for copy in self._copies()]
@@ -335,14 +335,15 @@ class HostBucket:
         if self.lanes.recorder is not None:
             self.lanes.recorder.note(name, begin, end)
 
-    def _await_returned(self) -> None:
-        if self.returned is not None:  # the weights that are overwritten now
-            self.returned.synchronize()
+    def await_returned(self) -> None:
+        """Wait for the weights that were sent: only then may their host memory be written."""
+        if self.returned is not None:
+            self.returned[0].synchronize()
 
     def _send(self, copies: list[Copy], after: Event | None) -> None:
-        self.returned = self.lanes.send(copies, after)
+        event = self.lanes.send(copies, after)
+        self.returned = None if event is None else (event, set())
         self.bytes_back += sum(copy.source.nbytes for copy in copies)
-        self.awaited = set()
 
     def _note_sent(self) -> None:
         if is_dtensor(self.owners[0]):  # copies count as writes, but of the local parts
@@ -352,7 +353,7 @@ class HostBucket:
     def await_on_stream(self) -> None:
         """Let the current stream wait for the weights that were sent, if it has not yet."""
         if self.returned is not None:
-            self.lanes.await_on_stream(self.returned, self.awaited)
+            self.lanes.await_on_stream(*self.returned)
 
     # Weights
 
@@ -374,7 +375,7 @@ class HostBucket:
         changed = [i for i, (a, b) in enumerate(zip(now, self.weights, strict=True)) if a != b]
         if not changed:
             return False
-        self._await_returned()
+        self.await_returned()
         copies, owners = self._copies(), list(map(local, self.owners))
         event = self.lanes.fetch([Copy(copies[i], owners[i]) for i in changed])
         if event is not None:
@@ -410,3 +411,21 @@ def source_of(grad: Tensor, param: Tensor) -> Tensor:
         target.shape, target.stride(), dtype=part.dtype, device=target.device
     )
     return made.copy_(part)
+
+
+def use(ahead: Task, await_room: Run, adopt: Run, step: Run, send: Run) -> None:
+    """Make a step ahead count; one that has failed was speculation, and is taken anew."""
+    await_room()
+    if ahead.error is None:
+        adopt()
+    else:
+        step()
+        send()
+
+
+def go_on(step: Task, await_room: Run, send: Run) -> None:
+    """Send what a step has made."""
+    if step.error is not None:
+        raise step.error
+    await_room()
+    send()

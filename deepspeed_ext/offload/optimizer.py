@@ -18,7 +18,6 @@ from deepspeed_ext.offload.hooks import Remove, before_forward, on_gradient
 from deepspeed_ext.offload.inner import offloaded
 from deepspeed_ext.offload.links import Links, weakly
 from deepspeed_ext.offload.pipeline import Pipeline
-from deepspeed_ext.offload.worker import Worker
 from deepspeed_ext.ops.optimizers.clip import checked_norm
 from deepspeed_ext.optim import DeepSpeedCPUAdam
 from deepspeed_ext.optim.base import SlabOptimizer
@@ -117,9 +116,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._take_options()
         self._model = model
         self._waiting = [] if model is None else before_forward(model, self._pipeline.before_use)
-        self._end = weakref.finalize(
-            self, _let_go, self._pipeline.worker, self._hooks, self._waiting
-        )
+        self._end = weakref.finalize(self, _let_go, self._pipeline, self._hooks, self._waiting)
         self._watch()
 
     def _params(self) -> Iterable[Tensor]:
@@ -242,7 +239,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         The optimizer can be read and saved afterwards, but cannot step.
         """
         try:
-            self._pipeline.finish()
+            if not self._pipeline.worker.is_foreign():
+                self._pipeline.finish()
         finally:
             self._end()
 
@@ -335,13 +333,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return _rebuilt, (type(self), self.param_groups, *settings, self.state_dict())
 
 
-def _let_go(worker: Worker, hooks: dict[int, Remove], waiting: list[Remove]) -> None:
+def _let_go(pipeline: Pipeline, hooks: dict[int, Remove], waiting: list[Remove]) -> None:
     """End the thread, and have nothing call an optimizer that is closed or gone."""
-    worker.close()
     for remove in (*hooks.values(), *waiting):
         remove()
     hooks.clear()
     waiting.clear()
+    pipeline.end()
 
 
 class State(MutableMapping[Tensor, Any]):

@@ -3,7 +3,7 @@
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import is_dtensor, local, same_layout
-from deepspeed_ext.offload.bucket import Ahead, HostBucket, source_of
+from deepspeed_ext.offload.bucket import Ahead, HostBucket, go_on, source_of, use
 from deepspeed_ext.offload.copies import Event, Lanes, Recorder
 from deepspeed_ext.offload.decision import decide
 from deepspeed_ext.offload.inner import HostSteps
@@ -19,11 +19,11 @@ from deepspeed_ext.offload.links import Links
 from deepspeed_ext.offload.stand_ins import host_memory, remake
 from deepspeed_ext.offload.sums import Sums
 from deepspeed_ext.offload.worker import Task, Urgency, Worker
+from deepspeed_ext.op_builder.log import logger
 from deepspeed_ext.optim.clipping import Scaling
 from deepspeed_ext.optim.slabs import Bucket
 from deepspeed_ext.optim.traits import Group
 
-Run = Callable[[], None]
 _NO_OPTIONS = ("params", "param_names")
 
 
@@ -216,7 +216,7 @@ class Pipeline:
         Raises:
             ValueError: a gradient or parameter is not as it must be; nothing was stepped.
         """
-        self.worker.check_process()
+        self.worker.check()
         self.finish()
         self._prepare()
         with self._lock:
@@ -237,19 +237,25 @@ class Pipeline:
                 for bucket in self._buckets:
                     self._give_up(bucket)
             else:
-                for group, resident in self._resident:
-                    self.inner.step_whole(group, resident, _scaling_of(divisor))
-                for bucket in sorted(self._buckets, key=lambda bucket: bucket.place):
-                    self._take_rest(bucket)
-                    self._settle(bucket, divisor, after[bucket.lanes.device])
+                self._queue(divisor, after)
                 self._bites = divisor != scale
-            for lanes in self._lanes.values():
-                lanes.hold_back()  # whoever writes to gradients from now on
             # The next step is taken to be like this one.
             self._expected, self._hits = self._hits, Counter()
             self._divisor = scale
             self._sums.forget()
         return None if decision is None else decision.norm
+
+    def _queue(self, divisor: float, after: dict[torch.device, Event | None]) -> None:
+        """Queue the step of all that has gradients."""
+        try:
+            for group, resident in self._resident:
+                self.inner.step_whole(group, resident, _scaling_of(divisor))
+            for bucket in self._buckets:  # by place
+                self._take_rest(bucket)
+                self._settle(bucket, divisor, after[bucket.lanes.device])
+        finally:  # what was queued before an error, too, reads gradients
+            for lanes in self._lanes.values():
+                lanes.hold_back()  # whoever writes to them from now on
 
     def _drop_outdated(self, bucket: HostBucket, all_of_it: bool) -> None:
         """Forget what is there of gradients that are not the ones to be stepped by."""
@@ -310,18 +316,18 @@ class Pipeline:
             and ahead.is_of(options, divisor, bucket.weights, bucket.state_marks())
         ):
             taken, adopt = ahead.task, partial(bucket.adopt, bucket.spare, after)
-            run = partial(_use, taken, await_room, adopt, step, send)
+            run = partial(use, taken, await_room, adopt, step, send)
             self.counts["validated"] += 1
         else:
             taken = Task(step, Urgency.STEP, bucket.place, arrival.events[:1], arrival.needs)
-            run = partial(_go_on, taken, await_room, send)
+            run = partial(go_on, taken, await_room, send)
             self.worker.submit(taken)
             self.counts["rolled back"] += ahead is not None
         arrival.release()
         bucket.ahead = bucket.arrival = None
         room = bucket.lanes.has_room
-        bucket.task = Task(run, Urgency.RETURN, bucket.place, [after], [taken], room)
-        self.worker.submit(bucket.task)
+        task = Task(run, Urgency.RETURN, bucket.place, [after], [taken], room)
+        bucket.task = self.worker.submit(task)  # if that fails, there is nothing to wait for
 
     # Afterwards
 
@@ -357,6 +363,17 @@ class Pipeline:
             Exception: what went wrong in the worker.
         """
         self.wait_for(self._buckets)
+
+    def end(self) -> None:
+        """Finish what is queued, and end the thread: then all weights are there, for any stream."""
+        self.worker.close()
+        if not self.worker.is_foreign():
+            for bucket in self._buckets:
+                bucket.await_returned()
+                if bucket.task is not None and bucket.task.error is not None:  # nobody can raise it
+                    logger.error(
+                        "OffloadOptimizer: its last step failed", exc_info=bucket.task.error
+                    )
 
     def wait_for(self, buckets: Iterable[HostBucket]) -> None:
         """Do this for some buckets."""
@@ -447,24 +464,6 @@ class Pipeline:
 
     def _copies(self) -> Iterator[Tensor]:
         return itertools.chain.from_iterable(g["params"] for g in self.inner.param_groups)
-
-
-def _use(ahead: Task, await_room: Run, adopt: Run, step: Run, send: Run) -> None:
-    """Make a step ahead count; one that has failed was speculation, and is taken anew."""
-    await_room()
-    if ahead.error is None:
-        adopt()
-    else:
-        step()
-        send()
-
-
-def _go_on(step: Task, await_room: Run, send: Run) -> None:
-    """Send what a step has made."""
-    if step.error is not None:
-        raise step.error
-    await_room()
-    send()
 
 
 def _options_of(group: Group) -> Group:

@@ -97,10 +97,9 @@ class Worker:
         Raises:
             RuntimeError: the worker is closed, or belongs to the parent of this process.
         """
-        self.check_process()
+        self.check()
         with self._changed:
-            if self._closing:
-                raise RuntimeError("OffloadOptimizer: it is closed, expected to be open")
+            self.check()
             self._queue.append(task)
             if self._thread is None:
                 threads = torch.get_num_threads()
@@ -111,17 +110,23 @@ class Worker:
             self._changed.notify_all()
         return task
 
-    def check_process(self) -> None:
-        """Raise RuntimeError if this is a fork of the process that has the thread."""
-        if self._process != os.getpid():
+    def check(self) -> None:
+        """Raise RuntimeError if it is closed, or this is a fork of the process with the thread."""
+        if self.is_foreign():
             raise RuntimeError(
                 "OffloadOptimizer: this process is a fork of the one that made it, expected the "
                 "same; make an optimizer here"
             )
+        if self._closing:
+            raise RuntimeError("OffloadOptimizer: it is closed, expected to be open")
+
+    def is_foreign(self) -> bool:
+        """Return whether this is a fork of the process that has the thread."""
+        return self._process != os.getpid()
 
     def drop(self, task: Task) -> bool:
         """Take a task back if nobody has begun it; return whether that was so."""
-        if self._process != os.getpid():  # the thread may have held the lock as it was forked
+        if self.is_foreign():  # the thread may have held the lock as it was forked
             return False
         with self._changed:
             if task not in self._queue:
@@ -132,8 +137,14 @@ class Worker:
         return True
 
     def wait(self, tasks: Iterable[Task]) -> None:
-        """Return when all of these are over; their errors are left in them."""
-        if self._process != os.getpid():
+        """Return when all of these are over; their errors are left in them.
+
+        Raises:
+            RuntimeError: one is not, and this is a fork of the process with the thread.
+        """
+        if self.is_foreign():
+            if not all(task.done for task in tasks):
+                self.check()
             return
         with self._changed:
             for task in tasks:
@@ -143,7 +154,7 @@ class Worker:
 
     def close(self) -> None:
         """Finish what is queued and end the thread. May be called again."""
-        if self._process != os.getpid():
+        if self.is_foreign():
             return
         with self._changed:
             self._closing = True

@@ -188,6 +188,25 @@ def test_an_exception_in_the_worker_surfaces_where_somebody_waits(device, waits,
     finish(pair)
 
 
+def test_an_exception_in_the_last_step_of_an_optimizer_that_goes(monkeypatch, caplog):
+    """Nobody is left to raise it: it is logged, once."""
+    model = torch.nn.Linear(6, 5)
+    for closes in (False, True):
+        caplog.clear()
+        pair = Pair(params=model.parameters(), model=model)
+        pair.train(WARM)
+        pair.backward()
+        same_values(pair)
+        breaking(monkeypatch, "_step_part")
+        pair.ours.step()
+        if closes:
+            with pytest.raises(Broken):
+                pair.ours.close()
+        pair.ours = None
+        texts = [record.getMessage() for record in caplog.records]
+        assert texts == ([] if closes else ["OffloadOptimizer: its last step failed"])
+
+
 @on_each_device
 def test_one_bucket_of_several_fails(device, monkeypatch):
     """The error is told once; others have been stepped, as the plain class does it."""
@@ -301,6 +320,11 @@ def test_a_fork_cannot_step_and_the_parent_goes_on(when, monkeypatch):
         return "stepped"
 
     assert in_child(child) == FORK
+    if when == "under way":  # of which the child has a part
+        for read in (lambda: pair.ours.state_dict(), lambda: model(torch.ones(1, 6))):
+            assert in_child(lambda read=read: f"read {read()}") == FORK
+    else:
+        assert in_child(lambda: str(len(pair.ours.state_dict()))) == "2"
     assert in_child(lambda: pair.ours.close()) == ""
     assert in_child(lambda: pair.ours.zero_grad()) == ""
     assert in_child(lambda: str(len(pair.ours.stats()) > 4)) == "True"

@@ -129,6 +129,20 @@ def test_close(device, threads):
     assert not threads()
 
 
+def test_a_step_that_was_taken_ahead_of_close(threads):
+    """step() refuses, and then nobody waits for what was never queued."""
+    pair = warm()
+    pair.backward()
+    await_ahead(pair.ours)
+    pair.ours.close()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^OffloadOptimizer: it is closed"):
+            pair.ours.step()
+    pair.check()
+    pair.ours.close()
+    assert not threads()
+
+
 def test_close_waits_for_the_step(threads, monkeypatch):
     model = torch.nn.Linear(6, 5)
     pair = Pair(params=model.parameters(), model=model)

@@ -6,14 +6,16 @@ Each test has its copies delayed in a way that makes the race certain; see late_
 import random
 import sys
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
-from late_lanes import LateLanes, be_late
+from late_lanes import CYCLES, LateLanes, be_late
 from offload_cases import FORMATS, PATIENCE, Gate, Pair, Summed, await_ahead, small_parts, warm
 from optim_cases import BF16, assert_same_bits, make_params, needs_cuda
 from torch import nn
 
+from deepspeed_ext.offload.bucket import HostBucket
 from deepspeed_ext.offload.copies import Copy, Lanes
 from deepspeed_ext.offload.sums import Sums
 
@@ -53,6 +55,13 @@ def late_pair(monkeypatch, device, made=Pair, seed=0, dtype=torch.float32, **set
     return made(device, params=params_on(device, dtype), **settings)
 
 
+def keep_busy(device):
+    """Let what the devices are given from now on come late, by some hundredths of a second."""
+    for where in {"cpu": [], "cuda": [0], "two": [0, 1]}[device]:
+        with torch.cuda.device(where):
+            torch.cuda._sleep(50 * CYCLES)
+
+
 def step(pair, max_norm=None):
     """Step both, without waiting for what goes on."""
     pair.give()
@@ -72,7 +81,9 @@ def step(pair, max_norm=None):
 def test_steps(device, name, monkeypatch):
     dtype = torch.float32 if name in ("float32", "bfloat16", "codes") else BF16
     pair = late_pair(monkeypatch, device, dtype=dtype, **FORMATS[name])
-    for _ in range(STEPS):
+    for number in range(STEPS):
+        if number % 3 == 0:
+            keep_busy(device)
         pair.backward()
         step(pair)
         pair.zero_grad()
@@ -119,16 +130,22 @@ def test_whatever_may_come_between(device, seed, spare, monkeypatch):
     pair = late_pair(monkeypatch, device, seed=seed, model=nn.ParameterList(), **budget)
     draw = random.Random(seed)
     for _ in range(3 * STEPS):
-        pair.backward(times=draw.choice([1, 1, 1, 2]), missing=draw.choice([0, 0, 0.3]))
-        for change in draw.choices(CHANGES, k=draw.choice([0, 0, 1, 2])):
+        often = draw.random() < 0.8  # as ever, so that much is taken ahead
+        times, missing = (1, 0) if often else (draw.choice([1, 2]), draw.choice([0, 0.3]))
+        pair.backward(times=times, missing=missing)
+        for change in draw.choices(CHANGES, k=0 if often else draw.choice([1, 2])):
             change(pair)
-        step(pair, draw.choice([None, None, 1e9, 0.1]))
+        if draw.random() < 0.5:
+            await_ahead(pair.ours)
+        step(pair, None if often else draw.choice([None, 1e9, 0.1]))
         if draw.random() < 0.2:
             pair.check()
         if draw.random() < 0.8:
             for optimizer, _ in pair.both():
                 optimizer.zero_grad(set_to_none=draw.random() < 0.5)
     pair.check()
+    stats = pair.ours.stats()
+    assert not spare or stats["validated"], stats
     pair.ours.close()
 
 
@@ -188,6 +205,7 @@ def test_modules_that_read_weights_as_they_return(device, free_grads, monkeypatc
             out = layer(out.to(layer.weight.device))
         loss = out.square().sum()
         grads = torch.autograd.grad(loss, pair.params, retain_graph=True)
+        keep_busy(device)  # so that backward reads weights while the next ones are there already
         loss.backward()
         assert not free_grads or number == 0 or all(p.grad is None for p in pair.params)
         for twin, grad in zip(pair.twins, grads, strict=True):
@@ -367,6 +385,45 @@ def test_a_device_that_fails_when_it_is_asked(where, monkeypatch):
     pair.ours.close()
 
 
+class Full(Exception):
+    """Of memory, say."""
+
+
+def test_an_exception_in_the_middle_of_a_step(monkeypatch):
+    """What was queued before takes the gradients that there were, whatever comes after."""
+    pair = late_pair(monkeypatch, "cpu")
+    for _ in range(3):
+        pair.backward()
+        for param in pair.params:
+            param.grad = param.grad.clone()  # so that none is taken before step()
+        step(pair)
+        pair.zero_grad()
+    pair.backward()
+    pair.give()
+    for param in pair.params:
+        param.grad = param.grad.clone()
+    take, taken, gate = HostBucket.take, [], Gate(monkeypatch, "step")
+
+    def broken(bucket, grads, measures):
+        if len(taken) == 3:
+            raise Full
+        taken.extend(bucket.owners)
+        take(bucket, grads, measures)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostBucket, "take", broken)
+        with pytest.raises(Full):
+            pair.ours.step()
+    for param in pair.params:
+        param.grad.fill_(float("nan"))
+    gate.open()
+    pair.ours.synchronize()
+    pair.plain.step()
+    assert taken
+    for param, twin in zip(pair.params, pair.twins, strict=True):
+        assert any(param is p for p in taken) == torch.equal(param, twin) or not param.numel()
+
+
 # Weights on their way back
 
 
@@ -400,6 +457,32 @@ def test_no_more_than_some_weights_are_queued_for_a_device(monkeypatch):
     pair.plain.step()
     pair.zero_grad()
     pair.check()
+
+
+@on_late_devices
+@pytest.mark.parametrize("ending", ["close", "gone"])
+def test_weights_are_there_when_the_optimizer_is_not(device, ending, monkeypatch):
+    """Nothing waits for them any more, on whatever stream they are read."""
+    pair = late_pair(monkeypatch, device, model=nn.ParameterList())
+    for _ in range(4):
+        pair.backward()
+        step(pair)
+        pair.zero_grad()
+    keep_busy(device)
+    pair.backward()
+    step(pair)
+    if ending == "close":
+        pair.ours.close()
+    else:
+        pair.ours = None
+    got = []
+    for param in pair.params:
+        on_another = torch.cuda.stream(torch.cuda.Stream(param.device)) if param.is_cuda else None
+        with on_another or nullcontext():
+            got.append(param.detach().clone())
+    for where in {param.device for param in pair.params if param.is_cuda}:
+        torch.cuda.synchronize(where)
+    assert_same_bits(got, pair.twins)
 
 
 # Threads
@@ -454,9 +537,7 @@ def test_parameters_that_move_from_one_gpu_to_another(free_grads, monkeypatch):
             state = pair.plain.state_dict()
             pair.plain = type(pair.plain)(pair.twins, **pair.plain.defaults)
             pair.plain.load_state_dict(state)
-        for device in (0, 1):
-            with torch.cuda.device(device):
-                torch.cuda._sleep(20_000_000)
+        keep_busy("two")
         pair.backward()
         step(pair)
         pair.zero_grad()
