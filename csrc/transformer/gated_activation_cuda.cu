@@ -11,19 +11,31 @@ namespace dsx {
 
 namespace {
 
-using cuda::FetchedVectors;
+using cuda::kCount;
+using cuda::kVectors;
 using cuda::Place;
+using cuda::Vector;
 
 template <class T>
 __global__ void __launch_bounds__(cuda::kThreads)
     gated_activation_kernel(const __grid_constant__ GatedActivation call, bool aligned) {
-  using Vectors = FetchedVectors<T, 2>;
-  const Vectors vectors(call.rows, call.length, {&call.gate, &call.up}, aligned);
+  Place places[kVectors];
+  Vector<T> gate[kVectors], up[kVectors];
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const Place& at = places[k] = cuda::place_of_vector<T>(call.rows, call.length, k);
+    if (at.count == 0) continue;
+    gate[k] = cuda::fetch_at<T>(call.gate, at, aligned);
+    up[k] = cuda::fetch_at<T>(call.up, at, aligned);
+  }
   with_activation(call.activation, [&](auto activation) {
-    vectors.for_each([&](const Place& at, const typename Vectors::Values(&values)[2]) {
-      const auto result = gated<decltype(activation)>(values[0], values[1]);
-      cuda::put(call.out.row<T>(at.row), at.i, at.count, aligned, result);
-    });
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const Place& at = places[k];
+      if (at.count == 0) continue;
+      cuda::put(call.out.row<T>(at.row), at.i, at.count, aligned,
+                gated<decltype(activation)>(floats_of(gate[k]), floats_of(up[k])));
+    }
   });
 }
 
@@ -31,14 +43,26 @@ template <class T>
 __global__ void __launch_bounds__(cuda::kThreads)
     gated_activation_backward_kernel(const __grid_constant__ GatedActivationBackward call,
                                      bool aligned) {
-  using Vectors = FetchedVectors<T, 3>;
-  const Vectors vectors(call.rows, call.length, {&call.gate, &call.up, &call.grad_out}, aligned);
+  Place places[kVectors];
+  Vector<T> gate[kVectors], up[kVectors], grad[kVectors];
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const Place& at = places[k] = cuda::place_of_vector<T>(call.rows, call.length, k);
+    if (at.count == 0) continue;
+    gate[k] = cuda::fetch_at<T>(call.gate, at, aligned);
+    up[k] = cuda::fetch_at<T>(call.up, at, aligned);
+    grad[k] = cuda::fetch_at<T>(call.grad_out, at, aligned);
+  }
   with_activation(call.activation, [&](auto activation) {
-    vectors.for_each([&](const Place& at, const typename Vectors::Values(&values)[3]) {
-      const auto grads = gated_grads<decltype(activation)>(values[2], values[0], values[1]);
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const Place& at = places[k];
+      if (at.count == 0) continue;
+      const auto grads = gated_grads<decltype(activation)>(floats_of(grad[k]), floats_of(gate[k]),
+                                                           floats_of(up[k]));
       cuda::put(call.grad_gate.row<T>(at.row), at.i, at.count, aligned, grads.gate);
       cuda::put(call.grad_up.row<T>(at.row), at.i, at.count, aligned, grads.up);
-    });
+    }
   });
 }
 
