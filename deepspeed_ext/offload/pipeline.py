@@ -4,6 +4,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -78,11 +79,15 @@ class Pipeline:
         self.measures = False  # gradients, as they leave
         self.counts: Counter[str] = Counter()
 
+    def _locked(self) -> AbstractContextManager[object]:
+        """Keep other threads out. A fork has none, but may have been made while one was in."""
+        return nullcontext() if self.worker.is_foreign() else self._lock
+
     # Before step(): what may be done ahead
 
     def note_gradient(self, param: Tensor) -> None:
         """Take note of a gradient that was accumulated; called by hooks, in threads of autograd."""
-        with self._lock:
+        with self._locked():
             self._hits[id(param)] += 1
             if not self._may_hasten(param):
                 return
@@ -189,7 +194,7 @@ class Pipeline:
 
     def forget_gradients(self) -> None:
         """Begin anew: what was accumulated is not wanted any more."""
-        with self._lock:
+        with self._locked():
             self._hits.clear()
             for bucket in self._buckets:
                 self._give_up(bucket)
@@ -219,7 +224,7 @@ class Pipeline:
         self.worker.check()
         self.finish()
         self._prepare()
-        with self._lock:
+        with self._locked():
             after = {device: lanes.mark() for device, lanes in self._lanes.items()}
             scale = 1.0 if scaling.grad_scale is None else float(scaling.grad_scale)
             # GradScaler has unscaled gradients by itself, and no version counter tells of that.
@@ -382,7 +387,7 @@ class Pipeline:
             task = bucket.task
             if task is not None:
                 self.worker.wait([task])
-                with self._lock:  # another thread may have waited, too, and stepped since
+                with self._locked():  # another thread may have waited, too, and stepped since
                     bucket.task = None if bucket.task is task else bucket.task
                 if task.error is not None:
                     errors.append(task.error)

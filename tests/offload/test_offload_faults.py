@@ -352,15 +352,18 @@ def test_a_fork_cannot_step_and_the_parent_goes_on(when, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_while_the_worker_looks_for_work():
-    """It holds a lock that nobody opens in the child, which has no thread but one."""
+@pytest.mark.parametrize("whose", ["the worker's", "the hooks'"])
+def test_a_fork_while_a_thread_holds_a_lock(whose):
+    """Nobody opens it in the child, which has no thread but one."""
     pair = warm()
     pair.backward()
     await_ahead(pair.ours)
+    pipeline = pair.ours._pipeline
+    lock = pipeline.worker._changed if whose == "the worker's" else pipeline._lock
     held, over = threading.Event(), threading.Event()
 
     def hold():
-        with pair.ours._pipeline.worker._changed:
+        with lock:
             held.set()
             assert over.wait(PATIENCE)
 
@@ -369,6 +372,7 @@ def test_a_fork_while_the_worker_looks_for_work():
     assert held.wait(PATIENCE)
     try:
         assert in_child(lambda: pair.ours.zero_grad()) == ""
+        assert in_child(lambda: str(len(pair.ours.state_dict()))) == "2"
         assert in_child(lambda: pair.ours.step()) == FORK
         assert in_child(lambda: pair.ours.close()) == ""
     finally:
