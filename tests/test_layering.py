@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CPP_SUFFIXES = {".h", ".inl", ".cuh", ".cpp", ".cu"}
+SOURCES = {".py", *CPP_SUFFIXES}
 PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("op_builder", "dtensors"),
     ("ops",),
@@ -387,6 +388,13 @@ def test_native_sources_keep(rule: Rule) -> None:
 @pytest.mark.parametrize("rule", PYTHON_RULES, ids=lambda rule: rule.__name__)
 def test_python_sources_keep(rule: Rule) -> None:
     assert problems(rule, python_files()) == []
+
+
+def test_tests_and_benchmarks_are_short() -> None:
+    folders = ROOT / "tests", ROOT / "benchmarks"
+    paths = [path for folder in folders for path in folder.rglob("*") if path.suffix in SOURCES]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+    assert problems(files_are_short, texts) == []
 
 
 def name_of(value: object) -> str:

@@ -41,3 +41,12 @@ def _no_hang(_real_stderr: int, request: pytest.FixtureRequest) -> Iterator[None
     faulthandler.dump_traceback_later(longest, exit=True, file=_real_stderr)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def threads_that_take_turns() -> Iterator[None]:
+    """So that the worker may come in between anywhere."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)

@@ -4,73 +4,32 @@ Each test has its copies delayed in a way that makes the race certain; see late_
 """
 
 import random
-import sys
 import threading
 from contextlib import nullcontext
 
 import pytest
 import torch
-from late_lanes import CYCLES, LateLanes, be_late
+from late_lanes import LateLanes, be_late
+from late_pairs import (
+    STEPS,
+    DeviceError,
+    Told,
+    keep_busy,
+    late_pair,
+    needs_two,
+    on_late_devices,
+    params_on,
+    places,
+    step,
+)
 from offload_cases import FORMATS, PATIENCE, Gate, Pair, Summed, await_ahead, small_parts, warm
-from optim_cases import BF16, assert_same_bits, make_params, needs_cuda
+from optim_cases import BF16, assert_same_bits, make_params
 from torch import nn
 
 from deepspeed_ext.offload.bucket import HostBucket
 from deepspeed_ext.offload.copies import Copy, Lanes
-from deepspeed_ext.offload.sums import Sums
 
-needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
-DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda), pytest.param("two", marks=needs_two)]
-on_late_devices = pytest.mark.parametrize("device", DEVICES)
-STEPS = 14
-
-
-@pytest.fixture(autouse=True)
-def _threads_that_take_turns():
-    """So that the worker may come in between anywhere."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
-def params_on(device, dtype=torch.float32):
-    """Parameters of every layout, on two GPUs by turns."""
-    params = make_params("cpu", dtype)
-    return [
-        nn.Parameter(p.detach().to(where)) for p, where in zip(params, places(device), strict=False)
-    ]
-
-
-def places(device):
-    """Where parameters go, one after the other."""
-    while True:
-        yield from ("cuda:0", "cuda:1") if device == "two" else (device,)
-
-
-def late_pair(monkeypatch, device, made=Pair, seed=0, dtype=torch.float32, **settings):
-    """Return a pair of many buckets whose copies are late."""
-    small_parts(monkeypatch, piece=256, most=192)
-    be_late(monkeypatch, device, seed)
-    return made(device, params=params_on(device, dtype), **settings)
-
-
-def keep_busy(device):
-    """Let what the devices are given from now on come late, by some hundredths of a second."""
-    for where in {"cpu": [], "cuda": [0], "two": [0, 1]}[device]:
-        with torch.cuda.device(where):
-            torch.cuda._sleep(50 * CYCLES)
-
-
-def step(pair, max_norm=None):
-    """Step both, without waiting for what goes on."""
-    pair.give()
-    if max_norm is None:
-        pair.ours.step()
-        pair.plain.step()
-    else:
-        pair.ours.clip_and_step(max_norm)
-        pair.plain.clip_and_step(max_norm)
+pytestmark = pytest.mark.usefixtures("threads_that_take_turns")
 
 
 # Many steps, as they come
@@ -215,137 +174,6 @@ def test_modules_that_read_weights_as_they_return(device, free_grads, monkeypatc
         pair.zero_grad()
     pair.check()
     assert pair.ours.stats()["validated"] > 0
-
-
-# Gradients that are added up in host memory
-
-
-@on_late_devices
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("seed", range(3))
-def test_sums(device, waits, seed, monkeypatch):
-    pair = late_pair(monkeypatch, device, Summed, seed, dtype=BF16, model=nn.ParameterList())
-    draw = random.Random(seed)
-    for number in range(STEPS):
-        pair.backward(times=draw.choice([1, 2, 2, 3]) if number else 1, missing=0.1)
-        if draw.random() < 0.2:
-            pair.zero_grad()
-            pair.backward(times=2)
-        step(pair)
-        pair.zero_grad()
-        if waits:
-            pair.check()
-    pair.check()
-
-
-class Told:
-    """An event that says that it is over when it was told so, or when somebody waits for it."""
-
-    def __init__(self, answers=()):
-        self.answers, self.awaited = list(answers), threading.Event()
-
-    def query(self):
-        answer = self.answers.pop(0) if self.answers else self.awaited.is_set()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def synchronize(self):
-        self.awaited.set()
-
-
-def tell(monkeypatch, events):
-    """Let copies to host memory have these events, one after the other."""
-
-    class ToldLanes(LateLanes):
-        def fetch(self, copies):
-            for target, source in copies:
-                target.copy_(source)
-            return events.pop(0) if events else Told([True] * 99)
-
-    monkeypatch.setattr("deepspeed_ext.offload.pipeline.Lanes", lambda d: ToldLanes(d, lambda: 0))
-
-
-def summed_one(monkeypatch, events, **settings):
-    """Return a pair of one parameter whose gradients leave, after some steps."""
-    tell(monkeypatch, events)
-    pair = Summed(params=[nn.Parameter(torch.ones(40))], **settings)
-    pair.train(1)
-    pair.train(3, times=2)
-    return pair
-
-
-def test_a_step_by_sums_waits_until_they_are_added_up(monkeypatch):
-    """The step itself has nothing to wait for: it would come first."""
-    events = []
-    pair = summed_one(monkeypatch, events)
-    for _ in range(2):
-        events += [Told([False] * 9), Told([False] * 9)]
-        pair.backward(times=2)
-        step(pair)
-        pair.zero_grad()
-        pair.check()
-
-
-def test_gradients_are_added_up_in_their_order(monkeypatch):
-    """The second may be there when it is asked for, and the first not a moment before."""
-    events = []
-    pair = summed_one(monkeypatch, events)
-    gate = Gate(monkeypatch, "adopt")  # while it is held, both are queued
-    pair.backward(times=2)
-    pair.give()
-    await_ahead(pair.ours)
-    closer = threading.Thread(target=pair.ours.step)
-    closer.start()
-    gate.await_thread()
-    sums, first, second = Sums(pair.ours._pipeline.worker), Told([False]), Told([True])
-    lanes = pair.ours._pipeline._lanes[torch.device("cpu")]
-    events += [first, second]
-    param = nn.Parameter(torch.zeros(3))
-    for value in (1.0, 2.0):
-        sums.take(param, torch.full((3,), value), lanes)
-    gate.open()
-    closer.join()
-    sums.finish()
-    sums.check()
-    assert sums.of(param).value.tolist() == [3.0] * 3
-
-
-class DeviceError(RuntimeError):
-    """What CUDA raises from all calls after a kernel has failed."""
-
-
-@pytest.mark.parametrize("clips", [False, True])
-def test_a_gradient_that_could_not_be_added(clips, monkeypatch):
-    """No step is taken by what is left of the sum, and it is told; then all goes on."""
-    events = []
-    pair = summed_one(monkeypatch, events)
-    before = [p.detach().clone() for p in pair.params]
-    events += [Told([DeviceError("copy")]), Told([True] * 9)]
-    pair.backward(times=2)
-    with pytest.raises(DeviceError, match="copy"):
-        pair.ours.clip_and_step(1.0) if clips else pair.ours.step()
-    assert_same_bits(pair.params, before)
-    pair.zero_grad()
-    pair.check()
-    pair.train(3, times=2)
-
-
-def test_an_error_of_the_last_step_is_not_lost_in_a_hook(monkeypatch):
-    """A gradient that leaves waits for that step; who can raise its error does."""
-    pair = Summed(params=make_params(), model=nn.ParameterList())
-    pair.train(4)
-    pair.backward(times=2)  # more than expected, so nothing is ahead
-
-    def broken(*args):
-        raise DeviceError("step")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("deepspeed_ext.offload.bucket.HostBucket._step_part", broken)
-        pair.ours.step()
-        pair.backward()
-    with pytest.raises(DeviceError, match="step"):
-        pair.ours.step()
 
 
 # Devices that fail
