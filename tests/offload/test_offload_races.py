@@ -173,7 +173,7 @@ def test_modules_that_read_weights_as_they_return(device, free_grads, monkeypatc
         pair.plain.step()
         pair.zero_grad()
     pair.check()
-    assert pair.ours.stats()["validated"] > 0
+    assert pair.ours.stats()["early"] > 0  # steps ahead are begun only if the worker gets to them
 
 
 # Devices that fail
