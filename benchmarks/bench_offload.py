@@ -177,7 +177,7 @@ class Bench:
 def _counts(phase: Phase, steps: int) -> tuple[int, int]:
     """Return how many steps are timed, and how many go before."""
     few = phase.accumulate > 1  # they are long
-    return (max(1, steps // 4), 1) if few else (steps, _WARM_UP)
+    return (max(2, steps // 4), 2) if few else (steps, _WARM_UP)
 
 
 def steps_of(phase: Phase, steps: int) -> int:
