@@ -22,7 +22,17 @@ from late_pairs import (
     places,
     step,
 )
-from offload_cases import FORMATS, PATIENCE, Gate, Pair, Summed, await_ahead, small_parts, warm
+from offload_cases import (
+    FORMATS,
+    KINDS,
+    PATIENCE,
+    Gate,
+    Pair,
+    Summed,
+    await_ahead,
+    small_parts,
+    warm,
+)
 from optim_cases import BF16, assert_same_bits, make_params
 from torch import nn
 
@@ -363,7 +373,7 @@ def test_parameters_that_move_from_one_gpu_to_another(free_grads, monkeypatch):
                 for param in params[::2] if number == 4 else params:
                     param.data = param.data.to(where)
             state = pair.plain.state_dict()
-            pair.plain = type(pair.plain)(pair.twins, **pair.plain.defaults)
+            pair.plain = KINDS["adam"].on_cuda(pair.twins, **KINDS["adam"].options)
             pair.plain.load_state_dict(state)
         keep_busy("two")
         pair.backward()
