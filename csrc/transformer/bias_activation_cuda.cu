@@ -42,7 +42,7 @@ __device__ inline void add_bias(const Rows& bias, bool aligned, const Place (&pl
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 5)
     activation_kernel(const __grid_constant__ BiasActivation call, bool aligned,
                       bool bias_aligned) {
   Place places[kVectors];
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, std::is_same_v<T, Any> ? 4 : 5)
     backward_kernel(const __grid_constant__ BiasActivationBackward call, bool aligned,
                     bool bias_aligned) {
   Place places[kVectors];

@@ -19,8 +19,8 @@ using cuda::kThreads;
 using cuda::RowVector;
 using Values = cuda::Floats<kRowVector>;
 
-constexpr int kAtATime = 2;        // heads of a thread whose loads are under way together
-constexpr int kMostAngles = 1024;  // that a block has at a time
+constexpr int kAtATime = 2;  // heads of a thread whose loads are under way together
+constexpr int kMostTokens = 8, kMostAngles = 1024;  // that a block has at a time
 
 // A block: `lanes` threads with the pairs of a head, for `heads` heads at a time, of some tokens.
 struct Shape {
@@ -231,17 +231,17 @@ bool is_aligned(const Heads& heads) {
   return (uint64_t(reinterpret_cast<uintptr_t>(heads.data)) | distances * bytes) % 16 == 0;
 }
 
-// More tokens for a block where there are enough to keep the device busy.
+// All heads of a token at a time, and more tokens where those are few and there are enough to keep
+// the device busy.
 Shape shape_of(const Rope& call) {
   const int64_t vectors = std::max<int64_t>(1, ceil_div(call.pairs, kRowVector));
   const int lanes = int(std::min<int64_t>(vectors, kMostAngles / kRowVector));
-  const int64_t most_tokens = std::min<int64_t>(4, kMostAngles / (lanes * kRowVector));
+  const int64_t heads = call.q.heads + call.k.heads, at_a_time = kAtATime * kThreads / lanes;
   const int64_t all_tokens = call.batches * call.tokens;
-  const int tokens = int(std::clamp<int64_t>(all_tokens >> 11, 1, most_tokens));
-  const int64_t heads = tokens * (call.q.heads + call.k.heads);
-  const int64_t turns = ceil_div(heads * lanes, kAtATime * kThreads);
-  return {lanes, int(std::min<int64_t>(ceil_div(heads, kAtATime * turns), kThreads / lanes)),
-          tokens};
+  const int64_t fitting = std::min(at_a_time / heads, int64_t(kMostAngles / (lanes * kRowVector)));
+  const int tokens = int(std::clamp<int64_t>(std::min(fitting, all_tokens >> 11), 1, kMostTokens));
+  const int64_t turns = ceil_div(tokens * heads, at_a_time);
+  return {lanes, int(ceil_div(tokens * heads, kAtATime * turns)), tokens};
 }
 
 }  // namespace
