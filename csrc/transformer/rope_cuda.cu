@@ -20,7 +20,7 @@ using cuda::RowVector;
 using Values = cuda::Floats<kRowVector>;
 
 constexpr int kAtATime = 2;  // heads of a thread whose loads are under way together
-constexpr int kMostTokens = 8, kMostAngles = 1024;  // that a block has at a time
+constexpr int kMostTokens = 32, kMostAngles = 1024;  // that a block has at a time
 
 // A block: `lanes` threads with the pairs of a head, for `heads` heads at a time, of some tokens.
 struct Shape {
@@ -178,11 +178,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
   const int tokens = int(::min(int64_t(block.tokens), call.batches * call.tokens - first_token));
   const int64_t heads = call.q.heads + call.k.heads;
   const int64_t items = slot < block.heads ? tokens * heads : 0;  // of all threads, one by one
-  const auto token_of = [&](int64_t item) {
-    int token = 0;
-    while (item >= (token + 1) * heads) ++token;
-    return token;
-  };
+  const auto token_of = [&](int64_t item) { return block.tokens == 1 ? 0 : int(item / heads); };
   const auto place_of_item = [&](int64_t item, int token) {
     const int64_t at = first_token + token;
     const int64_t batch = call.batches == 1 ? 0 : at / call.tokens;
@@ -236,7 +232,7 @@ bool is_aligned(const Heads& heads) {
 Shape shape_of(const Rope& call) {
   const int64_t vectors = std::max<int64_t>(1, ceil_div(call.pairs, kRowVector));
   const int lanes = int(std::min<int64_t>(vectors, kMostAngles / kRowVector));
-  const int64_t heads = call.q.heads + call.k.heads, at_a_time = kAtATime * kThreads / lanes;
+  const int64_t heads = call.q.heads + call.k.heads, at_a_time = kAtATime * (kThreads / lanes);
   const int64_t all_tokens = call.batches * call.tokens;
   const int64_t fitting = std::min(at_a_time / heads, int64_t(kMostAngles / (lanes * kRowVector)));
   const int tokens = int(std::clamp<int64_t>(std::min(fitting, all_tokens >> 11), 1, kMostTokens));
