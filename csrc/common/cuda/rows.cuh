@@ -191,10 +191,36 @@ __device__ inline RowVector<T, kCount> put(Pointer<T> row, int64_t i, int count,
   return vector;
 }
 
+// The values as they are once they have been stored as T, or as this dtype if that is Any.
+template <class T>
+__device__ inline Floats<kRowVector> as_stored(const Floats<kRowVector>& values, Dtype dtype) {
+  if constexpr (std::is_same_v<T, Any>) {
+    return rounded(values, dtype);
+  } else {
+    constexpr int kPerWord = 4 / sizeof(T);
+    Floats<kRowVector> result;
+#pragma unroll
+    for (int k = 0; k < kRowVector; k += kPerWord) {
+      unpack<T>(pack<T>(values.lanes + k), result.lanes + k);
+    }
+    return result;
+  }
+}
+
+// The first `count` lanes, and zeros. Only of Any may vectors be short.
+template <class T>
+__device__ inline Floats<kRowVector> first_lanes(Floats<kRowVector> values, int count) {
+  if constexpr (std::is_same_v<T, Any>) {
+#pragma unroll
+    for (int k = 0; k < kRowVector; ++k) values.lanes[k] = k < count ? values.lanes[k] : 0.0f;
+  }
+  return values;
+}
+
 // Asks for elements that will be loaded soon, without a register to load them into.
 template <class Team, class T>
 __device__ inline void fetch_ahead(Pointer<T> row, int64_t length) {
-  if constexpr (Team::kVectors > 0) {
+  if constexpr (!std::is_same_v<T, Any>) {
     for_each_row_vector<Team>(length, [&](int /*v*/, int64_t i, int /*count*/) {
       asm volatile("prefetch.global.L2 [%0];" ::"l"(row.address + i));
     });
@@ -205,8 +231,8 @@ __device__ inline void fetch_ahead(Pointer<T> row, int64_t length) {
 inline bool all_aligned(std::initializer_list<Rows> all) {
   for (const Rows& rows : all) {
     const uint64_t bytes = uint64_t(bytes_of(rows.dtype));
-    const uint64_t bits =
-        uint64_t(reinterpret_cast<uintptr_t>(rows.data)) | uint64_t(rows.pitch) * bytes;
+    const uint64_t bits = uint64_t(reinterpret_cast<uintptr_t>(rows.data)) |
+                          uint64_t(rows.pitch | rows.group_pitch) * bytes;
     if (rows.data != nullptr && bits % 16 != 0) return false;
   }
   return true;

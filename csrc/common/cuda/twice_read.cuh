@@ -44,10 +44,19 @@ struct RowOf {
   __device__ bool touches(int64_t i) const { return i + kRowVector > first && i < end; }
 };
 
-template <class Team, class T, int kTensors>
+// The same of which all columns are read.
+template <class T, int kTensors>
+struct WholeRowOf {
+  Pointer<T> tensors[kTensors];
+  int64_t length;  // 0: there is no such row
+
+  __device__ static bool touches(int64_t /*i*/) { return true; }
+};
+
+template <class Team, class T, int kTensors, class RowKind = RowOf<T, kTensors>>
 class TwiceRead {
  public:
-  using Row = RowOf<T, kTensors>;
+  using Row = RowKind;
   using Values = Floats<kRowVector>;
 
   __device__ explicit TwiceRead(bool aligned) : aligned_(aligned) {}
@@ -75,6 +84,52 @@ class TwiceRead {
   template <class Body>
   __device__ void once(const Row& row, const Row& next, const Body& body) {
     read<true>(row, next, body);
+  }
+
+  // Puts another vector in the place of what was read of the first tensor, for the next times. What
+  // there is no room for is read again from the row that is then given.
+  __device__ void keep(int v, const RowVector<T>& vector) {
+    if constexpr (kShared > 0) {
+      if (v >= kShared) return;
+#pragma unroll
+      for (int k = 0; k < RowVector<T>::kAccesses; ++k) *shared_place(v, 0, k) = vector.words[k];
+    } else if constexpr (Team::kVectors > 0) {
+      held_[0][v] = vector;
+    }
+  }
+
+  // Reads it once more in between.
+  template <class Body>
+  __device__ void again(const Row& row, const Body& body) const {
+    if constexpr (kShared > 0) {
+      for_each_vector_of_long(row, [&](int v, int64_t i) {
+        if (i >= row.length || !row.touches(i)) return;
+        Values values[kTensors];
+        get_of_long(row, v, i, values);
+        body(v, i, kRowVector, values);
+      });
+      return;
+    }
+    for_each_row_vector<Team>(row.length, [&](int v, int64_t i, int count) {
+      if (!row.touches(i)) return;
+      Values values[kTensors];
+      get(row, v, i, count, values);
+      body(v, i, count, values);
+    });
+  }
+
+  // The same from memory, in little code, for what is rare.
+  template <class Body>
+  __device__ void from_memory(const Row& row, const Body& body) const {
+#pragma unroll 1
+    for (int64_t i = Team::thread() * kRowVector; i < row.length;
+         i += Team::threads() * kRowVector) {
+      const int count = int(::min(int64_t(kRowVector), row.length - i));
+      if (!row.touches(i)) continue;
+      Values values[kTensors];
+      load(row, i, count, values);
+      body(i, count, values);
+    }
   }
 
   // Calls body(v, i, count, values, is_read) for each vector of the row, with anything for what is
