@@ -81,17 +81,25 @@ CASES = {
     "rms_norm": Case(rms_norm, lambda n: [(n,)], lambda n: [(n,)]),
     "rms_norm without weight": Case(rms_norm, lambda n: [(n,)]),
     "rms_norm of a sum": Case(
-        lambda x, residual, weight, x_bias: rms_norm(x, weight, residual=residual, x_bias=x_bias),
+        lambda x, residual, weight: rms_norm(x, weight, residual=residual),
         lambda n: [(n,), (n,)],
-        lambda n: [(n,), (n,)],
+        lambda n: [(n,)],
     ),
     "rms_norm of a sum without weight": Case(
         lambda x, residual: rms_norm(x, residual=residual), lambda n: [(n,), (n,)]
     ),
+    "rms_norm of a sum that is not returned": Case(
+        lambda x, residual, weight, x_bias: rms_norm(
+            x, weight, residual=residual, x_bias=x_bias, weight_offset=1.0, return_sum=False
+        ),
+        lambda n: [(n,), (n,)],
+        lambda n: [(n,), (n,)],
+    ),
     "layer_norm": Case(layer_norm, lambda n: [(n,)], lambda n: [(n,), (n,)]),
+    "layer_norm without weight": Case(layer_norm, lambda n: [(n,)]),
     "layer_norm of a sum": Case(
-        lambda x, residual, *vectors: layer_norm(
-            x, *vectors[:2], residual=residual, x_bias=vectors[2], return_sum=False
+        lambda x, residual, weight, bias, x_bias: layer_norm(
+            x, weight, bias, residual=residual, x_bias=x_bias
         ),
         lambda n: [(n,), (n,)],
         lambda n: [(n,), (n,), (n,)],
