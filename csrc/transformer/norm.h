@@ -63,9 +63,10 @@ void norm_cpu(Isa isa, const Norm& norm, int64_t begin, int64_t end);
 constexpr int64_t kRowsOfPartial = 32;
 
 // Groups of rows [begin, end): group g holds the rows from g * kRowsOfPartial on. Writes their
-// grad_x, and partial sums, [groups, length], of those vectors that have any. Never throws.
+// grad_x, and partial sums of those vectors that have any, [groups from `first` on, length]. Never
+// throws.
 template <class Kind>
-void norm_backward_cpu(Isa isa, const NormBackward& norm, int64_t begin, int64_t end,
+void norm_backward_cpu(Isa isa, const NormBackward& norm, int64_t begin, int64_t end, int64_t first,
                        const OfVectors<float*>& partials);
 
 // Elements [begin, end) of the gradient of a vector. Never throws.

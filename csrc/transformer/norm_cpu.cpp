@@ -18,11 +18,11 @@ void norm_cpu(Isa isa, const Norm& norm, int64_t begin, int64_t end) {
 }
 
 template <class Kind>
-void norm_backward_cpu(Isa isa, const NormBackward& norm, int64_t begin, int64_t end,
+void norm_backward_cpu(Isa isa, const NormBackward& norm, int64_t begin, int64_t end, int64_t first,
                        const OfVectors<float*>& partials) {
   with_storage_type_of([&](auto storage) {
     using T = decltype(storage);
-    DSX_DISPATCH_ISA(isa, backward_of_groups<Kind, T>(norm, begin, end, partials));
+    DSX_DISPATCH_ISA(isa, backward_of_groups<Kind, T>(norm, begin, end, first, partials));
   }, norm.x, norm.grad_out, norm.grad_sum, norm.weight);
 }
 
@@ -34,7 +34,7 @@ void add_partials_cpu(Isa isa, const float* partials, int64_t groups, int64_t le
 }
 
 template void norm_cpu<DSX_NORM>(Isa, const Norm&, int64_t, int64_t);
-template void norm_backward_cpu<DSX_NORM>(Isa, const NormBackward&, int64_t, int64_t,
+template void norm_backward_cpu<DSX_NORM>(Isa, const NormBackward&, int64_t, int64_t, int64_t,
                                           const OfVectors<float*>&);
 template void add_partials_cpu<DSX_NORM>(Isa, const float*, int64_t, int64_t, int64_t, int64_t,
                                          Rows);

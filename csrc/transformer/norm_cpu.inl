@@ -197,12 +197,12 @@ inline void backward_of_row(const NormBackward& norm, int64_t row,
 
 template <class Kind, class T>
 inline void backward_of_groups(const NormBackward& norm, int64_t begin, int64_t end,
-                               const OfVectors<float*>& partials) {
+                               int64_t first_group, const OfVectors<float*>& partials) {
   for (int64_t group = begin; group < end; ++group) {
     const int64_t first = group * kRowsOfPartial;
     const int64_t last = first + kRowsOfPartial < norm.rows ? first + kRowsOfPartial : norm.rows;
     const auto of_group = [&](float* all) {
-      return all == nullptr ? nullptr : all + group * norm.length;
+      return all == nullptr ? nullptr : all + (group - first_group) * norm.length;
     };
     const OfVectors<float*> partial{of_group(partials.weight), of_group(partials.bias),
                                     of_group(partials.x_bias)};

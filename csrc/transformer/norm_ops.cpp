@@ -18,6 +18,33 @@ int64_t grain_of(int64_t elements) {
   return std::max<int64_t>(1, kElementsPerThread / std::max<int64_t>(1, elements));
 }
 
+// The gradient of a vector, which adds up over groups of rows. Few of them have memory at a time:
+// they are added in their order, so it makes no difference how many.
+class VectorSum {
+ public:
+  VectorSum(const Rows& grad, int64_t length, int64_t at_once) : grad_(grad), length_(length) {
+    if (grad.data == nullptr) return;  // not wanted
+    memory_.reset(new float[size_t((1 + at_once) * length)]);
+    std::fill_n(memory_.get(), length, 0.0f);
+  }
+
+  // [at_once, length], behind what has been added up; null: not wanted.
+  float* partials() const { return memory_ == nullptr ? nullptr : memory_.get() + length_; }
+
+  void add(Isa isa, int64_t groups, bool are_last) const {
+    if (memory_ == nullptr) return;
+    const Rows target = are_last ? grad_ : Rows{memory_.get(), 0, Dtype::float32};
+    torch::stable::parallel_for(0, length_, grain_of(groups), [&](int64_t begin, int64_t end) {
+      add_partials_cpu<DSX_NORM>(isa, memory_.get(), 1 + groups, length_, begin, end, target);
+    });
+  }
+
+ private:
+  Rows grad_;
+  int64_t length_;
+  std::unique_ptr<float[]> memory_;
+};
+
 struct Cpu {
   static void run(const Norm& norm, int /*device*/) {
     const Isa isa = current_isa();  // may throw, and nothing may throw in a parallel region
@@ -30,28 +57,24 @@ struct Cpu {
     if (norm.length == 0) return;
     const Isa isa = current_isa();
     const int64_t groups = ceil_div(norm.rows, kRowsOfPartial);
-    OfVectors<std::unique_ptr<float[]>> memory;
-    const auto partials_of = [&](const Rows& grad, std::unique_ptr<float[]>& kept) {
-      if (grad.data != nullptr) kept.reset(new float[size_t(groups * norm.length)]);
-      return kept.get();  // null: not wanted
-    };
-    const OfVectors<float*> partials{partials_of(grads.weight, memory.weight),
-                                     partials_of(grads.bias, memory.bias),
-                                     partials_of(grads.x_bias, memory.x_bias)};
-    torch::stable::parallel_for(0, groups, grain_of(norm.length * kRowsOfPartial),
-                                [&](int64_t begin, int64_t end) {
-      norm_backward_cpu<DSX_NORM>(isa, norm, begin, end, partials);
-    });
-    const auto add = [&](const float* of_groups, const Rows& grad) {
-      if (of_groups == nullptr) return;
-      torch::stable::parallel_for(0, norm.length, grain_of(groups),
+    const int64_t at_once =
+        std::min<int64_t>(groups, 2 * int64_t(torch::stable::get_num_threads()));
+    const VectorSum weight(grads.weight, norm.length, at_once);
+    const VectorSum bias(grads.bias, norm.length, at_once);
+    const VectorSum x_bias(grads.x_bias, norm.length, at_once);
+    const OfVectors<float*> partials{weight.partials(), bias.partials(), x_bias.partials()};
+    int64_t first = 0;
+    do {
+      const int64_t last = std::min(first + at_once, groups);
+      torch::stable::parallel_for(first, last, grain_of(norm.length * kRowsOfPartial),
                                   [&](int64_t begin, int64_t end) {
-        add_partials_cpu<DSX_NORM>(isa, of_groups, groups, norm.length, begin, end, grad);
+        norm_backward_cpu<DSX_NORM>(isa, norm, begin, end, first, partials);
       });
-    };
-    add(partials.weight, grads.weight);
-    add(partials.bias, grads.bias);
-    add(partials.x_bias, grads.x_bias);
+      for (const VectorSum* sum : {&weight, &bias, &x_bias}) {
+        sum->add(isa, last - first, last == groups);
+      }
+      first = last;
+    } while (first < groups);
   }
 };
 

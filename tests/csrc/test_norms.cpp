@@ -93,8 +93,8 @@ struct Case {
     back.eps = kEps;
     back.weight_offset = kOffset;
     const dsx::OfVectors<float*> all{partials[0].data(), partials[1].data(), partials[2].data()};
-    dsx::norm_backward_cpu<Kind>(isa, back, 0, 1, all);
-    dsx::norm_backward_cpu<Kind>(isa, back, 1, groups(), all);
+    dsx::norm_backward_cpu<Kind>(isa, back, 0, 1, 0, all);
+    dsx::norm_backward_cpu<Kind>(isa, back, 1, groups(), 0, all);
     const int64_t middle = n / 2;
     Storage* const grads[] = {&grad_weight, &grad_bias, &grad_x_bias};
     for (int k = 0; k < 3; ++k) {
