@@ -161,8 +161,12 @@ __device__ inline Floats<kCount> floats_of(const RowVector<T, kCount>& vector) {
   }
 }
 
+// Whether what is stored may go first when the cache needs room: what a kernel writes once, of more
+// than fits there.
+enum class Stored { usual, streamed };
+
 // Rounds to what the row stores, and stores it.
-template <class T, int kCount>
+template <Stored stored = Stored::usual, class T, int kCount>
 __device__ inline RowVector<T, kCount> put(Pointer<T> row, int64_t i, int count, bool aligned,
                                            const Floats<kCount>& values) {
   RowVector<T, kCount> vector;
@@ -183,9 +187,15 @@ __device__ inline RowVector<T, kCount> put(Pointer<T> row, int64_t i, int count,
           vector.words[k] = {pack<T>(four), pack<T>(four + kPerWord), pack<T>(four + 2 * kPerWord),
                              pack<T>(four + 3 * kPerWord)};
       // An assignment would do, did the compiler not take some of them apart.
-      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target + k), "r"(w.x), "r"(w.y),
-                   "r"(w.z), "r"(w.w)
-                   : "memory");
+      if constexpr (stored == Stored::streamed) {
+        asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target + k), "r"(w.x),
+                     "r"(w.y), "r"(w.z), "r"(w.w)
+                     : "memory");
+      } else {
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target + k), "r"(w.x),
+                     "r"(w.y), "r"(w.z), "r"(w.w)
+                     : "memory");
+      }
     }
   }
   return vector;
