@@ -165,27 +165,40 @@ __device__ inline Floats<kCount> floats_of(const RowVector<T, kCount>& vector) {
 // than fits there.
 enum class Stored { usual, streamed };
 
+// The values as this row stores them.
+template <class T, int kCount>
+__device__ inline RowVector<T, kCount> packed_for(Pointer<T> row, const Floats<kCount>& values) {
+  if constexpr (std::is_same_v<T, Any>) {
+    return {rounded(values, row.dtype)};
+  } else {
+    constexpr int kPerWord = 4 / sizeof(T);
+    RowVector<T, kCount> vector;
+#pragma unroll
+    for (int k = 0; k < vector.kAccesses; ++k) {
+      const float* four = values.lanes + 4 * kPerWord * k;
+      vector.words[k] = {pack<T>(four), pack<T>(four + kPerWord), pack<T>(four + 2 * kPerWord),
+                         pack<T>(four + 3 * kPerWord)};
+    }
+    return vector;
+  }
+}
+
 // Rounds to what the row stores, and stores it.
 template <Stored stored = Stored::usual, class T, int kCount>
 __device__ inline RowVector<T, kCount> put(Pointer<T> row, int64_t i, int count, bool aligned,
                                            const Floats<kCount>& values) {
-  RowVector<T, kCount> vector;
+  const RowVector<T, kCount> vector = packed_for(row, values);
   if constexpr (std::is_same_v<T, Any>) {
-    vector.elements = rounded(values, row.dtype);
     if (aligned && count == kCount) {
       store<Access::vector>(row + i, values, count);
     } else {
       store<Access::single>(row + i, values, count);
     }
   } else {
-    constexpr int kPerWord = 4 / sizeof(T);
     uint4* target = reinterpret_cast<uint4*>(row.address + i);
 #pragma unroll
     for (int k = 0; k < vector.kAccesses; ++k) {
-      const float* four = values.lanes + 4 * kPerWord * k;
-      const uint4& w =
-          vector.words[k] = {pack<T>(four), pack<T>(four + kPerWord), pack<T>(four + 2 * kPerWord),
-                             pack<T>(four + 3 * kPerWord)};
+      const uint4& w = vector.words[k];
       // An assignment would do, did the compiler not take some of them apart.
       if constexpr (stored == Stored::streamed) {
         asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target + k), "r"(w.x),
