@@ -299,7 +299,7 @@ def _cuda_steps() -> Table:
 
 
 SOFTMAX_SIZES = ("16,384 x 4,096", "4,096 x 16,384", "512 x 131,072", "262,144 x 128")
-RMS_NORM_SIZES = ("16,384 x 4,096", "262,144 x 128", "4,096 x 16,384")
+NORM_SIZES = ("16,384 x 4,096", "262,144 x 128", "4,096 x 16,384", "512 x 131,072")
 
 
 GELU_FORMS = ("gelu", "gelu, bias", "gelu, gated")
@@ -313,8 +313,10 @@ def _cuda_functional() -> Table:
     ]
     lines = []
     for bench, forms, dtype, sizes, calls in (
-        ("rms_norm", ("", "with residual"), "bfloat16", RMS_NORM_SIZES, 10),
+        ("rms_norm", ("", "with residual"), "bfloat16", NORM_SIZES, 10),
         ("rms_norm", ("", "with residual"), "float32", ("16,384 x 4,096",), 10),
+        ("layer_norm", ("", "with residual"), "bfloat16", NORM_SIZES, 10),
+        ("layer_norm", ("", "with residual"), "float32", ("16,384 x 4,096",), 10),
         ("swiglu", ("", "packed"), "bfloat16", ("8,192 x 14,336",), 10),
         ("swiglu", ("", "packed"), "float32", ("8,192 x 14,336",), 10),
         ("activation", GELU_FORMS, "bfloat16", ("16,384 x 4,096",), 20),

@@ -1,5 +1,7 @@
 """The only list of op libraries; everything else that names them is derived from it."""
 
+from dataclasses import replace
+
 from .errors import BuildError
 from .spec import OpSpec
 
@@ -21,6 +23,13 @@ def _op(library: str, op: str, *more: str) -> OpSpec:
         needs=("torch", "cuda"),
         self_check=check,
     )
+
+
+def _norm(library: str, name: str, kind: str) -> OpSpec:
+    """Return the library of a norm; both kinds share their sources."""
+    shared = _op(library, "transformer/norm")
+    check = f"deepspeed_ext.ops.transformer.self_checks:{name}"
+    return replace(shared, defines=(("DSX_NORM", kind),), self_check=check)
 
 
 def _optimizer(library: str, name: str, rule: str, measuring_rule: str = "") -> OpSpec:
@@ -65,8 +74,10 @@ OPS: tuple[OpSpec, ...] = (
     _optimizer("fused_lars", "lars", "LarsApply", "LarsNorms"),
     _op("cpu_norm", "optimizers/l2_norm"),
     _op("fused_norm", "optimizers/l2_norm"),
-    _op("cpu_rms_norm", "transformer/rms_norm"),
-    _op("fused_rms_norm", "transformer/rms_norm"),
+    _norm("cpu_rms_norm", "rms_norm", "RmsNorm"),
+    _norm("fused_rms_norm", "rms_norm", "RmsNorm"),
+    _norm("cpu_layer_norm", "layer_norm", "LayerNorm"),
+    _norm("fused_layer_norm", "layer_norm", "LayerNorm"),
     _op("cpu_bias_activation", "transformer/bias_activation"),
     _op("fused_bias_activation", "transformer/bias_activation"),
     _op("cpu_gated_activation", "transformer/gated_activation"),

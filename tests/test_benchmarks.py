@@ -37,6 +37,7 @@ def test_another_figure_is_noticed():
         "lamb",
         "low_bit",
         "rms_norm",
+        "layer_norm",
         "swiglu",
         "activation",
         "rope",

@@ -27,7 +27,7 @@ Call call_over(const char* op, const Item& item, const TensorView& view, int64_t
 template <class Call>
 void join_rows(Call& call, std::initializer_list<const Rows*> all) {
   for (const Rows* rows : all) {
-    if (rows->pitch != call.length) return;
+    if (rows->pitch != call.length || rows->group > 0) return;
   }
   call.length *= call.rows;
   call.rows = 1;

@@ -108,8 +108,9 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Ten
 inline void check_in_place(const char* op, const Item& item, const TensorView& view,
                            const Rows& rows, int64_t count, int64_t length) {
   const bool is_copy = view.numel > 0 && rows.data != view.data;
-  check(!is_copy && (count < 2 || rows.pitch >= length), op, ": ", item, " has strides ",
-        Integers{view.strides, view.dim}, " for shape ", Integers{view.sizes, view.dim},
+  const bool apart = count < 2 || (rows.pitch >= length && rows.group == 0);
+  check(!is_copy && apart, op, ": ", item, " has strides ", Integers{view.strides, view.dim},
+        " for shape ", Integers{view.sizes, view.dim},
         ", expected rows in one piece each, at equal distances and apart");
 }
 

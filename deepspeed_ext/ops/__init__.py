@@ -56,7 +56,8 @@ _NAMES = {
         "swiglu",
         "swiglu_ref",
     ),
-    "transformer.rms_norm": ("rms_norm", "rms_norm_ref"),
+    "transformer.layer_norm": ("FusedLayerNorm", "layer_norm", "layer_norm_ref"),
+    "transformer.rms_norm": ("FusedRMSNorm", "rms_norm", "rms_norm_ref"),
     "transformer.rope": ("rope", "rope_", "rope_ref"),
     "transformer.rope_frequencies": (
         "rope_frequencies",
@@ -124,6 +125,10 @@ if TYPE_CHECKING:  # the same for type checkers
     )
     from deepspeed_ext.ops.transformer.gated_activation import swiglu as swiglu
     from deepspeed_ext.ops.transformer.gated_activation import swiglu_ref as swiglu_ref
+    from deepspeed_ext.ops.transformer.layer_norm import FusedLayerNorm as FusedLayerNorm
+    from deepspeed_ext.ops.transformer.layer_norm import layer_norm as layer_norm
+    from deepspeed_ext.ops.transformer.layer_norm import layer_norm_ref as layer_norm_ref
+    from deepspeed_ext.ops.transformer.rms_norm import FusedRMSNorm as FusedRMSNorm
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm as rms_norm
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm_ref as rms_norm_ref
     from deepspeed_ext.ops.transformer.rope import rope as rope

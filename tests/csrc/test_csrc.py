@@ -21,15 +21,15 @@ from deepspeed_ext.op_builder.registry import OPS
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
 ISA = "common/simd/isa.cpp"
-STEP_KERNELS = "optimizers/step_cpu.cpp"
-LIBRARIES = {spec.name: spec for spec in OPS if STEP_KERNELS in spec.sources}
+# Whose kernels are compiled with macros of their own.
+LIBRARIES = {spec.name: spec for spec in OPS if spec.defines and spec.device == "cpu"}
 NO_OP = OpSpec("", "cpu", ())
 _BACKENDS = ("backend", "backend_factory", "backend_uring", "backend_libaio", "backend_threads")
 _ENGINE = ("engine", "queue", "opening", "error_text", "worker", "regions", "file", "page_buffer")
 # Sources in brackets are compiled as one, because half the time goes into what all of them include.
 BACKENDS = [tuple(f"aio/{name}.cpp" for name in _BACKENDS)]
 ENGINE = [*BACKENDS, tuple(f"aio/{name}.cpp" for name in _ENGINE)]
-PROGRAMS = {  # with the sources that each is linked with; an op library stands for its step_cpu.cpp
+PROGRAMS = {  # with the sources that each is linked with; an op library stands for its kernels
     "dtype": [],
     "chunks": [],
     "isa": [ISA],
@@ -41,7 +41,7 @@ PROGRAMS = {  # with the sources that each is linked with; an op library stands 
     "lamb": [ISA, "cpu_lamb"],
     "sum": [ISA],
     "l2_norm": [ISA, "optimizers/l2_norm_cpu.cpp"],
-    "rms_norm": [ISA, "transformer/rms_norm_cpu.cpp"],
+    "norms": [ISA, "cpu_rms_norm", "cpu_layer_norm"],
     "softmax": [ISA, "transformer/softmax_cpu.cpp", "transformer/cross_entropy_cpu.cpp"],
     "activations": [
         ISA,
@@ -99,7 +99,7 @@ WAYS = {  # by the product's flags tests/ops tries the kernels too, on all instr
             "vec_memory",
             "vec_math",
             "steps",
-            "rms_norm",
+            "norms",
             "softmax",
             "activations",
             "rope",
@@ -178,7 +178,8 @@ def compile_program(way: str, program: str, folder: Path) -> Path:
     for unit in WAYS[way].sources.get(program, PROGRAMS[program]):
         sources = (unit,) if isinstance(unit, str) else unit
         spec = LIBRARIES.get(sources[0], NO_OP)
-        paths = [CSRC / (STEP_KERNELS if spec.name else source) for source in sources]
+        kernels = [source for source in spec.sources if source.endswith("_cpu.cpp")]
+        paths = [CSRC / source for source in kernels or sources]
         stem = folder / f"{sources[0].replace('/', '_')}_{way}"
         objects.append(once(stem, ".o", [*compiler_of(way, spec), "-c"], paths))
     main = HERE / f"test_{program}.cpp"

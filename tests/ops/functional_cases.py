@@ -17,6 +17,7 @@ from deepspeed_ext.ops import (
     bias_activation,
     cross_entropy,
     gated_activation,
+    layer_norm,
     rms_norm,
     rope,
     rope_frequencies,
@@ -86,6 +87,22 @@ CASES = {
     ),
     "rms_norm of a sum without weight": Case(
         lambda x, residual: rms_norm(x, residual=residual), lambda n: [(n,), (n,)]
+    ),
+    "rms_norm of a sum that is not returned": Case(
+        lambda x, residual, weight, x_bias: rms_norm(
+            x, weight, residual=residual, x_bias=x_bias, weight_offset=1.0, return_sum=False
+        ),
+        lambda n: [(n,), (n,)],
+        lambda n: [(n,), (n,)],
+    ),
+    "layer_norm": Case(layer_norm, lambda n: [(n,)], lambda n: [(n,), (n,)]),
+    "layer_norm without weight": Case(layer_norm, lambda n: [(n,)]),
+    "layer_norm of a sum": Case(
+        lambda x, residual, weight, bias, x_bias: layer_norm(
+            x, weight, bias, residual=residual, x_bias=x_bias
+        ),
+        lambda n: [(n,), (n,)],
+        lambda n: [(n,), (n,), (n,)],
     ),
     "bias_activation": Case(bias_activation, lambda n: [(n,)], lambda n: [(n,)]),
     "bias_activation without bias": Case(

@@ -2,7 +2,7 @@
 of a row wherever it is.
 
 One process for each instruction set but the widest, with the digests of all ops, as importing the
-tests takes most of the time. That of rms_norm is in its own test.
+tests takes most of the time.
 """
 
 import os
@@ -11,7 +11,7 @@ from operator import itemgetter
 from types import ModuleType
 
 import pytest
-import rms_norm_cases
+import row_norm_cases
 import softmax_cases
 import test_bias_activation
 import test_cross_entropy
@@ -24,15 +24,14 @@ from rms_norm_cases import BF16, DTYPES, F32
 from torch import Tensor
 
 MODULES = (
+    row_norm_cases,
     test_bias_activation,
     test_gated_activation,
     test_rope_contract,
     softmax_cases,
     test_cross_entropy,
 )
-each_module = pytest.mark.parametrize(
-    "module", [*MODULES, rms_norm_cases], ids=lambda module: module.__name__
-)
+each_module = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 each_case = pytest.mark.parametrize("name", CASES)
 
 

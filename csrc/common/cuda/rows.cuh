@@ -165,27 +165,40 @@ __device__ inline Floats<kCount> floats_of(const RowVector<T, kCount>& vector) {
 // than fits there.
 enum class Stored { usual, streamed };
 
+// The values as this row stores them.
+template <class T, int kCount>
+__device__ inline RowVector<T, kCount> packed_for(Pointer<T> row, const Floats<kCount>& values) {
+  if constexpr (std::is_same_v<T, Any>) {
+    return {rounded(values, row.dtype)};
+  } else {
+    constexpr int kPerWord = 4 / sizeof(T);
+    RowVector<T, kCount> vector;
+#pragma unroll
+    for (int k = 0; k < vector.kAccesses; ++k) {
+      const float* four = values.lanes + 4 * kPerWord * k;
+      vector.words[k] = {pack<T>(four), pack<T>(four + kPerWord), pack<T>(four + 2 * kPerWord),
+                         pack<T>(four + 3 * kPerWord)};
+    }
+    return vector;
+  }
+}
+
 // Rounds to what the row stores, and stores it.
 template <Stored stored = Stored::usual, class T, int kCount>
 __device__ inline RowVector<T, kCount> put(Pointer<T> row, int64_t i, int count, bool aligned,
                                            const Floats<kCount>& values) {
-  RowVector<T, kCount> vector;
+  const RowVector<T, kCount> vector = packed_for(row, values);
   if constexpr (std::is_same_v<T, Any>) {
-    vector.elements = rounded(values, row.dtype);
     if (aligned && count == kCount) {
       store<Access::vector>(row + i, values, count);
     } else {
       store<Access::single>(row + i, values, count);
     }
   } else {
-    constexpr int kPerWord = 4 / sizeof(T);
     uint4* target = reinterpret_cast<uint4*>(row.address + i);
 #pragma unroll
     for (int k = 0; k < vector.kAccesses; ++k) {
-      const float* four = values.lanes + 4 * kPerWord * k;
-      const uint4& w =
-          vector.words[k] = {pack<T>(four), pack<T>(four + kPerWord), pack<T>(four + 2 * kPerWord),
-                             pack<T>(four + 3 * kPerWord)};
+      const uint4& w = vector.words[k];
       // An assignment would do, did the compiler not take some of them apart.
       if constexpr (stored == Stored::streamed) {
         asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target + k), "r"(w.x),
@@ -201,10 +214,36 @@ __device__ inline RowVector<T, kCount> put(Pointer<T> row, int64_t i, int count,
   return vector;
 }
 
+// The values as they are once they have been stored as T, or as this dtype if that is Any.
+template <class T>
+__device__ inline Floats<kRowVector> as_stored(const Floats<kRowVector>& values, Dtype dtype) {
+  if constexpr (std::is_same_v<T, Any>) {
+    return rounded(values, dtype);
+  } else {
+    constexpr int kPerWord = 4 / sizeof(T);
+    Floats<kRowVector> result;
+#pragma unroll
+    for (int k = 0; k < kRowVector; k += kPerWord) {
+      unpack<T>(pack<T>(values.lanes + k), result.lanes + k);
+    }
+    return result;
+  }
+}
+
+// The first `count` lanes, and zeros. Only of Any may vectors be short.
+template <class T>
+__device__ inline Floats<kRowVector> first_lanes(Floats<kRowVector> values, int count) {
+  if constexpr (std::is_same_v<T, Any>) {
+#pragma unroll
+    for (int k = 0; k < kRowVector; ++k) values.lanes[k] = k < count ? values.lanes[k] : 0.0f;
+  }
+  return values;
+}
+
 // Asks for elements that will be loaded soon, without a register to load them into.
 template <class Team, class T>
 __device__ inline void fetch_ahead(Pointer<T> row, int64_t length) {
-  if constexpr (Team::kVectors > 0) {
+  if constexpr (!std::is_same_v<T, Any>) {
     for_each_row_vector<Team>(length, [&](int /*v*/, int64_t i, int /*count*/) {
       asm volatile("prefetch.global.L2 [%0];" ::"l"(row.address + i));
     });
@@ -215,8 +254,8 @@ __device__ inline void fetch_ahead(Pointer<T> row, int64_t length) {
 inline bool all_aligned(std::initializer_list<Rows> all) {
   for (const Rows& rows : all) {
     const uint64_t bytes = uint64_t(bytes_of(rows.dtype));
-    const uint64_t bits =
-        uint64_t(reinterpret_cast<uintptr_t>(rows.data)) | uint64_t(rows.pitch) * bytes;
+    const uint64_t bits = uint64_t(reinterpret_cast<uintptr_t>(rows.data)) |
+                          uint64_t(rows.pitch | rows.group_pitch) * bytes;
     if (rows.data != nullptr && bits % 16 != 0) return false;
   }
   return true;

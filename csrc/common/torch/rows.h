@@ -21,7 +21,8 @@ struct RowShape {
 };
 
 // Turns the arguments of one call into Rows. A tensor whose rows do not lie in one piece each, at
-// the same distance from one another, is copied first; this object keeps the copies.
+// the same distance from one another, all of them or those of groups that do, is copied first; this
+// object keeps the copies.
 class RowReader {
  public:
   explicit RowReader(const char* op) : op_(op) {}
@@ -29,8 +30,8 @@ class RowReader {
   Rows read(const Item& item, const TensorView& view) {
     const Dtype dtype = storage_dtype(op_, item, view);
     check_memory(op_, item, view);
-    int64_t pitch = 0;
-    if (has_pitch(view, pitch)) return {view.data, pitch, dtype};
+    Rows rows{view.data, view.sizes[view.dim - 1], dtype};
+    if (lie_as_rows(view, rows)) return rows;
     copies_.push_back(contiguous_copy(view));
     return {copies_.back().data_ptr(), view.sizes[view.dim - 1], dtype};
   }
@@ -58,18 +59,26 @@ class RowReader {
   }
 
  private:
-  // The distance of neighbouring rows, if they have one.
-  static bool has_pitch(const TensorView& view, int64_t& pitch) {
+  // Finds the distances of neighbouring rows, and of groups of them, if they have such.
+  static bool lie_as_rows(const TensorView& view, Rows& rows) {
     const int64_t last = view.dim - 1;
-    pitch = view.sizes[last];
     if (view.numel == 0) return true;
     if (view.sizes[last] > 1 && view.strides[last] != 1) return false;
-    int64_t rows = 1;  // of the dimensions looked at so far
+    int64_t count = 1;   // of the dimensions looked at so far
+    int64_t groups = 1;  // among them; each has rows.group rows if there is more than one
     for (int64_t i = last - 1; i >= 0; --i) {
-      if (view.sizes[i] == 1) continue;
-      if (rows == 1) pitch = view.strides[i];
-      if (view.strides[i] != rows * pitch) return false;
-      rows *= view.sizes[i];
+      const int64_t size = view.sizes[i], stride = view.strides[i];
+      if (size == 1) continue;
+      if (count == 1) rows.pitch = stride;
+      if (rows.group == 0 && stride != count * rows.pitch) {
+        rows.group = count;
+        rows.group_pitch = stride;
+      }
+      if (rows.group > 0) {
+        if (stride != groups * rows.group_pitch) return false;
+        groups *= size;
+      }
+      count *= size;
     }
     return true;
   }

@@ -15,15 +15,29 @@ Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 def rms_norm(device: str) -> None:
-    """Run `_check` on rms_norm with weight and residual."""
+    """Run `_check` on rms_norm with everything that it takes, and with nothing but a weight."""
+    _check_norm("rms_norm", device, ops.rms_norm, ops.rms_norm_ref, 1)
 
-    def op(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-        return ops.rms_norm(x, weight, residual=residual)
 
-    def reference(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor | tuple[Tensor, ...]:
-        return ops.rms_norm_ref(x, weight, residual=residual)
+def layer_norm(device: str) -> None:
+    """Do the same for layer_norm."""
+    _check_norm("layer_norm", device, ops.layer_norm, ops.layer_norm_ref, 2)
 
-    _check("rms_norm", device, op, reference, [(5, 300), (300,), (5, 300)])
+
+def _check_norm(name: str, device: str, op: Function, reference: Function, vectors: int) -> None:
+    def whole(function: Function) -> Function:
+        def run(x: Tensor, residual: Tensor, x_bias: Tensor, *others: Tensor) -> Any:
+            options = dict(residual=residual, x_bias=x_bias, weight_offset=1.0)
+            return function(x, *others, **options)
+
+        return run
+
+    def plain(function: Function) -> Function:  # with x added, as little of its gradient is left
+        return lambda x, *others: x + function(x, *others)
+
+    shapes = [(300,)] * vectors
+    _check(name, device, whole(op), whole(reference), [(5, 300), (5, 300), (300,), *shapes])
+    _check(name, device, plain(op), plain(reference), [(5, 300), *shapes])
 
 
 def bias_activation(device: str) -> None:

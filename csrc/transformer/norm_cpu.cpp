@@ -1,0 +1,42 @@
+// A norm on the CPU, of the kind that DSX_NORM names: picks the storage type and the instruction
+// set.
+#include "transformer/norm.h"
+
+#include <type_traits>
+
+#define DSX_KERNEL_SOURCE "transformer/norm_cpu.inl"
+#include "common/simd/foreach_isa.h"
+
+namespace dsx {
+
+template <class Kind>
+void norm_cpu(Isa isa, const Norm& norm, int64_t begin, int64_t end) {
+  with_storage_type_of([&](auto storage) {
+    using T = decltype(storage);
+    DSX_DISPATCH_ISA(isa, normalize_rows<Kind, T>(norm, begin, end));
+  }, norm.x, norm.residual, norm.x_bias, norm.weight, norm.bias);
+}
+
+template <class Kind>
+void norm_backward_cpu(Isa isa, const NormBackward& norm, int64_t begin, int64_t end, int64_t first,
+                       const OfVectors<float*>& partials) {
+  with_storage_type_of([&](auto storage) {
+    using T = decltype(storage);
+    DSX_DISPATCH_ISA(isa, backward_of_groups<Kind, T>(norm, begin, end, first, partials));
+  }, norm.x, norm.grad_out, norm.grad_sum, norm.weight);
+}
+
+template <class Kind>
+void add_partials_cpu(Isa isa, const float* partials, int64_t groups, int64_t length, int64_t begin,
+                      int64_t end, Rows grad) {
+  const Pointer<Any> target = grad.row<Any>(0);
+  DSX_DISPATCH_ISA(isa, add_partials(partials, groups, length, begin, end, target));
+}
+
+template void norm_cpu<DSX_NORM>(Isa, const Norm&, int64_t, int64_t);
+template void norm_backward_cpu<DSX_NORM>(Isa, const NormBackward&, int64_t, int64_t, int64_t,
+                                          const OfVectors<float*>&);
+template void add_partials_cpu<DSX_NORM>(Isa, const float*, int64_t, int64_t, int64_t, int64_t,
+                                         Rows);
+
+}  // namespace dsx

@@ -1,0 +1,57 @@
+// The formulas of both norms, for a SIMD register or for floats in CUDA. Zhang & Sennrich, "Root
+// Mean Square Layer Normalization", 2019, equation 4, and Ba, Kiros & Hinton, "Layer
+// Normalization", 2016, equation 4, with eps under the root as models have it. What is divided by
+// the root is x, or in layer normalization how far x is from the mean: its deviation.
+
+// The mean of a row is a float, which alone would be off by 2^-24 of itself, more than small
+// deviations from a large mean can bear; and what the deviations from that float have for a mean.
+// Chan, Golub & LeVeque, "Algorithms for computing the sample variance", 1983, equation 1.7.
+template <class V>
+DSX_HOST_DEVICE inline V deviation(const V& x, const V& mean, const V& rest) {
+  return x - mean - rest;
+}
+
+// The sum of squared deviations, from the sums over the row of x - mean and of its square.
+DSX_HOST_DEVICE inline float squared_deviations(float squares, float sum, float rest) {
+  const float rounded = squares - sum * rest;
+  return rounded < 0 ? 0 : rounded;
+}
+
+// 1 / rms of a row of n elements.
+template <class V>
+DSX_HOST_DEVICE inline V inverse_rms(const V& sum_of_squares, float n, float eps) {
+  return rsqrt(sum_of_squares / V(n) + V(eps));
+}
+
+// Whether squares could be added up in floats: too large ones are inf, and of tiny ones so much is
+// lost that it shows if eps does not hide it. If not, everything is multiplied by a power of 2
+// before it is squared, and eps by its square.
+DSX_HOST_DEVICE inline bool squares_fit(float inverse) { return inverse > 0 && inverse < 0x1p60f; }
+DSX_HOST_DEVICE inline float scale_of_squares(float inverse) {
+  return inverse > 0 ? 0x1p80f : 0x1p-80f;
+}
+
+template <class V>
+DSX_HOST_DEVICE inline V normalized(const V& deviation, const V& inverse, const V& weight) {
+  return deviation * inverse * weight;
+}
+
+// What the row's own rms takes from the gradient of each x, per deviation: `dot` is the sum over
+// the row of deviation * grad_out * weight.
+template <class V>
+DSX_HOST_DEVICE inline V rms_share(const V& dot, const V& inverse, float n) {
+  return dot / V(n) * inverse * inverse * inverse;
+}
+
+// In layer normalization the mean over the row has been taken from weighted_grad as well.
+template <class V>
+DSX_HOST_DEVICE inline V grad_of_x(const V& deviation, const V& weighted_grad, const V& inverse,
+                                   const V& share) {
+  return weighted_grad * inverse - deviation * share;
+}
+
+// Of one row; the gradient of the weight is the sum over all rows.
+template <class V>
+DSX_HOST_DEVICE inline V grad_of_weight(const V& deviation, const V& grad_out, const V& inverse) {
+  return grad_out * (deviation * inverse);
+}

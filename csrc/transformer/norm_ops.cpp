@@ -1,0 +1,85 @@
+// Registers the CPU kernels of the norm that DSX_NORM names; the schemas are in
+// deepspeed_ext/ops/transformer/norms.py.
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <memory>
+
+#include "common/math.h"
+#include "transformer/norm_ops.h"
+
+namespace dsx {
+namespace {
+
+constexpr int64_t kElementsPerThread = 32768;  // some 5 us: less is not worth a thread
+
+// Of things that have so many elements each.
+int64_t grain_of(int64_t elements) {
+  return std::max<int64_t>(1, kElementsPerThread / std::max<int64_t>(1, elements));
+}
+
+// The gradient of a vector, which adds up over groups of rows. Few of them have memory at a time:
+// they are added in their order, so it makes no difference how many.
+class VectorSum {
+ public:
+  VectorSum(const Rows& grad, int64_t length, int64_t at_once) : grad_(grad), length_(length) {
+    if (grad.data == nullptr) return;  // not wanted
+    memory_.reset(new float[size_t((1 + at_once) * length)]);
+    std::fill_n(memory_.get(), length, 0.0f);
+  }
+
+  // [at_once, length], behind what has been added up; null: not wanted.
+  float* partials() const { return memory_ == nullptr ? nullptr : memory_.get() + length_; }
+
+  void add(Isa isa, int64_t groups, bool are_last) const {
+    if (memory_ == nullptr) return;
+    const Rows target = are_last ? grad_ : Rows{memory_.get(), 0, Dtype::float32};
+    torch::stable::parallel_for(0, length_, grain_of(groups), [&](int64_t begin, int64_t end) {
+      add_partials_cpu<DSX_NORM>(isa, memory_.get(), 1 + groups, length_, begin, end, target);
+    });
+  }
+
+ private:
+  Rows grad_;
+  int64_t length_;
+  std::unique_ptr<float[]> memory_;
+};
+
+struct Cpu {
+  static void run(const Norm& norm, int /*device*/) {
+    const Isa isa = current_isa();  // may throw, and nothing may throw in a parallel region
+    torch::stable::parallel_for(
+        0, norm.rows, grain_of(norm.length),
+        [&](int64_t begin, int64_t end) { norm_cpu<DSX_NORM>(isa, norm, begin, end); });
+  }
+
+  static void run_backward(const NormBackward& norm, const OfVectors<Rows>& grads, int /*device*/) {
+    if (norm.length == 0) return;
+    const Isa isa = current_isa();
+    const int64_t groups = ceil_div(norm.rows, kRowsOfPartial);
+    const int64_t at_once =
+        std::min<int64_t>(groups, 2 * int64_t(torch::stable::get_num_threads()));
+    const VectorSum weight(grads.weight, norm.length, at_once);
+    const VectorSum bias(grads.bias, norm.length, at_once);
+    const VectorSum x_bias(grads.x_bias, norm.length, at_once);
+    const OfVectors<float*> partials{weight.partials(), bias.partials(), x_bias.partials()};
+    int64_t first = 0;
+    do {
+      const int64_t last = std::min(first + at_once, groups);
+      torch::stable::parallel_for(first, last, grain_of(norm.length * kRowsOfPartial),
+                                  [&](int64_t begin, int64_t end) {
+        norm_backward_cpu<DSX_NORM>(isa, norm, begin, end, first, partials);
+      });
+      for (const VectorSum* sum : {&weight, &bias, &x_bias}) {
+        sum->add(isa, last - first, last == groups);
+      }
+      first = last;
+    } while (first < groups);
+  }
+};
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(deepspeed_ext, CPU, library) { register_norm<DSX_NORM, Cpu>(library); }
+
+}  // namespace dsx
