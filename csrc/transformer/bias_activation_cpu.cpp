@@ -1,6 +1,8 @@
 // bias_activation on the CPU: picks the instruction set.
 #include "transformer/bias_activation.h"
 
+#include "common/simd/past_cache.h"
+
 #define DSX_KERNEL_SOURCE "transformer/bias_activation_cpu.inl"
 #include "common/simd/foreach_isa.h"
 

@@ -25,28 +25,47 @@ inline const float* read_floats(Pointer<Any> source, int count, Block& block) {
   return block.floats;
 }
 
-// Where to write floats that are to be stored there: at once, or from the block by write_floats.
-inline float* room_for(Pointer<Any> target, Block& block) {
-  return target.dtype == Dtype::float32 ? static_cast<float*>(target.address) : block.floats;
-}
-inline void write_floats(Pointer<Any> target, int count, const Block& block) {
-  const auto write = [&](auto* elements) {
-    for_each_vector(0, count, [&](int64_t i, int lanes) {
-      Vec::load(block.floats + i, lanes).store(elements + i, lanes);
-    });
-  };
-  if (target.dtype == Dtype::bfloat16) write(static_cast<BFloat16*>(target.address));
-  if (target.dtype == Dtype::float16) write(static_cast<Half*>(target.address));
-}
+// Where floats go that are to be stored in a part of a row: there at once, or into the block, from
+// which `finish` writes them. Rows that go past the cache do so where the part begins a line.
+class Room {
+ public:
+  Room(Pointer<Any> target, Block& block, bool past_cache)
+      : target_(target), past_cache_(past_cache && begins_line(target.address)) {
+    const bool is_there = target.dtype == Dtype::float32;
+    floats_ = is_there ? static_cast<float*>(target.address) : block.floats;
+    floats_past_cache_ = is_there && past_cache_;
+  }
+
+  void store(int64_t i, const Vec& value, int lanes) const {
+    value.store(floats_ + i, lanes, floats_past_cache_);
+  }
+
+  void finish(int count) const {
+    const auto write = [&](auto* elements) {
+      for_each_vector(0, count, [&](int64_t i, int lanes) {
+        Vec::load(floats_ + i, lanes).store(elements + i, lanes, past_cache_);
+      });
+    };
+    if (target_.dtype == Dtype::bfloat16) write(static_cast<BFloat16*>(target_.address));
+    if (target_.dtype == Dtype::float16) write(static_cast<Half*>(target_.address));
+  }
+
+ private:
+  Pointer<Any> target_;
+  float* floats_;
+  bool past_cache_, floats_past_cache_;
+};
 
 // Elements [begin, end) of all rows one after the other: calls body(row, i, count) for the blocks
-// of each row that they have part in, from element i on.
+// of each row that they have part in, from element i on; all but the first begin where blocks of
+// whole rows do, as memory is aligned there.
 template <class Body>
 inline void for_each_block(int64_t length, int64_t begin, int64_t end, const Body& body) {
   while (begin < end) {
     const int64_t row = begin / length, i = begin - row * length;
     const int64_t here = length - i < end - begin ? length - i : end - begin;
-    const int count = int(here < kBlock ? here : kBlock);
+    const int64_t left = kBlock - i % kBlock;  // of the block
+    const int count = int(here < left ? here : left);
     body(row, i, count);
     begin += count;
   }

@@ -1,6 +1,8 @@
 // Gated activations on the CPU: picks the instruction set.
 #include "transformer/gated_activation.h"
 
+#include "common/simd/past_cache.h"
+
 #define DSX_KERNEL_SOURCE "transformer/gated_activation_cpu.inl"
 #include "common/simd/foreach_isa.h"
 
