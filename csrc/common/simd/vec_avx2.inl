@@ -77,8 +77,8 @@ struct Ints {  // unsigned, 32 bits
   void store_upper(T* target, int count) const;
 
   // The lower halves of lanes 0 to 7 and 8 to 15, whose upper ones are 0.
-  static void store_words(uint16_t* target, int count, __m256i a, __m256i b,
-                          bool past_cache = false) {
+  DSX_INLINE static void store_words(uint16_t* target, int count, __m256i a, __m256i b,
+                                     bool past_cache = false) {
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
     if (count != size) {
       memcpy(target, &packed, count * sizeof(*target));
@@ -289,7 +289,7 @@ inline Ints bytes_to_middle(Ints a) {
   return {_mm256_shuffle_epi8(a.low, places), _mm256_shuffle_epi8(a.high, places)};
 }
 
-inline void Vec::store(BFloat16* target, int count, bool past_cache) const {
+DSX_INLINE void Vec::store(BFloat16* target, int count, bool past_cache) const {
   const Ints bits = bits_of(*this);
   const Ints rounded = bits + (shift_right<16>(bits) & Ints(1u)) + Ints(0x7fffu);
   const Vec stored =
@@ -298,7 +298,7 @@ inline void Vec::store(BFloat16* target, int count, bool past_cache) const {
   Ints::store_words(reinterpret_cast<uint16_t*>(target), count, upper.low, upper.high, past_cache);
 }
 
-inline void Vec::store(Half* target, int count, bool past_cache) const {
+DSX_INLINE void Vec::store(Half* target, int count, bool past_cache) const {
   const __m128i halves[] = {_mm256_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT),
                             _mm256_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT)};
   const Ints rounded(_mm256_cvtepu16_epi32(halves[0]), _mm256_cvtepu16_epi32(halves[1]));

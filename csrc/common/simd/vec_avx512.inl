@@ -34,7 +34,7 @@ struct Vec {
   }
 
   // The upper halves, once what rounds them is added: a NaN becomes kQuietNan instead.
-  void store(BFloat16* target, int count, bool past_cache = false) const {
+  DSX_INLINE void store(BFloat16* target, int count, bool past_cache = false) const {
     const __m512i bits = _mm512_castps_si512(lanes), one = _mm512_set1_epi32(1);
     const __mmask16 is_number = _mm512_cmp_ps_mask(lanes, lanes, _CMP_ORD_Q);
     const __mmask16 is_odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
@@ -75,7 +75,7 @@ struct Vec {
   }
 
   template <class T>
-  static void store_16bit(T* target, int count, bool past_cache, __m256i narrowed) {
+  DSX_INLINE static void store_16bit(T* target, int count, bool past_cache, __m256i narrowed) {
     if (count != size) return _mm256_mask_storeu_epi16(target, first_lanes(count), narrowed);
     const auto whole = reinterpret_cast<__m256i*>(target);
     past_cache ? _mm256_stream_si256(whole, narrowed) : _mm256_storeu_si256(whole, narrowed);
