@@ -75,7 +75,7 @@ inline RowMoments moments_of(int64_t n, float eps, const Value& value_at, const 
     value_at(0, 1).store(lanes, 1);
     const Vec near(lanes[0]);
     float sums[1 + kGrads];
-    add_row(n, sums, [&](int64_t i, int count, Vec(&terms)[1 + kGrads]) {
+    add_row(n, sums, [&](int64_t i, int count, Vec(&terms)[1 + kGrads]) DSX_INLINED {
       terms[0] = first_lanes(value_at(i, count) - near, count);
       if constexpr (kGrads) terms[1] = grad_at(i, count);
     });
@@ -84,7 +84,7 @@ inline RowMoments moments_of(int64_t n, float eps, const Value& value_at, const 
   }
   constexpr int kSums = kDeviations + Kind::kCentered;
   float sums[kSums];
-  add_row(n, sums, [&](int64_t i, int count, Vec(&terms)[kSums]) {
+  add_row(n, sums, [&](int64_t i, int count, Vec(&terms)[kSums]) DSX_INLINED {
     soon.ask_for(i);
     Vec value = value_at(i, count);
     if constexpr (Kind::kCentered) {
@@ -179,7 +179,11 @@ inline void backward_of_row(const NormBackward& norm, int64_t row,
     return Vec::load(grad_out + i, count) * weight_at(weight, norm.weight_offset, i, count);
   };
   const auto value_at = [&](int64_t i, int count) { return Vec::load(x + i, count); };
-  const RowMoments moments = moments_of<Kind>(n, norm.eps, value_at, weighted_grad, Soon<T>{});
+  Soon<T> soon = {};
+  if (past_cache && row + 1 < norm.rows && n <= soon.kLongest) {
+    soon = {{norm.x.row<T>(row + 1), norm.grad_out.row<T>(row + 1)}, {}};
+  }
+  const RowMoments moments = moments_of<Kind>(n, norm.eps, value_at, weighted_grad, soon);
   const Vec inverse(moments.inverse);
   const Vec share = rms_share(Vec(moments.dot), inverse, float(n));
   const auto add = [&](float* partial, int64_t i, int count, const Vec& term) {
@@ -204,9 +208,10 @@ template <class Kind, class T>
 inline void backward_of_groups(const NormBackward& norm, int64_t begin, int64_t end,
                                int64_t first_group, const OfVectors<float*>& partials) {
   const bool past_cache = go_past_cache(norm.grad_x, norm.rows, norm.length);
+  const int64_t of_one = rows_of_group(norm.rows);
   for (int64_t group = begin; group < end; ++group) {
-    const int64_t first = group * kRowsOfPartial;
-    const int64_t last = first + kRowsOfPartial < norm.rows ? first + kRowsOfPartial : norm.rows;
+    const int64_t first = group * of_one;
+    const int64_t last = first + of_one < norm.rows ? first + of_one : norm.rows;
     const auto of_group = [&](float* all) {
       return all == nullptr ? nullptr : all + (group - first_group) * norm.length;
     };

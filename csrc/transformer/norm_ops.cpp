@@ -56,7 +56,8 @@ struct Cpu {
   static void run_backward(const NormBackward& norm, const OfVectors<Rows>& grads, int /*device*/) {
     if (norm.length == 0) return;
     const Isa isa = current_isa();
-    const int64_t groups = ceil_div(norm.rows, kRowsOfPartial);
+    const int64_t of_group = rows_of_group(norm.rows);
+    const int64_t groups = ceil_div(norm.rows, of_group);
     const int64_t at_once =
         std::min<int64_t>(groups, 2 * int64_t(torch::stable::get_num_threads()));
     const VectorSum weight(grads.weight, norm.length, at_once);
@@ -66,7 +67,7 @@ struct Cpu {
     int64_t first = 0;
     do {
       const int64_t last = std::min(first + at_once, groups);
-      torch::stable::parallel_for(first, last, grain_of(norm.length * kRowsOfPartial),
+      torch::stable::parallel_for(first, last, grain_of(norm.length * of_group),
                                   [&](int64_t begin, int64_t end) {
         norm_backward_cpu<DSX_NORM>(isa, norm, begin, end, first, partials);
       });

@@ -185,11 +185,17 @@ inline void softmax_backward_of_row(const SoftmaxBackward& softmax, int64_t row,
   const Pointer<T> out = softmax.out.row<T>(row), grad_out = softmax.grad_out.row<T>(row);
   const Pointer<T> x = softmax.x.row<T>(row), grad_x = softmax.grad_x.row<T>(row);
   const int64_t n = softmax.length;
+  const int64_t next = row + 1 < softmax.rows ? row + 1 : row;
+  const Pointer<T> next_out = softmax.out.row<T>(next), next_grad = softmax.grad_out.row<T>(next);
   const Keys keys = keys_of(scores, row, n);
   const int64_t begin = keys.first / 32 * 32, end = keys.end;
   float sums[1];
   add_row(end - begin, sums, [&](int64_t from_begin, int count, Vec(&terms)[1]) {
     const int64_t i = begin + from_begin;
+    if (past_cache) {
+      __builtin_prefetch((next_out + i).address);
+      __builtin_prefetch((next_grad + i).address);
+    }
     terms[0] = grad_term(Vec::load(out + i, count), Vec::load(grad_out + i, count));
   });
   const Vec dot(sums[0]), scale(scores.scale);
