@@ -90,10 +90,14 @@ class Room {
   bool past_cache_, is_there_;
 };
 
-// Asks for what loops over blocks come to; an element at a time it would cost more than it saves.
+// Asks for the lines that loops over blocks come to; an element at a time it would cost more than
+// it saves.
 template <class T>
 inline void ask_for(const T* position) {
-  if constexpr (Vec::size >= 16) prefetch(position);
+  if constexpr (Vec::size >= 16) {
+    constexpr int kOfLine = 64 / sizeof(T);
+    for (int i = 0; i < Values::size; i += kOfLine) prefetch(position + i);
+  }
 }
 
 // Elements [begin, end) of all rows one after the other: calls body(row, i, count) for the blocks
