@@ -111,14 +111,10 @@ struct RowScores {
   }
 };
 
-// So that registers are few enough for as many threads as are fastest where rows end early.
-template <class Team, class T, bool kPlain>
-constexpr int kBound = kPlain && sizeof(T) == 2 ? Team::kMostThreads * 5 / 4 : Team::kMostThreads;
-
 // Where a row is of one turn, the powers of its scores stay in registers, relative to the largest
 // score that there was when they were made.
 template <class Team, class T, bool kPlain>
-__global__ void __launch_bounds__(kBound<Team, T, kPlain>, kPlain ? 2 : 1)
+__global__ void __launch_bounds__(Team::kMostThreads, kPlain ? 2 : 1)
     softmax_kernel(const __grid_constant__ Softmax softmax, bool aligned) {
   using Column = cuda::Column<T>;
   constexpr bool kHeld = Team::kOneTurn && !std::is_same_v<T, Any>;
