@@ -51,7 +51,8 @@ struct SharedColumns {
 
   __device__ void begin(float4* memory, int64_t length) {
     places = memory + threadIdx.x;
-    for_each_row_vector<Team>(length, [&](int v, int64_t, int) { set(v, Floats<kRowVector>(0.0f)); });
+    for_each_row_vector<Team>(length,
+                              [&](int v, int64_t, int) { set(v, Floats<kRowVector>(0.0f)); });
   }
 
   __device__ void set(int v, const Floats<kRowVector>& values) const {

@@ -91,9 +91,8 @@ struct Weight {
 
   __device__ void begin(float4* memory, int64_t length) {
     held.places = memory + threadIdx.x;
-    cuda::for_each_row_vector<Team>(length, [&](int v, int64_t i, int count) {
-      held.set(v, read(i, count));
-    });
+    cuda::for_each_row_vector<Team>(
+        length, [&](int v, int64_t i, int count) { held.set(v, read(i, count)); });
   }
   __device__ Values get(int v, int64_t i, int count) const {
     if constexpr (kHeld) return held.get(v);
@@ -114,8 +113,7 @@ __global__ void __launch_bounds__(Team::kMostThreads, Team::kShort ? 3 : 1)
                     RowMoments* of_rows,         // [rows] written; null: not wanted
                     bool is_aligned) {
   const bool aligned = !std::is_same_v<T, Any> || is_aligned;
-  using Sum =
-      std::conditional_t<Team::kShort, cuda::RegisterSum<Team>, cuda::SharedColumns<Team>>;
+  using Sum = std::conditional_t<Team::kShort, cuda::RegisterSum<Team>, cuda::SharedColumns<Team>>;
   Sum of_weight, of_bias, of_x_bias;
   Weight<Team> weight{norm.weight, norm.weight_offset, is_aligned};
   if constexpr (Team::kVectors > 0) {
@@ -267,8 +265,8 @@ struct Layout {
         if (length <= cuda::kLongestHeldRow) return body(held, storage);
         if constexpr (!decltype(held)::kShort) {
           // Long rows of float16 are rare: they do not get kernels of their own.
-          using Long = std::conditional_t<std::is_same_v<decltype(storage), Half>, Any,
-                                          decltype(storage)>;
+          using Long =
+              std::conditional_t<std::is_same_v<decltype(storage), Half>, Any, decltype(storage)>;
           body(not_held, Long{});
         }
       });
@@ -340,7 +338,8 @@ struct Plan {
   static int most_shared(const char* op) {
     int device = 0, bytes = 0;
     cuda::check(cudaGetDevice(&device), op);
-    cuda::check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), op);
+    cuda::check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+                op);
     return bytes;
   }
 };

@@ -27,9 +27,8 @@ struct RowPart {
 
   __device__ void fetch_all() {
     if constexpr (kHeld) {
-      for_each_row_vector<Team>(length, [&](int v, int64_t i, int count) {
-        fetch_vectors(held[v], i, count);
-      });
+      for_each_row_vector<Team>(
+          length, [&](int v, int64_t i, int count) { fetch_vectors(held[v], i, count); });
     }
   }
 
@@ -38,9 +37,8 @@ struct RowPart {
   template <class Body>
   __device__ void for_each(const Body& body) {
     if constexpr (kHeld) {
-      for_each_row_vector<Team>(length, [&](int v, int64_t i, int count) {
-        body(v, i, count, held[v]);
-      });
+      for_each_row_vector<Team>(length,
+                                [&](int v, int64_t i, int count) { body(v, i, count, held[v]); });
     } else {
       const int64_t stride = Team::threads() * kRowVector;
 #pragma unroll 1
@@ -74,9 +72,7 @@ struct RowPart {
   }
 
  private:
-  __device__ int count_at(int64_t i) const {
-    return int(::min(int64_t(kRowVector), length - i));
-  }
+  __device__ int count_at(int64_t i) const { return int(::min(int64_t(kRowVector), length - i)); }
   __device__ void fetch_vectors(RowVector<T> (&vectors)[kTensors], int64_t i, int count) const {
 #pragma unroll
     for (int t = 0; t < kTensors; ++t) {
