@@ -13,6 +13,11 @@ struct RegisterSum {
 
   __device__ void add(const Floats<kRowVector>& term, int v) { totals[v] = totals[v] + term; }
 
+  template <class Next>
+  __device__ void update(int v, const Next& next) {
+    totals[v] = next(totals[v]);
+  }
+
   // Those of a block; all its threads call it.
   __device__ void finish(float* memory, int64_t length) const {  // [length] written
     if (memory == nullptr) return;
@@ -78,6 +83,11 @@ struct SharedColumns {
 
   __device__ void add(const Floats<kRowVector>& term, int v) const {
     if (places != nullptr) set(v, get(v) + term);
+  }
+
+  template <class Next>
+  __device__ void update(int v, const Next& next) const {
+    if (places != nullptr) set(v, next(get(v)));
   }
 
   __device__ void finish(float* memory, int64_t length) const {

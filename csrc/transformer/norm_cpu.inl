@@ -132,8 +132,9 @@ inline void normalize(const Norm& norm, int64_t row, bool past_cache, const Valu
   const Vec inverse(moments.inverse);
   for_each_vector(0, norm.length, [&](int64_t i, int count) {
     const Vec value = moments.template deviation_of<Kind>(value_at(i, count));
-    Vec result = normalized(value, inverse, weight_at(weight, norm.weight_offset, i, count));
-    if (bias) result = result + Vec::load(bias + i, count);
+    const Vec scale = weight_at(weight, norm.weight_offset, i, count);
+    const Vec result = bias ? normalized(value, inverse, scale, Vec::load(bias + i, count))
+                            : normalized(value, inverse, scale);
     result.store(out + i, count, past_cache);
   });
 }
@@ -186,19 +187,29 @@ inline void backward_of_row(const NormBackward& norm, int64_t row,
   const RowMoments moments = moments_of<Kind>(n, norm.eps, value_at, weighted_grad, soon);
   const Vec inverse(moments.inverse);
   const Vec share = rms_share(Vec(moments.dot), inverse, float(n));
+  const Vec shift = Vec(moments.grad_mean) * inverse;
+  const auto before = [&](float* partial, int64_t i, int count) {
+    return first ? Vec(0.0f) : Vec::load(partial + i, count);
+  };
   const auto add = [&](float* partial, int64_t i, int count, const Vec& term) {
-    if (partial == nullptr) return;
-    (first ? term : Vec::load(partial + i, count) + term).store(partial + i, count);
+    if (partial != nullptr) (before(partial, i, count) + term).store(partial + i, count);
   };
   for_each_vector(0, n, [&](int64_t i, int count) {
     const Vec value = moments.template deviation_of<Kind>(Vec::load(x + i, count));
     const Vec grad = Vec::load(grad_out + i, count);
-    Vec weighted = grad * weight_at(weight, norm.weight_offset, i, count);
-    if constexpr (Kind::kCentered) weighted = weighted - Vec(moments.grad_mean);
-    Vec result = grad_of_x(value, weighted, inverse, share);
+    const Vec weighted = grad * weight_at(weight, norm.weight_offset, i, count);
+    Vec result;
+    if constexpr (Kind::kCentered) {
+      result = grad_of_x(value, weighted, inverse, share, shift);
+    } else {
+      result = grad_of_x(value, weighted, inverse, share);
+    }
     if (grad_sum) result = result + Vec::load(grad_sum + i, count);
     result.store(grad_x + i, count, past_cache);
-    add(partials.weight, i, count, grad_of_weight(value, grad, inverse));
+    if (partials.weight != nullptr) {
+      add_grad_of_weight(value, grad, inverse, before(partials.weight, i, count))
+          .store(partials.weight + i, count);
+    }
     add(partials.bias, i, count, grad);
     add(partials.x_bias, i, count, result);
   });

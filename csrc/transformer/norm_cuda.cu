@@ -18,18 +18,19 @@ using cuda::Values;
 template <class Team, class T>
 constexpr int kResident = Team::kVectors > 0 && sizeof(T) == 2 ? 2 : 1;
 
-// Each team takes a row. W is the storage type of the vectors.
+// Each team takes a few rows one after the other. W is the storage type of the vectors.
 template <class Kind, class Team, class T, class W>
 __global__ void __launch_bounds__(Team::kMostThreads, Team::kShort ? 4 : kResident<Team, T>)
-    norm_kernel(const __grid_constant__ Norm norm, int64_t blocks, bool is_aligned) {
+    norm_kernel(const __grid_constant__ Norm norm, int64_t rows_of_team, bool is_aligned) {
   const bool aligned = !std::is_same_v<T, Any> || is_aligned;
   const auto vector_at = [&](const Rows& vector, int64_t i, int count) {
     return floats_of(cuda::fetch(vector.even_row<W>(0), i, count, aligned));
   };
+  const int64_t first = int64_t(blockIdx.x) * rows_of_team * Team::kTeams + Team::team();
+  const int64_t end = ::min(first + rows_of_team * Team::kTeams, norm.rows + Team::team());
   cuda::Moments<Kind, Team, T, false> moments;
 #pragma unroll 1
-  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
-    const int64_t number = block * Team::kTeams + Team::team();
+  for (int64_t number = first; number < end; number += Team::kTeams) {
     const int64_t place = ::min(number, norm.rows - 1);
     const Pointer<T> out = norm.out.even_row<T>(place);
     cuda::RowPart<Team, T, 2> row{{norm.x.row<T>(place), norm.residual.row<T>(place)},
@@ -37,6 +38,15 @@ __global__ void __launch_bounds__(Team::kMostThreads, Team::kShort ? 4 : kReside
                                   aligned,
                                   {}};
     row.fetch_all();
+    // While the threads meet, the weight comes, and the next row from memory.
+    constexpr bool kHasRoom = Team::kVectors > 0 && sizeof(W) == 2;
+    cuda::RowPart<Team, W, 1> weight{{norm.weight.even_row<W>(0)}, row.length, aligned, {}};
+    if (number + Team::kTeams < end && number + Team::kTeams < norm.rows) {
+      cuda::fetch_ahead<Team>(norm.x.row<T>(number + Team::kTeams), norm.length);
+      if (row.tensors[1]) {
+        cuda::fetch_ahead<Team>(norm.residual.row<T>(number + Team::kTeams), norm.length);
+      }
+    }
     const float near = Kind::kCentered ? row.mean_of_first() : 0.0f;
     if (row.tensors[1]) {
       // What is not held is read again from where the sum is wanted, or will be replaced by the
@@ -53,15 +63,25 @@ __global__ void __launch_bounds__(Team::kMostThreads, Team::kShort ? 4 : kReside
       row.tensors[0] = sum;
       row.tensors[1] = {};
     }
+    if constexpr (kHasRoom) {
+      if (weight.tensors[0]) weight.fetch_all();
+    }
     const RowMoments found = moments.of(row, near, float(norm.length), norm.eps, nullptr);
-    row.for_each([&](int, int64_t i, int count, auto& vectors) {
-      Values weight(1.0f);
-      if (norm.weight.data != nullptr) {
-        weight = vector_at(norm.weight, i, count) + Values(norm.weight_offset);
+    row.for_each([&](int v, int64_t i, int count, auto& vectors) {
+      Values scale(1.0f);
+      if (weight.tensors[0]) {
+        if constexpr (kHasRoom) {
+          scale = floats_of(weight.held[v][0]);
+        } else {
+          scale = vector_at(norm.weight, i, count);
+        }
+        scale = scale + Values(norm.weight_offset);
       }
       const Values value = found.deviation_of<Kind>(floats_of(vectors[0]));
-      Values result = normalized(value, Values(found.inverse), weight);
-      if (norm.bias.data != nullptr) result = result + vector_at(norm.bias, i, count);
+      const Values inverse(found.inverse);
+      const Values result = norm.bias.data != nullptr
+                                ? normalized(value, inverse, scale, vector_at(norm.bias, i, count))
+                                : normalized(value, inverse, scale);
       cuda::put<cuda::Stored::streamed>(out, i, count, aligned, result);
     });
   }
@@ -71,9 +91,9 @@ __global__ void __launch_bounds__(Team::kMostThreads, Team::kShort ? 4 : kReside
 template <class Kind>
 __device__ inline Values gradient(const RowMoments& row, const Values& deviation,
                                   const Values& grad, const Values& weight) {
-  Values weighted = grad * weight;
-  if constexpr (Kind::kCentered) weighted = weighted - Values(row.grad_mean);
-  return grad_of_x(deviation, weighted, Values(row.inverse), Values(row.share));
+  const Values weighted = grad * weight, inverse(row.inverse), share(row.share);
+  if constexpr (!Kind::kCentered) return grad_of_x(deviation, weighted, inverse, share);
+  return grad_of_x(deviation, weighted, inverse, share, Values(row.grad_mean * row.inverse));
 }
 
 // Whether a block adds up what its rows add to the gradients of vectors.
@@ -169,7 +189,9 @@ __global__ void __launch_bounds__(Team::kMostThreads, Team::kShort ? 3 : 1)
       }
       cuda::put(grad_x, i, count, aligned, result);
       if constexpr (kAddsUp<Team>) {
-        of_weight.add(grad_of_weight(value, grad, Values(found.inverse)), v);
+        of_weight.update(v, [&](const Values& before) {
+          return add_grad_of_weight(value, grad, Values(found.inverse), before);
+        });
         of_bias.add(grad, v);
         of_x_bias.add(result, v);
       }
@@ -210,7 +232,7 @@ __global__ void __launch_bounds__(256)
     const RowMoments found = of_rows[row];
     const Values grad = fetch(norm.grad_out, row);
     const Values value = found.deviation_of<Kind>(fetch(norm.x, row));
-    of_weight = of_weight + grad_of_weight(value, grad, Values(found.inverse));
+    of_weight = add_grad_of_weight(value, grad, Values(found.inverse), of_weight);
     of_bias = of_bias + grad;
     if (partials.x_bias == nullptr) continue;
     of_x_bias = of_x_bias + gradient<Kind>(found, value, grad, weight);
@@ -393,14 +415,20 @@ void norm_cuda(const Norm& norm, void* stream) {
   // Of the kinds of vectors, those that people train with have a kernel.
   layout.whole = layout.whole && (float_vectors || layout.dtype_of_vectors == layout.dtype) &&
                  Layout::are_of(vectors, layout.dtype_of_vectors);
-  const int64_t blocks = layout.blocks();
+  // A few rows, so that the next one can be fetched ahead, where that leaves blocks for every
+  // multiprocessor.
+  int64_t rows_of_team = (layout.blocks() * layout.block.threads) >> 20;
+  rows_of_team = std::clamp<int64_t>(rows_of_team, ceil_div(layout.blocks(), kMostBlocks),
+                                     std::max<int64_t>(4, ceil_div(layout.blocks(), kMostBlocks)));
+  rows_of_team = std::max<int64_t>(1, rows_of_team);
+  const unsigned blocks = unsigned(ceil_div(layout.blocks(), rows_of_team));
   layout.with_team([&](auto team, auto storage) {
     using Team = decltype(team);
     using T = decltype(storage);
     const auto launch = [&](auto of_vectors) {
       norm_kernel<Kind, Team, T, decltype(of_vectors)>
-          <<<unsigned(std::min(blocks, kMostBlocks)), layout.block.threads, 0,
-             cudaStream_t(stream)>>>(norm, blocks, layout.aligned);
+          <<<blocks, layout.block.threads, 0, cudaStream_t(stream)>>>(norm, rows_of_team,
+                                                                      layout.aligned);
     };
     if constexpr (!std::is_same_v<T, Any>) {
       if (float_vectors) return launch(float{});

@@ -35,6 +35,11 @@ template <class V>
 DSX_HOST_DEVICE inline V normalized(const V& deviation, const V& inverse, const V& weight) {
   return deviation * inverse * weight;
 }
+template <class V>
+DSX_HOST_DEVICE inline V normalized(const V& deviation, const V& inverse, const V& weight,
+                                    const V& bias) {
+  return multiply_add(deviation * inverse, weight, bias);
+}
 
 // What the row's own rms takes from the gradient of each x, per deviation: `dot` is the sum over
 // the row of deviation * grad_out * weight.
@@ -43,15 +48,22 @@ DSX_HOST_DEVICE inline V rms_share(const V& dot, const V& inverse, float n) {
   return dot / V(n) * inverse * inverse * inverse;
 }
 
-// In layer normalization the mean over the row has been taken from weighted_grad as well.
 template <class V>
 DSX_HOST_DEVICE inline V grad_of_x(const V& deviation, const V& weighted_grad, const V& inverse,
                                    const V& share) {
-  return weighted_grad * inverse - deviation * share;
+  return multiply_add(weighted_grad, inverse, -(deviation * share));
+}
+// In layer normalization the mean over the row is taken from weighted_grad: `shift` is that mean
+// times `inverse`.
+template <class V>
+DSX_HOST_DEVICE inline V grad_of_x(const V& deviation, const V& weighted_grad, const V& inverse,
+                                   const V& share, const V& shift) {
+  return multiply_add(weighted_grad, inverse, -multiply_add(deviation, share, shift));
 }
 
-// Of one row; the gradient of the weight is the sum over all rows.
+// The gradient of the weight over some rows, with that of one more.
 template <class V>
-DSX_HOST_DEVICE inline V grad_of_weight(const V& deviation, const V& grad_out, const V& inverse) {
-  return grad_out * (deviation * inverse);
+DSX_HOST_DEVICE inline V add_grad_of_weight(const V& deviation, const V& grad_out, const V& inverse,
+                                            const V& before) {
+  return multiply_add(grad_out, deviation * inverse, before);
 }
