@@ -59,6 +59,21 @@ struct Soon {
   }
 };
 
+// Of the first elements, a few.
+template <class Value>
+inline float mean_of_first(int64_t n, const Value& value_at) {
+  constexpr int kFew = 16;
+  const int few = n < kFew ? int(n) : kFew;
+  float sum = 0;
+  for (int i = 0; i < few; i += Vec::size) {
+    float lanes[Vec::size];
+    const int count = few - i < Vec::size ? few - i : Vec::size;
+    value_at(i, count).store(lanes, Vec::size);
+    for (int k = 0; k < count; ++k) sum += lanes[k];
+  }
+  return sum / float(few);
+}
+
 // `value_at` is a function of (i, count) that gives a Vec; so is `grad_at`, the gradient times the
 // weight, but without gradients.
 struct NoGrads {};
@@ -66,46 +81,57 @@ template <class Kind, class T, class Value, class Grad>
 inline RowMoments moments_of(int64_t n, float eps, const Value& value_at, const Grad& grad_at,
                              const Soon<T>& soon) {
   constexpr bool kGrads = !std::is_same_v<Grad, NoGrads>;
-  constexpr int kDot = 1, kDeviations = 1 + kGrads;  // sums[0] is of squares
-  RowMoments row;
-  if constexpr (Kind::kCentered) {
-    // Counted from an element, as thousands of large numbers would add up with an error that is
-    // large beside their deviations.
-    float lanes[Vec::size];
-    value_at(0, 1).store(lanes, 1);
-    const Vec near(lanes[0]);
-    float sums[1 + kGrads];
-    add_row(n, sums, [&](int64_t i, int count, Vec(&terms)[1 + kGrads]) DSX_INLINED {
-      terms[0] = first_lanes(value_at(i, count) - near, count);
-      if constexpr (kGrads) terms[1] = grad_at(i, count);
+  const float length = float(n);
+  const auto add_up = [&](float near) DSX_INLINED {
+    constexpr int kDot = 1, kValues = 1 + kGrads, kSums = (1 + kGrads) * (1 + Kind::kCentered);
+    float sums[kSums];
+    add_row(n, sums, [&](int64_t i, int count, Vec(&terms)[kSums]) DSX_INLINED {
+      soon.ask_for(i);
+      Vec value = value_at(i, count);
+      if constexpr (Kind::kCentered) {
+        value = first_lanes(value - Vec(near), count);
+        terms[kValues] = value;
+      }
+      terms[0] = value * value;
+      if constexpr (kGrads) {
+        const Vec grad = grad_at(i, count);
+        terms[kDot] = value * grad;
+        if constexpr (Kind::kCentered) terms[kValues + 1] = grad;
+      }
     });
-    row.mean = lanes[0] + sums[0] / float(n);
-    if constexpr (kGrads) row.grad_mean = sums[1] / float(n);
-  }
-  constexpr int kSums = kDeviations + Kind::kCentered;
-  float sums[kSums];
-  add_row(n, sums, [&](int64_t i, int count, Vec(&terms)[kSums]) DSX_INLINED {
-    soon.ask_for(i);
-    Vec value = value_at(i, count);
-    if constexpr (Kind::kCentered) {
-      value = first_lanes(value - Vec(row.mean), count);
-      terms[kDeviations] = value;
-    }
-    terms[0] = value * value;
-    if constexpr (kGrads) terms[kDot] = value * grad_at(i, count);
-  });
+    NormSums found;
+    found.squares = sums[0];
+    if constexpr (kGrads) found.dot = sums[kDot];
+    if constexpr (Kind::kCentered) found.values = sums[kValues];
+    if constexpr (Kind::kCentered && kGrads) found.grads = sums[kValues + 1];
+    return found;
+  };
+  RowMoments row;
+  NormSums sums;
   if constexpr (Kind::kCentered) {
-    row.rest = sums[kDeviations] / float(n);
-    sums[0] = squared_deviations(sums[0], sums[kDeviations], row.rest);
-    if constexpr (kGrads) sums[kDot] = sums[kDot] - row.rest * (row.grad_mean * float(n));
+    float near = mean_of_first(n, value_at);
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      sums = add_up(near);
+      if (attempt == 1 || !sums.are_far(length)) break;
+      near += sums.values / length;
+    }
+    const float shift = sums.values / length;
+    const RowMean mean(near, shift);
+    row.mean = mean.mean;
+    row.rest = mean.rest;
+    row.grad_mean = sums.grads / length;
+    sums.dot -= shift * sums.grads;
+    sums.squares = sums.squared_deviations(length);
+  } else {
+    sums = add_up(0);
   }
-  if constexpr (kGrads) row.dot = sums[kDot];
+  row.dot = sums.dot;
   const auto inverse_of = [&](float squares, float eps) {
     float lanes[Vec::size];
-    inverse_rms(Vec(squares), float(n), eps).store(lanes, Vec::size);
+    inverse_rms(Vec(squares), length, eps).store(lanes, Vec::size);
     return lanes[0];
   };
-  row.inverse = inverse_of(sums[0], eps);
+  row.inverse = inverse_of(sums.squares, eps);
   if (squares_fit(row.inverse)) return row;
   const float scale = scale_of_squares(row.inverse);
   float squares[1];

@@ -123,30 +123,29 @@ class Moments {
   template <class Row, class Grad>
   __device__ RowMoments of(Row& row, float near, float n, float eps, const Grad& grad_of) {
     RowMoments found = {};
-    Sums sums;
+    NormSums sums;
     float nearer = near;
-    bool is_far = true;
+    bool are_far = true;
 #pragma unroll 1
     for (int attempt = 0; attempt < 2; ++attempt) {
-      const Sums around = add_up(row, nearer, grad_of);
-      if (is_far) {
+      const NormSums around = add_up(row, nearer, grad_of);
+      if (are_far) {
         sums = around;
         near = nearer;
       }
       if (!Kind::kCentered) break;
-      // So far from the mean that too little was left of the squares.
-      is_far = sums.values * (sums.values / n) > 4 * sums.squares_around(n);
-      if (!any_of_meeting(is_far)) break;
+      are_far = sums.are_far(n);
+      if (!any_of_meeting(are_far)) break;
       nearer = near + sums.values / n;
     }
     if constexpr (Kind::kCentered) {
       const float shift = sums.values / n;
-      found.mean = near + shift;
-      const float moved = found.mean - near;  // the sum's rounding error: Knuth, TAOCP 2, 4.2.2
-      found.rest = (near - (found.mean - moved)) + (shift - moved);
+      const RowMean mean(near, shift);
+      found.mean = mean.mean;
+      found.rest = mean.rest;
       found.grad_mean = sums.grads / n;
       sums.dot -= shift * sums.grads;
-      sums.squares = sums.squares_around(n);
+      sums.squares = sums.squared_deviations(n);
     }
     found.inverse = inverse_rms(Floats<1>(sums.squares), n, eps).lanes[0];
     const bool fits = squares_fit(found.inverse);
@@ -161,17 +160,8 @@ class Moments {
   }
 
  private:
-  // Over the row: values, their squares, and with gradients their products and those themselves.
-  struct Sums {
-    float squares = 0, values = 0, dot = 0, grads = 0;
-
-    __device__ float squares_around(float n) const {
-      return squared_deviations(squares, values, values / n);
-    }
-  };
-
   template <class Row, class Grad>
-  __device__ Sums add_up(Row& row, float near, const Grad& grad_of) {
+  __device__ NormSums add_up(Row& row, float near, const Grad& grad_of) {
     LaneSum squares, values, dot, grads;
     row.for_each([&](int v, int64_t i, int count, auto& vectors) {
       Values value = floats_of(vectors[0]);
@@ -189,7 +179,7 @@ class Moments {
     if constexpr (Kind::kCentered) all[1 + kGrads] = values.total();
     if constexpr (Kind::kCentered && kGrads) all[3] = grads.total();
     add_over_team<Team>(all, meeting_++);
-    Sums found;
+    NormSums found;
     found.squares = all[0];
     if constexpr (kGrads) found.dot = all[1];
     if constexpr (Kind::kCentered) found.values = all[1 + kGrads];

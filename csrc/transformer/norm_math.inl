@@ -11,11 +11,32 @@ DSX_HOST_DEVICE inline V deviation(const V& x, const V& mean, const V& rest) {
   return x - mean - rest;
 }
 
-// The sum of squared deviations, from the sums over the row of x - mean and of its square.
-DSX_HOST_DEVICE inline float squared_deviations(float squares, float sum, float rest) {
-  const float rounded = squares - sum * rest;
-  return rounded < 0 ? 0 : rounded;
-}
+// Sums over a row around some number near its values: of their squares, themselves, and with
+// gradients of the products with those, and of those. One pass over the row is enough for them.
+struct NormSums {
+  float squares = 0, values = 0, dot = 0, grads = 0;
+
+  // The sum of squared deviations from the mean.
+  DSX_HOST_DEVICE float squared_deviations(float n) const {
+    const float rounded = squares - values * (values / n);
+    return rounded < 0 ? 0 : rounded;
+  }
+  // Whether that number is so far from the mean that too little is left of the squares: then the
+  // sums are taken once more, around the mean.
+  DSX_HOST_DEVICE bool are_far(float n) const {
+    return values * (values / n) > 4 * squared_deviations(n);
+  }
+};
+
+// The mean of a row as a float and what that lacks: Knuth, TAOCP 2, 4.2.2, theorem B.
+struct RowMean {
+  float mean, rest;
+
+  DSX_HOST_DEVICE RowMean(float near, float shift) : mean(near + shift) {
+    const float moved = mean - near;
+    rest = (near - (mean - moved)) + (shift - moved);
+  }
+};
 
 // 1 / rms of a row of n elements.
 template <class V>
