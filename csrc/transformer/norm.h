@@ -75,6 +75,18 @@ template <class Kind>
 void norm_backward_cpu(Isa isa, const NormBackward& norm, int64_t begin, int64_t end, int64_t first,
                        const OfVectors<float*>& partials);
 
+// The same without partial sums, which of few rows would be much beside them: rows [begin, end), of
+// which `of_rows` is told what their gradients need, and then columns [begin, end) of the gradients
+// of vectors. Never throw.
+constexpr int64_t kFloatsOfRow = 5;
+template <class Kind>
+void norm_backward_rows_cpu(Isa isa, const NormBackward& norm, int64_t begin, int64_t end,
+                            float* of_rows);  // [rows, kFloatsOfRow] written
+template <class Kind>
+void norm_backward_columns_cpu(Isa isa, const NormBackward& norm, const float* of_rows,
+                               int64_t begin, int64_t end,
+                               const OfVectors<Rows>& grads);  // rows, written; absent: not wanted
+
 // Elements [begin, end) of the gradient of a vector. Never throws.
 template <class Kind>
 void add_partials_cpu(Isa isa, const float* partials,  // [groups, length]

@@ -29,6 +29,21 @@ void norm_backward_cpu(Isa isa, const NormBackward& norm, int64_t begin, int64_t
 }
 
 template <class Kind>
+void norm_backward_rows_cpu(Isa isa, const NormBackward& norm, int64_t begin, int64_t end,
+                            float* of_rows) {
+  with_storage_type_of([&](auto storage) {
+    using T = decltype(storage);
+    DSX_DISPATCH_ISA(isa, backward_of_rows<Kind, T>(norm, begin, end, of_rows));
+  }, norm.x, norm.grad_out, norm.grad_sum, norm.weight);
+}
+
+template <class Kind>
+void norm_backward_columns_cpu(Isa isa, const NormBackward& norm, const float* of_rows,
+                               int64_t begin, int64_t end, const OfVectors<Rows>& grads) {
+  DSX_DISPATCH_ISA(isa, backward_of_columns<Kind>(norm, of_rows, begin, end, grads));
+}
+
+template <class Kind>
 void add_partials_cpu(Isa isa, const float* partials, int64_t groups, int64_t length, int64_t begin,
                       int64_t end, Rows grad) {
   const Pointer<Any> target = grad.row<Any>(0);
@@ -38,6 +53,9 @@ void add_partials_cpu(Isa isa, const float* partials, int64_t groups, int64_t le
 template void norm_cpu<DSX_NORM>(Isa, const Norm&, int64_t, int64_t);
 template void norm_backward_cpu<DSX_NORM>(Isa, const NormBackward&, int64_t, int64_t, int64_t,
                                           const OfVectors<float*>&);
+template void norm_backward_rows_cpu<DSX_NORM>(Isa, const NormBackward&, int64_t, int64_t, float*);
+template void norm_backward_columns_cpu<DSX_NORM>(Isa, const NormBackward&, const float*, int64_t,
+                                                  int64_t, const OfVectors<Rows>&);
 template void add_partials_cpu<DSX_NORM>(Isa, const float*, int64_t, int64_t, int64_t, int64_t,
                                          Rows);
 

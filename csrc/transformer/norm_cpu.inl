@@ -193,11 +193,45 @@ inline void normalize_rows(const Norm& norm, int64_t begin, int64_t end) {
   end_past_cache();
 }
 
+// What a row's gradients need, as it is told to whoever goes down the columns.
+struct RowGradients {
+  RowMoments moments;
+  float share;
+
+  RowGradients(const RowMoments& of_row, float n) : moments(of_row) {
+    float lanes[Vec::size];
+    rms_share(Vec(of_row.dot), Vec(of_row.inverse), n).store(lanes, Vec::size);
+    share = lanes[0];
+  }
+  explicit RowGradients(const float* memory) : share(memory[4]) {
+    moments.mean = memory[0];
+    moments.rest = memory[1];
+    moments.inverse = memory[2];
+    moments.grad_mean = memory[3];
+  }
+  void store(float* memory) const {
+    const float all[kFloatsOfRow] = {moments.mean, moments.rest, moments.inverse, moments.grad_mean,
+                                     share};
+    memcpy(memory, all, sizeof(all));
+  }
+
+  template <class Kind>
+  Vec of_x(const Vec& deviation, const Vec& weighted_grad) const {
+    const Vec inverse(moments.inverse);
+    if constexpr (!Kind::kCentered) {
+      return grad_of_x(deviation, weighted_grad, inverse, Vec(share));
+    }
+    return grad_of_x(deviation, weighted_grad, inverse, Vec(share),
+                     Vec(moments.grad_mean) * inverse);
+  }
+};
+
 // Adds to `partials` what this row adds to the gradients of vectors; the first row of a group
 // overwrites them.
 template <class Kind, class T>
-inline void backward_of_row(const NormBackward& norm, int64_t row,
-                            const OfVectors<float*>& partials, bool first, bool past_cache) {
+inline RowGradients backward_of_row(const NormBackward& norm, int64_t row,
+                                    const OfVectors<float*>& partials, bool first,
+                                    bool past_cache) {
   const int64_t n = norm.length;
   const Pointer<T> x = norm.x.row<T>(row), grad_out = norm.grad_out.row<T>(row);
   const Pointer<T> grad_x = norm.grad_x.row<T>(row), grad_sum = norm.grad_sum.row<T>(row);
@@ -211,9 +245,8 @@ inline void backward_of_row(const NormBackward& norm, int64_t row,
     soon = {{norm.x.row<T>(row + 1), norm.grad_out.row<T>(row + 1)}, {}};
   }
   const RowMoments moments = moments_of<Kind>(n, norm.eps, value_at, weighted_grad, soon);
+  const RowGradients grads(moments, float(n));
   const Vec inverse(moments.inverse);
-  const Vec share = rms_share(Vec(moments.dot), inverse, float(n));
-  const Vec shift = Vec(moments.grad_mean) * inverse;
   const auto before = [&](float* partial, int64_t i, int count) {
     return first ? Vec(0.0f) : Vec::load(partial + i, count);
   };
@@ -221,15 +254,10 @@ inline void backward_of_row(const NormBackward& norm, int64_t row,
     if (partial != nullptr) (before(partial, i, count) + term).store(partial + i, count);
   };
   for_each_vector(0, n, [&](int64_t i, int count) {
-    const Vec value = moments.template deviation_of<Kind>(Vec::load(x + i, count));
+    const Vec value = moments.template deviation_of<Kind>(value_at(i, count));
     const Vec grad = Vec::load(grad_out + i, count);
-    const Vec weighted = grad * weight_at(weight, norm.weight_offset, i, count);
-    Vec result;
-    if constexpr (Kind::kCentered) {
-      result = grad_of_x(value, weighted, inverse, share, shift);
-    } else {
-      result = grad_of_x(value, weighted, inverse, share);
-    }
+    Vec result =
+        grads.template of_x<Kind>(value, grad * weight_at(weight, norm.weight_offset, i, count));
     if (grad_sum) result = result + Vec::load(grad_sum + i, count);
     result.store(grad_x + i, count, past_cache);
     if (partials.weight != nullptr) {
@@ -238,6 +266,55 @@ inline void backward_of_row(const NormBackward& norm, int64_t row,
     }
     add(partials.bias, i, count, grad);
     add(partials.x_bias, i, count, result);
+  });
+  return grads;
+}
+
+template <class Kind, class T>
+inline void backward_of_rows(const NormBackward& norm, int64_t begin, int64_t end, float* of_rows) {
+  const bool past_cache = go_past_cache(norm.grad_x, norm.rows, norm.length);
+  for (int64_t row = begin; row < end; ++row) {
+    backward_of_row<Kind, Stored<T>>(norm, row, {}, false, past_cache)
+        .store(of_rows + row * kFloatsOfRow);
+  }
+  end_past_cache();
+}
+
+// Sums over rows, added up as those of groups are.
+template <class Kind>
+inline void backward_of_columns(const NormBackward& norm, const float* of_rows, int64_t begin,
+                                int64_t end, const OfVectors<Rows>& grads) {
+  const int64_t of_one = rows_of_group(norm.rows);
+  const Pointer<Any> weight = norm.weight.row<Any>(0);
+  for_each_vector(begin, end, [&](int64_t i, int count) {
+    const Vec scale = weight_at(weight, norm.weight_offset, i, count);
+    Vec of_weight(0.0f), of_bias(0.0f), of_x_bias(0.0f);
+    for (int64_t first = 0; first < norm.rows; first += of_one) {
+      const int64_t last = first + of_one < norm.rows ? first + of_one : norm.rows;
+      Vec weights(0.0f), biases(0.0f), x_biases(0.0f);
+      for (int64_t row = first; row < last; ++row) {
+        const RowGradients of_row(of_rows + row * kFloatsOfRow);
+        const Vec value =
+            of_row.moments.template deviation_of<Kind>(Vec::load(norm.x.row<Any>(row) + i, count));
+        const Vec grad = Vec::load(norm.grad_out.row<Any>(row) + i, count);
+        weights = add_grad_of_weight(value, grad, Vec(of_row.moments.inverse), weights);
+        biases = biases + grad;
+        if (grads.x_bias.data == nullptr) continue;
+        Vec result = of_row.template of_x<Kind>(value, grad * scale);
+        const Pointer<Any> grad_sum = norm.grad_sum.row<Any>(row);
+        if (grad_sum) result = result + Vec::load(grad_sum + i, count);
+        x_biases = x_biases + result;
+      }
+      of_weight = of_weight + weights;
+      of_bias = of_bias + biases;
+      of_x_bias = of_x_bias + x_biases;
+    }
+    const auto store = [&](const Rows& grad, const Vec& sum) {
+      if (grad.data != nullptr) sum.store(grad.row<Any>(0) + i, count);
+    };
+    store(grads.weight, of_weight);
+    store(grads.bias, of_bias);
+    store(grads.x_bias, of_x_bias);
   });
 }
 

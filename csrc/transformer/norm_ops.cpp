@@ -45,8 +45,7 @@ class VectorSum {
   std::unique_ptr<float[]> memory_;
 };
 
-// So many that their sums take under 1 % of the memory of what is read, but for a few to each
-// thread: after each time, threads wait for one another.
+// So many that their sums take under 1 % of the memory of what is read.
 int64_t groups_at_once(const NormBackward& norm, const OfVectors<Rows>& grads) {
   int64_t of_group = 0;  // floats for each column
   for (const Rows* grad : {&grads.weight, &grads.bias, &grads.x_bias}) {
@@ -54,7 +53,7 @@ int64_t groups_at_once(const NormBackward& norm, const OfVectors<Rows>& grads) {
   }
   const int64_t of_column = norm.rows * (bytes_of(norm.x.dtype) + bytes_of(norm.grad_out.dtype));
   const int64_t fit = of_column / 128 / std::max<int64_t>(1, of_group * int64_t(sizeof(float)));
-  return std::max(fit, 2 * int64_t(torch::stable::get_num_threads()));
+  return std::max<int64_t>(0, fit - 1);  // beside what has been added up
 }
 
 struct Cpu {
@@ -65,12 +64,30 @@ struct Cpu {
         [&](int64_t begin, int64_t end) { norm_cpu<DSX_NORM>(isa, norm, begin, end); });
   }
 
+  static void run_backward_by_columns(Isa isa, const NormBackward& norm,
+                                      const OfVectors<Rows>& grads) {
+    const std::unique_ptr<float[]> of_rows(new float[size_t(norm.rows * kFloatsOfRow)]);
+    torch::stable::parallel_for(0, norm.rows, grain_of(norm.length),
+                                [&](int64_t begin, int64_t end) {
+      norm_backward_rows_cpu<DSX_NORM>(isa, norm, begin, end, of_rows.get());
+    });
+    torch::stable::parallel_for(0, norm.length, grain_of(norm.rows),
+                                [&](int64_t begin, int64_t end) {
+      norm_backward_columns_cpu<DSX_NORM>(isa, norm, of_rows.get(), begin, end, grads);
+    });
+  }
+
   static void run_backward(const NormBackward& norm, const OfVectors<Rows>& grads, int /*device*/) {
     if (norm.length == 0) return;
     const Isa isa = current_isa();
     const int64_t of_group = rows_of_group(norm.rows);
     const int64_t groups = ceil_div(norm.rows, of_group);
+    // After each time threads wait for one another.
     const int64_t at_once = std::min(groups, groups_at_once(norm, grads));
+    const int64_t enough = 2 * int64_t(torch::stable::get_num_threads());
+    if (norm.rows > 0 && at_once < std::min(groups, enough)) {
+      return run_backward_by_columns(isa, norm, grads);
+    }
     const VectorSum weight(grads.weight, norm.length, at_once);
     const VectorSum bias(grads.bias, norm.length, at_once);
     const VectorSum x_bias(grads.x_bias, norm.length, at_once);

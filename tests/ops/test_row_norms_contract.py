@@ -26,6 +26,22 @@ def test_any_thread_count() -> None:
     assert len(found) == 1
 
 
+@each_kind
+def test_sums_over_few_rows_whichever_way(kind: Kind) -> None:
+    """Down the columns where partial sums for all threads would be much beside the rows."""
+    before, rows, found = torch.get_num_threads(), 3000, []
+    arguments = kind.arguments((rows, 70), BF16, "cpu", BF16)
+    grads = [make((rows, 70), BF16, seed) for seed in (8, 9)]
+    try:
+        for count in (1, 16):
+            torch.set_num_threads(count)
+            found.append(results_and_gradients(kind.op, arguments, grads))
+    finally:
+        torch.set_num_threads(before)
+    for name, few in found[0].items():
+        assert torch.equal(few, found[1][name]), name
+
+
 def test_every_run_on_cuda(cuda: str) -> None:
     assert len({digest(cuda) for _ in range(5)}) == 1
 
