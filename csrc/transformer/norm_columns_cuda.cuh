@@ -4,7 +4,40 @@
 
 #include "common/cuda/rows.cuh"
 
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#include <cooperative_groups.h>
+#define DSX_HAS_CLUSTERS
+#endif
+
 namespace dsx::cuda {
+
+// Blocks that can read each other's shared memory; one where there are no clusters.
+class Cluster {
+ public:
+#if defined(DSX_HAS_CLUSTERS) && defined(__CUDA_ARCH__)
+  __device__ int blocks() const { return int(group_.num_blocks()); }
+  __device__ int rank() const { return int(group_.block_rank()); }
+  __device__ void meet() const { group_.sync(); }
+  template <class T>
+  __device__ T* of_block(T* mine, int rank) const {
+    return group_.map_shared_rank(mine, rank);
+  }
+
+ private:
+  cooperative_groups::cluster_group group_ = cooperative_groups::this_cluster();
+
+ public:
+#else
+  __device__ int blocks() const { return 1; }
+  __device__ int rank() const { return 0; }
+  __device__ void meet() const { __syncthreads(); }
+  template <class T>
+  __device__ T* of_block(T* mine, int) const {
+    return mine;
+  }
+#endif
+  __device__ int64_t number() const { return int64_t(blockIdx.x) / blocks(); }
+};
 
 // Columns of a thread over the rows of its block, in registers.
 template <class Team>
@@ -18,10 +51,10 @@ struct RegisterSum {
     totals[v] = next(totals[v]);
   }
 
-  // Those of a block; all its threads call it.
-  __device__ void finish(float* memory, int64_t length) const {  // [length] written
+  // Those of a block, which is in no cluster; all its threads call it.
+  __device__ void finish(const Cluster&, float* memory, int64_t length) const {  // [length] written
     if (memory == nullptr) return;
-    if constexpr (Team::kShort) {
+    {
       __shared__ float of_teams[Team::kTeams][kShortRow];
 #pragma unroll
       for (int k = 0; k < kRowVector; ++k) {
@@ -35,10 +68,6 @@ struct RegisterSum {
         memory[threadIdx.x] = sum;
       }
       __syncthreads();  // before another sum is here
-    } else {
-      for_each_row_vector<Team>(length, [&](int v, int64_t i, int count) {
-        put(Pointer<float>{memory + i}, 0, count, true, totals[v]);
-      });
     }
   }
 };
@@ -90,11 +119,24 @@ struct SharedColumns {
     if (places != nullptr) set(v, next(get(v)));
   }
 
-  __device__ void finish(float* memory, int64_t length) const {
+  // Those of the blocks of a cluster in their order, of which each block adds up a part: float4
+  // number `part` of each thread. All have met before.
+  __device__ void finish(const Cluster& cluster, float* memory, int64_t length) const {
     if (places == nullptr) return;
-    for_each_row_vector<Team>(length, [&](int v, int64_t i, int /*count*/) {
-      put(Pointer<float>{memory + i}, 0, kRowVector, true, get(v));
-    });
+    for (int part = cluster.rank(); part < size(1); part += cluster.blocks()) {
+      const int64_t vector = part * 4 / kRowVector * int64_t(Team::threads()) + Team::thread();
+      const int64_t i = vector * kRowVector + part * 4 % kRowVector;
+      if (i >= length) continue;
+      float4 sum = {0, 0, 0, 0};
+      for (int rank = 0; rank < cluster.blocks(); ++rank) {
+        const float4 four = cluster.of_block(places, rank)[part * int(blockDim.x)];
+        sum.x += four.x;
+        sum.y += four.y;
+        sum.z += four.z;
+        sum.w += four.w;
+      }
+      *reinterpret_cast<float4*>(memory + i) = sum;
+    }
   }
 
  private:

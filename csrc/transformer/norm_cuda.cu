@@ -4,8 +4,8 @@
 #include <climits>
 
 #include "common/cuda/add_partials.cuh"
+#include "transformer/norm_column_sums_cuda.cuh"
 #include "transformer/norm_columns_cuda.cuh"
-#include "transformer/norm_cuda.cuh"
 
 namespace dsx {
 namespace {
@@ -87,15 +87,6 @@ __global__ void __launch_bounds__(Team::kMostThreads, Team::kShort ? 4 : kReside
   }
 }
 
-// The gradient of what was normalized.
-template <class Kind>
-__device__ inline Values gradient(const RowMoments& row, const Values& deviation,
-                                  const Values& grad, const Values& weight) {
-  const Values weighted = grad * weight, inverse(row.inverse), share(row.share);
-  if constexpr (!Kind::kCentered) return grad_of_x(deviation, weighted, inverse, share);
-  return grad_of_x(deviation, weighted, inverse, share, Values(row.grad_mean * row.inverse));
-}
-
 // Whether a block adds up what its rows add to the gradients of vectors.
 template <class Team>
 constexpr bool kAddsUp = Team::kShort || Team::kVectors > 0;
@@ -129,7 +120,7 @@ struct Weight {
 template <class Kind, class Team, class T>
 __global__ void __launch_bounds__(Team::kMostThreads, Team::kShort ? 3 : 1)
     backward_kernel(const __grid_constant__ NormBackward norm, int rows_of_team,
-                    OfVectors<float*> partials,  // [blocks, length] written; null: not wanted
+                    OfVectors<float*> partials,  // [clusters, length] written; null: not wanted
                     RowMoments* of_rows,         // [rows] written; null: not wanted
                     bool is_aligned) {
   const bool aligned = !std::is_same_v<T, Any> || is_aligned;
@@ -179,7 +170,7 @@ __global__ void __launch_bounds__(Team::kMostThreads, Team::kShort ? 3 : 1)
     row.for_each([&](int v, int64_t i, int count, auto& vectors) {
       const Values value = found.deviation_of<Kind>(floats_of(vectors[0]));
       const Values grad = floats_of(vectors[1]);
-      Values result = gradient<Kind>(found, value, grad, weight.get(v, i, count));
+      Values result = cuda::gradient<Kind>(found, value, grad, weight.get(v, i, count));
       if (grad_sum.tensors[0]) {
         if constexpr (kHasRoom) {
           result = result + floats_of(grad_sum.held[v][0]);
@@ -199,58 +190,20 @@ __global__ void __launch_bounds__(Team::kMostThreads, Team::kShort ? 3 : 1)
     if (of_rows != nullptr && Team::thread() == 0 && row.length > 0) of_rows[number] = found;
   }
   if constexpr (kAddsUp<Team>) {
-    const int64_t first = int64_t(blockIdx.x) * norm.length;
-    const auto of_block = [&](float* all) { return all == nullptr ? nullptr : all + first; };
-    of_weight.finish(of_block(partials.weight), norm.length);
-    of_bias.finish(of_block(partials.bias), norm.length);
-    of_x_bias.finish(of_block(partials.x_bias), norm.length);
+    const cuda::Cluster cluster;
+    const int64_t first = int64_t(cluster.number()) * norm.length;
+    const auto of_blocks = [&](float* all) { return all == nullptr ? nullptr : all + first; };
+    cluster.meet();
+    of_weight.finish(cluster, of_blocks(partials.weight), norm.length);
+    of_bias.finish(cluster, of_blocks(partials.bias), norm.length);
+    of_x_bias.finish(cluster, of_blocks(partials.x_bias), norm.length);
+    cluster.meet();  // before the memory of a block that others read is gone
   }
-}
-
-// What rows that are not held add to the gradients of vectors: a thread adds up eight columns of
-// one group of rows.
-template <class Kind>
-__global__ void __launch_bounds__(256)
-    columns_kernel(const __grid_constant__ NormBackward norm,
-                   const RowMoments* of_rows,  // [rows]
-                   int64_t rows_of_group,
-                   OfVectors<float*> partials,  // [groups, length] written; null: not wanted
-                   bool aligned) {
-  const int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kRowVector;
-  if (i >= norm.length) return;
-  const int count = int(::min(int64_t(kRowVector), norm.length - i));
-  const auto fetch = [&](const Rows& rows, int64_t row) {
-    return floats_of(cuda::fetch(rows.row<Any>(row), i, count, aligned));
-  };
-  Values weight(1.0f);
-  if (norm.weight.data != nullptr) weight = fetch(norm.weight, 0) + Values(norm.weight_offset);
-  Values of_weight(0.0f), of_bias(0.0f), of_x_bias(0.0f);
-  const int64_t first = int64_t(blockIdx.y) * rows_of_group;
-  const int64_t end = ::min(first + rows_of_group, norm.rows);
-#pragma unroll 1
-  for (int64_t row = first; row < end; ++row) {
-    const RowMoments found = of_rows[row];
-    const Values grad = fetch(norm.grad_out, row);
-    const Values value = found.deviation_of<Kind>(fetch(norm.x, row));
-    of_weight = add_grad_of_weight(value, grad, Values(found.inverse), of_weight);
-    of_bias = of_bias + grad;
-    if (partials.x_bias == nullptr) continue;
-    of_x_bias = of_x_bias + gradient<Kind>(found, value, grad, weight);
-    if (norm.grad_sum.data != nullptr) of_x_bias = of_x_bias + fetch(norm.grad_sum, row);
-  }
-  const auto store = [&](float* memory, const Values& sum) {
-    if (memory == nullptr) return;
-    const Pointer<float> target{memory + int64_t(blockIdx.y) * norm.length + i};
-    cuda::store<cuda::Access::single>(target, sum, count);
-  };
-  store(partials.weight, of_weight);
-  store(partials.bias, of_bias);
-  store(partials.x_bias, of_x_bias);
 }
 
 constexpr int64_t kMostBlocks = INT_MAX;
 
-bool is_there(const Rows& rows) { return rows.data != nullptr; }
+using cuda::is_there;
 
 // How the rows of one call lie, and its vectors.
 struct Layout {
@@ -314,35 +267,25 @@ struct AddingGrid {
   }
 };
 
-// Groups of rows that columns_kernel adds up, in blocks that fill a large device, and the same.
-struct ColumnsGrid {
-  int64_t threads, blocks, groups, rows_of_group;
-
-  ColumnsGrid(int64_t rows, int64_t length) {
-    const int64_t vectors = ceil_div(length, kRowVector);
-    threads = std::min<int64_t>(256, ceil_div(vectors, cuda::kWarp) * cuda::kWarp);
-    blocks = ceil_div(vectors, threads);
-    const int64_t wanted = std::max<int64_t>(1, (int64_t(1) << 18) / (blocks * threads));
-    rows_of_group = std::clamp<int64_t>(ceil_div(rows, wanted), 1, 256);
-    rows_of_group = std::max(rows_of_group, ceil_div(rows, 65535));
-    groups = ceil_div(rows, rows_of_group);
-  }
-};
-
 int wanted(const OfVectors<Rows>& grads) {
   return is_there(grads.weight) + is_there(grads.bias) + is_there(grads.x_bias);
 }
 
-// How a backward pass goes about its sums over rows.
+// How a backward pass goes about its sums over rows: in the blocks that have the rows, if what a
+// cluster of blocks adds up is little beside what is read, else down the columns.
 struct Plan {
   Layout layout;
-  bool in_blocks;    // each block adds up its rows, or columns_kernel does
+  AddingGrid grid;
+  bool in_blocks;
+  int cluster;       // blocks that add up together
   int64_t groups;    // of rows that have sums
   int shared_bytes;  // of a block, for vectors
 
-  Plan(const NormBackward& norm, const OfVectors<Rows>& grads, const char* op)
+  // `can_cluster`: the code can, and the device.
+  Plan(const NormBackward& norm, const OfVectors<Rows>& grads, bool can_cluster, const char* op)
       : layout(norm.rows, norm.length, {norm.x, norm.grad_out, norm.grad_sum, norm.grad_x},
-               {norm.weight}) {
+               {norm.weight}),
+        grid(norm.rows, norm.length) {
     const bool is_short = layout.block.teams > 1;
     const int sums = is_short ? 0 : wanted(grads);
     const int vectors_of_thread = is_short ? 1 : cuda::kHeldVectors;
@@ -351,10 +294,24 @@ struct Plan {
     if (is_held && shared_bytes > kShared) layout.whole = shared_bytes + 2048 <= most_shared(op);
     in_blocks = is_short || (is_held && layout.whole);
     if (!is_held || !layout.whole) shared_bytes = 0;
-    groups = in_blocks ? AddingGrid(norm.rows, norm.length).blocks
-                       : ColumnsGrid(norm.rows, norm.length).groups;
+    cluster = in_blocks && !is_short && can_cluster ? kCluster : 1;
+    grid.blocks = ceil_div(grid.blocks, cluster) * cluster;
+    groups = grid.blocks / cluster;
+    const int64_t of_column = norm.rows * (bytes_of(norm.x.dtype) + bytes_of(norm.grad_out.dtype));
+    // Without clusters it is several times as much.
+    const int64_t most = can_cluster || is_short ? of_column / 100 : of_column / 12;
+    in_blocks = in_blocks && groups * wanted(grads) * int64_t(sizeof(float)) <= most;
+    if (in_blocks) return;
+    cluster = 1;
+    grid.blocks = std::min(layout.blocks(), kMostBlocks);
+    grid.rows_of_team = ceil_div(layout.blocks(), grid.blocks);
+    groups = cuda::ColumnsGrid(norm.rows, norm.length).groups;
   }
 
+  // One group goes to where the gradients are wanted.
+  bool has_partials() const { return in_blocks || groups > 1; }
+
+  static constexpr int kCluster = 8;        // as many as every device takes
   static constexpr int kShared = 40 << 10;  // every device has so much beside what is static
 
   static int most_shared(const char* op) {
@@ -365,6 +322,21 @@ struct Plan {
     return bytes;
   }
 };
+
+// Whether code was compiled for clusters that runs here: PTX for older devices has none, wherever
+// it runs.
+template <class Kind>
+bool can_cluster() {
+  cudaFuncAttributes found = {};
+  const auto kernel = backward_kernel<Kind, cuda::RowTeam<false, true>, BFloat16>;
+  cuda::check(cudaFuncGetAttributes(&found, kernel), Kind::kBackwardOp);
+  return found.ptxVersion >= 90;
+}
+
+template <class Kind>
+Plan plan_of(const NormBackward& norm, const OfVectors<Rows>& grads) {
+  return {norm, grads, can_cluster<Kind>(), Kind::kBackwardOp};
+}
 
 // The vectors whose gradients are wanted have partial sums one after the other.
 OfVectors<float*> partials_in(float* workspace, const OfVectors<Rows>& grads, int64_t floats) {
@@ -385,11 +357,6 @@ template <class Kind>
 void run_backward(const NormBackward& norm, const Plan& plan, const OfVectors<float*>& partials,
                   RowMoments* of_rows, cudaStream_t stream) {
   constexpr const char* op = Kind::kBackwardOp;
-  AddingGrid grid(norm.rows, norm.length);
-  if (!plan.in_blocks) {
-    grid.blocks = std::min(plan.layout.blocks(), kMostBlocks);
-    grid.rows_of_team = ceil_div(plan.layout.blocks(), grid.blocks);
-  }
   plan.layout.with_team([&](auto team, auto storage) {
     const auto kernel = backward_kernel<Kind, decltype(team), decltype(storage)>;
     if (plan.shared_bytes > Plan::kShared) {
@@ -397,10 +364,20 @@ void run_backward(const NormBackward& norm, const Plan& plan, const OfVectors<fl
                                        plan.shared_bytes),
                   op);
     }
-    kernel<<<unsigned(grid.blocks), plan.layout.block.threads, plan.shared_bytes, stream>>>(
-        norm, int(grid.rows_of_team), partials, of_rows, plan.layout.aligned);
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(unsigned(plan.grid.blocks));
+    config.blockDim = dim3(unsigned(plan.layout.block.threads));
+    config.dynamicSmemBytes = size_t(plan.shared_bytes);
+    config.stream = stream;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {unsigned(plan.cluster), 1, 1};
+    config.attrs = &attribute;
+    config.numAttrs = plan.cluster > 1 ? 1 : 0;
+    cuda::check(cudaLaunchKernelEx(&config, kernel, norm, int(plan.grid.rows_of_team), partials,
+                                   of_rows, plan.layout.aligned),
+                op);
   });
-  cuda::check(cudaGetLastError(), op);
 }
 
 }  // namespace
@@ -441,10 +418,10 @@ void norm_cuda(const Norm& norm, void* stream) {
 template <class Kind>
 int64_t norm_backward_workspace(const NormBackward& norm, const OfVectors<Rows>& grads) {
   if (wanted(grads) == 0) return 0;
-  const Plan plan(norm, grads, Kind::kBackwardOp);
+  const Plan plan = plan_of<Kind>(norm, grads);
   const int64_t moments =
       plan.in_blocks ? 0 : norm.rows * int64_t(sizeof(RowMoments) / sizeof(float));
-  return wanted(grads) * plan.groups * norm.length + moments;
+  return (plan.has_partials() ? wanted(grads) * plan.groups * norm.length : 0) + moments;
 }
 
 template <class Kind>
@@ -454,20 +431,19 @@ void norm_backward_cuda(const NormBackward& norm, const OfVectors<Rows>& grads, 
   constexpr const char* op = Kind::kBackwardOp;
   const cudaStream_t queue = cudaStream_t(stream);
   cuda::check(cudaPeekAtLastError(), op);
-  const Plan plan(norm, grads, Kind::kBackwardOp);
-  const int64_t floats = plan.groups * norm.length;
-  const OfVectors<float*> partials = partials_in(workspace, grads, floats);
+  const Plan plan = plan_of<Kind>(norm, grads);
+  const int64_t floats = plan.has_partials() ? plan.groups * norm.length : 0;
+  const OfVectors<float*> partials =
+      plan.has_partials() ? partials_in(workspace, grads, floats) : OfVectors<float*>{};
   const bool in_columns = wanted(grads) > 0 && !plan.in_blocks;
   float* behind = workspace + wanted(grads) * floats;
   RowMoments* of_rows = in_columns ? reinterpret_cast<RowMoments*>(behind) : nullptr;
   if (norm.rows > 0) run_backward<Kind>(norm, plan, partials, of_rows, queue);
-  if (norm.rows > 0 && in_columns) {
-    const ColumnsGrid grid(norm.rows, norm.length);
-    columns_kernel<Kind>
-        <<<dim3(unsigned(grid.blocks), unsigned(grid.groups)), unsigned(grid.threads), 0, queue>>>(
-            norm, of_rows, grid.rows_of_group, partials, plan.layout.aligned);
-    cuda::check(cudaGetLastError(), op);
+  if (in_columns) {
+    cuda::add_columns<Kind>(norm, of_rows, partials, grads, plan.layout.whole, plan.layout.aligned,
+                            op, queue);
   }
+  if (!plan.has_partials()) return;
   const auto add = [&](const float* partial, const Rows& grad) {
     if (!is_there(grad)) return;
     cuda::add_partials(partial, plan.groups, norm.length, grad, op, queue);

@@ -13,6 +13,8 @@ namespace cuda {
 
 using Values = Floats<kRowVector>;
 
+DSX_HOST_DEVICE inline bool is_there(const Rows& rows) { return rows.data != nullptr; }
+
 // A thread's part of one row of kTensors tensors, of which all but the first may be absent: in
 // registers, or to be read again each time, a few vectors at once.
 template <class Team, class T, int kTensors>
@@ -210,6 +212,15 @@ class Moments {
 
   int meeting_ = 0;  // of the team's threads
 };
+
+// The gradient of what was normalized.
+template <class Kind>
+__device__ inline Values gradient(const RowMoments& row, const Values& deviation,
+                                  const Values& grad, const Values& weight) {
+  const Values weighted = grad * weight, inverse(row.inverse), share(row.share);
+  if constexpr (!Kind::kCentered) return grad_of_x(deviation, weighted, inverse, share);
+  return grad_of_x(deviation, weighted, inverse, share, Values(row.grad_mean * row.inverse));
+}
 
 }  // namespace cuda
 }  // namespace dsx
