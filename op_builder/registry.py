@@ -27,7 +27,8 @@ def _op(library: str, op: str, *more: str) -> OpSpec:
 
 def _norm(library: str, name: str, kind: str) -> OpSpec:
     """Return the library of a norm; both kinds share their sources."""
-    shared = _op(library, "transformer/norm")
+    more = () if library.startswith("cpu") else ("transformer/norm_backward_cuda.cu",)
+    shared = _op(library, "transformer/norm", *more)
     check = f"deepspeed_ext.ops.transformer.self_checks:{name}"
     return replace(shared, defines=(("DSX_NORM", kind),), self_check=check)
 
