@@ -1,8 +1,8 @@
-// The gradients of a norm on CUDA, likewise. Those of vectors are added up by each block over its
-// rows, then by clusters of blocks, and a small kernel adds these; or a kernel goes down the
-// columns. A file of its own, so that both compile side by side.
+// The gradients of a norm on CUDA. Those of vectors are added up by the teams that have the rows,
+// then by a small kernel; or, of few rows and of long ones, by a kernel that goes down the columns.
+// A file of its own, so that both directions compile side by side.
 #include "common/cuda/add_partials.cuh"
-#include "transformer/norm_column_sums_cuda.cuh"
+#include "transformer/norm_adding_cuda.cuh"
 #include "transformer/norm_columns_cuda.cuh"
 #include "transformer/norm_layout_cuda.cuh"
 
@@ -10,210 +10,127 @@ namespace dsx {
 namespace {
 
 using cuda::is_there;
-using cuda::kMostBlocks;
 using cuda::kRowVector;
 using cuda::Layout;
+using cuda::RowLength;
 using cuda::RowMoments;
 using cuda::Values;
 
-// Whether a block adds up what its rows add to the gradients of vectors.
-template <class Team>
-constexpr bool kAddsUp = Team::kShort || Team::kVectors > 0;
-
-// The weight where it is held for all rows of a block, or read again for each. Ones if absent.
-template <class Team>
-struct Weight {
-  static constexpr bool kHeld = Team::kVectors > 0;
-  const Rows& rows;
-  float offset;
-  bool aligned;
-  cuda::SharedColumns<Team> held = {};
-
-  __device__ void begin(float4* memory, int64_t length) {
-    held.places = memory + threadIdx.x;
-    cuda::for_each_row_vector<Team>(
-        length, [&](int v, int64_t i, int count) { held.set(v, read(i, count)); });
-  }
-  __device__ Values get(int v, int64_t i, int count) const {
-    if constexpr (kHeld) return held.get(v);
-    return read(i, count);
-  }
-
- private:
-  __device__ Values read(int64_t i, int count) const {
-    if (rows.data == nullptr) return 1.0f;
-    return floats_of(cuda::fetch(rows.even_row<Any>(0), i, count, aligned)) + Values(offset);
-  }
-};
-
-template <class Kind, class Team, class T>
-__global__ void __launch_bounds__(Team::kMostThreads, Team::kShort ? 3 : 1)
-    backward_kernel(const __grid_constant__ NormBackward norm, int rows_of_team,
-                    OfVectors<float*> partials,  // [clusters, length] written; null: not wanted
-                    RowMoments* of_rows,         // [rows] written; null: not wanted
-                    bool is_aligned) {
+// Each team takes a row, which is held if kHeld.
+template <class Kind, class Team, class T, bool kHeld>
+__global__ void __launch_bounds__(Team::kMostThreads)
+    rows_kernel(const __grid_constant__ NormBackward norm,
+                RowMoments* of_rows,  // [rows] written; null: not wanted
+                int team_threads, bool is_aligned) {
+  __shared__ float meeting[cuda::kMeetingFloats<Kind, Team::kLength, true>];
   const bool aligned = !std::is_same_v<T, Any> || is_aligned;
-  using Sum = std::conditional_t<Team::kShort, cuda::RegisterSum<Team>, cuda::SharedColumns<Team>>;
-  Sum of_weight, of_bias, of_x_bias;
-  Weight<Team> weight{norm.weight, norm.weight_offset, is_aligned};
-  if constexpr (Team::kVectors > 0) {
-    extern __shared__ __align__(16) uint4 shared_vectors[];
-    float4* memory = reinterpret_cast<float4*>(shared_vectors);
-    const auto next = [&] {
-      float4* mine = memory;
-      memory += cuda::SharedColumns<Team>::size(int(blockDim.x));
-      return mine;
-    };
-    weight.begin(next(), norm.length);
-    if constexpr (!Team::kShort) {
-      if (partials.weight != nullptr) of_weight.begin(next(), norm.length);
-      if (partials.bias != nullptr) of_bias.begin(next(), norm.length);
-      if (partials.x_bias != nullptr) of_x_bias.begin(next(), norm.length);
-    }
-  }
-  cuda::Moments<Kind, Team, T, true> moments;
-  int64_t number = int64_t(blockIdx.x) * rows_of_team * Team::kTeams + Team::team();
-#pragma unroll 1
-  for (int turn = 0; turn < rows_of_team; ++turn, number += Team::kTeams) {
-    const int64_t place = ::min(number, norm.rows - 1);
-    const Pointer<T> grad_x = norm.grad_x.even_row<T>(place);
-    cuda::RowPart<Team, T, 2> row{{norm.x.row<T>(place), norm.grad_out.row<T>(place)},
-                                  number < norm.rows ? norm.length : 0,
-                                  aligned,
-                                  {}};
-    cuda::RowPart<Team, T, 1> grad_sum{{norm.grad_sum.row<T>(place)}, 0, aligned, {}};
-    if (grad_sum.tensors[0]) grad_sum.length = row.length;
-    row.fetch_all();
-    cuda::fetch_ahead<Team>(grad_sum.tensors[0], grad_sum.length);
-    if (turn + 1 < rows_of_team && number + Team::kTeams < norm.rows) {
-      cuda::fetch_ahead<Team>(norm.x.row<T>(number + Team::kTeams), norm.length);
-      cuda::fetch_ahead<Team>(norm.grad_out.row<T>(number + Team::kTeams), norm.length);
-    }
-    const float near = Kind::kCentered ? row.mean_of_first_of(0) : 0.0f;
-    const RowMoments found = moments.of(row, near, float(norm.length), norm.eps,
-                                        [&](int v, int64_t i, int count, auto& vectors) {
-      return floats_of(vectors[1]) * weight.get(v, i, count);
-    });
-    constexpr bool kHasRoom = Team::kVectors > 0 && sizeof(cuda::RowVector<T>) == 16;
-    if constexpr (kHasRoom) grad_sum.fetch_all();
-    row.for_each([&](int v, int64_t i, int count, auto& vectors) {
+  const Team team(team_threads);
+  const int64_t number = team.row(), place = ::min(number, norm.rows - 1);
+  const int64_t length = number < norm.rows ? norm.length : 0;
+  const Pointer<T> x = norm.x.row<T>(place), grad_out = norm.grad_out.row<T>(place);
+  const Pointer<T> grad_sum = norm.grad_sum.row<T>(place);
+  const Pointer<T> grad_x = norm.grad_x.even_row<T>(place);
+  const auto weight_at = [&](int64_t i, int count) {
+    if (norm.weight.data == nullptr) return Values(1.0f);
+    const auto weight = cuda::fetch(norm.weight.even_row<Any>(0), i, count, is_aligned);
+    return floats_of(weight) + Values(norm.weight_offset);
+  };
+  const auto weighted = [&](auto i, const auto& vectors) {
+    return floats_of(vectors[1]) * weight_at(i, cuda::count_at<T>(i, cuda::Column<T>(length)));
+  };
+  const auto run = [&](const auto& row) {
+    const float near = Kind::kCentered ? cuda::mean_of_first(x, length, aligned) : 0.0f;
+    cuda::Moments<Kind, Team, T, true> moments(team, meeting);
+    moments.put(row, near, weighted);
+    const RowMoments found = moments.find(row, near, float(norm.length), norm.eps, weighted);
+    row.for_each_vector([&](auto i, int count, const auto& vectors) {
       const Values value = found.deviation_of<Kind>(floats_of(vectors[0]));
-      const Values grad = floats_of(vectors[1]);
-      Values result = cuda::gradient<Kind>(found, value, grad, weight.get(v, i, count));
-      if (grad_sum.tensors[0]) {
-        if constexpr (kHasRoom) {
-          result = result + floats_of(grad_sum.held[v][0]);
-        } else {
-          result = result + floats_of(cuda::fetch(grad_sum.tensors[0], i, count, aligned));
-        }
-      }
+      Values result =
+          found.gradient<Kind>(value, floats_of(vectors[1]), weight_at(i, count));
+      if (grad_sum) result = result + floats_of(cuda::fetch(grad_sum, i, count, aligned));
       cuda::put(grad_x, i, count, aligned, result);
-      if constexpr (kAddsUp<Team>) {
-        of_weight.update(v, [&](const Values& before) {
-          return add_grad_of_weight(value, grad, Values(found.inverse), before);
-        });
-        of_bias.add(grad, v);
-        of_x_bias.add(result, v);
-      }
     });
-    if (of_rows != nullptr && Team::thread() == 0 && row.length > 0) of_rows[number] = found;
-  }
-  if constexpr (kAddsUp<Team>) {
-    const cuda::Cluster cluster;
-    const int64_t first = int64_t(cluster.number()) * norm.length;
-    const auto of_blocks = [&](float* all) { return all == nullptr ? nullptr : all + first; };
-    cluster.meet();
-    of_weight.finish(cluster, of_blocks(partials.weight), norm.length);
-    of_bias.finish(cluster, of_blocks(partials.bias), norm.length);
-    of_x_bias.finish(cluster, of_blocks(partials.x_bias), norm.length);
-    cluster.meet();  // before the memory of a block that others read is gone
+    if (of_rows != nullptr && team.thread == 0 && length > 0) of_rows[number] = found;
+  };
+  if constexpr (kHeld) {
+    cuda::HeldRow<Team, T, 2> row{team, int(length), {}};
+    row.fetch_all({x, grad_out});
+    run(row);
+  } else {
+    run(cuda::ReadRow<Team, T, 2>{team, length, aligned, {x, grad_out}});
   }
 }
-
-// Blocks of a backward kernel that adds up rows: as many as a large device runs all at once,
-// whatever the device, as sums depend on their number. A float adds up 256 rows at the most.
-struct AddingGrid {
-  int64_t blocks, rows_of_team;
-
-  AddingGrid(int64_t rows, int64_t length) {
-    const cuda::RowBlock block(length);
-    const int resident_threads = block.teams > 1 ? 768 : 512;  // as they need registers
-    const int64_t teams = 128 * (resident_threads / block.threads) * block.teams;
-    rows_of_team = std::clamp<int64_t>(ceil_div(rows, teams), 1, 256);
-    blocks = ceil_div(rows, rows_of_team * block.teams);
-  }
-};
 
 int wanted(const OfVectors<Rows>& grads) {
   return is_there(grads.weight) + is_there(grads.bias) + is_there(grads.x_bias);
 }
 
-// How a backward pass goes about its sums over rows: in the blocks that have the rows, if what a
-// cluster of blocks adds up is little beside what is read, else down the columns.
+// How a backward pass goes about its sums over rows.
 struct Plan {
-  Layout layout;
-  AddingGrid grid;
-  bool in_blocks;
-  int cluster;       // blocks that add up together
-  int64_t groups;    // of rows that have sums
-  int shared_bytes;  // of a block, for vectors
+  static constexpr int kCluster = 2;  // more of them do not fill a device
+  static constexpr int64_t kOfCache = 32 << 20;
 
-  // `can_cluster`: the code can, and the device.
-  Plan(const NormBackward& norm, const OfVectors<Rows>& grads, bool can_cluster, const char* op)
-      : layout(norm.rows, norm.length, {norm.x, norm.grad_out, norm.grad_sum, norm.grad_x},
-               {norm.weight}),
-        grid(norm.rows, norm.length) {
-    const bool is_short = layout.block.teams > 1;
-    const int sums = is_short ? 0 : wanted(grads);
-    const int vectors_of_thread = is_short ? 1 : cuda::kHeldVectors;
-    shared_bytes = (1 + sums) * layout.block.threads * vectors_of_thread * kRowVector * 4;
-    const bool is_held = layout.whole && norm.length <= cuda::kLongestHeldRow;
-    if (is_held && shared_bytes > kShared) layout.whole = shared_bytes + 2048 <= most_shared(op);
-    in_blocks = is_short || (is_held && layout.whole);
-    if (!is_held || !layout.whole) shared_bytes = 0;
-    cluster = in_blocks && !is_short && can_cluster ? kCluster : 1;
-    grid.blocks = ceil_div(grid.blocks, cluster) * cluster;
-    groups = grid.blocks / cluster;
-    const int64_t of_column = norm.rows * (bytes_of(norm.x.dtype) + bytes_of(norm.grad_out.dtype));
-    // Without clusters it is several times as much.
-    const int64_t most = can_cluster || is_short ? of_column / 100 : of_column / 12;
-    in_blocks = in_blocks && groups * wanted(grads) * int64_t(sizeof(float)) <= most;
-    if (in_blocks) return;
-    cluster = 1;
-    grid.blocks = std::min(layout.blocks(), kMostBlocks);
-    grid.rows_of_team = ceil_div(layout.blocks(), grid.blocks);
-    groups = cuda::ColumnsGrid(norm.rows, norm.length).groups;
+  Layout layout;
+  bool adds_up;          // the teams that have the rows do, else a kernel that goes down the columns
+  int threads = 0;       // of a block that adds up
+  int cluster = 1;       // its blocks add up together
+  int rows_of_team = 1;
+  int64_t blocks = 0;
+  int64_t groups;        // of rows that have sums
+  int ring_bytes = 0;
+
+  template <class Kind>
+  static Plan of(const NormBackward& norm, const OfVectors<Rows>& grads) {
+    Plan plan(norm);
+    // A thread has registers for so many sums.
+    const bool fits = plan.layout.whole && norm.length <= cuda::kUsualRow && norm.rows > 0 &&
+                      !is_there(grads.x_bias) && (Kind::kCentered || !is_there(grads.bias));
+    plan.adds_up = fits && wanted(grads) > 0 && plan.can_add_up<Kind>(norm, grads);
+    if (!plan.adds_up) plan.groups = cuda::ColumnsGrid(norm.rows, norm.length).groups;
+    return plan;
   }
 
   // One group goes to where the gradients are wanted.
-  bool has_partials() const { return in_blocks || groups > 1; }
+  bool has_partials() const { return adds_up || groups > 1; }
 
-  static constexpr int kCluster = 8;        // as many as every device takes
-  static constexpr int kShared = 40 << 10;  // every device has so much beside what is static
+ private:
+  explicit Plan(const NormBackward& norm)
+      : layout(norm.rows, norm.length, {norm.x, norm.grad_out, norm.grad_sum, norm.grad_x},
+               {norm.weight}) {}
 
-  static int most_shared(const char* op) {
-    int device = 0, bytes = 0;
-    cuda::check(cudaGetDevice(&device), op);
-    cuda::check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-                op);
-    return bytes;
+  template <class Kind>
+  bool can_add_up(const NormBackward& norm, const OfVectors<Rows>& grads) {
+    const cuda::Device device(Kind::kBackwardOp);
+    cuda::with_row_length(norm.length, [&](auto team) {
+      using Team = typename decltype(team)::type;
+      if constexpr (Team::kLength != RowLength::is_long) {
+        threads = cuda::kAddingThreads<Team> / layout.team * layout.team;
+        with_storage_type(layout.dtype, [&](auto storage) {
+          using T = decltype(storage);
+          ring_bytes = cuda::Ring<Kind, Team, T>::bytes(threads, is_there(norm.grad_sum));
+          const auto kernel = cuda::adding_kernel<Kind, Team, T>;
+          cudaFuncAttributes found = {};
+          cuda::check(cudaFuncGetAttributes(&found, kernel), Kind::kBackwardOp);
+          // PTX for older devices has no clusters, wherever it runs.
+          if (!Team::kShort && found.ptxVersion >= 90) cluster = kCluster;
+        });
+      }
+    });
+    if (ring_bytes > device.shared_bytes - (16 << 10)) return false;
+    // As many blocks as run at once, if there are rows for all of them.
+    const int64_t teams = threads / layout.team;
+    const int64_t resident = int64_t(device.multiprocessors) * (layout.team < cuda::kWarp ? 3 : 1);
+    const int64_t most = std::max<int64_t>(1, resident / cluster * cluster) * teams;
+    rows_of_team = int(std::clamp<int64_t>(ceil_div(norm.rows, most), 1, 1 << 30));
+    blocks = ceil_div(ceil_div(norm.rows, rows_of_team * teams), cluster) * cluster;
+    groups = blocks / cluster;
+    // What is in the cache is soon read again, so that there the sums need not be as many: 1 %.
+    const int64_t of_row = bytes_of(norm.x.dtype) + bytes_of(norm.grad_out.dtype);
+    const int64_t sums = groups * wanted(grads) * int64_t(sizeof(float));
+    const bool is_cached = norm.rows * norm.length * of_row <= kOfCache;
+    return sums * (is_cached ? 100 : 24) <= norm.rows * of_row;
   }
 };
-
-// Whether code was compiled for clusters that runs here: PTX for older devices has none, wherever
-// it runs.
-template <class Kind>
-bool can_cluster() {
-  cudaFuncAttributes found = {};
-  const auto kernel = backward_kernel<Kind, cuda::RowTeam<false, true>, BFloat16>;
-  cuda::check(cudaFuncGetAttributes(&found, kernel), Kind::kBackwardOp);
-  return found.ptxVersion >= 90;
-}
-
-template <class Kind>
-Plan plan_of(const NormBackward& norm, const OfVectors<Rows>& grads) {
-  return {norm, grads, can_cluster<Kind>(), Kind::kBackwardOp};
-}
 
 // The vectors whose gradients are wanted have partial sums one after the other.
 OfVectors<float*> partials_in(float* workspace, const OfVectors<Rows>& grads, int64_t floats) {
@@ -230,30 +147,45 @@ OfVectors<float*> partials_in(float* workspace, const OfVectors<Rows>& grads, in
   return partials;
 }
 
-template <class Kind>
-void run_backward(const NormBackward& norm, const Plan& plan, const OfVectors<float*>& partials,
-                  RowMoments* of_rows, cudaStream_t stream) {
+template <class Kind, class Team>
+void run_adding(const NormBackward& norm, const Plan& plan, const OfVectors<float*>& partials,
+                cudaStream_t stream) {
   constexpr const char* op = Kind::kBackwardOp;
-  plan.layout.with_team([&](auto team, auto storage) {
-    const auto kernel = backward_kernel<Kind, decltype(team), decltype(storage)>;
-    if (plan.shared_bytes > Plan::kShared) {
-      cuda::check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       plan.shared_bytes),
-                  op);
-    }
+  with_storage_type(plan.layout.dtype, [&](auto storage) {
+    const auto kernel = cuda::adding_kernel<Kind, Team, decltype(storage)>;
+    cuda::allow_shared(kernel, plan.ring_bytes, op);
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(unsigned(plan.grid.blocks));
-    config.blockDim = dim3(unsigned(plan.layout.block.threads));
-    config.dynamicSmemBytes = size_t(plan.shared_bytes);
+    config.gridDim = dim3(unsigned(plan.blocks));
+    config.blockDim = dim3(unsigned(plan.threads));
+    config.dynamicSmemBytes = size_t(plan.ring_bytes);
     config.stream = stream;
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {unsigned(plan.cluster), 1, 1};
     config.attrs = &attribute;
     config.numAttrs = plan.cluster > 1 ? 1 : 0;
-    cuda::check(cudaLaunchKernelEx(&config, kernel, norm, int(plan.grid.rows_of_team), partials,
-                                   of_rows, plan.layout.aligned),
+    cuda::check(cudaLaunchKernelEx(&config, kernel, norm, plan.layout.team, plan.rows_of_team,
+                                   partials),
                 op);
+  });
+}
+
+template <class Kind, class Team>
+void run_rows(const NormBackward& norm, const Layout& layout, RowMoments* of_rows,
+              cudaStream_t stream) {
+  const auto launch = [&](auto kernel) {
+    kernel<<<unsigned(layout.blocks), layout.block, 0, stream>>>(norm, of_rows, layout.team,
+                                                                 layout.aligned);
+  };
+  if (!layout.whole) return launch(rows_kernel<Kind, Team, Any, false>);
+  with_storage_type(layout.dtype, [&](auto storage) {
+    using T = decltype(storage);
+    if constexpr (Team::kLength != RowLength::is_long) {
+      launch(rows_kernel<Kind, Team, T, true>);
+    } else {  // long rows of float16 are rare
+      using Long = std::conditional_t<std::is_same_v<T, Half>, Any, T>;
+      launch(rows_kernel<Kind, Team, Long, false>);
+    }
   });
 }
 
@@ -262,9 +194,9 @@ void run_backward(const NormBackward& norm, const Plan& plan, const OfVectors<fl
 template <class Kind>
 int64_t norm_backward_workspace(const NormBackward& norm, const OfVectors<Rows>& grads) {
   if (wanted(grads) == 0) return 0;
-  const Plan plan = plan_of<Kind>(norm, grads);
+  const Plan plan = Plan::of<Kind>(norm, grads);
   const int64_t moments =
-      plan.in_blocks ? 0 : norm.rows * int64_t(sizeof(RowMoments) / sizeof(float));
+      plan.adds_up ? 0 : norm.rows * int64_t(sizeof(RowMoments) / sizeof(float));
   return (plan.has_partials() ? wanted(grads) * plan.groups * norm.length : 0) + moments;
 }
 
@@ -275,14 +207,23 @@ void norm_backward_cuda(const NormBackward& norm, const OfVectors<Rows>& grads, 
   constexpr const char* op = Kind::kBackwardOp;
   const cudaStream_t queue = cudaStream_t(stream);
   cuda::check(cudaPeekAtLastError(), op);
-  const Plan plan = plan_of<Kind>(norm, grads);
+  const Plan plan = Plan::of<Kind>(norm, grads);
   const int64_t floats = plan.has_partials() ? plan.groups * norm.length : 0;
   const OfVectors<float*> partials =
       plan.has_partials() ? partials_in(workspace, grads, floats) : OfVectors<float*>{};
-  const bool in_columns = wanted(grads) > 0 && !plan.in_blocks;
+  const bool in_columns = wanted(grads) > 0 && !plan.adds_up;
   float* behind = workspace + wanted(grads) * floats;
   RowMoments* of_rows = in_columns ? reinterpret_cast<RowMoments*>(behind) : nullptr;
-  if (norm.rows > 0) run_backward<Kind>(norm, plan, partials, of_rows, queue);
+  if (norm.rows > 0) {
+    cuda::with_row_length(norm.length, [&](auto team) {
+      using Team = typename decltype(team)::type;
+      if constexpr (Team::kLength != RowLength::is_long) {
+        if (plan.adds_up) return run_adding<Kind, Team>(norm, plan, partials, queue);
+      }
+      run_rows<Kind, Team>(norm, plan.layout, of_rows, queue);
+      cuda::check(cudaGetLastError(), op);
+    });
+  }
   if (in_columns) {
     cuda::add_columns<Kind>(norm, of_rows, partials, grads, plan.layout.whole, plan.layout.aligned,
                             op, queue);

@@ -1,146 +1,104 @@
-// What rows add to the gradients of vectors: each thread adds up its columns over the rows of its
-// block, in registers or in shared memory, or a kernel of its own does where rows are not held.
+// What rows add to the gradients of vectors where the blocks that have the rows do not add it up:
+// where a row is not held, and where partial sums would be much beside few rows.
 #pragma once
 
-#include "common/cuda/rows.cuh"
+#include "transformer/norm_cuda.cuh"
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-#include <cooperative_groups.h>
-#define DSX_HAS_CLUSTERS
-#endif
+namespace dsx {
+namespace cuda {
 
-namespace dsx::cuda {
+constexpr int kWarpsOfColumns = 16, kColumnsOfBlock = kWarp * kRowVector;
 
-// Blocks that can read each other's shared memory; one where there are no clusters.
-class Cluster {
- public:
-#if defined(DSX_HAS_CLUSTERS) && defined(__CUDA_ARCH__)
-  __device__ int blocks() const { return int(group_.num_blocks()); }
-  __device__ int rank() const { return int(group_.block_rank()); }
-  __device__ void meet() const { group_.sync(); }
-  template <class T>
-  __device__ T* of_block(T* mine, int rank) const {
-    return group_.map_shared_rank(mine, rank);
+// Each warp takes every so many-th row of one group, each lane eight columns.
+template <class Kind, class T>
+__global__ void __launch_bounds__(kWarpsOfColumns* kWarp)
+    columns_kernel(const __grid_constant__ NormBackward norm,
+                   const RowMoments* of_rows,  // [rows]
+                   int64_t rows_of_group,
+                   OfVectors<float*> partials,  // [groups, length] written; all null: there is one
+                   const __grid_constant__ OfVectors<Rows> grads,  // written then
+                   bool is_aligned) {
+  __shared__ float of_warps[kWarpsOfColumns][kColumnsOfBlock];
+  const bool aligned = !std::is_same_v<T, Any> || is_aligned;
+  const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
+  const int64_t column = int64_t(blockIdx.x) * kColumnsOfBlock, i = column + lane * kRowVector;
+  const int count = int(::min(int64_t(kRowVector), norm.length - i));
+  Values of_weight(0.0f), of_bias(0.0f), of_x_bias(0.0f);
+  if (count > 0) {
+    const auto fetch_from = [&](const Rows& rows, int64_t row) {
+      return fetch(rows.row<T>(row), i, count, aligned);
+    };
+    Values weight(1.0f);
+    if (is_there(norm.weight)) {
+      weight = floats_of(fetch(norm.weight.even_row<Any>(0), i, count, is_aligned)) +
+               Values(norm.weight_offset);
+    }
+    const int64_t end = ::min((blockIdx.y + int64_t(1)) * rows_of_group, norm.rows);
+#pragma unroll 4
+    for (int64_t row = blockIdx.y * rows_of_group + warp; row < end; row += kWarpsOfColumns) {
+      const RowMoments found = of_rows[row];
+      const RowVector<T> x = fetch_from(norm.x, row), grad_out = fetch_from(norm.grad_out, row);
+      const Values grad = floats_of(grad_out);
+      const Values value = found.deviation_of<Kind>(floats_of(x));
+      of_weight = add_grad_of_weight(value, grad, Values(found.inverse), of_weight);
+      of_bias = of_bias + grad;
+      if (!is_there(grads.x_bias)) continue;
+      of_x_bias = of_x_bias + found.gradient<Kind>(value, grad, weight);
+      if (is_there(norm.grad_sum))
+        of_x_bias = of_x_bias + floats_of(fetch_from(norm.grad_sum, row));
+    }
   }
+  const auto store = [&](const Values& sum, float* partial, const Rows& grad) {
+    if (!is_there(grad)) return;
+    __syncthreads();  // the last readers of that memory
+#pragma unroll
+    for (int k = 0; k < kRowVector; ++k) of_warps[warp][lane * kRowVector + k] = sum.lanes[k];
+    __syncthreads();
+    const int64_t mine = column + threadIdx.x;
+    if (int(threadIdx.x) >= kColumnsOfBlock || mine >= norm.length) return;
+    float total = 0;
+#pragma unroll
+    for (int w = 0; w < kWarpsOfColumns; ++w) total += of_warps[w][threadIdx.x];
+    if (partial != nullptr) {
+      partial[blockIdx.y * norm.length + mine] = total;
+    } else {
+      cuda::store<Access::single>(grad.row<Any>(0) + mine, Floats<1>(total), 1);
+    }
+  };
+  store(of_weight, partials.weight, grads.weight);
+  store(of_bias, partials.bias, grads.bias);
+  store(of_x_bias, partials.x_bias, grads.x_bias);
+}
 
- private:
-  cooperative_groups::cluster_group group_ = cooperative_groups::this_cluster();
+// Groups are large enough for their sums to be little beside the rows.
+struct ColumnsGrid {
+  int64_t blocks, groups, rows_of_group;
 
- public:
-#else
-  __device__ int blocks() const { return 1; }
-  __device__ int rank() const { return 0; }
-  __device__ void meet() const { __syncthreads(); }
-  template <class T>
-  __device__ T* of_block(T* mine, int) const {
-    return mine;
+  ColumnsGrid(int64_t rows, int64_t length)
+      : blocks(ceil_div(length, kColumnsOfBlock)),
+        rows_of_group(std::max<int64_t>(1024, ceil_div(rows, 65535))) {
+    groups = std::max<int64_t>(1, ceil_div(rows, rows_of_group));
   }
-#endif
-  __device__ int64_t number() const { return int64_t(blockIdx.x) / blocks(); }
 };
 
-// Columns of a thread over the rows of its block, in registers.
-template <class Team>
-struct RegisterSum {
-  Floats<kRowVector> totals[Team::kVectors > 0 ? Team::kVectors : 1] = {};
-
-  __device__ void add(const Floats<kRowVector>& term, int v) { totals[v] = totals[v] + term; }
-
-  template <class Next>
-  __device__ void update(int v, const Next& next) {
-    totals[v] = next(totals[v]);
+// Queues it. `whole`: rows can be accessed as vectors of the dtype of x.
+template <class Kind>
+void add_columns(const NormBackward& norm, const RowMoments* of_rows,
+                 const OfVectors<float*>& partials, const OfVectors<Rows>& grads, bool whole,
+                 bool aligned, const char* op, cudaStream_t stream) {
+  const ColumnsGrid grid(norm.rows, norm.length);
+  const auto launch = [&](auto storage) {
+    columns_kernel<Kind, decltype(storage)>
+        <<<dim3(unsigned(grid.blocks), unsigned(grid.groups)), kWarpsOfColumns * kWarp, 0,
+           stream>>>(norm, of_rows, grid.rows_of_group, partials, grads, aligned);
+  };
+  if (whole) {
+    with_storage_type(norm.x.dtype, launch);
+  } else {
+    launch(Any{});
   }
+  check(cudaGetLastError(), op);
+}
 
-  // Those of a block, which is in no cluster; all its threads call it.
-  __device__ void finish(const Cluster&, float* memory, int64_t length) const {  // [length] written
-    if (memory == nullptr) return;
-    {
-      __shared__ float of_teams[Team::kTeams][kShortRow];
-#pragma unroll
-      for (int k = 0; k < kRowVector; ++k) {
-        of_teams[Team::team()][Team::thread() * kRowVector + k] = totals[0].lanes[k];
-      }
-      __syncthreads();
-      float sum = 0;
-      if (int(threadIdx.x) < length) {
-#pragma unroll
-        for (int team = 0; team < Team::kTeams; ++team) sum += of_teams[team][threadIdx.x];
-        memory[threadIdx.x] = sum;
-      }
-      __syncthreads();  // before another sum is here
-    }
-  }
-};
-
-// The columns of a thread in shared memory, for what registers have no room for: each thread has
-// its own places.
-template <class Team>
-struct SharedColumns {
-  float4* places = nullptr;  // null: absent
-
-  // How many float4 a block of so many threads needs.
-  DSX_HOST_DEVICE static constexpr int size(int threads) {
-    return Team::kVectors * kRowVector / 4 * threads;
-  }
-
-  __device__ void begin(float4* memory, int64_t length) {
-    places = memory + threadIdx.x;
-    for_each_row_vector<Team>(length,
-                              [&](int v, int64_t, int) { set(v, Floats<kRowVector>(0.0f)); });
-  }
-
-  __device__ void set(int v, const Floats<kRowVector>& values) const {
-#pragma unroll
-    for (int k = 0; k < kRowVector; k += 4) {
-      const float* four = values.lanes + k;
-      places[place(v, k)] = {four[0], four[1], four[2], four[3]};
-    }
-  }
-
-  __device__ Floats<kRowVector> get(int v) const {
-    Floats<kRowVector> values;
-#pragma unroll
-    for (int k = 0; k < kRowVector; k += 4) {
-      const float4 four = places[place(v, k)];
-      values.lanes[k] = four.x;
-      values.lanes[k + 1] = four.y;
-      values.lanes[k + 2] = four.z;
-      values.lanes[k + 3] = four.w;
-    }
-    return values;
-  }
-
-  __device__ void add(const Floats<kRowVector>& term, int v) const {
-    if (places != nullptr) set(v, get(v) + term);
-  }
-
-  template <class Next>
-  __device__ void update(int v, const Next& next) const {
-    if (places != nullptr) set(v, next(get(v)));
-  }
-
-  // Those of the blocks of a cluster in their order, of which each block adds up a part: float4
-  // number `part` of each thread. All have met before.
-  __device__ void finish(const Cluster& cluster, float* memory, int64_t length) const {
-    if (places == nullptr) return;
-    for (int part = cluster.rank(); part < size(1); part += cluster.blocks()) {
-      const int64_t vector = part * 4 / kRowVector * int64_t(Team::threads()) + Team::thread();
-      const int64_t i = vector * kRowVector + part * 4 % kRowVector;
-      if (i >= length) continue;
-      float4 sum = {0, 0, 0, 0};
-      for (int rank = 0; rank < cluster.blocks(); ++rank) {
-        const float4 four = cluster.of_block(places, rank)[part * int(blockDim.x)];
-        sum.x += four.x;
-        sum.y += four.y;
-        sum.z += four.z;
-        sum.w += four.w;
-      }
-      *reinterpret_cast<float4*>(memory + i) = sum;
-    }
-  }
-
- private:
-  __device__ static int place(int v, int k) { return (v * kRowVector + k) / 4 * int(blockDim.x); }
-};
-
-}  // namespace dsx::cuda
+}  // namespace cuda
+}  // namespace dsx

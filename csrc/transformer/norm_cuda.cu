@@ -1,86 +1,228 @@
-// A norm on CUDA, of the kind that DSX_NORM names: each team of threads takes a few rows one after
-// the other.
+// A norm on CUDA, of the kind that DSX_NORM names: each team of threads takes a row.
 #include "transformer/norm_layout_cuda.cuh"
+#include "transformer/norm_long_cuda.cuh"
 
 namespace dsx {
 namespace {
 
-using cuda::kMostBlocks;
 using cuda::Layout;
+using cuda::RowLength;
 using cuda::RowMoments;
+using cuda::RowTeam;
+using cuda::RowVector;
 using cuda::Values;
 
-// Blocks of the most threads that shall run on a multiprocessor: so many registers they have.
-template <class Team, class T>
-constexpr int kResident = Team::kVectors > 0 && sizeof(T) == 2 ? 2 : 1;
+// In the place of gradients, where there are none.
+struct NoGrads {};
 
-// Each team takes a few rows one after the other. W is the storage type of the vectors.
-template <class Kind, class Team, class T, class W>
-__global__ void __launch_bounds__(Team::kMostThreads, Team::kShort ? 4 : kResident<Team, T>)
-    norm_kernel(const __grid_constant__ Norm norm, int64_t rows_of_team, bool is_aligned) {
-  const bool aligned = !std::is_same_v<T, Any> || is_aligned;
-  const auto vector_at = [&](const Rows& vector, int64_t i, int count) {
-    return floats_of(cuda::fetch(vector.even_row<W>(0), i, count, aligned));
+// What is normalized: x, or the sum of it and the residual, as it is stored.
+template <class T, class W>
+__device__ inline RowVector<T> sum_of(const Norm& norm, Pointer<T> sum, int64_t i, int count,
+                                      bool aligned, const RowVector<T>& x,
+                                      const RowVector<T>& residual) {
+  Values value = floats_of(x);
+  if (norm.x_bias.data != nullptr) {
+    value = value + floats_of(cuda::fetch(norm.x_bias.even_row<W>(0), i, count, aligned));
+  }
+  return cuda::packed_for(sum, value + floats_of(residual));
+}
+
+// Normalizes a vector of the row, and stores it.
+template <class Kind, class T, class W>
+__device__ inline void put_result(const Norm& norm, const RowMoments& found, Pointer<T> out,
+                                  int64_t i, int count, bool aligned, const RowVector<T>& vector) {
+  const auto vector_at = [&](const Rows& rows) {
+    return floats_of(cuda::fetch(rows.even_row<W>(0), i, count, aligned));
   };
-  const int64_t first = int64_t(blockIdx.x) * rows_of_team * Team::kTeams + Team::team();
-  const int64_t end = ::min(first + rows_of_team * Team::kTeams, norm.rows + Team::team());
-  cuda::Moments<Kind, Team, T, false> moments;
-#pragma unroll 1
-  for (int64_t number = first; number < end; number += Team::kTeams) {
-    const int64_t place = ::min(number, norm.rows - 1);
-    const Pointer<T> out = norm.out.even_row<T>(place);
-    cuda::RowPart<Team, T, 2> row{{norm.x.row<T>(place), norm.residual.row<T>(place)},
+  Values weight(1.0f);
+  if (norm.weight.data != nullptr) {
+    weight = vector_at(norm.weight);
+    if (norm.weight_offset != 0) weight = weight + Values(norm.weight_offset);
+  }
+  const Values value = found.deviation_of<Kind>(floats_of(vector)), inverse(found.inverse);
+  const Values result = norm.bias.data != nullptr
+                            ? normalized(value, inverse, weight, vector_at(norm.bias))
+                            : normalized(value, inverse, weight);
+  cuda::put<cuda::Stored::streamed>(out, i, count, aligned, result);
+}
+
+// Rows in registers. W is the storage type of the vectors; kOfSum: there is a residual. A
+// multiprocessor holds so many threads that each has the registers for all its loads at once:
+// with fewer registers it reads memory half as fast.
+template <class Kind, class Team, class T, class W, bool kOfSum>
+__global__ void __launch_bounds__(Team::kMostThreads, sizeof(T) == 2 ? 2 : 1)
+    norm_kernel(const __grid_constant__ Norm norm, int team_threads) {
+  __shared__ float meeting[cuda::kMeetingFloats<Kind, Team::kLength, false>];
+  const Team team(team_threads);
+  const int64_t number = team.row(), place = ::min(number, norm.rows - 1);
+  const Pointer<T> out = norm.out.even_row<T>(place), x = norm.x.row<T>(place);
+  cuda::HeldRow<Team, T, 1 + kOfSum> row{team, number < norm.rows ? int(norm.length) : 0, {}};
+  float near = 0;
+  if constexpr (kOfSum) {
+    const Pointer<T> residual = norm.residual.row<T>(place);
+    row.fetch_all({x, residual});
+    if (Kind::kCentered) {
+      near = cuda::mean_of_first(x, row.length, true) +
+             cuda::mean_of_first(residual, row.length, true);
+    }
+    const bool is_wanted = norm.sum.data != nullptr;
+    const Pointer<T> sum = norm.sum.even_row<T>(place);
+    row.for_each([&](int v, int i, int count) {
+      const RowVector<T> value = sum_of<T, W>(norm, sum, i, count, true, row.vectors[v][0],
+                                              row.vectors[v][1]);
+      row.vectors[v][0] = value;
+      if (is_wanted) cuda::put_vector(sum, i, value);
+    });
+  } else {
+    row.fetch_all({x});
+    if (Kind::kCentered) near = cuda::mean_of_first(x, row.length, true);
+  }
+  cuda::Moments<Kind, Team, T, false> moments(team, meeting);
+  moments.put(row, near, NoGrads{});
+  const RowMoments found = moments.find(row, near, float(norm.length), norm.eps, NoGrads{});
+  row.for_each([&](int v, int i, int count) {
+    put_result<Kind, T, W>(norm, found, out, i, count, true, row.vectors[v][0]);
+  });
+}
+
+// Rows that are read again each time.
+template <class Kind, class Team>
+__global__ void __launch_bounds__(Team::kMostThreads)
+    reading_kernel(const __grid_constant__ Norm norm, int team_threads, bool aligned) {
+  __shared__ float meeting[cuda::kMeetingFloats<Kind, Team::kLength, false>];
+  const Team team(team_threads);
+  const int64_t number = team.row(), place = ::min(number, norm.rows - 1);
+  const Pointer<Any> out = norm.out.even_row<Any>(place);
+  cuda::ReadRow<Team, Any, 2> row{team,
                                   number < norm.rows ? norm.length : 0,
                                   aligned,
-                                  {}};
-    row.fetch_all();
-    // While the threads meet, the weight comes, and the next row from memory.
-    constexpr bool kHasRoom = Team::kVectors > 0 && sizeof(W) == 2;
-    cuda::RowPart<Team, W, 1> weight{{norm.weight.even_row<W>(0)}, row.length, aligned, {}};
-    if (number + Team::kTeams < end && number + Team::kTeams < norm.rows) {
-      cuda::fetch_ahead<Team>(norm.x.row<T>(number + Team::kTeams), norm.length);
-      if (row.tensors[1]) {
-        cuda::fetch_ahead<Team>(norm.residual.row<T>(number + Team::kTeams), norm.length);
-      }
-    }
-    const float near = Kind::kCentered ? row.mean_of_first() : 0.0f;
-    if (row.tensors[1]) {
-      // What is not held is read again from where the sum is wanted, or will be replaced by the
-      // result: that has the same dtype then.
+                                  {norm.x.row<Any>(place), norm.residual.row<Any>(place)}};
+  float near = 0;
+  if (Kind::kCentered) {
+    near = cuda::mean_of_first(row.tensors[0], row.length, aligned) +
+           cuda::mean_of_first(row.tensors[1], row.length, aligned);
+  }
+  if (row.tensors[1]) {
+    // The sum is read again from where it is wanted, or will be replaced by the result: that has
+    // the same dtype then.
+    const Pointer<Any> sum = norm.sum.data != nullptr ? norm.sum.even_row<Any>(place) : out;
+    row.for_each_vector([&](int64_t i, int count, const auto& vectors) {
+      const auto value =
+          sum_of<Any, Any>(norm, sum, i, count, aligned, vectors[0], vectors[1]);
+      cuda::put(sum, i, count, aligned, value.elements);
+    });
+    row.tensors[0] = sum;
+    row.tensors[1] = {};
+  }
+  cuda::Moments<Kind, Team, Any, false> moments(team, meeting);
+  moments.put(row, near, NoGrads{});
+  const RowMoments found = moments.find(row, near, float(norm.length), norm.eps, NoGrads{});
+  row.for_each_vector([&](int64_t i, int count, const auto& vectors) {
+    put_result<Kind, Any, Any>(norm, found, out, i, count, aligned, vectors[0]);
+  });
+}
+
+// Long rows that are held.
+template <class Kind, class T, class W, bool kOfSum>
+__global__ void __launch_bounds__(cuda::kLongTeam, 1)
+    long_kernel(const __grid_constant__ Norm norm) {
+  using Row = cuda::LongRow<T>;
+  extern __shared__ __align__(16) uint4 slots[];
+  __shared__ float meeting[cuda::kMeetingFloats<Kind, RowLength::is_long, false>];
+  const typename Row::Team team(cuda::kLongTeam);
+  Row row{team, int(norm.length), reinterpret_cast<RowVector<T>*>(slots) + team.thread, {}};
+  const auto ask_all = [&](Pointer<T> x) {
+#pragma unroll
+    for (int v = 0; v < Row::kMostVectors; ++v) row.ask(v, x);
+  };
+  cuda::Moments<Kind, typename Row::Team, T, false> moments(team, meeting);
+  if (!kOfSum) ask_all(norm.x.row<T>(blockIdx.x));
+#pragma unroll 1
+  for (int64_t number = blockIdx.x; number < norm.rows; number += gridDim.x) {
+    const Pointer<T> x = norm.x.row<T>(number), out = norm.out.even_row<T>(number);
+    float near = Kind::kCentered ? cuda::mean_of_first(x, norm.length, true) : 0.0f;
+    if constexpr (kOfSum) {
+      const Pointer<T> residual = norm.residual.row<T>(number);
+      if (Kind::kCentered) near += cuda::mean_of_first(residual, norm.length, true);
       const bool is_wanted = norm.sum.data != nullptr;
-      const Pointer<T> sum = is_wanted ? norm.sum.even_row<T>(place) : out;
-      row.for_each([&](int, int64_t i, int count, auto& vectors) {
-        Values value = floats_of(vectors[0]);
-        if (norm.x_bias.data != nullptr) value = value + vector_at(norm.x_bias, i, count);
-        value = value + floats_of(vectors[1]);
-        vectors[0] = cuda::packed_for(sum, value);
-        if (is_wanted || !row.kHeld) cuda::put(sum, i, count, aligned, value);
+      const Pointer<T> sum = norm.sum.even_row<T>(number);
+      struct Both {
+        RowVector<T> x, residual;
+      };
+      row.set_all(
+          [&](int i) -> Both {
+        return {cuda::fetch(x, i, cuda::kRowVector, true),
+                cuda::fetch(residual, i, cuda::kRowVector, true)};
+      },
+          [&](int i, const Both& both) {
+        const auto value =
+            sum_of<T, W>(norm, sum, i, cuda::kRowVector, true, both.x, both.residual);
+        if (is_wanted) cuda::put_vector(sum, i, value);
+        return value;
       });
-      row.tensors[0] = sum;
-      row.tensors[1] = {};
+    } else {
+      row.wait();
     }
-    if constexpr (kHasRoom) {
-      if (weight.tensors[0]) weight.fetch_all();
-    }
-    const RowMoments found = moments.of(row, near, float(norm.length), norm.eps, nullptr);
-    row.for_each([&](int v, int64_t i, int count, auto& vectors) {
-      Values scale(1.0f);
-      if (weight.tensors[0]) {
-        if constexpr (kHasRoom) {
-          scale = floats_of(weight.held[v][0]);
-        } else {
-          scale = vector_at(norm.weight, i, count);
-        }
-        scale = scale + Values(norm.weight_offset);
-      }
-      const Values value = found.deviation_of<Kind>(floats_of(vectors[0]));
-      const Values inverse(found.inverse);
-      const Values result = norm.bias.data != nullptr
-                                ? normalized(value, inverse, scale, vector_at(norm.bias, i, count))
-                                : normalized(value, inverse, scale);
-      cuda::put<cuda::Stored::streamed>(out, i, count, aligned, result);
+    moments.put(row, near, NoGrads{});
+    const RowMoments found = moments.find(row, near, float(norm.length), norm.eps, NoGrads{});
+    const int64_t next = number + gridDim.x;
+    const Pointer<T> next_x = norm.x.row<T>(::min(next, norm.rows - 1));
+    row.for_each([&](int v, int i, const RowVector<T>& vector) {
+      put_result<Kind, T, W>(norm, found, out, i, cuda::kRowVector, true, vector);
+      if (!kOfSum && next < norm.rows) row.ask(v, next_x);
     });
   }
+}
+
+// Calls body(storage of rows, storage of vectors), of which the latter are floats or the same.
+template <class Body>
+void with_storage_types(Dtype rows, bool same, const Body& body) {
+  with_storage_type(rows, [&](auto storage) {
+    if (same) return body(storage, storage);
+    body(storage, float{});
+  });
+}
+
+template <class Kind, class T, class W, bool kOfSum>
+void launch_long(const Norm& norm, const cuda::Device& device, cudaStream_t queue) {
+  const auto kernel = long_kernel<Kind, T, W, kOfSum>;
+  const int bytes = int(cuda::LongRow<T>::shared_bytes(norm.length));
+  cuda::allow_shared(kernel, bytes, Kind::kOp);
+  const int64_t blocks = std::min<int64_t>(norm.rows, device.multiprocessors);
+  kernel<<<unsigned(blocks), cuda::kLongTeam, bytes, queue>>>(norm);
+}
+
+// Whether there was a kernel for it.
+template <class Kind>
+bool run_long(const Norm& norm, Dtype dtype, bool same, cudaStream_t queue) {
+  if (dtype == Dtype::float16) return false;  // rare: they do not get kernels of their own
+  const cuda::Device device(Kind::kOp);
+  bool done = false;
+  with_storage_types(dtype, same, [&](auto storage, auto of_vectors) {
+    using T = decltype(storage);
+    using W = decltype(of_vectors);
+    if constexpr (!std::is_same_v<T, Half>) {
+      using Row = cuda::LongRow<T>;
+      if (norm.length > Row::kMostVectors * Row::kStride) return;
+      if (Row::shared_bytes(norm.length) > device.shared_bytes) return;
+      const bool is_of_sum = norm.residual.data != nullptr;
+      (is_of_sum ? launch_long<Kind, T, W, true> : launch_long<Kind, T, W, false>)(norm, device,
+                                                                                 queue);
+      done = true;
+    }
+  });
+  return done;
+}
+
+template <class Kind, class Team>
+void run_held(const Norm& norm, const Layout& layout, bool same, cudaStream_t queue) {
+  with_storage_types(layout.dtype, same, [&](auto storage, auto of_vectors) {
+    using T = decltype(storage);
+    using W = decltype(of_vectors);
+    const auto kernel = norm.residual.data != nullptr ? norm_kernel<Kind, Team, T, W, true>
+                                                      : norm_kernel<Kind, Team, T, W, false>;
+    kernel<<<unsigned(layout.blocks), layout.block, 0, queue>>>(norm, layout.team);
+  });
 }
 
 }  // namespace
@@ -88,34 +230,30 @@ __global__ void __launch_bounds__(Team::kMostThreads, Team::kShort ? 4 : kReside
 template <class Kind>
 void norm_cuda(const Norm& norm, void* stream) {
   if (norm.rows == 0 || norm.length == 0) return;
-  cuda::check(cudaPeekAtLastError(), Kind::kOp);  // of somebody before
+  constexpr const char* op = Kind::kOp;
+  const cudaStream_t queue = cudaStream_t(stream);
+  cuda::check(cudaPeekAtLastError(), op);  // of somebody before
   const auto vectors = {norm.weight, norm.bias, norm.x_bias};
-  Layout layout(norm.rows, norm.length, {norm.x, norm.residual, norm.sum, norm.out}, vectors);
-  const bool float_vectors = layout.dtype_of_vectors == Dtype::float32;
-  // Of the kinds of vectors, those that people train with have a kernel.
-  layout.whole = layout.whole && (float_vectors || layout.dtype_of_vectors == layout.dtype) &&
-                 Layout::are_of(vectors, layout.dtype_of_vectors);
-  // A few rows, so that the next one can be fetched ahead, where that leaves blocks for every
-  // multiprocessor.
-  int64_t rows_of_team = (layout.blocks() * layout.block.threads) >> 20;
-  rows_of_team = std::clamp<int64_t>(rows_of_team, ceil_div(layout.blocks(), kMostBlocks),
-                                     std::max<int64_t>(4, ceil_div(layout.blocks(), kMostBlocks)));
-  rows_of_team = std::max<int64_t>(1, rows_of_team);
-  const unsigned blocks = unsigned(ceil_div(layout.blocks(), rows_of_team));
-  layout.with_team([&](auto team, auto storage) {
-    using Team = decltype(team);
-    using T = decltype(storage);
-    const auto launch = [&](auto of_vectors) {
-      norm_kernel<Kind, Team, T, decltype(of_vectors)>
-          <<<blocks, layout.block.threads, 0, cudaStream_t(stream)>>>(norm, rows_of_team,
-                                                                      layout.aligned);
-    };
-    if constexpr (!std::is_same_v<T, Any>) {
-      if (float_vectors) return launch(float{});
+  const Layout layout(norm.rows, norm.length, {norm.x, norm.residual, norm.sum, norm.out}, vectors);
+  // Of the kinds of vectors, those that people train with have kernels.
+  const bool same = Layout::are_of(vectors, layout.dtype);
+  bool is_done = false;
+  const bool can_hold = layout.whole && (same || Layout::are_of(vectors, Dtype::float32));
+  cuda::with_row_length(norm.length, [&](auto team) {
+    using Team = typename decltype(team)::type;
+    if (can_hold) {
+      if constexpr (Team::kLength == RowLength::is_long) {
+        is_done = run_long<Kind>(norm, layout.dtype, same, queue);
+      } else {
+        run_held<Kind, Team>(norm, layout, same, queue);
+        is_done = true;
+      }
     }
-    launch(storage);
+    if (is_done) return;
+    reading_kernel<Kind, Team>
+        <<<unsigned(layout.blocks), layout.block, 0, queue>>>(norm, layout.team, layout.aligned);
   });
-  cuda::check(cudaGetLastError(), Kind::kOp);
+  cuda::check(cudaGetLastError(), op);
 }
 
 template void norm_cuda<DSX_NORM>(const Norm&, void*);

@@ -1,5 +1,5 @@
-// Kernels that work along rows: which thread has which elements of a row, and sums over a row. Both
-// depend on the length of the row only, not on where it lies or how many there are, so a row has
+// What kernels that work along rows share: consecutive elements of a thread, and sums over a row,
+// which depend on its length only, not on where it lies or how many there are, so that a row has
 // the same bits in any batch.
 #pragma once
 
@@ -14,78 +14,7 @@ namespace dsx::cuda {
 
 constexpr int kRowVector = 8;  // consecutive elements of a thread
 constexpr int kWarp = 32;
-constexpr int kHeldVectors = 4, kMostOfTeam = 512;
 constexpr int64_t kShortRow = 16 * kRowVector;
-constexpr int64_t kLongestHeldRow = kMostOfTeam * kHeldVectors * kRowVector;
-
-// Threads that take a row together: half a warp for a short row, else a whole block, of so many
-// threads that each has four vectors, but at most of 512. The vectors of a thread lie as far apart
-// as all threads of the team reach. They are held in registers if that is all and nothing is in the
-// way of whole vectors; if not, they are read again each time, with the same bits.
-template <bool kShort_, bool kHeld>
-struct RowTeam {
-  static constexpr bool kShort = kShort_;
-  static constexpr int kVectors = !kHeld ? 0 : kShort ? 1 : kHeldVectors;  // 0: read again
-  static constexpr int kTeams = kShort ? 16 : 1;                           // in a block
-  static constexpr int kMostThreads = kShort ? 256 : kMostOfTeam;          // of a block
-
-  __device__ static int threads() { return kShort ? 16 : int(blockDim.x); }
-  __device__ static int thread() { return kShort ? int(threadIdx.x) % 16 : int(threadIdx.x); }
-  __device__ static int team() { return kShort ? int(threadIdx.x) / 16 : 0; }
-};
-
-// Threads of a block, and rows that it takes at a time.
-struct RowBlock {
-  int threads, teams;
-
-  explicit RowBlock(int64_t length) {
-    const bool is_short = length <= kShortRow;
-    const int64_t warps = ceil_div(length, kWarp * kHeldVectors * kRowVector);
-    threads = is_short ? 256 : int(std::min<int64_t>(warps * kWarp, kMostOfTeam));
-    teams = is_short ? 16 : 1;
-  }
-};
-
-// Calls body with a team that holds rows and values of the storage types of `rows` and of `weight`,
-// or with a team that does not, and Any for both. `whole`: the length is a multiple of kRowVector,
-// and all rows are aligned and of the dtype of `rows`. The weight has that dtype too, or is
-// float32, or absent.
-template <class Body>
-void with_row_team(int64_t length, bool whole, const Rows& rows, const Rows& weight,
-                   const Body& body) {
-  const bool same = weight.data == nullptr || weight.dtype == rows.dtype;
-  const bool held = whole && length <= kLongestHeldRow && (same || weight.dtype == Dtype::float32);
-  const auto choose = [&](auto is_short) {
-    constexpr bool kShort = decltype(is_short)::value;
-    if (!held) return body(RowTeam<kShort, false>{}, Any{}, Any{});
-    with_storage_type(rows.dtype, [&](auto storage) {
-      if (same) return body(RowTeam<kShort, true>{}, storage, storage);
-      body(RowTeam<kShort, true>{}, storage, float{});
-    });
-  };
-  if (length <= kShortRow) return choose(std::true_type{});
-  choose(std::false_type{});
-}
-
-// Calls body(v, i, count) for each vector of this thread: number v, the first element i, the count
-// of elements that the row still has there, 1 to kRowVector.
-template <class Team, class Body>
-__device__ inline void for_each_row_vector(int64_t length, const Body& body) {
-  const int stride = Team::threads() * kRowVector;
-  if constexpr (Team::kVectors > 0) {
-    const int first = Team::thread() * kRowVector;
-#pragma unroll
-    for (int v = 0; v < Team::kVectors; ++v) {
-      const int i = first + v * stride;
-      if (i < int(length)) body(v, i, kRowVector);
-    }
-  } else {
-#pragma unroll 1
-    for (int64_t i = Team::thread() * kRowVector; i < length; i += stride) {
-      body(0, i, int(::min(int64_t(kRowVector), length - i)));
-    }
-  }
-}
 
 // Consecutive elements as they lie in memory, in words that make accesses of 16 bytes; as floats
 // where the storage type is known at run time only.
@@ -183,11 +112,30 @@ __device__ inline RowVector<T, kCount> packed_for(Pointer<T> row, const Floats<k
   }
 }
 
+// Stores a whole vector.
+template <Stored stored = Stored::usual, class T, int kCount>
+__device__ inline void put_vector(Pointer<T> row, int64_t i, const RowVector<T, kCount>& vector) {
+  uint4* target = reinterpret_cast<uint4*>(row.address + i);
+#pragma unroll
+  for (int k = 0; k < vector.kAccesses; ++k) {
+    const uint4& w = vector.words[k];
+    // An assignment would do, did the compiler not take some of them apart.
+    if constexpr (stored == Stored::streamed) {
+      asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target + k), "r"(w.x),
+                   "r"(w.y), "r"(w.z), "r"(w.w)
+                   : "memory");
+    } else {
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target + k), "r"(w.x),
+                   "r"(w.y), "r"(w.z), "r"(w.w)
+                   : "memory");
+    }
+  }
+}
+
 // Rounds to what the row stores, and stores it.
 template <Stored stored = Stored::usual, class T, int kCount>
-__device__ inline RowVector<T, kCount> put(Pointer<T> row, int64_t i, int count, bool aligned,
-                                           const Floats<kCount>& values) {
-  const RowVector<T, kCount> vector = packed_for(row, values);
+__device__ inline void put(Pointer<T> row, int64_t i, int count, bool aligned,
+                           const Floats<kCount>& values) {
   if constexpr (std::is_same_v<T, Any>) {
     if (aligned && count == kCount) {
       store<Access::vector>(row + i, values, count);
@@ -195,38 +143,7 @@ __device__ inline RowVector<T, kCount> put(Pointer<T> row, int64_t i, int count,
       store<Access::single>(row + i, values, count);
     }
   } else {
-    uint4* target = reinterpret_cast<uint4*>(row.address + i);
-#pragma unroll
-    for (int k = 0; k < vector.kAccesses; ++k) {
-      const uint4& w = vector.words[k];
-      // An assignment would do, did the compiler not take some of them apart.
-      if constexpr (stored == Stored::streamed) {
-        asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target + k), "r"(w.x),
-                     "r"(w.y), "r"(w.z), "r"(w.w)
-                     : "memory");
-      } else {
-        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target + k), "r"(w.x),
-                     "r"(w.y), "r"(w.z), "r"(w.w)
-                     : "memory");
-      }
-    }
-  }
-  return vector;
-}
-
-// The values as they are once they have been stored as T, or as this dtype if that is Any.
-template <class T>
-__device__ inline Floats<kRowVector> as_stored(const Floats<kRowVector>& values, Dtype dtype) {
-  if constexpr (std::is_same_v<T, Any>) {
-    return rounded(values, dtype);
-  } else {
-    constexpr int kPerWord = 4 / sizeof(T);
-    Floats<kRowVector> result;
-#pragma unroll
-    for (int k = 0; k < kRowVector; k += kPerWord) {
-      unpack<T>(pack<T>(values.lanes + k), result.lanes + k);
-    }
-    return result;
+    put_vector<stored>(row, i, packed_for(row, values));
   }
 }
 
@@ -238,16 +155,6 @@ __device__ inline Floats<kRowVector> first_lanes(Floats<kRowVector> values, int 
     for (int k = 0; k < kRowVector; ++k) values.lanes[k] = k < count ? values.lanes[k] : 0.0f;
   }
   return values;
-}
-
-// Asks for elements that will be loaded soon, without a register to load them into.
-template <class Team, class T>
-__device__ inline void fetch_ahead(Pointer<T> row, int64_t length) {
-  if constexpr (!std::is_same_v<T, Any>) {
-    for_each_row_vector<Team>(length, [&](int /*v*/, int64_t i, int /*count*/) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(row.address + i));
-    });
-  }
 }
 
 // Whether all vectors of these rows may be accessed 16 bytes at a time. Absent ones do not count.
