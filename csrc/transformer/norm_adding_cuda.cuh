@@ -38,6 +38,10 @@ class Cluster {
 #endif
 };
 
+// Several of them share a block.
+template <class Team>
+using TeamOfBlock = RowTeam<Team::kLength, false>;
+
 constexpr int kStages = 2;  // rows of a team that are on their way, or being worked on
 
 // Threads of a block.
@@ -95,7 +99,6 @@ struct Ring {
 template <class RingOfTeam, class T>
 struct RingRow {
   const RingOfTeam& ring;
-  const RowVector<T>* weights;  // those of this thread
   int stage;
   bool is_there;
 
@@ -104,12 +107,12 @@ struct RingRow {
     return sum_of_lanes(floats_of(ring.first(stage))) / kRowVector;
   }
 
-  // Calls body(i, count, vectors), with those of x, of the gradient, and of the weight.
+  // Calls body(i, count, vectors), with those of x and of the gradient.
   template <class Body>
   __device__ void for_each_vector(const Body& body) const {
     if (!is_there) return;
     ring.for_each([&](int v, int i) {
-      const RowVector<T> vectors[] = {ring.slot(stage, v), gradient(v), weights[v]};
+      const RowVector<T> vectors[] = {ring.slot(stage, v), gradient(v)};
       body(i, kRowVector, vectors);
     });
   }
@@ -136,21 +139,15 @@ __global__ void __launch_bounds__(kAddingThreads<Team>, Team::kShort ? 3 : 1)
   const RingOfTeam ring{team, reinterpret_cast<RowVector<T>*>(ring_memory) + threadIdx.x,
                         has_grad_sum ? 3 : 2, int(norm.length)};
 
-  RowVector<T> weights[kVectors];
-  if (has_weight && same) {
-    ring.for_each([&](int v, int i) {
-      weights[v] = fetch(norm.weight.even_row<T>(0), i, kRowVector, true);
-    });
-  }
-  const auto weight_at = [&](int i, const RowVector<T>& held) {
+  const Pointer<Any> any_weight = norm.weight.even_row<Any>(0);
+  const auto weight_at = [&](int i) {
     if (!has_weight) return Values(1.0f);
-    const Values weight =
-        same ? floats_of(held)
-             : load<Access::vector, kRowVector>(norm.weight.even_row<Any>(0) + i, kRowVector);
+    const Values weight = same ? floats_of(fetch(norm.weight.even_row<T>(0), i, kRowVector, true))
+                               : load<Access::vector, kRowVector>(any_weight + i, kRowVector);
     return norm.weight_offset == 0 ? weight : weight + Values(norm.weight_offset);
   };
   const auto weighted = [&](int i, const auto& vectors) {
-    return floats_of(vectors[1]) * weight_at(i, vectors[2]);
+    return floats_of(vectors[1]) * weight_at(i);
   };
 
   // Every team does as many turns, as its lanes may share a warp with those of another.
@@ -165,12 +162,13 @@ __global__ void __launch_bounds__(kAddingThreads<Team>, Team::kShort ? 3 : 1)
     end_fetches();
   };
   const auto row_of = [&](int turn) {
-    return RingRow<RingOfTeam, T>{ring, weights, turn % kStages, is_row(turn)};
+    return RingRow<RingOfTeam, T>{ring, turn % kStages, is_row(turn)};
   };
   Values of_weight[kVectors], of_bias[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) of_weight[v] = of_bias[v] = Values(0.0f);
   Moments<Kind, Team, T, true> moments(team, meeting);
+  const float inverse_n = 1.0f / float(norm.length);
 #pragma unroll
   for (int turn = 0; turn < kStages; ++turn) ask(turn);
   const auto put = [&](int turn) {
@@ -183,13 +181,13 @@ __global__ void __launch_bounds__(kAddingThreads<Team>, Team::kShort ? 3 : 1)
   for (int turn = 0; turn < rows_of_team; ++turn) {
     const auto row = row_of(turn);
     const RowMoments found =
-        moments.find(row, row.near(), float(norm.length), norm.eps, weighted);
+        moments.find(row, row.near(), inverse_n, norm.eps, weighted);
     if (row.is_there) {
       const Pointer<T> grad_x = norm.grad_x.even_row<T>(first + turn);
       ring.for_each([&](int v, int i) {
         const Values grad = floats_of(row.gradient(v));
         const Values value = found.deviation_of<Kind>(floats_of(ring.slot(row.stage, v)));
-        Values result = found.gradient<Kind>(value, grad, weight_at(i, weights[v]));
+        Values result = found.gradient<Kind>(value, grad, weight_at(i));
         if (has_grad_sum) {
           result = result + floats_of(ring.slot(row.stage, 2 * kVectors + v));
         }

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(Team::kMostThreads)
     const float near = Kind::kCentered ? cuda::mean_of_first(x, length, aligned) : 0.0f;
     cuda::Moments<Kind, Team, T, true> moments(team, meeting);
     moments.put(row, near, weighted);
-    const RowMoments found = moments.find(row, near, float(norm.length), norm.eps, weighted);
+    const RowMoments found = moments.find(row, near, 1.0f / float(norm.length), norm.eps, weighted);
     row.for_each_vector([&](auto i, int count, const auto& vectors) {
       const Values value = found.deviation_of<Kind>(floats_of(vectors[0]));
       Values result =
@@ -102,7 +102,7 @@ struct Plan {
   bool can_add_up(const NormBackward& norm, const OfVectors<Rows>& grads) {
     const cuda::Device device(Kind::kBackwardOp);
     cuda::with_row_length(norm.length, [&](auto team) {
-      using Team = typename decltype(team)::type;
+      using Team = cuda::TeamOfBlock<typename decltype(team)::type>;
       if constexpr (Team::kLength != RowLength::is_long) {
         threads = cuda::kAddingThreads<Team> / layout.team * layout.team;
         with_storage_type(layout.dtype, [&](auto storage) {
@@ -117,18 +117,20 @@ struct Plan {
       }
     });
     if (ring_bytes > device.shared_bytes - (16 << 10)) return false;
-    // As many blocks as run at once, if there are rows for all of them.
+    // As many blocks as run at once. What fits into the cache is soon read again, so sums of it
+    // need not take more than 1 % of its memory; of more, what they take is less than the time.
     const int64_t teams = threads / layout.team;
     const int64_t resident = int64_t(device.multiprocessors) * (layout.team < cuda::kWarp ? 3 : 1);
-    const int64_t most = std::max<int64_t>(1, resident / cluster * cluster) * teams;
-    rows_of_team = int(std::clamp<int64_t>(ceil_div(norm.rows, most), 1, 1 << 30));
+    const int64_t of_row = bytes_of(norm.x.dtype) + bytes_of(norm.grad_out.dtype);
+    const bool is_cached = norm.rows * norm.length * of_row <= kOfCache;
+    const int64_t most_groups =
+        norm.rows * of_row / (is_cached ? 100 : 24) / (wanted(grads) * int64_t(sizeof(float)));
+    const int64_t most = std::min(most_groups, resident / cluster) * cluster;
+    if (most * 8 < resident) return false;
+    rows_of_team = int(ceil_div(norm.rows, most * teams));
     blocks = ceil_div(ceil_div(norm.rows, rows_of_team * teams), cluster) * cluster;
     groups = blocks / cluster;
-    // What is in the cache is soon read again, so that there the sums need not be as many: 1 %.
-    const int64_t of_row = bytes_of(norm.x.dtype) + bytes_of(norm.grad_out.dtype);
-    const int64_t sums = groups * wanted(grads) * int64_t(sizeof(float));
-    const bool is_cached = norm.rows * norm.length * of_row <= kOfCache;
-    return sums * (is_cached ? 100 : 24) <= norm.rows * of_row;
+    return true;
   }
 };
 
@@ -218,7 +220,9 @@ void norm_backward_cuda(const NormBackward& norm, const OfVectors<Rows>& grads, 
     cuda::with_row_length(norm.length, [&](auto team) {
       using Team = typename decltype(team)::type;
       if constexpr (Team::kLength != RowLength::is_long) {
-        if (plan.adds_up) return run_adding<Kind, Team>(norm, plan, partials, queue);
+        if (plan.adds_up) {
+          return run_adding<Kind, cuda::TeamOfBlock<Team>>(norm, plan, partials, queue);
+        }
       }
       run_rows<Kind, Team>(norm, plan.layout, of_rows, queue);
       cuda::check(cudaGetLastError(), op);

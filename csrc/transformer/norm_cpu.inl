@@ -81,7 +81,7 @@ template <class Kind, class T, class Value, class Grad>
 inline RowMoments moments_of(int64_t n, float eps, const Value& value_at, const Grad& grad_at,
                              const Soon<T>& soon) {
   constexpr bool kGrads = !std::is_same_v<Grad, NoGrads>;
-  const float length = float(n);
+  const float inverse_n = 1.0f / float(n);
   const auto add_up = [&](float near) DSX_INLINED {
     constexpr int kDot = 1, kValues = 1 + kGrads, kSums = (1 + kGrads) * (1 + Kind::kCentered);
     float sums[kSums];
@@ -112,23 +112,23 @@ inline RowMoments moments_of(int64_t n, float eps, const Value& value_at, const 
     float near = mean_of_first(n, value_at);
     for (int attempt = 0; attempt < 2; ++attempt) {
       sums = add_up(near);
-      if (attempt == 1 || !sums.are_far(length)) break;
-      near += sums.values / length;
+      if (attempt == 1 || !sums.are_far(inverse_n)) break;
+      near += sums.values * inverse_n;
     }
-    const float shift = sums.values / length;
+    const float shift = sums.values * inverse_n;
     const RowMean mean(near, shift);
     row.mean = mean.mean;
     row.rest = mean.rest;
-    row.grad_mean = sums.grads / length;
+    row.grad_mean = sums.grads * inverse_n;
     sums.dot -= shift * sums.grads;
-    sums.squares = sums.squared_deviations(length);
+    sums.squares = sums.squared_deviations(inverse_n);
   } else {
     sums = add_up(0);
   }
   row.dot = sums.dot;
   const auto inverse_of = [&](float squares, float eps) {
     float lanes[Vec::size];
-    inverse_rms(Vec(squares), length, eps).store(lanes, Vec::size);
+    inverse_rms(Vec(squares), inverse_n, eps).store(lanes, Vec::size);
     return lanes[0];
   };
   row.inverse = inverse_of(sums.squares, eps);
@@ -200,7 +200,7 @@ struct RowGradients {
 
   RowGradients(const RowMoments& of_row, float n) : moments(of_row) {
     float lanes[Vec::size];
-    rms_share(Vec(of_row.dot), Vec(of_row.inverse), n).store(lanes, Vec::size);
+    rms_share(Vec(of_row.dot), Vec(of_row.inverse), 1 / n).store(lanes, Vec::size);
     share = lanes[0];
   }
   explicit RowGradients(const float* memory) : share(memory[4]) {

@@ -27,21 +27,34 @@ __device__ inline RowVector<T> sum_of(const Norm& norm, Pointer<T> sum, int64_t 
   return cuda::packed_for(sum, value + floats_of(residual));
 }
 
+// What a vector is multiplied by, and what is added then, as they lie in memory.
+template <class W>
+struct WeightAndBias {
+  RowVector<W> weight, bias;
+
+  __device__ void fetch(const Norm& norm, int64_t i, int count, bool aligned) {
+    if (norm.weight.data != nullptr) {
+      weight = cuda::fetch(norm.weight.even_row<W>(0), i, count, aligned);
+    }
+    if (norm.bias.data != nullptr) {
+      bias = cuda::fetch(norm.bias.even_row<W>(0), i, count, aligned);
+    }
+  }
+};
+
 // Normalizes a vector of the row, and stores it.
 template <class Kind, class T, class W>
 __device__ inline void put_result(const Norm& norm, const RowMoments& found, Pointer<T> out,
-                                  int64_t i, int count, bool aligned, const RowVector<T>& vector) {
-  const auto vector_at = [&](const Rows& rows) {
-    return floats_of(cuda::fetch(rows.even_row<W>(0), i, count, aligned));
-  };
+                                  int64_t i, int count, bool aligned, const RowVector<T>& vector,
+                                  const WeightAndBias<W>& vectors) {
   Values weight(1.0f);
   if (norm.weight.data != nullptr) {
-    weight = vector_at(norm.weight);
+    weight = floats_of(vectors.weight);
     if (norm.weight_offset != 0) weight = weight + Values(norm.weight_offset);
   }
   const Values value = found.deviation_of<Kind>(floats_of(vector)), inverse(found.inverse);
   const Values result = norm.bias.data != nullptr
-                            ? normalized(value, inverse, weight, vector_at(norm.bias))
+                            ? normalized(value, inverse, weight, floats_of(vectors.bias))
                             : normalized(value, inverse, weight);
   cuda::put<cuda::Stored::streamed>(out, i, count, aligned, result);
 }
@@ -78,10 +91,13 @@ __global__ void __launch_bounds__(Team::kMostThreads, sizeof(T) == 2 ? 2 : 1)
     if (Kind::kCentered) near = cuda::mean_of_first(x, row.length, true);
   }
   cuda::Moments<Kind, Team, T, false> moments(team, meeting);
+  const float inverse_n = 1.0f / float(norm.length);
   moments.put(row, near, NoGrads{});
-  const RowMoments found = moments.find(row, near, float(norm.length), norm.eps, NoGrads{});
+  const RowMoments found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
   row.for_each([&](int v, int i, int count) {
-    put_result<Kind, T, W>(norm, found, out, i, count, true, row.vectors[v][0]);
+    WeightAndBias<W> vectors;
+    vectors.fetch(norm, i, count, true);
+    put_result<Kind>(norm, found, out, i, count, true, row.vectors[v][0], vectors);
   });
 }
 
@@ -115,10 +131,13 @@ __global__ void __launch_bounds__(Team::kMostThreads)
     row.tensors[1] = {};
   }
   cuda::Moments<Kind, Team, Any, false> moments(team, meeting);
+  const float inverse_n = 1.0f / float(norm.length);
   moments.put(row, near, NoGrads{});
-  const RowMoments found = moments.find(row, near, float(norm.length), norm.eps, NoGrads{});
+  const RowMoments found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
   row.for_each_vector([&](int64_t i, int count, const auto& vectors) {
-    put_result<Kind, Any, Any>(norm, found, out, i, count, aligned, vectors[0]);
+    WeightAndBias<Any> of_columns;
+    of_columns.fetch(norm, i, count, aligned);
+    put_result<Kind>(norm, found, out, i, count, aligned, vectors[0], of_columns);
   });
 }
 
@@ -136,6 +155,7 @@ __global__ void __launch_bounds__(cuda::kLongTeam, 1)
     for (int v = 0; v < Row::kMostVectors; ++v) row.ask(v, x);
   };
   cuda::Moments<Kind, typename Row::Team, T, false> moments(team, meeting);
+  const float inverse_n = 1.0f / float(norm.length);
   if (!kOfSum) ask_all(norm.x.row<T>(blockIdx.x));
 #pragma unroll 1
   for (int64_t number = blockIdx.x; number < norm.rows; number += gridDim.x) {
@@ -164,13 +184,22 @@ __global__ void __launch_bounds__(cuda::kLongTeam, 1)
       row.wait();
     }
     moments.put(row, near, NoGrads{});
-    const RowMoments found = moments.find(row, near, float(norm.length), norm.eps, NoGrads{});
+    const RowMoments found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
     const int64_t next = number + gridDim.x;
     const Pointer<T> next_x = norm.x.row<T>(::min(next, norm.rows - 1));
-    row.for_each([&](int v, int i, const RowVector<T>& vector) {
-      put_result<Kind, T, W>(norm, found, out, i, cuda::kRowVector, true, vector);
-      if (!kOfSum && next < norm.rows) row.ask(v, next_x);
-    });
+    // A few vectors at once: between stores no load overtakes another.
+    constexpr int kBatch = 4 / int(sizeof(W));
+#pragma unroll
+    for (int first = 0; first < Row::kMostVectors; first += kBatch) {
+      WeightAndBias<W> vectors[kBatch];
+      row.template for_some<kBatch>(first, [&](int v, int i, const RowVector<T>&) {
+        vectors[v - first].fetch(norm, i, cuda::kRowVector, true);
+      });
+      row.template for_some<kBatch>(first, [&](int v, int i, const RowVector<T>& vector) {
+        put_result<Kind>(norm, found, out, i, cuda::kRowVector, true, vector, vectors[v - first]);
+        if (!kOfSum && next < norm.rows) row.ask(v, next_x);
+      });
+    }
   }
 }
 

@@ -32,7 +32,9 @@ inline int threads_of_team(int64_t length) {
   return int(ceil_div(length, kWarp * kHeldVectors * kRowVector)) * kWarp;
 }
 
-template <RowLength kLength_>
+// Of a block, or one of its teams: these have barriers of their own, of which a multiprocessor has
+// few.
+template <RowLength kLength_, bool kAlone = true>
 struct RowTeam {
   static constexpr RowLength kLength = kLength_;
   static constexpr bool kShort = kLength == RowLength::is_short;
@@ -51,9 +53,12 @@ struct RowTeam {
     return int64_t(blockIdx.x) * (int(blockDim.x) / threads) + number;
   }
 
-  // A barrier for each team, as teams need not wait for each other.
   __device__ void meet() const {
-    asm volatile("bar.sync %0, %1;" ::"r"(number + 1), "r"(threads) : "memory");
+    if constexpr (kAlone) {
+      __syncthreads();
+    } else {
+      asm volatile("bar.sync %0, %1;" ::"r"(number + 1), "r"(threads) : "memory");
+    }
   }
 };
 
@@ -284,13 +289,14 @@ class Moments {
   }
 
   template <class Row, class Grad>
-  __device__ RowMoments find(const Row& row, float near, float n, float eps, const Grad& grad_of) {
+  __device__ RowMoments find(const Row& row, float near, float inverse_n, float eps,
+                             const Grad& grad_of) {
     RowMoments found = {};
     NormSums sums = take();
     if constexpr (Kind::kCentered) {
-      const bool are_far = sums.are_far(n);
+      const bool are_far = sums.are_far(inverse_n);
       if (meeting_.any(are_far)) {
-        const float nearer = near + sums.values / n;
+        const float nearer = near + sums.values * inverse_n;
         put(row, nearer, grad_of);
         const NormSums around = take();
         if (are_far) {
@@ -298,22 +304,22 @@ class Moments {
           near = nearer;
         }
       }
-      const float shift = sums.values / n;
+      const float shift = sums.values * inverse_n;
       const RowMean mean(near, shift);
       found.mean = mean.mean;
       found.rest = mean.rest;
-      found.grad_mean = sums.grads / n;
+      found.grad_mean = sums.grads * inverse_n;
       sums.dot -= shift * sums.grads;
-      sums.squares = sums.squared_deviations(n);
+      sums.squares = sums.squared_deviations(inverse_n);
     }
-    found.inverse = inverse_rms(Floats<1>(sums.squares), n, eps).lanes[0];
+    found.inverse = inverse_rms(Floats<1>(sums.squares), inverse_n, eps).lanes[0];
     const bool fits = squares_fit(found.inverse);
     if (meeting_.any(!fits)) {
-      const float inverse = inverse_of_scaled(row, n, eps, found);
+      const float inverse = inverse_of_scaled(row, inverse_n, eps, found);
       if (!fits) found.inverse = inverse;
     }
     if constexpr (kGrads) {
-      found.share = rms_share(Floats<1>(sums.dot), Floats<1>(found.inverse), n).lanes[0];
+      found.share = rms_share(Floats<1>(sums.dot), Floats<1>(found.inverse), inverse_n).lanes[0];
     }
     return found;
   }
@@ -331,7 +337,8 @@ class Moments {
   }
 
   template <class Row>
-  __device__ float inverse_of_scaled(const Row& row, float n, float eps, const RowMoments& found) {
+  __device__ float inverse_of_scaled(const Row& row, float inverse_n, float eps,
+                                     const RowMoments& found) {
     const float scale = scale_of_squares(found.inverse);
     LaneSum squares;
     row.for_each_vector([&](auto, int count, const auto& vectors) {
@@ -342,8 +349,9 @@ class Moments {
     float sums[kSums] = {squares.total()};
     meeting_.put(sums);
     meeting_.take(sums);
-    const float inverse = inverse_rms(Floats<1>(sums[0]), n, eps * scale * scale).lanes[0] * scale;
-    const float most = inverse_rms(Floats<1>(0.0f), n, eps).lanes[0];  // when eps has vanished
+    const float inverse =
+        inverse_rms(Floats<1>(sums[0]), inverse_n, eps * scale * scale).lanes[0] * scale;
+    const float most = inverse_rms(Floats<1>(0.0f), inverse_n, eps).lanes[0];  // when eps has vanished
     return inverse > most ? most : inverse;
   }
 

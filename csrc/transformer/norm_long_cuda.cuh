@@ -43,18 +43,18 @@ struct LongRow {
     wait_for_fetches<0>();
   }
 
-  // Calls body(v, i, vector).
-  template <class Body>
-  __device__ void for_each(const Body& body) const {
+  // Calls body(v, i, vector) for kCount vectors, from number `first` on.
+  template <int kCount, class Body>
+  __device__ void for_some(int first, const Body& body) const {
 #pragma unroll
-    for (int v = 0; v < kMostVectors; ++v) {
+    for (int v = first; v < first + kCount; ++v) {
       const int i = (v * kLongTeam + team.thread) * kRowVector;
       if (i < length) body(v, i, v < kInRegisters ? registers[v < kInRegisters ? v : 0] : *slot(v));
     }
   }
   template <class Body>
   __device__ void for_each_vector(const Body& body) const {
-    for_each([&](int, int i, const RowVector<T>& vector) {
+    for_some<kMostVectors>(0, [&](int, int i, const RowVector<T>& vector) {
       const RowVector<T> vectors[1] = {vector};
       body(i, kRowVector, vectors);
     });

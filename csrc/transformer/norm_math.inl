@@ -16,15 +16,15 @@ DSX_HOST_DEVICE inline V deviation(const V& x, const V& mean, const V& rest) {
 struct NormSums {
   float squares = 0, values = 0, dot = 0, grads = 0;
 
-  // The sum of squared deviations from the mean.
-  DSX_HOST_DEVICE float squared_deviations(float n) const {
-    const float rounded = squares - values * (values / n);
+  // The sum of squared deviations from the mean. Of n elements, 1 / n is given here and below.
+  DSX_HOST_DEVICE float squared_deviations(float inverse_n) const {
+    const float rounded = squares - values * (values * inverse_n);
     return rounded < 0 ? 0 : rounded;
   }
   // Whether that number is so far from the mean that too little is left of the squares: then the
   // sums are taken once more, around the mean.
-  DSX_HOST_DEVICE bool are_far(float n) const {
-    return values * (values / n) > 4 * squared_deviations(n);
+  DSX_HOST_DEVICE bool are_far(float inverse_n) const {
+    return values * (values * inverse_n) > 4 * squared_deviations(inverse_n);
   }
 };
 
@@ -38,10 +38,10 @@ struct RowMean {
   }
 };
 
-// 1 / rms of a row of n elements.
+// 1 / rms of a row.
 template <class V>
-DSX_HOST_DEVICE inline V inverse_rms(const V& sum_of_squares, float n, float eps) {
-  return rsqrt(sum_of_squares / V(n) + V(eps));
+DSX_HOST_DEVICE inline V inverse_rms(const V& sum_of_squares, float inverse_n, float eps) {
+  return rsqrt(sum_of_squares * V(inverse_n) + V(eps));
 }
 
 // Whether squares could be added up in floats: too large ones are inf, and of tiny ones so much is
@@ -65,8 +65,8 @@ DSX_HOST_DEVICE inline V normalized(const V& deviation, const V& inverse, const 
 // What the row's own rms takes from the gradient of each x, per deviation: `dot` is the sum over
 // the row of deviation * grad_out * weight.
 template <class V>
-DSX_HOST_DEVICE inline V rms_share(const V& dot, const V& inverse, float n) {
-  return dot / V(n) * inverse * inverse * inverse;
+DSX_HOST_DEVICE inline V rms_share(const V& dot, const V& inverse, float inverse_n) {
+  return dot * V(inverse_n) * inverse * inverse * inverse;
 }
 
 template <class V>

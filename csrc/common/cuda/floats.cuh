@@ -60,7 +60,7 @@ DSX_BINARY(Floats, Floats, max, dsx::max(a.lanes[i], b.lanes[i]))
 DSX_UNARY(Floats, operator-, -a.lanes[i])
 DSX_UNARY(Floats, abs, ::fabsf(a.lanes[i]))
 DSX_UNARY(Floats, sqrt, ::sqrtf(a.lanes[i]))
-DSX_UNARY(Floats, rsqrt, dsx::rsqrt(a.lanes[i]))
+DSX_UNARY(Floats, rsqrt, ::__frsqrt_rn(a.lanes[i]))  // of an op that does not promise the CPU's bits
 
 // CUDA's own, for ops that do not promise the bits of the CPU: exp is off by 2 units in the last
 // place at most, log by 1.5, sigmoid by 5; it is 0 instead of what is below 2^-126, as is
