@@ -42,69 +42,94 @@ class Cluster {
 template <class Team>
 using TeamOfBlock = RowTeam<Team::kLength, false>;
 
-constexpr int kStages = 2;  // rows of a team that are on their way, or being worked on
-
 // Threads of a block.
 template <class Team>
 constexpr int kAddingThreads = Team::kShort ? 256 : kMostOfTeam;
 
-// The memory of a block: for each stage, and in it for each of two tensors (or three, with the
-// gradient of the sum), the vectors of all its threads; of layer normalization then the first
-// vector of the row, once for each thread, so that no thread waits for another.
+// The memory of a block. While a row is worked on, the next one is on its way: of x and of the
+// gradient there are two stages, of the gradient of the sum one. Each thread has its own places, and
+// each half warp one for the first vector of a row; the weight is there for all, as floats.
 template <class Kind, class Team, class T>
 struct Ring {
-  static constexpr int kFirsts = Kind::kCentered ? 1 : 0;
+  using Vector = RowVector<T>;
+  static constexpr int kVectors = Team::kVectors, kStages = 2, kHalfWarp = kWarp / 2;
 
   const Team& team;
-  RowVector<T>* mine;  // that of this thread, of the first stage
-  int tensors;
+  Vector* rows;    // of this thread: [stages, x and gradient, kVectors], and of the gradient of the sum
+  Vector* firsts;  // of this half warp: [stages]
+  float* weight;   // [length]
   int length;
 
-  static int bytes(int threads, bool has_grad_sum) {
-    const int of_thread = kStages * ((has_grad_sum ? 3 : 2) * Team::kVectors + kFirsts);
-    const int for_sums = 2 * Team::kVectors * int(sizeof(float4));  // in the end
-    return threads * std::max(of_thread * int(sizeof(RowVector<T>)), for_sums);
+  static int64_t bytes(int threads, const NormBackward& norm) {
+    const int of_thread = (2 * kStages + (norm.grad_sum.data != nullptr)) * kVectors;
+    const int firsts = threads / kHalfWarp * kStages;
+    const int64_t of_rows = int64_t(threads * of_thread + firsts) * int(sizeof(Vector));
+    return of_rows + norm.length * int(sizeof(float));
   }
 
-  __device__ RowVector<T>& slot(int stage, int number) const {
-    const int of_stage = tensors * Team::kVectors + kFirsts;
-    return mine[(stage * of_stage + number) * int(blockDim.x)];
+  __device__ Ring(const Team& of, const NormBackward& norm, void* memory)
+      : team(of), length(int(norm.length)) {
+    const int of_thread = (2 * kStages + (norm.grad_sum.data != nullptr)) * kVectors;
+    rows = static_cast<Vector*>(memory) + threadIdx.x;
+    firsts = static_cast<Vector*>(memory) + of_thread * int(blockDim.x);
+    weight = reinterpret_cast<float*>(firsts + int(blockDim.x) / kHalfWarp * kStages);
+    firsts += int(threadIdx.x) / kHalfWarp * kStages;
+    for (int i = int(threadIdx.x); i < length; i += int(blockDim.x)) {
+      weight[i] = 1.0f;
+      if (norm.weight.data == nullptr) continue;
+      weight[i] = load<Access::single, 1>(norm.weight.even_row<Any>(0) + i, 1).lanes[0] +
+                  norm.weight_offset;
+    }
+    __syncthreads();
   }
-  __device__ RowVector<T>& first(int stage) const { return slot(stage, tensors * Team::kVectors); }
+
+  __device__ Vector& x(int stage, int v) const {
+    return rows[(stage * 2 * kVectors + v) * int(blockDim.x)];
+  }
+  __device__ Vector& grad_out(int stage, int v) const { return x(stage, kVectors + v); }
+  __device__ Vector& grad_sum(int v) const { return x(kStages, v); }
 
   // Calls body(v, i) for each vector.
   template <class Body>
   __device__ void for_each(const Body& body) const {
 #pragma unroll
-    for (int v = 0; v < Team::kVectors; ++v) {
+    for (int v = 0; v < kVectors; ++v) {
       const int i = (v * team.threads + team.thread) * kRowVector;
       if (i < length) body(v, i);
     }
   }
 
-  __device__ void ask(int stage, Pointer<T> x, Pointer<T> grad_out, Pointer<T> grad_sum) const {
-    constexpr int kBytes = int(sizeof(RowVector<T>));
+  __device__ void ask(int stage, Pointer<T> x_row, Pointer<T> grad_row) const {
     for_each([&](int v, int i) {
-      fetch_bytes<kBytes>(&slot(stage, v), x.address + i);
-      fetch_bytes<kBytes>(&slot(stage, Team::kVectors + v), grad_out.address + i);
-      if (grad_sum) {
-        fetch_bytes<kBytes>(&slot(stage, 2 * Team::kVectors + v), grad_sum.address + i);
-      }
+      fetch_bytes<int(sizeof(Vector))>(&x(stage, v), x_row.address + i);
+      fetch_bytes<int(sizeof(Vector))>(&grad_out(stage, v), grad_row.address + i);
     });
-    if (kFirsts > 0) fetch_bytes<kBytes>(&first(stage), x.address);
+    if (Kind::kCentered && int(threadIdx.x) % kHalfWarp == 0) {
+      fetch_bytes<int(sizeof(Vector))>(firsts + stage, x_row.address);
+    }
+  }
+  __device__ void ask_for_grad_sum(Pointer<T> row) const {
+    for_each([&](int v, int i) {
+      fetch_bytes<int(sizeof(Vector))>(&grad_sum(v), row.address + i);
+    });
+  }
+
+  __device__ Values weight_at(int i) const {
+    return load<Access::vector, kRowVector>(Pointer<float>{weight + i}, kRowVector);
   }
 };
 
 // A row of the ring, as Moments reads it.
-template <class RingOfTeam, class T>
+template <class RingOfTeam>
 struct RingRow {
   const RingOfTeam& ring;
   int stage;
   bool is_there;
 
+  // All threads of a warp call it.
   __device__ float near() const {
-    if (RingOfTeam::kFirsts == 0 || !is_there) return 0;
-    return sum_of_lanes(floats_of(ring.first(stage))) / kRowVector;
+    __syncwarp();  // with the thread that has fetched the first vector
+    return is_there ? sum_of_lanes(floats_of(ring.firsts[stage])) / kRowVector : 0.0f;
   }
 
   // Calls body(i, count, vectors), with those of x and of the gradient.
@@ -112,91 +137,78 @@ struct RingRow {
   __device__ void for_each_vector(const Body& body) const {
     if (!is_there) return;
     ring.for_each([&](int v, int i) {
-      const RowVector<T> vectors[] = {ring.slot(stage, v), gradient(v)};
+      const typename RingOfTeam::Vector vectors[] = {ring.x(stage, v), ring.grad_out(stage, v)};
       body(i, kRowVector, vectors);
     });
   }
-
-  __device__ const RowVector<T>& gradient(int v) const {
-    constexpr int kVectors = std::remove_cvref_t<decltype(ring.team)>::kVectors;
-    return ring.slot(stage, kVectors + v);
-  }
 };
 
-// Sums of rows [blockIdx.x * teams * rows_of_team, ...) of a cluster's blocks.
+// Each team takes rows_of_team rows; its cluster adds up.
 template <class Kind, class Team, class T>
 __global__ void __launch_bounds__(kAddingThreads<Team>, Team::kShort ? 3 : 1)
-    adding_kernel(const __grid_constant__ NormBackward norm, int team_threads, int rows_of_team,
+    adding_kernel(const __grid_constant__ NormBackward norm, float inverse_n, int team_threads,
+                  int rows_of_team,
                   OfVectors<float*> partials) {  // [clusters, length] written; null: not wanted
   constexpr int kVectors = Team::kVectors;
-  constexpr int kTeams = Team::kShort ? 1 : kMostOfTeam / (2 * kWarp);  // of more than a warp
   extern __shared__ __align__(16) uint4 ring_memory[];
-  __shared__ float meeting[kMeetingFloats<Kind, Team::kLength, true, kTeams>];
-  const Team team(team_threads);
-  const bool has_grad_sum = norm.grad_sum.data != nullptr;
-  const bool has_weight = norm.weight.data != nullptr, same = norm.weight.dtype == norm.x.dtype;
+  __shared__ float meeting[kMeetingFloats<Kind, Team, true>];
   using RingOfTeam = Ring<Kind, Team, T>;
-  const RingOfTeam ring{team, reinterpret_cast<RowVector<T>*>(ring_memory) + threadIdx.x,
-                        has_grad_sum ? 3 : 2, int(norm.length)};
-
-  const Pointer<Any> any_weight = norm.weight.even_row<Any>(0);
-  const auto weight_at = [&](int i) {
-    if (!has_weight) return Values(1.0f);
-    const Values weight = same ? floats_of(fetch(norm.weight.even_row<T>(0), i, kRowVector, true))
-                               : load<Access::vector, kRowVector>(any_weight + i, kRowVector);
-    return norm.weight_offset == 0 ? weight : weight + Values(norm.weight_offset);
-  };
+  const Team team(team_threads);
+  const RingOfTeam ring(team, norm, ring_memory);
+  const bool has_grad_sum = norm.grad_sum.data != nullptr;
   const auto weighted = [&](int i, const auto& vectors) {
-    return floats_of(vectors[1]) * weight_at(i);
+    return floats_of(vectors[1]) * ring.weight_at(i);
   };
 
-  // Every team does as many turns, as its lanes may share a warp with those of another.
+  // Every team does as many turns, as its lanes may share a warp with those of another. What is
+  // asked for in a turn comes in two groups, in the order in which it is needed.
   const int64_t first = team.row() * rows_of_team;
   const auto is_row = [&](int turn) { return turn < rows_of_team && first + turn < norm.rows; };
   const auto ask = [&](int turn) {
     if (is_row(turn)) {
-      const int64_t row = first + turn;
-      ring.ask(turn % kStages, norm.x.row<T>(row), norm.grad_out.row<T>(row),
-               norm.grad_sum.row<T>(row));
+      ring.ask(turn % RingOfTeam::kStages, norm.x.row<T>(first + turn),
+               norm.grad_out.row<T>(first + turn));
     }
     end_fetches();
   };
-  const auto row_of = [&](int turn) {
-    return RingRow<RingOfTeam, T>{ring, turn % kStages, is_row(turn)};
+  const auto ask_for_grad_sum = [&](int turn) {
+    if (has_grad_sum && is_row(turn)) ring.ask_for_grad_sum(norm.grad_sum.row<T>(first + turn));
+    end_fetches();
   };
   Values of_weight[kVectors], of_bias[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) of_weight[v] = of_bias[v] = Values(0.0f);
   Moments<Kind, Team, T, true> moments(team, meeting);
-  const float inverse_n = 1.0f / float(norm.length);
-#pragma unroll
-  for (int turn = 0; turn < kStages; ++turn) ask(turn);
+  float near = 0;
   const auto put = [&](int turn) {
-    wait_for_fetches<kStages - 1>();
-    const auto row = row_of(turn);
-    moments.put(row, row.near(), weighted);
+    wait_for_fetches<2>();
+    const RingRow<RingOfTeam> row{ring, turn % RingOfTeam::kStages, is_row(turn)};
+    if (Kind::kCentered) near = row.near();
+    moments.put(row, near, weighted);
   };
+  ask(0);
+  ask_for_grad_sum(0);
+  ask(1);
   put(0);
 #pragma unroll 1
   for (int turn = 0; turn < rows_of_team; ++turn) {
-    const auto row = row_of(turn);
-    const RowMoments found =
-        moments.find(row, row.near(), inverse_n, norm.eps, weighted);
+    const RingRow<RingOfTeam> row{ring, turn % RingOfTeam::kStages, is_row(turn)};
+    const RowMoments found = moments.find(row, near, inverse_n, norm.eps, weighted);
+    wait_for_fetches<1>();
     if (row.is_there) {
       const Pointer<T> grad_x = norm.grad_x.even_row<T>(first + turn);
       ring.for_each([&](int v, int i) {
-        const Values grad = floats_of(row.gradient(v));
-        const Values value = found.deviation_of<Kind>(floats_of(ring.slot(row.stage, v)));
-        Values result = found.gradient<Kind>(value, grad, weight_at(i));
-        if (has_grad_sum) {
-          result = result + floats_of(ring.slot(row.stage, 2 * kVectors + v));
-        }
+        const Values grad = floats_of(ring.grad_out(row.stage, v));
+        const Values value = found.deviation_of<Kind>(floats_of(ring.x(row.stage, v)));
+        Values result = found.gradient<Kind>(value, grad, ring.weight_at(i));
+        if (has_grad_sum) result = result + floats_of(ring.grad_sum(v));
         cuda::put<Stored::streamed>(grad_x, i, kRowVector, true, result);
         of_weight[v] = add_grad_of_weight(value, grad, Values(found.inverse), of_weight[v]);
         if constexpr (Kind::kCentered) of_bias[v] = of_bias[v] + grad;
       });
     }
-    ask(turn + kStages);
+    ask_for_grad_sum(turn + 1);
+    ask(turn + 2);
     if (turn + 1 < rows_of_team) put(turn + 1);
   }
   wait_for_fetches<0>();

@@ -21,8 +21,8 @@ template <class Kind, class Team, class T, bool kHeld>
 __global__ void __launch_bounds__(Team::kMostThreads)
     rows_kernel(const __grid_constant__ NormBackward norm,
                 RowMoments* of_rows,  // [rows] written; null: not wanted
-                int team_threads, bool is_aligned) {
-  __shared__ float meeting[cuda::kMeetingFloats<Kind, Team::kLength, true>];
+                float inverse_n, int team_threads, bool is_aligned) {
+  __shared__ float meeting[cuda::kMeetingFloats<Kind, Team, true>];
   const bool aligned = !std::is_same_v<T, Any> || is_aligned;
   const Team team(team_threads);
   const int64_t number = team.row(), place = ::min(number, norm.rows - 1);
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(Team::kMostThreads)
     const float near = Kind::kCentered ? cuda::mean_of_first(x, length, aligned) : 0.0f;
     cuda::Moments<Kind, Team, T, true> moments(team, meeting);
     moments.put(row, near, weighted);
-    const RowMoments found = moments.find(row, near, 1.0f / float(norm.length), norm.eps, weighted);
+    const RowMoments found = moments.find(row, near, inverse_n, norm.eps, weighted);
     row.for_each_vector([&](auto i, int count, const auto& vectors) {
       const Values value = found.deviation_of<Kind>(floats_of(vectors[0]));
       Values result =
@@ -107,7 +107,7 @@ struct Plan {
         threads = cuda::kAddingThreads<Team> / layout.team * layout.team;
         with_storage_type(layout.dtype, [&](auto storage) {
           using T = decltype(storage);
-          ring_bytes = cuda::Ring<Kind, Team, T>::bytes(threads, is_there(norm.grad_sum));
+          ring_bytes = int(cuda::Ring<Kind, Team, T>::bytes(threads, norm));
           const auto kernel = cuda::adding_kernel<Kind, Team, T>;
           cudaFuncAttributes found = {};
           cuda::check(cudaFuncGetAttributes(&found, kernel), Kind::kBackwardOp);
@@ -116,7 +116,7 @@ struct Plan {
         });
       }
     });
-    if (ring_bytes > device.shared_bytes - (16 << 10)) return false;
+    if (ring_bytes > device.shared_bytes) return false;
     // As many blocks as run at once. What fits into the cache is soon read again, so sums of it
     // need not take more than 1 % of its memory; of more, what they take is less than the time.
     const int64_t teams = threads / layout.team;
@@ -166,8 +166,8 @@ void run_adding(const NormBackward& norm, const Plan& plan, const OfVectors<floa
     attribute.val.clusterDim = {unsigned(plan.cluster), 1, 1};
     config.attrs = &attribute;
     config.numAttrs = plan.cluster > 1 ? 1 : 0;
-    cuda::check(cudaLaunchKernelEx(&config, kernel, norm, plan.layout.team, plan.rows_of_team,
-                                   partials),
+    cuda::check(cudaLaunchKernelEx(&config, kernel, norm, 1.0f / float(norm.length),
+                                   plan.layout.team, plan.rows_of_team, partials),
                 op);
   });
 }
@@ -176,8 +176,8 @@ template <class Kind, class Team>
 void run_rows(const NormBackward& norm, const Layout& layout, RowMoments* of_rows,
               cudaStream_t stream) {
   const auto launch = [&](auto kernel) {
-    kernel<<<unsigned(layout.blocks), layout.block, 0, stream>>>(norm, of_rows, layout.team,
-                                                                 layout.aligned);
+    kernel<<<unsigned(layout.blocks), layout.block, 0, stream>>>(
+        norm, of_rows, 1.0f / float(norm.length), layout.team, layout.aligned);
   };
   if (!layout.whole) return launch(rows_kernel<Kind, Team, Any, false>);
   with_storage_type(layout.dtype, [&](auto storage) {

@@ -64,8 +64,8 @@ __device__ inline void put_result(const Norm& norm, const RowMoments& found, Poi
 // with fewer registers it reads memory half as fast.
 template <class Kind, class Team, class T, class W, bool kOfSum>
 __global__ void __launch_bounds__(Team::kMostThreads, sizeof(T) == 2 ? 2 : 1)
-    norm_kernel(const __grid_constant__ Norm norm, int team_threads) {
-  __shared__ float meeting[cuda::kMeetingFloats<Kind, Team::kLength, false>];
+    norm_kernel(const __grid_constant__ Norm norm, float inverse_n, int team_threads) {
+  __shared__ float meeting[cuda::kMeetingFloats<Kind, Team, false>];
   const Team team(team_threads);
   const int64_t number = team.row(), place = ::min(number, norm.rows - 1);
   const Pointer<T> out = norm.out.even_row<T>(place), x = norm.x.row<T>(place);
@@ -91,21 +91,28 @@ __global__ void __launch_bounds__(Team::kMostThreads, sizeof(T) == 2 ? 2 : 1)
     if (Kind::kCentered) near = cuda::mean_of_first(x, row.length, true);
   }
   cuda::Moments<Kind, Team, T, false> moments(team, meeting);
-  const float inverse_n = 1.0f / float(norm.length);
   moments.put(row, near, NoGrads{});
   const RowMoments found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
-  row.for_each([&](int v, int i, int count) {
-    WeightAndBias<W> vectors;
-    vectors.fetch(norm, i, count, true);
-    put_result<Kind>(norm, found, out, i, count, true, row.vectors[v][0], vectors);
-  });
+  // Some at once: no load overtakes a store.
+  constexpr int kBatch = Team::kShort ? 1 : 4 / int(sizeof(W));
+#pragma unroll
+  for (int first = 0; first < Team::kVectors; first += kBatch) {
+    WeightAndBias<W> vectors[kBatch];
+    row.template for_some<kBatch>(first, [&](int v, int i, int count) {
+      vectors[v - first].fetch(norm, i, count, true);
+    });
+    row.template for_some<kBatch>(first, [&](int v, int i, int count) {
+      put_result<Kind>(norm, found, out, i, count, true, row.vectors[v][0], vectors[v - first]);
+    });
+  }
 }
 
 // Rows that are read again each time.
 template <class Kind, class Team>
 __global__ void __launch_bounds__(Team::kMostThreads)
-    reading_kernel(const __grid_constant__ Norm norm, int team_threads, bool aligned) {
-  __shared__ float meeting[cuda::kMeetingFloats<Kind, Team::kLength, false>];
+    reading_kernel(const __grid_constant__ Norm norm, float inverse_n, int team_threads,
+                   bool aligned) {
+  __shared__ float meeting[cuda::kMeetingFloats<Kind, Team, false>];
   const Team team(team_threads);
   const int64_t number = team.row(), place = ::min(number, norm.rows - 1);
   const Pointer<Any> out = norm.out.even_row<Any>(place);
@@ -131,7 +138,6 @@ __global__ void __launch_bounds__(Team::kMostThreads)
     row.tensors[1] = {};
   }
   cuda::Moments<Kind, Team, Any, false> moments(team, meeting);
-  const float inverse_n = 1.0f / float(norm.length);
   moments.put(row, near, NoGrads{});
   const RowMoments found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
   row.for_each_vector([&](int64_t i, int count, const auto& vectors) {
@@ -144,10 +150,10 @@ __global__ void __launch_bounds__(Team::kMostThreads)
 // Long rows that are held.
 template <class Kind, class T, class W, bool kOfSum>
 __global__ void __launch_bounds__(cuda::kLongTeam, 1)
-    long_kernel(const __grid_constant__ Norm norm) {
+    long_kernel(const __grid_constant__ Norm norm, float inverse_n) {
   using Row = cuda::LongRow<T>;
   extern __shared__ __align__(16) uint4 slots[];
-  __shared__ float meeting[cuda::kMeetingFloats<Kind, RowLength::is_long, false>];
+  __shared__ float meeting[cuda::kMeetingFloats<Kind, typename Row::Team, false>];
   const typename Row::Team team(cuda::kLongTeam);
   Row row{team, int(norm.length), reinterpret_cast<RowVector<T>*>(slots) + team.thread, {}};
   const auto ask_all = [&](Pointer<T> x) {
@@ -155,7 +161,6 @@ __global__ void __launch_bounds__(cuda::kLongTeam, 1)
     for (int v = 0; v < Row::kMostVectors; ++v) row.ask(v, x);
   };
   cuda::Moments<Kind, typename Row::Team, T, false> moments(team, meeting);
-  const float inverse_n = 1.0f / float(norm.length);
   if (!kOfSum) ask_all(norm.x.row<T>(blockIdx.x));
 #pragma unroll 1
   for (int64_t number = blockIdx.x; number < norm.rows; number += gridDim.x) {
@@ -187,7 +192,6 @@ __global__ void __launch_bounds__(cuda::kLongTeam, 1)
     const RowMoments found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
     const int64_t next = number + gridDim.x;
     const Pointer<T> next_x = norm.x.row<T>(::min(next, norm.rows - 1));
-    // A few vectors at once: between stores no load overtakes another.
     constexpr int kBatch = 4 / int(sizeof(W));
 #pragma unroll
     for (int first = 0; first < Row::kMostVectors; first += kBatch) {
@@ -218,7 +222,7 @@ void launch_long(const Norm& norm, const cuda::Device& device, cudaStream_t queu
   const int bytes = int(cuda::LongRow<T>::shared_bytes(norm.length));
   cuda::allow_shared(kernel, bytes, Kind::kOp);
   const int64_t blocks = std::min<int64_t>(norm.rows, device.multiprocessors);
-  kernel<<<unsigned(blocks), cuda::kLongTeam, bytes, queue>>>(norm);
+  kernel<<<unsigned(blocks), cuda::kLongTeam, bytes, queue>>>(norm, 1.0f / float(norm.length));
 }
 
 // Whether there was a kernel for it.
@@ -250,7 +254,8 @@ void run_held(const Norm& norm, const Layout& layout, bool same, cudaStream_t qu
     using W = decltype(of_vectors);
     const auto kernel = norm.residual.data != nullptr ? norm_kernel<Kind, Team, T, W, true>
                                                       : norm_kernel<Kind, Team, T, W, false>;
-    kernel<<<unsigned(layout.blocks), layout.block, 0, queue>>>(norm, layout.team);
+    kernel<<<unsigned(layout.blocks), layout.block, 0, queue>>>(norm, 1.0f / float(norm.length),
+                                                           layout.team);
   });
 }
 
@@ -280,7 +285,8 @@ void norm_cuda(const Norm& norm, void* stream) {
     }
     if (is_done) return;
     reading_kernel<Kind, Team>
-        <<<unsigned(layout.blocks), layout.block, 0, queue>>>(norm, layout.team, layout.aligned);
+        <<<unsigned(layout.blocks), layout.block, 0, queue>>>(
+            norm, 1.0f / float(norm.length), layout.team, layout.aligned);
   });
   cuda::check(cudaGetLastError(), op);
 }

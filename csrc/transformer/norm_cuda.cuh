@@ -96,8 +96,12 @@ struct HeldRow {
   // Calls body(v, i, count) for each vector: number v, from element i on.
   template <class Body>
   __device__ void for_each(const Body& body) const {
+    for_some<Team::kVectors>(0, body);
+  }
+  template <int kCount, class Body>
+  __device__ void for_some(int first, const Body& body) const {
 #pragma unroll
-    for (int v = 0; v < Team::kVectors; ++v) {
+    for (int v = first; v < first + kCount; ++v) {
       const int i = (v * team.threads + team.thread) * kRowVector;
       if (i < length) body(v, i, kRowVector);
     }
@@ -195,9 +199,9 @@ struct LaneSum {
 template <class Team, int kSums>
 class Meeting {
  public:
-  // `memory` holds [2, kWarp, kSums] floats for each team that has more than a warp.
+  // `memory` holds kMeetingFloats for the teams of a block.
   __device__ Meeting(const Team& team, float* memory)
-      : team_(team), memory_(memory + team.number * (2 * kWarp * kSums)) {}
+      : team_(team), memory_(memory + team.number * (team.threads / kWarp) * kSums) {}
 
   __device__ void put(const float (&sums)[kSums]) {
     mine_ = over_lanes(sums);
@@ -358,11 +362,10 @@ class Moments {
   Meeting<Team, kSums> meeting_;
 };
 
-// What so many teams of a block need in shared memory to meet: those of one warp need none.
-template <class Kind, RowLength kLength, bool kGrads, int kTeams = 1>
+// What the teams of a block need in shared memory to meet: those of half a warp need none.
+template <class Kind, class Team, bool kGrads>
 constexpr int kMeetingFloats =
-    kLength == RowLength::is_short ? 1
-                                   : kTeams * 2 * kWarp * (1 + kGrads) * (1 + Kind::kCentered);
+    Team::kShort ? 1 : 2 * kWarp * (1 + kGrads) * (1 + Kind::kCentered);
 
 }  // namespace cuda
 }  // namespace dsx
