@@ -74,11 +74,18 @@ struct Ring {
     firsts = static_cast<Vector*>(memory) + of_thread * int(blockDim.x);
     weight = reinterpret_cast<float*>(firsts + int(blockDim.x) / kHalfWarp * kStages);
     firsts += int(threadIdx.x) / kHalfWarp * kStages;
-    for (int i = int(threadIdx.x); i < length; i += int(blockDim.x)) {
-      weight[i] = 1.0f;
-      if (norm.weight.data == nullptr) continue;
-      weight[i] = load<Access::single, 1>(norm.weight.even_row<Any>(0) + i, 1).lanes[0] +
-                  norm.weight_offset;
+  }
+
+  // All threads of the block call it.
+  __device__ void fetch_weight(const NormBackward& norm) const {
+#pragma unroll 4  // loads at once
+    for (int i = int(threadIdx.x) * kRowVector; i < length; i += int(blockDim.x) * kRowVector) {
+      Values values(1.0f);
+      if (norm.weight.data != nullptr) {
+        values = floats_of(fetch(norm.weight.even_row<Any>(0), i, kRowVector, true)) +
+                 Values(norm.weight_offset);
+      }
+      store<Access::vector>(Pointer<float>{weight + i}, values, kRowVector);
     }
     __syncthreads();
   }
@@ -189,6 +196,7 @@ __global__ void __launch_bounds__(kAddingThreads<Team>, Team::kShort ? 3 : 1)
   ask(0);
   ask_for_grad_sum(0);
   ask(1);
+  ring.fetch_weight(norm);
   put(0);
 #pragma unroll 1
   for (int turn = 0; turn < rows_of_team; ++turn) {
@@ -199,11 +207,11 @@ __global__ void __launch_bounds__(kAddingThreads<Team>, Team::kShort ? 3 : 1)
       const Pointer<T> grad_x = norm.grad_x.even_row<T>(first + turn);
       ring.for_each([&](int v, int i) {
         const Values grad = floats_of(ring.grad_out(row.stage, v));
-        const Values value = found.deviation_of<Kind>(floats_of(ring.x(row.stage, v)));
+        const Values value = found.standardized_of<Kind>(floats_of(ring.x(row.stage, v)));
         Values result = found.gradient<Kind>(value, grad, ring.weight_at(i));
         if (has_grad_sum) result = result + floats_of(ring.grad_sum(v));
         cuda::put<Stored::streamed>(grad_x, i, kRowVector, true, result);
-        of_weight[v] = add_grad_of_weight(value, grad, Values(found.inverse), of_weight[v]);
+        of_weight[v] = add_grad_of_weight(value, grad, of_weight[v]);
         if constexpr (Kind::kCentered) of_bias[v] = of_bias[v] + grad;
       });
     }

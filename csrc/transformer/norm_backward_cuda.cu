@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(Team::kMostThreads)
     moments.put(row, near, weighted);
     const RowMoments found = moments.find(row, near, inverse_n, norm.eps, weighted);
     row.for_each_vector([&](auto i, int count, const auto& vectors) {
-      const Values value = found.deviation_of<Kind>(floats_of(vectors[0]));
+      const Values value = found.standardized_of<Kind>(floats_of(vectors[0]));
       Values result =
           found.gradient<Kind>(value, floats_of(vectors[1]), weight_at(i, count));
       if (grad_sum) result = result + floats_of(cuda::fetch(grad_sum, i, count, aligned));

@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kWarpsOfColumns* kWarp)
       const RowMoments found = of_rows[row];
       const RowVector<T> x = fetch_from(norm.x, row), grad_out = fetch_from(norm.grad_out, row);
       const Values grad = floats_of(grad_out);
-      const Values value = found.deviation_of<Kind>(floats_of(x));
-      of_weight = add_grad_of_weight(value, grad, Values(found.inverse), of_weight);
+      const Values value = found.standardized_of<Kind>(floats_of(x));
+      of_weight = add_grad_of_weight(value, grad, of_weight);
       of_bias = of_bias + grad;
       if (!is_there(grads.x_bias)) continue;
       of_x_bias = of_x_bias + found.gradient<Kind>(value, grad, weight);

@@ -40,6 +40,11 @@ struct RowMoments {
     if constexpr (!Kind::kCentered) return x;
     return deviation(x, Vec(mean), Vec(rest));
   }
+  template <class Kind>
+  Vec standardized_of(const Vec& x) const {
+    if constexpr (!Kind::kCentered) return standardized(x, Vec(inverse));
+    return standardized(x, Vec(inverse), Vec(mean), Vec(-rest * inverse));
+  }
 };
 
 // Memory that is asked for while a row is worked on that is in the cache: what the next one reads
@@ -155,12 +160,11 @@ inline void normalize(const Norm& norm, int64_t row, bool past_cache, const Valu
     if (past_cache) soon.written = {};
   }
   const RowMoments moments = moments_of<Kind>(norm.length, norm.eps, value_at, NoGrads{}, soon);
-  const Vec inverse(moments.inverse);
   for_each_vector(0, norm.length, [&](int64_t i, int count) {
-    const Vec value = moments.template deviation_of<Kind>(value_at(i, count));
+    const Vec value = moments.template standardized_of<Kind>(value_at(i, count));
     const Vec scale = weight_at(weight, norm.weight_offset, i, count);
-    const Vec result = bias ? normalized(value, inverse, scale, Vec::load(bias + i, count))
-                            : normalized(value, inverse, scale);
+    const Vec result = bias ? normalized(value, scale, Vec::load(bias + i, count))
+                            : normalized(value, scale);
     result.store(out + i, count, past_cache);
   });
 }
@@ -216,12 +220,12 @@ struct RowGradients {
   }
 
   template <class Kind>
-  Vec of_x(const Vec& deviation, const Vec& weighted_grad) const {
+  Vec of_x(const Vec& standard, const Vec& weighted_grad) const {
     const Vec inverse(moments.inverse);
     if constexpr (!Kind::kCentered) {
-      return grad_of_x(deviation, weighted_grad, inverse, Vec(share));
+      return grad_of_x(standard, weighted_grad, inverse, Vec(share));
     }
-    return grad_of_x(deviation, weighted_grad, inverse, Vec(share),
+    return grad_of_x(standard, weighted_grad, inverse, Vec(share),
                      Vec(moments.grad_mean) * inverse);
   }
 };
@@ -246,7 +250,6 @@ inline RowGradients backward_of_row(const NormBackward& norm, int64_t row,
   }
   const RowMoments moments = moments_of<Kind>(n, norm.eps, value_at, weighted_grad, soon);
   const RowGradients grads(moments, float(n));
-  const Vec inverse(moments.inverse);
   const auto before = [&](float* partial, int64_t i, int count) {
     return first ? Vec(0.0f) : Vec::load(partial + i, count);
   };
@@ -254,14 +257,14 @@ inline RowGradients backward_of_row(const NormBackward& norm, int64_t row,
     if (partial != nullptr) (before(partial, i, count) + term).store(partial + i, count);
   };
   for_each_vector(0, n, [&](int64_t i, int count) {
-    const Vec value = moments.template deviation_of<Kind>(value_at(i, count));
+    const Vec value = moments.template standardized_of<Kind>(value_at(i, count));
     const Vec grad = Vec::load(grad_out + i, count);
     Vec result =
         grads.template of_x<Kind>(value, grad * weight_at(weight, norm.weight_offset, i, count));
     if (grad_sum) result = result + Vec::load(grad_sum + i, count);
     result.store(grad_x + i, count, past_cache);
     if (partials.weight != nullptr) {
-      add_grad_of_weight(value, grad, inverse, before(partials.weight, i, count))
+      add_grad_of_weight(value, grad, before(partials.weight, i, count))
           .store(partials.weight + i, count);
     }
     add(partials.bias, i, count, grad);
@@ -294,10 +297,10 @@ inline void backward_of_columns(const NormBackward& norm, const float* of_rows, 
       Vec weights(0.0f), biases(0.0f), x_biases(0.0f);
       for (int64_t row = first; row < last; ++row) {
         const RowGradients of_row(of_rows + row * kFloatsOfRow);
-        const Vec value =
-            of_row.moments.template deviation_of<Kind>(Vec::load(norm.x.row<Any>(row) + i, count));
+        const Vec x = Vec::load(norm.x.row<Any>(row) + i, count);
+        const Vec value = of_row.moments.template standardized_of<Kind>(x);
         const Vec grad = Vec::load(norm.grad_out.row<Any>(row) + i, count);
-        weights = add_grad_of_weight(value, grad, Vec(of_row.moments.inverse), weights);
+        weights = add_grad_of_weight(value, grad, weights);
         biases = biases + grad;
         if (grads.x_bias.data == nullptr) continue;
         Vec result = of_row.template of_x<Kind>(value, grad * scale);

@@ -52,10 +52,10 @@ __device__ inline void put_result(const Norm& norm, const RowMoments& found, Poi
     weight = floats_of(vectors.weight);
     if (norm.weight_offset != 0) weight = weight + Values(norm.weight_offset);
   }
-  const Values value = found.deviation_of<Kind>(floats_of(vector)), inverse(found.inverse);
+  const Values value = found.standardized_of<Kind>(floats_of(vector));
   const Values result = norm.bias.data != nullptr
-                            ? normalized(value, inverse, weight, floats_of(vectors.bias))
-                            : normalized(value, inverse, weight);
+                            ? normalized(value, weight, floats_of(vectors.bias))
+                            : normalized(value, weight);
   cuda::put<cuda::Stored::streamed>(out, i, count, aligned, result);
 }
 
@@ -93,18 +93,11 @@ __global__ void __launch_bounds__(Team::kMostThreads, sizeof(T) == 2 ? 2 : 1)
   cuda::Moments<Kind, Team, T, false> moments(team, meeting);
   moments.put(row, near, NoGrads{});
   const RowMoments found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
-  // Some at once: no load overtakes a store.
-  constexpr int kBatch = Team::kShort ? 1 : 4 / int(sizeof(W));
-#pragma unroll
-  for (int first = 0; first < Team::kVectors; first += kBatch) {
-    WeightAndBias<W> vectors[kBatch];
-    row.template for_some<kBatch>(first, [&](int v, int i, int count) {
-      vectors[v - first].fetch(norm, i, count, true);
-    });
-    row.template for_some<kBatch>(first, [&](int v, int i, int count) {
-      put_result<Kind>(norm, found, out, i, count, true, row.vectors[v][0], vectors[v - first]);
-    });
-  }
+  row.for_each([&](int v, int i, int count) {
+    WeightAndBias<W> vectors;
+    vectors.fetch(norm, i, count, true);
+    put_result<Kind>(norm, found, out, i, count, true, row.vectors[v][0], vectors);
+  });
 }
 
 // Rows that are read again each time.
@@ -185,14 +178,12 @@ __global__ void __launch_bounds__(cuda::kLongTeam, 1)
         if (is_wanted) cuda::put_vector(sum, i, value);
         return value;
       });
-    } else {
-      row.wait();
     }
     moments.put(row, near, NoGrads{});
     const RowMoments found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
     const int64_t next = number + gridDim.x;
     const Pointer<T> next_x = norm.x.row<T>(::min(next, norm.rows - 1));
-    constexpr int kBatch = 4 / int(sizeof(W));
+    constexpr int kBatch = 4 / int(sizeof(W));  // no load overtakes a store
 #pragma unroll
     for (int first = 0; first < Row::kMostVectors; first += kBatch) {
       WeightAndBias<W> vectors[kBatch];
@@ -201,8 +192,10 @@ __global__ void __launch_bounds__(cuda::kLongTeam, 1)
       });
       row.template for_some<kBatch>(first, [&](int v, int i, const RowVector<T>& vector) {
         put_result<Kind>(norm, found, out, i, cuda::kRowVector, true, vector, vectors[v - first]);
-        if (!kOfSum && next < norm.rows) row.ask(v, next_x);
       });
+      if (kOfSum || next >= norm.rows) continue;
+#pragma unroll
+      for (int v = first; v < first + kBatch; ++v) row.ask(v, next_x);
     }
   }
 }

@@ -96,12 +96,8 @@ struct HeldRow {
   // Calls body(v, i, count) for each vector: number v, from element i on.
   template <class Body>
   __device__ void for_each(const Body& body) const {
-    for_some<Team::kVectors>(0, body);
-  }
-  template <int kCount, class Body>
-  __device__ void for_some(int first, const Body& body) const {
 #pragma unroll
-    for (int v = first; v < first + kCount; ++v) {
+    for (int v = 0; v < Team::kVectors; ++v) {
       const int i = (v * team.threads + team.thread) * kRowVector;
       if (i < length) body(v, i, kRowVector);
     }
@@ -164,15 +160,21 @@ struct RowMoments {
     return deviation(x, Values(mean), Values(rest));
   }
 
+  template <class Kind>
+  __device__ Values standardized_of(const Values& x) const {
+    if constexpr (!Kind::kCentered) return standardized(x, Values(inverse));
+    return standardized(x, Values(inverse), Values(mean), Values(-rest * inverse));
+  }
+
   // The gradient of what was normalized.
   template <class Kind>
-  __device__ Values gradient(const Values& deviation, const Values& grad,
+  __device__ Values gradient(const Values& standard, const Values& grad,
                              const Values& weight) const {
     const Values weighted = grad * weight;
     if constexpr (!Kind::kCentered) {
-      return grad_of_x(deviation, weighted, Values(inverse), Values(share));
+      return grad_of_x(standard, weighted, Values(inverse), Values(share));
     }
-    return grad_of_x(deviation, weighted, Values(inverse), Values(share),
+    return grad_of_x(standard, weighted, Values(inverse), Values(share),
                      Values(grad_mean * inverse));
   }
 };

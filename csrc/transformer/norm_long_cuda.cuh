@@ -28,19 +28,15 @@ struct LongRow {
     return std::max<int64_t>(0, slots) * kSlotBytes;
   }
 
-  // Asks for vector number v of a row; all that was asked for is there after `wait`.
+  // Asks for vector number v of a row, for all of them in their order.
   __device__ void ask(int v, Pointer<T> row) {
     const int i = (v * kLongTeam + team.thread) * kRowVector;
-    if (i >= length) return;
     if (v < kInRegisters) {
-      registers[v < kInRegisters ? v : 0] = fetch(row, i, kRowVector, true);
-    } else {
-      fetch_bytes<int(sizeof(RowVector<T>))>(slot(v), row.address + i);
+      if (i < length) registers[v < kInRegisters ? v : 0] = fetch(row, i, kRowVector, true);
+      return;
     }
-  }
-  __device__ void wait() const {
+    if (i < length) fetch_bytes<int(sizeof(RowVector<T>))>(slot(v), row.address + i);
     end_fetches();
-    wait_for_fetches<0>();
   }
 
   // Calls body(v, i, vector) for kCount vectors, from number `first` on.
@@ -52,12 +48,10 @@ struct LongRow {
       if (i < length) body(v, i, v < kInRegisters ? registers[v < kInRegisters ? v : 0] : *slot(v));
     }
   }
+  // The same, as Moments reads a row: each as soon as it is there.
   template <class Body>
   __device__ void for_each_vector(const Body& body) const {
-    for_some<kMostVectors>(0, [&](int, int i, const RowVector<T>& vector) {
-      const RowVector<T> vectors[1] = {vector};
-      body(i, kRowVector, vectors);
-    });
+    for_all(body, std::make_integer_sequence<int, kMostVectors>());
   }
 
   // Calls make(i) a few vectors at once, begun by begin(i), for what is to be held.
@@ -87,6 +81,19 @@ struct LongRow {
   }
 
  private:
+  template <class Body, int... kNumbers>
+  __device__ void for_all(const Body& body, std::integer_sequence<int, kNumbers...>) const {
+    const auto one = [&](auto number) {
+      constexpr int kNumber = decltype(number)::value;
+      if constexpr (kNumber >= kInRegisters) wait_for_fetches<kMostVectors - 1 - kNumber>();
+      for_some<1>(kNumber, [&](int, int i, const RowVector<T>& vector) {
+        const RowVector<T> vectors[1] = {vector};
+        body(i, kRowVector, vectors);
+      });
+    };
+    (one(std::integral_constant<int, kNumbers>()), ...);
+  }
+
   __device__ RowVector<T>* slot(int v) const { return slots + (v - kInRegisters) * kLongTeam; }
 };
 

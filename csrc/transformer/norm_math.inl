@@ -52,39 +52,49 @@ DSX_HOST_DEVICE inline float scale_of_squares(float inverse) {
   return inverse > 0 ? 0x1p80f : 0x1p-80f;
 }
 
+// The deviation over the rms, in layer normalization from `mean` and -rest * inverse.
 template <class V>
-DSX_HOST_DEVICE inline V normalized(const V& deviation, const V& inverse, const V& weight) {
-  return deviation * inverse * weight;
+DSX_HOST_DEVICE inline V standardized(const V& x, const V& inverse) {
+  return x * inverse;
 }
 template <class V>
-DSX_HOST_DEVICE inline V normalized(const V& deviation, const V& inverse, const V& weight,
-                                    const V& bias) {
-  return multiply_add(deviation * inverse, weight, bias);
+DSX_HOST_DEVICE inline V standardized(const V& x, const V& inverse, const V& mean,
+                                      const V& scaled_rest) {
+  return multiply_add(x - mean, inverse, scaled_rest);
 }
 
-// What the row's own rms takes from the gradient of each x, per deviation: `dot` is the sum over
-// the row of deviation * grad_out * weight.
+template <class V>
+DSX_HOST_DEVICE inline V normalized(const V& standard, const V& weight) {
+  return standard * weight;
+}
+template <class V>
+DSX_HOST_DEVICE inline V normalized(const V& standard, const V& weight, const V& bias) {
+  return multiply_add(standard, weight, bias);
+}
+
+// What the row's own rms takes from the gradient of each x, per standardized x: `dot` is the sum
+// over the row of deviation * grad_out * weight.
 template <class V>
 DSX_HOST_DEVICE inline V rms_share(const V& dot, const V& inverse, float inverse_n) {
-  return dot * V(inverse_n) * inverse * inverse * inverse;
+  return dot * V(inverse_n) * inverse * inverse;
 }
 
 template <class V>
-DSX_HOST_DEVICE inline V grad_of_x(const V& deviation, const V& weighted_grad, const V& inverse,
+DSX_HOST_DEVICE inline V grad_of_x(const V& standard, const V& weighted_grad, const V& inverse,
                                    const V& share) {
-  return multiply_add(weighted_grad, inverse, -(deviation * share));
+  return multiply_add(weighted_grad, inverse, -(standard * share));
 }
 // In layer normalization the mean over the row is taken from weighted_grad: `shift` is that mean
 // times `inverse`.
 template <class V>
-DSX_HOST_DEVICE inline V grad_of_x(const V& deviation, const V& weighted_grad, const V& inverse,
+DSX_HOST_DEVICE inline V grad_of_x(const V& standard, const V& weighted_grad, const V& inverse,
                                    const V& share, const V& shift) {
-  return multiply_add(weighted_grad, inverse, -multiply_add(deviation, share, shift));
+  return multiply_add(weighted_grad, inverse, -multiply_add(standard, share, shift));
 }
 
 // The gradient of the weight over some rows, with that of one more.
 template <class V>
-DSX_HOST_DEVICE inline V add_grad_of_weight(const V& deviation, const V& grad_out, const V& inverse,
+DSX_HOST_DEVICE inline V add_grad_of_weight(const V& standard, const V& grad_out,
                                             const V& before) {
-  return multiply_add(grad_out, deviation * inverse, before);
+  return multiply_add(grad_out, standard, before);
 }
