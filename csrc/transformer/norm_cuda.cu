@@ -145,16 +145,13 @@ template <class Kind, class T, class W, bool kOfSum>
 __global__ void __launch_bounds__(cuda::kLongTeam, 1)
     long_kernel(const __grid_constant__ Norm norm, float inverse_n) {
   using Row = cuda::LongRow<T>;
+  constexpr int kBatch = Row::kInRegisters;  // at once, as no load overtakes a store
   extern __shared__ __align__(16) uint4 slots[];
   __shared__ float meeting[cuda::kMeetingFloats<Kind, typename Row::Team, false>];
   const typename Row::Team team(cuda::kLongTeam);
   Row row{team, int(norm.length), reinterpret_cast<RowVector<T>*>(slots) + team.thread, {}};
-  const auto ask_all = [&](Pointer<T> x) {
-#pragma unroll
-    for (int v = 0; v < Row::kMostVectors; ++v) row.ask(v, x);
-  };
   cuda::Moments<Kind, typename Row::Team, T, false> moments(team, meeting);
-  if (!kOfSum) ask_all(norm.x.row<T>(blockIdx.x));
+  if (!kOfSum) row.ask_for_all(norm.x.row<T>(blockIdx.x));
 #pragma unroll 1
   for (int64_t number = blockIdx.x; number < norm.rows; number += gridDim.x) {
     const Pointer<T> x = norm.x.row<T>(number), out = norm.out.even_row<T>(number);
@@ -164,39 +161,48 @@ __global__ void __launch_bounds__(cuda::kLongTeam, 1)
       if (Kind::kCentered) near += cuda::mean_of_first(residual, norm.length, true);
       const bool is_wanted = norm.sum.data != nullptr;
       const Pointer<T> sum = norm.sum.even_row<T>(number);
-      struct Both {
-        RowVector<T> x, residual;
-      };
-      row.set_all(
-          [&](int i) -> Both {
-        return {cuda::fetch(x, i, cuda::kRowVector, true),
-                cuda::fetch(residual, i, cuda::kRowVector, true)};
-      },
-          [&](int i, const Both& both) {
-        const auto value =
-            sum_of<T, W>(norm, sum, i, cuda::kRowVector, true, both.x, both.residual);
-        if (is_wanted) cuda::put_vector(sum, i, value);
-        return value;
+      row.template for_each_number<kBatch>([&](int first) {
+        RowVector<T> of_x[kBatch], of_residual[kBatch];
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          const int i = row.place(first + k);
+          if (i >= row.length) continue;
+          of_x[k] = cuda::fetch(x, i, cuda::kRowVector, true);
+          of_residual[k] = cuda::fetch(residual, i, cuda::kRowVector, true);
+        }
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          const int i = row.place(first + k);
+          if (i >= row.length) continue;
+          const auto value =
+              sum_of<T, W>(norm, sum, i, cuda::kRowVector, true, of_x[k], of_residual[k]);
+          if (is_wanted) cuda::put_vector(sum, i, value);
+          row.set(first + k, value);
+        }
       });
+    } else {
+      row.wait();
     }
     moments.put(row, near, NoGrads{});
     const RowMoments found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
     const int64_t next = number + gridDim.x;
     const Pointer<T> next_x = norm.x.row<T>(::min(next, norm.rows - 1));
-    constexpr int kBatch = 4 / int(sizeof(W));  // no load overtakes a store
-#pragma unroll
-    for (int first = 0; first < Row::kMostVectors; first += kBatch) {
+    row.template for_each_number<kBatch>([&](int first) {
       WeightAndBias<W> vectors[kBatch];
-      row.template for_some<kBatch>(first, [&](int v, int i, const RowVector<T>&) {
-        vectors[v - first].fetch(norm, i, cuda::kRowVector, true);
-      });
-      row.template for_some<kBatch>(first, [&](int v, int i, const RowVector<T>& vector) {
-        put_result<Kind>(norm, found, out, i, cuda::kRowVector, true, vector, vectors[v - first]);
-      });
-      if (kOfSum || next >= norm.rows) continue;
 #pragma unroll
-      for (int v = first; v < first + kBatch; ++v) row.ask(v, next_x);
-    }
+      for (int k = 0; k < kBatch; ++k) {
+        const int i = row.place(first + k);
+        if (i < row.length) vectors[k].fetch(norm, i, cuda::kRowVector, true);
+      }
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        const int i = row.place(first + k);
+        if (i >= row.length) continue;
+        put_result<Kind>(norm, found, out, i, cuda::kRowVector, true, row.get(first + k),
+                         vectors[k]);
+        if (!kOfSum && next < norm.rows) row.ask(first + k, next_x);
+      }
+    });
   }
 }
 

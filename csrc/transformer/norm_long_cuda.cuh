@@ -28,72 +28,75 @@ struct LongRow {
     return std::max<int64_t>(0, slots) * kSlotBytes;
   }
 
-  // Asks for vector number v of a row, for all of them in their order.
+  // Asks for vector number v of a row; all that was asked for is there after `wait`.
   __device__ void ask(int v, Pointer<T> row) {
-    const int i = (v * kLongTeam + team.thread) * kRowVector;
+    const int i = place(v);
+    if (i >= length) return;
     if (v < kInRegisters) {
-      if (i < length) registers[v < kInRegisters ? v : 0] = fetch(row, i, kRowVector, true);
-      return;
+#pragma unroll
+      for (int r = 0; r < kInRegisters; ++r) {
+        if (r == v) registers[r] = fetch(row, i, kRowVector, true);
+      }
+    } else {
+      fetch_bytes<int(sizeof(RowVector<T>))>(slot(v), row.address + i);
     }
-    if (i < length) fetch_bytes<int(sizeof(RowVector<T>))>(slot(v), row.address + i);
+  }
+  __device__ void ask_for_all(Pointer<T> row) {
+    for_each_number<kInRegisters>([&](int first) {
+#pragma unroll
+      for (int v = first; v < first + kInRegisters; ++v) ask(v, row);
+    });
+  }
+  __device__ void wait() const {
     end_fetches();
+    wait_for_fetches<0>();
   }
 
-  // Calls body(v, i, vector) for kCount vectors, from number `first` on.
-  template <int kCount, class Body>
-  __device__ void for_some(int first, const Body& body) const {
+  __device__ RowVector<T> get(int v) const {
+    RowVector<T> vector;
+    if (v >= kInRegisters) return *slot(v);
 #pragma unroll
-    for (int v = first; v < first + kCount; ++v) {
-      const int i = (v * kLongTeam + team.thread) * kRowVector;
-      if (i < length) body(v, i, v < kInRegisters ? registers[v < kInRegisters ? v : 0] : *slot(v));
+    for (int r = 0; r < kInRegisters; ++r) {
+      if (r == v) vector = registers[r];
+    }
+    return vector;
+  }
+  __device__ void set(int v, const RowVector<T>& vector) {
+    if (v >= kInRegisters) *slot(v) = vector;
+#pragma unroll
+    for (int r = 0; r < kInRegisters; ++r) {
+      if (r == v) registers[r] = vector;
     }
   }
-  // The same, as Moments reads a row: each as soon as it is there.
+
+  // The element where vector number v begins; perhaps beyond the row.
+  __device__ int place(int v) const { return (v * kLongTeam + team.thread) * kRowVector; }
+
+  // Calls body(first) for each kCount numbers of vectors. What is in registers comes first, and is
+  // known to the compiler; the others share their code.
+  template <int kCount, class Body>
+  __device__ void for_each_number(const Body& body) const {
+    static_assert(kInRegisters % kCount == 0);
+#pragma unroll
+    for (int first = 0; first < kInRegisters; first += kCount) body(first);
+#pragma unroll 1
+    for (int first = kInRegisters; place(first) < length; first += kCount) body(first);
+  }
+
+  // As Moments reads a row.
   template <class Body>
   __device__ void for_each_vector(const Body& body) const {
-    for_all(body, std::make_integer_sequence<int, kMostVectors>());
-  }
-
-  // Calls make(i) a few vectors at once, begun by begin(i), for what is to be held.
-  template <class Begin, class Make>
-  __device__ void set_all(const Begin& begin, const Make& make) {
-    constexpr int kBatch = 2;
+    for_each_number<kInRegisters>([&](int first) {
 #pragma unroll
-    for (int first = 0; first < kMostVectors; first += kBatch) {
-      decltype(begin(0)) begun[kBatch];
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        const int i = ((first + k) * kLongTeam + team.thread) * kRowVector;
-        if (i < length) begun[k] = begin(i);
+      for (int v = first; v < first + kInRegisters; ++v) {
+        if (place(v) >= length) continue;
+        const RowVector<T> vectors[1] = {get(v)};
+        body(place(v), kRowVector, vectors);
       }
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        const int v = first + k, i = (v * kLongTeam + team.thread) * kRowVector;
-        if (i >= length) continue;
-        const RowVector<T> made = make(i, begun[k]);
-        if (v < kInRegisters) {
-          registers[v < kInRegisters ? v : 0] = made;
-        } else {
-          *slot(v) = made;
-        }
-      }
-    }
+    });
   }
 
  private:
-  template <class Body, int... kNumbers>
-  __device__ void for_all(const Body& body, std::integer_sequence<int, kNumbers...>) const {
-    const auto one = [&](auto number) {
-      constexpr int kNumber = decltype(number)::value;
-      if constexpr (kNumber >= kInRegisters) wait_for_fetches<kMostVectors - 1 - kNumber>();
-      for_some<1>(kNumber, [&](int, int i, const RowVector<T>& vector) {
-        const RowVector<T> vectors[1] = {vector};
-        body(i, kRowVector, vectors);
-      });
-    };
-    (one(std::integral_constant<int, kNumbers>()), ...);
-  }
-
   __device__ RowVector<T>* slot(int v) const { return slots + (v - kInRegisters) * kLongTeam; }
 };
 
