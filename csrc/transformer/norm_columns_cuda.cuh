@@ -6,35 +6,30 @@
 
 namespace dsx::cuda {
 
-// Columns of a thread over the rows of its block, in registers.
+// Columns of a thread of a short team over the rows of its block, in registers.
 template <class Team>
 struct RegisterSum {
-  Floats<kRowVector> totals[Team::kVectors > 0 ? Team::kVectors : 1] = {};
+  static_assert(Team::kShort);
+  Floats<kRowVector> totals[1] = {};
 
   __device__ void add(const Floats<kRowVector>& term, int v) { totals[v] = totals[v] + term; }
 
   // Those of a block; all its threads call it.
   __device__ void finish(float* memory, int64_t length) const {  // [length] written
     if (memory == nullptr) return;
-    if constexpr (Team::kShort) {
-      __shared__ float of_teams[Team::kTeams][kShortRow];
+    __shared__ float of_teams[Team::kTeams][kShortRow];
 #pragma unroll
-      for (int k = 0; k < kRowVector; ++k) {
-        of_teams[Team::team()][Team::thread() * kRowVector + k] = totals[0].lanes[k];
-      }
-      __syncthreads();
-      float sum = 0;
-      if (int(threadIdx.x) < length) {
-#pragma unroll
-        for (int team = 0; team < Team::kTeams; ++team) sum += of_teams[team][threadIdx.x];
-        memory[threadIdx.x] = sum;
-      }
-      __syncthreads();  // before another sum is here
-    } else {
-      for_each_row_vector<Team>(length, [&](int v, int64_t i, int count) {
-        put(Pointer<float>{memory + i}, 0, count, true, totals[v]);
-      });
+    for (int k = 0; k < kRowVector; ++k) {
+      of_teams[Team::team()][Team::thread() * kRowVector + k] = totals[0].lanes[k];
     }
+    __syncthreads();
+    float sum = 0;
+    if (int(threadIdx.x) < length) {
+#pragma unroll
+      for (int team = 0; team < Team::kTeams; ++team) sum += of_teams[team][threadIdx.x];
+      memory[threadIdx.x] = sum;
+    }
+    __syncthreads();  // before another sum is here
   }
 };
 

@@ -1,6 +1,7 @@
-// A norm on CUDA, of the kind that DSX_NORM names: each team of threads takes a few rows one after
-// the other. Gradients of vectors are added up by each block over its rows, and a small kernel then
-// adds the blocks; where a row is not held in registers, a kernel of its own adds up its columns.
+// A norm on CUDA, of the kind that DSX_NORM names: each team of threads takes a row, backward a few
+// one after the other. Gradients of vectors are added up by each block over its rows, and a small
+// kernel then adds the blocks; where a row is not held in registers, a kernel of its own adds up
+// its columns.
 #include <climits>
 
 #include "common/cuda/add_partials.cuh"

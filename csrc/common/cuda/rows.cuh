@@ -46,27 +46,6 @@ struct RowBlock {
   }
 };
 
-// Calls body with a team that holds rows and values of the storage types of `rows` and of `weight`,
-// or with a team that does not, and Any for both. `whole`: the length is a multiple of kRowVector,
-// and all rows are aligned and of the dtype of `rows`. The weight has that dtype too, or is
-// float32, or absent.
-template <class Body>
-void with_row_team(int64_t length, bool whole, const Rows& rows, const Rows& weight,
-                   const Body& body) {
-  const bool same = weight.data == nullptr || weight.dtype == rows.dtype;
-  const bool held = whole && length <= kLongestHeldRow && (same || weight.dtype == Dtype::float32);
-  const auto choose = [&](auto is_short) {
-    constexpr bool kShort = decltype(is_short)::value;
-    if (!held) return body(RowTeam<kShort, false>{}, Any{}, Any{});
-    with_storage_type(rows.dtype, [&](auto storage) {
-      if (same) return body(RowTeam<kShort, true>{}, storage, storage);
-      body(RowTeam<kShort, true>{}, storage, float{});
-    });
-  };
-  if (length <= kShortRow) return choose(std::true_type{});
-  choose(std::false_type{});
-}
-
 // Calls body(v, i, count) for each vector of this thread: number v, the first element i, the count
 // of elements that the row still has there, 1 to kRowVector.
 template <class Team, class Body>
@@ -212,22 +191,6 @@ __device__ inline RowVector<T, kCount> put(Pointer<T> row, int64_t i, int count,
     }
   }
   return vector;
-}
-
-// The values as they are once they have been stored as T, or as this dtype if that is Any.
-template <class T>
-__device__ inline Floats<kRowVector> as_stored(const Floats<kRowVector>& values, Dtype dtype) {
-  if constexpr (std::is_same_v<T, Any>) {
-    return rounded(values, dtype);
-  } else {
-    constexpr int kPerWord = 4 / sizeof(T);
-    Floats<kRowVector> result;
-#pragma unroll
-    for (int k = 0; k < kRowVector; k += kPerWord) {
-      unpack<T>(pack<T>(values.lanes + k), result.lanes + k);
-    }
-    return result;
-  }
 }
 
 // The first `count` lanes, and zeros. Only of Any may vectors be short.
