@@ -47,15 +47,16 @@ template <class Team>
 constexpr int kAddingThreads = Team::kShort ? 256 : kMostOfTeam;
 
 // The memory of a block. While a row is worked on, the next one is on its way: of x and of the
-// gradient there are two stages, of the gradient of the sum one. Each thread has its own places, and
-// each half warp one for the first vector of a row; the weight is there for all, as floats.
+// gradient there are two stages, of the gradient of the sum one. Each thread has its own places,
+// and each half warp one for the first vector of a row; the weight is there for all, as floats.
 template <class Kind, class Team, class T>
 struct Ring {
   using Vector = RowVector<T>;
   static constexpr int kVectors = Team::kVectors, kStages = 2, kHalfWarp = kWarp / 2;
 
   const Team& team;
-  Vector* rows;    // of this thread: [stages, x and gradient, kVectors], and of the gradient of the sum
+  Vector*
+      rows;  // of this thread: [stages, x and gradient, kVectors], and of the gradient of the sum
   Vector* firsts;  // of this half warp: [stages]
   float* weight;   // [length]
   int length;
@@ -116,9 +117,8 @@ struct Ring {
     }
   }
   __device__ void ask_for_grad_sum(Pointer<T> row) const {
-    for_each([&](int v, int i) {
-      fetch_bytes<int(sizeof(Vector))>(&grad_sum(v), row.address + i);
-    });
+    for_each(
+        [&](int v, int i) { fetch_bytes<int(sizeof(Vector))>(&grad_sum(v), row.address + i); });
   }
 
   __device__ Values weight_at(int i) const {
@@ -224,9 +224,9 @@ __global__ void __launch_bounds__(kAddingThreads<Team>, Team::kShort ? 3 : 1)
   // The teams of all blocks of a cluster, in their order; each team adds up a part of the columns.
   const Cluster cluster;
   const int teams = int(blockDim.x) / team.threads;
-  const auto finish = [&](const Values (&sums)[kVectors], float* of_all) {
+  const auto finish = [&](const Values(&sums)[kVectors], float* of_all) {
     float4* const places = reinterpret_cast<float4*>(ring_memory);  // [2 kVectors, threads]
-    cluster.meet();  // nobody needs what was there
+    cluster.meet();                                                 // nobody needs what was there
 #pragma unroll
     for (int part = 0; part < 2 * kVectors; ++part) {
       const float* four = sums[part / 2].lanes + part % 2 * 4;
@@ -243,8 +243,7 @@ __global__ void __launch_bounds__(kAddingThreads<Team>, Team::kShort ? 3 : 1)
       for (int rank = 0; rank < cluster.blocks(); ++rank) {
         const float4* there = cluster.of_block(places, rank);
         for (int each = 0; each < teams; ++each) {
-          const float4 four =
-              there[part * int(blockDim.x) + each * team.threads + team.thread];
+          const float4 four = there[part * int(blockDim.x) + each * team.threads + team.thread];
           sum.x += four.x;
           sum.y += four.y;
           sum.z += four.z;

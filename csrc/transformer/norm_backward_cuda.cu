@@ -45,8 +45,7 @@ __global__ void __launch_bounds__(Team::kMostThreads)
     const RowMoments found = moments.find(row, near, inverse_n, norm.eps, weighted);
     row.for_each_vector([&](auto i, int count, const auto& vectors) {
       const Values value = found.standardized_of<Kind>(floats_of(vectors[0]));
-      Values result =
-          found.gradient<Kind>(value, floats_of(vectors[1]), weight_at(i, count));
+      Values result = found.gradient<Kind>(value, floats_of(vectors[1]), weight_at(i, count));
       if (grad_sum) result = result + floats_of(cuda::fetch(grad_sum, i, count, aligned));
       cuda::put(grad_x, i, count, aligned, result);
     });
@@ -71,12 +70,12 @@ struct Plan {
   static constexpr int64_t kOfCache = 32 << 20;
 
   Layout layout;
-  bool adds_up;          // the teams that have the rows do, else a kernel that goes down the columns
-  int threads = 0;       // of a block that adds up
-  int cluster = 1;       // its blocks add up together
+  bool adds_up;     // the teams that have the rows do, else a kernel that goes down the columns
+  int threads = 0;  // of a block that adds up
+  int cluster = 1;  // its blocks add up together
   int rows_of_team = 1;
   int64_t blocks = 0;
-  int64_t groups;        // of rows that have sums
+  int64_t groups;  // of rows that have sums
   int ring_bytes = 0;
 
   template <class Kind>

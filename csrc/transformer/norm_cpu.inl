@@ -163,8 +163,8 @@ inline void normalize(const Norm& norm, int64_t row, bool past_cache, const Valu
   for_each_vector(0, norm.length, [&](int64_t i, int count) {
     const Vec value = moments.template standardized_of<Kind>(value_at(i, count));
     const Vec scale = weight_at(weight, norm.weight_offset, i, count);
-    const Vec result = bias ? normalized(value, scale, Vec::load(bias + i, count))
-                            : normalized(value, scale);
+    const Vec result =
+        bias ? normalized(value, scale, Vec::load(bias + i, count)) : normalized(value, scale);
     result.store(out + i, count, past_cache);
   });
 }

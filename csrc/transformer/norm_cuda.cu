@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(Team::kMostThreads, sizeof(T) == 2 ? 2 : 1)
     const bool is_wanted = norm.sum.data != nullptr;
     const Pointer<T> sum = norm.sum.even_row<T>(place);
     row.for_each([&](int v, int i, int count) {
-      const RowVector<T> value = sum_of<T, W>(norm, sum, i, count, true, row.vectors[v][0],
-                                              row.vectors[v][1]);
+      const RowVector<T> value =
+          sum_of<T, W>(norm, sum, i, count, true, row.vectors[v][0], row.vectors[v][1]);
       row.vectors[v][0] = value;
       if (is_wanted) cuda::put_vector(sum, i, value);
     });
@@ -123,8 +123,7 @@ __global__ void __launch_bounds__(Team::kMostThreads)
     // the same dtype then.
     const Pointer<Any> sum = norm.sum.data != nullptr ? norm.sum.even_row<Any>(place) : out;
     row.for_each_vector([&](int64_t i, int count, const auto& vectors) {
-      const auto value =
-          sum_of<Any, Any>(norm, sum, i, count, aligned, vectors[0], vectors[1]);
+      const auto value = sum_of<Any, Any>(norm, sum, i, count, aligned, vectors[0], vectors[1]);
       cuda::put(sum, i, count, aligned, value.elements);
     });
     row.tensors[0] = sum;
@@ -239,7 +238,7 @@ bool run_long(const Norm& norm, Dtype dtype, bool same, cudaStream_t queue) {
       if (Row::shared_bytes(norm.length) > device.shared_bytes) return;
       const bool is_of_sum = norm.residual.data != nullptr;
       (is_of_sum ? launch_long<Kind, T, W, true> : launch_long<Kind, T, W, false>)(norm, device,
-                                                                                 queue);
+                                                                                   queue);
       done = true;
     }
   });
@@ -254,7 +253,7 @@ void run_held(const Norm& norm, const Layout& layout, bool same, cudaStream_t qu
     const auto kernel = norm.residual.data != nullptr ? norm_kernel<Kind, Team, T, W, true>
                                                       : norm_kernel<Kind, Team, T, W, false>;
     kernel<<<unsigned(layout.blocks), layout.block, 0, queue>>>(norm, 1.0f / float(norm.length),
-                                                           layout.team);
+                                                                layout.team);
   });
 }
 
@@ -283,9 +282,8 @@ void norm_cuda(const Norm& norm, void* stream) {
       }
     }
     if (is_done) return;
-    reading_kernel<Kind, Team>
-        <<<unsigned(layout.blocks), layout.block, 0, queue>>>(
-            norm, 1.0f / float(norm.length), layout.team, layout.aligned);
+    reading_kernel<Kind, Team><<<unsigned(layout.blocks), layout.block, 0, queue>>>(
+        norm, 1.0f / float(norm.length), layout.team, layout.aligned);
   });
   cuda::check(cudaGetLastError(), op);
 }

@@ -357,7 +357,8 @@ class Moments {
     meeting_.take(sums);
     const float inverse =
         inverse_rms(Floats<1>(sums[0]), inverse_n, eps * scale * scale).lanes[0] * scale;
-    const float most = inverse_rms(Floats<1>(0.0f), inverse_n, eps).lanes[0];  // when eps has vanished
+    const float most =
+        inverse_rms(Floats<1>(0.0f), inverse_n, eps).lanes[0];  // when eps has vanished
     return inverse > most ? most : inverse;
   }
 
@@ -366,8 +367,7 @@ class Moments {
 
 // What the teams of a block need in shared memory to meet: those of half a warp need none.
 template <class Kind, class Team, bool kGrads>
-constexpr int kMeetingFloats =
-    Team::kShort ? 1 : 2 * kWarp * (1 + kGrads) * (1 + Kind::kCentered);
+constexpr int kMeetingFloats = Team::kShort ? 1 : 2 * kWarp * (1 + kGrads) * (1 + Kind::kCentered);
 
 }  // namespace cuda
 }  // namespace dsx

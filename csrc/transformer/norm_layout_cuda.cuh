@@ -8,9 +8,9 @@ namespace dsx::cuda {
 struct Layout {
   int64_t rows, length;
   Dtype dtype;
-  bool aligned, whole;   // whole: they can be accessed as vectors of `dtype`
-  int team, block;       // threads
-  int64_t blocks;        // if each team takes a row
+  bool aligned, whole;  // whole: they can be accessed as vectors of `dtype`
+  int team, block;      // threads
+  int64_t blocks;       // if each team takes a row
 
   Layout(int64_t count, int64_t n, std::initializer_list<Rows> all,
          std::initializer_list<Rows> vectors)

@@ -94,7 +94,6 @@ DSX_HOST_DEVICE inline V grad_of_x(const V& standard, const V& weighted_grad, co
 
 // The gradient of the weight over some rows, with that of one more.
 template <class V>
-DSX_HOST_DEVICE inline V add_grad_of_weight(const V& standard, const V& grad_out,
-                                            const V& before) {
+DSX_HOST_DEVICE inline V add_grad_of_weight(const V& standard, const V& grad_out, const V& before) {
   return multiply_add(grad_out, standard, before);
 }

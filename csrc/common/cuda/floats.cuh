@@ -60,12 +60,12 @@ DSX_BINARY(Floats, Floats, max, dsx::max(a.lanes[i], b.lanes[i]))
 DSX_UNARY(Floats, operator-, -a.lanes[i])
 DSX_UNARY(Floats, abs, ::fabsf(a.lanes[i]))
 DSX_UNARY(Floats, sqrt, ::sqrtf(a.lanes[i]))
-DSX_UNARY(Floats, rsqrt, ::__frsqrt_rn(a.lanes[i]))  // of an op that does not promise the CPU's bits
 
 // CUDA's own, for ops that do not promise the bits of the CPU: exp is off by 2 units in the last
-// place at most, log by 1.5, sigmoid by 5; it is 0 instead of what is below 2^-126, as is
-// exp_of_negative, of numbers a that are not above 0, which is off by 2 + 2 |a| and takes 2
-// instructions instead of 8.
+// place at most, log by 1.5, sigmoid by 5, rsqrt not at all; exp is 0 instead of what is below
+// 2^-126, as is exp_of_negative, of numbers a that are not above 0, which is off by 2 + 2 |a| and
+// takes 2 instructions instead of 8.
+DSX_UNARY(Floats, rsqrt, ::__frsqrt_rn(a.lanes[i]))
 DSX_UNARY(Floats, exp, ::expf(a.lanes[i]))
 DSX_UNARY(Floats, exp_of_negative, fast_exp_of_negative(a.lanes[i]))
 DSX_UNARY(Floats, log, ::logf(a.lanes[i]))

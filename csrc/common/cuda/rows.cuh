@@ -125,8 +125,8 @@ __device__ inline void put_vector(Pointer<T> row, int64_t i, const RowVector<T, 
                    "r"(w.y), "r"(w.z), "r"(w.w)
                    : "memory");
     } else {
-      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target + k), "r"(w.x),
-                   "r"(w.y), "r"(w.z), "r"(w.w)
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target + k), "r"(w.x), "r"(w.y),
+                   "r"(w.z), "r"(w.w)
                    : "memory");
     }
   }
