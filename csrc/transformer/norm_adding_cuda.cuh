@@ -112,8 +112,10 @@ struct Ring {
       fetch_bytes<int(sizeof(Vector))>(&x(stage, v), x_row.address + i);
       fetch_bytes<int(sizeof(Vector))>(&grad_out(stage, v), grad_row.address + i);
     });
-    if (Kind::kCentered && int(threadIdx.x) % kHalfWarp == 0) {
-      fetch_bytes<int(sizeof(Vector))>(firsts + stage, x_row.address);
+    if constexpr (Kind::kCentered) {
+      if (int(threadIdx.x) % kHalfWarp == 0) {
+        fetch_bytes<int(sizeof(Vector))>(firsts + stage, x_row.address);
+      }
     }
   }
   __device__ void ask_for_grad_sum(Pointer<T> row) const {
@@ -172,6 +174,7 @@ __global__ void __launch_bounds__(kAddingThreads<Team>, Team::kShort ? 3 : 1)
   const int64_t first = team.row() * rows_of_team;
   const auto is_row = [&](int turn) { return turn < rows_of_team && first + turn < norm.rows; };
   const auto ask = [&](int turn) {
+    if (Kind::kCentered) __syncwarp();  // with those that read the first vector of another row
     if (is_row(turn)) {
       ring.ask(turn % RingOfTeam::kStages, norm.x.row<T>(first + turn),
                norm.grad_out.row<T>(first + turn));
@@ -201,14 +204,14 @@ __global__ void __launch_bounds__(kAddingThreads<Team>, Team::kShort ? 3 : 1)
 #pragma unroll 1
   for (int turn = 0; turn < rows_of_team; ++turn) {
     const RingRow<RingOfTeam> row{ring, turn % RingOfTeam::kStages, is_row(turn)};
-    const RowMoments found = moments.find(row, near, inverse_n, norm.eps, weighted);
+    const RowMoments<Kind> found = moments.find(row, near, inverse_n, norm.eps, weighted);
     wait_for_fetches<1>();
     if (row.is_there) {
       const Pointer<T> grad_x = norm.grad_x.even_row<T>(first + turn);
       ring.for_each([&](int v, int i) {
         const Values grad = floats_of(ring.grad_out(row.stage, v));
-        const Values value = found.standardized_of<Kind>(floats_of(ring.x(row.stage, v)));
-        Values result = found.gradient<Kind>(value, grad, ring.weight_at(i));
+        const Values value = found.standardized_of(floats_of(ring.x(row.stage, v)));
+        Values result = found.gradient(value, grad, ring.weight_at(i));
         if (has_grad_sum) result = result + floats_of(ring.grad_sum(v));
         cuda::put<Stored::streamed>(grad_x, i, kRowVector, true, result);
         of_weight[v] = add_grad_of_weight(value, grad, of_weight[v]);

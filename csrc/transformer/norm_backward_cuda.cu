@@ -20,7 +20,7 @@ using cuda::Values;
 template <class Kind, class Team, class T, bool kHeld>
 __global__ void __launch_bounds__(Team::kMostThreads)
     rows_kernel(const __grid_constant__ NormBackward norm,
-                RowMoments* of_rows,  // [rows] written; null: not wanted
+                RowMoments<Kind>* of_rows,  // [rows] written; null: not wanted
                 float inverse_n, int team_threads, bool is_aligned) {
   __shared__ float meeting[cuda::kMeetingFloats<Kind, Team, true>];
   const bool aligned = !std::is_same_v<T, Any> || is_aligned;
@@ -42,10 +42,10 @@ __global__ void __launch_bounds__(Team::kMostThreads)
     const float near = Kind::kCentered ? cuda::mean_of_first(x, length, aligned) : 0.0f;
     cuda::Moments<Kind, Team, T, true> moments(team, meeting);
     moments.put(row, near, weighted);
-    const RowMoments found = moments.find(row, near, inverse_n, norm.eps, weighted);
+    const RowMoments<Kind> found = moments.find(row, near, inverse_n, norm.eps, weighted);
     row.for_each_vector([&](auto i, int count, const auto& vectors) {
-      const Values value = found.standardized_of<Kind>(floats_of(vectors[0]));
-      Values result = found.gradient<Kind>(value, floats_of(vectors[1]), weight_at(i, count));
+      const Values value = found.standardized_of(floats_of(vectors[0]));
+      Values result = found.gradient(value, floats_of(vectors[1]), weight_at(i, count));
       if (grad_sum) result = result + floats_of(cuda::fetch(grad_sum, i, count, aligned));
       cuda::put(grad_x, i, count, aligned, result);
     });
@@ -172,7 +172,7 @@ void run_adding(const NormBackward& norm, const Plan& plan, const OfVectors<floa
 }
 
 template <class Kind, class Team>
-void run_rows(const NormBackward& norm, const Layout& layout, RowMoments* of_rows,
+void run_rows(const NormBackward& norm, const Layout& layout, RowMoments<Kind>* of_rows,
               cudaStream_t stream) {
   const auto launch = [&](auto kernel) {
     kernel<<<unsigned(layout.blocks), layout.block, 0, stream>>>(
@@ -197,7 +197,7 @@ int64_t norm_backward_workspace(const NormBackward& norm, const OfVectors<Rows>&
   if (wanted(grads) == 0) return 0;
   const Plan plan = Plan::of<Kind>(norm, grads);
   const int64_t moments =
-      plan.adds_up ? 0 : norm.rows * int64_t(sizeof(RowMoments) / sizeof(float));
+      plan.adds_up ? 0 : norm.rows * int64_t(sizeof(RowMoments<Kind>) / sizeof(float));
   return (plan.has_partials() ? wanted(grads) * plan.groups * norm.length : 0) + moments;
 }
 
@@ -214,7 +214,7 @@ void norm_backward_cuda(const NormBackward& norm, const OfVectors<Rows>& grads, 
       plan.has_partials() ? partials_in(workspace, grads, floats) : OfVectors<float*>{};
   const bool in_columns = wanted(grads) > 0 && !plan.adds_up;
   float* behind = workspace + wanted(grads) * floats;
-  RowMoments* of_rows = in_columns ? reinterpret_cast<RowMoments*>(behind) : nullptr;
+  RowMoments<Kind>* of_rows = in_columns ? reinterpret_cast<RowMoments<Kind>*>(behind) : nullptr;
   if (norm.rows > 0) {
     cuda::with_row_length(norm.length, [&](auto team) {
       using Team = typename decltype(team)::type;

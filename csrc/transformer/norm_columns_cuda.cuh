@@ -13,7 +13,7 @@ constexpr int kWarpsOfColumns = 16, kColumnsOfBlock = kWarp * kRowVector;
 template <class Kind, class T>
 __global__ void __launch_bounds__(kWarpsOfColumns* kWarp)
     columns_kernel(const __grid_constant__ NormBackward norm,
-                   const RowMoments* of_rows,  // [rows]
+                   const RowMoments<Kind>* of_rows,  // [rows]
                    int64_t rows_of_group,
                    OfVectors<float*> partials,  // [groups, length] written; all null: there is one
                    const __grid_constant__ OfVectors<Rows> grads,  // written then
@@ -36,14 +36,14 @@ __global__ void __launch_bounds__(kWarpsOfColumns* kWarp)
     const int64_t end = ::min((blockIdx.y + int64_t(1)) * rows_of_group, norm.rows);
 #pragma unroll 4
     for (int64_t row = blockIdx.y * rows_of_group + warp; row < end; row += kWarpsOfColumns) {
-      const RowMoments found = of_rows[row];
+      const RowMoments<Kind> found = of_rows[row];
       const RowVector<T> x = fetch_from(norm.x, row), grad_out = fetch_from(norm.grad_out, row);
       const Values grad = floats_of(grad_out);
-      const Values value = found.standardized_of<Kind>(floats_of(x));
+      const Values value = found.standardized_of(floats_of(x));
       of_weight = add_grad_of_weight(value, grad, of_weight);
       of_bias = of_bias + grad;
       if (!is_there(grads.x_bias)) continue;
-      of_x_bias = of_x_bias + found.gradient<Kind>(value, grad, weight);
+      of_x_bias = of_x_bias + found.gradient(value, grad, weight);
       if (is_there(norm.grad_sum))
         of_x_bias = of_x_bias + floats_of(fetch_from(norm.grad_sum, row));
     }
@@ -83,7 +83,7 @@ struct ColumnsGrid {
 
 // Queues it. `whole`: rows can be accessed as vectors of the dtype of x.
 template <class Kind>
-void add_columns(const NormBackward& norm, const RowMoments* of_rows,
+void add_columns(const NormBackward& norm, const RowMoments<Kind>* of_rows,
                  const OfVectors<float*>& partials, const OfVectors<Rows>& grads, bool whole,
                  bool aligned, const char* op, cudaStream_t stream) {
   const ColumnsGrid grid(norm.rows, norm.length);

@@ -44,7 +44,7 @@ struct WeightAndBias {
 
 // Normalizes a vector of the row, and stores it.
 template <class Kind, class T, class W>
-__device__ inline void put_result(const Norm& norm, const RowMoments& found, Pointer<T> out,
+__device__ inline void put_result(const Norm& norm, const RowMoments<Kind>& found, Pointer<T> out,
                                   int64_t i, int count, bool aligned, const RowVector<T>& vector,
                                   const WeightAndBias<W>& vectors) {
   Values weight(1.0f);
@@ -52,7 +52,7 @@ __device__ inline void put_result(const Norm& norm, const RowMoments& found, Poi
     weight = floats_of(vectors.weight);
     if (norm.weight_offset != 0) weight = weight + Values(norm.weight_offset);
   }
-  const Values value = found.standardized_of<Kind>(floats_of(vector));
+  const Values value = found.standardized_of(floats_of(vector));
   const Values result = norm.bias.data != nullptr
                             ? normalized(value, weight, floats_of(vectors.bias))
                             : normalized(value, weight);
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(Team::kMostThreads, sizeof(T) == 2 ? 2 : 1)
   }
   cuda::Moments<Kind, Team, T, false> moments(team, meeting);
   moments.put(row, near, NoGrads{});
-  const RowMoments found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
+  const RowMoments<Kind> found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
   row.for_each([&](int v, int i, int count) {
     WeightAndBias<W> vectors;
     vectors.fetch(norm, i, count, true);
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(Team::kMostThreads)
   }
   cuda::Moments<Kind, Team, Any, false> moments(team, meeting);
   moments.put(row, near, NoGrads{});
-  const RowMoments found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
+  const RowMoments<Kind> found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
   row.for_each_vector([&](int64_t i, int count, const auto& vectors) {
     WeightAndBias<Any> of_columns;
     of_columns.fetch(norm, i, count, aligned);
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(cuda::kLongTeam, 1)
       row.wait();
     }
     moments.put(row, near, NoGrads{});
-    const RowMoments found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
+    const RowMoments<Kind> found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
     const int64_t next = number + gridDim.x;
     const Pointer<T> next_x = norm.x.row<T>(::min(next, norm.rows - 1));
     row.template for_each_number<kBatch>([&](int first) {

@@ -146,36 +146,43 @@ struct ReadRow {
   }
 };
 
-// What a row has for its elements to be normalized by, and for their gradients; of layer
-// normalization alone, but for the last two. Every thread of the team has the same.
-struct RowMoments {
-  float mean, rest;  // 0
-  float grad_mean;   // 0; of the weighted gradients
-  float inverse;     // of the rms
-  float share;       // as rms_share says
+// What a row has for its elements to be normalized by, and for their gradients. Every thread of the
+// team has the same.
+struct OfMean {
+  float mean = 0, rest = 0;  // as RowMean says
+  float grad_mean = 0;       // of the weighted gradients
+};
+struct OfNoMean {};
+template <class Kind>
+struct RowMoments : std::conditional_t<Kind::kCentered, OfMean, OfNoMean> {
+  float inverse = 0;  // of the rms
+  float share = 0;    // as rms_share says
 
-  template <class Kind>
   __device__ Values deviation_of(const Values& x) const {
-    if constexpr (!Kind::kCentered) return x;
-    return deviation(x, Values(mean), Values(rest));
+    if constexpr (Kind::kCentered) {
+      return deviation(x, Values(this->mean), Values(this->rest));
+    } else {
+      return x;
+    }
   }
-
-  template <class Kind>
   __device__ Values standardized_of(const Values& x) const {
-    if constexpr (!Kind::kCentered) return standardized(x, Values(inverse));
-    return standardized(x, Values(inverse), Values(mean), Values(-rest * inverse));
+    if constexpr (Kind::kCentered) {
+      return standardized(x, Values(inverse), Values(this->mean), Values(-this->rest * inverse));
+    } else {
+      return standardized(x, Values(inverse));
+    }
   }
 
   // The gradient of what was normalized.
-  template <class Kind>
   __device__ Values gradient(const Values& standard, const Values& grad,
                              const Values& weight) const {
     const Values weighted = grad * weight;
-    if constexpr (!Kind::kCentered) {
+    if constexpr (Kind::kCentered) {
+      return grad_of_x(standard, weighted, Values(inverse), Values(share),
+                       Values(this->grad_mean * inverse));
+    } else {
       return grad_of_x(standard, weighted, Values(inverse), Values(share));
     }
-    return grad_of_x(standard, weighted, Values(inverse), Values(share),
-                     Values(grad_mean * inverse));
   }
 };
 
@@ -295,9 +302,9 @@ class Moments {
   }
 
   template <class Row, class Grad>
-  __device__ RowMoments find(const Row& row, float near, float inverse_n, float eps,
-                             const Grad& grad_of) {
-    RowMoments found = {};
+  __device__ RowMoments<Kind> find(const Row& row, float near, float inverse_n, float eps,
+                                   const Grad& grad_of) {
+    RowMoments<Kind> found;
     NormSums sums = take();
     if constexpr (Kind::kCentered) {
       const bool are_far = sums.are_far(inverse_n);
@@ -344,11 +351,11 @@ class Moments {
 
   template <class Row>
   __device__ float inverse_of_scaled(const Row& row, float inverse_n, float eps,
-                                     const RowMoments& found) {
+                                     const RowMoments<Kind>& found) {
     const float scale = scale_of_squares(found.inverse);
     LaneSum squares;
     row.for_each_vector([&](auto, int count, const auto& vectors) {
-      Values value = found.deviation_of<Kind>(floats_of(vectors[0])) * Values(scale);
+      Values value = found.deviation_of(floats_of(vectors[0])) * Values(scale);
       value = first_lanes<T>(value, count);
       squares.add_products(value, value);
     });
