@@ -42,9 +42,9 @@ class Cluster {
 template <class Team>
 using TeamOfBlock = RowTeam<Team::kLength, false>;
 
-// Threads of a block.
-template <class Team>
-constexpr int kAddingThreads = Team::kShort ? 256 : kMostOfTeam;
+// Threads of a block: as many as there is memory for.
+template <class Team, class T>
+constexpr int kAddingThreads = Team::kShort ? 256 : kMostOfTeam * 2 / int(sizeof(T));
 
 // The memory of a block. While a row is worked on, the next one is on its way: of x and of the
 // gradient there are two stages, of the gradient of the sum one. Each thread has its own places,
@@ -154,7 +154,7 @@ struct RingRow {
 
 // Each team takes rows_of_team rows; its cluster adds up.
 template <class Kind, class Team, class T>
-__global__ void __launch_bounds__(kAddingThreads<Team>, Team::kShort ? 3 : 1)
+__global__ void __launch_bounds__(kAddingThreads<Team, T>, Team::kShort ? 3 : 1)
     adding_kernel(const __grid_constant__ NormBackward norm, float inverse_n, int team_threads,
                   int rows_of_team,
                   OfVectors<float*> partials) {  // [clusters, length] written; null: not wanted

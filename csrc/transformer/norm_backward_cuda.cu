@@ -103,9 +103,9 @@ struct Plan {
     cuda::with_row_length(norm.length, [&](auto team) {
       using Team = cuda::TeamOfBlock<typename decltype(team)::type>;
       if constexpr (Team::kLength != RowLength::is_long) {
-        threads = cuda::kAddingThreads<Team> / layout.team * layout.team;
         with_storage_type(layout.dtype, [&](auto storage) {
           using T = decltype(storage);
+          threads = cuda::kAddingThreads<Team, T> / layout.team * layout.team;
           ring_bytes = int(cuda::Ring<Kind, Team, T>::bytes(threads, norm));
           const auto kernel = cuda::adding_kernel<Kind, Team, T>;
           cudaFuncAttributes found = {};
@@ -115,7 +115,7 @@ struct Plan {
         });
       }
     });
-    if (ring_bytes > device.shared_bytes) return false;
+    if (threads == 0 || ring_bytes > device.shared_bytes) return false;
     // As many blocks as run at once. What fits into the cache is soon read again, so sums of it
     // need not take more than 1 % of its memory; of more, what they take is less than the time.
     const int64_t teams = threads / layout.team;

@@ -102,6 +102,22 @@ def test_values(kind: Kind, dtype: torch.dtype, n: int, with_residual: bool, dev
 
 
 @each_kind
+@pytest.mark.parametrize("with_residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize(
+    ("n", "dtype", "vectors"),
+    [(264, BF16, BF16), (264, F32, F32), (264, BF16, F32), (1032, F16, F16), (4096, BF16, BF16)],
+)
+def test_gradients_of_vectors_over_many_rows(
+    kind: Kind, n: int, dtype: torch.dtype, vectors: torch.dtype, with_residual: bool, device: str
+) -> None:
+    """So many rows that on CUDA each team of threads adds up those that it has."""
+    residual, rows = dtype if with_residual else None, 2600 if device == "cuda" else 70
+    arguments = kind.arguments((rows, n), dtype, device, residual, vectors)
+    arguments.pop("x_bias", None)  # its gradient is added up down the columns
+    assert_right(kind, arguments)
+
+
+@each_kind
 @pytest.mark.parametrize(
     "shape", [(5,), (2, 3, 4, 8), (0, 8), (3, 0), (1, 1), (2, 0, 4), (1500, 40), (0,)]
 )
