@@ -88,6 +88,7 @@ OPS: tuple[OpSpec, ...] = (
     _op("fused_softmax", "transformer/softmax", "transformer/softmax_backward_cuda.cu"),
     _op("cpu_cross_entropy", "transformer/cross_entropy"),
     _op("fused_cross_entropy", "transformer/cross_entropy"),
+    _op("cpu_skinny_linear", "transformer/skinny_linear"),
     OpSpec(
         name="async_io",
         device="cpu",
