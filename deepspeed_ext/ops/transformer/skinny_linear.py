@@ -54,7 +54,7 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
 _op = define(
     "skinny_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, *, int? activation,"
     " bool gated) -> Tensor",
-    {"cpu": "cpu_skinny_linear"},
+    {"cpu": "cpu_skinny_linear", "cuda": "fused_skinny_linear"},
     fake=_fake,
     backward=_backward,
     setup_context=_save,
