@@ -40,6 +40,7 @@ class Stream:
         sinks = [ctypes.c_void_p] * (2 if device == "cuda" else 0)
         self._read.argtypes = [ctypes.c_void_p, ctypes.c_int64, *sinks]
         self._read.restype = ctypes.c_int if device == "cuda" else ctypes.c_uint64
+        self._sink = torch.zeros(1, dtype=torch.int32, device=device)
 
     def contender(self, bytes_moved: int, threads: int) -> Contender:
         """Return the loop over as many bytes as the work that it is the ceiling of."""
@@ -63,20 +64,17 @@ class Stream:
         n = bytes_read // 16
         words = torch.ones(n, 2, dtype=torch.int64, device=self.device)
         if self.device == "cuda":
-            sink = torch.zeros(1, dtype=torch.int32, device=self.device)
-            addresses = words.data_ptr(), sink.data_ptr()
-            return Contender(
-                READ,
-                lambda _kept=(words, sink): self._on_cuda(
-                    self._read, addresses[0], n, addresses[1]
-                ),
-                is_ceiling=True,
-            )
+            return Contender(READ, lambda: self.read(words), is_ceiling=True)
 
         def part(begin: int, end: int) -> None:
             self._read(words.data_ptr() + 16 * begin, 2 * (end - begin))
 
         return Contender(READ, _in_parts(part, n, threads), is_ceiling=True)
+
+    def read(self, tensor: torch.Tensor) -> None:
+        """Queue, on CUDA, that all of a tensor is read and nothing else is done."""
+        n = tensor.nbytes // 16
+        self._on_cuda(self._read, tensor.data_ptr(), n, self._sink.data_ptr())
 
     def _on_cuda(self, launch: Callable[..., int], *arguments: int) -> None:
         error = launch(*arguments, torch.cuda.current_stream().cuda_stream)

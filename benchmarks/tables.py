@@ -300,6 +300,7 @@ def _cuda_steps() -> Table:
 
 
 SOFTMAX_SIZES = ("16,384 x 4,096", "4,096 x 16,384", "512 x 131,072", "262,144 x 128")
+LINEAR_SIZES = ("14,336 x 4,096", "4,096 x 14,336", "4,096 x 4,096", "1,024 x 4,096")
 NORM_SIZES = ("16,384 x 4,096", "262,144 x 128", "4,096 x 16,384", "512 x 131,072")
 
 
@@ -335,6 +336,12 @@ def _cuda_functional() -> Table:
         lines.append(
             Line(f"`softmax` {what}, {direction}", "softmax", f"{direction}, {what}, 20 times")
         )
+    for size, rows in itertools.product(LINEAR_SIZES, (1, 4, 16, 64)):
+        label = f"`skinny_linear` bfloat16, {size}, {rows} rows, beside reading"
+        lines.append(Line(label, "skinny_linear", f"{rows} rows, bfloat16, {size}, 20 times"))
+    for rows in (1, 16):
+        what = f"chain of 8, {rows} rows, bfloat16, 4,096 x 4,096"
+        lines.append(Line(f"`skinny_linear`, {what}", "skinny_linear", f"{what}, 5 times"))
     for what in ("bfloat16, 8,192 x 128,256", "float32, 4,096 x 128,256"):
         label = f"`cross_entropy` {what}, loss and gradient in place"
         lines.append(Line(label, "cross_entropy", f"loss and gradient, {what}, 5 times"))

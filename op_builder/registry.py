@@ -94,6 +94,8 @@ OPS: tuple[OpSpec, ...] = (
     ),
     _op("cpu_cross_entropy", "transformer/cross_entropy"),
     _op("fused_cross_entropy", "transformer/cross_entropy"),
+    _op("cpu_skinny_linear", "transformer/skinny_linear"),
+    _op("fused_skinny_linear", "transformer/skinny_linear"),
     OpSpec(
         name="async_io",
         device="cpu",

@@ -42,6 +42,7 @@ def test_another_figure_is_noticed():
         "activation",
         "rope",
         "softmax",
+        "skinny_linear",
         "cross_entropy",
     ],
 )

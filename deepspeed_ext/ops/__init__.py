@@ -66,6 +66,7 @@ _NAMES = {
         "rope_frequencies_yarn",
         "rope_scale_yarn",
     ),
+    "transformer.skinny_linear": ("skinny_linear", "skinny_linear_ref"),
     "transformer.softmax": (
         "scaled_masked_softmax",
         "scaled_masked_softmax_ref",
@@ -145,6 +146,8 @@ if TYPE_CHECKING:  # the same for type checkers
         rope_frequencies_yarn as rope_frequencies_yarn,
     )
     from deepspeed_ext.ops.transformer.rope_frequencies import rope_scale_yarn as rope_scale_yarn
+    from deepspeed_ext.ops.transformer.skinny_linear import skinny_linear as skinny_linear
+    from deepspeed_ext.ops.transformer.skinny_linear import skinny_linear_ref as skinny_linear_ref
     from deepspeed_ext.ops.transformer.softmax import scaled_masked_softmax as scaled_masked_softmax
     from deepspeed_ext.ops.transformer.softmax import (
         scaled_masked_softmax_ref as scaled_masked_softmax_ref,

@@ -17,6 +17,7 @@ import test_bias_activation
 import test_cross_entropy
 import test_gated_activation
 import test_rope_contract
+import test_skinny_linear_contract
 import torch
 import warm_python
 from functional_cases import CASES, call_of
@@ -30,6 +31,7 @@ MODULES = (
     test_rope_contract,
     softmax_cases,
     test_cross_entropy,
+    test_skinny_linear_contract,
 )
 each_module = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 each_case = pytest.mark.parametrize("name", CASES)

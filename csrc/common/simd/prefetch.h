@@ -11,10 +11,10 @@ namespace dsx {
 constexpr int64_t kPrefetchBytes = 1024;                   // ahead
 constexpr int64_t kPrefetchElements = kPrefetchBytes / 2;  // ahead at the most: of 16 bits
 
-inline void prefetch(const void* position) {
+inline void prefetch(const void* position, int64_t bytes_ahead = kPrefetchBytes) {
   // GCC takes a function that does nothing else for one without effect, and leaves out its calls.
   asm volatile("");
-  __builtin_prefetch(static_cast<const char*>(position) + kPrefetchBytes);
+  __builtin_prefetch(static_cast<const char*>(position) + bytes_ahead);
 }
 
 }  // namespace dsx

@@ -90,6 +90,22 @@ def softmax(device: str) -> None:
     _check("softmax", device, checked(ops.softmax), checked(ops.softmax_ref), shapes)
 
 
+def skinny_linear(device: str) -> None:
+    """Run `_check` on skinny_linear with everything that it takes, and with nothing."""
+
+    def gated(function: Function) -> Function:
+        def run(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Any:
+            options = dict(activation="silu", gated=True, residual=residual)
+            return function(x, weight / 50, bias, **options)
+
+        return run
+
+    op, reference = ops.skinny_linear, ops.skinny_linear_ref
+    shapes = [(5, 300), (80, 300), (80,), (5, 40)]
+    _check("skinny_linear", device, gated(op), gated(reference), shapes)
+    _check("skinny_linear", device, op, reference, [(19, 77), (33, 77)])
+
+
 def cross_entropy(device: str) -> None:
     """Run `_check` on cross_entropy, with inplace and without."""
 

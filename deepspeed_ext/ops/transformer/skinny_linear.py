@@ -1,0 +1,172 @@
+"""A matrix multiplication on few rows: what a linear layer is while text is generated."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops.transformer.activations import number_of, reference
+from deepspeed_ext.ops.transformer.bias_activation import bias_activation
+from deepspeed_ext.ops.transformer.gated_activation import gated_activation
+
+MOST_ROWS = 64  # that the kernels take: see skinny_linear.h
+
+
+def _fake(x: Tensor, weight: Tensor, *others: Tensor | None, gated: bool, **options: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // (2 if gated else 1))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.options = dict(keyword_only_inputs)
+
+
+def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients by torch's multiplications, and work out again what was activated."""
+    x, weight, bias = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad
+    number = ctx.options["activation"]
+    grad = grad_out
+    if number is not None:
+        ops = torch.ops.deepspeed_ext
+        sums = F.linear(x, weight, bias)
+        if ctx.options["gated"]:
+            grad = ops.gated_activation_backward.packed(
+                grad_out, sums, activation=number, gate_last=False
+            )
+        else:
+            grad, _ = ops.bias_activation_backward(
+                grad_out, sums, None, activation=number, needs_grad_bias=False
+            )
+    rows = grad.reshape(-1, grad.shape[-1])
+    return (
+        grad @ weight if needs_x else None,
+        rows.t() @ x.reshape(-1, x.shape[-1]) if needs_weight else None,
+        rows.sum(0) if needs_bias else None,
+        grad_out if needs_residual else None,
+    )
+
+
+_op = define(
+    "skinny_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, *, int? activation,"
+    " bool gated) -> Tensor",
+    {"cpu": "cpu_skinny_linear", "cuda": "fused_skinny_linear"},
+    fake=_fake,
+    backward=_backward,
+    setup_context=_save,
+)
+
+
+@register_flop_formula(_op.overloadpacket)
+def _flops(x: Any, weight: Any, *others: Any, out_shape: Any = None, **options: Any) -> int:
+    flops: int = 2 * math.prod(x[:-1]) * math.prod(weight)
+    return flops
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Return residual + activation(x @ weight.T + bias), on few rows as fast as weight is read.
+
+    With `gated`, weight has the rows of a gate and behind them as many of what it is for, as a
+    packed projection of a feed-forward block has them: activation(gate) * up is returned, of which
+    both come from one pass over weight. For SwiGLU the activation is "silu".
+
+    A row of x has the same bits alone and among up to 63 others, at any place, whatever these hold;
+    on the CPU also with any number of threads and any instruction set. The sums are float32, in an
+    order that depends on k only; bias, activation and residual are applied to them, and the result
+    is rounded once. No memory is taken but for the result.
+
+    With over 64 rows, or where torch.compile does not know that there are fewer, torch multiplies:
+    `F.linear`, then ``bias_activation`` or ``gated_activation``, then the sum, each rounded to the
+    dtype, and nothing is promised about bits. `torch.compiler.mark_dynamic(x, 0, max=64)` lets it
+    know. Gradients are by torch's multiplications; for them the arguments are kept.
+
+    Args:
+        x: (..., k), float32, bfloat16 or float16, on the CPU, or on CUDA with compute capability
+            8.0 or newer. Rows that lie in one piece each, at equal distances, are read as they lie;
+            other layouts are copied first.
+        weight: (n, k), with `gated` (2 n, k), of the dtype of x. Its rows lie in one piece each, at
+            equal distances: another layout is refused, as a copy in each call would cost more than
+            the multiplication. Rows that begin at multiples of 16 bytes are read fastest.
+        bias: None, or (n,), with `gated` (2 n,), of the same dtype.
+        activation: None, or one that ``bias_activation`` knows: "gelu", "gelu_tanh", "gelu_quick",
+            "relu", "silu".
+        gated: whether weight has the rows of a gate first; needs an activation.
+        residual: None, or (..., n), of the same dtype: added in the end.
+
+    Returns:
+        (..., n), contiguous, of the dtype of x.
+
+    Raises:
+        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
+        RuntimeError: the compute capability is below 8.0, or torch refuses the arguments.
+        BuildError: the native library of the device could not be built or loaded.
+
+    See: ``gated_activation`` for gates. ``skinny_linear_ref`` is the same in float64.
+    """
+    number = None if activation is None else number_of("skinny_linear", activation)
+    if x.dim() == 0 or _are_few(math.prod(x.shape[:-1])):
+        out: Tensor = _op(x, weight, bias, residual, activation=number, gated=gated)
+        return out
+    with torch.autocast(x.device.type, enabled=False):  # nothing is cast with few rows, either
+        return _by_torch(x, weight, bias, activation, gated, residual)
+
+
+def _are_few(rows: int) -> bool:
+    """Tell whether there are no more rows than the kernels take; if it is not known, there are."""
+    if not torch.compiler.is_compiling() and not isinstance(rows, torch.SymInt):
+        return rows <= MOST_ROWS
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(rows <= MOST_ROWS)
+
+
+def _by_torch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    gated: bool,
+    residual: Tensor | None,
+) -> Tensor:
+    if gated:
+        if activation is None:
+            raise ValueError("skinny_linear: gated is True, expected an activation beside it")
+        out = gated_activation(F.linear(x, weight, bias), activation=activation)
+    elif activation is None:
+        out = F.linear(x, weight, bias)
+    else:
+        out = bias_activation(F.linear(x, weight), bias, activation=activation)
+    if residual is not None and residual.shape != out.shape:
+        raise ValueError(
+            f"skinny_linear: residual has shape {list(residual.shape)}, expected {list(out.shape)}"
+        )
+    return out if residual is None else out + residual
+
+
+def skinny_linear_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Do what skinny_linear does, in float64 and plain torch: its definition, for tests."""
+    out = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    gate, up = out.chunk(2, -1) if gated else (out, None)
+    out = gate if activation is None else reference(activation, gate)
+    out = out if up is None else out * up
+    return out if residual is None else out + residual.double()
