@@ -32,6 +32,19 @@ def _norm(library: str, name: str, kind: str) -> OpSpec:
     return replace(shared, defines=(("DSX_NORM", kind),), self_check=check)
 
 
+def _kv_cache(kind: str, rule: str) -> tuple[OpSpec, OpSpec]:
+    """Return the libraries of the ops on a cache of keys and values of one kind, for both devices.
+
+    The ops share their sources, which are compiled for the kind.
+    """
+    made = []
+    for prefix in ("cpu", "fused"):
+        shared = _op(f"{prefix}_kv_cache{kind}", "transformer/decode_attention")
+        check = f"deepspeed_ext.ops.transformer.self_checks:kv_cache{kind}"
+        made.append(replace(shared, defines=(("DSX_KV", rule),), self_check=check))
+    return made[0], made[1]
+
+
 def _optimizer(library: str, name: str, rule: str, measuring_rule: str = "") -> OpSpec:
     """Return the library of one optimizer, for the device that its name says.
 
@@ -88,6 +101,9 @@ OPS: tuple[OpSpec, ...] = (
     _op("fused_softmax", "transformer/softmax", "transformer/softmax_backward_cuda.cu"),
     _op("cpu_cross_entropy", "transformer/cross_entropy"),
     _op("fused_cross_entropy", "transformer/cross_entropy"),
+    *_kv_cache("", "FloatKv"),
+    *_kv_cache("_int8", "Int8Kv"),
+    *_kv_cache("_fp8", "Fp8Kv"),
     OpSpec(
         name="async_io",
         device="cpu",

@@ -50,6 +50,7 @@ _NAMES = {
     ),
     "transformer.bias_activation": ("bias_activation", "bias_activation_ref"),
     "transformer.cross_entropy": ("cross_entropy", "cross_entropy_ref"),
+    "transformer.decode_attention": ("decode_attention", "decode_attention_ref"),
     "transformer.gated_activation": (
         "gated_activation",
         "gated_activation_ref",
@@ -57,6 +58,7 @@ _NAMES = {
         "swiglu_ref",
     ),
     "transformer.layer_norm": ("FusedLayerNorm", "layer_norm", "layer_norm_ref"),
+    "transformer.paged_kv": ("PagedKV",),
     "transformer.rms_norm": ("FusedRMSNorm", "rms_norm", "rms_norm_ref"),
     "transformer.rope": ("rope", "rope_", "rope_ref"),
     "transformer.rope_frequencies": (
@@ -128,6 +130,11 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.transformer.layer_norm import FusedLayerNorm as FusedLayerNorm
     from deepspeed_ext.ops.transformer.layer_norm import layer_norm as layer_norm
     from deepspeed_ext.ops.transformer.layer_norm import layer_norm_ref as layer_norm_ref
+    from deepspeed_ext.ops.transformer.decode_attention import decode_attention as decode_attention
+    from deepspeed_ext.ops.transformer.decode_attention import (
+        decode_attention_ref as decode_attention_ref,
+    )
+    from deepspeed_ext.ops.transformer.paged_kv import PagedKV as PagedKV
     from deepspeed_ext.ops.transformer.rms_norm import FusedRMSNorm as FusedRMSNorm
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm as rms_norm
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm_ref as rms_norm_ref

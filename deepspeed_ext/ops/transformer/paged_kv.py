@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 PAGE = 64  # tokens
@@ -30,3 +31,16 @@ class PagedKV(NamedTuple):
     violations: Tensor
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
+
+
+def kind_of(kv: PagedKV) -> str:
+    """Return the overload of ops that takes such a cache: "" for floats, "int8" or "fp8"."""
+    if kv.keys.dtype == torch.int8:
+        return "int8"
+    return "fp8" if kv.keys.dtype == torch.float8_e4m3fn else ""
+
+
+def libraries_of(kind: str) -> dict[str, str]:
+    """Return for each device the op library of a kind."""
+    suffix = f"_{kind}" if kind else ""
+    return {"cpu": f"cpu_kv_cache{suffix}", "cuda": f"fused_kv_cache{suffix}"}
