@@ -39,7 +39,15 @@ def _kv_cache(kind: str, rule: str) -> tuple[OpSpec, OpSpec]:
     """
     made = []
     for prefix in ("cpu", "fused"):
-        shared = _op(f"{prefix}_kv_cache{kind}", "transformer/decode_attention")
+        on_cpu = prefix == "cpu"
+        more = ("rope_append_cpu.cpp", "rope_append_ops.cpp")
+        if not on_cpu:
+            more = ("rope_append_cuda.cu", "rope_append_ops_cuda.cpp")
+        shared = _op(
+            f"{prefix}_kv_cache{kind}",
+            "transformer/decode_attention",
+            *(f"transformer/{source}" for source in more),
+        )
         check = f"deepspeed_ext.ops.transformer.self_checks:kv_cache{kind}"
         made.append(replace(shared, defines=(("DSX_KV", rule),), self_check=check))
     return made[0], made[1]

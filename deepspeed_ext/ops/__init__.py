@@ -61,6 +61,7 @@ _NAMES = {
     "transformer.paged_kv": ("PagedKV",),
     "transformer.rms_norm": ("FusedRMSNorm", "rms_norm", "rms_norm_ref"),
     "transformer.rope": ("rope", "rope_", "rope_ref"),
+    "transformer.rope_append": ("rope_append_", "rope_append_ref_"),
     "transformer.rope_frequencies": (
         "rope_frequencies",
         "rope_frequencies_llama3",
@@ -141,6 +142,8 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.transformer.rope import rope as rope
     from deepspeed_ext.ops.transformer.rope import rope_ as rope_
     from deepspeed_ext.ops.transformer.rope import rope_ref as rope_ref
+    from deepspeed_ext.ops.transformer.rope_append import rope_append_ as rope_append_
+    from deepspeed_ext.ops.transformer.rope_append import rope_append_ref_ as rope_append_ref_
     from deepspeed_ext.ops.transformer.rope_frequencies import rope_frequencies as rope_frequencies
     from deepspeed_ext.ops.transformer.rope_frequencies import (
         rope_frequencies_llama3 as rope_frequencies_llama3,
