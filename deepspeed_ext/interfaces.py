@@ -29,6 +29,10 @@ _INSTEAD = {
 }
 
 
+# The modules of libraries that have ops of several, by the file of their self-checks.
+_MODULES = {"kv_cache_checks": ("decode_attention", "paged_kv", "rope_append")}
+
+
 class Interface(ModuleType):
     """The public names that belong to one op library.
 
@@ -68,7 +72,10 @@ def interface_of(op: str) -> Interface:
         return Interface(op, io, io.__all__)
     from deepspeed_ext import ops
 
-    home = spec_of(op).self_check.replace("self_checks:", "")  # beside it, under the same name
+    checks, _, name = spec_of(op).self_check.partition(":")
+    family, _, file = checks.rpartition(".")
+    modules = _MODULES.get(file, (name,))  # beside it, under the same name
+    homes = [f"{family}.{module}" for module in modules]
     return Interface(
-        op, ops, [name for name in ops.__all__ if getattr(ops, name).__module__ == home]
+        op, ops, [name for name in ops.__all__ if getattr(ops, name).__module__ in homes]
     )

@@ -48,7 +48,7 @@ def _kv_cache(kind: str, rule: str) -> tuple[OpSpec, OpSpec]:
             "transformer/decode_attention",
             *(f"transformer/{source}" for source in more),
         )
-        check = f"deepspeed_ext.ops.transformer.self_checks:kv_cache{kind}"
+        check = f"deepspeed_ext.ops.transformer.kv_cache_checks:kv_cache{kind}"
         made.append(replace(shared, defines=(("DSX_KV", rule),), self_check=check))
     return made[0], made[1]
 

@@ -122,6 +122,10 @@ if TYPE_CHECKING:  # the same for type checkers
     )
     from deepspeed_ext.ops.transformer.cross_entropy import cross_entropy as cross_entropy
     from deepspeed_ext.ops.transformer.cross_entropy import cross_entropy_ref as cross_entropy_ref
+    from deepspeed_ext.ops.transformer.decode_attention import decode_attention as decode_attention
+    from deepspeed_ext.ops.transformer.decode_attention import (
+        decode_attention_ref as decode_attention_ref,
+    )
     from deepspeed_ext.ops.transformer.gated_activation import gated_activation as gated_activation
     from deepspeed_ext.ops.transformer.gated_activation import (
         gated_activation_ref as gated_activation_ref,
@@ -131,10 +135,6 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.transformer.layer_norm import FusedLayerNorm as FusedLayerNorm
     from deepspeed_ext.ops.transformer.layer_norm import layer_norm as layer_norm
     from deepspeed_ext.ops.transformer.layer_norm import layer_norm_ref as layer_norm_ref
-    from deepspeed_ext.ops.transformer.decode_attention import decode_attention as decode_attention
-    from deepspeed_ext.ops.transformer.decode_attention import (
-        decode_attention_ref as decode_attention_ref,
-    )
     from deepspeed_ext.ops.transformer.paged_kv import PagedKV as PagedKV
     from deepspeed_ext.ops.transformer.rms_norm import FusedRMSNorm as FusedRMSNorm
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm as rms_norm

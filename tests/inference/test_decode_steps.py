@@ -1,4 +1,4 @@
-"""A cache and its ops together: step by step as all at once, forks, graphs, streams, a free slot."""
+"""A cache and its ops together: step by step as all at once, forks, graphs, streams."""
 
 import functools
 from typing import Any

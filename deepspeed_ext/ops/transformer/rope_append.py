@@ -149,7 +149,9 @@ def rope_append_ref_(
             if weight is not None:
                 x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
                 x = x * (weight.double() + weight_offset)
-            heads.append(rope_ref(x, None, at, frequencies, interleaved=interleaved, scale=scale))
+            turned = rope_ref(x, None, at, frequencies, interleaved=interleaved, scale=scale)
+            assert isinstance(turned, Tensor)
+            heads.append(turned)
         q[row, :count] = heads[0].to(q.dtype)
         places = kv.table[slot, at // PAGE].long(), slice(None), at % PAGE
         for elements, scales, x in (
