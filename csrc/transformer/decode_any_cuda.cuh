@@ -14,8 +14,8 @@ __device__ inline float element_at(const void* elements, Dtype dtype, int64_t pl
   if constexpr (std::is_same_v<Kind, Int8Kv>) {
     return float(static_cast<const int8_t*>(elements)[place]);
   } else if constexpr (std::is_same_v<Kind, Fp8Kv>) {
-    const auto half = __nv_cvt_fp8_to_halfraw(
-        static_cast<const __nv_fp8_storage_t*>(elements)[place], __NV_E4M3);
+    const auto half =
+        __nv_cvt_fp8_to_halfraw(static_cast<const __nv_fp8_storage_t*>(elements)[place], __NV_E4M3);
     return __half2float(__half(half));
   } else {
     switch (dtype) {

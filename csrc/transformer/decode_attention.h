@@ -19,7 +19,7 @@ struct DecodeAttention {
   PagedKv kv;
   NewTokens news;
   Heads q;
-  int64_t group;  // heads of q that share one of keys
+  int64_t group;              // heads of q that share one of keys
   float scale, soft_cap;      // 0: no cap
   int64_t window;             // keys that a query sees at most, itself included; 0: all
   const float* alibi_slopes;  // [q.heads] null: none

@@ -72,8 +72,8 @@ inline void multiply_keys(const RowsOfChunk<kRows>& rows, const T* keys, int64_t
 
 // The part of a page that keys [begin, end) of the chunk are in; some keys before them as well.
 struct PartOfPage {
-  int page;                // of the chunk
-  int64_t begin, end;      // rows of the page
+  int page;            // of the chunk
+  int64_t begin, end;  // rows of the page
   bool none;
 };
 inline PartOfPage part_of_page(int page, int64_t begin, int64_t end) {
@@ -255,8 +255,8 @@ inline void read_rows(const DecodeAttention& call, const ChunkOfKeys& chunk, int
     const auto source = call.q.at<Any>(batch, token, head);
     for (int64_t i = 0; i < padded_width(call.kv.width); i += Vec::size) {
       const int64_t left = call.kv.width - i;
-      const Vec q = left <= 0 ? Vec(0.0f)
-                              : Vec::load(source + i, int(left < Vec::size ? left : Vec::size));
+      const Vec q =
+          left <= 0 ? Vec(0.0f) : Vec::load(source + i, int(left < Vec::size ? left : Vec::size));
       q.store(rows.q[r] + i, Vec::size);
     }
   }
@@ -383,8 +383,8 @@ inline void merge_row(const DecodeAttention& call, const DecodeUnits& units, int
   const int64_t count = chunks.end - chunks.first, floats = partial_floats(width);
   const int64_t padded = padded_width(width), of_unit = call.rows() * floats;
   const int64_t unit = units.first[batch] + head / call.group * count;
-  const float* const first = units.partials + unit * of_unit +
-                             (token * call.group + head % call.group) * floats;
+  const float* const first =
+      units.partials + unit * of_unit + (token * call.group + head % call.group) * floats;
   const float sink = call.sinks == nullptr ? -INFINITY : call.sinks[head];
   float largest = sink == sink ? sink : -INFINITY;
   for (int64_t i = 0; i < count; ++i) {

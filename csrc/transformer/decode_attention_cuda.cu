@@ -104,9 +104,9 @@ template <class Kernel>
 void launch(Kernel* kernel, const Device& device, int shared_bytes, int blocks_at_most,
             const DecodeAttention& call, const Partials& partials, cudaStream_t stream) {
   if (shared_bytes > 0) {
-    cuda::check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     shared_bytes),
-                kOp);
+    cuda::check(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+        kOp);
   }
   const int64_t parts = ceil_div(partials.rows, cuda::kUnitRows);
   const int64_t units = call.news.batches * call.kv.heads * partials.chunks * parts;

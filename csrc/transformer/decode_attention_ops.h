@@ -50,8 +50,8 @@ std::tuple<Tensor, Tensor> decode_attention(
     const OptionalTensor& sinks, double scale, int64_t window, double softcap) {
   constexpr const char* op = "decode_attention";
   TensorView view(q.get());
-  const PagedKvTensors tensors{keys, values, table, lengths, key_scales, value_scales, slots,
-                               counts};
+  const PagedKvTensors tensors{keys,       values,       table, lengths,
+                               key_scales, value_scales, slots, counts};
   PagedKvReader reader(op, tensors, view);
   check_queries(op, view, reader.kv);
   DecodeAttention call = {};

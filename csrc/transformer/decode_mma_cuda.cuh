@@ -1,8 +1,8 @@
-// decode_attention on CUDA by tensor cores, for keys and values of 16 bits that can be read 16 bytes
-// at a time. A block takes a chunk, each of its four warps a page of it, and 8 rows of a head: they
-// are the columns of what is multiplied, K q and V^T p, so that keys and values are read as they
-// lie. A warp has its own ring of tiles of 16 tokens in shared memory, which are on their way long
-// before they are needed, also beyond the end of a unit.
+// decode_attention on CUDA by tensor cores, for keys and values of 16 bits that can be read 16
+// bytes at a time. A block takes a chunk, each of its four warps a page of it, and 8 rows of a
+// head: they are the columns of what is multiplied, K q and V^T p, so that keys and values are read
+// as they lie. A warp has its own ring of tiles of 16 tokens in shared memory, which are on their
+// way long before they are needed, also beyond the end of a unit.
 #pragma once
 
 #include "common/cuda/fetch.cuh"
@@ -169,8 +169,7 @@ class PageAttention {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = step * 16 + half * 8 + 2 * pair;
-        queries_[step][half] =
-            there ? packed<T>(query_at(source, i), query_at(source, i + 1)) : 0u;
+        queries_[step][half] = there ? packed<T>(query_at(source, i), query_at(source, i + 1)) : 0u;
       }
     }
   }
@@ -295,9 +294,8 @@ class PageAttention {
         for (int step = 0; step < Shape::kSteps; ++step) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const float value =
-                widen(*reinterpret_cast<const T*>(
-                    values + Fetcher::place_of(token, 2 * step + half) + row * 2));
+            const float value = widen(*reinterpret_cast<const T*>(
+                values + Fetcher::place_of(token, 2 * step + half) + row * 2));
             if (!isfinite(value)) out_[step][2 * half + i] += weight * value;
           }
         }
@@ -305,8 +303,8 @@ class PageAttention {
       __syncwarp();
     }
     for (int i = lane; i < kTileTokens * kWidth; i += 32) {
-      T* value = reinterpret_cast<T*>(values + Fetcher::place_of(i / kWidth, i % kWidth / 8) +
-                                      i % 8 * 2);
+      T* value =
+          reinterpret_cast<T*>(values + Fetcher::place_of(i / kWidth, i % kWidth / 8) + i % 8 * 2);
       if (!isfinite(widen(*value))) *value = T{0};
     }
     __syncwarp();
@@ -343,8 +341,8 @@ __device__ inline void store_unit(const DecodeAttention& call, const Partials& p
       value = __fmaf_rn(share, found[warp * kUnitRows * kWidth + i], value);
       sum = __fmaf_rn(share, sums[warp][row], sum);
     }
-    float* partial = partials.at(unit.batch, call.kv.heads, unit.head, unit.chunk,
-                                 unit.part * kUnitRows + row);
+    float* partial =
+        partials.at(unit.batch, call.kv.heads, unit.head, unit.chunk, unit.part * kUnitRows + row);
     partial[k] = value;
     if (k == 0) {
       partial[padded] = sum;

@@ -76,8 +76,8 @@ DSX_HOST_DEVICE inline Sequence sequence_of(const PagedKv& kv, const NewTokens& 
   if (slot < 0 || slot >= kv.slots) return {slot, 0, 0, true};
   const int64_t count = news.counts ? news.counts[batch] : news.tokens;
   const int64_t length = kv.lengths[slot];
-  const bool wrong = count < 0 || count > news.tokens || length < count ||
-                     length > kv.pages_of_slot * kPageTokens;
+  const bool wrong =
+      count < 0 || count > news.tokens || length < count || length > kv.pages_of_slot * kPageTokens;
   if (wrong) return {slot, 0, 0, true};
   return {slot, count, length, false};
 }

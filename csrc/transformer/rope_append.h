@@ -19,14 +19,14 @@ struct HeadWeight {
 struct RopeAppend {
   PagedKv kv;  // written
   NewTokens news;
-  Heads q;     // written in place
+  Heads q;  // written in place
   Heads k, v;
   HeadWeight q_weight, k_weight;
   float eps, weight_offset;  // of the norms
   Frequencies frequencies;
-  int64_t pairs;     // that turn, 0: none
-  bool interleaved;  // as in Rope
-  float scale;       // of what turns
+  int64_t pairs;        // that turn, 0: none
+  bool interleaved;     // as in Rope
+  float scale;          // of what turns
   int32_t* violations;  // set to 1 if a token has no place in the cache
 };
 

@@ -83,9 +83,8 @@ __device__ inline void write_codes(const float* head, int64_t width, uint8_t* ta
   const float exact = largest / Kind::kLargest;
   const bool none = !finite || exact < kLeastScale;
   const float factor = none ? 0.0f : Kind::kLargest / largest;
-  for_each_element(width, [&](int64_t i) {
-    target[i] = none ? 0 : code_of<Kind>(head[i] * factor);
-  });
+  for_each_element(width,
+                   [&](int64_t i) { target[i] = none ? 0 : code_of<Kind>(head[i] * factor); });
   if (threadIdx.x % kWarp == 0) *scale = !finite ? NAN : none ? 0.0f : exact;
 }
 

@@ -91,8 +91,8 @@ void rope_append(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
                  double weight_offset) {
   constexpr const char* op = RopeAppendReader::kOp;
   const TensorView q_view(q.get()), flag(violations.get());
-  const PagedKvTensors tensors{keys, values, table, lengths, key_scales, value_scales, slots,
-                               counts};
+  const PagedKvTensors tensors{keys,       values,       table, lengths,
+                               key_scales, value_scales, slots, counts};
   check(q_view.dim == 4, op, ": q has shape ", Integers{q_view.sizes, q_view.dim},
         ", expected [batch, tokens, heads, head_dim]");
   PagedKvReader kv_reader(op, tensors, q_view);
@@ -109,8 +109,8 @@ void rope_append(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   check(flag.dtype == aoti_torch_dtype_int32() && flag.numel == 1, op, ": violations is ",
         DtypeCode{flag.dtype}, " of ", flag.numel, " elements, expected int32 of 1");
   call.violations = reinterpret_cast<int32_t*>(flag.data);
-  for (const auto& [name, value] : {std::pair{"scale", scale}, {"eps", eps},
-                                    {"weight_offset", weight_offset}}) {
+  for (const auto& [name, value] :
+       {std::pair{"scale", scale}, {"eps", eps}, {"weight_offset", weight_offset}}) {
     check(std::abs(value) <= std::numeric_limits<float>::max(), op, ": ", name, " is ", value,
           ", expected a finite number");
   }

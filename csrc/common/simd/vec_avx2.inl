@@ -313,6 +313,6 @@ inline void store_lane_sums(const Vec (&a)[4][1], float* target) {
   }
   const __m128 first = added_halves(quarters[0], quarters[1]);
   const __m128 second = added_halves(quarters[2], quarters[3]);
-  _mm_storeu_ps(target, _mm_add_ps(_mm_shuffle_ps(first, second, 0x88),
-                                   _mm_shuffle_ps(first, second, 0xdd)));
+  _mm_storeu_ps(
+      target, _mm_add_ps(_mm_shuffle_ps(first, second, 0x88), _mm_shuffle_ps(first, second, 0xdd)));
 }
