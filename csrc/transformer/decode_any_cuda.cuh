@@ -77,8 +77,8 @@ __device__ inline void attend_row(const DecodeAttention& call, const Unit& unit,
   const int64_t token = row / call.group, head = unit.head * call.group + row % call.group;
   const int64_t first = unit.chunk * kChunkTokens;
   const Scoring scoring(call, head, unit.sequence.position(token));
-  const int begin = int(::max(scoring.seen.begin - first, int64_t(0)));
-  const int end = int(::min(scoring.seen.end - first, int64_t(kChunkTokens)));
+  const int begin = int(::max(scoring.begin - first, int64_t(0)));
+  const int end = int(::min(scoring.end - first, int64_t(kChunkTokens)));
   const auto source = call.q.at<Any>(unit.batch, token, head);
   for (int i = threadIdx.x; i < kv.width; i += kDecodeThreads) {
     shared.q[i] = load<Access::single, 1>(source + i, 1).lanes[0];
@@ -97,7 +97,7 @@ __device__ inline void attend_row(const DecodeAttention& call, const Unit& unit,
     if constexpr (Kind::kQuantized) {
       scale = kv.key_scales[kv.scale_place(page, unit.head, t % kPageTokens)];
     }
-    if (lane == 0) shared.scores[t] = scoring(product, scale, first + t);
+    if (lane == 0) shared.scores[t] = scoring(product, scale, int(first) + t);
   }
   __syncthreads();
   float largest = -INFINITY, sum = 0;

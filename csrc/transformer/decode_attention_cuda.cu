@@ -110,6 +110,10 @@ void launch(Kernel* kernel, const Device& device, int shared_bytes, int blocks_a
   }
   const int64_t parts = ceil_div(partials.rows, cuda::kUnitRows);
   const int64_t units = call.news.batches * call.kv.heads * partials.chunks * parts;
+  if (units > INT32_MAX) {
+    throw std::runtime_error(std::string(kOp) + ": the cache has " + std::to_string(units) +
+                             " chunks of slots and heads, expected at most 2^31 - 1");
+  }
   const int64_t blocks = std::min<int64_t>(units, int64_t(device.processors) * blocks_at_most);
   if (blocks == 0) return;
   kernel<<<unsigned(blocks), kDecodeThreads, size_t(shared_bytes), stream>>>(call, partials);

@@ -154,23 +154,32 @@ class PageAttention {
     return tile;
   }
 
-  __device__ float query_at(const T* head, int i) const {
-    return i < call_.kv.width ? widen(head[i]) : 0.0f;
-  }
-
+  // Those of this unit, unless they are those of the last one. All loads are on their way together:
+  // what is not there is read where something is.
   __device__ void read_queries(const Unit& unit) {
+    const int64_t number = (unit.batch * call_.kv.heads + unit.head) * call_.rows() + unit.part;
+    if (number == number_of_queries_) return;
+    number_of_queries_ = number;
     const int lane = threadIdx.x % 32, pair = lane % 4;
-    const int64_t row = unit.part * kUnitRows + lane / 4;
-    const bool there = row < unit.sequence.count * call_.group;
-    const int64_t head = unit.head * call_.group + row % call_.group;
-    const T* source = there ? call_.q.at<T>(unit.batch, row / call_.group, head).address : nullptr;
+    const int64_t rows = unit.sequence.count * call_.group;
+    const int64_t mine = unit.part * kUnitRows + lane / 4;
+    const int64_t row = ::min(mine, rows - 1), token = quotient(row, call_.group);
+    const int64_t head = unit.head * call_.group + row - token * call_.group;
+    const T* const source = call_.q.at<T>(unit.batch, token, head).address;
+    const int width = int(call_.kv.width);
+    T elements[Shape::kSteps][2][2];
 #pragma unroll
-    for (int step = 0; step < Shape::kSteps; ++step) {
+    for (int i = 0; i < Shape::kSteps * 4; ++i) {
+      const int place = i / 4 * 16 + i / 2 % 2 * 8 + 2 * pair + i % 2;
+      elements[i / 4][i / 2 % 2][i % 2] = source[::min(place, width - 1)];
+    }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int i = step * 16 + half * 8 + 2 * pair;
-        queries_[step][half] = there ? packed<T>(query_at(source, i), query_at(source, i + 1)) : 0u;
-      }
+    for (int i = 0; i < Shape::kSteps * 2; ++i) {
+      const int place = i / 2 * 16 + i % 2 * 8 + 2 * pair;
+      const T(&both)[2] = elements[i / 2][i % 2];
+      const uint32_t first = mine < rows && place < width ? both[0].bits : 0;
+      const uint32_t second = mine < rows && place + 1 < width ? both[1].bits : 0;
+      queries_[i / 2][i % 2] = first | second << 16;
     }
   }
 
@@ -199,18 +208,19 @@ class PageAttention {
     for (int i = 0; i < 2; ++i) {
       const int64_t mine = unit.part * kUnitRows + 2 * pair + i;
       const bool there = mine < unit.sequence.count * call_.group;
-      const int64_t head = unit.head * call_.group + mine % call_.group;
+      const int64_t token = quotient(mine, call_.group);
+      const int64_t head = unit.head * call_.group + mine - token * call_.group;
       if (there) {
-        scoring_[i] = Scoring(call_, head, unit.sequence.position(mine / call_.group));
+        scoring_[i] = Scoring(call_, head, unit.sequence.position(token));
       } else {
-        scoring_[i].seen = {0, 0};
+        scoring_[i].begin = scoring_[i].end = 0;
       }
       most[i] = -INFINITY;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int64_t key = page.begin + tile * kTileTokens + half * 8 + row;
+          const int key = int(page.begin) + tile * kTileTokens + half * 8 + row;
           float& score = scores_[tile][2 * half + i];
           const bool used = there && tile >= page.first && tile < page.end;
           score = used ? scoring_[i](score, 1.0f, key) : -INFINITY;
@@ -289,7 +299,7 @@ class PageAttention {
           high = k == tile ? scores_[k][2 + i] : high;
         }
         const float weight = __shfl_sync(0xffffffff, token < 8 ? low : high, source);
-        if (!scoring_[i].sees(begin + token)) continue;
+        if (!scoring_[i].sees(int(begin) + token)) continue;
 #pragma unroll
         for (int step = 0; step < Shape::kSteps; ++step) {
 #pragma unroll
@@ -314,6 +324,7 @@ class PageAttention {
   Fetcher fetcher_;
   char* ring_;
   int stage_ = 0;
+  int64_t number_of_queries_ = -1;
   uint32_t queries_[Shape::kSteps][2];
   float scores_[kTiles][4];
   float out_[Shape::kSteps][4];
