@@ -205,7 +205,7 @@ def test_one_at_a_time_or_all_at_once(
 def test_what_is_not_seen_has_no_part(dtype: torch.dtype, value: float, device: str) -> None:
     """Also a later one of the new tokens, and one that is out of the window by now."""
     kv = make_kv([300], 1, 64, dtype, device)
-    q = queries(1, 8, 4, 64, dtype, device)
+    q = queries(1, 8, 3, 64, dtype, device)  # three rows of a token go beside one of the next
     want = decode_attention(q, kv, window=100)
     places = [(kv.table[0, i // 64].item(), 0, i % 64) for i in (297, 195)]
     for place in places:  # new token number 5, and the last key that only 0 to 2 see
@@ -218,7 +218,7 @@ def test_what_is_not_seen_has_no_part(dtype: torch.dtype, value: float, device: 
 
 def test_one_infinite_value_is_in_its_own_column(device: str) -> None:
     kv = make_kv([300], 1, 64, BF16, device)
-    q = queries(1, 8, 4, 64, BF16, device)
+    q = queries(1, 8, 3, 64, BF16, device)
     want = decode_attention(q, kv)
     kv.values[kv.table[0, 4].item(), 0, 41, 7] = math.inf  # token 297
     got = decode_attention(q, kv)
