@@ -139,7 +139,8 @@ class Bench:
             optimizer.zero_grad()
 
         counts = _stats(optimizer)
-        self.timings[name] = Timing.of(self._time(model, finish, phase)[0])
+        called = getattr(optimizer, "engine", model)
+        self.timings[name] = Timing.of(self._time(called, finish, phase)[0])
         text = ", ".join(
             f"{key} {value - counts[key]:.4g}" for key, value in _stats(optimizer).items()
         )
@@ -177,7 +178,7 @@ class Bench:
 def _counts(phase: Phase, steps: int) -> tuple[int, int]:
     """Return how many steps are timed, and how many go before."""
     few = phase.accumulate > 1  # they are long
-    return (max(1, steps // 4), 1) if few else (steps, _WARM_UP)
+    return (max(2, steps // 4), 2) if few else (steps, _WARM_UP)
 
 
 def steps_of(phase: Phase, steps: int) -> int:

@@ -36,7 +36,7 @@ def packed(shape: Shape, dtype: torch.dtype, device: str) -> list[Tensor]:
 FORMS = [Form("", operands, 3, 5), Form("packed", packed, 3, 5)]
 made = partial(works, ways, FORMS)
 WORKS = {
-    "cpu": [*made((2048, 5632), F32), *made((2048, 5632), BF16)],
+    "cpu": [*made((4096, 4096), F32), *made((4096, 4096), BF16)],
     "cuda": [
         *made((8192, 14336), BF16, calls=10),
         *made((8192, 14336), F32, calls=10),

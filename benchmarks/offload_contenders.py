@@ -1,6 +1,7 @@
 """Who takes the optimizer's step of the offloading benchmark: ours, ours on the GPU, others."""
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 ALONE = "forward and backward alone"
 TORCHAO = "torchao CPUOffloadOptimizer"
+DEEPSPEED = "DeepSpeed ZeRO-Offload"
 FREED = "gradients freed"
 NEVER, ALWAYS = "clipping never bites", "clipping always bites"
 ACCUMULATED = "8 times forward and backward"
@@ -44,7 +46,7 @@ class Session:
     """An optimizer and what is measured of it, by name.
 
     Attributes:
-        make: makes it for a model.
+        make: makes it for a model; what it returns may have an `engine` to call for the model.
         phases: by the name in a row.
         why_not: says why it cannot be had on a device, or nothing.
         own_model: whether it changes the model so that nobody else can use it any more.
@@ -115,6 +117,49 @@ def _torchao() -> Session:
     return Session(make, {TORCHAO: Phase()}, why_not, own_model=True)
 
 
+class _Engine:
+    """A DeepSpeed engine in the form of an optimizer."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def step(self) -> None:
+        """Step, and drop the gradients."""
+        self.engine.step()
+
+    def zero_grad(self) -> None:
+        """Do nothing: step() has."""
+
+
+def _deepspeed() -> Session:
+    def make(model: nn.Module) -> _Engine:
+        import deepspeed
+
+        config = {
+            "train_micro_batch_size_per_gpu": 1,  # it only counts samples by that
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": NUMBERS},
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+            },
+        }
+        os.environ.setdefault("LOCAL_RANK", "0")
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )
+        return _Engine(engine)
+
+    def why_not(device: str) -> str:
+        if find_spec("deepspeed") is None:
+            return "deepspeed is not installed"
+        return "" if device == "cuda" else "measured on a GPU only"
+
+    return Session(make, {DEEPSPEED: Phase()}, why_not, own_model=True)
+
+
 def _fsdp(form: str, dtype: torch.dtype) -> Session:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         from torch.distributed.device_mesh import init_device_mesh
@@ -142,6 +187,7 @@ SESSIONS = [
     _torchao(),
     _fsdp("bf16", torch.bfloat16),
     _fsdp("fp32", torch.float32),
+    _deepspeed(),
 ]
 
 

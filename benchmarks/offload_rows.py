@@ -6,6 +6,7 @@ from benchmarks.offload_contenders import (
     ACCUMULATED,
     ALONE,
     ALWAYS,
+    DEEPSPEED,
     FORMATS,
     FREED,
     NEVER,
@@ -52,7 +53,7 @@ def _rows() -> dict[str, Row]:
         found[f"always-{form}"] = Row(f"step, {state}, {ALWAYS}", names, form, (BOUND,))
         names = (ours(form, FREED), ours(form))
         found[f"freed-{form}"] = Row(f"step, {state}, {FREED}", names, form)
-        names = (ours(form), TORCHAO, fsdp("bf16"), fsdp("fp32"))
+        names = (ours(form), TORCHAO, DEEPSPEED, fsdp("bf16"), fsdp("fp32"))
         found[f"others-{form}"] = Row(f"step, {state}, beside others", names, form)
         # For models whose state fits nowhere else: --rows only-compact --layers 40 --width 5120
         found[f"only-{form}"] = Row(f"step, {state}, beside nothing", (ours(form),), form)

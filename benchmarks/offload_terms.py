@@ -140,6 +140,8 @@ def _pinned_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     memory = PinnedBuffer(sum(tensor.nbytes for tensor in tensors)).tensor()
     made, begin = [], 0
     for tensor in tensors:
-        made.append(memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        part = memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        # With a version counter of its own: a step that finds another one looks at its masters.
+        made.append(part.data)
         begin += tensor.nbytes
     return made

@@ -237,6 +237,7 @@ def seconds(row: Row) -> str:
 
 
 ZEN_5, ZEN_3 = "amd-epyc-zen-5", "amd-epyc-family-25-model-1"
+ZEN_4 = "amd-epyc-family-25-model-17"
 XEON, H200 = "intel-xeon", "nvidia-h200"
 
 
@@ -340,6 +341,34 @@ def _cuda_functional() -> Table:
     return Table("H200", columns, lines)
 
 
+def cpu_functional(row: Row) -> str:
+    """Ours, in GB/s; how many times as fast it is as the best of torch, and as each ceiling."""
+    moved = rate(row, _name_of_ours(row))
+    others = [*best_rivals(row), *row["ceilings"]]
+    return "; ".join([moved, *(times(row, name) for name in others)])
+
+
+def _cpu_functional() -> Table:
+    columns = [
+        Column("Zen 4, 1 thread", ZEN_4, 1, cpu_functional),
+        Column("Zen 4, 2 threads", ZEN_4, 2, cpu_functional),
+    ]
+    lines = []
+    for bench, form, size in (
+        ("rms_norm", "", "4,096 x 4,096"),
+        ("layer_norm", "", "4,096 x 4,096"),
+        ("swiglu", "", "4,096 x 4,096"),
+        ("activation", "gelu", "4,096 x 4,096"),
+        ("softmax", "", "4,096 x 4,096"),
+        ("rope", "", "4,096 x 40 x 128"),
+    ):
+        for dtype, direction in itertools.product(("float32", "bfloat16"), ("forward", "backward")):
+            which = f"{direction}{form and ' '}{form}"
+            label = f"`{form or bench}` {dtype}, {size}, {direction}"
+            lines.append(Line(label, bench, f"{which}, {dtype}, {size}"))
+    return Table("GB/s; beside torch; a copy; the stream", columns, lines)
+
+
 def _disk() -> Table:
     machines = (("Zen 5", ZEN_5), ("Zen 3", ZEN_3), ("Xeon", XEON))
     columns = [Column(title, machine, 0, rates) for title, machine in machines]
@@ -382,6 +411,7 @@ TABLES = {
     "cpu-steps": _cpu_steps(),
     "cuda-steps": _cuda_steps(),
     "cuda-functional": _cuda_functional(),
+    "cpu-functional": _cpu_functional(),
     "disk": _disk(),
     "disk-cpu": _disk_cpu(),
     "first-use": _first_use(),

@@ -106,7 +106,12 @@ OPS: tuple[OpSpec, ...] = (
     _op("cpu_rope", "transformer/rope"),
     _op("fused_rope", "transformer/rope"),
     _op("cpu_softmax", "transformer/softmax"),
-    _op("fused_softmax", "transformer/softmax", "transformer/softmax_backward_cuda.cu"),
+    _op(
+        "fused_softmax",
+        "transformer/softmax",
+        "transformer/softmax_masked_cuda.cu",
+        "transformer/softmax_backward_cuda.cu",
+    ),
     _op("cpu_cross_entropy", "transformer/cross_entropy"),
     _op("fused_cross_entropy", "transformer/cross_entropy"),
     *_kv_cache("", "FloatKv"),

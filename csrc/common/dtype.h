@@ -13,6 +13,7 @@
 #else
 #define DSX_HOST_DEVICE
 #define DSX_INLINE __attribute__((always_inline)) inline
+#define DSX_INLINED __attribute__((always_inline))  // of a lambda, for the same reason
 #endif
 
 namespace dsx {

@@ -110,7 +110,7 @@ void step_range(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
       step_lines(types, streamed.part(begin), of_part, 0, kStreamedElements);
       streamed.store(begin);
     }
-    end_streams();
+    end_past_cache();
   }
   step_padded(types, tensor, of_tensor, begin, end);
 }

@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "common/simd/past_cache.h"
 #include "optimizers/step.h"
 
 #ifdef __SSE2__
@@ -27,13 +28,6 @@ inline void stream(void* target, const void* source, int64_t bytes) {
   }
 #else
   memcpy(target, source, size_t(bytes));
-#endif
-}
-
-// Whoever sees what this thread stores from now on also sees what it has streamed.
-inline void end_streams() {
-#ifdef __SSE2__
-  _mm_sfence();
 #endif
 }
 

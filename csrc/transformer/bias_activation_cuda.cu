@@ -11,10 +11,10 @@ namespace dsx {
 
 namespace {
 
-using cuda::FetchedVectors;
 using cuda::Floats;
 using cuda::kCount;
 using cuda::kThreads;
+using cuda::kVectors;
 using cuda::kWarp;
 using cuda::Place;
 using cuda::Vector;
@@ -29,39 +29,77 @@ __device__ inline Floats<kCount<T>> bias_at(const Rows& bias, int64_t i, int cou
   return cuda::fetch<kCount<T>>(bias.row<Any>(0), i, count, aligned).elements;
 }
 
+// Adds that to the elements at some places, once for all activations.
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__device__ inline void add_bias(const Rows& bias, bool aligned, const Place (&places)[kVectors],
+                                Floats<kCount<T>> (&values)[kVectors]) {
+  if (bias.data == nullptr) return;
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const Place& at = places[k];
+    if (at.count > 0) values[k] = values[k] + bias_at<T>(bias, at.i, at.count, aligned);
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 5)
     activation_kernel(const __grid_constant__ BiasActivation call, bool aligned,
                       bool bias_aligned) {
-  using Vectors = FetchedVectors<T, 1>;
-  const Vectors vectors(call.rows, call.length, {&call.x}, aligned);
+  Place places[kVectors];
+  Floats<kCount<T>> values[kVectors];
+  cuda::Vector<T> x[kVectors];
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const Place& at = places[k] = cuda::place_of_vector<T>(call.rows, call.length, k);
+    if (at.count > 0) x[k] = cuda::fetch_at<T>(call.x, at, aligned);
+  }
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) values[k] = floats_of(x[k]);
+  add_bias<T>(call.bias, bias_aligned, places, values);
   with_activation(call.activation, [&](auto activation) {
-    vectors.for_each([&](const Place& at, const typename Vectors::Values(&x)[1]) {
-      const auto value = x[0] + bias_at<T>(call.bias, at.i, at.count, bias_aligned);
-      cuda::put(call.out.row<T>(at.row), at.i, at.count, aligned,
-                activation.at(value, Floats<kCount<T>>(0.0f)).value);
-    });
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const Place& at = places[k];
+      if (at.count == 0) continue;
+      cuda::put<cuda::Stored::streamed>(call.out.row<T>(at.row), at.i, at.count, aligned,
+                                        activation.at(values[k], Floats<kCount<T>>(0.0f)).value);
+    }
   });
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, std::is_same_v<T, Any> ? 4 : 5)
     backward_kernel(const __grid_constant__ BiasActivationBackward call, bool aligned,
                     bool bias_aligned) {
-  using Vectors = FetchedVectors<T, 2>;
-  const Vectors vectors(call.rows, call.length, {&call.x, &call.grad_out}, aligned);
+  Place places[kVectors];
+  Vector<T> x[kVectors], grad[kVectors];
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const Place& at = places[k] = cuda::place_of_vector<T>(call.rows, call.length, k);
+    if (at.count == 0) continue;
+    x[k] = cuda::fetch_at<T>(call.x, at, aligned);
+    grad[k] = cuda::fetch_at<T>(call.grad_out, at, aligned);
+  }
+  Floats<kCount<T>> values[kVectors];
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) values[k] = floats_of(x[k]);
+  add_bias<T>(call.bias, bias_aligned, places, values);
   with_activation(call.activation, [&](auto activation) {
-    vectors.for_each([&](const Place& at, const typename Vectors::Values(&values)[2]) {
-      const auto value = values[0] + bias_at<T>(call.bias, at.i, at.count, bias_aligned);
-      cuda::put(call.grad_x.row<T>(at.row), at.i, at.count, aligned,
-                activation.at(value, values[1]).grad);
-    });
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const Place& at = places[k];
+      if (at.count == 0) continue;
+      cuda::put<cuda::Stored::streamed>(call.grad_x.row<T>(at.row), at.i, at.count, aligned,
+                                        activation.at(values[k], floats_of(grad[k])).grad);
+    }
   });
 }
 
 // A warp takes neighbouring vectors of a row, each warp of a block another row: row by row those of
 // the group, kWarps apart, some of them at a time so that their loads are under way together.
-constexpr int kWarps = kThreads / kWarp, kAtATime = 4;
+constexpr int kWarps = kThreads / kWarp;
+template <class T>
+constexpr int kAtATime = std::is_same_v<T, Any> ? 1 : 4;
 
 // Depends on the number of rows alone, so the gradient of the bias is the same on any device.
 // Sums of groups of 128 rows take 1 % of what 16 bits of x and of the gradient take.
@@ -83,11 +121,11 @@ __global__ void __launch_bounds__(kThreads)
   Floats<kCount<T>> sum(0.0f);
   const auto bias = bias_at<T>(call.bias, i, count, bias_aligned);
   const int64_t first_row = group * rows_of_warp * kWarps + warp;
-  for (int turn = 0; turn < rows_of_warp && count > 0; turn += kAtATime) {
-    Vector<T> x[kAtATime], grad[kAtATime];
+  for (int turn = 0; turn < rows_of_warp && count > 0; turn += kAtATime<T>) {
+    Vector<T> x[kAtATime<T>], grad[kAtATime<T>];
     const int64_t row = first_row + turn * kWarps;
 #pragma unroll
-    for (int k = 0; k < kAtATime; ++k) {
+    for (int k = 0; k < kAtATime<T>; ++k) {
       const Place at{row + k * kWarps, i, count};
       if (turn + k >= rows_of_warp || at.row >= call.rows) continue;
       x[k] = cuda::fetch_at<T>(call.x, at, aligned);
@@ -95,11 +133,11 @@ __global__ void __launch_bounds__(kThreads)
     }
     with_activation(call.activation, [&](auto activation) {
 #pragma unroll
-      for (int k = 0; k < kAtATime; ++k) {
+      for (int k = 0; k < kAtATime<T>; ++k) {
         const int64_t at = row + k * kWarps;
         if (turn + k >= rows_of_warp || at >= call.rows) continue;
         const auto result = activation.at(floats_of(x[k]) + bias, floats_of(grad[k])).grad;
-        cuda::put(call.grad_x.row<T>(at), i, count, aligned, result);
+        cuda::put<cuda::Stored::streamed>(call.grad_x.row<T>(at), i, count, aligned, result);
         sum = sum + result;
       }
     });
@@ -121,9 +159,9 @@ __global__ void __launch_bounds__(kThreads)
 void bias_activation_cuda(const BiasActivation& call, void* stream) {
   const bool bias_aligned = cuda::all_aligned({call.bias});
   cuda::launch_over_list(call.rows, call.length, {call.x, call.out}, kOp,
-                         [&](auto storage, unsigned blocks, bool aligned) {
+                         [&](auto storage, const cuda::ListLaunch& launch, bool aligned) {
     activation_kernel<decltype(storage)>
-        <<<blocks, kThreads, 0, cudaStream_t(stream)>>>(call, aligned, bias_aligned);
+        <<<launch.blocks, launch.threads, 0, cudaStream_t(stream)>>>(call, aligned, bias_aligned);
   });
 }
 
@@ -135,11 +173,11 @@ void bias_activation_backward_cuda(const BiasActivationBackward& call, void* str
   if (call.rows == 0 || call.length == 0) return;
   const bool bias_aligned = cuda::all_aligned({call.bias});
   cuda::launch_over_list(call.rows, call.length, {call.x, call.grad_out, call.grad_x}, kBackwardOp,
-                         [&](auto storage, unsigned blocks, bool aligned) {
+                         [&](auto storage, const cuda::ListLaunch& launch, bool aligned) {
     using T = decltype(storage);
     if (call.sums.data == nullptr) {
       backward_kernel<T>
-          <<<blocks, kThreads, 0, cudaStream_t(stream)>>>(call, aligned, bias_aligned);
+          <<<launch.blocks, launch.threads, 0, cudaStream_t(stream)>>>(call, aligned, bias_aligned);
     } else {
       const int64_t strips = ceil_div(call.length, kWarp * kCount<T>);
       const unsigned of_groups = unsigned(bias_activation_groups_cuda(call.rows) * strips);

@@ -1,4 +1,4 @@
-// cross_entropy on CUDA: each team of threads takes a few rows one after the other.
+// cross_entropy on CUDA: a team of threads for each row.
 #include "transformer/cross_entropy.h"
 
 #include "common/cuda/check.h"
@@ -64,76 +64,58 @@ __device__ void write_loss(const CrossEntropy& call, int64_t row, float largest,
 }
 
 template <class Team, class T, Wanted kWanted>
-__global__ void __launch_bounds__(Team::kMostThreads)
+__global__ void __launch_bounds__(Team::kMostThreads, 2)
     rows_kernel(const __grid_constant__ CrossEntropy call, bool aligned) {
-  using Reader = cuda::TwiceRead<Team, T, 1>;
-  const auto counts = [&](int64_t row) {
-    return row < call.rows && call.targets[row] != call.ignored;
-  };
+  using Column = cuda::Column<T>;
+  using cuda::Kept;
+  const int64_t row = ::min(Team::row(), call.rows - 1), target = call.targets[row];
+  const bool is_there = Team::row() < call.rows, is_ignored = target == call.ignored;
+  const Column length = Column(is_there ? call.length : 0);
+  const Pointer<T> logits = call.logits.row<T>(row), grad = call.grad.row<T>(row);
   // Rows that are ignored are not read.
-  const auto row_of = [&](int64_t row) {
-    const int64_t length = row < call.rows ? call.length : 0;
-    const Pointer<T> logits = call.logits.row<T>(length > 0 ? row : 0);
-    return typename Reader::Row{{logits}, 0, counts(row) ? length : 0, length};
+  const cuda::TwiceRead<Team, T, 1> reader{
+      {logits}, 0, is_ignored ? Column(0) : length, length, aligned};
+  const auto put_with = [&](const Gradients& gradients) {
+    return [&, gradients](int, Column i, int count, const Values(&x)[1], bool is_read) {
+      const Values result = is_read ? gradients.of(x[0], i) : Values(0.0f);
+      cuda::put<cuda::Stored::streamed>(grad, i, count, aligned, result);
+    };
   };
-  Reader reader(aligned);
-  reader.begin(row_of(int64_t(blockIdx.x) * Team::kTeams + Team::team()));
-  cuda::for_each_row_of_team<Team>(call.rows, [&](int64_t row, int64_t next, int turn) {
-    const auto current = row_of(row), following = row_of(next);
-    const int64_t place = ::min(row, call.rows - 1), target = call.targets[place];
-    const bool is_ignored = target == call.ignored;
-    const bool is_writer = Team::thread() == 0 && row < call.rows;
-    const Pointer<T> grad = call.grad.row<T>(place);
-    if constexpr (kWanted == Wanted::gradients) {
-      const Gradients gradients(call, place, call.stats[place], call.stats[call.rows + place]);
-      reader.once(current, following,
-                  [&](int /*v*/, int64_t i, int count, const Values(&logits)[1]) {
-        cuda::put(grad, i, count, aligned, gradients.of(logits[0], i));
-      });
-      if (!is_ignored) return;
-      cuda::for_each_row_vector<Team>(current.length, [&](int /*v*/, int64_t i, int count) {
-        cuda::put(grad, i, count, aligned, Values(0.0f));
-      });
-    } else {
-      const bool is_there = target >= 0 && target < call.length;
-      float of_target = NAN;  // read before gradients overwrite it
-      if (is_writer && is_there) of_target = element_of(current.tensors[0], target);
-      __syncwarp();
-      cuda::RowPowers powers;
-      float logit_sums[1] = {};
-      const bool is_smooth = call.label_smoothing > 0;
-      const auto add = [&](int /*v*/, int64_t /*i*/, int count, const Values(&logits)[1]) {
-        Values scores = logits[0];
-        if (is_smooth) logit_sums[0] += cuda::sum_of_lanes(scores);  // 0 beyond the row
-        if (count < kRowVector) {
+  if constexpr (kWanted == Wanted::gradients) {
+    const Gradients gradients(call, row, call.stats[row], call.stats[call.rows + row]);
+    return reader.template read_first<Kept::no>(put_with(gradients));
+  }
+  const bool is_writer = Team::thread() == 0 && is_there;
+  const bool is_in_row = target >= 0 && target < call.length;
+  float of_target = NAN;  // read before gradients overwrite it
+  if (is_writer && is_in_row) of_target = element_of(logits, target);
+  __syncwarp();
+  cuda::RowPowers powers;
+  float logit_sums[1] = {};
+  const bool is_smooth = call.label_smoothing > 0;
+  constexpr Kept kKept = kWanted == Wanted::losses ? Kept::no : Kept::yes;
+  reader.template read_first<kKept>([&](int, Column, int count, const Values(&x)[1], bool is_read) {
+    if (!is_read) return;
+    Values scores = x[0];
+    if (is_smooth) logit_sums[0] += cuda::sum_of_lanes(scores);  // 0 beyond the row
+    if (count < kRowVector) {
 #pragma unroll
-          for (int k = 0; k < kRowVector; ++k) {
-            if (k >= count) scores.lanes[k] = -INFINITY;
-          }
-        }
-        powers.add(scores);
-      };
-      if constexpr (kWanted == Wanted::losses) {
-        reader.once(current, following, add);
-      } else {
-        reader.first(current, following, add);
-      }
-      powers.template add_over_team<Team>(turn);
-      if (is_smooth) cuda::add_over_team<Team>(logit_sums, turn);
-      const float sum = is_ignored ? 0.0f : is_there ? powers.sum : NAN;
-      const float mean = logit_sums[0] / float(call.length);
-      if (is_writer)
-        write_loss(call, row, is_ignored ? 0.0f : powers.largest, sum, of_target, mean);
-      if constexpr (kWanted == Wanted::losses_and_gradients) {
-        const Gradients gradients(call, place, powers.largest, sum);
-        reader.second(current, following,
-                      [&](int /*v*/, int64_t i, int count, const Values(&logits)[1], bool is_read) {
-          const Values result = is_read ? gradients.of(logits[0], i) : Values(0.0f);
-          cuda::put(grad, i, count, aligned, result);
-        });
+      for (int k = 0; k < kRowVector; ++k) {
+        if (k >= count) scores.lanes[k] = -INFINITY;
       }
     }
+    powers.add(scores);
   });
+  powers.template add_over_team<Team>();
+  if (is_smooth) cuda::add_over_team<Team>(logit_sums, 0);
+  const float sum = is_ignored ? 0.0f : is_in_row ? powers.sum : NAN;
+  const float mean = logit_sums[0] / float(call.length);
+  if (is_writer) {
+    write_loss(call, row, is_ignored ? 0.0f : powers.largest, sum, of_target, mean);
+  }
+  if constexpr (kWanted == Wanted::losses_and_gradients) {
+    reader.read_again(put_with(Gradients(call, row, powers.largest, sum)));
+  }
 }
 
 constexpr int kThreads = 1024;  // of the kernels that are one block
@@ -199,12 +181,10 @@ void launch_rows(const CrossEntropy& call, const char* op, void* stream) {
   const auto rows = {call.logits, call.grad};
   const bool aligned = cuda::all_aligned(rows);
   const bool whole = cuda::are_whole(rows, call.length, call.logits.dtype);
-  cuda::with_twice_read_team<1>(call.rows, call.length, whole, call.logits.dtype, op,
-                                [&](auto team, auto storage, const cuda::TwiceReadLaunch& launch) {
-    const auto kernel = rows_kernel<decltype(team), decltype(storage), kWanted>;
-    cuda::allow_shared_memory(kernel, launch, op);
-    kernel<<<launch.blocks, launch.threads, launch.shared_bytes, cudaStream_t(stream)>>>(call,
-                                                                                         aligned);
+  cuda::with_turn_team<4>(call.rows, call.length, whole, call.logits.dtype, op,
+                          [&](auto team, auto storage, const cuda::TurnLaunch& launch) {
+    rows_kernel<decltype(team), decltype(storage), kWanted>
+        <<<launch.blocks, launch.threads, 0, cudaStream_t(stream)>>>(call, aligned);
   });
   cuda::check(cudaGetLastError(), op);
 }

@@ -1,6 +1,11 @@
 // Gated activations on the CPU: picks the instruction set.
 #include "transformer/gated_activation.h"
 
+#include <type_traits>
+
+#include "common/simd/past_cache.h"
+#include "common/simd/prefetch.h"
+
 #define DSX_KERNEL_SOURCE "transformer/gated_activation_cpu.inl"
 #include "common/simd/foreach_isa.h"
 

@@ -3,44 +3,71 @@
 #include "transformer/float_blocks.inl"
 #include "transformer/gated_activation_math.inl"
 
-inline void gate_elements(const GatedActivation& call, int64_t begin, int64_t end) {
+template <class T>
+inline void gate_block(const GatedActivation& call, int64_t row, int64_t i, int count,
+                       bool past_cache) {
   Block blocks[3];
-  const auto gate_block = [&](int64_t row, int64_t i, int count) {
-    const float* gate = read_floats(call.gate.row<Any>(row) + i, count, blocks[0]);
-    const float* up = read_floats(call.up.row<Any>(row) + i, count, blocks[1]);
-    const Pointer<Any> target = call.out.row<Any>(row) + i;
-    float* out = room_for(target, blocks[2]);
-    with_activation(call.activation, [&](auto activation) {
-      for_each_vector(0, count, [&](int64_t k, int lanes) {
-        gated<decltype(activation)>(Vec::load(gate + k, lanes), Vec::load(up + k, lanes))
-            .store(out + k, lanes);
-      });
-    });
-    write_floats(target, count, blocks[2]);
-  };
-  for_each_block(call.length, begin, end, gate_block);
+  const T* gate = read_block<T>(call.gate.row<Any>(row) + i, count, blocks[0]);
+  const T* up = read_block<T>(call.up.row<Any>(row) + i, count, blocks[1]);
+  const Room<T> out(call.out.row<Any>(row) + i, count, blocks[2], past_cache);
+  with_activation(call.activation, [&](auto activation) {
+    for (int k = 0; k < count; k += Values::size) {
+      ask_for(gate + k);
+      ask_for(up + k);
+      const Values gates = Values::load(gate + k, Values::size),
+                   ups = Values::load(up + k, Values::size);
+      out.store(k, gated<decltype(activation)>(gates, ups));
+    }
+  });
+  out.finish();
+}
+
+inline void gate_elements(const GatedActivation& call, int64_t begin, int64_t end) {
+  const bool past_cache = go_past_cache(call.out, call.rows, call.length);
+  for_each_block(call.length, begin, end, [&](int64_t row, int64_t i, int count) {
+    with_block_type(count, [&](auto storage) {
+      gate_block<decltype(storage)>(call, row, i, count, past_cache);
+    }, call.gate, call.up, call.out);
+  });
+  end_past_cache();
+}
+
+struct GradsPastCache {
+  bool gate, up;
+};
+
+template <class T>
+inline void backward_of_block(const GatedActivationBackward& call, int64_t row, int64_t i,
+                              int count, const GradsPastCache& past_cache) {
+  Block blocks[5];
+  const T* gate = read_block<T>(call.gate.row<Any>(row) + i, count, blocks[0]);
+  const T* up = read_block<T>(call.up.row<Any>(row) + i, count, blocks[1]);
+  const T* grad = read_block<T>(call.grad_out.row<Any>(row) + i, count, blocks[2]);
+  const Room<T> grad_gate(call.grad_gate.row<Any>(row) + i, count, blocks[3], past_cache.gate);
+  const Room<T> grad_up(call.grad_up.row<Any>(row) + i, count, blocks[4], past_cache.up);
+  with_activation(call.activation, [&](auto activation) {
+    for (int k = 0; k < count; k += Values::size) {
+      ask_for(gate + k);
+      ask_for(up + k);
+      ask_for(grad + k);
+      const GatedGrads<Values> grads = gated_grads<decltype(activation)>(
+          Values::load(grad + k, Values::size), Values::load(gate + k, Values::size),
+          Values::load(up + k, Values::size));
+      grad_gate.store(k, grads.gate);
+      grad_up.store(k, grads.up);
+    }
+  });
+  grad_gate.finish();
+  grad_up.finish();
 }
 
 inline void backward_of_elements(const GatedActivationBackward& call, int64_t begin, int64_t end) {
-  Block blocks[5];
-  const auto backward_of_block = [&](int64_t row, int64_t i, int count) {
-    const float* gate = read_floats(call.gate.row<Any>(row) + i, count, blocks[0]);
-    const float* up = read_floats(call.up.row<Any>(row) + i, count, blocks[1]);
-    const float* grad = read_floats(call.grad_out.row<Any>(row) + i, count, blocks[2]);
-    const Pointer<Any> gate_target = call.grad_gate.row<Any>(row) + i;
-    const Pointer<Any> up_target = call.grad_up.row<Any>(row) + i;
-    float* grad_gate = room_for(gate_target, blocks[3]);
-    float* grad_up = room_for(up_target, blocks[4]);
-    with_activation(call.activation, [&](auto activation) {
-      for_each_vector(0, count, [&](int64_t k, int lanes) {
-        const GatedGrads<Vec> grads = gated_grads<decltype(activation)>(
-            Vec::load(grad + k, lanes), Vec::load(gate + k, lanes), Vec::load(up + k, lanes));
-        grads.gate.store(grad_gate + k, lanes);
-        grads.up.store(grad_up + k, lanes);
-      });
-    });
-    write_floats(gate_target, count, blocks[3]);
-    write_floats(up_target, count, blocks[4]);
-  };
-  for_each_block(call.length, begin, end, backward_of_block);
+  const GradsPastCache past_cache{go_past_cache(call.grad_gate, call.rows, call.length),
+                                  go_past_cache(call.grad_up, call.rows, call.length)};
+  for_each_block(call.length, begin, end, [&](int64_t row, int64_t i, int count) {
+    with_block_type(count, [&](auto storage) {
+      backward_of_block<decltype(storage)>(call, row, i, count, past_cache);
+    }, call.gate, call.up, call.grad_out, call.grad_gate, call.grad_up);
+  });
+  end_past_cache();
 }

@@ -33,8 +33,9 @@ __global__ void __launch_bounds__(cuda::kThreads)
     for (int k = 0; k < kVectors; ++k) {
       const Place& at = places[k];
       if (at.count == 0) continue;
-      cuda::put(call.out.row<T>(at.row), at.i, at.count, aligned,
-                gated<decltype(activation)>(floats_of(gate[k]), floats_of(up[k])));
+      cuda::put<cuda::Stored::streamed>(
+          call.out.row<T>(at.row), at.i, at.count, aligned,
+          gated<decltype(activation)>(floats_of(gate[k]), floats_of(up[k])));
     }
   });
 }
@@ -60,8 +61,10 @@ __global__ void __launch_bounds__(cuda::kThreads)
       if (at.count == 0) continue;
       const auto grads = gated_grads<decltype(activation)>(floats_of(grad[k]), floats_of(gate[k]),
                                                            floats_of(up[k]));
-      cuda::put(call.grad_gate.row<T>(at.row), at.i, at.count, aligned, grads.gate);
-      cuda::put(call.grad_up.row<T>(at.row), at.i, at.count, aligned, grads.up);
+      cuda::put<cuda::Stored::streamed>(call.grad_gate.row<T>(at.row), at.i, at.count, aligned,
+                                        grads.gate);
+      cuda::put<cuda::Stored::streamed>(call.grad_up.row<T>(at.row), at.i, at.count, aligned,
+                                        grads.up);
     }
   });
 }
@@ -69,19 +72,20 @@ __global__ void __launch_bounds__(cuda::kThreads)
 }  // namespace
 
 void gated_activation_cuda(const GatedActivation& call, void* stream) {
-  cuda::launch_over_list(call.rows, call.length, {call.gate, call.up, call.out}, "gated_activation",
-                         [&](auto storage, unsigned blocks, bool aligned) {
+  const auto all = {call.gate, call.up, call.out};
+  cuda::launch_over_list(call.rows, call.length, all, "gated_activation",
+                         [&](auto storage, const cuda::ListLaunch& launch, bool aligned) {
     gated_activation_kernel<decltype(storage)>
-        <<<blocks, cuda::kThreads, 0, cudaStream_t(stream)>>>(call, aligned);
+        <<<launch.blocks, launch.threads, 0, cudaStream_t(stream)>>>(call, aligned);
   });
 }
 
 void gated_activation_backward_cuda(const GatedActivationBackward& call, void* stream) {
-  cuda::launch_over_list(
-      call.rows, call.length, {call.gate, call.up, call.grad_out, call.grad_gate, call.grad_up},
-      "gated_activation_backward", [&](auto storage, unsigned blocks, bool aligned) {
+  const auto all = {call.gate, call.up, call.grad_out, call.grad_gate, call.grad_up};
+  cuda::launch_over_list(call.rows, call.length, all, "gated_activation_backward",
+                         [&](auto storage, const cuda::ListLaunch& launch, bool aligned) {
     gated_activation_backward_kernel<decltype(storage)>
-        <<<blocks, cuda::kThreads, 0, cudaStream_t(stream)>>>(call, aligned);
+        <<<launch.blocks, launch.threads, 0, cudaStream_t(stream)>>>(call, aligned);
   });
 }
 

@@ -2,7 +2,7 @@
 // an activation. Shazeer, "GLU Variants Improve Transformer", 2020, equation 5.
 
 template <class A, class V>
-DSX_HOST_DEVICE inline V gated(const V& gate, const V& up) {
+DSX_INLINE V gated(const V& gate, const V& up) {
   return A::at(gate, V(0.0f)).value * up;
 }
 
@@ -12,7 +12,7 @@ struct GatedGrads {
 };
 
 template <class A, class V>
-DSX_HOST_DEVICE inline GatedGrads<V> gated_grads(const V& grad, const V& gate, const V& up) {
+DSX_INLINE GatedGrads<V> gated_grads(const V& grad, const V& gate, const V& up) {
   const Activated<V> activated = A::at(gate, grad * up);
   return {activated.grad, grad * activated.value};
 }

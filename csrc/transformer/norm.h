@@ -3,6 +3,7 @@
 // normalization takes away first; a library has one of them, which DSX_NORM names.
 #pragma once
 
+#include "common/math.h"
 #include "common/rows.h"
 #include "common/simd/isa.h"
 
@@ -60,9 +61,14 @@ void norm_cpu(Isa isa, const Norm& norm, int64_t begin, int64_t end);
 
 // The gradients of vectors add up over all rows: first those of each group, as partial sums, then
 // the groups in their order. So they depend neither on threads nor on the ISA.
-constexpr int64_t kRowsOfPartial = 32;
+// There are few groups, as threads wait for one another after each few of them.
+constexpr int64_t kMostGroups = 32, kLeastRowsOfGroup = 32;
+constexpr int64_t rows_of_group(int64_t rows) {
+  const int64_t enough = ceil_div(rows, kMostGroups);
+  return enough > kLeastRowsOfGroup ? enough : kLeastRowsOfGroup;
+}
 
-// Groups of rows [begin, end): group g holds the rows from g * kRowsOfPartial on. Writes their
+// Groups of rows [begin, end): group g holds the rows from g * rows_of_group(rows) on. Writes their
 // grad_x, and partial sums of those vectors that have any, [groups from `first` on, length]. Never
 // throws.
 template <class Kind>

@@ -4,6 +4,8 @@
 
 #include <type_traits>
 
+#include "common/simd/past_cache.h"
+
 #define DSX_KERNEL_SOURCE "transformer/norm_cpu.inl"
 #include "common/simd/foreach_isa.h"
 

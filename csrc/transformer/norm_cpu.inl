@@ -75,7 +75,7 @@ inline RowMoments moments_of(int64_t n, float eps, const Value& value_at, const 
     value_at(0, 1).store(lanes, 1);
     const Vec near(lanes[0]);
     float sums[1 + kGrads];
-    add_row(n, sums, [&](int64_t i, int count, Vec(&terms)[1 + kGrads]) {
+    add_row(n, sums, [&](int64_t i, int count, Vec(&terms)[1 + kGrads]) DSX_INLINED {
       terms[0] = first_lanes(value_at(i, count) - near, count);
       if constexpr (kGrads) terms[1] = grad_at(i, count);
     });
@@ -84,7 +84,7 @@ inline RowMoments moments_of(int64_t n, float eps, const Value& value_at, const 
   }
   constexpr int kSums = kDeviations + Kind::kCentered;
   float sums[kSums];
-  add_row(n, sums, [&](int64_t i, int count, Vec(&terms)[kSums]) {
+  add_row(n, sums, [&](int64_t i, int count, Vec(&terms)[kSums]) DSX_INLINED {
     soon.ask_for(i);
     Vec value = value_at(i, count);
     if constexpr (Kind::kCentered) {
@@ -120,12 +120,13 @@ inline RowMoments moments_of(int64_t n, float eps, const Value& value_at, const 
 }
 
 template <class Kind, class T, class Value>
-inline void normalize(const Norm& norm, int64_t row, const Value& value_at) {
+inline void normalize(const Norm& norm, int64_t row, bool past_cache, const Value& value_at) {
   const Pointer<T> weight = norm.weight.row<T>(0), bias = norm.bias.row<T>(0);
   const Pointer<T> out = norm.out.row<T>(row);
   Soon<T> soon = {};
   if (row + 1 < norm.rows && norm.length <= soon.kLongest) {
     soon = {{norm.x.row<T>(row + 1), norm.residual.row<T>(row + 1)}, out};
+    if (past_cache) soon.written = {};
   }
   const RowMoments moments = moments_of<Kind>(norm.length, norm.eps, value_at, NoGrads{}, soon);
   const Vec inverse(moments.inverse);
@@ -133,12 +134,12 @@ inline void normalize(const Norm& norm, int64_t row, const Value& value_at) {
     const Vec value = moments.template deviation_of<Kind>(value_at(i, count));
     Vec result = normalized(value, inverse, weight_at(weight, norm.weight_offset, i, count));
     if (bias) result = result + Vec::load(bias + i, count);
-    result.store(out + i, count);
+    result.store(out + i, count, past_cache);
   });
 }
 
 template <class Kind, class T>
-inline void normalize_row(const Norm& norm, int64_t row) {
+inline void normalize_row(const Norm& norm, int64_t row, bool past_cache) {
   const Pointer<T> x = norm.x.row<T>(row), residual = norm.residual.row<T>(row);
   const Pointer<T> x_bias = norm.x_bias.row<T>(0);
   const auto sum_at = [&](int64_t i, int count) {
@@ -153,19 +154,23 @@ inline void normalize_row(const Norm& norm, int64_t row) {
     for_each_vector(0, norm.length,
                     [&](int64_t i, int count) { sum_at(i, count).store(source + i, count); });
   }
-  normalize<Kind, T>(norm, row, [&](int64_t i, int count) { return Vec::load(source + i, count); });
+  const auto value_at = [&](int64_t i, int count) { return Vec::load(source + i, count); };
+  normalize<Kind, T>(norm, row, past_cache && source.address != norm.out.row<T>(row).address,
+                     value_at);
 }
 
 template <class Kind, class T>
 inline void normalize_rows(const Norm& norm, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) normalize_row<Kind, Stored<T>>(norm, row);
+  const bool past_cache = go_past_cache(norm.out, norm.rows, norm.length);
+  for (int64_t row = begin; row < end; ++row) normalize_row<Kind, Stored<T>>(norm, row, past_cache);
+  end_past_cache();
 }
 
 // Adds to `partials` what this row adds to the gradients of vectors; the first row of a group
 // overwrites them.
 template <class Kind, class T>
 inline void backward_of_row(const NormBackward& norm, int64_t row,
-                            const OfVectors<float*>& partials, bool first) {
+                            const OfVectors<float*>& partials, bool first, bool past_cache) {
   const int64_t n = norm.length;
   const Pointer<T> x = norm.x.row<T>(row), grad_out = norm.grad_out.row<T>(row);
   const Pointer<T> grad_x = norm.grad_x.row<T>(row), grad_sum = norm.grad_sum.row<T>(row);
@@ -174,7 +179,11 @@ inline void backward_of_row(const NormBackward& norm, int64_t row,
     return Vec::load(grad_out + i, count) * weight_at(weight, norm.weight_offset, i, count);
   };
   const auto value_at = [&](int64_t i, int count) { return Vec::load(x + i, count); };
-  const RowMoments moments = moments_of<Kind>(n, norm.eps, value_at, weighted_grad, Soon<T>{});
+  Soon<T> soon = {};
+  if (past_cache && row + 1 < norm.rows && n <= soon.kLongest) {
+    soon = {{norm.x.row<T>(row + 1), norm.grad_out.row<T>(row + 1)}, {}};
+  }
+  const RowMoments moments = moments_of<Kind>(n, norm.eps, value_at, weighted_grad, soon);
   const Vec inverse(moments.inverse);
   const Vec share = rms_share(Vec(moments.dot), inverse, float(n));
   const auto add = [&](float* partial, int64_t i, int count, const Vec& term) {
@@ -188,7 +197,7 @@ inline void backward_of_row(const NormBackward& norm, int64_t row,
     if constexpr (Kind::kCentered) weighted = weighted - Vec(moments.grad_mean);
     Vec result = grad_of_x(value, weighted, inverse, share);
     if (grad_sum) result = result + Vec::load(grad_sum + i, count);
-    result.store(grad_x + i, count);
+    result.store(grad_x + i, count, past_cache);
     add(partials.weight, i, count, grad_of_weight(value, grad, inverse));
     add(partials.bias, i, count, grad);
     add(partials.x_bias, i, count, result);
@@ -198,16 +207,19 @@ inline void backward_of_row(const NormBackward& norm, int64_t row,
 template <class Kind, class T>
 inline void backward_of_groups(const NormBackward& norm, int64_t begin, int64_t end,
                                int64_t first_group, const OfVectors<float*>& partials) {
+  const bool past_cache = go_past_cache(norm.grad_x, norm.rows, norm.length);
+  const int64_t of_one = rows_of_group(norm.rows);
   for (int64_t group = begin; group < end; ++group) {
-    const int64_t first = group * kRowsOfPartial;
-    const int64_t last = first + kRowsOfPartial < norm.rows ? first + kRowsOfPartial : norm.rows;
+    const int64_t first = group * of_one;
+    const int64_t last = first + of_one < norm.rows ? first + of_one : norm.rows;
     const auto of_group = [&](float* all) {
       return all == nullptr ? nullptr : all + (group - first_group) * norm.length;
     };
     const OfVectors<float*> partial{of_group(partials.weight), of_group(partials.bias),
                                     of_group(partials.x_bias)};
     for (int64_t row = first; row < last; ++row) {
-      backward_of_row<Kind, Stored<T>>(norm, row, partial, row == first);
+      backward_of_row<Kind, Stored<T>>(norm, row, partial, row == first, past_cache);
     }
   }
+  end_past_cache();
 }

@@ -1,6 +1,9 @@
-// A norm on CUDA, of the kind that DSX_NORM names: each team of threads takes a few rows one after
-// the other. Gradients of vectors are added up by each block over its rows, and a small kernel then
-// adds the blocks; where a row is not held in registers, a kernel of its own adds up its columns.
+// A norm on CUDA, of the kind that DSX_NORM names: each team of threads takes a row, backward a few
+// one after the other. Gradients of vectors are added up by each block over its rows, and a small
+// kernel then adds the blocks; where a row is not held in registers, a kernel of its own adds up
+// its columns.
+#include <climits>
+
 #include "common/cuda/add_partials.cuh"
 #include "transformer/norm_columns_cuda.cuh"
 #include "transformer/norm_cuda.cuh"
@@ -12,61 +15,57 @@ using cuda::kRowVector;
 using cuda::RowMoments;
 using cuda::Values;
 
-// W is the storage type of the vectors. Without the registers for a residual, twice as many rows
-// are under way.
-template <class Kind, class Team, class T, class W, bool kResidual>
-__global__ void __launch_bounds__(Team::kMostThreads, kResidual ? 1 : 2)
-    norm_kernel(const __grid_constant__ Norm norm, int rows_of_team, bool is_aligned) {
+// Blocks of the most threads that shall run on a multiprocessor: so many registers they have.
+template <class Team, class T>
+constexpr int kResident = Team::kVectors > 0 && sizeof(T) == 2 ? 2 : 1;
+
+// Each team takes a row. W is the storage type of the vectors.
+template <class Kind, class Team, class T, class W>
+__global__ void __launch_bounds__(Team::kMostThreads, Team::kShort ? 4 : kResident<Team, T>)
+    norm_kernel(const __grid_constant__ Norm norm, int64_t blocks, bool is_aligned) {
   const bool aligned = !std::is_same_v<T, Any> || is_aligned;
-  using Reader = cuda::TwiceRead<Team, T, 1, cuda::WholeRowOf<T, 1>>;
-  const auto row_at = [&](int64_t row) {
-    if (row >= norm.rows) return typename Reader::Row{{}, 0};
-    return typename Reader::Row{{norm.x.row<T>(row)}, norm.length};
+  const auto vector_at = [&](const Rows& vector, int64_t i, int count) {
+    return floats_of(cuda::fetch(vector.even_row<W>(0), i, count, aligned));
   };
-  Reader reader(aligned);
-  reader.begin(row_at(int64_t(blockIdx.x) * rows_of_team * Team::kTeams + Team::team()));
   cuda::Moments<Kind, Team, T, false> moments;
-  const cuda::HeldRow<Team, W, false> x_bias{norm.x_bias.even_row<W>(0), {}};
-  cuda::for_each_row<Team>(rows_of_team, norm.rows, row_at,
-                           [&](int64_t row, auto& current, const auto& next, int64_t ahead) {
-    const int64_t place = ::min(row, norm.rows - 1);
+#pragma unroll 1
+  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
+    const int64_t number = block * Team::kTeams + Team::team();
+    const int64_t place = ::min(number, norm.rows - 1);
     const Pointer<T> out = norm.out.even_row<T>(place);
-    cuda::HeldRow<Team, T> residual = {};
-    if constexpr (kResidual) residual.row = norm.residual.row<T>(place);
-    const bool is_added = kResidual && residual.row;
-    cuda::HeldRow<Team, W, cuda::kHasRoomFor<Team, W>> weight{norm.weight.even_row<W>(0), {}};
-    const cuda::HeldRow<Team, W, false> bias{norm.bias.even_row<W>(0), {}};
-    if (is_added) residual.fetch_all(current.length, aligned);
-    weight.fetch_all(current.length, aligned);
-    if (is_added && Team::kVectors == 0) cuda::fetch_ahead<Team>(residual.row, current.length);
-    if (is_added && Team::kVectors > 0 && next.length > 0) {
-      cuda::fetch_ahead<Team>(norm.residual.row<T>(ahead), next.length);
+    cuda::RowPart<Team, T, 2> row{{norm.x.row<T>(place), norm.residual.row<T>(place)},
+                                  number < norm.rows ? norm.length : 0,
+                                  aligned,
+                                  {}};
+    row.fetch_all();
+    const float near = Kind::kCentered ? row.mean_of_first() : 0.0f;
+    if (row.tensors[1]) {
+      // What is not held is read again from where the sum is wanted, or will be replaced by the
+      // result: that has the same dtype then.
+      const bool is_wanted = norm.sum.data != nullptr;
+      const Pointer<T> sum = is_wanted ? norm.sum.even_row<T>(place) : out;
+      row.for_each([&](int, int64_t i, int count, auto& vectors) {
+        Values value = floats_of(vectors[0]);
+        if (norm.x_bias.data != nullptr) value = value + vector_at(norm.x_bias, i, count);
+        value = value + floats_of(vectors[1]);
+        vectors[0] = cuda::packed_for(sum, value);
+        if (is_wanted || !row.kHeld) cuda::put(sum, i, count, aligned, value);
+      });
+      row.tensors[0] = sum;
+      row.tensors[1] = {};
     }
-    // The sum is where it is wanted, or for the time being where the result will be: it has the
-    // same dtype then.
-    const Pointer<T> sum = norm.sum.data != nullptr ? norm.sum.even_row<T>(place) : out;
-    auto current_again = current;
-    if (is_added) current_again.tensors[0] = sum;
-    const auto first_value_of = [&](int v, int64_t i, int count, const Values(&read)[1]) {
-      if (!is_added) return read[0];
-      Values value = read[0];
-      if (x_bias.row) value = value + x_bias.get(v, i, count, aligned);
-      value = value + residual.get(v, i, count, aligned);
-      const cuda::RowVector<T> stored = cuda::put(sum, i, count, aligned, value);
-      reader.keep(v, stored);
-      return floats_of(stored);
-    };
-    const RowMoments found = moments.of(reader, current, current_again, next, float(norm.length),
-                                        norm.eps, first_value_of, nullptr);
-    const Values inverse = found.inverse;
-    reader.second(current, next, [&](int v, int64_t i, int count, const Values(&read)[1], bool) {
-      const Values value = found.deviation_of<Kind>(read[0]);
-      const Values scale = weight.weight(norm.weight_offset, v, i, count, aligned);
-      Values result = normalized(value, inverse, scale);
-      if (bias.row) result = result + bias.get(v, i, count, aligned);
-      cuda::put(out, i, count, aligned, result);
+    const RowMoments found = moments.of(row, near, float(norm.length), norm.eps, nullptr);
+    row.for_each([&](int, int64_t i, int count, auto& vectors) {
+      Values weight(1.0f);
+      if (norm.weight.data != nullptr) {
+        weight = vector_at(norm.weight, i, count) + Values(norm.weight_offset);
+      }
+      const Values value = found.deviation_of<Kind>(floats_of(vectors[0]));
+      Values result = normalized(value, Values(found.inverse), weight);
+      if (norm.bias.data != nullptr) result = result + vector_at(norm.bias, i, count);
+      cuda::put<cuda::Stored::streamed>(out, i, count, aligned, result);
     });
-  });
+  }
 }
 
 // The gradient of what was normalized.
@@ -82,63 +81,102 @@ __device__ inline Values gradient(const RowMoments& row, const Values& deviation
 template <class Team>
 constexpr bool kAddsUp = Team::kShort || Team::kVectors > 0;
 
+// The weight where it is held for all rows of a block, or read again for each. Ones if absent.
+template <class Team>
+struct Weight {
+  static constexpr bool kHeld = Team::kVectors > 0;
+  const Rows& rows;
+  float offset;
+  bool aligned;
+  cuda::SharedColumns<Team> held = {};
+
+  __device__ void begin(float4* memory, int64_t length) {
+    held.places = memory + threadIdx.x;
+    cuda::for_each_row_vector<Team>(
+        length, [&](int v, int64_t i, int count) { held.set(v, read(i, count)); });
+  }
+  __device__ Values get(int v, int64_t i, int count) const {
+    if constexpr (kHeld) return held.get(v);
+    return read(i, count);
+  }
+
+ private:
+  __device__ Values read(int64_t i, int count) const {
+    if (rows.data == nullptr) return 1.0f;
+    return floats_of(cuda::fetch(rows.even_row<Any>(0), i, count, aligned)) + Values(offset);
+  }
+};
+
 template <class Kind, class Team, class T>
-__global__ void __launch_bounds__(Team::kMostThreads)
+__global__ void __launch_bounds__(Team::kMostThreads, Team::kShort ? 3 : 1)
     backward_kernel(const __grid_constant__ NormBackward norm, int rows_of_team,
                     OfVectors<float*> partials,  // [blocks, length] written; null: not wanted
                     RowMoments* of_rows,         // [rows] written; null: not wanted
                     bool is_aligned) {
   const bool aligned = !std::is_same_v<T, Any> || is_aligned;
-  using Reader = cuda::TwiceRead<Team, T, 2, cuda::WholeRowOf<T, 2>>;
-  using OtherSum = std::conditional_t<Team::kShort, cuda::RegisterSum<Team>, cuda::SharedSum<Team>>;
-  const auto row_at = [&](int64_t row) {
-    if (row >= norm.rows) return typename Reader::Row{{}, 0};
-    return typename Reader::Row{{norm.x.row<T>(row), norm.grad_out.row<T>(row)}, norm.length};
-  };
-  cuda::RegisterSum<Team> of_weight;
-  OtherSum of_bias, of_x_bias;
-  if constexpr (kAddsUp<Team> && !Team::kShort) {
+  using Sum = std::conditional_t<Team::kShort, cuda::RegisterSum<Team>, cuda::SharedColumns<Team>>;
+  Sum of_weight, of_bias, of_x_bias;
+  Weight<Team> weight{norm.weight, norm.weight_offset, is_aligned};
+  if constexpr (Team::kVectors > 0) {
     extern __shared__ __align__(16) uint4 shared_vectors[];
     float4* memory = reinterpret_cast<float4*>(shared_vectors);
-    if (partials.bias != nullptr) {
-      of_bias.begin(memory);
-      memory += OtherSum::size(int(blockDim.x));
+    const auto next = [&] {
+      float4* mine = memory;
+      memory += cuda::SharedColumns<Team>::size(int(blockDim.x));
+      return mine;
+    };
+    weight.begin(next(), norm.length);
+    if constexpr (!Team::kShort) {
+      if (partials.weight != nullptr) of_weight.begin(next(), norm.length);
+      if (partials.bias != nullptr) of_bias.begin(next(), norm.length);
+      if (partials.x_bias != nullptr) of_x_bias.begin(next(), norm.length);
     }
-    if (partials.x_bias != nullptr) of_x_bias.begin(memory);
   }
-  Reader reader(aligned);
-  reader.begin(row_at(int64_t(blockIdx.x) * rows_of_team * Team::kTeams + Team::team()));
   cuda::Moments<Kind, Team, T, true> moments;
-  cuda::for_each_row<Team>(rows_of_team, norm.rows, row_at,
-                           [&](int64_t row, auto& current, const auto& next, int64_t /*ahead*/) {
-    const int64_t place = ::min(row, norm.rows - 1);
+  int64_t number = int64_t(blockIdx.x) * rows_of_team * Team::kTeams + Team::team();
+#pragma unroll 1
+  for (int turn = 0; turn < rows_of_team; ++turn, number += Team::kTeams) {
+    const int64_t place = ::min(number, norm.rows - 1);
     const Pointer<T> grad_x = norm.grad_x.even_row<T>(place);
-    cuda::HeldRow<Team, T, cuda::kHasRoomFor<Team, T>> grad_sum{norm.grad_sum.row<T>(place), {}};
-    const cuda::HeldRow<Team, Any, false> weight{norm.weight.even_row<Any>(0), {}};
-    if (grad_sum.row) cuda::fetch_ahead<Team>(grad_sum.row, current.length);
-    const auto weight_at = [&](int v, int64_t i, int count) {
-      return weight.weight(norm.weight_offset, v, i, count, aligned);
-    };
-    const auto value_of = [&](int, int64_t, int, const Values(&read)[2]) { return read[0]; };
-    const auto grad_of = [&](int v, int64_t i, int count, const Values(&read)[2]) {
-      return read[1] * weight_at(v, i, count);
-    };
-    const RowMoments found =
-        moments.of(reader, current, current, next, float(norm.length), norm.eps, value_of, grad_of);
-    grad_sum.fetch_all(current.length, aligned);
-    reader.second(current, next, [&](int v, int64_t i, int count, const Values(&read)[2], bool) {
-      const Values value = found.deviation_of<Kind>(read[0]);
-      Values result = gradient<Kind>(found, value, read[1], weight_at(v, i, count));
-      if (grad_sum.row) result = result + grad_sum.get(v, i, count, aligned);
+    cuda::RowPart<Team, T, 2> row{{norm.x.row<T>(place), norm.grad_out.row<T>(place)},
+                                  number < norm.rows ? norm.length : 0,
+                                  aligned,
+                                  {}};
+    cuda::RowPart<Team, T, 1> grad_sum{{norm.grad_sum.row<T>(place)}, 0, aligned, {}};
+    if (grad_sum.tensors[0]) grad_sum.length = row.length;
+    row.fetch_all();
+    cuda::fetch_ahead<Team>(grad_sum.tensors[0], grad_sum.length);
+    if (turn + 1 < rows_of_team && number + Team::kTeams < norm.rows) {
+      cuda::fetch_ahead<Team>(norm.x.row<T>(number + Team::kTeams), norm.length);
+      cuda::fetch_ahead<Team>(norm.grad_out.row<T>(number + Team::kTeams), norm.length);
+    }
+    const float near = Kind::kCentered ? row.mean_of_first_of(0) : 0.0f;
+    const RowMoments found = moments.of(row, near, float(norm.length), norm.eps,
+                                        [&](int v, int64_t i, int count, auto& vectors) {
+      return floats_of(vectors[1]) * weight.get(v, i, count);
+    });
+    constexpr bool kHasRoom = Team::kVectors > 0 && sizeof(cuda::RowVector<T>) == 16;
+    if constexpr (kHasRoom) grad_sum.fetch_all();
+    row.for_each([&](int v, int64_t i, int count, auto& vectors) {
+      const Values value = found.deviation_of<Kind>(floats_of(vectors[0]));
+      const Values grad = floats_of(vectors[1]);
+      Values result = gradient<Kind>(found, value, grad, weight.get(v, i, count));
+      if (grad_sum.tensors[0]) {
+        if constexpr (kHasRoom) {
+          result = result + floats_of(grad_sum.held[v][0]);
+        } else {
+          result = result + floats_of(cuda::fetch(grad_sum.tensors[0], i, count, aligned));
+        }
+      }
       cuda::put(grad_x, i, count, aligned, result);
       if constexpr (kAddsUp<Team>) {
-        of_weight.add(grad_of_weight(value, read[1], Values(found.inverse)), v);
-        of_bias.add(read[1], v);
+        of_weight.add(grad_of_weight(value, grad, Values(found.inverse)), v);
+        of_bias.add(grad, v);
         of_x_bias.add(result, v);
       }
     });
-    if (of_rows != nullptr && Team::thread() == 0 && current.length > 0) of_rows[row] = found;
-  });
+    if (of_rows != nullptr && Team::thread() == 0 && row.length > 0) of_rows[number] = found;
+  }
   if constexpr (kAddsUp<Team>) {
     const int64_t first = int64_t(blockIdx.x) * norm.length;
     const auto of_block = [&](float* all) { return all == nullptr ? nullptr : all + first; };
@@ -189,65 +227,56 @@ __global__ void __launch_bounds__(256)
   store(partials.x_bias, of_x_bias);
 }
 
-bool is_there(const Rows& rows) { return rows.data != nullptr; }
+constexpr int64_t kMostBlocks = INT_MAX;
 
-// A block for a row of any length, of which nothing is held.
-struct AnyTeam : cuda::RowTeam<false, false> {
-  static constexpr int kMostThreads = cuda::LongRowTeam<false>::kMostThreads;
-};
+bool is_there(const Rows& rows) { return rows.data != nullptr; }
 
 // How the rows of one call lie, and its vectors.
 struct Layout {
   int64_t rows, length;
-  Dtype dtype;  // of the first
-  bool aligned, whole, float_vectors;
+  Dtype dtype, dtype_of_vectors;
+  bool aligned, whole;  // whole: they can be accessed as vectors of `dtype`
+  cuda::RowBlock block;
 
   Layout(int64_t count, int64_t n, std::initializer_list<Rows> all,
          std::initializer_list<Rows> vectors)
-      : rows(count), length(n), dtype(all.begin()->dtype) {
-    const auto are = [](std::initializer_list<Rows> some, Dtype type) {
-      return std::all_of(some.begin(), some.end(),
-                         [&](const Rows& each) { return !is_there(each) || each.dtype == type; });
-    };
-    aligned = cuda::all_aligned(all) && cuda::all_aligned(vectors);
-    float_vectors = !are(vectors, dtype);
-    whole = aligned && length % kRowVector == 0 && are(all, dtype) &&
-            (!float_vectors || are(vectors, Dtype::float32));
-  }
-
-  // Calls body(team, storage, launch). Long rows of float16 are rare: they go through Any, which
-  // saves a tenth of the time that it takes to compile.
-  template <int kTensors, class Body>
-  void with_team(const char* op, const Body& body) const {
-    cuda::with_twice_read_team<kTensors>(
-        rows, length, whole, dtype, op, [&](auto team, auto storage, cuda::TwiceReadLaunch launch) {
-      using Team = decltype(team);
-      using T = decltype(storage);
-      constexpr bool kIsLongHalf = Team::kVectors == 0 && std::is_same_v<T, Half>;
-      if constexpr (!Team::kShort && (std::is_same_v<T, Any> || kIsLongHalf)) {
-        launch.shared_bytes = 0;
-        body(AnyTeam{}, Any{}, launch);
-      } else {
-        body(team, storage, launch);
-      }
-    });
-  }
-
-  // Calls body(storage of vectors, whether there are registers for a residual): the former is one
-  // that a team can hold, of those that people train with, or Any.
-  template <class Team, class T, class Body>
-  void with_vectors(bool has_residual, const Body& body) const {
-    const auto choose = [&](auto vectors) {
-      if constexpr (Team::kVectors > 0 && !Team::kShort && !std::is_same_v<T, Half>) {
-        if (!has_residual) return body(vectors, std::false_type{});
-      }
-      body(vectors, std::true_type{});
-    };
-    if constexpr (Team::kVectors > 0 && std::is_same_v<T, BFloat16>) {
-      if (!float_vectors) return choose(T{});
+      : rows(count),
+        length(n),
+        dtype(all.begin()->dtype),
+        dtype_of_vectors(dtype),
+        aligned(cuda::all_aligned(all) && cuda::all_aligned(vectors)),
+        block(n) {
+    for (const Rows& vector : vectors) {
+      if (is_there(vector)) dtype_of_vectors = vector.dtype;
     }
-    choose(Any{});
+    whole = aligned && length % kRowVector == 0 && are_of(all, dtype);
   }
+
+  static bool are_of(std::initializer_list<Rows> some, Dtype type) {
+    return std::all_of(some.begin(), some.end(),
+                       [&](const Rows& each) { return !is_there(each) || each.dtype == type; });
+  }
+
+  // Calls body(team, storage).
+  template <class Body>
+  void with_team(const Body& body) const {
+    const auto choose = [&](auto held, auto not_held) {
+      if (!whole) return body(not_held, Any{});
+      with_storage_type(dtype, [&](auto storage) {
+        if (length <= cuda::kLongestHeldRow) return body(held, storage);
+        if constexpr (!decltype(held)::kShort) {
+          // Long rows of float16 are rare: they do not get kernels of their own.
+          using Long =
+              std::conditional_t<std::is_same_v<decltype(storage), Half>, Any, decltype(storage)>;
+          body(not_held, Long{});
+        }
+      });
+    };
+    if (block.teams > 1) return choose(cuda::RowTeam<true, true>{}, cuda::RowTeam<true, false>{});
+    choose(cuda::RowTeam<false, true>{}, cuda::RowTeam<false, false>{});
+  }
+
+  int64_t blocks() const { return ceil_div(rows, block.teams); }
 };
 
 // Blocks of a backward kernel that adds up rows: as many as a large device runs all at once,
@@ -257,7 +286,7 @@ struct AddingGrid {
 
   AddingGrid(int64_t rows, int64_t length) {
     const cuda::RowBlock block(length);
-    const int resident_threads = block.teams > 1 ? 1024 : 512;  // as they need registers
+    const int resident_threads = block.teams > 1 ? 768 : 512;  // as they need registers
     const int64_t teams = 128 * (resident_threads / block.threads) * block.teams;
     rows_of_team = std::clamp<int64_t>(ceil_div(rows, teams), 1, 256);
     blocks = ceil_div(rows, rows_of_team * block.teams);
@@ -279,29 +308,40 @@ struct ColumnsGrid {
   }
 };
 
+int wanted(const OfVectors<Rows>& grads) {
+  return is_there(grads.weight) + is_there(grads.bias) + is_there(grads.x_bias);
+}
+
 // How a backward pass goes about its sums over rows.
 struct Plan {
   Layout layout;
-  bool in_blocks;        // each block adds up its rows, or columns_kernel does
-  int64_t groups;        // of rows that have sums
-  int64_t shared_bytes;  // of a block, for sums
+  bool in_blocks;    // each block adds up its rows, or columns_kernel does
+  int64_t groups;    // of rows that have sums
+  int shared_bytes;  // of a block, for vectors
 
-  Plan(const NormBackward& norm, const OfVectors<Rows>& grads)
+  Plan(const NormBackward& norm, const OfVectors<Rows>& grads, const char* op)
       : layout(norm.rows, norm.length, {norm.x, norm.grad_out, norm.grad_sum, norm.grad_x},
                {norm.weight}) {
-    const int in_shared = is_there(grads.bias) + is_there(grads.x_bias);
-    const bool is_short = norm.length <= cuda::kShortRow;
-    const int64_t threads = cuda::RowBlock(norm.length).threads;
-    using Team = cuda::RowTeam<false, true>;
-    shared_bytes = is_short ? 0 : in_shared * cuda::SharedSum<Team>::size(int(threads)) * 16;
-    in_blocks = is_short || (layout.whole && norm.length <= cuda::kLongestHeldRow);
-    if (in_blocks && shared_bytes > 48 * 1024) {
-      in_blocks = shared_bytes + 2048 <= cuda::DeviceLimits("norm").shared_bytes;
-      layout.whole = in_blocks;
-    }
-    if (!in_blocks) shared_bytes = 0;
+    const bool is_short = layout.block.teams > 1;
+    const int sums = is_short ? 0 : wanted(grads);
+    const int vectors_of_thread = is_short ? 1 : cuda::kHeldVectors;
+    shared_bytes = (1 + sums) * layout.block.threads * vectors_of_thread * kRowVector * 4;
+    const bool is_held = layout.whole && norm.length <= cuda::kLongestHeldRow;
+    if (is_held && shared_bytes > kShared) layout.whole = shared_bytes + 2048 <= most_shared(op);
+    in_blocks = is_short || (is_held && layout.whole);
+    if (!is_held || !layout.whole) shared_bytes = 0;
     groups = in_blocks ? AddingGrid(norm.rows, norm.length).blocks
                        : ColumnsGrid(norm.rows, norm.length).groups;
+  }
+
+  static constexpr int kShared = 40 << 10;  // every device has so much beside what is static
+
+  static int most_shared(const char* op) {
+    int device = 0, bytes = 0;
+    cuda::check(cudaGetDevice(&device), op);
+    cuda::check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+                op);
+    return bytes;
   }
 };
 
@@ -320,31 +360,24 @@ OfVectors<float*> partials_in(float* workspace, const OfVectors<Rows>& grads, in
   return partials;
 }
 
-int wanted(const OfVectors<Rows>& grads) {
-  return is_there(grads.weight) + is_there(grads.bias) + is_there(grads.x_bias);
-}
-
-int64_t rows_of_team(int64_t rows, int64_t blocks, int teams) {
-  return ceil_div(rows, blocks * teams);
-}
-
 template <class Kind>
 void run_backward(const NormBackward& norm, const Plan& plan, const OfVectors<float*>& partials,
                   RowMoments* of_rows, cudaStream_t stream) {
   constexpr const char* op = Kind::kBackwardOp;
-  plan.layout.with_team<2>(op, [&](auto team, auto storage, auto launch) {
-    using Team = decltype(team);
-    const auto kernel = backward_kernel<Kind, Team, decltype(storage)>;
-    int64_t rows_of_each = rows_of_team(norm.rows, launch.blocks, Team::kTeams);
-    if (plan.in_blocks) {
-      const AddingGrid grid(norm.rows, norm.length);
-      rows_of_each = grid.rows_of_team;
-      launch.blocks = unsigned(grid.blocks);
-      launch.shared_bytes = int(plan.shared_bytes);
+  AddingGrid grid(norm.rows, norm.length);
+  if (!plan.in_blocks) {
+    grid.blocks = std::min(plan.layout.blocks(), kMostBlocks);
+    grid.rows_of_team = ceil_div(plan.layout.blocks(), grid.blocks);
+  }
+  plan.layout.with_team([&](auto team, auto storage) {
+    const auto kernel = backward_kernel<Kind, decltype(team), decltype(storage)>;
+    if (plan.shared_bytes > Plan::kShared) {
+      cuda::check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       plan.shared_bytes),
+                  op);
     }
-    cuda::allow_shared_memory(kernel, launch, op);
-    kernel<<<launch.blocks, launch.threads, launch.shared_bytes, stream>>>(
-        norm, int(rows_of_each), partials, of_rows, plan.layout.aligned);
+    kernel<<<unsigned(grid.blocks), plan.layout.block.threads, plan.shared_bytes, stream>>>(
+        norm, int(grid.rows_of_team), partials, of_rows, plan.layout.aligned);
   });
   cuda::check(cudaGetLastError(), op);
 }
@@ -355,18 +388,25 @@ template <class Kind>
 void norm_cuda(const Norm& norm, void* stream) {
   if (norm.rows == 0 || norm.length == 0) return;
   cuda::check(cudaPeekAtLastError(), Kind::kOp);  // of somebody before
-  const Layout layout(norm.rows, norm.length, {norm.x, norm.residual, norm.sum, norm.out},
-                      {norm.weight, norm.bias, norm.x_bias});
-  layout.with_team<1>(Kind::kOp, [&](auto team, auto storage, const auto& launch) {
+  const auto vectors = {norm.weight, norm.bias, norm.x_bias};
+  Layout layout(norm.rows, norm.length, {norm.x, norm.residual, norm.sum, norm.out}, vectors);
+  const bool float_vectors = layout.dtype_of_vectors == Dtype::float32;
+  // Of the kinds of vectors, those that people train with have a kernel.
+  layout.whole = layout.whole && (float_vectors || layout.dtype_of_vectors == layout.dtype) &&
+                 Layout::are_of(vectors, layout.dtype_of_vectors);
+  const int64_t blocks = layout.blocks();
+  layout.with_team([&](auto team, auto storage) {
     using Team = decltype(team);
     using T = decltype(storage);
-    layout.with_vectors<Team, T>(is_there(norm.residual), [&](auto vectors, auto has_residual) {
-      constexpr bool kResidual = decltype(has_residual)::value;
-      const auto kernel = norm_kernel<Kind, Team, T, decltype(vectors), kResidual>;
-      cuda::allow_shared_memory(kernel, launch, Kind::kOp);
-      kernel<<<launch.blocks, launch.threads, launch.shared_bytes, cudaStream_t(stream)>>>(
-          norm, int(rows_of_team(norm.rows, launch.blocks, Team::kTeams)), layout.aligned);
-    });
+    const auto launch = [&](auto of_vectors) {
+      norm_kernel<Kind, Team, T, decltype(of_vectors)>
+          <<<unsigned(std::min(blocks, kMostBlocks)), layout.block.threads, 0,
+             cudaStream_t(stream)>>>(norm, blocks, layout.aligned);
+    };
+    if constexpr (!std::is_same_v<T, Any>) {
+      if (float_vectors) return launch(float{});
+    }
+    launch(storage);
   });
   cuda::check(cudaGetLastError(), Kind::kOp);
 }
@@ -374,7 +414,7 @@ void norm_cuda(const Norm& norm, void* stream) {
 template <class Kind>
 int64_t norm_backward_workspace(const NormBackward& norm, const OfVectors<Rows>& grads) {
   if (wanted(grads) == 0) return 0;
-  const Plan plan(norm, grads);
+  const Plan plan(norm, grads, Kind::kBackwardOp);
   const int64_t moments =
       plan.in_blocks ? 0 : norm.rows * int64_t(sizeof(RowMoments) / sizeof(float));
   return wanted(grads) * plan.groups * norm.length + moments;
@@ -387,7 +427,7 @@ void norm_backward_cuda(const NormBackward& norm, const OfVectors<Rows>& grads, 
   constexpr const char* op = Kind::kBackwardOp;
   const cudaStream_t queue = cudaStream_t(stream);
   cuda::check(cudaPeekAtLastError(), op);
-  const Plan plan(norm, grads);
+  const Plan plan(norm, grads, Kind::kBackwardOp);
   const int64_t floats = plan.groups * norm.length;
   const OfVectors<float*> partials = partials_in(workspace, grads, floats);
   const bool in_columns = wanted(grads) > 0 && !plan.in_blocks;

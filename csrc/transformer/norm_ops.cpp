@@ -45,6 +45,18 @@ class VectorSum {
   std::unique_ptr<float[]> memory_;
 };
 
+// So many that their sums take under 1 % of the memory of what is read, but for a few to each
+// thread: after each time, threads wait for one another.
+int64_t groups_at_once(const NormBackward& norm, const OfVectors<Rows>& grads) {
+  int64_t of_group = 0;  // floats for each column
+  for (const Rows* grad : {&grads.weight, &grads.bias, &grads.x_bias}) {
+    of_group += grad->data != nullptr ? 1 : 0;
+  }
+  const int64_t of_column = norm.rows * (bytes_of(norm.x.dtype) + bytes_of(norm.grad_out.dtype));
+  const int64_t fit = of_column / 128 / std::max<int64_t>(1, of_group * int64_t(sizeof(float)));
+  return std::max(fit, 2 * int64_t(torch::stable::get_num_threads()));
+}
+
 struct Cpu {
   static void run(const Norm& norm, int /*device*/) {
     const Isa isa = current_isa();  // may throw, and nothing may throw in a parallel region
@@ -56,9 +68,9 @@ struct Cpu {
   static void run_backward(const NormBackward& norm, const OfVectors<Rows>& grads, int /*device*/) {
     if (norm.length == 0) return;
     const Isa isa = current_isa();
-    const int64_t groups = ceil_div(norm.rows, kRowsOfPartial);
-    const int64_t at_once =
-        std::min<int64_t>(groups, 2 * int64_t(torch::stable::get_num_threads()));
+    const int64_t of_group = rows_of_group(norm.rows);
+    const int64_t groups = ceil_div(norm.rows, of_group);
+    const int64_t at_once = std::min(groups, groups_at_once(norm, grads));
     const VectorSum weight(grads.weight, norm.length, at_once);
     const VectorSum bias(grads.bias, norm.length, at_once);
     const VectorSum x_bias(grads.x_bias, norm.length, at_once);
@@ -66,7 +78,7 @@ struct Cpu {
     int64_t first = 0;
     do {
       const int64_t last = std::min(first + at_once, groups);
-      torch::stable::parallel_for(first, last, grain_of(norm.length * kRowsOfPartial),
+      torch::stable::parallel_for(first, last, grain_of(norm.length * of_group),
                                   [&](int64_t begin, int64_t end) {
         norm_backward_cpu<DSX_NORM>(isa, norm, begin, end, first, partials);
       });

@@ -54,7 +54,7 @@ inline void fill_row(const Rope& call, uint64_t position, const Turns& turns, in
 // Pairs of interleaved elements.
 template <class T>
 inline void rotate_interleaved(int count, const float* cos, const float* sin, Pointer<T> source,
-                               Pointer<T> target) {
+                               Pointer<T> target, bool past_cache) {
   if constexpr (Vec::size == 1) {
     for (int i = 0; i < 2 * count; i += 2) {
       const Rotation<Vec> r{cos[i], sin[i + 1]};
@@ -67,7 +67,7 @@ inline void rotate_interleaved(int count, const float* cos, const float* sin, Po
       const auto value = Vec::load(source + i, lanes);
       const Vec rotated =
           value * Vec::load(cos + i, lanes) + swap_neighbours(value) * Vec::load(sin + i, lanes);
-      rotated.store(target + i, lanes);
+      rotated.store(target + i, lanes, past_cache);
     });
   }
 }
@@ -75,12 +75,12 @@ inline void rotate_interleaved(int count, const float* cos, const float* sin, Po
 // Pairs whose elements are so far apart.
 template <class T>
 inline void rotate_halves(int64_t apart, int count, const float* cos, const float* sin,
-                          Pointer<T> source, Pointer<T> target) {
+                          Pointer<T> source, Pointer<T> target, bool past_cache) {
   for_each_vector(0, count, [&](int64_t i, int lanes) {
     const Rotation<Vec> r{Vec::load(cos + i, lanes), Vec::load(sin + i, lanes)};
     const Vec a = Vec::load(source + i, lanes), b = Vec::load(source + (apart + i), lanes);
-    rotated_first(a, b, r).store(target + i, lanes);
-    rotated_second(a, b, r).store(target + (apart + i), lanes);
+    rotated_first(a, b, r).store(target + i, lanes, past_cache);
+    rotated_second(a, b, r).store(target + (apart + i), lanes, past_cache);
   });
 }
 
@@ -92,18 +92,30 @@ struct Tile {
   int pitch;           // of the table, from token to token
 };
 
+// Whether these heads go past the cache: there are enough of them, and all that a store begins with
+// begins a line.
+inline bool go_past_cache(const Rope& call, const Heads& to) {
+  const int64_t element = bytes_of(to.dtype);
+  const int64_t bytes = call.batches * call.tokens * to.heads * call.width * element;
+  const int64_t steps = to.of_batch | to.of_token | to.of_head | call.pairs;
+  return !call.in_place && bytes >= kLeastPastCache && begins_line(to.data) &&
+         steps * element % 64 == 0;
+}
+
 template <class T>
 inline void rotate_head(const Rope& call, const Tile& tile, int64_t token, int64_t head,
-                        const Table& table, const Heads& from, const Heads& to) {
+                        const Table& table, const Heads& from, const Heads& to, bool past_cache) {
   const int64_t batch = token / call.tokens, in_batch = token - batch * call.tokens;
   const Pointer<T> source = from.at<T>(batch, in_batch, head);
   const Pointer<T> target = to.at<T>(batch, in_batch, head);
   const float* cos = table.cos + (token - tile.begin) * tile.pitch;
   const float* sin = table.sin + (token - tile.begin) * tile.pitch;
   if (call.interleaved) {
-    rotate_interleaved(tile.count, cos, sin, source + 2 * tile.first, target + 2 * tile.first);
+    rotate_interleaved(tile.count, cos, sin, source + 2 * tile.first, target + 2 * tile.first,
+                       past_cache);
   } else {
-    rotate_halves(call.pairs, tile.count, cos, sin, source + tile.first, target + tile.first);
+    rotate_halves(call.pairs, tile.count, cos, sin, source + tile.first, target + tile.first,
+                  past_cache);
   }
   const int64_t behind = call.width - 2 * call.pairs;
   if (tile.first == 0 && !call.in_place && behind > 0) {
@@ -114,9 +126,10 @@ inline void rotate_head(const Rope& call, const Tile& tile, int64_t token, int64
 // All heads of these tokens, in the order in which they lie in memory.
 inline void rotate_heads(const Rope& call, const Tile& tile, const Table& table, const Heads& from,
                          const Heads& to) {
+  const bool past_cache = go_past_cache(call, to);
   with_storage_type(from.dtype, [&](auto storage) {
     const auto rotate = [&](int64_t token, int64_t head) {
-      rotate_head<decltype(storage)>(call, tile, token, head, table, from, to);
+      rotate_head<decltype(storage)>(call, tile, token, head, table, from, to, past_cache);
     };
     if (from.of_head > from.of_token) {
       for (int64_t head = 0; head < from.heads; ++head) {
@@ -153,4 +166,5 @@ inline void rotate_tokens(const Rope& call, int64_t begin, int64_t end) {
     }
     tile.first += kPairs;
   } while (tile.first < call.pairs);
+  end_past_cache();
 }

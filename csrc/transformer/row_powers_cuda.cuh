@@ -13,17 +13,25 @@ struct RowPowers {
   // e^-inf is 0, also if there is no score yet.
   __device__ static float shift(float largest) { return largest == -INFINITY ? 0.0f : largest; }
 
-  __device__ void raise_to(float new_largest) {
-    sum *= fast_exp_of_negative(largest - shift(new_largest));
-    largest = new_largest;
+  // What powers relative to one number are multiplied by to be relative to a larger one.
+  __device__ static float factor(float largest, float larger) {
+    return fast_exp_of_negative(largest - shift(larger));
   }
 
-  __device__ void add(const Floats<kRowVector>& scores) {
-    float new_largest = largest;
+  __device__ void raise_to(float larger) {
+    sum *= factor(largest, larger);
+    largest = larger;
+  }
+
+  // Returns the powers, relative to what is the largest now.
+  __device__ Floats<kRowVector> add(const Floats<kRowVector>& scores) {
+    float larger = largest;
 #pragma unroll
-    for (int k = 0; k < kRowVector; ++k) new_largest = ::fmaxf(new_largest, scores.lanes[k]);
-    raise_to(new_largest);
-    sum += sum_of_lanes(exp_of_negative(scores - Floats<kRowVector>(shift(largest))));
+    for (int k = 0; k < kRowVector; ++k) larger = ::fmaxf(larger, scores.lanes[k]);
+    raise_to(larger);
+    const auto powers = exp_of_negative(scores - Floats<kRowVector>(shift(largest)));
+    sum += sum_of_lanes(powers);
+    return powers;
   }
 
   // Those of the lanes of a warp, or of each half of it, at these distances.
@@ -38,20 +46,21 @@ struct RowPowers {
     }
   }
 
-  // Those of a team: every thread of the block calls it, with a `turn` that goes up by one each
-  // time, as add_over_team says.
+  // Those of a team: every thread of the block calls it, once.
   template <class Team>
-  __device__ void add_over_team(int turn) {
+  __device__ void add_over_team() {
     add_over_lanes((Team::kShort ? 16 : kWarp) / 2);
-    if (Team::kShort || blockDim.x == kWarp) return;
-    __shared__ float2 of_warps[2][kWarp];
-    const int warps = int(blockDim.x) / kWarp;
-    const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
-    if (lane == 0) of_warps[turn % 2][warp] = {largest, sum};
-    __syncthreads();
-    largest = lane < warps ? of_warps[turn % 2][lane].x : -INFINITY;
-    sum = lane < warps ? of_warps[turn % 2][lane].y : 0.0f;
-    add_over_lanes(kWarp / 2);
+    if constexpr (!Team::kShort) {
+      if (blockDim.x == kWarp) return;
+      __shared__ float2 of_warps[kWarp];
+      const int warps = int(blockDim.x) / kWarp;
+      const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
+      if (lane == 0) of_warps[warp] = {largest, sum};
+      __syncthreads();
+      largest = lane < warps ? of_warps[lane].x : -INFINITY;
+      sum = lane < warps ? of_warps[lane].y : 0.0f;
+      add_over_lanes(kWarp / 2);
+    }
   }
 };
 

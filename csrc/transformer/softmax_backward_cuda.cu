@@ -15,45 +15,35 @@ using cuda::kRowVector;
 using Values = Floats<kRowVector>;
 
 template <class Team, class T>
-__global__ void __launch_bounds__(Team::kMostThreads)
+__global__ void __launch_bounds__(Team::kMostThreads, 2)
     backward_kernel(const __grid_constant__ SoftmaxBackward softmax, bool aligned) {
-  using Reader = cuda::TwiceRead<Team, T, 2>;
-  const auto row_of = [&](int64_t row) {
-    if (row >= softmax.rows) return typename Reader::Row{{}, 0, 0, 0};
-    const Keys keys = keys_of(softmax.scores, row, softmax.length);
-    return typename Reader::Row{{softmax.out.row<T>(row), softmax.grad_out.row<T>(row)},
-                                keys.first,
-                                keys.end,
-                                softmax.length};
-  };
-  const float cap = softmax.scores.soft_cap;
-  const Values scale = softmax.scores.scale;
-  Reader reader(aligned);
-  reader.begin(row_of(int64_t(blockIdx.x) * Team::kTeams + Team::team()));
-  cuda::for_each_row_of_team<Team>(softmax.rows, [&](int64_t row, int64_t next, int turn) {
-    const auto current = row_of(row), following = row_of(next);
-    const int64_t place = ::min(row, softmax.rows - 1);
-    const Pointer<T> x = softmax.x.row<T>(place), grad_x = softmax.grad_x.row<T>(place);
-    float dots[1] = {};
-    reader.first(current, following,
-                 [&](int /*v*/, int64_t /*i*/, int /*count*/, const Values(&values)[2]) {
-      dots[0] += cuda::sum_of_lanes(grad_term(values[0], values[1]));
-    });
-    cuda::add_over_team<Team>(dots, turn);
-    const Values dot = dots[0];
-    reader.second(current, following,
-                  [&](int /*v*/, int64_t i, int count, const Values(&values)[2], bool is_read) {
-      Values result = 0.0f;
-      if (is_read) {
-        result = grad_of_score(values[0], values[1], dot) * scale;
-        if (x) {
-          const Values score = floats_of(cuda::fetch(x, i, count, aligned)) * scale;
-          const Values slope = slope_under_cap(score, cap);
-          result = select(values[0] == Values(0.0f), Values(0.0f), result * slope);
-        }
+  using Column = cuda::Column<T>;
+  const int64_t row = ::min(Team::row(), softmax.rows - 1);
+  const Keys keys = keys_of(softmax.scores, row, softmax.length);
+  const Pointer<T> x = softmax.x.row<T>(row), grad_x = softmax.grad_x.row<T>(row);
+  const cuda::TwiceRead<Team, T, 2> reader{{softmax.out.row<T>(row), softmax.grad_out.row<T>(row)},
+                                           Column(keys.first),
+                                           Column(keys.end),
+                                           Column(Team::row() < softmax.rows ? softmax.length : 0),
+                                           aligned};
+  float dots[1] = {};
+  reader.template read_first<cuda::Kept::yes>(
+      [&](int, Column, int, const Values(&values)[2], bool is_read) {
+    if (is_read) dots[0] += cuda::sum_of_lanes(grad_term(values[0], values[1]));
+  });
+  cuda::add_over_team<Team>(dots, 0);
+  const Values dot = dots[0], scale = softmax.scores.scale;
+  reader.read_again([&](int, Column i, int count, const Values(&values)[2], bool is_read) {
+    Values result = 0.0f;
+    if (is_read) {
+      result = grad_of_score(values[0], values[1], dot) * scale;
+      if (x) {
+        const Values score = floats_of(cuda::fetch(x, i, count, aligned)) * scale;
+        const Values slope = slope_under_cap(score, softmax.scores.soft_cap);
+        result = select(values[0] == Values(0.0f), Values(0.0f), result * slope);
       }
-      cuda::put(grad_x, i, count, aligned, result);
-    });
+    }
+    cuda::put<cuda::Stored::streamed>(grad_x, i, count, aligned, result);
   });
 }
 
@@ -67,12 +57,10 @@ void softmax_backward_cuda(const SoftmaxBackward& softmax, void* stream) {
   const auto rows = {softmax.out, softmax.grad_out, softmax.x, softmax.grad_x};
   const bool whole = cuda::are_whole(rows, softmax.length, softmax.out.dtype);
   const bool aligned = cuda::all_aligned(rows);
-  cuda::with_twice_read_team<2>(softmax.rows, softmax.length, whole, softmax.out.dtype, kBackwardOp,
-                                [&](auto team, auto storage, const cuda::TwiceReadLaunch& launch) {
-    const auto kernel = backward_kernel<decltype(team), decltype(storage)>;
-    cuda::allow_shared_memory(kernel, launch, kBackwardOp);
-    kernel<<<launch.blocks, launch.threads, launch.shared_bytes, cudaStream_t(stream)>>>(softmax,
-                                                                                         aligned);
+  cuda::with_turn_team<2>(softmax.rows, softmax.length, whole, softmax.out.dtype, kBackwardOp,
+                          [&](auto team, auto storage, const cuda::TurnLaunch& launch) {
+    backward_kernel<decltype(team), decltype(storage)>
+        <<<launch.blocks, launch.threads, 0, cudaStream_t(stream)>>>(softmax, aligned);
   });
   cuda::check(cudaGetLastError(), kBackwardOp);
 }

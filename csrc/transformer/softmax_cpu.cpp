@@ -1,6 +1,8 @@
 // softmax on the CPU: picks the storage type and the instruction set.
 #include "transformer/softmax.h"
 
+#include "common/simd/past_cache.h"
+
 #define DSX_KERNEL_SOURCE "transformer/softmax_cpu.inl"
 #include "common/simd/foreach_isa.h"
 

@@ -27,6 +27,17 @@ class Recorder(Protocol):
         """Record what the host has done, by time.perf_counter."""
 
 
+def sleep_until(device: torch.device) -> None:
+    """Wait until all is done that the current stream of a device was given.
+
+    Reading a result would wait, too, but keep a core busy that a step in host memory could use.
+    """
+    if device.type == "cuda":
+        event = Event(blocking=True)
+        event.record(torch.cuda.current_stream(device))
+        event.synchronize()
+
+
 class Copy(NamedTuple):
     """Elements that go from one tensor to another one of the same shape."""
 

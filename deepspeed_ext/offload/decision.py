@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.offload.bucket import HostBucket
+from deepspeed_ext.offload.copies import sleep_until
 from deepspeed_ext.optim.clipping import Scaling, SquareSum, clip
 from deepspeed_ext.optim.slabs import Bucket
 
@@ -44,6 +45,7 @@ def decide(
     if max_norm is not None:
         clipped = clip(_sum_squares(buckets, resident), max_norm, scaling)
         both = torch.stack([clipped.divisor.double(), clipped.found_inf.double()])
+        sleep_until(both.device)
         divisor, found_inf = both.tolist()
         return Decision(clipped.norm, divisor, found_inf != 0)
     if scaling == Scaling():

@@ -60,7 +60,7 @@ struct Case {
     for (auto& each : partials) each.resize(size_t(groups() * n));
   }
 
-  static int64_t groups() { return (kRows + dsx::kRowsOfPartial - 1) / dsx::kRowsOfPartial; }
+  static int64_t groups() { return dsx::ceil_div(kRows, dsx::rows_of_group(kRows)); }
 
   void run(Isa isa, int64_t cut) {
     dsx::Norm norm = {};

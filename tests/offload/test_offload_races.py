@@ -22,7 +22,17 @@ from late_pairs import (
     places,
     step,
 )
-from offload_cases import FORMATS, PATIENCE, Gate, Pair, Summed, await_ahead, small_parts, warm
+from offload_cases import (
+    FORMATS,
+    KINDS,
+    PATIENCE,
+    Gate,
+    Pair,
+    Summed,
+    await_ahead,
+    small_parts,
+    warm,
+)
 from optim_cases import BF16, assert_same_bits, make_params
 from torch import nn
 
@@ -173,7 +183,7 @@ def test_modules_that_read_weights_as_they_return(device, free_grads, monkeypatc
         pair.plain.step()
         pair.zero_grad()
     pair.check()
-    assert pair.ours.stats()["validated"] > 0
+    assert pair.ours.stats()["early"] > 0  # steps ahead are begun only if the worker gets to them
 
 
 # Devices that fail
@@ -363,7 +373,7 @@ def test_parameters_that_move_from_one_gpu_to_another(free_grads, monkeypatch):
                 for param in params[::2] if number == 4 else params:
                     param.data = param.data.to(where)
             state = pair.plain.state_dict()
-            pair.plain = type(pair.plain)(pair.twins, **pair.plain.defaults)
+            pair.plain = KINDS["adam"].on_cuda(pair.twins, **KINDS["adam"].options)
             pair.plain.load_state_dict(state)
         keep_busy("two")
         pair.backward()

@@ -31,8 +31,11 @@ EXCEPTED = {  # of backward; by the beginnings of what is measured
     "gated_activation of halves, ": "torch adds up the gradients of slices",
     "softmax with an added mask, bf16 and fp32": "the gradient of a mask is cast to its dtype",
     "softmax with a mask added to all, ": "the gradient of a mask is added up from that of scores",
-    "rms_norm, ": "sums of each group of rows for the gradient of the weight",
-    "rms_norm of a sum, ": "sums of each group of rows for the gradient of the weight",
+    # Of few rows they are much beside those: such gradients should go down the columns.
+    **dict.fromkeys(
+        ("rms_norm, ", "rms_norm of a sum", "layer_norm, ", "layer_norm of a sum"),
+        "sums of each group of rows for the gradients of vectors",
+    ),
 }
 CONTROL = {"takes a copy": Case(lambda x: (x * 2) * 3, lambda n: [(n,)])}
 Begin = Callable[[], int]  # returns the bytes that are allocated

@@ -77,10 +77,14 @@ def test_values(dtype: torch.dtype, interleaved: bool, width: int, pairs: int, d
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 def test_many_pairs_and_tokens(interleaved: bool, device: str) -> None:
     """More than one table of angles has, more than a thread and a block take."""
-    frequencies = rope_frequencies(524, base=100.0).to(device)
-    q, k = (heads(37, n, 530, F32, n, device) for n in (3, 1))
-    positions = torch.arange(37, device=device, dtype=torch.int32) * 1001
-    assert_right(q, k, positions, frequencies, interleaved=interleaved)
+    for width, tokens, counts in [(530, 37, (3, 1)), (112, 5, (61, 12)), (2210, 3, (2, 1))]:
+        frequencies = rope_frequencies(width // 16 * 16, base=100.0).to(device)
+        q, k = (heads(tokens, n, width, F32, n, device) for n in counts)
+        positions = torch.arange(tokens, device=device, dtype=torch.int32) * 1001
+        assert_right(q, k, positions, frequencies, interleaved=interleaved)
+    q, k = (heads(4097, 1, 16, BF16, n, device) for n in (0, 1))  # some of both batches in a block
+    positions = make((2, 4097), F32, 3, device).mul(1e4).long()
+    assert_right(q, k, positions, rope_frequencies(16).to(device), interleaved=interleaved)
     frequencies = rope_frequencies(32).to(device)
     q, k = (heads(900, n, 32, BF16, n, device) for n in (8, 2))
     positions = make((2, 900), F32, 3, device).mul(1e4).long()

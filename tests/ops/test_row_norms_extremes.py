@@ -44,6 +44,22 @@ def test_equal_elements_deviate_by_nothing(value: float, n: int, device: str) ->
     assert_within("out", got.cpu(), bias.cpu().double().expand(3, n), error.expand(3, n))
 
 
+@pytest.mark.parametrize("n", [n for n in LENGTHS if n > 32])
+@pytest.mark.parametrize("begin", [300.0, -1e5])
+def test_rows_that_begin_far_from_their_mean(n: int, begin: float, device: str) -> None:
+    """As sums may be taken around the first elements; beside rows that do not."""
+    x, grad = (make((5, n), F32, seed, device) for seed in range(2))
+    x[1::2, :16] += begin
+    weight = make((n,), F32, 2, device)
+    arguments = {"x": x, "weight": weight}
+    got = results_and_gradients(LAYER.op, arguments, [grad])
+    wide = {name: tensor.cpu().double() for name, tensor in arguments.items()}
+    want = results_and_gradients(LAYER.ref, wide, [grad.cpu().double()])
+    for name in ("out", "x"):
+        size = want[name].abs() + want[name].abs().mean(-1, keepdim=True)
+        assert_within(name, got[name].cpu(), want[name], (n / 32 + 32) * ROUNDING * 8 * size)
+
+
 @each_kind
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)

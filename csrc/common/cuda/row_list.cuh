@@ -1,5 +1,5 @@
 // Elementwise kernels over rows: all vectors of all rows are one list, of which every thread takes
-// two.
+// two, or one of a short list.
 #pragma once
 
 #include <algorithm>
@@ -20,11 +20,11 @@ struct Place {
   int count = 0;
 };
 
-// The places of the vectors of this thread, a block apart.
+// The places of the vectors of this thread, as far apart as all threads reach.
 template <class T>
 __device__ inline Place place_of_vector(int64_t rows, int64_t length, int k) {
   const int64_t vectors = ceil_div(length, kCount<T>);  // of a row
-  const int64_t v = (int64_t(blockIdx.x) * kVectors + k) * kThreads + threadIdx.x;
+  const int64_t v = (int64_t(k) * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x;
   Place place;
   if (rows > 1) {
     const bool fits = rows * vectors <= UINT32_MAX;  // in the far cheaper division
@@ -46,44 +46,20 @@ __device__ inline Vector<T> fetch_at(const Rows& rows, const Place& at, bool ali
   return fetch<kCount<T>>(rows.row<T>(at.row), at.i, at.count, aligned);
 }
 
-// The vectors of this thread, of each of kTensors tensors, all of which are fetched before the
-// first one is worked on. T is the storage type of all these, or Any.
-template <class T, int kTensors>
-class FetchedVectors {
- public:
-  using Values = Floats<kCount<T>>;
+struct ListLaunch {
+  unsigned blocks;
+  int threads;
 
-  __device__ FetchedVectors(int64_t rows, int64_t length, const Rows* const (&tensors)[kTensors],
-                            bool aligned) {
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const Place& at = places_[k] = place_of_vector<T>(rows, length, k);
-      if (at.count == 0) continue;
-#pragma unroll
-      for (int t = 0; t < kTensors; ++t) vectors_[k][t] = fetch_at<T>(*tensors[t], at, aligned);
-    }
+  // A short list is spread over more multiprocessors.
+  explicit ListLaunch(int64_t vectors) {
+    const bool is_short = vectors <= 1 << 18;
+    threads = is_short ? kThreads / 2 : kThreads;
+    blocks = unsigned(ceil_div(vectors, (is_short ? 1 : kVectors) * threads));
   }
-
-  // Calls body(place, values) for each vector that is there, with an array of kTensors.
-  template <class Body>
-  __device__ void for_each(const Body& body) const {
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      if (places_[k].count == 0) continue;
-      Values values[kTensors];
-#pragma unroll
-      for (int t = 0; t < kTensors; ++t) values[t] = floats_of(vectors_[k][t]);
-      body(places_[k], values);
-    }
-  }
-
- private:
-  Place places_[kVectors];
-  Vector<T> vectors_[kVectors][kTensors];
 };
 
-// Calls launch(storage, blocks, aligned): with a value of the storage type of all rows if nothing
-// is in the way of whole vectors, else of Any.
+// Calls launch(storage, ListLaunch, aligned): with a value of the storage type of all rows if
+// nothing is in the way of whole vectors, else of Any.
 template <class Launch>
 void launch_over_list(int64_t rows, int64_t length, std::initializer_list<Rows> all, const char* op,
                       const Launch& launch) {
@@ -93,8 +69,7 @@ void launch_over_list(int64_t rows, int64_t length, std::initializer_list<Rows> 
   const bool same =
       std::all_of(all.begin(), all.end(), [&](const Rows& each) { return each.dtype == first; });
   const auto launch_with = [&](auto storage) {
-    const int64_t vectors = rows * ceil_div(length, kCount<decltype(storage)>);
-    launch(storage, unsigned(ceil_div(vectors, kVectors * kThreads)), aligned);
+    launch(storage, ListLaunch(rows * ceil_div(length, kCount<decltype(storage)>)), aligned);
   };
   if (aligned && same && length % 8 == 0) {
     with_storage_type(first, launch_with);

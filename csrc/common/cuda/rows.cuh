@@ -46,27 +46,6 @@ struct RowBlock {
   }
 };
 
-// Calls body with a team that holds rows and values of the storage types of `rows` and of `weight`,
-// or with a team that does not, and Any for both. `whole`: the length is a multiple of kRowVector,
-// and all rows are aligned and of the dtype of `rows`. The weight has that dtype too, or is
-// float32, or absent.
-template <class Body>
-void with_row_team(int64_t length, bool whole, const Rows& rows, const Rows& weight,
-                   const Body& body) {
-  const bool same = weight.data == nullptr || weight.dtype == rows.dtype;
-  const bool held = whole && length <= kLongestHeldRow && (same || weight.dtype == Dtype::float32);
-  const auto choose = [&](auto is_short) {
-    constexpr bool kShort = decltype(is_short)::value;
-    if (!held) return body(RowTeam<kShort, false>{}, Any{}, Any{});
-    with_storage_type(rows.dtype, [&](auto storage) {
-      if (same) return body(RowTeam<kShort, true>{}, storage, storage);
-      body(RowTeam<kShort, true>{}, storage, float{});
-    });
-  };
-  if (length <= kShortRow) return choose(std::true_type{});
-  choose(std::false_type{});
-}
-
 // Calls body(v, i, count) for each vector of this thread: number v, the first element i, the count
 // of elements that the row still has there, 1 to kRowVector.
 template <class Team, class Body>
@@ -161,50 +140,57 @@ __device__ inline Floats<kCount> floats_of(const RowVector<T, kCount>& vector) {
   }
 }
 
-// Rounds to what the row stores, and stores it.
+// Whether what is stored may go first when the cache needs room: what a kernel writes once, of more
+// than fits there.
+enum class Stored { usual, streamed };
+
+// The values as this row stores them.
 template <class T, int kCount>
+__device__ inline RowVector<T, kCount> packed_for(Pointer<T> row, const Floats<kCount>& values) {
+  if constexpr (std::is_same_v<T, Any>) {
+    return {rounded(values, row.dtype)};
+  } else {
+    constexpr int kPerWord = 4 / sizeof(T);
+    RowVector<T, kCount> vector;
+#pragma unroll
+    for (int k = 0; k < vector.kAccesses; ++k) {
+      const float* four = values.lanes + 4 * kPerWord * k;
+      vector.words[k] = {pack<T>(four), pack<T>(four + kPerWord), pack<T>(four + 2 * kPerWord),
+                         pack<T>(four + 3 * kPerWord)};
+    }
+    return vector;
+  }
+}
+
+// Rounds to what the row stores, and stores it.
+template <Stored stored = Stored::usual, class T, int kCount>
 __device__ inline RowVector<T, kCount> put(Pointer<T> row, int64_t i, int count, bool aligned,
                                            const Floats<kCount>& values) {
-  RowVector<T, kCount> vector;
+  const RowVector<T, kCount> vector = packed_for(row, values);
   if constexpr (std::is_same_v<T, Any>) {
-    vector.elements = rounded(values, row.dtype);
     if (aligned && count == kCount) {
       store<Access::vector>(row + i, values, count);
     } else {
       store<Access::single>(row + i, values, count);
     }
   } else {
-    constexpr int kPerWord = 4 / sizeof(T);
     uint4* target = reinterpret_cast<uint4*>(row.address + i);
 #pragma unroll
     for (int k = 0; k < vector.kAccesses; ++k) {
-      const float* four = values.lanes + 4 * kPerWord * k;
-      const uint4& w =
-          vector.words[k] = {pack<T>(four), pack<T>(four + kPerWord), pack<T>(four + 2 * kPerWord),
-                             pack<T>(four + 3 * kPerWord)};
+      const uint4& w = vector.words[k];
       // An assignment would do, did the compiler not take some of them apart.
-      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target + k), "r"(w.x), "r"(w.y),
-                   "r"(w.z), "r"(w.w)
-                   : "memory");
+      if constexpr (stored == Stored::streamed) {
+        asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target + k), "r"(w.x),
+                     "r"(w.y), "r"(w.z), "r"(w.w)
+                     : "memory");
+      } else {
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target + k), "r"(w.x),
+                     "r"(w.y), "r"(w.z), "r"(w.w)
+                     : "memory");
+      }
     }
   }
   return vector;
-}
-
-// The values as they are once they have been stored as T, or as this dtype if that is Any.
-template <class T>
-__device__ inline Floats<kRowVector> as_stored(const Floats<kRowVector>& values, Dtype dtype) {
-  if constexpr (std::is_same_v<T, Any>) {
-    return rounded(values, dtype);
-  } else {
-    constexpr int kPerWord = 4 / sizeof(T);
-    Floats<kRowVector> result;
-#pragma unroll
-    for (int k = 0; k < kRowVector; k += kPerWord) {
-      unpack<T>(pack<T>(values.lanes + k), result.lanes + k);
-    }
-    return result;
-  }
 }
 
 // The first `count` lanes, and zeros. Only of Any may vectors be short.

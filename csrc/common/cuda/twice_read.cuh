@@ -1,372 +1,209 @@
 // Rows of any length that are read twice: once for what depends on all of the row, once to write
-// what follows from it. In between, a row stays in registers, or in shared memory as far as it has
-// room, or is read again, from the cache: with the same bits, as a thread has the same elements in
-// the same order.
+// what follows from it. The second time they come from the cache of the multiprocessor, which a row
+// most often fits into: that is faster than to keep them in registers or in shared memory, as there
+// is room for more threads then.
 #pragma once
 
+#include <climits>
+
 #include "common/cuda/check.h"
-#include "common/cuda/fetch.cuh"
 #include "common/cuda/rows.cuh"
 
 namespace dsx::cuda {
 
-// A block for a row that is longer than a RowTeam can hold.
-template <bool kShared>
-struct LongRowTeam {
-  static constexpr bool kShort = false;
-  static constexpr int kVectors = 0, kTeams = 1, kMostThreads = 1024;
+// The threads that take a row together, and how many vectors each of them takes in a turn: these
+// lie as far apart as all threads of the team reach. Half a warp for a short row, else a block, of
+// so many threads that one turn is enough where that is possible.
+enum class RowLength { is_short, of_one_turn, is_long };
+template <RowLength kLength_, int kVectors_>
+struct TurnTeam {
+  static constexpr RowLength kLength = kLength_;
+  static constexpr bool kShort = kLength == RowLength::is_short;
+  static constexpr bool kOneTurn = kLength != RowLength::is_long;
+  static constexpr int kVectors = kShort ? 1 : kVectors_;
+  static constexpr int kTeams = kShort ? 16 : 1;           // in a block
+  static constexpr int kMostThreads = kShort ? 256 : 512;  // of a block
+  static constexpr int64_t kMostOfTurn =
+      kShort ? kShortRow : int64_t(kMostThreads) * kVectors * kRowVector;
 
-  __device__ static int threads() { return kMostThreads; }
-  __device__ static int thread() { return int(threadIdx.x); }
-  __device__ static int team() { return 0; }
+  __device__ static int threads() { return kShort ? 16 : int(blockDim.x); }
+  __device__ static int thread() { return kShort ? int(threadIdx.x) % 16 : int(threadIdx.x); }
+  // Perhaps one beyond the last.
+  __device__ static int64_t row() {
+    return kShort ? int64_t(blockIdx.x) * kTeams + int(threadIdx.x) / 16 : int64_t(blockIdx.x);
+  }
 };
 
-// Vectors of each thread that shared memory has room for, of each of kTensors tensors.
+// A column of a row whose vectors are whole fits into 32 bits.
+template <class T>
+using Column = std::conditional_t<std::is_same_v<T, Any>, int64_t, int>;
+
+// Elements that are read again soon, or that are not.
+enum class Kept { yes, no };
+template <Kept kept, class T>
+__device__ inline RowVector<T> fetch_for(Pointer<T> row, Column<T> i, int count, bool aligned) {
+  if constexpr (std::is_same_v<T, Any>) {
+    return fetch(row, i, count, aligned);
+  } else {
+    RowVector<T> vector;
+    const uint4* source = reinterpret_cast<const uint4*>(row.address + i);
+#pragma unroll
+    for (int k = 0; k < vector.kAccesses; ++k) {
+      uint4& w = vector.words[k];
+      if constexpr (kept == Kept::yes) {
+        asm volatile("ld.global.L1::evict_last.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+                     : "l"(source + k)
+                     : "memory");
+      } else {
+        asm volatile("ld.global.cs.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+                     : "l"(source + k)
+                     : "memory");
+      }
+    }
+    return vector;
+  }
+}
+
+// One row of kTensors tensors, and the thread's part of it. Columns outside of [first, end) are not
+// read. T is the storage type of all tensors, or Any.
 template <class Team, class T, int kTensors>
-constexpr int kSharedVectors = 0;
-template <class T, int kTensors>
-constexpr int kSharedVectors<LongRowTeam<true>, T, kTensors> =
-    13 / (kTensors * RowVector<T>::kAccesses);
-
-template <class Team, class T, int kTensors>
-constexpr int kSharedBytes = 0;
-template <class T, int kTensors>
-constexpr int kSharedBytes<LongRowTeam<true>, T, kTensors> =
-    kSharedVectors<LongRowTeam<true>, T, kTensors> * kTensors * RowVector<T>::kAccesses * 16 *
-    LongRowTeam<true>::kMostThreads;
-
-// One row of kTensors tensors. Columns outside of [first, end) are not read.
-template <class T, int kTensors>
-struct RowOf {
-  Pointer<T> tensors[kTensors];
-  int64_t first, end, length;  // length 0: there is no such row
-
-  __device__ bool touches(int64_t i) const { return i + kRowVector > first && i < end; }
-};
-
-// The same of which all columns are read.
-template <class T, int kTensors>
-struct WholeRowOf {
-  Pointer<T> tensors[kTensors];
-  int64_t length;  // 0: there is no such row
-
-  __device__ static bool touches(int64_t /*i*/) { return true; }
-};
-
-template <class Team, class T, int kTensors, class RowKind = RowOf<T, kTensors>>
-class TwiceRead {
- public:
-  using Row = RowKind;
+struct TwiceRead {
   using Values = Floats<kRowVector>;
 
-  __device__ explicit TwiceRead(bool aligned) : aligned_(aligned) {}
+  Pointer<T> tensors[kTensors];
+  Column<T> first, end, length;  // length 0: there is no such row
+  bool aligned;
 
-  // Before the first row of this thread's team.
-  __device__ void begin(const Row& row) {
-    if constexpr (kShared > 0) {
-      for (int v = 0; v < kShared; ++v) {
-        fetch_shared(row, v);
-        end_fetches();
-      }
-      ask_for_rest(row);
+  __device__ bool touches(Column<T> i) const { return i + kRowVector > first && i < end; }
+
+  // Calls body(v, i, count, values, is_read) for each vector, turn by turn, with an array of
+  // kTensors, which what is not read has not; v is its number in the turn.
+  template <Kept kept, class Body>
+  __device__ void read_first(const Body& body) const {
+    const Column<T> of_turn = stride() * Team::kVectors;
+    for (Column<T> begin = 0; begin < length; begin += of_turn) {
+      read_turn<kept>(begin, body);
+      if (Team::kOneTurn) break;
     }
   }
 
-  // Calls body(v, i, count, values) for each vector that is read, with an array of kTensors; v is
-  // its number among those of this thread, if the team holds them. `next` is the team's next row,
-  // of length 0 if there is none.
+  // The same, beginning with the last turn, which the cache has if it does not have all.
   template <class Body>
-  __device__ void first(const Row& row, const Row& next, const Body& body) {
-    read<false>(row, next, body);
+  __device__ void read_again(const Body& body) const {
+    const Column<T> of_turn = stride() * Team::kVectors;
+    Column<T> begin = Team::kOneTurn || length == 0 ? 0 : (length - 1) / of_turn * of_turn;
+    for (; begin >= 0 && begin < length; begin -= of_turn) {
+      read_turn<Kept::no>(begin, body);
+      if (Team::kOneTurn) break;
+    }
   }
 
-  // The same for a row that is not read a second time.
+  // The places of a row of one turn, without reading it.
   template <class Body>
-  __device__ void once(const Row& row, const Row& next, const Body& body) {
-    read<true>(row, next, body);
-  }
-
-  // Puts another vector in the place of what was read of the first tensor, for the next times. What
-  // there is no room for is read again from the row that is then given.
-  __device__ void keep(int v, const RowVector<T>& vector) {
-    if constexpr (kShared > 0) {
-      if (v >= kShared) return;
+  __device__ void for_each_place(const Body& body) const {
 #pragma unroll
-      for (int k = 0; k < RowVector<T>::kAccesses; ++k) *shared_place(v, 0, k) = vector.words[k];
-    } else if constexpr (Team::kVectors > 0) {
-      held_[0][v] = vector;
+    for (int v = 0; v < Team::kVectors; ++v) {
+      const Column<T> i = place(0, v);
+      if (i < length) body(v, i, kRowVector, touches(i));
     }
   }
 
-  // Reads it once more in between.
+  // All of the row once more, with less code: for what is seldom needed.
   template <class Body>
-  __device__ void again(const Row& row, const Body& body) const {
-    if constexpr (kShared > 0) {
-      for_each_vector_of_long(row, [&](int v, int64_t i) {
-        if (i >= row.length || !row.touches(i)) return;
-        Values values[kTensors];
-        get_of_long(row, v, i, values);
-        body(v, i, kRowVector, values);
-      });
-      return;
-    }
-    for_each_row_vector<Team>(row.length, [&](int v, int64_t i, int count) {
-      if (!row.touches(i)) return;
-      Values values[kTensors];
-      get(row, v, i, count, values);
-      body(v, i, count, values);
-    });
-  }
-
-  // The same from memory, in little code, for what is rare.
-  template <class Body>
-  __device__ void from_memory(const Row& row, const Body& body) const {
+  __device__ void read_slowly(const Body& body) const {
 #pragma unroll 1
-    for (int64_t i = Team::thread() * kRowVector; i < row.length;
-         i += Team::threads() * kRowVector) {
-      const int count = int(::min(int64_t(kRowVector), row.length - i));
-      if (!row.touches(i)) continue;
-      Values values[kTensors];
-      load(row, i, count, values);
-      body(i, count, values);
+    for (Column<T> i = place(0, 0); i < length; i += stride()) {
+      read_vector(0, i, body);
     }
-  }
-
-  // Calls body(v, i, count, values, is_read) for each vector of the row, with anything for what is
-  // not read, and begins with the next row.
-  template <class Body>
-  __device__ void second(const Row& row, const Row& next, const Body& body) {
-    if constexpr (kShared > 0) {
-      for_each_vector_of_long(row, [&](int v, int64_t i) {
-        if (i < row.length) {
-          Values values[kTensors];
-          const bool is_read = row.touches(i);
-          if (is_read) get_of_long(row, v, i, values);
-          body(v, i, kRowVector, values, is_read);
-        }
-        if (v >= kShared) return;
-        fetch_shared(next, v);
-        end_fetches();
-        if (v == kShared - 1) ask_for_rest(next);
-      });
-      return;
-    }
-    for_each_row_vector<Team>(row.length, [&](int v, int64_t i, int count) {
-      Values values[kTensors];
-      const bool is_read = row.touches(i);
-      if (is_read) get(row, v, i, count, values);
-      body(v, i, count, values, is_read);
-    });
   }
 
  private:
-  static constexpr int kShared = kSharedVectors<Team, T, kTensors>;
-  static constexpr int kStride = Team::kMostThreads * kRowVector;  // of a team that is a full block
+  __device__ static Column<T> stride() { return Column<T>(Team::threads()) * kRowVector; }
+  __device__ static Column<T> place(Column<T> begin, int v) {
+    return begin + v * stride() + Team::thread() * kRowVector;
+  }
 
-  template <bool kOnce, class Body>
-  __device__ void read(const Row& row, const Row& next, const Body& body) {
-    if constexpr (kShared > 0) {
-      for_each_vector_of_long(row, [&](int v, int64_t i) {
-        // There are always kShared under way, so the first has come.
-        if (v < kShared) wait_for_fetches<kShared - 1>();
-        if (i < row.length && row.touches(i)) {
-          Values values[kTensors];
-          get_of_long(row, v, i, values);
-          body(v, i, kRowVector, values);
-        }
-        if (v >= kShared) return;
-        if constexpr (kOnce) fetch_shared(next, v);
-        end_fetches();
-        if (kOnce && v == kShared - 1) ask_for_rest(next);
-      });
-      return;
-    }
-    if constexpr (Team::kVectors > 0) {
-      for_each_row_vector<Team>(row.length, [&](int v, int64_t i, int count) {
-        if (!row.touches(i)) return;
+  template <Kept kept, class Body>
+  __device__ void read_turn(Column<T> begin, const Body& body) const {
+    if constexpr (std::is_same_v<T, Any>) {
+#pragma unroll 1
+      for (int v = 0; v < Team::kVectors; ++v) {
+        const Column<T> i = place(begin, v);
+        if (i < length) read_vector(v, i, body);
+      }
+    } else {
+      RowVector<T> vectors[Team::kVectors][kTensors];
+#pragma unroll
+      for (int v = 0; v < Team::kVectors; ++v) {
+        const Column<T> i = place(begin, v);
+        if (!touches(i)) continue;
 #pragma unroll
         for (int t = 0; t < kTensors; ++t) {
-          held_[t][v] = fetch(row.tensors[t], i, count, aligned_);
+          vectors[v][t] = fetch_for<kept>(tensors[t], i, kRowVector, aligned);
         }
-      });
-      for_each_row_vector<Team>(next.length, [&](int /*v*/, int64_t i, int /*count*/) {
-        if (next.touches(i)) ask_for(next, i);
-      });
-    }
-    for_each_row_vector<Team>(row.length, [&](int v, int64_t i, int count) {
-      if (!row.touches(i)) return;
-      Values values[kTensors];
-      get(row, v, i, count, values);
-      body(v, i, count, values);
-    });
-  }
-
-  // Calls body(v, i) for the vectors of this thread that shared memory has room for, also those
-  // beyond the row, and for the rest of the row: one body, as long ones take long to compile.
-  template <class Body>
-  __device__ static void for_each_vector_of_long(const Row& row, const Body& body) {
-    int64_t i = Team::thread() * kRowVector;
-#pragma unroll 1
-    for (int v = 0; v < kShared || i < row.length; ++v, i += kStride) body(v, i);
-  }
-
-  __device__ void get_of_long(const Row& row, int v, int64_t i, Values (&values)[kTensors]) const {
-    if (v < kShared) return load_shared(v, values);
-    load(row, i, kRowVector, values);
-  }
-
-  __device__ void load(const Row& row, int64_t i, int count, Values (&values)[kTensors]) const {
+      }
 #pragma unroll
-    for (int t = 0; t < kTensors; ++t) {
-      values[t] = floats_of(fetch(row.tensors[t], i, count, aligned_));
-    }
-  }
-
-  __device__ void get(const Row& row, int v, int64_t i, int count,
-                      Values (&values)[kTensors]) const {
-    if constexpr (Team::kVectors > 0) {
+      for (int v = 0; v < Team::kVectors; ++v) {
+        const Column<T> i = place(begin, v);
+        if (i >= length) continue;
+        Values values[kTensors];
 #pragma unroll
-      for (int t = 0; t < kTensors; ++t) values[t] = floats_of(held_[t][v]);
-    } else {
-      load(row, i, count, values);
-    }
-  }
-
-  // Where this thread keeps its vector number v, one access of 16 bytes after the other.
-  __device__ static uint4* shared_place(int v, int tensor, int access) {
-    extern __shared__ __align__(16) uint4 shared_vectors[];
-    return shared_vectors +
-           ((v * kTensors + tensor) * RowVector<T>::kAccesses + access) * Team::kMostThreads +
-           Team::thread();
-  }
-
-  __device__ static void load_shared(int v, Values (&values)[kTensors]) {
-#pragma unroll
-    for (int t = 0; t < kTensors; ++t) {
-      RowVector<T> vector;
-#pragma unroll
-      for (int k = 0; k < vector.kAccesses; ++k) vector.words[k] = *shared_place(v, t, k);
-      values[t] = floats_of(vector);
-    }
-  }
-
-  // Begins to fetch a vector to where the same thread has read its last one.
-  __device__ static void fetch_shared(const Row& row, int v) {
-    const int64_t i = int64_t(v) * kStride + Team::thread() * kRowVector;
-    if (i >= row.length || !row.touches(i)) return;
-#pragma unroll
-    for (int t = 0; t < kTensors; ++t) {
-      const uint4* far = reinterpret_cast<const uint4*>(row.tensors[t].address + i);
-#pragma unroll
-      for (int k = 0; k < RowVector<T>::kAccesses; ++k) {
-        fetch_bytes<16>(shared_place(v, t, k), far + k);
+        for (int t = 0; t < kTensors; ++t) values[t] = floats_of(vectors[v][t]);
+        body(v, i, kRowVector, values, touches(i));
       }
     }
   }
 
-  // Asks for elements that will be loaded soon, without a register to load them into.
-  __device__ static void ask_for(const Row& row, int64_t i) {
+  template <class Body>
+  __device__ void read_vector(int v, Column<T> i, const Body& body) const {
+    const int count = int(::min(Column<T>(kRowVector), length - i));
+    Values values[kTensors];
+    if (touches(i)) {
 #pragma unroll
-    for (int t = 0; t < kTensors; ++t) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(row.tensors[t].address + i));
+      for (int t = 0; t < kTensors; ++t) {
+        values[t] = floats_of(fetch(tensors[t], i, count, aligned));
+      }
     }
+    body(v, i, count, values, touches(i));
   }
-
-  // What shared memory has no room for.
-  __device__ static void ask_for_rest(const Row& row) {
-    int64_t i = int64_t(kShared) * kStride + Team::thread() * kRowVector;
-    for (; i < row.length; i += kStride) {
-      if (row.touches(i)) ask_for(row, i);
-    }
-  }
-
-  static constexpr bool kInRegisters = Team::kVectors > 0;
-  RowVector<T> held_[kInRegisters ? kTensors : 1][kInRegisters ? Team::kVectors : 1];
-  bool aligned_;
 };
-
-// Calls body(first row of this team or one beyond the end, the next one, turn) for each row of the
-// team of this thread; every thread of a block as often.
-template <class Team, class Body>
-__device__ inline void for_each_row_of_team(int64_t rows, const Body& body) {
-  const int64_t step = int64_t(gridDim.x) * Team::kTeams;
-  int64_t first = int64_t(blockIdx.x) * Team::kTeams;  // of the block
-  for (int turn = 0; first < rows; ++turn, first += step) {
-    const int64_t row = first + Team::team();
-    body(row, row + step, turn);
-  }
-}
 
 // Whether all that are present have this dtype, and can be accessed in whole vectors.
 inline bool are_whole(std::initializer_list<Rows> all, int64_t length, Dtype dtype) {
   const bool same = std::all_of(all.begin(), all.end(), [&](const Rows& rows) {
     return rows.data == nullptr || rows.dtype == dtype;
   });
-  return same && all_aligned(all) && length % kRowVector == 0;
+  return same && all_aligned(all) && length % kRowVector == 0 && length < int64_t(1) << 30;
 }
 
-struct TwiceReadLaunch {
+struct TurnLaunch {
   unsigned blocks;
-  int threads, shared_bytes;
+  int threads;
 };
 
-// What depends on the device; throws std::runtime_error.
-struct DeviceLimits {
-  int multiprocessors = 0, shared_bytes = 0;
-
-  explicit DeviceLimits(const char* op) {
-    int device = 0;
-    check(cudaGetDevice(&device), op);
-    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), op);
-    check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-          op);
-  }
-};
-
-// Calls body(team, storage, launch) for rows of this length. `whole`: the length is a multiple of
-// kRowVector, and all rows are aligned and of this dtype. Few rows of a long one are worked on at a
-// time, so that the cache has what is read again.
-template <int kTensors, class Body>
-void with_twice_read_team(int64_t rows, int64_t length, bool whole, Dtype dtype, const char* op,
-                          const Body& body) {
-  constexpr int64_t kMostBlocks = (int64_t(1) << 31) - 1;
-  const auto blocks = [&](int64_t wanted) { return unsigned(std::min(wanted, kMostBlocks)); };
-  const auto choose = [&](auto held, auto again, const TwiceReadLaunch& launch) {
-    if (!whole) return body(again, Any{}, launch);
-    with_storage_type(dtype, [&](auto storage) { body(held, storage, launch); });
-  };
-  if (length <= kLongestHeldRow) {
-    const RowBlock block(length);
-    const int64_t all_threads = ceil_div(rows, block.teams) * block.threads;
-    const int64_t rows_of_team = std::clamp<int64_t>(all_threads >> 20, 1, 4);
-    const TwiceReadLaunch launch{blocks(ceil_div(rows, block.teams * rows_of_team)), block.threads,
-                                 0};
-    if (length <= kShortRow) return choose(RowTeam<true, true>{}, RowTeam<true, false>{}, launch);
-    return choose(RowTeam<false, true>{}, RowTeam<false, false>{}, launch);
-  }
-  const DeviceLimits limits(op);
-  TwiceReadLaunch launch{blocks(std::min<int64_t>(rows, limits.multiprocessors)),
-                         LongRowTeam<true>::kMostThreads, 0};
-  if (!whole) return body(LongRowTeam<false>{}, Any{}, launch);
-  with_storage_type(dtype, [&](auto storage) {
-    using T = decltype(storage);
-    launch.shared_bytes = kSharedBytes<LongRowTeam<true>, T, kTensors>;
-    // Beside a few hundred bytes that kernels use for sums.
-    if (launch.shared_bytes + 2048 <= limits.shared_bytes) {
-      return body(LongRowTeam<true>{}, storage, launch);
+// Calls body(team, storage, launch) for rows of this length. `whole`: they are, of this dtype.
+template <int kVectors, class Body>
+void with_turn_team(int64_t rows, int64_t length, bool whole, Dtype dtype, const char* op,
+                    const Body& body) {
+  const auto choose = [&](auto team) {
+    using Team = decltype(team);
+    const int64_t blocks = ceil_div(rows, Team::kTeams);
+    if (blocks > INT_MAX) {
+      throw std::runtime_error(std::string(op) + ": x has " + std::to_string(rows) +
+                               " rows, expected fewer than 2^31");
     }
-    launch.shared_bytes = 0;
-    body(LongRowTeam<false>{}, Any{}, launch);
-  });
-}
-
-// Allows a kernel the shared memory of its launch.
-template <class Kernel>
-void allow_shared_memory(Kernel* kernel, const TwiceReadLaunch& launch, const char* op) {
-  if (launch.shared_bytes == 0) return;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             launch.shared_bytes),
-        op);
+    const int64_t warps = ceil_div(length, kWarp * Team::kVectors * kRowVector);
+    const int64_t threads = std::min<int64_t>(warps * kWarp, Team::kMostThreads);
+    const TurnLaunch launch{unsigned(blocks), Team::kShort ? Team::kMostThreads : int(threads)};
+    if (!whole) return body(team, Any{}, launch);
+    with_storage_type(dtype, [&](auto storage) { body(team, storage, launch); });
+  };
+  using OneTurn = TurnTeam<RowLength::of_one_turn, kVectors>;
+  if (length <= kShortRow) return choose(TurnTeam<RowLength::is_short, kVectors>{});
+  if (length <= OneTurn::kMostOfTurn) return choose(OneTurn{});
+  choose(TurnTeam<RowLength::is_long, kVectors>{});
 }
 
 }  // namespace dsx::cuda

@@ -148,7 +148,7 @@ __device__ inline Floats<kCount> load(Pointer<T> source, int count) {
 template <Access access, int kCount, class T>
 __device__ inline void store(Pointer<T> target, const Floats<kCount>& values, int count) {
   Elements<T, kCount> elements;
-  if constexpr (std::is_same_v<T, BFloat16>) {
+  if constexpr (std::is_same_v<T, BFloat16> && kCount % 2 == 0) {
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) {  // one instruction makes two
       const __nv_bfloat162 pair = __floats2bfloat162_rn(values.lanes[i], values.lanes[i + 1]);

@@ -7,6 +7,8 @@
 //   Vec(value)                       the same float in every lane
 //   Vec::load(source, count)         the first `count` elements, 1 to size; other lanes are 0
 //   vec.store(target, count)         writes the first `count` lanes and nothing beyond them
+//   vec.store(target, count, true)   the same past the cache: whole registers, where a line begins
+//                                    or some registers further on (past_cache.h)
 //   a + b, a - b, a * b, a / b, -a, abs(a), sqrt(a), floor(a)
 //   min(a, b), max(a, b), round_even(a), select(mask, a, b): as common/math.h says
 //   at_least(a, bound), at_most(a, bound), times_power_of_2(a, k): as vec_derived.inl says

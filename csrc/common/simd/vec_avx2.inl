@@ -76,13 +76,19 @@ struct Ints {  // unsigned, 32 bits
   template <class T>
   void store_upper(T* target, int count) const;
 
- private:
-  static void store_words(uint16_t* target, int count, __m256i a, __m256i b) {
+  // The lower halves of lanes 0 to 7 and 8 to 15, whose upper ones are 0.
+  DSX_INLINE static void store_words(uint16_t* target, int count, __m256i a, __m256i b,
+                                     bool past_cache = false) {
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
-    if (count == size) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), packed);
-    memcpy(target, &packed, count * sizeof(*target));
+    if (count != size) {
+      memcpy(target, &packed, count * sizeof(*target));
+      return;
+    }
+    const auto whole = reinterpret_cast<__m256i*>(target);
+    past_cache ? _mm256_stream_si256(whole, packed) : _mm256_storeu_si256(whole, packed);
   }
 
+ private:
   // Byte number `byte` of each lane.
   template <int byte>
   void store_bytes(uint8_t* target, int count) const {
@@ -147,18 +153,18 @@ struct Vec {
     return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
   }
 
-  void store(float* target, int count) const {
+  void store(float* target, int count, bool past_cache = false) const {
     if (count == size) {
-      _mm256_storeu_ps(target, low);
-      _mm256_storeu_ps(target + 8, high);
+      past_cache ? _mm256_stream_ps(target, low) : _mm256_storeu_ps(target, low);
+      past_cache ? _mm256_stream_ps(target + 8, high) : _mm256_storeu_ps(target + 8, high);
     } else {
       _mm256_maskstore_ps(target, first_lanes(count), low);
       _mm256_maskstore_ps(target + 8, first_lanes(count - 8), high);
     }
   }
 
-  void store(BFloat16* target, int count) const;
-  void store(Half* target, int count) const;
+  void store(BFloat16* target, int count, bool past_cache = false) const;
+  void store(Half* target, int count, bool past_cache = false) const;
 
   template <class T>
   static Vec load(Pointer<T> source, int count) {
@@ -166,12 +172,12 @@ struct Vec {
   }
 
   template <class T>
-  void store(Pointer<T> target, int count) const {
-    store(target.address, count);
+  void store(Pointer<T> target, int count, bool past_cache = false) const {
+    store(target.address, count, past_cache);
   }
 
   static Vec load(Pointer<Any> source, int count);  // vec_derived.inl
-  void store(Pointer<Any> target, int count) const;
+  void store(Pointer<Any> target, int count, bool past_cache = false) const;
 
  private:
   static __m256i first_lanes(int count) {
@@ -283,20 +289,22 @@ inline Ints bytes_to_middle(Ints a) {
   return {_mm256_shuffle_epi8(a.low, places), _mm256_shuffle_epi8(a.high, places)};
 }
 
-inline void Vec::store(BFloat16* target, int count) const {
+DSX_INLINE void Vec::store(BFloat16* target, int count, bool past_cache) const {
   const Ints bits = bits_of(*this);
   const Ints rounded = bits + (shift_right<16>(bits) & Ints(1u)) + Ints(0x7fffu);
   const Vec stored =
       select(*this == *this, float_of(rounded), float_of(Ints(BFloat16::kQuietNan << 16)));
-  bits_of(stored).store_upper(reinterpret_cast<uint16_t*>(target), count);
+  const Ints upper = shift_right<16>(bits_of(stored));
+  Ints::store_words(reinterpret_cast<uint16_t*>(target), count, upper.low, upper.high, past_cache);
 }
 
-inline void Vec::store(Half* target, int count) const {
+DSX_INLINE void Vec::store(Half* target, int count, bool past_cache) const {
   const __m128i halves[] = {_mm256_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT),
                             _mm256_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT)};
   const Ints rounded(_mm256_cvtepu16_epi32(halves[0]), _mm256_cvtepu16_epi32(halves[1]));
   const Vec stored = select(*this == *this, float_of(rounded), float_of(Ints(Half::kQuietNan)));
-  bits_of(stored).store(reinterpret_cast<uint16_t*>(target), count);
+  const Ints bits = bits_of(stored);
+  Ints::store_words(reinterpret_cast<uint16_t*>(target), count, bits.low, bits.high, past_cache);
 }
 
 // 2 lanes of each, from 4.

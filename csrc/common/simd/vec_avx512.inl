@@ -28,21 +28,28 @@ struct Vec {
     return _mm512_cvtph_ps(load_16bit(source, count));
   }
 
-  void store(float* target, int count) const {
-    if (count == size) return _mm512_storeu_ps(target, lanes);
-    _mm512_mask_storeu_ps(target, first_lanes(count), lanes);
+  void store(float* target, int count, bool past_cache = false) const {
+    if (count != size) return _mm512_mask_storeu_ps(target, first_lanes(count), lanes);
+    past_cache ? _mm512_stream_ps(target, lanes) : _mm512_storeu_ps(target, lanes);
   }
 
-  void store(BFloat16* target, int count) const {
-    const __m512i bits = _mm512_castps_si512(lanes);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i rounding = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, rounding), 16);
-    store_16bit(target, count, _mm512_cvtepi32_epi16(rounded));
+  // The upper halves, once what rounds them is added: a NaN becomes kQuietNan instead.
+  DSX_INLINE void store(BFloat16* target, int count, bool past_cache = false) const {
+    const __m512i bits = _mm512_castps_si512(lanes), one = _mm512_set1_epi32(1);
+    const __mmask16 is_number = _mm512_cmp_ps_mask(lanes, lanes, _CMP_ORD_Q);
+    const __mmask16 is_odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+    __m512i rounded = _mm512_set1_epi32(BFloat16::kQuietNan << 16);
+    rounded = _mm512_mask_add_epi32(rounded, is_number, bits, _mm512_set1_epi32(0x7fff));
+    rounded = _mm512_mask_add_epi32(rounded, is_odd, rounded, one);
+    const __m512i narrowed = _mm512_permutexvar_epi16(upper_halves(), rounded);
+    store_16bit(target, count, past_cache, _mm512_castsi512_si256(narrowed));
   }
 
-  void store(Half* target, int count) const {
-    store_16bit(target, count, _mm512_cvtps_ph(lanes, _MM_FROUND_TO_NEAREST_INT));
+  void store(Half* target, int count, bool past_cache = false) const {
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(lanes, lanes, _CMP_UNORD_Q);
+    const __m256i narrowed = _mm512_cvtps_ph(lanes, _MM_FROUND_TO_NEAREST_INT);
+    const __m256i quiet_nan = _mm256_set1_epi16(Half::kQuietNan);
+    store_16bit(target, count, past_cache, _mm256_mask_mov_epi16(narrowed, is_nan, quiet_nan));
   }
 
   template <class T>
@@ -51,12 +58,12 @@ struct Vec {
   }
 
   template <class T>
-  void store(Pointer<T> target, int count) const {
-    store(target.address, count);
+  void store(Pointer<T> target, int count, bool past_cache = false) const {
+    store(target.address, count, past_cache);
   }
 
   static Vec load(Pointer<Any> source, int count);  // vec_derived.inl
-  void store(Pointer<Any> target, int count) const;
+  void store(Pointer<Any> target, int count, bool past_cache = false) const;
 
  private:
   static __mmask16 first_lanes(int count) { return __mmask16((1u << count) - 1); }
@@ -67,13 +74,19 @@ struct Vec {
     return _mm256_maskz_loadu_epi16(first_lanes(count), source);
   }
 
-  // Lanes that are NaN are stored as T::kQuietNan.
   template <class T>
-  void store_16bit(T* target, int count, __m256i narrowed) const {
-    const __mmask16 is_nan = _mm512_cmp_ps_mask(lanes, lanes, _CMP_UNORD_Q);
-    narrowed = _mm256_mask_mov_epi16(narrowed, is_nan, _mm256_set1_epi16(T::kQuietNan));
-    if (count == size) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), narrowed);
-    _mm256_mask_storeu_epi16(target, first_lanes(count), narrowed);
+  DSX_INLINE static void store_16bit(T* target, int count, bool past_cache, __m256i narrowed) {
+    if (count != size) return _mm256_mask_storeu_epi16(target, first_lanes(count), narrowed);
+    const auto whole = reinterpret_cast<__m256i*>(target);
+    past_cache ? _mm256_stream_si256(whole, narrowed) : _mm256_storeu_si256(whole, narrowed);
+  }
+
+  // The words 1, 3, 5 ...
+  static __m512i upper_halves() {
+    const __m512i lane_index =
+        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_add_epi32(_mm512_mullo_epi32(lane_index, _mm512_set1_epi32(0x40004)),
+                            _mm512_set1_epi32(0x30001));
   }
 };
 

@@ -94,16 +94,16 @@ struct Vec {
     return FloatLanes(value.lanes | (bits & 0x8000) << 16);
   }
 
-  void store(float* target, int count) const {
+  void store(float* target, int count, bool /*past_cache*/ = false) const {
     memcpy(target, &lanes, count == size ? sizeof(lanes) : count * sizeof(float));
   }
 
-  void store(BFloat16* target, int count) const {
+  void store(BFloat16* target, int count, bool /*past_cache*/ = false) const {
     const IntLanes bits = IntLanes(lanes);
     store_16bit(target, count, (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   }
 
-  void store(Half* target, int count) const {
+  void store(Half* target, int count, bool /*past_cache*/ = false) const {
     const IntLanes sign = IntLanes(lanes) >> 16 & 0x8000;
     const IntLanes magnitude = IntLanes(lanes) & 0x7fffffff;
     const IntLanes subnormal = IntLanes(FloatLanes(magnitude) + 0.5f) - dsx::bits_of(0.5f);
@@ -121,12 +121,12 @@ struct Vec {
   }
 
   template <class T>
-  void store(Pointer<T> target, int count) const {
-    store(target.address, count);
+  void store(Pointer<T> target, int count, bool past_cache = false) const {
+    store(target.address, count, past_cache);
   }
 
   static Vec load(Pointer<Any> source, int count);  // vec_derived.inl
-  void store(Pointer<Any> target, int count) const;
+  void store(Pointer<Any> target, int count, bool past_cache = false) const;
 
  private:
   template <class T>

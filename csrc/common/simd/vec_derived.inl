@@ -10,11 +10,11 @@ inline Vec Vec::load(Pointer<Any> source, int count) {
   __builtin_unreachable();
 }
 
-inline void Vec::store(Pointer<Any> target, int count) const {
+inline void Vec::store(Pointer<Any> target, int count, bool past_cache) const {
   switch (target.dtype) {
-    case Dtype::bfloat16: return store(static_cast<BFloat16*>(target.address), count);
-    case Dtype::float16: return store(static_cast<Half*>(target.address), count);
-    case Dtype::float32: return store(static_cast<float*>(target.address), count);
+    case Dtype::bfloat16: return store(static_cast<BFloat16*>(target.address), count, past_cache);
+    case Dtype::float16: return store(static_cast<Half*>(target.address), count, past_cache);
+    case Dtype::float32: return store(static_cast<float*>(target.address), count, past_cache);
   }
 }
 

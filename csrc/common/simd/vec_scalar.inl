@@ -16,7 +16,7 @@ struct Vec {
   }
 
   template <class T>
-  void store(T* target, int /*count*/) const {
+  void store(T* target, int /*count*/, bool /*past_cache*/ = false) const {
     *target = from_float<T>(lane);
   }
 
@@ -26,12 +26,12 @@ struct Vec {
   }
 
   template <class T>
-  void store(Pointer<T> target, int count) const {
-    store(target.address, count);
+  void store(Pointer<T> target, int count, bool past_cache = false) const {
+    store(target.address, count, past_cache);
   }
 
   static Vec load(Pointer<Any> source, int count);  // vec_derived.inl
-  void store(Pointer<Any> target, int count) const;
+  void store(Pointer<Any> target, int count, bool past_cache = false) const;
 };
 
 inline Vec operator+(Vec a, Vec b) { return a.lane + b.lane; }
@@ -73,7 +73,7 @@ struct Ints {  // unsigned, 32 bits; arithmetic is modulo 2^32
 
   // The lower bits of each lane.
   template <class T>
-  void store(T* target, int /*count*/) const {
+  void store(T* target, int /*count*/, bool /*past_cache*/ = false) const {
     *target = T(lane);
   }
 
