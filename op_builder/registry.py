@@ -40,13 +40,11 @@ def _kv_cache(kind: str, rule: str) -> tuple[OpSpec, OpSpec]:
     made = []
     for prefix in ("cpu", "fused"):
         on_cpu = prefix == "cpu"
-        more = ("rope_append_cpu.cpp", "rope_append_ops.cpp")
-        if not on_cpu:
-            more = ("rope_append_cuda.cu", "rope_append_ops_cuda.cpp")
+        ends = ("cpu.cpp", "ops.cpp") if on_cpu else ("cuda.cu", "ops_cuda.cpp")
         shared = _op(
             f"{prefix}_kv_cache{kind}",
             "transformer/decode_attention",
-            *(f"transformer/{source}" for source in more),
+            *(f"transformer/{op}_{end}" for op in ("prefill_attention", "rope_append") for end in ends),
         )
         check = f"deepspeed_ext.ops.transformer.kv_cache_checks:kv_cache{kind}"
         made.append(replace(shared, defines=(("DSX_KV", rule),), self_check=check))

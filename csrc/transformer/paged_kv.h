@@ -14,12 +14,14 @@ constexpr int kPageTokens = 64;
 struct FloatKv {
   static constexpr bool kQuantized = false;
   static constexpr const char* kDecode = "decode_attention";
+  static constexpr const char* kPrefill = "prefill_attention";
   static constexpr const char* kAppend = "rope_append_";
 };
 struct Int8Kv {  // -127 to 127
   static constexpr bool kQuantized = true;
   static constexpr float kLargest = 127;
   static constexpr const char* kDecode = "decode_attention.int8";
+  static constexpr const char* kPrefill = "prefill_attention.int8";
   static constexpr const char* kAppend = "rope_append_.int8";
   uint8_t code;
 };
@@ -27,6 +29,7 @@ struct Fp8Kv {  // e4m3: 1 sign bit, 4 exponent bits, 3 fraction bits; 448 at mo
   static constexpr bool kQuantized = true;
   static constexpr float kLargest = 448;
   static constexpr const char* kDecode = "decode_attention.fp8";
+  static constexpr const char* kPrefill = "prefill_attention.fp8";
   static constexpr const char* kAppend = "rope_append_.fp8";
   uint8_t code;
 };

@@ -59,6 +59,7 @@ _NAMES = {
     ),
     "transformer.layer_norm": ("FusedLayerNorm", "layer_norm", "layer_norm_ref"),
     "transformer.paged_kv": ("PagedKV",),
+    "transformer.prefill_attention": ("prefill_attention", "prefill_attention_ref"),
     "transformer.rms_norm": ("FusedRMSNorm", "rms_norm", "rms_norm_ref"),
     "transformer.rope": ("rope", "rope_", "rope_ref"),
     "transformer.rope_append": ("rope_append_", "rope_append_ref_"),
@@ -136,6 +137,12 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.transformer.layer_norm import layer_norm as layer_norm
     from deepspeed_ext.ops.transformer.layer_norm import layer_norm_ref as layer_norm_ref
     from deepspeed_ext.ops.transformer.paged_kv import PagedKV as PagedKV
+    from deepspeed_ext.ops.transformer.prefill_attention import (
+        prefill_attention as prefill_attention,
+    )
+    from deepspeed_ext.ops.transformer.prefill_attention import (
+        prefill_attention_ref as prefill_attention_ref,
+    )
     from deepspeed_ext.ops.transformer.rms_norm import FusedRMSNorm as FusedRMSNorm
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm as rms_norm
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm_ref as rms_norm_ref
