@@ -141,6 +141,12 @@ OPS: tuple[OpSpec, ...] = (
 )
 
 
+# One name, that older libraries have, for several rows: all for inference on CUDA.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "transformer_inference": ("fused_kv_cache", "fused_kv_cache_int8", "fused_kv_cache_fp8"),
+}
+
+
 def spec_of(name: str) -> OpSpec:
     """Return the row of an op."""
     for spec in OPS:
@@ -148,6 +154,11 @@ def spec_of(name: str) -> OpSpec:
             return spec
     raise BuildError(
         name,
-        f"there is no such op, expected one of {', '.join(spec.name for spec in OPS)}",
+        f"there is no such op, expected one of {', '.join([*(s.name for s in OPS), *GROUPS])}",
         "run: python -m deepspeed_ext.op_builder list",
     )
+
+
+def specs_of(name: str) -> tuple[OpSpec, ...]:
+    """Return the rows of a group, or the one of an op."""
+    return tuple(spec_of(member) for member in GROUPS.get(name, (name,)))

@@ -13,9 +13,16 @@ from kv_cases import make_kv
 from rms_norm_cases import BF16, F32
 from torch import Tensor
 
-from deepspeed_ext.ops import PagedKV, decode_attention, rope_append_, rope_frequencies
+from deepspeed_ext.ops import (
+    PagedKV,
+    decode_attention,
+    prefill_attention,
+    rope_append_,
+    rope_frequencies,
+)
 from deepspeed_ext.ops.transformer import kv_cache_checks
 from deepspeed_ext.ops.transformer.decode_attention import _OPS as DECODE_OPS
+from deepspeed_ext.ops.transformer.prefill_attention import _OPS as PREFILL_OPS
 from deepspeed_ext.ops.transformer.rope_append import _OPS as APPEND_OPS
 
 STORED = [F32, BF16, torch.int8, torch.float8_e4m3fn]
@@ -65,11 +72,9 @@ CACHE: dict[str, Change] = {  # what both ops refuse
     "counts is bool, expected int32": with_options(counts=torch.zeros(2).bool()),
     "scale is inf, expected a finite number": with_options(scale=float("inf")),
 }  # fmt: skip
-DECODE: dict[str, Change] = CACHE | {
+ATTENTION: dict[str, Change] = CACHE | {  # what both ops of attention refuse
     "q has shape [2, 3, 128], expected [batch, tokens, heads, head_dim]":
         of_q(lambda t: t.flatten(2)),
-    "q has 17 tokens for each slot, expected 1 to 16": of_q(lambda t: torch.ones(2, 17, 4, 32)),
-    "q has 0 tokens for each slot, expected 1 to 16": of_q(lambda t: t[:, :0]),
     "q has head_dim 16, expected 32, that of keys": of_q(lambda t: t[..., :16]),
     "q has 3 heads, expected a multiple of 2, the heads of keys": of_q(lambda t: t[:, :, :3]),
     "q is float64, expected float32, bfloat16 or float16": of_q(lambda t: t.double()),
@@ -82,6 +87,15 @@ DECODE: dict[str, Change] = CACHE | {
     "softcap is nan, expected a finite number that is 0 or more":
         with_options(softcap=float("nan")),
     "window is -1, expected 0 or more": with_options(window=-1),
+}  # fmt: skip
+DECODE: dict[str, Change] = ATTENTION | {
+    "q has 17 tokens for each slot, expected 1 to 16": of_q(lambda t: torch.ones(2, 17, 4, 32)),
+    "q has 0 tokens for each slot, expected 1 to 16": of_q(lambda t: t[:, :0]),
+}
+PREFILL: dict[str, Change] = ATTENTION | {
+    "q has 0 tokens for each slot, expected 1 to 16777216": of_q(lambda t: t[:, :0]),
+    "q has 16777217 tokens for each slot, expected 1 to 16777216":
+        of_q(lambda t: t[:, :1].expand(2, (1 << 24) + 1, 4, 32)),
 }  # fmt: skip
 APPEND: dict[str, Change] = CACHE | {
     "q has shape [2, 3, 128], expected [batch, tokens, heads, head_dim]":
@@ -117,6 +131,14 @@ def test_decode_refuses(text: str) -> None:
     decode_attention(*operands())  # loads the library, so that it is the one that refuses
     with pytest.raises(ValueError, match=rf"^decode_attention: {re.escape(text)}$"):
         decode_attention(q, kv, **options)
+
+
+@pytest.mark.parametrize("text", PREFILL)
+def test_prefill_refuses(text: str) -> None:
+    q, kv, options = PREFILL[text](*operands())
+    prefill_attention(*operands())
+    with pytest.raises(ValueError, match=rf"^prefill_attention: {re.escape(text)}$"):
+        prefill_attention(q, kv, **options)
 
 
 def append(q: Tensor, kv: PagedKV, **options: Any) -> None:
@@ -155,10 +177,11 @@ def test_codes_have_scales() -> None:
 
 def test_a_gradient_is_refused(device: str) -> None:
     q, kv = operands(device)
-    out = decode_attention(q.requires_grad_(), kv)
-    assert isinstance(out, Tensor)
-    with pytest.raises(RuntimeError, match="decode_attention: the gradient is wanted"):
-        out.sum().backward()
+    for op in (decode_attention, prefill_attention):
+        out = op(q.requires_grad_(), kv)
+        assert isinstance(out, Tensor)
+        with pytest.raises(RuntimeError, match=f"{op.__name__}: the gradient is wanted"):
+            out.sum().backward()
 
 
 # What torch is promised
@@ -173,13 +196,14 @@ def test_opcheck(stored: torch.dtype, device: str) -> None:
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     if stored.itemsize == 1:  # the check of a schema multiplies by what torch cannot do with codes
         tests = tests[1:]
-    checked = torch.library.opcheck(
-        DECODE_OPS[kind],
-        (q, *of_kv, None, counts, torch.ones(4, device=device), None),
-        dict(scale=0.5, window=0, softcap=0.0),
-        test_utils=tests,
-    )
-    assert set(checked.values()) == {"SUCCESS"}
+    for ops in (DECODE_OPS, PREFILL_OPS):
+        checked = torch.library.opcheck(
+            ops[kind],
+            (q, *of_kv, None, counts, torch.ones(4, device=device), None),
+            dict(scale=0.5, window=0, softcap=0.0),
+            test_utils=tests,
+        )
+        assert set(checked.values()) == {"SUCCESS"}
     k, v = (torch.ones(2, 3, 2, 32, device=device) for _ in range(2))
     checked = torch.library.opcheck(
         APPEND_OPS[kind],
@@ -199,9 +223,9 @@ def test_can_be_compiled(stored: torch.dtype, device: str) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, kv: PagedKV) -> Tensor:
         q = q * 2
         rope_append_(q, k, v, kv, frequencies)
-        out = decode_attention(q, kv)
-        assert isinstance(out, Tensor)
-        return out.sin()
+        out, other = decode_attention(q, kv), prefill_attention(q, kv)
+        assert isinstance(out, Tensor) and isinstance(other, Tensor)
+        return out.sin() + other
 
     torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -237,6 +261,8 @@ def digest() -> str:
             results = [
                 *decode_attention(q, kv, return_lse=True),
                 *decode_attention(q[:, :3].bfloat16(), kv, return_lse=True, **options),
+                *prefill_attention(q, kv, return_lse=True),
+                *prefill_attention(q[:, :3].half(), kv, return_lse=True, **options),
             ]
             for tensor in (*results, q, kv.keys, kv.values, kv.key_scales, kv.value_scales):
                 if tensor is not None:
@@ -265,12 +291,14 @@ def test_any_number_of_threads() -> None:
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("op", ["decode_attention", "prefill_attention"])
 @pytest.mark.parametrize("name", ["kv_cache", "kv_cache_int8", "kv_cache_fp8"])
-def test_self_checks(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_self_checks(name: str, op: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     getattr(kv_cache_checks, name)(device)
-    changed: Any = lambda *args, **options: decode_attention(*args, **options) * 1.05  # noqa: E731
-    monkeypatch.setattr(kv_cache_checks.ops, "decode_attention", changed)
-    with pytest.raises(RuntimeError, match=r"^decode_attention: out on .* has .*, expected "):
+    right = getattr(kv_cache_checks.ops, op)
+    changed: Any = lambda *args, **options: right(*args, **options) * 1.05  # noqa: E731
+    monkeypatch.setattr(kv_cache_checks.ops, op, changed)
+    with pytest.raises(RuntimeError, match=rf"^{op}: out on .* has .*, expected "):
         getattr(kv_cache_checks, name)(device)
 
 

@@ -26,7 +26,7 @@ def kv_cache_fp8(device: str) -> None:
 
 
 def _check(stored: torch.dtype, dtype: torch.dtype, device: str) -> None:
-    """Append five turned tokens to a slot of 295, and let them attend.
+    """Append 295 turned tokens to a slot, then five, and let them attend.
 
     Raises:
         RuntimeError: a result is not what the reference says.
@@ -57,11 +57,12 @@ def _check(stored: torch.dtype, dtype: torch.dtype, device: str) -> None:
         ops.rope_append_(q, k, v, kv, frequencies)
         ops.rope_append_ref_(want, k.cpu(), v.cpu(), before, frequencies.cpu())
         compare(f"rope_append_: q on {device}", q, want, 0.01, of_largest=0.01)
-    out = ops.decode_attention(q, kv)
-    result = ops.decode_attention_ref(q.cpu(), _on_host(kv))
-    assert isinstance(out, torch.Tensor) and isinstance(result, torch.Tensor)
-    bound = 1e-5 if dtype == torch.float32 else 0.01
-    compare(f"decode_attention: out on {device}", out, result, bound)
+        op = ops.decode_attention if tokens == 5 else ops.prefill_attention
+        out, result = op(q, kv), ops.decode_attention_ref(q.cpu(), _on_host(kv))
+        assert isinstance(out, torch.Tensor) and isinstance(result, torch.Tensor)
+        bound = 1e-5 if dtype == torch.float32 else 0.01
+        name = "decode_attention" if tokens == 5 else "prefill_attention"
+        compare(f"{name}: out on {device}", out, result, bound)
 
 
 def _on_host(kv: PagedKV) -> PagedKV:
