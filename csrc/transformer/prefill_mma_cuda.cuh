@@ -11,21 +11,38 @@
 
 namespace dsx::cuda {
 
-// Begins to fetch tokens of a page, of which there are `tokens`; what is not there becomes 0.
-template <class Shape, int kRowBytes>
-__device__ inline void fetch_page(const PagedKv& kv, const char* page, int tokens, char* target) {
-  constexpr int kChunks = kRowBytes / 16, kElement = Shape::kCodes ? 1 : 2;
-  const int chunk = threadIdx.x % kChunks, left = int(kv.width) * kElement - chunk * 16;
-  const int bytes = left < 0 ? 0 : left < 16 ? left : 16;
-#pragma unroll
-  for (int i = 0; i < kPageTokens * kChunks / Shape::kThreads; ++i) {
-    const int token = threadIdx.x / kChunks + i * (Shape::kThreads / kChunks);
-    const int there = token < tokens ? bytes : 0;
-    const char* source = there > 0 ? page + token * kv.of_token * kElement + chunk * 16 : page;
-    const int place = Shape::kCodes ? (token * kChunks + chunk) * 16 : Shape::place_of(token, chunk);
-    fetch_part(target + place, source, there);
+// The part of each page that a thread fetches: 16 bytes of every few tokens.
+template <class Shape>
+struct PartOfPages {
+  static constexpr int kElement = Shape::kCodes ? 1 : 2;
+  static constexpr int kChunks = Shape::kWidthOfTile * kElement / 16;
+  static constexpr int kTokens = Shape::kThreads / kChunks;  // from one to the next
+  int token, bytes;
+  int64_t source;  // bytes from the first one of a page
+  int target;
+
+  __device__ explicit PartOfPages(const PagedKv& kv) : token(threadIdx.x / kChunks) {
+    const int chunk = threadIdx.x % kChunks, left = int(kv.width) * kElement - chunk * 16;
+    bytes = left < 0 ? 0 : left < 16 ? left : 16;
+    source = token * kv.of_token * kElement + (bytes > 0 ? chunk * 16 : 0);
+    target = Shape::kCodes ? (token * kChunks + chunk) * 16 : Shape::place_of(token, chunk);
   }
-}
+
+  // Begins to fetch it from a page of which so many tokens are there; what is not becomes 0.
+  __device__ void fetch(const PagedKv& kv, const char* page, int tokens, char* near) const {
+    const int64_t step = kTokens * kv.of_token * kElement;
+    const char* from = page + source;
+#pragma unroll
+    for (int i = 0; i < kPageTokens / kTokens; ++i, from += step) {
+      const int there = token + i * kTokens < tokens ? bytes : 0;
+      const int row = i * kTokens * kChunks * 16;
+      const bool is_shifted = !Shape::kCodes && i * kTokens % 8 != 0;  // known when compiled
+      const int place = is_shifted ? Shape::place_of(token + i * kTokens, threadIdx.x % kChunks)
+                                   : target + row;
+      fetch_part(near + place, there > 0 ? from : page, there);
+    }
+  }
+};
 
 // Four codes as two words of two elements each.
 template <class T, class Stored>
@@ -74,7 +91,12 @@ class PageRing {
  public:
   __device__ PageRing(const PrefillAttention& call, const StripOfRows& strip, char* memory,
                       int stages, int end)
-      : call_(call), strip_(strip), memory_(memory), stages_(stages), end_(end) {}
+      : call_(call),
+        strip_(strip),
+        part_(call.kv),
+        memory_(memory),
+        stages_(stages),
+        end_(end) {}
 
   // Begins to fetch a page, if there is one, and ends a group of copies.
   __device__ void fetch(int number) {
@@ -85,10 +107,8 @@ class PageRing {
       const int tokens = int(strip_.sequence.length) - number * kPageTokens;
       char* const target = stage(number);
       constexpr int kBytes = Shape::kCodes ? Shape::kCodeBytes : Shape::kTileBytes;
-      constexpr int kRowBytes = kBytes / kPageTokens;
-      fetch_page<Shape, kRowBytes>(kv, static_cast<const char*>(kv.keys) + place, tokens, target);
-      fetch_page<Shape, kRowBytes>(kv, static_cast<const char*>(kv.values) + place, tokens,
-                                   target + kBytes);
+      part_.fetch(kv, static_cast<const char*>(kv.keys) + place, tokens, target);
+      part_.fetch(kv, static_cast<const char*>(kv.values) + place, tokens, target + kBytes);
       if constexpr (Shape::kCodes) {
         const int token = threadIdx.x % kPageTokens, which = threadIdx.x / kPageTokens;
         const float* scales = which == 0 ? kv.key_scales : kv.value_scales;
@@ -108,6 +128,7 @@ class PageRing {
  private:
   const PrefillAttention& call_;
   const StripOfRows& strip_;
+  PartOfPages<Shape> part_;
   char* memory_;
   int stages_, end_;  // one or two stages
 };
@@ -139,6 +160,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks)
     prefill_mma_kernel(const __grid_constant__ PrefillAttention call, int stages) {
   using Shape = PrefillShape<T, Stored, kWidth, kWarps, kRowTiles>;
   extern __shared__ __align__(128) char shared_bytes[];
+  __shared__ RowScoring scoring[Shape::kRows];
   const StripOfRows strip(call, blockIdx.x, Shape::kRows);
   const bool wrong = strip.sequence.wrong || lacks_pages(call, strip.sequence);
   const int64_t rows = ::min(strip.rows() - strip.first_row, int64_t(Shape::kRows));
@@ -151,7 +173,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks)
   ring.fetch(number);
   read_queries<T, Shape>(call, strip, shared_bytes);
   __syncthreads();
-  WarpRows<T, Stored, kWidth, kWarps, kRowTiles> warp(call, strip, shared_bytes);
+  WarpRows<T, Stored, kWidth, kWarps, kRowTiles> warp(call, strip, shared_bytes, scoring);
   for (; number < end; ++number) {
     wait_for_fetches<0>();
     __syncthreads();
@@ -163,10 +185,10 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks)
       widen_page<BFloat16, Stored, Shape>(stage + Shape::kCodeBytes, tiles + Shape::kTileBytes);
       const auto scales = reinterpret_cast<const float*>(stage + 2 * Shape::kCodeBytes);
       __syncthreads();
-      warp.take(number * kPageTokens, tiles, tiles + Shape::kTileBytes, scales,
-                scales + kPageTokens);
+      warp.take_page(number * kPageTokens, tiles, tiles + Shape::kTileBytes, scales,
+                     scales + kPageTokens);
     } else {
-      warp.take(number * kPageTokens, stage, stage + Shape::kTileBytes, nullptr, nullptr);
+      warp.take_page(number * kPageTokens, stage, stage + Shape::kTileBytes, nullptr, nullptr);
     }
     if (stages > 1) continue;
     __syncthreads();

@@ -17,6 +17,7 @@ struct PrefillShape {
   using Value = std::conditional_t<kCodes, BFloat16, T>;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kWarpRows = 16 * kRowTiles, kRows = kWarps * kWarpRows;
+  static constexpr int kWidthOfTile = kWidth;
   static constexpr int kSteps = kWidth / 16;  // of 16 elements of a head
   static constexpr int kQueryBytes = kRows * kWidth * 2;
   static constexpr int kTileBytes = kPageTokens * kWidth * 2;
@@ -85,12 +86,17 @@ template <class T, class Stored, int kWidth, int kWarps, int kRowTiles>
 class WarpRows {
   using Shape = PrefillShape<T, Stored, kWidth, kWarps, kRowTiles>;
   using Value = typename Shape::Value;
-  static constexpr int kKeyTiles = kPageTokens / 8;
+  // Keys are taken in by so many, in tiles of 8: as many as there are registers for.
+  static constexpr int kKeyTiles = kRowTiles == 1 ? 8 : 4, kKeys = 8 * kKeyTiles;
   static constexpr bool kQueriesInRegisters = kWidth * kRowTiles <= 128;
 
  public:
-  __device__ WarpRows(const PrefillAttention& call, const StripOfRows& strip, const char* queries)
-      : call_(call), queries_(queries + threadIdx.x / 32 * Shape::kWarpRows * kWidth * 2) {
+  // What each row of the block sees is left in `scoring`, shared memory.
+  __device__ WarpRows(const PrefillAttention& call, const StripOfRows& strip, const char* queries,
+                      RowScoring* scoring)
+      : call_(call),
+        queries_(queries + threadIdx.x / 32 * Shape::kWarpRows * kWidth * 2),
+        scoring_(scoring + threadIdx.x / 32 * Shape::kWarpRows + lane() / 4) {
     is_plain_ = call.soft_cap <= 0 && call.alibi_slopes == nullptr && call.scale > 0;
     factor_ = (is_plain_ ? call.scale : 1.0f) * kLog2OfE;
     const int64_t first = first_row(strip);
@@ -100,12 +106,15 @@ class WarpRows {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {  // of a row that is not there, what the last one has
       const int64_t row = ::min(first + lane() / 4 + 8 * i, strip.rows() - 1);
-      scoring_[i] = RowScoring(call, strip.head_of(row), strip.position_of(row));
+      if (lane() % 4 == 0) {
+        scoring_[8 * i] = RowScoring(call, strip.head_of(row), strip.position_of(row));
+      }
       largest_[i] = -INFINITY;
       sum_[i] = 0;
     }
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) set_to_0(out_[m]);
+    __syncwarp();
     if constexpr (kQueriesInRegisters) {
 #pragma unroll
       for (int i = 0; i < kRowTiles * Shape::kSteps; ++i) {
@@ -115,20 +124,12 @@ class WarpRows {
   }
 
   // Takes in the page whose first token is at `first`; scales are those of codes.
-  __device__ void take(int first, const char* keys, const char* values, const float* key_scales,
-                       const float* value_scales) {
-    const int begin = int(seen_at(first_position_, call_.window).begin);
-    if (!is_used_ || first > last_position_ || first + kPageTokens <= begin) return;
-    multiply_keys(keys);
-    const int all_from = int(seen_at(last_position_, call_.window).begin);
-    const bool is_edge = first < all_from || first + kPageTokens > first_position_ + 1;
-    weigh(first, is_edge, key_scales, value_scales);
-    if (is_edge && is_not_finite(values)) {  // it must not reach rows that do not see it
-      add_values<true>(values);
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) add_not_finite(m, first, values);
-    } else {
-      add_values<false>(values);
+  __device__ void take_page(int first, const char* keys, const char* values,
+                            const float* key_scales, const float* value_scales) {
+#pragma unroll 1
+    for (int i = 0; i < kPageTokens; i += kKeys) {
+      const int place = i * kWidth * 2;
+      take(first + i, keys + place, values + place, key_scales + i, value_scales + i);
     }
   }
 
@@ -163,6 +164,23 @@ class WarpRows {
   }
 
  private:
+  __device__ void take(int first, const char* keys, const char* values, const float* key_scales,
+                       const float* value_scales) {
+    const int begin = int(seen_at(first_position_, call_.window).begin);
+    if (!is_used_ || first > last_position_ || first + kKeys <= begin) return;
+    multiply_keys(keys);
+    const int all_from = int(seen_at(last_position_, call_.window).begin);
+    const bool is_edge = first < all_from || first + kKeys > first_position_ + 1;
+    weigh(first, is_edge, key_scales, value_scales);
+    if (is_edge && is_not_finite(values)) {  // it must not reach rows that do not see it
+      add_values<true>(values);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) add_not_finite(m, first, values);
+    } else {
+      add_values<false>(values);
+    }
+  }
+
   static constexpr int kRows = 2 * kRowTiles;  // of a lane
 
   __device__ static int lane() { return threadIdx.x % 32; }
@@ -215,36 +233,43 @@ class WarpRows {
                         const float* value_scales) {
     const int key = lane() % 4 * 2;  // and the next one, of 8
     if constexpr (Shape::kCodes) scale_scores(key_scales + key);
+    if (!is_plain_ || is_edge) shape_scores(first + key, is_edge);
+    float largest[kRows], share[kRows], sums[kRows][2] = {};
+    bool is_same = true;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (!is_plain_) {
-        for_each_score(i, [&](float& score, int n) {
-          score = scoring_[i].score(call_, score, first + key + n);
-        });
-      }
-      if (is_edge) {
-        for_each_score(i, [&](float& score, int n) {
-          score = scoring_[i].sees(first + key + n) ? score : -INFINITY;
-        });
-      }
-      float largest = largest_[i];
-      for_each_score(i, [&](float& score, int) { largest = ::fmaxf(largest, score); });
-      largest = ::fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 1));
-      largest = ::fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 2));
-      const float shift = shift_of_largest(largest), less = -shift * factor_;
-      const float share = fast_exp2((largest_[i] - shift) * factor_);  // 1 if it is the same
-      largest_[i] = largest;
-      float sum = 0;
-      for_each_score(i, [&](float& score, int) {
-        score = fast_exp2(__fmaf_rn(score, factor_, less));
-        sum += score;
-      });
-      sum_[i] = __fmaf_rn(sum_[i], share, sum);
-      if (!__any_sync(0xffffffff, share != 1)) continue;
+      largest[i] = largest_[i];
+      for_each_score(i, [&](float& score, int) { largest[i] = ::fmaxf(largest[i], score); });
+    }
 #pragma unroll
-      for (auto& each : out_[i / 2]) {
-        each[i % 2 * 2] *= share;
-        each[i % 2 * 2 + 1] *= share;
+    for (int i = 0; i < kRows; ++i) {
+      largest[i] = ::fmaxf(largest[i], __shfl_xor_sync(0xffffffff, largest[i], 1));
+      largest[i] = ::fmaxf(largest[i], __shfl_xor_sync(0xffffffff, largest[i], 2));
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float shift = shift_of_largest(largest[i]);
+      share[i] = fast_exp2((largest_[i] - shift) * factor_);  // 1 if it is the same
+      is_same = is_same && share[i] == 1;
+      largest_[i] = largest[i];
+      largest[i] = -shift * factor_;
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      for_each_score(i, [&](float& score, int n) {
+        score = fast_exp2(__fmaf_rn(score, factor_, largest[i]));
+        sums[i][n % 2] += score;
+      });
+      sum_[i] = __fmaf_rn(sum_[i], share[i], sums[i][0] + sums[i][1]);
+    }
+    if (!__all_sync(0xffffffff, is_same)) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (auto& each : out_[i / 2]) {
+          each[i % 2 * 2] *= share[i];
+          each[i % 2 * 2 + 1] *= share[i];
+        }
       }
     }
     if constexpr (Shape::kCodes) {
@@ -252,10 +277,27 @@ class WarpRows {
       if (!is_edge) return;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {  // a scale may be NaN
+        const RowScoring scoring = scoring_[8 * i];
         for_each_score(i, [&](float& score, int n) {
-          score = scoring_[i].sees(first + key + n) ? score : 0.0f;
+          score = scoring.sees(first + key + n) ? score : 0.0f;
         });
       }
+    }
+  }
+
+  // From products with keys from number `key` on to scores, which are -inf where nothing is seen.
+  __device__ void shape_scores(int key, bool is_edge) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const RowScoring scoring = scoring_[8 * i];
+      if (!is_plain_) {
+        for_each_score(i, [&](float& score, int n) {
+          score = scoring.score(call_, score, key + n);
+        });
+      }
+      for_each_score(i, [&](float& score, int n) {
+        score = !is_edge || scoring.sees(key + n) ? score : -INFINITY;
+      });
     }
   }
 
@@ -381,7 +423,7 @@ class WarpRows {
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const int key = first + step * 16 + i / 2 * 8 + lane() % 4 * 2 + k;
-        const bool sees = scoring_[2 * m + i % 2].sees(key);
+        const bool sees = scoring_[16 * m + 8 * (i % 2)].sees(key);
         zeros[k] = sees && scores_[m][2 * step + i / 2][i % 2 * 2 + k] == 0 ? 1.0f : 0.0f;
       }
       words[i] = rounded_pair<Value>(zeros[0], zeros[1]);
@@ -393,7 +435,7 @@ class WarpRows {
   bool is_plain_, is_used_;
   float factor_;  // of scores, as powers of 2
   int first_position_, last_position_;
-  RowScoring scoring_[kRows];
+  RowScoring* scoring_;  // of rows 8 apart
   float largest_[kRows], sum_[kRows];
   static constexpr int kKept = kQueriesInRegisters ? kRowTiles * Shape::kSteps : 1;
   uint32_t kept_[kKept][4];

@@ -68,6 +68,12 @@ __device__ inline void store_the_rest(const PrefillAttention& call, const StripO
   }
 }
 
+// The formula `capped` in 8 instructions, as accurate.
+__device__ inline float quickly_capped(float score, float cap) {
+  const float decay = fast_exp2(::fabsf(score) * (-2.0f * kLog2OfE / cap));
+  return ::copysignf((1.0f - decay) * fast_reciprocal(1.0f + decay) * cap, score);
+}
+
 // Which keys a row sees, and what its scores become.
 struct RowScoring {
   int begin, position;
@@ -84,9 +90,9 @@ struct RowScoring {
   // Of a key that it sees.
   __device__ float score(const PrefillAttention& call, float product, int key) const {
     Floats<1> score(product * call.scale);
-    if (call.soft_cap > 0) score = capped(score, call.soft_cap);
-    if (slope != 0) score = biased(score, Floats<1>(float(position - key)), slope);
-    return score.lanes[0];
+    if (call.soft_cap > 0) score = Floats<1>(quickly_capped(score.lanes[0], call.soft_cap));
+    if (call.alibi_slopes == nullptr) return score.lanes[0];
+    return biased(score, Floats<1>(float(position - key)), slope).lanes[0];
   }
 };
 
