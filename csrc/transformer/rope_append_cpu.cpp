@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "common/simd/past_cache.h"
+
 #define DSX_KERNEL_SOURCE "transformer/rope_append_cpu.inl"
 #include "common/simd/foreach_isa.h"
 

@@ -37,9 +37,9 @@ inline void normalise(const RopeAppend& call, const HeadWeight& weight, HeadFloa
 inline void turn(const RopeAppend& call, const TokenAngles& angles, HeadFloats& head) {
   const Pointer<float> x{head.lanes};
   if (call.interleaved) {
-    rotate_interleaved(int(call.pairs), angles.cos, angles.sin, x, x);
+    rotate_interleaved(int(call.pairs), angles.cos, angles.sin, x, x, false);
   } else {
-    rotate_halves(call.pairs, int(call.pairs), angles.cos, angles.sin, x, x);
+    rotate_halves(call.pairs, int(call.pairs), angles.cos, angles.sin, x, x, false);
   }
 }
 
