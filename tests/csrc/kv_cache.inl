@@ -1,7 +1,7 @@
-// Tests rope_append_cpu.cpp and decode_attention_cpu.cpp, compiled for the kind of storage `Kind`,
-// in every ISA that this CPU has: tokens are appended to slots whose pages end where memory ends,
-// then attended to, against double, and bit for bit against the scalar ISA, however the work is
-// cut.
+// Tests rope_append_cpu.cpp, decode_attention_cpu.cpp and prefill_attention_cpu.cpp, compiled for the
+// kind of storage `Kind`, in every ISA that this CPU has: tokens are appended to slots whose pages
+// end where memory ends, then attended to, against double, and bit for bit against the scalar ISA,
+// however the work is cut.
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -10,6 +10,7 @@
 #include "dtypes.h"
 #include "expect.h"
 #include "transformer/decode_attention.h"
+#include "transformer/prefill_attention.h"
 #include "transformer/rope_append.h"
 
 namespace {
@@ -17,12 +18,12 @@ namespace {
 using dsx::Dtype;
 using dsx::Isa;
 
-constexpr int64_t kHeads = 2, kGroup = 3, kTokens = 5, kPages = 17, kPagesOfSlot = 9;
+constexpr int64_t kHeads = 2, kGroup = 3, kTokens = 23, kPages = 13, kPagesOfSlot = 5;
 // Slots of the batch: two that fit, one with a page that is not there, one longer than its table,
 // one of no slot, one that is not there.
 constexpr int32_t kSlots[] = {1, 0, 2, 3, -1, 7};
-constexpr int32_t kCounts[] = {5, 3, 5, 5, 5, 5};
-constexpr int32_t kLengths[] = {63, 521, 70, 64 * kPagesOfSlot + 1};
+constexpr int32_t kCounts[] = {23, 3, 23, 23, 23, 23};
+constexpr int32_t kLengths[] = {63, 265, 70, 64 * kPagesOfSlot + 1};
 constexpr int64_t kBatches = 6, kRight = 2;  // the first ones are right
 
 float number_at(int64_t i, float seed) { return std::sin(seed + float(i) * 0.73f); }
@@ -163,7 +164,7 @@ struct Case {
     rope_append_cpu(isa, call, cut, kBatches * kTokens);
   }
 
-  void attend(Isa isa, int64_t parts) {
+  dsx::DecodeAttention attention() {
     dsx::DecodeAttention call = {};
     call.kv = kv();
     call.news = {kSlots, kCounts, kBatches, kTokens};
@@ -173,6 +174,19 @@ struct Case {
     call.window = window;
     if (window > 0) call.soft_cap = 3, call.alibi_slopes = slopes.data(), call.sinks = sinks.data();
     call.out = out.address(), call.lse = lse.data();
+    return call;
+  }
+
+  void prefill(Isa isa, int64_t parts) {
+    const dsx::PrefillAttention call = attention();
+    const int64_t strips = strips_of(call) * kBatches * kHeads;
+    for (int64_t part = 0; part < parts; ++part) {
+      prefill_attention_cpu(isa, call, strips * part / parts, strips * (part + 1) / parts);
+    }
+  }
+
+  void decode(Isa isa, int64_t parts) {
+    const dsx::DecodeAttention call = attention();
     std::vector<int64_t> first{0};
     for (int64_t batch = 0; batch < kBatches; ++batch) {
       const dsx::Chunks chunks = chunks_of(sequence_of(call.kv, call.news, batch), call.window);
@@ -190,9 +204,9 @@ struct Case {
   }
 
   // All that was written, as it lies.
-  std::vector<char> run(Isa isa, int64_t cut) {
+  std::vector<char> run(Isa isa, int64_t cut, bool as_chunks) {
     append(isa, cut);
-    attend(isa, cut);
+    as_chunks ? prefill(isa, cut) : decode(isa, cut);
     std::vector<char> found(keys.bytes);
     const auto add = [&](const void* data, size_t bytes) {
       found.insert(found.end(), static_cast<const char*>(data),
@@ -285,14 +299,14 @@ struct Case {
   }
 };
 
-void test(Dtype dtype, int64_t width, int64_t window) {
+void test(Dtype dtype, int64_t width, int64_t window, bool as_chunks) {
   Case scalar(dtype, width, window);
-  const std::vector<char> want = scalar.run(Isa::scalar, 1);
+  const std::vector<char> want = scalar.run(Isa::scalar, 1, as_chunks);
   scalar.check();
   for (Isa isa : {Isa::scalar, Isa::baseline, Isa::avx2, Isa::avx512}) {
     if (isa > dsx::current_isa()) break;
     Case other(dtype, width, window);
-    const std::vector<char> got = other.run(isa, 7);
+    const std::vector<char> got = other.run(isa, 7, as_chunks);
     expect(got == want, "%s: other bits for width %ld", name_of(isa), long(width));
   }
 }
@@ -300,9 +314,11 @@ void test(Dtype dtype, int64_t width, int64_t window) {
 }  // namespace
 
 int main() {
-  for (Dtype dtype : kDtypes) {
-    for (int64_t width : {2, 7, 40, 66}) test(dtype, width, width % 4 == 0 ? 70 : 0);
+  for (bool as_chunks : {false, true}) {
+    for (Dtype dtype : kDtypes) {
+      for (int64_t width : {2, 7, 40, 66}) test(dtype, width, width % 4 == 0 ? 70 : 0, as_chunks);
+    }
+    test(Dtype::bfloat16, 256, 300, as_chunks);
   }
-  test(Dtype::bfloat16, 256, 300);
   return finish();
 }
