@@ -8,16 +8,21 @@
 
 namespace dsx::cuda {
 
-// For heads of up to kWidth elements, a block of kWarps with kRowTiles times 16 rows each. Codes come as they are, and are then
-// widened to 16 bits: of keys to the type of queries, of values, whose weights take their scales
-// and may be tiny, to bfloat16.
-template <class T, class Stored, int kWidth, int kWarps, int kRowTiles>
+// For heads of up to kWidth elements, a block of kWarps with kRowTiles times 16 rows each. They are
+// the same rows for each of kKeyGroups groups of warps, which have each a part of every page. Codes
+// come as they are, and are then widened to 16 bits: of keys to the type of queries, of values,
+// whose weights take their scales and may be tiny, to bfloat16.
+template <class QueryType, class StoredType, int kWidthOfTile, int kWarps, int kTilesOfWarp,
+          int kGroups>
 struct PrefillShape {
+  using Query = QueryType;
+  using Stored = StoredType;
   static constexpr bool kCodes = sizeof(Stored) == 1;
-  using Value = std::conditional_t<kCodes, BFloat16, T>;
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kWarpRows = 16 * kRowTiles, kRows = kWarps * kWarpRows;
-  static constexpr int kWidthOfTile = kWidth;
+  using Value = std::conditional_t<kCodes, BFloat16, Query>;
+  static constexpr int kThreads = 32 * kWarps, kKeyGroups = kGroups, kRowGroups = kWarps / kGroups;
+  static constexpr int kRowTiles = kTilesOfWarp;
+  static constexpr int kWarpRows = 16 * kRowTiles, kRows = kRowGroups * kWarpRows;
+  static constexpr int kWidth = kWidthOfTile;
   static constexpr int kSteps = kWidth / 16;  // of 16 elements of a head
   static constexpr int kQueryBytes = kRows * kWidth * 2;
   static constexpr int kTileBytes = kPageTokens * kWidth * 2;
@@ -82,12 +87,14 @@ __device__ inline uint32_t ones_where(uint32_t word, const Is& is) {
 }
 
 // The rows of a warp: of a lane, rows lane / 4 and 8 further down.
-template <class T, class Stored, int kWidth, int kWarps, int kRowTiles>
+template <class Shape>
 class WarpRows {
-  using Shape = PrefillShape<T, Stored, kWidth, kWarps, kRowTiles>;
+  using T = typename Shape::Query;
   using Value = typename Shape::Value;
+  static constexpr int kWidth = Shape::kWidth, kRowTiles = Shape::kRowTiles;
   // Keys are taken in by so many, in tiles of 8: as many as there are registers for.
-  static constexpr int kKeyTiles = kRowTiles == 1 ? 8 : 4, kKeys = 8 * kKeyTiles;
+  static constexpr int kKeyTiles = kRowTiles == 1 && Shape::kKeyGroups == 1 ? 8 : 4;
+  static constexpr int kKeys = 8 * kKeyTiles, kPart = kPageTokens / Shape::kKeyGroups;
   static constexpr bool kQueriesInRegisters = kWidth * kRowTiles <= 128;
 
  public:
@@ -95,8 +102,8 @@ class WarpRows {
   __device__ WarpRows(const PrefillAttention& call, const StripOfRows& strip, const char* queries,
                       RowScoring* scoring)
       : call_(call),
-        queries_(queries + threadIdx.x / 32 * Shape::kWarpRows * kWidth * 2),
-        scoring_(scoring + threadIdx.x / 32 * Shape::kWarpRows + lane() / 4) {
+        queries_(queries + row_group() * Shape::kWarpRows * kWidth * 2),
+        scoring_(scoring + row_group() * Shape::kWarpRows + lane() / 4) {
     is_plain_ = call.soft_cap <= 0 && call.alibi_slopes == nullptr && call.scale > 0;
     factor_ = (is_plain_ ? call.scale : 1.0f) * kLog2OfE;
     const int64_t first = first_row(strip);
@@ -106,7 +113,7 @@ class WarpRows {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {  // of a row that is not there, what the last one has
       const int64_t row = ::min(first + lane() / 4 + 8 * i, strip.rows() - 1);
-      if (lane() % 4 == 0) {
+      if (lane() % 4 == 0 && key_group() == 0) {
         scoring_[8 * i] = RowScoring(call, strip.head_of(row), strip.position_of(row));
       }
       largest_[i] = -INFINITY;
@@ -123,17 +130,53 @@ class WarpRows {
     }
   }
 
-  // Takes in the page whose first token is at `first`; scales are those of codes.
+  // Takes in this warp's part of the page whose first token is at `first`; scales are of codes.
   __device__ void take_page(int first, const char* keys, const char* values,
                             const float* key_scales, const float* value_scales) {
+    const int begin = key_group() * kPart;
 #pragma unroll 1
-    for (int i = 0; i < kPageTokens; i += kKeys) {
+    for (int i = begin; i < begin + kPart; i += kKeys) {
       const int place = i * kWidth * 2;
       take(first + i, keys + place, values + place, key_scales + i, value_scales + i);
     }
   }
 
+  // Adds what the groups have found, in their order, to what the first one has. All threads call
+  // it; `memory` is for what the others have.
+  __device__ void merge(char* memory) {
+    constexpr int kFloats = kRowTiles * kWidth / 2 + 2 * kRows;
+    float* const mine = reinterpret_cast<float*>(memory) + row_group() * 32 * kFloats + lane();
+    for (int group = 1; group < Shape::kKeyGroups; ++group) {
+      __syncthreads();
+      int i = 0;
+      const auto next = [&]() -> float& { return mine[32 * i++]; };
+      if (key_group() == group) {
+        for_each_sum([&](float& each, int) { next() = each; });
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) next() = largest_[row], next() = sum_[row];
+      }
+      __syncthreads();
+      if (key_group() > 0) continue;
+      float shares[2][kRows];
+      i = kRowTiles * kWidth / 2;
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        const float other = next(), largest = ::fmaxf(largest_[row], other);
+        const float shift = shift_of_largest(largest);
+        shares[0][row] = fast_exp2((largest_[row] - shift) * factor_);
+        shares[1][row] = fast_exp2((other - shift) * factor_);
+        largest_[row] = largest;
+        sum_[row] = __fmaf_rn(sum_[row], shares[0][row], next() * shares[1][row]);
+      }
+      i = 0;
+      for_each_sum([&](float& each, int row) {
+        each = __fmaf_rn(each, shares[0][row], next() * shares[1][row]);
+      });
+    }
+  }
+
   __device__ void store(const StripOfRows& strip) {
+    if (key_group() > 0) return;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       float sum = sum_[i];
@@ -184,8 +227,23 @@ class WarpRows {
   static constexpr int kRows = 2 * kRowTiles;  // of a lane
 
   __device__ static int lane() { return threadIdx.x % 32; }
+  __device__ static int row_group() { return threadIdx.x / 32 % Shape::kRowGroups; }
+  __device__ static int key_group() { return threadIdx.x / 32 / Shape::kRowGroups; }
   __device__ static int64_t first_row(const StripOfRows& strip) {
-    return strip.first_row + threadIdx.x / 32 * Shape::kWarpRows;
+    return strip.first_row + row_group() * Shape::kWarpRows;
+  }
+
+  // Calls body(sum, row) for all sums of values of a lane.
+  template <class Body>
+  __device__ void for_each_sum(const Body& body) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (auto& tile : out_[m]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) body(tile[i], 2 * m + i / 2);
+      }
+    }
   }
 
   template <int kCount>

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deepspeed_ext.ops._library import define
@@ -41,6 +42,7 @@ def prefill_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    first_chunk: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Let a chunk of new tokens of each slot attend to all tokens of the slot up to themselves.
 
@@ -71,6 +73,12 @@ def prefill_attention(
         softcap: scores become softcap * tanh(score / softcap), before slopes; 0 for none.
         sinks: (heads,), float32: the score of one more key, whose value is 0.
         return_lse: whether to return the logarithm of the sum of exponentials, too.
+        first_chunk: the keys and values of these tokens, (batch, tokens, kv_heads, head_dim) each,
+            as they were appended: says that no slot has any others. On CUDA, where torch's
+            attention does what is asked for (16 bits throughout, head_dim a multiple of 8; no
+            counts, slopes, window, cap, sinks or logarithms), it then reads these instead of the
+            cache, in up to half of the time; what is promised of bits, NaN and what cannot be is
+            then torch's. None: it is not known.
 
     Returns:
         The shape of q, contiguous, of its dtype; and with return_lse (batch, tokens, heads),
@@ -85,6 +93,16 @@ def prefill_attention(
     See: Dao, "FlashAttention-2", 2023, section 3.1. ``prefill_attention_ref`` is the same in
     float64.
     """
+    if first_chunk is not None:
+        _check_first_chunk(q, kv, first_chunk)
+        is_plain = counts is None and alibi_slopes is None and sinks is None and softcap == 0
+        is_plain = is_plain and not 0 < window < q.shape[1] and not return_lse
+        if is_plain and _is_for_torch(q, kv, *first_chunk):
+            heads_first = (t.transpose(1, 2) for t in (q, *first_chunk))
+            out = F.scaled_dot_product_attention(
+                *heads_first, is_causal=True, scale=scale, enable_gqa=True
+            )
+            return out.transpose(1, 2).contiguous()
     op = _OPS[kind_of(kv)]
     out, lse = op(
         q,
@@ -105,6 +123,24 @@ def prefill_attention(
     return (out, lse) if return_lse else out
 
 
+def _check_first_chunk(q: Tensor, kv: PagedKV, first_chunk: tuple[Tensor, Tensor]) -> None:
+    """Raise unless they can be keys and values of the tokens of q; no kernel looks at them."""
+    want = [*q.shape[:2], kv.keys.shape[1], q.shape[-1]]
+    for i, tensor in enumerate(first_chunk):
+        if list(tensor.shape) != want:
+            raise ValueError(
+                f"prefill_attention: first_chunk[{i}] has shape {list(tensor.shape)},"
+                f" expected {want}"
+            )
+
+
+def _is_for_torch(q: Tensor, kv: PagedKV, keys: Tensor, values: Tensor) -> bool:
+    """Tell whether torch has a kernel for these that has no mask or scores in memory."""
+    is_one_dtype = q.dtype == kv.keys.dtype == keys.dtype == values.dtype
+    is_usual = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.numel() > 0
+    return q.is_cuda and is_one_dtype and is_usual
+
+
 def prefill_attention_ref(
     q: Tensor,
     kv: PagedKV,
@@ -117,8 +153,12 @@ def prefill_attention_ref(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    first_chunk: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Do what prefill_attention does, in float64: what decode_attention_ref does."""
+    """Do what prefill_attention does, in float64: what decode_attention_ref does.
+
+    The cache has what first_chunk has.
+    """
     return decode_attention_ref(
         q,
         kv,
