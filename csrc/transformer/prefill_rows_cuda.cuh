@@ -145,6 +145,7 @@ class WarpRows {
   // it; `memory` is for what the others have.
   __device__ void merge(char* memory) {
     constexpr int kFloats = kRowTiles * kWidth / 2 + 2 * kRows;
+    static_assert(Shape::kRowGroups * 32 * kFloats * 4 <= Shape::shared_bytes(1));
     float* const mine = reinterpret_cast<float*>(memory) + row_group() * 32 * kFloats + lane();
     for (int group = 1; group < Shape::kKeyGroups; ++group) {
       __syncthreads();
@@ -260,27 +261,42 @@ class WarpRows {
     load_matrices<false>(words, queries_ + place);
   }
 
+  // What is multiplied in a step of 16 elements.
+  struct StepOfKeys {
+    uint32_t q[kRowTiles][4], keys[kKeyTiles / 2][4];
+  };
+
+  __device__ void load_step(const char* keys, int step, StepOfKeys& words) const {
+    const int token = lane() % 8 + lane() / 16 * 8, half = lane() / 8 % 2;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      if constexpr (!kQueriesInRegisters) load_queries(m, step, words.q[m]);
+    }
+#pragma unroll
+    for (int n = 0; n < kKeyTiles / 2; ++n) {
+      load_matrices<false>(words.keys[n],
+                           keys + Shape::place_of(n * 16 + token, 2 * step + half));
+    }
+  }
+
+  // What a step takes is on its way from shared memory while the one before is worked on.
   __device__ void multiply_keys(const char* keys) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) set_to_0(scores_[m]);
-    const int token = lane() % 8 + lane() / 16 * 8, half = lane() / 8 % 2;
+    StepOfKeys words[2];
+    load_step(keys, 0, words[0]);
 #pragma unroll
     for (int step = 0; step < Shape::kSteps; ++step) {
-      uint32_t loaded[kRowTiles][4];
+      if (step + 1 < Shape::kSteps) load_step(keys, step + 1, words[(step + 1) % 2]);
+      StepOfKeys& now = words[step % 2];
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        if constexpr (!kQueriesInRegisters) load_queries(m, step, loaded[m]);
-      }
-#pragma unroll
-      for (int n = 0; n < kKeyTiles; n += 2) {
-        uint32_t words[4];
-        load_matrices<false>(words, keys + Shape::place_of(n * 8 + token, 2 * step + half));
+      for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
           const int kept = m * Shape::kSteps + step;
-          const uint32_t(&q)[4] = kQueriesInRegisters ? kept_[kept % kKept] : loaded[m];
-          multiply_matrices<T>(scores_[m][n], q, {words[0], words[1]});
-          multiply_matrices<T>(scores_[m][n + 1], q, {words[2], words[3]});
+          uint32_t(&q)[4] = kQueriesInRegisters ? kept_[kept % kKept] : now.q[m];
+          multiply_matrices<T>(scores_[m][n], q,
+                               {now.keys[n / 2][n % 2 * 2], now.keys[n / 2][n % 2 * 2 + 1]});
         }
       }
     }
