@@ -29,7 +29,7 @@ struct PrefillShape {
   static constexpr int kCodeBytes = kPageTokens * kWidth;
   static constexpr int kScaleBytes = kPageTokens * 4;
   static constexpr int kStageBytes = 2 * (kCodes ? kCodeBytes + kScaleBytes : kTileBytes);
-  static constexpr int shared_bytes(int stages) {
+  DSX_HOST_DEVICE static constexpr int shared_bytes(int stages) {
     return kQueryBytes + stages * kStageBytes + (kCodes ? 2 * kTileBytes : 0);
   }
 
