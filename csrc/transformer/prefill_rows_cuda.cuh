@@ -28,9 +28,13 @@ struct PrefillShape {
   static constexpr int kTileBytes = kPageTokens * kWidth * 2;
   static constexpr int kCodeBytes = kPageTokens * kWidth;
   static constexpr int kScaleBytes = kPageTokens * 4;
+  // What a lane has found: sums of values, and for each row a largest score and a sum of weights.
+  static constexpr int kFloatsOfLane = kRowTiles * (kWidth / 2 + 4);
   static constexpr int kStageBytes = 2 * (kCodes ? kCodeBytes + kScaleBytes : kTileBytes);
   DSX_HOST_DEVICE static constexpr int shared_bytes(int stages) {
-    return kQueryBytes + stages * kStageBytes + (kCodes ? 2 * kTileBytes : 0);
+    const int bytes = kQueryBytes + stages * kStageBytes + (kCodes ? 2 * kTileBytes : 0);
+    const int at_the_end = kKeyGroups > 1 ? kRowGroups * 32 * kFloatsOfLane * 4 : 0;
+    return bytes > at_the_end ? bytes : at_the_end;
   }
 
   // Where chunk number `chunk`, of 8 elements, of a row of a tile is: neighbouring rows have the
@@ -144,9 +148,8 @@ class WarpRows {
   // Adds what the groups have found, in their order, to what the first one has. All threads call
   // it; `memory` is for what the others have.
   __device__ void merge(char* memory) {
-    constexpr int kFloats = kRowTiles * kWidth / 2 + 2 * kRows;
-    static_assert(Shape::kRowGroups * 32 * kFloats * 4 <= Shape::shared_bytes(1));
-    float* const mine = reinterpret_cast<float*>(memory) + row_group() * 32 * kFloats + lane();
+    float* const mine =
+        reinterpret_cast<float*>(memory) + row_group() * 32 * Shape::kFloatsOfLane + lane();
     for (int group = 1; group < Shape::kKeyGroups; ++group) {
       __syncthreads();
       int i = 0;
