@@ -78,7 +78,7 @@ __device__ inline void attend_row(const DecodeAttention& call, const Unit& unit,
   const int64_t token = row / call.group, head = unit.head * call.group + row % call.group;
   const int64_t first = unit.chunk * kChunkTokens;
   Scoring scoring;
-  scoring.read(call, head, unit.sequence.position(token));
+  scoring.read(call, head, unit.position(token));
   const int begin = int(::max(scoring.begin - first, int64_t(0)));
   const int end = int(::min(scoring.end - first, int64_t(kChunkTokens)));
   const auto source = call.q.at<Any>(unit.batch, token, head);
@@ -140,12 +140,11 @@ __device__ inline void find_pages(const DecodeAttention& call, const Unit& unit,
                                   AnyShared& shared) {
   if (threadIdx.x == 0) {
     shared.wrong = false;
-    const int64_t begin = seen_at(unit.sequence.position(0), call.window).begin;
+    const int64_t begin = unit.seen_begin;
     for (int i = 0; i < kChunkPages; ++i) {
       const int64_t number = unit.chunk * kChunkPages + i;
-      const bool used =
-          number * kPageTokens < unit.sequence.length && (number + 1) * kPageTokens > begin;
-      const int64_t page = used ? call.kv.page_of(unit.sequence.slot, number) : 0;
+      const bool used = number * kPageTokens < unit.length && (number + 1) * kPageTokens > begin;
+      const int64_t page = used ? call.kv.page_of(unit.slot, number) : 0;
       shared.wrong |= page < 0;
       shared.pages[i] = page < 0 ? 0 : page;
     }
@@ -165,7 +164,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
   for (int i = 0; units.at(i).there; ++i) {
     const Unit& unit = units.at(i);
     find_pages(call, unit, shared);
-    for (int64_t row = 0; row < unit.sequence.count * call.group; ++row) {
+    for (int64_t row = 0; row < unit.count * call.group; ++row) {
       float* partial = partials.at(unit.batch, call.kv.heads, unit.head, unit.index, row);
       if (shared.wrong) {
         spoil(call, partial);

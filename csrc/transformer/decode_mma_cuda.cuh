@@ -11,9 +11,8 @@
 namespace dsx::cuda {
 
 constexpr int kUnitRows = 8;
-constexpr int kShareTokens = kChunkTokens / kDecodeWarps;
-constexpr int kTiles = kShareTokens / kTileTokens;
-static_assert(kPageTokens % kShareTokens == 0);
+constexpr int kTiles = 2, kPartTokens = kTiles * kTileTokens;  // that are weighed together
+static_assert(kDecodeWarps == kChunkPages && kPageTokens % kPartTokens == 0);
 
 // Calls do_it<0>() and so on.
 template <int kCount, class Do>
@@ -23,19 +22,17 @@ __device__ inline void each_tile(const Do& do_it) {
   }(std::make_integer_sequence<int, kCount>{});
 }
 
-// What a warp has to do with a unit: tokens 0 to `last` from position `begin` on.
+// What a warp has to do with a unit: tokens 0 to `last` of a page.
 struct Share {
-  int begin, last;  // last is -1 if no row sees any
+  int begin, last;  // begin is the position of the first one; last is -1 if no row sees any
   int page;         // as the table says
 };
 __device__ inline Share share_of_warp(const DecodeAttention& call, const Unit& unit) {
   if (!unit.there) return {0, -1, 0};
-  const int64_t begin = unit.chunk * kChunkTokens + int(threadIdx.x) / 32 * kShareTokens;
-  const int64_t seen = seen_at(unit.sequence.position(0), call.window).begin;
-  if (begin >= unit.sequence.length || begin + kShareTokens <= seen) return {0, -1, 0};
-  const int64_t last = ::min(unit.sequence.length - begin, int64_t(kShareTokens)) - 1;
-  const int64_t number = unit.sequence.slot * call.kv.pages_of_slot + begin / kPageTokens;
-  return {int(begin), int(last), call.kv.table[number]};
+  const int number = unit.chunk * kChunkPages + threadIdx.x / 32, begin = number * kPageTokens;
+  if (begin >= unit.length || begin + kPageTokens <= unit.seen_begin) return {0, -1, 0};
+  return {begin, ::min(unit.length - begin, kPageTokens) - 1,
+          call.kv.table[unit.slot * call.kv.pages_of_slot + number]};
 }
 
 // The rows of a unit, in shared memory: their queries as matrices that keys are multiplied by.
@@ -49,7 +46,7 @@ struct UnitRows {
 
   // Every thread calls it. What is not there is 0, and sees nothing.
   __device__ void read(const DecodeAttention& call, const Unit& unit) {
-    const int64_t rows = unit.sequence.count * call.group;
+    const int64_t rows = unit.count * call.group;
     const auto place_of = [&](int64_t row, int64_t& token, int64_t& head) {
       token = quotient(row, call.group);
       head = unit.head * call.group + row - token * call.group;
@@ -75,7 +72,7 @@ struct UnitRows {
       const int64_t row = unit.part * kUnitRows + threadIdx.x;
       place_of(row, token, head);
       if (row < rows) {
-        scoring[threadIdx.x].read(call, head, unit.sequence.position(token));
+        scoring[threadIdx.x].read(call, head, unit.position(token));
       } else {
         scoring[threadIdx.x] = {};
       }
@@ -104,7 +101,7 @@ class ShareAttention {
   // Begins to read the first tiles of the first unit.
   __device__ void begin(const Unit& unit, const Share& share) {
     locate(unit, share);
-    each_tile<kAhead>([&]<int kTile>() { read_in_turn<kTile>(share); });
+    each_tile<kAhead>([&]<int kTile>() { read_in_turn<kTile>(); });
   }
 
   // Works on a share, and begins to read the next one. Leaves sums of values in `found`
@@ -112,31 +109,44 @@ class ShareAttention {
   __device__ void run(const Unit& unit, const Share& share, const Unit& next_unit,
                       const Share& next, float* found, float* sums, float* largest) {
     const int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4;
-    const bool there = there_;
-    float most = -INFINITY, sum = share.last >= 0 && !there ? NAN : 0.0f;
+    float most = -INFINITY, sum = share.last >= 0 && !there_ ? NAN : 0.0f;
 #pragma unroll
     for (auto& of_step : out_) {
 #pragma unroll
       for (float& each : of_step) each = 0;
     }
-    if (there) {
+    // A loop, as instructions that are used again are there sooner.
+#pragma unroll 1
+    for (int first = 0; first < kPageTokens; first += kPartTokens) {
+      const auto go_on = [&] {
+        if (first + kPartTokens < kPageTokens) {
+          locate_next_part();
+        } else {
+          locate(next_unit, next);
+        }
+      };
+      if (!there_) {
+        go_on();
+        each_tile<kAhead>([&]<int kTile>() { read_in_turn<kTile>(); });
+        continue;
+      }
       each_tile<kTiles>([&]<int kTile>() {
         multiply_keys<kTile>();
-        read_ahead<kTile>(share, next_unit, next);
+        if constexpr (kTile + kAhead == kTurns) go_on();
+        read_in_turn<kTile + kAhead>();
       });
-      weigh(share, most, sum);
+      weigh(share.begin + first, most, sum);
       each_tile<kTiles>([&]<int kTile>() {
-        take_values<kTile>(unit, share);
-        read_ahead<kTiles + kTile>(share, next_unit, next);
+        take_values<kTile>(unit, share, first);
+        if constexpr (kTiles + kTile + kAhead == kTurns) go_on();
+        read_in_turn<kTiles + kTile + kAhead>();
       });
-    } else {
-      begin(next_unit, next);
     }
     if (pair == 0) {
       sums[row] = sum;
       largest[row] = most;
     }
-    const int rows = int(unit.sequence.count * call_.group) - unit.part * kUnitRows;
+    const int rows = unit.count * int(call_.group) - unit.part * kUnitRows;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (2 * pair + i >= rows) continue;
@@ -149,44 +159,37 @@ class ShareAttention {
   }
 
  private:
-  // Finds the keys and values of a share; there are none if the page cannot be.
+  // Finds the keys and values of a share, of which the first part is to be read; there are none if
+  // the page cannot be.
   __device__ void locate(const Unit& unit, const Share& share) {
     const PagedKv& kv = call_.kv;
-    there_ = share.last >= 0 && share.page >= 0 && share.page < kv.pages;
-    const int64_t place = kv.place(share.page, unit.head, share.begin % kPageTokens) * kBytes;
+    last_ = share.last;
+    there_ = last_ >= 0 && share.page >= 0 && share.page < kv.pages;
+    const int64_t place = kv.place(share.page, unit.head, 0) * kBytes;
     keys_ = static_cast<const char*>(kv.keys) + place;
     values_ = static_cast<const char*>(kv.values) + place;
-    if constexpr (Kind::kQuantized) {
-      scales_ = kv.scale_place(share.page, unit.head, share.begin % kPageTokens);
-    }
+    if constexpr (Kind::kQuantized) scales_ = kv.scale_place(share.page, unit.head, 0);
+  }
+  __device__ void locate_next_part() {
+    last_ -= kPartTokens;
+    there_ = there_ && last_ >= 0;
+    keys_ += int64_t(kPartTokens) * of_token_;
+    values_ += int64_t(kPartTokens) * of_token_;
+    if constexpr (Kind::kQuantized) scales_ += kPartTokens;
   }
 
-  // Reads tile number kTurn % kTurns of the share that was located.
+  // Reads tile number kTurn % kTurns of the part that was located.
   template <int kTurn>
-  __device__ void read_in_turn(const Share& share) {
+  __device__ void read_in_turn() {
     if (!there_) return;
     constexpr int kFirst = kTurn % kTiles * kTileTokens;
     constexpr bool keys = kTurn % kTurns < kTiles;
     const int bytes = int(call_.kv.width) * kBytes;
     Tile& tile = tiles_[kTurn % kAhead];
-    if constexpr (keys) {
-      tile.template read<true>(keys_, of_token_, kFirst, share.last, bytes);
-    } else {
-      tile.template read<false>(values_, of_token_, kFirst, share.last, bytes);
-    }
+    tile.template read<keys>(keys ? keys_ : values_, of_token_, kFirst, last_, bytes);
     if constexpr (Kind::kQuantized) {
       const float* scales = keys ? call_.kv.key_scales : call_.kv.value_scales;
-      tile.read_scales(scales + scales_, kFirst, share.last);
-    }
-  }
-  template <int kTurn>
-  __device__ void read_ahead(const Share& share, const Unit& next_unit, const Share& next) {
-    constexpr int kThen = kTurn + kAhead;
-    if constexpr (kThen < kTurns) {
-      read_in_turn<kThen>(share);
-    } else {
-      if constexpr (kThen == kTurns) locate(next_unit, next);
-      read_in_turn<kThen>(next);
+      tile.read_scales(scales + scales_, kFirst, last_);
     }
   }
 
@@ -216,51 +219,61 @@ class ShareAttention {
     }
   }
 
-  // From products to weights; what is not seen has none.
-  __device__ void weigh(const Share& share, float& most, float& sum) {
-    const Scoring scoring = rows_.scoring[threadIdx.x % 32 / 4];
-    const int first = share.begin + threadIdx.x % 4;
-    if (call_.soft_cap > 0 || call_.alibi_slopes != nullptr) {
+  // From products to weights of the keys from position `begin` on; what is not seen has none. What
+  // was found before gets its share of a largest score that is new.
+  __device__ void weigh(int begin, float& most, float& sum) {
+    const int lane = threadIdx.x % 32, pair = lane % 4;
+    const Scoring scoring = rows_.scoring[lane / 4];
+    const bool is_plain = call_.soft_cap <= 0 && call_.alibi_slopes == nullptr;
+    float largest = most;
 #pragma unroll
-      for (int k = 0; k < kShareTokens / 4; ++k) {
-        float& score = weights_[k / Tile::kFours][k % Tile::kFours];
-        score = scoring.score(call_, score, first + k * 4);
+    for (int k = 0; k < kPartTokens / 4; ++k) {
+      float& score = weights_[k / Tile::kFours][k % Tile::kFours];
+      const int key = begin + k * 4 + pair;
+      if (is_plain) {
+        score = scoring.sees(key) ? score * call_.scale : -INFINITY;
+      } else {
+        score = scoring.score(call_, score, key);
       }
-    } else {
-#pragma unroll
-      for (int k = 0; k < kShareTokens / 4; ++k) {
-        float& score = weights_[k / Tile::kFours][k % Tile::kFours];
-        score = scoring.sees(first + k * 4) ? score * call_.scale : -INFINITY;
-      }
-    }
-#pragma unroll
-    for (const auto& of_tile : weights_) {
-#pragma unroll
-      for (float each : of_tile) most = larger(most, each);
+      largest = larger(largest, score);
     }
 #pragma unroll
     for (int distance = 1; distance < 4; distance *= 2) {
-      most = larger(most, __shfl_xor_sync(0xffffffff, most, distance));
+      largest = larger(largest, __shfl_xor_sync(0xffffffff, largest, distance));
     }
-    const float shift = shift_of_largest(most);
+    const float shift = shift_of_largest(largest);
+    float more = 0;
 #pragma unroll
     for (auto& of_tile : weights_) {
 #pragma unroll
       for (float& each : of_tile) {
         each = fast_exp_of_negative(each - shift);
-        sum += each;
+        more += each;
       }
     }
 #pragma unroll
     for (int distance = 1; distance < 4; distance *= 2) {
-      sum += __shfl_xor_sync(0xffffffff, sum, distance);
+      more += __shfl_xor_sync(0xffffffff, more, distance);
+    }
+    const float factor = fast_exp_of_negative(most - shift);
+    sum = __fmaf_rn(sum, factor, more);
+    most = largest;
+    if (__all_sync(0xffffffff, factor == 1.0f)) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float of_row = __shfl_sync(0xffffffff, factor, (2 * pair + i) * 4);
+#pragma unroll
+      for (auto& of_step : out_) {
+        of_step[i] *= of_row;
+        of_step[2 + i] *= of_row;
+      }
     }
   }
 
   template <int kTile>
-  __device__ void take_values(const Unit& unit, const Share& share) {
+  __device__ void take_values(const Unit& unit, const Share& share, int first) {
     Tile& values = tiles_[(kTiles + kTile) % kAhead];
-    const int begin = share.begin + kTile * kTileTokens;
+    const int begin = share.begin + first + kTile * kTileTokens;
     if constexpr (Kind::kQuantized) {
       const Scoring scoring = rows_.scoring[threadIdx.x % 32 / 4];
 #pragma unroll
@@ -271,11 +284,10 @@ class ShareAttention {
       }
     }
     // Some of the rows do not see these tokens; what is not finite must not reach them.
-    const Seen last = seen_at(unit.sequence.length - 1, call_.window);
-    const bool edge = begin < last.begin || begin + kTileTokens > unit.sequence.position(0) + 1;
+    const bool edge = begin < unit.seen_by_last || begin + kTileTokens > unit.position(0) + 1;
     if (edge || std::is_same_v<Kind, Fp8Kv>) {
       if (__any_sync(0xffffffff, values.template set_apart<V>())) {
-        add_set_apart<kTile>(unit, share);
+        add_set_apart<kTile>(unit, share, first);
       }
     }
     const float (&weights)[4] = weights_[kTile];
@@ -291,13 +303,13 @@ class ShareAttention {
 
   // Adds the values of a tile that are not finite to the rows that see them.
   template <int kTile>
-  __device__ void add_set_apart(const Unit& unit, const Share& share) {
+  __device__ void add_set_apart(const Unit& unit, const Share& share, int first) {
     const int pair = threadIdx.x % 4;
-    const int64_t place = call_.kv.place(share.page, unit.head, share.begin % kPageTokens);
+    const int64_t page = call_.kv.place(share.page, unit.head, 0);
 #pragma unroll 1
     for (int token = 0; token < kTileTokens; ++token) {
-      const int number = kTile * kTileTokens + token;
-      const int64_t at = place + number * call_.kv.of_token;
+      const int number = first + kTile * kTileTokens + token;
+      const int64_t at = page + number * call_.kv.of_token;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float (&mine)[4] = weights_[kTile];
@@ -320,8 +332,10 @@ class ShareAttention {
   const DecodeAttention& call_;
   const Rows& rows_;
   int of_token_;  // bytes
+  // The part that was located last.
   bool there_;
-  const char *keys_, *values_;  // of the share that was located last
+  int last_;
+  const char *keys_, *values_;
   int64_t scales_;
   Tile tiles_[kAhead];
   float weights_[kTiles][Tile::kFours];  // of keys number `pair` of each four
@@ -334,7 +348,7 @@ __device__ inline void store_unit(const DecodeAttention& call, const Partials& p
                                   const Unit& unit, const float* found,
                                   const float (&sums)[kDecodeWarps][kUnitRows],
                                   const float (&largest)[kDecodeWarps][kUnitRows]) {
-  const int64_t rows = unit.sequence.count * call.group - unit.part * kUnitRows;
+  const int64_t rows = unit.count * call.group - unit.part * kUnitRows;
   const int64_t padded = padded_width(call.kv.width);
   for (int i = threadIdx.x; i < kUnitRows * kWidth / 2; i += kDecodeThreads) {
     const int row = i / (kWidth / 2), k = i % (kWidth / 2) * 2;

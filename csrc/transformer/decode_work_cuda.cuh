@@ -47,20 +47,22 @@ struct Partials {
 // A unit of work: for each row of the batch, its heads, for each its chunks, for each its parts,
 // which are some rows each.
 struct Unit {
-  Sequence sequence;
+  int slot, length, count;       // as Sequence says
+  int seen_begin, seen_by_last;  // the first key that the first token sees; that the last one sees
   int batch, head, part;
   int chunk, index;  // index counts from the first chunk that is looked at
   bool there;        // else the block has no more
   bool same_rows;    // as those of the unit before
+
+  __device__ int position(int64_t token) const { return length - count + int(token); }
 };
 
 // The units of a block, in shared memory. The host does not know how many there are.
 struct Units {
-  int left;                      // that have not been found
-  int batch, head, index, part;  // of the next one
-  Sequence sequence;             // of the row of the batch that it is in
-  int first_chunk, chunks;       // of that
-  Unit units[3];                 // this one, the next, and the one after that, in turn
+  int left;                 // that have not been found
+  int first_chunk, chunks;  // of the row of the batch that the next one is in
+  Unit next;                // but for its chunk
+  Unit units[3];            // this one, the next, and the one after that, in turn
 
   __device__ const Unit& at(int i) const { return units[i % 3]; }
 
@@ -84,20 +86,17 @@ struct Units {
     unit.there = left > 0;
     if (!unit.there) return;
     --left;
-    if (index == chunks) index = 0, ++head;
-    if (head == call.kv.heads) {
-      head = 0;
-      do enter(call, ++batch);
+    if (next.index == chunks) next.index = 0, ++next.head;
+    if (next.head == call.kv.heads) {
+      next.head = 0;
+      do enter(call, next.batch + 1);
       while (chunks == 0);
     }
-    unit.sequence = sequence;
-    unit.batch = batch;
-    unit.head = head;
-    unit.index = index;
-    unit.chunk = first_chunk + index;
-    unit.part = part;
-    unit.same_rows = parts == 1 && index > 0;
-    if (++part == parts) part = 0, ++index;
+    unit = next;
+    unit.chunk = first_chunk + next.index;
+    unit.there = true;
+    unit.same_rows = parts == 1 && next.index > 0;
+    if (++next.part == parts) next.part = 0, ++next.index;
   }
 
  private:
@@ -108,11 +107,16 @@ struct Units {
   }
 
   __device__ void enter(const DecodeAttention& call, int to) {
-    batch = to;
-    sequence = sequence_of(call.kv, call.news, batch);
+    const Sequence sequence = sequence_of(call.kv, call.news, to);
     const Chunks all = chunks_of(sequence, call.window);
     first_chunk = int(all.first);
     chunks = int(all.end - all.first);
+    next.batch = to;
+    next.slot = int(sequence.slot);
+    next.length = int(sequence.length);
+    next.count = int(sequence.count);
+    next.seen_begin = int(seen_at(sequence.position(0), call.window).begin);
+    next.seen_by_last = int(seen_at(sequence.length - 1, call.window).begin);
   }
 
   // Blocks share the units of the whole batch; one warp calls it.
@@ -143,9 +147,9 @@ struct Units {
       if (here) {
         enter(call, int(begin) + lane);
         const int number = first - (end - mine), of_parts = number / parts;
-        part = number % parts;
-        head = of_parts / chunks;
-        index = of_parts % chunks;
+        next.part = number % parts;
+        next.head = of_parts / chunks;
+        next.index = of_parts % chunks;
       }
       if (__any_sync(0xffffffff, here)) return;
       end = __shfl_sync(0xffffffff, end, 31);
