@@ -96,9 +96,7 @@ def work(
     kind = CODES.get(stored, dtype)
     name = f"{stored or str(dtype).partition('.')[2]}, {slots} x {chunk:,} against {tokens:,}"
     name += "".join(f", {option}" for option in options) + f", {calls} times" * (calls > 1)
-    made = partial(
-        contenders, dtype=dtype, stored=kind, chunk=chunk, options=options, calls=calls
-    )
+    made = partial(contenders, dtype=dtype, stored=kind, chunk=chunk, options=options, calls=calls)
     bytes_each = 2 * kind.itemsize * calls
     return Work(name, [(slots, tokens, 8, 128)], bytes_each, made, only_reads=True)
 

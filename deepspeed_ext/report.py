@@ -16,8 +16,8 @@ from typing import Literal
 
 from deepspeed_ext.environment import describe
 from deepspeed_ext.op_builder import OPS, BuildError, OpSpec, cuda, load, probe, program, toolchain
-from deepspeed_ext.op_builder.registry import GROUPS, specs_of
 from deepspeed_ext.op_builder.errors import Unavailable
+from deepspeed_ext.op_builder.registry import GROUPS, specs_of
 
 _WIDTH = 80
 _COLOURS = {"works": "32", "not built": "33", "unavailable": "31"}

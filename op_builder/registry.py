@@ -44,7 +44,11 @@ def _kv_cache(kind: str, rule: str) -> tuple[OpSpec, OpSpec]:
         shared = _op(
             f"{prefix}_kv_cache{kind}",
             "transformer/decode_attention",
-            *(f"transformer/{op}_{end}" for op in ("prefill_attention", "rope_append") for end in ends),
+            *(
+                f"transformer/{op}_{end}"
+                for op in ("prefill_attention", "rope_append")
+                for end in ends
+            ),
         )
         check = f"deepspeed_ext.ops.transformer.kv_cache_checks:kv_cache{kind}"
         made.append(replace(shared, defines=(("DSX_KV", rule),), self_check=check))

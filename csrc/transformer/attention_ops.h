@@ -43,9 +43,11 @@ inline void check_heads(const char* op, const TensorView& q, const PagedKv& kv) 
 
 // One call: checks everything, makes the results, and calls run(DecodeAttention, device).
 template <class Run>
-std::tuple<torch::stable::Tensor, torch::stable::Tensor> attend(
-    const char* op, int64_t most_tokens, const torch::stable::Tensor& q,
-    const PagedKvTensors& tensors, const AttentionOptions& options, const Run& run) {
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> attend(const char* op, int64_t most_tokens,
+                                                                const torch::stable::Tensor& q,
+                                                                const PagedKvTensors& tensors,
+                                                                const AttentionOptions& options,
+                                                                const Run& run) {
   using torch::stable::Tensor;
   TensorView view(q.get());
   PagedKvReader reader(op, tensors, view);

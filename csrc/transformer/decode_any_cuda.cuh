@@ -4,6 +4,7 @@
 
 #include <cuda_fp8.h>
 
+#include "common/cuda/chain.cuh"
 #include "transformer/decode_work_cuda.cuh"
 
 namespace dsx::cuda {
@@ -38,7 +39,7 @@ struct AnyShared {
   float q[kLargestWidth];
   float scores[kChunkTokens];
   float of_warps[kDecodeWarps];
-  int64_t pages[kChunkPages], sums[kDecodeWarps];
+  int64_t pages[kChunkPages];
   bool wrong;
 };
 
@@ -76,7 +77,8 @@ __device__ inline void attend_row(const DecodeAttention& call, const Unit& unit,
   const PagedKv& kv = call.kv;
   const int64_t token = row / call.group, head = unit.head * call.group + row % call.group;
   const int64_t first = unit.chunk * kChunkTokens;
-  const Scoring scoring(call, head, unit.sequence.position(token));
+  Scoring scoring;
+  scoring.read(call, head, unit.position(token));
   const int begin = int(::max(scoring.begin - first, int64_t(0)));
   const int end = int(::min(scoring.end - first, int64_t(kChunkTokens)));
   const auto source = call.q.at<Any>(unit.batch, token, head);
@@ -97,7 +99,7 @@ __device__ inline void attend_row(const DecodeAttention& call, const Unit& unit,
     if constexpr (Kind::kQuantized) {
       scale = kv.key_scales[kv.scale_place(page, unit.head, t % kPageTokens)];
     }
-    if (lane == 0) shared.scores[t] = scoring(product, scale, int(first) + t);
+    if (lane == 0) shared.scores[t] = scoring.score(call, product * scale, int(first) + t);
   }
   __syncthreads();
   float largest = -INFINITY, sum = 0;
@@ -138,12 +140,11 @@ __device__ inline void find_pages(const DecodeAttention& call, const Unit& unit,
                                   AnyShared& shared) {
   if (threadIdx.x == 0) {
     shared.wrong = false;
-    const int64_t begin = seen_at(unit.sequence.position(0), call.window).begin;
+    const int64_t begin = unit.seen_begin;
     for (int i = 0; i < kChunkPages; ++i) {
       const int64_t number = unit.chunk * kChunkPages + i;
-      const bool used =
-          number * kPageTokens < unit.sequence.length && (number + 1) * kPageTokens > begin;
-      const int64_t page = used ? call.kv.page_of(unit.sequence.slot, number) : 0;
+      const bool used = number * kPageTokens < unit.length && (number + 1) * kPageTokens > begin;
+      const int64_t page = used ? call.kv.page_of(unit.slot, number) : 0;
       shared.wrong |= page < 0;
       shared.pages[i] = page < 0 ? 0 : page;
     }
@@ -156,19 +157,22 @@ __global__ void __launch_bounds__(kDecodeThreads)
     decode_any_kernel(const __grid_constant__ DecodeAttention call,
                       const __grid_constant__ Partials partials) {
   __shared__ AnyShared shared;
-  Units units(call, 1);
-  units.find_share(shared.sums);
-  while (!units.done()) {
-    const Unit unit = units.take();
+  __shared__ Units units;
+  wait_for_previous();
+  let_next_begin();
+  units.begin(call, 1);
+  for (int i = 0; units.at(i).there; ++i) {
+    const Unit& unit = units.at(i);
     find_pages(call, unit, shared);
-    for (int64_t row = 0; row < unit.sequence.count * call.group; ++row) {
-      float* partial = partials.at(unit.batch, call.kv.heads, unit.head, unit.chunk, row);
+    for (int64_t row = 0; row < unit.count * call.group; ++row) {
+      float* partial = partials.at(unit.batch, call.kv.heads, unit.head, unit.index, row);
       if (shared.wrong) {
         spoil(call, partial);
       } else {
         attend_row<Kind>(call, unit, row, shared, partial);
       }
     }
+    if (threadIdx.x == 0) units.find(call, 1, i + 2);
     __syncthreads();  // the next unit has other pages
   }
 }

@@ -1,360 +1,377 @@
-// decode_attention on CUDA by tensor cores, for keys and values of 16 bits that can be read 16
-// bytes at a time. A block takes a chunk, each of its four warps a page of it, and 8 rows of a
-// head: they are the columns of what is multiplied, K q and V^T p, so that keys and values are read
-// as they lie. A warp has its own ring of tiles of 16 tokens in shared memory, which are on their
-// way long before they are needed, also beyond the end of a unit.
+// decode_attention on CUDA by tensor cores, for keys and values that can be read 16 bytes at a
+// time. A block takes a chunk, each of its warps 64 keys of it, and 8 rows of a head: they
+// are the columns of what is multiplied, K q and V^T p. While a warp multiplies a tile, those that
+// it needs next are on their way, also beyond the end of a unit.
 #pragma once
 
-#include "common/cuda/fetch.cuh"
-#include "transformer/decode_work_cuda.cuh"
-#include "transformer/mma_cuda.cuh"
+#include "common/cuda/chain.cuh"
+#include "transformer/decode_any_cuda.cuh"
+#include "transformer/decode_tiles_cuda.cuh"
 
 namespace dsx::cuda {
 
-constexpr int kTileTokens = 16, kTiles = kPageTokens / kTileTokens;
 constexpr int kUnitRows = 8;
+constexpr int kTiles = 2, kPartTokens = kTiles * kTileTokens;  // that are weighed together
+static_assert(kDecodeWarps == kChunkPages && kPageTokens % kPartTokens == 0);
 
-// For heads of up to kWidth elements; as many stages as keep 40 KiB on their way.
-template <int kWidth>
-struct MmaShape {
-  static constexpr int kStages = kWidth <= 64 ? 8 : kWidth <= 128 ? 5 : 3;
-  static constexpr int kTileBytes = kTileTokens * kWidth * 2;
-  static constexpr int kRingBytes = kDecodeWarps * kStages * kTileBytes;
-  static constexpr int kSharedBytes = kRingBytes + kDecodeWarps * kUnitRows * kWidth * 4;
-  static constexpr int kSteps = kWidth / 16;  // of 16 elements of a head
-};
-
-// What a warp has to do with its page of a unit: tiles [first, end).
-struct PageOfWarp {
-  int64_t begin;  // position of its first token
-  int64_t place;  // of its first element
-  int first, end;
-  bool wrong;
-};
-__device__ inline PageOfWarp page_of_warp(const DecodeAttention& call, const Unit& unit) {
-  const int64_t number = unit.chunk * kChunkPages + threadIdx.x / 32;
-  PageOfWarp page{number * kPageTokens, 0, 0, 0, false};
-  const int64_t seen = seen_at(unit.sequence.position(0), call.window).begin;
-  if (page.begin >= unit.sequence.length || page.begin + kPageTokens <= seen) return page;
-  const int64_t index = call.kv.page_of(unit.sequence.slot, number);
-  page.wrong = index < 0;
-  if (page.wrong) return page;
-  page.place = call.kv.place(index, unit.head, 0);
-  page.first = int(::max(seen - page.begin, int64_t(0))) / kTileTokens;
-  const int64_t tokens = ::min(unit.sequence.length - page.begin, int64_t(kPageTokens));
-  page.end = int(tokens + kTileTokens - 1) / kTileTokens;
-  return page;
+// Calls do_it<0>() and so on.
+template <int kCount, class Do>
+__device__ inline void each_tile(const Do& do_it) {
+  [&]<int... kTile>(std::integer_sequence<int, kTile...>) {
+    (do_it.template operator()<kTile>(), ...);
+  }(std::make_integer_sequence<int, kCount>{});
 }
 
-// Fetches the tiles of all units of a warp in their order: keys of a page, then its values.
-template <class T, int kWidth>
-class TileFetcher {
-  using Shape = MmaShape<kWidth>;
+// What a warp has to do with a unit: tokens 0 to `last` of a page.
+struct Share {
+  int begin, last;  // begin is the position of the first one; last is -1 if no row sees any
+  int page;         // as the table says
+};
+__device__ inline Share share_of_warp(const DecodeAttention& call, const Unit& unit) {
+  if (!unit.there) return {0, -1, 0};
+  const int number = unit.chunk * kChunkPages + threadIdx.x / 32, begin = number * kPageTokens;
+  if (begin >= unit.length || begin + kPageTokens <= unit.seen_begin) return {0, -1, 0};
+  return {begin, ::min(unit.length - begin, kPageTokens) - 1,
+          call.kv.table[unit.slot * call.kv.pages_of_slot + number]};
+}
 
- public:
-  __device__ TileFetcher(const DecodeAttention& call, const Units& units, char* ring)
-      : call_(call), units_(units), ring_(ring) {}
+// The rows of a unit, in shared memory: their queries as matrices that keys are multiplied by.
+template <class K, class Kind, int kWidth, bool kWhole>
+struct UnitRows {
+  using Tile = cuda::Tile<Kind, kWidth, kWhole>;
+  // Rows of a matrix are those of the unit, for the first halves of keys; then again for the
+  // second.
+  alignas(16) uint32_t words[Tile::kKeySteps][32][4];
+  Scoring scoring[kUnitRows];
 
-  // Begins to fetch the next tile, if there is one, and ends a group of copies.
-  __device__ void fetch_next() {
-    while (tile_ == tiles_ && !units_.done()) {
-      const Unit unit = units_.take();
-      page_ = page_of_warp(call_, unit);
-      length_ = unit.sequence.length;
-      tile_ = 0;
-      tiles_ = 2 * (page_.end - page_.first);
-    }
-    if (tile_ < tiles_) fetch_tile();
-    end_fetches();
-  }
-
-  // Where chunk number `chunk`, of 16 bytes, of a token of a tile is: neighbouring tokens have the
-  // same one in different banks.
-  __device__ static int place_of(int token, int chunk) {
-    return token * (kWidth * 2) + ((chunk ^ (token & 7)) * 16);
-  }
-
- private:
-  __device__ void fetch_tile() {
-    const int half = tiles_ / 2;
-    const bool keys = tile_ < half;
-    const int first = (page_.first + (keys ? tile_ : tile_ - half)) * kTileTokens;
-    const T* source = static_cast<const T*>(keys ? call_.kv.keys : call_.kv.values) + page_.place;
-    char* const target = ring_ + stage_ * Shape::kTileBytes;
-    constexpr int kChunks = kWidth / 8;
+  // Every thread calls it. What is not there is 0, and sees nothing.
+  __device__ void read(const DecodeAttention& call, const Unit& unit) {
+    const int64_t rows = unit.count * call.group;
+    const auto place_of = [&](int64_t row, int64_t& token, int64_t& head) {
+      token = quotient(row, call.group);
+      head = unit.head * call.group + row - token * call.group;
+    };
+    int64_t token, head;
 #pragma unroll
-    for (int i = 0; i < kTileTokens * kChunks / 32; ++i) {
-      const int number = i * 32 + threadIdx.x % 32;
-      const int token = number / kChunks, chunk = number % kChunks;
-      const int64_t left = call_.kv.width - chunk * 8;
-      const bool there = left > 0 && page_.begin + first + token < length_;
-      const int bytes = !there ? 0 : left < 8 ? int(left) * 2 : 16;
-      const T* from = there ? source + (first + token) * call_.kv.of_token + chunk * 8 : source;
-      fetch_part(target + place_of(token, chunk), from, bytes);
+    for (int i = threadIdx.x; i < Tile::kKeySteps * 128; i += kDecodeThreads) {
+      const int step = i / 128, lane = i / 4 % 32, half = i % 2, word = i / 2 % 2;
+      const int64_t row = unit.part * kUnitRows + lane / 4;
+      place_of(::min(row, rows - 1), token, head);
+      const K* const source = call.q.at<K>(unit.batch, token, head).address;
+      uint32_t both = 0;
+#pragma unroll
+      for (int second = 0; second < 2; ++second) {
+        const int element = Tile::key_element(step, half, word, second, lane % 4);
+        if (row < rows && element < call.kv.width) {
+          both |= uint32_t(source[element].bits) << (second * 16);
+        }
+      }
+      words[step][lane][i % 4] = both;
     }
-    ++tile_;
-    stage_ = stage_ + 1 == Shape::kStages ? 0 : stage_ + 1;
+    if (threadIdx.x < kUnitRows) {
+      const int64_t row = unit.part * kUnitRows + threadIdx.x;
+      place_of(row, token, head);
+      if (row < rows) {
+        scoring[threadIdx.x].read(call, head, unit.position(token));
+      } else {
+        scoring[threadIdx.x] = {};
+      }
+    }
   }
-
-  const DecodeAttention& call_;
-  Units units_;
-  char* ring_;
-  PageOfWarp page_ = {};
-  int64_t length_ = 0;
-  int tile_ = 0, tiles_ = 0, stage_ = 0;
 };
 
-// A warp's work on its page of each unit. Of the 8 rows of a unit, a lane has queries number
-// 2 pair and 2 pair + 1.
-template <class T, int kWidth>
-class PageAttention {
-  using Shape = MmaShape<kWidth>;
-  using Fetcher = TileFetcher<T, kWidth>;
+// A warp's work on its share of each unit. K is the type of products with keys, V of those with
+// values. Of a lane, `row` is lane / 4 and `pair` lane % 4: it weighs keys for that row.
+template <class K, class Kind, int kWidth, bool kWhole>
+class ShareAttention {
+  using V = std::conditional_t<Kind::kQuantized, BFloat16, K>;
+  using Tile = cuda::Tile<Kind, kWidth, kWhole>;
+  static constexpr int kBytes = Tile::kBytes, kSteps = Tile::kValueSteps;
+  // Tiles of keys, then those of values, are read in turn; so many are on their way.
+  static constexpr int kAhead = Tile::kWords > 32 ? 1 : Tile::kWords > 16 ? 2 : 4;
+  static constexpr int kTurns = 2 * kTiles;
 
  public:
-  __device__ PageAttention(const DecodeAttention& call, const Units& units, char* ring)
-      : call_(call), fetcher_(call, units, ring), ring_(ring) {
-    for (int i = 0; i < Shape::kStages - 1; ++i) fetcher_.fetch_next();
+  using Rows = UnitRows<K, Kind, kWidth, kWhole>;
+  static constexpr int kStride = kWidth + 8;  // of what rows have found
+
+  __device__ ShareAttention(const DecodeAttention& call, const Rows& rows)
+      : call_(call), rows_(rows), of_token_(int(call.kv.of_token) * kBytes) {}
+
+  // Begins to read the first tiles of the first unit.
+  __device__ void begin(const Unit& unit, const Share& share) {
+    locate(unit, share);
+    each_tile<kAhead>([&]<int kTile>() { read_in_turn<kTile>(); });
   }
 
-  // Leaves sums of values in `found` [kUnitRows, kWidth], and of weights, in shared memory.
-  __device__ void run(const Unit& unit, float* found, float* sums, float* largest) {
-    const PageOfWarp page = page_of_warp(call_, unit);
-    const int lane = threadIdx.x % 32;
-    read_queries(unit);
-    multiply_keys(page);
-    float most[2], sum[2];
-    weigh(unit, page, most, sum);
-    take_values(unit, page);
-    const int row = lane / 4, pair = lane % 4;
-#pragma unroll
-    for (int m = 0; m < Shape::kSteps; ++m) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        found[(2 * pair + i % 2) * kWidth + m * 16 + row + i / 2 * 8] = out_[m][i];
-      }
-    }
-    if (row == 0) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        sums[2 * pair + i] = page.wrong ? NAN : sum[i];
-        largest[2 * pair + i] = most[i];
-      }
-    }
-  }
-
- private:
-  // Waits for the next tile and asks for one more, which takes the place of the last one.
-  __device__ const char* next_tile() {
-    wait_for_fetches<Shape::kStages - 2>();
-    __syncwarp();
-    fetcher_.fetch_next();
-    const char* tile = ring_ + stage_ * Shape::kTileBytes;
-    stage_ = stage_ + 1 == Shape::kStages ? 0 : stage_ + 1;
-    return tile;
-  }
-
-  // Those of this unit, unless they are those of the last one. All loads are on their way together:
-  // what is not there is read where something is.
-  __device__ void read_queries(const Unit& unit) {
-    const int64_t number = (unit.batch * call_.kv.heads + unit.head) * call_.rows() + unit.part;
-    if (number == number_of_queries_) return;
-    number_of_queries_ = number;
-    const int lane = threadIdx.x % 32, pair = lane % 4;
-    const int64_t rows = unit.sequence.count * call_.group;
-    const int64_t mine = unit.part * kUnitRows + lane / 4;
-    const int64_t row = ::min(mine, rows - 1), token = quotient(row, call_.group);
-    const int64_t head = unit.head * call_.group + row - token * call_.group;
-    const T* const source = call_.q.at<T>(unit.batch, token, head).address;
-    const int width = int(call_.kv.width);
-    T elements[Shape::kSteps][2][2];
-#pragma unroll
-    for (int i = 0; i < Shape::kSteps * 4; ++i) {
-      const int place = i / 4 * 16 + i / 2 % 2 * 8 + 2 * pair + i % 2;
-      elements[i / 4][i / 2 % 2][i % 2] = source[::min(place, width - 1)];
-    }
-#pragma unroll
-    for (int i = 0; i < Shape::kSteps * 2; ++i) {
-      const int place = i / 2 * 16 + i % 2 * 8 + 2 * pair;
-      const T(&both)[2] = elements[i / 2][i % 2];
-      const uint32_t first = mine < rows && place < width ? both[0].bits : 0;
-      const uint32_t second = mine < rows && place + 1 < width ? both[1].bits : 0;
-      queries_[i / 2][i % 2] = first | second << 16;
-    }
-  }
-
-  __device__ void multiply_keys(const PageOfWarp& page) {
-    const int lane = threadIdx.x % 32, token = lane % 16, chunk = lane / 16;
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (float& each : scores_[tile]) each = 0;
-      if (tile < page.first || tile >= page.end) continue;
-      const char* keys = next_tile();
-#pragma unroll
-      for (int step = 0; step < Shape::kSteps; ++step) {
-        uint32_t words[4];
-        load_matrices<false>(words, keys + Fetcher::place_of(token, 2 * step + chunk));
-        multiply_matrices<T>(scores_[tile], words, queries_[step]);
-      }
-    }
-  }
-
-  // From products to weights; what is not seen has none.
-  __device__ void weigh(const Unit& unit, const PageOfWarp& page, float (&most)[2],
-                        float (&sum)[2]) {
-    const int row = threadIdx.x % 32 / 4, pair = threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int64_t mine = unit.part * kUnitRows + 2 * pair + i;
-      const bool there = mine < unit.sequence.count * call_.group;
-      const int64_t token = quotient(mine, call_.group);
-      const int64_t head = unit.head * call_.group + mine - token * call_.group;
-      if (there) {
-        scoring_[i] = Scoring(call_, head, unit.sequence.position(token));
-      } else {
-        scoring_[i].begin = scoring_[i].end = 0;
-      }
-      most[i] = -INFINITY;
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int key = int(page.begin) + tile * kTileTokens + half * 8 + row;
-          float& score = scores_[tile][2 * half + i];
-          const bool used = there && tile >= page.first && tile < page.end;
-          score = used ? scoring_[i](score, 1.0f, key) : -INFINITY;
-          most[i] = larger(most[i], score);
-        }
-      }
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) {
-        most[i] = larger(most[i], __shfl_xor_sync(0xffffffff, most[i], distance));
-      }
-      const float shift = shift_of_largest(most[i]);
-      sum[i] = 0;
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float& score = scores_[tile][2 * half + i];
-          score = fast_exp_of_negative(score - shift);
-          sum[i] += score;
-        }
-      }
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) {
-        sum[i] += __shfl_xor_sync(0xffffffff, sum[i], distance);
-      }
-    }
-  }
-
-  __device__ void take_values(const Unit& unit, const PageOfWarp& page) {
+  // Works on a share, and begins to read the next one. Leaves sums of values in `found`
+  // [kUnitRows, kStride], and of weights, in shared memory.
+  __device__ void run(const Unit& unit, const Share& share, const Unit& next_unit,
+                      const Share& next, float* found, float* sums, float* largest) {
+    const int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4;
+    float most = -INFINITY, sum = share.last >= 0 && !there_ ? NAN : 0.0f;
 #pragma unroll
     for (auto& of_step : out_) {
 #pragma unroll
       for (float& each : of_step) each = 0;
     }
-    const int lane = threadIdx.x % 32;
-    const int token = lane % 8 + lane / 16 * 8, chunk = lane / 8 % 2;
-    // Some of the rows do not see these tokens; what is not finite must not reach them.
-    const Seen last = seen_at(unit.sequence.length - 1, call_.window);
-    const int64_t all_end = unit.sequence.position(0) + 1;
+    // A loop, as instructions that are used again are there sooner.
+#pragma unroll 1
+    for (int first = 0; first < kPageTokens; first += kPartTokens) {
+      const auto go_on = [&] {
+        if (first + kPartTokens < kPageTokens) {
+          locate_next_part();
+        } else {
+          locate(next_unit, next);
+        }
+      };
+      if (!there_) {
+        go_on();
+        each_tile<kAhead>([&]<int kTile>() { read_in_turn<kTile>(); });
+        continue;
+      }
+      each_tile<kTiles>([&]<int kTile>() {
+        multiply_keys<kTile>();
+        if constexpr (kTile + kAhead == kTurns) go_on();
+        read_in_turn<kTile + kAhead>();
+      });
+      weigh(share.begin + first, most, sum);
+      each_tile<kTiles>([&]<int kTile>() {
+        take_values<kTile>(unit, share, first);
+        if constexpr (kTiles + kTile + kAhead == kTurns) go_on();
+        read_in_turn<kTiles + kTile + kAhead>();
+      });
+    }
+    if (pair == 0) {
+      sums[row] = sum;
+      largest[row] = most;
+    }
+    const int rows = unit.count * int(call_.group) - unit.part * kUnitRows;
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      if (tile < page.first || tile >= page.end) continue;
-      char* values = const_cast<char*>(next_tile());
-      const int64_t begin = page.begin + tile * kTileTokens;
-      if (begin < last.begin || begin + kTileTokens > all_end) set_apart(begin, tile, values);
-      const uint32_t weights[2] = {
-          transposed_matrix(packed<T>(scores_[tile][0], scores_[tile][1])),
-          transposed_matrix(packed<T>(scores_[tile][2], scores_[tile][3]))};
+    for (int i = 0; i < 2; ++i) {
+      if (2 * pair + i >= rows) continue;
 #pragma unroll
-      for (int step = 0; step < Shape::kSteps; ++step) {
-        uint32_t words[4];
-        load_matrices<true>(words, values + Fetcher::place_of(token, 2 * step + chunk));
-        multiply_matrices<T>(out_[step], words, weights);
+      for (int step = 0; step < kSteps; ++step) {
+        float* const place = found + (2 * pair + i) * kStride + Tile::value_element(step);
+        *reinterpret_cast<float2*>(place) = make_float2(out_[step][i], out_[step][2 + i]);
       }
     }
   }
 
-  // Adds the values of a tile that are not finite to the rows that see them, and makes them 0.
-  __device__ void set_apart(int64_t begin, int tile, char* values) {
-    const int lane = threadIdx.x % 32, row = lane / 4;
-    bool found = false;
-    for (int i = lane; i < kTileTokens * kWidth; i += 32) {
-      const T* value = reinterpret_cast<const T*>(
-          values + Fetcher::place_of(i / kWidth, i % kWidth / 8) + i % 8 * 2);
-      found |= !isfinite(widen(*value));
+ private:
+  // Finds the keys and values of a share, of which the first part is to be read; there are none if
+  // the page cannot be.
+  __device__ void locate(const Unit& unit, const Share& share) {
+    const PagedKv& kv = call_.kv;
+    last_ = share.last;
+    there_ = last_ >= 0 && share.page >= 0 && share.page < kv.pages;
+    const int64_t place = kv.place(share.page, unit.head, 0) * kBytes;
+    keys_ = static_cast<const char*>(kv.keys) + place;
+    values_ = static_cast<const char*>(kv.values) + place;
+    if constexpr (Kind::kQuantized) scales_ = kv.scale_place(share.page, unit.head, 0);
+  }
+  __device__ void locate_next_part() {
+    last_ -= kPartTokens;
+    there_ = there_ && last_ >= 0;
+    keys_ += int64_t(kPartTokens) * of_token_;
+    values_ += int64_t(kPartTokens) * of_token_;
+    if constexpr (Kind::kQuantized) scales_ += kPartTokens;
+  }
+
+  // Reads tile number kTurn % kTurns of the part that was located.
+  template <int kTurn>
+  __device__ void read_in_turn() {
+    if (!there_) return;
+    constexpr int kFirst = kTurn % kTiles * kTileTokens;
+    constexpr bool keys = kTurn % kTurns < kTiles;
+    const int bytes = int(call_.kv.width) * kBytes;
+    Tile& tile = tiles_[kTurn % kAhead];
+    tile.template read<keys>(keys ? keys_ : values_, of_token_, kFirst, last_, bytes);
+    if constexpr (Kind::kQuantized) {
+      const float* scales = keys ? call_.kv.key_scales : call_.kv.value_scales;
+      tile.read_scales(scales + scales_, kFirst, last_);
     }
-    if (!__any_sync(0xffffffff, found)) return;
+  }
+
+  template <int kTile>
+  __device__ void multiply_keys() {
+    const Tile& keys = tiles_[kTile % kAhead];
+    float products[Tile::kFours][4] = {};
+#pragma unroll
+    for (int step = 0; step < Tile::kKeySteps; ++step) {
+      const uint4 words = *reinterpret_cast<const uint4*>(rows_.words[step][threadIdx.x % 32]);
+      const uint32_t queries[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+      for (int four = 0; four < Tile::kFours; ++four) {
+        uint32_t matrix[2];
+        keys.template key_matrix<K>(four, step, matrix);
+        multiply_matrices<K>(products[four], queries, matrix);
+      }
+    }
+#pragma unroll
+    for (int four = 0; four < Tile::kFours; ++four) {
+      float& weight = weights_[kTile][four];
+      weight = products[four][0] + products[four][3];  // of both halves
+      if constexpr (Kind::kQuantized) weight *= keys.scales[four];
+      if constexpr (std::is_same_v<Kind, Fp8Kv>) {
+        if (keys.has_nan_code(four)) weight = NAN;
+      }
+    }
+  }
+
+  // From products to weights of the keys from position `begin` on; what is not seen has none. What
+  // was found before gets its share of a largest score that is new.
+  __device__ void weigh(int begin, float& most, float& sum) {
+    const int lane = threadIdx.x % 32, pair = lane % 4;
+    const Scoring scoring = rows_.scoring[lane / 4];
+    const bool is_plain = call_.soft_cap <= 0 && call_.alibi_slopes == nullptr;
+    float largest = most;
+#pragma unroll
+    for (int k = 0; k < kPartTokens / 4; ++k) {
+      float& score = weights_[k / Tile::kFours][k % Tile::kFours];
+      const int key = begin + k * 4 + pair;
+      if (is_plain) {
+        score = scoring.sees(key) ? score * call_.scale : -INFINITY;
+      } else {
+        score = scoring.score(call_, score, key);
+      }
+      largest = larger(largest, score);
+    }
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2) {
+      largest = larger(largest, __shfl_xor_sync(0xffffffff, largest, distance));
+    }
+    const float shift = shift_of_largest(largest);
+    float more = 0;
+#pragma unroll
+    for (auto& of_tile : weights_) {
+#pragma unroll
+      for (float& each : of_tile) {
+        each = fast_exp_of_negative(each - shift);
+        more += each;
+      }
+    }
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2) {
+      more += __shfl_xor_sync(0xffffffff, more, distance);
+    }
+    const float factor = fast_exp_of_negative(most - shift);
+    sum = __fmaf_rn(sum, factor, more);
+    most = largest;
+    if (__all_sync(0xffffffff, factor == 1.0f)) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float of_row = __shfl_sync(0xffffffff, factor, (2 * pair + i) * 4);
+#pragma unroll
+      for (auto& of_step : out_) {
+        of_step[i] *= of_row;
+        of_step[2 + i] *= of_row;
+      }
+    }
+  }
+
+  template <int kTile>
+  __device__ void take_values(const Unit& unit, const Share& share, int first) {
+    Tile& values = tiles_[(kTiles + kTile) % kAhead];
+    const int begin = share.begin + first + kTile * kTileTokens;
+    if constexpr (Kind::kQuantized) {
+      const Scoring scoring = rows_.scoring[threadIdx.x % 32 / 4];
+#pragma unroll
+      for (int four = 0; four < Tile::kFours; ++four) {
+        float& weight = weights_[kTile][four];
+        const int key = begin + four * 4 + int(threadIdx.x) % 4;
+        weight = scoring.sees(key) ? weight * values.scales[four] : 0.0f;
+      }
+    }
+    // Some of the rows do not see these tokens; what is not finite must not reach them.
+    const bool edge = begin < unit.seen_by_last || begin + kTileTokens > unit.position(0) + 1;
+    if (edge || std::is_same_v<Kind, Fp8Kv>) {
+      if (__any_sync(0xffffffff, values.template set_apart<V>())) {
+        add_set_apart<kTile>(unit, share, first);
+      }
+    }
+    const float (&weights)[4] = weights_[kTile];
+    const uint32_t matrix[2] = {packed<V>(weights[0], weights[1]),
+                                packed<V>(weights[2], weights[3])};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t words[4];
+      values.template value_matrix<V>(step, words);
+      multiply_matrices<V>(out_[step], words, matrix);
+    }
+  }
+
+  // Adds the values of a tile that are not finite to the rows that see them.
+  template <int kTile>
+  __device__ void add_set_apart(const Unit& unit, const Share& share, int first) {
+    const int pair = threadIdx.x % 4;
+    const int64_t page = call_.kv.place(share.page, unit.head, 0);
+#pragma unroll 1
     for (int token = 0; token < kTileTokens; ++token) {
-      const int source = token % 8 * 4 + lane % 4;  // the lane that has the weights
+      const int number = first + kTile * kTileTokens + token;
+      const int64_t at = page + number * call_.kv.of_token;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float low = scores_[0][i], high = scores_[0][2 + i];
+        const float (&mine)[4] = weights_[kTile];
+        const float low = token < 4 ? mine[0] : mine[1], high = token < 12 ? mine[2] : mine[3];
+        const float weight =
+            __shfl_sync(0xffffffff, token < 8 ? low : high, (2 * pair + i) * 4 + token % 4);
+        if (!rows_.scoring[2 * pair + i].sees(share.begin + number)) continue;
 #pragma unroll
-        for (int k = 1; k < kTiles; ++k) {
-          low = k == tile ? scores_[k][i] : low;
-          high = k == tile ? scores_[k][2 + i] : high;
-        }
-        const float weight = __shfl_sync(0xffffffff, token < 8 ? low : high, source);
-        if (!scoring_[i].sees(int(begin) + token)) continue;
-#pragma unroll
-        for (int step = 0; step < Shape::kSteps; ++step) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const float value = widen(*reinterpret_cast<const T*>(
-                values + Fetcher::place_of(token, 2 * step + half) + row * 2));
-            if (!isfinite(value)) out_[step][2 * half + i] += weight * value;
-          }
+        for (int step = 0; step < 2 * kSteps; ++step) {
+          const int element = Tile::value_element(step / 2) + step % 2;
+          if (element >= call_.kv.width) continue;
+          const float value = element_at<Kind>(call_.kv.values, call_.kv.dtype, at + element);
+          if (!isfinite(value)) out_[step / 2][step % 2 * 2 + i] += weight * value;
         }
       }
       __syncwarp();
     }
-    for (int i = lane; i < kTileTokens * kWidth; i += 32) {
-      T* value =
-          reinterpret_cast<T*>(values + Fetcher::place_of(i / kWidth, i % kWidth / 8) + i % 8 * 2);
-      if (!isfinite(widen(*value))) *value = T{0};
-    }
-    __syncwarp();
   }
 
   const DecodeAttention& call_;
-  Fetcher fetcher_;
-  char* ring_;
-  int stage_ = 0;
-  int64_t number_of_queries_ = -1;
-  uint32_t queries_[Shape::kSteps][2];
-  float scores_[kTiles][4];
-  float out_[Shape::kSteps][4];
-  Scoring scoring_[2];
+  const Rows& rows_;
+  int of_token_;  // bytes
+  // The part that was located last.
+  bool there_;
+  int last_;
+  const char *keys_, *values_;
+  int64_t scales_;
+  Tile tiles_[kAhead];
+  float weights_[kTiles][Tile::kFours];  // of keys number `pair` of each four
+  float out_[kSteps][4];
 };
 
-// Puts together what four warps have found for the rows of a unit, in the order of their pages.
-template <int kWidth>
+// Puts together what the warps have found for the rows of a unit, in the order of their keys.
+template <int kWidth, int kStride>
 __device__ inline void store_unit(const DecodeAttention& call, const Partials& partials,
                                   const Unit& unit, const float* found,
                                   const float (&sums)[kDecodeWarps][kUnitRows],
                                   const float (&largest)[kDecodeWarps][kUnitRows]) {
-  const int64_t rows = unit.sequence.count * call.group - unit.part * kUnitRows;
+  const int64_t rows = unit.count * call.group - unit.part * kUnitRows;
   const int64_t padded = padded_width(call.kv.width);
-  for (int i = threadIdx.x; i < kUnitRows * kWidth; i += kDecodeThreads) {
-    const int row = i / kWidth, k = i % kWidth;
-    if (row >= rows || k >= padded) continue;
+  for (int i = threadIdx.x; i < kUnitRows * kWidth / 2; i += kDecodeThreads) {
+    const int row = i / (kWidth / 2), k = i % (kWidth / 2) * 2;
+    if (row >= rows) return;
+    if (k >= padded) continue;
     float most = -INFINITY;
+#pragma unroll
     for (int warp = 0; warp < kDecodeWarps; ++warp) most = larger(most, largest[warp][row]);
     const float shift = shift_of_largest(most);
-    float value = 0, sum = 0;
+    float2 value = {};
+    float sum = 0;
 #pragma unroll
     for (int warp = 0; warp < kDecodeWarps; ++warp) {
       const float share = fast_exp_of_negative(largest[warp][row] - shift);
-      value = __fmaf_rn(share, found[warp * kUnitRows * kWidth + i], value);
+      const float2 each =
+          *reinterpret_cast<const float2*>(found + (warp * kUnitRows + row) * kStride + k);
+      value.x = __fmaf_rn(share, each.x, value.x);
+      value.y = __fmaf_rn(share, each.y, value.y);
       sum = __fmaf_rn(share, sums[warp][row], sum);
     }
     float* partial =
-        partials.at(unit.batch, call.kv.heads, unit.head, unit.chunk, unit.part * kUnitRows + row);
-    partial[k] = value;
+        partials.at(unit.batch, call.kv.heads, unit.head, unit.index, unit.part * kUnitRows + row);
+    *reinterpret_cast<float2*>(partial + k) = value;
     if (k == 0) {
       partial[padded] = sum;
       partial[padded + 1] = most;
@@ -362,29 +379,43 @@ __device__ inline void store_unit(const DecodeAttention& call, const Partials& p
   }
 }
 
-template <class T, int kWidth>
-__global__ void __launch_bounds__(kDecodeThreads, kWidth <= 128 ? 2 : 1)
+template <class K, class Kind, int kWidth, bool kWhole>
+__global__ void __launch_bounds__(kDecodeThreads, 2)
     decode_mma_kernel(const __grid_constant__ DecodeAttention call,
                       const __grid_constant__ Partials partials) {
-  using Shape = MmaShape<kWidth>;
+  using Attention = ShareAttention<K, Kind, kWidth, kWhole>;
   extern __shared__ __align__(128) char shared_bytes[];
-  __shared__ int64_t unit_sums[kDecodeWarps];
+  __shared__ Units units;
+  __shared__ typename Attention::Rows rows;
   __shared__ float sums[kDecodeWarps][kUnitRows], largest[kDecodeWarps][kUnitRows];
-  float* const found = reinterpret_cast<float*>(shared_bytes + Shape::kRingBytes);
+  float* const found = reinterpret_cast<float*>(shared_bytes);
+  wait_for_previous();
+  let_next_begin();
   const int warp = threadIdx.x / 32;
-  const int64_t parts = (call.rows() + kUnitRows - 1) / kUnitRows;
-  Units units(call, parts);
-  units.find_share(unit_sums);
-  PageAttention<T, kWidth> attention(call, units,
-                                     shared_bytes + warp * Shape::kStages * Shape::kTileBytes);
-  while (!units.done()) {
-    const Unit unit = units.take();
-    attention.run(unit, found + warp * kUnitRows * kWidth, sums[warp], largest[warp]);
+  const int parts = int(call.rows() + kUnitRows - 1) / kUnitRows;
+  units.begin(call, parts);
+  if (!units.at(0).there) return;
+  Attention attention(call, rows);
+  Share share = share_of_warp(call, units.at(0));
+  attention.begin(units.at(0), share);
+  rows.read(call, units.at(0));
+  __syncthreads();
+  for (int i = 0; units.at(i).there; ++i) {
+    const Unit &unit = units.at(i), &next_unit = units.at(i + 1);
+    const Share next = share_of_warp(call, next_unit);
+    if (threadIdx.x == 0) units.find(call, parts, i + 2);
+    __syncwarp();
+    attention.run(unit, share, next_unit, next, found + warp * kUnitRows * Attention::kStride,
+                  sums[warp], largest[warp]);
     __syncthreads();
-    store_unit<kWidth>(call, partials, unit, found, sums, largest);
+    store_unit<kWidth, Attention::kStride>(call, partials, unit, found, sums, largest);
+    if (next_unit.there && !next_unit.same_rows) rows.read(call, next_unit);
+    share = next;
     __syncthreads();
   }
-  wait_for_fetches<0>();
 }
+
+template <int kWidth>
+constexpr int kMmaSharedBytes = kDecodeWarps * kUnitRows * (kWidth + 8) * 4;
 
 }  // namespace dsx::cuda

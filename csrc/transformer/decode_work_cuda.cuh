@@ -1,6 +1,8 @@
 // How the blocks of decode_attention share its work, and where they leave what they have found.
 #pragma once
 
+#include <algorithm>
+
 #include "common/cuda/vector_io.cuh"
 #include "transformer/decode_attention.h"
 
@@ -22,125 +24,157 @@ struct Partials {
 
   Partials(const DecodeAttention& call, void* workspace)
       : data(static_cast<float*>(workspace)),
-        chunks((call.kv.pages_of_slot + kChunkPages - 1) / kChunkPages),
+        chunks(most_chunks(call)),
         rows(call.rows()),
         floats(partial_floats(call.kv.width)) {}
 
-  __device__ float* at(int64_t batch, int64_t heads, int64_t head, int64_t chunk,
+  // Index counts from the first chunk that the new tokens of a slot look at.
+  __device__ float* at(int64_t batch, int64_t heads, int64_t head, int64_t index,
                        int64_t row) const {
-    return data + (((batch * heads + head) * chunks + chunk) * rows + row) * floats;
-  }
-};
-
-// A unit of work: for each row of the batch, its heads, for each its chunks, for each `parts`.
-struct Unit {
-  Sequence sequence;
-  int64_t batch, head, chunk, part;
-};
-
-// Goes through a range of units. The host does not know how many there are.
-class Units {
- public:
-  __device__ Units(const DecodeAttention& call, int64_t parts) : call_(call), parts_(parts) {}
-
-  // Finds the share of this block: every thread calls it; `sums` is shared memory.
-  __device__ void find_share(int64_t (&sums)[kDecodeWarps]) {
-    const int64_t total = add_up(sums, -1);
-    const int64_t blocks = gridDim.x, block = blockIdx.x;
-    next_ = total / blocks * block + ::min(block, total % blocks);
-    end_ = next_ + total / blocks + (block < total % blocks);
-    if (next_ < end_) add_up(sums, next_);
-  }
-
-  __device__ bool done() const { return next_ >= end_; }
-
-  __device__ Unit take() {
-    while (next_ >= first_ + count_) enter(batch_ + 1, first_ + count_);
-    const int64_t i = next_++ - first_, chunks = chunks_.end - chunks_.first;
-    const int64_t of_parts = quotient(i, parts_), head = quotient(of_parts, chunks);
-    return {sequence_, batch_, head, chunks_.first + of_parts - head * chunks,
-            i - of_parts * parts_};
+    return data + (((batch * heads + head) * chunks + index) * rows + row) * floats;
   }
 
  private:
-  __device__ int64_t count_of(const Sequence& sequence) const {
-    const Chunks chunks = chunks_of(sequence, call_.window);
-    return (chunks.end - chunks.first) * call_.kv.heads * parts_;
+  // That the new tokens of a slot can look at, wherever in it they are.
+  static int64_t most_chunks(const DecodeAttention& call) {
+    const int64_t all = (call.kv.pages_of_slot + kChunkPages - 1) / kChunkPages;
+    if (call.window == 0 || call.window / kChunkTokens >= all) return all;
+    const int64_t keys = call.window + call.news.tokens - 1;
+    return std::min(all, (keys + kChunkTokens - 2) / kChunkTokens + 1);
   }
-
-  __device__ void enter(int64_t batch, int64_t first) {
-    batch_ = batch;
-    first_ = first;
-    sequence_ = sequence_of(call_.kv, call_.news, batch);
-    chunks_ = chunks_of(sequence_, call_.window);
-    count_ = count_of(sequence_);
-  }
-
-  // The units of the whole batch; enters the row of it that has unit number `wanted`.
-  __device__ int64_t add_up(int64_t (&sums)[kDecodeWarps], int64_t wanted) {
-    int64_t before = 0;
-    for (int64_t begin = 0; begin < call_.news.batches; begin += kDecodeThreads) {
-      const int64_t mine = begin + threadIdx.x;
-      int64_t count = 0;
-      if (mine < call_.news.batches) count = count_of(sequence_of(call_.kv, call_.news, mine));
-      int64_t sum = count;  // of this warp, up to this lane
-      const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const int64_t other = __shfl_up_sync(0xffffffff, sum, distance);
-        if (lane >= distance) sum += other;
-      }
-      __syncthreads();
-      if (lane == 31) sums[warp] = sum;
-      __syncthreads();
-      if (wanted >= 0) {
-        int64_t start = before + sum - count;
-        for (int i = 0; i < warp; ++i) start += sums[i];
-        const bool here = count > 0 && start <= wanted && wanted < start + count;
-        if (__syncthreads_or(here)) {
-          if (here) {
-            sums[0] = mine;
-            sums[1] = start;
-          }
-          __syncthreads();
-          enter(sums[0], sums[1]);
-          return 0;
-        }
-      }
-      for (int i = 0; i < kDecodeWarps; ++i) before += sums[i];
-    }
-    return before;
-  }
-
-  const DecodeAttention& call_;
-  int64_t parts_;
-  int64_t next_ = 0, end_ = 0;
-  int64_t batch_ = -1, first_ = 0, count_ = 0;  // of the row of the batch that it is in
-  Sequence sequence_ = {};
-  Chunks chunks_ = {};
 };
 
-// What a score becomes before the softmax: -inf for a key that is not seen.
-struct Scoring {
-  float scale, soft_cap, slope;
-  int position, begin, end;  // of the query, of the keys that it sees
+// A unit of work: for each row of the batch, its heads, for each its chunks, for each its parts,
+// which are some rows each.
+struct Unit {
+  int slot, length, count;       // as Sequence says
+  int seen_begin, seen_by_last;  // the first key that the first token sees; that the last one sees
+  int batch, head, part;
+  int chunk, index;  // index counts from the first chunk that is looked at
+  bool there;        // else the block has no more
+  bool same_rows;    // as those of the unit before
 
-  Scoring() = default;
-  __device__ Scoring(const DecodeAttention& call, int64_t head, int64_t at)
-      : scale(call.scale),
-        soft_cap(call.soft_cap),
-        slope(call.alibi_slopes == nullptr ? 0.0f : call.alibi_slopes[head]),
-        position(int(at)) {
-    const Seen seen = seen_at(at, call.window);
+  __device__ int position(int64_t token) const { return length - count + int(token); }
+};
+
+// The units of a block, in shared memory. The host does not know how many there are.
+struct Units {
+  int left;                 // that have not been found
+  int first_chunk, chunks;  // of the row of the batch that the next one is in
+  Unit next;                // but for its chunk
+  Unit units[3];            // this one, the next, and the one after that, in turn
+
+  __device__ const Unit& at(int i) const { return units[i % 3]; }
+
+  // Finds the share of this block, and units 0 and 1 of it: every thread calls it.
+  __device__ void begin(const DecodeAttention& call, int parts) {
+    if (threadIdx.x < 32) {
+      find_share(call, parts);
+      __syncwarp();
+      if (threadIdx.x == 0) {
+        find(call, parts, 0);
+        units[0].same_rows = false;
+        find(call, parts, 1);
+      }
+    }
+    __syncthreads();
+  }
+
+  // Finds unit number i, the one after the last one that was found: one thread calls it.
+  __device__ void find(const DecodeAttention& call, int parts, int i) {
+    Unit& unit = units[i % 3];
+    unit.there = left > 0;
+    if (!unit.there) return;
+    --left;
+    if (next.index == chunks) next.index = 0, ++next.head;
+    if (next.head == call.kv.heads) {
+      next.head = 0;
+      do enter(call, next.batch + 1);
+      while (chunks == 0);
+    }
+    unit = next;
+    unit.chunk = first_chunk + next.index;
+    unit.there = true;
+    unit.same_rows = parts == 1 && next.index > 0;
+    if (++next.part == parts) next.part = 0, ++next.index;
+  }
+
+ private:
+  __device__ static int units_of(const DecodeAttention& call, int parts, int64_t batch) {
+    if (batch >= call.news.batches) return 0;
+    const Chunks chunks = chunks_of(sequence_of(call.kv, call.news, batch), call.window);
+    return int((chunks.end - chunks.first) * call.kv.heads) * parts;
+  }
+
+  __device__ void enter(const DecodeAttention& call, int to) {
+    const Sequence sequence = sequence_of(call.kv, call.news, to);
+    const Chunks all = chunks_of(sequence, call.window);
+    first_chunk = int(all.first);
+    chunks = int(all.end - all.first);
+    next.batch = to;
+    next.slot = int(sequence.slot);
+    next.length = int(sequence.length);
+    next.count = int(sequence.count);
+    next.seen_begin = int(seen_at(sequence.position(0), call.window).begin);
+    next.seen_by_last = int(seen_at(sequence.length - 1, call.window).begin);
+  }
+
+  // Blocks share the units of the whole batch; one warp calls it.
+  __device__ void find_share(const DecodeAttention& call, int parts) {
+    const int lane = threadIdx.x;
+    int total = 0;
+    for (int64_t row = lane; row < call.news.batches; row += 32) {
+      total += units_of(call, parts, row);
+    }
+    for (int distance = 16; distance > 0; distance /= 2) {
+      total += __shfl_xor_sync(0xffffffff, total, distance);
+    }
+    const int blocks = int(gridDim.x), block = int(blockIdx.x);
+    const int each = total / blocks, more = total % blocks;
+    const int first = each * block + ::min(block, more);
+    if (lane == 0) left = each + (block < more);
+    if (each + (block < more) == 0) return;
+    int end = 0;
+    for (int64_t begin = 0;; begin += 32) {
+      const int mine = units_of(call, parts, begin + lane), before = end;
+      end = mine;
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(0xffffffff, end, distance);
+        if (lane >= distance) end += other;
+      }
+      end += before;
+      const bool here = end - mine <= first && first < end;
+      if (here) {
+        enter(call, int(begin) + lane);
+        const int number = first - (end - mine), of_parts = number / parts;
+        next.part = number % parts;
+        next.head = of_parts / chunks;
+        next.index = of_parts % chunks;
+      }
+      if (__any_sync(0xffffffff, here)) return;
+      end = __shfl_sync(0xffffffff, end, 31);
+    }
+  }
+};
+
+// What scores of a row become before the softmax: -inf for a key that is not seen.
+struct Scoring {
+  float slope;
+  int begin, end;  // of the keys that the row sees; the last one is itself
+
+  __device__ void read(const DecodeAttention& call, int64_t head, int64_t position) {
+    slope = call.alibi_slopes == nullptr ? 0.0f : call.alibi_slopes[head];
+    const Seen seen = seen_at(position, call.window);
     begin = int(seen.begin);
     end = int(seen.end);
   }
 
   __device__ bool sees(int key) const { return key >= begin && key < end; }
 
-  __device__ float operator()(float product, float key_scale, int key) const {
-    Floats<1> score(product * scale * key_scale);
-    if (soft_cap > 0) score = capped(score, soft_cap);
-    if (slope != 0) score = biased(score, Floats<1>(float(position - key)), slope);
+  __device__ float score(const DecodeAttention& call, float product, int key) const {
+    Floats<1> score(product * call.scale);
+    if (call.soft_cap > 0) score = capped(score, call.soft_cap);
+    if (slope != 0) score = biased(score, Floats<1>(float(end - 1 - key)), slope);
     return sees(key) ? score.lanes[0] : -INFINITY;
   }
 };

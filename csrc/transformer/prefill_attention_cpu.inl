@@ -17,8 +17,8 @@ constexpr int kAtATime = kManyRegisters ? 8 : 4;
 // Some rows of a strip, and what they have found. Rows that are not there see nothing.
 struct RowBlock {
   alignas(64) float q[kLargestWidth][kBlockRows];
-  alignas(64) float sums[kLargestWidth][kBlockRows];   // of values, weighted
-  alignas(64) float scores[kPageTokens][kBlockRows];   // of the keys of a page, then weights
+  alignas(64) float sums[kLargestWidth][kBlockRows];  // of values, weighted
+  alignas(64) float scores[kPageTokens][kBlockRows];  // of the keys of a page, then weights
   alignas(64) float largest[kBlockRows];
   alignas(64) float total[kBlockRows];  // of weights
   alignas(64) float share[kBlockRows];  // of it that stays when another page is added
@@ -36,7 +36,7 @@ struct RowBlock {
 struct Strip {
   Sequence sequence;
   int64_t batch, head, first_row;
-  int64_t page;  // its number in the cache
+  int64_t page;        // its number in the cache
   int64_t begin, end;  // keys of the page that are worked on
   RowBlock blocks[kBlocks];
   alignas(64) float keys[kPageTokens * kLargestWidth];  // then values, unless they are floats
@@ -252,8 +252,7 @@ inline void attend_page(const PrefillAttention& call, int64_t number, Strip& str
            seen_at(block.first_position, call.window).begin < first + kPageTokens;
   };
   const RowBlock& last = strip.blocks[kBlocks - 1];
-  const int64_t furthest =
-      last.used_vecs > 0 ? last.last_position : strip.blocks[0].last_position;
+  const int64_t furthest = last.used_vecs > 0 ? last.last_position : strip.blocks[0].last_position;
   const int64_t least = seen_at(strip.blocks[0].first_position, call.window).begin - first;
   strip.begin = least < 0 ? 0 : least / kAtATime * kAtATime;
   strip.end = furthest + 1 - first < kPageTokens ? furthest + 1 - first : kPageTokens;
@@ -268,8 +267,8 @@ inline void attend_page(const PrefillAttention& call, int64_t number, Strip& str
     }
     weigh<Kind>(call, strip, block);
   }
-  const FloatPage values = floats_of_page(kv, static_cast<const T*>(kv.values) + place,
-                                          strip.begin, strip.end, strip.keys);
+  const FloatPage values = floats_of_page(kv, static_cast<const T*>(kv.values) + place, strip.begin,
+                                          strip.end, strip.keys);
   for (RowBlock& block : strip.blocks) {
     if (!sees(block)) continue;
     const bool all_seen = block.first_position >= first + strip.end - 1 &&
@@ -299,8 +298,7 @@ inline void finish_row(const PrefillAttention& call, const RowBlock& block, int 
   const float most = block.largest[lane];
   const Vec shift = shift_of(Vec(sink > most ? sink : most));
   const Vec share = exp_of_negative(Vec(most) - shift);
-  const Vec total =
-      multiply_add(Vec(block.total[lane]), share, exp_of_negative(Vec(sink) - shift));
+  const Vec total = multiply_add(Vec(block.total[lane]), share, exp_of_negative(Vec(sink) - shift));
   const Vec factor = share * inverse_of(total);
   alignas(64) float elements[kLargestWidth];
   for (int64_t i = 0; i < call.kv.width; ++i) elements[i] = block.sums[i][lane];

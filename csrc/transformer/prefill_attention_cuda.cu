@@ -83,9 +83,8 @@ void prefill_attention_cuda(const PrefillAttention& call, void* stream) {
   const cudaStream_t queue = cudaStream_t(stream);
   bool launched = false;
   if (DSX_KV::kQuantized || call.q.dtype == call.kv.dtype) {
-    with_storage_type(call.q.dtype, [&](auto storage) {
-      launched = launch_mma<decltype(storage)>(call, queue);
-    });
+    with_storage_type(call.q.dtype,
+                      [&](auto storage) { launched = launch_mma<decltype(storage)>(call, queue); });
   }
   if (!launched) {
     const unsigned blocks = blocks_of(call, cuda::kAnyRows);

@@ -37,8 +37,8 @@ struct PartOfPages {
       const int there = token + i * kTokens < tokens ? bytes : 0;
       const int row = i * kTokens * kChunks * 16;
       const bool is_shifted = !Shape::kCodes && i * kTokens % 8 != 0;  // known when compiled
-      const int place = is_shifted ? Shape::place_of(token + i * kTokens, threadIdx.x % kChunks)
-                                   : target + row;
+      const int place =
+          is_shifted ? Shape::place_of(token + i * kTokens, threadIdx.x % kChunks) : target + row;
       fetch_part(near + place, there > 0 ? from : page, there);
     }
   }
@@ -91,12 +91,7 @@ class PageRing {
  public:
   __device__ PageRing(const PrefillAttention& call, const StripOfRows& strip, char* memory,
                       int stages, int end)
-      : call_(call),
-        strip_(strip),
-        part_(call.kv),
-        memory_(memory),
-        stages_(stages),
-        end_(end) {}
+      : call_(call), strip_(strip), part_(call.kv), memory_(memory), stages_(stages), end_(end) {}
 
   // Begins to fetch a page, if there is one, and ends a group of copies.
   __device__ void fetch(int number) {

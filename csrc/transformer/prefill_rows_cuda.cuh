@@ -277,8 +277,7 @@ class WarpRows {
     }
 #pragma unroll
     for (int n = 0; n < kKeyTiles / 2; ++n) {
-      load_matrices<false>(words.keys[n],
-                           keys + Shape::place_of(n * 16 + token, 2 * step + half));
+      load_matrices<false>(words.keys[n], keys + Shape::place_of(n * 16 + token, 2 * step + half));
     }
   }
 
@@ -297,7 +296,7 @@ class WarpRows {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
           const int kept = m * Shape::kSteps + step;
-          uint32_t(&q)[4] = kQueriesInRegisters ? kept_[kept % kKept] : now.q[m];
+          uint32_t (&q)[4] = kQueriesInRegisters ? kept_[kept % kKept] : now.q[m];
           multiply_matrices<T>(scores_[m][n], q,
                                {now.keys[n / 2][n % 2 * 2], now.keys[n / 2][n % 2 * 2 + 1]});
         }
@@ -355,9 +354,8 @@ class WarpRows {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {  // a scale may be NaN
         const RowScoring scoring = scoring_[8 * i];
-        for_each_score(i, [&](float& score, int n) {
-          score = scoring.sees(first + key + n) ? score : 0.0f;
-        });
+        for_each_score(
+            i, [&](float& score, int n) { score = scoring.sees(first + key + n) ? score : 0.0f; });
       }
     }
   }
@@ -368,9 +366,8 @@ class WarpRows {
     for (int i = 0; i < kRows; ++i) {
       const RowScoring scoring = scoring_[8 * i];
       if (!is_plain_) {
-        for_each_score(i, [&](float& score, int n) {
-          score = scoring.score(call_, score, key + n);
-        });
+        for_each_score(i,
+                       [&](float& score, int n) { score = scoring.score(call_, score, key + n); });
       }
       for_each_score(i, [&](float& score, int n) {
         score = !is_edge || scoring.sees(key + n) ? score : -INFINITY;
@@ -378,7 +375,8 @@ class WarpRows {
     }
   }
 
-  // Calls body(score, n) for the scores of row i of a lane, and keys number n from its first one on.
+  // Calls body(score, n) for the scores of row i of a lane, and keys number n from its first one
+  // on.
   template <class Body>
   __device__ void for_each_score(int i, const Body& body) {
 #pragma unroll
@@ -404,7 +402,7 @@ class WarpRows {
   __device__ void load_weights(int m, int step, uint32_t (&words)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float(&scores)[4] = scores_[m][2 * step + i / 2];
+      const float (&scores)[4] = scores_[m][2 * step + i / 2];
       words[i] = rounded_pair<Value>(scores[i % 2 * 2], scores[i % 2 * 2 + 1]);
     }
   }

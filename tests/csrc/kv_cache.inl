@@ -1,7 +1,7 @@
-// Tests rope_append_cpu.cpp, decode_attention_cpu.cpp and prefill_attention_cpu.cpp, compiled for the
-// kind of storage `Kind`, in every ISA that this CPU has: tokens are appended to slots whose pages
-// end where memory ends, then attended to, against double, and bit for bit against the scalar ISA,
-// however the work is cut.
+// Tests rope_append_cpu.cpp, decode_attention_cpu.cpp and prefill_attention_cpu.cpp, compiled for
+// the kind of storage `Kind`, in every ISA that this CPU has: tokens are appended to slots whose
+// pages end where memory ends, then attended to, against double, and bit for bit against the scalar
+// ISA, however the work is cut.
 #include <cmath>
 #include <cstdlib>
 #include <cstring>

@@ -6,56 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from kv_cases import ROUNDING, make_kv, on_cpu
+from kv_cases import OPTIONS, assert_attends, make_kv, option, queries
 from rms_norm_cases import BF16, F16, F32
-from tolerance import assert_within
 from torch import Tensor
 
-from deepspeed_ext.ops import PagedKV, decode_attention, decode_attention_ref
+from deepspeed_ext.ops import PagedKV, decode_attention
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 
 
-def queries(
-    batch: int, tokens: int, heads: int, width: int, dtype: torch.dtype, device: str, seed: int = 1
-) -> Tensor:
-    random = torch.Generator().manual_seed(seed)
-    return torch.randn((batch, tokens, heads, width), generator=random).to(dtype).to(device)
-
-
 def assert_right(q: Tensor, kv: PagedKV, **options: Any) -> None:
-    """Compare with the reference.
-
-    A weight is off by the error of its score, relatively, as are sums of them; values count by
-    magnitude, weighted. On CUDA, weights are rounded to the 16 bits of values.
-    """
-    out, lse = decode_attention(q, kv, return_lse=True, **options)
-    assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
-    wide = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in options.items()}
-    there = on_cpu(kv)
-    want, want_lse = decode_attention_ref(q.cpu(), there, return_lse=True, **wide)
-    magnitude = there._replace(values=there.values.double().abs())
-    if there.value_scales is not None:
-        magnitude = magnitude._replace(value_scales=there.value_scales.abs())
-    total, _ = decode_attention_ref(q.cpu(), magnitude, return_lse=True, **wide)
-    width = q.shape[-1]
-    largest_key = there.keys.double().nan_to_num().abs().max() if there.keys.numel() else 0
-    if there.key_scales is not None:
-        largest_key = largest_key * there.key_scales.nan_to_num().max()
-    norm = q.cpu().double().abs().sum(-1) * largest_key
-    scale = options.get("scale") or 1 / math.sqrt(width)
-    of_score = (width / 8 + 24) * ROUNDING * norm * abs(scale)
-    of_score = of_score + 2.0**-21 * options.get("softcap", 0.0)
-    if "alibi_slopes" in options:
-        furthest = float(there.lengths.max())
-        of_score = of_score + 4 * ROUNDING * wide["alibi_slopes"].abs() * furthest
-    rounding = 2.0**-8 if q.is_cuda and q.dtype != F32 else 0.0
-    relative = 2 * of_score + 40 * ROUNDING + rounding
-    assert_within("out", out.cpu(), want, relative.unsqueeze(-1) * total)
-    finite = want_lse.isfinite()
-    assert torch.equal(lse.cpu().isfinite(), finite)
-    error = of_score + 40 * ROUNDING * (1 + want_lse.nan_to_num(0, 0, 0).abs())
-    assert_within("lse", lse.cpu()[finite], want_lse[finite], error[finite])
+    assert_attends(decode_attention, q, kv, q.shape[-1] / 8, **options)
 
 
 @pytest.mark.parametrize("width", [1, 7, 64, 80, 96, 128, 256])
@@ -88,24 +49,6 @@ def test_long(dtype: torch.dtype, device: str) -> None:
 def test_mixtures(mixture: tuple[torch.dtype, torch.dtype], device: str) -> None:
     kv = make_kv([100, 300], 2, 64, mixture[1], device)
     assert_right(queries(2, 2, 4, 64, mixture[0], device), kv)
-
-
-OPTIONS: dict[str, Any] = {
-    "scale": 0.5,
-    "window": 70,
-    "softcap": 2.0,
-    "alibi_slopes": [0.5, 0.25, 0.01, 0.0],
-    "sinks": [1.0, -3.0, 5.0, -math.inf],
-    "slots": [2, -1, 0, 3],
-    "counts": [2, 5, 0, 4],
-}
-
-
-def option(name: str, device: str) -> Any:
-    if not isinstance(OPTIONS[name], list):
-        return OPTIONS[name]
-    integers = name in ("slots", "counts")
-    return torch.tensor(OPTIONS[name], dtype=torch.int32 if integers else F32, device=device)
 
 
 @pytest.mark.parametrize("names", [*((n,) for n in OPTIONS), *combinations(OPTIONS, 2)], ids=str)

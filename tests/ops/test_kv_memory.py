@@ -17,16 +17,16 @@ from deepspeed_ext.ops import PagedKV, decode_attention, prefill_attention
 
 COUNTER = Path(__file__).parents[1] / "csrc/allocated.cpp"
 STORED = [BF16, torch.int8, torch.float8_e4m3fn]
-HEADS, GROUP, WIDTH, LENGTHS = 2, 4, 128, [4096, 1000, 2048]
+HEADS, GROUP, WIDTH, LENGTHS, WINDOW = 2, 4, 128, [4096, 1000, 2048], 3000
 OBJECTS = 8192  # bytes of Python's, whatever the size of tensors
 CHUNK = 200  # tokens that are prefill_attention's
 
 
 def partials(kv: PagedKV, tokens: int) -> int:
-    """What chunks find, for all that a slot could have; prefill_attention keeps nothing."""
+    """What chunks find, for all that a slot could have in the window; prefill keeps nothing."""
     if tokens == CHUNK:
         return 0
-    chunks = -(-kv.table.shape[1] // 4)
+    chunks = min(-(-kv.table.shape[1] // 4), (WINDOW + tokens + 253) // 256 + 1)
     return len(LENGTHS) * HEADS * chunks * tokens * GROUP * (WIDTH + 16) * 4
 
 
@@ -36,7 +36,7 @@ def share(
     """Return what a call takes beside those, as a share of its operands."""
     kv = make_kv(LENGTHS, HEADS, WIDTH, stored, device)
     q = torch.ones((len(LENGTHS), tokens, HEADS * GROUP, WIDTH), dtype=BF16, device=device)
-    options = dict(alibi_slopes=torch.ones(8, device=device), window=3000, softcap=3.0)
+    options = dict(alibi_slopes=torch.ones(8, device=device), window=WINDOW, softcap=3.0)
     op = prefill_attention if tokens == CHUNK else decode_attention
     op(q, kv, **options)  # type: ignore[arg-type]
     before = begin()

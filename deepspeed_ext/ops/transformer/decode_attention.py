@@ -48,7 +48,14 @@ def decode_attention(
     number of threads and any instruction set; on CUDA in every run. Keys are cut into chunks of
     256, counted from the start of the slot and put together in their order. Arithmetic is in
     float32; on CUDA, queries, keys and values of 16 bits, and weights rounded as the values are,
-    are multiplied as they are. What a query does not see has no part in its result, NaN included.
+    are multiplied as they are, and codes as they are, but for their scales. What a query does not
+    see has no part in its result, NaN included.
+
+    On CUDA the host does not know lengths, so the workspace of a call is for all that may be there:
+    4 (head_dim + 16) bytes for each head and token of q, for each 256 tokens of a slot's capacity,
+    or of window and new tokens if these are fewer. Keys and values are read at the speed of memory
+    if q is of 16 bits, they are codes or as q, and each of their heads begins at, and has, a
+    multiple of 16 bytes.
 
     Args:
         q: (batch, tokens, heads, head_dim), float32, bfloat16 or float16: 1 to 16 tokens that are
