@@ -327,6 +327,7 @@ inline void write_results(const PrefillAttention& call, const Strip& strip, bool
 
 // Whether the table has all pages that any new token of the slot looks at.
 inline bool has_pages(const PrefillAttention& call, const Sequence& sequence) {
+  if (sequence.count == 0) return true;
   const int64_t begin = seen_at(sequence.position(0), call.window).begin / kPageTokens;
   bool has = true;
   for (int64_t i = begin; i * kPageTokens < sequence.length; ++i) {

@@ -44,6 +44,7 @@ struct StripOfRows {
 
 // Whether the table lacks a page that a new token of the slot looks at; all threads call it.
 __device__ inline bool lacks_pages(const PrefillAttention& call, const Sequence& sequence) {
+  if (sequence.count == 0) return false;  // of the whole block
   bool lacks = false;
   const int64_t begin = seen_at(sequence.position(0), call.window).begin / kPageTokens;
   const int64_t end = (sequence.length + kPageTokens - 1) / kPageTokens;
