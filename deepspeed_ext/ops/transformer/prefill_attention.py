@@ -98,9 +98,9 @@ def prefill_attention(
         is_plain = counts is None and alibi_slopes is None and sinks is None and softcap == 0
         is_plain = is_plain and not 0 < window < q.shape[1] and not return_lse
         if is_plain and _is_for_torch(q, kv, *first_chunk):
-            heads_first = (t.transpose(1, 2) for t in (q, *first_chunk))
+            queries, keys, values = (t.transpose(1, 2) for t in (q, *first_chunk))
             out = F.scaled_dot_product_attention(
-                *heads_first, is_causal=True, scale=scale, enable_gqa=True
+                queries, keys, values, is_causal=True, scale=scale, enable_gqa=True
             )
             return out.transpose(1, 2).contiguous()
     op = _OPS[kind_of(kv)]
