@@ -2,7 +2,7 @@
 PYTHON ?= python3
 OUT ?= out/demo
 ARGS ?=
-BENCH ?= steps clip norm lamb rms_norm layer_norm swiglu activation rope softmax cross_entropy aio
+BENCH ?= steps clip norm lamb rms_norm layer_norm swiglu activation rope softmax cross_entropy decode prefill aio
 
 BIN := .venv/bin
 SOURCES := benchmarks deepspeed_ext op_builder tests setup.py

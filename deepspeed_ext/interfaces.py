@@ -4,7 +4,7 @@ import functools
 from collections.abc import Collection
 from types import ModuleType
 
-from deepspeed_ext.op_builder.registry import spec_of
+from deepspeed_ext.op_builder.registry import GROUPS, spec_of
 
 # What does the work of the functions that older libraries have under the same name; where it is the
 # op itself, there is nothing more to say.
@@ -23,10 +23,15 @@ _INSTEAD = {
     "fused_lamb": "deepspeed_ext.optim.FusedLamb",
     "cpu_lars": "deepspeed_ext.optim.Lars",
     "fused_lars": "deepspeed_ext.optim.Lars",
+    "transformer_inference": "deepspeed_ext.inference.KVCache",
     "cpu_norm": "deepspeed_ext.ops.clip_grad_norm_",
     "fused_norm": "deepspeed_ext.ops.clip_grad_norm_",
     "async_io": "deepspeed_ext.io.AsyncIO",
 }
+
+
+# The modules of libraries that have ops of several, by the file of their self-checks.
+_MODULES = {"kv_cache_checks": ("decode_attention", "paged_kv", "prefill_attention", "rope_append")}
 
 
 class Interface(ModuleType):
@@ -60,7 +65,7 @@ def interface_of(op: str) -> Interface:
     """Return what belongs to an op library; importing it compiles and loads nothing.
 
     Args:
-        op: a name of the registry, such as "cpu_adam".
+        op: a name of the registry, such as "cpu_adam", or of a group.
     """
     if op == "async_io":
         from deepspeed_ext import io
@@ -68,7 +73,12 @@ def interface_of(op: str) -> Interface:
         return Interface(op, io, io.__all__)
     from deepspeed_ext import ops
 
-    home = spec_of(op).self_check.replace("self_checks:", "")  # beside it, under the same name
+    if op in GROUPS:
+        return Interface(op, ops, {n for each in GROUPS[op] for n in interface_of(each).__all__})
+    checks, _, name = spec_of(op).self_check.partition(":")
+    family, _, file = checks.rpartition(".")
+    modules = _MODULES.get(file, (name,))  # beside it, under the same name
+    homes = [f"{family}.{module}" for module in modules]
     return Interface(
-        op, ops, [name for name in ops.__all__ if getattr(ops, name).__module__ == home]
+        op, ops, [name for name in ops.__all__ if getattr(ops, name).__module__ in homes]
     )

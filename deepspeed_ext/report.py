@@ -17,6 +17,7 @@ from typing import Literal
 from deepspeed_ext.environment import describe
 from deepspeed_ext.op_builder import OPS, BuildError, OpSpec, cuda, load, probe, program, toolchain
 from deepspeed_ext.op_builder.errors import Unavailable
+from deepspeed_ext.op_builder.registry import GROUPS, specs_of
 
 _WIDTH = 80
 _COLOURS = {"works": "32", "not built": "33", "unavailable": "31"}
@@ -180,12 +181,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--build", action="store_true", help="compile what is not built")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
-    known = [spec.name for spec in OPS]
+    known = [*(spec.name for spec in OPS), *GROUPS]
     for name in options.ops:
         if name not in known:
             print(f"ds_report: op is {name!r}, expected one of {', '.join(known)}", file=sys.stderr)
             return 1
-    chosen = [spec for spec in OPS if not options.ops or spec.name in options.ops]
+    named = {spec.name for name in options.ops for spec in specs_of(name)}
+    chosen = [spec for spec in OPS if not named or spec.name in named]
     with contextlib.suppress(Exception):  # which the rows will say
         import torch  # noqa: F401  # once, for all the children
     # The ops first: a child process can use CUDA only as long as its parent has not.

@@ -11,7 +11,7 @@ from . import cache, loading, probe
 from .errors import BuildError, Unavailable
 from .jit import compile_into_cache
 from .pipes import program
-from .registry import OPS, spec_of
+from .registry import OPS, specs_of
 from .spec import OpSpec
 from .wanted import Wanted
 
@@ -50,7 +50,7 @@ def _list() -> int:
 
 def _build(names: list[str]) -> int:
     failed = 0
-    for spec in [spec_of(name) for name in names] or OPS:
+    for spec in [spec for name in names for spec in specs_of(name)] or OPS:
         reasons = probe.why_not(spec)
         if reasons and not names:
             _row(spec.name, "skipped", *reasons)
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
         "names",
         nargs="*",
         metavar="name",
-        help="ops to compile; all that can be when none is given",
+        help="ops to compile, or groups of them; all that can be when none is given",
     )
     commands.add_parser("clean", help="remove what was compiled into the cache")
     commands.add_parser("path", help="print the folder of the cache")

@@ -1,7 +1,8 @@
 """Compile op libraries ahead of time: into a package while it is built, as DS_BUILD_* asks.
 
 DS_BUILD_OPS=1 asks for every op that this machine can compile; DS_BUILD_<OP>=1 or 0, such as
-DS_BUILD_CPU_ADAM=1, asks for one or leaves it out, whatever DS_BUILD_OPS says. An op that is asked
+DS_BUILD_CPU_ADAM=1, asks for one or leaves it out, whatever DS_BUILD_OPS says. The name of a group
+stands for those of its ops that are not named. An op that is asked
 for by its own name must be built; one that DS_BUILD_OPS cannot have is left out with a warning.
 """
 
@@ -14,7 +15,7 @@ from . import probe
 from .compile import compile_library
 from .errors import BuildError, Unavailable
 from .log import logger
-from .registry import OPS, spec_of
+from .registry import GROUPS, OPS, spec_of
 from .spec import OpSpec
 from .wanted import Wanted
 
@@ -47,7 +48,7 @@ def compile_into_package(folder: Path, scratch: Path) -> list[Path]:
             library = _compile(spec, scratch / spec.name)
         except Unavailable as missing:
             if by_name:
-                variable = _variable(spec)
+                variable = _asked_by(spec)
                 fix = f"{missing.fix}, or set {variable}=0 to install without {spec.name}"
                 cause = f"{variable}=1 asks for it, but {missing.cause}"
                 raise BuildError(spec.name, cause, fix, log=missing.log) from missing
@@ -60,7 +61,7 @@ def compile_into_package(folder: Path, scratch: Path) -> list[Path]:
 
 def _chosen() -> list[tuple[OpSpec, bool]]:
     """Return the ops to compile, and for each whether it was asked for by its own name."""
-    known = {_variable(spec) for spec in OPS}
+    known = {_variable(name) for name in [*(spec.name for spec in OPS), *GROUPS]}
     for variable, value in os.environ.items():
         if variable.startswith("DS_BUILD_") and variable not in {_ALL, *known} and value == "1":
             raise BuildError(
@@ -69,12 +70,19 @@ def _chosen() -> list[tuple[OpSpec, bool]]:
                 f"expected one of {', '.join(sorted(known))}",
             )
     everything = _is_on(_ALL)
-    asked = [(spec, _is_on(_variable(spec))) for spec in OPS]
+    asked = [(spec, _is_on(_asked_by(spec))) for spec in OPS]
     return [(spec, bool(one)) for spec, one in asked if (everything if one is None else one)]
 
 
-def _variable(spec: OpSpec) -> str:
-    return f"DS_BUILD_{spec.name.upper()}"
+def _asked_by(spec: OpSpec) -> str:
+    """Return the variable that decides of an op: its own, or that of its group."""
+    groups = [group for group, members in GROUPS.items() if spec.name in members]
+    names = [name for name in [spec.name, *groups] if _is_on(_variable(name)) is not None]
+    return _variable([*names, spec.name][0])
+
+
+def _variable(name: str) -> str:
+    return f"DS_BUILD_{name.upper()}"
 
 
 def _is_on(variable: str) -> bool | None:

@@ -5,13 +5,14 @@ from typing import Any, ClassVar
 
 from . import loading
 from .log import logger
-from .registry import OPS, spec_of
+from .registry import GROUPS, OPS, specs_of
 
 _ACRONYMS = {"cpu": "CPU", "io": "IO", "ltd": "LTD", "sgd": "SGD"}
+_IRREGULAR = {"transformer_inference": "InferenceBuilder"}
 
 
 class OpBuilder:
-    """Builds and loads one op; its subclasses only name it."""
+    """Builds and loads one op, or a group of them; its subclasses only name it."""
 
     NAME = ""
     # What `load` returns, from the op's name. The package around this one sets it; alone, it is the
@@ -30,27 +31,29 @@ class OpBuilder:
         Raises:
             BuildError: every route to the library failed.
         """
-        loading.load(self.NAME)
+        for spec in specs_of(self.NAME):
+            loading.load(spec.name)
         return type(self).interface_of(self.NAME)
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Tell whether `load` would work here; with `verbose`, log the reasons why not."""
-        _, reasons = loading.status(spec_of(self.NAME))
-        for reason in reasons if verbose else []:
-            logger.warning("%s: %s", self.NAME, reason)
-        return not reasons
+        found = [(spec.name, loading.status(spec)[1]) for spec in specs_of(self.NAME)]
+        for name, reasons in found if verbose else []:
+            for reason in reasons:
+                logger.warning("%s: %s", name, reason)
+        return not any(reasons for _, reasons in found)
 
 
 def class_name(op: str) -> str:
     """Return the builder's name: cpu_adam gives CPUAdamBuilder."""
+    if op in _IRREGULAR:
+        return _IRREGULAR[op]
     return "".join(_ACRONYMS.get(word, word.capitalize()) for word in op.split("_")) + "Builder"
 
 
 BUILDERS: dict[str, type[OpBuilder]] = {
-    class_name(spec.name): type(
-        class_name(spec.name), (OpBuilder,), {"NAME": spec.name, "__module__": __name__}
-    )
-    for spec in OPS
+    class_name(name): type(class_name(name), (OpBuilder,), {"NAME": name, "__module__": __name__})
+    for name in [*(spec.name for spec in OPS), *GROUPS]
 }
 
 

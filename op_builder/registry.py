@@ -33,6 +33,29 @@ def _norm(library: str, name: str, kind: str) -> OpSpec:
     return replace(shared, defines=(("DSX_NORM", kind),), self_check=check)
 
 
+def _kv_cache(kind: str, rule: str) -> tuple[OpSpec, OpSpec]:
+    """Return the libraries of the ops on a cache of keys and values of one kind, for both devices.
+
+    The ops share their sources, which are compiled for the kind.
+    """
+    made = []
+    for prefix in ("cpu", "fused"):
+        on_cpu = prefix == "cpu"
+        ends = ("cpu.cpp", "ops.cpp") if on_cpu else ("cuda.cu", "ops_cuda.cpp")
+        shared = _op(
+            f"{prefix}_kv_cache{kind}",
+            "transformer/decode_attention",
+            *(
+                f"transformer/{op}_{end}"
+                for op in ("prefill_attention", "rope_append")
+                for end in ends
+            ),
+        )
+        check = f"deepspeed_ext.ops.transformer.kv_cache_checks:kv_cache{kind}"
+        made.append(replace(shared, defines=(("DSX_KV", rule),), self_check=check))
+    return made[0], made[1]
+
+
 def _optimizer(library: str, name: str, rule: str, measuring_rule: str = "") -> OpSpec:
     """Return the library of one optimizer, for the device that its name says.
 
@@ -96,6 +119,9 @@ OPS: tuple[OpSpec, ...] = (
     _op("fused_cross_entropy", "transformer/cross_entropy"),
     _op("cpu_skinny_linear", "transformer/skinny_linear"),
     _op("fused_skinny_linear", "transformer/skinny_linear"),
+    *_kv_cache("", "FloatKv"),
+    *_kv_cache("_int8", "Int8Kv"),
+    *_kv_cache("_fp8", "Fp8Kv"),
     OpSpec(
         name="async_io",
         device="cpu",
@@ -122,6 +148,12 @@ OPS: tuple[OpSpec, ...] = (
 )
 
 
+# One name, that older libraries have, for several rows: all for inference on CUDA.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "transformer_inference": ("fused_kv_cache", "fused_kv_cache_int8", "fused_kv_cache_fp8"),
+}
+
+
 def spec_of(name: str) -> OpSpec:
     """Return the row of an op."""
     for spec in OPS:
@@ -129,6 +161,11 @@ def spec_of(name: str) -> OpSpec:
             return spec
     raise BuildError(
         name,
-        f"there is no such op, expected one of {', '.join(spec.name for spec in OPS)}",
+        f"there is no such op, expected one of {', '.join([*(s.name for s in OPS), *GROUPS])}",
         "run: python -m deepspeed_ext.op_builder list",
     )
+
+
+def specs_of(name: str) -> tuple[OpSpec, ...]:
+    """Return the rows of a group, or the one of an op."""
+    return tuple(spec_of(member) for member in GROUPS.get(name, (name,)))

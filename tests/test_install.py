@@ -18,6 +18,7 @@ import torch
 
 from deepspeed_ext.op_builder import OPS, BuildError, aot, load, probe
 from deepspeed_ext.op_builder.errors import Unavailable
+from deepspeed_ext.op_builder.registry import GROUPS
 
 ROOT = Path(__file__).parent.parent
 EVERY_OP = {spec.name for spec in OPS}
@@ -337,6 +338,15 @@ def compiled(monkeypatch, tmp_path):
         ({"OPS": "0", "FUSED_ADAM": "1"}, {"fused_adam"}),
         ({"FUSED_ADAM": "1"}, {"fused_adam"}),
         ({"OPS": "1", "CPU_ADAM": ""}, EVERY_OP),
+        ({"TRANSFORMER_INFERENCE": "1"}, set(GROUPS["transformer_inference"])),
+        (
+            {"TRANSFORMER_INFERENCE": "1", "FUSED_KV_CACHE": "0"},
+            set(GROUPS["transformer_inference"]) - {"fused_kv_cache"},
+        ),
+        (
+            {"OPS": "1", "TRANSFORMER_INFERENCE": "0", "FUSED_KV_CACHE": "1"},
+            EVERY_OP - set(GROUPS["transformer_inference"]) | {"fused_kv_cache"},
+        ),
         ({"STRING": "a suffix", "SPARSE_ATTN": "0"}, set()),
     ],
 )

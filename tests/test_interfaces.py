@@ -59,6 +59,12 @@ def test_the_names_that_libraries_share_are_all_there():
     assert given == {*ops.__all__, *io.__all__} - of_no_library
 
 
+def test_a_group_has_what_its_libraries_have():
+    names = interfaces.interface_of("transformer_inference").__all__
+    assert {"prefill_attention", "decode_attention", "rope_append_"} <= set(names)
+    assert len(names) == len(set(names))
+
+
 def test_loading_compiles_first(monkeypatch):
     loaded = []
     monkeypatch.setattr(op_builder.loading, "load", loaded.append)

@@ -36,8 +36,8 @@ DSX_HOST_DEVICE inline V slope_under_cap(const V& score, float cap) {
   return V(4.0f) * decay / (sum * sum);
 }
 
-template <class V>
-DSX_HOST_DEVICE inline V biased(const V& score, const V& distance, float slope) {
+template <class V, class Slope>
+DSX_HOST_DEVICE inline V biased(const V& score, const V& distance, const Slope& slope) {
   return score - V(slope) * distance;
 }
 

@@ -50,6 +50,7 @@ _NAMES = {
     ),
     "transformer.bias_activation": ("bias_activation", "bias_activation_ref"),
     "transformer.cross_entropy": ("cross_entropy", "cross_entropy_ref"),
+    "transformer.decode_attention": ("decode_attention", "decode_attention_ref"),
     "transformer.gated_activation": (
         "gated_activation",
         "gated_activation_ref",
@@ -57,8 +58,11 @@ _NAMES = {
         "swiglu_ref",
     ),
     "transformer.layer_norm": ("FusedLayerNorm", "layer_norm", "layer_norm_ref"),
+    "transformer.paged_kv": ("PagedKV",),
+    "transformer.prefill_attention": ("prefill_attention", "prefill_attention_ref"),
     "transformer.rms_norm": ("FusedRMSNorm", "rms_norm", "rms_norm_ref"),
     "transformer.rope": ("rope", "rope_", "rope_ref"),
+    "transformer.rope_append": ("rope_append_", "rope_append_ref_"),
     "transformer.rope_frequencies": (
         "rope_frequencies",
         "rope_frequencies_llama3",
@@ -120,6 +124,10 @@ if TYPE_CHECKING:  # the same for type checkers
     )
     from deepspeed_ext.ops.transformer.cross_entropy import cross_entropy as cross_entropy
     from deepspeed_ext.ops.transformer.cross_entropy import cross_entropy_ref as cross_entropy_ref
+    from deepspeed_ext.ops.transformer.decode_attention import decode_attention as decode_attention
+    from deepspeed_ext.ops.transformer.decode_attention import (
+        decode_attention_ref as decode_attention_ref,
+    )
     from deepspeed_ext.ops.transformer.gated_activation import gated_activation as gated_activation
     from deepspeed_ext.ops.transformer.gated_activation import (
         gated_activation_ref as gated_activation_ref,
@@ -129,12 +137,21 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.transformer.layer_norm import FusedLayerNorm as FusedLayerNorm
     from deepspeed_ext.ops.transformer.layer_norm import layer_norm as layer_norm
     from deepspeed_ext.ops.transformer.layer_norm import layer_norm_ref as layer_norm_ref
+    from deepspeed_ext.ops.transformer.paged_kv import PagedKV as PagedKV
+    from deepspeed_ext.ops.transformer.prefill_attention import (
+        prefill_attention as prefill_attention,
+    )
+    from deepspeed_ext.ops.transformer.prefill_attention import (
+        prefill_attention_ref as prefill_attention_ref,
+    )
     from deepspeed_ext.ops.transformer.rms_norm import FusedRMSNorm as FusedRMSNorm
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm as rms_norm
     from deepspeed_ext.ops.transformer.rms_norm import rms_norm_ref as rms_norm_ref
     from deepspeed_ext.ops.transformer.rope import rope as rope
     from deepspeed_ext.ops.transformer.rope import rope_ as rope_
     from deepspeed_ext.ops.transformer.rope import rope_ref as rope_ref
+    from deepspeed_ext.ops.transformer.rope_append import rope_append_ as rope_append_
+    from deepspeed_ext.ops.transformer.rope_append import rope_append_ref_ as rope_append_ref_
     from deepspeed_ext.ops.transformer.rope_frequencies import rope_frequencies as rope_frequencies
     from deepspeed_ext.ops.transformer.rope_frequencies import (
         rope_frequencies_llama3 as rope_frequencies_llama3,

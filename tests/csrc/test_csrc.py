@@ -50,6 +50,9 @@ PROGRAMS = {  # with the sources that each is linked with; an op library stands 
     ],
     "rope": [ISA, "transformer/rope_cpu.cpp"],
     "skinny_linear": [ISA, "transformer/skinny_linear_cpu.cpp"],
+    "kv_cache": [ISA, "cpu_kv_cache"],
+    "kv_cache_int8": [ISA, "cpu_kv_cache_int8"],
+    "kv_cache_fp8": [ISA, "cpu_kv_cache_fp8"],
     "aio_plan": [],
     "aio_backends": BACKENDS,
     "aio_wake": BACKENDS,
@@ -180,10 +183,11 @@ def compile_program(way: str, program: str, folder: Path) -> Path:
     for unit in WAYS[way].sources.get(program, PROGRAMS[program]):
         sources = (unit,) if isinstance(unit, str) else unit
         spec = LIBRARIES.get(sources[0], NO_OP)
-        kernels = [source for source in spec.sources if source.endswith("_cpu.cpp")]
-        paths = [CSRC / source for source in kernels or sources]
-        stem = folder / f"{sources[0].replace('/', '_')}_{way}"
-        objects.append(once(stem, ".o", [*compiler_of(way, spec), "-c"], paths))
+        kernels = [(source,) for source in spec.sources if source.endswith("_cpu.cpp")]
+        for part in kernels or [sources]:  # kernels of a library are compiled one by one
+            paths = [CSRC / source for source in part]
+            stem = folder / f"{spec.name}_{part[0].replace('/', '_')}_{way}"
+            objects.append(once(stem, ".o", [*compiler_of(way, spec), "-c"], paths))
     main = HERE / f"test_{program}.cpp"
     return once(folder / f"{program}_{way}", "", compiler_of(way), [main], objects)
 

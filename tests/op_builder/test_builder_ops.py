@@ -70,6 +70,7 @@ def test_every_source_of_the_registry_is_there() -> None:
         ("cpu_adagrad", "CPUAdagradBuilder"),
         ("async_io", "AsyncIOBuilder"),
         ("random_ltd", "RandomLTDBuilder"),
+        ("transformer_inference", "InferenceBuilder"),
     ],
 )
 def test_class_names(op: str, name: str) -> None:
@@ -92,6 +93,20 @@ def test_a_builder_loads_its_op_and_gives_what_belongs_to_it(
     monkeypatch.setattr(op_builder.OpBuilder, "interface_of", lambda name: done.append(name) or 5)
     assert op_builder.CPUAdamBuilder().load(verbose=False) == 5
     assert done == ["load cpu_adam", "cpu_adam"]
+
+
+def test_a_builder_of_a_group_loads_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(loading, "load", lambda name: done.append(name))
+    monkeypatch.setattr(op_builder.OpBuilder, "interface_of", lambda name: name)
+    assert op_builder.InferenceBuilder().load() == "transformer_inference"
+    members = registry.GROUPS["transformer_inference"]
+    assert done == list(members) and len(set(members)) == len(members)
+    states: dict[str, list[str]] = {name: [] for name in members}
+    monkeypatch.setattr(loading, "status", lambda spec: (None, states[spec.name]))
+    assert op_builder.InferenceBuilder().is_compatible()
+    states[members[-1]].append("it is the last one")
+    assert not op_builder.InferenceBuilder().is_compatible()
 
 
 def test_is_compatible_means_that_load_would_work(

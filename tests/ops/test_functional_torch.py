@@ -1,6 +1,7 @@
 """Functional ops: what they promise to torch's compiler, autograd and autocast."""
 
 import json
+import re
 from collections.abc import Sequence
 from operator import itemgetter
 
@@ -24,10 +25,14 @@ print(json.dumps([name for name in names if name.startswith("deepspeed_ext::")])
 
 
 def test_every_functional_op_has_a_case() -> None:
-    """Of all that a process has which has imported nothing else; in-place ones end in _."""
+    """Of all that a process has which has imported nothing else; in-place ones end in _.
+
+    decode_attention and prefill_attention have no gradient, and tests of their own.
+    """
     done = warm_python.run("-c", NAMES_OF_OPS)
     assert done.returncode == 0, done.stderr
     names = {name for name in json.loads(done.stdout) if not name.partition(".")[0].endswith("_")}
+    names = {name for name in names if not re.search("(decode|prefill)_attention", name)}
     calls = [call for case in CASES.values() for call in recorded(call_of(case, 3, 8, F32, "cpu"))]
     assert {op.name() for op, _, _ in calls} == names - WITHOUT_CASE
 

@@ -306,3 +306,21 @@ DSX_INLINE void Vec::store(Half* target, int count, bool past_cache) const {
   const Ints bits = bits_of(stored);
   Ints::store_words(reinterpret_cast<uint16_t*>(target), count, bits.low, bits.high, past_cache);
 }
+
+// 2 lanes of each, from 4.
+inline __m128 added_halves(__m128 a, __m128 b) {
+  return _mm_add_ps(_mm_movelh_ps(a, b), _mm_movehl_ps(b, a));
+}
+
+// As vec_derived.inl says.
+inline void store_lane_sums(const Vec (&a)[4][1], float* target) {
+  __m128 quarters[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m256 half = _mm256_add_ps(a[i][0].low, a[i][0].high);
+    quarters[i] = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  }
+  const __m128 first = added_halves(quarters[0], quarters[1]);
+  const __m128 second = added_halves(quarters[2], quarters[3]);
+  _mm_storeu_ps(
+      target, _mm_add_ps(_mm_shuffle_ps(first, second, 0x88), _mm_shuffle_ps(first, second, 0xdd)));
+}

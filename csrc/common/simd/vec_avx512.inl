@@ -221,3 +221,20 @@ inline Ints bytes_to_middle(Ints a) {
   const __m128i places = _mm_setr_epi32(order, order + step, order + 2 * step, order + 3 * step);
   return _mm512_shuffle_epi8(a.lanes, _mm512_broadcast_i32x4(places));
 }
+
+// 8 lanes of each, from 16.
+inline __m512 added_halves(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+}
+
+// As vec_derived.inl says.
+inline void store_lane_sums(const Vec (&a)[4][1], float* target) {
+  const __m512 first = added_halves(a[0][0].lanes, a[1][0].lanes);
+  const __m512 second = added_halves(a[2][0].lanes, a[3][0].lanes);
+  __m512 sums = _mm512_add_ps(_mm512_shuffle_f32x4(first, second, 0x88),
+                              _mm512_shuffle_f32x4(first, second, 0xdd));  // 4 lanes of each
+  sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0x4e));
+  sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0xb1));
+  const __m512i every_fourth = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+  _mm_storeu_ps(target, _mm512_castps512_ps128(_mm512_permutexvar_ps(every_fourth, sums)));
+}

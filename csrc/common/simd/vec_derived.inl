@@ -60,3 +60,17 @@ inline V times_power_of_2(V a, V k) {
   const V second = float_of(shift_left<23>(sum - half - bias));
   return a * first * second;
 }
+
+// The sums of 16 lanes each, of which a Vec has all or some: lanes l and l + 8 first, then l and
+// l + 4, and so on.
+template <int kParts>
+inline void store_lane_sums(const Vec (&a)[4][kParts], float* target) {  // [4]
+  for (int i = 0; i < 4; ++i) {
+    float lanes[kParts * Vec::size];
+    for (int k = 0; k < kParts; ++k) a[i][k].store(lanes + k * Vec::size, Vec::size);
+    for (int half = kParts * Vec::size / 2; half > 0; half /= 2) {
+      for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+    }
+    target[i] = lanes[0];
+  }
+}
