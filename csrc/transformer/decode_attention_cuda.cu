@@ -200,7 +200,8 @@ void decode_attention_cuda(const DecodeAttention& call, void* workspace, void* s
     launch(cuda::decode_any_kernel<DSX_KV>, device, 0, 1, call, partials, queue);
   }
   const int64_t rows = call.news.batches * call.news.tokens * call.q.heads;
-  const bool chained = cuda::can_chain(merge_kernel, kOp);
+  // It reads lengths before it waits, as the kernel before it has waited for them: if there is one.
+  const bool chained = partials.chunks > 0 && cuda::can_chain(merge_kernel, kOp);
   cuda::launch_kernel(merge_kernel, {unsigned(rows), kMergeThreads, 0, 1, chained}, queue, kOp,
                       call, partials);
 }

@@ -53,22 +53,40 @@ __device__ inline uint32_t minus(uint32_t a, uint32_t b) {
   return result;
 }
 
-// Bytes 0 and 2 of a word of codes as two numbers of type T, which holds all of them.
-template <class T, class Kind>
+// (a & mask) | bits, as one instruction: with two numbers in its place it would be two.
+template <uint32_t kMask>
+__device__ inline uint32_t masked_or(uint32_t a, uint32_t bits) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(a), "n"(kMask), "r"(bits));
+  return result;
+}
+// The number, in a register.
+template <uint32_t kNumber>
+__device__ inline uint32_t in_register() {
+  uint32_t result;
+  asm volatile("mov.b32 %0, %1;" : "=r"(result) : "n"(kNumber));
+  return result;
+}
+
+// Bytes 0 and 2 of a word of codes, or 1 and 3, as two numbers of type T, which holds all of them.
+template <class T, class Kind, bool kOdd>
 __device__ inline uint32_t widened_pair(uint32_t word) {
   constexpr bool kIsBf16 = T::kQuietNan == BFloat16::kQuietNan;
   if constexpr (std::is_same_v<Kind, Int8Kv>) {
+    if constexpr (kOdd) word >>= 8;
     if constexpr (kIsBf16) {  // 128 + the lower 7 bits, and 128 or 256 by the sign
-      return minus<T>((word & 0x007f007f) | 0x43004300, (word & 0x00800080) | 0x43004300);
+      const uint32_t bits = in_register<0x43004300>();
+      return minus<T>(masked_or<0x007f007f>(word, bits), masked_or<0x00800080>(word, bits));
     } else {  // 1024 + 128 + the number
-      return minus<T>(((word ^ 0x00800080) & 0x00ff00ff) | 0x64006400, 0x64806480);
+      const uint32_t bits = in_register<0x64006400>();
+      return minus<T>(masked_or<0x00ff00ff>(word ^ 0x00800080, bits), 0x64806480);
     }
   } else {  // bits where they belong, then what exponents are off by; 480 for NaN
-    const uint32_t high = word << 8;
+    const uint32_t sign = (kOdd ? word : word << 8) & 0x80008000;
     if constexpr (kIsBf16) {
-      return times<T>((high & 0x80008000) | ((word << 4) & 0x07f007f0), 0x7b807b80);
+      return times<T>(masked_or<0x07f007f0>(kOdd ? word >> 4 : word << 4, sign), 0x7b807b80);
     } else {
-      return times<T>((high & 0x80008000) | ((word << 7) & 0x3f803f80), 0x5c005c00);
+      return times<T>(masked_or<0x3f803f80>(kOdd ? word >> 1 : word << 7, sign), 0x5c005c00);
     }
   }
 }
@@ -133,8 +151,8 @@ struct Tile {
   __device__ void key_matrix(int four, int step, uint32_t (&b)[2]) const {
     const uint32_t* const of_four = words + four * kWordsOfFour;
     if constexpr (Kind::kQuantized) {
-      b[0] = widened_pair<T, Kind>(of_four[step]);
-      b[1] = widened_pair<T, Kind>(of_four[step] >> 8);
+      b[0] = widened_pair<T, Kind, false>(of_four[step]);
+      b[1] = widened_pair<T, Kind, true>(of_four[step]);
     } else {
       b[0] = of_four[2 * step];
       b[1] = of_four[2 * step + 1];
@@ -166,8 +184,8 @@ struct Tile {
       if constexpr (Kind::kQuantized) {
         const uint32_t both =
             __byte_perm(of_four[step / 2], of_next[step / 2], step % 2 == 0 ? 0x5410 : 0x7632);
-        a[2 * k] = widened_pair<T, Kind>(both);
-        a[2 * k + 1] = widened_pair<T, Kind>(both >> 8);
+        a[2 * k] = widened_pair<T, Kind, false>(both);
+        a[2 * k + 1] = widened_pair<T, Kind, true>(both);
       } else {
         a[2 * k] = __byte_perm(of_four[step], of_next[step], 0x5410);
         a[2 * k + 1] = __byte_perm(of_four[step], of_next[step], 0x7632);

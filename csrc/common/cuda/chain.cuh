@@ -96,36 +96,60 @@ bool can_chain(void (*kernel)(Parameters...), const char* op) {
   return attributes.ptxVersion >= 90;
 }
 
+// A launch as CUDA wants it. It points into itself, and stays where it was made.
+struct LaunchConfig {
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config = {};
+
+  LaunchConfig(const Launch& launch, cudaStream_t stream) {
+    if (launch.cluster > 1) {
+      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim.x = unsigned(launch.cluster);
+      attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    }
+    if (launch.chained) {
+      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute.val.programmaticStreamSerializationAllowed = 1;
+    }
+    config.gridDim = dim3(launch.blocks);
+    config.blockDim = dim3(unsigned(launch.threads));
+    config.dynamicSmemBytes = size_t(launch.shared_bytes);
+    config.stream = stream;
+    config.attrs = attributes;
+  }
+  LaunchConfig(const LaunchConfig&) = delete;
+  LaunchConfig& operator=(const LaunchConfig&) = delete;
+};
+
+template <class... Parameters>
+void allow_shared_memory(void (*kernel)(Parameters...), const Launch& launch, const char* op) {
+  if (launch.shared_bytes <= 48 * 1024) return;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             int(launch.shared_bytes)),
+        op);
+}
+
+// How many clusters of such a launch the device runs at the same time.
+template <class... Parameters>
+int clusters_at_once(void (*kernel)(Parameters...), const Launch& launch, const char* op) {
+  allow_shared_memory(kernel, launch, op);
+  Launch alone = launch;
+  alone.chained = false;
+  const LaunchConfig made(alone, nullptr);
+  int count = 0;
+  check(cudaOccupancyMaxActiveClusters(&count, kernel, &made.config), op);
+  return count;
+}
+
 template <class... Parameters, class... Arguments>
 void launch_kernel(void (*kernel)(Parameters...), const Launch& launch, cudaStream_t stream,
                    const char* op, const Arguments&... arguments) {
   check(cudaPeekAtLastError(), op);  // of somebody before
-  if (launch.shared_bytes > 48 * 1024) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               int(launch.shared_bytes)),
-          op);
-  }
-  cudaLaunchAttribute attributes[2];
-  unsigned count = 0;
-  if (launch.cluster > 1) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count].val.clusterDim.x = unsigned(launch.cluster);
-    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
-    ++count;
-  }
-  if (launch.chained) {
-    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[count].val.programmaticStreamSerializationAllowed = 1;
-    ++count;
-  }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(launch.blocks);
-  config.blockDim = dim3(unsigned(launch.threads));
-  config.dynamicSmemBytes = size_t(launch.shared_bytes);
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = count;
-  check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), op);
+  allow_shared_memory(kernel, launch, op);
+  const LaunchConfig made(launch, stream);
+  check(cudaLaunchKernelEx(&made.config, kernel, Parameters(arguments)...), op);
 }
 
 }  // namespace dsx::cuda
