@@ -41,6 +41,11 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("optimizer",),
         ("timeline",),
     ),
+    "zero": (
+        ("agreement", "blocks", "inside"),
+        ("sharding",),
+        ("accumulate", "stages"),
+    ),
 }
 Layers = tuple[tuple[str, ...], ...]
 PROGRAMS = ("examples/", "report.py", "__main__.py")  # these talk to a user, so they may print
