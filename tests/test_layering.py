@@ -42,9 +42,10 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("timeline",),
     ),
     "zero": (
-        ("agreement", "blocks", "inside"),
-        ("sharding",),
-        ("accumulate", "stages"),
+        ("agreement", "blocks", "gather", "inside", "memory", "saved_model"),
+        ("sharding", "units"),
+        ("accumulate", "drawing", "stages"),
+        ("init",),
     ),
 }
 Layers = tuple[tuple[str, ...], ...]

@@ -1,9 +1,12 @@
 """ZeRO as settings of torch's fully_shard, with what it lacks around it.
 
 - shard, accumulate: the stages, and the micro-steps of a step.
+- Init: models that never stand whole anywhere. GatheredParameters: whole parameters for a while.
 """
 
 from deepspeed_ext.zero.accumulate import accumulate
+from deepspeed_ext.zero.gather import GatheredParameters
+from deepspeed_ext.zero.init import Init
 from deepspeed_ext.zero.stages import shard
 
-__all__ = ["accumulate", "shard"]
+__all__ = ["GatheredParameters", "Init", "accumulate", "shard"]

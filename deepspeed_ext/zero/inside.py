@@ -1,4 +1,4 @@
-"""What is known of the insides of fully_shard, in torch 2.11 and 2.13, and of nothing else of it."""
+"""What is known of the insides of fully_shard in torch 2.11 and 2.13; nothing else knows any."""
 
 from collections.abc import Iterator
 from typing import Any
