@@ -42,7 +42,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("timeline",),
     ),
     "zero": (
-        ("agreement", "blocks", "gather", "inside", "memory", "saved_model"),
+        ("agreement", "blocks", "gather", "inside", "memory", "saved_model", "scaling"),
         ("sharding", "units"),
         ("accumulate", "drawing", "stages"),
         ("init",),

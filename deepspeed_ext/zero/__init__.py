@@ -2,11 +2,13 @@
 
 - shard, accumulate: the stages, and the micro-steps of a step.
 - Init: models that never stand whole anywhere. GatheredParameters: whole parameters for a while.
+- LossScaler: for gradients of float16.
 """
 
 from deepspeed_ext.zero.accumulate import accumulate
 from deepspeed_ext.zero.gather import GatheredParameters
 from deepspeed_ext.zero.init import Init
+from deepspeed_ext.zero.scaling import LossScaler
 from deepspeed_ext.zero.stages import shard
 
-__all__ = ["GatheredParameters", "Init", "accumulate", "shard"]
+__all__ = ["GatheredParameters", "Init", "LossScaler", "accumulate", "shard"]

@@ -77,8 +77,8 @@ class GatheredParameters:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for module, name, param in self._places:
-            module._parameters[name] = param
+        for module, name, shard in self._places:
+            module._parameters[name] = shard
         self._places = []
         whole, self._whole = self._whole, {}
         if self._rank is not None:

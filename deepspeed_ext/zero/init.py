@@ -34,7 +34,7 @@ class Init:
     for any number of processes. They are those of a model that is built without this after
     torch.manual_seed(seed) on the same device, if its modules are listed in the order in which they
     were made, and its constructor draws in reset_parameters and then, at the end, by apply(init). A
-    tied parameter is reset by the first module that has it; for others init must write it, not read.
+    tied parameter is reset by the first module that has it, and for others init may only write it.
 
     Args:
         seed: of the random numbers.
