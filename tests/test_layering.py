@@ -45,7 +45,8 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("agreement", "blocks", "gather", "inside", "memory", "saved_model", "scaling"),
         ("sharding", "units"),
         ("accumulate", "drawing", "stages"),
-        ("init",),
+        ("checkpoint", "init"),
+        ("__main__",),
     ),
 }
 Layers = tuple[tuple[str, ...], ...]

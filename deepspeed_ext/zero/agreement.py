@@ -1,6 +1,8 @@
 """What all processes must have given alike, compared before anything is sharded."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,28 @@ def check_agreement(op: str, lines: list[str], mesh: DeviceMesh) -> None:
     if count:
         what = next(filter(None, found), "other processes differ from each other")
         raise Disagreement(f"{op}: {what}, expected the same model and options on all processes")
+
+
+@contextmanager
+def all_or_none(op: str, mesh: DeviceMesh) -> Iterator[None]:
+    """Raise on every process of a mesh what the body raises on one of them.
+
+    Raises:
+        RuntimeError: all was well here, and not elsewhere.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    count = torch.tensor(int(error is not None), device=mesh.device_type)
+    for i in range(mesh.ndim):
+        if mesh.size(i) > 1:
+            dist.all_reduce(count, group=mesh.get_group(i))
+    if error is not None:
+        raise error
+    if count:
+        raise RuntimeError(f"{op}: another process failed, expected all to go on; it says why")
 
 
 def _difference(lines: list[str], group: dist.ProcessGroup, device: str) -> str:

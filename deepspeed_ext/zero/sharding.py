@@ -2,10 +2,12 @@
 
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +38,8 @@ class Sharding:
         self._keeps_gathered = False  # between two declared micro-steps
         self._declared = False
         self._known: dict[str, int] | None = None  # ids of parameters by name
+        self.saving: Future[None] | None = None  # a checkpoint that is under way
+        self.saves_by: dist.ProcessGroup | None = None  # what it talks by, made when it is wanted
 
     def attach(self) -> None:
         """Stand by the model: whatever a forward leaves gathered, the next one does not trust."""
@@ -55,6 +59,14 @@ class Sharding:
         """Let go of all gathered weights: parameters are shards."""
         for group in groups_of(self.model):
             group.reshard()
+
+    def check_idle(self, op: str) -> None:
+        """Refuse what needs all parameters to be shards, between micro-steps."""
+        if self._declared:
+            raise RuntimeError(
+                f"{op}: model is between micro-steps of zero.accumulate, expected the end of them"
+            )
+        self.reshard()
 
     @contextmanager
     def declared(self) -> Iterator[None]:
