@@ -1,5 +1,7 @@
 """Writer and Reader: torch's distributed checkpoint (DCP) over this package's I/O engine."""
 
+import contextlib
+import fcntl
 import io
 import os
 import re
@@ -104,6 +106,9 @@ class Writer(StorageWriter):
         for name in _data_files(self._path):
             if name not in used:
                 (self._path / name).unlink(missing_ok=True)
+        for name in os.listdir(self._path):
+            if name.startswith(".saving-"):
+                _remove_unlocked(self._path / name)
 
     def abandon(self) -> None:
         """Remove what processes wrote, after a failure; called by one, when all have ended."""
@@ -246,6 +251,13 @@ def _content(item: WriteItem, planner: SavePlanner) -> Tensor:
     # DCP's planner has pickled it. What is not plain is refused here: nobody could load it.
     text = dumps(torch.load(data, weights_only=True)).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _remove_unlocked(path: Path) -> None:
+    """Remove what a NewFile left that was killed; one that is alive has a lock on it."""
+    with contextlib.suppress(OSError), path.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
 
 
 def _data_files(path: Path) -> Iterator[str]:
