@@ -3,13 +3,13 @@
 - shard, accumulate: the stages, and the micro-steps of a step.
 - Init: models that never stand whole anywhere. GatheredParameters: whole parameters for a while.
 - LossScaler: for gradients of float16.
-- save, load: checkpoints for any number of processes. Writer, Reader: the same for users of DCP.
-  consolidate: the model of one in safetensors files.
+- save, load, inspect: checkpoints for any number of processes. consolidate: the model of one in
+  safetensors files. Writer, Reader: the same for users of DCP.
 """
 
 from deepspeed_ext.zero.accumulate import accumulate
 from deepspeed_ext.zero.checkpoint.consolidate import consolidate
-from deepspeed_ext.zero.checkpoint.saving import load, save
+from deepspeed_ext.zero.checkpoint.saving import inspect, load, save
 from deepspeed_ext.zero.checkpoint.storage import Reader, Writer
 from deepspeed_ext.zero.gather import GatheredParameters
 from deepspeed_ext.zero.init import Init
@@ -24,6 +24,7 @@ __all__ = [
     "Writer",
     "accumulate",
     "consolidate",
+    "inspect",
     "load",
     "save",
     "shard",

@@ -9,12 +9,11 @@ import random
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import warnings
 
 import torch
 import torch.distributed.checkpoint as dcp

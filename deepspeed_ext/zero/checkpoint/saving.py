@@ -151,6 +151,24 @@ def load(
     return client
 
 
+def inspect(folder: str | os.PathLike[str], tag: str | None = None) -> dict[str, Any]:
+    """Return what client_state the first process saved, without loading anything else.
+
+    Any process may call it, also where there are no others.
+
+    Args:
+        folder: that `save` was given.
+        tag: of the checkpoint; None: the latest.
+
+    Raises:
+        OSError: there is no such checkpoint, or EBADMSG: its bytes are not what was saved.
+        ValueError: it is not one of `save`.
+    """
+    reader = Reader(folder_of("zero.inspect", folder, tag))
+    client: dict[str, Any] = reader.value(reader.read_metadata(), _name_of(0))["client"]
+    return client
+
+
 class _Tagged(Writer):
     """A writer whose checkpoint is the latest one as soon as it is there."""
 
