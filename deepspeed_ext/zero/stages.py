@@ -60,7 +60,7 @@ def shard(
             `Init` fills them. Not sharded yet. Frozen parameters are sharded too.
         stage: 0 to 3.
         mesh: one dimension: all of it shards. Two, named: replicas and shards (HSDP). None: all
-            processes, on CUDA where there is a GPU.
+            processes, on CUDA if they talk by NCCL, else on the CPU.
         param_dtype: weights are gathered in this dtype, and inputs of blocks cast to it; None: as
             they are.
         reduce_dtype: gradients are added up in this dtype; None: as they are.
@@ -186,7 +186,7 @@ def _checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             " torch.distributed.init_process_group first, also for one process"
         )
     if mesh is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
         return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("shard",))
     if mesh.ndim not in (1, 2) or (mesh.ndim == 2 and not mesh.mesh_dim_names):
         raise ValueError(

@@ -3,6 +3,7 @@
 import gc
 import logging
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from processes import Case
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from zero_cases import Block, Net, assert_close, loss_of, whole
 
 from deepspeed_ext import zero
@@ -215,6 +218,43 @@ def fail(*_):
     raise MemoryError
 
 
+def looks_in_between(row, folder):
+    """What a forward left gathered is not what the next one reads: it may have been stepped."""
+    for stage in range(4):
+        model = zero.shard(Net(), stage)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loss_of(model, 0).backward()
+        before = loss_of(model, 1).item()  # no backward: weights of stages 0 to 2 stay gathered
+        optimizer.step()
+        after = loss_of(model, 1).item()
+        with torch.no_grad():
+            assert loss_of(model, 1).item() == after != before, stage
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        model.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+
+
+def checkpointed_activations(row, folder):
+    """A forward that backward runs anew, of a block and of all, finds its weights."""
+    for stage in range(4):
+        for whole_model in (False, True):
+            model, plain = zero.shard(Net(), stage), zero.shard(Net(), stage)
+            run = partial(checkpoint, model, use_reentrant=False)
+            if not whole_model:
+                run = model
+                for block in model.blocks:
+                    forward = partial(checkpoint, block.forward, use_reentrant=False)
+                    block.forward = forward
+            for each, call in ((model, run), (plain, plain)):
+                for i in zero.accumulate(each, 2):
+                    loss_of(call, i).backward()
+            for (name, ours), theirs in zip(
+                model.named_parameters(), plain.parameters(), strict=True
+            ):
+                if theirs.grad is not None:
+                    assert torch.equal(whole(ours.grad), whole(theirs.grad)), (name, stage)
+
+
 def dropped_models(row, folder):
     """A hundred models are gone when nobody has them."""
     models = []
@@ -236,6 +276,8 @@ CASES = [
     Case(4, "one_of_four_differs", ""),
     Case(2, "changed_models", ""),
     Case(2, "left_early", ""),
+    Case(2, "looks_in_between", ""),
+    Case(2, "checkpointed_activations", ""),
     Case(2, "dropped_models", ""),
 ]
 

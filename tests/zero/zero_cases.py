@@ -43,11 +43,16 @@ class Net(nn.Module):
         return self.head(x)
 
 
+def home():
+    """Where the processes of this group compute."""
+    return "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+
+
 def batch(number: int, rank: int | None = None):
     """Tokens and targets of one process, the same each time."""
     rank = dist.get_rank() if rank is None else rank
     generator = torch.Generator().manual_seed(1000 * number + rank)
-    return torch.randint(VOCABULARY, (2, 4, 5), generator=generator)
+    return torch.randint(VOCABULARY, (2, 4, 5), generator=generator).to(home())
 
 
 def loss_of(model, number: int, rank: int | None = None):
