@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from deepspeed_ext import io, zero
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim import DeepSpeedCPUAdam
 from deepspeed_ext.optim.formats import MASTER
+from deepspeed_ext.zero.checkpoint.storage import Writer
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
 FORMATS = {
@@ -79,6 +81,7 @@ def loads(row, folder):
     for saved, (name, stage, tier) in pairs[WORLDS.index(world) :: len(WORLDS)]:
         expected = torch.load(folder / f"{source}{saved}.pt", weights_only=True)
         model, optimizer = training(stage, tier, name, seed=9)
+        train(model, optimizer, len(saved) % 2)  # some have state already
         client = zero.load(folder / f"from{source}", saved, model, optimizer)
         assert client == {"step": 2, "of": dist.get_rank() if world == source else 0}
         is_same = saved == name and (name != "codes" or world == source)
@@ -126,6 +129,7 @@ def masters(row, folder):
         kept = {}
         for other in ("bfloat16", "remainder", "float32"):
             model, optimizer = training(3, "host", other, seed=3)
+            train(model, optimizer, int(name == "remainder"))
             zero.load(folder / f"masters{name}", None, model, optimizer)
             if other == "float32":
                 kept[other] = {n: whole(p) for n, p in model.named_parameters()}
@@ -183,13 +187,21 @@ def goes_on_meanwhile(row, folder):
         train(model, optimizer, 1, first=step)
         futures.append(zero.save(home, f"step{step}", model, optimizer, wait=False, step=step))
         kept[step] = contents(model, optimizer)
-    train(model, optimizer, 1, first=7)
     futures[-1].result(60)
+    write, go = Writer.write_data, threading.Event()
+    Writer.write_data = lambda *arguments: go.wait(60) and write(*arguments)
+    futures.append(zero.save(home, "last", model, optimizer, wait=False, step="last"))
+    kept["last"] = contents(model, optimizer)
+    train(model, optimizer, 1, first=7)
+    assert not futures[-1].done()
+    go.set()
+    futures[-1].result(60)
+    Writer.write_data = write
     assert all(future.done() for future in futures)
     dist.barrier()
-    for step in (2, 0, 1):
+    for step, tag in (("last", None), (0, "step0"), (1, "step1"), (2, "step2")):
         other, its = training(1, seed=4)
-        assert zero.load(home, f"step{step}" if step < 2 else None, other, its) == {"step": step}
+        assert zero.load(home, tag, other, its) == {"step": step}
         for key, value in contents(other, its).items():
             assert torch.equal(value, kept[step][key]), (step, key)
 

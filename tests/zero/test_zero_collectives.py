@@ -10,6 +10,7 @@ from processes import Case
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext import zero
 from deepspeed_ext.optim import DeepSpeedCPUAdam
@@ -110,6 +111,16 @@ def table(row, folder):
         assert calls == ({"gather": gathers} if gathers else {})
 
 
+def forwards_in_backward(row, folder):
+    """What is computed anew in backward finds the weights that are gathered for it."""
+    for stage in (1, 2):
+        model = zero.shard(Net(), stage)
+        for _ in range(2):
+            with counted() as (calls, _):
+                checkpoint(model, torch.ones(2, WIDTH), use_reentrant=False).sum().backward()
+        assert calls == {"gather": LAYERS + 1, "reduce": LAYERS + 1}
+
+
 def parts(row, folder):
     """Each process keeps its rows only: of weights, gradients and state."""
     world = dist.get_world_size()
@@ -136,6 +147,7 @@ CASES = [
     Case(4, "table", "hybrid"),
     Case(4, "table", ""),
     Case(2, "parts", ""),
+    Case(2, "forwards_in_backward", ""),
 ]
 
 
