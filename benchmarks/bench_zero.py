@@ -40,6 +40,7 @@ OURS, TORCH = "deepspeed_ext.zero", "plain FSDP2, torch's AdamW (fused)"
 SIZES = {
     "1b": Size(layers=16, width=2304, batch=4),
     "3b": Size(layers=26, width=2816, batch=4),
+    "small": Size(layers=12, width=1024),
     "tiny": Size(layers=2, width=32, vocabulary=64, batch=2, length=16),
 }
 ROUNDS = 12

@@ -148,6 +148,22 @@ def masters(row, folder):
             assert torch.equal(whole(optimizer.state[model.get_parameter(key)][MASTER]), value)
 
 
+def weights_alone(row, folder):
+    """Masters that an optimizer has follow weights that are loaded without it."""
+    for tier in ("device", "host"):
+        model, optimizer = training(2, tier, "bfloat16")
+        zero.save(folder / f"alone{tier}", "a", model, optimizer)
+        model, optimizer = training(2, tier, "bfloat16", seed=5)
+        train(model, optimizer, 2)
+        zero.load(folder / f"alone{tier}", None, model)
+        loaded = {n: whole(p).clone() for n, p in model.named_parameters()}
+        train(model, optimizer, 1)
+        if tier == "host":
+            optimizer.synchronize()
+        for name, param in model.named_parameters():  # a step of Adam is some lr at most
+            assert_close(whole(param), loaded[name], name, rtol=0.02, atol=0.05)
+
+
 def resumes(row, folder):
     """Bit for bit with as many processes, scheduler, scaler and random numbers included."""
     for tier in ("device", "host"):
@@ -358,6 +374,7 @@ CASES = [
     Case(4, "saves", ""),
     *(Case(world, "loads", "") for world in WORLDS),
     Case(2, "masters", ""),
+    Case(2, "weights_alone", ""),
     Case(2, "resumes", ""),
     Case(2, "goes_on_meanwhile", ""),
     Case(2, "replaces", ""),

@@ -1,11 +1,14 @@
 """Sharded training against DDP: every parameter after each step."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
 from processes import Case
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from zero_cases import Net, assert_close, home, loss_of, whole
@@ -142,6 +145,11 @@ def emulated_step(plain, optimizer, number, times):
 
 def unused_somewhere(row, folder):
     """A layer that the first process alone uses, where torch can reduce that."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        text = f"reduce_unused is True, expected False with torch {torch.__version__}"
+        with pytest.raises(ValueError, match=re.escape(text)):
+            zero.shard(Net(), 1, reduce_unused=True)
+        return
     for stage in (1, 2, 3):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         with torch.no_grad():
