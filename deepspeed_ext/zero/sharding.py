@@ -39,6 +39,7 @@ class Sharding:
         self._declared = False
         self._known: dict[str, int] | None = None  # ids of parameters by name
         self.saving: Future[None] | None = None  # a checkpoint that is under way
+        self.staging: torch.Tensor | None = None  # memory for its copies, kept for the next one
         self.saves_by: dist.ProcessGroup | None = None  # what it talks by, made when it is wanted
 
     def attach(self) -> None:

@@ -1,5 +1,6 @@
 """save and load: the state of a training, for any number of processes to go on from."""
 
+import logging
 import os
 import random
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from deepspeed_ext.zero.sharding import Sharding, sharding_of
 
 COMMON = "common"
 _SAVE, _LOAD = "zero.save", "zero.load"
+_log = logging.getLogger("deepspeed_ext")
 
 
 def save(
@@ -51,8 +53,8 @@ def save(
         model: that zero.shard was called on, not between micro-steps.
         optimizer: of parameters of the model.
         wait: return when it is on the disk. False: copy all into host memory, which has to hold it,
-            and return; threads do the rest, and a group of processes of their own, over gloo. The
-            next save waits for this one.
+            and return; a thread does the rest, with a group of processes of its own, over gloo. The
+            next save waits for this one, and uses its memory again.
         client_state: of each process: numbers, text, tensors, lists and dicts of them; or objects
             with a state_dict of such, as schedulers, LossScaler and data loaders have.
 
@@ -73,13 +75,13 @@ def save(
         client = _plain(client_state)
     lines = [f"tag {tag!r}", f"wait {wait}", *(f"client_state {name!r}" for name in client_state)]
     check_agreement(_SAVE, lines, sharding.mesh)
-    if sharding.saving is not None:
-        sharding.saving.result()
+    _await_previous(sharding)
     with all_or_none(_SAVE, sharding.mesh):
         content = _content(sharding, optimizer, client)
         if not wait:
             tensors = {n: t for n, t in content.items() if isinstance(t, Tensor)}
-            content |= staged(tensors)
+            copies, sharding.staging = staged(tensors, sharding.staging)
+            content |= copies
     done: Future[None] = Future()
     if wait:
         _write(content, home, tag, None)
@@ -179,6 +181,14 @@ class _Tagged(Writer):
     def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(metadata, results)
         name_latest(self._home, self._tag)
+
+
+def _await_previous(sharding: Sharding) -> None:
+    """Wait for a save that is under way; whoever has its Future is told of its failure."""
+    saving, sharding.saving = sharding.saving, None
+    error = None if saving is None else saving.exception()
+    if error is not None:
+        _log.error("zero.save: the save before this one failed: %s", error)
 
 
 def _content(
