@@ -22,7 +22,7 @@ from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.zero.checkpoint.storage import Reader, Writer
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-SIZE = 3_000_001
+SIZE = 300_001  # more than is packed with others
 RANDOM_KILLS = 30
 
 

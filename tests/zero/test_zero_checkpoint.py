@@ -242,6 +242,30 @@ def replaces(row, folder):
     dist.barrier()
 
 
+def replicas(row, folder):
+    """What several processes have is written once, and read by all."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
+    for stage in (0, 3):
+        model = zero.shard(Net(), stage, mesh=mesh)
+        optimizer = DeepSpeedCPUAdam(model.parameters(), **OPTIONS)
+        train(model, optimizer, 1)
+        home = folder / f"replicas{stage}"
+        zero.save(home, "a", model, optimizer)
+        expected = contents(model, optimizer)
+        files = [io.inspect(path).tensors for path in (home / "a").glob("*.safetensors")]
+        for prefix, wants_state in (("model.", False), ("optimizer.", True)):
+            found = sum(t.nbytes for f in files for n, t in f.items() if n.startswith(prefix))
+            is_state = [key.endswith(("exp_avg", "exp_avg_sq", "step")) for key in expected]
+            pairs = zip(expected.values(), is_state, strict=True)
+            assert found == sum(t.nbytes for t, state in pairs if state == wants_state)
+        model = zero.shard(Net(seed=2), 3 - stage, mesh=mesh)
+        optimizer = DeepSpeedCPUAdam(model.parameters(), **OPTIONS)
+        zero.load(home, "a", model, optimizer)
+        for key, value in contents(model, optimizer).items():
+            assert torch.equal(value, expected[key]), key
+        dist.barrier()
+
+
 def for_users_of_dcp(row, folder):
     """Any state dict, by torch's own functions."""
     path = folder / "dcp"
@@ -379,6 +403,7 @@ CASES = [
     Case(2, "resumes", ""),
     Case(2, "goes_on_meanwhile", ""),
     Case(2, "replaces", ""),
+    Case(4, "replicas", ""),
     Case(2, "for_users_of_dcp", ""),
     Case(2, "consolidates", ""),
     Case(2, "refusals", ""),

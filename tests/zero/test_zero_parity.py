@@ -162,6 +162,8 @@ def unused_somewhere(row, folder):
 
 
 KINDS = {1: ("plain",), 2: ("plain", "offload", "torch's"), 4: ("offload",)}
+SHORT = {("plain", 1), ("plain", 2)}  # all stages
+SHORT_STAGES = {1: (), 2: (2, 3), 4: (3,)}
 CASES = [
     *(
         pytest.param(Case(world, "parity", f"{stage}-{kind}-{length}"), marks=marks)
@@ -169,7 +171,7 @@ CASES = [
         for world, kinds in KINDS.items()
         for kind in kinds
         for stage in range(4)
-        if length == "long" or kind != "torch's" or stage == 2
+        if length == "long" or (kind, world) in SHORT or stage in SHORT_STAGES[world]
     ),
     Case(4, "hybrid", ""),
     Case(2, "mixed_precision", ""),

@@ -205,7 +205,6 @@ def float16(row, folder):
 CASES = [
     Case(2, "trains", "1-plain"),
     Case(2, "trains", "3-offload"),
-    Case(4, "trains", "2-plain"),
     Case(2, "float16", ""),
 ]
 
