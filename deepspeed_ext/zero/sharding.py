@@ -1,5 +1,6 @@
 """What is remembered of a sharded model: its stage, its blocks, and when weights stay gathered."""
 
+import sys
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -47,7 +48,7 @@ class Sharding:
         model = self.model
         object.__setattr__(model, _NAME, self)
         model.register_forward_pre_hook(_before_forward, prepend=True)
-        model.register_forward_hook(_after_forward)
+        model.register_forward_hook(_after_forward, always_call=True)
 
     @property
     def model(self) -> nn.Module:
@@ -148,8 +149,17 @@ def _before_forward(model: nn.Module, _: object) -> None:
 
 
 @_disable_dynamo
-def _after_forward(model: nn.Module, _inputs: object, _output: object) -> None:
-    sharding_of("zero", model).after_forward()
+def _after_forward(model: nn.Module, _inputs: object, output: object) -> None:
+    sharding = sharding_of("zero", model)
+    error = sys.exc_info()[1]  # of this forward, or of what a caller handles
+    if output is not None or error is None:
+        sharding.after_forward()
+    elif "mixed torch.Tensor and DTensor" in str(error) and hasattr(error, "add_note"):
+        error.add_note(  # Python 3.11
+            "zero: a module has used a parameter of a block that was not gathered, expected the"
+            f" block itself to use it; leave its block out of the blocks {list(sharding.blocks)},"
+            " and it is gathered with the model"
+        )
 
 
 def _check_all_sharded(model: nn.Module) -> None:

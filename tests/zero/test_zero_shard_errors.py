@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 import weakref
 from functools import partial
 
@@ -119,6 +120,41 @@ def tied_to_a_block(row, folder):
         assert model.last.weight is model.blocks[0].weight
         for name, param in model.named_parameters():
             assert_close(whole(param.grad), expected[name], f"{name}, stage {stage}")
+
+
+class Borrower(nn.Module):
+    """Uses a weight of one of its blocks by itself."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return nn.functional.linear(x, self.blocks[1].weight)
+
+
+def external_parameters(row, folder):
+    """Right where the weight is gathered, and refused with the fix where it is not."""
+    x, plain = torch.ones(2, 4), Borrower()
+    plain(x).square().mean().backward()
+    for stage, blocks in ((0, None), (1, None), (2, None), (3, ["blocks.0", "blocks.2"])):
+        model = zero.shard(Borrower(), stage, blocks=blocks)
+        model(x).square().mean().backward()
+        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert_close(whole(ours.grad), theirs.grad, f"{name}, stage {stage}")
+    model = zero.shard(Borrower(), 3)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
+        model(x)
+    names = ["blocks.0", "blocks.1", "blocks.2"]
+    if sys.version_info >= (3, 11):
+        assert caught.value.__notes__ == [
+            "zero: a module has used a parameter of a block that was not gathered, expected the"
+            f" block itself to use it; leave its block out of the blocks {names}, and it is"
+            " gathered with the model"
+        ]
 
 
 def disagreements(row, folder):
@@ -272,6 +308,7 @@ CASES = [
     Case(2, "arguments", ""),
     Case(2, "parameters", ""),
     Case(2, "tied_to_a_block", ""),
+    Case(2, "external_parameters", ""),
     Case(2, "disagreements", ""),
     Case(4, "one_of_four_differs", ""),
     Case(2, "changed_models", ""),
