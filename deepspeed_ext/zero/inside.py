@@ -35,6 +35,14 @@ def forget_step(model: nn.Module) -> None:
         param.grad = None
 
 
+def was_interrupted(model: nn.Module) -> bool:
+    """Tell, before a forward, whether an error has ended the one before it or its backward."""
+    state = next(_states(model))
+    context = state._state_ctx
+    is_open = context.iter_forward_root is not None
+    return is_open or bool(context.post_backward_final_callback_queued)
+
+
 def is_in_backward() -> bool:
     """Tell whether a forward is run anew for a backward that wants what it had not kept."""
     return torch._C._current_graph_task_id() != -1

@@ -1,5 +1,6 @@
 """What is remembered of a sharded model: its stage, its blocks, and when weights stay gathered."""
 
+import logging
 import sys
 import weakref
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
 from deepspeed_ext.dtensors import is_dtensor
-from deepspeed_ext.zero.inside import forget_step, groups_of, is_in_backward
+from deepspeed_ext.zero.inside import forget_step, groups_of, is_in_backward, was_interrupted
 
+_log = logging.getLogger("deepspeed_ext")
 _NAME = "_deepspeed_ext_sharding"
 
 
@@ -103,6 +105,9 @@ class Sharding:
         """Look whether the model is what was sharded; gather anew what may have been stepped."""
         if self._keeps_gathered or is_in_backward():
             return
+        if was_interrupted(self.model):
+            _log.warning("zero: an error ended the step before this one; its gradients are dropped")
+            self.drop_gradients()
         self.reshard()
         known = {name: id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
         if self._known is None:

@@ -254,6 +254,31 @@ def fail(*_):
     raise MemoryError
 
 
+def errors_without_micro_steps(row, folder):
+    """A loop that knows nothing of accumulate goes on after an error, too."""
+    logging.getLogger("deepspeed_ext").setLevel(logging.ERROR)
+    for stage in range(4):
+        model, twin = zero.shard(Net(), stage), zero.shard(Net(), stage)
+        for where in ("forward", "backward"):
+            up = model.blocks[1].up
+            handle = up.register_forward_hook(fail)
+            if where == "backward":
+                handle.remove()
+                handle = up.register_full_backward_hook(fail)
+            with pytest.raises(MemoryError):
+                loss_of(model, 0).backward()
+            handle.remove()
+            for each in (model, twin):
+                loss_of(each, 1).backward()
+            for (name, ours), theirs in zip(
+                model.named_parameters(), twin.parameters(), strict=True
+            ):
+                if theirs.grad is not None:
+                    assert torch.equal(whole(ours.grad), whole(theirs.grad)), (name, stage, where)
+            for each in (model, twin):
+                each.zero_grad()
+
+
 def looks_in_between(row, folder):
     """What a forward left gathered is not what the next one reads: it may have been stepped."""
     for stage in range(4):
@@ -313,6 +338,7 @@ CASES = [
     Case(4, "one_of_four_differs", ""),
     Case(2, "changed_models", ""),
     Case(2, "left_early", ""),
+    Case(2, "errors_without_micro_steps", ""),
     Case(2, "looks_in_between", ""),
     Case(2, "checkpointed_activations", ""),
     Case(2, "dropped_models", ""),

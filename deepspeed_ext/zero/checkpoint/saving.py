@@ -136,9 +136,10 @@ def load(
     with all_or_none(_LOAD, mesh):
         reader = Reader(path)
         metadata = reader.read_metadata()
-        common = reader.value(metadata, COMMON)
+        common = _fields(reader.value(metadata, COMMON), "processes", "groups")
         is_same = common["processes"] == dist.get_world_size()
-        own = reader.value(metadata, _name_of(dist.get_rank() if is_same else 0))
+        name = _name_of(dist.get_rank() if is_same else 0)
+        own = _fields(reader.value(metadata, name), "client", "random")
         targets = Targets(_LOAD, sharding.model, optimizer, common["groups"], metadata)
         _check_objects(objects, own["client"])
     for tensors in (targets.tensors, targets.again):
@@ -167,7 +168,8 @@ def inspect(folder: str | os.PathLike[str], tag: str | None = None) -> dict[str,
         ValueError: it is not one of `save`.
     """
     reader = Reader(folder_of("zero.inspect", folder, tag))
-    client: dict[str, Any] = reader.value(reader.read_metadata(), _name_of(0))["client"]
+    own = _fields(reader.value(reader.read_metadata(), _name_of(0)), "client")
+    client: dict[str, Any] = own["client"]
     return client
 
 
@@ -261,6 +263,12 @@ def _check_objects(objects: Mapping[str, Any], client: Mapping[str, Any]) -> Non
                 f"{_LOAD}: the checkpoint has {sorted(client)} as client_state, expected {name!r}"
                 " among them"
             )
+
+
+def _fields(value: Any, *names: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value.keys() >= set(names):
+        raise ValueError(f"{_LOAD}: the checkpoint has no {names}, expected one of zero.save")
+    return value
 
 
 def _name_of(rank: int) -> str:
