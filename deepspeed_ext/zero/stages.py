@@ -186,7 +186,8 @@ def _checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             " torch.distributed.init_process_group first, also for one process"
         )
     if mesh is None:
-        device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+        has_nccl = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
+        device = "cuda" if has_nccl else "cpu"
         return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("shard",))
     if mesh.ndim not in (1, 2) or (mesh.ndim == 2 and not mesh.mesh_dim_names):
         raise ValueError(
