@@ -41,6 +41,13 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("optimizer",),
         ("timeline",),
     ),
+    "zero": (
+        ("agreement", "blocks", "gather", "inside", "memory", "saved_model", "scaling"),
+        ("sharding", "units"),
+        ("accumulate", "drawing", "stages"),
+        ("checkpoint", "init"),
+        ("__main__",),
+    ),
 }
 Layers = tuple[tuple[str, ...], ...]
 PROGRAMS = ("examples/", "report.py", "__main__.py")  # these talk to a user, so they may print

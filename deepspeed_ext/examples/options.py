@@ -45,6 +45,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.resume and options.compare:
         parser.error("--compare starts from equal weights, so it cannot go with --resume")
+    if options.compare and "zero_stage" in options:
+        parser.error("--compare trains in one process, so it cannot go with --zero-stage")
     return options
 
 
@@ -67,6 +69,8 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     )
     meaning = "cpu: its state is in host memory, and stepped there; default: none"
     setting("--offload", choices=("none", "cpu"), help=meaning)
+    meaning = "train on all processes of torchrun, sharded by this stage of ZeRO"
+    setting("--zero-stage", type=int, choices=(0, 1, 2, 3), help=meaning)
     positive = _number(int, "a whole number above 0", lambda n: n > 0)
     width = _number(int, f"a multiple of {HEAD_WIDTH}", lambda n: n > 0 and n % HEAD_WIDTH == 0)
     rate = _number(float, "a number above 0", lambda x: 0 < x < float("inf"))
@@ -101,6 +105,9 @@ def settings_of(options: argparse.Namespace, saved: Mapping[str, Any] | None) ->
     }
     if saved is not None:
         saved = asdict(Settings()) | dict(saved)  # it may be older than some settings
+        stages = saved["zero_stage"], given.get("zero_stage")
+        if None not in stages:
+            saved["zero_stage"] = stages[1]  # a sharded checkpoint is one of any stage
         for name, value in given.items():
             if value != saved[name]:
                 raise UserError(

@@ -15,6 +15,8 @@ from matplotlib.figure import Figure
 class RunFolder:
     """The files of one run; each is at any moment the whole old one or the whole new one."""
 
+    is_shown = True  # to whoever started the run
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoint = path / "checkpoint.pt"

@@ -1,7 +1,9 @@
 """Train a small GPT on Python's own source files, from the command line; --help says how.
 
 Leaves in the folder --out: loss.png, metrics.jsonl (a line for each step), sample.txt, and
-checkpoint.pt, from which --resume goes on exactly as if the run had never stopped.
+checkpoint.pt, from which --resume goes on exactly as if the run had never stopped. Started by
+torchrun with --zero-stage it trains on all its processes, and its checkpoint is a folder, from
+which any number of processes go on.
 """
 
 import math
@@ -21,6 +23,7 @@ from deepspeed_ext.examples.compare import Comparison
 from deepspeed_ext.examples.gpt import generate
 from deepspeed_ext.examples.options import UserError, parse, settings_of
 from deepspeed_ext.examples.run_folder import RunFolder
+from deepspeed_ext.examples.sharded import ShardedFolder, ShardedTrainer, join_processes
 from deepspeed_ext.examples.text import Text, decode, encode, standard_library
 from deepspeed_ext.examples.trainer import Trainer
 from deepspeed_ext.op_builder import BuildError, program
@@ -59,7 +62,7 @@ class Run:
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
-        self.trainer.load_state_dict(checkpoint["trainer"])
+        self.trainer.load(self.folder, checkpoint)
         self.history = checkpoint["history"]
         for name, now in _surroundings().items():
             before = checkpoint["surroundings"][name]
@@ -81,9 +84,10 @@ class Run:
                     comparison.step(number, entry["loss"])
                 progress.set_description(f"step {number}, loss {entry['loss']:.3f}", refresh=False)
                 progress.update(self.trainer.settings.tokens)
-                if "validation_loss" in entry or interrupt.requested:
+                is_last = self.trainer.any_process(interrupt.requested)
+                if "validation_loss" in entry or is_last:
                     self.save()
-                if interrupt.requested:
+                if is_last:
                     break
         return len(self.history) == steps
 
@@ -107,19 +111,18 @@ class Run:
         """Return a bar that counts tokens, so that it shows how many there are in a second."""
         settings = self.trainer.settings
         total, done = settings.steps * settings.tokens, len(self.history) * settings.tokens
-        return tqdm(total=total, initial=done, unit="token", unit_scale=True, dynamic_ncols=True)
+        show = {"unit": "token", "unit_scale": True, "dynamic_ncols": True}
+        return tqdm(total=total, initial=done, disable=not self.folder.is_shown, **show)
 
     def save(self) -> None:
         """Write the checkpoint."""
-        self.folder.save(
-            {
-                "settings": asdict(self.trainer.settings),
-                "text": self.trainer.text.digest,
-                "surroundings": _surroundings(),
-                "history": self.history,
-                "trainer": self.trainer.state_dict(),
-            }
-        )
+        content = {
+            "settings": asdict(self.trainer.settings),
+            "text": self.trainer.text.digest,
+            "surroundings": _surroundings(),
+            "history": self.history,
+        }
+        self.trainer.save(self.folder, content)
 
     def draw(self) -> None:
         """Draw the loss curve."""
@@ -139,14 +142,17 @@ class Run:
 def main(arguments: list[str] | None = None) -> int:
     """Do what the command line asks for and return the exit status."""
     options = parse(arguments)
-    folder = RunFolder(options.out)
+    is_sharded = getattr(options, "zero_stage", None) is not None
+    if is_sharded:
+        join_processes()
+    folder = ShardedFolder(options.out) if is_sharded else RunFolder(options.out)
     try:
         checkpoint = _load(folder) if options.resume else None
         settings = settings_of(options, checkpoint and checkpoint["settings"])
         text = standard_library(settings.context)
         _prepare(folder, text, checkpoint)
         _make_repeatable(settings.device)
-        trainer = Trainer(settings, text)
+        trainer = (ShardedTrainer if is_sharded else Trainer)(settings, text)
         _describe(trainer)
         run = Run(folder, trainer)
         if checkpoint is not None:
@@ -240,6 +246,8 @@ def _how_to_resume(folder: RunFolder) -> str:
     if not folder.checkpoint.exists():
         return "nothing was saved"
     command = [sys.executable, "-m", "deepspeed_ext.examples.train_gpt"]
+    if isinstance(folder, ShardedFolder):
+        command = ["torchrun", "--nproc-per-node", str(folder.processes), *command[1:]]
     return "go on with:\n  " + shlex.join([*command, "--out", str(folder.path), "--resume"])
 
 

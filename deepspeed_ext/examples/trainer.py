@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from deepspeed_ext.examples.gpt import GPT
 from deepspeed_ext.examples.optimizers import STATES, clip_and_step, make_optimizer
+from deepspeed_ext.examples.run_folder import RunFolder
 from deepspeed_ext.examples.text import Text, batch
 
 _WARM_UP = 0.1  # part of the steps in which the learning rate rises
@@ -33,6 +34,7 @@ class Settings:
     optimizer: str = "cpu_adam"
     state: str = "float32"
     offload: str = "none"
+    zero_stage: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -47,12 +49,17 @@ class Trainer:
         self.settings = settings
         self.text = text
         torch.manual_seed(settings.seed)
-        self.model = GPT(settings.width, settings.layers, settings.context).to(settings.device)
-        if settings.device == "cuda" or "master" in STATES[settings.state]:
-            self.model.bfloat16()  # the optimizer keeps float32 masters
+        self.model = self._prepared(GPT(settings.width, settings.layers, settings.context))
         self.optimizer = make_optimizer(
             settings.optimizer, self.model, settings.lr, settings.state, settings.offload
         )
+
+    def _prepared(self, model: GPT) -> GPT:
+        """Return the model as it is trained."""
+        model.to(self.settings.device)
+        if self.settings.device == "cuda" or "master" in STATES[self.settings.state]:
+            model.bfloat16()  # the optimizer keeps float32 masters
+        return model
 
     def step(self, number: int) -> float:
         """Take training step `number`, which counts from 1, and return its loss."""
@@ -62,13 +69,13 @@ class Trainer:
         loss = self._loss(self.text.training, number)
         loss.backward()
         clip_and_step(self.model, self.optimizer, _MAX_GRAD_NORM)
-        return loss.item()
+        return self._mean(loss).item()
 
     @torch.no_grad()
     def validate(self) -> float:
         """Return the mean loss over examples of the validation text, each time the same ones."""
         losses = [self._loss(self.text.validation, i) for i in range(_VALIDATION_BATCHES)]
-        return torch.stack(losses).mean().item()
+        return self._mean(torch.stack(losses).mean()).item()
 
     def lr(self, number: int) -> float:
         """Return the learning rate of a step: a line up, then half a cosine down."""
@@ -83,8 +90,29 @@ class Trainer:
         """Return the mean cross-entropy, in nats per byte, on the batch with this number."""
         s = self.settings
         inputs, targets = batch(text, s.batch_size, s.context, s.seed * 1_000_003 + number)
+        inputs, targets = self._share(inputs), self._share(targets)
         logits = self.model(inputs.to(s.device)).float()
         return F.cross_entropy(logits.flatten(0, 1), targets.to(s.device).flatten())
+
+    def _share(self, examples: Tensor) -> Tensor:
+        """Return the examples of a batch that this process trains on."""
+        return examples
+
+    def _mean(self, loss: Tensor) -> Tensor:
+        """Return the mean over all processes."""
+        return loss.detach()
+
+    def any_process(self, flag: bool) -> bool:
+        """Return whether this is true in any process."""
+        return flag
+
+    def save(self, folder: RunFolder, content: dict[str, Any]) -> None:
+        """Save what goes on with the next step, and what else there is."""
+        folder.save({**content, "trainer": self.state_dict()})
+
+    def load(self, folder: RunFolder, content: dict[str, Any]) -> None:
+        """Continue from what a folder had saved."""
+        self.load_state_dict(content["trainer"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has to be saved, tensors and plain values only."""

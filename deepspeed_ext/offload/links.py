@@ -1,7 +1,7 @@
 """Which host copy stands for which parameter."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -51,6 +51,13 @@ class Links:
         self.owners.pop(id(self.copies.get(id(param))), None)
         self.copies[id(param)] = copy
         self.owners[id(copy)] = param
+
+    def update_others(self, known: Iterable[Tensor]) -> None:
+        """Give copies the weights of parameters that are in no bucket, as they have no state."""
+        placed = set(map(id, known))
+        for copy, owner in [(copy, self.owners[id(copy)]) for copy in self.copies.values()]:
+            if copy is not owner and id(owner) not in placed:
+                local(copy).detach().copy_(local(owner).detach())
 
     def cut(self, copies: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Put copies into buckets whose parameters are on one device; a huge one gets its own."""

@@ -345,6 +345,7 @@ class Pipeline:
             self._give_up(bucket)
             bucket.distrust()
             bucket.pull()
+        self.links.update_others(owner for bucket in self._buckets for owner in bucket.owners)
 
     def stats(self) -> dict[str, float]:
         """Return counts, bytes and seconds so far."""

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from deepspeed_ext.offload import OffloadOptimizer
+from deepspeed_ext.optim import DeepSpeedCPUAdam
 
 
 def clones(params):
@@ -288,3 +289,31 @@ def test_a_state_dict_of_many_parameters_says_which_they_are():
     for i, param in enumerate(params):
         assert saved["state"][i]["exp_avg"].shape == param.shape
         assert saved["state"][i]["exp_avg"].stride() == param.stride()
+
+
+@pytest.mark.parametrize("master", ("float32", "remainder"))
+def test_state_that_comes_after_other_weights_fits_them(master):
+    """Host copies of an optimizer that has not stepped yet follow weights that were loaded."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(64).bfloat16()) for _ in range(2)]
+    options = {"lr": 0.1, "master": master}
+    saved = OffloadOptimizer(params[:1], **options)
+    params[0].grad = torch.randn(64).bfloat16()
+    saved.step()
+    for other in ("float32", "remainder"):
+        loaded = OffloadOptimizer(params[1:], **options | {"master": other})
+        with torch.no_grad():
+            params[1].copy_(params[0])
+        loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+        params[1].grad = torch.ones(64).bfloat16()
+        plain = DeepSpeedCPUAdam([twin := nn.Parameter(params[0].detach().clone())], **options)
+        plain.load_state_dict(copy.deepcopy(saved.state_dict()))
+        twin.grad = torch.ones(64).bfloat16()
+        plain.step()
+        loaded.step()
+        assert torch.equal(twin, params[1])
+        entries = plain.state[twin], loaded.state[params[1]]
+        for key in entries[0].keys() & entries[1].keys():
+            assert torch.equal(entries[0][key], entries[1][key]), key
+        with torch.no_grad():
+            params[1].normal_()

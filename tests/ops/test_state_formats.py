@@ -88,6 +88,16 @@ def test_any_codes_stay_as_they_are(signed: bool) -> None:
     assert torch.equal(again, decoded)
 
 
+@pytest.mark.parametrize("signed", (True, False))
+def test_codes_of_a_block_that_is_not_full_stay_as_they_are(signed: bool) -> None:
+    """The scale may be one that no rounding to the nearest would choose."""
+    codes = torch.tensor([64, 100, 127 if signed else 255], dtype=torch.uint8)
+    for scale in (2.0**-23, 1.0, 2.0**20):
+        decoded = decode_blocks(codes, torch.tensor([scale]), signed=signed)
+        again = encode_blocks(decoded, signed=signed, were_coded=True)
+        assert torch.equal(decode_blocks(*again, signed=signed), decoded)
+
+
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_of_special_blocks(signed: bool) -> None:
     values = torch.ones(6 * BLOCK)

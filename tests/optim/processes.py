@@ -18,7 +18,12 @@ import warm_python
 DEADLINE = timedelta(seconds=60)  # for what all processes do together
 GRACE = 2  # seconds that a process has, after another one failed, to say where it was
 # Each process is a fork of one that has imported these and runs no threads yet.
-PRELOAD = ["torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.parallel"]
+PRELOAD = [
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",  # which fully_shard imports when it is called
+    "deepspeed_ext.zero",
+]
 
 
 class Case(NamedTuple):

@@ -77,8 +77,11 @@ def _floor(signed: bool, device: torch.device) -> Tensor:
 
 
 def _is_exact(blocks: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """Return for each block whether the codes at this scale stand for just its values."""
-    return (_decode(codes, signed) * scales[:, None] == blocks).all(1)
+    """Return for each block whether the codes at this scale stand for just its values.
+
+    Zeros do not count: the last block may be filled up with them, and no unsigned code is 0.
+    """
+    return ((_decode(codes, signed) * scales[:, None] == blocks) | (blocks == 0)).all(1)
 
 
 def decode_blocks(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:

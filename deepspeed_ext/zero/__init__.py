@@ -1,0 +1,31 @@
+"""ZeRO as settings of torch's fully_shard, with what it lacks around it.
+
+- shard, accumulate: the stages, and the micro-steps of a step.
+- Init: models that never stand whole anywhere. GatheredParameters: whole parameters for a while.
+- LossScaler: for gradients of float16.
+- save, load, inspect: checkpoints for any number of processes. consolidate: the model of one in
+  safetensors files. Writer, Reader: the same for users of DCP.
+"""
+
+from deepspeed_ext.zero.accumulate import accumulate
+from deepspeed_ext.zero.checkpoint.consolidate import consolidate
+from deepspeed_ext.zero.checkpoint.saving import inspect, load, save
+from deepspeed_ext.zero.checkpoint.storage import Reader, Writer
+from deepspeed_ext.zero.gather import GatheredParameters
+from deepspeed_ext.zero.init import Init
+from deepspeed_ext.zero.scaling import LossScaler
+from deepspeed_ext.zero.stages import shard
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "LossScaler",
+    "Reader",
+    "Writer",
+    "accumulate",
+    "consolidate",
+    "inspect",
+    "load",
+    "save",
+    "shard",
+]

@@ -1,0 +1,61 @@
+"""Micro-steps: several backwards whose gradients make one step."""
+
+import logging
+from collections.abc import Iterator
+
+from torch import nn
+
+from deepspeed_ext.zero.sharding import Sharding, sharding_of
+
+_log = logging.getLogger("deepspeed_ext")
+
+
+def accumulate(model: nn.Module, steps: int) -> Iterator[int]:
+    """Go through the micro-steps of one step, so that each stage sends what its table says.
+
+        for i in zero.accumulate(model, steps=4):
+            loss = loss_of(model, batches[i]) / 4
+            loss.backward()
+        optimizer.step()
+
+    There is one backward in each pass of the loop. Weights stay gathered until the last one, but in
+    stage 3, so nothing may step the model or write its weights in between; gradients are added up,
+    and in stages 0 and 1 are reduced in the last pass only. Around it parameters and gradients are
+    shards. A loop that is left early leaves no gradients.
+
+    Args:
+        model: that zero.shard was called on.
+        steps: how many micro-steps, at least 1.
+
+    Yields:
+        0 to steps - 1.
+
+    Raises:
+        ValueError: model is not sharded, or steps is less than 1.
+        RuntimeError: the loop is inside of another one for the same model.
+
+    See: FSDPModule.set_requires_gradient_sync, set_reshard_after_backward and, on two-dimensional
+        meshes, set_requires_all_reduce, which this calls.
+    """
+    sharding = sharding_of("zero.accumulate", model)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"zero.accumulate: steps is {steps!r}, expected a whole number above 0")
+    return _micro_steps(sharding, steps)
+
+
+def _micro_steps(sharding: Sharding, steps: int) -> Iterator[int]:
+    with sharding.declared():
+        done = 0
+        try:
+            for i in range(steps):
+                sharding.micro_step(is_last=i == steps - 1)
+                yield i
+                done += 1
+        finally:
+            if done < steps:
+                _log.warning(
+                    "zero.accumulate: left in micro-step %d of %d; its gradients are dropped",
+                    done + 1,
+                    steps,
+                )
+                sharding.drop_gradients()

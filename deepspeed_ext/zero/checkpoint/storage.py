@@ -1,0 +1,264 @@
+"""Writer and Reader: torch's distributed checkpoint (DCP) over this package's I/O engine."""
+
+import contextlib
+import fcntl
+import io
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from deepspeed_ext.io import AsyncIO
+from deepspeed_ext.io.checkpoint.new_file import NewFile
+from deepspeed_ext.io.regular_file import open_regular, path_text
+from deepspeed_ext.zero.checkpoint import data_file, manifest
+from deepspeed_ext.zero.checkpoint.manifest import Piece
+from deepspeed_ext.zero.checkpoint.plain_values import dumps, loads
+
+MANIFEST = "manifest.json"
+_DATA = re.compile(r"[0-9a-f]{16}-\d+\.safetensors")
+_MAX_MANIFEST_BYTES = 1 << 30
+
+
+class Writer(StorageWriter):
+    """Save by DCP into a folder: safetensors files with checksums, and a manifest that comes last.
+
+        torch.distributed.checkpoint.save(state_dict, storage_writer=zero.Writer("checkpoint"))
+
+    Killed at any moment, it leaves the whole new checkpoint or the old one, if the folder had one;
+    what it left beside is removed by the next one. Each process writes what DCP plans for it, and
+    needs no more host memory than its largest tensor on a device and 256 MiB.
+
+    Args:
+        path: the folder, which all processes see; made if it is not there.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self._path = Path(path_text("zero.Writer", path))
+        self._save_id = ""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a checkpoint, in another folder if one is given."""
+        if checkpoint_id:
+            self._path = Path(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing; all that is needed comes with the plan."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the folder."""
+        self._path.mkdir(parents=True, exist_ok=True)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give all processes names of files that are nobody else's."""
+        self._save_id = secrets.token_hex(8)
+        return [
+            replace(plan, storage_data=f"{self._save_id}-{i}.safetensors")
+            for i, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write what this process has to, to the disk."""
+        items = {_name_in_file(item.index): item for item in plan.items}
+        tensors = {name: _content(item, planner) for name, item in items.items()}
+        pieces: dict[str, Piece] = {}
+        if tensors:
+            path = os.fspath(self._path / str(plan.storage_data))
+            with AsyncIO() as engine:
+                pieces = data_file.write(path, tensors, engine)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(
+            [WriteResult(item.index, pieces[n].nbytes, pieces[n]) for n, item in items.items()]
+        )
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the manifest, by which the checkpoint is there, and remove what is not in it."""
+        flat = [result for of_process in results for result in of_process]
+        metadata.storage_data = {result.index: result.storage_data for result in flat}
+        text = bytearray(manifest.encode(metadata))
+        with NewFile(self._path / MANIFEST) as new, AsyncIO() as engine:
+            new.reserve(len(text))
+            engine.write(torch.frombuffer(text, dtype=torch.uint8), new.file).result()
+            new.publish()
+        used = {piece.file for piece in metadata.storage_data.values()}
+        for name in _data_files(self._path):
+            if name not in used:
+                (self._path / name).unlink(missing_ok=True)
+        for name in os.listdir(self._path):
+            if name.startswith(".saving-"):
+                _remove_unlocked(self._path / name)
+
+    def abandon(self) -> None:
+        """Remove what processes wrote, after a failure; called by one, when all have ended."""
+        for name in _data_files(self._path):
+            if self._save_id and name.startswith(self._save_id):
+                (self._path / name).unlink(missing_ok=True)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Tell whether this is a path."""
+        return bool(os.fspath(checkpoint_id))
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return where the checkpoint is."""
+        return StorageMeta(checkpoint_id=self._path, save_id=self._save_id)
+
+
+class Reader(StorageReader):
+    """Load by DCP what `Writer` saved: each process reads its own rows, and checks what it reads.
+
+    Nothing that is read is run: there is no pickle in the files.
+
+        torch.distributed.checkpoint.load(state_dict, storage_reader=zero.Reader("checkpoint"))
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self._path = Path(path_text("zero.Reader", path))
+        self._metadata: Metadata | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin anew, with another folder if one is given."""
+        if checkpoint_id:
+            self._path = Path(checkpoint_id)
+        self._metadata = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what the checkpoint holds.
+
+        Raises:
+            OSError: there is no manifest, or it cannot be read.
+            ValueError: the manifest is not what was written.
+        """
+        path = os.fspath(self._path / MANIFEST)
+        with open(open_regular("zero.load", path, os.O_RDONLY), "rb") as file:
+            text = file.read(_MAX_MANIFEST_BYTES)
+        metadata = manifest.decode(text, path)
+        metadata.storage_meta = StorageMeta(checkpoint_id=self._path)
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take what `read_metadata` of the coordinator returned."""
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what this process wants."""
+        tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        targets = [planner.resolve_tensor(item).detach() for item in tensors]
+        with AsyncIO(threads=2) as engine:
+            wanted = (self._wanted(item, t) for item, t in zip(tensors, targets, strict=True))
+            data_file.read(os.fspath(self._path), wanted, engine)
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, self._value(item))
+        for item, target in zip(tensors, targets, strict=True):
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Tell whether this is a path."""
+        return bool(os.fspath(checkpoint_id))
+
+    def _wanted(self, item: ReadItem, target: Tensor) -> data_file.Wanted:
+        assert self._metadata is not None
+        index = item.storage_index
+        entry: Any = self._metadata.state_dict_metadata[index.fqn]
+        chunk = next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
+        return data_file.Wanted(
+            self._metadata.storage_data[MetadataIndex(index.fqn, chunk.offsets)],
+            tuple(chunk.sizes),
+            tuple(item.storage_offsets),
+            target,
+            entry.properties.dtype,
+            index.fqn,
+        )
+
+    def value(self, metadata: Metadata, name: str) -> Any:
+        """Return a plain value of the checkpoint.
+
+        Raises:
+            ValueError: it has none of this name.
+        """
+        if MetadataIndex(name) not in metadata.storage_data:
+            raise ValueError(f"zero.load: {self._path} has no {name!r}, expected it")
+        piece: Piece = metadata.storage_data[MetadataIndex(name)]
+        text = torch.empty(piece.nbytes, dtype=torch.uint8)
+        whole = data_file.Wanted(piece, (piece.nbytes,), (0,), text, torch.uint8, name)
+        with AsyncIO() as engine:
+            data_file.read(os.fspath(self._path), [whole], engine)
+        return loads(bytes(text.tolist()))
+
+    def _value(self, item: ReadItem) -> io.BytesIO:
+        """Return a plain value as DCP's planners want it, who unpickle: what is pickled here."""
+        assert self._metadata is not None
+        buffer = io.BytesIO()
+        torch.save(self.value(self._metadata, item.storage_index.fqn), buffer)
+        buffer.seek(0)
+        return buffer
+
+
+def _name_in_file(index: MetadataIndex) -> str:
+    """Return what a chunk is called in its file; only people read it."""
+    offset = ",".join(map(str, index.offset or ()))
+    return f"{index.fqn}[{offset}]" if offset.strip("0,") else index.fqn
+
+
+def _content(item: WriteItem, planner: SavePlanner) -> Tensor:
+    data = planner.resolve_data(item)
+    if item.type != WriteItemType.BYTE_IO:
+        assert isinstance(data, Tensor)
+        return data.detach()
+    assert isinstance(data, io.BytesIO)
+    data.seek(0)
+    # DCP's planner has pickled it. What is not plain is refused here: nobody could load it.
+    text = dumps(torch.load(data, weights_only=True)).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _remove_unlocked(path: Path) -> None:
+    """Remove what a NewFile left that was killed; one that is alive has a lock on it."""
+    with contextlib.suppress(OSError), path.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+
+
+def _data_files(path: Path) -> Iterator[str]:
+    return (name for name in os.listdir(path) if _DATA.fullmatch(name))

@@ -1,0 +1,225 @@
+"""Model and optimizer as flat state dicts, by names that say nothing of processes."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from deepspeed_ext.dtensors import is_dtensor, local, spread
+from deepspeed_ext.offload import OffloadOptimizer
+from deepspeed_ext.ops.optimizers.state_formats import join_float32
+from deepspeed_ext.optim.formats import MASTER, REMAINDER
+
+MODEL = "model."
+OPTIMIZER = "optimizer."
+Group = dict[str, Any]
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters, tied ones once, and the buffers that a state dict has, by name."""
+    found: dict[str, Tensor] = dict(model.named_parameters())
+    saved = model.state_dict()
+    found.update({name: buffer for name, buffer in model.named_buffers() if name in saved})
+    return {MODEL + name: _detached(tensor) for name, tensor in found.items()}
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same memory and version, so that optimizers notice what is read."""
+    part = local(tensor).detach()
+    return spread(part, tensor) if is_dtensor(tensor) else part
+
+
+def state_of(
+    op: str, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], list[Group]]:
+    """Return the state tensors of an optimizer by name, and its groups with names for parameters.
+
+    Raises:
+        ValueError: it has a parameter that the model has not.
+        TypeError: it has state that is no tensor.
+    """
+    packed = optimizer.state_dict()
+    names = _names_in(op, model, optimizer)
+    flat = [name for group in names for name in group]
+    tensors = {}
+    for number, entry in packed["state"].items():
+        for key, value in entry.items():
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"{op}: state {key!r} of {flat[number]!r} is a {type(value).__name__}, expected"
+                    " a tensor"
+                )
+            tensors[f"{OPTIMIZER}{flat[number]}.{key}"] = value.detach()
+    pairs = zip(packed["param_groups"], names, strict=True)
+    return tensors, [{**group, "params": inside} for group, inside in pairs]
+
+
+def check_model(op: str, model: nn.Module, metadata: Metadata) -> None:
+    """Refuse a checkpoint of another model before anything is changed."""
+    saved, mine = metadata.state_dict_metadata, tensors_of(model)
+    theirs = [name for name in saved if name.startswith(MODEL)]
+    for name in (*mine, *theirs):
+        shown = repr(name.removeprefix(MODEL))
+        if name not in saved:
+            raise ValueError(
+                f"{op}: the checkpoint has no {shown}, expected all that the model has"
+            )
+        if name not in mine:
+            raise ValueError(f"{op}: the checkpoint has {shown}, expected what the model has only")
+        entry = saved[name]
+        shape = list(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+        if shape != list(mine[name].shape):
+            raise ValueError(
+                f"{op}: {shown} has shape {shape} in the checkpoint, expected"
+                f" {list(mine[name].shape)}"
+            )
+
+
+class Targets:
+    """Where the tensors of a checkpoint are to be read, and how an optimizer takes its state.
+
+    Attributes:
+        tensors: to be read, by name in the checkpoint.
+        again: likewise, after those: what is wanted in two places.
+
+    Args:
+        op: for the texts of errors.
+        model: whose tensors are overwritten in place.
+        optimizer: None to leave its state in the checkpoint.
+        groups: as `state_of` returned them when it was saved.
+        metadata: of the checkpoint.
+
+    Raises:
+        ValueError: the checkpoint is of another model, or of an optimizer with other groups.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        groups: list[Group],
+        metadata: Metadata,
+    ) -> None:
+        self._saved = metadata.state_dict_metadata
+        check_model(op, model, metadata)
+        self.tensors = tensors_of(model)
+        self._optimizer = optimizer
+        self._params = dict(model.named_parameters())
+        self.again: dict[str, Tensor] = {}
+        self._join: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._restore_weights()
+        if optimizer is None:
+            return
+        names = _names_in(op, model, optimizer)
+        self._groups = _ordered(op, groups, names)
+        flat = [name for group in names for name in group]
+        keys: dict[str, list[str]] = {}
+        for full in self._saved:
+            if full.startswith(OPTIMIZER):
+                name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
+                keys.setdefault(name, []).append(key)
+        self._state = {
+            number: self._entry(name, keys[name])
+            for number, name in enumerate(flat)
+            if name in keys
+        }
+
+    def take(self) -> None:
+        """Put what was read to where it belongs."""
+        for weight, upper, lower in self._join:
+            weight.copy_(join_float32(local(upper), local(lower).to(torch.int16)))
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict({"state": self._state, "param_groups": self._groups})
+
+    def _entry(self, name: str, keys: Iterable[str]) -> dict[str, Tensor]:
+        """Return the state of a parameter, each tensor where it is to be read."""
+        param = self._params[name]
+        entry = {}
+        for key in keys:
+            if param.dtype == torch.float32 and key in (MASTER, REMAINDER):
+                continue
+            entry[key] = self._read(f"{OPTIMIZER}{name}.{key}", param)
+        if param.dtype != torch.float32 and self._dtype(MODEL + name) == torch.float32:
+            # Weights that were their own masters are read once more, as masters.
+            entry[MASTER] = self.again[MODEL + name] = self._like(param, torch.float32)
+        return entry
+
+    def _restore_weights(self) -> None:
+        """Read float32 weights from the masters of those that were saved in fewer bits."""
+        for name, param in self._params.items():
+            full = MODEL + name
+            if param.dtype != torch.float32 or self._dtype(full) == torch.float32:
+                continue
+            master, lower = (f"{OPTIMIZER}{name}.{key}" for key in (MASTER, REMAINDER))
+            if master in self._saved:
+                self.tensors[master] = self.tensors.pop(full)
+            elif lower in self._saved and self._dtype(full) == torch.bfloat16:
+                upper = self.tensors[full] = self._like(param, torch.bfloat16)
+                self._join.append((local(param).detach(), upper, self._read(lower, param)))
+
+    def _read(self, full: str, param: Tensor) -> Tensor:
+        entry = self._saved[full]
+        assert isinstance(entry, TensorStorageMetadata)
+        if entry.size == param.shape and param.dim():
+            made = self._like(param, entry.properties.dtype)
+        else:
+            made = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        self.tensors[full] = made
+        return made
+
+    def _like(self, param: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return undefined values that lie as a parameter does, where its state is to be."""
+        on_host = isinstance(self._optimizer, OffloadOptimizer)
+        part = local(param)
+        made = torch.empty_like(part, dtype=dtype, device="cpu" if on_host else part.device)
+        return spread(made, param) if is_dtensor(param) else made
+
+    def _dtype(self, full: str) -> torch.dtype:
+        entry = self._saved[full]
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry.properties.dtype
+
+
+def _names_in(op: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    names = {param: name for name, param in model.named_parameters()}
+    found: list[list[str]] = []
+    for i, group in enumerate(optimizer.param_groups):
+        found.append([])
+        for j, param in enumerate(group["params"]):
+            if param not in names:
+                raise ValueError(
+                    f"{op}: optimizer has param_groups[{i}]['params'][{j}], which is no parameter"
+                    " of the model, expected parameters of the model only"
+                )
+            found[-1].append(names[param])
+    return found
+
+
+def _ordered(op: str, groups: list[Group], names: list[list[str]]) -> list[Group]:
+    """Return groups for an optimizer that may have the parameters of a group in another order."""
+    if len(groups) != len(names):
+        raise ValueError(
+            f"{op}: the checkpoint has {len(groups)} groups of parameters, expected {len(names)} as"
+            " the optimizer has"
+        )
+    made, count = [], 0
+    for i, (group, mine) in enumerate(zip(groups, names, strict=True)):
+        for name in sorted(set(group["params"]) ^ set(mine)):
+            whose = "the optimizer" if name in mine else "the checkpoint"
+            raise ValueError(
+                f"{op}: group {i} has {name!r} in {whose} only, expected the same parameters"
+            )
+        made.append({**group, "params": list(range(count, count + len(mine)))})
+        count += len(mine)
+    return made
+
+
+def options_of(groups: Iterable[Mapping[str, Any]]) -> list[Group]:
+    """Return groups with plain numbers in the place of tensors, such as a learning rate."""
+    return [
+        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
+        for group in groups
+    ]

@@ -1,0 +1,176 @@
+"""Init: models built without memory, then filled in shards, block by block."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_ext.dtensors import first_index, is_cut_in_rows, is_dtensor, local, part_for
+from deepspeed_ext.io import AsyncIO
+from deepspeed_ext.zero.drawing import Drawing, is_untouched
+from deepspeed_ext.zero.memory import allocate
+from deepspeed_ext.zero.saved_model import Place, places_in, read_rows
+from deepspeed_ext.zero.units import Unit, named_tensors, units_of
+
+_OP = "zero.Init"
+_SHOWN = 8  # names in an error
+Files = str | os.PathLike[str]
+
+
+class Init:
+    """Build a model without memory; after zero.shard, give each process its own part of it.
+
+        with zero.Init(seed=0) as init:
+            model = GPT(config)
+        zero.shard(model, stage=3)
+        init.fill(model)
+
+    Values come from files, of which each process reads its own rows; what is not in them from the
+    modules' reset_parameters and from `init`. These run on all processes for a whole block at a
+    time, with the same random numbers, and each process keeps its part: the numbers are the same
+    for any number of processes. They are those of a model that is built without this after
+    torch.manual_seed(seed) on the same device, if its modules are listed in the order in which they
+    were made, and its constructor draws in reset_parameters and then, at the end, by apply(init). A
+    tied parameter is reset by the first module that has it, and for others init may only write it.
+
+    Args:
+        seed: of the random numbers.
+        files: a safetensors file, Hugging Face's index, a folder with either, or several of these.
+        rename: turns a name in the files into one in the model's state dict, None leaves the
+            tensor out; None: they are the same.
+        init: called with each module, those inside of it first, when it was reset; writes what
+            reset_parameters does not, or writes it anew.
+
+    See: torch.device("meta"), under which the model is built.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        files: Files | Iterable[Files] = (),
+        rename: Callable[[str], str | None] | None = None,
+        init: Callable[[nn.Module], object] | None = None,
+    ) -> None:
+        self._seed = seed
+        self._files = [files] if isinstance(files, str | os.PathLike) else list(files)
+        self._rename = rename
+        self._init = init
+        self._meta: list[contextlib.AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> "Init":
+        meta = torch.device("meta")
+        meta.__enter__()
+        self._meta.append(meta)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._meta.pop().__exit__(*error)
+
+    def fill(self, model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
+        """Give all parameters and buffers on meta memory and values; others stay as they are.
+
+        Nothing is exchanged between processes.
+
+        Args:
+            model: sharded, or not: then it is filled whole.
+            device: of what is not sharded, and where random numbers are drawn; None: that of the
+                mesh, or the CPU.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: something is filled by nothing, a file has what the model has not, or in
+                another shape. The text names it, and the model is of no use then.
+            OSError: a file cannot be read.
+        """
+        device = _device_of(model) if device is None else torch.device(device)
+        wanted = {n: t for n, t in named_tensors(model) if t.is_meta}
+        places = self._places(wanted, set(model.state_dict()))
+        units = units_of(model, set(wanted))
+        with torch.no_grad():
+            for tensor in dict.fromkeys(wanted.values()):
+                allocate(tensor, device)
+            unfilled = self._draw(units, set(places), device)
+            if unfilled:
+                _refuse_unfilled(unfilled)
+            self._read(model, places)
+        return model
+
+    def _places(self, wanted: dict[str, Tensor], known: set[str]) -> dict[str, Place]:
+        """Return where the values of tensors lie that are in files, all checked."""
+        found: dict[str, Place] = {}
+        for path in self._files:
+            for name, place in places_in(_OP, path).items():
+                renamed = name if self._rename is None else self._rename(name)
+                if renamed is None:
+                    continue
+                if renamed not in known:
+                    raise ValueError(
+                        f"{_OP}: {place.path} has {renamed!r}, expected names in the model's state"
+                        " dict; let rename give None for what is to be left out"
+                    )
+                if renamed in wanted:
+                    _check_fits(renamed, place, wanted[renamed])
+                    found[renamed] = place
+        # A tied tensor may be saved under one of its names.
+        of_tensor = {wanted[name]: place for name, place in found.items()}
+        return {name: of_tensor[t] for name, t in wanted.items() if t in of_tensor}
+
+    def _draw(self, units: list[Unit], read: set[str], device: torch.device) -> list[str]:
+        """Let modules fill what no file has; return the names of what they did not."""
+        drawing = Drawing(self._seed, self._init, device)
+        missing = [Unit(unit.modules, unit.tensors, unit.wanted - read) for unit in units]
+        missing = [unit for unit in missing if unit.wanted]
+        return drawing.fill(missing, _keep)
+
+    def _read(self, model: nn.Module, places: dict[str, Place]) -> None:
+        done: set[Tensor] = set()
+        with AsyncIO() as engine:
+            for name, tensor in named_tensors(model):
+                if name in places and tensor not in done:
+                    done.add(tensor)
+                    _read_part(engine, places[name], tensor)
+
+
+def _keep(whole: Tensor, tensor: Tensor, *, is_again: bool = False) -> None:
+    part, kept = part_for(whole, tensor), local(tensor)
+    kept.copy_(torch.where(is_untouched(part), kept, part) if is_again else part)
+
+
+def _read_part(engine: AsyncIO, place: Place, tensor: Tensor) -> None:
+    if not is_dtensor(tensor) or is_cut_in_rows(tensor):
+        part = local(tensor)
+        first = first_index(tensor) if part.numel() else 0
+        read_rows(engine, place, first, part.detach())
+        return
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=local(tensor).device)
+    read_rows(engine, place, 0, whole)
+    _keep(whole, tensor)
+
+
+def _check_fits(name: str, place: Place, tensor: Tensor) -> None:
+    kinds = [dtype.is_floating_point for dtype in (place.dtype, tensor.dtype)]
+    if place.shape != tuple(tensor.shape) or (place.dtype != tensor.dtype and not all(kinds)):
+        raise ValueError(
+            f"{_OP}: tensor {name!r} of {place.path} has shape {list(place.shape)} of"
+            f" {place.dtype}, expected {list(tensor.shape)} of {tensor.dtype}"
+        )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for param in model.parameters():
+        if is_dtensor(param):
+            return torch.device(param.device_mesh.device_type)
+    return torch.device("cpu")
+
+
+def _refuse_unfilled(names: list[str]) -> None:
+    shown = ", ".join(map(repr, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
+    raise ValueError(
+        f"{_OP}: {shown} {'is' if len(names) == 1 else 'are'} filled by no file, reset_parameters"
+        " or init=, expected values for all parameters and buffers; write them in init="
+    )

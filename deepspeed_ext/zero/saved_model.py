@@ -1,0 +1,137 @@
+"""Models in safetensors files: where each tensor lies, and rows of it read."""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.io import AsyncIO
+from deepspeed_ext.io.checkpoint.format import (
+    PREFIX_BYTES,
+    BadFile,
+    Header,
+    header_bytes,
+    parse_header,
+)
+from deepspeed_ext.io.checkpoint.saved_tensors import TORCH_DTYPES, torch_shape
+from deepspeed_ext.io.checkpoint.saved_ties import ties_in
+from deepspeed_ext.io.regular_file import open_regular
+
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_MAX_INDEX_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies.
+
+    Args:
+        path: of the file.
+        begin: of its first byte in the file.
+        dtype: of torch.
+        shape: of the tensor.
+    """
+
+    path: str
+    begin: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def places_in(op: str, path: str | os.PathLike[str]) -> dict[str, Place]:
+    """Return where the tensors of a saved model lie.
+
+    Args:
+        op: for the texts of errors.
+        path: a safetensors file, a Hugging Face index, or a folder with either.
+
+    Raises:
+        ValueError: a file breaks a rule of its format, or the index names what is not there.
+        OSError: a file cannot be read.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / INDEX if (file / INDEX).exists() else file / _SINGLE
+    if file.suffix != ".json":
+        return dict(_places_of(op, file))
+    weight_map = _weight_map(op, file)
+    found: dict[str, Place] = {}
+    for name in sorted(set(weight_map.values())):
+        inside = dict(_places_of(op, file.parent / name))
+        found |= {key: place for key, place in inside.items() if weight_map.get(key) == name}
+    missing = [key for key in weight_map if key not in found]
+    if missing:
+        raise ValueError(
+            f"{op}: {file} has {missing[0]!r} in {weight_map[missing[0]]}, expected names of"
+            " tensors in that file"
+        )
+    return found
+
+
+def read_rows(engine: AsyncIO, place: Place, first: int, into: Tensor) -> None:
+    """Read elements of a tensor, as they follow one another, and wait for them.
+
+    Args:
+        engine: that reads.
+        place: of the tensor.
+        first: index of the first element, in the tensor as it lies in the file.
+        into: gets them, contiguous; if it has another dtype, cast.
+    """
+    target = into if into.dtype == place.dtype and into.is_contiguous() else None
+    buffer = torch.empty(into.shape, dtype=place.dtype, device=into.device)
+    buffer = buffer if target is None else target
+    if buffer.numel():
+        engine.read(buffer, place.path, place.begin + first * place.dtype.itemsize).wait()
+    if target is None:
+        into.copy_(buffer)
+
+
+def _places_of(op: str, path: Path) -> Iterator[tuple[str, Place]]:
+    header = _header(op, path)
+    ties = ties_in(header)
+    for name, entry in header.tensors.items():
+        shape, dtype = torch_shape(entry), TORCH_DTYPES.get(entry.dtype)
+        if shape is None or dtype is None:
+            raise ValueError(
+                f"{op}: tensor {name!r} of {path} has dtype {entry.dtype} and shape"
+                f" {list(entry.shape)}, expected one that torch can have"
+            )
+        assert math.prod(shape) * dtype.itemsize == entry.end - entry.begin
+        place = Place(os.fspath(path), header.data_start + entry.begin, dtype, shape)
+        yield name, place
+        yield from ((tied, place) for tied, kept in ties.items() if kept == name)
+
+
+def _header(op: str, path: Path) -> Header:
+    name = os.fspath(path)
+    with open(open_regular(op, name, os.O_RDONLY), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            length = header_bytes(file.read(PREFIX_BYTES), size, name)
+            return parse_header(file.read(length), size, name)
+        except BadFile as error:
+            raise ValueError(f"{op}: {error}") from error.__cause__
+
+
+def _weight_map(op: str, path: Path) -> dict[str, str]:
+    """Return the file of each tensor; files of other folders are refused."""
+    with open(open_regular(op, os.fspath(path), os.O_RDONLY), "rb") as file:
+        text = file.read(_MAX_INDEX_BYTES)
+    try:
+        fields = json.loads(text)
+        found = fields["weight_map"]
+        is_map = isinstance(found, dict) and all(isinstance(v, str) for v in found.values())
+    except (ValueError, KeyError, TypeError, RecursionError):
+        is_map = False
+    if not is_map:
+        raise ValueError(f"{op}: {path} has no weight_map of names to files, expected an index")
+    for name in found.values():
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise ValueError(f"{op}: {path} has the file {name!r}, expected files beside it")
+    return {str(key): value for key, value in found.items()}

@@ -1,0 +1,214 @@
+"""shard: the stages of ZeRO as settings of torch's fully_shard."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parameter import is_lazy
+
+from deepspeed_ext.zero.agreement import check_agreement
+from deepspeed_ext.zero.blocks import Block, blocks_of
+from deepspeed_ext.zero.sharding import Sharding
+
+_OP = "zero.shard"
+
+
+def shard(
+    model: nn.Module,
+    stage: int,
+    *,
+    mesh: DeviceMesh | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
+    blocks: Iterable[Block] | None = None,
+    reduce_unused: bool = False,
+) -> nn.Module:
+    """Shard a model over processes by a stage of ZeRO, in place.
+
+    Parameters become DTensors, of which each process holds some rows. Make the optimizer after it,
+    from model.parameters(), and go through several backwards for one step by `accumulate`.
+
+    What a process keeps and sends, in elements for each parameter. There are n processes and m
+    micro-steps in a step; w, c and g are the dtypes of the weights, of param_dtype (else w) and of
+    reduce_dtype (else c); s is the state of the optimizer. The last two columns count what is
+    sent, each time by (n - 1) / n elements and for an all-reduce by twice that.
+
+        stage  kept always       also from forward   gradients until    gathered   reduced
+                                 to backward         they are reduced   in a step  in a step
+        0      (w + w' + s)      c                   c, g if m > 1      0          1 (all-reduce)
+        1      (w + w' + s) / n  c                   c, g if m > 1      1          1
+        2      (w + w' + s) / n  c                   c of a block       1          m
+        3      (w + w' + s) / n  c of two blocks     c of a block       2 m        m
+
+    w' is the gradient as the optimizer sees it, of dtype w, from backward to zero_grad. What is in
+    no block, such as embeddings, is a group of its own, which stage 3 gathers m times, as it is
+    wanted again where forward ends. On a mesh of r rows of n, what is reduced is also all-reduced
+    among r processes, 1 / n of it, once a step. A forward without gradients gathers once, and
+    keeps nothing.
+
+    What does it, in torch 2.11 and 2.13: `fully_shard` on each block and on the model, with
+    reshard_after_forward only in stage 3; stage 0 is a mesh of n rows of 1. `accumulate` calls
+    set_requires_gradient_sync and set_reshard_after_backward; reduce_unused is
+    set_reduce_scatter_unused_params, which 2.11 lacks.
+
+    Args:
+        model: of any device; its parameters move to that of the mesh. Those on meta stay there, and
+            `Init` fills them. Not sharded yet. Frozen parameters are sharded too.
+        stage: 0 to 3.
+        mesh: one dimension: all of it shards. Two, named: replicas and shards (HSDP). None: all
+            processes, on CUDA if they talk by NCCL, else on the CPU.
+        param_dtype: weights are gathered in this dtype, and inputs of blocks cast to it; None: as
+            they are.
+        reduce_dtype: gradients are added up in this dtype; None: as they are.
+        output_dtype: floating-point outputs of the model are cast to it; None: they are not.
+        blocks: what is gathered and reduced as one: names of modules, in which * stands for
+            anything, or classes. None: modules of one class listed in a ModuleList, Sequential or
+            ModuleDict; if there are none, the model is one group.
+        reduce_unused: parameters that got a gradient in some processes only count as 0 in the
+            others; one that got none anywhere has a gradient of 0 then, not None.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: an argument or a parameter is not as it must be, or not the same on all
+            processes; the text names it. The model is unchanged.
+
+    See: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+        2020, section 5.
+    """
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise ValueError(f"{_OP}: stage is {stage!r}, expected 0, 1, 2 or 3")
+    _check_model(model)
+    found = blocks_of(model, blocks)
+    groups = _groups(model, found)
+    mesh = _checked_mesh(mesh)
+    options = {
+        "stage": stage,
+        "mesh": list(mesh.mesh.shape),
+        "param_dtype": param_dtype,
+        "reduce_dtype": reduce_dtype,
+        "output_dtype": output_dtype,
+        "blocks": list(found),
+        "reduce_unused": reduce_unused,
+    }
+    check_agreement(_OP, _described(model, options), mesh)
+    if reduce_unused and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ValueError(
+            f"{_OP}: reduce_unused is True, expected False with torch {torch.__version__}, which"
+            " has no set_reduce_scatter_unused_params"
+        )
+    if stage == 0:
+        mesh = _only_replicas(mesh)
+    inner = MixedPrecisionPolicy(param_dtype, reduce_dtype)
+    outer = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype)
+    of_model = set(groups[""])
+    for block in reversed(found.values()):  # those inside of others first
+        fully_shard(
+            block,
+            mesh=mesh,
+            mp_policy=inner,
+            reshard_after_forward=stage == 3,
+            ignored_params=of_model & set(block.parameters()),
+        )
+    sharded = fully_shard(model, mesh=mesh, mp_policy=outer, reshard_after_forward=False)
+    if reduce_unused:
+        sharded.set_reduce_scatter_unused_params(True)
+    Sharding(model, stage, mesh, tuple(found)).attach()
+    return model
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{_OP}: model is a {type(model).__name__}, expected a torch.nn.Module")
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"{_OP}: model has {name or 'itself'!r}, which is sharded already, expected a"
+                " model that is not"
+            )
+    params = dict(model.named_parameters())
+    if not params:
+        raise ValueError(f"{_OP}: model has no parameters, expected some")
+    for name, param in params.items():
+        if is_lazy(param):
+            raise ValueError(
+                f"{_OP}: parameter {name!r} has no shape yet, expected one; run the model once"
+            )
+        if param.dim() == 0:
+            raise ValueError(
+                f"{_OP}: parameter {name!r} has no dimensions, expected rows to shard; give it the"
+                " shape [1]"
+            )
+
+
+def _groups(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, list[nn.Parameter]]:
+    """Return the parameters that are gathered as one, by block; '' is the model.
+
+    Raises:
+        ValueError: a parameter is in two blocks, or one has trainable ones of several dtypes.
+    """
+    owner: dict[str, str] = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        inside = [block for block in blocks if name.startswith(f"{block}.")]
+        owner[name] = max(inside, key=len, default="")
+    groups: dict[str, list[nn.Parameter]] = {"": [], **{block: [] for block in blocks}}
+    homes: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        homes.setdefault(param, []).append(name)
+    for param, names in homes.items():
+        owners = sorted({owner[name] for name in names})
+        if len(owners) > 1 and owners[0] != "":
+            raise ValueError(
+                f"{_OP}: parameter {names[0]!r} is also {names[1:]}, in the blocks"
+                f" {owners}, expected tied parameters in one block or in none; name blocks that"
+                " hold all of them"
+            )
+        groups[owners[0]].append(param)
+    for block, params in groups.items():
+        dtypes = sorted({str(param.dtype) for param in params if param.requires_grad})
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"{_OP}: {f'block {block!r}' if block else 'what is in no block'} has trainable"
+                f" parameters of {', '.join(dtypes)}, expected one dtype"
+            )
+    return groups
+
+
+def _checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    if not dist.is_initialized():
+        raise ValueError(
+            f"{_OP}: there is no process group, expected one; start by torchrun and call"
+            " torch.distributed.init_process_group first, also for one process"
+        )
+    if mesh is None:
+        has_nccl = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
+        device = "cuda" if has_nccl else "cpu"
+        return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    if mesh.ndim not in (1, 2) or (mesh.ndim == 2 and not mesh.mesh_dim_names):
+        raise ValueError(
+            f"{_OP}: mesh has shape {list(mesh.mesh.shape)} and names {mesh.mesh_dim_names},"
+            " expected one dimension, or two with names"
+        )
+    return mesh
+
+
+def _only_replicas(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh of the same processes on which nothing is cut."""
+    return DeviceMesh(
+        mesh.device_type, mesh.mesh.reshape(-1, 1), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def _described(model: nn.Module, options: dict[str, object]) -> list[str]:
+    """Return what must be the same on all processes, a line for each thing."""
+    lines = [f"{name} {value}" for name, value in options.items()]
+    for name, param in model.named_parameters(remove_duplicate=False):
+        trained = "" if param.requires_grad else ", frozen"
+        lines.append(f"parameter {name!r} of {list(param.shape)} {param.dtype}{trained}")
+    lines += [f"buffer {n!r} of {list(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
+    return lines

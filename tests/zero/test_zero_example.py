@@ -1,0 +1,70 @@
+"""train_gpt on several processes: the same losses, and a run that goes on with another number."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+from processes import Case
+
+from deepspeed_ext import zero
+from deepspeed_ext.examples.options import parse, settings_of
+from deepspeed_ext.examples.sharded import ShardedFolder, ShardedTrainer
+from deepspeed_ext.examples.text import standard_library
+from deepspeed_ext.examples.train_gpt import Run, main
+
+SIZE = ["--steps", "6", "--context", "16", "--width", "32", "--layers", "2", "--batch-size", "4"]
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").open()]
+
+
+def starts(row, folder):
+    """Three steps of six, then it is as if it had been killed."""
+    options = parse([*SIZE, "--zero-stage", "3", "--offload", "cpu", "--out", str(folder / "run")])
+    settings = settings_of(options, None)
+    run = Run(ShardedFolder(options.out), ShardedTrainer(settings, standard_library(16)))
+    run.folder.make()
+    for number in range(1, 4):
+        run._step(number)
+    run.save()
+
+
+def goes_on(row, folder):
+    arguments = ["--zero-stage", row, "--resume", "--out", str(folder / "run")]
+    assert main(arguments) == 0
+    dist.barrier()
+    client = zero.inspect(folder / "run" / "checkpoint")
+    assert [entry["step"] for entry in client["history"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_goes_on_with_another_number_of_processes(groups, tmp_path):
+    groups.run(Case(2, "starts", ""), "cpu")
+    groups.run(Case(1, "goes_on", "1"), "cpu")
+    assert main([*SIZE, "--offload", "cpu", "--out", str(tmp_path)]) == 0
+    assert losses(groups._folder / "run") == pytest.approx(losses(tmp_path), rel=1e-5)
+
+
+def torchrun(processes, *arguments):
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    program += ["--nproc-per-node", str(processes), "-m", "deepspeed_ext.examples.train_gpt"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*program, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.long
+def test_by_torchrun(tmp_path):
+    done = torchrun(2, *SIZE, "--zero-stage", "2", "--out", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("loss on files it has not seen") == 1
+    assert len(losses(tmp_path / "run")) == 6
+    done = torchrun(2, *SIZE, "--zero-stage", "2", "--out", str(tmp_path / "run"))
+    assert "which has the checkpoint of another run" in done.stderr
+    done = torchrun(3, *SIZE, "--zero-stage", "2", "--out", str(tmp_path / "other"))
+    text = "--batch-size is 4, expected a multiple of 3, the number of processes"
+    assert text in done.stderr

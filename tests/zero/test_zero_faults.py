@@ -1,0 +1,221 @@
+"""Checkpoints and trainings in which something goes wrong: what is left, and what is said."""
+
+import errno
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Case
+from zero_cases import Net, loss_of, whole
+
+from deepspeed_ext import zero
+from deepspeed_ext.io.checkpoint.new_file import NewFile
+from deepspeed_ext.optim import DeepSpeedCPUAdam
+from deepspeed_ext.zero.checkpoint import plain_values
+from deepspeed_ext.zero.checkpoint.manifest import BadManifest, decode
+from deepspeed_ext.zero.checkpoint.storage import MANIFEST
+
+
+def trained():
+    model = zero.shard(Net(), 3)
+    optimizer = DeepSpeedCPUAdam(model.parameters())
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def weights(model):
+    return {name: whole(param).clone() for name, param in model.named_parameters()}
+
+
+def full_disk(row, folder):
+    """What is there stays, what was begun goes, and all are told why."""
+    home = folder / "full"
+    model, optimizer = trained()
+    zero.save(home, "a", model, optimizer)
+    before = weights(model)
+    loss_of(model, 1).backward()
+    optimizer.step()
+    reserve = NewFile.reserve
+    for rank in range(dist.get_world_size()):
+
+        def full(self, nbytes, rank=rank):
+            if dist.get_rank() == rank and not self.path.endswith(".json"):
+                raise OSError(errno.ENOSPC, "io.save: there is no space")
+            reserve(self, nbytes)
+
+        NewFile.reserve = full
+        for tag in ("a", "b"):
+            for wait in (True, False):
+                with pytest.raises(OSError, match="there is no space") as caught:
+                    zero.save(home, tag, model, optimizer, wait=wait).result()
+                assert caught.value.errno == errno.ENOSPC
+        NewFile.reserve = reserve
+        dist.barrier()
+        assert list((home / "b").iterdir()) == []
+        assert len(list((home / "a").iterdir())) == dist.get_world_size() + 1
+        other = zero.shard(Net(seed=3), 1)
+        zero.load(home, None, other)
+        assert all(torch.equal(value, before[name]) for name, value in weights(other).items())
+        dist.barrier()
+
+
+def flipped_bits(row, folder):
+    """Every byte that counts is checked, and all processes are told."""
+    home = folder / "flipped"
+    model, optimizer = trained()
+    zero.save(home, "a", model, optimizer, step=1)
+    files = sorted((home / "a").iterdir())
+    for path in files:
+        content = path.read_bytes()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            at = len(content) - 5
+            path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        dist.barrier()
+        kind = ValueError if path.name == MANIFEST else OSError
+        with pytest.raises((kind, RuntimeError)):
+            zero.load(home, "a", *trained())
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path.write_bytes(content)
+        dist.barrier()
+    assert zero.load(home, "a", model, optimizer) == {"step": 1}
+
+
+class Bomb:
+    """What runs when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def nothing_runs(row, folder):
+    """Neither what stands in the place of files nor what was to be saved is run."""
+    home, mark = folder / "bombs", folder / "went off"
+    model, optimizer = trained()
+    with pytest.raises(TypeError, match="expected numbers, text"):
+        zero.save(home, "a", model, optimizer, bomb=Bomb(mark))
+    zero.save(home, "a", model, optimizer)
+    files = [*(home / "a").iterdir(), home / "latest"]
+    for path in files:
+        content = path.read_bytes()
+        for bomb in (pickle.dumps(Bomb(mark)), saved_by_torch(Bomb(mark), folder)):
+            path.write_bytes(bomb)
+            with pytest.raises((ValueError, OSError)):
+                zero.load(home, None, model, optimizer)
+        path.write_bytes(content)
+    zero.load(home, None, model, optimizer)
+    assert not mark.exists()
+
+
+def saved_by_torch(value, folder):
+    torch.save(value, folder / "bomb.pt")
+    return (folder / "bomb.pt").read_bytes()
+
+
+def dies(row, folder):
+    """One process ends in the middle of a step."""
+    model, _ = trained()
+    if dist.get_rank() == 1:
+        os._exit(7)
+    for number in range(3):
+        loss_of(model, number).backward()
+
+
+CASES = [Case(2, "full_disk", ""), Case(2, "flipped_bits", ""), Case(1, "nothing_runs", "")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
+def test_processes(case, groups):
+    groups.run(case, "cpu")
+
+
+def test_a_process_that_dies_ends_the_others(groups):
+    """At once, by what torch says of the connection."""
+    with pytest.raises(AssertionError) as caught:
+        groups.run(Case(2, "dies", ""), "cpu")
+    text = str(caught.value)
+    assert "process 1: ended with 7" in text and "process 0: Traceback" in text
+    assert "Connection" in text or "peer" in text, text
+
+
+def test_killed_savers_leave_a_whole_checkpoint(tmp_path):
+    program = Path(__file__).with_name("kill_checkpoints.py")
+    done = subprocess.run(
+        [sys.executable, program, tmp_path / "a"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    steps, kills = map(int, done.stdout.split())
+    assert steps > 10 and kills == 30
+
+
+VALUES = (
+    None,
+    [1, -(2**70), 0.1, float("inf"), True, "a\n\u00e9"],
+    (1, (2,), [], {}),
+    {"a": {1: b"\0\xff", (2, 3): None}, 4: {5, 6}},
+    torch.bfloat16,
+)
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_plain_values_are_restored(value):
+    restored = plain_values.loads(plain_values.dumps(value))
+    assert restored == value and type(restored) is type(value)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.bool, torch.int64))
+@pytest.mark.parametrize("shape", ((), (0, 3), (2, 3)))
+def test_tensors_among_plain_values(dtype, shape):
+    value = torch.ones(shape).to(dtype)
+    restored = plain_values.loads(plain_values.dumps([value]))[0]
+    assert restored.dtype == dtype and torch.equal(restored, value) and restored.shape == shape
+
+
+@pytest.mark.parametrize(
+    "text",
+    (
+        *("", "{", "{}", '{"a":1,"b":2}', '{"reduce":[1]}', '{"tensor":1}', '{"dict":[1]}'),
+        *('{"tensor":["float32",[9],"AAAA"]}', '{"tensor":["Tensor",[1],"AAAA"]}'),
+        *('{"dtype":"nn"}', "[" * 10**5),
+    ),
+    ids=lambda text: text[:20],
+)
+def test_text_that_is_no_plain_value_is_refused(text):
+    with pytest.raises(ValueError):
+        plain_values.loads(text)
+
+
+def test_manifests_are_checked():
+    """As one that was made on purpose, with a right seal, is."""
+    chunk = {"offsets": [0], "sizes": [2], "file": "f", "offset": 0, "nbytes": 8, "crc32c": [1]}
+    row = {"name": "a", "dtype": "float32", "shape": [2], "chunks": [chunk]}
+
+    def sealed(rows, format=1):
+        document = {"format": format, "entries": rows, "planner": "null"}
+        body = json.dumps(document, separators=(",", ":"))[:-1].encode()
+        return body + zero.checkpoint.manifest._seal(body)
+
+    assert decode(sealed([row]), "p").state_dict_metadata["a"].size == (2,)
+    changes = ({"file": "../f"}, {"file": "a/b"}, {"offset": -1}, {"nbytes": 9}, {"crc32c": []})
+    changes += ({"crc32c": [1, 2]}, {"sizes": [1], "nbytes": 4}, {"offsets": [1]}, {"sizes": []})
+    changes += ({"offset": 2**63}, {"offset": True}, {"offset": 1.5})
+    bad = [[row | {"chunks": [chunk | change]}] for change in changes]
+    bad += [[row, row], [row | {"dtype": "nn"}], [row | {"shape": [3]}], [row | {"name": 1}], [1]]
+    for rows in bad:
+        with pytest.raises((BadManifest, ValueError)):
+            decode(sealed(rows), "p")
+    for text in (b"", sealed([row])[:-1], sealed([row]).replace(b'"f"', b'"g"'), sealed([row], 2)):
+        with pytest.raises(BadManifest):
+            decode(text, "p")

@@ -1,0 +1,103 @@
+"""zero.GatheredParameters: whole parameters inside, what one process writes is everywhere after."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Case
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from zero_cases import Net, loss_of, whole
+
+from deepspeed_ext import zero
+
+
+def gathers(row, folder):
+    world = dist.get_world_size()
+    mesh = None
+    if row == "hybrid":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    for stage in (0, 3):
+        model, plain = zero.shard(Net(), stage, mesh=mesh), Net()
+        shards = dict(model.named_parameters())
+        with zero.GatheredParameters(model.parameters()) as tensors:
+            for tensor, param in zip(tensors, plain.parameters(), strict=True):
+                assert type(tensor) is torch.Tensor and torch.equal(tensor, param.data)
+        for rank in range(world):
+            with zero.GatheredParameters(model, modifier_rank=rank), torch.no_grad():
+                assert model.head.weight is model.embedding.weight
+                assert type(model.head.weight) is nn.Parameter
+                assert not model.blocks[1].down.weight.requires_grad
+                for param in model.parameters():
+                    param.fill_(dist.get_rank())
+                model.blocks[0].up.reset_parameters()
+            assert all(model.get_parameter(name) is p for name, p in shards.items())
+            assert whole(model.head.weight).eq(rank).all()
+            with zero.GatheredParameters(model.blocks[0].up.weight) as weight:
+                everywhere = [torch.empty_like(weight) for _ in range(world)]
+                dist.all_gather(everywhere, weight)
+                assert all(torch.equal(weight, each) for each in everywhere)
+        loss_of(model, 0).backward()
+        assert isinstance(model.head.weight.grad, DTensor)
+
+
+def bodies_that_raise(row, folder):
+    model = zero.shard(Net(), 2)
+    rank = dist.get_rank()
+    with contextlib.suppress(KeyError):
+        with zero.GatheredParameters(model.head.weight, modifier_rank=1) as weight:
+            if rank == 1:
+                weight.fill_(7)
+                raise KeyError
+        assert rank == 0
+    assert whole(model.head.weight).eq(7).all()
+    with pytest.raises(KeyError), zero.GatheredParameters(model.head.weight) as weight:
+        raise KeyError
+
+
+def refusals(row, folder):
+    model = zero.shard(Net(), 2)
+    for params, name in ((model.head.weight, "params[0]"), (model, "blocks.1.down.weight")):
+        text = (
+            f"zero.GatheredParameters: {name} was written to, expected no change while"
+            " modifier_rank is None; name the rank whose values count"
+        )
+        with pytest.raises(RuntimeError) as caught, zero.GatheredParameters(params) as inside:
+            if isinstance(params, nn.Module):
+                inside = model.blocks[1].down.weight
+            inside.detach().add_(1)
+        assert str(caught.value) == text
+    text = (
+        "zero.GatheredParameters: params[0] is a plain tensor, expected a shard; it is whole"
+        " already, as without zero.shard and between micro-steps"
+    )
+    with pytest.raises(ValueError) as caught:
+        zero.GatheredParameters([torch.ones(3)])
+    assert str(caught.value) == text
+    text = "zero.GatheredParameters: params[0] is a int, expected a parameter"
+    with pytest.raises(TypeError) as caught:
+        zero.GatheredParameters([3])
+    assert str(caught.value) == text
+    text = (
+        "zero.GatheredParameters: modifier_rank is 2, expected one of the processes that hold"
+        " params[0], [0, 1]"
+    )
+    with pytest.raises(ValueError) as caught:
+        zero.GatheredParameters(model.head.weight, modifier_rank=2)
+    assert str(caught.value) == text
+
+
+CASES = [
+    Case(1, "gathers", ""),
+    Case(2, "gathers", ""),
+    Case(4, "gathers", "hybrid"),
+    Case(2, "bodies_that_raise", ""),
+    Case(2, "refusals", ""),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
+def test_processes(case, groups):
+    groups.run(case, "cpu")

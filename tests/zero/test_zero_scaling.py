@@ -1,0 +1,214 @@
+"""zero.LossScaler: when the scale changes, and that no process steps what another one skips."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Case
+from torch import nn
+from zero_cases import Net, assert_close, loss_of, whole
+
+from deepspeed_ext import zero
+from deepspeed_ext.offload import OffloadOptimizer
+from deepspeed_ext.optim import DeepSpeedCPUAdam
+
+OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
+
+
+def scales(sequence, interval, hysteresis, smallest, scale=2.0**10):
+    """The rule in plain words, and the scale after each step."""
+    left, good = hysteresis, 0
+    for overflows in sequence:
+        if overflows:
+            good = 0
+            if left > 1:
+                left -= 1
+            else:
+                scale = max(scale / 2, smallest)
+        else:
+            good += 1
+            if good == interval:
+                scale, good, left = scale * 2, 0, hysteresis
+        yield scale
+
+
+def one_parameter():
+    param = nn.Parameter(torch.ones(3))
+    return param, DeepSpeedCPUAdam([param])
+
+
+@pytest.mark.parametrize("hysteresis", (1, 2, 3))
+@pytest.mark.parametrize("interval", (1, 3))
+def test_scales_follow_the_rule(hysteresis, interval):
+    generator = torch.Generator().manual_seed(interval + 10 * hysteresis)
+    sequence = (torch.rand(60, generator=generator) < 0.5).tolist()
+    param, optimizer = one_parameter()
+    options = {"growth_interval": interval, "hysteresis": hysteresis, "min_scale": 2.0**-40}
+    scaler = zero.LossScaler(2.0**10, **options)
+    for i, want in enumerate(scales(sequence, interval, hysteresis, 2.0**-40)):
+        used = scaler.get_scale()
+        param.grad = torch.full((3,), math.inf if sequence[i] else used)
+        assert scaler.step(optimizer) is not sequence[i]
+        assert scaler.get_scale() == want, i
+        other = zero.LossScaler(2.0**5, **options)
+        other.load_state_dict(scaler.state_dict())
+        scaler = other
+    assert optimizer.skipped_steps == sum(sequence)
+
+
+def test_a_static_scale_stays():
+    param, optimizer = one_parameter()
+    scaler = zero.LossScaler(8.0, growth_interval=None, hysteresis=1)
+    for value in (math.nan, 1.0, math.inf):
+        param.grad = torch.full((3,), value)
+        before = param.detach().clone()
+        assert scaler.step(optimizer) is (value == 1.0)
+        assert torch.equal(before, param) is not (value == 1.0)
+        assert scaler.get_scale() == 8.0
+
+
+def test_the_smallest_scale_is_the_end():
+    param, optimizer = one_parameter()
+    scaler = zero.LossScaler(8.0, min_scale=3.0, hysteresis=1)
+    for want in (4.0, 3.0):
+        param.grad = torch.full((3,), math.inf)
+        assert not scaler.step(optimizer) and scaler.get_scale() == want
+    text = (
+        "zero.LossScaler: a gradient is inf or NaN, expected finite ones with the smallest scale,"
+        " 3.0; nothing was stepped: the loss itself may be NaN"
+    )
+    with pytest.raises(FloatingPointError) as caught:
+        scaler.step(optimizer)
+    assert str(caught.value) == text and torch.equal(param.detach(), torch.ones(3))
+
+
+def test_the_scale_stays_in_range():
+    param, optimizer = one_parameter()
+    scaler = zero.LossScaler(2.0**126, growth_interval=1)
+    param.grad = torch.ones(3)
+    assert scaler.step(optimizer) and scaler.get_scale() == 2.0**126
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    (
+        (
+            {"init_scale": 0.5},
+            "init_scale is 0.5, expected min_scale, 1.0, to 8.507059173023462e+37",
+        ),
+        (
+            {"init_scale": math.inf},
+            "init_scale is inf, expected min_scale, 1.0, to 8.507059173023462e+37",
+        ),
+        ({"growth_factor": 1}, "growth_factor is 1, expected a number above 1"),
+        ({"backoff_factor": 1}, "backoff_factor is 1, expected a number between 0 and 1"),
+        ({"hysteresis": 0}, "hysteresis is 0, expected a whole number above 0"),
+        ({"min_scale": 0}, "min_scale is 0, expected a number above 0"),
+        (
+            {"growth_interval": 0},
+            "growth_interval is 0, expected a whole number above 0, or None",
+        ),
+    ),
+)
+def test_arguments_are_checked(arguments, text):
+    with pytest.raises(ValueError) as caught:
+        zero.LossScaler(**arguments)
+    assert str(caught.value) == f"zero.LossScaler: {text}"
+
+
+def test_state_is_checked():
+    scaler = zero.LossScaler()
+    good = scaler.state_dict()
+    assert good == {"scale": 2.0**16, "good_steps": 0, "hysteresis_left": 2}
+    for key, value in (("scale", math.nan), ("good_steps", -1), ("hysteresis_left", 0)):
+        with pytest.raises(ValueError, match=f"^zero.LossScaler: {key} is {value}, expected"):
+            scaler.load_state_dict(good | {key: value})
+    with pytest.raises(ValueError, match=r"state_dict has keys \['scale'\], expected"):
+        scaler.load_state_dict({"scale": 1.0})
+    assert scaler.state_dict() == good
+
+
+def test_other_optimizers_are_refused():
+    param, _ = one_parameter()
+    text = (
+        "zero.LossScaler: optimizer is a SGD, expected one of deepspeed_ext; torch's work with"
+        " torch.amp.GradScaler"
+    )
+    with pytest.raises(TypeError) as caught:
+        zero.LossScaler().step(torch.optim.SGD([param], lr=1))
+    assert str(caught.value) == text
+
+
+def trains(row, folder):
+    """Scaled by powers of two, float32 training is the same bit for bit; inf stops all."""
+    stage, kind = row.split("-")
+    models = [zero.shard(Net(), int(stage)) for _ in range(2)]
+    optimizers = []
+    for model in models:
+        if kind == "offload":
+            made = OffloadOptimizer(model.parameters(), model=model, **OPTIONS)
+        else:
+            made = DeepSpeedCPUAdam(model.parameters(), **OPTIONS)
+        optimizers.append(made)
+    scaler = zero.LossScaler(2.0**12, growth_interval=2, hysteresis=1)
+    for number in range(8):
+        for i in zero.accumulate(models[0], 2):
+            scaler.scale(loss_of(models[0], 2 * number + i)).backward()
+        if number % 3 == 2:
+            spoil_in_one_process(models[0], number)
+            assert not scaler.step(optimizers[0], max_norm=0.1)
+        else:
+            assert scaler.step(optimizers[0], max_norm=0.1)
+            for i in zero.accumulate(models[1], 2):
+                loss_of(models[1], 2 * number + i).backward()
+            optimizers[1].clip_and_step(0.1)
+        for each in (*models, *optimizers):
+            each.zero_grad()
+        everywhere = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, scaler.state_dict())
+        assert everywhere == [everywhere[0]] * len(everywhere)
+        for (name, ours), theirs in zip(
+            models[0].named_parameters(), models[1].parameters(), strict=True
+        ):
+            assert_close(whole(ours), whole(theirs), f"{name} {number}", exact=True)
+
+
+def spoil_in_one_process(model, number):
+    if dist.get_rank() == number % dist.get_world_size():
+        gradient = model.embedding.weight.grad.to_local()
+        gradient[0] = math.inf if number % 2 else math.nan
+
+
+def float16(row, folder):
+    """Gradients that would vanish or overflow; near what float32 gives."""
+    for stage in (1, 3):
+        model = zero.shard(Net(), stage, param_dtype=torch.float16)
+        plain = zero.shard(Net(), stage)
+        optimizers = [DeepSpeedCPUAdam(m.parameters(), **OPTIONS) for m in (model, plain)]
+        scaler = zero.LossScaler(2.0**24, hysteresis=1)  # too large: float16 ends at 2**16
+        stepped = 0
+        while stepped < 4:
+            scaler.scale(loss_of(model, stepped)).backward()
+            if scaler.step(optimizers[0]):
+                loss_of(plain, stepped).backward()
+                optimizers[1].step()
+                stepped += 1
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        assert optimizers[0].skipped_steps > 2
+        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            # A gradient is off by some 2**-9 of the largest; Adam moves by lr (g / (|g| + eps)).
+            assert_close(whole(ours), whole(theirs), f"{name} {stage}", rtol=0, atol=0.02)
+
+
+CASES = [
+    Case(2, "trains", "1-plain"),
+    Case(2, "trains", "3-offload"),
+    Case(2, "float16", ""),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
+def test_processes(case, groups):
+    groups.run(case, "cpu")

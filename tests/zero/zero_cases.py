@@ -1,0 +1,71 @@
+"""What the ZeRO tests share: a small model with all that is difficult, training, comparison."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+VOCABULARY = 11
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """Odd numbers of rows, and fewer of them than there may be processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 9)
+        self.down = nn.Linear(9, WIDTH)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return x + self.gain * self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Tied embeddings, a frozen weight, and a layer that no forward uses."""
+
+    def __init__(self, seed: int = 0, blocks: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.unused = nn.Linear(3, 2)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.blocks[1].down.weight.requires_grad_(False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def home():
+    """Where the processes of this group compute."""
+    return "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+
+
+def batch(number: int, rank: int | None = None):
+    """Tokens and targets of one process, the same each time."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    return torch.randint(VOCABULARY, (2, 4, 5), generator=generator).to(home())
+
+
+def loss_of(model, number: int, rank: int | None = None):
+    tokens, targets = batch(number, rank)
+    return cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
+
+
+def whole(tensor):
+    """The whole of a DTensor: a collective call."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def assert_close(ours, theirs, what, exact=False, **tolerance):
+    tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-6} | tolerance
+    torch.testing.assert_close(ours, theirs, **tolerance, msg=lambda text: f"{what}: {text}")
