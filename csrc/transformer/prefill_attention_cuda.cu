@@ -51,13 +51,13 @@ bool are_aligned(const PagedKv& kv) {
 template <class T, int kWidth>
 bool launch_mma(const PrefillAttention& call, cudaStream_t stream) {
   using Stored = std::conditional_t<DSX_KV::kQuantized, DSX_KV, T>;
-  using Shape = std::conditional_t<kWidth <= 128, cuda::PrefillShape<T, Stored, kWidth, 8, 2, 2>,
-                                   cuda::PrefillShape<T, Stored, kWidth, 4, 1, 1>>;
+  constexpr int kWarps = 4, kBlocks = kWidth <= 128 ? 2 : 1;  // of a processor
+  using Shape = cuda::PrefillShape<T, Stored, kWidth, kWarps, 1>;
   constexpr int kStaticBytes = 4096;  // at most
   const int room = attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticBytes;
   const int stages = Shape::shared_bytes(2) <= room ? 2 : 1, bytes = Shape::shared_bytes(stages);
   if (bytes > room) return false;
-  const auto kernel = cuda::prefill_mma_kernel<Shape, 1>;
+  const auto kernel = cuda::prefill_mma_kernel<T, Stored, kWidth, kWarps, 1, kBlocks>;
   cuda::check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
               kOp);
   kernel<<<blocks_of(call, Shape::kRows), Shape::kThreads, size_t(bytes), stream>>>(call, stages);

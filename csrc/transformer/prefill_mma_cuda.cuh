@@ -15,7 +15,7 @@ namespace dsx::cuda {
 template <class Shape>
 struct PartOfPages {
   static constexpr int kElement = Shape::kCodes ? 1 : 2;
-  static constexpr int kChunks = Shape::kWidth * kElement / 16;
+  static constexpr int kChunks = Shape::kWidthOfTile * kElement / 16;
   static constexpr int kTokens = Shape::kThreads / kChunks;  // from one to the next
   int token, bytes;
   int64_t source;  // bytes from the first one of a page
@@ -67,7 +67,7 @@ __device__ inline void widen_codes(uint32_t codes, uint32_t* words) {
   }
 }
 
-template <class T, class Shape>
+template <class T, class Stored, class Shape>
 __device__ inline void widen_page(const char* codes, char* target) {
   constexpr int kChunks = Shape::kSteps;  // of 16 codes
 #pragma unroll
@@ -77,8 +77,8 @@ __device__ inline void widen_page(const char* codes, char* target) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t words[4];
-      widen_codes<T, typename Shape::Stored>(parts[2 * half], words);
-      widen_codes<T, typename Shape::Stored>(parts[2 * half + 1], words + 2);
+      widen_codes<T, Stored>(parts[2 * half], words);
+      widen_codes<T, Stored>(parts[2 * half + 1], words + 2);
       *reinterpret_cast<uint4*>(target + Shape::place_of(i / kChunks, i % kChunks * 2 + half)) =
           make_uint4(words[0], words[1], words[2], words[3]);
     }
@@ -128,10 +128,9 @@ class PageRing {
   int stages_, end_;  // one or two stages
 };
 
-template <class Shape>
+template <class T, class Shape>
 __device__ inline void read_queries(const PrefillAttention& call, const StripOfRows& strip,
                                     char* target) {
-  using T = typename Shape::Query;
   constexpr int kChunks = Shape::kSteps * 2;
   for (int i = threadIdx.x; i < Shape::kRows * kChunks; i += Shape::kThreads) {
     const int chunk = i % kChunks;
@@ -151,9 +150,10 @@ __device__ inline void read_queries(const PrefillAttention& call, const StripOfR
   }
 }
 
-template <class Shape, int kBlocks>
-__global__ void __launch_bounds__(Shape::kThreads, kBlocks)
+template <class T, class Stored, int kWidth, int kWarps, int kRowTiles, int kBlocks>
+__global__ void __launch_bounds__(32 * kWarps, kBlocks)
     prefill_mma_kernel(const __grid_constant__ PrefillAttention call, int stages) {
+  using Shape = PrefillShape<T, Stored, kWidth, kWarps, kRowTiles>;
   extern __shared__ __align__(128) char shared_bytes[];
   __shared__ RowScoring scoring[Shape::kRows];
   const StripOfRows strip(call, blockIdx.x, Shape::kRows);
@@ -166,9 +166,9 @@ __global__ void __launch_bounds__(Shape::kThreads, kBlocks)
   int number = int(first / kPageTokens);
   PageRing<Shape> ring(call, strip, shared_bytes + Shape::kQueryBytes, stages, end);
   ring.fetch(number);
-  read_queries<Shape>(call, strip, shared_bytes);
+  read_queries<T, Shape>(call, strip, shared_bytes);
   __syncthreads();
-  WarpRows<Shape> warp(call, strip, shared_bytes, scoring);
+  WarpRows<T, Stored, kWidth, kWarps, kRowTiles> warp(call, strip, shared_bytes, scoring);
   for (; number < end; ++number) {
     wait_for_fetches<0>();
     __syncthreads();
@@ -176,8 +176,8 @@ __global__ void __launch_bounds__(Shape::kThreads, kBlocks)
     const char* const stage = ring.stage(number);
     if constexpr (Shape::kCodes) {
       char* const tiles = ring.stage(0) + stages * Shape::kStageBytes;
-      widen_page<typename Shape::Query, Shape>(stage, tiles);
-      widen_page<BFloat16, Shape>(stage + Shape::kCodeBytes, tiles + Shape::kTileBytes);
+      widen_page<T, Stored, Shape>(stage, tiles);
+      widen_page<BFloat16, Stored, Shape>(stage + Shape::kCodeBytes, tiles + Shape::kTileBytes);
       const auto scales = reinterpret_cast<const float*>(stage + 2 * Shape::kCodeBytes);
       __syncthreads();
       warp.take_page(number * kPageTokens, tiles, tiles + Shape::kTileBytes, scales,
@@ -189,7 +189,6 @@ __global__ void __launch_bounds__(Shape::kThreads, kBlocks)
     __syncthreads();
     ring.fetch(number + 1);
   }
-  if constexpr (Shape::kKeyGroups > 1) warp.merge(shared_bytes);
   warp.store(strip);
 }
 

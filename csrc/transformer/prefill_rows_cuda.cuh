@@ -3,20 +3,91 @@
 // score grows. No row has anything to do with others.
 #pragma once
 
-#include "transformer/prefill_shape_cuda.cuh"
+#include "transformer/mma_cuda.cuh"
 #include "transformer/prefill_work_cuda.cuh"
 
 namespace dsx::cuda {
 
+// For heads of up to kWidth elements, a block of kWarps with kRowTiles times 16 rows each. Codes
+// come as they are, and are then widened to 16 bits: of keys to the type of queries, of values,
+// whose weights take their scales and may be tiny, to bfloat16.
+template <class T, class Stored, int kWidth, int kWarps, int kRowTiles>
+struct PrefillShape {
+  static constexpr bool kCodes = sizeof(Stored) == 1;
+  using Value = std::conditional_t<kCodes, BFloat16, T>;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kWarpRows = 16 * kRowTiles, kRows = kWarps * kWarpRows;
+  static constexpr int kWidthOfTile = kWidth;
+  static constexpr int kSteps = kWidth / 16;  // of 16 elements of a head
+  static constexpr int kQueryBytes = kRows * kWidth * 2;
+  static constexpr int kTileBytes = kPageTokens * kWidth * 2;
+  static constexpr int kCodeBytes = kPageTokens * kWidth;
+  static constexpr int kScaleBytes = kPageTokens * 4;
+  static constexpr int kStageBytes = 2 * (kCodes ? kCodeBytes + kScaleBytes : kTileBytes);
+  static constexpr int shared_bytes(int stages) {
+    return kQueryBytes + stages * kStageBytes + (kCodes ? 2 * kTileBytes : 0);
+  }
+
+  // Where chunk number `chunk`, of 8 elements, of a row of a tile is: neighbouring rows have the
+  // same one in different banks.
+  __device__ static int place_of(int row, int chunk) {
+    return row * (kWidth * 2) + ((chunk ^ (row & 7)) * 16);
+  }
+};
+
+// Two floats as the halves of a word, the first one lower; one instruction.
+template <class T>
+__device__ inline uint32_t rounded_pair(float first, float second) {
+  if constexpr (T::kQuietNan == BFloat16::kQuietNan) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
+// NaN in a half if that of `sum` was, or that of the word is not finite.
+template <class T>
+__device__ inline uint32_t mark_not_finite(uint32_t word, uint32_t sum) {
+#if __CUDA_ARCH__ >= 800
+  uint32_t result;
+  if constexpr (T::kQuietNan == BFloat16::kQuietNan) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(word), "r"(0), "r"(sum));
+  } else {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(word), "r"(0), "r"(sum));
+  }
+  return result;
+#else
+  return word | sum;
+#endif
+}
+
+template <class T>
+constexpr uint32_t kInfinityOf = T::kQuietNan == BFloat16::kQuietNan ? 0x7f80 : 0x7c00;
+
+// All bits of the halves of a word that are not finite.
+template <class T>
+__device__ inline uint32_t not_finite_halves(uint32_t word) {
+  constexpr uint32_t kInfinity = kInfinityOf<T>;
+  const uint32_t low = (word & kInfinity) == kInfinity ? 0xffff : 0;
+  return low | ((word >> 16 & kInfinity) == kInfinity ? 0xffff0000u : 0);
+}
+
+// Of each half of a word: 1 if it is what `is` says of its 16 bits, else 0.
+template <class T, class Is>
+__device__ inline uint32_t ones_where(uint32_t word, const Is& is) {
+  constexpr uint32_t kOne = T::kQuietNan == BFloat16::kQuietNan ? 0x3f80 : 0x3c00;
+  return (is(word & 0xffff) ? kOne : 0) | (is(word >> 16) ? kOne << 16 : 0);
+}
+
 // The rows of a warp: of a lane, rows lane / 4 and 8 further down.
-template <class Shape>
+template <class T, class Stored, int kWidth, int kWarps, int kRowTiles>
 class WarpRows {
-  using T = typename Shape::Query;
+  using Shape = PrefillShape<T, Stored, kWidth, kWarps, kRowTiles>;
   using Value = typename Shape::Value;
-  static constexpr int kWidth = Shape::kWidth, kRowTiles = Shape::kRowTiles;
   // Keys are taken in by so many, in tiles of 8: as many as there are registers for.
-  static constexpr int kKeyTiles = kRowTiles == 1 && Shape::kKeyGroups == 1 ? 8 : 4;
-  static constexpr int kKeys = 8 * kKeyTiles, kPart = kPageTokens / Shape::kKeyGroups;
+  static constexpr int kKeyTiles = kRowTiles == 1 ? 8 : 4, kKeys = 8 * kKeyTiles;
   static constexpr bool kQueriesInRegisters = kWidth * kRowTiles <= 128;
 
  public:
@@ -24,8 +95,8 @@ class WarpRows {
   __device__ WarpRows(const PrefillAttention& call, const StripOfRows& strip, const char* queries,
                       RowScoring* scoring)
       : call_(call),
-        queries_(queries + row_group() * Shape::kWarpRows * kWidth * 2),
-        scoring_(scoring + row_group() * Shape::kWarpRows + lane() / 4) {
+        queries_(queries + threadIdx.x / 32 * Shape::kWarpRows * kWidth * 2),
+        scoring_(scoring + threadIdx.x / 32 * Shape::kWarpRows + lane() / 4) {
     is_plain_ = call.soft_cap <= 0 && call.alibi_slopes == nullptr && call.scale > 0;
     factor_ = (is_plain_ ? call.scale : 1.0f) * kLog2OfE;
     const int64_t first = first_row(strip);
@@ -35,7 +106,7 @@ class WarpRows {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {  // of a row that is not there, what the last one has
       const int64_t row = ::min(first + lane() / 4 + 8 * i, strip.rows() - 1);
-      if (lane() % 4 == 0 && key_group() == 0) {
+      if (lane() % 4 == 0) {
         scoring_[8 * i] = RowScoring(call, strip.head_of(row), strip.position_of(row));
       }
       largest_[i] = -INFINITY;
@@ -52,53 +123,17 @@ class WarpRows {
     }
   }
 
-  // Takes in this warp's part of the page whose first token is at `first`; scales are of codes.
+  // Takes in the page whose first token is at `first`; scales are those of codes.
   __device__ void take_page(int first, const char* keys, const char* values,
                             const float* key_scales, const float* value_scales) {
-    const int begin = key_group() * kPart;
 #pragma unroll 1
-    for (int i = begin; i < begin + kPart; i += kKeys) {
+    for (int i = 0; i < kPageTokens; i += kKeys) {
       const int place = i * kWidth * 2;
       take(first + i, keys + place, values + place, key_scales + i, value_scales + i);
     }
   }
 
-  // Adds what the groups have found, in their order, to what the first one has. All threads call
-  // it; `memory` is for what the others have.
-  __device__ void merge(char* memory) {
-    float* const mine =
-        reinterpret_cast<float*>(memory) + row_group() * 32 * Shape::kFloatsOfLane + lane();
-    for (int group = 1; group < Shape::kKeyGroups; ++group) {
-      __syncthreads();
-      int i = 0;
-      const auto next = [&]() -> float& { return mine[32 * i++]; };
-      if (key_group() == group) {
-        for_each_sum([&](float& each, int) { next() = each; });
-#pragma unroll
-        for (int row = 0; row < kRows; ++row) next() = largest_[row], next() = sum_[row];
-      }
-      __syncthreads();
-      if (key_group() > 0) continue;
-      float shares[2][kRows];
-      i = kRowTiles * kWidth / 2;
-#pragma unroll
-      for (int row = 0; row < kRows; ++row) {
-        const float other = next(), largest = ::fmaxf(largest_[row], other);
-        const float shift = shift_of_largest(largest);
-        shares[0][row] = fast_exp2((largest_[row] - shift) * factor_);
-        shares[1][row] = fast_exp2((other - shift) * factor_);
-        largest_[row] = largest;
-        sum_[row] = __fmaf_rn(sum_[row], shares[0][row], next() * shares[1][row]);
-      }
-      i = 0;
-      for_each_sum([&](float& each, int row) {
-        each = __fmaf_rn(each, shares[0][row], next() * shares[1][row]);
-      });
-    }
-  }
-
   __device__ void store(const StripOfRows& strip) {
-    if (key_group() > 0) return;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       float sum = sum_[i];
@@ -149,23 +184,8 @@ class WarpRows {
   static constexpr int kRows = 2 * kRowTiles;  // of a lane
 
   __device__ static int lane() { return threadIdx.x % 32; }
-  __device__ static int row_group() { return threadIdx.x / 32 % Shape::kRowGroups; }
-  __device__ static int key_group() { return threadIdx.x / 32 / Shape::kRowGroups; }
   __device__ static int64_t first_row(const StripOfRows& strip) {
-    return strip.first_row + row_group() * Shape::kWarpRows;
-  }
-
-  // Calls body(sum, row) for all sums of values of a lane.
-  template <class Body>
-  __device__ void for_each_sum(const Body& body) {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (auto& tile : out_[m]) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) body(tile[i], 2 * m + i / 2);
-      }
-    }
+    return strip.first_row + threadIdx.x / 32 * Shape::kWarpRows;
   }
 
   template <int kCount>
@@ -182,41 +202,27 @@ class WarpRows {
     load_matrices<false>(words, queries_ + place);
   }
 
-  // What is multiplied in a step of 16 elements.
-  struct StepOfKeys {
-    uint32_t q[kRowTiles][4], keys[kKeyTiles / 2][4];
-  };
-
-  __device__ void load_step(const char* keys, int step, StepOfKeys& words) const {
-    const int token = lane() % 8 + lane() / 16 * 8, half = lane() / 8 % 2;
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-      if constexpr (!kQueriesInRegisters) load_queries(m, step, words.q[m]);
-    }
-#pragma unroll
-    for (int n = 0; n < kKeyTiles / 2; ++n) {
-      load_matrices<false>(words.keys[n], keys + Shape::place_of(n * 16 + token, 2 * step + half));
-    }
-  }
-
-  // What a step takes is on its way from shared memory while the one before is worked on.
   __device__ void multiply_keys(const char* keys) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) set_to_0(scores_[m]);
-    StepOfKeys words[2];
-    load_step(keys, 0, words[0]);
+    const int token = lane() % 8 + lane() / 16 * 8, half = lane() / 8 % 2;
 #pragma unroll
     for (int step = 0; step < Shape::kSteps; ++step) {
-      if (step + 1 < Shape::kSteps) load_step(keys, step + 1, words[(step + 1) % 2]);
-      StepOfKeys& now = words[step % 2];
+      uint32_t loaded[kRowTiles][4];
 #pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n) {
+      for (int m = 0; m < kRowTiles; ++m) {
+        if constexpr (!kQueriesInRegisters) load_queries(m, step, loaded[m]);
+      }
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; n += 2) {
+        uint32_t words[4];
+        load_matrices<false>(words, keys + Shape::place_of(n * 8 + token, 2 * step + half));
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
           const int kept = m * Shape::kSteps + step;
-          uint32_t (&q)[4] = kQueriesInRegisters ? kept_[kept % kKept] : now.q[m];
-          multiply_matrices<T>(scores_[m][n], q,
-                               {now.keys[n / 2][n % 2 * 2], now.keys[n / 2][n % 2 * 2 + 1]});
+          const uint32_t (&q)[4] = kQueriesInRegisters ? kept_[kept % kKept] : loaded[m];
+          multiply_matrices<T>(scores_[m][n], q, {words[0], words[1]});
+          multiply_matrices<T>(scores_[m][n + 1], q, {words[2], words[3]});
         }
       }
     }
