@@ -150,7 +150,12 @@ OPS: tuple[OpSpec, ...] = (
 
 # One name, that older libraries have, for several rows: all for inference on CUDA.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "transformer_inference": ("fused_kv_cache", "fused_kv_cache_int8", "fused_kv_cache_fp8"),
+    "transformer_inference": (
+        "fused_kv_cache",
+        "fused_kv_cache_int8",
+        "fused_kv_cache_fp8",
+        "fused_skinny_linear",
+    ),
 }
 
 
