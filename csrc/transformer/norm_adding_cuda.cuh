@@ -55,8 +55,8 @@ struct Ring {
   static constexpr int kVectors = Team::kVectors, kStages = 2, kHalfWarp = kWarp / 2;
 
   const Team& team;
-  Vector*
-      rows;  // of this thread: [stages, x and gradient, kVectors], and of the gradient of the sum
+  // Of this thread: [stages, x and gradient, kVectors], then those of the gradient of the sum.
+  Vector* rows;
   Vector* firsts;  // of this half warp: [stages]
   float* weight;   // [length]
   int length;
