@@ -17,7 +17,7 @@ from typing import Literal
 from deepspeed_ext.environment import describe
 from deepspeed_ext.op_builder import OPS, BuildError, OpSpec, cuda, load, probe, program, toolchain
 from deepspeed_ext.op_builder.errors import Unavailable
-from deepspeed_ext.op_builder.registry import GROUPS, specs_of
+from deepspeed_ext.op_builder.registry import GROUPS
 
 _WIDTH = 80
 _COLOURS = {"works": "32", "not built": "33", "unavailable": "31"}
@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
         if name not in known:
             print(f"ds_report: op is {name!r}, expected one of {', '.join(known)}", file=sys.stderr)
             return 1
-    named = {spec.name for name in options.ops for spec in specs_of(name)}
+    named = {member for name in options.ops for member in GROUPS.get(name, (name,))}
     chosen = [spec for spec in OPS if not named or spec.name in named]
     with contextlib.suppress(Exception):  # which the rows will say
         import torch  # noqa: F401  # once, for all the children

@@ -183,6 +183,7 @@ def table_of(monkeypatch, capsys, checked_by):
             for function in checks
         ]
         monkeypatch.setattr(report, "OPS", ops)
+        monkeypatch.setattr(report, "GROUPS", {"both": ("passes", "fails")})
         return report.main(list(arguments)), capsys.readouterr()
 
     return run
@@ -207,6 +208,7 @@ def test_table_fits_eighty_columns(table_of):
 def test_exit_code_is_that_of_the_named_ops(table_of):
     assert table_of("passes")[0] == 0
     assert table_of("fails")[0] == 1
+    assert table_of("both")[0] == 1  # a group
     assert table_of("passes", "fails", "--json")[0] == 1
 
 
@@ -219,7 +221,7 @@ def test_unknown_op_is_refused_with_the_known_names(table_of):
     code, printed = table_of("cpu_adamm")
     assert code == 1
     assert printed.out == ""
-    assert printed.err == "ds_report: op is 'cpu_adamm', expected one of passes, fails\n"
+    assert printed.err == "ds_report: op is 'cpu_adamm', expected one of passes, fails, both\n"
 
 
 def test_colours_are_for_terminals_only(table_of, monkeypatch):
