@@ -171,7 +171,8 @@ CASES = [
         for world, kinds in KINDS.items()
         for kind in kinds
         for stage in range(4)
-        if length == "long" or (kind, world) in SHORT or stage in SHORT_STAGES[world]
+        if (length == "long" and stage in (1, 3))
+        or (length == "short" and ((kind, world) in SHORT or stage in SHORT_STAGES[world]))
     ),
     Case(4, "hybrid", ""),
     Case(2, "mixed_precision", ""),
