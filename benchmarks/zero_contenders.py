@@ -1,0 +1,185 @@
+"""Who trains the model of the sharding benchmark: ours, plain torch."""
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from benchmarks.offload_model import Block, Decoder, Size, make_data
+from deepspeed_ext import zero
+from deepspeed_ext.offload import OffloadOptimizer
+from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
+
+OURS, TORCH = "deepspeed_ext.zero", "plain FSDP2, torch's AdamW (fused)"
+MAX_NORM = 1.0
+OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
+
+
+@dataclass(frozen=True)
+class Work:
+    """A way to train.
+
+    Args:
+        stage: 2 or 3.
+        clips: to a global norm.
+        offloads: the state of the optimizer, ours; all shards, torch's.
+        shards: dtype of the weights that processes keep, float32 or bfloat16. Those of float32
+            are used in bfloat16.
+    """
+
+    stage: int
+    clips: bool = False
+    offloads: bool = False
+    shards: torch.dtype = torch.float32
+
+    @property
+    def name(self) -> str:
+        """As the results have it."""
+        ending = ", clips" * self.clips
+        if self.offloads:
+            ending += f", state in host memory, {str(self.shards).removeprefix('torch.')} shards"
+        return f"a step of stage {self.stage}{ending}"
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """In which weights are used and gradients added up, for zero.shard."""
+        if self.shards != torch.float32:
+            return {}
+        return {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model, its optimizer, and what takes a step.
+
+    Args:
+        backward: is given the loss.
+        step: steps once gradients are there, and drops them.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    device: str
+    step: Callable[[], object]
+    backward: Callable[[torch.Tensor], object] = torch.Tensor.backward
+
+
+def ours(work: Work, size: Size, device: str) -> Made:
+    """Return our training."""
+    with zero.Init(seed=0) as init:
+        model = Decoder(size).to(work.shards)
+    zero.shard(model, work.stage, mesh=mesh_on(device), blocks=[Block], **work.dtypes)
+    init.fill(model)
+    optimizer: Any
+    if work.offloads:
+        optimizer = OffloadOptimizer(model.parameters(), model=model, master="float32", **OPTIONS)
+    else:
+        kind = FusedAdam if device == "cuda" else DeepSpeedCPUAdam
+        optimizer = kind(model.parameters(), **OPTIONS)
+    step = partial(optimizer.clip_and_step, MAX_NORM) if work.clips else optimizer.step
+
+    def finish() -> None:
+        step()
+        optimizer.zero_grad()
+
+    return Made(model, optimizer, device, finish)
+
+
+def torchs(work: Work, size: Size, device: str) -> Made:
+    """Return the same in plain torch."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Decoder(size).to(work.shards)
+    if work.offloads:
+        model.cpu()
+    policy = MixedPrecisionPolicy(**work.dtypes)
+    pins = CPUOffloadPolicy(pin_memory=device == "cuda")
+    offload = pins if work.offloads else OffloadPolicy()
+    options: dict[str, Any] = {
+        "mesh": mesh_on(device),
+        "mp_policy": policy,
+        "offload_policy": offload,
+    }
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=work.stage == 3, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+
+    def finish() -> None:
+        if work.clips:
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Made(model, optimizer, device, finish)
+
+
+CONTENDERS: dict[str, Callable[[Work, Size, str], Made]] = {OURS: ours, TORCH: torchs}
+
+
+def mesh_on(device: str) -> DeviceMesh:
+    """Return a mesh of all processes."""
+    return init_device_mesh(device, (dist.get_world_size(),))
+
+
+class Trained:
+    """One of several models that take turns."""
+
+    def __init__(self, made: Made, size: Size) -> None:
+        self.model, self.optimizer, self._device = made.model, made.optimizer, made.device
+        self._made = made
+        self._data = make_data(size, made.device)
+        self.seconds: list[float] = []
+        self.peak = 0  # bytes that came on top in a step
+
+    def step(self, is_timed: bool = True) -> None:
+        """Take a step, and note how long it took and how much memory came on top."""
+        synchronize(self._device)
+        before = allocated(self._device)
+        begin = time.perf_counter()
+        self._made.backward(self.model(*self._data))
+        self._made.step()
+        synchronize(self._device)
+        if is_timed:
+            self.seconds.append(time.perf_counter() - begin)
+            self.peak = max(self.peak, peak(self._device) - before)
+
+
+def synchronize(device: str) -> None:
+    """Wait for the device, and for all processes."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def allocated(device: str) -> int:
+    """Return how many bytes tensors have on the device; the peak is counted from here on."""
+    if device != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def peak(device: str) -> int:
+    """Return the most that `allocated` would have returned since it was called."""
+    return torch.cuda.max_memory_allocated() if device == "cuda" else 0
+
+
+def drop_garbage(device: str) -> None:
+    """Give memory back that nobody refers to any more."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()

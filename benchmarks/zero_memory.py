@@ -1,0 +1,76 @@
+"""What each stage keeps, measured, beside the table of zero.shard."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.offload_model import Decoder, Size, make_data
+from benchmarks.zero_contenders import Work, allocated, drop_garbage, ours, peak
+
+_WEIGHT, _USED, _REDUCED, _STATE = 4, 2, 4, 8  # bytes: w and w', c, g, s of the table
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes on the device at one moment of a step.
+
+    Args:
+        stage: of ZeRO.
+        when: which moment.
+        measured: what was allocated, without what was before the model; 0 on the CPU.
+        expected: what the table says.
+    """
+
+    stage: int
+    when: str
+    measured: int
+    expected: int
+
+    def __str__(self) -> str:
+        ratio = f"{self.measured / self.expected:6.3f}" if self.measured else ""
+        mib = f"{self.measured / 2**20:10.1f}{self.expected / 2**20:10.1f}"
+        return f"stage {self.stage}  {self.when:32}{mib} {ratio}"
+
+
+def memory(size: Size, device: str) -> Iterator[Kept]:
+    """Yield what each stage keeps of a model in steps of few tokens, whose activations are small.
+
+    "gradients" is what a backward has on top of what is kept after it and what forward left
+    gathered.
+    """
+    short = Size(size.layers, size.width, size.vocabulary, batch=1, length=min(64, size.length))
+    for stage in range(4):
+        drop_garbage(device)
+        yield from _of_stage(stage, short, device)
+
+
+def _of_stage(stage: int, size: Size, device: str) -> Iterator[Kept]:
+    base = allocated(device)
+    made = ours(Work(stage), size, device)
+    data = make_data(size, device)
+    total = sum(p.numel() for p in made.model.parameters())
+    assert isinstance(made.model, Decoder)
+    blocks = sum(p.numel() for p in made.model.blocks.parameters())
+    block, rest = blocks // size.layers, total - blocks
+    n = 1 if stage == 0 else dist.get_world_size()
+    for _ in range(2):
+        made.model(*data).backward()
+        made.step()
+    kept = (_WEIGHT + _STATE) * total // n
+    yield Kept(stage, "between steps", allocated(device) - base, kept)
+    loss = made.model(*data)
+    most, after = peak(device) - base, allocated(device) - base
+    used = _USED * (total if stage < 3 else rest)
+    yield Kept(stage, "forward has ended", after, kept + used)
+    if stage == 3:
+        yield Kept(stage, "most in forward", most, kept + used + 2 * _USED * block)
+    loss.backward()
+    most, after = peak(device) - base, allocated(device) - base
+    yield Kept(stage, "backward has ended", after, kept + _WEIGHT * total // n)
+    gathered = _USED * (total if stage < 3 else rest + 2 * block)
+    grads = (_USED + _REDUCED) * block if stage > 1 else _USED * total
+    yield Kept(stage, "most in backward", most, kept + gathered + grads + _WEIGHT * total // n)
+    if device == "cuda":
+        torch.cuda.synchronize()
