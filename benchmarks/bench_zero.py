@@ -1,13 +1,16 @@
 """Sharded training: `torchrun --nproc-per-node 2 -m benchmarks.bench_zero`, a GPU for each process.
 
 A model of 1.5 B parameters (benchmarks/offload_model.py) takes steps in bfloat16 with float32
-shards. Ours and torch's take turns, each with a model of its own; a step is over when all processes
-have ended it. Rows "memory" are what our stages keep, beside the table of zero.shard; in
-"checkpoint" the state of the model is saved and loaded, in both ways.
+shards. Ours and torch's take turns of some steps, each with a model of its own; a turn is over when
+all processes have ended it, the steps in host memory too. Rows "memory" are what our stages keep, beside the table of zero.shard; in
+"checkpoint" the state of the model is saved and loaded, in both ways. "deepspeed" are steps beside
+DeepSpeed's, if that is installed; its FusedAdam, which it compiles, is not needed.
 """
 
 import argparse
 import os
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -16,7 +19,17 @@ from tqdm import tqdm
 
 from benchmarks.offload_model import Size
 from benchmarks.results import Result, Timing, add_option, introduced, keep, show
-from benchmarks.zero_contenders import CONTENDERS, OURS, Trained, Work, drop_garbage
+from benchmarks.zero_contenders import (
+    CONTENDERS,
+    DEEPSPEED,
+    OURS,
+    Contender,
+    Trained,
+    Work,
+    deepspeeds,
+    drop_garbage,
+    ours,
+)
 from benchmarks.zero_disk import checkpoints
 from benchmarks.zero_memory import memory
 
@@ -27,24 +40,30 @@ SIZES = {
     "tiny": Size(layers=2, width=32, vocabulary=64, batch=2, length=16),
 }
 ROUNDS = 12
-_WARM_UP = 3
+_WARM_UP = 2
+_IN_A_ROW = 3
 WORKS = {
+    "deepspeed": [Work(2), Work(2, clips=True), Work(3), Work(3, clips=True)],
     "steps": [Work(2), Work(2, clips=True), Work(3), Work(3, clips=True)],
     "offload": [Work(3, offloads=True), Work(3, offloads=True, shards=torch.bfloat16)],
 }
-ROWS = ("steps", "memory", "offload", "checkpoint")
+BESIDE: dict[str, dict[str, Contender]] = {"deepspeed": {OURS: ours, DEEPSPEED: deepspeeds}}
+ROWS = ("steps", "memory", "offload", "checkpoint", "deepspeed")
 
 
-def steps(work: Work, size: Size, device: str, rounds: int) -> Result:
-    """Let all contenders take turns."""
-    trained = {name: Trained(make(work, size, device), size) for name, make in CONTENDERS.items()}
-    progress = tqdm(total=rounds, desc=work.name, disable=dist.get_rank() > 0)
+def steps(
+    work: Work, contenders: Mapping[str, Contender], size: Size, device: str, rounds: int
+) -> Result:
+    """Let contenders take turns."""
+    trained = {name: Trained(make(work, size, device), size) for name, make in contenders.items()}
+    name = work.name + ", beside DeepSpeed" * (DEEPSPEED in contenders)
+    progress = tqdm(total=rounds, desc=name, disable=dist.get_rank() > 0)
     for i in range(rounds + _WARM_UP):
         order = list(trained.values())
         for each in order if i % 2 else order[::-1]:
-            each.step(is_timed=i >= _WARM_UP)
+            each.steps(_IN_A_ROW)
         progress.update(i >= _WARM_UP)
-    timings = {name: Timing.of(each.seconds) for name, each in trained.items()}
+    timings = {name: Timing.of(each.seconds[_WARM_UP:]) for name, each in trained.items()}
     fastest = min(timing.median for name, timing in timings.items() if name != OURS)
     tokens = size.batch * size.length * dist.get_world_size()
     notes = [
@@ -54,7 +73,7 @@ def steps(work: Work, size: Size, device: str, rounds: int) -> Result:
     ]
     notes.append(f"ours is {fastest / timings[OURS].median:.3f}x as fast as the fastest other")
     elements = sum(p.numel() for p in trained[OURS].model.parameters())
-    return Result(work.name, torch.get_num_threads(), elements, 0, timings, notes=notes)
+    return Result(name, torch.get_num_threads(), elements, 0, timings, notes=notes)
 
 
 def main() -> None:
@@ -77,8 +96,14 @@ def main() -> None:
     described = introduced(device) if is_first else None
     size, results = SIZES[options.size], []
     for rows in options.rows.split(","):
-        for work in WORKS.get(rows, ()):
-            results.append(steps(work, size, device, options.rounds))
+        works = WORKS.get(rows, [])
+        if rows == "deepspeed" and find_spec("deepspeed") is None:
+            works = []
+            if is_first:
+                print("deepspeed: skipped, it is not installed")
+        for work in works:
+            contenders = BESIDE.get(rows, CONTENDERS)
+            results.append(steps(work, contenders, size, device, options.rounds))
             if is_first:
                 show(results[-1])
             drop_garbage(device)

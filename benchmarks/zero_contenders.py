@@ -1,4 +1,4 @@
-"""Who trains the model of the sharding benchmark: ours, plain torch."""
+"""Who trains the model of the sharding benchmark: ours, plain torch, DeepSpeed."""
 
 import gc
 import time
@@ -24,6 +24,7 @@ from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
 
 OURS, TORCH = "deepspeed_ext.zero", "plain FSDP2, torch's AdamW (fused)"
+DEEPSPEED = "DeepSpeed, torch's AdamW (fused)"
 MAX_NORM = 1.0
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
 
@@ -127,7 +128,26 @@ def torchs(work: Work, size: Size, device: str) -> Made:
     return Made(model, optimizer, device, finish)
 
 
-CONTENDERS: dict[str, Callable[[Work, Size, str], Made]] = {OURS: ours, TORCH: torchs}
+def deepspeeds(work: Work, size: Size, device: str) -> Made:
+    """Return the same in DeepSpeed: bfloat16 weights, float32 masters, sums in bfloat16."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Decoder(size)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": size.batch,
+        "bf16": {"enabled": True},
+        "gradient_clipping": MAX_NORM * work.clips,
+        "zero_optimization": {"stage": work.stage, "overlap_comm": True},
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return Made(engine, engine.optimizer, device, engine.step, engine.backward)
+
+
+Contender = Callable[[Work, Size, str], Made]
+CONTENDERS: dict[str, Contender] = {OURS: ours, TORCH: torchs}
 
 
 def mesh_on(device: str) -> DeviceMesh:
@@ -142,20 +162,25 @@ class Trained:
         self.model, self.optimizer, self._device = made.model, made.optimizer, made.device
         self._made = made
         self._data = make_data(size, made.device)
-        self.seconds: list[float] = []
+        self.seconds: list[float] = []  # of a step, each time
         self.peak = 0  # bytes that came on top in a step
 
-    def step(self, is_timed: bool = True) -> None:
-        """Take a step, and note how long it took and how much memory came on top."""
-        synchronize(self._device)
+    def steps(self, count: int) -> None:
+        """Take some steps in a row, and note how long each took and what memory came on top."""
+        self._wait()
         before = allocated(self._device)
         begin = time.perf_counter()
-        self._made.backward(self.model(*self._data))
-        self._made.step()
+        for _ in range(count):
+            self._made.backward(self.model(*self._data))
+            self._made.step()
+        self._wait()
+        self.seconds.append((time.perf_counter() - begin) / count)
+        self.peak = max(self.peak, peak(self._device) - before)
+
+    def _wait(self) -> None:
+        if isinstance(self.optimizer, OffloadOptimizer):
+            self.optimizer.synchronize()  # its step goes on beside what comes after it
         synchronize(self._device)
-        if is_timed:
-            self.seconds.append(time.perf_counter() - begin)
-            self.peak = max(self.peak, peak(self._device) - before)
 
 
 def synchronize(device: str) -> None:

@@ -31,7 +31,7 @@ def checkpoints(size: Size, device: str, where: Path | None) -> Iterator[Result]
     trained = {name: Trained(make(work, size, device), size) for name, make in CONTENDERS.items()}
     found: dict[str, dict[str, list[float]]] = {_STALL: {}, _SAVE: {}, _LOAD: {}}
     for each in trained.values():
-        each.step()
+        each.steps(1)
     for i in range(_ROUNDS):
         for name, each in trained.items():
             folder = home / f"{i}-{len(name)}"

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from benchmarks.offload_model import Decoder, Size, make_data
 from benchmarks.zero_contenders import Work, allocated, drop_garbage, ours, peak
+from deepspeed_ext import zero
 
 _WEIGHT, _USED, _REDUCED, _STATE = 4, 2, 4, 8  # bytes: w and w', c, g, s of the table
 
@@ -35,11 +36,7 @@ class Kept:
 
 
 def memory(size: Size, device: str) -> Iterator[Kept]:
-    """Yield what each stage keeps of a model in steps of few tokens, whose activations are small.
-
-    "gradients" is what a backward has on top of what is kept after it and what forward left
-    gathered.
-    """
+    """Yield what each stage keeps of a model in steps of few tokens, whose activations are small."""
     short = Size(size.layers, size.width, size.vocabulary, batch=1, length=min(64, size.length))
     for stage in range(4):
         drop_garbage(device)
@@ -58,19 +55,32 @@ def _of_stage(stage: int, size: Size, device: str) -> Iterator[Kept]:
     for _ in range(2):
         made.model(*data).backward()
         made.step()
-    kept = (_WEIGHT + _STATE) * total // n
-    yield Kept(stage, "between steps", allocated(device) - base, kept)
+    between, grads = (_WEIGHT + _STATE) * total // n, _WEIGHT * total // n
+    gathered = _USED * (total if stage < 3 else rest)
+    reducing = (_USED + _REDUCED) * block  # where blocks are reduced
+    two = 2 * _USED * block if stage == 3 else 0
+    yield Kept(stage, "between steps", allocated(device) - base, between)
     loss = made.model(*data)
     most, after = peak(device) - base, allocated(device) - base
-    used = _USED * (total if stage < 3 else rest)
-    yield Kept(stage, "forward has ended", after, kept + used)
+    yield Kept(stage, "forward has ended", after, between + gathered)
     if stage == 3:
-        yield Kept(stage, "most in forward", most, kept + used + 2 * _USED * block)
+        yield Kept(stage, "most in forward", most, between + gathered + two)
     loss.backward()
     most, after = peak(device) - base, allocated(device) - base
-    yield Kept(stage, "backward has ended", after, kept + _WEIGHT * total // n)
-    gathered = _USED * (total if stage < 3 else rest + 2 * block)
-    grads = (_USED + _REDUCED) * block if stage > 1 else _USED * total
-    yield Kept(stage, "most in backward", most, kept + gathered + grads + _WEIGHT * total // n)
-    if device == "cuda":
-        torch.cuda.synchronize()
+    # Gathered weights go as gradients come.
+    both = max(gathered, grads) if stage < 3 else gathered + two + grads * blocks // total
+    yield Kept(stage, "most in backward", most, between + both + reducing)
+    yield Kept(stage, "backward has ended", after, between + grads)
+    made.step()
+    for _ in zero.accumulate(made.model, 2):
+        allocated(device)
+        made.model(*data).backward()
+    most = peak(device) - base
+    if stage < 2:
+        both = gathered + _REDUCED * total
+    elif stage == 2:
+        both = gathered + grads
+    else:
+        both = gathered + two + grads
+    yield Kept(stage, "most in micro-step 2 of 2", most, between + both + reducing)
+    made.step()
