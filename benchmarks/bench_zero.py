@@ -2,14 +2,15 @@
 
 A model of 1.5 B parameters (benchmarks/offload_model.py) takes steps in bfloat16 with float32
 shards. Ours and torch's take turns of some steps, each with a model of its own; a turn is over when
-all processes have ended it, the steps in host memory too. Rows "memory" are what our stages keep, beside the table of zero.shard; in
-"checkpoint" the state of the model is saved and loaded, in both ways. "deepspeed" are steps beside
-DeepSpeed's, if that is installed; its FusedAdam, which it compiles, is not needed.
+all processes have ended it, the steps in host memory too. Rows "memory" are what our stages keep,
+beside the table of zero.shard; in "checkpoint" the state of the model is saved and loaded, in both
+ways, and "init" fills a model from a file. "deepspeed" are steps beside DeepSpeed's, if that is
+installed; its FusedAdam, which it compiles, is not needed.
 """
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from benchmarks.zero_contenders import (
     drop_garbage,
     ours,
 )
-from benchmarks.zero_disk import checkpoints
+from benchmarks.zero_disk import checkpoints, fills
 from benchmarks.zero_memory import memory
 
 SIZES = {
@@ -48,7 +49,8 @@ WORKS = {
     "offload": [Work(3, offloads=True), Work(3, offloads=True, shards=torch.bfloat16)],
 }
 BESIDE: dict[str, dict[str, Contender]] = {"deepspeed": {OURS: ours, DEEPSPEED: deepspeeds}}
-ROWS = ("steps", "memory", "offload", "checkpoint", "deepspeed")
+DISK = {"checkpoint": checkpoints, "init": fills}
+ROWS = (*WORKS, "memory", *DISK)
 
 
 def steps(
@@ -76,13 +78,32 @@ def steps(
     return Result(name, torch.get_num_threads(), elements, 0, timings, notes=notes)
 
 
+def measured(rows: str, options: argparse.Namespace, device: str) -> Iterator[Result]:
+    """Yield the results of some rows; print those that are no times."""
+    size, is_first = SIZES[options.size], dist.get_rank() == 0
+    if rows == "deepspeed" and find_spec("deepspeed") is None:
+        print("deepspeed: skipped, it is not installed")
+        return
+    for work in WORKS.get(rows, ()):
+        yield steps(work, BESIDE.get(rows, CONTENDERS), size, device, options.rounds)
+        drop_garbage(device)
+    if rows in DISK:
+        yield from DISK[rows](size, device, options.disk_rounds, options.folder)
+    if rows == "memory":
+        for kept in memory(size, device):
+            if is_first:
+                print(kept, flush=True)
+    drop_garbage(device)
+
+
 def main() -> None:
     """Measure, and let the first process print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=tuple(SIZES), default="1b")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--rows", default=",".join(ROWS), help="which, by commas")
-    parser.add_argument("--folder", type=Path, help="for checkpoints; default: a temporary one")
+    parser.add_argument("--disk-rounds", type=int, default=3, help="of checkpoint and init")
+    parser.add_argument("--folder", type=Path, help="for files; default: a temporary one")
     add_option(parser)
     options = parser.parse_args()
     unknown = set(options.rows.split(",")) - set(ROWS)
@@ -93,32 +114,14 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     is_first = dist.get_rank() == 0
-    described = introduced(device) if is_first else None
-    size, results = SIZES[options.size], []
+    described = introduced(device) if is_first else {}
+    results = []
     for rows in options.rows.split(","):
-        works = WORKS.get(rows, [])
-        if rows == "deepspeed" and find_spec("deepspeed") is None:
-            works = []
+        for result in measured(rows, options, device):
+            results.append(result)
             if is_first:
-                print("deepspeed: skipped, it is not installed")
-        for work in works:
-            contenders = BESIDE.get(rows, CONTENDERS)
-            results.append(steps(work, contenders, size, device, options.rounds))
-            if is_first:
-                show(results[-1])
-            drop_garbage(device)
-        if rows == "memory":
-            for kept in memory(size, device):
-                if is_first:
-                    print(kept, flush=True)
-        if rows == "checkpoint":
-            for result in checkpoints(size, device, options.folder):
-                results.append(result)
-                if is_first:
-                    show(result)
-        drop_garbage(device)
-    if is_first:
-        keep(options.save, results, described)
+                show(result)
+                keep(options.save, results, described)
     dist.destroy_process_group()
 
 

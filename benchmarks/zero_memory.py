@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.offload_model import Decoder, Size, make_data
@@ -36,7 +35,7 @@ class Kept:
 
 
 def memory(size: Size, device: str) -> Iterator[Kept]:
-    """Yield what each stage keeps of a model in steps of few tokens, whose activations are small."""
+    """Yield what each stage keeps in steps of few tokens, whose activations are small."""
     short = Size(size.layers, size.width, size.vocabulary, batch=1, length=min(64, size.length))
     for stage in range(4):
         drop_garbage(device)

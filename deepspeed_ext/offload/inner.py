@@ -32,17 +32,6 @@ class HostSteps(SlabOptimizer):
         """Make them anew when they are wanted next."""
         self._plans.drop()
 
-    def give_state(self, params: Sequence[Tensor]) -> None:
-        """Make state for parameters that have none."""
-        fresh = [p for p in params if p not in self.state and p.grad is None]
-        for param in fresh:
-            param.grad = param.detach()  # only what has a gradient gets state
-        try:
-            self._plans.current(self)
-        finally:
-            for param in fresh:
-                param.grad = None
-
     def changes_nothing(self, params: Sequence[Tensor]) -> bool:
         """Return whether learning rates, and the gradients of these, are all 0."""
         return self._changes_nothing(params)

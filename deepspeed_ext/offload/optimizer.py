@@ -3,7 +3,7 @@
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -308,6 +308,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._take_options()
         for told in self._optimizer_load_state_dict_post_hooks.values():
             told(self)
+
+    def give_state(self, params: Sequence[Tensor]) -> None:
+        """Make state for parameters that have none, as a first step does."""
+        self._pipeline.finish()
+        self._pipeline.update_copies()
+        self._inner.give_state([self._pipeline.links.copies[id(param)] for param in params])
 
     def reset_master(self) -> None:
         """Make the fp32 masters exact copies of the parameters, and remainders zeros."""

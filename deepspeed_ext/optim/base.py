@@ -334,6 +334,17 @@ class SlabOptimizer(torch.optim.Optimizer):
             buckets = [bucket for plan in self._plans.current(self) for bucket in plan.buckets]
         return buckets
 
+    def give_state(self, params: Sequence[Tensor]) -> None:
+        """Make state for parameters that have none, as a first step does."""
+        fresh = [p for p in params if p not in self.state and p.grad is None]
+        for param in fresh:
+            param.grad = param.detach()  # only what has a gradient gets state
+        try:
+            self._plans.current(self)
+        finally:
+            for param in fresh:
+                param.grad = None
+
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters with options of their own; options that are not given have the default.
 
@@ -367,7 +378,9 @@ class SlabOptimizer(torch.optim.Optimizer):
 
         Values are copied, to the device of the parameter and in the dtype that this optimizer was
         made with (torch would cast moments to the dtype of the parameter). Missing options have
-        their defaults, unknown ones are kept. If something does not fit, nothing is changed.
+        their defaults, unknown ones are kept. If something does not fit, nothing is changed. State
+        that is this optimizer's own, where it lies, is checked and not copied: so what was read
+        into the tensors of state_dict is loaded.
 
         A mean or sum of squares, or a block of 8-bit codes, that has become NaN is saved as it is,
         as looking would wait for the device. It is not loaded, as steps would go on with it in
@@ -429,6 +442,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         """Take over what a pickle, deepcopy or torch's load_state_dict holds, or change nothing."""
         before = dict(self.__dict__)
         self._plans = Plans()  # the old ones stay as they are, in case that something is wrong
+        old = before.get("_plans", self._plans)
         self.__dict__.setdefault("_skipped", {})
         try:
             super().__setstate__({**state, "state": show_entries(state["state"])})
@@ -441,7 +455,7 @@ class SlabOptimizer(torch.optim.Optimizer):
                 if self._agreement is None:
                     self._plans.rebuild(self)
                 else:
-                    self._plans.load(self, self._agreement)
+                    self._plans.load(self, self._agreement, old)
         except Exception:
             self.__dict__.clear()
             self.__dict__.update(before)

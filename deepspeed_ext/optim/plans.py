@@ -58,6 +58,7 @@ class Plans:
     def __init__(self) -> None:
         self._plans: list[Plan] | None = None
         self._entries: list[object] = []
+        self._ready: list[Bucket] = []  # which may hold what is being loaded
 
     def drop(self) -> None:
         """Forget everything, slabs included; the state still has views of them."""
@@ -112,8 +113,8 @@ class Plans:
         """
         self._build(optimizer, None, lambda: None)
 
-    def load(self, optimizer: "SlabOptimizer", agreement: Agreement) -> None:
-        """Copy state of unknown origin into slabs.
+    def load(self, optimizer: "SlabOptimizer", agreement: Agreement, old: "Plans") -> None:
+        """Copy state of unknown origin into slabs, but for what is in those of old plans already.
 
         Raises:
             ValueError: some state does not fit, or holds numbers that would destroy, here or in
@@ -129,7 +130,9 @@ class Plans:
                 )
 
         numbers = Numbers(optimizer.traits.signed)
+        self._ready = [bucket for plan in old._plans or () for bucket in plan.buckets]
         self._build(optimizer, numbers, agree)
+        self._ready = []
         numbers.check(optimizer)
         agree()
 
@@ -170,11 +173,15 @@ class Plans:
             dtypes = dtypes_of(optimizer, group, dtype)
             for part in traits.cut(members):
                 noise_keys = [keys[id(param)] for param in part] if keys else None
-                bucket = Bucket(part, dtypes, traits.signed, noise_keys, len(traits.devices) > 1)
-                for i, param in enumerate(part):
-                    values = traits.completed(group, optimizer.state.get(param, {}))
+                given = [traits.completed(group, optimizer.state.get(p, {})) for p in part]
+                ready = next((b for b in self._ready if b.holds(part, dtypes, given)), None)
+                bucket = ready or Bucket(
+                    part, dtypes, traits.signed, noise_keys, len(traits.devices) > 1
+                )
+                for i, (param, values) in enumerate(zip(part, given, strict=True)):
                     others = {k: v for k, v in values.items() if not is_of_format(k, dtypes)}
-                    entry = {**others, **bucket.fill(i, values, numbers)}
+                    state = bucket.shown(i) if ready else bucket.fill(i, values, numbers)
+                    entry = {**others, **state}
                     optimizer.state[param] = Entry(
                         entry, param.shape, weakref.WeakMethod(self.drop)
                     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import accumulate
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -197,6 +197,23 @@ class Bucket:
             and list(map(Tensor.stride, self._permuted)) == self._strides
         )
 
+    def holds(
+        self,
+        params: Sequence[Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        values: Sequence[Mapping[str, Any]],
+    ) -> bool:
+        """Return whether these are the parameters, and this state of them the views of slabs."""
+        if len(params) != len(self.params) or self.dtypes != dtypes:
+            return False
+        if any(map(is_not, params, self.params)) or not self.fits():
+            return False
+        return all(
+            _is_same_memory(values[i].get(key), view)
+            for i in range(len(params))
+            for key, view in self.views(i).items()
+        )
+
     def views(self, i: int) -> dict[str, Tensor]:
         """Return the state of parameter i: parts of the slabs with its shape and strides."""
         part, offset = local(self.params[i]), int(self.offsets[i])
@@ -367,6 +384,18 @@ def cut(params: Sequence[Tensor], most: int | None = None) -> Iterator[list[Tens
         elements += padded
     if part:
         yield part
+
+
+def _is_same_memory(value: object, view: Tensor) -> bool:
+    if not isinstance(value, Tensor):
+        return False
+    part = local(value)
+    return (
+        part.data_ptr() == view.data_ptr()
+        and part.dtype == view.dtype
+        and part.shape == view.shape
+        and part.stride() == view.stride()
+    )
 
 
 def _padded(param: Tensor, alignment: int) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.dtensors import first_index, is_cut_in_rows, is_dtensor, local, part_for
 from deepspeed_ext.io import AsyncIO
+from deepspeed_ext.io.engine.window import Window
 from deepspeed_ext.zero.drawing import Drawing, is_untouched
 from deepspeed_ext.zero.memory import allocate
 from deepspeed_ext.zero.saved_model import Place, places_in, read_rows
@@ -17,6 +19,7 @@ from deepspeed_ext.zero.units import Unit, named_tensors, units_of
 
 _OP = "zero.Init"
 _SHOWN = 8  # names in an error
+_HELD = 256 << 20  # bytes that are read at once
 Files = str | os.PathLike[str]
 
 
@@ -129,11 +132,14 @@ class Init:
 
     def _read(self, model: nn.Module, places: dict[str, Place]) -> None:
         done: set[Tensor] = set()
-        with AsyncIO() as engine:
+        window = Window(_HELD)
+        with AsyncIO() as engine, contextlib.ExitStack() as stack:
+            stack.callback(window.abandon)
             for name, tensor in named_tensors(model):
                 if name in places and tensor not in done:
                     done.add(tensor)
-                    _read_part(engine, places[name], tensor)
+                    _read_part(engine, window, places[name], tensor)
+            window.finish()
 
 
 def _keep(whole: Tensor, tensor: Tensor, *, is_again: bool = False) -> None:
@@ -141,15 +147,14 @@ def _keep(whole: Tensor, tensor: Tensor, *, is_again: bool = False) -> None:
     kept.copy_(torch.where(is_untouched(part), kept, part) if is_again else part)
 
 
-def _read_part(engine: AsyncIO, place: Place, tensor: Tensor) -> None:
+def _read_part(engine: AsyncIO, window: Window, place: Place, tensor: Tensor) -> None:
     if not is_dtensor(tensor) or is_cut_in_rows(tensor):
         part = local(tensor)
         first = first_index(tensor) if part.numel() else 0
-        read_rows(engine, place, first, part.detach())
+        read_rows(engine, window, place, first, part.detach())
         return
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=local(tensor).device)
-    read_rows(engine, place, 0, whole)
-    _keep(whole, tensor)
+    read_rows(engine, window, place, 0, whole, partial(_keep, whole, tensor))
 
 
 def _check_fits(name: str, place: Place, tensor: Tensor) -> None:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +20,13 @@ from deepspeed_ext.io.checkpoint.format import (
 )
 from deepspeed_ext.io.checkpoint.saved_tensors import TORCH_DTYPES, torch_shape
 from deepspeed_ext.io.checkpoint.saved_ties import ties_in
+from deepspeed_ext.io.engine.window import Window
 from deepspeed_ext.io.regular_file import open_regular
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _MAX_INDEX_BYTES = 1 << 28
+Then = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -74,22 +76,36 @@ def places_in(op: str, path: str | os.PathLike[str]) -> dict[str, Place]:
     return found
 
 
-def read_rows(engine: AsyncIO, place: Place, first: int, into: Tensor) -> None:
-    """Read elements of a tensor, as they follow one another, and wait for them.
+def read_rows(
+    engine: AsyncIO,
+    window: Window,
+    place: Place,
+    first: int,
+    into: Tensor,
+    then: Then | None = None,
+) -> None:
+    """Begin to read elements of a tensor, as they follow one another.
 
     Args:
         engine: that reads.
+        window: takes over what is under way.
         place: of the tensor.
         first: index of the first element, in the tensor as it lies in the file.
-        into: gets them, contiguous; if it has another dtype, cast.
+        into: gets them, if it has another dtype, cast.
+        then: called when they are there.
     """
-    target = into if into.dtype == place.dtype and into.is_contiguous() else None
-    buffer = torch.empty(into.shape, dtype=place.dtype, device=into.device)
-    buffer = buffer if target is None else target
-    if buffer.numel():
-        engine.read(buffer, place.path, place.begin + first * place.dtype.itemsize).wait()
-    if target is None:
-        into.copy_(buffer)
+    is_like = into.dtype == place.dtype and into.is_contiguous()
+    buffer = into if is_like else torch.empty(into.shape, dtype=place.dtype, device=into.device)
+
+    def end() -> None:
+        if not is_like:
+            into.copy_(buffer)
+        if then is not None:
+            then()
+
+    if into.numel():
+        offset = place.begin + first * place.dtype.itemsize
+        window.add(engine.read(buffer, place.path, offset), buffer.nbytes, end)
 
 
 def _places_of(op: str, path: Path) -> Iterator[tuple[str, Place]]:

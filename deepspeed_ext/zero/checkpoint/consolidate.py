@@ -19,8 +19,8 @@ from deepspeed_ext.io.checkpoint.saved_tensors import lay_out
 from deepspeed_ext.io.tensors import byte_view
 from deepspeed_ext.ops.optimizers.state_formats import join_float32
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
-from deepspeed_ext.zero.checkpoint import data_file
 from deepspeed_ext.zero.checkpoint.folder import folder_of
+from deepspeed_ext.zero.checkpoint.reading import Wanted, read
 from deepspeed_ext.zero.checkpoint.storage import Reader
 from deepspeed_ext.zero.checkpoint.training_state import MODEL, OPTIMIZER
 from deepspeed_ext.zero.saved_model import INDEX
@@ -130,10 +130,8 @@ class _Weights:
                 into = into.narrow(i, begin, length)
             piece = self._metadata.storage_data[MetadataIndex(full, chunk.offsets)]
             zeros = (0,) * len(chunk.sizes)
-            parts.append(
-                data_file.Wanted(piece, tuple(chunk.sizes), zeros, into, whole.dtype, full)
-            )
-        data_file.read(self._path, parts, engine)
+            parts.append(Wanted(piece, tuple(chunk.sizes), zeros, into, whole.dtype, full))
+        read(self._path, parts, engine)
         return whole
 
 

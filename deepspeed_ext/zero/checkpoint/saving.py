@@ -106,15 +106,16 @@ def load(
     """Go on from what `save` left, on any number of processes.
 
     All processes call it. Each reads its own rows, and checks what it reads; nothing in the files
-    is run. With as many processes as saved, random numbers go on as they would have, and so does
+    is run. It is read to where weights and state are, which are of no use after an error in that.
+    With as many processes as saved, random numbers go on as they would have, and so does
     all training, bit for bit; otherwise they are left alone, and client_state is that of the first
     process.
 
     Args:
         folder: that `save` was given.
         tag: of the checkpoint; None: the latest.
-        model: that zero.shard was called on, of the same architecture. Weights are overwritten in
-            place; float32 ones are read from the masters of those that were saved in fewer bits.
+        model: that zero.shard was called on, of the same architecture. Float32 weights are read
+            from the masters of those that were saved in fewer bits.
         optimizer: of any class that takes the state, in any state format; None leaves it out.
         objects: whose load_state_dict gets what client_state of the same name was.
 
@@ -142,8 +143,9 @@ def load(
         own = _fields(reader.value(metadata, name), "client", "random")
         targets = Targets(_LOAD, sharding.model, optimizer, common["groups"], metadata)
         _check_objects(objects, own["client"])
-    for tensors in (targets.tensors, targets.again):
-        _read(reader, tensors)
+    _read(reader, targets.tensors)
+    if targets.again:  # in all processes, or in none
+        _read(reader, targets.again)
     with torch.no_grad():
         targets.take()
     if is_same:

@@ -33,6 +33,7 @@ from deepspeed_ext.io.regular_file import open_regular, path_text
 from deepspeed_ext.zero.checkpoint import data_file, manifest
 from deepspeed_ext.zero.checkpoint.manifest import Piece
 from deepspeed_ext.zero.checkpoint.plain_values import dumps, loads
+from deepspeed_ext.zero.checkpoint.reading import Wanted, read
 
 MANIFEST = "manifest.json"
 _DATA = re.compile(r"[0-9a-f]{16}-\d+\.safetensors")
@@ -182,7 +183,7 @@ class Reader(StorageReader):
         targets = [planner.resolve_tensor(item).detach() for item in tensors]
         with AsyncIO(threads=2) as engine:
             wanted = (self._wanted(item, t) for item, t in zip(tensors, targets, strict=True))
-            data_file.read(os.fspath(self._path), wanted, engine)
+            read(os.fspath(self._path), wanted, engine)
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, self._value(item))
@@ -197,12 +198,12 @@ class Reader(StorageReader):
         """Tell whether this is a path."""
         return bool(os.fspath(checkpoint_id))
 
-    def _wanted(self, item: ReadItem, target: Tensor) -> data_file.Wanted:
+    def _wanted(self, item: ReadItem, target: Tensor) -> Wanted:
         assert self._metadata is not None
         index = item.storage_index
         entry: Any = self._metadata.state_dict_metadata[index.fqn]
         chunk = next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
-        return data_file.Wanted(
+        return Wanted(
             self._metadata.storage_data[MetadataIndex(index.fqn, chunk.offsets)],
             tuple(chunk.sizes),
             tuple(item.storage_offsets),
@@ -221,9 +222,9 @@ class Reader(StorageReader):
             raise ValueError(f"zero.load: {self._path} has no {name!r}, expected it")
         piece: Piece = metadata.storage_data[MetadataIndex(name)]
         text = torch.empty(piece.nbytes, dtype=torch.uint8)
-        whole = data_file.Wanted(piece, (piece.nbytes,), (0,), text, torch.uint8, name)
+        whole = Wanted(piece, (piece.nbytes,), (0,), text, torch.uint8, name)
         with AsyncIO() as engine:
-            data_file.read(os.fspath(self._path), [whole], engine)
+            read(os.fspath(self._path), [whole], engine)
         return loads(bytes(text.tolist()))
 
     def _value(self, item: ReadItem) -> io.BytesIO:

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from deepspeed_ext.dtensors import is_dtensor, local, spread
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.ops.optimizers.state_formats import join_float32
+from deepspeed_ext.optim.base import SlabOptimizer
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
 
 MODEL = "model."
@@ -121,6 +122,7 @@ class Targets:
             if full.startswith(OPTIMIZER):
                 name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
                 keys.setdefault(name, []).append(key)
+        self._own = _state_in_place(optimizer, [self._params[name] for name in keys])
         self._state = {
             number: self._entry(name, keys[name])
             for number, name in enumerate(flat)
@@ -137,14 +139,17 @@ class Targets:
     def _entry(self, name: str, keys: Iterable[str]) -> dict[str, Tensor]:
         """Return the state of a parameter, each tensor where it is to be read."""
         param = self._params[name]
+        own = self._own.get(param, {})
         entry = {}
         for key in keys:
             if param.dtype == torch.float32 and key in (MASTER, REMAINDER):
                 continue
-            entry[key] = self._read(f"{OPTIMIZER}{name}.{key}", param)
+            entry[key] = self._read(f"{OPTIMIZER}{name}.{key}", param, own.get(key))
         if param.dtype != torch.float32 and self._dtype(MODEL + name) == torch.float32:
             # Weights that were their own masters are read once more, as masters.
-            entry[MASTER] = self.again[MODEL + name] = self._like(param, torch.float32)
+            master = own.get(MASTER)
+            master = self._like(param, torch.float32) if master is None else _detached(master)
+            entry[MASTER] = self.again[MODEL + name] = master
         return entry
 
     def _restore_weights(self) -> None:
@@ -160,10 +165,13 @@ class Targets:
                 upper = self.tensors[full] = self._like(param, torch.bfloat16)
                 self._join.append((local(param).detach(), upper, self._read(lower, param)))
 
-    def _read(self, full: str, param: Tensor) -> Tensor:
+    def _read(self, full: str, param: Tensor, own: object = None) -> Tensor:
         entry = self._saved[full]
         assert isinstance(entry, TensorStorageMetadata)
-        if entry.size == param.shape and param.dim():
+        kind = (entry.size, entry.properties.dtype)
+        if isinstance(own, Tensor) and (own.shape, own.dtype) == kind:
+            made = _detached(own)
+        elif entry.size == param.shape and param.dim():
             made = self._like(param, entry.properties.dtype)
         else:
             made = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
@@ -181,6 +189,17 @@ class Targets:
         entry = self._saved[full]
         assert isinstance(entry, TensorStorageMetadata)
         return entry.properties.dtype
+
+
+def _state_in_place(
+    optimizer: torch.optim.Optimizer, params: list[Tensor]
+) -> Mapping[Tensor, dict[str, Any]]:
+    """Return the state of parameters, made if there is none, that can be read to where it is."""
+    if not isinstance(optimizer, OffloadOptimizer | SlabOptimizer):
+        return {}
+    with torch.no_grad():
+        optimizer.give_state(params)
+    return {param: optimizer.state[param] for param in params}
 
 
 def _names_in(op: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
