@@ -49,14 +49,7 @@ def checkpoints(size: Size, device: str, rounds: int, where: Path | None) -> Ite
                     shutil.rmtree(folder)
             _note(found, PLAIN, _plain(home, nbytes))
     for what, of_each in found.items():
-        timings = {name: Timing.of(seconds) for name, seconds in of_each.items()}
-        ceilings = [PLAIN] if PLAIN in timings else []
-        notes = [
-            f"{name}: {' '.join(f'{s:.2f}' for s in each)} s" for name, each in of_each.items()
-        ]
-        yield Result(
-            what, torch.get_num_threads(), elements, nbytes, timings, ceilings, notes=notes
-        )
+        yield _result(what, elements, nbytes, of_each)
 
 
 def fills(size: Size, device: str, rounds: int, where: Path | None) -> Iterator[Result]:

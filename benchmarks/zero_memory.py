@@ -37,6 +37,8 @@ class Kept:
 def memory(size: Size, device: str) -> Iterator[Kept]:
     """Yield what each stage keeps in steps of few tokens, whose activations are small."""
     short = Size(size.layers, size.width, size.vocabulary, batch=1, length=min(64, size.length))
+    for _ in _of_stage(0, Size(2, 128, size.vocabulary, 1, short.length), device):
+        pass  # torch's workspaces stay
     for stage in range(4):
         drop_garbage(device)
         yield from _of_stage(stage, short, device)
