@@ -11,6 +11,7 @@ installed; its FusedAdam, which it compiles, is not needed.
 import argparse
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from benchmarks.zero_contenders import (
 )
 from benchmarks.zero_disk import checkpoints, fills
 from benchmarks.zero_memory import memory
+from deepspeed_ext.offload import OffloadOptimizer
 
 SIZES = {
     "1b": Size(layers=16, width=2304, batch=4),
@@ -46,7 +48,11 @@ _IN_A_ROW = 3
 WORKS = {
     "deepspeed": [Work(2), Work(2, clips=True), Work(3), Work(3, clips=True)],
     "steps": [Work(2), Work(2, clips=True), Work(3), Work(3, clips=True)],
-    "offload": [Work(3, offloads=True), Work(3, offloads=True, shards=torch.bfloat16)],
+    "offload": [
+        Work(3, offloads=True, shards=dtype, compact=compact)
+        for compact in (True, False)
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
 }
 BESIDE: dict[str, dict[str, Contender]] = {"deepspeed": {OURS: ours, DEEPSPEED: deepspeeds}}
 DISK = {"checkpoint": checkpoints, "init": fills}
@@ -58,7 +64,8 @@ def steps(
 ) -> Result:
     """Let contenders take turns."""
     trained = {name: Trained(make(work, size, device), size) for name, make in contenders.items()}
-    name = work.name + ", beside DeepSpeed" * (DEEPSPEED in contenders)
+    name = f"{work.name}, {size.batch * size.length:,} tokens in a process"
+    name += ", beside DeepSpeed" * (DEEPSPEED in contenders)
     progress = tqdm(total=rounds, desc=name, disable=dist.get_rank() > 0)
     for i in range(rounds + _WARM_UP):
         order = list(trained.values())
@@ -73,6 +80,14 @@ def steps(
         f" {each.peak / 2**30:.2f} GiB on top in a step"
         for name, each in trained.items()
     ]
+    optimizer = trained[OURS].optimizer
+    if isinstance(optimizer, OffloadOptimizer):
+        found = optimizer.stats()
+        count = _IN_A_ROW * (rounds + _WARM_UP)
+        notes.append(
+            f"the host's step takes {found['step_seconds'] / count * 1e3:.0f} ms; of"
+            f" {found['ahead']} taken ahead {found['validated']} counted; {found['late']} came late"
+        )
     notes.append(f"ours is {fastest / timings[OURS].median:.3f}x as fast as the fastest other")
     elements = sum(p.numel() for p in trained[OURS].model.parameters())
     return Result(name, torch.get_num_threads(), elements, 0, timings, notes=notes)
@@ -81,6 +96,7 @@ def steps(
 def measured(rows: str, options: argparse.Namespace, device: str) -> Iterator[Result]:
     """Yield the results of some rows; print those that are no times."""
     size, is_first = SIZES[options.size], dist.get_rank() == 0
+    size = replace(size, batch=options.batch or size.batch)
     if rows == "deepspeed" and find_spec("deepspeed") is None:
         print("deepspeed: skipped, it is not installed")
         return
@@ -100,6 +116,7 @@ def main() -> None:
     """Measure, and let the first process print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=tuple(SIZES), default="1b")
+    parser.add_argument("--batch", type=int, help="sequences of 2,048 tokens in a process")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--rows", default=",".join(ROWS), help="which, by commas")
     parser.add_argument("--disk-rounds", type=int, default=3, help="of checkpoint and init")

@@ -26,6 +26,7 @@ from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
 OURS, TORCH = "deepspeed_ext.zero", "plain FSDP2, torch's AdamW (fused)"
 DEEPSPEED = "DeepSpeed, torch's AdamW (fused)"
 MAX_NORM = 1.0
+MASTERS: dict[str, Any] = {"master": "float32"}
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
 
 
@@ -39,12 +40,15 @@ class Work:
         offloads: the state of the optimizer, ours; all shards, torch's.
         shards: dtype of the weights that processes keep, float32 or bfloat16. Those of float32
             are used in bfloat16.
+        compact: our state is in 8 bits, and in 16 more for each bfloat16 weight; torch's in the
+            dtype of shards, as ours is otherwise, with float32 masters.
     """
 
     stage: int
     clips: bool = False
     offloads: bool = False
     shards: torch.dtype = torch.float32
+    compact: bool = False
 
     @property
     def name(self) -> str:
@@ -52,6 +56,7 @@ class Work:
         ending = ", clips" * self.clips
         if self.offloads:
             ending += f", state in host memory, {str(self.shards).removeprefix('torch.')} shards"
+            ending += ", compact state" * self.compact
         return f"a step of stage {self.stage}{ending}"
 
     @property
@@ -86,7 +91,8 @@ def ours(work: Work, size: Size, device: str) -> Made:
     init.fill(model)
     optimizer: Any
     if work.offloads:
-        optimizer = OffloadOptimizer(model.parameters(), model=model, master="float32", **OPTIONS)
+        form = {"state_dtype": torch.uint8, "master": "remainder"} if work.compact else MASTERS
+        optimizer = OffloadOptimizer(model.parameters(), model=model, **form, **OPTIONS)
     else:
         kind = FusedAdam if device == "cuda" else DeepSpeedCPUAdam
         optimizer = kind(model.parameters(), **OPTIONS)

@@ -46,12 +46,13 @@ class Groups:
     Args:
         module: has the functions, which are called as function(row, folder).
         folder: what they share.
+        others: of other modules, whose processes are used; they end with those.
     """
 
-    def __init__(self, module: str, folder: Path) -> None:
+    def __init__(self, module: str, folder: Path, others: "Groups | None" = None) -> None:
         self._module = module
         self._folder = folder
-        self._groups: dict[tuple[int, str], _Group] = {}
+        self._groups: dict[tuple[int, str], _Group] = {} if others is None else others._groups
         self._errors: dict[Case, str] = {}
 
     def run(self, case: Case, device: str) -> None:
@@ -62,8 +63,8 @@ class Groups:
         if case not in self._errors:
             key = case.world, device
             if key not in self._groups:
-                self._groups[key] = _Group(case.world, device, self._module, self._folder)
-            self._errors[case] = self._groups[key].run(case)
+                self._groups[key] = _Group(case.world, device, self._folder)
+            self._errors[case] = self._groups[key].run(case, self._module, self._folder)
             if self._errors[case]:
                 self._groups.pop(key).end()
         assert not self._errors[case], self._errors[case]
@@ -75,7 +76,7 @@ class Groups:
 
 
 class _Group:
-    def __init__(self, world: int, device: str, module: str, folder: Path) -> None:
+    def __init__(self, world: int, device: str, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         name = f"{os.urandom(8).hex()}.group"
@@ -83,18 +84,18 @@ class _Group:
         for rank in range(world):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_work, args=(theirs, rank, world, device, module, folder, name), daemon=True
+                target=_work, args=(theirs, rank, world, device, folder, name), daemon=True
             )
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, case: Case) -> str:
+    def run(self, case: Case, module: str, folder: Path) -> str:
         """Return what has gone wrong."""
         for pipe in self._pipes:
             with suppress(BrokenPipeError):  # it has ended, which is seen below
-                pipe.send(case)
+                pipe.send((case, module, folder))
         errors = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while waiting:
@@ -121,7 +122,7 @@ class _Group:
             process.join()
 
 
-def _work(pipe, rank: int, world: int, device: str, module: str, folder: Path, name: str) -> None:
+def _work(pipe, rank: int, world: int, device: str, folder: Path, name: str) -> None:
     torch.set_num_threads(1)
     begin = 0.0
     try:
@@ -134,10 +135,10 @@ def _work(pipe, rank: int, world: int, device: str, module: str, folder: Path, n
             world_size=world,
             timeout=DEADLINE,
         )
-        functions = importlib.import_module(module)
         while True:
-            case = pipe.recv()
-            getattr(functions, case.function)(case.row, folder)
+            case, module, shared = pipe.recv()
+            function = getattr(importlib.import_module(module), case.function)
+            function(case.row, shared)
             now = time.process_time()
             pipe.send(("", now - begin))
             begin = now

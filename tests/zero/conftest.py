@@ -27,9 +27,16 @@ def one_thread() -> Iterator[None]:
         os.environ["OMP_NUM_THREADS"] = before
 
 
-@pytest.fixture(scope="module")
-def groups(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """Processes that run the functions of the test's module."""
-    made = processes.Groups(request.module.__name__, tmp_path_factory.mktemp("zero"))
+@pytest.fixture(scope="package")
+def shared_groups(tmp_path_factory: pytest.TempPathFactory):
+    """Processes for all modules: to begin some costs more than most tests."""
+    made = processes.Groups("", tmp_path_factory.mktemp("zero"))
     yield made
     made.end()
+
+
+@pytest.fixture(scope="module")
+def groups(shared_groups, request: pytest.FixtureRequest, tmp_path_factory):
+    """Processes that run the functions of the test's module."""
+    name = request.module.__name__
+    return processes.Groups(name, tmp_path_factory.mktemp(name), shared_groups)

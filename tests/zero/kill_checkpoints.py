@@ -1,7 +1,7 @@
 """A program that kills savers, at every step they take and at random moments, and looks after them.
 
-The argument is a folder. It prints at how many steps it killed, and how often at random. It must
-not start threads before it forks.
+The argument is a folder. It prints at how many steps it killed, and how often at random: one that
+saves alone, and one of two processes, or both, that save together.
 """
 
 import os
@@ -10,20 +10,28 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # which fully_shard imports: once, before there are processes
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 
-from deepspeed_ext.io import AsyncIO
+sys.path.append(str(Path(__file__).parents[1]))
+
+from killing import fork, kill_at_every_step, kill_at_random
+
+from deepspeed_ext import zero
 from deepspeed_ext.zero.checkpoint.storage import Reader, Writer
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 SIZE = 300_001  # more than is packed with others
-RANDOM_KILLS = 30
+RANDOM_KILLS = 20
+KILLS_OF_TWO = 10
 
 
 def state(number: float) -> dict[str, Any]:
@@ -34,42 +42,9 @@ def save(number: float, path: Path) -> None:
     dcp.save(state(number), storage_writer=Writer(path), no_dist=True)
 
 
-def fork(work: Callable[[], None]) -> int:
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        work()
-        code = 0
-    finally:
-        os._exit(code)
-
-
-def counted(deadly: int, function: Callable[..., Any], count: list[int]) -> Callable[..., Any]:
-    """Return a function that kills the process before or after its n-th call of all such."""
-
-    def step() -> None:
-        count[0] += 1
-        if count[0] == deadly:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        step()
-        result = function(*arguments, **named)
-        step()
-        return result
-
-    return call
-
-
-def save_until(deadly: int, path: Path) -> None:
-    """Save the second state; die at a step."""
-    count = [0]
-    AsyncIO.write = counted(deadly, AsyncIO.write, count)  # type: ignore[method-assign]
-    for name in ("fsync", "link", "replace", "unlink"):
-        setattr(os, name, counted(deadly, getattr(os, name), count))
-    save(2.0, path)
+def prepare(path: Path) -> None:
+    save(1.0, path)
+    assert len(list(path.iterdir())) == 2, "what was left is removed"
 
 
 def save_forever(path: Path) -> None:
@@ -87,25 +62,65 @@ def look_after(path: Path, when: str) -> None:
     assert loaded["plain"] == [number, "x"], when
 
 
-def main(path: Path) -> None:
+def save_together(rank: int, home: Path, group: Path, first: int, begun: int) -> None:
+    """Save a model of two processes again and again; each has the number of the save in it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what the one says that is left
+    dist.init_process_group(
+        "gloo", f"file://{group}", timedelta(seconds=30), rank=rank, world_size=2
+    )
+    model = zero.shard(nn.Linear(1, SIZE, bias=False), 3, blocks=[])
+    os.write(begun, b"x")
+    for number in range(first, 1 << 20):
+        nn.init.constant_(model.weight.to_local(), number)  # type: ignore[operator, union-attr]
+        zero.save(home, "ab"[number % 2], model, wait=number % 3 == 0, number=number)
+
+
+def look_after_two(home: Path, least: int) -> int:
+    """The latest checkpoint is there, whole; return its number."""
+    number: int = zero.inspect(home)["number"]
+    loaded = {"model.weight": torch.empty(SIZE, 1)}
+    dcp.load(
+        loaded, storage_reader=Reader(home / (home / "latest").read_text().strip()), no_dist=True
+    )
+    assert number >= least and loaded["model.weight"].eq(number).all()
+    return number
+
+
+def kill_some_of_two(folder: Path) -> None:
+    chance, number, home = random.Random(1), 0, folder / "of two"
+    for i in range(KILLS_OF_TWO):
+        here, there = os.pipe()
+        arguments = (home, folder / f"group{i}", number + 1, there)
+        children = [fork(partial(save_together, rank, *arguments)) for rank in (0, 1)]
+        for _ in children:
+            os.read(here, 1)
+        while not (home / "latest").exists():
+            time.sleep(0.01)
+        time.sleep(chance.random() * 0.2)
+        killed = chance.choice(([0], [1], [0, 1]))
+        for rank in killed:
+            os.kill(children[rank], signal.SIGKILL)
+        for rank, child in enumerate(children):
+            status = os.waitpid(child, 0)[1]
+            # The other one ends too, by an error.
+            assert status == (signal.SIGKILL if rank in killed else 1 << 8), (i, rank, status)
+        os.close(here)
+        os.close(there)
+        number = look_after_two(home, number)
+
+
+def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    save(1.0, path)
-    deadly, status = 0, 1
-    while status:
-        deadly += 1
-        save(1.0, path)
-        assert len(list(path.iterdir())) == 2, "what was left is removed"
-        _, status = os.waitpid(fork(partial(save_until, deadly, path)), 0)
-        assert status in (0, signal.SIGKILL), status
-        look_after(path, f"step {deadly}")
-    chance = random.Random(1)
-    for i in range(RANDOM_KILLS):
-        child = fork(partial(save_forever, path))
-        time.sleep(chance.random() * 0.1)
-        os.kill(child, signal.SIGKILL)
-        assert os.waitpid(child, 0)[1] == signal.SIGKILL
-        look_after(path, f"kill {i}")
-    print(deadly - 1, RANDOM_KILLS)
+    path = folder / "alone"
+    steps = kill_at_every_step(
+        partial(prepare, path),
+        partial(save, 2.0, path),
+        ("fsync", "link", "replace", "unlink"),
+        partial(look_after, path),
+    )
+    kill_at_random(partial(save_forever, path), RANDOM_KILLS, 0.1, partial(look_after, path))
+    kill_some_of_two(folder)
+    print(steps, RANDOM_KILLS, KILLS_OF_TWO)
 
 
 if __name__ == "__main__":

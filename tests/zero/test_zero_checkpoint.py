@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from processes import Case
 from torch import nn
-from zero_cases import Net, assert_close, loss_of, whole
+from zero_cases import FORMATS, Net, assert_close, loss_of, whole
 
 from deepspeed_ext import io, zero
 from deepspeed_ext.offload import OffloadOptimizer
@@ -20,13 +20,6 @@ from deepspeed_ext.optim.formats import MASTER
 from deepspeed_ext.zero.checkpoint.storage import Writer
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
-FORMATS = {
-    "float32": (torch.float32, {}),
-    "bfloat16": (torch.bfloat16, {"state_dtype": torch.bfloat16, "master": "float32"}),
-    "remainder": (torch.bfloat16, {"state_dtype": torch.float32, "master": "remainder"}),
-    "codes": (torch.bfloat16, {"state_dtype": torch.uint8, "master": "float32"}),
-    "low": (torch.bfloat16, {}),
-}
 
 
 def training(stage, tier="device", name="float32", seed=0):

@@ -153,11 +153,11 @@ def test_a_process_that_dies_ends_the_others(groups):
 def test_killed_savers_leave_a_whole_checkpoint(tmp_path):
     program = Path(__file__).with_name("kill_checkpoints.py")
     done = subprocess.run(
-        [sys.executable, program, tmp_path / "a"], capture_output=True, text=True, check=False
+        [sys.executable, program, tmp_path], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    steps, kills = map(int, done.stdout.split())
-    assert steps > 10 and kills == 30
+    steps, *kills = map(int, done.stdout.split())
+    assert steps > 10 and kills == [20, 10]
 
 
 VALUES = (

@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import Case
+from sharded_cases import ROWS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from zero_cases import Net, assert_close, home, loss_of, whole
+from zero_cases import FORMATS, Net, assert_close, home, loss_of, whole
 
 from deepspeed_ext import zero
 from deepspeed_ext.offload import OffloadOptimizer
@@ -26,10 +27,10 @@ STEPS = {"short": 3, "long": 20}
 class Twin:
     """The same training in DDP, with the same class of optimizer, unsharded."""
 
-    def __init__(self):
-        self.model = Net().to(home())
+    def __init__(self, make=None, options=OPTIONS, dtype=torch.float32):
+        self.model = Net().to(home(), dtype)
         self.wrapped = DistributedDataParallel(self.model, find_unused_parameters=True)
-        self.optimizer = adam()(self.model.parameters(), **OPTIONS)
+        self.optimizer = (make or adam())(self.model.parameters(), **options)
 
     def step(self, number, times, clips):
         for i in range(times):
@@ -89,6 +90,31 @@ def parity(row, folder):
                     assert_close(whole(ours), theirs.detach(), what, exact and not clips)
             assert optimizer.state[model.get_parameter("blocks.0.up.weight")]
             assert not model.unused.weight.grad
+
+
+def optimizers(row, folder):
+    """Every class, and the formats of state that no sharding changes, in the end of some steps."""
+    kinds = [
+        (name, kind.make, kind.options, torch.float32, kind.elementwise)
+        for name, kind in ROWS.items()
+        if kind.device == "cpu"
+    ]
+    kinds += [
+        (name, DeepSpeedCPUAdam, OPTIONS | options, dtype, True)
+        for name, (dtype, options) in FORMATS.items()
+        if name != "codes"  # have scales for the blocks of a process
+    ]
+    for number, (name, make, options, dtype, exact) in enumerate(kinds):
+        twin, model = Twin(make, options, dtype), Net().to(dtype)
+        zero.shard(model, 1 + number % 3)
+        sharded = make(model.parameters(), **options)
+        for i in range(3):
+            step(model, sharded, "plain", i, 1, False)
+            twin.step(i, 1, False)
+        for (key, ours), theirs in zip(
+            model.named_parameters(), twin.model.parameters(), strict=True
+        ):
+            assert_close(whole(ours), theirs.detach(), f"{key}, {name}", exact)
 
 
 def hybrid(row, folder):
@@ -174,6 +200,7 @@ CASES = [
         if (length == "long" and stage in (1, 3))
         or (length == "short" and ((kind, world) in SHORT or stage in SHORT_STAGES[world]))
     ),
+    Case(2, "optimizers", ""),
     Case(4, "hybrid", ""),
     Case(2, "mixed_precision", ""),
     Case(2, "unused_somewhere", ""),

@@ -1,5 +1,7 @@
 """Tensors of several blocks in checkpoints, and what each stage keeps on a GPU."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -115,6 +117,7 @@ def memory(row, folder):
     total, x = 17 * block, torch.randn(2, 1024, device="cuda")
     Layers().cuda().bfloat16()(x.bfloat16()).backward()  # torch's workspaces stay
     for stage in range(4):
+        gc.collect()  # of the models before
         torch.cuda.synchronize()
         base = torch.cuda.memory_allocated()
         model = Layers().cuda()

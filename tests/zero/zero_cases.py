@@ -5,6 +5,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+FORMATS = {  # dtype of weights, and options of optimizers
+    "float32": (torch.float32, {}),
+    "bfloat16": (torch.bfloat16, {"state_dtype": torch.bfloat16, "master": "float32"}),
+    "remainder": (torch.bfloat16, {"state_dtype": torch.float32, "master": "remainder"}),
+    "codes": (torch.bfloat16, {"state_dtype": torch.uint8, "master": "float32"}),
+    "low": (torch.bfloat16, {}),
+}
 VOCABULARY = 11
 WIDTH = 6
 
