@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from benchmarks import zero_picture
 from benchmarks.offload_model import Size
 from benchmarks.results import Result, Timing, add_option, introduced, keep, show
 from benchmarks.zero_contenders import (
@@ -39,7 +40,8 @@ from deepspeed_ext.offload import OffloadOptimizer
 SIZES = {
     "1b": Size(layers=16, width=2304, batch=4),
     "3b": Size(layers=26, width=2816, batch=4),
-    "small": Size(layers=12, width=1024),
+    "small": Size(layers=12, width=1024, batch=1, length=64),
+    "page": Size(layers=8, width=512, vocabulary=8000, batch=1, length=64),
     "tiny": Size(layers=2, width=32, vocabulary=64, batch=2, length=16),
 }
 ROUNDS = 12
@@ -121,6 +123,7 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(ROWS), help="which, by commas")
     parser.add_argument("--disk-rounds", type=int, default=3, help="of checkpoint and init")
     parser.add_argument("--folder", type=Path, help="for files; default: a temporary one")
+    parser.add_argument("--picture", type=Path, help="draw a step of each stage into this file")
     add_option(parser)
     options = parser.parse_args()
     unknown = set(options.rows.split(",")) - set(ROWS)
@@ -132,8 +135,13 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     is_first = dist.get_rank() == 0
     described = introduced(device) if is_first else {}
+    if options.picture is not None:
+        with tqdm(total=4, desc="stages", disable=not is_first) as progress:
+            size = replace(SIZES[options.size], batch=options.batch or SIZES[options.size].batch)
+            zero_picture.draw(size, device, options.picture, progress.update)
+        options.rows = ""
     results = []
-    for rows in options.rows.split(","):
+    for rows in filter(None, options.rows.split(",")):
         for result in measured(rows, options, device):
             results.append(result)
             if is_first:

@@ -37,23 +37,25 @@ def shard(
     reduce_dtype (else c); s is the state of the optimizer. The last two columns count what is
     sent, each time by (n - 1) / n elements and for an all-reduce by twice that.
 
-        stage  kept always       also from forward   gradients until    gathered   reduced
-                                 to backward         they are reduced   in a step  in a step
-        0      (w + w' + s)      c                   c, g if m > 1      0          1 (all-reduce)
-        1      (w + w' + s) / n  c                   c, g if m > 1      1          1
-        2      (w + w' + s) / n  c                   c of a block       1          m
-        3      (w + w' + s) / n  c of two blocks     c of a block       2 m        m
+        stage  kept always       also from forward   gradients until     gathered   reduced
+                                 to backward         they are reduced    in a step  in a step
+        0      (w + w' + s)      c                   g if m > 1; block   0          1 (all-reduce)
+        1      (w + w' + s) / n  c                   g if m > 1; block   1          1
+        2      (w + w' + s) / n  c                   block               1          m
+        3      (w + w' + s) / n  c of two blocks     block               2 m        m
 
-    w' is the gradient as the optimizer sees it, of dtype w, from backward to zero_grad. What is in
-    no block, such as embeddings, is a group of its own, which stage 3 gathers m times, as it is
+    w' is the gradient as the optimizer sees it, of dtype w, from backward to zero_grad; in the last
+    backward it comes block by block as gathered weights go, so there is never more than the greater
+    of the two. "block" is c and g of the block that is being reduced. What is in no block, such as embeddings, is a group of its own, which stage 3 gathers m times, as it is
     wanted again where forward ends. On a mesh of r rows of n, what is reduced is also all-reduced
     among r processes, 1 / n of it, once a step. A forward without gradients gathers once, and
     keeps nothing.
 
     What does it, in torch 2.11 and 2.13: `fully_shard` on each block and on the model, with
     reshard_after_forward only in stage 3; stage 0 is a mesh of n rows of 1. `accumulate` calls
-    set_requires_gradient_sync and set_reshard_after_backward; reduce_unused is
-    set_reduce_scatter_unused_params, which 2.11 lacks.
+    set_requires_gradient_sync, set_reshard_after_backward and, where there are replicas,
+    set_requires_all_reduce. Only 2.13 has set_reduce_scatter_unused_params, which is reduce_unused,
+    and reset_iter_state, which drops what an error left of a step: with 2.11 we do what it does.
 
     Args:
         model: of any device; its parameters move to that of the mesh. Those on meta stay there, and
@@ -69,7 +71,9 @@ def shard(
             anything, or classes. None: modules of one class listed in a ModuleList, Sequential or
             ModuleDict; if there are none, the model is one group.
         reduce_unused: parameters that got a gradient in some processes only count as 0 in the
-            others; one that got none anywhere has a gradient of 0 then, not None.
+            others; one that got none anywhere has a gradient of 0 then, not None. False: every
+            parameter gets one in all processes or in none. True needs torch 2.13; before, let each
+            forward use all parameters, such as by adding 0 times a sum of those it does not.
 
     Returns:
         The model.

@@ -30,8 +30,8 @@ from deepspeed_ext.zero.checkpoint.storage import Reader, Writer
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 SIZE = 300_001  # more than is packed with others
-RANDOM_KILLS = 20
-KILLS_OF_TWO = 10
+RANDOM_KILLS = 24
+KILLS_OF_TWO = 6
 
 
 def state(number: float) -> dict[str, Any]:

@@ -157,7 +157,7 @@ def test_killed_savers_leave_a_whole_checkpoint(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     steps, *kills = map(int, done.stdout.split())
-    assert steps > 10 and kills == [20, 10]
+    assert steps > 10 and kills == [24, 6]
 
 
 VALUES = (
