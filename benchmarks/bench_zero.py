@@ -47,12 +47,13 @@ SIZES = {
 ROUNDS = 12
 _WARM_UP = 2
 _IN_A_ROW = 3
+_USUAL_TOKENS = 8192
 WORKS = {
     "deepspeed": [Work(2), Work(2, clips=True), Work(3), Work(3, clips=True)],
     "steps": [Work(2), Work(2, clips=True), Work(3), Work(3, clips=True)],
     "offload": [
         Work(3, offloads=True, shards=dtype, compact=compact)
-        for compact in (True, False)
+        for compact in (False, True)
         for dtype in (torch.float32, torch.bfloat16)
     ],
 }
@@ -66,7 +67,8 @@ def steps(
 ) -> Result:
     """Let contenders take turns."""
     trained = {name: Trained(make(work, size, device), size) for name, make in contenders.items()}
-    name = f"{work.name}, {size.batch * size.length:,} tokens in a process"
+    tokens = size.batch * size.length
+    name = work.name + f", {tokens:,} tokens in a process" * (tokens != _USUAL_TOKENS)
     name += ", beside DeepSpeed" * (DEEPSPEED in contenders)
     progress = tqdm(total=rounds, desc=name, disable=dist.get_rank() > 0)
     for i in range(rounds + _WARM_UP):
@@ -76,9 +78,8 @@ def steps(
         progress.update(i >= _WARM_UP)
     timings = {name: Timing.of(each.seconds[_WARM_UP:]) for name, each in trained.items()}
     fastest = min(timing.median for name, timing in timings.items() if name != OURS)
-    tokens = size.batch * size.length * dist.get_world_size()
     notes = [
-        f"{name}: {tokens / timings[name].median:,.0f} tokens/s,"
+        f"{name}: {tokens * dist.get_world_size() / timings[name].median:,.0f} tokens/s,"
         f" {each.peak / 2**30:.2f} GiB on top in a step"
         for name, each in trained.items()
     ]

@@ -92,7 +92,11 @@ def ours(work: Work, size: Size, device: str) -> Made:
     optimizer: Any
     if work.offloads:
         form = {"state_dtype": torch.uint8, "master": "remainder"} if work.compact else MASTERS
-        optimizer = OffloadOptimizer(model.parameters(), model=model, **form, **OPTIONS)
+        # What a machine says that it has may be less than it gives when that is wanted.
+        budget = 40 * sum(p.numel() for p in model.parameters()) // dist.get_world_size()
+        optimizer = OffloadOptimizer(
+            model.parameters(), model=model, memory_budget=budget + (1 << 30), **form, **OPTIONS
+        )
     else:
         kind = FusedAdam if device == "cuda" else DeepSpeedCPUAdam
         optimizer = kind(model.parameters(), **OPTIONS)

@@ -3,6 +3,7 @@
 The optimizer is planned with parameters that have no memory, so what is counted is what it makes.
 """
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -160,7 +161,8 @@ def estimate(
     if free_grads:
         host[SUMS] = sum(4 * local(p).numel() for bucket in buckets for p in bucket.params)
     available = free_memory()
-    memory = _shared(sum(host.values()), largest, memory_budget, available)
+    share = available // _processes_here()
+    memory = _shared(sum(host.values()), largest, memory_budget, share)
     host[GRADIENTS] = largest if free_grads else min(sum(gradients), memory.gradients or 0)
     host[AHEAD] = _ahead_bytes(buckets, memory.spare)
     return Estimate(
@@ -172,6 +174,12 @@ def estimate(
         memory_budget,
         available,
     )
+
+
+def _processes_here() -> int:
+    """Return how many processes torchrun has started on this host, which share its memory."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isdecimal() else 1
 
 
 def bytes_of(param: Tensor) -> int:
@@ -289,7 +297,7 @@ def _shared(kept: int, largest: int, memory_budget: int | None, available: int) 
         kept: bytes of the latter.
         largest: bytes of the gradients of a bucket, which must have room.
         memory_budget: as the optimizer has it.
-        available: bytes that there are.
+        available: bytes that there are for this process.
     """
     left = 3 * (available - kept) // 4 if memory_budget is None else memory_budget - kept
     gradients = max(left - left // 2, largest)

@@ -52,7 +52,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             it does not.
         memory_budget: most bytes of host memory for weights, state, gradients and steps that are
             taken ahead; None: three quarters of what there is beside weights and state go to the
-            latter two.
+            latter two, and processes that torchrun has started on one host share it evenly.
         free_grads: gradients are added up in host memory, in float32, and leave the device as soon
             as they are there: `p.grad` is None after backward, so that torch's clip_grad_norm_ and
             GradScaler do not work; use max_grad_norm. False: they stay on the device, as in torch.

@@ -46,8 +46,9 @@ def shard(
 
     w' is the gradient as the optimizer sees it, of dtype w, from backward to zero_grad; in the last
     backward it comes block by block as gathered weights go, so there is never more than the greater
-    of the two. "block" is c and g of the block that is being reduced. What is in no block, such as embeddings, is a group of its own, which stage 3 gathers m times, as it is
-    wanted again where forward ends. On a mesh of r rows of n, what is reduced is also all-reduced
+    of the two. "block" is c and g of the block that is being reduced. What is in no block, such as
+    embeddings, is a group of its own, which stage 3 gathers m times, as it is wanted again where
+    forward ends. On a mesh of r rows of n, what is reduced is also all-reduced
     among r processes, 1 / n of it, once a step. A forward without gradients gathers once, and
     keeps nothing.
 

@@ -232,3 +232,15 @@ def test_refuses_what_the_optimizer_refuses() -> None:
         estimate(SHAPES, gpu_fraction=2)
     with pytest.raises(ValueError, match=r"state_dtype is torch\.float64, expected"):
         estimate(SHAPES, state_dtype=torch.float64)
+
+
+def test_processes_of_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = estimate(parameters(F32)).needed_bytes
+    monkeypatch.setattr(MODULE, "free_memory", lambda: 8 * kept)
+    alone = estimate(parameters(F32))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    among = estimate(parameters(F32))
+    assert among.available == alone.available == 8 * kept  # a part may be with the others already
+    assert 0 == among.host["steps ahead"] < alone.host["steps ahead"]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "many")
+    assert estimate(parameters(F32)) == alone

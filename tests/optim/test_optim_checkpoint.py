@@ -354,3 +354,40 @@ def test_loading_what_was_saved_adds_no_options(device):
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.state_dict()["param_groups"] == before
     assert copy.deepcopy(optimizer).state_dict()["param_groups"] == before
+
+
+@on_each_device
+@each_kind
+def test_state_that_is_in_its_place_is_not_copied(device, kind):
+    """What was read into the tensors of a state dict is checked and taken, with the options."""
+    models = [twins(make_params(device)) for _ in range(2)]
+    ours, other = (kind.make(params, device, lr=1e-2, **kind.usual) for params in models)
+    generator = torch.Generator().manual_seed(3)
+    train(generator, [ours], models[:1], 2, missing=0)
+    train(generator, [other], models[1:], 3, missing=0)
+    with torch.no_grad():
+        for mine, theirs in zip(*models, strict=True):
+            mine.copy_(theirs)
+            for key, value in ours.state[mine].items():
+                value.copy_(other.state[theirs][key])
+    packed = ours.state_dict()
+    packed["param_groups"][0]["lr"] = other.param_groups[0]["lr"] = 0.5
+    places = [t.data_ptr() for t in state_tensors(ours)]
+    ours.load_state_dict(packed)
+    assert [t.data_ptr() for t in state_tensors(ours)] == places
+    assert_in_slabs(ours)
+    give_grads(generator, *models, missing=0)
+    ours.step()
+    other.step()
+    assert_same_bits(*models)
+    assert_same_bits(state_tensors(ours), state_tensors(other))
+    # One tensor of somebody else's, and all of its slab is new.
+    packed = ours.state_dict()
+    packed["state"][0] = {key: t.clone() for key, t in packed["state"][0].items()}
+    before = [t.clone() for t in state_tensors(ours)]
+    ours.load_state_dict(packed)
+    assert state_tensors(ours)[0].data_ptr() not in places
+    assert_same_bits(state_tensors(ours), before)
+    ours.state[models[0][0]]["step"].fill_(-1.0)
+    with pytest.raises(ValueError, match="step"):
+        ours.load_state_dict(ours.state_dict())
