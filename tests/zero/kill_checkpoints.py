@@ -30,8 +30,8 @@ from deepspeed_ext.zero.checkpoint.storage import Reader, Writer
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 SIZE = 300_001  # more than is packed with others
-RANDOM_KILLS = 24
-KILLS_OF_TWO = 6
+RANDOM_KILLS = 22
+KILLS_OF_TWO = 8
 
 
 def state(number: float) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def kill_some_of_two(folder: Path) -> None:
             os.read(here, 1)
         while not (home / "latest").exists():
             time.sleep(0.01)
-        time.sleep(chance.random() * 0.2)
+        time.sleep(chance.random() * 0.1)
         killed = chance.choice(([0], [1], [0, 1]))
         for rank in killed:
             os.kill(children[rank], signal.SIGKILL)
@@ -118,7 +118,7 @@ def main(folder: Path) -> None:
         ("fsync", "link", "replace", "unlink"),
         partial(look_after, path),
     )
-    kill_at_random(partial(save_forever, path), RANDOM_KILLS, 0.1, partial(look_after, path))
+    kill_at_random(partial(save_forever, path), RANDOM_KILLS, 0.05, partial(look_after, path))
     kill_some_of_two(folder)
     print(steps, RANDOM_KILLS, KILLS_OF_TWO)
 

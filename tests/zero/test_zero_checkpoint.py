@@ -17,6 +17,7 @@ from deepspeed_ext import io, zero
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim import DeepSpeedCPUAdam
 from deepspeed_ext.optim.formats import MASTER
+from deepspeed_ext.zero.checkpoint import saving
 from deepspeed_ext.zero.checkpoint.storage import Writer
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
@@ -222,7 +223,18 @@ def replaces(row, folder):
     zero.save(home, "only", model, optimizer)
     before = {path.name for path in (home / "only").iterdir()}
     train(model, optimizer, 1)
+    name_latest, named = saving.name_latest, []
+
+    def look_and_name(where, tag):  # by one process, when all is there
+        named.append(tag)
+        zero.inspect(where, tag)
+        name_latest(where, tag)
+
+    saving.name_latest = look_and_name
     zero.save(home, "only", model, optimizer)
+    zero.save(home, "other", model, optimizer)
+    saving.name_latest = name_latest
+    assert named == ["only", "other"] * (dist.get_rank() == 0)
     dist.barrier()
     after = {path.name for path in (home / "only").iterdir()}
     assert len(after) == len(before) == dist.get_world_size() + 1
