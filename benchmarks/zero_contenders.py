@@ -93,7 +93,7 @@ def ours(work: Work, size: Size, device: str) -> Made:
     if work.offloads:
         form = {"state_dtype": torch.uint8, "master": "remainder"} if work.compact else MASTERS
         # What a machine says that it has may be less than it gives when that is wanted.
-        budget = 40 * sum(p.numel() for p in model.parameters()) // dist.get_world_size()
+        budget = 36 * sum(p.numel() for p in model.parameters()) // dist.get_world_size()
         optimizer = OffloadOptimizer(
             model.parameters(), model=model, memory_budget=budget + (1 << 30), **form, **OPTIONS
         )
