@@ -105,7 +105,7 @@ def rendered(table: Table, machines: Mapping[str, Machine]) -> str:
             cells.append(column.cell(row) if row else "")
             if row:
                 title = title or line.label or row.get("title", row["work"])
-                command = f"`{run['command'].removeprefix('python -m benchmarks.')}`"
+                command = f"`{run['command'].rpartition('-m benchmarks.')[2]}`"
                 commands.setdefault(_source(machine.name, run), {})[command] = None
         if title:
             lines.append(_cells([title, *cells]))
@@ -238,7 +238,8 @@ def seconds(row: Row) -> str:
 
 ZEN_5, ZEN_3 = "amd-epyc-zen-5", "amd-epyc-family-25-model-1"
 ZEN_4 = "amd-epyc-family-25-model-17"
-XEON, H200 = "intel-xeon", "nvidia-h200"
+XEON, H200, H200_X2 = "intel-xeon", "nvidia-h200", "nvidia-h200-x2"
+_OFFLOADED = "a step of stage 3, state in host memory"
 
 
 def _cpu_steps() -> Table:
@@ -413,8 +414,35 @@ def _offload() -> Table:
     return Table("H200, 16 cores", columns, [Line("", "offload", work) for work in works])
 
 
+def _zero() -> Table:
+    threads = 16  # of each process
+    columns = [
+        Column("ours", H200_X2, threads, lambda row: f"{milliseconds(row, _name_of_ours(row))} ms"),
+        Column("others: how many times as fast ours is", H200_X2, threads, all_others),
+        Column("beside the disk", H200_X2, threads, beside_ceiling),
+    ]
+    works = [
+        (f"step, stage {stage}{clips}{beside}", f"a step of stage {stage}{clips}{beside}")
+        for beside in ("", ", beside DeepSpeed")
+        for stage in (2, 3)
+        for clips in ("", ", clips")
+    ]
+    works += [
+        (f"step, stage 3, {shards} shards, state in host memory", f"{_OFFLOADED}, {shards} shards")
+        for shards in ("float32", "bfloat16")
+    ]
+    works += [
+        (f"3.48 B parameters, {what}", what)
+        for what in ("stall of a save", "save, to the disk", "load")
+    ]
+    works.append(("3.48 B bfloat16 weights, `zero.Init`", "zero.Init from a safetensors file"))
+    lines = [Line(label, "zero", work) for label, work in works]
+    return Table("two H200s, 1.51 B parameters in Llama shapes", columns, lines)
+
+
 TABLES = {
     "offload": _offload(),
+    "zero": _zero(),
     "cpu-steps": _cpu_steps(),
     "cuda-steps": _cuda_steps(),
     "cuda-functional": _cuda_functional(),
