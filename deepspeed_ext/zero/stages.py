@@ -48,9 +48,9 @@ def shard(
     backward it comes block by block as gathered weights go, so there is never more than the greater
     of the two. "block" is c and g of the block that is being reduced. What is in no block, such as
     embeddings, is a group of its own, which stage 3 gathers m times, as it is wanted again where
-    forward ends. On a mesh of r rows of n, what is reduced is also all-reduced
-    among r processes, 1 / n of it, once a step. A forward without gradients gathers once, and
-    keeps nothing.
+    forward ends; what is being gathered lies beside the block that it becomes. On a mesh of r rows
+    of n, what is reduced is also all-reduced among r processes, 1 / n of it, once a step. A forward
+    without gradients gathers once, and keeps nothing.
 
     What does it, in torch 2.11 and 2.13: `fully_shard` on each block and on the model, with
     reshard_after_forward only in stage 3; stage 0 is a mesh of n rows of 1. `accumulate` calls

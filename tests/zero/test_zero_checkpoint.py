@@ -401,8 +401,8 @@ def refusals(row, folder):
 
 CASES = [
     Case(4, "saves", ""),
-    *(Case(world, "loads", "") for world in (1, 2, 4)),
-    *(pytest.param(Case(world, "loads", ""), marks=pytest.mark.long) for world in (3, 8)),
+    *(Case(world, "loads", "") for world in (1, 2)),
+    *(pytest.param(Case(world, "loads", ""), marks=pytest.mark.long) for world in (3, 4, 8)),
     Case(2, "masters", ""),
     Case(2, "weights_alone", ""),
     Case(2, "resumes", ""),
