@@ -306,6 +306,17 @@ NORM_SIZES = ("16,384 x 4,096", "262,144 x 128", "4,096 x 16,384", "512 x 131,07
 
 
 GELU_FORMS = ("gelu", "gelu, bias", "gelu, gated")
+DECODE_WORKS = (
+    *(("bfloat16", size) for size in ("1 x 4,096", "8 x 4,096", "32 x 4,096", "64 x 8,192")),
+    *((kind, "32 x 4,096") for kind in ("int8", "fp8")),
+)
+PREFILL_WORKS = (
+    ("bfloat16, 1 x 512 against 8,192", 20),
+    ("bfloat16, 4 x 512 against 8,192", 5),
+    ("int8, 1 x 512 against 8,192", 20),
+    ("bfloat16, 1 x 512 against 8,192, window", 20),
+    ("bfloat16, 1 x 512 against 8,192, softcap", 20),
+)
 
 
 def _cuda_functional() -> Table:
@@ -337,16 +348,46 @@ def _cuda_functional() -> Table:
         lines.append(
             Line(f"`softmax` {what}, {direction}", "softmax", f"{direction}, {what}, 20 times")
         )
-    for size, rows in itertools.product(LINEAR_SIZES, (1, 4, 16, 64)):
-        label = f"`skinny_linear` bfloat16, {size}, {rows} rows, beside reading"
-        lines.append(Line(label, "skinny_linear", f"{rows} rows, bfloat16, {size}, 20 times"))
-    for rows in (1, 16):
-        what = f"chain of 8, {rows} rows, bfloat16, 4,096 x 4,096"
-        lines.append(Line(f"`skinny_linear`, {what}", "skinny_linear", f"{what}, 5 times"))
     for what in ("bfloat16, 8,192 x 128,256", "float32, 4,096 x 128,256"):
         label = f"`cross_entropy` {what}, loss and gradient in place"
         lines.append(Line(label, "cross_entropy", f"loss and gradient, {what}, 5 times"))
     return Table("H200", columns, lines)
+
+
+def _cuda_inference() -> Table:
+    columns = [
+        Column("ours", H200, 0, our_time),
+        Column("others: how many times as fast ours is", H200, 0, rivals),
+        Column("beside reading", H200, 0, beside_ceiling),
+    ]
+    lines = []
+    for size, rows in itertools.product(LINEAR_SIZES, (1, 4, 16, 64)):
+        work = f"{rows} rows, bfloat16, {size}, 20 times"
+        lines.append(Line(f"`skinny_linear` {size}, {rows} rows", "skinny_linear", work))
+    for rows in (1, 16):
+        what = f"chain of 8, {rows} rows"
+        work = f"{what}, bfloat16, 4,096 x 4,096, 5 times"
+        lines.append(Line(f"`skinny_linear` 4,096 x 4,096, {what}", "skinny_linear", work))
+    for kind, size in DECODE_WORKS:
+        label = f"`decode_attention` {kind}, {size}"
+        lines.append(Line(label, "decode", f"{kind}, {size}, 20 times"))
+    for what, calls in PREFILL_WORKS:
+        lines.append(Line(f"`prefill_attention` {what}", "prefill", f"{what}, {calls} times"))
+    return Table("H200", columns, lines)
+
+
+def _cpu_inference() -> Table:
+    columns = [
+        Column("Zen 4, 1 thread", ZEN_4, 1, cpu_functional),
+        Column("Zen 4, 2 threads", ZEN_4, 2, cpu_functional),
+    ]
+    lines = []
+    for rows, dtype in itertools.product((1, 8), ("bfloat16", "float32")):
+        label = f"`skinny_linear` {dtype}, 14,336 x 4,096, {rows} rows"
+        lines.append(Line(label, "skinny_linear", f"{rows} rows, {dtype}, 14,336 x 4,096"))
+    for what in ("bfloat16, 1 x 4,096", "bfloat16, 8 x 4,096", "int8, 8 x 4,096"):
+        lines.append(Line(f"`decode_attention` {what}", "decode", what))
+    return Table("GB/s; beside torch; reading", columns, lines)
 
 
 def cpu_functional(row: Row) -> str:
@@ -447,6 +488,8 @@ TABLES = {
     "cuda-steps": _cuda_steps(),
     "cuda-functional": _cuda_functional(),
     "cpu-functional": _cpu_functional(),
+    "cuda-inference": _cuda_inference(),
+    "cpu-inference": _cpu_inference(),
     "disk": _disk(),
     "disk-cpu": _disk_cpu(),
     "first-use": _first_use(),
