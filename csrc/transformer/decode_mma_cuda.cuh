@@ -1,421 +1,625 @@
 // decode_attention on CUDA by tensor cores, for keys and values that can be read 16 bytes at a
-// time. A block takes a chunk, each of its warps 64 keys of it, and 8 rows of a head: they
-// are the columns of what is multiplied, K q and V^T p. While a warp multiplies a tile, those that
-// it needs next are on their way, also beyond the end of a unit.
+// time. A block takes a chunk, each of its warps a page of it, and 8 rows of a head: they are the
+// columns of what is multiplied, K q and V^T p. Another warp reads the pages, ahead of them.
+//
+// Elements of a head and tokens of a page may come in any order, so long as both factors of a
+// product have the same one. Of a lane, `row` is lane / 4 and `pair` lane % 4. In both products its
+// columns are 2 pair and 2 pair + 1; of the scores it has tokens Slot::token(0 to 7, row).
 #pragma once
 
-#include "common/cuda/chain.cuh"
 #include "transformer/decode_any_cuda.cuh"
-#include "transformer/decode_tiles_cuda.cuh"
+#include "transformer/decode_codes_cuda.cuh"
+#include "transformer/decode_ring_cuda.cuh"
 
 namespace dsx::cuda {
 
-constexpr int kUnitRows = 8;
-constexpr int kTiles = 2, kPartTokens = kTiles * kTileTokens;  // that are weighed together
-static_assert(kDecodeWarps == kChunkPages && kPageTokens % kPartTokens == 0);
-
-// Calls do_it<0>() and so on.
-template <int kCount, class Do>
-__device__ inline void each_tile(const Do& do_it) {
-  [&]<int... kTile>(std::integer_sequence<int, kTile...>) {
-    (do_it.template operator()<kTile>(), ...);
-  }(std::make_integer_sequence<int, kCount>{});
+// Two floats as the halves of a word, the first one lower.
+template <class T>
+__device__ inline uint32_t rounded_pair(float first, float second) {
+  uint32_t word = 0;
+#if __CUDA_ARCH__ >= 800
+  if constexpr (T::kQuietNan == BFloat16::kQuietNan) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+  }
+#endif
+  return word;
 }
 
-// What a warp has to do with a unit: tokens 0 to `last` of a page.
-struct Share {
-  int begin, last;  // begin is the position of the first one; last is -1 if no row sees any
-  int page;         // as the table says
-};
-__device__ inline Share share_of_warp(const DecodeAttention& call, const Unit& unit) {
-  if (!unit.there) return {0, -1, 0};
-  const int number = unit.chunk * kChunkPages + threadIdx.x / 32, begin = number * kPageTokens;
-  if (begin >= unit.length || begin + kPageTokens <= unit.seen_begin) return {0, -1, 0};
-  return {begin, ::min(unit.length - begin, kPageTokens) - 1,
-          call.kv.table[unit.slot * call.kv.pages_of_slot + number]};
-}
-
-// The rows of a unit, in shared memory: their queries as matrices that keys are multiplied by.
-template <class K, class Kind, int kWidth, bool kWhole>
-struct UnitRows {
-  using Tile = cuda::Tile<Kind, kWidth, kWhole>;
-  // Rows of a matrix are those of the unit, for the first halves of keys; then again for the
-  // second.
-  alignas(16) uint32_t words[Tile::kKeySteps][32][4];
-  Scoring scoring[kUnitRows];
-
-  // Every thread calls it. What is not there is 0, and sees nothing.
-  __device__ void read(const DecodeAttention& call, const Unit& unit) {
-    const int64_t rows = unit.count * call.group;
-    const auto place_of = [&](int64_t row, int64_t& token, int64_t& head) {
-      token = quotient(row, call.group);
-      head = unit.head * call.group + row - token * call.group;
-    };
-    int64_t token, head;
-#pragma unroll
-    for (int i = threadIdx.x; i < Tile::kKeySteps * 128; i += kDecodeThreads) {
-      const int step = i / 128, lane = i / 4 % 32, half = i % 2, word = i / 2 % 2;
-      const int64_t row = unit.part * kUnitRows + lane / 4;
-      place_of(::min(row, rows - 1), token, head);
-      const K* const source = call.q.at<K>(unit.batch, token, head).address;
-      uint32_t both = 0;
-#pragma unroll
-      for (int second = 0; second < 2; ++second) {
-        const int element = Tile::key_element(step, half, word, second, lane % 4);
-        if (row < rows && element < call.kv.width) {
-          both |= uint32_t(source[element].bits) << (second * 16);
-        }
-      }
-      words[step][lane][i % 4] = both;
-    }
-    if (threadIdx.x < kUnitRows) {
-      const int64_t row = unit.part * kUnitRows + threadIdx.x;
-      place_of(row, token, head);
-      if (row < rows) {
-        scoring[threadIdx.x].read(call, head, unit.position(token));
-      } else {
-        scoring[threadIdx.x] = {};
-      }
-    }
+// A power of 2 that takes the largest of some numbers to 2^14, and the one that takes it back, so
+// that all fit into 16 bits.
+struct Fit {
+  float factor, inverse;
+  __device__ explicit Fit(float largest) {
+    const int exponent = ::max(__float_as_int(largest) >> 23, 15);
+    factor = __int_as_float((268 - exponent) << 23);
+    inverse = __int_as_float((exponent - 14) << 23);
   }
 };
 
-// A warp's work on its share of each unit. K is the type of products with keys, V of those with
-// values. Of a lane, `row` is lane / 4 and `pair` lane % 4: it weighs keys for that row.
-template <class K, class Kind, int kWidth, bool kWhole>
-class ShareAttention {
-  using V = std::conditional_t<Kind::kQuantized, BFloat16, K>;
-  using Tile = cuda::Tile<Kind, kWidth, kWhole>;
-  static constexpr int kBytes = Tile::kBytes, kSteps = Tile::kValueSteps;
-  // Tiles of keys, then those of values, are read in turn; so many are on their way.
-  static constexpr int kAhead = Tile::kWords > 32 ? 1 : Tile::kWords > 16 ? 2 : 4;
-  static constexpr int kTurns = 2 * kTiles;
+// Queries of 8 rows, as matrices that keys are multiplied by: this lane's part of row `row`.
+template <class Q, class Kind, int kWidth>
+struct Queries {
+  static constexpr int kSteps = kWidth / 16;
+  uint32_t words[kSteps][2];
+  float inverse[2];  // what products of rows 2 pair and 2 pair + 1 are to be multiplied by
 
- public:
-  using Rows = UnitRows<K, Kind, kWidth, kWhole>;
-  static constexpr int kStride = kWidth + 8;  // of what rows have found
-
-  __device__ ShareAttention(const DecodeAttention& call, const Rows& rows)
-      : call_(call), rows_(rows), of_token_(int(call.kv.of_token) * kBytes) {}
-
-  // Begins to read the first tiles of the first unit.
-  __device__ void begin(const Unit& unit, const Share& share) {
-    locate(unit, share);
-    each_tile<kAhead>([&]<int kTile>() { read_in_turn<kTile>(); });
+  // Begins to read. What is not there is 0.
+  __device__ void read(const DecodeAttention& call, const Unit& unit, int part) {
+    const int number = part * kUnitRows + threadIdx.x % 32 / 4;
+    const int group = int(call.group), token = int(quotient(number, group));
+    const bool there = token < unit.count;
+    const int head = unit.head * group + number - token * group;
+    const Q* const row = call.q.at<Q>(unit.batch, there ? token : 0, there ? head : 0).address;
+    const bool aligned = reinterpret_cast<uintptr_t>(row) % 4 == 0;
+    if (__all_sync(0xffffffff, aligned)) {
+      read_pairs(there ? int(call.kv.width) : 0, [&](int element) {
+        return *reinterpret_cast<const uint32_t*>(row + element);
+      });
+    } else {
+      read_pairs(there ? int(call.kv.width) : 0, [&](int element) {
+        return row[element].bits | uint32_t(row[element + 1].bits) << 16;
+      });
+    }
   }
 
-  // Works on a share, and begins to read the next one. Leaves sums of values in `found`
-  // [kUnitRows, kStride], and of weights, in shared memory.
-  __device__ void run(const Unit& unit, const Share& share, const Unit& next_unit,
-                      const Share& next, float* found, float* sums, float* largest) {
-    const int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4;
-    float most = -INFINITY, sum = share.last >= 0 && !there_ ? NAN : 0.0f;
+  // Makes of what was read what codes are multiplied by.
+  __device__ void prepare() {
+    inverse[0] = inverse[1] = 1;
+    if constexpr (Kind::kQuantized) {
+      if constexpr (std::is_same_v<Q, BFloat16>) fit();
+      if constexpr (std::is_same_v<Kind, Int8Kv>) {
 #pragma unroll
-    for (auto& of_step : out_) {
-#pragma unroll
-      for (float& each : of_step) each = 0;
-    }
-    // A loop: unrolled it is no faster.
-#pragma unroll 1
-    for (int first = 0; first < kPageTokens; first += kPartTokens) {
-      const auto go_on = [&] {
-        if (first + kPartTokens < kPageTokens) {
-          locate_next_part();
-        } else {
-          locate(next_unit, next);
+        for (auto& pair : words) {
+          const uint32_t first = __byte_perm(pair[0], pair[1], 0x5410);
+          pair[1] = __byte_perm(pair[0], pair[1], 0x7632);
+          pair[0] = first;
         }
-      };
-      if (!there_) {
-        go_on();
-        each_tile<kAhead>([&]<int kTile>() { read_in_turn<kTile>(); });
-        continue;
-      }
-      each_tile<kTiles>([&]<int kTile>() {
-        multiply_keys<kTile>();
-        if constexpr (kTile + kAhead == kTurns) go_on();
-        read_in_turn<kTile + kAhead>();
-      });
-      weigh(share.begin + first, most, sum);
-      each_tile<kTiles>([&]<int kTile>() {
-        take_values<kTile>(unit, share, first);
-        if constexpr (kTiles + kTile + kAhead == kTurns) go_on();
-        read_in_turn<kTiles + kTile + kAhead>();
-      });
-    }
-    if (pair == 0) {
-      sums[row] = sum;
-      largest[row] = most;
-    }
-    const int rows = unit.count * int(call_.group) - unit.part * kUnitRows;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (2 * pair + i >= rows) continue;
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        float* const place = found + (2 * pair + i) * kStride + Tile::value_element(step);
-        *reinterpret_cast<float2*>(place) = make_float2(out_[step][i], out_[step][2 + i]);
       }
     }
   }
 
  private:
-  // Finds the keys and values of a share, of which the first part is to be read; there are none if
-  // the page cannot be.
-  __device__ void locate(const Unit& unit, const Share& share) {
-    const PagedKv& kv = call_.kv;
-    last_ = share.last;
-    there_ = last_ >= 0 && share.page >= 0 && share.page < kv.pages;
-    const int64_t place = kv.place(share.page, unit.head, 0) * kBytes;
-    keys_ = static_cast<const char*>(kv.keys) + place;
-    values_ = static_cast<const char*>(kv.values) + place;
-    if constexpr (Kind::kQuantized) scales_ = kv.scale_place(share.page, unit.head, 0);
-  }
-  __device__ void locate_next_part() {
-    last_ -= kPartTokens;
-    there_ = there_ && last_ >= 0;
-    keys_ += int64_t(kPartTokens) * of_token_;
-    values_ += int64_t(kPartTokens) * of_token_;
-    if constexpr (Kind::kQuantized) scales_ += kPartTokens;
-  }
-
-  // Reads tile number kTurn % kTurns of the part that was located.
-  template <int kTurn>
-  __device__ void read_in_turn() {
-    if (!there_) return;
-    constexpr int kFirst = kTurn % kTiles * kTileTokens;
-    constexpr bool keys = kTurn % kTurns < kTiles;
-    const int bytes = int(call_.kv.width) * kBytes;
-    Tile& tile = tiles_[kTurn % kAhead];
-    tile.template read<keys>(keys ? keys_ : values_, of_token_, kFirst, last_, bytes);
-    if constexpr (Kind::kQuantized) {
-      const float* scales = keys ? call_.kv.key_scales : call_.kv.value_scales;
-      tile.read_scales(scales + scales_, kFirst, last_);
+  template <class Read>
+  __device__ void read_pairs(int width, const Read& pair_at) {
+    const int pair = threadIdx.x % 4;
+#pragma unroll
+    for (int k = 0; k < 2 * kSteps; ++k) {
+      const int element = k / 2 * 16 + (Kind::kQuantized ? pair * 4 + k % 2 * 2 : pair * 2 + k % 2 * 8);
+      words[k / 2][k % 2] = element < width ? pair_at(element) : 0;
     }
   }
 
-  template <int kTile>
-  __device__ void multiply_keys() {
-    const Tile& keys = tiles_[kTile % kAhead];
-    float products[Tile::kFours][4] = {};
+  // From bfloat16 to float16, by a power of 2 for each row.
+  __device__ void fit() {
+    uint32_t largest = 0;  // as bits
 #pragma unroll
-    for (int step = 0; step < Tile::kKeySteps; ++step) {
-      const uint4 words = *reinterpret_cast<const uint4*>(rows_.words[step][threadIdx.x % 32]);
-      const uint32_t queries[4] = {words.x, words.y, words.z, words.w};
+    for (const auto& pair : words) {
 #pragma unroll
-      for (int four = 0; four < Tile::kFours; ++four) {
-        uint32_t matrix[2];
-        keys.template key_matrix<K>(four, step, matrix);
-        multiply_matrices<K>(products[four], queries, matrix);
+      for (uint32_t word : pair) {
+        const uint32_t high = word >> 16 & 0x7fff, low = word & 0x7fff;
+        if (high < 0x7f80) largest = ::max(largest, high);
+        if (low < 0x7f80) largest = ::max(largest, low);
       }
-    }
-#pragma unroll
-    for (int four = 0; four < Tile::kFours; ++four) {
-      float& weight = weights_[kTile][four];
-      weight = products[four][0] + products[four][3];  // of both halves
-      if constexpr (Kind::kQuantized) weight *= keys.scales[four];
-      if constexpr (std::is_same_v<Kind, Fp8Kv>) {
-        if (keys.has_nan_code(four)) weight = NAN;
-      }
-    }
-  }
-
-  // From products to weights of the keys from position `begin` on; what is not seen has none. What
-  // was found before gets its share of a largest score that is new.
-  __device__ void weigh(int begin, float& most, float& sum) {
-    const int lane = threadIdx.x % 32, pair = lane % 4;
-    const Scoring scoring = rows_.scoring[lane / 4];
-    const bool is_plain = call_.soft_cap <= 0 && call_.alibi_slopes == nullptr;
-    float largest = most;
-#pragma unroll
-    for (int k = 0; k < kPartTokens / 4; ++k) {
-      float& score = weights_[k / Tile::kFours][k % Tile::kFours];
-      const int key = begin + k * 4 + pair;
-      if (is_plain) {
-        score = scoring.sees(key) ? score * call_.scale : -INFINITY;
-      } else {
-        score = scoring.score(call_, score, key);
-      }
-      largest = larger(largest, score);
     }
 #pragma unroll
     for (int distance = 1; distance < 4; distance *= 2) {
-      largest = larger(largest, __shfl_xor_sync(0xffffffff, largest, distance));
+      largest = ::max(largest, __shfl_xor_sync(0xffffffff, largest, distance));
     }
-    const float shift = shift_of_largest(largest);
-    float more = 0;
+    const Fit fit(__int_as_float(int(largest << 16)));
+#pragma unroll
+    for (auto& pair : words) {
+#pragma unroll
+      for (uint32_t& word : pair) {
+        word = rounded_pair<Half>(__int_as_float(int(word << 16)) * fit.factor,
+                                  __int_as_float(int(word & 0xffff0000)) * fit.factor);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      inverse[i] = __shfl_sync(0xffffffff, fit.inverse, (threadIdx.x % 4 * 2 + i) * 4);
+    }
+  }
+};
+
+// What the warps have found for 8 rows, each in its page.
+template <int kWidth>
+struct Found {
+  static constexpr int kStride = kWidth + 4;
+  float values[kPageWarps][kUnitRows][kStride];
+  Powers powers[kPageWarps][kUnitRows];
+};
+
+// A warp's work on its page of each unit.
+template <class Q, class Kind, int kWidth>
+class PageAttention {
+  using M = std::conditional_t<Kind::kQuantized, Half, Q>;  // of what is multiplied
+  using Slot = cuda::Slot<Kind, kWidth>;
+  using Found = cuda::Found<kWidth>;
+  static constexpr int kTiles = kPageTokens / 16, kTilesOfSlot = kTiles / Slot::kOfPage;
+  static constexpr int kLoads = Slot::kRow / 32;  // of 32 bytes of 16 tokens
+  static constexpr int kSteps = kWidth / 16;
+
+ public:
+  __device__ PageAttention(const DecodeAttention& call, Ring& ring, const char* slots, int count,
+                           Found& found)
+      : call_(call), ring_(ring), found_(found), turn_{count} {
+    const int row = lane_ % 8, next_token = lane_ / 8 % 2, next_bytes = lane_ / 16;
+    slots_ = slots + warp_ * Slot::kSize;
+    of_lane_ = row * Slot::kPitch + next_token * Slot::kRow + next_bytes * 16;
+  }
+
+  __device__ void read_first() {
+    if (ring_.unit(0).there) queries_.read(call_, ring_.unit(0), 0);
+    is_new_ = true;
+  }
+
+  // Leaves in found_ what part number `part` of the rows of unit number i find.
+  __device__ void run(int i, int part, int parts) {
+    const Unit& unit = ring_.unit(i);
+    if (is_new_) prepare(unit, part);
+    begin_ = (unit.chunk * kChunkPages + warp_) * kPageTokens;
+    const bool used = begin_ < unit.length && begin_ + kPageTokens > unit.seen_begin;
+    // Whether there are tokens that some row does not see.
+    is_edge_ = begin_ < unit.seen_by_last || begin_ + kPageTokens > unit.position(0) + 1;
+    Powers powers[2] = {{-INFINITY, 0}, {-INFINITY, 0}};
+#pragma unroll
+    for (auto& of_step : out_) {
+#pragma unroll
+      for (float& each : of_step) each = 0;
+    }
+    if (used) {
+      multiply_keys();
+    } else {
+      skip();
+    }
+    is_new_ = read_next(i, part, parts);
+    const bool wrong = ring_.wrong[i % Ring::kUnits][warp_];
+    if (used) {
+      weigh(powers);
+      take_values(unit.length);
+    } else {
+      skip();
+    }
+    if (wrong) powers[0] = powers[1] = {-INFINITY, NAN};
+    const int rows = unit.count * int(call_.group) - part * kUnitRows;
+    meet();  // the others have read what was there
+    store(rows, powers);
+    meet();
+  }
+
+ private:
+  // Of the warps that multiply.
+  __device__ static void meet() {
+    asm volatile("bar.sync 1, %0;" ::"n"(32 * kPageWarps) : "memory");
+  }
+
+  __device__ void prepare(const Unit& unit, int part) {
+    queries_.prepare();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int number = part * kUnitRows + lane_ % 4 * 2 + i;
+      const int token = int(quotient(number, call_.group));
+      const int head = unit.head * int(call_.group) + number - token * int(call_.group);
+      scoring_[i] = {};
+      if (token < unit.count) scoring_[i].read(call_, head, unit.position(token));
+    }
+  }
+  // Begins to read the rows that come next, if they are others.
+  __device__ bool read_next(int i, int part, int parts) {
+    const bool more = part + 1 < parts;
+    const Unit &unit = ring_.unit(i), &next = more ? unit : ring_.unit(i + 1);
+    if (!next.there || (parts == 1 && unit.goes_on_in(next))) return false;
+    queries_.read(call_, next, more ? part + 1 : 0);
+    return true;
+  }
+
+  __device__ const char* wait(const Turn& turn) const {
+    ring_.full[turn.slot][warp_].wait(turn.parity);
+    return slots_ + turn.slot * (kPageWarps * Slot::kSize);
+  }
+  __device__ void release() {
+    __syncwarp();
+    if (lane_ == 0) ring_.empty[turn_.slot].arrive();
+    turn_.go_on();
+  }
+  __device__ void skip() {
+#pragma unroll 1
+    for (int k = 0; k < Slot::kOfPage; ++k) {
+      wait(turn_);
+      release();
+    }
+  }
+
+  // Scales of this lane's tokens, in the slots from here on.
+  __device__ void read_scales(float (&scales)[8]) const {
+    Turn turn = turn_;
+#pragma unroll
+    for (int k = 0; k < Slot::kOfPage; ++k) {
+      const char* const all = wait(turn) + kPieces * Slot::kPitch;
+#pragma unroll
+      for (int i = 0; i < Slot::kPieceTokens; i += 4) {
+        const int first = lane_ / 4 * Slot::kPieceTokens + i;
+        const float4 four = *reinterpret_cast<const float4*>(all + first * 4);
+        float* const mine = scales + k * Slot::kPieceTokens + i;
+        mine[0] = four.x, mine[1] = four.y, mine[2] = four.z, mine[3] = four.w;
+      }
+      turn.go_on();
+    }
+  }
+
+  __device__ void multiply_keys() {
+    float scales[8];
+    if constexpr (Kind::kQuantized) read_scales(scales);
 #pragma unroll
     for (auto& of_tile : weights_) {
 #pragma unroll
-      for (float& each : of_tile) {
-        each = fast_exp_of_negative(each - shift);
-        more += each;
-      }
+      for (float& each : of_tile) each = 0;
     }
 #pragma unroll
-    for (int distance = 1; distance < 4; distance *= 2) {
-      more += __shfl_xor_sync(0xffffffff, more, distance);
-    }
-    const float factor = fast_exp_of_negative(most - shift);
-    sum = __fmaf_rn(sum, factor, more);
-    most = largest;
-    if (__all_sync(0xffffffff, factor == 1.0f)) return;
+    for (int k = 0; k < Slot::kOfPage; ++k) {
+      const char* const slot = wait(turn_) + of_lane_;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float of_row = __shfl_sync(0xffffffff, factor, (2 * pair + i) * 4);
+      for (int load = 0; load < kLoads; ++load) {
 #pragma unroll
-      for (auto& of_step : out_) {
-        of_step[i] *= of_row;
-        of_step[2 + i] *= of_row;
-      }
-    }
-  }
-
-  template <int kTile>
-  __device__ void take_values(const Unit& unit, const Share& share, int first) {
-    Tile& values = tiles_[(kTiles + kTile) % kAhead];
-    const int begin = share.begin + first + kTile * kTileTokens;
-    if constexpr (Kind::kQuantized) {
-      const Scoring scoring = rows_.scoring[threadIdx.x % 32 / 4];
+        for (int t = 0; t < kTilesOfSlot; ++t) {
+          float(&products)[4] = weights_[k * kTilesOfSlot + t];
+          uint32_t m[4];
+          load_matrices<false>(m, slot + 2 * t * Slot::kRow + load * 32);
+          if constexpr (Kind::kQuantized) {
 #pragma unroll
-      for (int four = 0; four < Tile::kFours; ++four) {
-        float& weight = weights_[kTile][four];
-        const int key = begin + four * 4 + int(threadIdx.x) % 4;
-        weight = scoring.sees(key) ? weight * values.scales[four] : 0.0f;
-      }
-    }
-    // Some of the rows do not see these tokens; what is not finite must not reach them.
-    const bool edge = begin < unit.seen_by_last || begin + kTileTokens > unit.position(0) + 1;
-    if (edge || std::is_same_v<Kind, Fp8Kv>) {
-      if (__any_sync(0xffffffff, values.template set_apart<V>())) {
-        add_set_apart<kTile>(unit, share, first);
-      }
-    }
-    const float (&weights)[4] = weights_[kTile];
-    const uint32_t matrix[2] = {packed<V>(weights[0], weights[1]),
-                                packed<V>(weights[2], weights[3])};
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      uint32_t words[4];
-      values.template value_matrix<V>(step, words);
-      multiply_matrices<V>(out_[step], words, matrix);
-    }
-  }
-
-  // Adds the values of a tile that are not finite to the rows that see them.
-  template <int kTile>
-  __device__ void add_set_apart(const Unit& unit, const Share& share, int first) {
-    const int pair = threadIdx.x % 4;
-    const int64_t page = call_.kv.place(share.page, unit.head, 0);
-#pragma unroll 1
-    for (int token = 0; token < kTileTokens; ++token) {
-      const int number = first + kTile * kTileTokens + token;
-      const int64_t at = page + number * call_.kv.of_token;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float (&mine)[4] = weights_[kTile];
-        const float low = token < 4 ? mine[0] : mine[1], high = token < 12 ? mine[2] : mine[3];
-        const float weight =
-            __shfl_sync(0xffffffff, token < 8 ? low : high, (2 * pair + i) * 4 + token % 4);
-        if (!rows_.scoring[2 * pair + i].sees(share.begin + number)) continue;
-#pragma unroll
-        for (int step = 0; step < 2 * kSteps; ++step) {
-          const int element = Tile::value_element(step / 2) + step % 2;
-          if (element >= call_.kv.width) continue;
-          const float value = element_at<Kind>(call_.kv.values, call_.kv.dtype, at + element);
-          if (!isfinite(value)) out_[step / 2][step % 2 * 2 + i] += weight * value;
+            for (int i = 0; i < 2; ++i) {
+              const uint32_t keys[4] = {
+                  widened<Kind, false>(m[2 * i]), widened<Kind, false>(m[2 * i + 1]),
+                  widened<Kind, true>(m[2 * i]), widened<Kind, true>(m[2 * i + 1])};
+              multiply_matrices<M>(products, keys, queries_.words[2 * load + i]);
+            }
+          } else {
+            multiply_matrices<M>(products, m, queries_.words[load]);
+          }
         }
       }
-      __syncwarp();
+      release();
+    }
+    if constexpr (Kind::kQuantized) {
+#pragma unroll
+      for (int k = 0; k < 16; ++k) {
+        weight(k / 2, k % 2) *= scales[k / 2] * queries_.inverse[k % 2];
+      }
+    }
+  }
+
+  // Of this lane's token number k, and its row i.
+  __device__ float& weight(int k, int i) { return weights_[k / 2][k % 2 * 2 + i]; }
+  __device__ int key(int k) const { return begin_ + Slot::token(k, lane_ / 4); }
+
+  // Not inline, as it is long.
+  __device__ __noinline__ static float scored(Scoring scoring, const DecodeAttention& call,
+                                              float product, int key) {
+    return scoring.score(call, product, key);
+  }
+  // From products to weights of the keys; what is not seen has none.
+  __device__ void weigh(Powers (&powers)[2]) {
+    const bool is_plain = call_.soft_cap <= 0 && call_.alibi_slopes == nullptr;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float largest = -INFINITY, sum = 0;
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        float& score = weight(k, i);
+        if (!is_plain) {
+          score = scored(scoring_[i], call_, score, key(k));
+        } else {
+          score *= call_.scale;
+          if (is_edge_ && !scoring_[i].sees(key(k))) score = -INFINITY;
+        }
+        largest = ::fmaxf(largest, score);  // unless it is NaN
+      }
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) {
+        largest = ::fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
+      }
+      const float shift = shift_of_largest(largest);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        weight(k, i) = fast_exp_of_negative(weight(k, i) - shift);
+        sum += weight(k, i);
+      }
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) {
+        sum += __shfl_xor_sync(0xffffffff, sum, distance);
+      }
+      powers[i] = {largest, sum};
+    }
+  }
+
+  // Weights of codes: with their scales, and made to fit.
+  __device__ void take_scales(float (&inverse)[2]) {
+    float scales[8];
+    read_scales(scales);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float largest = 0;
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        float& each = weight(k, i);
+        each *= scales[k];
+        if (is_edge_ && !scoring_[i].sees(key(k))) each = 0;
+        const float magnitude = ::fabsf(each);
+        if (magnitude < INFINITY) largest = ::fmaxf(largest, magnitude);
+      }
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) {
+        largest = ::fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
+      }
+      const Fit fit(largest);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) weight(k, i) *= fit.factor;
+      inverse[i] = fit.inverse;
+    }
+  }
+
+  __device__ void take_values(int length) {
+    float inverse[2];
+    if constexpr (Kind::kQuantized) take_scales(inverse);
+#pragma unroll
+    for (int k = 0; k < Slot::kOfPage; ++k) {
+      const char* const slot = wait(turn_);
+      if (is_edge_ && !std::is_same_v<Kind, Int8Kv>) set_apart(k, length);
+#pragma unroll
+      for (int t = 0; t < kTilesOfSlot; ++t) {
+        const float(&mine)[4] = weights_[k * kTilesOfSlot + t];
+        const uint32_t weights[2] = {transposed_matrix(rounded_pair<M>(mine[0], mine[1])),
+                                     transposed_matrix(rounded_pair<M>(mine[2], mine[3]))};
+#pragma unroll
+        for (int load = 0; load < kLoads; ++load) {
+          uint32_t m[4];
+          load_matrices<true>(m, slot + of_lane_ + 2 * t * Slot::kRow + load * 32);
+          if constexpr (Kind::kQuantized) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const uint32_t low = for_values<Kind>(m[2 * i]), high = for_values<Kind>(m[2 * i + 1]);
+              const uint32_t values[4] = {widened<Kind, false>(low), widened<Kind, true>(low),
+                                          widened<Kind, false>(high), widened<Kind, true>(high)};
+              multiply_matrices<M>(out_[2 * load + i], values, weights);
+            }
+          } else {
+            const uint32_t values[4] = {m[0], m[2], m[1], m[3]};
+            multiply_matrices<M>(out_[load], values, weights);
+          }
+        }
+      }
+      release();
+    }
+    if constexpr (Kind::kQuantized) {
+#pragma unroll
+      for (auto& of_step : out_) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) of_step[i] *= inverse[i % 2];
+      }
+    }
+  }
+
+  // The element of a head that out_[step][0] and [1] are of, or [2] and [3].
+  __device__ int element(int step, int second) const {
+    const int row = lane_ / 4;
+    return step * 16 + (Kind::kQuantized ? row * 2 + second : row + second * 8);
+  }
+
+  // Takes what is not finite out of the values in slot number k of the page, and adds it to the
+  // rows that see it: it must not reach the others.
+  __device__ void set_apart(int k, int length) {
+    char* const slot = const_cast<char*>(wait(turn_));
+    bool any = false;
+    const auto each_word = [&](const auto& do_it) {
+#pragma unroll 4
+      for (int i = lane_ * 4; i < kPieces * Slot::kPiece; i += 32 * 4) {
+        do_it(*reinterpret_cast<uint32_t*>(slot + i / Slot::kPiece * Slot::kPitch +
+                                           i % Slot::kPiece));
+      }
+    };
+    each_word([&](uint32_t& word) { any |= not_finite(word) != 0; });
+    if (!__any_sync(0xffffffff, any)) return;
+    const int first = begin_ + k * Slot::kTokens;
+#pragma unroll 1
+    for (int token = 0; token < ::min(Slot::kTokens, length - first); ++token) {
+      const int g = token / Slot::kPieceTokens, number = token % Slot::kPieceTokens;
+      float weights[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float mine = 0;
+#pragma unroll
+        for (int each = 0; each < Slot::kPieceTokens; ++each) {
+          if (each == number) mine = weight(k * Slot::kPieceTokens + each, i);
+        }
+        weights[i] = __shfl_sync(0xffffffff, mine, g * 4 + lane_ % 4);
+      }
+      const char* const row = slot + g * Slot::kPitch + number * Slot::kRow;
+#pragma unroll
+      for (int step = 0; step < 2 * kSteps; ++step) {
+        const int place = element(step / 2, step % 2);
+        const float value = element_at<Kind>(row, call_.kv.dtype, place);
+        if (isfinite(value)) continue;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (scoring_[i].sees(first + token)) out_[step / 2][step % 2 * 2 + i] += weights[i] * value;
+        }
+      }
+    }
+    __syncwarp();
+    each_word([](uint32_t& word) { word &= ~not_finite(word); });
+    wrote_before_fetch();
+    __syncwarp();
+  }
+  // The bits of elements of a word that are not finite.
+  __device__ static uint32_t not_finite(uint32_t word) {
+    if constexpr (Kind::kQuantized) return (nan_codes(word) >> 7) * 0xff;
+    constexpr uint32_t kExponent = M::kQuietNan == BFloat16::kQuietNan ? 0x7f80 : 0x7c00;
+    const uint32_t low = (word & kExponent) == kExponent ? 0xffffu : 0u;
+    return (word >> 16 & kExponent) == kExponent ? low | 0xffff0000u : low;
+  }
+
+  __device__ void store(int rows, const Powers (&powers)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane_ % 4 * 2 + i;
+      if (row >= rows) continue;
+      if (lane_ < 4) found_.powers[warp_][row] = powers[i];
+      float* const values = found_.values[warp_][row];
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        if constexpr (Kind::kQuantized) {
+          *reinterpret_cast<float2*>(values + element(step, 0)) =
+              make_float2(out_[step][i], out_[step][2 + i]);
+        } else {
+          values[element(step, 0)] = out_[step][i];
+          values[element(step, 1)] = out_[step][2 + i];
+        }
+      }
     }
   }
 
   const DecodeAttention& call_;
-  const Rows& rows_;
-  int of_token_;  // bytes
-  // The part that was located last.
-  bool there_;
-  int last_;
-  const char *keys_, *values_;
-  int64_t scales_;
-  Tile tiles_[kAhead];
-  float weights_[kTiles][Tile::kFours];  // of keys number `pair` of each four
+  Ring& ring_;
+  Found& found_;
+  Turn turn_;
+  const int lane_ = threadIdx.x % 32, warp_ = threadIdx.x / 32;
+  const char* slots_;
+  int of_lane_;  // bytes
+  int begin_;    // of the page, in the sequence
+  bool is_edge_, is_new_;
+  Queries<Q, Kind, kWidth> queries_;
+  Scoring scoring_[2];
+  float weights_[kTiles][4];
   float out_[kSteps][4];
 };
 
-// Puts together what the warps have found for the rows of a unit, in the order of their keys.
-template <int kWidth, int kStride>
-__device__ inline void store_unit(const DecodeAttention& call, const Partials& partials,
-                                  const Unit& unit, const float* found,
-                                  const float (&sums)[kDecodeWarps][kUnitRows],
-                                  const float (&largest)[kDecodeWarps][kUnitRows]) {
-  const int64_t rows = unit.count * call.group - unit.part * kUnitRows;
-  const int64_t padded = padded_width(call.kv.width);
-  for (int i = threadIdx.x; i < kUnitRows * kWidth / 2; i += kDecodeThreads) {
-    const int row = i / (kWidth / 2), k = i % (kWidth / 2) * 2;
-    if (row >= rows) return;
-    if (k >= padded) continue;
-    float most = -INFINITY;
+// Puts together what the warps have found, page by page, and goes on through the chunks as long as
+// they are of the same rows, if the first of them is among them. Sixteen threads have a row.
+template <int kWidth>
+class Merge {
+  static constexpr int kRowThreads = 32 * kPageWarps / kUnitRows, kFours = kWidth / 4 / kRowThreads;
+
+ public:
+  __device__ Merge(const DecodeAttention& call, const Partials& partials)
+      : call_(call), partials_(partials) {}
+
+  __device__ void run(const Unit& unit, const Unit& next, int part, int parts,
+                      const Found<kWidth>& found) {
+    const int row = threadIdx.x / kRowThreads;
+    const bool follows = chunks_ > 0;
+    const bool goes_on = parts == 1 && (follows || unit.index == 0);
+    chunks_ = goes_on ? chunks_ + 1 : 1;
+    const bool last = !goes_on || !unit.goes_on_in(next);
+    if (part * kUnitRows + row < unit.count * int(call_.group)) {
+      Powers powers;
+      float4 values[kFours];
+      merge_pages(found, row, powers, values);
+      if (follows) {
+        const Powers::Factors factors = powers_.add(powers);
 #pragma unroll
-    for (int warp = 0; warp < kDecodeWarps; ++warp) most = larger(most, largest[warp][row]);
-    const float shift = shift_of_largest(most);
-    float2 value = {};
-    float sum = 0;
+        for (int k = 0; k < kFours; ++k) values_[k] = of(factors, values_[k], values[k]);
+      } else {
+        powers_ = powers;
 #pragma unroll
-    for (int warp = 0; warp < kDecodeWarps; ++warp) {
-      const float share = fast_exp_of_negative(largest[warp][row] - shift);
-      const float2 each =
-          *reinterpret_cast<const float2*>(found + (warp * kUnitRows + row) * kStride + k);
-      value.x = __fmaf_rn(share, each.x, value.x);
-      value.y = __fmaf_rn(share, each.y, value.y);
-      sum = __fmaf_rn(share, sums[warp][row], sum);
+        for (int k = 0; k < kFours; ++k) values_[k] = values[k];
+      }
+      if (last) store(unit, part * kUnitRows + row);
     }
-    float* partial =
-        partials.at(unit.batch, call.kv.heads, unit.head, unit.index, unit.part * kUnitRows + row);
-    *reinterpret_cast<float2*>(partial + k) = value;
-    if (k == 0) {
-      partial[padded] = sum;
-      partial[padded + 1] = most;
+    if (last) chunks_ = 0;
+  }
+
+ private:
+  __device__ static float4 of(const Powers::Factors& factors, const float4& a, const float4& b) {
+    return {factors.of(a.x, b.x), factors.of(a.y, b.y), factors.of(a.z, b.z),
+            factors.of(a.w, b.w)};
+  }
+
+  __device__ static void merge_pages(const Found<kWidth>& found, int row, Powers& powers,
+                                     float4 (&values)[kFours]) {
+    powers = found.powers[0][row];
+#pragma unroll
+    for (int k = 0; k < kFours; ++k) values[k] = at(found, 0, row, k);
+#pragma unroll
+    for (int page = 1; page < kPageWarps; ++page) {
+      const Powers::Factors factors = powers.add(found.powers[page][row]);
+#pragma unroll
+      for (int k = 0; k < kFours; ++k) values[k] = of(factors, values[k], at(found, page, row, k));
     }
   }
-}
+  __device__ static const float4& at(const Found<kWidth>& found, int page, int row, int k) {
+    return *reinterpret_cast<const float4*>(found.values[page][row] + element(k));
+  }
+  __device__ static int element(int k) {
+    return (k * kRowThreads + threadIdx.x % kRowThreads) * 4;
+  }
 
-template <class K, class Kind, int kWidth, bool kWhole>
-__global__ void __launch_bounds__(kDecodeThreads, 2)
+  __device__ void store(const Unit& unit, int row) const {
+    const int64_t padded = padded_width(call_.kv.width);
+    float* const partial =
+        partials_.at(unit.batch, call_.kv.heads, unit.head, unit.index - (chunks_ - 1), row);
+#pragma unroll
+    for (int k = 0; k < kFours; ++k) {
+      if (element(k) < padded) *reinterpret_cast<float4*>(partial + element(k)) = values_[k];
+    }
+    if (threadIdx.x % kRowThreads == 0) powers_.store(partial + padded, chunks_);
+  }
+
+  const DecodeAttention& call_;
+  const Partials& partials_;
+  int chunks_ = 0;  // that it has put together
+  Powers powers_;
+  float4 values_[kFours];
+};
+
+template <class Q, class Kind, int kWidth>
+__global__ void __launch_bounds__(kRingThreads)
     decode_mma_kernel(const __grid_constant__ DecodeAttention call,
-                      const __grid_constant__ Partials partials) {
-  using Attention = ShareAttention<K, Kind, kWidth, kWhole>;
+                      const __grid_constant__ Partials partials, int slots) {
+  using Reader = cuda::Reader<Kind, kWidth>;
+  using Found = cuda::Found<kWidth>;
   extern __shared__ __align__(128) char shared_bytes[];
-  __shared__ Units units;
-  __shared__ typename Attention::Rows rows;
-  __shared__ float sums[kDecodeWarps][kUnitRows], largest[kDecodeWarps][kUnitRows];
-  float* const found = reinterpret_cast<float*>(shared_bytes);
+  __shared__ Ring ring;
+  Found& found = *reinterpret_cast<Found*>(shared_bytes);
+  char* const of_ring = shared_bytes + sizeof(Found);
+  if (threadIdx.x == 32 * kReadingWarp) Reader::begin(call, ring, slots);
+  if (threadIdx.x / 32 == kReadingWarp) {
+    Reader reader(call, ring, of_ring, slots);
+    if (LAB_SPECULATE) reader.ask_for_first();
+    wait_for_previous();
+    let_next_begin();
+    Units units(call);
+    reader.find_first(units);
+    __syncthreads();
+    reader.run(units);
+    return;
+  }
   wait_for_previous();
   let_next_begin();
-  const int warp = threadIdx.x / 32;
-  const int parts = int(call.rows() + kUnitRows - 1) / kUnitRows;
-  units.begin(call, parts);
-  if (!units.at(0).there) return;
-  Attention attention(call, rows);
-  Share share = share_of_warp(call, units.at(0));
-  attention.begin(units.at(0), share);
-  rows.read(call, units.at(0));
   __syncthreads();
-  for (int i = 0; units.at(i).there; ++i) {
-    const Unit &unit = units.at(i), &next_unit = units.at(i + 1);
-    const Share next = share_of_warp(call, next_unit);
-    if (threadIdx.x == 0) units.find(call, parts, i + 2);
-    __syncwarp();
-    attention.run(unit, share, next_unit, next, found + warp * kUnitRows * Attention::kStride,
-                  sums[warp], largest[warp]);
-    __syncthreads();
-    store_unit<kWidth, Attention::kStride>(call, partials, unit, found, sums, largest);
-    if (next_unit.there && !next_unit.same_rows) rows.read(call, next_unit);
-    share = next;
-    __syncthreads();
+  PageAttention<Q, Kind, kWidth> attention(call, ring, of_ring, slots, found);
+  Merge<kWidth> merge(call, partials);
+  attention.read_first();
+  for (int i = 0; ring.unit(i).there; ++i) {
+    const Unit& unit = ring.unit(i);
+    const int parts = parts_of(call, unit);
+    for (int part = 0; part < parts; ++part) {
+      attention.run(i, part, parts);
+      merge.run(unit, ring.unit(i + 1), part, parts, found);
+    }
   }
 }
 
-template <int kWidth>
-constexpr int kMmaSharedBytes = kDecodeWarps * kUnitRows * (kWidth + 8) * 4;
+// How many slots a block gets of so much shared memory.
+template <class Kind, int kWidth>
+int slots_in(int bytes) {
+  const int left = bytes - int(sizeof(Ring)) - int(sizeof(Found<kWidth>));
+  return ::min(left / (kPageWarps * Slot<Kind, kWidth>::kSize), kMostSlots);
+}
+template <class Kind, int kWidth>
+int mma_shared_bytes(int slots) {
+  return int(sizeof(Found<kWidth>)) + slots * kPageWarps * Slot<Kind, kWidth>::kSize;
+}
 
 }  // namespace dsx::cuda
