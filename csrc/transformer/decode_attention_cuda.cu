@@ -125,9 +125,9 @@ void launch_mma(const Device& device, const DecodeAttention& call, const Partial
                 cudaStream_t stream) {
   const auto with_width = [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
-    const int slots = cuda::slots_in<DSX_KV, kWidth>(device.shared_bytes);
+    const auto boxes = cuda::boxes_of<DSX_KV, kWidth>(call.kv, device.shared_bytes);
     launch(cuda::decode_mma_kernel<Q, DSX_KV, kWidth>, device, cuda::kRingThreads,
-           cuda::mma_shared_bytes<DSX_KV, kWidth>(slots), call, partials, stream, slots);
+           cuda::mma_shared_bytes<DSX_KV, kWidth>(boxes.slots), call, partials, stream, boxes);
   };
 #ifdef LAB_ONLY
   return with_width(std::integral_constant<int, 128>{});

@@ -4,7 +4,7 @@
 //
 // Elements of a head and tokens of a page may come in any order, so long as both factors of a
 // product have the same one. Of a lane, `row` is lane / 4 and `pair` lane % 4. In both products its
-// columns are 2 pair and 2 pair + 1; of the scores it has tokens Slot::token(0 to 7, row).
+// columns are 2 pair and 2 pair + 1; of the scores it has tokens 8 k + row.
 #pragma once
 
 #include "transformer/decode_any_cuda.cuh"
@@ -137,17 +137,21 @@ class PageAttention {
   using M = std::conditional_t<Kind::kQuantized, Half, Q>;  // of what is multiplied
   using Slot = cuda::Slot<Kind, kWidth>;
   using Found = cuda::Found<kWidth>;
-  static constexpr int kTiles = kPageTokens / 16, kTilesOfSlot = kTiles / Slot::kOfPage;
+  static constexpr int kTiles = kPageTokens / 16, kTilesOfSlot = kSlotTokens / 16;
   static constexpr int kLoads = Slot::kRow / 32;  // of 32 bytes of 16 tokens
-  static constexpr int kSteps = kWidth / 16;
+  static constexpr int kSteps = kWidth / 16, kStepsOfBox = Slot::kElements / 16;
 
  public:
   __device__ PageAttention(const DecodeAttention& call, Ring& ring, const char* slots, int count,
                            Found& found)
       : call_(call), ring_(ring), found_(found), turn_{count} {
-    const int row = lane_ % 8, next_token = lane_ / 8 % 2, next_bytes = lane_ / 16;
+    const int row = lane_ % 8, next_tokens = lane_ / 8 % 2, next_piece = lane_ / 16;
     slots_ = slots + warp_ * Slot::kSize;
-    of_lane_ = row * Slot::kPitch + next_token * Slot::kRow + next_bytes * 16;
+    scales_ = reinterpret_cast<const float*>(slots + count * kPageWarps * Slot::kSize) +
+              warp_ * Slot::kScales;
+    const int first = swizzled<Slot::kRow>(row, next_piece) * 16;
+    of_lane_ = next_tokens * 8 * Slot::kRow + first / Slot::kRow * Slot::kRow;
+    piece_ = first % Slot::kRow;
   }
 
   __device__ void read_first() {
@@ -160,15 +164,15 @@ class PageAttention {
     const Unit& unit = ring_.unit(i);
     if (is_new_) prepare(unit, part);
     begin_ = (unit.chunk * kChunkPages + warp_) * kPageTokens;
+#ifdef LAB_NOCOMPUTE
+    const bool used = false;
+#else
     const bool used = begin_ < unit.length && begin_ + kPageTokens > unit.seen_begin;
+#endif
     // Whether there are tokens that some row does not see.
     is_edge_ = begin_ < unit.seen_by_last || begin_ + kPageTokens > unit.position(0) + 1;
     Powers powers[2] = {{-INFINITY, 0}, {-INFINITY, 0}};
-#pragma unroll
-    for (auto& of_step : out_) {
-#pragma unroll
-      for (float& each : of_step) each = 0;
-    }
+    each_out([](int, float& out) { out = 0; });
     if (used) {
       multiply_keys();
     } else {
@@ -232,21 +236,16 @@ class PageAttention {
     }
   }
 
-  // Scales of this lane's tokens, in the slots from here on.
+  // Where this lane begins to read matrices: 32 bytes of 16 tokens.
+  __device__ int place_of(int tile, int load) const {
+    return of_lane_ + tile * 16 * Slot::kRow + (piece_ ^ load * 32);
+  }
+  // Scales of this lane's tokens, with the first slot of a page.
   __device__ void read_scales(float (&scales)[8]) const {
-    Turn turn = turn_;
+    wait(turn_);
+    const float* const all = scales_ + turn_.slot * (kPageWarps * Slot::kScales);
 #pragma unroll
-    for (int k = 0; k < Slot::kOfPage; ++k) {
-      const char* const all = wait(turn) + kPieces * Slot::kPitch;
-#pragma unroll
-      for (int i = 0; i < Slot::kPieceTokens; i += 4) {
-        const int first = lane_ / 4 * Slot::kPieceTokens + i;
-        const float4 four = *reinterpret_cast<const float4*>(all + first * 4);
-        float* const mine = scales + k * Slot::kPieceTokens + i;
-        mine[0] = four.x, mine[1] = four.y, mine[2] = four.z, mine[3] = four.w;
-      }
-      turn.go_on();
-    }
+    for (int k = 0; k < 8; ++k) scales[k] = all[k * 8 + lane_ / 4];
   }
 
   __device__ void multiply_keys() {
@@ -259,24 +258,26 @@ class PageAttention {
     }
 #pragma unroll
     for (int k = 0; k < Slot::kOfPage; ++k) {
-      const char* const slot = wait(turn_) + of_lane_;
+      const char* const slot = wait(turn_);
+      const int box = k / Slot::kParts, first = k % Slot::kParts * kTilesOfSlot;
 #pragma unroll
       for (int load = 0; load < kLoads; ++load) {
 #pragma unroll
         for (int t = 0; t < kTilesOfSlot; ++t) {
-          float(&products)[4] = weights_[k * kTilesOfSlot + t];
+          float(&products)[4] = weights_[first + t];
           uint32_t m[4];
-          load_matrices<false>(m, slot + 2 * t * Slot::kRow + load * 32);
+          load_matrices<false>(m, slot + place_of(t, load));
           if constexpr (Kind::kQuantized) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               const uint32_t keys[4] = {
                   widened<Kind, false>(m[2 * i]), widened<Kind, false>(m[2 * i + 1]),
                   widened<Kind, true>(m[2 * i]), widened<Kind, true>(m[2 * i + 1])};
-              multiply_matrices<M>(products, keys, queries_.words[2 * load + i]);
+              multiply_matrices<M>(products, keys,
+                                   queries_.words[box * kStepsOfBox + 2 * load + i]);
             }
           } else {
-            multiply_matrices<M>(products, m, queries_.words[load]);
+            multiply_matrices<M>(products, m, queries_.words[box * kStepsOfBox + load]);
           }
         }
       }
@@ -290,70 +291,99 @@ class PageAttention {
     }
   }
 
+  // Calls do_it(i, sum) for each sum of a value, of row i of this lane's.
+  template <class Do>
+  __device__ void each_out(const Do& do_it) {
+#pragma unroll
+    for (auto& of_box : out_) {
+#pragma unroll
+      for (auto& of_step : of_box) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) do_it(i % 2, of_step[i]);
+      }
+    }
+  }
   // Of this lane's token number k, and its row i.
   __device__ float& weight(int k, int i) { return weights_[k / 2][k % 2 * 2 + i]; }
-  __device__ int key(int k) const { return begin_ + Slot::token(k, lane_ / 4); }
+  __device__ int key(int k) const { return begin_ + k * 8 + lane_ / 4; }
 
+  // From products to scores: -inf for what is not seen.
+  __device__ void score() {
+    if (!is_edge_ && call_.soft_cap <= 0 && call_.alibi_slopes == nullptr) {
+#pragma unroll
+      for (int k = 0; k < 16; ++k) weight(k / 2, k % 2) *= call_.scale;
+      return;
+    }
+#pragma unroll
+    for (int k = 0; k < 16; ++k) {
+      weight(k / 2, k % 2) = scored(scoring_[k % 2], call_, weight(k / 2, k % 2), key(k / 2));
+    }
+  }
   // Not inline, as it is long.
   __device__ __noinline__ static float scored(Scoring scoring, const DecodeAttention& call,
                                               float product, int key) {
     return scoring.score(call, product, key);
   }
-  // From products to weights of the keys; what is not seen has none.
+
+  // From scores to weights.
   __device__ void weigh(Powers (&powers)[2]) {
-    const bool is_plain = call_.soft_cap <= 0 && call_.alibi_slopes == nullptr;
+    score();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float largest = -INFINITY, sum = 0;
+      float& largest = powers[i].largest;
 #pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        float& score = weight(k, i);
-        if (!is_plain) {
-          score = scored(scoring_[i], call_, score, key(k));
-        } else {
-          score *= call_.scale;
-          if (is_edge_ && !scoring_[i].sees(key(k))) score = -INFINITY;
-        }
-        largest = ::fmaxf(largest, score);  // unless it is NaN
-      }
+      for (int k = 0; k < 8; ++k) largest = ::fmaxf(largest, weight(k, i));  // unless it is NaN
+    }
+    over_rows([&](int i, int distance) {
+      float& largest = powers[i].largest;
+      largest = ::fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
+    });
 #pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) {
-        largest = ::fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
-      }
-      const float shift = shift_of_largest(largest);
+    for (int i = 0; i < 2; ++i) {
+      const float shift = shift_of_largest(powers[i].largest);
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
         weight(k, i) = fast_exp_of_negative(weight(k, i) - shift);
-        sum += weight(k, i);
+        powers[i].sum += weight(k, i);
       }
+    }
+    over_rows([&](int i, int distance) {
+      powers[i].sum += __shfl_xor_sync(0xffffffff, powers[i].sum, distance);
+    });
+  }
+  // Both columns of a lane, and all distances to lanes that have the same ones.
+  template <class Do>
+  __device__ static void over_rows(const Do& do_it) {
 #pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) {
-        sum += __shfl_xor_sync(0xffffffff, sum, distance);
-      }
-      powers[i] = {largest, sum};
+    for (int distance = 4; distance < 32; distance *= 2) {
+      do_it(0, distance);
+      do_it(1, distance);
     }
   }
 
   // Weights of codes: with their scales, and made to fit.
   __device__ void take_scales(float (&inverse)[2]) {
-    float scales[8];
+    float scales[8], largest[2] = {0, 0};
     read_scales(scales);
 #pragma unroll
+    for (int k = 0; k < 16; ++k) weight(k / 2, k % 2) *= scales[k / 2];
+    if (is_edge_) {  // scales may be anything where no token is
+#pragma unroll
+      for (int k = 0; k < 16; ++k) {
+        if (!scoring_[k % 2].sees(key(k / 2))) weight(k / 2, k % 2) = 0;
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < 16; ++k) {
+      const float magnitude = ::fabsf(weight(k / 2, k % 2));
+      if (magnitude < INFINITY) largest[k % 2] = ::fmaxf(largest[k % 2], magnitude);
+    }
+    over_rows([&](int i, int distance) {
+      largest[i] = ::fmaxf(largest[i], __shfl_xor_sync(0xffffffff, largest[i], distance));
+    });
+#pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float largest = 0;
-#pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        float& each = weight(k, i);
-        each *= scales[k];
-        if (is_edge_ && !scoring_[i].sees(key(k))) each = 0;
-        const float magnitude = ::fabsf(each);
-        if (magnitude < INFINITY) largest = ::fmaxf(largest, magnitude);
-      }
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) {
-        largest = ::fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
-      }
-      const Fit fit(largest);
+      const Fit fit(largest[i]);
 #pragma unroll
       for (int k = 0; k < 8; ++k) weight(k, i) *= fit.factor;
       inverse[i] = fit.inverse;
@@ -366,38 +396,36 @@ class PageAttention {
 #pragma unroll
     for (int k = 0; k < Slot::kOfPage; ++k) {
       const char* const slot = wait(turn_);
-      if (is_edge_ && !std::is_same_v<Kind, Int8Kv>) set_apart(k, length);
+      const int first = k % Slot::kParts * kTilesOfSlot;
+      auto& out = out_[k / Slot::kParts];
+      if (is_edge_ && !std::is_same_v<Kind, Int8Kv>) set_apart(first * 2, out, length);
 #pragma unroll
       for (int t = 0; t < kTilesOfSlot; ++t) {
-        const float(&mine)[4] = weights_[k * kTilesOfSlot + t];
+        const float(&mine)[4] = weights_[first + t];
         const uint32_t weights[2] = {transposed_matrix(rounded_pair<M>(mine[0], mine[1])),
                                      transposed_matrix(rounded_pair<M>(mine[2], mine[3]))};
 #pragma unroll
         for (int load = 0; load < kLoads; ++load) {
           uint32_t m[4];
-          load_matrices<true>(m, slot + of_lane_ + 2 * t * Slot::kRow + load * 32);
+          load_matrices<true>(m, slot + place_of(t, load));
           if constexpr (Kind::kQuantized) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               const uint32_t low = for_values<Kind>(m[2 * i]), high = for_values<Kind>(m[2 * i + 1]);
               const uint32_t values[4] = {widened<Kind, false>(low), widened<Kind, true>(low),
                                           widened<Kind, false>(high), widened<Kind, true>(high)};
-              multiply_matrices<M>(out_[2 * load + i], values, weights);
+              multiply_matrices<M>(out[2 * load + i], values, weights);
             }
           } else {
             const uint32_t values[4] = {m[0], m[2], m[1], m[3]};
-            multiply_matrices<M>(out_[load], values, weights);
+            multiply_matrices<M>(out[load], values, weights);
           }
         }
       }
       release();
     }
     if constexpr (Kind::kQuantized) {
-#pragma unroll
-      for (auto& of_step : out_) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) of_step[i] *= inverse[i % 2];
-      }
+      each_out([&](int i, float& out) { out *= inverse[i]; });
     }
   }
 
@@ -407,43 +435,43 @@ class PageAttention {
     return step * 16 + (Kind::kQuantized ? row * 2 + second : row + second * 8);
   }
 
-  // Takes what is not finite out of the values in slot number k of the page, and adds it to the
-  // rows that see it: it must not reach the others.
-  __device__ void set_apart(int k, int length) {
+  // Takes what is not finite out of the values in a slot, and adds it to the rows that see it: it
+  // must not reach the others. The slot's tokens are the page's from number first * 8 on.
+  __device__ __forceinline__ void set_apart(int first, float (&out)[kStepsOfBox][4], int length) {
     char* const slot = const_cast<char*>(wait(turn_));
     bool any = false;
     const auto each_word = [&](const auto& do_it) {
 #pragma unroll 4
-      for (int i = lane_ * 4; i < kPieces * Slot::kPiece; i += 32 * 4) {
-        do_it(*reinterpret_cast<uint32_t*>(slot + i / Slot::kPiece * Slot::kPitch +
-                                           i % Slot::kPiece));
+      for (int i = lane_ * 4; i < Slot::kSize; i += 32 * 4) {
+        do_it(*reinterpret_cast<uint32_t*>(slot + i));
       }
     };
     each_word([&](uint32_t& word) { any |= not_finite(word) != 0; });
     if (!__any_sync(0xffffffff, any)) return;
-    const int first = begin_ + k * Slot::kTokens;
+    const int begin = begin_ + first * 8;
+    float mine[kSlotTokens / 8][2];  // of tokens to come, in turn
+#pragma unroll
+    for (int k = 0; k < kSlotTokens / 8 * 2; ++k) mine[k / 2][k % 2] = weight(first + k / 2, k % 2);
 #pragma unroll 1
-    for (int token = 0; token < ::min(Slot::kTokens, length - first); ++token) {
-      const int g = token / Slot::kPieceTokens, number = token % Slot::kPieceTokens;
+    for (int token = 0; token < ::min(kSlotTokens, length - begin); ++token) {
       float weights[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float mine = 0;
+        weights[i] = __shfl_sync(0xffffffff, mine[0][i], token % 8 * 4 + lane_ % 4);
 #pragma unroll
-        for (int each = 0; each < Slot::kPieceTokens; ++each) {
-          if (each == number) mine = weight(k * Slot::kPieceTokens + each, i);
+        for (int k = 1; k < kSlotTokens / 8; ++k) {
+          if (token % 8 == 7) mine[k - 1][i] = mine[k][i];
         }
-        weights[i] = __shfl_sync(0xffffffff, mine, g * 4 + lane_ % 4);
       }
-      const char* const row = slot + g * Slot::kPitch + number * Slot::kRow;
 #pragma unroll
-      for (int step = 0; step < 2 * kSteps; ++step) {
-        const int place = element(step / 2, step % 2);
-        const float value = element_at<Kind>(row, call_.kv.dtype, place);
+      for (int step = 0; step < 2 * kStepsOfBox; ++step) {
+        const int byte = element(step / 2, step % 2) * Slot::kBytes;
+        const char* const piece = slot + swizzled<Slot::kRow>(token, byte / 16) * 16;
+        const float value = element_at<Kind>(piece, call_.kv.dtype, byte % 16 / Slot::kBytes);
         if (isfinite(value)) continue;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if (scoring_[i].sees(first + token)) out_[step / 2][step % 2 * 2 + i] += weights[i] * value;
+          if (scoring_[i].sees(begin + token)) out[step / 2][step % 2 * 2 + i] += weights[i] * value;
         }
       }
     }
@@ -469,12 +497,13 @@ class PageAttention {
       float* const values = found_.values[warp_][row];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
+        const float(&out)[4] = out_[step / kStepsOfBox][step % kStepsOfBox];
         if constexpr (Kind::kQuantized) {
           *reinterpret_cast<float2*>(values + element(step, 0)) =
-              make_float2(out_[step][i], out_[step][2 + i]);
+              make_float2(out[i], out[2 + i]);
         } else {
-          values[element(step, 0)] = out_[step][i];
-          values[element(step, 1)] = out_[step][2 + i];
+          values[element(step, 0)] = out[i];
+          values[element(step, 1)] = out[2 + i];
         }
       }
     }
@@ -486,13 +515,14 @@ class PageAttention {
   Turn turn_;
   const int lane_ = threadIdx.x % 32, warp_ = threadIdx.x / 32;
   const char* slots_;
-  int of_lane_;  // bytes
+  const float* scales_;
+  int of_lane_, piece_;  // bytes
   int begin_;    // of the page, in the sequence
   bool is_edge_, is_new_;
   Queries<Q, Kind, kWidth> queries_;
   Scoring scoring_[2];
   float weights_[kTiles][4];
-  float out_[kSteps][4];
+  float out_[Slot::kBoxes][kStepsOfBox][4];
 };
 
 // Puts together what the warps have found, page by page, and goes on through the chunks as long as
@@ -538,12 +568,19 @@ class Merge {
 
   __device__ static void merge_pages(const Found<kWidth>& found, int row, Powers& powers,
                                      float4 (&values)[kFours]) {
-    powers = found.powers[0][row];
+    powers = {-INFINITY, 0};
 #pragma unroll
-    for (int k = 0; k < kFours; ++k) values[k] = at(found, 0, row, k);
+    for (int page = 0; page < kPageWarps; ++page) {
+      powers.largest = larger(powers.largest, found.powers[page][row].largest);
+    }
+    const float shift = shift_of_largest(powers.largest);
 #pragma unroll
-    for (int page = 1; page < kPageWarps; ++page) {
-      const Powers::Factors factors = powers.add(found.powers[page][row]);
+    for (float4& each : values) each = {};
+#pragma unroll
+    for (int page = 0; page < kPageWarps; ++page) {
+      const Powers of_page = found.powers[page][row];
+      const Powers::Factors factors = {1, fast_exp_of_negative(of_page.largest - shift)};
+      powers.sum = factors.of(powers.sum, of_page.sum);
 #pragma unroll
       for (int k = 0; k < kFours; ++k) values[k] = of(factors, values[k], at(found, page, row, k));
     }
@@ -573,19 +610,27 @@ class Merge {
   float4 values_[kFours];
 };
 
+// Shared memory: slots, then scales, then what is found.
+template <class Kind, int kWidth>
+__device__ __host__ constexpr int of_slot() {
+  return kPageWarps * (Slot<Kind, kWidth>::kSize + Slot<Kind, kWidth>::kScales * 4);
+}
+
 template <class Q, class Kind, int kWidth>
 __global__ void __launch_bounds__(kRingThreads)
     decode_mma_kernel(const __grid_constant__ DecodeAttention call,
-                      const __grid_constant__ Partials partials, int slots) {
+                      const __grid_constant__ Partials partials,
+                      const __grid_constant__ Boxes boxes) {
   using Reader = cuda::Reader<Kind, kWidth>;
   using Found = cuda::Found<kWidth>;
   extern __shared__ __align__(128) char shared_bytes[];
   __shared__ Ring ring;
-  Found& found = *reinterpret_cast<Found*>(shared_bytes);
-  char* const of_ring = shared_bytes + sizeof(Found);
-  if (threadIdx.x == 32 * kReadingWarp) Reader::begin(call, ring, slots);
+  const unsigned place = unsigned(__cvta_generic_to_shared(shared_bytes));
+  char* const slots = shared_bytes + (0u - place) % kSlotsAlignment;
+  Found& found = *reinterpret_cast<Found*>(slots + boxes.slots * of_slot<Kind, kWidth>());
+  if (threadIdx.x == 32 * kReadingWarp) Reader::begin(boxes, ring);
   if (threadIdx.x / 32 == kReadingWarp) {
-    Reader reader(call, ring, of_ring, slots);
+    Reader reader(call, boxes, ring, slots);
     if (LAB_SPECULATE) reader.ask_for_first();
     wait_for_previous();
     let_next_begin();
@@ -598,7 +643,7 @@ __global__ void __launch_bounds__(kRingThreads)
   wait_for_previous();
   let_next_begin();
   __syncthreads();
-  PageAttention<Q, Kind, kWidth> attention(call, ring, of_ring, slots, found);
+  PageAttention<Q, Kind, kWidth> attention(call, ring, slots, boxes.slots, found);
   Merge<kWidth> merge(call, partials);
   attention.read_first();
   for (int i = 0; ring.unit(i).there; ++i) {
@@ -611,15 +656,23 @@ __global__ void __launch_bounds__(kRingThreads)
   }
 }
 
-// How many slots a block gets of so much shared memory.
-template <class Kind, int kWidth>
-int slots_in(int bytes) {
-  const int left = bytes - int(sizeof(Ring)) - int(sizeof(Found<kWidth>));
-  return ::min(left / (kPageWarps * Slot<Kind, kWidth>::kSize), kMostSlots);
-}
 template <class Kind, int kWidth>
 int mma_shared_bytes(int slots) {
-  return int(sizeof(Found<kWidth>)) + slots * kPageWarps * Slot<Kind, kWidth>::kSize;
+  return kSlotsAlignment + int(sizeof(Found<kWidth>)) + slots * of_slot<Kind, kWidth>();
+}
+// What a block gets of so much shared memory.
+template <class Kind, int kWidth>
+Boxes boxes_of(const PagedKv& kv, int shared_bytes) {
+  using Slot = cuda::Slot<Kind, kWidth>;
+  Boxes boxes;
+  const int left = shared_bytes - int(sizeof(Ring)) - mma_shared_bytes<Kind, kWidth>(0);
+  boxes.slots = ::min(left / of_slot<Kind, kWidth>(), kMostSlots);
+  TensorOfBoxes tensor = {kv.keys, Slot::kBytes, {kv.width, kPageTokens, kv.heads, kv.pages},
+                          {kv.of_token, kv.of_head, kv.of_page}, Slot::kRow, kSlotTokens};
+  boxes.there = describe(boxes.keys, tensor);
+  tensor.data = kv.values;
+  boxes.there = boxes.there && describe(boxes.values, tensor);
+  return boxes;
 }
 
 }  // namespace dsx::cuda

@@ -1,9 +1,8 @@
 // Keys and values on their way to the tensor cores: a warp of each block reads pages into a ring of
 // slots in shared memory, for the others, which multiply what has arrived.
 //
-// A slot has some tokens of a page as 8 pieces with a gap behind each, so that the same token of
-// each piece can be read by one instruction without two of them in the same bank. The tokens of
-// eight rows of a matrix are those: row r is one of piece r.
+// A slot has a box: 64 or 128 bytes of each of some tokens of a page. In its matrices of 8 rows,
+// these are tokens one after the other.
 #pragma once
 
 #include "common/cuda/bulk_fetch.cuh"
@@ -14,8 +13,8 @@
 
 namespace dsx::cuda {
 
-#ifndef LAB_SLOT_BYTES
-#define LAB_SLOT_BYTES 8192
+#ifndef LAB_TOKENS
+#define LAB_TOKENS 64
 #endif
 #ifndef LAB_SLOTS
 #define LAB_SLOTS 6
@@ -24,8 +23,8 @@ namespace dsx::cuda {
 #define LAB_SPECULATE 1
 #endif
 
-constexpr int kSlotBytes = LAB_SLOT_BYTES, kMostSlots = LAB_SLOTS;
-constexpr int kPieces = 8;
+constexpr int kSlotTokens = LAB_TOKENS, kMostSlots = LAB_SLOTS, kSlotsAlignment = 1024;
+constexpr int kGroup = 8;                // lanes of the reading warp that have a page
 constexpr int kPageWarps = kChunkPages;  // each has one of the pages of a chunk
 constexpr int kReadingWarp = kPageWarps, kRingThreads = 32 * (kPageWarps + 1);
 
@@ -33,19 +32,19 @@ constexpr int kReadingWarp = kPageWarps, kRingThreads = 32 * (kPageWarps + 1);
 template <class Kind, int kWidth>
 struct Slot {
   static constexpr int kBytes = Kind::kQuantized ? 1 : 2;
-  static constexpr int kRow = kWidth * kBytes;
-  static constexpr int kTokens = kSlotBytes / kRow < kPageTokens ? kSlotBytes / kRow : kPageTokens;
-  static constexpr int kOfPage = kPageTokens / kTokens;
-  static constexpr int kPieceTokens = kTokens / kPieces, kPiece = kPieceTokens * kRow;
-  static constexpr int kPitch = kPiece + 16;
-  static constexpr int kScales = Kind::kQuantized ? kTokens * 4 : 0;
-  static constexpr int kSize = kPieces * kPitch + kScales;
-  static_assert(kTokens % 16 == 0 && kPiece % 128 == 0);
+  static constexpr int kRow = kWidth * kBytes < 128 ? 64 : 128;  // bytes, of a box
+  static constexpr int kElements = kRow / kBytes;
+  static constexpr int kBoxes = kWidth / kElements;  // of a token
+  static constexpr int kParts = kPageTokens / kSlotTokens;
+  static constexpr int kOfPage = kBoxes * kParts;
+  static constexpr int kSize = kSlotTokens * kRow;
+  static constexpr int kScales = Kind::kQuantized ? kPageTokens : 0;  // behind all slots
+};
 
-  // The tokens of a page that rows g of its matrices are: number i of eight.
-  __device__ static constexpr int token(int i, int g) {
-    return i / kPieceTokens * kTokens + g * kPieceTokens + i % kPieceTokens;
-  }
+struct Boxes {
+  CUtensorMap keys, values;
+  int slots;
+  bool there;  // else rows are fetched by every lane
 };
 
 // What the warps of a block tell one another.
@@ -75,22 +74,21 @@ __device__ inline int parts_of(const DecodeAttention& call, const Unit& unit) {
   return (unit.count * int(call.group) + kUnitRows - 1) / kUnitRows;
 }
 
-// The warp that reads. Groups of 8 lanes have a page each, and each lane one of its pieces.
+// The warp that reads. Groups of 8 lanes have a page each.
 template <class Kind, int kWidth>
 class Reader {
   using Slot = cuda::Slot<Kind, kWidth>;
 
  public:
-  __device__ Reader(const DecodeAttention& call, Ring& ring, char* slots, int count)
-      : call_(call), ring_(ring), slots_(slots), turn_{count} {
-    in_bulk_ = kCanBulk && call.kv.of_token == kWidth;
+  __device__ Reader(const DecodeAttention& call, const Boxes& boxes, Ring& ring, char* slots)
+      : call_(call), boxes_(boxes), ring_(ring), slots_(slots), turn_{boxes.slots} {
+    scales_ = reinterpret_cast<float*>(slots + boxes.slots * kPageWarps * Slot::kSize);
   }
 
   // What arrives at the barrier of a slot: one thread calls it before any other.
-  __device__ static void begin(const DecodeAttention& call, Ring& ring, int slots) {
-    const bool in_bulk = kCanBulk && call.kv.of_token == kWidth;
-    for (int i = 0; i < slots; ++i) {
-      for (Barrier& full : ring.full[i]) full.begin(in_bulk ? 1 : kPieces);
+  __device__ static void begin(const Boxes& boxes, Ring& ring) {
+    for (int i = 0; i < boxes.slots; ++i) {
+      for (Barrier& full : ring.full[i]) full.begin(are_there(boxes) ? 1 : kGroup);
       ring.empty[i].begin(kPageWarps);
     }
   }
@@ -98,16 +96,18 @@ class Reader {
   // Has the first pages brought into the L2 cache, if what the table says now is still true later.
   __device__ void ask_for_first() const {
 #if __CUDA_ARCH__ >= 900
-    if (!in_bulk_) return;
+    if (!boxes_.there) return;
     Units units(call_);
     const Unit unit = units.next();
-    const Span span = span_of(unit, page_of(unit));
-    const int token = piece_ * (kPageTokens / kPieces);
-    if (!span.there || token >= span.end) return;
-    const int64_t place = (span.place + token * kWidth) * Slot::kBytes;
-    constexpr unsigned kSize = kPageTokens / kPieces * Slot::kRow;
-    ask_for(static_cast<const char*>(call_.kv.keys) + place, kSize);
-    ask_for(static_cast<const char*>(call_.kv.values) + place, kSize);
+    const int page = page_of(unit);
+    const Span span = span_of(unit, page);
+    if (lane_ % kGroup != 0 || !span.there) return;
+#pragma unroll
+    for (int k = 0; k < Slot::kOfPage; ++k) {
+      const int element = k / Slot::kParts * Slot::kElements, token = k % Slot::kParts * kSlotTokens;
+      ask_for_box(boxes_.keys, element, token, unit.head, page);
+      ask_for_box(boxes_.values, element, token, unit.head, page);
+    }
 #endif
   }
 
@@ -116,38 +116,43 @@ class Reader {
     const Unit unit = units.next();
     if (lane_ == 0) ring_.unit(0) = unit;
     page_ahead_ = page_of(unit);
+    unit_ahead_ = unit;
   }
 
   __device__ void run(Units& units) {
-    __syncwarp();
-    for (int i = 0; ring_.unit(i).there; ++i) {
-      const Unit unit = ring_.unit(i);
-      const Span span = span_of(unit, page_ahead_);
-      const Unit next = units.next();
-      page_ahead_ = page_of(next);
-      if (lane_ == 0) ring_.unit(i + 1) = next;
-      if (piece_ == 0) ring_.wrong[i % Ring::kUnits][warp_] = span.wrong;
+#if __CUDA_ARCH__ >= 900
+    policy_ = read_once();
+#endif
+    for (int i = 0; unit_ahead_.there; ++i) {
+      const Unit unit = unit_ahead_;
+      const int page = page_ahead_;
+      unit_ahead_ = units.next();
+      page_ahead_ = page_of(unit_ahead_);
+      const Span span = span_of(unit, page);
+      if (lane_ == 0) ring_.unit(i + 1) = unit_ahead_;
+      if (lane_ % kGroup == 0) ring_.wrong[i % Ring::kUnits][warp_] = span.wrong;
       __syncwarp();
       const int parts = parts_of(call_, unit);
       for (int part = 0; part < parts; ++part) {
-        fill<true>(span);
-        fill<false>(span);
+        fill<true>(unit.head, page, span);
+        fill<false>(unit.head, page, span);
       }
     }
   }
 
  private:
+  __device__ static bool are_there(const Boxes& boxes) {
 #if __CUDA_ARCH__ >= 900
-  static constexpr bool kCanBulk = true;
+    return boxes.there;
 #else
-  static constexpr bool kCanBulk = false;
+    return false;
 #endif
+  }
 
   // The tokens [begin, end) of a page that are to be read.
   struct Span {
     int begin, end;
     bool there, wrong;
-    int64_t place, scales;
   };
 
   __device__ int number_of(const Unit& unit) const { return unit.chunk * kChunkPages + warp_; }
@@ -165,88 +170,84 @@ class Reader {
     span.there = used && page >= 0 && page < call_.kv.pages;
     span.wrong = used && !span.there;
     const int begin = number_of(unit) * kPageTokens;
-    span.begin = ::max(unit.seen_begin - begin, 0);
-    span.end = ::min(unit.length - begin, kPageTokens);
-    span.place = call_.kv.place(page, unit.head, 0);
-    span.scales = call_.kv.scale_place(page, unit.head, 0);
+    span.begin = unit.seen_begin - begin;
+    span.end = unit.length - begin;
     return span;
   }
 
   // Fills slots with the keys or values of a page, as they become free.
   template <bool kKeys>
-  __device__ void fill(const Span& span) {
-    const PagedKv& kv = call_.kv;
-    const char* const rows =
-        static_cast<const char*>(kKeys ? kv.keys : kv.values) + span.place * Slot::kBytes;
-    const float* scales = nullptr;
-    if constexpr (Kind::kQuantized) scales = (kKeys ? kv.key_scales : kv.value_scales) + span.scales;
+  __device__ void fill(int head, int page, const Span& span) {
 #pragma unroll
     for (int k = 0; k < Slot::kOfPage; ++k) {
+      const int box = k / Slot::kParts, token = k % Slot::kParts * kSlotTokens;
       ring_.empty[turn_.slot].wait(turn_.parity ^ 1);
+      const int number = turn_.slot * kPageWarps + warp_;
       Barrier& full = ring_.full[turn_.slot][warp_];
-      char* const slot = slots_ + (turn_.slot * kPageWarps + warp_) * Slot::kSize;
-      if (in_bulk_) {
-        fetch_pieces(span, k * Slot::kTokens, rows, scales, slot, full);
-      } else {
-        fetch_rows(span, k * Slot::kTokens, rows, scales, slot, full);
+      char* const slot = slots_ + number * Slot::kSize;
+      float* const near = scales_ + number * Slot::kScales;
+      const bool there = span.there && token < span.end && token + kSlotTokens > span.begin;
+      const bool with_scales = Kind::kQuantized && k == 0 && span.there;
+      const float* scales = nullptr;
+      if constexpr (Kind::kQuantized) {
+        scales = (kKeys ? call_.kv.key_scales : call_.kv.value_scales) +
+                 call_.kv.scale_place(page, head, 0);
       }
+#if __CUDA_ARCH__ >= 900
+      if (boxes_.there) {
+        if (lane_ % kGroup == 0) {
+#ifdef LAB_NOFETCH
+          full.arrive();
+#else
+          full.arrive_expecting((there ? Slot::kSize : 0) + (with_scales ? kPageTokens * 4 : 0));
+          if (there) {
+            fetch_box(slot, kKeys ? boxes_.keys : boxes_.values, box * Slot::kElements, token, head,
+                      page, full, policy_);
+          }
+          if (with_scales) fetch_in_bulk(near, scales, kPageTokens * 4, full);
+#endif
+        }
+        turn_.go_on();
+        continue;
+      }
+#endif
+      if (there) fetch_rows<kKeys>(call_.kv.place(page, head, token), box, token, span, slot);
+      if (with_scales) {
+        for (int i = lane_ % kGroup; i < kPageTokens / 4; i += kGroup) {
+          fetch_bytes<16>(near + i * 4, scales + i * 4);
+        }
+      }
+      full.arrive_when_fetched();
       turn_.go_on();
     }
   }
 
-  __device__ void fetch_pieces(const Span& span, int first, const char* rows, const float* scales,
-                               char* slot, Barrier& full) {
-#if __CUDA_ARCH__ >= 900
-    const int token = first + piece_ * Slot::kPieceTokens;
-    const bool there =
-        span.there && token < span.end && token + Slot::kPieceTokens > span.begin;
-    const unsigned pieces = __ballot_sync(0xffffffff, there) >> (lane_ / 8 * 8) & 0xff;
-    if (piece_ == 0) {
-      full.arrive_expecting(__popc(pieces) * Slot::kPiece + (span.there ? Slot::kScales : 0));
-    }
-    __syncwarp();
-    const uint64_t policy = read_once();
-    if (there) {
-      fetch_in_bulk(slot + piece_ * Slot::kPitch, rows + token * Slot::kRow, Slot::kPiece, full,
-                    policy);
-    }
-    if constexpr (Kind::kQuantized) {
-      if (piece_ == 0 && span.there) {
-        fetch_in_bulk(slot + kPieces * Slot::kPitch, scales + first, Slot::kScales, full, policy);
-      }
-    }
-#endif
-  }
-
-  // The same for rows that lie apart, are shorter, or where there is nothing better.
-  __device__ void fetch_rows(const Span& span, int first, const char* rows, const float* scales,
-                             char* slot, Barrier& full) {
-    constexpr int kParts = Slot::kRow / 16;
+  template <bool kKeys>
+  __device__ void fetch_rows(int64_t place, int box, int first, const Span& span, char* slot) {
+    constexpr int kPieces = Slot::kRow / 16;
+    const char* const rows = static_cast<const char*>(kKeys ? call_.kv.keys : call_.kv.values);
+    const int64_t of_token = call_.kv.of_token * Slot::kBytes;
     const int bytes = int(call_.kv.width) * Slot::kBytes;
-    for (int i = piece_; span.there && i < Slot::kTokens * kParts; i += kPieces) {
-      const int number = i / kParts, place = i % kParts * 16, token = first + number;
-      if (token < span.begin || token >= span.end) continue;
-      char* const near = slot + number / Slot::kPieceTokens * Slot::kPitch +
-                         number % Slot::kPieceTokens * Slot::kRow + place;
-      const char* const far = rows + token * call_.kv.of_token * Slot::kBytes;
-      const bool inside = place < bytes;
-      fetch_part(near, inside ? far + place : far, inside ? 16 : 0);
+    for (int i = lane_ % kGroup; i < kSlotTokens * kPieces; i += kGroup) {
+      const int token = i / kPieces, piece = i % kPieces, byte = box * Slot::kRow + piece * 16;
+      if (first + token < span.begin || first + token >= span.end) continue;
+      const char* const row = rows + place * Slot::kBytes + token * of_token;
+      const bool inside = byte < bytes;
+      fetch_part(slot + swizzled<Slot::kRow>(token, piece) * 16, inside ? row + byte : row,
+                 inside ? 16 : 0);
     }
-    if constexpr (Kind::kQuantized) {
-      for (int i = piece_; span.there && i < Slot::kTokens / 4; i += kPieces) {
-        fetch_bytes<16>(slot + kPieces * Slot::kPitch + i * 16, scales + first + i * 4);
-      }
-    }
-    full.arrive_when_fetched();
   }
 
   const DecodeAttention& call_;
+  const Boxes& boxes_;
   Ring& ring_;
   char* const slots_;
+  float* scales_;
   Turn turn_;
-  bool in_bulk_;
+  uint64_t policy_;
+  Unit unit_ahead_;
   int page_ahead_;
-  const int lane_ = threadIdx.x % 32, warp_ = lane_ / kPieces, piece_ = lane_ % kPieces;
+  const int lane_ = threadIdx.x % 32, warp_ = lane_ / kGroup;
 };
 
 }  // namespace dsx::cuda
