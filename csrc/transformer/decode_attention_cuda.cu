@@ -18,7 +18,7 @@ using cuda::Powers;
 
 constexpr const char* kOp = "decode_attention";
 
-constexpr int kAtATime = 8;  // chunks
+constexpr int kAtATime = 16;  // chunks
 
 // A block has a row, each thread an element of it, and goes through its chunks in their order.
 __global__ void __launch_bounds__(kLargestWidth)

@@ -631,11 +631,7 @@ __global__ void __launch_bounds__(kRingThreads)
   if (threadIdx.x == 32 * kReadingWarp) Reader::begin(boxes, ring);
   if (threadIdx.x / 32 == kReadingWarp) {
     Reader reader(call, boxes, ring, slots);
-    if (LAB_SPECULATE) reader.ask_for_first();
-    wait_for_previous();
-    let_next_begin();
-    Units units(call);
-    reader.find_first(units);
+    Units units = reader.find_first();
     __syncthreads();
     reader.run(units);
     return;

@@ -19,8 +19,8 @@ namespace dsx::cuda {
 #ifndef LAB_SLOTS
 #define LAB_SLOTS 6
 #endif
-#ifndef LAB_SPECULATE
-#define LAB_SPECULATE 1
+#ifndef LAB_TOGETHER
+#define LAB_TOGETHER 1
 #endif
 
 constexpr int kSlotTokens = LAB_TOKENS, kMostSlots = LAB_SLOTS, kSlotsAlignment = 1024;
@@ -93,30 +93,24 @@ class Reader {
     }
   }
 
-  // Has the first pages brought into the L2 cache, if what the table says now is still true later.
-  __device__ void ask_for_first() const {
-#if __CUDA_ARCH__ >= 900
-    if (!boxes_.there) return;
+  // Finds the first unit, and has its pages brought into the L2 cache; then makes sure of it. The
+  // others may then begin to wait for what there is of it.
+  __device__ Units find_first() {
     Units units(call_);
-    const Unit unit = units.next();
-    const int page = page_of(unit);
-    const Span span = span_of(unit, page);
-    if (lane_ % kGroup != 0 || !span.there) return;
-#pragma unroll
-    for (int k = 0; k < Slot::kOfPage; ++k) {
-      const int element = k / Slot::kParts * Slot::kElements, token = k % Slot::kParts * kSlotTokens;
-      ask_for_box(boxes_.keys, element, token, unit.head, page);
-      ask_for_box(boxes_.values, element, token, unit.head, page);
-    }
+    find_first(units);
+#if __CUDA_ARCH__ >= 900
+    if (boxes_.there) ask_for_first();
 #endif
-  }
-
-  // Finds the first unit; the others may then begin to wait for what there is of it.
-  __device__ void find_first(Units& units) {
-    const Unit unit = units.next();
-    if (lane_ == 0) ring_.unit(0) = unit;
-    page_ahead_ = page_of(unit);
-    unit_ahead_ = unit;
+    wait_for_previous();
+    let_next_begin();
+    if (units.are_still_so()) {
+      page_ahead_ = page_of(unit_ahead_);
+    } else {
+      units = Units(call_);
+      find_first(units);
+    }
+    if (lane_ == 0) ring_.unit(0) = unit_ahead_;
+    return units;
   }
 
   __device__ void run(Units& units) {
@@ -141,6 +135,22 @@ class Reader {
   }
 
  private:
+  __device__ void find_first(Units& units) {
+    unit_ahead_ = units.next();
+    page_ahead_ = page_of(unit_ahead_);
+  }
+#if __CUDA_ARCH__ >= 900
+  __device__ void ask_for_first() const {
+    if (lane_ % kGroup != 0 || !span_of(unit_ahead_, page_ahead_).there) return;
+#pragma unroll
+    for (int k = 0; k < Slot::kOfPage; ++k) {
+      const int element = k / Slot::kParts * Slot::kElements, token = k % Slot::kParts * kSlotTokens;
+      ask_for_box(boxes_.keys, element, token, unit_ahead_.head, page_ahead_);
+      ask_for_box(boxes_.values, element, token, unit_ahead_.head, page_ahead_);
+    }
+  }
+#endif
+
   __device__ static bool are_there(const Boxes& boxes) {
 #if __CUDA_ARCH__ >= 900
     return boxes.there;
@@ -181,7 +191,13 @@ class Reader {
 #pragma unroll
     for (int k = 0; k < Slot::kOfPage; ++k) {
       const int box = k / Slot::kParts, token = k % Slot::kParts * kSlotTokens;
-      ring_.empty[turn_.slot].wait(turn_.parity ^ 1);
+      if (k % LAB_TOGETHER == 0) {
+        Turn turn = turn_;
+        for (int i = 0; i < LAB_TOGETHER && i < Slot::kOfPage; ++i) {
+          ring_.empty[turn.slot].wait(turn.parity ^ 1);
+          turn.go_on();
+        }
+      }
       const int number = turn_.slot * kPageWarps + warp_;
       Barrier& full = ring_.full[turn_.slot][warp_];
       char* const slot = slots_ + number * Slot::kSize;

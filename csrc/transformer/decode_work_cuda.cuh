@@ -100,7 +100,7 @@ struct Unit {
 class Units {
  public:
   // The share of this block. Reads through the L2 cache: what it finds may be of any time.
-  __device__ explicit Units(const DecodeAttention& call) : call_(call) {
+  __device__ explicit Units(const DecodeAttention& call) : call_(&call) {
     read_batches(0);
     const int heads = int(call.kv.heads), lane = threadIdx.x % 32;
     int total = chunks_;
@@ -140,12 +140,22 @@ class Units {
     }
   }
 
+  // Whether it would find the same now; false if that is not easily said.
+  __device__ bool are_still_so() const {
+    if (call_->news.batches > 32) return false;
+    const int64_t batch = threadIdx.x % 32;
+    Sequence sequence = {};
+    if (batch < call_->news.batches) sequence = sequence_at(batch);
+    return __all_sync(0xffffffff, sequence.slot == slot_ && sequence.length == length_ &&
+                                      sequence.count == count_);
+  }
+
   __device__ Unit next() {
     next_.there = left_ > 0;
     if (!next_.there) return next_;
     --left_;
     if (next_.index == all_) next_.index = 0, ++next_.head;
-    if (next_.head == call_.kv.heads) {
+    if (next_.head == call_->kv.heads) {
       next_.head = 0;
       do {
         if (next_.batch + 1 == base_ + 32 && !read_batches(base_ + 32)) return no_more();
@@ -161,10 +171,10 @@ class Units {
  private:
   __device__ Sequence sequence_at(int64_t batch) const {
     const auto read = [](const int32_t* place) { return int64_t(__ldcg(place)); };
-    return sequence_of(call_.kv, call_.news, batch, read);
+    return sequence_of(call_->kv, call_->news, batch, read);
   }
   __device__ int64_t count_of(const Sequence& sequence) const {
-    const Chunks chunks = chunks_of(sequence, call_.window);
+    const Chunks chunks = chunks_of(sequence, call_->window);
     return chunks.end - chunks.first;
   }
 
@@ -173,11 +183,11 @@ class Units {
     base_ = base;
     const int64_t batch = base + threadIdx.x % 32;
     Sequence sequence = {};
-    if (batch < call_.news.batches) sequence = sequence_at(batch);
+    if (batch < call_->news.batches) sequence = sequence_at(batch);
     slot_ = int(sequence.slot), length_ = int(sequence.length), count_ = int(sequence.count);
-    const Chunks chunks = chunks_of(sequence, call_.window);
+    const Chunks chunks = chunks_of(sequence, call_->window);
     first_ = int(chunks.first), chunks_ = int(chunks.end - chunks.first);
-    return base < call_.news.batches;
+    return base < call_->news.batches;
   }
 
   __device__ void enter(int batch) {
@@ -188,8 +198,8 @@ class Units {
     next_.slot = of_batch(slot_);
     next_.length = of_batch(length_);
     next_.count = of_batch(count_);
-    next_.seen_begin = int(seen_at(next_.position(0), call_.window).begin);
-    next_.seen_by_last = int(seen_at(next_.length - 1, call_.window).begin);
+    next_.seen_begin = int(seen_at(next_.position(0), call_->window).begin);
+    next_.seen_by_last = int(seen_at(next_.length - 1, call_->window).begin);
   }
 
   __device__ Unit no_more() {
@@ -198,7 +208,7 @@ class Units {
     return next_;
   }
 
-  const DecodeAttention& call_;
+  const DecodeAttention* call_;
   int base_, slot_, length_, count_, first_, chunks_;  // of row base_ + lane of the batch
   int left_;                                           // units
   int first_chunk_, all_;  // chunks of the row of the batch that next_ is in
