@@ -62,13 +62,15 @@ __global__ void __launch_bounds__(kLargestWidth)
       if (i + k < count) value = powers.add(others[k]).of(value, values[k]);
     }
   }
-  if (call.sinks != nullptr) value = powers.add({sink, sink == -INFINITY ? 0.0f : 1.0f}).of(value, 0);
+  if (call.sinks != nullptr)
+    value = powers.add({sink, sink == -INFINITY ? 0.0f : 1.0f}).of(value, 0);
   const float inverse = powers.sum == 0.0f ? 0.0f : 1.0f / powers.sum;
   put(value * inverse, ::logf(powers.sum) + cuda::shift_of_largest(powers.largest));
 }
 
 struct Device {
-  int processors = 0, major = 0, minor = 0, shared_bytes = 0;
+  int processors = 0, major = 0, minor = 0;
+  cuda::SharedBytes shared;
 
   Device() {
     int device = 0;
@@ -79,7 +81,9 @@ struct Device {
     read(processors, cudaDevAttrMultiProcessorCount);
     read(major, cudaDevAttrComputeCapabilityMajor);
     read(minor, cudaDevAttrComputeCapabilityMinor);
-    read(shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    read(shared.of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    read(shared.of_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    read(shared.reserved, cudaDevAttrReservedSharedMemoryPerBlock);
     if (major >= 8) return;
     throw std::runtime_error(std::string(kOp) + ": the device has compute capability " +
                              std::to_string(major) + "." + std::to_string(minor) +
@@ -112,9 +116,9 @@ void launch(void (*kernel)(Parameters...), const Device& device, int threads, in
 bool are_aligned(const PagedKv& kv) {
   const uint64_t bytes = DSX_KV::kQuantized ? 1 : uint64_t(bytes_of(kv.dtype));
   uint64_t all = uint64_t(kv.of_page | kv.of_head | kv.of_token | kv.width) * bytes;
-  for (const void* data : {static_cast<const void*>(kv.keys), static_cast<const void*>(kv.values),
-                           static_cast<const void*>(kv.key_scales),
-                           static_cast<const void*>(kv.value_scales)}) {
+  for (const void* data :
+       {static_cast<const void*>(kv.keys), static_cast<const void*>(kv.values),
+        static_cast<const void*>(kv.key_scales), static_cast<const void*>(kv.value_scales)}) {
     all |= reinterpret_cast<uintptr_t>(data);
   }
   return all % 16 == 0;
@@ -125,13 +129,10 @@ void launch_mma(const Device& device, const DecodeAttention& call, const Partial
                 cudaStream_t stream) {
   const auto with_width = [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
-    const auto boxes = cuda::boxes_of<DSX_KV, kWidth>(call.kv, device.shared_bytes);
+    const auto boxes = cuda::boxes_of<DSX_KV, kWidth>(call.kv, device.shared);
     launch(cuda::decode_mma_kernel<Q, DSX_KV, kWidth>, device, cuda::kRingThreads,
            cuda::mma_shared_bytes<DSX_KV, kWidth>(boxes.slots), call, partials, stream, boxes);
   };
-#ifdef LAB_ONLY
-  return with_width(std::integral_constant<int, 128>{});
-#else
   if (call.kv.width <= 64) {
     with_width(std::integral_constant<int, 64>{});
   } else if (call.kv.width <= 128) {
@@ -139,7 +140,6 @@ void launch_mma(const Device& device, const DecodeAttention& call, const Partial
   } else {
     with_width(std::integral_constant<int, 256>{});
   }
-#endif
 }
 
 }  // namespace
@@ -158,10 +158,8 @@ void decode_attention_cuda(const DecodeAttention& call, void* workspace, void* s
   const bool same = DSX_KV::kQuantized || call.q.dtype == call.kv.dtype;
   if (same && call.q.dtype == Dtype::bfloat16 && are_aligned(call.kv)) {
     launch_mma<BFloat16>(device, call, partials, queue);
-#ifndef LAB_ONLY
   } else if (same && call.q.dtype == Dtype::float16 && are_aligned(call.kv)) {
     launch_mma<Half>(device, call, partials, queue);
-#endif
   } else {
     launch(cuda::decode_any_kernel<DSX_KV>, device, kDecodeThreads, 0, call, partials, queue);
   }

@@ -13,9 +13,7 @@ __device__ inline uint32_t widened(uint32_t word) {
   uint32_t result = 0;
 #if __CUDA_ARCH__ >= 890
   if constexpr (std::is_same_v<Kind, Fp8Kv>) {
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;"
-        : "=r"(result)
-        : "h"(uint16_t(kSecond ? word >> 16 : word)));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(result) : "h"(uint16_t(kSecond ? word >> 16 : word)));
     return result;
   }
 #endif

@@ -13,17 +13,8 @@
 
 namespace dsx::cuda {
 
-#ifndef LAB_TOKENS
-#define LAB_TOKENS 64
-#endif
-#ifndef LAB_SLOTS
-#define LAB_SLOTS 6
-#endif
-#ifndef LAB_TOGETHER
-#define LAB_TOGETHER 1
-#endif
-
-constexpr int kSlotTokens = LAB_TOKENS, kMostSlots = LAB_SLOTS, kSlotsAlignment = 1024;
+// Two slots are waited for together: what is read at a time is 8 KiB or more of a page.
+constexpr int kSlotTokens = 32, kMostSlots = 12, kTogether = 2, kSlotsAlignment = 1024;
 constexpr int kGroup = 8;                // lanes of the reading warp that have a page
 constexpr int kPageWarps = kChunkPages;  // each has one of the pages of a chunk
 constexpr int kReadingWarp = kPageWarps, kRingThreads = 32 * (kPageWarps + 1);
@@ -102,7 +93,6 @@ class Reader {
     if (boxes_.there) ask_for_first();
 #endif
     wait_for_previous();
-    let_next_begin();
     if (units.are_still_so()) {
       page_ahead_ = page_of(unit_ahead_);
     } else {
@@ -132,6 +122,7 @@ class Reader {
         fill<false>(unit.head, page, span);
       }
     }
+    let_next_begin();
   }
 
  private:
@@ -144,7 +135,8 @@ class Reader {
     if (lane_ % kGroup != 0 || !span_of(unit_ahead_, page_ahead_).there) return;
 #pragma unroll
     for (int k = 0; k < Slot::kOfPage; ++k) {
-      const int element = k / Slot::kParts * Slot::kElements, token = k % Slot::kParts * kSlotTokens;
+      const int element = k / Slot::kParts * Slot::kElements,
+                token = k % Slot::kParts * kSlotTokens;
       ask_for_box(boxes_.keys, element, token, unit_ahead_.head, page_ahead_);
       ask_for_box(boxes_.values, element, token, unit_ahead_.head, page_ahead_);
     }
@@ -191,9 +183,10 @@ class Reader {
 #pragma unroll
     for (int k = 0; k < Slot::kOfPage; ++k) {
       const int box = k / Slot::kParts, token = k % Slot::kParts * kSlotTokens;
-      if (k % LAB_TOGETHER == 0) {
+      if (k % kTogether == 0) {
         Turn turn = turn_;
-        for (int i = 0; i < LAB_TOGETHER && i < Slot::kOfPage; ++i) {
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
           ring_.empty[turn.slot].wait(turn.parity ^ 1);
           turn.go_on();
         }
@@ -212,16 +205,12 @@ class Reader {
 #if __CUDA_ARCH__ >= 900
       if (boxes_.there) {
         if (lane_ % kGroup == 0) {
-#ifdef LAB_NOFETCH
-          full.arrive();
-#else
           full.arrive_expecting((there ? Slot::kSize : 0) + (with_scales ? kPageTokens * 4 : 0));
           if (there) {
             fetch_box(slot, kKeys ? boxes_.keys : boxes_.values, box * Slot::kElements, token, head,
                       page, full, policy_);
           }
           if (with_scales) fetch_in_bulk(near, scales, kPageTokens * 4, full);
-#endif
         }
         turn_.go_on();
         continue;

@@ -38,8 +38,7 @@ struct Barrier {
 #else
 #define DSX_WAIT "mbarrier.test_wait.parity.shared.b64"
 #endif
-    asm volatile("{ .reg .pred ended; " DSX_WAIT
-                 " ended, [%1], %2; selp.s32 %0, 1, 0, ended; }"
+    asm volatile("{ .reg .pred ended; " DSX_WAIT " ended, [%1], %2; selp.s32 %0, 1, 0, ended; }"
                  : "=r"(result)
                  : "r"(place()), "r"(parity)
                  : "memory");
@@ -55,10 +54,10 @@ struct Barrier {
 
 #if __CUDA_ARCH__ >= 900
   __device__ void arrive_expecting(unsigned bytes) {
-    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(
-                     place()),
-                 "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(place()),
+        "r"(bytes)
+        : "memory");
   }
 #endif
 
@@ -89,8 +88,8 @@ __device__ inline uint64_t read_once() {
 __device__ inline void fetch_in_bulk(void* near, const void* far, unsigned bytes,
                                      const Barrier& barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          unsigned(__cvta_generic_to_shared(near))),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(unsigned(__cvta_generic_to_shared(near))),
       "l"(far), "r"(bytes), "r"(barrier.place())
       : "memory");
 }
@@ -107,9 +106,10 @@ __device__ inline void fetch_box(void* near, const CUtensorMap& map, int x, int 
 }
 // Asks for it to be brought into the L2 cache, and no nearer.
 __device__ inline void ask_for_box(const CUtensorMap& map, int x, int y, int z, int w) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map),
-               "r"(x), "r"(y), "r"(z), "r"(w)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(x),
+      "r"(y), "r"(z), "r"(w)
+      : "memory");
 }
 #endif
 
@@ -145,8 +145,7 @@ inline bool describe(CUtensorMap& map, const TensorOfBoxes& tensor) {
                 4, const_cast<void*>(tensor.data), sizes, distances, box, steps,
                 CU_TENSOR_MAP_INTERLEAVE_NONE,
                 tensor.row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 // Where piece number `piece` of 16 bytes of a row of a box is, in 16 bytes: so the same piece of
