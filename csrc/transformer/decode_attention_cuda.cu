@@ -91,12 +91,16 @@ struct Device {
   }
 };
 
+int64_t units_of(const DecodeAttention& call, const Partials& partials) {
+  return call.news.batches * call.kv.heads * partials.chunks;
+}
+
 // As many blocks as the device runs at the same time share the work.
 template <class... Parameters, class... More>
 void launch(void (*kernel)(Parameters...), const Device& device, int threads, int shared_bytes,
             const DecodeAttention& call, const Partials& partials, cudaStream_t stream,
             const More&... more) {
-  const int64_t units = call.news.batches * call.kv.heads * partials.chunks;
+  const int64_t units = units_of(call, partials);
   if (units > INT32_MAX) {
     throw std::runtime_error(std::string(kOp) + ": the cache has " + std::to_string(units) +
                              " chunks of slots and heads, expected at most 2^31 - 1");
@@ -129,7 +133,8 @@ void launch_mma(const Device& device, const DecodeAttention& call, const Partial
                 cudaStream_t stream) {
   const auto with_width = [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
-    const auto boxes = cuda::boxes_of<DSX_KV, kWidth>(call.kv, device.shared);
+    const auto boxes = cuda::boxes_of<DSX_KV, kWidth>(call.kv, device.shared,
+                                                      units_of(call, partials) / device.processors);
     launch(cuda::decode_mma_kernel<Q, DSX_KV, kWidth>, device, cuda::kRingThreads,
            cuda::mma_shared_bytes<DSX_KV, kWidth>(boxes.slots), call, partials, stream, boxes);
   };

@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kRingThreads)
   extern __shared__ __align__(128) char shared_bytes[];
   __shared__ Ring ring;
   const unsigned place = unsigned(__cvta_generic_to_shared(shared_bytes));
-  char* const slots = shared_bytes + (0u - place) % kSlotsAlignment;
+  char* const slots = shared_bytes + (0u - place) % kBoxAlignment;
   Found& found = *reinterpret_cast<Found*>(slots + boxes.slots * of_slot<Kind, kWidth>());
   if (threadIdx.x == 32 * kReadingWarp) Reader::begin(boxes, ring);
   if (threadIdx.x / 32 == kReadingWarp) {
@@ -116,6 +116,7 @@ __global__ void __launch_bounds__(kRingThreads)
     return;
   }
   wait_for_previous();
+  let_next_begin();
   __syncthreads();
   PageAttention<Q, Kind, kWidth> attention(call, ring, slots, boxes.slots, found);
   Merge<kWidth> merge(call, partials);
@@ -132,37 +133,32 @@ __global__ void __launch_bounds__(kRingThreads)
 
 template <class Kind, int kWidth>
 int mma_shared_bytes(int slots) {
-  return kSlotsAlignment + int(sizeof(Found<kWidth>)) + slots * of_slot<Kind, kWidth>();
+  return kBoxAlignment + int(sizeof(Found<kWidth>)) + slots * of_slot<Kind, kWidth>();
 }
 // What a device has.
 struct SharedBytes {
   int of_block = 0, of_processor = 0, reserved = 0;  // at most; that each block takes besides
 };
-// Two blocks on a processor, if there is enough for both, else one.
+// One block on a processor, or two where there is much to do and enough memory for both.
 template <class Kind, int kWidth>
-int slots_in(const SharedBytes& shared) {
-  constexpr int kEnough = 4;
+int slots_in(const SharedBytes& shared, int64_t units_of_processor) {
+  constexpr int kMuch = 16, kEnough = 4;
   const auto slots = [](int bytes) {
     const int left = bytes - int(sizeof(Ring)) - mma_shared_bytes<Kind, kWidth>(0);
     return std::min(left / of_slot<Kind, kWidth>(), kMostSlots);
   };
   const int of_two = slots(std::min(shared.of_processor / 2 - shared.reserved, shared.of_block));
-  return of_two >= kEnough ? of_two : slots(shared.of_block);
+  return units_of_processor >= kMuch && of_two >= kEnough ? of_two : slots(shared.of_block);
 }
 template <class Kind, int kWidth>
-Boxes boxes_of(const PagedKv& kv, const SharedBytes& shared) {
+Boxes boxes_of(const PagedKv& kv, const SharedBytes& shared, int64_t units_of_processor) {
   using Slot = cuda::Slot<Kind, kWidth>;
   Boxes boxes;
-  boxes.slots = slots_in<Kind, kWidth>(shared);
-  TensorOfBoxes tensor = {kv.keys,
-                          Slot::kBytes,
-                          {kv.width, kPageTokens, kv.heads, kv.pages},
-                          {kv.of_token, kv.of_head, kv.of_page},
-                          Slot::kRow,
-                          kSlotTokens};
-  boxes.there = describe(boxes.keys, tensor);
-  tensor.data = kv.values;
-  boxes.there = boxes.there && describe(boxes.values, tensor);
+  boxes.slots = slots_in<Kind, kWidth>(shared, units_of_processor);
+  const auto make = [&](CUtensorMap& map, const void* data) {
+    return make_map(map, kv, data, Slot::kBytes, Slot::kRow, kSlotTokens);
+  };
+  boxes.there = make(boxes.keys, kv.keys) && make(boxes.values, kv.values);
   return boxes;
 }
 

@@ -105,12 +105,12 @@ class PageAttention {
   }
 
   __device__ const char* wait(const Turn& turn) const {
-    ring_.full[turn.slot][warp_].wait(turn.parity);
+    wait_for(&ring_.full[turn.slot][warp_], turn.phase);
     return slots_ + turn.slot * (kPageWarps * Slot::kSize);
   }
   __device__ void release() {
     __syncwarp();
-    if (lane_ == 0) ring_.empty[turn_.slot].arrive();
+    if (lane_ == 0) arrive(&ring_.empty[turn_.slot]);
     turn_.go_on();
   }
   __device__ void skip() {

@@ -5,16 +5,16 @@
 // these are tokens one after the other.
 #pragma once
 
-#include "common/cuda/bulk_fetch.cuh"
 #include "common/cuda/chain.cuh"
 #include "common/cuda/fetch.cuh"
+#include "transformer/decode_boxes_cuda.cuh"
 #include "transformer/decode_work_cuda.cuh"
 #include "transformer/mma_cuda.cuh"
 
 namespace dsx::cuda {
 
-// Two slots are waited for together: what is read at a time is 8 KiB or more of a page.
-constexpr int kSlotTokens = 32, kMostSlots = 12, kTogether = 2, kSlotsAlignment = 1024;
+// Pages are read two slots at a time.
+constexpr int kSlotTokens = 32, kMostSlots = 12, kTogether = 2;
 constexpr int kGroup = 8;                // lanes of the reading warp that have a page
 constexpr int kPageWarps = kChunkPages;  // each has one of the pages of a chunk
 constexpr int kReadingWarp = kPageWarps, kRingThreads = 32 * (kPageWarps + 1);
@@ -30,6 +30,10 @@ struct Slot {
   static constexpr int kOfPage = kBoxes * kParts;
   static constexpr int kSize = kSlotTokens * kRow;
   static constexpr int kScales = Kind::kQuantized ? kPageTokens : 0;  // behind all slots
+
+  // Where slot number k of a page begins in it.
+  __device__ static constexpr int element(int k) { return k / kParts * kElements; }
+  __device__ static constexpr int token(int k) { return k % kParts * kSlotTokens; }
 };
 
 struct Boxes {
@@ -52,10 +56,10 @@ struct Ring {
 // Where a warp is in the ring.
 struct Turn {
   int slots, slot = 0;
-  unsigned parity = 0;
+  int phase = 0;
 
   __device__ void go_on() {
-    if (++slot == slots) slot = 0, parity ^= 1;
+    if (++slot == slots) slot = 0, phase ^= 1;
   }
 };
 
@@ -76,12 +80,13 @@ class Reader {
     scales_ = reinterpret_cast<float*>(slots + boxes.slots * kPageWarps * Slot::kSize);
   }
 
-  // What arrives at the barrier of a slot: one thread calls it before any other.
+  // One thread calls it, before any other goes on.
   __device__ static void begin(const Boxes& boxes, Ring& ring) {
     for (int i = 0; i < boxes.slots; ++i) {
-      for (Barrier& full : ring.full[i]) full.begin(are_there(boxes) ? 1 : kGroup);
-      ring.empty[i].begin(kPageWarps);
+      for (Barrier& full : ring.full[i]) begin_barrier(&full, are_there(boxes) ? 1 : kGroup);
+      begin_barrier(&ring.empty[i], kPageWarps);
     }
+    show_barriers();
   }
 
   // Finds the first unit, and has its pages brought into the L2 cache; then makes sure of it. The
@@ -89,10 +94,9 @@ class Reader {
   __device__ Units find_first() {
     Units units(call_);
     find_first(units);
-#if __CUDA_ARCH__ >= 900
-    if (boxes_.there) ask_for_first();
-#endif
+    if (are_there(boxes_)) ask_for_first();
     wait_for_previous();
+    let_next_begin();
     if (units.are_still_so()) {
       page_ahead_ = page_of(unit_ahead_);
     } else {
@@ -104,9 +108,7 @@ class Reader {
   }
 
   __device__ void run(Units& units) {
-#if __CUDA_ARCH__ >= 900
     policy_ = read_once();
-#endif
     for (int i = 0; unit_ahead_.there; ++i) {
       const Unit unit = unit_ahead_;
       const int page = page_ahead_;
@@ -122,7 +124,6 @@ class Reader {
         fill<false>(unit.head, page, span);
       }
     }
-    let_next_begin();
   }
 
  private:
@@ -130,18 +131,15 @@ class Reader {
     unit_ahead_ = units.next();
     page_ahead_ = page_of(unit_ahead_);
   }
-#if __CUDA_ARCH__ >= 900
   __device__ void ask_for_first() const {
     if (lane_ % kGroup != 0 || !span_of(unit_ahead_, page_ahead_).there) return;
 #pragma unroll
     for (int k = 0; k < Slot::kOfPage; ++k) {
-      const int element = k / Slot::kParts * Slot::kElements,
-                token = k % Slot::kParts * kSlotTokens;
-      ask_for_box(boxes_.keys, element, token, unit_ahead_.head, page_ahead_);
-      ask_for_box(boxes_.values, element, token, unit_ahead_.head, page_ahead_);
+      const BoxPlace place = {Slot::element(k), Slot::token(k), unit_ahead_.head, page_ahead_};
+      ask_for_box(boxes_.keys, place);
+      ask_for_box(boxes_.values, place);
     }
   }
-#endif
 
   __device__ static bool are_there(const Boxes& boxes) {
 #if __CUDA_ARCH__ >= 900
@@ -182,59 +180,57 @@ class Reader {
   __device__ void fill(int head, int page, const Span& span) {
 #pragma unroll
     for (int k = 0; k < Slot::kOfPage; ++k) {
-      const int box = k / Slot::kParts, token = k % Slot::kParts * kSlotTokens;
       if (k % kTogether == 0) {
         Turn turn = turn_;
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
-          ring_.empty[turn.slot].wait(turn.parity ^ 1);
+          wait_for(&ring_.empty[turn.slot], turn.phase ^ 1);
           turn.go_on();
         }
       }
-      const int number = turn_.slot * kPageWarps + warp_;
-      Barrier& full = ring_.full[turn_.slot][warp_];
-      char* const slot = slots_ + number * Slot::kSize;
-      float* const near = scales_ + number * Slot::kScales;
+      const int token = Slot::token(k), number = turn_.slot * kPageWarps + warp_;
       const bool there = span.there && token < span.end && token + kSlotTokens > span.begin;
       const bool with_scales = Kind::kQuantized && k == 0 && span.there;
-      const float* scales = nullptr;
+      Barrier* const full = &ring_.full[turn_.slot][warp_];
+      char* const slot = slots_ + number * Slot::kSize;
+      if (!are_there(boxes_)) {
+        if (there) fetch_rows<kKeys>(call_.kv.place(page, head, token), k, span, slot);
+      } else if (lane_ % kGroup == 0) {
+        const int bytes = (there ? Slot::kSize : 0) + (with_scales ? kPageTokens * 4 : 0);
+        arrive_expecting(full, bytes);
+        const BoxPlace place = {Slot::element(k), token, head, page};
+        if (there) fetch_box(slot, kKeys ? boxes_.keys : boxes_.values, place, full, policy_);
+      }
       if constexpr (Kind::kQuantized) {
-        scales = (kKeys ? call_.kv.key_scales : call_.kv.value_scales) +
-                 call_.kv.scale_place(page, head, 0);
-      }
-#if __CUDA_ARCH__ >= 900
-      if (boxes_.there) {
-        if (lane_ % kGroup == 0) {
-          full.arrive_expecting((there ? Slot::kSize : 0) + (with_scales ? kPageTokens * 4 : 0));
-          if (there) {
-            fetch_box(slot, kKeys ? boxes_.keys : boxes_.values, box * Slot::kElements, token, head,
-                      page, full, policy_);
-          }
-          if (with_scales) fetch_in_bulk(near, scales, kPageTokens * 4, full);
-        }
-        turn_.go_on();
-        continue;
-      }
-#endif
-      if (there) fetch_rows<kKeys>(call_.kv.place(page, head, token), box, token, span, slot);
-      if (with_scales) {
-        for (int i = lane_ % kGroup; i < kPageTokens / 4; i += kGroup) {
-          fetch_bytes<16>(near + i * 4, scales + i * 4);
+        const float* const scales = kKeys ? call_.kv.key_scales : call_.kv.value_scales;
+        if (with_scales) {
+          fetch_scales(scales + call_.kv.scale_place(page, head, 0), number * Slot::kScales, full);
         }
       }
-      full.arrive_when_fetched();
+      if (!are_there(boxes_)) arrive_after_fetches(full);
       turn_.go_on();
     }
   }
 
+  __device__ void fetch_scales(const float* scales, int place, Barrier* full) {
+    if (!are_there(boxes_)) {
+      for (int i = lane_ % kGroup; i < kPageTokens / 4; i += kGroup) {
+        fetch_bytes<16>(scales_ + place + i * 4, scales + i * 4);
+      }
+    } else if (lane_ % kGroup == 0) {
+      fetch_in_bulk(scales_ + place, scales, kPageTokens * 4, full);
+    }
+  }
+
   template <bool kKeys>
-  __device__ void fetch_rows(int64_t place, int box, int first, const Span& span, char* slot) {
+  __device__ void fetch_rows(int64_t place, int k, const Span& span, char* slot) {
     constexpr int kPieces = Slot::kRow / 16;
+    const int first = Slot::token(k), begin = Slot::element(k) * Slot::kBytes;
     const char* const rows = static_cast<const char*>(kKeys ? call_.kv.keys : call_.kv.values);
     const int64_t of_token = call_.kv.of_token * Slot::kBytes;
     const int bytes = int(call_.kv.width) * Slot::kBytes;
     for (int i = lane_ % kGroup; i < kSlotTokens * kPieces; i += kGroup) {
-      const int token = i / kPieces, piece = i % kPieces, byte = box * Slot::kRow + piece * 16;
+      const int token = i / kPieces, piece = i % kPieces, byte = begin + piece * 16;
       if (first + token < span.begin || first + token >= span.end) continue;
       const char* const row = rows + place * Slot::kBytes + token * of_token;
       const bool inside = byte < bytes;
