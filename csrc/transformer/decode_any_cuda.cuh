@@ -67,8 +67,7 @@ __device__ inline float sum_of_block(float value, AnyShared& shared) {
 // Says of a row that what it has found is not a number.
 __device__ inline void spoil(const DecodeAttention& call, float* partial) {
   if (threadIdx.x > 0) return;
-  partial[padded_width(call.kv.width)] = NAN;
-  partial[padded_width(call.kv.width) + 1] = -INFINITY;
+  Powers{-INFINITY, NAN}.store(partial + padded_width(call.kv.width), 1);
 }
 
 template <class Kind>
@@ -128,10 +127,7 @@ __device__ inline void attend_row(const DecodeAttention& call, const Unit& unit,
     }
     partial[i] = value;
   }
-  if (threadIdx.x == 0) {
-    partial[padded] = sum;
-    partial[padded + 1] = largest;
-  }
+  if (threadIdx.x == 0) Powers{largest, sum}.store(partial + padded, 1);
   __syncthreads();
 }
 
@@ -157,12 +153,10 @@ __global__ void __launch_bounds__(kDecodeThreads)
     decode_any_kernel(const __grid_constant__ DecodeAttention call,
                       const __grid_constant__ Partials partials) {
   __shared__ AnyShared shared;
-  __shared__ Units units;
   wait_for_previous();
   let_next_begin();
-  units.begin(call, 1);
-  for (int i = 0; units.at(i).there; ++i) {
-    const Unit& unit = units.at(i);
+  Units units(call);
+  for (Unit unit = units.next(); unit.there; unit = units.next()) {
     find_pages(call, unit, shared);
     for (int64_t row = 0; row < unit.count * call.group; ++row) {
       float* partial = partials.at(unit.batch, call.kv.heads, unit.head, unit.index, row);
@@ -172,7 +166,6 @@ __global__ void __launch_bounds__(kDecodeThreads)
         attend_row<Kind>(call, unit, row, shared, partial);
       }
     }
-    if (threadIdx.x == 0) units.find(call, 1, i + 2);
     __syncthreads();  // the next unit has other pages
   }
 }

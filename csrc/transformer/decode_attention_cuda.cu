@@ -14,16 +14,16 @@ namespace {
 
 using cuda::kDecodeThreads;
 using cuda::Partials;
+using cuda::Powers;
 
 constexpr const char* kOp = "decode_attention";
 
-constexpr int kMergeThreads = 128, kAtATime = 16;
+constexpr int kAtATime = 16;  // chunks
 
-// A block has a row, and goes through its chunks in their order.
-__global__ void __launch_bounds__(kMergeThreads)
+// A block has a row, each thread an element of it, and goes through its chunks in their order.
+__global__ void __launch_bounds__(kLargestWidth)
     merge_kernel(const __grid_constant__ DecodeAttention call,
                  const __grid_constant__ Partials partials) {
-  __shared__ float shares[kMergeThreads], sums[kMergeThreads];
   cuda::let_next_begin();
   const int64_t index = blockIdx.x, heads = call.q.heads, width = call.kv.width;
   const int64_t of_token = cuda::quotient(index, heads), head = index - of_token * heads;
@@ -32,81 +32,45 @@ __global__ void __launch_bounds__(kMergeThreads)
   const int64_t kv_head = cuda::quotient(head, call.group);
   const int64_t row = token * call.group + head - kv_head * call.group;
   const int64_t padded = padded_width(width), step = partials.rows * partials.floats;
-  const float* const first = partials.at(batch, call.kv.heads, kv_head, 0, row);
+  const float* partial = partials.at(batch, call.kv.heads, kv_head, 0, row);
+  const int64_t element = ::min(int64_t(threadIdx.x), width - 1);
   const float sink = call.sinks == nullptr ? -INFINITY : call.sinks[head];
   const Sequence sequence = sequence_of(call.kv, call.news, batch);
-  const auto out = Pointer<Any>::to(call.out, call.q.dtype) + index * width;
-  const auto put = [&](int64_t i, float value) {
-    cuda::store<cuda::Access::single>(out + i, cuda::Floats<1>(value), 1);
+  const auto put = [&](float value, float lse) {
+    const auto out = Pointer<Any>::to(call.out, call.q.dtype) + (index * width + element);
+    if (threadIdx.x < width) cuda::store<cuda::Access::single>(out, cuda::Floats<1>(value), 1);
+    if (threadIdx.x == 0) call.lse[index] = lse;
   };
   cuda::wait_for_previous();
-  if (sequence.wrong || token >= sequence.count) {
-    const float value = sequence.wrong ? NAN : 0.0f;
-    for (int64_t i = threadIdx.x; i < width; i += kMergeThreads) put(i, value);
-    if (threadIdx.x == 0) call.lse[index] = sequence.wrong ? NAN : -INFINITY;
-    return;
-  }
-  const Chunks chunks = chunks_of(sequence, call.window);
-  const int count = int(chunks.end - chunks.first);
-  // Two columns, of which there may be none.
-  const float* const mine[2] = {first + ::min(int64_t(threadIdx.x), padded),
-                                first + ::min(int64_t(threadIdx.x) + kMergeThreads, padded)};
-  float values[2] = {}, ahead[kAtATime];
-  const auto read_ahead = [&](int begin) {
+  if (sequence.wrong) return put(NAN, NAN);
+  if (token >= sequence.count) return put(0, -INFINITY);
+  const Chunks all = chunks_of(sequence, call.window);
+  Powers powers;
+  const int count = int(all.end - all.first), done = powers.load(partial + padded);
+  float value = __ldcg(partial + element);
+  for (int i = done; i < count; i += kAtATime) {
+    Powers others[kAtATime];
+    float values[kAtATime];
 #pragma unroll
-    for (int i = 0; i < kAtATime; ++i) {
-      if (begin + i < count) ahead[i] = __ldcg(mine[0] + (begin + i) * step);
+    for (int k = 0; k < kAtATime; ++k) {
+      const float* const other = partial + ::min(i + k, count - 1) * step;
+      others[k].load(other + padded);
+      values[k] = __ldcg(other + element);
     }
-  };
-  read_ahead(0);
-  float largest = cuda::larger(-INFINITY, sink);
-  for (int i = threadIdx.x; i < count; i += kMergeThreads) {
-    largest = cuda::larger(largest, __ldcg(first + i * step + padded + 1));
-  }
-  shares[threadIdx.x] = largest;
-  __syncthreads();
-#pragma unroll 8
-  for (float each : shares) largest = cuda::larger(largest, each);
-  const float shift = cuda::shift_of_largest(largest);
-  float total = ::expf(sink - shift);
-  for (int begin = 0; begin < count; begin += kMergeThreads) {
-    const int here = ::min(count - begin, kMergeThreads);
-    __syncthreads();
-    if (int(threadIdx.x) < here) {
-      const float* const partial = first + (begin + threadIdx.x) * step + padded;
-      shares[threadIdx.x] = ::expf(__ldcg(partial + 1) - shift);
-      sums[threadIdx.x] = __ldcg(partial);
-    }
-    __syncthreads();
-    for (int from = 0; from < here; from += kAtATime) {
-      if (begin + from > 0) read_ahead(begin + from);
 #pragma unroll
-      for (int i = 0; i < kAtATime; ++i) {
-        if (from + i >= here) break;
-        total = __fmaf_rn(shares[from + i], sums[from + i], total);
-        values[0] = __fmaf_rn(shares[from + i], ahead[i], values[0]);
-      }
-      if (width <= kMergeThreads) continue;
-#pragma unroll 8
-      for (int i = 0; i < kAtATime; ++i) {
-        if (from + i >= here) break;
-        values[1] =
-            __fmaf_rn(shares[from + i], __ldcg(mine[1] + (begin + from + i) * step), values[1]);
-      }
+    for (int k = 0; k < kAtATime; ++k) {
+      if (i + k < count) value = powers.add(others[k]).of(value, values[k]);
     }
   }
-  const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    const int64_t place = threadIdx.x + k * kMergeThreads;
-    if (place < width) put(place, values[k] * inverse);
-  }
-  if (threadIdx.x == 0) call.lse[index] = ::logf(total) + shift;
+  if (call.sinks != nullptr)
+    value = powers.add({sink, sink == -INFINITY ? 0.0f : 1.0f}).of(value, 0);
+  const float inverse = powers.sum == 0.0f ? 0.0f : 1.0f / powers.sum;
+  put(value * inverse, ::logf(powers.sum) + cuda::shift_of_largest(powers.largest));
 }
-static_assert(kLargestWidth <= 2 * kMergeThreads);
 
 struct Device {
-  int processors = 0, major = 0, minor = 0, shared_bytes = 0;
+  int processors = 0, major = 0, minor = 0;
+  cuda::SharedBytes shared;
 
   Device() {
     int device = 0;
@@ -117,7 +81,9 @@ struct Device {
     read(processors, cudaDevAttrMultiProcessorCount);
     read(major, cudaDevAttrComputeCapabilityMajor);
     read(minor, cudaDevAttrComputeCapabilityMinor);
-    read(shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    read(shared.of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    read(shared.of_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    read(shared.reserved, cudaDevAttrReservedSharedMemoryPerBlock);
     if (major >= 8) return;
     throw std::runtime_error(std::string(kOp) + ": the device has compute capability " +
                              std::to_string(major) + "." + std::to_string(minor) +
@@ -125,49 +91,52 @@ struct Device {
   }
 };
 
-void launch(void (*kernel)(DecodeAttention, Partials), const Device& device, int shared_bytes,
-            int64_t parts, const DecodeAttention& call, const Partials& partials,
-            cudaStream_t stream) {
-  const int64_t units = call.news.batches * call.kv.heads * partials.chunks * parts;
+int64_t units_of(const DecodeAttention& call, const Partials& partials) {
+  return call.news.batches * call.kv.heads * partials.chunks;
+}
+
+// As many blocks as the device runs at the same time share the work.
+template <class... Parameters, class... More>
+void launch(void (*kernel)(Parameters...), const Device& device, int threads, int shared_bytes,
+            const DecodeAttention& call, const Partials& partials, cudaStream_t stream,
+            const More&... more) {
+  const int64_t units = units_of(call, partials);
   if (units > INT32_MAX) {
     throw std::runtime_error(std::string(kOp) + ": the cache has " + std::to_string(units) +
                              " chunks of slots and heads, expected at most 2^31 - 1");
   }
-  if (shared_bytes > 48 * 1024) {
-    cuda::check(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-        kOp);
-  }
+  cuda::Launch made = {1, threads, shared_bytes, 1, cuda::can_chain(kernel, kOp)};
+  cuda::allow_shared_memory(kernel, made, kOp);
   int resident = 0;
-  cuda::check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kDecodeThreads,
+  cuda::check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads,
                                                             size_t(shared_bytes)),
               kOp);
-  const int64_t blocks = std::min<int64_t>(units, int64_t(device.processors) * resident);
-  if (blocks == 0) return;
-  const bool chained = cuda::can_chain(kernel, kOp);
-  cuda::launch_kernel(kernel, {unsigned(blocks), kDecodeThreads, shared_bytes, 1, chained}, stream,
-                      kOp, call, partials);
+  made.blocks = unsigned(std::min<int64_t>(units, int64_t(device.processors) * resident));
+  if (made.blocks == 0) return;
+  cuda::launch_kernel(kernel, made, stream, kOp, call, partials, more...);
 }
 
-// Whether all of keys and values can be read 16 bytes at a time.
+// Whether all of keys, values and scales can be read 16 bytes at a time.
 bool are_aligned(const PagedKv& kv) {
   const uint64_t bytes = DSX_KV::kQuantized ? 1 : uint64_t(bytes_of(kv.dtype));
-  const uint64_t distances = uint64_t(kv.of_page | kv.of_head | kv.of_token | kv.width) * bytes;
-  const uint64_t places =
-      uint64_t(reinterpret_cast<uintptr_t>(kv.keys)) | reinterpret_cast<uintptr_t>(kv.values);
-  return (distances | places) % 16 == 0 && uint64_t(kv.of_token) * bytes <= INT32_MAX;
+  uint64_t all = uint64_t(kv.of_page | kv.of_head | kv.of_token | kv.width) * bytes;
+  for (const void* data :
+       {static_cast<const void*>(kv.keys), static_cast<const void*>(kv.values),
+        static_cast<const void*>(kv.key_scales), static_cast<const void*>(kv.value_scales)}) {
+    all |= reinterpret_cast<uintptr_t>(data);
+  }
+  return all % 16 == 0;
 }
 
-template <class T>
+template <class Q>
 void launch_mma(const Device& device, const DecodeAttention& call, const Partials& partials,
                 cudaStream_t stream) {
   const auto with_width = [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
-    const bool whole = call.kv.width == kWidth;
-    launch(whole ? cuda::decode_mma_kernel<T, DSX_KV, kWidth, true>
-                 : cuda::decode_mma_kernel<T, DSX_KV, kWidth, false>,
-           device, cuda::kMmaSharedBytes<kWidth>, ceil_div(partials.rows, cuda::kUnitRows), call,
-           partials, stream);
+    const auto boxes = cuda::boxes_of<DSX_KV, kWidth>(call.kv, device.shared,
+                                                      units_of(call, partials) / device.processors);
+    launch(cuda::decode_mma_kernel<Q, DSX_KV, kWidth>, device, cuda::kRingThreads,
+           cuda::mma_shared_bytes<DSX_KV, kWidth>(boxes.slots), call, partials, stream, boxes);
   };
   if (call.kv.width <= 64) {
     with_width(std::integral_constant<int, 64>{});
@@ -197,13 +166,14 @@ void decode_attention_cuda(const DecodeAttention& call, void* workspace, void* s
   } else if (same && call.q.dtype == Dtype::float16 && are_aligned(call.kv)) {
     launch_mma<Half>(device, call, partials, queue);
   } else {
-    launch(cuda::decode_any_kernel<DSX_KV>, device, 0, 1, call, partials, queue);
+    launch(cuda::decode_any_kernel<DSX_KV>, device, kDecodeThreads, 0, call, partials, queue);
   }
   const int64_t rows = call.news.batches * call.news.tokens * call.q.heads;
   // It reads lengths before it waits, as the kernel before it has waited for them: if there is one.
   const bool chained = partials.chunks > 0 && cuda::can_chain(merge_kernel, kOp);
-  cuda::launch_kernel(merge_kernel, {unsigned(rows), kMergeThreads, 0, 1, chained}, queue, kOp,
-                      call, partials);
+  const int threads = int(ceil_div(call.kv.width, 32) * 32);
+  cuda::launch_kernel(merge_kernel, {unsigned(rows), threads, 0, 1, chained}, queue, kOp, call,
+                      partials);
 }
 
 }  // namespace dsx

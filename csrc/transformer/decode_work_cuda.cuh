@@ -17,7 +17,8 @@ constexpr int kDecodeWarps = 4, kDecodeThreads = 32 * kDecodeWarps;
 // a / b of numbers below 2^32, in a fifth of the instructions that 64 bits take.
 __device__ inline int64_t quotient(int64_t a, int64_t b) { return uint32_t(a) / uint32_t(b); }
 
-// What is put together in the end, of a row in a chunk: its floats, then `sum` and `largest`.
+// What is put together in the end, of a row in some chunks: its floats, then `sum`, `largest`, and
+// how many chunks they are of.
 struct Partials {
   float* data;
   int64_t chunks, rows, floats;  // of a head, of a chunk, of a row
@@ -44,117 +45,174 @@ struct Partials {
   }
 };
 
-// A unit of work: for each row of the batch, its heads, for each its chunks, for each its parts,
-// which are some rows each.
+__device__ inline float shift_of_largest(float largest) {
+  return largest == -INFINITY ? 0.0f : largest;
+}
+
+__device__ inline float larger(float a, float b) { return a < b ? b : a; }  // a if b is NaN
+
+// The largest score of a row among some keys, and the sum of e^(score - that).
+struct Powers {
+  float largest, sum;
+
+  // What both are multiplied by when they are put together.
+  struct Factors {
+    float mine, others;
+    __device__ float of(float a, float b) const { return __fmaf_rn(b, others, __fmul_rn(a, mine)); }
+  };
+  // Takes in those of later keys.
+  __device__ Factors add(const Powers& others) {
+    const float both = larger(largest, others.largest), shift = shift_of_largest(both);
+    const Factors factors = {fast_exp_of_negative(largest - shift),
+                             fast_exp_of_negative(others.largest - shift)};
+    sum = factors.of(sum, others.sum);
+    largest = both;
+    return factors;
+  }
+  __device__ void store(float* place, int chunks) const {
+    *reinterpret_cast<float4*>(place) = make_float4(sum, largest, __int_as_float(chunks), 0);
+  }
+  // Returns how many chunks they are of.
+  __device__ int load(const float* place) {
+    const float4 read = __ldcg(reinterpret_cast<const float4*>(place));
+    sum = read.x, largest = read.y;
+    return __float_as_int(read.z);
+  }
+};
+
+// A unit of work: a chunk of a row of the batch, and a head of keys.
 struct Unit {
   int slot, length, count;       // as Sequence says
   int seen_begin, seen_by_last;  // the first key that the first token sees; that the last one sees
-  int batch, head, part;
+  int batch, head;
   int chunk, index;  // index counts from the first chunk that is looked at
   bool there;        // else the block has no more
-  bool same_rows;    // as those of the unit before
 
   __device__ int position(int64_t token) const { return length - count + int(token); }
+  // Whether this and the next one, if there is one, are of the same rows.
+  __device__ bool goes_on_in(const Unit& next) const {
+    return next.there && next.batch == batch && next.head == head;
+  }
 };
 
-// The units of a block, in shared memory. The host does not know how many there are.
-struct Units {
-  int left;                 // that have not been found
-  int first_chunk, chunks;  // of the row of the batch that the next one is in
-  Unit next;                // but for its chunk
-  Unit units[3];            // this one, the next, and the one after that, in turn
-
-  __device__ const Unit& at(int i) const { return units[i % 3]; }
-
-  // Finds the share of this block, and units 0 and 1 of it: every thread calls it.
-  __device__ void begin(const DecodeAttention& call, int parts) {
-    if (threadIdx.x < 32) {
-      find_share(call, parts);
-      __syncwarp();
-      if (threadIdx.x == 0) {
-        find(call, parts, 0);
-        units[0].same_rows = false;
-        find(call, parts, 1);
-      }
+// The units of a block, one by one: for each row of the batch, its heads, for each its chunks. The
+// host does not know how many there are. A whole warp has one, and calls it.
+class Units {
+ public:
+  // The share of this block. Reads through the L2 cache: what it finds may be of any time.
+  __device__ explicit Units(const DecodeAttention& call) : call_(&call) {
+    read_batches(0);
+    const int heads = int(call.kv.heads), lane = threadIdx.x % 32;
+    int total = chunks_;
+    for (int batch = lane + 32; batch < call.news.batches; batch += 32) {
+      total += int(count_of(sequence_at(batch)));
     }
-    __syncthreads();
-  }
-
-  // Finds unit number i, the one after the last one that was found: one thread calls it.
-  __device__ void find(const DecodeAttention& call, int parts, int i) {
-    Unit& unit = units[i % 3];
-    unit.there = left > 0;
-    if (!unit.there) return;
-    --left;
-    if (next.index == chunks) next.index = 0, ++next.head;
-    if (next.head == call.kv.heads) {
-      next.head = 0;
-      do enter(call, next.batch + 1);
-      while (chunks == 0);
-    }
-    unit = next;
-    unit.chunk = first_chunk + next.index;
-    unit.there = true;
-    unit.same_rows = parts == 1 && next.index > 0;
-    if (++next.part == parts) next.part = 0, ++next.index;
-  }
-
- private:
-  __device__ static int units_of(const DecodeAttention& call, int parts, int64_t batch) {
-    if (batch >= call.news.batches) return 0;
-    const Chunks chunks = chunks_of(sequence_of(call.kv, call.news, batch), call.window);
-    return int((chunks.end - chunks.first) * call.kv.heads) * parts;
-  }
-
-  __device__ void enter(const DecodeAttention& call, int to) {
-    const Sequence sequence = sequence_of(call.kv, call.news, to);
-    const Chunks all = chunks_of(sequence, call.window);
-    first_chunk = int(all.first);
-    chunks = int(all.end - all.first);
-    next.batch = to;
-    next.slot = int(sequence.slot);
-    next.length = int(sequence.length);
-    next.count = int(sequence.count);
-    next.seen_begin = int(seen_at(sequence.position(0), call.window).begin);
-    next.seen_by_last = int(seen_at(sequence.length - 1, call.window).begin);
-  }
-
-  // Blocks share the units of the whole batch; one warp calls it.
-  __device__ void find_share(const DecodeAttention& call, int parts) {
-    const int lane = threadIdx.x;
-    int total = 0;
-    for (int64_t row = lane; row < call.news.batches; row += 32) {
-      total += units_of(call, parts, row);
-    }
+#pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
       total += __shfl_xor_sync(0xffffffff, total, distance);
     }
+    total *= heads;
     const int blocks = int(gridDim.x), block = int(blockIdx.x);
     const int each = total / blocks, more = total % blocks;
     const int first = each * block + ::min(block, more);
-    if (lane == 0) left = each + (block < more);
-    if (each + (block < more) == 0) return;
-    int end = 0;
-    for (int64_t begin = 0;; begin += 32) {
-      const int mine = units_of(call, parts, begin + lane), before = end;
-      end = mine;
+    left_ = each + (block < more);
+    if (left_ == 0) return;
+    for (int before = 0;;) {
+      const int mine = chunks_ * heads;
+      int end = mine;
+#pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
         const int other = __shfl_up_sync(0xffffffff, end, distance);
         if (lane >= distance) end += other;
       }
       end += before;
-      const bool here = end - mine <= first && first < end;
-      if (here) {
-        enter(call, int(begin) + lane);
-        const int number = first - (end - mine), of_parts = number / parts;
-        next.part = number % parts;
-        next.head = of_parts / chunks;
-        next.index = of_parts % chunks;
+      const unsigned here = __ballot_sync(0xffffffff, end - mine <= first && first < end);
+      if (here != 0) {
+        const int from = __ffs(int(here)) - 1;
+        enter(base_ + from);
+        const int number = first - __shfl_sync(0xffffffff, end - mine, from);
+        next_.head = number / all_;
+        next_.index = number % all_;
+        return;
       }
-      if (__any_sync(0xffffffff, here)) return;
-      end = __shfl_sync(0xffffffff, end, 31);
+      before = __shfl_sync(0xffffffff, end, 31);
+      if (!read_batches(base_ + 32)) return;
     }
   }
+
+  // Whether it would find the same now; false if that is not easily said.
+  __device__ bool are_still_so() const {
+    if (call_->news.batches > 32) return false;
+    const int64_t batch = threadIdx.x % 32;
+    Sequence sequence = {};
+    if (batch < call_->news.batches) sequence = sequence_at(batch);
+    return __all_sync(0xffffffff, sequence.slot == slot_ && sequence.length == length_ &&
+                                      sequence.count == count_);
+  }
+
+  __device__ Unit next() {
+    next_.there = left_ > 0;
+    if (!next_.there) return next_;
+    --left_;
+    if (next_.index == all_) next_.index = 0, ++next_.head;
+    if (next_.head == call_->kv.heads) {
+      next_.head = 0;
+      do {
+        if (next_.batch + 1 == base_ + 32 && !read_batches(base_ + 32)) return no_more();
+        enter(next_.batch + 1);
+      } while (all_ == 0);
+    }
+    next_.chunk = first_chunk_ + next_.index++;
+    Unit unit = next_;
+    --unit.index;
+    return unit;
+  }
+
+ private:
+  __device__ Sequence sequence_at(int64_t batch) const {
+    const auto read = [](const int32_t* place) { return int64_t(__ldcg(place)); };
+    return sequence_of(call_->kv, call_->news, batch, read);
+  }
+  __device__ int64_t count_of(const Sequence& sequence) const {
+    const Chunks chunks = chunks_of(sequence, call_->window);
+    return chunks.end - chunks.first;
+  }
+
+  // Reads 32 rows of the batch, one in each lane; false if there are none.
+  __device__ bool read_batches(int base) {
+    base_ = base;
+    const int64_t batch = base + threadIdx.x % 32;
+    Sequence sequence = {};
+    if (batch < call_->news.batches) sequence = sequence_at(batch);
+    slot_ = int(sequence.slot), length_ = int(sequence.length), count_ = int(sequence.count);
+    const Chunks chunks = chunks_of(sequence, call_->window);
+    first_ = int(chunks.first), chunks_ = int(chunks.end - chunks.first);
+    return base < call_->news.batches;
+  }
+
+  __device__ void enter(int batch) {
+    const auto of_batch = [&](int value) { return __shfl_sync(0xffffffff, value, batch - base_); };
+    first_chunk_ = of_batch(first_);
+    all_ = of_batch(chunks_);
+    next_.batch = batch;
+    next_.slot = of_batch(slot_);
+    next_.length = of_batch(length_);
+    next_.count = of_batch(count_);
+    next_.seen_begin = int(seen_at(next_.position(0), call_->window).begin);
+    next_.seen_by_last = int(seen_at(next_.length - 1, call_->window).begin);
+  }
+
+  __device__ Unit no_more() {
+    left_ = 0;
+    next_.there = false;
+    return next_;
+  }
+
+  const DecodeAttention* call_;
+  int base_, slot_, length_, count_, first_, chunks_;  // of row base_ + lane of the batch
+  int left_;                                           // units
+  int first_chunk_, all_;  // chunks of the row of the batch that next_ is in
+  Unit next_ = {};
 };
 
 // What scores of a row become before the softmax: -inf for a key that is not seen.
@@ -178,12 +236,6 @@ struct Scoring {
     return sees(key) ? score.lanes[0] : -INFINITY;
   }
 };
-
-__device__ inline float shift_of_largest(float largest) {
-  return largest == -INFINITY ? 0.0f : largest;
-}
-
-__device__ inline float larger(float a, float b) { return a < b ? b : a; }  // a if b is NaN
 
 }  // namespace cuda
 }  // namespace dsx

@@ -72,17 +72,23 @@ struct Sequence {
   DSX_HOST_DEVICE int64_t position(int64_t token) const { return length - count + token; }
 };
 
-DSX_HOST_DEVICE inline Sequence sequence_of(const PagedKv& kv, const NewTokens& news,
-                                            int64_t batch) {
-  const int64_t slot = news.slots ? news.slots[batch] : batch;
+// Read is how a number of the batch is read.
+template <class Read>
+DSX_HOST_DEVICE inline Sequence sequence_of(const PagedKv& kv, const NewTokens& news, int64_t batch,
+                                            const Read& read) {
+  const int64_t slot = news.slots ? read(news.slots + batch) : batch;
   if (slot == -1) return {slot, 0, 0, false};
   if (slot < 0 || slot >= kv.slots) return {slot, 0, 0, true};
-  const int64_t count = news.counts ? news.counts[batch] : news.tokens;
-  const int64_t length = kv.lengths[slot];
+  const int64_t count = news.counts ? read(news.counts + batch) : news.tokens;
+  const int64_t length = read(kv.lengths + slot);
   const bool wrong =
       count < 0 || count > news.tokens || length < count || length > kv.pages_of_slot * kPageTokens;
   if (wrong) return {slot, 0, 0, true};
   return {slot, count, length, false};
+}
+DSX_HOST_DEVICE inline Sequence sequence_of(const PagedKv& kv, const NewTokens& news,
+                                            int64_t batch) {
+  return sequence_of(kv, news, batch, [](const int32_t* place) { return int64_t(*place); });
 }
 
 }  // namespace dsx

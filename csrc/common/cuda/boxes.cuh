@@ -132,9 +132,8 @@ inline bool fits_boxes(const Matrix& matrix) {
          matrix.rows > 0 && matrix.rows <= most && matrix.length <= most;
 }
 
-// How fetch_boxes reads it: so many rows by so many boxes at a time. False if the driver refuses.
-inline bool make_map(CUtensorMap& map, const Matrix& matrix, int rows, int boxes) {
-  using Encode = decltype(&cuTensorMapEncodeTiled);
+// The driver's function that makes a map; null if there is none.
+inline auto map_encoder() {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
@@ -146,8 +145,15 @@ inline bool make_map(CUtensorMap& map, const Matrix& matrix, int rows, int boxes
 #endif
   if (status != cudaSuccess || result != cudaDriverEntryPointSuccess) {
     cudaGetLastError();  // there is another way
-    return false;
+    found = nullptr;
   }
+  return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+}
+
+// How fetch_boxes reads it: so many rows by so many boxes at a time. False if the driver refuses.
+inline bool make_map(CUtensorMap& map, const Matrix& matrix, int rows, int boxes) {
+  const auto encode = map_encoder();
+  if (encode == nullptr) return false;
   const cuuint64_t line = kLineBytes / matrix.element_bytes;  // elements
   const cuuint64_t sizes[] = {line, cuuint64_t(matrix.rows), cuuint64_t(matrix.length) / line};
   const cuuint64_t pitches[] = {cuuint64_t(matrix.pitch), kLineBytes};
@@ -155,10 +161,10 @@ inline bool make_map(CUtensorMap& map, const Matrix& matrix, int rows, int boxes
   const cuuint32_t steps[] = {1, 1, 1};
   const auto type =
       matrix.element_bytes == 4 ? CU_TENSOR_MAP_DATA_TYPE_UINT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
-  return Encode(found)(&map, type, 3, const_cast<void*>(matrix.data), sizes, pitches, box, steps,
-                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode(&map, type, 3, const_cast<void*>(matrix.data), sizes, pitches, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 }  // namespace dsx::cuda
