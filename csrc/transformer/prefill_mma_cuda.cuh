@@ -20,10 +20,11 @@ struct PartOfPages {
   static constexpr int kChunks = Shape::kWidth * kElement / 16;
   static constexpr int kTokens = Shape::kThreads / kChunks;  // from one to the next
   int token, chunk, bytes;
+  bool is_wide;          // all threads have 16 bytes
   int64_t source, step;  // bytes from the first one of a page, and from one to the next
 
   __device__ PartOfPages(const PagedKv& kv, int thread)
-      : token(thread / kChunks), chunk(thread % kChunks) {
+      : token(thread / kChunks), chunk(thread % kChunks), is_wide(kv.width == Shape::kWidth) {
     const int left = int(kv.width) * kElement - chunk * 16;
     bytes = left < 0 ? 0 : left < 16 ? left : 16;
     source = token * kv.of_token * kElement + (bytes > 0 ? chunk * 16 : 0);
@@ -33,7 +34,7 @@ struct PartOfPages {
   // Begins to fetch it from a page of which so many tokens are there; what is not becomes 0.
   __device__ void fetch(const char* page, int tokens, unsigned near) const {
     const char* from = page + source;
-    if (tokens >= kPageTokens && bytes == 16) {
+    if (is_wide && tokens >= kPageTokens) {
 #pragma unroll
       for (int i = 0; i < kPageTokens / kTokens; ++i, from += step) {
         fetch_part(near + place_of(token + i * kTokens), from);
@@ -108,26 +109,18 @@ __device__ inline void meet_group() {
   }
 }
 
-// Whether it is so for any thread of a group; all of them call it.
+// Whether it is so for any thread of a group; all of them call it, and meet before they do again.
+// There is an element of `warps` for each warp of the block, in shared memory.
 template <class Shape>
-__device__ inline bool is_any_of_group(bool is_so) {
-  int result;
-  if (threadIdx.x < Shape::kThreads) {
-    asm volatile(
-        "{.reg .pred p, q; setp.ne.s32 p, %1, 0; bar.red.or.pred q, 1, %2, p; selp.s32 %0, 1, 0, "
-        "q;}"
-        : "=r"(result)
-        : "r"(int(is_so)), "n"(Shape::kThreads)
-        : "memory");
-  } else {
-    asm volatile(
-        "{.reg .pred p, q; setp.ne.s32 p, %1, 0; bar.red.or.pred q, 2, %2, p; selp.s32 %0, 1, 0, "
-        "q;}"
-        : "=r"(result)
-        : "r"(int(is_so)), "n"(Shape::kThreads)
-        : "memory");
-  }
-  return result != 0;
+__device__ inline bool is_any_of_group(bool is_so, int* warps) {
+  const bool is_any = __any_sync(0xffffffff, is_so);
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x % 32 == 0) warps[warp] = is_any;
+  meet_group<Shape>();
+  int found = 0;
+#pragma unroll
+  for (int i = 0; i < Shape::kWarps; ++i) found |= warps[warp / Shape::kWarps * Shape::kWarps + i];
+  return found != 0;
 }
 
 // The pages that a group of warps goes through: there is room for the keys of one and the values of
@@ -164,8 +157,8 @@ class PagesOfGroup {
   // Whether some values of the page are not finite; the group then meets twice, with `between` in
   // between, and after that these are 0.
   template <class Between>
-  __device__ void clear_not_finite(const Between& between) {
-    if (!is_any_of_group<Shape>(clear_mine<false>())) return;
+  __device__ void clear_not_finite(int* warps, const Between& between) {
+    if (!is_any_of_group<Shape>(clear_mine<false>(), warps)) return;
     between();
     meet_group<Shape>();
     clear_mine<true>();
@@ -275,12 +268,30 @@ __device__ inline void read_queries(const PrefillAttention& call, const StripOfR
   }
 }
 
+// Lets a warp take in a page, together with its group.
+template <bool kAll, class Shape>
+__device__ inline void take_page(PagesOfGroup<Shape>& pages, WarpRows<Shape>& warp, int number,
+                                 bool is_edge, int* warps) {
+  const auto address = [](const char* of) { return unsigned(__cvta_generic_to_shared(of)); };
+  const int first = number * kPageTokens;
+  pages.begin_keys();
+  warp.template take_keys<kAll>(first, address(pages.tile(0)));
+  pages.begin_values();
+  warp.template take_scores<kAll>(first, is_edge, pages.scales(0));
+  if (!kAll && is_edge) {  // what is not finite must not reach rows that do not see it
+    pages.clear_not_finite(warps, [&] { warp.add_not_finite(first, pages.tile(1)); });
+  }
+  warp.template take_values<kAll>(first, is_edge, address(pages.tile(1)), pages.scales(1));
+  pages.end_values();
+}
+
 // With one group of threads or two.
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads* Shape::kGroups, 1)
     prefill_mma_kernel(const __grid_constant__ PrefillAttention call) {
   extern __shared__ __align__(1024) char shared_bytes[];
   __shared__ RowScoring scoring[Shape::kRows];
+  __shared__ int found[Shape::kWarps * Shape::kGroups];
   const StripOfRows strip(call, blockIdx.x, Shape::kRows);
   const bool wrong = strip.wrong || lacks_pages(call, strip);
   const int rows = ::min(strip.rows() - strip.first_row, Shape::kRows);
@@ -289,30 +300,26 @@ __global__ void __launch_bounds__(Shape::kThreads* Shape::kGroups, 1)
   const int groups = blockDim.x / Shape::kThreads, group = threadIdx.x / Shape::kThreads;
   const int first = strip.position_of(strip.first_row);
   const int last = strip.position_of(strip.first_row + rows - 1);
-  // Keys that all rows see; pages that some rows see.
-  const int all_from = int(seen_at(last, call.window).begin), all_end = first + 1;
   const int end = last / kPageTokens + 1;
   int number = int(seen_at(first, call.window).begin) / kPageTokens;
   if (groups > 1 && number % 2 != group) ++number;
   char* const memory = shared_bytes + Shape::kQueryBytes + group * Shape::kGroupBytes;
   PagesOfGroup<Shape> pages(call, strip, memory, groups, number, end);
   read_queries<Shape>(call, strip, shared_bytes);
-  const auto address = [](const char* of) { return unsigned(__cvta_generic_to_shared(of)); };
-  WarpRows<Shape> warp(call, strip, address(shared_bytes), scoring);
+  WarpRows<Shape> warp(call, strip, unsigned(__cvta_generic_to_shared(shared_bytes)), scoring);
   __syncthreads();
   warp.keep_queries();
+  // Pages of which all rows see all.
+  const int all_from = ceil_div(seen_at(last, call.window).begin, kPageTokens);
+  const int all_end = (first + 1) / kPageTokens;
   for (; number < end; number += groups) {
-    const int from = number * kPageTokens;
-    const bool is_edge = from < all_from || from + kPageTokens > all_end;
-    pages.begin_keys();
-    warp.take_keys(from, address(pages.tile(0)));
-    pages.begin_values();
-    warp.take_scores(from, is_edge, pages.scales(0));
-    if (is_edge) {  // what is not finite must not reach rows that do not see it
-      pages.clear_not_finite([&] { warp.add_not_finite(from, pages.tile(1)); });
+    // Most pages go through a loop with no other code in it: instructions are read from memory,
+    // too.
+    for (; warp.is_plain() && number >= all_from && number < all_end; number += groups) {
+      take_page<true>(pages, warp, number, false, nullptr);
     }
-    warp.take_values(from, is_edge, address(pages.tile(1)), pages.scales(1));
-    pages.end_values();
+    const bool is_edge = number < all_from || number >= all_end;
+    if (number < end) take_page<false>(pages, warp, number, is_edge, found);
   }
   if (groups > 1) warp.merge(shared_bytes);
   if (group == 0) warp.store(strip);

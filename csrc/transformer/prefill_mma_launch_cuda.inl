@@ -13,7 +13,9 @@ using Stored = std::conditional_t<DSX_KV::kQuantized, DSX_KV, Query>;
 template <int kWidth>
 bool launch(const PrefillAttention& call, cudaStream_t stream) {
   using Shape = PrefillShape<Query, Stored, kWidth>;
-  constexpr int kStaticBytes = (Shape::kRows * int(sizeof(RowScoring)) + 1023) / 1024 * 1024;
+  constexpr int kStaticBytes =
+      (Shape::kRows * int(sizeof(RowScoring)) + Shape::kWarps * Shape::kGroups * 4 + 1023) / 1024 *
+      1024;
   const int room = attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticBytes;
   const int groups = Shape::shared_bytes(2) <= room ? 2 : 1, bytes = Shape::shared_bytes(groups);
   if (bytes > room) return false;

@@ -52,25 +52,32 @@ class WarpRows {
     }
   }
 
-  // Takes in the page whose first token is at `first`, in three steps: its keys; their scores, of
-  // which not all are seen if it is at an edge; its values. Scales are those of codes.
+  // Whether scores are products with keys, scaled: then nothing is to be done with each of them.
+  __device__ bool is_plain() const { return is_plain_; }
+
+  // Takes in the page whose first token is at `first`, in three steps: its keys; their scores; its
+  // values. Scales are those of codes. Some rows see nothing of it, or not all, if it is at an
+  // edge; with kAll it is not, and scores are plain.
+  template <bool kAll>
   __device__ void take_keys(int first, unsigned keys) {
-    if (sees_some_of(first)) multiply_keys(keys);
+    if (kAll || sees_some_of(first)) multiply_keys(keys);
   }
+  template <bool kAll>
   __device__ void take_scores(int first, bool is_edge, const float* scales) {
-    if (!sees_some_of(first)) return;
+    if (!kAll && !sees_some_of(first)) return;
     const int key = lane() % 4 * 2;  // and the next one, of 8
     if constexpr (Shape::kCodes) scale_scores(scales + key);
-    if (!is_plain_ || is_edge) shape_scores(first + key, is_edge);
+    if constexpr (!kAll) shape_scores(first + key, is_edge);
     find_largest();
   }
+  template <bool kAll>
   __device__ void take_values(int first, bool is_edge, unsigned values, const float* scales) {
-    if (!sees_some_of(first)) return;
+    if (!kAll && !sees_some_of(first)) return;
     weigh();
     if constexpr (Shape::kCodes) {
       const int key = lane() % 4 * 2;
       scale_scores(scales + key);
-      if (is_edge) leave_seen(first + key, 0);  // a scale may be NaN
+      if (!kAll && is_edge) leave_seen(first + key, 0);  // a scale may be NaN
     }
     add_values(begin_of_rows<Shape>(values));
   }
