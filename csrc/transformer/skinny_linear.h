@@ -1,5 +1,5 @@
-// residual + activation(x w^T + bias) for few rows of x, at the speed of reading w. No torch: plain
-// pointers and numbers.
+// residual + activation(x w^T + bias) for few rows of x, reading w once. No torch: plain pointers
+// and numbers.
 #pragma once
 
 #include "common/rows.h"

@@ -1,13 +1,12 @@
-// skinny_linear on CUDA. The length is cut into chunks, which are dealt in turn to 8 shares; a
-// warp adds up the products of one share for a few rows of the weight, and the sums of the shares
-// are added in their order. The blocks of a cluster have some shares each of the same rows of the
-// weight, if those rows are too few to keep all processors busy, or so that each reads only a part
-// of x. How many do, and how many rows a warp takes, makes no difference to any sum.
+// skinny_linear on CUDA. The length is cut into 4 shares, which are added in pairs; within a share
+// products are added in their order. A warp adds up some shares for 16 rows of the weight, the
+// blocks of a cluster and the groups of a block have some each; how many makes no difference to any
+// sum. What lies near is described in skinny_linear_cuda.cuh.
 #include "transformer/skinny_linear.h"
 
 #include <algorithm>
 
-#include "transformer/skinny_linear_cuda.cuh"
+#include "transformer/skinny_linear_products_cuda.cuh"
 
 namespace dsx {
 
@@ -16,330 +15,330 @@ namespace dsx {
 
 namespace {
 
-using cuda::kChunkBytes;
-using cuda::kChunkElements;
-using cuda::kPieces;
+using cuda::Barrier;
+using cuda::Geometry;
+using cuda::kBoxAlignment;
+using cuda::kMostStages;
 using cuda::kTileRows;
 using cuda::kWarp;
+using cuda::Maps;
+using cuda::WeightRows;
 
 constexpr const char* kOp = "skinny_linear";
-constexpr int kShares = 8;
-constexpr int kMostThreads = kShares * kWarp;
-constexpr int kSlots = 6;    // of a thread: a tile and a chunk each, all but one under way
-constexpr int kPadding = 4;  // floats, so that the threads of a warp store to different banks
-constexpr int64_t kAskedBytes = 2048;  // of each row of the weight, before the kernel waits
+constexpr int kCopiedAtOnce = 8 * 1024;  // bytes; less would keep the copy engine too busy
 
-// How the work is shared out; no sum depends on it.
-struct Geometry {
-  int cluster;  // blocks that have kShares / cluster shares each, of the same rows of the weight
-  int groups;   // of tiles, for each of which a block has a warp for each of its shares
-  int tiles;    // of a warp: 1, 2 or 4
+// The sums of a cluster, in shared memory: each block has those of some columns of the results,
+// [splits][rows of x][parts][columns], a split being some shares of the length. What is worked out
+// about their places comes before the products, when there is time.
+struct Sums {
+  float* all;
+  int rows, columns, pitch, splits;
 
-  int shares() const { return kShares / cluster; }
-  int threads() const { return shares() * groups * kWarp; }
-  int rows() const { return groups * tiles * kTileRows; }  // of the weight, of a cluster
+  __device__ Sums(char* shared, const SkinnyLinear& call, const Geometry& geometry)
+      : all(reinterpret_cast<float*>(shared)),
+        rows(int(call.rows)),
+        columns(geometry.columns),
+        pitch(geometry.sums_pitch),
+        splits(geometry.cluster * geometry.groups) {}
 };
 
-// Which rows of the weight a cluster has: consecutive ones, or half of them are gates and half what
-// those gate.
-struct WeightRows {
-  int64_t first;  // column of the results
-  int columns;    // results of each row of x
-
-  __device__ WeightRows(const SkinnyLinear& call, int rows, unsigned cluster)
-      : first(int64_t(cluster) * (call.gated ? rows / 2 : rows)),
-        columns(call.gated ? rows / 2 : rows) {}
-
-  // Row number i of the cluster; beyond the end of the weight, the last one again.
-  __device__ int64_t row(const SkinnyLinear& call, int i) const {
-    const bool is_up = i >= columns;
-    const int64_t column = ::min(first + (is_up ? i - columns : i), call.columns - 1);
-    return is_up ? call.columns + column : column;
-  }
-};
-
-// What a thread fetches from the weight, slot by slot.
-template <class T, int kTiles>
-class Slots {
+// Where a thread writes what its warp has of a tile beside all rows of x: to whoever finishes it.
+class Sender {
  public:
-  __device__ Slots(const SkinnyLinear& call, const WeightRows& rows, int first_row, void* shared,
-                   bool aligned)
-      : length_(call.length), aligned_(aligned), slots_(static_cast<uint4*>(shared) + threadIdx.x) {
+  __device__ Sender(const Sums& sums, const Geometry& geometry, const WeightRows& rows, int split,
+                    int first_row)
+      : cluster_(geometry.cluster), pitch_(sums.pitch) {
+    const int lane = int(threadIdx.x) % kWarp, first = lane % 4 * 2;
+    rows_ = sums.rows - first;
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int64_t row = rows.row(call, first_row + tile * kTileRows + seat_.row_of(r));
-        rows_[tile][r] = call.weight.row<T>(row).address;
-      }
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + lane / 4 + half * 8, part = row >= rows.columns;
+      const int column = row - part * rows.columns;
+      ranks_[half] = cluster_ > 1 ? column / sums.columns : 0;
+      near_[half] = sums.all + (split * sums.rows + first) * pitch_ + part * sums.columns + column -
+                    ranks_[half] * sums.columns;
     }
   }
 
-  // Begins to fetch of a tile the chunk that begins at element k, if that is in the row.
-  __device__ void fetch(int slot, int tile, int64_t k) {
+  template <int kSums>
+  __device__ void send(const float (&values)[kSums]) const {
 #pragma unroll
-    for (int p = 0; p < kPieces; ++p) {
-      const int64_t from = k + seat_.byte_of(p) / int(sizeof(T));
-      const T* row = rows_[tile][p % 2];
-      uint4* near = place(slot, p);
-      if (aligned_) {  // then the length is a multiple of 16 bytes, too
-        if (from < length_) {
-          cuda::fetch_bytes<16>(near, row + from);
-        } else {
-          *near = uint4{};
-        }
-      } else {
-        *near = from < length_ ? cuda::load_piece_singly(row, from, length_) : uint4{};
-      }
+    for (int i = 0; i < kSums; ++i) {
+      const int half = i % 4 / 2, m = i / 4 * cuda::kColumnTile + i % 2;
+      if (m >= rows_) continue;
+      cuda::write_in_cluster(near_[half] + m * pitch_, cluster_, unsigned(ranks_[half]), values[i]);
     }
-  }
-
-  __device__ void read(int slot, uint4 (&pieces)[kPieces]) const {
-#pragma unroll
-    for (int p = 0; p < kPieces; ++p) pieces[p] = *place(slot, p);
   }
 
  private:
-  __device__ uint4* place(int slot, int p) const {
-    return slots_ + (slot * kPieces + p) * int(blockDim.x);
-  }
-
-  const int64_t length_;
-  const bool aligned_;
-  const cuda::Seat seat_;
-  uint4* slots_;
-  const T* rows_[kTiles][2];
+  const int cluster_, pitch_;
+  int rows_, ranks_[2];
+  float* near_[2];
 };
 
-// Asks for the beginnings of all rows of the cluster, of which this block has every so many.
+// Not in line, as it is long, and few calls have an activation.
+__device__ __noinline__ float activated(const SkinnyLinear& call, float sum, float up) {
+  return activated_sum(call, cuda::Floats<1>(sum), cuda::Floats<1>(up)).lanes[0];
+}
+
+// Makes results of the sums of the columns that a block finishes: a thread has one column, and
+// every so many rows of x.
 template <class T>
-__device__ void ask_for_weight(const SkinnyLinear& call, const WeightRows& rows, int count,
-                               int64_t asked, int cluster) {
-  const int64_t bytes = ::min(asked, call.length * int64_t(sizeof(T)));
-  const int step = cluster * int(blockDim.x);
-  for (int i = int(threadIdx.x) * cluster + int(cuda::rank_in_cluster()); i < count; i += step) {
-    cuda::ask_for(call.weight.row<T>(rows.row(call, i)).address, uint32_t(bytes));
+class Finisher {
+ public:
+  __device__ Finisher(const SkinnyLinear& call, const WeightRows& rows, const Sums& sums, int rank)
+      : call_(call), sums_(sums), step_(int(blockDim.x) / sums.columns) {
+    first_ = int(threadIdx.x) / sums.columns;
+    const int c = int(threadIdx.x) - first_ * sums.columns;
+    column_ = rows.first + rank * sums.columns + c;
+    near_ = sums.all + first_ * sums.pitch + c;
+    out_ = call.out.even_row<T>(first_).address + column_;
+    if (first_ >= step_ || column_ >= call.columns) first_ = sums.rows;  // it has none
   }
-}
 
-// Stores what a warp has of one tile and of 8 rows of x: [row of x][row of the weight].
-template <class Sums>
-__device__ void store_sums(float* target, int row_pitch, const Sums& sums) {
-  const cuda::Seat seat;
-  float* at = target + 2 * seat.quarter * row_pitch + seat.row;
-  at[0] = sums[0];
-  at[row_pitch] = sums[1];
-  at[8] = sums[2];
-  at[row_pitch + 8] = sums[3];
-}
-
-// The total of one result, over the shares of all blocks of a cluster.
-__device__ inline float total_of(const float* sums, int64_t share_pitch, int shares, int cluster) {
-  float total = 0;
-  for (int rank = 0; rank < cluster; ++rank) {
-    for (int share = 0; share < shares; ++share) {
-      total += cuda::read_in_cluster(sums + share * share_pitch, unsigned(rank));
+  __device__ void finish() {
+    for (int m = first_; m < sums_.rows; m += step_) {
+      float result = total(near_) + element(call_.bias, 0, column_);
+      if (call_.activated) {
+        float up = 0;
+        if (call_.gated) {
+          up = total(near_ + sums_.columns) + element(call_.bias, 0, call_.columns + column_);
+        }
+        result = activated(call_, result, up);
+      }
+      *out_ = cuda::narrow<T>(result + element(call_.residual, m, column_));
+      near_ += step_ * sums_.pitch;
+      out_ += step_ * call_.out.pitch;
     }
   }
-  return total;
-}
 
-__device__ inline float element(const Rows& rows, int64_t row, int64_t i) {
-  return cuda::load<cuda::Access::single, 1>(rows.row<Any>(row) + i, 1).lanes[0];
-}
+ private:
+  // In pairs, as shares are added in a warp.
+  __device__ float total(const float* first) const {
+    static_assert(cuda::kShares == 4);
+    const int split = sums_.rows * sums_.pitch;
+    if (sums_.splits == 1) return first[0];
+    if (sums_.splits == 2) return first[0] + first[split];
+    return (first[0] + first[split]) + (first[2 * split] + first[3 * split]);
+  }
 
-// Each block of the cluster finishes every so many results.
-__device__ __noinline__ void finish(const SkinnyLinear& call, const WeightRows& rows,
-                                    const float* sums, int row_pitch, int64_t share_pitch,
-                                    int shares, int cluster) {
-  using Float = cuda::Floats<1>;
-  const int count = int(call.rows) * rows.columns;
-  const int step = cluster * int(blockDim.x);
-  for (int i = int(cuda::rank_in_cluster() * blockDim.x + threadIdx.x); i < count; i += step) {
-    const int m = i / rows.columns, c = i % rows.columns;
-    const int64_t column = rows.first + c;
-    if (column >= call.columns) continue;
-    const float* at = sums + m * row_pitch + c;
-    float sum = total_of(at, share_pitch, shares, cluster), up = 0;
-    if (call.gated) up = total_of(at + rows.columns, share_pitch, shares, cluster);
-    if (call.bias.data != nullptr) {
-      sum += element(call.bias, 0, column);
-      if (call.gated) up += element(call.bias, 0, call.columns + column);
+  __device__ static float element(const Rows& rows, int64_t row, int64_t i) {
+    return rows.data == nullptr ? 0.0f : cuda::widen(rows.row<T>(row).address[i]);
+  }
+
+  const SkinnyLinear& call_;
+  const Sums& sums_;
+  const int step_;
+  int first_;
+  int64_t column_;
+  const float* near_;
+  T* out_;
+};
+
+// What a warp that multiplies does: stage by stage, share by share.
+template <class T, int kColumnTiles>
+__device__ void multiply(cuda::Products<T, kColumnTiles>& products, const Geometry& geometry,
+                         const WeightRows& rows, const char* ring, Barrier* here, Barrier* read,
+                         float (&totals)[cuda::Products<T, kColumnTiles>::kSums]) {
+  cuda::Pairwise<cuda::Products<T, kColumnTiles>::kSums> pairwise;
+  int slot = 0, phase = 0;
+  for (int share = 0; share < geometry.group_shares; ++share) {
+    products.clear();
+    for (int left = geometry.share_lines; left > 0; left -= geometry.lines) {
+      const char* const near = ring + slot * geometry.stage_bytes;
+      cuda::wait_for(here + slot, phase);
+      for (int l = 0; l < ::min(left, geometry.lines); ++l) {
+        products.add(near, l * rows.columns * cuda::kLineBytes,
+                     l * geometry.x_rows * cuda::kLineBytes);
+      }
+      __syncwarp();
+      if (threadIdx.x % kWarp == 0) cuda::arrive(read + slot);
+      if (++slot == geometry.stages) slot = 0, phase ^= 1;
     }
-    Float result = activated_sum(call, Float(sum), Float(up));
-    if (call.residual.data != nullptr) result.lanes[0] += element(call.residual, m, column);
-    cuda::store<cuda::Access::single>(call.out.row<Any>(m) + column, result, 1);
+    products.copy_sums(totals);
+    pairwise.add(totals);
   }
 }
 
-template <class T, int kColumnTiles, int kTiles>
-__global__ void __launch_bounds__(kMostThreads, kColumnTiles > 2 ? 1 : 2)
-    skinny_linear_kernel(const __grid_constant__ SkinnyLinear call, Geometry geometry,
-                         int64_t asked, bool aligned, bool x_aligned) {
-  extern __shared__ __align__(16) uint4 shared[];
-  const int shares = kShares / geometry.cluster;
-  const int warp = int(threadIdx.x) / kWarp, group = warp / shares, share = warp % shares;
-  const int count = geometry.groups * kTiles * kTileRows;
-  const WeightRows rows(call, count, blockIdx.x / unsigned(geometry.cluster));
+template <class T, int kColumnTiles>
+__global__ void __launch_bounds__(cuda::kMostThreads, kColumnTiles > 2 ? 1 : 2)
+    skinny_linear_kernel(const __grid_constant__ SkinnyLinear call,
+                         const __grid_constant__ Geometry geometry,
+                         const __grid_constant__ Maps maps) {
+  extern __shared__ __align__(16) char shared[];
+  __shared__ Barrier here[kMostStages], read[kMostStages];
+  char* const ring = reinterpret_cast<char*>(
+      ceil_div(reinterpret_cast<uintptr_t>(shared), uintptr_t(kBoxAlignment)) * kBoxAlignment);
+  const int rank = geometry.cluster > 1 ? int(cuda::rank_in_cluster()) : 0;
+  const int warp = int(threadIdx.x) / kWarp, multiplying = geometry.groups * geometry.tiles;
+  const WeightRows rows(call, geometry);
 
   cuda::let_next_begin();
-  if (aligned && asked > 0) {
-    ask_for_weight<T>(call, rows, count, asked, geometry.cluster);
-  }
-  cuda::wait_for_previous();
-
-  // Chunk number i of this warp begins at element first + i * stride.
-  const int64_t stride = kShares * kChunkElements<T>;
-  const int64_t first = (int64_t(cuda::rank_in_cluster()) * shares + share) * kChunkElements<T>;
-  const int64_t chunks = first < call.length ? ceil_div(call.length - first, stride) : 0;
-  Slots<T, kTiles> slots(call, rows, group * kTiles * kTileRows, shared, aligned);
-  cuda::Products<T, kColumnTiles, kTiles> products(call, x_aligned);
-#pragma unroll
-  for (int s = 0; s < kSlots - 1; ++s) {
-    if (s / kTiles < chunks) slots.fetch(s, s % kTiles, first + s / kTiles * stride);
-    cuda::end_fetches();
-  }
-  products.load_ahead(first);
-  int slot = 0;
-  for (int64_t i = 0; i < chunks; ++i) {
-    const int64_t k = first + i * stride;
-    products.begin(k);
-    products.load_ahead(k + stride);
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      constexpr int kAhead = kSlots - 1;
-      cuda::wait_for_fetches<kSlots - 2>();
-      uint4 pieces[kPieces];
-      slots.read(slot, pieces);
-      // The slot before this one has been read, and multiplied with.
-      const int free = slot == 0 ? kAhead : slot - 1;
-      const int later = (tile + kAhead) / kTiles;  // chunks
-      if (i + later < chunks) slots.fetch(free, (tile + kAhead) % kTiles, k + later * stride);
-      cuda::end_fetches();
-      products.add(tile, pieces);
-      slot = slot + 1 == kSlots ? 0 : slot + 1;
+  if (threadIdx.x == 0) {
+    for (int slot = 0; slot < geometry.stages; ++slot) {
+      cuda::begin_barrier(here + slot, cuda::Copies<T>::arrivals(geometry));
+      cuda::begin_barrier(read + slot, multiplying);
     }
+    cuda::show_barriers();
   }
+  __syncthreads();
 
-  cuda::wait_for_fetches<0>();
-  __syncthreads();  // the slots are no longer needed
-  float* sums = reinterpret_cast<float*>(shared);
-  const int row_pitch = count + kPadding;
-  const int64_t share_pitch = kColumnTiles * cuda::kColumnTile * int64_t(row_pitch);
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-    for (int j = 0; j < kColumnTiles; ++j) {
-      float* target = sums + share * share_pitch + j * cuda::kColumnTile * row_pitch +
-                      (group * kTiles + tile) * kTileRows;
-      store_sums(target, row_pitch, products.sums(tile, j));
+  const int group = warp / geometry.tiles, first_row = warp % geometry.tiles * kTileRows;
+  const Sums sums(ring, call, geometry);
+  Finisher<T> finisher(call, rows, sums, rank);
+  if (warp == multiplying) {
+    const cuda::Copies<T> copies(call, geometry, maps, rows, ring, here);
+    copies.ask_ahead(rank);
+    cuda::wait_for_previous();
+    int slot = 0, phase = 1;  // what has not begun counts as phase 1 that has ended
+    for (int share = 0; share < geometry.group_shares; ++share) {
+      for (int stage = 0; stage < geometry.share_stages; ++stage) {
+        cuda::wait_for(read + slot, phase);
+        copies.begin(rank, share, stage, slot);
+        if (++slot == geometry.stages) slot = 0, phase ^= 1;
+      }
     }
+    cuda::meet_after_reading(geometry.cluster);
+  } else {
+    const Sender sender(sums, geometry, rows, rank * geometry.groups + group, first_row);
+    cuda::Products<T, kColumnTiles> products(call, geometry, rows, first_row);
+    float totals[cuda::Products<T, kColumnTiles>::kSums];
+    multiply(products, geometry, rows, ring + group * geometry.group_bytes, here, read, totals);
+    cuda::wait_for_previous();
+    cuda::meet_after_reading(geometry.cluster);  // the ring is no longer needed, in any block
+    sender.send(totals);
   }
   cuda::meet_in_cluster(geometry.cluster);
-  finish(call, rows, sums, row_pitch, share_pitch, shares, geometry.cluster);
-  if (geometry.cluster > 1) cuda::meet_in_cluster(geometry.cluster);  // others still read
+  finisher.finish();
 }
 
-// How many tiles a warp may have, so that its sums fit into registers.
-template <class T, int kColumnTiles>
-constexpr int kMostTiles = std::is_same_v<T, float> ? 1
-                           : kColumnTiles > 2       ? 2
-                                                    : 4;
+struct Device {
+  int processors = 0, shared_bytes = 0;
 
-// As many tiles for a warp as leave a block for almost every processor; if even one tile leaves too
-// few, blocks share rows. Many rows of x are read by a warp for each group of tiles: where shares
-// are spread over a cluster, warps of a block read the same part.
-Geometry geometry_of(const SkinnyLinear& call, int most_tiles, int64_t processors, bool clusters) {
+  Device() {
+    int device = 0, major = 0, minor = 0;
+    cuda::check(cudaGetDevice(&device), kOp);
+    const auto read = [&](int& value, cudaDeviceAttr attribute) {
+      cuda::check(cudaDeviceGetAttribute(&value, attribute, device), kOp);
+    };
+    read(major, cudaDevAttrComputeCapabilityMajor);
+    read(minor, cudaDevAttrComputeCapabilityMinor);
+    read(processors, cudaDevAttrMultiProcessorCount);
+    read(shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    if (major >= 8) return;
+    throw std::runtime_error(std::string(kOp) + ": the device has compute capability " +
+                             std::to_string(major) + "." + std::to_string(minor) +
+                             ", expected 8.0 or newer");
+  }
+};
+
+// Blocks of a launch, whose clusters have so many tiles each.
+int64_t blocks_of(int64_t tiles, int of_cluster, int cluster) {
+  return ceil_div(tiles, int64_t(of_cluster)) * cluster;
+}
+
+// How many tiles make for the least work of the busiest processor.
+int tiles_of_cluster(int64_t tiles, int most, int cluster, int processors) {
+  int best = 1;
+  int64_t least = INT64_MAX;
+  for (int each = 1; each <= most; ++each) {
+    const int64_t work = each * ceil_div(blocks_of(tiles, each, cluster), int64_t(processors));
+    if (work <= least) least = work, best = each;
+  }
+  return best;
+}
+
+// So many warps for each row of the weight that processors are busy. They are in one block unless
+// that would leave most processors without any, or each block with few rows beside many of x.
+Geometry geometry_of(const SkinnyLinear& call, const Device& device, int line_elements,
+                     bool chained) {
+  Geometry geometry = {};
   const int64_t tiles = ceil_div(call.columns * (call.gated ? 2 : 1), kTileRows);
-  Geometry geometry{1, 1, 1};
-  const auto keeps_busy = [&](int64_t blocks) { return 10 * blocks >= 9 * processors; };
-  while (geometry.tiles < most_tiles && keeps_busy(ceil_div(tiles, 2 * geometry.tiles))) {
-    geometry.tiles *= 2;
-  }
-  if (!clusters) return geometry;
-  if (geometry.tiles > 1 && call.rows > 16) {
-    geometry.cluster = geometry.groups = 4;
-  }
-  while (geometry.cluster < kShares && 2 * tiles * geometry.cluster <= processors) {
+  const auto are_few = [&](int64_t blocks) { return 10 * blocks < 9 * device.processors; };
+  int split = 1;
+  while (split < cuda::kShares && are_few(tiles * split / 4)) split *= 2;
+  geometry.cluster = chained && call.rows > 16 && split == cuda::kShares ? 2 : 1;
+  while (chained && geometry.cluster < split && are_few(3 * tiles * geometry.cluster)) {
     geometry.cluster *= 2;
   }
+  geometry.groups = split / geometry.cluster;
+  geometry.tiles = tiles_of_cluster(tiles, cuda::kMostWarps / geometry.groups, geometry.cluster,
+                                    device.processors);
+  geometry.columns = geometry.rows() / (call.gated ? 2 : 1) / geometry.cluster;
+  // So that the rows of x that the threads of a warp have are in different banks.
+  geometry.sums_pitch = int(ceil_div(geometry.rows() / geometry.cluster, 16)) * 16 + 4;
+  geometry.x_rows = int(ceil_div(call.rows, int64_t(cuda::kColumnTile))) * cuda::kColumnTile;
+  geometry.share_lines =
+      int(ceil_div(ceil_div(call.length, int64_t(line_elements)), int64_t(cuda::kShares)));
+  int lines = call.rows > 16 ? 2 : 1;
+  while (geometry.rows() * lines * cuda::kLineBytes < kCopiedAtOnce) lines *= 2;
+  while (geometry.share_lines % lines != 0) lines /= 2;
+  geometry.set_lines(lines);
   return geometry;
 }
 
-template <class T, int kColumnTiles, int kTiles>
-void launch(const SkinnyLinear& call, const Geometry& geometry, int64_t asked, bool chained,
-            cudaStream_t stream) {
-  const int64_t slots = int64_t(geometry.threads()) * kSlots * kPieces * 16;
-  const int64_t sums = int64_t(geometry.shares()) * kColumnTiles * cuda::kColumnTile *
-                       (geometry.rows() + kPadding) * int64_t(sizeof(float));
-  const int64_t columns = geometry.rows() / (call.gated ? 2 : 1);  // of a cluster
-  const int64_t blocks = ceil_div(call.columns, columns) * geometry.cluster;
-  const bool aligned = cuda::all_aligned({call.weight}) && call.length * sizeof(T) % 16 == 0;
-  const bool x_aligned = cuda::all_aligned({call.x});
-  const cuda::Launch how{unsigned(blocks), geometry.threads(), std::max(slots, sums),
-                         geometry.cluster, chained};
-  cuda::launch_kernel(&skinny_linear_kernel<T, kColumnTiles, kTiles>, how, stream, kOp, call,
-                      geometry, asked, aligned, x_aligned);
+// As many stages as fit beside another block, if there is one.
+void set_stages(Geometry& geometry, const Device& device, int64_t blocks) {
+  const int room = device.shared_bytes - kBoxAlignment - 1024;  // for the barriers
+  while (geometry.lines > 1 && 3 * geometry.stage_bytes > room) {
+    geometry.set_lines(geometry.lines / 2);
+  }
+  const bool beside = blocks > device.processors && geometry.x_rows <= 16;  // see launch bounds
+  const int budget = beside ? room / 2 - 1024 : room;
+  const int fitting = std::clamp(budget / geometry.stage_bytes, 1, kMostStages);
+  const int all = geometry.share_stages * geometry.group_shares;
+  geometry.stages = std::clamp(all, 1, fitting);
+  geometry.asked = std::min(geometry.share_stages, all / 16);
 }
 
 template <class T, int kColumnTiles>
-void launch_tiles(const SkinnyLinear& call, const Geometry& geometry, int64_t asked, bool chained,
-                  cudaStream_t stream) {
-  constexpr int kMost = kMostTiles<T, kColumnTiles>;
-  if constexpr (kMost >= 4) {
-    if (geometry.tiles == 4) {
-      return launch<T, kColumnTiles, 4>(call, geometry, asked, chained, stream);
-    }
-  }
-  if constexpr (kMost >= 2) {
-    if (geometry.tiles == 2) {
-      return launch<T, kColumnTiles, 2>(call, geometry, asked, chained, stream);
-    }
-  }
-  launch<T, kColumnTiles, 1>(call, geometry, asked, chained, stream);
-}
+void launch(const SkinnyLinear& call, const Device& device, cudaStream_t stream) {
+  const auto kernel = &skinny_linear_kernel<T, kColumnTiles>;
+  const bool chained = cuda::can_chain(kernel, kOp);
+  Geometry geometry = geometry_of(call, device, cuda::kLineElements<T>, chained);
+  const int columns = geometry.columns * geometry.cluster;
+  const int64_t blocks = ceil_div(call.columns, int64_t(columns)) * geometry.cluster;
+  set_stages(geometry, device, blocks);
 
-// Calls body with the storage type and the number of groups of 8 rows of x that the code is for.
-template <class Body>
-void with_kind(const SkinnyLinear& call, const Body& body) {
-  const auto choose = [&](auto storage) {
-    if (call.rows <= 8) return body(storage, std::integral_constant<int, 1>{});
-    if (call.rows <= 16) return body(storage, std::integral_constant<int, 2>{});
-    body(storage, std::integral_constant<int, 8>{});
+  const auto matrix_of = [&](const Rows& rows, int64_t count) {
+    const int64_t pitch = count > 1 ? rows.pitch : call.length;
+    return cuda::Matrix{rows.data, count, call.length, pitch * int64_t(sizeof(T)), int(sizeof(T))};
   };
-  if (call.x.dtype == Dtype::float32) return choose(float{});
-  choose(cuda::Narrow{});
+  const cuda::Matrix weight = matrix_of(call.weight, call.columns * (call.gated ? 2 : 1));
+  const cuda::Matrix x = matrix_of(call.x, call.rows);
+  Maps maps = {};
+  geometry.by_engine = chained && call.x.group == 0 && cuda::fits_boxes(weight) &&
+                       cuda::fits_boxes(x) &&
+                       cuda::make_map(maps.weight, weight, columns, geometry.lines) &&
+                       cuda::make_map(maps.x, x, geometry.x_rows, geometry.lines);
+  geometry.weight_aligned = cuda::all_aligned({call.weight});
+  geometry.x_aligned = cuda::all_aligned({call.x});
+
+  const int64_t sums = int64_t(geometry.cluster * geometry.groups) * call.rows *
+                       geometry.sums_pitch * int64_t(sizeof(float));
+  const int64_t ring = int64_t(geometry.stages) * geometry.stage_bytes;
+  const cuda::Launch how{unsigned(blocks), geometry.threads(), std::max(ring, sums) + kBoxAlignment,
+                         geometry.cluster, chained};
+  cuda::launch_kernel(kernel, how, stream, kOp, call, geometry, maps);
 }
 
-int attribute_of(cudaDeviceAttr attribute, int device) {
-  int value = 0;
-  cuda::check(cudaDeviceGetAttribute(&value, attribute, device), kOp);
-  return value;
-}
-
-void check_capability(int device) {
-  const int major = attribute_of(cudaDevAttrComputeCapabilityMajor, device);
-  if (major >= 8) return;
-  const int minor = attribute_of(cudaDevAttrComputeCapabilityMinor, device);
-  throw std::runtime_error(std::string(kOp) + ": device has compute capability " +
-                           std::to_string(major) + "." + std::to_string(minor) +
-                           ", expected 8.0 or newer");
+// Calls body with the number of groups of 8 rows of x that the code is for.
+template <class Body>
+void with_column_tiles(int64_t rows, const Body& body) {
+  if (rows <= 8) return body(std::integral_constant<int, 1>{});
+  if (rows <= 16) return body(std::integral_constant<int, 2>{});
+  if (rows <= 32) return body(std::integral_constant<int, 4>{});
+  body(std::integral_constant<int, 8>{});
 }
 
 }  // namespace
 
 void skinny_linear_cuda(const SkinnyLinear& call, void* stream) {
-  int device = 0;
-  cuda::check(cudaGetDevice(&device), kOp);
-  check_capability(device);
-  const int processors = attribute_of(cudaDevAttrMultiProcessorCount, device);
-  with_kind(call, [&](auto storage, auto column_tiles) {
-    using T = decltype(storage);
-    constexpr int kColumnTiles = decltype(column_tiles)::value;
-    const bool chained = cuda::can_chain(&skinny_linear_kernel<T, kColumnTiles, 1>, kOp);
-    const Geometry geometry = geometry_of(call, kMostTiles<T, kColumnTiles>, processors, chained);
-    launch_tiles<T, kColumnTiles>(call, geometry, chained ? kAskedBytes : 0, chained,
-                                  cudaStream_t(stream));
+  const Device device;
+  with_storage_type(call.x.dtype, [&](auto storage) {
+    with_column_tiles(call.rows, [&](auto tiles) {
+      launch<decltype(storage), decltype(tiles)::value>(call, device, cudaStream_t(stream));
+    });
   });
 }
 

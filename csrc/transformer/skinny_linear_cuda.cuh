@@ -1,234 +1,214 @@
-// The products of skinny_linear on CUDA, of a warp: 16 rows of the weight, a tile, beside all rows
-// of x, one chunk of the length at a time.
+// skinny_linear on CUDA: where a block has what of the weight and of x, and how that comes near.
 //
-// Each thread fetches from the weight what it will itself multiply, so that nobody waits for
-// anybody else: of a tile, 16 bytes of four places of a chunk. A chunk is 128 bytes of a row. Which
-// elements of it a thread has is the order that the tensor cores take the rows of x in, too.
+// The length is cut into shares, which are lines of 128 bytes of each row. Stage by stage a block
+// has the next lines of some shares near, of rows of the weight and of all rows of x, while those
+// of the stages after it are on their way.
 #pragma once
 
+#include "common/cuda/boxes.cuh"
 #include "common/cuda/chain.cuh"
-#include "common/cuda/fetch.cuh"
 #include "common/cuda/rows.cuh"
+#include "transformer/mma_cuda.cuh"
 #include "transformer/skinny_linear.h"
 
 namespace dsx::cuda {
 
-constexpr int kTileRows = 16;   // of the weight
-constexpr int kColumnTile = 8;  // rows of x, which are columns to the tensor cores
-constexpr int kPieces = 4;      // of 16 bytes, that a thread has of a tile and a chunk
-constexpr int kChunkBytes = 128;
-template <class T>
-constexpr int kChunkElements = kChunkBytes / int(sizeof(T));
+constexpr int kShares = 4, kLevels = 2;  // of the length; 2^kLevels of them
+constexpr int kTileRows = 16;            // of the weight, that a warp multiplies with
+constexpr int kColumnTile = 8;           // rows of x, which are columns to the tensor cores
+constexpr int kMostWarps = 7;            // that multiply; one more copies
+constexpr int kMostThreads = (kMostWarps + 1) * kWarp;
+constexpr int kMostStages = 12;
+static_assert(kShares == 1 << kLevels);
 
-// Where a thread is in the layout of the tensor cores: `row` and row + 8 of a tile; of each half of
-// a chunk, 16 bytes from number 16 * quarter on.
-struct Seat {
-  int row, quarter;
-  __device__ Seat() : row(int(threadIdx.x) % kWarp / 4), quarter(int(threadIdx.x) % 4) {}
-  // Of piece number p: two rows of the first half of the chunk, then of the second.
-  __device__ int row_of(int p) const { return row + p % 2 * 8; }
-  __device__ int byte_of(int p) const { return p / 2 * (kChunkBytes / 2) + quarter * 16; }
+template <class T>
+constexpr int kLineElements = kLineBytes / int(sizeof(T));
+
+// How the work is shared out. No sum depends on it.
+struct Geometry {
+  int cluster;      // blocks that have the same rows of the weight, and as many shares each
+  int groups;       // of warps of a block, which have as many of its shares each
+  int tiles;        // of rows of the weight: warps of a group
+  int lines;        // of a share in a stage
+  int share_lines;  // of a share; of the last ones there may be fewer in the rows
+  int x_rows;       // near: those of x, and more to a multiple of 8
+  int stages;       // that are near, or on their way
+  int columns;      // of the results, that a block finishes
+  int sums_pitch;   // floats, from one row of x to the next in the sums of these columns
+  int asked;        // stages of the first share to ask for before the kernel may read
+  bool by_engine;   // lines come near as boxes
+  bool weight_aligned, x_aligned;  // to 16 bytes, if not by_engine
+  // What follows from these, as divisions take long. Bytes are those of a stage.
+  int group_shares, share_stages;
+  int x_place, group_bytes, stage_bytes;  // a group has its rows of the weight, then those of x
+
+  DSX_HOST_DEVICE int rows() const { return tiles * kTileRows; }
+  DSX_HOST_DEVICE int threads() const { return (groups * tiles + 1) * kWarp; }
+
+  void set_lines(int count) {
+    lines = count;
+    group_shares = kShares / (cluster * groups);
+    share_stages = int(ceil_div(share_lines, lines));
+    x_place = rows() * lines * kLineBytes;
+    group_bytes = x_place + x_rows * lines * kLineBytes;
+    stage_bytes = group_bytes * groups;
+  }
 };
 
-// Elements of 16 bits, whichever of both kinds they are: only the tensor cores want to know.
-using Narrow = uint16_t;
-
-// 16 bytes of elements from number k on, one by one, with zeros beyond the end of the row.
-template <class T>
-__device__ __noinline__ uint4 load_piece_singly(const T* row, int64_t k, int64_t length) {
-  constexpr int kCount = 16 / int(sizeof(T));
-  Elements<T, kCount> elements{};
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    if (k + i < length) elements.lanes[i] = row[k + i];
-  }
-  uint4 piece;
-  memcpy(&piece, &elements, sizeof(piece));
-  return piece;
-}
-template <class T>
-__device__ inline uint4 load_piece(const T* row, int64_t k, int64_t length, bool aligned) {
-  if (aligned && k + 16 / int(sizeof(T)) <= length) return *reinterpret_cast<const uint4*>(row + k);
-  return load_piece_singly(row, k, length);
-}
-
-// Adds 16 products to each of 16 x 8 sums.
-__device__ inline void multiply_tile(float (&sums)[4], bool is_bfloat16, uint32_t a0, uint32_t a1,
-                                     uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-#if __CUDA_ARCH__ >= 800
-#define DSX_MULTIPLY(type)                                                  \
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type       \
-               ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
-               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) \
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
-  if (is_bfloat16) {
-    DSX_MULTIPLY("bf16");
-  } else {
-    DSX_MULTIPLY("f16");
-  }
-#undef DSX_MULTIPLY
-#endif
-}
-
-// The sums of a warp, of kTiles tiles beside kColumnTiles times 8 rows of x: by the tensor cores,
-// each of whose sums is that of its row and its column whatever the others are.
-template <class T, int kColumnTiles, int kTiles>
-class Products;
-
-template <int kColumnTiles, int kTiles>
-class Products<Narrow, kColumnTiles, kTiles> {
- public:
-  __device__ Products(const SkinnyLinear& call, bool aligned) : call_(call), aligned_(aligned) {
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int j = 0; j < kColumnTiles; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums_[tile][j][i] = 0;
-      }
-    }
-  }
-
-  // Loads of x what the chunk needs that begins at element k, or at least asks for it.
-  __device__ void load_ahead(int64_t k) {
-    if constexpr (kAhead) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) load_half(next_[half], k, half);
-    }
-  }
-
-  // Goes on to that chunk.
-  __device__ void begin(int64_t k) {
-    if constexpr (kAhead) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int j = 0; j < kColumnTiles; ++j) now_[half][j] = next_[half][j];
-      }
-    } else {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) load_half(now_[half], k, half);
-    }
-  }
-
-  __device__ void add(int tile, const uint4 (&pieces)[kPieces]) {
-    if (call_.x.dtype == Dtype::bfloat16) {
-      add_of<true>(tile, pieces);
-    } else {
-      add_of<false>(tile, pieces);
-    }
-  }
-
-  // Of the thread's row and of row + 8, beside columns 2 * quarter and one more: in this order the
-  // first row's two, then the second's.
-  __device__ const float (&sums(int tile, int j))[4] { return sums_[tile][j]; }
-
- private:
-  static constexpr bool kAhead = kColumnTiles <= 2;
-
-  template <bool kBFloat16>
-  __device__ void add_of(int tile, const uint4 (&pieces)[kPieces]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint4 &a = pieces[2 * half], &b = pieces[2 * half + 1];
-#pragma unroll
-      for (int j = 0; j < kColumnTiles; ++j) {
-        if (j * kColumnTile >= call_.rows) continue;
-        const uint4& x = now_[half][j];
-        multiply_tile(sums_[tile][j], kBFloat16, a.x, b.x, a.y, b.y, x.x, x.y);
-        multiply_tile(sums_[tile][j], kBFloat16, a.z, b.z, a.w, b.w, x.z, x.w);
-      }
-    }
-  }
-
-  __device__ void load_half(uint4 (&factors)[kColumnTiles], int64_t k, int half) {
-    const int64_t from = k + seat_.byte_of(2 * half) / int(sizeof(Narrow));
-#pragma unroll
-    for (int j = 0; j < kColumnTiles; ++j) {
-      const int row = j * kColumnTile + seat_.row;
-      factors[j] = uint4{};
-      if (row < call_.rows && from < call_.length) {
-        factors[j] = load_piece(call_.x.row<Narrow>(row).address, from, call_.length, aligned_);
-      }
-    }
-  }
-
-  const SkinnyLinear& call_;
-  const bool aligned_;
-  const Seat seat_;
-  float sums_[kTiles][kColumnTiles][4];
-  uint4 now_[2][kColumnTiles];
-  uint4 next_[kAhead ? 2 : 1][kAhead ? kColumnTiles : 1];
+struct Maps {
+  CUtensorMap weight, x;
 };
 
-// The same of floats, which the tensor cores would round: each thread has a quarter of each
-// product's terms, in the order of the length, and quarters are added in the end.
-template <int kColumnTiles, int kTiles>
-class Products<float, kColumnTiles, kTiles> {
+// Which rows of the weight the blocks of a cluster have: consecutive ones, or in a first part gates
+// and in a second one what those gate.
+struct WeightRows {
+  int parts, columns;  // results of each row of x, which are the rows of a part
+  int64_t first;       // of the columns
+
+  __device__ WeightRows(const SkinnyLinear& call, const Geometry& geometry)
+      : parts(call.gated ? 2 : 1),
+        columns(geometry.rows() / parts),
+        first(int64_t(blockIdx.x / unsigned(geometry.cluster)) * columns) {}
+
+  // Where a part begins in the weight.
+  __device__ int64_t begin(const SkinnyLinear& call, int part) const {
+    return part * call.columns + first;
+  }
+  // Row number i of the cluster; beyond the end of the part, its last one again.
+  __device__ int64_t row(const SkinnyLinear& call, int i) const {
+    const int part = i >= columns;
+    return ::min(begin(call, part) + i - part * columns, (part + 1) * call.columns - 1);
+  }
+  // Which line of its group row i has; those of the same row are `columns` further each.
+  __device__ int line(const Geometry& geometry, int i) const {
+    const int part = i >= columns;
+    return part * geometry.lines * columns + i - part * columns;
+  }
+};
+
+// Copies by one warp of what a stage has: all of its threads call it.
+template <class T>
+class Copies {
  public:
-  __device__ Products(const SkinnyLinear& call, bool aligned) : call_(call), aligned_(aligned) {
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int m = 0; m < kColumns; ++m) sums_[tile][0][m] = sums_[tile][1][m] = 0;
-    }
+  __device__ Copies(const SkinnyLinear& call, const Geometry& geometry, const Maps& maps,
+                    const WeightRows& rows, char* ring, Barrier* here)
+      : call_(call), geometry_(geometry), maps_(maps), rows_(rows), ring_(ring), here_(here) {}
+
+  // How many arrive at the barrier of a stage.
+  __device__ static int arrivals(const Geometry& geometry) {
+    return geometry.by_engine ? 1 : 2 * kWarp;
   }
 
-  __device__ void load_ahead(int64_t /*k*/) {}
-  __device__ void begin(int64_t k) { k_ = k; }
-
-  __device__ void add(int tile, const uint4 (&pieces)[kPieces]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t from = k_ + seat_.byte_of(2 * half) / int(sizeof(float));
-#pragma unroll
-      for (int m = 0; m < kColumns; ++m) {
-        if (m >= call_.rows) continue;
-        uint4 x{};
-        if (from < call_.length) {
-          x = load_piece(call_.x.row<float>(m).address, from, call_.length, aligned_);
-        }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const uint4& w = pieces[2 * half + r];
-          float& sum = sums_[tile][r][m];
-          sum = __fmaf_rn(dsx::float_of(w.x), dsx::float_of(x.x), sum);
-          sum = __fmaf_rn(dsx::float_of(w.y), dsx::float_of(x.y), sum);
-          sum = __fmaf_rn(dsx::float_of(w.z), dsx::float_of(x.z), sum);
-          sum = __fmaf_rn(dsx::float_of(w.w), dsx::float_of(x.w), sum);
+  // What may be done before anything may be read.
+  __device__ void ask_ahead(int rank) const {
+    if (!geometry_.by_engine || threadIdx.x % kWarp != 0) return;
+    ask_for_map(maps_.weight);
+    ask_for_map(maps_.x);
+    for (int stage = 0; stage < geometry_.asked; ++stage) {
+      for (int group = 0; group < geometry_.groups; ++group) {
+        for (int part = 0; part < rows_.parts; ++part) {
+          ask_for_boxes(maps_.weight, int(rows_.begin(call_, part)), line(rank, group, 0, stage));
         }
       }
     }
   }
 
-  // As above. All threads of the warp call it together.
-  struct Four {
-    float of[4];
-    __device__ float operator[](int i) const { return of[i]; }
-  };
-  __device__ Four sums(int tile, int j) {
-    Four four{};
-#pragma unroll
-    for (int c = 0; c < kColumnTile; ++c) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float sum = sums_[tile][r][j * kColumnTile + c];
-        sum += __shfl_xor_sync(0xffffffff, sum, 1);
-        sum += __shfl_xor_sync(0xffffffff, sum, 2);
-        if (c / 2 == seat_.quarter) four.of[2 * r + c % 2] = sum;
+  // Begins to copy a stage of the share that all groups are at, to place `slot`.
+  __device__ void begin(int rank, int share, int stage, int slot) const {
+    Barrier* const barrier = here_ + slot;
+    char* near = ring_ + slot * geometry_.stage_bytes;
+    if (!geometry_.by_engine) {
+      const int count = ::min(geometry_.lines, geometry_.share_lines - stage * geometry_.lines);
+      for (int group = 0; group < geometry_.groups; ++group) {
+        copy_lines(line(rank, group, share, stage), count, near + group * geometry_.group_bytes);
+      }
+      arrive_after_fetches(barrier);
+      arrive(barrier);
+    } else if (threadIdx.x % kWarp == 0) {
+      arrive_expecting(barrier, geometry_.stage_bytes);
+      for (int group = 0; group < geometry_.groups; ++group) {
+        const int from = line(rank, group, share, stage);
+        fetch_boxes(near, maps_.weight, int(rows_.begin(call_, 0)), from, barrier);
+        if (rows_.parts > 1) {
+          fetch_boxes(near + geometry_.x_place / 2, maps_.weight, int(rows_.begin(call_, 1)), from,
+                      barrier);
+        }
+        fetch_boxes(near + geometry_.x_place, maps_.x, 0, from, barrier);
+        near += geometry_.group_bytes;
       }
     }
-    return four;
   }
 
  private:
-  static constexpr int kColumns = kColumnTiles * kColumnTile;
+  // The first one of a stage, in the rows.
+  __device__ int line(int rank, int group, int share, int stage) const {
+    const int number = (rank * geometry_.groups + group) * geometry_.group_shares + share;
+    return number * geometry_.share_lines + stage * geometry_.lines;
+  }
+
+  __device__ void copy_lines(int from, int count, char* near) const {
+    const int lane = threadIdx.x % kWarp;
+    for (int l = 0; l < count; ++l) {
+      const int64_t k = int64_t(from + l) * kLineElements<T>;
+      for (int i = lane; i < geometry_.rows() * kUnitsOfLine; i += kWarp) {
+        const int row = i / kUnitsOfLine, at = rows_.line(geometry_, row) + l * rows_.columns;
+        copy_unit(near + place_in_box(at, i % kUnitsOfLine),
+                  call_.weight.row<T>(rows_.row(call_, row)).address, k, i % kUnitsOfLine,
+                  geometry_.weight_aligned);
+      }
+      for (int i = lane; i < int(call_.rows) * kUnitsOfLine; i += kWarp) {
+        const int row = i / kUnitsOfLine, at = row + l * geometry_.x_rows;
+        copy_unit(near + geometry_.x_place + place_in_box(at, i % kUnitsOfLine),
+                  call_.x.row<T>(row).address, k, i % kUnitsOfLine, geometry_.x_aligned);
+      }
+    }
+  }
+
+  // 16 bytes of a row, of the line that begins at element k; with zeros beyond the end.
+  __device__ void copy_unit(char* near, const T* row, int64_t k, int unit, bool aligned) const {
+    constexpr int kCount = kUnitBytes / int(sizeof(T));
+    k += unit * kCount;
+    const int there = int(::max(int64_t(0), ::min(call_.length - k, int64_t(kCount))));
+    if (aligned) return fetch_part(near, there > 0 ? row + k : row, there * int(sizeof(T)));
+    Elements<T, kCount> elements{};
+    for (int i = 0; i < there; ++i) elements.lanes[i] = row[k + i];
+    *reinterpret_cast<Elements<T, kCount>*>(near) = elements;
+  }
 
   const SkinnyLinear& call_;
-  const bool aligned_;
-  const Seat seat_;
-  int64_t k_ = 0;
-  float sums_[kTiles][2][kColumns];
+  const Geometry& geometry_;
+  const Maps& maps_;
+  const WeightRows& rows_;
+  char* const ring_;
+  Barrier* const here_;
+};
+
+// Sums of 2^n shares in the order of pairs: neighbours, then neighbouring pairs, and so on.
+template <int kCount>
+class Pairwise {
+ public:
+  // Takes the next values; after number 2^n they have become the sums of all.
+  __device__ void add(float (&values)[kCount]) {
+    bool goes_on = true;
+#pragma unroll
+    for (int level = 0; level < kLevels; ++level) {
+      if (!goes_on) continue;
+      goes_on = count_ >> level & 1;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (goes_on) {
+          values[i] = kept_[level][i] + values[i];
+        } else {
+          kept_[level][i] = values[i];
+        }
+      }
+    }
+    ++count_;
+  }
+
+ private:
+  int count_ = 0;
+  float kept_[kLevels][kCount];
 };
 
 }  // namespace dsx::cuda

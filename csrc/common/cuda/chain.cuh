@@ -1,8 +1,8 @@
 // Chains of small kernels without gaps: a kernel that is launched as part of one may begin while
 // the one before it on the stream still runs. Before it waits for that one it may write nothing,
 // and read nothing but what no kernel changes; it may ask for any memory to be brought into the
-// L2 cache, where it is found whatever becomes of it until then. With clusters of blocks, as both
-// are launched alike.
+// L2 cache (ask_for_boxes), where it is found whatever becomes of it until then. With clusters of
+// blocks, as both are launched alike.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -26,16 +26,6 @@ __device__ inline void let_next_begin() {
 __device__ inline void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// Asks for memory to be brought into the L2 cache, and no nearer. The address and the bytes are
-// multiples of 16.
-__device__ inline void ask_for(const void* address, uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
-#else
-  (void)address, (void)bytes;
 #endif
 }
 
@@ -65,18 +55,34 @@ __device__ inline void meet_in_cluster(int blocks) {
   __syncthreads();
 }
 
-// Reads what block number `rank` of the cluster has where this one has `near`, in shared memory.
-__device__ inline float read_in_cluster(const float* near, unsigned rank) {
+// The same, only that nobody may read what others wrote; what was read may be overwritten after it.
+__device__ inline void meet_after_reading(int blocks) {
 #if __CUDA_ARCH__ >= 900
-  float value;
-  unsigned address = unsigned(__cvta_generic_to_shared(near));
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-  return value;
+  if (blocks > 1) {
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+    asm volatile("barrier.cluster.wait;" ::: "memory");
+    return;
+  }
 #else
-  (void)rank;
-  return *near;
+  (void)blocks;
 #endif
+  __syncthreads();
+}
+
+// Writes to where block number `rank` of the cluster has what this one has at `near`, in shared
+// memory.
+__device__ inline void write_in_cluster(float* near, int blocks, unsigned rank, float value) {
+#if __CUDA_ARCH__ >= 900
+  if (blocks > 1) {
+    unsigned address = unsigned(__cvta_generic_to_shared(near));
+    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+    return;
+  }
+#else
+  (void)blocks, (void)rank;
+#endif
+  *near = value;
 }
 
 struct Launch {
@@ -129,18 +135,6 @@ void allow_shared_memory(void (*kernel)(Parameters...), const Launch& launch, co
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              int(launch.shared_bytes)),
         op);
-}
-
-// How many clusters of such a launch the device runs at the same time.
-template <class... Parameters>
-int clusters_at_once(void (*kernel)(Parameters...), const Launch& launch, const char* op) {
-  allow_shared_memory(kernel, launch, op);
-  Launch alone = launch;
-  alone.chained = false;
-  const LaunchConfig made(alone, nullptr);
-  int count = 0;
-  check(cudaOccupancyMaxActiveClusters(&count, kernel, &made.config), op);
-  return count;
 }
 
 template <class... Parameters, class... Arguments>

@@ -1,0 +1,164 @@
+// Boxes of a matrix in shared memory: some rows by 128 bytes of each. Of a line, which is 128
+// bytes, unit number u of 16 bytes lies at place u ^ line % 8, so that a column of units is spread
+// over all banks. That is how the copy engine of compute capability 9.0 stores them ("128B
+// swizzle"), in one instruction for a box; older devices copy unit by unit to the same places.
+//
+// Also the barriers that tell when copies have arrived, and when what they brought has been read.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/dtype.h"
+
+namespace dsx::cuda {
+
+constexpr int kLineBytes = 128, kUnitBytes = 16, kUnitsOfLine = kLineBytes / kUnitBytes;
+constexpr int kBoxAlignment = 8 * kLineBytes;  // of a box in shared memory
+
+DSX_HOST_DEVICE inline int place_in_box(int line, int unit) {
+  return line * kLineBytes + (unit ^ line % kUnitsOfLine) * kUnitBytes;
+}
+
+__device__ inline unsigned shared_address(const void* near) {
+  return unsigned(__cvta_generic_to_shared(near));
+}
+
+// A barrier in shared memory goes through phases 0, 1, 0 ...: each ends when so many have arrived,
+// and when all bytes that were announced have.
+using Barrier = uint64_t;
+
+__device__ inline void begin_barrier(Barrier* barrier, int arrivals) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+               : "memory");
+#endif
+}
+
+// So that the copy engine sees barriers that this thread has begun.
+__device__ inline void show_barriers() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+__device__ inline void arrive(Barrier* barrier) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
+      : "memory");
+#endif
+}
+
+// Arrives once the copies have that this thread has begun by fetch_bytes or fetch_part.
+__device__ inline void arrive_after_fetches(Barrier* barrier) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+#endif
+}
+
+// Arrives, and announces bytes. This and what follows is for the copy engine, of 9.0 and newer.
+__device__ inline void arrive_expecting(Barrier* barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+#endif
+}
+
+__device__ inline void wait_for(Barrier* barrier, int phase) {
+#if __CUDA_ARCH__ >= 900
+#define DSX_HAS_ENDED "mbarrier.try_wait.parity.shared.b64 "
+#else
+#define DSX_HAS_ENDED "mbarrier.test_wait.parity.shared.b64 "
+#endif
+#if __CUDA_ARCH__ >= 800
+  uint32_t ended;
+  do {
+    asm volatile("{ .reg .pred p; " DSX_HAS_ENDED "p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(ended)
+                 : "r"(shared_address(barrier)), "r"(phase)
+                 : "memory");
+  } while (ended == 0);
+#endif
+#undef DSX_HAS_ENDED
+}
+
+// Begins to copy boxes that lie side by side, the first one `column` boxes from the left: one after
+// the other, the first one aligned to kBoxAlignment. What lies outside of the matrix becomes 0.
+__device__ inline void fetch_boxes(void* near, const CUtensorMap& map, int row, int column,
+                                   Barrier* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(near)),
+      "l"(&map), "r"(0), "r"(row), "r"(column), "r"(shared_address(barrier))
+      : "memory");
+#endif
+}
+
+// Asks for them to be brought into the L2 cache, and no nearer.
+__device__ inline void ask_for_boxes(const CUtensorMap& map, int row, int column) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map),
+               "r"(0), "r"(row), "r"(column)
+               : "memory");
+#endif
+}
+
+__device__ inline void ask_for_map(const CUtensorMap& map) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+#endif
+}
+
+// What the copy engine has to know of a matrix.
+struct Matrix {
+  const void* data;      // at a multiple of 16 bytes
+  int64_t rows, length;  // in elements; whole boxes
+  int64_t pitch;         // from one row to the next, in bytes: a multiple of 16, above 0
+  int element_bytes;
+};
+
+// Whether boxes of it can be copied by the engine.
+inline bool fits_boxes(const Matrix& matrix) {
+  const bool aligned = (reinterpret_cast<uintptr_t>(matrix.data) | matrix.pitch) % 16 == 0;
+  const bool whole = matrix.length > 0 && matrix.length * matrix.element_bytes % kLineBytes == 0;
+  const int64_t most = INT32_MAX;
+  return aligned && whole && matrix.pitch > 0 && matrix.pitch < int64_t(1) << 40 &&
+         matrix.rows > 0 && matrix.rows <= most && matrix.length <= most;
+}
+
+// How fetch_boxes reads it: so many rows by so many boxes at a time. False if the driver refuses.
+inline bool make_map(CUtensorMap& map, const Matrix& matrix, int rows, int boxes) {
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+  const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found,
+                                                              12000, cudaEnableDefault, &result);
+#else
+  const cudaError_t status =
+      cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+#endif
+  if (status != cudaSuccess || result != cudaDriverEntryPointSuccess) {
+    cudaGetLastError();  // there is another way
+    return false;
+  }
+  const cuuint64_t line = kLineBytes / matrix.element_bytes;  // elements
+  const cuuint64_t sizes[] = {line, cuuint64_t(matrix.rows), cuuint64_t(matrix.length) / line};
+  const cuuint64_t pitches[] = {cuuint64_t(matrix.pitch), kLineBytes};
+  const cuuint32_t box[] = {cuuint32_t(line), cuuint32_t(rows), cuuint32_t(boxes)};
+  const cuuint32_t steps[] = {1, 1, 1};
+  const auto type =
+      matrix.element_bytes == 4 ? CU_TENSOR_MAP_DATA_TYPE_UINT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  return Encode(found)(&map, type, 3, const_cast<void*>(matrix.data), sizes, pitches, box, steps,
+                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+}  // namespace dsx::cuda
