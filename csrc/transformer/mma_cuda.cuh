@@ -29,6 +29,11 @@ __device__ inline void load_matrices(uint32_t (&words)[4], unsigned address) {
 #endif
 }
 
+template <bool kTransposed>
+__device__ inline void load_matrices(uint32_t (&words)[4], const void* address) {
+  load_matrices<kTransposed>(words, unsigned(__cvta_generic_to_shared(address)));
+}
+
 // The same matrix transposed, of 8 x 8 elements that lie as load_matrices says.
 __device__ inline uint32_t transposed_matrix(uint32_t word) {
 #if __CUDA_ARCH__ >= 800
@@ -81,6 +86,10 @@ __device__ inline void fetch_part(unsigned near, const void* far, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(near), "l"(far), "r"(bytes)
                : "memory");
 #endif
+}
+
+__device__ inline void fetch_part(void* near, const void* far, int bytes) {
+  fetch_part(unsigned(__cvta_generic_to_shared(near)), far, bytes);
 }
 
 }  // namespace dsx::cuda
