@@ -42,6 +42,7 @@ def _kv_cache(kind: str, rule: str) -> tuple[OpSpec, OpSpec]:
     for prefix in ("cpu", "fused"):
         on_cpu = prefix == "cpu"
         ends = ("cpu.cpp", "ops.cpp") if on_cpu else ("cuda.cu", "ops_cuda.cpp")
+        types = () if on_cpu else ("bfloat16", "float16")  # of queries, side by side
         shared = _op(
             f"{prefix}_kv_cache{kind}",
             "transformer/decode_attention",
@@ -50,6 +51,7 @@ def _kv_cache(kind: str, rule: str) -> tuple[OpSpec, OpSpec]:
                 for op in ("prefill_attention", "rope_append")
                 for end in ends
             ),
+            *(f"transformer/prefill_mma_{name}_cuda.cu" for name in types),
         )
         check = f"deepspeed_ext.ops.transformer.kv_cache_checks:kv_cache{kind}"
         made.append(replace(shared, defines=(("DSX_KV", rule),), self_check=check))

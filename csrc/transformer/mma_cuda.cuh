@@ -10,23 +10,28 @@ namespace dsx::cuda {
 
 // Reads four 8 x 8 matrices of 16-bit elements from shared memory, the rows of number i where lanes
 // 8 i to 8 i + 7 say: element [row][2 pair] and the next one, as the halves of a word of each. The
-// address is one of 16 bytes. Transposed, elements [2 pair][row] and [2 pair + 1][row].
+// address is one of shared memory, of 16 bytes. Transposed, elements [2 pair][row] and
+// [2 pair + 1][row].
 template <bool kTransposed>
-__device__ inline void load_matrices(uint32_t (&words)[4], const void* address) {
+__device__ inline void load_matrices(uint32_t (&words)[4], unsigned address) {
 #if __CUDA_ARCH__ >= 800
-  const unsigned place = unsigned(__cvta_generic_to_shared(address));
   if constexpr (kTransposed) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(place)
+                 : "r"(address)
                  : "memory");
   } else {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(place)
+                 : "r"(address)
                  : "memory");
   }
 #endif
+}
+
+template <bool kTransposed>
+__device__ inline void load_matrices(uint32_t (&words)[4], const void* address) {
+  load_matrices<kTransposed>(words, unsigned(__cvta_generic_to_shared(address)));
 }
 
 // The same matrix transposed, of 8 x 8 elements that lie as load_matrices says.
@@ -68,13 +73,23 @@ __device__ inline uint32_t packed(float first, float second) {
   return uint32_t(narrow<T>(first).bits) | uint32_t(narrow<T>(second).bits) << 16;
 }
 
-// Begins to copy 16 bytes, of which those from number `bytes` on become 0.
-__device__ inline void fetch_part(void* near, const void* far, int bytes) {
+// Begins to copy 16 bytes to an address of shared memory.
+__device__ inline void fetch_part(unsigned near, const void* far) {
 #if __CUDA_ARCH__ >= 800
-  const unsigned target = unsigned(__cvta_generic_to_shared(near));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(far), "r"(bytes)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(near), "l"(far) : "memory");
+#endif
+}
+
+// Those from number `bytes` on become 0.
+__device__ inline void fetch_part(unsigned near, const void* far, int bytes) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(near), "l"(far), "r"(bytes)
                : "memory");
 #endif
+}
+
+__device__ inline void fetch_part(void* near, const void* far, int bytes) {
+  fetch_part(unsigned(__cvta_generic_to_shared(near)), far, bytes);
 }
 
 }  // namespace dsx::cuda

@@ -52,8 +52,8 @@ class RowOfThreads {
   __device__ RowOfThreads(const PrefillAttention& call, const StripOfRows& strip,
                           PrefillAnyShared& shared)
       : call_(call), shared_(shared), width_(int(call.kv.width)) {
-    const int64_t mine = strip.first_row + number();
-    const int64_t row = ::min(mine, strip.rows() - 1);
+    const int mine = strip.first_row + number();
+    const int row = ::min(mine, strip.rows() - 1);
     scoring_ = RowScoring(call, strip.head_of(row), strip.position_of(row));
     if (mine >= strip.rows()) scoring_.position = -1;  // it sees nothing
     const auto source = call.q.at<Any>(strip.batch, strip.token_of(row), strip.head_of(row));
@@ -118,10 +118,10 @@ class RowOfThreads {
     for (int distance = 1; distance < kRowThreads; distance *= 2) {
       sum += __shfl_xor_sync(0xffffffff, sum, distance);
     }
-    const int64_t row = strip.first_row + number();
+    const int row = strip.first_row + number();
     if (row >= strip.rows()) return;
     const EndOfRow end(call_, strip.head_of(row), largest_, sum);
-    const int64_t index = strip.index_of(row);
+    const int64_t index = strip.index_of(call_, row);
     const auto out = Pointer<Any>::to(call_.out, call_.q.dtype) + index * width_;
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
@@ -150,16 +150,16 @@ __global__ void __launch_bounds__(kAnyThreads)
     prefill_any_kernel(const __grid_constant__ PrefillAttention call) {
   __shared__ PrefillAnyShared shared;
   const StripOfRows strip(call, blockIdx.x, kAnyRows);
-  const bool wrong = strip.sequence.wrong || lacks_pages(call, strip.sequence);
-  const int64_t rows = ::min(strip.rows() - strip.first_row, int64_t(kAnyRows));
+  const bool wrong = strip.wrong || lacks_pages(call, strip);
+  const int rows = ::min(strip.rows() - strip.first_row, kAnyRows);
   if (wrong || rows < kAnyRows) store_the_rest(call, strip, kAnyRows, wrong);
   if (wrong || rows <= 0) return;
   const PagedKv& kv = call.kv;
   const int64_t begin = seen_at(strip.position_of(strip.first_row), call.window).begin;
-  const int last = int(strip.position_of(strip.first_row + rows - 1));
+  const int last = strip.position_of(strip.first_row + rows - 1);
   RowOfThreads<Kind> row(call, strip, shared);
   for (int first = int(begin / kAnyKeys) * kAnyKeys; first <= last; first += kAnyKeys) {
-    const int64_t page = kv.page_of(strip.sequence.slot, first / kPageTokens);
+    const int64_t page = kv.page_of(strip.slot, first / kPageTokens);
     const int in_page = first % kPageTokens, there = ::min(last + 1 - first, kAnyKeys);
     const int64_t place = kv.place(page, strip.head, in_page);
     const float *key_scales = nullptr, *value_scales = nullptr;
