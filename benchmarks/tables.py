@@ -354,6 +354,10 @@ def _cuda_functional() -> Table:
     return Table("H200", columns, lines)
 
 
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count} rows"
+
+
 def _cuda_inference() -> Table:
     columns = [
         Column("ours", H200, 0, our_time),
@@ -363,11 +367,11 @@ def _cuda_inference() -> Table:
     lines = []
     for size, rows in itertools.product(LINEAR_SIZES, (1, 4, 16, 64)):
         work = f"{rows} rows, bfloat16, {size}, 20 times"
-        lines.append(Line(f"`skinny_linear` {size}, {rows} rows", "skinny_linear", work))
+        lines.append(Line(f"`skinny_linear` {size}, {_rows(rows)}", "skinny_linear", work))
     for rows in (1, 16):
-        what = f"chain of 8, {rows} rows"
-        work = f"{what}, bfloat16, 4,096 x 4,096, 5 times"
-        lines.append(Line(f"`skinny_linear` 4,096 x 4,096, {what}", "skinny_linear", work))
+        work = f"chain of 8, {rows} rows, bfloat16, 4,096 x 4,096, 5 times"
+        label = f"`skinny_linear` 4,096 x 4,096, chain of 8, {_rows(rows)}"
+        lines.append(Line(label, "skinny_linear", work))
     for kind, size in DECODE_WORKS:
         label = f"`decode_attention` {kind}, {size}"
         lines.append(Line(label, "decode", f"{kind}, {size}, 20 times"))
@@ -383,7 +387,7 @@ def _cpu_inference() -> Table:
     ]
     lines = []
     for rows, dtype in itertools.product((1, 8), ("bfloat16", "float32")):
-        label = f"`skinny_linear` {dtype}, 14,336 x 4,096, {rows} rows"
+        label = f"`skinny_linear` {dtype}, 14,336 x 4,096, {_rows(rows)}"
         lines.append(Line(label, "skinny_linear", f"{rows} rows, {dtype}, 14,336 x 4,096"))
     for what in ("bfloat16, 1 x 4,096", "bfloat16, 8 x 4,096", "int8, 8 x 4,096"):
         lines.append(Line(f"`decode_attention` {what}", "decode", what))
