@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import bench_offload, offload_rows, results, tables
+from benchmarks import bench_offload, offload_rows, results, table_cells, tables
 from benchmarks.results import FOLDER, Result, Timing
 
 MACHINES = tables.machines_in(FOLDER)
@@ -169,6 +169,6 @@ def test_the_best_of_each_kind_of_rival_is_shown():
         "times": {"torch foreach": 4.0, "torch.fused": 3.0, "other": 10.55, "copy": 0.9, "s": 0.8},
         "ceilings": ["copy", "s"],
     }
-    assert tables.rivals(row) == "torch.fused 30.0 ms: 3.00; other 106 ms: 10.6"
-    assert tables.in_short(row) == "10.0, 30.0: 3.00 (0.80)"
-    assert tables.our_time(row) == "10.0 ms, 2.80 TB/s"
+    assert table_cells.rivals(row) == "torch.fused 30.0 ms: 3.00; other 106 ms: 10.6"
+    assert table_cells.in_short(row) == "10.0, 30.0: 3.00 (0.80)"
+    assert table_cells.our_time(row) == "10.0 ms, 2.80 TB/s"
