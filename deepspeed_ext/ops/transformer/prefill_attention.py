@@ -56,7 +56,8 @@ def prefill_attention(
     instruction set; on CUDA in every run. They are not the bits of ``decode_attention``. Arithmetic
     is in float32; on CUDA, queries, keys and values of 16 bits or codes, and weights rounded to
     16 bits, are multiplied as they are. What a query does not see has no part in its result, NaN
-    included.
+    included. On CUDA an infinite value that it sees, but whose weight rounds to 0, makes NaN or
+    infinity, which may depend on the cut.
 
     Args:
         q: (batch, tokens, heads, head_dim), float32, bfloat16 or float16: tokens that are the last
