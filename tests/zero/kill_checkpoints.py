@@ -63,14 +63,19 @@ def look_after(path: Path, when: str) -> None:
 
 
 def save_together(rank: int, home: Path, group: Path, first: int, begun: int) -> None:
-    """Save a model of two processes again and again; each has the number of the save in it."""
+    """Save a model of two processes again and again; each has the number of the save in it.
+
+    It tells when it has begun, after saves of both kinds: while a group is made for those that do
+    not wait, torch waits as long as its store does for who was killed.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what the one says that is left
     dist.init_process_group(
-        "gloo", f"file://{group}", timedelta(seconds=30), rank=rank, world_size=2
+        "gloo", f"file://{group}", timedelta(seconds=15), rank=rank, world_size=2
     )
     model = zero.shard(nn.Linear(1, SIZE, bias=False), 3, blocks=[])
-    os.write(begun, b"x")
     for number in range(first, 1 << 20):
+        if number == first + 2:
+            os.write(begun, b"x")
         nn.init.constant_(model.weight.to_local(), number)  # type: ignore[operator, union-attr]
         zero.save(home, "ab"[number % 2], model, wait=number % 3 == 0, number=number)
 

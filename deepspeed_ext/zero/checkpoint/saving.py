@@ -5,6 +5,7 @@ import os
 import random
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,20 @@ def save(
         done.set_result(None)
         return done
     if sharding.saves_by is None:
-        sharding.saves_by = dist.new_group(backend="gloo")
+        sharding.saves_by = dist.new_group(backend="gloo", timeout=_timeout(sharding))
     threads = ThreadPoolExecutor(1, thread_name_prefix="zero.save")
     done = threads.submit(_write, content, home, tag, sharding.saves_by)
     threads.shutdown(wait=False)
     sharding.saving = done
     return done
+
+
+def _timeout(sharding: Sharding) -> timedelta | None:
+    """Return that of the default group: others would wait half an hour for who has ended."""
+    world: Any = dist.group.WORLD
+    backend = world._get_backend(torch.device(sharding.mesh.device_type))
+    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout
 
 
 def load(
