@@ -19,6 +19,7 @@ from deepspeed_ext.optim import DeepSpeedCPUAdam
 from deepspeed_ext.optim.formats import MASTER
 from deepspeed_ext.zero.checkpoint import saving
 from deepspeed_ext.zero.checkpoint.storage import Writer
+from deepspeed_ext.zero.sharding import sharding_of
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
 
@@ -198,6 +199,9 @@ def goes_on_meanwhile(row, folder):
         futures.append(zero.save(home, f"step{step}", model, optimizer, wait=False, step=step))
         kept[step] = contents(model, optimizer)
     futures[-1].result(60)
+    groups = (sharding_of("test", model).saves_by, dist.group.WORLD)
+    waits = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+    assert len(waits) == 1, "who saves waits no longer for others than training does"
     write, go = Writer.write_data, threading.Event()
     Writer.write_data = lambda *arguments: go.wait(60) and write(*arguments)
     futures.append(zero.save(home, "last", model, optimizer, wait=False, step="last"))
