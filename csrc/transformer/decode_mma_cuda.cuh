@@ -111,22 +111,23 @@ __global__ void __launch_bounds__(kRingThreads)
   if (threadIdx.x / 32 == kReadingWarp) {
     Reader reader(call, boxes, ring, slots);
     Units units = reader.find_first();
-    __syncthreads();
+    meet_in_ring();
     reader.run(units);
     return;
   }
   wait_for_previous();
   let_next_begin();
-  __syncthreads();
+  meet_in_ring();
   PageAttention<Q, Kind, kWidth> attention(call, ring, slots, boxes.slots, found);
   Merge<kWidth> merge(call, partials);
+  const int warp = int(threadIdx.x) / 32;
   attention.read_first();
-  for (int i = 0; ring.unit(i).there; ++i) {
-    const Unit& unit = ring.unit(i);
+  for (int i = 0; ring.unit(warp, i).there; ++i) {
+    const Unit& unit = ring.unit(warp, i);
     const int parts = parts_of(call, unit);
     for (int part = 0; part < parts; ++part) {
       attention.run(i, part, parts);
-      merge.run(unit, ring.unit(i + 1), part, parts, found);
+      merge.run(unit, ring.unit(warp, i + 1), part, parts, found);
     }
   }
 }

@@ -44,13 +44,13 @@ class PageAttention {
   }
 
   __device__ void read_first() {
-    if (ring_.unit(0).there) queries_.read(call_, ring_.unit(0), 0);
+    if (ring_.unit(warp_, 0).there) queries_.read(call_, ring_.unit(warp_, 0), 0);
     is_new_ = true;
   }
 
   // Leaves in found_ what part number `part` of the rows of unit number i find.
   __device__ void run(int i, int part, int parts) {
-    const Unit& unit = ring_.unit(i);
+    const Unit& unit = ring_.unit(warp_, i);
     if (is_new_) prepare(unit, part);
     begin_ = (unit.chunk * kChunkPages + warp_) * kPageTokens;
     const bool used = begin_ < unit.length && begin_ + kPageTokens > unit.seen_begin;
@@ -98,7 +98,7 @@ class PageAttention {
   // Begins to read the rows that come next, if they are others.
   __device__ bool read_next(int i, int part, int parts) {
     const bool more = part + 1 < parts;
-    const Unit &unit = ring_.unit(i), &next = more ? unit : ring_.unit(i + 1);
+    const Unit &unit = ring_.unit(warp_, i), &next = more ? unit : ring_.unit(warp_, i + 1);
     if (!next.there || (parts == 1 && unit.goes_on_in(next))) return false;
     queries_.read(call_, next, more ? part + 1 : 0);
     return true;

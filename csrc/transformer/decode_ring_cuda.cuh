@@ -47,11 +47,16 @@ struct Ring {
   static constexpr int kUnits = 16;  // that the reading warp can be ahead, and more
 
   Barrier full[kMostSlots][kPageWarps], empty[kMostSlots];
-  Unit units[kUnits];
+  Unit units[kPageWarps][kUnits];  // one for each warp, written by a lane that tells it more
   bool wrong[kUnits][kPageWarps];  // there is no such page
 
-  __device__ Unit& unit(int i) { return units[i % kUnits]; }
+  __device__ Unit& unit(int warp, int i) { return units[warp][i % kUnits]; }
 };
+
+// A barrier of all threads. They come to it in two places, which __syncthreads does not allow.
+__device__ inline void meet_in_ring() {
+  asm volatile("bar.sync 2, %0;" ::"n"(kRingThreads) : "memory");
+}
 
 // Where a warp is in the ring.
 struct Turn {
@@ -103,7 +108,7 @@ class Reader {
       units = Units(call_);
       find_first(units);
     }
-    if (lane_ == 0) ring_.unit(0) = unit_ahead_;
+    if (lane_ % kGroup == 0) ring_.unit(warp_, 0) = unit_ahead_;
     return units;
   }
 
@@ -115,8 +120,10 @@ class Reader {
       unit_ahead_ = units.next();
       page_ahead_ = page_of(unit_ahead_);
       const Span span = span_of(unit, page);
-      if (lane_ == 0) ring_.unit(i + 1) = unit_ahead_;
-      if (lane_ % kGroup == 0) ring_.wrong[i % Ring::kUnits][warp_] = span.wrong;
+      if (lane_ % kGroup == 0) {
+        ring_.unit(warp_, i + 1) = unit_ahead_;
+        ring_.wrong[i % Ring::kUnits][warp_] = span.wrong;
+      }
       __syncwarp();
       const int parts = parts_of(call_, unit);
       for (int part = 0; part < parts; ++part) {

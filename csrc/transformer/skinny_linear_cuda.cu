@@ -183,10 +183,13 @@ __global__ void __launch_bounds__(cuda::kMostThreads, kColumnTiles > 2 ? 1 : 2)
   }
   __syncthreads();
 
+  const bool copying = warp == multiplying;
   const int group = warp / geometry.tiles, first_row = warp % geometry.tiles * kTileRows;
   const Sums sums(ring, call, geometry);
   Finisher<T> finisher(call, rows, sums, rank);
-  if (warp == multiplying) {
+  const Sender sender(sums, geometry, rows, rank * geometry.groups + group, first_row);
+  float totals[cuda::Products<T, kColumnTiles>::kSums];
+  if (copying) {
     const cuda::Copies<T> copies(call, geometry, maps, rows, ring, here);
     copies.ask_ahead(rank);
     cuda::wait_for_previous();
@@ -198,16 +201,14 @@ __global__ void __launch_bounds__(cuda::kMostThreads, kColumnTiles > 2 ? 1 : 2)
         if (++slot == geometry.stages) slot = 0, phase ^= 1;
       }
     }
-    cuda::meet_after_reading(geometry.cluster);
+    __syncwarp();
   } else {
-    const Sender sender(sums, geometry, rows, rank * geometry.groups + group, first_row);
     cuda::Products<T, kColumnTiles> products(call, geometry, rows, first_row);
-    float totals[cuda::Products<T, kColumnTiles>::kSums];
     multiply(products, geometry, rows, ring + group * geometry.group_bytes, here, read, totals);
     cuda::wait_for_previous();
-    cuda::meet_after_reading(geometry.cluster);  // the ring is no longer needed, in any block
-    sender.send(totals);
   }
+  cuda::meet_after_reading(geometry.cluster);  // the ring is no longer needed, in any block
+  if (!copying) sender.send(totals);
   cuda::meet_in_cluster(geometry.cluster);
   finisher.finish();
 }
