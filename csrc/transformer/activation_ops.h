@@ -1,16 +1,10 @@
 // What the torch side of all activations shares.
 #pragma once
 
+#include "common/torch/activation.h"
 #include "common/torch/rows.h"
-#include "transformer/activation.h"
 
 namespace dsx {
-
-inline Activation activation_of(const char* op, int64_t number) {
-  check(number >= 0 && number < kActivations, op, ": activation is ", number,
-        ", expected a number from 0 to ", kActivations - 1);
-  return Activation(number);
-}
 
 // What an op is called with, but for its tensors; `view` is that of the first one.
 template <class Call>

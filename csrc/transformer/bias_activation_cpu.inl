@@ -1,6 +1,6 @@
 // The loops of bias_activation over a range of elements, and over tiles of a group of rows.
 #include "common/simd/add_partials.inl"
-#include "transformer/activation_math.inl"
+#include "common/activation_math.inl"
 #include "transformer/float_blocks.inl"
 
 template <class T>

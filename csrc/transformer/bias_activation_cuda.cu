@@ -7,7 +7,7 @@
 
 namespace dsx {
 
-#include "transformer/activation_math.inl"
+#include "common/activation_math.inl"
 
 namespace {
 

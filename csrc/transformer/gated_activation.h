@@ -4,7 +4,7 @@
 
 #include "common/rows.h"
 #include "common/simd/isa.h"
-#include "transformer/activation.h"
+#include "common/activation.h"
 
 namespace dsx {
 

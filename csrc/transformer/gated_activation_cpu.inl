@@ -1,5 +1,5 @@
 // The loops of gated activations over a range of elements.
-#include "transformer/activation_math.inl"
+#include "common/activation_math.inl"
 #include "transformer/float_blocks.inl"
 #include "transformer/gated_activation_math.inl"
 

@@ -6,7 +6,7 @@
 
 namespace dsx {
 
-#include "transformer/activation_math.inl"
+#include "common/activation_math.inl"
 #include "transformer/gated_activation_math.inl"
 
 namespace {

@@ -2,27 +2,14 @@
 // and numbers.
 #pragma once
 
-#include "common/rows.h"
+#include "common/few_rows.h"
 #include "common/simd/isa.h"
-#include "transformer/activation.h"
 
 namespace dsx {
 
-constexpr int64_t kMostRows = 64;
-
 // All tensors have the dtype of x.
-struct SkinnyLinear {
-  int64_t rows;     // of x and of the results, up to kMostRows
-  int64_t columns;  // of the results
-  int64_t length;   // of rows of x and of the weight
-  bool activated;   // or the sums are the results
-  bool gated;       // only if activated
-  Activation activation;
-  Rows x;
+struct SkinnyLinear : FewRows {
   Rows weight;  // a row for each column; gated: behind those of the gates, those of what they gate
-  Rows bias;    // one row, with an element for each row of the weight; absent: zeros
-  Rows residual;  // absent: zeros
-  Rows out;       // written
 };
 
 // A result is a sum over the length, in an order that depends on the length alone: 16 running sums

@@ -1,7 +1,7 @@
 // The loops of skinny_linear over a range of columns: a few rows of the weight at a time go through
 // registers, each beside a few rows of x, which are in the cache as floats.
-#include "transformer/activation_math.inl"
-#include "transformer/skinny_linear_math.inl"
+#include "common/activation_math.inl"
+#include "common/few_rows_math.inl"
 
 constexpr int kLanes = 16;        // running sums of a result, whatever the width of Vec
 constexpr int64_t kChunk = 4096;  // elements of the length after which they begin anew

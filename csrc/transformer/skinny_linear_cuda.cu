@@ -10,8 +10,8 @@
 
 namespace dsx {
 
-#include "transformer/activation_math.inl"
-#include "transformer/skinny_linear_math.inl"
+#include "common/activation_math.inl"
+#include "common/few_rows_math.inl"
 
 namespace {
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops.transformer.activations import NAMES
+from deepspeed_ext.ops._activations import NAMES
 
 __all__ = ["NAMES", "ROUNDING", "errors_of"]
 ROUNDING = torch.finfo(torch.float32).eps / 2

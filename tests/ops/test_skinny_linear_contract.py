@@ -324,7 +324,7 @@ def test_refuses_forms_that_do_not_fit() -> None:
         text = "activation is 'swish', expected one of gelu, gelu_tanh, gelu_quick, relu, silu"
         with pytest.raises(ValueError, match=f"^skinny_linear: {text}$"):
             skinny_linear(x, torch.ones(6, 4), activation="swish")
-    text = "weight has shape [5, 4], expected an even number of rows, as gated is True"
+    text = "weight has 5 rows, expected an even number, as gated is True"
     with pytest.raises(ValueError, match=f"^skinny_linear: {re.escape(text)}$"):
         skinny_linear(ONES, torch.ones(5, 4), gated=True, activation="silu")
     text = "residual has shape [5], expected [65, 5]"

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_ext.ops._activations import number_of, reference
 from deepspeed_ext.ops._library import define
-from deepspeed_ext.ops.transformer.activations import number_of, reference
 
 _LIBRARIES = {"cpu": "cpu_bias_activation", "cuda": "fused_bias_activation"}
 

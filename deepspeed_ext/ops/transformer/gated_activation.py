@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
+from deepspeed_ext.ops._activations import number_of, reference
 from deepspeed_ext.ops._library import define
-from deepspeed_ext.ops.transformer.activations import number_of, reference
 
 _LIBRARIES = {"cpu": "cpu_gated_activation", "cuda": "fused_gated_activation"}
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext import ops
+from deepspeed_ext.ops._activations import NAMES
 from deepspeed_ext.ops._compare import compare
-from deepspeed_ext.ops.transformer.activations import NAMES
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 

@@ -1,19 +1,14 @@
 """A matrix multiplication on few rows: what a linear layer is while text is generated."""
 
-import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from deepspeed_ext.ops._activations import number_of
+from deepspeed_ext.ops._few_rows import are_few, by_torch, flops, grad_of_sums, linear_ref
 from deepspeed_ext.ops._library import define
-from deepspeed_ext.ops.transformer.activations import number_of, reference
-from deepspeed_ext.ops.transformer.bias_activation import bias_activation
-from deepspeed_ext.ops.transformer.gated_activation import gated_activation
-
-MOST_ROWS = 64  # that the kernels take: see skinny_linear.h
 
 
 def _fake(x: Tensor, weight: Tensor, *others: Tensor | None, gated: bool, **options: Any) -> Tensor:
@@ -29,19 +24,8 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients by torch's multiplications, and work out again what was activated."""
     x, weight, bias = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad
-    number = ctx.options["activation"]
-    grad = grad_out
-    if number is not None:
-        ops = torch.ops.deepspeed_ext
-        sums = F.linear(x, weight, bias)
-        if ctx.options["gated"]:
-            grad = ops.gated_activation_backward.packed(
-                grad_out, sums, activation=number, gate_last=False
-            )
-        else:
-            grad, _ = ops.bias_activation_backward(
-                grad_out, sums, None, activation=number, needs_grad_bias=False
-            )
+    options = ctx.options
+    grad = grad_of_sums(grad_out, x, weight, bias, options["activation"], options["gated"])
     rows = grad.reshape(-1, grad.shape[-1])
     return (
         grad @ weight if needs_x else None,
@@ -63,8 +47,7 @@ _op = define(
 
 @register_flop_formula(_op.overloadpacket)
 def _flops(x: Any, weight: Any, *others: Any, out_shape: Any = None, **options: Any) -> int:
-    flops: int = 2 * math.prod(x[:-1]) * math.prod(weight)
-    return flops
+    return flops(x, weight[0])
 
 
 def skinny_linear(
@@ -116,43 +99,11 @@ def skinny_linear(
     See: ``gated_activation`` for gates. ``skinny_linear_ref`` is the same in float64.
     """
     number = None if activation is None else number_of("skinny_linear", activation)
-    if x.dim() == 0 or _are_few(math.prod(x.shape[:-1])):
+    if are_few(x):
         out: Tensor = _op(x, weight, bias, residual, activation=number, gated=gated)
         return out
     with torch.autocast(x.device.type, enabled=False):  # nothing is cast with few rows, either
-        return _by_torch(x, weight, bias, activation, gated, residual)
-
-
-def _are_few(rows: int) -> bool:
-    """Tell whether there are no more rows than the kernels take; if it is not known, there are."""
-    if not torch.compiler.is_compiling() and not isinstance(rows, torch.SymInt):
-        return rows <= MOST_ROWS
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(rows <= MOST_ROWS)
-
-
-def _by_torch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    gated: bool,
-    residual: Tensor | None,
-) -> Tensor:
-    if gated:
-        if activation is None:
-            raise ValueError("skinny_linear: gated is True, expected an activation beside it")
-        out = gated_activation(F.linear(x, weight, bias), activation=activation)
-    elif activation is None:
-        out = F.linear(x, weight, bias)
-    else:
-        out = bias_activation(F.linear(x, weight), bias, activation=activation)
-    if residual is not None and residual.shape != out.shape:
-        raise ValueError(
-            f"skinny_linear: residual has shape {list(residual.shape)}, expected {list(out.shape)}"
-        )
-    return out if residual is None else out + residual
+        return by_torch("skinny_linear", x, weight, bias, activation, gated, residual)
 
 
 def skinny_linear_ref(
@@ -165,8 +116,4 @@ def skinny_linear_ref(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Do what skinny_linear does, in float64 and plain torch: its definition, for tests."""
-    out = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    gate, up = out.chunk(2, -1) if gated else (out, None)
-    out = gate if activation is None else reference(activation, gate)
-    out = out if up is None else out * up
-    return out if residual is None else out + residual.double()
+    return linear_ref(x, weight, bias, activation, gated, residual)

@@ -5,7 +5,7 @@
 
 namespace dsx {
 
-// In the order of deepspeed_ext/ops/transformer/activations.py.
+// In the order of deepspeed_ext/ops/_activations.py.
 enum class Activation : int64_t { gelu, gelu_tanh, gelu_quick, relu, silu };
 constexpr int64_t kActivations = 5;
 

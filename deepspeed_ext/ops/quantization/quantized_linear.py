@@ -1,0 +1,158 @@
+"""A linear layer whose weight is of few bits: on few rows as fast as these are read."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from deepspeed_ext.ops import _activations
+from deepspeed_ext.ops._few_rows import are_few, by_torch, flops, grad_of_sums, linear_ref
+from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops.quantization.formats import FORMATS, LEAST_SCALE, number_of
+from deepspeed_ext.ops.quantization.packed_weight import (
+    PackedWeight,
+    libraries_of,
+    unpack_weight,
+    unpack_weight_ref,
+)
+
+
+def _fake(x: Tensor, codes: Tensor, *others: Tensor | None, gated: bool, **options: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], codes.shape[0] // (2 if gated else 1))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.options = dict(keyword_only_inputs)
+
+
+def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients through the weight as floats, which is made for as long as it takes."""
+    x, codes, scales, offsets, bias = ctx.saved_tensors
+    needs_x, _, _, _, needs_bias, needs_residual = ctx.needs_input_grad
+    options = ctx.options
+    weight = unpack_weight(
+        PackedWeight(
+            codes,
+            scales,
+            offsets,
+            FORMATS[options["format"]].name,
+            options["group_size"],
+            x.shape[-1],
+        ),
+        x.dtype,
+    )
+    grad = grad_of_sums(grad_out, x, weight, bias, options["activation"], options["gated"])
+    rows = grad.reshape(-1, grad.shape[-1])
+    return (
+        grad @ weight if needs_x else None,
+        None,
+        None,
+        None,
+        rows.sum(0) if needs_bias else None,
+        grad_out if needs_residual else None,
+    )
+
+
+_OPS = {
+    bits: define(
+        f"quantized_linear.w{bits}(Tensor x, Tensor codes, Tensor scales, Tensor? offsets,"
+        " Tensor? bias, Tensor? residual, *, int format, int group_size, int? activation,"
+        " bool gated, bool integer) -> Tensor",
+        libraries_of(bits),
+        fake=_fake,
+        backward=_backward,
+        setup_context=_save,
+    )
+    for bits in (4, 8)
+}
+
+
+@register_flop_formula(next(iter(_OPS.values())).overloadpacket)
+def _flops(x: Any, codes: Any, *others: Any, out_shape: Any = None, **options: Any) -> int:
+    return flops(x, codes[0])
+
+
+def quantized_linear(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+    activations: str | None = None,
+) -> Tensor:
+    """Return residual + activation(x @ w.T + bias), w being what the packed weight stands for.
+
+    A row of x has the same bits alone and among up to 63 others, at any place, whatever these hold;
+    on the CPU also with any number of threads and any instruction set. With over 64 rows, or where
+    torch.compile does not know that there are fewer, the weight is made floats of the dtype of x in
+    one pass, and torch multiplies. So it is for gradients, which there are of x, bias and residual.
+
+    Args:
+        x: (..., length), float32, bfloat16 or float16.
+        weight: of ``pack_weight``, for n columns, with `gated` 2 n, gates first.
+        bias: None, or (n,), with `gated` (2 n,), of the dtype of x.
+        activation: None, or one that ``bias_activation`` knows.
+        gated: whether weight has the rows of a gate first; needs an activation.
+        residual: None, or (..., n), of the dtype of x: added in the end.
+        activations: None: codes and x are multiplied as floats. "int8": each row of x is rounded to
+            8-bit codes with a scale of its own, and products are summed up as integers; not nf4.
+
+    Returns:
+        (..., n), contiguous, of the dtype of x.
+
+    Raises:
+        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
+        RuntimeError: the compute capability is below 8.0, or torch refuses the arguments.
+        BuildError: the native library of the device could not be built or loaded.
+
+    See: ``quantized_linear_ref`` is the same in float64; csrc/quantization/packed_weight.h.
+    """
+    number = number_of("quantized_linear", weight.format)
+    if activations not in (None, "int8"):
+        raise ValueError(
+            f"quantized_linear: activations is {activations!r}, expected None or 'int8'"
+        )
+    if are_few(x):
+        out: Tensor = _OPS[FORMATS[number].bits](
+            x,
+            *weight[:3],
+            bias,
+            residual,
+            format=number,
+            group_size=weight.group_size,
+            activation=None
+            if activation is None
+            else _activations.number_of("quantized_linear", activation),
+            gated=gated,
+            integer=activations is not None,
+        )
+        return out
+    with torch.autocast(x.device.type, enabled=False):
+        floats = unpack_weight(weight, x.dtype)
+        return by_torch("quantized_linear", x, floats, bias, activation, gated, residual)
+
+
+def quantized_linear_ref(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+    activations: str | None = None,
+) -> Tensor:
+    """Do what quantized_linear does, in float64 and plain torch: its definition, for tests."""
+    floats = x.double() if activations is None else _rounded_rows(x)
+    return linear_ref(floats, unpack_weight_ref(weight), bias, activation, gated, residual)
+
+
+def _rounded_rows(x: Tensor) -> Tensor:
+    """Return x as 8-bit codes times a scale for each row stand for it, as float64."""
+    largest = x.float().abs().amax(-1, keepdim=True)
+    scale = (largest / 127).clamp_min(LEAST_SCALE).double()
+    return (x.double() / scale).round() * scale
