@@ -117,6 +117,14 @@ def quantized_linear(
         raise ValueError(
             f"quantized_linear: activations is {activations!r}, expected None or 'int8'"
         )
+    if activations is not None and weight.format == "nf4":
+        raise ValueError(
+            f"quantized_linear: activations is {activations!r}, expected None with nf4, whose"
+            " levels are no integers"
+        )
+    activated = (
+        None if activation is None else _activations.number_of("quantized_linear", activation)
+    )
     if are_few(x):
         out: Tensor = _OPS[FORMATS[number].bits](
             x,
@@ -125,9 +133,7 @@ def quantized_linear(
             residual,
             format=number,
             group_size=weight.group_size,
-            activation=None
-            if activation is None
-            else _activations.number_of("quantized_linear", activation),
+            activation=activated,
             gated=gated,
             integer=activations is not None,
         )
