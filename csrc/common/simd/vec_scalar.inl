@@ -118,3 +118,30 @@ template <int first>
 inline Ints bytes_to_middle(Ints a) {
   return shift_left<8>(first == 0 ? a & Ints(0xffffu) : shift_right<16>(a));
 }
+
+// 16 floats, of which each lane of some Ints takes the one that its lowest four bits name. They
+// stay where they are.
+struct Table {
+  const float* values;
+
+  explicit Table(const float* source) : values(source) {}
+
+  Vec operator[](Ints places) const { return values[places.lane & 15]; }
+};
+
+// Of 16 lanes, of which number 4 i + j is source[i * pitch], those from part * Vec::size on.
+inline Vec load_fours(const float* source, int64_t pitch, int part) {
+  return Vec(source[part / 4 * pitch]);
+}
+
+// Dot products of bytes, which do not overflow 32 bits in the end: to each lane of `sum`, those of
+// the four bytes of a, numbers of kBits without sign, and of b, with sign.
+struct Dots {
+  template <int kBits>
+  static Ints add(Ints sum, Ints a, Ints b) {
+    for (int shift = 0; shift < 32; shift += 8) {
+      sum.lane += (a.lane >> shift & 0xff) * uint32_t(int8_t(b.lane >> shift));
+    }
+    return sum;
+  }
+};
