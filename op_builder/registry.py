@@ -33,6 +33,12 @@ def _norm(library: str, name: str, kind: str) -> OpSpec:
     return replace(shared, defines=(("DSX_NORM", kind),), self_check=check)
 
 
+def _quantizer(library: str) -> OpSpec:
+    """Return the library of the ops that make floats codes, and codes floats."""
+    check = "deepspeed_ext.ops.quantization.quantize_checks:quantizer"
+    return replace(_op(library, "quantization/quantize"), self_check=check)
+
+
 def _kv_cache(kind: str, rule: str) -> tuple[OpSpec, OpSpec]:
     """Return the libraries of the ops on a cache of keys and values of one kind, for both devices.
 
@@ -121,6 +127,8 @@ OPS: tuple[OpSpec, ...] = (
     _op("fused_cross_entropy", "transformer/cross_entropy"),
     _op("cpu_skinny_linear", "transformer/skinny_linear"),
     _op("fused_skinny_linear", "transformer/skinny_linear"),
+    _quantizer("cpu_quantizer"),
+    _quantizer("fused_quantizer"),
     *_kv_cache("", "FloatKv"),
     *_kv_cache("_int8", "Int8Kv"),
     *_kv_cache("_fp8", "Fp8Kv"),
@@ -150,7 +158,7 @@ OPS: tuple[OpSpec, ...] = (
 )
 
 
-# One name, that older libraries have, for several rows: all for inference on CUDA.
+# One name, that older libraries have, for rows on CUDA.
 GROUPS: dict[str, tuple[str, ...]] = {
     "transformer_inference": (
         "fused_kv_cache",
@@ -158,6 +166,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "fused_kv_cache_fp8",
         "fused_skinny_linear",
     ),
+    "quantizer": ("fused_quantizer",),
 }
 
 

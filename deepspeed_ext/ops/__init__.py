@@ -48,6 +48,10 @@ _NAMES = {
         "join_float32",
         "split_float32",
     ),
+    "quantization.dequantize": ("dequantize", "dequantize_ref"),
+    "quantization.ds_quantizer": ("ds_quantizer",),
+    "quantization.fake_quantize": ("fake_quantize", "fake_quantize_ref"),
+    "quantization.quantize": ("Quantized", "quantize", "quantize_ref"),
     "transformer.bias_activation": ("bias_activation", "bias_activation_ref"),
     "transformer.cross_entropy": ("cross_entropy", "cross_entropy_ref"),
     "transformer.decode_attention": ("decode_attention", "decode_attention_ref"),
@@ -118,6 +122,14 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.optimizers.state_formats import encode_blocks as encode_blocks
     from deepspeed_ext.ops.optimizers.state_formats import join_float32 as join_float32
     from deepspeed_ext.ops.optimizers.state_formats import split_float32 as split_float32
+    from deepspeed_ext.ops.quantization.dequantize import dequantize as dequantize
+    from deepspeed_ext.ops.quantization.dequantize import dequantize_ref as dequantize_ref
+    from deepspeed_ext.ops.quantization.ds_quantizer import ds_quantizer as ds_quantizer
+    from deepspeed_ext.ops.quantization.fake_quantize import fake_quantize as fake_quantize
+    from deepspeed_ext.ops.quantization.fake_quantize import fake_quantize_ref as fake_quantize_ref
+    from deepspeed_ext.ops.quantization.quantize import Quantized as Quantized
+    from deepspeed_ext.ops.quantization.quantize import quantize as quantize
+    from deepspeed_ext.ops.quantization.quantize import quantize_ref as quantize_ref
     from deepspeed_ext.ops.transformer.bias_activation import bias_activation as bias_activation
     from deepspeed_ext.ops.transformer.bias_activation import (
         bias_activation_ref as bias_activation_ref,
