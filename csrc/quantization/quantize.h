@@ -42,8 +42,10 @@ struct Dequantize : Groups {
 
 // The work of a thread is a number of units, each a part of a row. Units of so many elements begin
 // with a whole byte and, if they are to be measured too, with a group, of which they have all.
+constexpr int64_t kMostGroups = 4096;  // that a unit has part in
+
 struct Units {
-  int64_t length;  // elements
+  int64_t length;  // elements, kMostGroups or a little more, of large groups one or two of these
 
   Units(const Groups& call, bool measured);
   int64_t of_row(const Groups& call) const { return ceil_div(call.length, length); }

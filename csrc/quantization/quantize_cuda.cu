@@ -10,7 +10,7 @@ using namespace cuda;
 
 constexpr const char* kOp = "quantize";
 constexpr const char* kDequantize = "dequantize";
-constexpr int kOfThread = 2;           // vectors of eight elements
+constexpr int kOfThread = 2;            // vectors of eight elements
 constexpr int64_t kMostThreads = 1024;  // of a team
 constexpr int64_t kMostOfTeam = kMostThreads * kOfThread * kEight;
 
@@ -240,7 +240,7 @@ void quantize_in_registers(const Quantize& call, cudaStream_t stream) {
   with_storage_type(call.x.dtype, [&](auto storage) {
     groups_kernel<decltype(storage)>
         <<<unsigned(ceil_div(threads, of_block)), of_block, 0, stream>>>(call, columns,
-                                                                        log2_threads);
+                                                                         log2_threads);
   });
 }
 
@@ -254,8 +254,8 @@ void quantize_in_two_passes(const Quantize& call, cudaStream_t stream) {
   measure_kernel<<<blocks_for(pieces * kWarp), kThreads, 0, stream>>>(call, columns, of_group);
   finish_kernel<<<blocks_for(groups), kThreads, 0, stream>>>(call, groups);
   const int64_t of_row = ceil_div(call.length, kEight);
-  const bool aligned = all_aligned({call.x, call.out}) &&
-                       (call.codes == nullptr || codes_aligned(call, call.codes));
+  const bool aligned =
+      all_aligned({call.x, call.out}) && (call.codes == nullptr || codes_aligned(call, call.codes));
   round_kernel<<<blocks_for(call.rows * of_row), kThreads, 0, stream>>>(call, columns, of_row,
                                                                         aligned);
 }

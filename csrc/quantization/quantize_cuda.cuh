@@ -93,8 +93,7 @@ __device__ inline Codes encode_eight(const Float8Coding<Bits>&, const Floats<kEi
   uint32_t pairs[4];
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    pairs[k] =
-        encode_pair<Bits>(x.lanes[2 * k] * grid.inverse, x.lanes[2 * k + 1] * grid.inverse);
+    pairs[k] = encode_pair<Bits>(x.lanes[2 * k] * grid.inverse, x.lanes[2 * k + 1] * grid.inverse);
   }
   return {__byte_perm(pairs[0], pairs[1], 0x5410) & grid.mask,
           __byte_perm(pairs[2], pairs[3], 0x5410) & grid.mask};
