@@ -37,13 +37,6 @@ struct ByTensorCores {
   DSX_HOST_DEVICE static const cuda::Scales& scales(const Call& call) { return call.scales; }
 };
 
-bool is_aligned(const PackedWeight& weight) {
-  return (reinterpret_cast<uintptr_t>(weight.codes) | reinterpret_cast<uintptr_t>(weight.scales) |
-          reinterpret_cast<uintptr_t>(weight.offsets)) %
-             16 ==
-         0;
-}
-
 template <class T>
 void launch_tensor_cores(const QuantizedLinear& call, const cuda::Device& device,
                          cudaStream_t stream) {
@@ -90,7 +83,7 @@ void quantized_linear_cuda(const QuantizedLinear& call, void* workspace, void* s
       return;
     }
     if constexpr (sizeof(T) == 2) {
-      const bool fits = call.weight.format != QuantFormat::nf4 && is_aligned(call.weight) &&
+      const bool fits = call.weight.format != QuantFormat::nf4 &&
                         cuda::groups_fit_lines<DSX_BITS>(call.weight);
       if (fits) return launch_tensor_cores<T>(call, device, queue);
     }
