@@ -47,7 +47,8 @@ struct LargestCode {
 // Of a group whose largest magnitude has these bits.
 DSX_HOST_DEVICE inline ScaleAndOffset symmetric_scale(uint32_t largest, const LargestCode& most) {
   if (largest >= kInfinity) return {dsx::float_of(0x7fc00000), -0.0f};
-  const float scale = quotient_of(dsx::float_of(largest), most.code, most.reciprocal);
+  const float magnitude = dsx::float_of(dsx::min(largest, dsx::bits_of(kMostScaled)));
+  const float scale = quotient_of(magnitude, most.code, most.reciprocal);
   return {dsx::max(scale, kLeastScale), -0.0f};
 }
 
@@ -58,7 +59,7 @@ DSX_HOST_DEVICE inline ScaleAndOffset asymmetric_scale(uint32_t largest, uint32_
   const uint32_t infinity = kSignBit | kInfinity;
   if (largest >= infinity || ~least_flipped <= ~infinity) return {dsx::float_of(0x7fc00000), 0};
   const float least = value_of_order(~least_flipped);
-  const float half_range = 0.5f * value_of_order(largest) - 0.5f * least;
+  const float half_range = 0.5f * dsx::min(value_of_order(largest), kMostScaled) - 0.5f * least;
   const float half = quotient_of(half_range, most.code, most.reciprocal);
   const float step = dsx::max(half, 0.5f * kLeastScale);
   return {step + step, least};
