@@ -39,7 +39,9 @@ def options_of(kind: tuple[str, bool], case: tuple[Any, ...]) -> dict[str, Any]:
     return dict(format=kind[0], symmetric=kind[1], group_size=case[1], group_rows=case[2])
 
 
-def values(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Tensor:
+def values(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu", seed: int = 0
+) -> Tensor:
     """Of rows that differ by many binades, with zeros among them."""
     x = make(shape, torch.float32, seed)
     if x.dim() > 1:
@@ -57,7 +59,9 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def same(got: Tensor, want: Tensor) -> bool:
-    return got.shape == want.shape and got.dtype == want.dtype and torch.equal(bits(got), bits(want))
+    return (
+        got.shape == want.shape and got.dtype == want.dtype and torch.equal(bits(got), bits(want))
+    )
 
 
 def spread(of_groups: Tensor, x: Tensor, case: tuple[Any, ...]) -> Tensor:

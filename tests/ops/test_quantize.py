@@ -144,9 +144,9 @@ def test_floats_are_the_nearest(kind: tuple[str, bool], group: list[float]) -> N
     else:
         every = torch.arange(256, dtype=torch.uint8).view(made.codes.dtype).float()
         points = [Fraction(value) for value in every[every.isfinite()].tolist()]
-    found = dequantize(
-        made.codes, torch.ones_like(made.scales), format=kind[0], length=len(group)
-    )[0].tolist()
+    found = dequantize(made.codes, torch.ones_like(made.scales), format=kind[0], length=len(group))[
+        0
+    ].tolist()
     for value, point in zip(group, found, strict=True):
         quotient = Fraction(value) / scale
         error = abs(quotient - Fraction(point))
@@ -195,7 +195,9 @@ def test_a_group_that_is_not_finite_is_nan_alone(kind: tuple[str, bool], device:
             assert torch.equal(got.offsets.cpu()[~hit], want.offsets.cpu()[~hit])
         bytes_hit = hit.repeat_interleave(32 // per_byte, 1)
         found, expected = (each.codes.view(torch.uint8).cpu() for each in (got, want))
-        assert (found[bytes_hit] == 0).all() and torch.equal(found[~bytes_hit], expected[~bytes_hit])
+        assert (found[bytes_hit] == 0).all() and torch.equal(
+            found[~bytes_hit], expected[~bytes_hit]
+        )
         floats = round_trip(bad, options, F32)
         assert torch.equal(floats.isnan().cpu(), hit.repeat_interleave(32, 1))
 

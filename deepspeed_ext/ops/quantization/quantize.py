@@ -149,7 +149,9 @@ def quantize_ref(
         scales = (largest.clamp_max(MOST_SCALED) / kind.largest).clamp_min(LEAST_SCALE).float()
     else:
         offsets = -most(-known)
-        half = (most(known).clamp_max(MOST_SCALED) / 2 - offsets / 2).float().double() / kind.asymmetric_largest
+        half = (
+            most(known).clamp_max(MOST_SCALED) / 2 - offsets / 2
+        ).float().double() / kind.asymmetric_largest
         scales = 2 * half.float().clamp_min(LEAST_SCALE / 2)
         offsets = offsets.where(finite, 0).float()
     positions = known if offsets is None else known - offsets.double()[groups]
