@@ -10,7 +10,6 @@ using namespace cuda;
 
 constexpr const char* kOp = "quantize";
 constexpr const char* kDequantize = "dequantize";
-constexpr int kRun = 16;                // elements next to each other that a thread has
 constexpr int kRuns = 2;                // of a thread: their loads are under way together
 constexpr int64_t kMostThreads = 1024;  // of a team
 constexpr int64_t kMostOfTeam = kMostThreads * kRuns * kRun;
@@ -60,20 +59,51 @@ __global__ void __launch_bounds__(kMostThreads)
   const ScaleAndOffset scale = scale_of(coding, found);
   if (rank == 0) store_scale(call, group, scale);
   const Grid grid = grid_of(scale, Coding::kAsymmetric);
-  const bool is_nibble = bits_of_code(call.format) == 4;
-  const int64_t before = kOneRow ? 0 : row * bytes_of_row(call.format, call.length);
 #pragma unroll
   for (int k = 0; k < kRuns; ++k) {
     const int i = (k * threads + rank) * kRun;
-    if (i >= count) continue;
-    const int64_t number = first + i + (kOneRow ? 0 : row * call.length);
-    const auto codes = encode_all(coding, floats_of(runs[k]), grid, noise_from(call.noise, number));
-    if (call.codes != nullptr) {
-      store_sixteen(call.codes + before, first + i, is_nibble, codes);
-    } else {
-      put<Stored::streamed>(call.out.even_row<T>(kOneRow ? 0 : row), first + i, kRun, true,
-                            scaled_all(decode_all(coding, codes), scale));
-    }
+    if (i < count) put_run(call, coding, runs[k], grid, scale, kOneRow ? 0 : row, first + i);
+  }
+}
+
+// A block takes a group of several rows.
+constexpr int kRunsOfTile = 4;  // of a thread
+constexpr int64_t kMostOfTile = kRunsOfTile * kThreads * kRun;
+
+template <class T, class Coding>
+__global__ void __launch_bounds__(kThreads, 2)
+    tiles_kernel(const __grid_constant__ Quantize call, const Coding coding, int64_t columns) {
+  const int64_t band = quotient(blockIdx.x, columns), column = blockIdx.x - band * columns;
+  const int64_t first_row = band * call.group_rows, first = column * call.group;
+  const int64_t rows_left = call.rows - first_row, left = call.length - first;
+  const int rows = int(rows_left < call.group_rows ? rows_left : call.group_rows);
+  const int of_row = int(left < call.group ? left : call.group) / kRun;  // runs
+  RowVector<T, kRun> runs[kRunsOfTile];
+  Largest found;
+#pragma unroll
+  for (int k = 0; k < kRunsOfTile; ++k) {
+    const int run = k * kThreads + int(threadIdx.x), row = run / of_row;
+    if (row >= rows) continue;
+    runs[k] = fetch<kRun>(call.x.row<T>(first_row + row), first + (run - row * of_row) * kRun, kRun,
+                          true);
+  }
+#pragma unroll
+  for (int k = 0; k < kRunsOfTile; ++k) {
+    if ((k * kThreads + int(threadIdx.x)) / of_row >= rows) continue;
+    found = larger(found, measure_all(runs[k], kRun, Coding::kAsymmetric));
+  }
+  constexpr int kLog2Threads = 8;
+  static_assert(1 << kLog2Threads == kThreads);
+  const ScaleAndOffset scale =
+      scale_of(coding, largest_of_team(found, kLog2Threads, Coding::kAsymmetric));
+  if (threadIdx.x == 0) store_scale(call, blockIdx.x, scale);
+  const Grid grid = grid_of(scale, Coding::kAsymmetric);
+#pragma unroll
+  for (int k = 0; k < kRunsOfTile; ++k) {
+    const int run = k * kThreads + int(threadIdx.x), row = run / of_row;
+    if (row >= rows) continue;
+    put_run(call, coding, runs[k], grid, scale, first_row + row,
+            first + (run - row * of_row) * kRun);
   }
 }
 
@@ -263,6 +293,16 @@ void quantize_in_registers(const Quantize& call, cudaStream_t stream) {
   });
 }
 
+void quantize_in_tiles(const Quantize& call, cudaStream_t stream) {
+  const int64_t columns = call.columns();
+  with_storage_type(call.x.dtype, [&](auto storage) {
+    with_coding(call.format, call.asymmetric, [&](const auto& coding) {
+      tiles_kernel<decltype(storage)>
+          <<<unsigned(call.bands() * columns), kThreads, 0, stream>>>(call, coding, columns);
+    });
+  });
+}
+
 void quantize_in_two_passes(const Quantize& call, cudaStream_t stream) {
   const int64_t columns = call.columns(), groups = call.bands() * columns;
   const int64_t of_group = ceil_div(std::min(call.group, call.length), kPiece);
@@ -282,10 +322,12 @@ void quantize_in_two_passes(const Quantize& call, cudaStream_t stream) {
 }  // namespace
 
 bool quantize_cuda_measures_before(const Quantize& call) {
-  const bool by_runs = call.length % kRun == 0 && call.group % kRun == 0 &&
-                       reinterpret_cast<uintptr_t>(call.codes) % kRun == 0;
-  return call.group_rows != 1 || !by_runs || std::min(call.group, call.length) > kMostOfTeam ||
-         !all_aligned({call.x, call.out});
+  const int64_t group = std::min(call.group, call.length);
+  const bool fits = call.group_rows == 1
+                        ? group <= kMostOfTeam
+                        : std::min(call.group_rows, call.rows) <= kMostOfTile / group;
+  return !fits || call.length % kRun != 0 || call.group % kRun != 0 ||
+         reinterpret_cast<uintptr_t>(call.codes) % kRun != 0 || !all_aligned({call.x, call.out});
 }
 
 void quantize_cuda(const Quantize& one, void* stream) {
@@ -293,6 +335,8 @@ void quantize_cuda(const Quantize& one, void* stream) {
   cuda::check(cudaPeekAtLastError(), kOp);  // of somebody before
   if (quantize_cuda_measures_before(call)) {
     quantize_in_two_passes(call, cudaStream_t(stream));
+  } else if (call.group_rows != 1) {
+    quantize_in_tiles(call, cudaStream_t(stream));
   } else {
     join_rows(call, {&call.x, &call.out});
     quantize_in_registers(call, cudaStream_t(stream));

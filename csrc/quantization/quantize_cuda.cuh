@@ -60,11 +60,11 @@ __device__ inline float2 decode_pair(uint32_t pair) {
 #endif
 }
 
-// The codes of some elements, of which the first one's random bits are those of `noise`.
+// The codes of some elements, of which the first one's random bits are those of `noise`, in the
+// lowest bits of a word each, with anything above.
 template <class Coding, int kCount>
-__device__ inline Codes<kCount> encode_all(const Coding& coding, const Floats<kCount>& x,
-                                           const Grid& grid, const Noise& noise) {
-  uint32_t codes[kCount];
+__device__ inline void encode_each(const Coding& coding, const Floats<kCount>& x, const Grid& grid,
+                                   const Noise& noise, uint32_t (&codes)[kCount]) {
   const bool random = Coding::kIsInteger && noise.on;
   if (!random) {
 #pragma unroll
@@ -76,6 +76,13 @@ __device__ inline Codes<kCount> encode_all(const Coding& coding, const Floats<kC
       codes[k] = coding.template encode<uint32_t>(x.lanes[k], grid, bits);
     }
   }
+}
+
+template <class Coding, int kCount>
+__device__ inline Codes<kCount> encode_all(const Coding& coding, const Floats<kCount>& x,
+                                           const Grid& grid, const Noise& noise) {
+  uint32_t codes[kCount];
+  encode_each(coding, x, grid, noise, codes);
   Codes<kCount> packed;
 #pragma unroll
   for (int k = 0; k < kCount; k += 4) {
@@ -83,6 +90,13 @@ __device__ inline Codes<kCount> encode_all(const Coding& coding, const Floats<kC
         lowest_bytes(codes[k], codes[k + 1], codes[k + 2], codes[k + 3]) & grid.mask;
   }
   return packed;
+}
+
+// Eight codes of 4 bits in a word.
+__device__ inline uint32_t lowest_nibbles(const uint32_t* codes) {
+  const uint32_t even = lowest_bytes(codes[0], codes[2], codes[4], codes[6]);
+  const uint32_t odd = lowest_bytes(codes[1], codes[3], codes[5], codes[7]);
+  return blend_bits(0x0f0f0f0f, even, odd << 4);
 }
 
 template <class Bits, QuantFormat kFormat, int kCount>
@@ -152,16 +166,32 @@ __device__ inline Codes<kEight> codes_of_nibbles(uint32_t word) {
   return {__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362)};
 }
 
-// Stores all codes at once, from element i of a row on: of sixteen elements, aligned.
-__device__ inline void store_sixteen(uint8_t* row, int64_t i, bool is_nibble,
-                                     const Codes<16>& codes) {
-  const auto& w = codes.words;
-  if (is_nibble) {
-    const uint2 words{nibbles_of(w[0], w[1]), nibbles_of(w[2], w[3])};
-    __stcs(reinterpret_cast<uint2*>(row + i / 2), words);
-  } else {
-    __stcs(reinterpret_cast<uint4*>(row + i), uint4{w[0], w[1], w[2], w[3]});
+constexpr int kRun = 16;  // elements next to each other that a thread has, all aligned
+
+// Rounds a run, from element i of a row on, and stores its codes, or what these stand for.
+template <class T, class Coding>
+__device__ inline void put_run(const Quantize& call, const Coding& coding,
+                               const RowVector<T, kRun>& run, const Grid& grid,
+                               const ScaleAndOffset& scale, int64_t row, int64_t i) {
+  const Floats<kRun> x = floats_of(run);
+  const Noise noise = noise_from(call.noise, row * call.length + i);
+  if (call.codes == nullptr) {
+    const auto codes = encode_all(coding, x, grid, noise);
+    return put<Stored::streamed>(call.out.even_row<T>(row), i, kRun, true,
+                                 scaled_all(decode_all(coding, codes), scale));
   }
+  uint8_t* codes_of_row = call.codes + row * bytes_of_row(call.format, call.length);
+  if constexpr (Coding::kMayBeNibbles) {
+    if (bits_of_code(call.format) == 4) {
+      uint32_t codes[kRun];
+      encode_each(coding, x, grid, noise, codes);
+      const uint2 words{lowest_nibbles(codes) & grid.mask, lowest_nibbles(codes + 8) & grid.mask};
+      return __stcs(reinterpret_cast<uint2*>(codes_of_row + i / 2), words);
+    }
+  }
+  const auto codes = encode_all(coding, x, grid, noise);
+  const auto& w = codes.words;
+  __stcs(reinterpret_cast<uint4*>(codes_of_row + i), uint4{w[0], w[1], w[2], w[3]});
 }
 
 // Stores the first `count` codes, from element i of a row on, which is even; all of them at once if

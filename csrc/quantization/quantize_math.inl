@@ -203,7 +203,7 @@ DSX_INLINE Float scaled(Float number, const ScaleAndOffset& group) {
 // threshold.
 template <bool kHasOffset>
 struct IntegerCoding {
-  static constexpr bool kIsInteger = true, kAsymmetric = kHasOffset;
+  static constexpr bool kIsInteger = true, kAsymmetric = kHasOffset, kMayBeNibbles = true;
   LargestCode most;
   float least;
   float zero;           // what is added to a number to make a code of 4 bits, which has no sign
@@ -233,7 +233,8 @@ struct IntegerCoding {
     const Float threshold = random_threshold<Float>(grid, random);
     const Float sum =
         round_to_grid<Ints>(position_of(x, grid, kAsymmetric), grid, threshold, integers);
-    return bits_of(min(max(sum, Float(integers + least)), Float(integers + most.code)));
+    const Ints first = bits_of(Float(integers + least));
+    return min(max(bits_of(sum), first), bits_of(Float(integers + most.code)));
   }
 
   template <class Float, class Ints>
@@ -244,7 +245,7 @@ struct IntegerCoding {
 
 template <class Bits, QuantFormat kFormat>
 struct Float8Coding {
-  static constexpr bool kIsInteger = false, kAsymmetric = false;
+  static constexpr bool kIsInteger = false, kAsymmetric = false, kMayBeNibbles = false;
 
   DSX_HOST_DEVICE static constexpr LargestCode largest() { return {kFormat, false}; }
 
@@ -259,7 +260,7 @@ struct Float8Coding {
 };
 
 struct Nf4Coding {
-  static constexpr bool kIsInteger = false, kAsymmetric = false;
+  static constexpr bool kIsInteger = false, kAsymmetric = false, kMayBeNibbles = true;
 
   DSX_HOST_DEVICE static constexpr LargestCode largest() { return {QuantFormat::nf4, false}; }
 
