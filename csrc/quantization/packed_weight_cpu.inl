@@ -33,7 +33,7 @@ class Codes {
   }
 
  private:
-  Table table_;
+  Lookup table_;
 };
 #else
 class Codes {

@@ -326,10 +326,10 @@ inline void store_lane_sums(const Vec (&a)[4][1], float* target) {
 }
 
 // As vec_scalar.inl says.
-struct Table {
+struct Lookup {
   __m256 low, high;
 
-  explicit Table(const float* source)
+  explicit Lookup(const float* source)
       : low(_mm256_loadu_ps(source)), high(_mm256_loadu_ps(source + 8)) {}
 
   Vec operator[](Ints places) const { return {at(places.low), at(places.high)}; }

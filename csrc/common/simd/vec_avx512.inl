@@ -240,10 +240,10 @@ inline void store_lane_sums(const Vec (&a)[4][1], float* target) {
 }
 
 // As vec_scalar.inl says.
-struct Table {
+struct Lookup {
   __m512 values;
 
-  explicit Table(const float* source) : values(_mm512_loadu_ps(source)) {}
+  explicit Lookup(const float* source) : values(_mm512_loadu_ps(source)) {}
 
   Vec operator[](Ints places) const { return _mm512_permutexvar_ps(places.lanes, values); }
 };
