@@ -271,13 +271,15 @@ struct Dots {
   }
 };
 
+// Sums of lanes 0 and 2, 1 and 3 of four lanes of each, side by side.
+inline __m512i added_pairs(__m512i a, __m512i b) {
+  return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+}
+
 // As vec_derived.inl says.
 inline void store_lane_sums(const Ints (&a)[4][1], uint32_t* target) {
-  const auto pairs = [](const Ints& b, const Ints& c) DSX_INLINED {  // b c b c ...
-    return _mm512_add_epi32(_mm512_unpacklo_epi32(b.lanes, c.lanes),
-                            _mm512_unpackhi_epi32(b.lanes, c.lanes));
-  };
-  const __m512i first = pairs(a[0][0], a[1][0]), second = pairs(a[2][0], a[3][0]);
+  const __m512i first = added_pairs(a[0][0].lanes, a[1][0].lanes);
+  const __m512i second = added_pairs(a[2][0].lanes, a[3][0].lanes);
   const __m512i fours =
       _mm512_add_epi32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
   const __m256i halves =
