@@ -13,6 +13,30 @@ constexpr int place_of(int step, int lane) {
   return lane / 4 * int(kRun) + 8 * (step % half) + step / half + lane % 4 * 2;
 }
 
+// Puts the elements of a unit into the order of codes: `step` after `step`, `pitch` floats apart.
+inline void put_in_order(const float* natural, float* target, int64_t pitch) {
+  typedef float Four __attribute__((vector_size(16)));
+  constexpr int half = kInWord / 2;
+  for (int run = 0; run < 4; ++run) {
+    for (int step = 0; step < half; ++step) {
+      Four pairs[2];
+      memcpy(pairs, natural + place_of(step, 4 * run), sizeof(pairs));
+      const Four even = __builtin_shufflevector(pairs[0], pairs[1], 0, 2, 4, 6);
+      const Four odd = __builtin_shufflevector(pairs[0], pairs[1], 1, 3, 5, 7);
+      memcpy(target + step * pitch + 4 * run, &even, sizeof(even));
+      memcpy(target + (step + half) * pitch + 4 * run, &odd, sizeof(odd));
+    }
+  }
+}
+
+// The floats of `count` elements of a row, and zeros behind them to the end of a unit.
+inline void load_unit(Pointer<Any> source, int64_t count, float (&floats)[kUnit]) {
+  if (count < kUnit) memset(floats, 0, sizeof(floats));
+  for_each_vector(0, count, [&](int64_t i, int lanes) {
+    Vec::load(source + i, lanes).store(floats + i, lanes);
+  });
+}
+
 // Codes as numbers, which are exact.
 #if DSX_BITS == 4
 class Codes {

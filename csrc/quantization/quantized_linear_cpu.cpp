@@ -23,8 +23,8 @@ DSX_TARGET_END
 
 namespace dsx {
 
-void quantized_linear_cpu(Isa isa, [[maybe_unused]] bool vnni, const QuantizedLinear& call, int64_t begin,
-                          int64_t end) {
+void quantized_linear_cpu(Isa isa, [[maybe_unused]] bool vnni, const QuantizedLinear& call,
+                          int64_t begin, int64_t end) {
   if (!call.integer) return DSX_DISPATCH_ISA(isa, multiply_columns(call, begin, end));
 #ifdef __x86_64__
   if (vnni) return avx512::vnni::multiply_columns_of_integers(call, begin, end);

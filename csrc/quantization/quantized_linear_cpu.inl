@@ -36,30 +36,36 @@ class FactorsOfX {
     for (int64_t u = 0; u * kUnit < count; ++u) {
       for (int r = 0; r < kRows; ++r) {
         float natural[kUnit] = {};
+        const int64_t left = count - u * kUnit;
         if (first + r < call.rows) {
           const Pointer<Any> source = call.x.row<Any>(first + r) + (k + u * kUnit);
-          const int64_t here = count - u * kUnit < kUnit ? count - u * kUnit : kUnit;
-          for_each_vector(0, here, [&](int64_t i, int lanes) {
-            Vec::load(source + i, lanes).store(natural + i, lanes);
-          });
+          load_unit(source, left < kUnit ? left : kUnit, natural);
         }
         place(u, r, natural, in_order);
+        if (call.weight.offsets) add_up(u, r);
       }
     }
   }
 
  private:
+  static constexpr int64_t kPitch = kRows * kLanes;  // from a step of a row to the next one
+
   void place(int64_t unit, int row, const float (&natural)[kUnit], bool in_order) {
-    float sums[kLanes] = {};
     float* const target = floats_ + (unit * kInWord * kRows + row) * kLanes;
+    if (!in_order) return put_in_order(natural, target, kPitch);
     for (int step = 0; step < kInWord; ++step) {
-      float* const lanes = target + step * kRows * kLanes;
-      for (int lane = 0; lane < kLanes; ++lane) {
-        lanes[lane] = natural[in_order ? step * kLanes + lane : place_of(step, lane)];
-      }
-      for (int lane = 0; lane < kLanes; ++lane) sums[lane] += lanes[lane];
+      memcpy(target + step * kPitch, natural + step * kLanes, kLanes * sizeof(float));
     }
-    memcpy(sums_ + (unit * kRows + row) * kLanes, sums, sizeof(sums));
+  }
+
+  void add_up(int64_t unit, int row) {
+    for (int p = 0; p < kParts; ++p) {
+      Vec sum(0.0f);
+      for (int step = 0; step < kInWord; ++step) {
+        sum = sum + Vec::load(at(unit, step, row) + p * Vec::size, Vec::size);
+      }
+      sum.store(sums_ + (unit * kRows + row) * kLanes + p * Vec::size, Vec::size);
+    }
   }
 
   alignas(64) float floats_[kRoom];
