@@ -2,6 +2,7 @@
 #include "quantization/quantized_linear.h"
 
 #include "common/simd/prefetch.h"
+#include "quantization/quantize.h"
 
 #define DSX_KERNEL_SOURCE "quantization/quantized_linear_cpu.inl"
 #include "common/simd/foreach_isa.h"

@@ -5,13 +5,21 @@ constexpr int kHalves = DSX_BITS == 4 ? 2 : 1;  // vectors of bytes that a unit 
 constexpr int kRowsOfBytes = Vec::size == kLanes && Vec::registers == 1 ? 4 : 2;  // most at once
 constexpr int64_t kSegments = 512;  // that are at hand, times rows of x
 
-inline Grid grid_of_row(const QuantizedLinear& call, int64_t row) {
+// The scale of a row of x, and what its elements are rounded to.
+struct RowGrid {
+  float scale;
+  Grid grid;
+};
+
+inline RowGrid grid_of_row(const QuantizedLinear& call, int64_t row) {
   const Pointer<Any> source = call.x.row<Any>(row);
   Ints largest(0u);
   for_each_vector(0, call.length, [&](int64_t i, int lanes) {
     largest = max(largest, magnitude_of(bits_of(Vec::load(source + i, lanes))));
   });
-  return symmetric_grid(max_of(largest), largest_code(QuantFormat::int8, false));
+  const LargestCode most(QuantFormat::int8, false);
+  const ScaleAndOffset found = symmetric_scale(max_of(largest), most);
+  return {found.scale, grid_of(found, false)};
 }
 
 // Whether a unit has several groups, each of whole runs: then each run has a sum of its own.
@@ -41,7 +49,7 @@ class CodesOfX {
   alignas(64) uint32_t words[kMost][kHalves][kRows][kLanes];
 
   // From element k on, as many as there is room for; all that is before has been read just before.
-  void read(const QuantizedLinear& call, const Grid* grids, int64_t first, int64_t k) {
+  void read(const QuantizedLinear& call, const RowGrid* grids, int64_t first, int64_t k) {
     if (first == first_ && k == k_) return;
     first_ = first, k_ = k;
     begun = k > 0 && !ends_piece[sums - 1];
@@ -122,11 +130,11 @@ class CodesOfX {
     }
   }
 
-  void round_unit(const QuantizedLinear& call, const Grid* grids, int64_t at) {
+  void round_unit(const QuantizedLinear& call, const RowGrid* grids, int64_t at) {
     const int64_t count = least_of(kUnit, call.length - at * kUnit);
     memset(rounded_, 0, sizeof(rounded_));
     for (int r = 0; r < kRows && first_ + r < call.rows; ++r) {
-      const Grid& grid = grids[first_ + r];
+      const Grid& grid = grids[first_ + r].grid;
       float natural[kUnit], ordered[kUnit];
       load_unit(call.x.row<Any>(first_ + r) + at * kUnit, count, natural);
       put_in_order(natural, ordered, kLanes);
@@ -136,7 +144,7 @@ class CodesOfX {
           for (int j = 3; j >= 0; --j) {
             const float* const source = ordered + (j * kHalves + h) * kLanes + p * Vec::size;
             const Vec x = Vec::load(source, Vec::size);
-            const Ints code = bits_of(round_to_grid<Ints>(x, grid, Vec(grid.half)));
+            const Ints code = bits_of(round_to_grid<Ints>(x, grid, Vec(grid.half), kIntegers));
             four = shift_left<8>(four) | (code & Ints(grid.mask & 0xff));
           }
           memcpy(rounded_[h][r] + p * Vec::size, &four, sizeof(four));
@@ -258,7 +266,7 @@ inline void add_chunk(const PackedWeight& weight, int64_t first, int64_t columns
 
 template <int kRows>
 inline void integer_rows(const QuantizedLinear& call, int64_t begin, int64_t end) {
-  Grid grids[kMostRows];
+  RowGrid grids[kMostRows];
   for (int64_t row = 0; row < call.rows; ++row) grids[row] = grid_of_row(call, row);
   IntegerScratch<kRows> scratch;
   const bool runs = adds_up_runs(call.weight);
