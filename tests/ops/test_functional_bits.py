@@ -16,8 +16,8 @@ import softmax_cases
 import test_bias_activation
 import test_cross_entropy
 import test_gated_activation
-import test_quantized_linear_contract
 import test_quantize_contract
+import test_quantized_linear_contract
 import test_rope_contract
 import test_skinny_linear_contract
 import torch
