@@ -1,0 +1,171 @@
+"""Which tensors stand for a weight of few bits, and the note in a state dict that says so."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.ops.quantization.formats import FORMATS, Format, groups_of, number_of
+from deepspeed_ext.ops.quantization.packed_weight import row_bytes
+
+PACKING = 1  # of codes; counted on when packed_weight.h draws another order
+FLOAT8_MULTIPLE = 16  # of both sizes, for torch._scaled_mm
+_MOST_NOTE_BYTES = 4096
+_SCALES_MULTIPLE = 4
+
+
+class TensorLayout(NamedTuple):
+    """Shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """How the weight of one layer is stored.
+
+    Args:
+        format: one of deepspeed_ext.ops.quantization.formats.
+        shape: of the weight, (out, in).
+        group_size: elements along a row that share a scale; of an fp8 format the whole row.
+        symmetric: whether there are no offsets.
+        activations: what the rows of x are rounded to before they are multiplied; None or "int8".
+        act_order: whether the columns are in the order of their groups, and x is put in it too.
+    """
+
+    format: str
+    shape: tuple[int, int]
+    group_size: int
+    symmetric: bool = True
+    activations: str | None = None
+    act_order: bool = False
+
+    @property
+    def of_format(self) -> Format:
+        """What is known of the format."""
+        return FORMATS[number_of("QuantizedLinear", self.format)]
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether codes are floats, which torch._scaled_mm multiplies."""
+        return self.of_format.float8 is not None
+
+    def tensors(self) -> dict[str, TensorLayout]:
+        """Return what a layer keeps, by name."""
+        n, length = self.shape
+        if self.is_float8:
+            padded = _rounded_up(n, FLOAT8_MULTIPLE)
+            found = {
+                "codes": TensorLayout(
+                    (padded, _rounded_up(length, FLOAT8_MULTIPLE)), torch.uint8
+                ),
+                "scales": TensorLayout((1, padded), torch.float32),
+            }
+        else:
+            groups = groups_of(length, self.group_size), _rounded_up(n, _SCALES_MULTIPLE)
+            found = {
+                "codes": TensorLayout((n, row_bytes(length, self.of_format.bits)), torch.uint8),
+                "scales": TensorLayout(groups, torch.float32),
+            }
+            if not self.symmetric:
+                found["offsets"] = TensorLayout(groups, torch.float32)
+        if self.act_order:
+            found["order"] = TensorLayout((length,), torch.int64)
+        return found
+
+    def note(self) -> Tensor:
+        """Return all of this as text, in a tensor of bytes, as a state dict keeps nothing else."""
+        text = json.dumps({"packing": PACKING, **asdict(self)}, separators=(",", ":"))
+        return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+
+
+def make_layout(
+    what: str,
+    format: str,
+    shape: tuple[int, int],
+    group_size: int | None,
+    symmetric: bool = True,
+    activations: str | None = None,
+    act_order: bool = False,
+) -> WeightLayout:
+    """Return a layout whose parts go together.
+
+    Args:
+        what: begins the text of an error.
+        group_size: None stands for a whole row, as does one that is longer.
+
+    Raises:
+        ValueError: they do not.
+    """
+    of_format = FORMATS[number_of(what, format)]
+    if group_size is not None and (type(group_size) is not int or group_size < 1):
+        raise ValueError(f"{what}: group_size is {group_size!r}, expected 1 or more, or None")
+    if not symmetric and not of_format.asymmetric_largest:
+        raise ValueError(
+            f"{what}: symmetric is False, expected True, as {format} has no form with offsets"
+        )
+    if activations is not None and activations not in ("int8",):
+        raise ValueError(f"{what}: activations is {activations!r}, expected None or 'int8'")
+    if activations is not None and format not in ("int8", "int4"):
+        raise ValueError(
+            f"{what}: activations is {activations!r}, expected None, as the codes of {format}"
+            " are no integers"
+        )
+    length = max(shape[1], 1)
+    if group_size is None or of_format.float8 is not None:
+        group_size = length
+    return WeightLayout(
+        format, shape, min(group_size, length), bool(symmetric), activations, act_order
+    )
+
+
+def read_note(note: Tensor) -> WeightLayout:
+    """Return the layout that a note tells of, believing nothing that it says.
+
+    Raises:
+        ValueError: it is no such note; tells why, as the end of a sentence.
+    """
+    if note.dtype != torch.uint8 or note.dim() != 1 or note.numel() > _MOST_NOTE_BYTES:
+        raise ValueError(f"is {note.dtype} of shape {list(note.shape)}, expected a text in bytes")
+    text = bytes(note.tolist())
+    try:
+        fields: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"is {text[:60]!r}, expected JSON") from None
+    expected = {"packing": int, "format": str, "shape": list, "group_size": int}
+    expected |= {"symmetric": bool, "act_order": bool}
+    if (
+        not isinstance(fields, dict)
+        or fields.keys() != expected.keys() | {"activations"}
+        or any(type(fields[name]) is not kind for name, kind in expected.items())
+        or not isinstance(fields["activations"], str | None)
+    ):
+        raise ValueError(f"is {text[:200]!r}, expected {', '.join(expected)} and activations")
+    if fields["packing"] != PACKING:
+        raise ValueError(
+            f"has packing {fields['packing']}, expected {PACKING}: another version wrote it"
+        )
+    shape = fields["shape"]
+    if len(shape) != 2 or any(type(size) is not int or not 0 <= size < 1 << 31 for size in shape):
+        raise ValueError(f"has shape {shape}, expected two sizes")
+    fields = {name: value for name, value in fields.items() if name != "packing"}
+    given = WeightLayout(**{**fields, "shape": (shape[0], shape[1])})
+    checked = make_layout(
+        "the note",
+        given.format,
+        given.shape,
+        given.group_size,
+        given.symmetric,
+        given.activations,
+        given.act_order,
+    )
+    if checked != given:
+        raise ValueError(f"has group_size {given.group_size}, expected {checked.group_size}")
+    return given
+
+
+def _rounded_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
