@@ -39,7 +39,9 @@ class _Use(NamedTuple):
     end: int
 
 
-def find_candidates(what: str, model: nn.Module, skip: Iterable[str], must_match: bool) -> Candidates:
+def find_candidates(
+    what: str, model: nn.Module, skip: Iterable[str], must_match: bool
+) -> Candidates:
     """Return which layers can be replaced.
 
     Args:

@@ -101,7 +101,7 @@ def _layout_of(
     weight = weight_of(f"{_OP}: {name}", model.get_submodule(name))
     if weight.is_meta:
         raise ValueError(
-            f"{_OP}: {name} has a weight on meta, expected values; load_quantized fills such a model"
+            f"{_OP}: {name} has a weight on meta, expected values; for files see load_quantized"
         )
     n, length = weight.shape
     return make_layout(_OP, format, (n, length), group_size, symmetric, activations)
@@ -132,11 +132,9 @@ def _report(
     for each in done:
         largest, rms = each.errors.result()
         sizes = each.bytes_before, each.bytes_after
-        layers[each.names[0]] = LayerReport(each.layout.shape, *sizes, largest, rms)
-    again = {
-        name: f"is {each.names[0]}, which is quantized" for each in done for name in each.names[1:]
-    }
-    return Report(format, layers, {**found.kept, **again}, bytes_before, bytes_after)
+        also = tuple(each.names[1:])
+        layers[each.names[0]] = LayerReport(each.layout.shape, *sizes, largest, rms, also)
+    return Report(format, layers, found.kept, bytes_before, bytes_after)
 
 
 def _bytes_of(model: nn.Module) -> int:

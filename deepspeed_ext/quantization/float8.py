@@ -17,9 +17,7 @@ class _Product(torch.autograd.Function):
     """x @ w.T of a weight in 8-bit floats; the gradient of the rounding of x is taken as 1."""
 
     @staticmethod
-    def forward(
-        x: Tensor, codes: Tensor, scales: Tensor, layout: WeightLayout
-    ) -> Tensor:
+    def forward(x: Tensor, codes: Tensor, scales: Tensor, layout: WeightLayout) -> Tensor:
         return _multiply(x, codes, scales, layout)
 
     @staticmethod

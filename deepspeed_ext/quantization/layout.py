@@ -8,12 +8,17 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.ops.quantization.formats import FORMATS, Format, groups_of, number_of
-from deepspeed_ext.ops.quantization.packed_weight import row_bytes
+from deepspeed_ext.ops.quantization.packed_weight import DTYPES, row_bytes
 
 PACKING = 1  # of codes; counted on when packed_weight.h draws another order
 FLOAT8_MULTIPLE = 16  # of both sizes, for torch._scaled_mm
 _MOST_NOTE_BYTES = 4096
 _SCALES_MULTIPLE = 4
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+_KINDS: dict[str, Any] = {  # of what is in a note
+    **{"packing": int, "format": str, "shape": list, "group_size": int, "symmetric": bool},
+    **{"activations": str | None, "act_order": bool, "dtype": str},
+}
 
 
 class TensorLayout(NamedTuple):
@@ -59,9 +64,7 @@ class WeightLayout:
         if self.is_float8:
             padded = _rounded_up(n, FLOAT8_MULTIPLE)
             found = {
-                "codes": TensorLayout(
-                    (padded, _rounded_up(length, FLOAT8_MULTIPLE)), torch.uint8
-                ),
+                "codes": TensorLayout((padded, _rounded_up(length, FLOAT8_MULTIPLE)), torch.uint8),
                 "scales": TensorLayout((1, padded), torch.float32),
             }
         else:
@@ -76,10 +79,22 @@ class WeightLayout:
             found["order"] = TensorLayout((length,), torch.int64)
         return found
 
-    def note(self) -> Tensor:
-        """Return all of this as text, in a tensor of bytes, as a state dict keeps nothing else."""
-        text = json.dumps({"packing": PACKING, **asdict(self)}, separators=(",", ":"))
+    def note(self, dtype: torch.dtype) -> Tensor:
+        """Return all of this as text, in a tensor of bytes, as a state dict keeps nothing else.
+
+        Args:
+            dtype: of the floats, or of what is added to products.
+        """
+        fields = {"packing": PACKING, **asdict(self), "dtype": str(dtype).removeprefix("torch.")}
+        text = json.dumps(fields, separators=(",", ":"))
         return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+
+    def tensors_on(self, device: torch.device | str | int | None) -> dict[str, Tensor]:
+        """Return these tensors, full of zeros."""
+        return {
+            name: torch.zeros(each.shape, dtype=each.dtype, device=device)
+            for name, each in self.tensors().items()
+        }
 
 
 def make_layout(
@@ -122,8 +137,8 @@ def make_layout(
     )
 
 
-def read_note(note: Tensor) -> WeightLayout:
-    """Return the layout that a note tells of, believing nothing that it says.
+def read_note(note: Tensor) -> tuple[WeightLayout, torch.dtype]:
+    """Return the layout and dtype that a note tells of, believing nothing that it says.
 
     Raises:
         ValueError: it is no such note; tells why, as the end of a sentence.
@@ -135,36 +150,23 @@ def read_note(note: Tensor) -> WeightLayout:
         fields: Any = json.loads(text)
     except (ValueError, RecursionError):
         raise ValueError(f"is {text[:60]!r}, expected JSON") from None
-    expected = {"packing": int, "format": str, "shape": list, "group_size": int}
-    expected |= {"symmetric": bool, "act_order": bool}
     if (
         not isinstance(fields, dict)
-        or fields.keys() != expected.keys() | {"activations"}
-        or any(type(fields[name]) is not kind for name, kind in expected.items())
-        or not isinstance(fields["activations"], str | None)
+        or fields.keys() != _KINDS.keys()
+        or any(not isinstance(fields[name], kind) for name, kind in _KINDS.items())
     ):
-        raise ValueError(f"is {text[:200]!r}, expected {', '.join(expected)} and activations")
-    if fields["packing"] != PACKING:
-        raise ValueError(
-            f"has packing {fields['packing']}, expected {PACKING}: another version wrote it"
-        )
-    shape = fields["shape"]
+        raise ValueError(f"is {text[:200]!r}, expected {', '.join(_KINDS)}")
+    if fields.pop("packing") != PACKING:
+        raise ValueError(f"is {text[:200]!r}, expected packing {PACKING}: its version is newer")
+    shape, dtype = fields.pop("shape"), _DTYPES.get(fields.pop("dtype"))
     if len(shape) != 2 or any(type(size) is not int or not 0 <= size < 1 << 31 for size in shape):
         raise ValueError(f"has shape {shape}, expected two sizes")
-    fields = {name: value for name, value in fields.items() if name != "packing"}
-    given = WeightLayout(**{**fields, "shape": (shape[0], shape[1])})
-    checked = make_layout(
-        "the note",
-        given.format,
-        given.shape,
-        given.group_size,
-        given.symmetric,
-        given.activations,
-        given.act_order,
-    )
-    if checked != given:
-        raise ValueError(f"has group_size {given.group_size}, expected {checked.group_size}")
-    return given
+    if dtype is None:
+        raise ValueError(f"is {text[:200]!r}, expected dtype {', '.join(_DTYPES)}")
+    layout = make_layout("is a note of a weight that cannot be", shape=tuple(shape), **fields)
+    if layout.group_size != fields["group_size"]:
+        raise ValueError(f"has group_size {fields['group_size']}, expected {layout.group_size}")
+    return layout, dtype
 
 
 def _rounded_up(count: int, multiple: int) -> int:

@@ -75,8 +75,7 @@ class QuantizedLinear(nn.Module):
         shape = (out_features, in_features)
         layout = make_layout("QuantizedLinear", format, shape, group_size, symmetric, activations)
         self._begin(layout, torch.get_default_dtype() if dtype is None else dtype)
-        for name, each in layout.tensors().items():
-            zeros = torch.zeros(each.shape, dtype=each.dtype, device=device)
+        for name, zeros in layout.tensors_on(device).items():
             self.register_buffer(name, zeros)
         if bias:
             self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=self.dtype))
@@ -116,14 +115,12 @@ class QuantizedLinear(nn.Module):
     ) -> "QuantizedLinear":
         """Return a layer in place of another one; `errors` notes how far it is from it."""
         with torch.no_grad():
-            if weight.is_meta:
-                tensors = {
-                    name: torch.empty(each.shape, dtype=each.dtype, device="meta")
-                    for name, each in layout.tensors().items()
-                }
-            else:
-                tensors = quantize_weight(weight, layout, errors)
-        layer = cls._of_tensors(layout, tensors, linear.bias, weight.dtype)
+            tensors = (
+                layout.tensors_on("meta")
+                if weight.is_meta
+                else quantize_weight(weight, layout, errors)
+            )
+        layer = cls.of_tensors(layout, tensors, linear.bias, weight.dtype)
         return layer.train(linear.training)
 
     @classmethod
@@ -168,10 +165,10 @@ class QuantizedLinear(nn.Module):
         dtype = torch.get_default_dtype() if bias is None else bias.dtype
         if bias is not None and not isinstance(bias, nn.Parameter):
             bias = nn.Parameter(bias)
-        return cls._of_tensors(layout, tensors, bias, dtype)
+        return cls.of_tensors(layout, tensors, bias, dtype)
 
     @classmethod
-    def _of_tensors(
+    def of_tensors(
         cls,
         layout: WeightLayout,
         tensors: Mapping[str, Tensor],
@@ -248,7 +245,7 @@ class QuantizedLinear(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """Return the note for a state dict."""
-        return self.layout.note()
+        return self.layout.note(self.dtype)
 
     def set_extra_state(self, state: Any) -> None:
         """Do nothing: `_load_from_state_dict` has compared the note before anything was copied."""
@@ -298,15 +295,18 @@ class QuantizedLinear(nn.Module):
                 " model before quantize_model"
             )
         names = [*self.layout.tensors(), NOTE]
-        there = [name for name in ("codes", "scales", "offsets", "order", NOTE)
-                 if prefix + name in state_dict]
+        there = [
+            name
+            for name in ("codes", "scales", "offsets", "order", NOTE)
+            if prefix + name in state_dict
+        ]
         if not there:
             return None
         for name in names:
             if not isinstance(state_dict.get(prefix + name), Tensor):
                 return f"state_dict has no tensor {prefix + name!r}, expected it beside {there[0]}"
         try:
-            saved = read_note(state_dict[prefix + NOTE])
+            saved, _ = read_note(state_dict[prefix + NOTE])
         except ValueError as error:
             return f"state_dict[{prefix + NOTE!r}] {error}"
         if replace(saved, activations=self.layout.activations) != self.layout:

@@ -1,5 +1,7 @@
 """A weight as tensors of few bits, a block of rows at a time, and how far these are from it."""
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -54,7 +56,7 @@ def half_step(format: Format) -> float:
     No element is rounded by more, but to fp8 those near the largest only.
     """
     if format.name == "nf4":
-        return max(b - a for a, b in zip(NF4_LEVELS, NF4_LEVELS[1:], strict=False)) / 2
+        return max(b - a for a, b in pairwise(NF4_LEVELS)) / 2
     if format.float8 is None:
         return 0.5
     least = 2.0 ** int(torch.tensor(format.largest).log2())
@@ -71,10 +73,7 @@ def quantize_weight(
         layout: without act_order.
         errors: where to note how far they are from it.
     """
-    made = {
-        name: torch.zeros(each.shape, dtype=each.dtype, device=weight.device)
-        for name, each in layout.tensors().items()
-    }
+    made = layout.tensors_on(weight.device)
     rows = max(_BLOCK_ELEMENTS // max(layout.shape[1], 1), 1)
     rows = -(-rows // 16) * 16  # so that rows of scales of a block are not padded, but the last
     for begin in range(0, layout.shape[0], rows):

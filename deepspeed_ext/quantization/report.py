@@ -21,6 +21,7 @@ class LayerReport:
             and fp8 half the widest step between codes. 1 is the bound; NaN if the weight is not
             finite.
         rms_error: of all elements.
+        also: other names of the same layer.
     """
 
     shape: tuple[int, int]
@@ -28,6 +29,7 @@ class LayerReport:
     bytes_after: int
     largest_error: float
     rms_error: float
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Report:
             errors = f"{layer.largest_error:>9.3f}{layer.rms_error:>10.2e}"
             sizes = f"{_shown(layer.bytes_before):>11}{_shown(layer.bytes_after):>11}"
             yield f"{_cut(name, width):<{width}}{sizes}{errors}"
+            for other in layer.also:
+                yield f"{_cut(other, width)}: {_cut(f'is {name}', columns - width - 2)}"
         for name, reason in self.kept.items():
             yield f"{_cut(name, width)}: {_cut(reason, columns - width - 2)}"
         part = self.bytes_after / self.bytes_before if self.bytes_before else 1
