@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -144,7 +144,7 @@ def _sharing(module: nn.Module, weight: Tensor, uses: dict[int, list[_Use]]) -> 
             yield use.name
 
 
-def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+def _bytes_of(tensor: Tensor) -> tuple[Any, Any]:
     """Return where in its storage a tensor begins and ends."""
     if tensor.numel() == 0:
         return 0, 0

@@ -62,7 +62,7 @@ def float8_linear(
             f"QuantizedLinear: {x.device} has compute capability {major}.{minor}, expected 8.9 or"
             f" newer for {layout.format}; int8 needs 8.0"
         )
-    out = _Product.apply(x, codes, scales, layout)
+    out: Tensor = _Product.apply(x, codes, scales, layout)  # type: ignore[no-untyped-call]
     return out if bias is None else out + bias
 
 
@@ -72,7 +72,7 @@ def _multiply(x: Tensor, codes: Tensor, scales: Tensor, layout: WeightLayout) ->
     if rows.shape[0] == 0 or n == 0 or length == 0:
         return x.new_zeros(*x.shape[:-1], n)
     of_x = quantize(F.pad(rows, (0, codes.shape[1] - length)), "fp8_e4m3")
-    weight = codes.view(layout.of_format.float8)
+    weight = codes.view(layout.code_dtype)
     out = torch._scaled_mm(
         of_x.codes,
         weight.t(),

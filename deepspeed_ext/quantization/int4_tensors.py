@@ -198,4 +198,5 @@ def _awq_rows(words: Tensor) -> Tensor:
     """Return the same in the order of rows."""
     eights = _words(words).unflatten(-1, (-1, _PER_WORD))
     places = torch.tensor(_AWQ_PLACES, device=words.device)
-    return eights.index_select(-1, places).flatten(-2)
+    rows: Tensor = eights.index_select(-1, places).flatten(-2)
+    return rows

@@ -58,6 +58,12 @@ class WeightLayout:
         """Whether codes are floats, which torch._scaled_mm multiplies."""
         return self.of_format.float8 is not None
 
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """What codes of a format of floats are, when they are not seen as bytes."""
+        assert self.of_format.float8 is not None
+        return self.of_format.float8
+
     def tensors(self) -> dict[str, TensorLayout]:
         """Return what a layer keeps, by name."""
         n, length = self.shape

@@ -120,7 +120,8 @@ class QuantizedLinear(nn.Module):
                 if weight.is_meta
                 else quantize_weight(weight, layout, errors)
             )
-        layer = cls.of_tensors(layout, tensors, linear.bias, weight.dtype)
+        bias = linear._parameters["bias"]
+        layer = cls.of_tensors(layout, tensors, bias, weight.dtype)
         return layer.train(linear.training)
 
     @classmethod
@@ -227,7 +228,8 @@ class QuantizedLinear(nn.Module):
         if self.layout.act_order:
             x = x.index_select(-1, self.get_buffer("order"))
         weight = packed(self.layout, self._tensors())
-        return quantized_linear(x, weight, bias, activations=self.layout.activations)
+        out: Tensor = quantized_linear(x, weight, bias, activations=self.layout.activations)
+        return out
 
     def extra_repr(self) -> str:
         """Return sizes and format, for print."""
@@ -257,7 +259,7 @@ class QuantizedLinear(nn.Module):
         """Move all, and cast what may be cast."""
         kept = {name: self._buffers.pop(name) for name in self.layout.tensors()}
         try:
-            super()._apply(fn, recurse)
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
             self._buffers.update(kept)
         for name, tensor in kept.items():

@@ -137,7 +137,7 @@ def dequantize_tensors(
     """
     n, length = layout.shape
     if layout.is_float8:
-        codes = tensors["codes"][:n, :length].view(layout.of_format.float8)
+        codes = tensors["codes"][:n, :length].view(layout.code_dtype)
         floats: Tensor = dequantize(
             codes,
             tensors["scales"][0, :n, None],

@@ -32,7 +32,7 @@ class WeightView(Tensor):
     def __new__(
         cls, layout: WeightLayout, tensors: dict[str, Tensor], dtype: torch.dtype
     ) -> "WeightView":
-        made: WeightView = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: WeightView = Tensor._make_wrapper_subclass(
             cls, layout.shape, dtype=dtype, device=tensors["codes"].device
         )
         made._layout, made._tensors = layout, tensors
@@ -52,7 +52,7 @@ class WeightView(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
@@ -73,7 +73,7 @@ class WeightView(Tensor):
             )
         return func(*_floats(args), **_floats(kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"WeightView({self._layout.format}, shape={list(self.shape)}, dtype={self.dtype})"
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import Parameter, is_lazy
+from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.io.checkpoint.format import HeaderEntry
@@ -141,10 +141,8 @@ def _check(what: str, value: object, or_meta: bool) -> Tensor:
             raise TypeError(
                 f"{what} is a nested tensor, expected a dense one; see to_padded_tensor"
             )
-    if or_meta and type(value) in (Tensor, Parameter) and value.is_meta:
-        tensor = value.detach()
-    else:
-        tensor = check_kind(what, value).detach()
+    is_meta = or_meta and isinstance(value, Tensor) and value.is_meta
+    tensor: Tensor = (value if is_meta else check_kind(what, value)).detach()
     if tensor.dtype not in _NAMES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _NAMES)
         raise TypeError(f"{what} has dtype {tensor.dtype}, expected one of {names}")
