@@ -33,6 +33,13 @@ def _norm(library: str, name: str, kind: str) -> OpSpec:
     return replace(shared, defines=(("DSX_NORM", kind),), self_check=check)
 
 
+def _quantized_linear(library: str, bits: int) -> OpSpec:
+    """Return the library of the ops on weights of so many bits, which share their sources."""
+    check = f"deepspeed_ext.ops.quantization.self_checks:quantized_linear_w{bits}"
+    shared = _op(library, "quantization/quantized_linear")
+    return replace(shared, defines=(("DSX_BITS", str(bits)),), self_check=check)
+
+
 def _kv_cache(kind: str, rule: str) -> tuple[OpSpec, OpSpec]:
     """Return the libraries of the ops on a cache of keys and values of one kind, for both devices.
 
@@ -121,6 +128,8 @@ OPS: tuple[OpSpec, ...] = (
     _op("fused_cross_entropy", "transformer/cross_entropy"),
     _op("cpu_skinny_linear", "transformer/skinny_linear"),
     _op("fused_skinny_linear", "transformer/skinny_linear"),
+    _quantized_linear("cpu_quantized_linear_w4", 4),
+    _quantized_linear("cpu_quantized_linear_w8", 8),
     *_kv_cache("", "FloatKv"),
     *_kv_cache("_int8", "Int8Kv"),
     *_kv_cache("_fp8", "Fp8Kv"),

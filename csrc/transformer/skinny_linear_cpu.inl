@@ -1,11 +1,10 @@
 // The loops of skinny_linear over a range of columns: a few rows of the weight at a time go through
 // registers, each beside a few rows of x, which are in the cache as floats.
 #include "common/activation_math.inl"
-#include "common/few_rows_math.inl"
+#include "common/simd/few_rows.inl"
 
 constexpr int kLanes = 16;        // running sums of a result, whatever the width of Vec
 constexpr int64_t kChunk = 4096;  // elements of the length after which they begin anew
-constexpr int64_t kColumns = 64;  // of a block, whose part of the weight fits the second cache
 constexpr int kParts = kLanes / Vec::size;
 constexpr int kMostAtOnce = Vec::size == kLanes && Vec::registers == 1 ? 8 : 4;  // rows of x
 
@@ -164,40 +163,11 @@ inline void sums_of_block(const SkinnyLinear& call, int64_t begin, int64_t colum
   }
 }
 
-// Rounds the results of one row.
-inline void finish_row(const SkinnyLinear& call, int64_t row, int64_t begin, int64_t columns,
-                       const float* sums, const float* gated_sums) {
-  const Pointer<Any> target = call.out.row<Any>(row) + begin;
-  for_each_vector(0, columns, [&](int64_t i, int lanes) {
-    Vec sum = Vec::load(sums + i, lanes), up(0.0f);
-    if (call.gated) up = Vec::load(gated_sums + i, lanes);
-    if (call.bias.data) {
-      const Pointer<Any> bias = call.bias.row<Any>(0) + (begin + i);
-      sum = sum + Vec::load(bias, lanes);
-      if (call.gated) up = up + Vec::load(bias + call.columns, lanes);
-    }
-    Vec result = activated_sum(call, sum, up);
-    if (call.residual.data) {
-      result = result + Vec::load(call.residual.row<Any>(row) + (begin + i), lanes);
-    }
-    result.store(target + i, lanes);
-  });
-}
-
 inline void multiply_columns(const SkinnyLinear& call, int64_t begin, int64_t end) {
   FactorsOfX factors;
-  float totals[2][kMostRows * kColumns];
-  const auto multiply_in_blocks = [&](auto storage) {
-    using T = decltype(storage);
-    for (int64_t c = begin; c < end; c += kColumns) {
-      const int64_t columns = end - c < kColumns ? end - c : kColumns;
-      sums_of_block<T>(call, c, columns, factors, totals[0]);
-      if (call.gated) sums_of_block<T>(call, call.columns + c, columns, factors, totals[1]);
-      for (int64_t row = 0; row < call.rows; ++row) {
-        const int64_t at = row * kColumns;
-        finish_row(call, row, c, columns, totals[0] + at, totals[1] + at);
-      }
-    }
-  };
-  with_storage_type(call.weight.dtype, multiply_in_blocks);
+  with_storage_type(call.weight.dtype, [&](auto storage) {
+    for_each_block(call, begin, end, [&](int64_t first, int64_t columns, float* totals) {
+      sums_of_block<decltype(storage)>(call, first, columns, factors, totals);
+    });
+  });
 }

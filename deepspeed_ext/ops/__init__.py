@@ -48,6 +48,13 @@ _NAMES = {
         "join_float32",
         "split_float32",
     ),
+    "quantization.packed_weight": (
+        "PackedWeight",
+        "pack_weight",
+        "unpack_weight",
+        "unpack_weight_ref",
+    ),
+    "quantization.quantized_linear": ("quantized_linear", "quantized_linear_ref"),
     "transformer.bias_activation": ("bias_activation", "bias_activation_ref"),
     "transformer.cross_entropy": ("cross_entropy", "cross_entropy_ref"),
     "transformer.decode_attention": ("decode_attention", "decode_attention_ref"),
@@ -118,6 +125,14 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.optimizers.state_formats import encode_blocks as encode_blocks
     from deepspeed_ext.ops.optimizers.state_formats import join_float32 as join_float32
     from deepspeed_ext.ops.optimizers.state_formats import split_float32 as split_float32
+    from deepspeed_ext.ops.quantization.packed_weight import PackedWeight as PackedWeight
+    from deepspeed_ext.ops.quantization.packed_weight import pack_weight as pack_weight
+    from deepspeed_ext.ops.quantization.packed_weight import unpack_weight as unpack_weight
+    from deepspeed_ext.ops.quantization.packed_weight import unpack_weight_ref as unpack_weight_ref
+    from deepspeed_ext.ops.quantization.quantized_linear import quantized_linear as quantized_linear
+    from deepspeed_ext.ops.quantization.quantized_linear import (
+        quantized_linear_ref as quantized_linear_ref,
+    )
     from deepspeed_ext.ops.transformer.bias_activation import bias_activation as bias_activation
     from deepspeed_ext.ops.transformer.bias_activation import (
         bias_activation_ref as bias_activation_ref,

@@ -324,3 +324,26 @@ inline void store_lane_sums(const Vec (&a)[4][1], float* target) {
   _mm_storeu_ps(
       target, _mm_add_ps(_mm_shuffle_ps(first, second, 0x88), _mm_shuffle_ps(first, second, 0xdd)));
 }
+
+// As vec_scalar.inl says.
+struct Table {
+  __m256 low, high;
+
+  explicit Table(const float* source)
+      : low(_mm256_loadu_ps(source)), high(_mm256_loadu_ps(source + 8)) {}
+
+  Vec operator[](Ints places) const { return {at(places.low), at(places.high)}; }
+
+ private:
+  __m256 at(__m256i places) const {  // three bits choose from either half, the fourth one between
+    const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(places, 28));
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, places),
+                            _mm256_permutevar8x32_ps(high, places), upper);
+  }
+};
+
+inline Vec load_fours(const float* source, int64_t pitch, int /*part*/) {
+  return {
+      _mm256_set_m128(_mm_broadcast_ss(source + pitch), _mm_broadcast_ss(source)),
+      _mm256_set_m128(_mm_broadcast_ss(source + 3 * pitch), _mm_broadcast_ss(source + 2 * pitch))};
+}

@@ -238,3 +238,19 @@ inline void store_lane_sums(const Vec (&a)[4][1], float* target) {
   const __m512i every_fourth = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
   _mm_storeu_ps(target, _mm512_castps512_ps128(_mm512_permutexvar_ps(every_fourth, sums)));
 }
+
+// As vec_scalar.inl says.
+struct Table {
+  __m512 values;
+
+  explicit Table(const float* source) : values(_mm512_loadu_ps(source)) {}
+
+  Vec operator[](Ints places) const { return _mm512_permutexvar_ps(places.lanes, values); }
+};
+
+inline Vec load_fours(const float* source, int64_t pitch, int /*part*/) {
+  __m512 lanes = _mm512_set1_ps(source[0]);
+  lanes = _mm512_mask_broadcastss_ps(lanes, 0x00f0, _mm_load_ss(source + pitch));
+  lanes = _mm512_mask_broadcastss_ps(lanes, 0x0f00, _mm_load_ss(source + 2 * pitch));
+  return _mm512_mask_broadcastss_ps(lanes, 0xf000, _mm_load_ss(source + 3 * pitch));
+}

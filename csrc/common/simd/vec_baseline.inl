@@ -216,3 +216,19 @@ template <int first>
 inline Ints bytes_to_middle(Ints a) {
   return shift_left<8>(first == 0 ? a & Ints(0xffffu) : shift_right<16>(a));
 }
+
+// As vec_scalar.inl says.
+struct Table {
+  const float* values;
+
+  explicit Table(const float* source) : values(source) {}
+
+  Vec operator[](Ints places) const {
+    const IntLanes at = places.lanes & 15;
+    return FloatLanes{values[at[0]], values[at[1]], values[at[2]], values[at[3]]};
+  }
+};
+
+inline Vec load_fours(const float* source, int64_t pitch, int part) {
+  return Vec(source[part * pitch]);
+}

@@ -118,3 +118,18 @@ template <int first>
 inline Ints bytes_to_middle(Ints a) {
   return shift_left<8>(first == 0 ? a & Ints(0xffffu) : shift_right<16>(a));
 }
+
+// 16 floats, of which each lane of some Ints takes the one that its lowest four bits name. They
+// stay where they are.
+struct Table {
+  const float* values;
+
+  explicit Table(const float* source) : values(source) {}
+
+  Vec operator[](Ints places) const { return values[places.lane & 15]; }
+};
+
+// Of 16 lanes, of which number 4 i + j is source[i * pitch], those from part * Vec::size on.
+inline Vec load_fours(const float* source, int64_t pitch, int part) {
+  return Vec(source[part / 4 * pitch]);
+}
