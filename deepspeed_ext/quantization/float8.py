@@ -68,9 +68,9 @@ def float8_linear(
 
 def _multiply(x: Tensor, codes: Tensor, scales: Tensor, layout: WeightLayout) -> Tensor:
     n, length = layout.shape
-    rows = x.reshape(-1, length)
-    if rows.shape[0] == 0 or n == 0 or length == 0:
+    if x.numel() == 0 or n == 0:
         return x.new_zeros(*x.shape[:-1], n)
+    rows = x.reshape(-1, length)
     of_x = quantize(F.pad(rows, (0, codes.shape[1] - length)), "fp8_e4m3")
     weight = codes.view(layout.code_dtype)
     out = torch._scaled_mm(

@@ -329,7 +329,7 @@ def weight_of(what: str, linear: nn.Module) -> Tensor:
     """
     if type(linear) is not nn.Linear and not is_conv1d(linear):
         raise TypeError(f"{what}: linear is {type(linear).__name__}, expected Linear or Conv1D")
-    weight = linear._parameters.get("weight")
+    weight: Tensor | None = linear._parameters.get("weight")
     if weight is None:
         raise TypeError(
             f"{what}: linear has no parameter named weight, expected one; what makes the weight"

@@ -110,7 +110,7 @@ def _add_float8(
 ) -> None:
     codes, scales, _ = quantize(block, layout.format, group_size=layout.group_size)
     made["codes"][begin : begin + len(block), : layout.shape[1]] = codes.view(torch.uint8)
-    made["scales"][0, begin : begin + len(block)] = scales[:, 0]
+    made["scales"][: scales.shape[1], begin : begin + len(block)] = scales.t()
     if errors is not None:
         errors.add(
             block,

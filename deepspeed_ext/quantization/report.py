@@ -77,7 +77,8 @@ class Report:
             yield f"{_cut(name, width)}: {_cut(reason, columns - width - 2)}"
         part = self.bytes_after / self.bytes_before if self.bytes_before else 1
         of_all = f"{_shown(self.bytes_before)} to {_shown(self.bytes_after)} ({part:.1%})"
-        yield f"{len(self.layers)} layers quantized, {len(self.kept)} kept; model {of_all}"
+        yield f"{len(self.layers)} layers quantized, {len(self.kept)} kept"
+        yield f"model {of_all}"
 
 
 def _cut(text: str, width: int) -> str:

@@ -1,5 +1,20 @@
-"""TEMPORARY"""
-import os, sys
-sys.path.insert(0, os.path.dirname(__file__))
+"""What the tests of quantized models share with pytest: the devices to run on."""
+
+import pytest
 import stand_ins
+import torch
+
+_NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 stand_ins.install()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=_NEEDS_GPU)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each device in turn."""
+    return str(request.param)
+
+
+@pytest.fixture(params=[pytest.param("cuda", marks=_NEEDS_GPU)])
+def cuda(request: pytest.FixtureRequest) -> str:
+    """The GPU."""
+    return str(request.param)

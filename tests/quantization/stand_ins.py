@@ -9,7 +9,15 @@ import torch
 import deepspeed_ext.ops as ops
 from deepspeed_ext.ops.quantization import packed_weight as pw
 from deepspeed_ext.ops.quantization import quantized_linear as ql
-from deepspeed_ext.ops.quantization.formats import FORMATS, LEAST_SCALE, NF4_LEVELS, groups_of, number_of, pack_nibbles, unpack_nibbles
+from deepspeed_ext.ops.quantization.formats import (
+    FORMATS,
+    LEAST_SCALE,
+    NF4_LEVELS,
+    groups_of,
+    number_of,
+    pack_nibbles,
+    unpack_nibbles,
+)
 
 Quantized = namedtuple("Quantized", "codes scales offsets")
 
@@ -25,8 +33,16 @@ def quantize(x, format="int8", *, group_size=None, group_rows=1, symmetric=True,
         s = (xp.abs().amax(-1) / f.largest).clamp_min(LEAST_SCALE).float()
         q = xp / s.double()[..., None]
     else:
-        hi = torch.nn.functional.pad(x.double(), (0, n * g - k), value=-1e300).unflatten(-1, (n, g)).amax(-1)
-        lo = torch.nn.functional.pad(x.double(), (0, n * g - k), value=1e300).unflatten(-1, (n, g)).amin(-1)
+        hi = (
+            torch.nn.functional.pad(x.double(), (0, n * g - k), value=-1e300)
+            .unflatten(-1, (n, g))
+            .amax(-1)
+        )
+        lo = (
+            torch.nn.functional.pad(x.double(), (0, n * g - k), value=1e300)
+            .unflatten(-1, (n, g))
+            .amin(-1)
+        )
         s = ((hi - lo) / f.asymmetric_largest).clamp_min(LEAST_SCALE).float()
         off = lo.float()
         q = (xp - lo[..., None]) / s.double()[..., None]
@@ -34,7 +50,12 @@ def quantize(x, format="int8", *, group_size=None, group_rows=1, symmetric=True,
     if f.float8 is not None:
         return Quantized(q.float().to(f.float8), s, None)
     if format == "nf4":
-        c = (q[..., None] - torch.tensor(NF4_LEVELS, dtype=torch.float64)).abs().argmin(-1).to(torch.uint8)
+        c = (
+            (q[..., None] - torch.tensor(NF4_LEVELS, dtype=torch.float64))
+            .abs()
+            .argmin(-1)
+            .to(torch.uint8)
+        )
         return Quantized(pack_nibbles(c), s, None)
     L = f.largest if symmetric else f.asymmetric_largest
     c = q.round().clamp(-L if symmetric else 0, L)
@@ -43,7 +64,17 @@ def quantize(x, format="int8", *, group_size=None, group_rows=1, symmetric=True,
     return Quantized(c.to(f.code_dtype(symmetric)), s, off)
 
 
-def dequantize(codes, scales, offsets=None, *, format, group_size, group_rows=1, length=None, dtype=torch.float32):
+def dequantize(
+    codes,
+    scales,
+    offsets=None,
+    *,
+    format,
+    group_size,
+    group_rows=1,
+    length=None,
+    dtype=torch.float32,
+):
     f = FORMATS[number_of("dequantize", format)]
     assert f.float8 is not None
     v = codes.double()
@@ -52,19 +83,3 @@ def dequantize(codes, scales, offsets=None, *, format, group_size, group_rows=1,
 
 def install():
     ops.quantize, ops.dequantize = quantize, dequantize
-    lib = torch.library.Library("deepspeed_ext", "IMPL")
-    def unpack(bits):
-        def f(codes, scales, offsets, *, format, group_size, length, dtype):
-            w = pw.PackedWeight(codes, scales, offsets, FORMATS[format].name, group_size, length)
-            return pw.unpack_weight_ref(w).to(pw.DTYPES[dtype])
-        return f
-    def lin(bits):
-        def f(x, codes, scales, offsets, bias, residual, *, format, group_size, activation, gated, integer):
-            w = pw.PackedWeight(codes, scales, offsets, FORMATS[format].name, group_size, x.shape[-1])
-            return ql.quantized_linear_ref(x, w, bias, residual=residual, activations="int8" if integer else None).to(x.dtype)
-        return f
-    for b in (4, 8):
-        lib.impl(f"unpack_weight.w{b}", unpack(b), "CPU")
-        lib.impl(f"quantized_linear.w{b}", lin(b), "CPU")
-    ops.quantized_linear = ql.quantized_linear
-    ops._LIB = lib

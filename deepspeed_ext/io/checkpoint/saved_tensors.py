@@ -141,8 +141,9 @@ def _check(what: str, value: object, or_meta: bool) -> Tensor:
             raise TypeError(
                 f"{what} is a nested tensor, expected a dense one; see to_padded_tensor"
             )
-    is_meta = or_meta and isinstance(value, Tensor) and value.is_meta
-    tensor: Tensor = (value if is_meta else check_kind(what, value)).detach()
+    if not (or_meta and isinstance(value, Tensor) and value.is_meta):
+        value = check_kind(what, value)
+    tensor: Tensor = value.detach()
     if tensor.dtype not in _NAMES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _NAMES)
         raise TypeError(f"{what} has dtype {tensor.dtype}, expected one of {names}")
