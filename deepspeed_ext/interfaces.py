@@ -23,6 +23,7 @@ _INSTEAD = {
     "fused_lamb": "deepspeed_ext.optim.FusedLamb",
     "cpu_lars": "deepspeed_ext.optim.Lars",
     "fused_lars": "deepspeed_ext.optim.Lars",
+    "quantizer": "deepspeed_ext.ops.ds_quantizer",
     "transformer_inference": "deepspeed_ext.inference.KVCache",
     "cpu_norm": "deepspeed_ext.ops.clip_grad_norm_",
     "fused_norm": "deepspeed_ext.ops.clip_grad_norm_",
@@ -31,7 +32,10 @@ _INSTEAD = {
 
 
 # The modules of libraries that have ops of several, by the file of their self-checks.
-_MODULES = {"kv_cache_checks": ("decode_attention", "paged_kv", "prefill_attention", "rope_append")}
+_MODULES = {
+    "kv_cache_checks": ("decode_attention", "paged_kv", "prefill_attention", "rope_append"),
+    "quantize_checks": ("dequantize", "ds_quantizer", "fake_quantize", "quantize"),
+}
 
 
 class Interface(ModuleType):

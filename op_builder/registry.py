@@ -40,6 +40,12 @@ def _quantized_linear(library: str, bits: int) -> OpSpec:
     return replace(shared, defines=(("DSX_BITS", str(bits)),), self_check=check)
 
 
+def _quantizer(library: str) -> OpSpec:
+    """Return the library of the ops that make floats codes, and codes floats."""
+    check = "deepspeed_ext.ops.quantization.quantize_checks:quantizer"
+    return replace(_op(library, "quantization/quantize"), self_check=check)
+
+
 def _kv_cache(kind: str, rule: str) -> tuple[OpSpec, OpSpec]:
     """Return the libraries of the ops on a cache of keys and values of one kind, for both devices.
 
@@ -130,6 +136,8 @@ OPS: tuple[OpSpec, ...] = (
     _op("fused_skinny_linear", "transformer/skinny_linear"),
     _quantized_linear("cpu_quantized_linear_w4", 4),
     _quantized_linear("cpu_quantized_linear_w8", 8),
+    _quantizer("cpu_quantizer"),
+    _quantizer("fused_quantizer"),
     *_kv_cache("", "FloatKv"),
     *_kv_cache("_int8", "Int8Kv"),
     *_kv_cache("_fp8", "Fp8Kv"),
@@ -159,7 +167,7 @@ OPS: tuple[OpSpec, ...] = (
 )
 
 
-# One name, that older libraries have, for several rows: all for inference on CUDA.
+# One name, that older libraries have, for rows on CUDA.
 GROUPS: dict[str, tuple[str, ...]] = {
     "transformer_inference": (
         "fused_kv_cache",
@@ -167,6 +175,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "fused_kv_cache_fp8",
         "fused_skinny_linear",
     ),
+    "quantizer": ("fused_quantizer",),
 }
 
 

@@ -89,6 +89,11 @@ DSX_HOST_DEVICE inline float scale_and_add(float a, float scale, float b) {
 #endif
 }
 
+DSX_HOST_DEVICE inline float abs(float a) { return ::fabsf(a); }
+
+// a * b + c, rounded once.
+DSX_HOST_DEVICE inline float multiply_add(float a, float b, float c) { return ::fmaf(a, b, c); }
+
 // The nearest integer; the even one of two.
 DSX_HOST_DEVICE inline float round_even(float a) { return ::rintf(a); }
 

@@ -2,6 +2,7 @@
 // kCodesBlock elements: unpacked, updated and packed again in loops of their own. The chain of
 // operations through root and quotient is long, and the shorter the rest of its loop, the further a
 // processor works ahead. Memory goes on to the end of the last line. Compiled once per ISA.
+#include "common/noise_math.inl"
 #include "optimizers/storage_math.inl"
 
 // The random bits of the elements from `first` on.

@@ -37,7 +37,7 @@
 
 #include "common/scalar.h"
 #include "common/simd/isa.h"
-#include "optimizers/noise.h"
+#include "common/noise.h"
 #include "optimizers/storage.h"
 
 namespace dsx {

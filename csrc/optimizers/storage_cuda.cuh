@@ -9,6 +9,7 @@
 
 namespace dsx {
 
+#include "common/noise_math.inl"
 #include "optimizers/storage_math.inl"
 
 namespace cuda {

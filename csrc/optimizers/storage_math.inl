@@ -1,14 +1,6 @@
 // The storage formats of optimizer state, element by element: stochastic rounding, a float in two
 // halves, 8-bit codes. Float and Ints are SIMD registers on the CPU, float and uint32_t in CUDA.
 
-// 32 random bits for each element: a Weyl sequence, then one round of xor, shift and multiply with
-// a constant of MurmurHash3. Rounding needs no more: uniform, and unrelated between steps.
-template <class Ints>
-DSX_HOST_DEVICE inline Ints random_bits(const Noise& noise, Ints element) {
-  const Ints x = element * Ints(kWeyl) + Ints(noise.offset);
-  return (x ^ shift_right<16>(x) ^ Ints(noise.mask)) * Ints(0x85ebca6bu);
-}
-
 // The 16 random bits for state tensor j of an element: one hash serves two tensors.
 template <class Ints>
 DSX_HOST_DEVICE inline Ints half_of(Ints random, int j) {

@@ -28,6 +28,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/math.h"
 
 namespace dsx {
 

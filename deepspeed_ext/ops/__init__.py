@@ -55,6 +55,10 @@ _NAMES = {
         "unpack_weight_ref",
     ),
     "quantization.quantized_linear": ("quantized_linear", "quantized_linear_ref"),
+    "quantization.dequantize": ("dequantize", "dequantize_ref"),
+    "quantization.ds_quantizer": ("ds_quantizer",),
+    "quantization.fake_quantize": ("fake_quantize", "fake_quantize_ref"),
+    "quantization.quantize": ("Quantized", "quantize", "quantize_ref"),
     "transformer.bias_activation": ("bias_activation", "bias_activation_ref"),
     "transformer.cross_entropy": ("cross_entropy", "cross_entropy_ref"),
     "transformer.decode_attention": ("decode_attention", "decode_attention_ref"),
@@ -125,10 +129,18 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.optimizers.state_formats import encode_blocks as encode_blocks
     from deepspeed_ext.ops.optimizers.state_formats import join_float32 as join_float32
     from deepspeed_ext.ops.optimizers.state_formats import split_float32 as split_float32
+    from deepspeed_ext.ops.quantization.dequantize import dequantize as dequantize
+    from deepspeed_ext.ops.quantization.dequantize import dequantize_ref as dequantize_ref
+    from deepspeed_ext.ops.quantization.ds_quantizer import ds_quantizer as ds_quantizer
+    from deepspeed_ext.ops.quantization.fake_quantize import fake_quantize as fake_quantize
+    from deepspeed_ext.ops.quantization.fake_quantize import fake_quantize_ref as fake_quantize_ref
     from deepspeed_ext.ops.quantization.packed_weight import PackedWeight as PackedWeight
     from deepspeed_ext.ops.quantization.packed_weight import pack_weight as pack_weight
     from deepspeed_ext.ops.quantization.packed_weight import unpack_weight as unpack_weight
     from deepspeed_ext.ops.quantization.packed_weight import unpack_weight_ref as unpack_weight_ref
+    from deepspeed_ext.ops.quantization.quantize import Quantized as Quantized
+    from deepspeed_ext.ops.quantization.quantize import quantize as quantize
+    from deepspeed_ext.ops.quantization.quantize import quantize_ref as quantize_ref
     from deepspeed_ext.ops.quantization.quantized_linear import quantized_linear as quantized_linear
     from deepspeed_ext.ops.quantization.quantized_linear import (
         quantized_linear_ref as quantized_linear_ref,

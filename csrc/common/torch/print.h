@@ -42,6 +42,8 @@ inline std::ostream& operator<<(std::ostream& out, DtypeCode dtype) {
       {aoti_torch_dtype_int16(), "int16"},         {aoti_torch_dtype_int8(), "int8"},
       {aoti_torch_dtype_uint8(), "uint8"},         {aoti_torch_dtype_bool(), "bool"},
       {aoti_torch_dtype_complex64(), "complex64"}, {aoti_torch_dtype_complex128(), "complex128"},
+      {aoti_torch_dtype_float8_e4m3fn(), "float8_e4m3fn"},
+      {aoti_torch_dtype_float8_e5m2(), "float8_e5m2"},
   };
   for (const auto& known : kNames) {
     if (known.code == dtype.code) return out << known.name;

@@ -1,0 +1,48 @@
+"""Fake quantization in place, as older libraries call it."""
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.ops.quantization.fake_quantize import fake_quantize_
+
+_FORMATS = {8: "int8", 4: "int4"}
+
+
+def ds_quantizer(
+    input: Tensor, groups: int = 1, bit_num: int = 8, sr: bool = False, asym: bool = False
+) -> Tensor:
+    """Round a tensor in place to what integers of few bits stand for, and return it.
+
+    Autograd is not told, as of any change by an optimizer. Where ``deepspeed.ops.quantizer`` has
+    2^bits + 1 levels with `asym`, or rounds results to integers, this has the levels of
+    ``fake_quantize``, so the error is at most half of a scale.
+
+    Args:
+        input: contiguous, float32, bfloat16 or float16, on the CPU or on CUDA.
+        groups: of equal size that the flat tensor is cut into; each has a scale of its own.
+        bit_num: 8 or 4.
+        sr: whether to round stochastically, with a seed from torch's default generator.
+        asym: whether groups have an offset, their least element.
+
+    Raises:
+        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
+        BuildError: the native library of the device could not be built or loaded.
+
+    See: ``fake_quantize``, which makes a new tensor and has a gradient.
+    """
+    if bit_num not in _FORMATS:
+        raise ValueError(f"ds_quantizer: bit_num is {bit_num}, expected 8 or 4")
+    if groups < 1 or input.numel() % groups != 0:
+        raise ValueError(
+            f"ds_quantizer: groups is {groups}, expected a number that divides the"
+            f" {input.numel()} elements of input"
+        )
+    if not input.is_contiguous():
+        raise ValueError(
+            f"ds_quantizer: input has strides {list(input.stride())} for shape"
+            f" {list(input.shape)}, expected a contiguous tensor"
+        )
+    seed = int(torch.randint(2**62, ()).item()) if sr else None
+    rows = input.detach().view(groups, -1) if input.numel() else input.detach().view(1, 0)
+    fake_quantize_(rows, _FORMATS[bit_num], symmetric=not asym, seed=seed)
+    return input

@@ -1,0 +1,31 @@
+"""Quick runs of quantize and its kin against their references, for ds_report."""
+
+import torch
+
+from deepspeed_ext import ops
+from deepspeed_ext.ops._compare import compare
+
+
+def quantizer(device: str) -> None:
+    """Run every format, there and back, and in place.
+
+    Raises:
+        RuntimeError: a result is not what the reference says.
+        BuildError: the native library could not be built or loaded.
+    """
+    x = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
+    for format, symmetric in (
+        *(("int8", True), ("int8", False), ("int4", True), ("int4", False)),
+        *(("nf4", True), ("fp8_e4m3", True), ("fp8_e5m2", True)),
+    ):
+        options = dict(format=format, group_size=70)
+        made = ops.quantize(x.to(device), **options, symmetric=symmetric)
+        floats = ops.dequantize(*made, **options, length=300)
+        want = ops.fake_quantize_ref(x, **options, symmetric=symmetric)
+        compare(f"quantizer: {format} on {device}", floats, want, 1e-6, of_largest=1e-6)
+        fake = ops.fake_quantize(x.to(device), **options, symmetric=symmetric)
+        if not torch.equal(fake, floats):
+            raise RuntimeError(f"quantizer: fake_quantize differs for {format} on {device}")
+    copy = x.to(device)
+    want = ops.fake_quantize_ref(x.view(3, 500)).view(5, 300)
+    compare(f"quantizer: in place on {device}", ops.ds_quantizer(copy, 3), want, 1e-6, 1e-6)
