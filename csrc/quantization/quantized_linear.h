@@ -26,11 +26,13 @@ struct QuantizedLinear : FewRows {
 constexpr int64_t kExactLength = 65536;
 
 // Columns [begin, end) of all rows. Disjoint ranges may run on different threads; the bits depend
-// neither on them nor on the ISA. Never throws.
-void quantized_linear_cpu(Isa isa, const QuantizedLinear& call, int64_t begin, int64_t end);
+// neither on them nor on the ISA, nor on whether the instructions of current_vnni are used beside
+// Isa::avx512. Never throws.
+void quantized_linear_cpu(Isa isa, bool vnni, const QuantizedLinear& call, int64_t begin,
+                          int64_t end);
 
 // Rows [begin, end) of the weight as floats, each c s or fma(c, s, o), rounded to the dtype of
-// `out`. The same holds.
+// `out`. The same holds of bits and threads.
 void unpack_weight_cpu(Isa isa, const PackedWeight& weight, const Rows& out, int64_t begin,
                        int64_t end);
 

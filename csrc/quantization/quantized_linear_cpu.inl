@@ -4,6 +4,7 @@
 #include "common/activation_math.inl"
 #include "common/simd/few_rows.inl"
 #include "quantization/packed_weight_cpu.inl"
+#include "quantization/quantize_math.inl"
 
 constexpr int kMostAtOnce = Vec::size == kLanes && Vec::registers == 1 ? 8 : 4;  // rows of x
 constexpr int64_t kRoom = 16384;  // floats of x that are at hand, and scales of the weight
@@ -262,3 +263,5 @@ inline void multiply_columns(const QuantizedLinear& call, int64_t begin, int64_t
   if (call.rows == 2) return multiply_rows<2>(call, begin, end);
   multiply_rows<1>(call, begin, end);
 }
+
+#include "quantization/quantized_linear_integer.inl"

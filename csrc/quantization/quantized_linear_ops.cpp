@@ -18,9 +18,10 @@ int64_t grain_of(int64_t products) {
 struct Cpu {
   static void run(const QuantizedLinear& call, int /*device*/) {
     const Isa isa = current_isa();  // may throw, and nothing may throw in a parallel region
+    const bool vnni = current_vnni();
     torch::stable::parallel_for(
         0, call.columns, grain_of(call.length * call.rows),
-        [&](int64_t begin, int64_t end) { quantized_linear_cpu(isa, call, begin, end); });
+        [&](int64_t begin, int64_t end) { quantized_linear_cpu(isa, vnni, call, begin, end); });
   }
 
   static void unpack(const PackedWeight& weight, const Rows& out, int /*device*/) {

@@ -1,11 +1,9 @@
 """What the tests of quantized models share with pytest: the devices to run on."""
 
 import pytest
-import stand_ins
 import torch
 
 _NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-stand_ins.install()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=_NEEDS_GPU)])

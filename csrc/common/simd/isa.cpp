@@ -35,9 +35,18 @@ Isa widest_isa() {
                       __builtin_cpu_supports("avx512vl");
   return avx512 ? Isa::avx512 : Isa::avx2;
 }
+
+bool has_vnni() { return __builtin_cpu_supports("avx512vnni"); }
 #else
 Isa widest_isa() { return Isa::baseline; }
+
+bool has_vnni() { return false; }
 #endif
+
+std::string forced_isa() {
+  const char* forced = std::getenv("DSX_FORCE_ISA");
+  return forced == nullptr ? "" : forced;
+}
 
 }  // namespace
 
@@ -64,11 +73,13 @@ Isa choose_isa(const std::string& forced, Isa widest) {
 }
 
 Isa current_isa() {
-  static const Isa isa = [] {
-    const char* forced = std::getenv("DSX_FORCE_ISA");
-    return choose_isa(forced == nullptr ? "" : forced, widest_isa());
-  }();
+  static const Isa isa = choose_isa(forced_isa(), widest_isa());
   return isa;
+}
+
+bool current_vnni() {
+  static const bool vnni = current_isa() == Isa::avx512 && forced_isa().empty() && has_vnni();
+  return vnni;
 }
 
 }  // namespace dsx

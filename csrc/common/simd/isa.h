@@ -16,6 +16,10 @@ const char* name_of(Isa isa);  // of the baseline, that of its instructions: sse
 // parallel region, not inside one.
 Isa current_isa();
 
+// Whether this CPU has dot products of bytes, AVX512_VNNI, beside Isa::avx512, and DSX_FORCE_ISA
+// names no ISA. They are of few kernels, and give no other bits.
+bool current_vnni();
+
 // `forced` if it is not empty, else `widest`. Throws if `forced` is unknown or wider than `widest`.
 Isa choose_isa(const std::string& forced, Isa widest);
 

@@ -347,3 +347,35 @@ inline Vec load_fours(const float* source, int64_t pitch, int /*part*/) {
       _mm256_set_m128(_mm_broadcast_ss(source + pitch), _mm_broadcast_ss(source)),
       _mm256_set_m128(_mm_broadcast_ss(source + 3 * pitch), _mm_broadcast_ss(source + 2 * pitch))};
 }
+
+struct Dots {
+  template <int kBits>
+  static Ints add(Ints sum, Ints a, Ints b) {
+    return {added<kBits>(sum.low, a.low, b.low), added<kBits>(sum.high, a.high, b.high)};
+  }
+
+ private:
+  template <int kBits>
+  static __m256i added(__m256i sum, __m256i a, __m256i b) {
+    if constexpr (kBits <= 7) {  // two products fit 16 bits: nothing saturates
+      const __m256i pairs = _mm256_maddubs_epi16(a, b);
+      return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    } else {
+      const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, _mm256_set1_epi16(0xff)),
+                                             _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
+      const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
+      return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
+    }
+  }
+};
+
+// As vec_derived.inl says.
+inline void store_lane_sums(const Ints (&a)[4][1], uint32_t* target) {
+  __m256i halves[4];
+  for (int i = 0; i < 4; ++i) halves[i] = _mm256_add_epi32(a[i][0].low, a[i][0].high);
+  const __m256i both = _mm256_hadd_epi32(_mm256_hadd_epi32(halves[0], halves[1]),
+                                         _mm256_hadd_epi32(halves[2], halves[3]));
+  const __m128i sums =
+      _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(target), sums);
+}

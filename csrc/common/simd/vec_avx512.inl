@@ -254,3 +254,35 @@ inline Vec load_fours(const float* source, int64_t pitch, int /*part*/) {
   lanes = _mm512_mask_broadcastss_ps(lanes, 0x0f00, _mm_load_ss(source + 2 * pitch));
   return _mm512_mask_broadcastss_ps(lanes, 0xf000, _mm_load_ss(source + 3 * pitch));
 }
+
+struct Dots {
+  template <int kBits>
+  static Ints add(Ints sum, Ints a, Ints b) {
+    if constexpr (kBits <= 7) {  // two products fit 16 bits: nothing saturates
+      const __m512i pairs = _mm512_maddubs_epi16(a.lanes, b.lanes);
+      return sum + Ints(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+    } else {
+      const __m512i even = _mm512_madd_epi16(_mm512_and_si512(a.lanes, _mm512_set1_epi16(0xff)),
+                                             _mm512_srai_epi16(_mm512_slli_epi16(b.lanes, 8), 8));
+      const __m512i odd =
+          _mm512_madd_epi16(_mm512_srli_epi16(a.lanes, 8), _mm512_srai_epi16(b.lanes, 8));
+      return sum + Ints(even) + Ints(odd);
+    }
+  }
+};
+
+// As vec_derived.inl says.
+inline void store_lane_sums(const Ints (&a)[4][1], uint32_t* target) {
+  const auto pairs = [](const Ints& b, const Ints& c) DSX_INLINED {  // b c b c ...
+    return _mm512_add_epi32(_mm512_unpacklo_epi32(b.lanes, c.lanes),
+                            _mm512_unpackhi_epi32(b.lanes, c.lanes));
+  };
+  const __m512i first = pairs(a[0][0], a[1][0]), second = pairs(a[2][0], a[3][0]);
+  const __m512i fours =
+      _mm512_add_epi32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
+  const __m256i halves =
+      _mm256_add_epi32(_mm512_castsi512_si256(fours), _mm512_extracti64x4_epi64(fours, 1));
+  const __m128i sums =
+      _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(target), sums);
+}

@@ -232,3 +232,14 @@ struct Table {
 inline Vec load_fours(const float* source, int64_t pitch, int part) {
   return Vec(source[part * pitch]);
 }
+
+struct Dots {
+  template <int kBits>
+  static Ints add(Ints sum, Ints a, Ints b) {
+    for (int shift = 0; shift < 32; shift += 8) {
+      const IntLanes of_b = ((b.lanes >> shift & 0xff) ^ 0x80) - 0x80;
+      sum.lanes += (a.lanes >> shift & 0xff) * of_b;
+    }
+    return sum;
+  }
+};

@@ -74,3 +74,16 @@ inline void store_lane_sums(const Vec (&a)[4][kParts], float* target) {  // [4]
     target[i] = lanes[0];
   }
 }
+
+// The same of integers, modulo 2^32.
+template <int kParts>
+inline void store_lane_sums(const Ints (&a)[4][kParts], uint32_t* target) {  // [4]
+  for (int i = 0; i < 4; ++i) {
+    Ints sum = a[i][0];
+    for (int k = 1; k < kParts; ++k) sum = sum + a[i][k];
+    uint32_t lanes[Ints::size];
+    memcpy(lanes, &sum, sizeof(sum));
+    target[i] = lanes[0];
+    for (int lane = 1; lane < Ints::size; ++lane) target[i] += lanes[lane];
+  }
+}

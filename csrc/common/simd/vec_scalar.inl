@@ -133,3 +133,15 @@ struct Table {
 inline Vec load_fours(const float* source, int64_t pitch, int part) {
   return Vec(source[part / 4 * pitch]);
 }
+
+// Dot products of bytes, which do not overflow 32 bits in the end: to each lane of `sum`, those of
+// the four bytes of a, numbers of kBits without sign, and of b, with sign.
+struct Dots {
+  template <int kBits>
+  static Ints add(Ints sum, Ints a, Ints b) {
+    for (int shift = 0; shift < 32; shift += 8) {
+      sum.lane += (a.lane >> shift & 0xff) * uint32_t(int8_t(b.lane >> shift));
+    }
+    return sum;
+  }
+};
