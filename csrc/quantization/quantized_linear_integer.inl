@@ -11,7 +11,7 @@ inline Grid grid_of_row(const QuantizedLinear& call, int64_t row) {
   for_each_vector(0, call.length, [&](int64_t i, int lanes) {
     largest = max(largest, magnitude_of(bits_of(Vec::load(source + i, lanes))));
   });
-  return symmetric_grid(max_of(largest), largest_code(QuantFormat::int8, false));
+  return grid_of(symmetric_scale(max_of(largest), largest_code(QuantFormat::int8, false)), false);
 }
 
 // Some rows of a part of x as codes, cut into segments: what of a unit belongs to one group, or to
@@ -86,7 +86,7 @@ class CodesOfX {
       const Pointer<Any> source = call.x.row<Any>(first_ + r) + at * kUnit;
       for_each_vector(0, count, [&](int64_t i, int lanes) {
         const Vec x = Vec::load(source + i, lanes);
-        const Ints code = bits_of(round_to_grid<Ints>(x, grid, Vec(grid.half)));
+        const Ints code = bits_of(round_to_grid<Ints>(x, grid, Vec(grid.half), kIntegers));
         (code & Ints(grid.mask)).store(rounded_[r] + i, lanes);
       });
     }
@@ -214,7 +214,7 @@ inline void integer_rows(const QuantizedLinear& call, int64_t begin, int64_t end
       for (int r = 0; r < kRows && row + r < call.rows; ++r) {
         float* const target = totals + (row + r) * kColumns;
         for (int64_t c = 0; c < columns; ++c) {
-          target[c] = grids[row + r].scale * sums[r * kColumns + c];
+          target[c] = grids[row + r].step * sums[r * kColumns + c];
         }
       }
     }

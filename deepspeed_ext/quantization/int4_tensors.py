@@ -147,10 +147,12 @@ def read_int4(what: str, tensors: Mapping[str, Tensor], settings: Int4Settings) 
 def _zeros(what: str, qzeros: Tensor, shape: tuple[int, int], settings: Int4Settings) -> Tensor:
     """Return the zero of each group and row: (groups, out)."""
     groups, n = shape
-    if qzeros.dtype != torch.int32 or qzeros.shape != (groups, n // _PER_WORD) or n % _PER_WORD:
+    if n % _PER_WORD:
+        raise ValueError(f"{what} has {n} rows, expected a multiple of {_PER_WORD}")
+    if qzeros.dtype != torch.int32 or qzeros.shape != (groups, n // _PER_WORD):
         raise ValueError(
             f"{what} has qzeros as {qzeros.dtype} of shape {list(qzeros.shape)}, expected int32 of"
-            f" shape {[groups, n / _PER_WORD]} for scales of shape {list(shape)}"
+            f" shape {[groups, n // _PER_WORD]} for scales of shape {list(shape)}"
         )
     if settings.method == "awq":
         return _awq_rows(qzeros)

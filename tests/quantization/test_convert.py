@@ -9,8 +9,7 @@ import torch
 from model_cases import Conv1D, Tied, rows
 from torch import nn
 
-from deepspeed_ext.quantization import QuantizedLinear, Report, quantize_model
-from deepspeed_ext.quantization import convert
+from deepspeed_ext.quantization import QuantizedLinear, Report, convert, quantize_model
 from deepspeed_ext.quantization.packing import half_step
 
 TOKENS = torch.arange(20).view(2, 10)
@@ -135,7 +134,7 @@ def test_keeps_what_others_rely_on(make: Any, reason: str) -> None:
 def test_keeps_layers_that_share_memory() -> None:
     flat = torch.randn(4 * 64)
     model = nn.ModuleDict({name: nn.Linear(8, 8) for name in "abcd"})
-    for i, (name, begin) in enumerate([("a", 0), ("b", 64), ("c", 96)]):
+    for name, begin in (("a", 0), ("b", 64), ("c", 96)):
         model[name].weight = nn.Parameter(flat[begin : begin + 64].view(8, 8))
     report = quantize_model(model)
     assert report.kept == {
@@ -174,7 +173,7 @@ def test_skips(skip: tuple[str, ...], kept: list[str] | None) -> None:
     )
     if kept is None:
         with pytest.raises(
-            ValueError, match="^quantize_model: skip has 'lm_head', expected names in the model$"
+            ValueError, match=r"^quantize_model: skip has 'lm_head', expected names in the model$"
         ):
             quantize_model(model, skip=skip)
         return
@@ -236,17 +235,19 @@ def test_refuses_before_it_changes_anything(last: Any, error: type[Exception], t
     before = half_way(model)
     with pytest.raises(error, match=f"^quantize_model: {text}"):
         quantize_model(model)
-    with pytest.raises(ValueError, match="^quantize_model: format is 'int2', expected one of"):
+    with pytest.raises(ValueError, match=r"^quantize_model: format is 'int2', expected one of"):
         quantize_model(model["first"] and nn.Sequential(nn.Linear(8, 8)), "int2")
     assert half_way(model) == before
 
 
 def test_refuses_models() -> None:
-    with pytest.raises(TypeError, match="^quantize_model: model is a Linear, expected a module th"):
+    with pytest.raises(TypeError, match=r"^quantize_model: model is a Linear, expected a module t"):
         quantize_model(nn.Linear(8, 8))
-    with pytest.raises(TypeError, match="^quantize_model: model is a int, expected an nn.Module$"):
+    with pytest.raises(TypeError, match=r"^quantize_model: model is a int, expected an nn.Module$"):
         quantize_model(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="^quantize_model: skip is the string 'head', expected sev"):
+    with pytest.raises(
+        TypeError, match=r"^quantize_model: skip is the string 'head', expected sev"
+    ):
         quantize_model(tied(), skip="head")
 
 

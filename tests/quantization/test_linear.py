@@ -174,7 +174,7 @@ def test_weight_reads_as_floats(format: str) -> None:
 
 def test_weight_cannot_be_written() -> None:
     layer = made("int8")
-    with pytest.raises(RuntimeError, match="weight is an argument that .* expected it to be read"):
+    with pytest.raises(RuntimeError, match=r"weight is an argument that .* expected it to be read"):
         layer.weight.mul_(2)
     with pytest.raises(AttributeError):
         layer.weight = torch.zeros(33, 70)  # type: ignore[misc]
