@@ -11,7 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deepspeed_ext.quantization.convert import DEFAULT_SKIP, quantize_model
+    from deepspeed_ext.quantization.candidates import DEFAULT_SKIP
+    from deepspeed_ext.quantization.convert import quantize_model
     from deepspeed_ext.quantization.files import (
         load_quantized,
         quantized_file_bytes,
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DEFAULT_SKIP": "convert",
+    "DEFAULT_SKIP": "candidates",
     "LayerReport": "report",
     "QuantizedLinear": "linear",
     "Report": "report",

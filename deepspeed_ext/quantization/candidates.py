@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from deepspeed_ext.quantization.linear import is_conv1d
 
+# The last layer of a language model, whose errors reach the result as they are.
+DEFAULT_SKIP = ("lm_head", "embed_out")
 _HOOKS = (  # of any of these something may depend that sees the layer, or that changes its weight
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
@@ -39,9 +41,7 @@ class _Use(NamedTuple):
     end: int
 
 
-def find_candidates(
-    what: str, model: nn.Module, skip: Iterable[str], must_match: bool
-) -> Candidates:
+def find_candidates(what: str, model: nn.Module, skip: Iterable[str]) -> Candidates:
     """Return which layers can be replaced.
 
     Args:
@@ -49,11 +49,10 @@ def find_candidates(
         model: what has the layers.
         skip: patterns of names of layers, or of modules that hold them, which are to be kept; `*`
             stands for anything. One without a dot is compared with the last part of a name too.
-        must_match: whether each pattern has to match something.
 
     Raises:
         TypeError: `model` is a layer itself, or `skip` is a string.
-        ValueError: a pattern matches nothing.
+        ValueError: a pattern matches nothing, and is none of the default.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{what}: model is a {type(model).__name__}, expected an nn.Module")
@@ -65,10 +64,9 @@ def find_candidates(
             " layer there is QuantizedLinear.from_linear"
         )
     patterns, modules = tuple(skip), dict(model.named_modules(remove_duplicate=False))
-    if must_match:
-        for pattern in patterns:
-            if not any(_matches(name, pattern) for name in modules):
-                raise ValueError(f"{what}: skip has {pattern!r}, expected names in the model")
+    for pattern in patterns:
+        if pattern not in DEFAULT_SKIP and not any(_matches(name, pattern) for name in modules):
+            raise ValueError(f"{what}: skip has {pattern!r}, expected names in the model")
     by_layer: defaultdict[nn.Module, list[str]] = defaultdict(list)
     for name, module in modules.items():
         if isinstance(module, nn.Linear) or is_conv1d(module):

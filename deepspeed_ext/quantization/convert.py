@@ -7,14 +7,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from deepspeed_ext.quantization.candidates import Candidates, find_candidates
+from deepspeed_ext.quantization.candidates import DEFAULT_SKIP, Candidates, find_candidates
 from deepspeed_ext.quantization.layout import WeightLayout, make_layout
 from deepspeed_ext.quantization.linear import QuantizedLinear, weight_of
 from deepspeed_ext.quantization.packing import Errors
 from deepspeed_ext.quantization.report import LayerReport, Report
 
-# The last layer of a language model, whose errors reach the result as they are.
-DEFAULT_SKIP = ("lm_head", "embed_out")
 _OP = "quantize_model"
 
 
@@ -67,7 +65,7 @@ def quantize_model(
 
     See: Dettmers et al., "QLoRA", 2023, for nf4; deepspeed_ext.ops.quantize for the formulas.
     """
-    found = find_candidates(_OP, model, skip, must_match=skip is not DEFAULT_SKIP)
+    found = find_candidates(_OP, model, skip)
     layouts = [
         _layout_of(model, names[0], format, group_size, symmetric, activations)
         for names in found.names

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_ext.io import file_bytes, inspect, load, save
-from deepspeed_ext.quantization.candidates import find_candidates
-from deepspeed_ext.quantization.convert import DEFAULT_SKIP
-from deepspeed_ext.quantization.filling import fill, notes_in, refuse_meta
+from deepspeed_ext.quantization.candidates import DEFAULT_SKIP, find_candidates
+from deepspeed_ext.quantization.filling import fill, notes_in, other_buffers
 from deepspeed_ext.quantization.layout import make_layout
 from deepspeed_ext.quantization.linear import NOTE, QuantizedLinear, weight_of
 
@@ -62,7 +61,7 @@ def quantized_file_bytes(
         ValueError: as by `quantize_model`.
     """
     what, state, made = "quantized_file_bytes", model.state_dict(), {}
-    for names in find_candidates(what, model, skip, skip is not DEFAULT_SKIP).names:
+    for names in find_candidates(what, model, skip).names:
         weight = weight_of(f"{what}: {names[0]}", model.get_submodule(names[0]))
         shape = weight.shape[0], weight.shape[1]
         layout = make_layout(what, format, shape, group_size, symmetric, activations)
@@ -116,9 +115,8 @@ def load_quantized(
     layers = notes_in(what, load(path, names=notes))
     extra = _names(saved.metadata.get(_BUFFERS, "[]"))
     loaded = load(path, device=device)
-    fill(what, model, layers, {name: t for name, t in loaded.items() if name not in extra})
-    _fill_buffers(model, {name: t for name, t in loaded.items() if name in extra})
-    refuse_meta(what, model)
+    gone = extra - other_buffers(model).keys()  # the model may be of another version of its code
+    fill(what, model, layers, {name: t for name, t in loaded.items() if name not in gone})
     return model
 
 
@@ -126,27 +124,9 @@ def _content(
     model: nn.Module, state: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return all tensors for a file, and its metadata."""
-    buffers = {n: t for n, t in _other_buffers(model).items() if n not in state}
+    buffers = {n: t for n, t in other_buffers(model).items() if n not in state}
     metadata = {"format": "pt"} | ({_BUFFERS: json.dumps(sorted(buffers))} if buffers else {})
     return {**state, **buffers}, metadata
-
-
-def _other_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a state dict has not."""
-    return {
-        f"{prefix}.{name}".lstrip("."): tensor
-        for prefix, module in model.named_modules()
-        for name, tensor in module._buffers.items()
-        if tensor is not None and name in module._non_persistent_buffers_set
-    }
-
-
-def _fill_buffers(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Give the model those buffers that it has no values for; its own may fit other settings."""
-    for name, tensor in _other_buffers(model).items():
-        if tensor.is_meta and name in saved and saved[name].shape == tensor.shape:
-            holder, _, last = name.rpartition(".")
-            model.get_submodule(holder)._buffers[last] = saved[name]
 
 
 def _names(text: str) -> set[str]:

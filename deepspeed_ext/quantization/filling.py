@@ -42,14 +42,17 @@ def fill(
         what: begins the text of an error: what reads, and which file.
         model: its tensors are replaced, so they may be on meta.
         layers: what to put for each name of a layer.
-        state: all tensors, of these layers by the names that they have in `QuantizedLinear`. Those
-            of a name that the model ties to another one may lack.
+        state: all tensors, of these layers by the names that they have in `QuantizedLinear`. What
+            the model ties to another name may lack. Buffers that are in no state dict are for a
+            model that has none.
 
     Raises:
-        ValueError: they do not fit the model, which is as it was then.
+        ValueError: they do not fit the model, which is as it was then; or they lack what it has no
+            values for.
     """
     made = _layers_for(what, model, layers)
-    tied = {**_ties_of(model, state), **state}
+    buffers = other_buffers(model)
+    tied = {**_ties_of(model, state), **{n: t for n, t in state.items() if n not in buffers}}
     _check(what, model, made, tied)
     for name, layer in made.items():
         put_in_place(model, [name], layer)
@@ -61,27 +64,33 @@ def fill(
             made_of = nn.Parameter(tensor, requires_grad=False)
             tied[name] = parameters.setdefault(id(tensor), made_of)
     model.load_state_dict(tied, assign=True)
-
-
-def refuse_meta(what: str, model: nn.Module) -> None:
-    """Raise if a tensor of a model has no values.
-
-    Raises:
-        ValueError: names it.
-    """
+    for name, buffer in buffers.items():
+        if buffer.is_meta and name in state and state[name].shape == buffer.shape:
+            holder, _, last = name.rpartition(".")
+            model.get_submodule(holder)._buffers[last] = state[name]
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(
-                f"{what}: {name} of the model is on meta and not in the file, expected values;"
-                " give it some after the model is made, or make the model on the CPU"
+                f"{what} has no {name!r}, which is on meta in the model, expected values; give it"
+                " some after the model is made, or make the model on the CPU"
             )
+
+
+def other_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a state dict has not."""
+    return {
+        f"{prefix}.{name}".lstrip("."): tensor
+        for prefix, module in model.named_modules()
+        for name, tensor in module._buffers.items()
+        if tensor is not None and name in module._non_persistent_buffers_set
+    }
 
 
 def _layers_for(
     what: str, model: nn.Module, layers: Mapping[str, tuple[WeightLayout, torch.dtype]]
-) -> dict[str, nn.Module]:
+) -> dict[str, QuantizedLinear]:
     """Return what is to be at places of the model; one that has several names stays one."""
-    made: dict[nn.Module, nn.Module] = {}
+    made: dict[nn.Module, QuantizedLinear] = {}
     found = {}
     for name, (layout, dtype) in layers.items():
         layer = _layer_for(what, model, name, layout, dtype)
@@ -91,7 +100,7 @@ def _layers_for(
 
 def _layer_for(
     what: str, model: nn.Module, name: str, layout: WeightLayout, dtype: torch.dtype
-) -> nn.Module:
+) -> QuantizedLinear:
     """Return what is to be at a place of the model, without values."""
 
     def refuse(got: str) -> NoReturn:
@@ -131,7 +140,7 @@ def _ties_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def _check(
-    what: str, model: nn.Module, made: Mapping[str, nn.Module], state: Mapping[str, Tensor]
+    what: str, model: nn.Module, made: Mapping[str, QuantizedLinear], state: Mapping[str, Tensor]
 ) -> None:
     """Refuse names that lack or are too many, and other shapes."""
     expected = {name: t for name, t in model.state_dict().items() if not _is_of(name, made)}
@@ -141,20 +150,21 @@ def _check(
         raise ValueError(f"{what} has no {name!r}, which the model has")
     for name in _first(state.keys() - expected.keys()):
         raise ValueError(f"{what} has {name!r}, expected names that the model has")
+    for name, layer in made.items():
+        problem = layer.layout.misfit(
+            {key: state[f"{name}.{key}"] for key in layer.layout.tensors()}
+        )
+        if problem is not None:
+            raise ValueError(f"{what} has a layer {name!r} of which {problem}")
     for name, want in expected.items():
-        got = state[name]
-        of_layer = _is_of(name, made) and not name.endswith(".bias")
-        if name.endswith(f".{NOTE}") or not isinstance(want, Tensor):
-            continue
-        if got.shape != want.shape or (of_layer and got.dtype != want.dtype):
-            dtypes = (f"{got.dtype} of ", f"{want.dtype} of ") if of_layer else ("", "")
+        if isinstance(want, Tensor) and want.shape != state[name].shape and not name.endswith(NOTE):
             raise ValueError(
-                f"{what} has {name!r} as {dtypes[0]}shape {list(got.shape)}, expected"
-                f" {dtypes[1]}shape {list(want.shape)}"
+                f"{what} has {name!r} of shape {list(state[name].shape)}, expected"
+                f" {list(want.shape)}"
             )
 
 
-def _is_of(name: str, made: Mapping[str, nn.Module]) -> bool:
+def _is_of(name: str, made: Mapping[str, QuantizedLinear]) -> bool:
     return name.rpartition(".")[0] in made
 
 

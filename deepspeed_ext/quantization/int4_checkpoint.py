@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_ext.io import AsyncIO, inspect, load
-from deepspeed_ext.quantization.filling import fill, refuse_meta
+from deepspeed_ext.quantization.filling import fill
 from deepspeed_ext.quantization.int4_tensors import Int4Settings, read_int4, read_settings
 from deepspeed_ext.quantization.layout import WeightLayout, make_layout
 from deepspeed_ext.quantization.linear import NOTE
@@ -74,8 +74,7 @@ def load_int4_checkpoint(
     what = f"{_OP}: {root}"
     if not layers:
         raise ValueError(f"{what} has no tensor named qweight, expected one for each layer")
-    fill(what, model, layers, state)
-    refuse_meta(what, model)
+    fill(what, model, layers, _without_zero_biases(model, layers, state))
     return model
 
 
@@ -98,6 +97,16 @@ def _add(
     made |= {"order": order, NOTE: layout.note(dtype)}
     state.update({f"{prefix}.{name}": t for name, t in made.items() if t is not None})
     return layout, dtype
+
+
+def _without_zero_biases(
+    model: nn.Module, layers: Layers, state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Leave out biases that GPTQ's packages write, as zeros, for layers that have none."""
+    of_model = model.state_dict().keys()
+    unknown = {f"{name}.bias" for name in layers} & state.keys() - of_model
+    zeros = {name for name in unknown if not bool(state[name].any())}
+    return {name: tensor for name, tensor in state.items() if name not in zeros}
 
 
 def _config(root: Path) -> Any:

@@ -1,6 +1,7 @@
 """Which tensors stand for a weight of few bits, and the note in a state dict that says so."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -84,6 +85,21 @@ class WeightLayout:
         if self.act_order:
             found["order"] = TensorLayout((length,), torch.int64)
         return found
+
+    def misfit(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """Say which of these tensors is not as this tells; they may be on meta."""
+        for name, want in self.tensors().items():
+            got = tensors[name]
+            if tuple(got.shape) != want.shape or got.dtype != want.dtype:
+                return (
+                    f"{name} is {got.dtype} of shape {list(got.shape)}, expected {want.dtype} of"
+                    f" shape {list(want.shape)}"
+                )
+        if self.act_order and not tensors["order"].is_meta:  # kernels would read anywhere
+            order = tensors["order"]
+            if not torch.equal(order.sort().values, torch.arange(len(order), device=order.device)):
+                return f"order has other numbers than 0 to {len(order) - 1}, expected each once"
+        return None
 
     def note(self, dtype: torch.dtype) -> Tensor:
         """Return all of this as text, in a tensor of bytes, as a state dict keeps nothing else.

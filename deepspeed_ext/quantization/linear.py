@@ -156,7 +156,7 @@ class QuantizedLinear(nn.Module):
         given = {"codes": weight.codes, "scales": weight.scales, "offsets": weight.offsets}
         given["order"] = order
         tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-        problem = _misfit(layout, tensors)
+        problem = layout.misfit(tensors)
         if problem is not None:
             raise ValueError(f"QuantizedLinear: {problem}")
         if bias is not None and bias.shape != (layout.shape[0],):
@@ -314,7 +314,7 @@ class QuantizedLinear(nn.Module):
         if replace(saved, activations=self.layout.activations) != self.layout:
             return f"state_dict has at {prefix!r} {_told(saved)}, expected {_told(self.layout)}"
         given = {name: state_dict[prefix + name] for name in self.layout.tensors()}
-        problem = _misfit(self.layout, given)
+        problem = self.layout.misfit(given)
         return None if problem is None else f"state_dict at {prefix!r}: {problem}"
 
 
@@ -353,18 +353,6 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def _shape(weight: Tensor) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1]
-
-
-def _misfit(layout: WeightLayout, tensors: Mapping[str, Tensor]) -> str | None:
-    """Say which tensor is not what a layout asks for."""
-    for name, want in layout.tensors().items():
-        got = tensors[name]
-        if tuple(got.shape) != want.shape or got.dtype != want.dtype:
-            return (
-                f"{name} is {got.dtype} of shape {list(got.shape)}, expected {want.dtype} of shape"
-                f" {list(want.shape)}"
-            )
-    return None
 
 
 def _told(layout: WeightLayout) -> str:

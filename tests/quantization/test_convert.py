@@ -161,7 +161,8 @@ def test_one_layer_in_several_places() -> None:
         (("a",), ["a.up", "a.down"]),
         (("a.up", "b.d*"), ["a.up", "b.down"]),
         (("*.up",), ["a.up", "b.up"]),
-        (("lm_head",), None),
+        (("lm_head", "up"), ["a.up", "b.up"]),
+        (("ups",), None),
     ],
 )
 def test_skips(skip: tuple[str, ...], kept: list[str] | None) -> None:
@@ -173,7 +174,7 @@ def test_skips(skip: tuple[str, ...], kept: list[str] | None) -> None:
     )
     if kept is None:
         with pytest.raises(
-            ValueError, match=r"^quantize_model: skip has 'lm_head', expected names in the model$"
+            ValueError, match=r"^quantize_model: skip has 'ups', expected names in the model$"
         ):
             quantize_model(model, skip=skip)
         return

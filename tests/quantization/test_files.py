@@ -315,12 +315,12 @@ def test_refuses_tensors_that_do_not_fit(tmp_path: Path) -> None:
         (
             "gate.scales",
             torch.zeros(2, 4).half(),
-            "as torch.float16 of shape .* expected torch.float32",
+            "scales is torch.float16 of shape .* expected torch.float32",
         ),
         (
             "layers.0.bias",
             torch.zeros(3),
-            r"has 'layers.0.bias' as shape \[3\], expected shape \[64",
+            r"has 'layers.0.bias' of shape \[3\], expected \[64",
         ),
         ("gate._extra_state", torch.zeros(3).byte(), "gate._extra_state is .* expected JSON"),
     ):
@@ -344,7 +344,7 @@ def test_refuses_buffers_without_values(tmp_path: Path) -> None:
     tensors = {name: t for name, t in load(tmp_path / "model").items() if name != "table"}
     save(tensors, tmp_path / "bare")
     with pytest.raises(
-        ValueError, match="table of the model is on meta and not in the file, expect"
+        ValueError, match="has no 'table', which is on meta in the model, expected values"
     ):
         load_quantized(Tied, tmp_path / "bare")
     assert torch.equal(load_quantized(Tied(), tmp_path / "bare").get_buffer("table"), Tied().table)

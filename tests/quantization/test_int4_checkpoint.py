@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed_ext.quantization import QuantizedLinear, load_int4_checkpoint
+from deepspeed_ext.io import load, save
+from deepspeed_ext.quantization import (
+    QuantizedLinear,
+    load_int4_checkpoint,
+    load_quantized,
+    save_quantized,
+)
 
 pytest.importorskip("safetensors.torch", reason="needs the package safetensors to write files")
 from int4_files import AWQ, GPTQ, Source, awq, gptq, write
@@ -116,6 +122,26 @@ def test_act_order(tmp_path: Path, device: str) -> None:
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(few.double(), want[:3], rtol=1e-4, atol=1e-4)
     assert_gives_the_logits(model.cpu(), of)
+    save_quantized(model, tmp_path / "ours")
+    assert_gives_the_logits(load_quantized(Model, tmp_path / "ours"), of)
+    state = load(tmp_path / "ours")
+    state["up.order"][3] = LENGTH
+    with pytest.raises(RuntimeError, match="order has other numbers than 0 to 63, expected each o"):
+        model.load_state_dict(state)
+    save(state, tmp_path / "bad")
+    with pytest.raises(ValueError, match="layer 'up' of which order has other numbers than 0 to"):
+        load_quantized(Model, tmp_path / "bad")
+
+
+def test_zeros_for_biases_that_no_layer_has(tmp_path: Path) -> None:
+    """Packages have written them; what is not zero is not left out."""
+    of = sources()
+    layers = {name: gptq(source) for name, source in of.items()}
+    write(tmp_path, layers, rest() | {"down.bias": torch.zeros(LENGTH)}, GPTQ)
+    assert_gives_the_logits(load_int4_checkpoint(Model, tmp_path), of)
+    write(tmp_path, layers, rest() | {"down.bias": torch.ones(LENGTH)}, GPTQ)
+    with pytest.raises(ValueError, match=r"has 'down.bias', expected names that the model has"):
+        load_int4_checkpoint(Model, tmp_path)
 
 
 @pytest.mark.parametrize("stored", [7, 8])
