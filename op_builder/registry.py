@@ -35,7 +35,7 @@ def _norm(library: str, name: str, kind: str) -> OpSpec:
 
 def _quantized_linear(library: str, bits: int) -> OpSpec:
     """Return the library of the ops on weights of so many bits, which share their sources."""
-    check = f"deepspeed_ext.ops.quantization.self_checks:quantized_linear_w{bits}"
+    check = f"deepspeed_ext.ops.quantization.linear_checks:quantized_linear_w{bits}"
     shared = _op(library, "quantization/quantized_linear")
     return replace(shared, defines=(("DSX_BITS", str(bits)),), self_check=check)
 

@@ -10,6 +10,7 @@
 #ifdef __CUDACC__
 #define DSX_HOST_DEVICE __host__ __device__
 #define DSX_INLINE __host__ __device__ inline
+#define DSX_INLINED
 #else
 #define DSX_HOST_DEVICE
 #define DSX_INLINE __attribute__((always_inline)) inline

@@ -27,7 +27,6 @@
 
 #include <cstdint>
 
-#include "common/dtype.h"
 #include "common/math.h"
 
 namespace dsx {

@@ -24,7 +24,7 @@ struct Groups {
 };
 
 // Codes of 4 bits lie two in a byte, and each row begins with a byte of its own.
-inline int64_t bytes_of_row(QuantFormat format, int64_t length) {
+DSX_HOST_DEVICE inline int64_t bytes_of_row(QuantFormat format, int64_t length) {
   return bits_of_code(format) == 4 ? ceil_div(length, 2) : length;
 }
 
@@ -42,8 +42,10 @@ struct Dequantize : Groups {
 
 // The work of a thread is a number of units, each a part of a row. Units of so many elements begin
 // with a whole byte and, if they are to be measured too, with a group, of which they have all.
+constexpr int64_t kMostGroups = 4096;  // that a unit has part in
+
 struct Units {
-  int64_t length;  // elements
+  int64_t length;  // elements, kMostGroups or a little more, of large groups one or two of these
 
   Units(const Groups& call, bool measured);
   int64_t of_row(const Groups& call) const { return ceil_div(call.length, length); }
@@ -79,7 +81,9 @@ void finish_scales_cpu(Isa isa, const Quantize& call, const Largest* found);
 void quantize_cpu(Isa isa, const Quantize& call, bool measured, int64_t begin, int64_t end);
 void dequantize_cpu(Isa isa, const Dequantize& call, int64_t begin, int64_t end);
 
-// Queue the same on the stream (cudaStream_t). They throw std::runtime_error.
+// Queue the same on the stream (cudaStream_t). They throw std::runtime_error. Scales must be there
+// if groups are measured before they are rounded: those that are not in the registers of a block.
+bool quantize_cuda_measures_before(const Quantize& call);
 void quantize_cuda(const Quantize& call, void* stream);
 void dequantize_cuda(const Dequantize& call, void* stream);
 

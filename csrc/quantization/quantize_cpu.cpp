@@ -9,9 +9,8 @@
 namespace dsx {
 
 Units::Units(const Groups& call, bool measured) {
-  constexpr int64_t kLeast = 4096;
   const int64_t of_group = measured ? 1 : call.group;
-  const int64_t least = ceil_div(kLeast, of_group) * of_group;
+  const int64_t least = ceil_div(kMostGroups, of_group) * of_group;
   length = least % 2 == 0 ? least : 2 * least;
 }
 

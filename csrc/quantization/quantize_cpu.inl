@@ -30,16 +30,14 @@ inline void for_each_piece_of_units(const Groups& call, const Units& units, int6
 }
 
 // 0, 1, 2 ...
-inline Vec lane_numbers() {
-  return float_of(Ints::from(0) | Ints(0x4b000000u)) - Vec(0x1p23f);
-}
+DSX_INLINE Vec lane_numbers() { return float_of(Ints::from(0) | Ints(0x4b000000u)) - Vec(0x1p23f); }
 
 template <class T>
-inline void measure(const T* x, int64_t count, bool asymmetric, Largest& found) {
+DSX_INLINE void measure(const T* x, int64_t count, bool asymmetric, Largest& found) {
   Ints largest(0u), flipped(0u);
   if (asymmetric) {
     const Vec first(to_float(*x));  // in the place of what is behind the end
-    for_each_vector(0, count, [&](int64_t i, int lanes) {
+    for_each_vector(0, count, [&](int64_t i, int lanes) DSX_INLINED {
       Vec value = Vec::load(x + i, lanes);
       if (lanes < Vec::size) value = select(lane_numbers() < Vec(float(lanes)), value, first);
       const Ints order = order_of(bits_of(value));
@@ -47,7 +45,7 @@ inline void measure(const T* x, int64_t count, bool asymmetric, Largest& found) 
       flipped = max(flipped, order ^ Ints(~0u));
     });
   } else {
-    for_each_vector(0, count, [&](int64_t i, int lanes) {
+    for_each_vector(0, count, [&](int64_t i, int lanes) DSX_INLINED {
       largest = max(largest, magnitude_of(bits_of(Vec::load(x + i, lanes))));
     });
   }
@@ -55,29 +53,29 @@ inline void measure(const T* x, int64_t count, bool asymmetric, Largest& found) 
   found.flipped = dsx::max(found.flipped, max_of(flipped));
 }
 
-inline ScaleAndOffset scale_of(const Groups& call, const Largest& found) {
+DSX_INLINE ScaleAndOffset scale_of(const Groups& call, const Largest& found) {
   const float most = largest_code(call.format, call.asymmetric);
   if (!call.asymmetric) return symmetric_scale(found.magnitude_or_order, most);
   return asymmetric_scale(found.magnitude_or_order, found.flipped, most);
 }
 
-inline void store_scale(const Groups& call, int64_t group, const ScaleAndOffset& scale) {
+DSX_INLINE void store_scale(const Groups& call, int64_t group, const ScaleAndOffset& scale) {
   if (call.scales != nullptr) call.scales[group] = scale.scale;
   if (call.offsets != nullptr) call.offsets[group] = scale.offset;
 }
 
-inline ScaleAndOffset stored_scale(const Groups& call, int64_t group) {
+DSX_INLINE ScaleAndOffset stored_scale(const Groups& call, int64_t group) {
   return {call.scales[group], call.asymmetric ? call.offsets[group] : -0.0f};
 }
 
 // Two codes of each word of 16 bits in a byte, and the other way round. A row's element number i is
 // in the upper half of its byte if it is odd.
-inline void pack_nibbles(const uint8_t* bytes, int64_t count, int64_t i, uint8_t* row) {
+DSX_INLINE void pack_nibbles(const uint8_t* bytes, int64_t count, int64_t i, uint8_t* row) {
   if (i % 2 != 0 && count > 0) {
     row[i / 2] = uint8_t(row[i / 2] | bytes[0] << 4);
     ++i, ++bytes, --count;
   }
-  for_each_vector(0, count / 2, [&](int64_t k, int lanes) {
+  for_each_vector(0, count / 2, [&](int64_t k, int lanes) DSX_INLINED {
     uint16_t words[Vec::size];
     memcpy(words, bytes + 2 * k, size_t(lanes) * 2);
     const Ints pairs = Ints::load(words, lanes);
@@ -86,8 +84,8 @@ inline void pack_nibbles(const uint8_t* bytes, int64_t count, int64_t i, uint8_t
   if (count % 2 != 0) row[(i + count) / 2] = bytes[count - 1];
 }
 
-inline void unpack_nibbles(const uint8_t* row, int64_t i, int64_t count, uint8_t* bytes) {
-  for_each_vector(0, ceil_div(count, 2), [&](int64_t k, int lanes) {
+DSX_INLINE void unpack_nibbles(const uint8_t* row, int64_t i, int64_t count, uint8_t* bytes) {
+  for_each_vector(0, ceil_div(count, 2), [&](int64_t k, int lanes) DSX_INLINED {
     const Ints pairs = Ints::load(row + i / 2 + k, lanes);
     uint16_t words[Vec::size];
     ((pairs & Ints(15u)) | (shift_left<4>(pairs) & Ints(0xf00u))).store(words, lanes);
@@ -96,7 +94,7 @@ inline void unpack_nibbles(const uint8_t* row, int64_t i, int64_t count, uint8_t
 }
 
 template <class Coding>
-inline Vec value_of(const Coding& coding, Ints code, const ScaleAndOffset& scale) {
+DSX_INLINE Vec value_of(const Coding& coding, Ints code, const ScaleAndOffset& scale) {
   return scaled(coding.template decode<Vec>(code), scale);
 }
 
@@ -108,7 +106,7 @@ inline void encode_piece(const Quantize& call, const Coding& coding, const Piece
   const bool is_nibble = bits_of_code(call.format) == 4;
   const Ints mask(is_nibble ? grid.mask & 15 : grid.mask);
   const T* x = call.x.row<T>(piece.row).address + piece.i;
-  const auto codes_of = [&](int64_t k, int lanes) {
+  const auto codes_of = [&](int64_t k, int lanes) DSX_INLINED {
     const Vec value = Vec::load(x + k, lanes);
     if constexpr (Coding::kIsInteger) {
       if (call.noise.on) {
@@ -121,14 +119,14 @@ inline void encode_piece(const Quantize& call, const Coding& coding, const Piece
   };
   if (call.codes == nullptr) {
     const Pointer<Any> out = call.out.row<Any>(piece.row) + piece.i;
-    for_each_vector(0, piece.count, [&](int64_t k, int lanes) {
+    for_each_vector(0, piece.count, [&](int64_t k, int lanes) DSX_INLINED {
       value_of(coding, codes_of(k, lanes) & Ints(0xffu), scale).store(out + k, lanes);
     });
     return;
   }
   uint8_t* row = call.codes + piece.row * bytes_of_row(call.format, call.length);
   if (!is_nibble) {
-    for_each_vector(0, piece.count, [&](int64_t k, int lanes) {
+    for_each_vector(0, piece.count, [&](int64_t k, int lanes) DSX_INLINED {
       codes_of(k, lanes).store(row + piece.i + k, lanes);
     });
     return;
@@ -136,28 +134,43 @@ inline void encode_piece(const Quantize& call, const Coding& coding, const Piece
   uint8_t bytes[kBlock];
   for (int64_t k = 0; k < piece.count; k += kBlock) {
     const int64_t left = piece.count - k, count = left < kBlock ? left : kBlock;
-    for_each_vector(0, count, [&](int64_t j, int lanes) {
+    for_each_vector(0, count, [&](int64_t j, int lanes) DSX_INLINED {
       codes_of(k + j, lanes).store(bytes + j, lanes);
     });
     pack_nibbles(bytes, count, piece.i + k, row);
   }
 }
 
+// All groups of a unit are measured before the first one is rounded: a scale takes as long as the
+// rounding of some registers, which would wait for it.
+template <class T, class Coding>
+inline void quantize_unit(const Quantize& call, const Coding& coding, const Units& units,
+                          int64_t unit) {
+  ScaleAndOffset scales[kMostGroups];
+  ScaleAndOffset* next = scales;
+  for_each_piece_of_units(call, units, unit, unit + 1, [&](const Piece& piece) {
+    Largest found;
+    measure(call.x.row<T>(piece.row).address + piece.i, piece.count, call.asymmetric, found);
+    *next = scale_of(call, found);
+    store_scale(call, piece.group, *next++);
+  });
+  next = scales;
+  for_each_piece_of_units(call, units, unit, unit + 1, [&](const Piece& piece) {
+    encode_piece<T>(call, coding, piece, *next++);
+  });
+}
+
 inline void quantize_units(const Quantize& call, bool measured, int64_t begin, int64_t end) {
+  const Units units(call, measured);
   with_storage_type(call.x.dtype, [&](auto storage) {
     using T = decltype(storage);
     with_coding(call.format, call.asymmetric, [&](const auto& coding) {
-      for_each_piece_of_units(call, Units(call, measured), begin, end, [&](const Piece& piece) {
-        if (measured) {
-          return encode_piece<T>(call, coding, piece, stored_scale(call, piece.group));
-        }
-        Largest found;
-        const T* x = call.x.row<T>(piece.row).address + piece.i;
-        measure(x, piece.count, call.asymmetric, found);
-        const ScaleAndOffset scale = scale_of(call, found);
-        store_scale(call, piece.group, scale);
-        encode_piece<T>(call, coding, piece, scale);
-      });
+      if (measured) {
+        return for_each_piece_of_units(call, units, begin, end, [&](const Piece& piece) {
+          encode_piece<T>(call, coding, piece, stored_scale(call, piece.group));
+        });
+      }
+      for (int64_t unit = begin; unit < end; ++unit) quantize_unit<T>(call, coding, units, unit);
     });
   });
 }
@@ -214,7 +227,7 @@ inline void dequantize_units(const Dequantize& call, int64_t begin, int64_t end)
           bytes = nibbles + i % 2;
         }
         const bool here = past_cache && begins_line((out + k).address);
-        for_each_vector(0, count, [&](int64_t j, int lanes) {
+        for_each_vector(0, count, [&](int64_t j, int lanes) DSX_INLINED {
           const Vec value = value_of(coding, Ints::load(bytes + j, lanes), scale);
           value.store(out + k + j, lanes, here && lanes == Vec::size);
         });

@@ -134,30 +134,34 @@ using E5m2 = Float8<2, 15, 0x7c>;
 // The nearest level of NF4, of a number from -1 to 1; halfway the lower one.
 template <class Ints, class Float>
 DSX_INLINE Ints encode_nf4(Float x) {
-  const auto above = [&](const Float& threshold) { return threshold < x; };
-  const auto middle = [](int i) { return Float(0.5f * (nf4_level(i) + nf4_level(i + 1))); };
+  const auto above = [&](const Float& threshold) DSX_INLINED { return threshold < x; };
+  const auto middle = [](int i)
+                          DSX_INLINED { return Float(0.5f * (nf4_level(i) + nf4_level(i + 1))); };
   const auto a = above(middle(7));
   const auto b = above(select(a, middle(11), middle(3)));
-  const auto c = above(
-      select(a, select(b, middle(13), middle(9)), select(b, middle(5), middle(1))));
-  const Float upper = select(b, select(c, middle(14), middle(12)),
-                             select(c, middle(10), middle(8)));
+  const auto c =
+      above(select(a, select(b, middle(13), middle(9)), select(b, middle(5), middle(1))));
+  const Float upper =
+      select(b, select(c, middle(14), middle(12)), select(c, middle(10), middle(8)));
   const Float lower = select(b, select(c, middle(6), middle(4)), select(c, middle(2), middle(0)));
   const auto d = above(select(a, upper, lower));
-  const auto bit = [](auto mask, float value) { return select(mask, Float(value), Float(0.0f)); };
+  const auto bit = [](auto mask, float value)
+                       DSX_INLINED { return select(mask, Float(value), Float(0.0f)); };
   const Float code = bit(a, 8) + bit(b, 4) + bit(c, 2) + bit(d, 1);
   return bits_of(code + Float(kIntegers)) & Ints(15u);
 }
 
 template <class Float, class Ints>
 DSX_INLINE Float decode_nf4(Ints code) {
-  const auto bit = [&](uint32_t mask) {
+  const auto bit = [&](uint32_t mask) DSX_INLINED {
     return Float(0.0f) < float_of(shift_left<27>(code & Ints(mask)));
   };
   const auto a = bit(8), b = bit(4), c = bit(2), d = bit(1);
-  const auto two = [&](int i) { return select(d, Float(nf4_level(i + 1)), Float(nf4_level(i))); };
-  const auto four = [&](int i) { return select(c, two(i + 2), two(i)); };
-  const auto eight = [&](int i) { return select(b, four(i + 4), four(i)); };
+  const auto two = [&](int i) DSX_INLINED {
+    return select(d, Float(nf4_level(i + 1)), Float(nf4_level(i)));
+  };
+  const auto four = [&](int i) DSX_INLINED { return select(c, two(i + 2), two(i)); };
+  const auto eight = [&](int i) DSX_INLINED { return select(b, four(i + 4), four(i)); };
   return select(a, eight(8), eight(0));
 }
 
@@ -179,9 +183,9 @@ DSX_INLINE Float scaled(Float number, const ScaleAndOffset& group) {
 template <bool kAsymmetric>
 struct IntegerCoding {
   static constexpr bool kIsInteger = true;
-  float zero;   // what is added to a number to make a code of 4 bits, which has no sign
+  float zero;  // what is added to a number to make a code of 4 bits, which has no sign
   float least, most;
-  uint32_t flip;   // of the code as a byte, before it is read as a number without sign
+  uint32_t flip;        // of the code as a byte, before it is read as a number without sign
   float unsigned_zero;  // what stands for 0 then
 
   DSX_HOST_DEVICE explicit IntegerCoding(QuantFormat format) {
@@ -204,8 +208,8 @@ struct IntegerCoding {
   DSX_INLINE Ints encode(Float x, const Grid& grid, Ints random) const {
     const float integers = kIntegers + zero;
     const Float threshold = random_threshold<Float>(grid, random);
-    const Float sum = round_to_grid<Ints>(position_of(x, grid, kAsymmetric), grid, threshold,
-                                          integers);
+    const Float sum =
+        round_to_grid<Ints>(position_of(x, grid, kAsymmetric), grid, threshold, integers);
     return bits_of(min(max(sum, Float(integers + least)), Float(integers + most)));
   }
 

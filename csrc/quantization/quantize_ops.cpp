@@ -44,8 +44,7 @@ struct Cpu {
   static void measure(Isa isa, const Quantize& call) {
     const Parts parts(call);
     std::vector<Largest> found(size_t(call.bands() * call.columns() * parts.of_group));
-    in_parallel(int64_t(found.size()), parts.rows * parts.columns,
-                [&](int64_t begin, int64_t end) {
+    in_parallel(int64_t(found.size()), parts.rows * parts.columns, [&](int64_t begin, int64_t end) {
       measure_parts_cpu(isa, call, begin, end, found.data());
     });
     finish_scales_cpu(isa, call, found.data());

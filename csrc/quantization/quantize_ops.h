@@ -48,8 +48,8 @@ inline void read_groups(const char* op, const QuantizeOptions& options, const Ro
   call.length = shape.length;
   const int64_t most = std::max<int64_t>(1, shape.length);
   call.group = options.group_size.value_or(most);
-  check(call.group >= 1 && call.group <= most, op, ": group_size is ", call.group, ", expected 1 to ",
-        most, ", the length of a row");
+  check(call.group >= 1 && call.group <= most, op, ": group_size is ", call.group,
+        ", expected 1 to ", most, ", the length of a row");
   call.group_rows = options.group_rows.value_or(std::max<int64_t>(1, shape.rows));
   check(call.group_rows >= 1, op, ": group_rows is ", call.group_rows, ", expected at least 1");
 }

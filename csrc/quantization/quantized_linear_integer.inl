@@ -11,7 +11,8 @@ inline Grid grid_of_row(const QuantizedLinear& call, int64_t row) {
   for_each_vector(0, call.length, [&](int64_t i, int lanes) {
     largest = max(largest, magnitude_of(bits_of(Vec::load(source + i, lanes))));
   });
-  return grid_of(symmetric_scale(max_of(largest), largest_code(QuantFormat::int8, false)), false);
+  const float most = largest_code(QuantFormat::int8, false);
+  return grid_of(symmetric_scale(max_of(largest), most), false);
 }
 
 // Some rows of a part of x as codes, cut into segments: what of a unit belongs to one group, or to

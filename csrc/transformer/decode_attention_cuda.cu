@@ -2,16 +2,15 @@
 #include "transformer/decode_attention.h"
 
 #include <algorithm>
-#include <string>
 
 #include "common/cuda/chain.cuh"
-#include "common/cuda/check.h"
 #include "transformer/decode_any_cuda.cuh"
 #include "transformer/decode_mma_cuda.cuh"
 
 namespace dsx {
 namespace {
 
+using cuda::Device;
 using cuda::kDecodeThreads;
 using cuda::Partials;
 using cuda::Powers;
@@ -68,29 +67,6 @@ __global__ void __launch_bounds__(kLargestWidth)
   put(value * inverse, ::logf(powers.sum) + cuda::shift_of_largest(powers.largest));
 }
 
-struct Device {
-  int processors = 0, major = 0, minor = 0;
-  cuda::SharedBytes shared;
-
-  Device() {
-    int device = 0;
-    cuda::check(cudaGetDevice(&device), kOp);
-    const auto read = [&](int& value, cudaDeviceAttr attribute) {
-      cuda::check(cudaDeviceGetAttribute(&value, attribute, device), kOp);
-    };
-    read(processors, cudaDevAttrMultiProcessorCount);
-    read(major, cudaDevAttrComputeCapabilityMajor);
-    read(minor, cudaDevAttrComputeCapabilityMinor);
-    read(shared.of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    read(shared.of_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-    read(shared.reserved, cudaDevAttrReservedSharedMemoryPerBlock);
-    if (major >= 8) return;
-    throw std::runtime_error(std::string(kOp) + ": the device has compute capability " +
-                             std::to_string(major) + "." + std::to_string(minor) +
-                             ", expected 8.0 or newer");
-  }
-};
-
 int64_t units_of(const DecodeAttention& call, const Partials& partials) {
   return call.news.batches * call.kv.heads * partials.chunks;
 }
@@ -133,7 +109,7 @@ void launch_mma(const Device& device, const DecodeAttention& call, const Partial
                 cudaStream_t stream) {
   const auto with_width = [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
-    const auto boxes = cuda::boxes_of<DSX_KV, kWidth>(call.kv, device.shared,
+    const auto boxes = cuda::boxes_of<DSX_KV, kWidth>(call.kv, device,
                                                       units_of(call, partials) / device.processors);
     launch(cuda::decode_mma_kernel<Q, DSX_KV, kWidth>, device, cuda::kRingThreads,
            cuda::mma_shared_bytes<DSX_KV, kWidth>(boxes.slots), call, partials, stream, boxes);
@@ -157,7 +133,7 @@ int64_t decode_workspace_bytes(const DecodeAttention& call) {
 
 void decode_attention_cuda(const DecodeAttention& call, void* workspace, void* stream) {
   cuda::check(cudaPeekAtLastError(), kOp);  // of somebody before
-  const Device device;
+  const Device device(kOp);
   const Partials partials(call, workspace);
   const cudaStream_t queue = cudaStream_t(stream);
   const bool same = DSX_KV::kQuantized || call.q.dtype == call.kv.dtype;

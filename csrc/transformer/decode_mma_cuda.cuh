@@ -3,6 +3,7 @@
 // reads the pages, ahead of them.
 #pragma once
 
+#include "common/cuda/device.cuh"
 #include "transformer/decode_page_cuda.cuh"
 
 namespace dsx::cuda {
@@ -108,19 +109,19 @@ __global__ void __launch_bounds__(kRingThreads)
   char* const slots = shared_bytes + (0u - place) % kBoxAlignment;
   Found& found = *reinterpret_cast<Found*>(slots + boxes.slots * of_slot<Kind, kWidth>());
   if (threadIdx.x == 32 * kReadingWarp) Reader::begin(boxes, ring);
+  __syncthreads();
   if (threadIdx.x / 32 == kReadingWarp) {
     Reader reader(call, boxes, ring, slots);
     Units units = reader.find_first();
-    meet_in_ring();
     reader.run(units);
     return;
   }
+  const int warp = int(threadIdx.x) / 32;
   wait_for_previous();
   let_next_begin();
-  meet_in_ring();
+  wait_for(&ring.begun[warp], 0);
   PageAttention<Q, Kind, kWidth> attention(call, ring, slots, boxes.slots, found);
   Merge<kWidth> merge(call, partials);
-  const int warp = int(threadIdx.x) / 32;
   attention.read_first();
   for (int i = 0; ring.unit(warp, i).there; ++i) {
     const Unit& unit = ring.unit(warp, i);
@@ -136,26 +137,22 @@ template <class Kind, int kWidth>
 int mma_shared_bytes(int slots) {
   return kBoxAlignment + int(sizeof(Found<kWidth>)) + slots * of_slot<Kind, kWidth>();
 }
-// What a device has.
-struct SharedBytes {
-  int of_block = 0, of_processor = 0, reserved = 0;  // at most; that each block takes besides
-};
 // One block on a processor, or two where there is much to do and enough memory for both.
 template <class Kind, int kWidth>
-int slots_in(const SharedBytes& shared, int64_t units_of_processor) {
+int slots_in(const Device& device, int64_t units_of_processor) {
   constexpr int kMuch = 16, kEnough = 4;
   const auto slots = [](int bytes) {
     const int left = bytes - int(sizeof(Ring)) - mma_shared_bytes<Kind, kWidth>(0);
     return std::min(left / of_slot<Kind, kWidth>(), kMostSlots);
   };
-  const int of_two = slots(std::min(shared.of_processor / 2 - shared.reserved, shared.of_block));
-  return units_of_processor >= kMuch && of_two >= kEnough ? of_two : slots(shared.of_block);
+  const int of_two = slots(std::min(device.shared_of_processor / 2 - device.shared_reserved, device.shared_of_block));
+  return units_of_processor >= kMuch && of_two >= kEnough ? of_two : slots(device.shared_of_block);
 }
 template <class Kind, int kWidth>
-Boxes boxes_of(const PagedKv& kv, const SharedBytes& shared, int64_t units_of_processor) {
+Boxes boxes_of(const PagedKv& kv, const Device& device, int64_t units_of_processor) {
   using Slot = cuda::Slot<Kind, kWidth>;
   Boxes boxes;
-  boxes.slots = slots_in<Kind, kWidth>(shared, units_of_processor);
+  boxes.slots = slots_in<Kind, kWidth>(device, units_of_processor);
   const auto make = [&](CUtensorMap& map, const void* data) {
     return make_map(map, kv, data, Slot::kBytes, Slot::kRow, kSlotTokens);
   };

@@ -9,7 +9,7 @@
 #include "common/cuda/fetch.cuh"
 #include "transformer/decode_boxes_cuda.cuh"
 #include "transformer/decode_work_cuda.cuh"
-#include "transformer/mma_cuda.cuh"
+#include "common/cuda/mma.cuh"
 
 namespace dsx::cuda {
 
@@ -47,16 +47,12 @@ struct Ring {
   static constexpr int kUnits = 16;  // that the reading warp can be ahead, and more
 
   Barrier full[kMostSlots][kPageWarps], empty[kMostSlots];
+  Barrier begun[kPageWarps];        // there is a first unit
   Unit units[kPageWarps][kUnits];  // one for each warp, written by a lane that tells it more
   bool wrong[kUnits][kPageWarps];  // there is no such page
 
   __device__ Unit& unit(int warp, int i) { return units[warp][i % kUnits]; }
 };
-
-// A barrier of all threads. They come to it in two places, which __syncthreads does not allow.
-__device__ inline void meet_in_ring() {
-  asm volatile("bar.sync 2, %0;" ::"n"(kRingThreads) : "memory");
-}
 
 // Where a warp is in the ring.
 struct Turn {
@@ -91,6 +87,7 @@ class Reader {
       for (Barrier& full : ring.full[i]) begin_barrier(&full, are_there(boxes) ? 1 : kGroup);
       begin_barrier(&ring.empty[i], kPageWarps);
     }
+    for (Barrier& begun : ring.begun) begin_barrier(&begun, 1);
     show_barriers();
   }
 
@@ -108,7 +105,10 @@ class Reader {
       units = Units(call_);
       find_first(units);
     }
-    if (lane_ % kGroup == 0) ring_.unit(warp_, 0) = unit_ahead_;
+    if (lane_ % kGroup == 0) {
+      ring_.unit(warp_, 0) = unit_ahead_;
+      arrive(&ring_.begun[warp_]);
+    }
     return units;
   }
 

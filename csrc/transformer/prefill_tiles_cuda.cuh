@@ -2,7 +2,7 @@
 // how a lane finds its part of it.
 #pragma once
 
-#include "transformer/mma_cuda.cuh"
+#include "common/cuda/mma.cuh"
 #include "transformer/prefill_attention.h"
 
 namespace dsx::cuda {

@@ -2,7 +2,9 @@
 // x, line by line as they lie in shared memory.
 #pragma once
 
-#include "transformer/skinny_linear_cuda.cuh"
+#include "common/cuda/few_rows.cuh"
+#include "common/cuda/mma.cuh"
+#include "transformer/skinny_linear.h"
 
 namespace dsx::cuda {
 
@@ -17,7 +19,8 @@ class Products {
 
   // Of the tile that begins at that row of the cluster.
   __device__ Products(const SkinnyLinear& /*call*/, const Geometry& geometry,
-                      const WeightRows& rows, int first_row) {
+                      const WeightRows& rows, int first_row)
+      : weight_step_(rows.columns * kLineBytes), x_step_(geometry.x_rows * kLineBytes) {
     const int lane = threadIdx.x % kWarp;
     const int line = rows.line(geometry, first_row + lane % kTileRows);
     weight_place_ = place_in_box(line, lane / kTileRows);
@@ -43,8 +46,9 @@ class Products {
     for (int i = 0; i < kSums; ++i) sums[i] = sums_[i / 4][i % 4];
   }
 
-  // Adds the products of a line, which is that far from the places of the first one.
-  __device__ void add(const char* near, int weight_step, int x_step) {
+  // Adds the products of line l of a stage.
+  __device__ void add(const char* near, int l, int /*number*/) {
+    const int weight_step = l * weight_step_, x_step = l * x_step_;
     uint32_t tiles[kSteps][4], factors[kSteps][kColumnTiles][2];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -88,6 +92,7 @@ class Products {
     }
   }
 
+  const int weight_step_, x_step_;  // from line to line
   int weight_place_, x_places_[kReads];
   float sums_[kColumnTiles][4];
 };
@@ -101,7 +106,10 @@ class Products<float, kColumnTiles> {
 
   __device__ Products(const SkinnyLinear& call, const Geometry& geometry, const WeightRows& rows,
                       int first_row)
-      : rows_of_x_(int(call.rows)), x_place_(geometry.x_place) {
+      : rows_of_x_(int(call.rows)),
+        x_place_(geometry.x_place),
+        weight_step_(rows.columns * kLineBytes),
+        x_step_(geometry.x_rows * kLineBytes) {
     const int row = first_row + int(threadIdx.x) % kWarp / 4;
     lines_[0] = rows.line(geometry, row);
     lines_[1] = rows.line(geometry, row + 8);
@@ -113,7 +121,8 @@ class Products<float, kColumnTiles> {
     for (int m = 0; m < kColumns; ++m) quarters_[0][m] = quarters_[1][m] = 0;
   }
 
-  __device__ void add(const char* near, int weight_step, int x_step) {
+  __device__ void add(const char* near, int l, int /*number*/) {
+    const int weight_step = l * weight_step_, x_step = l * x_step_;
     const int quarter = int(threadIdx.x) % 4;
 #pragma unroll
     for (int unit = quarter; unit < kUnitsOfLine; unit += 4) {
@@ -156,7 +165,7 @@ class Products<float, kColumnTiles> {
  private:
   static constexpr int kColumns = kColumnTiles * kColumnTile;
 
-  const int rows_of_x_, x_place_;
+  const int rows_of_x_, x_place_, weight_step_, x_step_;
   int lines_[2];
   float quarters_[2][kColumns];
 };

@@ -141,7 +141,14 @@ CASES = {
 }
 
 # That have tests of their own for all of this: what has more rows than they take is not theirs.
-WITHOUT_CASE = {"deepspeed_ext::skinny_linear"}
+WITHOUT_CASE = {
+    "deepspeed_ext::skinny_linear",
+    *(
+        f"deepspeed_ext::{op}.w{bits}"
+        for op in ("quantized_linear", "unpack_weight")
+        for bits in (4, 8)
+    ),
+}
 
 
 @dataclass(frozen=True)

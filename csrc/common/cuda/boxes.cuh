@@ -100,7 +100,20 @@ __device__ inline void fetch_boxes(void* near, const CUtensorMap& map, int row, 
 #endif
 }
 
-// Asks for them to be brought into the L2 cache, and no nearer.
+// Begins to copy a rectangle of numbers, row by row, to an address aligned to 128 bytes. What lies
+// outside of the matrix becomes 0.
+__device__ inline void fetch_tile(void* near, const CUtensorMap& map, int column, int row,
+                                  Barrier* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(near)),
+      "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier))
+      : "memory");
+#endif
+}
+
+// Asks for boxes to be brought into the L2 cache, and no nearer.
 __device__ inline void ask_for_boxes(const CUtensorMap& map, int row, int column) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map),
@@ -159,10 +172,29 @@ inline bool make_map(CUtensorMap& map, const Matrix& matrix, int rows, int boxes
   const cuuint64_t pitches[] = {cuuint64_t(matrix.pitch), kLineBytes};
   const cuuint32_t box[] = {cuuint32_t(line), cuuint32_t(rows), cuuint32_t(boxes)};
   const cuuint32_t steps[] = {1, 1, 1};
-  const auto type =
-      matrix.element_bytes == 4 ? CU_TENSOR_MAP_DATA_TYPE_UINT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  const auto type = matrix.element_bytes == 4   ? CU_TENSOR_MAP_DATA_TYPE_UINT32
+                    : matrix.element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
+                                                : CU_TENSOR_MAP_DATA_TYPE_UINT8;
   return encode(&map, type, 3, const_cast<void*>(matrix.data), sizes, pitches, box, steps,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// How fetch_tile reads floats: so many rows by so many columns at a time, the columns a multiple of
+// 4. False if the driver refuses.
+inline bool make_tile_map(CUtensorMap& map, const float* data, int64_t rows, int64_t columns,
+                          int64_t pitch, int tile_rows, int tile_columns) {
+  const auto encode = map_encoder();
+  const uint64_t bytes = uint64_t(pitch) * sizeof(float);
+  if (encode == nullptr || rows == 0 || columns == 0) return false;
+  if ((reinterpret_cast<uintptr_t>(data) | bytes) % 16 != 0) return false;
+  const cuuint64_t sizes[] = {cuuint64_t(columns), cuuint64_t(rows)};
+  const cuuint64_t pitches[] = {bytes};
+  const cuuint32_t box[] = {cuuint32_t(tile_columns), cuuint32_t(tile_rows)};
+  const cuuint32_t steps[] = {1, 1};
+  return encode(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<float*>(data), sizes, pitches,
+                box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }

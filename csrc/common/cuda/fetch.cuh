@@ -6,6 +6,25 @@
 
 namespace dsx::cuda {
 
+// Begins to copy 16 bytes to an address of shared memory. For compute capability 8.0 and newer.
+__device__ inline void fetch_part(unsigned near, const void* far) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(near), "l"(far) : "memory");
+#endif
+}
+
+// Those from number `bytes` on become 0.
+__device__ inline void fetch_part(unsigned near, const void* far, int bytes) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(near), "l"(far), "r"(bytes)
+               : "memory");
+#endif
+}
+
+__device__ inline void fetch_part(void* near, const void* far, int bytes) {
+  fetch_part(unsigned(__cvta_generic_to_shared(near)), far, bytes);
+}
+
 // Begins to copy 4, 8, or a multiple of 16 bytes, aligned to as many, or to 16.
 template <int kBytes>
 __device__ inline void fetch_bytes(void* near, const void* far) {
@@ -18,9 +37,7 @@ __device__ inline void fetch_bytes(void* near, const void* far) {
   } else {
 #pragma unroll
     for (int i = 0; i < kBytes; i += 16) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + i),
-                   "l"(static_cast<const char*>(far) + i)
-                   : "memory");
+      fetch_part(target + i, static_cast<const char*>(far) + i);
     }
   }
 #else

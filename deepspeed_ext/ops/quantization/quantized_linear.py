@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -116,6 +117,14 @@ def quantized_linear(
         raise ValueError(
             f"quantized_linear: activations is {activations!r}, expected None or 'int8'"
         )
+    if activations is not None and weight.format == "nf4":
+        raise ValueError(
+            f"quantized_linear: activations is {activations!r}, expected None with nf4, whose"
+            " levels are no integers"
+        )
+    activated = (
+        None if activation is None else _activations.number_of("quantized_linear", activation)
+    )
     if are_few(x):
         out: Tensor = _OPS[FORMATS[number].bits](
             x,
@@ -124,9 +133,7 @@ def quantized_linear(
             residual,
             format=number,
             group_size=weight.group_size,
-            activation=None
-            if activation is None
-            else _activations.number_of("quantized_linear", activation),
+            activation=activated,
             gated=gated,
             integer=activations is not None,
         )
@@ -153,6 +160,6 @@ def quantized_linear_ref(
 
 def _rounded_rows(x: Tensor) -> Tensor:
     """Return x as 8-bit codes times a scale for each row stand for it, as float64."""
-    largest = x.float().abs().amax(-1, keepdim=True)
+    largest = F.pad(x.float().abs(), (0, 1)).amax(-1, keepdim=True)  # of nothing: 0
     scale = (largest / 127).clamp_min(LEAST_SCALE).double()
     return (x.double() / scale).round() * scale

@@ -73,23 +73,4 @@ __device__ inline uint32_t packed(float first, float second) {
   return uint32_t(narrow<T>(first).bits) | uint32_t(narrow<T>(second).bits) << 16;
 }
 
-// Begins to copy 16 bytes to an address of shared memory.
-__device__ inline void fetch_part(unsigned near, const void* far) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(near), "l"(far) : "memory");
-#endif
-}
-
-// Those from number `bytes` on become 0.
-__device__ inline void fetch_part(unsigned near, const void* far, int bytes) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(near), "l"(far), "r"(bytes)
-               : "memory");
-#endif
-}
-
-__device__ inline void fetch_part(void* near, const void* far, int bytes) {
-  fetch_part(unsigned(__cvta_generic_to_shared(near)), far, bytes);
-}
-
 }  // namespace dsx::cuda

@@ -1,0 +1,219 @@
+// Matrix multiplications on few rows on CUDA: the kernel, and how it is launched. The length is cut
+// into 4 shares, which are added in pairs; within a share products are added in their order. A warp
+// adds up some shares for 16 rows of the weight, the blocks of a cluster and the groups of a block
+// have some each; how many makes no difference to any sum.
+#pragma once
+
+#include <algorithm>
+
+#include "common/cuda/device.cuh"
+#include "common/cuda/few_rows_sums.cuh"
+
+namespace dsx::cuda {
+
+constexpr int kCopiedAtOnce = 8 * 1024;  // bytes; less would keep the copy engine too busy
+
+// What a warp that multiplies does, from line number `first` of the weight on: stage by stage,
+// share by share.
+template <class Products>
+__device__ void multiply(Products& products, const Geometry& geometry, int first, const char* ring,
+                         Barrier* here, Barrier* read, float (&totals)[Products::kSums]) {
+  Pairwise<Products::kSums> pairwise;
+  int slot = 0, phase = 0, number = first;
+  for (int share = 0; share < geometry.group_shares; ++share) {
+    products.clear();
+    for (int left = geometry.share_lines; left > 0; left -= geometry.lines) {
+      const char* const near = ring + slot * geometry.stage_bytes;
+      const int count = ::min(left, geometry.lines);
+      wait_for(here + slot, phase);
+      for (int l = 0; l < count; ++l) products.add(near, l, number + l);
+      number += count;
+      __syncwarp();
+      if (threadIdx.x % kWarp == 0) arrive(read + slot);
+      if (++slot == geometry.stages) slot = 0, phase ^= 1;
+    }
+    products.copy_sums(totals);
+    pairwise.add(totals);
+  }
+}
+
+template <class Kind, int kColumnTiles>
+constexpr int kThreads = (Kind::template kMostWarps<kColumnTiles> + 1) * kWarp;
+
+template <class Kind, int kColumnTiles>
+__global__ void __launch_bounds__(kThreads<Kind, kColumnTiles>,
+                                  kColumnTiles > 2 || kThreads<Kind, kColumnTiles> > 256 ? 1 : 2)
+    few_rows_kernel(const __grid_constant__ typename Kind::Call call,
+                    const __grid_constant__ Geometry geometry,
+                    const __grid_constant__ Maps<Kind::kScaled> maps) {
+  using T = typename Kind::T;
+  using Products = typename Kind::template Products<kColumnTiles>;
+  extern __shared__ __align__(16) char shared[];
+  __shared__ Barrier here[kMostStages], read[kMostStages];
+  char* const ring = reinterpret_cast<char*>(
+      ceil_div(reinterpret_cast<uintptr_t>(shared), uintptr_t(kBoxAlignment)) * kBoxAlignment);
+  const int rank = geometry.cluster > 1 ? int(rank_in_cluster()) : 0;
+  const int warp = int(threadIdx.x) / kWarp, multiplying = geometry.groups * geometry.tiles;
+  const WeightRows rows(call, geometry);
+
+  let_next_begin();
+  if (threadIdx.x == 0) {
+    for (int slot = 0; slot < geometry.stages; ++slot) {
+      begin_barrier(here + slot, Copies<Kind>::arrivals(geometry));
+      begin_barrier(read + slot, multiplying);
+    }
+    show_barriers();
+  }
+  __syncthreads();
+
+  const bool copying = warp == multiplying;
+  const int group = warp / geometry.tiles, first_row = warp % geometry.tiles * kTileRows;
+  const Sums sums(ring, call, geometry);
+  Finisher<T> finisher(call, rows, sums, rank);
+  const Sender sender(sums, geometry, rows, rank * geometry.groups + group, first_row);
+  float totals[Products::kSums];
+  if (copying) {
+    const Copies<Kind> copies(call, geometry, maps, rows, ring, here);
+    copies.ask_ahead(rank);
+    wait_for_previous();
+    int slot = 0, phase = 1;  // what has not begun counts as phase 1 that has ended
+    for (int share = 0; share < geometry.group_shares; ++share) {
+      for (int stage = 0; stage < geometry.share_stages; ++stage) {
+        wait_for(read + slot, phase);
+        copies.begin(rank, share, stage, slot);
+        if (++slot == geometry.stages) slot = 0, phase ^= 1;
+      }
+    }
+    __syncwarp();
+  } else {
+    Products products(call, geometry, rows, first_row);
+    const int first =
+        (rank * geometry.groups + group) * geometry.group_shares * geometry.share_lines;
+    multiply(products, geometry, first, ring + group * geometry.group_bytes, here, read, totals);
+    wait_for_previous();
+  }
+  meet_after_reading(geometry.cluster);  // the ring is no longer needed, in any block
+  if (!copying) sender.send(totals);
+  meet_in_cluster(geometry.cluster);
+  finisher.finish();
+}
+
+// Blocks of a launch, whose clusters have so many tiles each.
+inline int64_t blocks_of(int64_t tiles, int of_cluster, int cluster) {
+  return ceil_div(tiles, int64_t(of_cluster)) * cluster;
+}
+
+// How many tiles make for the least work of the busiest processor.
+inline int tiles_of_cluster(int64_t tiles, int most, int cluster, int processors) {
+  int best = 1;
+  int64_t least = INT64_MAX;
+  for (int each = 1; each <= most; ++each) {
+    const int64_t work = each * ceil_div(blocks_of(tiles, each, cluster), int64_t(processors));
+    if (work <= least) least = work, best = each;
+  }
+  return best;
+}
+
+// So many warps for each row of the weight that processors are busy. They are in one block unless
+// that would leave most processors without any, or each block with few rows beside many of x.
+template <class Kind, int kColumnTiles>
+Geometry geometry_of(const typename Kind::Call& call, const Device& device, bool chained) {
+  Geometry geometry = {};
+  const int64_t tiles = ceil_div(call.weight_rows(), kTileRows);
+  const auto are_few = [&](int64_t blocks) { return 10 * blocks < 9 * device.processors; };
+  int split = Kind::kLeastSplit;
+  while (split < kShares && are_few(tiles * split / 4)) split *= 2;
+  geometry.cluster = chained && call.rows > 16 && split == kShares ? 2 : 1;
+  while (chained && geometry.cluster < split && are_few(3 * tiles * geometry.cluster)) {
+    geometry.cluster *= 2;
+  }
+  geometry.groups = split / geometry.cluster;
+  geometry.tiles = tiles_of_cluster(tiles, Kind::template kMostWarps<kColumnTiles> / geometry.groups,
+                                    geometry.cluster, device.processors);
+  geometry.columns = geometry.rows() / (call.gated ? 2 : 1) / geometry.cluster;
+  // So that the rows of x that the threads of a warp have are in different banks.
+  geometry.sums_pitch = int(ceil_div(geometry.rows() / geometry.cluster, 16)) * 16 + 4;
+  geometry.x_rows = int(ceil_div(call.rows, int64_t(kColumnTile))) * kColumnTile;
+  geometry.x_lines = Kind::kXLines;
+  if constexpr (Kind::kScaled) {
+    const Scales scales = Kind::scales(call);
+    geometry.scale_lines = std::max(scales.line_parts, 1);
+    geometry.scale_tiles = (scales.offsets == nullptr ? 1 : 2) * (call.gated ? 2 : 1);
+  }
+  const int64_t line = kLineBytes / int64_t(sizeof(typename Kind::Weight));
+  geometry.share_lines =
+      int(ceil_div(ceil_div(Kind::weight(call).length, line), int64_t(kShares)));
+  int lines = call.rows > 16 ? 2 : 1;
+  while (geometry.rows() * lines * kLineBytes < kCopiedAtOnce) lines *= 2;
+  while (geometry.share_lines % lines != 0) lines /= 2;
+  geometry.set_lines(lines);
+  return geometry;
+}
+
+// As many stages as fit beside another block, if there is one.
+template <class Kind, int kColumnTiles>
+void set_stages(Geometry& geometry, const Device& device, int64_t blocks) {
+  const int room = device.shared_of_block - kBoxAlignment - 1024;  // for the barriers
+  while (geometry.lines > 1 && 3 * geometry.stage_bytes > room) {
+    geometry.set_lines(geometry.lines / 2);
+  }
+  const bool beside = blocks > device.processors && geometry.x_rows <= 16 &&
+                      kThreads<Kind, kColumnTiles> <= 256;  // see launch bounds
+  const int budget = beside ? room / 2 - 1024 : room;
+  const int fitting = std::clamp(budget / geometry.stage_bytes, 1, kMostStages);
+  const int all = geometry.share_stages * geometry.group_shares;
+  geometry.stages = std::clamp(all, 1, fitting);
+  geometry.asked = std::min(geometry.share_stages, all / 16);
+}
+
+// Whether all that comes near can be copied by the engine; makes maps for it.
+template <class Kind>
+bool make_maps(Maps<Kind::kScaled>& maps, const typename Kind::Call& call, const Geometry& geometry) {
+  const Matrix weight = Kind::weight(call).matrix(), x = Kind::x(call).matrix();
+  const int columns = geometry.columns * geometry.cluster;
+  if (Kind::x(call).rows.group != 0 || !fits_boxes(weight) || !fits_boxes(x)) return false;
+  if (!make_map(maps.weight, weight, columns, geometry.lines)) return false;
+  if (!make_map(maps.x, x, geometry.x_rows, geometry.lines * Kind::kXLines)) return false;
+  if constexpr (Kind::kScaled) {
+    const Scales scales = Kind::scales(call);
+    const int rows = geometry.scale_lines * geometry.lines;
+    const auto make = [&](CUtensorMap& map, const float* data) {
+      return make_tile_map(map, data, scales.groups, scales.pitch, scales.pitch, rows, columns);
+    };
+    if (!make(maps.scales, scales.scales)) return false;
+    if (scales.offsets != nullptr && !make(maps.offsets, scales.offsets)) return false;
+  }
+  return true;
+}
+
+template <class Kind, int kColumnTiles>
+void launch_few_rows(const typename Kind::Call& call, const Device& device, cudaStream_t stream,
+                     const char* op) {
+  const auto kernel = &few_rows_kernel<Kind, kColumnTiles>;
+  const bool chained = can_chain(kernel, op);
+  Geometry geometry = geometry_of<Kind, kColumnTiles>(call, device, chained);
+  const int64_t columns = geometry.columns * geometry.cluster;
+  const int64_t blocks = ceil_div(call.columns, columns) * geometry.cluster;
+  set_stages<Kind, kColumnTiles>(geometry, device, blocks);
+  Maps<Kind::kScaled> maps = {};
+  geometry.by_engine = chained && make_maps<Kind>(maps, call, geometry);
+  geometry.weight_aligned = Kind::weight(call).is_aligned();
+  geometry.x_aligned = Kind::x(call).is_aligned();
+  const int64_t sums = int64_t(geometry.cluster * geometry.groups) * call.rows *
+                       geometry.sums_pitch * int64_t(sizeof(float));
+  const int64_t ring = int64_t(geometry.stages) * geometry.stage_bytes;
+  const Launch how{unsigned(blocks), geometry.threads(), std::max(ring, sums) + kBoxAlignment,
+                   geometry.cluster, chained};
+  launch_kernel(kernel, how, stream, op, call, geometry, maps);
+}
+
+// Calls body with the number of groups of 8 rows of x that the code is for.
+template <class Body>
+void with_column_tiles(int64_t rows, const Body& body) {
+  if (rows <= 8) return body(std::integral_constant<int, 1>{});
+  if (rows <= 16) return body(std::integral_constant<int, 2>{});
+  if (rows <= 32) return body(std::integral_constant<int, 4>{});
+  body(std::integral_constant<int, 8>{});
+}
+
+}  // namespace dsx::cuda

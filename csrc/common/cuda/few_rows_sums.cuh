@@ -1,0 +1,121 @@
+// Matrix multiplications on few rows on CUDA: sums that warps and blocks have found come together,
+// and become results.
+#pragma once
+
+#include "common/cuda/few_rows.cuh"
+#include "common/cuda/floats.cuh"
+
+namespace dsx::cuda {
+
+#include "common/activation_math.inl"
+#include "common/few_rows_math.inl"
+
+// The sums of a cluster, in shared memory: each block has those of some columns of the results,
+// [splits][rows of x][parts][columns], a split being some shares of the length. What is worked out
+// about their places comes before the products, when there is time.
+struct Sums {
+  float* all;
+  int rows, columns, pitch, splits;
+
+  __device__ Sums(char* shared, const FewRows& call, const Geometry& geometry)
+      : all(reinterpret_cast<float*>(shared)),
+        rows(int(call.rows)),
+        columns(geometry.columns),
+        pitch(geometry.sums_pitch),
+        splits(geometry.cluster * geometry.groups) {}
+};
+
+// Where a thread writes what its warp has of a tile beside all rows of x: to whoever finishes it.
+class Sender {
+ public:
+  __device__ Sender(const Sums& sums, const Geometry& geometry, const WeightRows& rows, int split,
+                    int first_row)
+      : cluster_(geometry.cluster), pitch_(sums.pitch) {
+    const int lane = int(threadIdx.x) % kWarp, first = lane % 4 * 2;
+    rows_ = sums.rows - first;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + lane / 4 + half * 8, part = row >= rows.columns;
+      const int column = row - part * rows.columns;
+      ranks_[half] = cluster_ > 1 ? column / sums.columns : 0;
+      near_[half] = sums.all + (split * sums.rows + first) * pitch_ + part * sums.columns + column -
+                    ranks_[half] * sums.columns;
+    }
+  }
+
+  template <int kSums>
+  __device__ void send(const float (&values)[kSums]) const {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      const int half = i % 4 / 2, m = i / 4 * kColumnTile + i % 2;
+      if (m >= rows_) continue;
+      write_in_cluster(near_[half] + m * pitch_, cluster_, unsigned(ranks_[half]), values[i]);
+    }
+  }
+
+ private:
+  const int cluster_, pitch_;
+  int rows_, ranks_[2];
+  float* near_[2];
+};
+
+// Not in line, as it is long, and few calls have an activation.
+__device__ __noinline__ float activated(const FewRows& call, float sum, float up) {
+  return activated_sum(call, Floats<1>(sum), Floats<1>(up)).lanes[0];
+}
+
+// Makes results of the sums of the columns that a block finishes: a thread has one column, and
+// every so many rows of x.
+template <class T>
+class Finisher {
+ public:
+  __device__ Finisher(const FewRows& call, const WeightRows& rows, const Sums& sums, int rank)
+      : call_(call), sums_(sums), step_(int(blockDim.x) / sums.columns) {
+    first_ = int(threadIdx.x) / sums.columns;
+    const int c = int(threadIdx.x) - first_ * sums.columns;
+    column_ = rows.first + rank * sums.columns + c;
+    near_ = sums.all + first_ * sums.pitch + c;
+    out_ = call.out.even_row<T>(first_).address + column_;
+    if (first_ >= step_ || column_ >= call.columns) first_ = sums.rows;  // it has none
+  }
+
+  __device__ void finish() {
+    for (int m = first_; m < sums_.rows; m += step_) {
+      float result = total(near_) + element(call_.bias, 0, column_);
+      if (call_.activated) {
+        float up = 0;
+        if (call_.gated) {
+          up = total(near_ + sums_.columns) + element(call_.bias, 0, call_.columns + column_);
+        }
+        result = activated(call_, result, up);
+      }
+      *out_ = narrow<T>(result + element(call_.residual, m, column_));
+      near_ += step_ * sums_.pitch;
+      out_ += step_ * call_.out.pitch;
+    }
+  }
+
+ private:
+  // In pairs, as shares are added in a warp.
+  __device__ float total(const float* first) const {
+    static_assert(kShares == 4);
+    const int split = sums_.rows * sums_.pitch;
+    if (sums_.splits == 1) return first[0];
+    if (sums_.splits == 2) return first[0] + first[split];
+    return (first[0] + first[split]) + (first[2 * split] + first[3 * split]);
+  }
+
+  __device__ static float element(const Rows& rows, int64_t row, int64_t i) {
+    return rows.data == nullptr ? 0.0f : widen(rows.row<T>(row).address[i]);
+  }
+
+  const FewRows& call_;
+  const Sums& sums_;
+  const int step_;
+  int first_;
+  int64_t column_;
+  const float* near_;
+  T* out_;
+};
+
+}  // namespace dsx::cuda

@@ -1,0 +1,252 @@
+// Codes of eight neighbouring elements in the registers of a CUDA thread.
+#pragma once
+
+#include "common/cuda/check.h"
+#include "common/cuda/launch.cuh"
+#include "common/cuda/rows.cuh"
+#include "quantization/quantize.h"
+
+namespace dsx {
+
+#include "common/noise_math.inl"
+#include "quantization/quantize_math.inl"
+
+namespace cuda {
+
+constexpr int kEight = 8;
+
+// The lowest byte of each of four integers.
+__device__ inline uint32_t lowest_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+// Codes as bytes, four in a word.
+struct Codes {
+  uint32_t words[2];
+
+  __device__ uint32_t at(int k) const { return words[k / 4] >> (8 * (k % 4)) & 0xff; }
+};
+
+// Two numbers as 8-bit floats in the lower half: one instruction where there is one.
+template <class Bits>
+__device__ inline uint32_t encode_pair(float a, float b) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t pair;
+  if constexpr (std::is_same_v<Bits, E4m3>) {
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
+  } else {
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
+  }
+  return pair;
+#else
+  return Bits::template encode<uint32_t>(a) | Bits::template encode<uint32_t>(b) << 8;
+#endif
+}
+
+template <class Bits>
+__device__ inline float2 decode_pair(uint32_t pair) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t halves;
+  if constexpr (std::is_same_v<Bits, E4m3>) {
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(uint16_t(pair)));
+  } else {
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(uint16_t(pair)));
+  }
+  return {__half2float(__ushort_as_half(uint16_t(halves))),
+          __half2float(__ushort_as_half(uint16_t(halves >> 16)))};
+#else
+  return {Bits::template decode<float>(pair & 0xff), Bits::template decode<float>(pair >> 8)};
+#endif
+}
+
+// The codes of eight elements, of which the first one's random bits are those of `noise`.
+template <class Coding>
+__device__ inline Codes encode_eight(const Coding& coding, const Floats<kEight>& x,
+                                     const Grid& grid, const Noise& noise) {
+  uint32_t codes[kEight];
+  if constexpr (Coding::kIsInteger) {
+    if (noise.on) {
+#pragma unroll
+      for (int k = 0; k < kEight; ++k) {
+        const uint32_t random = random_bits(noise, uint32_t(k));
+        codes[k] = coding.template encode<uint32_t>(x.lanes[k], grid, random);
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kEight; ++k) {
+        codes[k] = coding.template encode<uint32_t>(x.lanes[k], grid);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < kEight; ++k) {
+      codes[k] = coding.template encode<uint32_t>(x.lanes[k], grid);
+    }
+  }
+  return {lowest_bytes(codes[0], codes[1], codes[2], codes[3]) & grid.mask,
+          lowest_bytes(codes[4], codes[5], codes[6], codes[7]) & grid.mask};
+}
+
+template <class Bits>
+__device__ inline Codes encode_eight(const Float8Coding<Bits>&, const Floats<kEight>& x,
+                                     const Grid& grid, const Noise& /*noise*/) {
+  uint32_t pairs[4];
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    pairs[k] = encode_pair<Bits>(x.lanes[2 * k] * grid.inverse, x.lanes[2 * k + 1] * grid.inverse);
+  }
+  return {__byte_perm(pairs[0], pairs[1], 0x5410) & grid.mask,
+          __byte_perm(pairs[2], pairs[3], 0x5410) & grid.mask};
+}
+
+template <class Coding>
+__device__ inline Floats<kEight> decode_eight(const Coding& coding, const Codes& codes) {
+  Floats<kEight> numbers;
+#pragma unroll
+  for (int k = 0; k < kEight; ++k) numbers.lanes[k] = coding.template decode<float>(codes.at(k));
+  return numbers;
+}
+
+template <class Bits>
+__device__ inline Floats<kEight> decode_eight(const Float8Coding<Bits>&, const Codes& codes) {
+  Floats<kEight> numbers;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const float2 pair = decode_pair<Bits>(codes.words[k / 2] >> (16 * (k % 2)) & 0xffff);
+    numbers.lanes[2 * k] = pair.x;
+    numbers.lanes[2 * k + 1] = pair.y;
+  }
+  return numbers;
+}
+
+__device__ inline Floats<kEight> scaled_eight(Floats<kEight> numbers, const ScaleAndOffset& group) {
+#pragma unroll
+  for (int k = 0; k < kEight; ++k) numbers.lanes[k] = scaled(numbers.lanes[k], group);
+  return numbers;
+}
+
+// Bytes of which each has a code of 4 bits, as a word of these, and the other way round.
+__device__ inline uint32_t nibbles_of(const Codes& codes) {
+  const uint32_t low = codes.words[0] & 0x0f0f0f0f, high = codes.words[1] & 0x0f0f0f0f;
+  return __byte_perm(low | low >> 4, high | high >> 4, 0x6420);
+}
+__device__ inline Codes codes_of_nibbles(uint32_t word) {
+  const uint32_t even = word & 0x0f0f0f0f, odd = word >> 4 & 0x0f0f0f0f;
+  return {__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362)};
+}
+
+// Stores the first `count` codes, from element i of a row on, which is even; all of them at once if
+// they are aligned.
+__device__ inline void store_codes(uint8_t* row, int64_t i, int count, bool aligned, bool is_nibble,
+                                   const Codes& codes) {
+  if (is_nibble) {
+    const uint32_t word = nibbles_of(codes);
+    if (aligned) return __stcs(reinterpret_cast<uint32_t*>(row + i / 2), word);
+#pragma unroll
+    for (int k = 0; k < kEight; k += 2) {
+      const uint32_t byte = word >> (4 * k) & (k + 1 < count ? 0xff : 0x0f);
+      if (k < count) row[i / 2 + k / 2] = uint8_t(byte);
+    }
+  } else {
+    const uint2 words{codes.words[0], codes.words[1]};
+    if (aligned) return __stcs(reinterpret_cast<uint2*>(row + i), words);
+#pragma unroll
+    for (int k = 0; k < kEight; ++k) {
+      if (k < count) row[i + k] = uint8_t(codes.at(k));
+    }
+  }
+}
+
+__device__ inline Codes load_codes(const uint8_t* row, int64_t i, int count, bool aligned,
+                                   bool is_nibble) {
+  if (is_nibble) {
+    uint32_t word = 0;
+    if (aligned) {
+      word = __ldcs(reinterpret_cast<const uint32_t*>(row + i / 2));
+    } else {
+#pragma unroll
+      for (int k = 0; k < kEight; k += 2) {
+        if (k < count) word |= uint32_t(row[i / 2 + k / 2]) << (4 * k);
+      }
+    }
+    return codes_of_nibbles(word);
+  }
+  Codes codes{};
+  if (aligned) {
+    const uint2 words = __ldcs(reinterpret_cast<const uint2*>(row + i));
+    return {words.x, words.y};
+  }
+#pragma unroll
+  for (int k = 0; k < kEight; ++k) {
+    if (k < count) codes.words[k / 4] |= uint32_t(row[i + k]) << (8 * (k % 4));
+  }
+  return codes;
+}
+
+// What eight elements of a row are measured for: the first `count` of them.
+template <class T>
+__device__ inline Largest measure_eight(const RowVector<T, kEight>& x, int count, bool asymmetric) {
+  Largest found;
+  if constexpr (sizeof(T) == 2) {
+    if (!asymmetric) {  // two magnitudes in each word
+      uint32_t pair = 0;
+#pragma unroll
+      for (int k = 0; k < x.kAccesses; ++k) {
+        const uint4& w = x.words[k];
+        pair = __vmaxs2(pair, __vmaxs2(__vmaxs2(w.x & 0x7fff7fff, w.y & 0x7fff7fff),
+                                       __vmaxs2(w.z & 0x7fff7fff, w.w & 0x7fff7fff)));
+      }
+      const uint32_t largest = dsx::max(pair & 0xffff, pair >> 16);
+      found.magnitude_or_order = dsx::bits_of(widen(T{uint16_t(largest)}));
+      return found;
+    }
+  }
+  const Floats<kEight> values = floats_of(x);
+#pragma unroll
+  for (int k = 0; k < kEight; ++k) {
+    const uint32_t bits = dsx::bits_of(values.lanes[k]);
+    if (std::is_same_v<T, Any> && k >= count) continue;
+    const uint32_t order = asymmetric ? order_of(bits) : magnitude_of(bits);
+    found.magnitude_or_order = dsx::max(found.magnitude_or_order, order);
+    if (asymmetric) found.flipped = dsx::max(found.flipped, ~order);
+  }
+  return found;
+}
+
+__device__ inline Largest larger(const Largest& a, const Largest& b) {
+  return {dsx::max(a.magnitude_or_order, b.magnitude_or_order), dsx::max(a.flipped, b.flipped)};
+}
+
+// Over so many neighbouring lanes of a warp, a power of two; all of the warp take part.
+__device__ inline Largest largest_of_lanes(Largest found, int lanes, bool asymmetric) {
+  for (int distance = lanes / 2; distance > 0; distance /= 2) {
+    Largest other;
+    other.magnitude_or_order = __shfl_xor_sync(~0u, found.magnitude_or_order, distance);
+    if (asymmetric) other.flipped = __shfl_xor_sync(~0u, found.flipped, distance);
+    found = larger(found, other);
+  }
+  return found;
+}
+
+__device__ inline ScaleAndOffset scale_of(const Groups& call, const Largest& found) {
+  const float most = largest_code(call.format, call.asymmetric);
+  if (!call.asymmetric) return symmetric_scale(found.magnitude_or_order, most);
+  return asymmetric_scale(found.magnitude_or_order, found.flipped, most);
+}
+
+__device__ inline void store_scale(const Groups& call, int64_t group, const ScaleAndOffset& scale) {
+  if (call.scales != nullptr) call.scales[group] = scale.scale;
+  if (call.offsets != nullptr) call.offsets[group] = scale.offset;
+}
+
+__device__ inline ScaleAndOffset stored_scale(const Groups& call, int64_t group) {
+  return {call.scales[group], call.offsets != nullptr ? call.offsets[group] : -0.0f};
+}
+
+// a / b of sizes, in 32 bits where these are enough: that costs a fraction.
+__device__ inline int64_t quotient(int64_t a, int64_t b) {
+  return uint64_t(a | b) <= UINT32_MAX ? int64_t(uint32_t(a) / uint32_t(b)) : a / b;
+}
+
+}  // namespace cuda
+}  // namespace dsx

@@ -1,0 +1,280 @@
+// The products of quantized_linear on CUDA, of a warp: a tile of rows of codes beside all rows of x,
+// line by line as they lie in shared memory, by tensor cores. Codes become pairs of 16 bits, exactly;
+// groups are added up by themselves, and then times their scales.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "common/cuda/few_rows.cuh"
+#include "common/cuda/mma.cuh"
+#include "quantization/quantized_linear.h"
+
+namespace dsx::cuda {
+
+// (word & mask) | bits, in one instruction.
+template <uint32_t mask, uint32_t bits>
+__device__ inline uint32_t masked(uint32_t word) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "n"(mask), "n"(bits));
+  return result;
+}
+
+template <class T>
+__device__ inline uint32_t difference(uint32_t a, uint32_t b) {
+  uint32_t result;
+  if constexpr (T::kQuietNan == BFloat16::kQuietNan) {
+    const __nv_bfloat162 value = __hsub2(reinterpret_cast<const __nv_bfloat162&>(a),
+                                         reinterpret_cast<const __nv_bfloat162&>(b));
+    memcpy(&result, &value, sizeof(result));
+  } else {
+    const __half2 value =
+        __hsub2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
+    memcpy(&result, &value, sizeof(result));
+  }
+  return result;
+}
+
+// Pair number n of a word of packed codes, as packed_weight.h draws them. The exponent of 128, or of
+// 1024, is put in front of the bits of a code: it then stands for so much more.
+template <int kBits, class T>
+__device__ inline uint32_t pair_of(uint32_t word, int n) {
+  constexpr bool kBrain = T::kQuietNan == BFloat16::kQuietNan;
+  word >>= n * kBits;
+  if constexpr (kBits == 4) {
+    constexpr uint32_t kFront = kBrain ? 0x43004300 : 0x64006400;
+    return difference<T>(masked<0x000f000f, kFront>(word), kFront | 0x00080008);
+  } else if constexpr (kBrain) {  // of 7 bits behind the front: the last one counts as -128
+    return difference<T>(masked<0x007f007f, 0x43004300>(word),
+                         masked<0x00800080, 0x43004300>(word));
+  } else {
+    return difference<T>(masked<0x00ff00ff, 0x64006400>(word ^ 0x00800080), 0x64806480);
+  }
+}
+
+// What the order of groups is beside that of lines; a group is a part of a line, or some lines.
+template <int kBits>
+inline bool groups_fit_lines(const PackedWeight& weight) {
+  constexpr int64_t kLine = kLineBytes * 8 / kBits, kRun = kUnitBytes * 8 / kBits;
+  if (weight.group >= weight.length || weight.group % kLine == 0) return true;
+  return weight.group >= kRun && kLine % weight.group == 0;
+}
+
+template <int kBits>
+inline Scales scales_of(const PackedWeight& weight) {
+  constexpr int64_t kLine = kLineBytes * 8 / kBits;
+  Scales scales{weight.scales, weight.offsets, weight.groups(), weight.scale_pitch, 1, 1};
+  if (weight.group >= weight.length) {
+    scales.group_lines = INT32_MAX;
+  } else if (weight.group < kLine) {
+    scales.line_parts = int(kLine / weight.group);
+  } else {
+    scales.group_lines = int(std::min<int64_t>(weight.group / kLine, INT32_MAX));
+  }
+  return scales;
+}
+
+// A call with what is worked out of it before the launch.
+struct CodesCall : QuantizedLinear {
+  Scales scales;
+};
+
+// Where a lane finds the scales, or offsets, of its two rows of a tile in the part of a stage that
+// has them.
+class ScalePlaces {
+ public:
+  __device__ ScalePlaces(const Scales& scales, const Geometry& geometry, const WeightRows& rows,
+                         int first_row)
+      : scales_(scales), columns_(rows.columns) {
+    offsets_ = rows.parts * geometry.scale_step;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + int(threadIdx.x) % kWarp / 4 + 8 * half;
+      const int part = row >= rows.columns;
+      places_[half] = geometry.scale_place + part * geometry.scale_step +
+                      (row - part * rows.columns) * int(sizeof(float));
+    }
+    mask_ = kUnitsOfLine / scales_.line_parts - 1;
+  }
+
+  // Of a unit's number in its line those bits that are its number in its group.
+  __device__ int mask() const { return mask_; }
+
+  // Of line l of a stage, which is that number of the weight; from its first part on.
+  __device__ const char* of_line(const char* near, int l, int number) const {
+    const int row = scales_.line_parts > 1
+                        ? l * scales_.line_parts
+                        : scales_.group_of(number) - scales_.group_of(number - l);
+    return near + row * columns_ * int(sizeof(float));
+  }
+  __device__ const char* next_part(const char* of_part) const {
+    return of_part + columns_ * int(sizeof(float));
+  }
+  __device__ float scale(const char* of_part, int half) const {
+    return *reinterpret_cast<const float*>(of_part + places_[half]);
+  }
+  __device__ float offset(const char* of_part, int half) const {
+    return *reinterpret_cast<const float*>(of_part + offsets_ + places_[half]);
+  }
+
+ private:
+  const Scales& scales_;
+  const int columns_;
+  int mask_, offsets_, places_[2];
+};
+
+// Sums of a tile beside kColumnTiles times 8 rows of x, in the order that multiply_matrices has.
+template <class T, int kBits, int kColumnTiles, bool kAsymmetric>
+class CodeProducts {
+ public:
+  static constexpr int kSums = kColumnTiles * 4;
+
+  __device__ CodeProducts(const CodesCall& call, const Geometry& geometry,
+                          const WeightRows& rows, int first_row)
+      : scales_(call.scales, geometry, rows, first_row),
+        weight_step_(rows.columns * kLineBytes),
+        x_step_(geometry.x_rows * kLineBytes) {
+    const int lane = threadIdx.x % kWarp;
+    const int line = rows.line(geometry, first_row + lane % kTileRows);
+    weight_place_ = place_in_box(line, lane / kTileRows);
+    // Of one column tile, both words of two blocks; of two, those of one.
+#pragma unroll
+    for (int j = 0; j < kReads; ++j) {
+      const int row = kColumnTiles == 1 ? 0 : ::min(j * 16 + lane / 16 * 8, geometry.x_rows - 8);
+      const int unit = kColumnTiles == 1 ? lane / 8 : lane / 8 % 2;
+      x_places_[j] = geometry.x_place + place_in_box(row + lane % 8, unit);
+    }
+    clear();
+  }
+
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) totals_[i] = 0;
+  }
+  __device__ void copy_sums(float (&sums)[kSums]) const {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sums[i] = totals_[i];
+  }
+
+  // Adds the products of line l of a stage, which is that number of the weight.
+  __device__ void add(const char* near, int l, int number) {
+    uint32_t words[kSteps][4];  // rows 0 to 7 and 8 to 15 of a unit, the same of the next one
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int place = weight_place_ ^ step * 2 * kUnitBytes;
+      load_matrices<false>(words[step], near + l * weight_step_ + place);
+    }
+    const char* of_part = scales_.of_line(near, l, number);
+    begin_part();
+#pragma unroll
+    for (int first = 0; first < kUnitsOfLine; first += kUnitsAhead) {
+      // All that is read is asked for before the first product waits for it.
+#pragma unroll
+      for (int i = 0; i < kBlocksAhead; ++i) {
+        load_factors(near + l * kXLines * x_step_, first * kBlocks + i, i);
+      }
+#pragma unroll
+      for (int unit = first; unit < first + kUnitsAhead; ++unit) {
+        multiply_unit(words[unit / 2][unit % 2 * 2], words[unit / 2][unit % 2 * 2 + 1],
+                      (unit - first) * kBlocks);
+        if ((unit & scales_.mask()) != scales_.mask()) continue;
+        end_part(of_part);
+        of_part = scales_.next_part(of_part);
+        begin_part();
+      }
+    }
+  }
+
+ private:
+  static constexpr int kSteps = kUnitsOfLine / 2;
+  static constexpr int kBlocks = 8 / kBits;  // of 16 products each, of a unit
+  static constexpr int kXLines = 16 / kBits;
+  static constexpr int kReads = kColumnTiles == 1 ? 1 : kColumnTiles / 2;
+  // Products that wait for each other take longest, so there are some sums at a time.
+  static constexpr int kChains = kColumnTiles == 1 ? DSX_CHAINS : kColumnTiles == 2 ? 2 : 1;
+  static constexpr int kUnitsAhead = kColumnTiles > 2 ? 8 / kColumnTiles : DSX_AHEAD / kColumnTiles;
+  static constexpr int kBlocksAhead = kUnitsAhead * kBlocks;
+
+  __device__ void begin_part() {
+#pragma unroll
+    for (int j = 0; j < kColumnTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int chain = 0; chain < kChains; ++chain) sums_[chain][j][i] = 0;
+        if (kAsymmetric) sums_of_x_[j][i] = 0;
+      }
+    }
+  }
+
+  // Adds what a group has to the totals.
+  __device__ void end_part(const char* of_part) {
+    constexpr float kZero = kBits == 4 ? 8.0f : 128.0f;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float scale = scales_.scale(of_part, half);
+      const float offset = kAsymmetric ? scales_.offset(of_part, half) : 0.0f;
+#pragma unroll
+      for (int j = 0; j < kColumnTiles; ++j) {
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+          float& total = totals_[j * 4 + i];
+          float sum = sums_[0][j][i];
+#pragma unroll
+          for (int chain = 1; chain < kChains; ++chain) sum += sums_[chain][j][i];
+          if (kAsymmetric) {
+            sum = __fmaf_rn(kZero, sums_of_x_[j][i], sum);
+            total = __fmaf_rn(offset, sums_of_x_[j][i], total);
+          }
+          total = __fmaf_rn(scale, sum, total);
+        }
+      }
+    }
+  }
+
+  // Of block number `block` of 16 elements of a line, as number i of those that are ahead.
+  __device__ void load_factors(const char* x, int block, int i) {
+    uint32_t words[4];
+    const char* const of_line = x + block / 4 * x_step_;
+    if constexpr (kColumnTiles > 1) {
+#pragma unroll
+      for (int j = 0; j < kReads; ++j) {
+        load_matrices<false>(words, of_line + (x_places_[j] ^ block % 4 * 2 * kUnitBytes));
+#pragma unroll
+        for (int k = 0; k < 4; ++k) factors_[i][2 * j + k / 2][k % 2] = words[k];
+      }
+    } else if (i % 2 == 0) {
+      load_matrices<false>(words, of_line + (x_places_[0] ^ block % 4 * 2 * kUnitBytes));
+#pragma unroll
+      for (int k = 0; k < 4; ++k) factors_[i + k / 2][0][k % 2] = words[k];
+    }
+  }
+
+  // Of a unit of both rows, and blocks from number `block` on of those that are ahead.
+  __device__ void multiply_unit(uint32_t low, uint32_t high, int block) {
+    constexpr uint32_t kOne = T::kQuietNan == BFloat16::kQuietNan ? 0x3f803f80 : 0x3c003c00;
+    const uint32_t ones[4] = {kOne, kOne, kOne, kOne};
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      const uint32_t tile[4] = {pair_of<kBits, T>(low, 2 * i), pair_of<kBits, T>(high, 2 * i),
+                                pair_of<kBits, T>(low, 2 * i + 1),
+                                pair_of<kBits, T>(high, 2 * i + 1)};
+#pragma unroll
+      for (int j = 0; j < kColumnTiles; ++j) {
+        multiply_matrices<T>(sums_[(block + i) % kChains][j], tile, factors_[block + i][j]);
+        if (kAsymmetric) multiply_matrices<T>(sums_of_x_[j], ones, factors_[block + i][j]);
+      }
+    }
+  }
+
+  const ScalePlaces scales_;
+  const int weight_step_, x_step_;  // from line to line
+  int weight_place_, x_places_[kReads];
+  uint32_t factors_[kBlocksAhead][kColumnTiles][2];
+  float totals_[kSums], sums_[kChains][kColumnTiles][4];
+  float sums_of_x_[kAsymmetric ? kColumnTiles : 1][4];
+};
+
+}  // namespace dsx::cuda

@@ -1,0 +1,73 @@
+"""Quick runs of quantized_linear and unpack_weight against their references, for ds_report."""
+
+from typing import Any
+
+import torch
+
+from deepspeed_ext import ops
+from deepspeed_ext.ops._compare import compare
+from deepspeed_ext.ops.quantization.formats import FORMATS, groups_of
+
+_EPS = torch.finfo(torch.float32).eps
+_FORMS: tuple[dict[str, Any], ...] = ({}, dict(activation="silu", gated=True))
+
+
+def quantized_linear_w4(device: str) -> None:
+    """Run `_check` on the formats of 4 bits."""
+    _check(device, "int4", offsets=False)
+    _check(device, "int4", offsets=True)
+    _check(device, "nf4", offsets=False)
+
+
+def quantized_linear_w8(device: str) -> None:
+    """Do the same for those of 8."""
+    _check(device, "int8", offsets=False)
+    _check(device, "int8", offsets=True)
+
+
+def _check(device: str, format: str, offsets: bool) -> None:
+    """Compare on random codes, with groups that end at whole runs and between, in every form.
+
+    Raises:
+        RuntimeError: a result is not what the reference says.
+        BuildError: the native library could not be built or loaded.
+    """
+    for length, group_size in ((300, 64), (77, 20)):
+        weight = _random_weight(80, length, format, offsets, group_size)
+        there = ops.PackedWeight(
+            weight.codes.to(device),
+            weight.scales.to(device),
+            None if weight.offsets is None else weight.offsets.to(device),
+            *weight[3:],
+        )
+        floats = ops.unpack_weight_ref(weight)
+        compare(f"unpack_weight: {format} on {device}", ops.unpack_weight(there), floats, _EPS)
+        x = torch.rand(5, length, generator=torch.Generator().manual_seed(1)) - 0.5
+        for activations in (None, "int8") if format != "nf4" else (None,):
+            for form in _FORMS:
+                got = ops.quantized_linear(x.to(device), there, activations=activations, **form)
+                want = ops.quantized_linear_ref(x, weight, activations=activations, **form)
+                # In 8 bits a tie goes either way: one code of x out of 127, in one of the terms.
+                bound = 1000 * _EPS if activations is None else 0.01
+                what = f"quantized_linear: {format} with activations={activations} on {device}"
+                compare(what, got, want, 0, of_largest=bound)
+
+
+def _random_weight(
+    n: int, length: int, format: str, offsets: bool, group_size: int
+) -> ops.PackedWeight:
+    generator = torch.Generator().manual_seed(0)
+    bits = next(each.bits for each in FORMATS if each.name == format)
+    shape = (n, length if bits == 8 else (length + 1) // 2)
+    codes = torch.randint(0, 256, shape, generator=generator).to(torch.uint8)
+    if bits == 8 and not offsets:
+        codes = codes.view(torch.int8)
+    scales = torch.rand(n, groups_of(length, group_size), generator=generator) + 0.5
+    return ops.pack_weight(
+        codes,
+        scales,
+        -3 * scales if offsets else None,
+        format=format,
+        group_size=group_size,
+        length=length,
+    )
