@@ -75,7 +75,7 @@ def quantize_weight(
     """
     made = layout.tensors_on(weight.device)
     rows = max(_BLOCK_ELEMENTS // max(layout.shape[1], 1), 1)
-    rows = -(-rows // 16) * 16  # so that rows of scales of a block are not padded, but the last
+    rows = -(-rows // 4) * 4  # so that scales are padded for the last of them only
     for begin in range(0, layout.shape[0], rows):
         block = weight[begin : begin + rows]
         add = _add_float8 if layout.is_float8 else _add_packed

@@ -4,6 +4,7 @@ import sys
 import weakref
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from model_cases import Conv1D, Tied, rows
@@ -189,7 +190,12 @@ def test_skips_the_head_of_a_language_model() -> None:
 def test_releases_each_weight_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a layer is quantized only it and those that follow have their floats."""
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
-    floats = [weakref.ref(layer.weight) for layer in model]
+    floats = []
+    for layer in model:  # an array lives as long as the memory of the tensor that is made of it
+        array = numpy.zeros((8, 8), numpy.float32)
+        layer.weight = nn.Parameter(torch.from_numpy(array))
+        floats.append(weakref.ref(array))
+    del array, layer
     alive = []
     replace = convert._replace
 
