@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepspeed_ext.quantization.linear import is_conv1d
 
@@ -130,8 +132,13 @@ def _uses(modules: dict[str, nn.Module]) -> dict[int, list[_Use]]:
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None and hasattr(tensor, "untyped_storage"):
+        if tensor is not None and has_storage(tensor):
             yield name, tensor
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Tell whether the elements of a tensor lie in a storage of its own, not in other tensors."""
+    return not is_lazy(tensor) and not is_traceable_wrapper_subclass(tensor)
 
 
 def _sharing(module: nn.Module, weight: Tensor, uses: dict[int, list[_Use]]) -> Iterator[str]:

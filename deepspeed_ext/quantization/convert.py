@@ -7,7 +7,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from deepspeed_ext.quantization.candidates import DEFAULT_SKIP, Candidates, find_candidates
+from deepspeed_ext.quantization.candidates import (
+    DEFAULT_SKIP,
+    Candidates,
+    find_candidates,
+    has_storage,
+)
 from deepspeed_ext.quantization.layout import WeightLayout, make_layout
 from deepspeed_ext.quantization.linear import QuantizedLinear, weight_of
 from deepspeed_ext.quantization.packing import Errors
@@ -109,8 +114,9 @@ def _replace(model: nn.Module, names: list[str], layout: WeightLayout) -> _Done:
     """Put a new layer at all places of an old one; nothing here outlives the old weight."""
     linear = model.get_submodule(names[0])
     weight = weight_of(_OP, linear)
-    errors = Errors(layout, weight.device)
-    layer = QuantizedLinear.of_weight(linear, weight, layout, errors)
+    with torch.inference_mode(False):
+        errors = Errors(layout, weight.device)
+        layer = QuantizedLinear.of_weight(linear, weight, layout, errors)
     put_in_place(model, names, layer)
     after = sum(buffer.nbytes for buffer in layer.buffers())
     return _Done(names, layout, weight.nbytes, after, errors)
@@ -140,7 +146,7 @@ def _bytes_of(model: nn.Module) -> int:
     storages: dict[int, int] = {}
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor):
+        if has_storage(tensor):
             storage = tensor.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

@@ -114,7 +114,7 @@ class QuantizedLinear(nn.Module):
         cls, linear: nn.Module, weight: Tensor, layout: WeightLayout, errors: Errors | None = None
     ) -> "QuantizedLinear":
         """Return a layer in place of another one; `errors` notes how far it is from it."""
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # or no gradient could pass later
             tensors = (
                 layout.tensors_on("meta")
                 if weight.is_meta

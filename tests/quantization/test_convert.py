@@ -144,6 +144,22 @@ def test_keeps_layers_that_share_memory() -> None:
     }
 
 
+def test_tensors_without_memory() -> None:
+    """What has no shape yet, and what is made of other tensors, is left alone."""
+    view = QuantizedLinear(8, 8).weight
+    model = nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(4))
+    model.register_buffer("view", view)
+    assert quantize_model(model).kept == {"1": "is a LazyLinear"}
+
+
+def test_gradients_pass_after_inference_mode() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    with torch.inference_mode():
+        quantize_model(model)
+    x = rows((2, 8)).requires_grad_()
+    assert torch.autograd.grad(model(x).sum(), x)[0].abs().sum() > 0
+
+
 def test_one_layer_in_several_places() -> None:
     shared = nn.Linear(8, 8)
     model = nn.ModuleDict({"first": shared, "rest": nn.Sequential(shared, nn.ReLU(), shared)})
