@@ -220,7 +220,7 @@ class QuantizedLinear(nn.Module):
         Args:
             x: (..., in), float32, bfloat16 or float16.
         """
-        if torch.is_autocast_enabled(x.device.type) and x.dtype in DTYPES:
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype in DTYPES:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.layout.is_float8:

@@ -38,9 +38,10 @@ class Errors:
         if block.numel() == 0:
             return
         errors = floats.sub_(block)
-        self._squares += torch.linalg.vector_norm(errors, dtype=torch.float64).square()
         size, groups = self._layout.group_size, scales.shape[1]
-        padded = F.pad(errors, (0, size * groups - errors.shape[1])).view(-1, groups, size)
+        beyond = size * groups - errors.shape[1]
+        padded = (F.pad(errors, (0, beyond)) if beyond else errors).view(-1, groups, size)
+        self._squares += torch.linalg.vector_norm(padded, dim=-1).double().square().sum()
         largest = torch.linalg.vector_norm(padded, float("inf"), dim=-1)
         most = scales.float() * half_step(self._layout.of_format)
         self._largest = torch.maximum(self._largest, (largest / most).amax())
