@@ -32,7 +32,7 @@ struct PackedWeight {
   int64_t row_bytes;    // whole lines
   int64_t scale_pitch;  // floats from one group to the next, a multiple of 4
 
-  int64_t groups() const { return group == 0 ? 0 : (length + group - 1) / group; }
+  DSX_HOST_DEVICE int64_t groups() const { return group == 0 ? 0 : (length + group - 1) / group; }
 };
 
 }  // namespace dsx

@@ -1,26 +1,29 @@
-// quantized_linear on CUDA: kinds of multiplication on few rows, as common/cuda/few_rows_kernel.cuh
-// has them.
+// quantized_linear and unpack_weight on CUDA: chooses a kernel. By tensor cores it is a kind of
+// multiplication on few rows, as common/cuda/few_rows_kernel.cuh has them.
+#include "quantization/quantized_linear.h"
+
 #include "common/cuda/few_rows_kernel.cuh"
+#include "quantization/quantized_any_cuda.cuh"
 #include "quantization/quantized_products_cuda.cuh"
 
 namespace dsx {
 namespace {
 
 constexpr const char* kOp = "quantized_linear";
+constexpr const char* kUnpack = "unpack_weight";
 
-// By tensor cores, of x in 16 bits.
-template <class T_, int kBits, bool kAsymmetric>
-struct Codes {
+template <class T_, bool kAsymmetric>
+struct ByTensorCores {
   using Call = cuda::CodesCall;
   using T = T_;
   using Weight = uint8_t;
   using X = T;
   template <int kColumnTiles>
-  using Products = cuda::CodeProducts<T, kBits, kColumnTiles, kAsymmetric>;
-  static constexpr int kXLines = 16 / kBits, kLeastSplit = DSX_LEAST_SPLIT;
+  using Products = cuda::CodeProducts<T, DSX_BITS, kColumnTiles, kAsymmetric>;
+  static constexpr int kXLines = 16 / DSX_BITS;
   static constexpr bool kScaled = true;
   template <int kColumnTiles>
-  static constexpr int kMostWarps = kColumnTiles > 2 ? 7 : DSX_MOST_WARPS;
+  static constexpr int kMostWarps = kColumnTiles > 2 ? 7 : 14;
 
   DSX_HOST_DEVICE static cuda::Operand<Weight> weight(const Call& call) {
     Rows rows;
@@ -31,21 +34,79 @@ struct Codes {
   DSX_HOST_DEVICE static cuda::Operand<X> x(const Call& call) {
     return {call.x, call.rows, call.length};
   }
-  DSX_HOST_DEVICE static const cuda::Scales& scales(const Call& call) {
-    return call.scales;
-  }
+  DSX_HOST_DEVICE static const cuda::Scales& scales(const Call& call) { return call.scales; }
 };
 
-}  // namespace
+bool is_aligned(const PackedWeight& weight) {
+  return (reinterpret_cast<uintptr_t>(weight.codes) | reinterpret_cast<uintptr_t>(weight.scales) |
+          reinterpret_cast<uintptr_t>(weight.offsets)) %
+             16 ==
+         0;
+}
 
-void quantized_linear_cuda(const QuantizedLinear& call, void* stream) {
-  const cuda::Device device(kOp);
+template <class T>
+void launch_tensor_cores(const QuantizedLinear& call, const cuda::Device& device,
+                         cudaStream_t stream) {
   const cuda::CodesCall made{call, cuda::scales_of<DSX_BITS>(call.weight)};
   cuda::with_column_tiles(call.rows, [&](auto tiles) {
     constexpr int kTiles = decltype(tiles)::value;
-    if (call.weight.offsets) cuda::launch_few_rows<Codes<BFloat16, DSX_BITS, true>, kTiles>(made, device, cudaStream_t(stream), kOp);
-    else cuda::launch_few_rows<Codes<BFloat16, DSX_BITS, false>, kTiles>(made, device, cudaStream_t(stream), kOp);
+    if (call.weight.offsets == nullptr) {
+      cuda::launch_few_rows<ByTensorCores<T, false>, kTiles>(made, device, stream, kOp);
+    } else {
+      cuda::launch_few_rows<ByTensorCores<T, true>, kTiles>(made, device, stream, kOp);
+    }
   });
+}
+
+unsigned blocks_of(const QuantizedLinear& call) {
+  return unsigned(ceil_div(call.columns, int64_t(cuda::kAnyWarps)));
+}
+
+// Runs that share a scale if these are 1, 2, 4 ... 32, or 0.
+int even_runs_of(const PackedWeight& weight) {
+  const int64_t runs = weight.group / cuda::kRun;
+  const bool whole = weight.group % cuda::kRun == 0 && weight.group < weight.length;
+  return whole && runs <= cuda::kWarp && (runs & (runs - 1)) == 0 ? int(runs) : 0;
+}
+
+}  // namespace
+
+int64_t quantized_workspace_bytes(const QuantizedLinear& call) {
+  return call.integer ? cuda::RowsOfBytes(call, nullptr).size(call) : 0;
+}
+
+void quantized_linear_cuda(const QuantizedLinear& call, void* workspace, void* stream) {
+  cuda::check(cudaPeekAtLastError(), kOp);  // of somebody before
+  const cuda::Device device(kOp);
+  const auto queue = cudaStream_t(stream);
+  const int threads = cuda::kAnyWarps * cuda::kWarp;
+  with_storage_type(call.x.dtype, [&](auto storage) {
+    using T = decltype(storage);
+    if (call.integer) {
+      cuda::round_rows_kernel<T><<<unsigned(call.rows), 256, 0, queue>>>(call, workspace);
+      cuda::integer_kernel<T>
+          <<<blocks_of(call), threads, 0, queue>>>(call, workspace, even_runs_of(call.weight));
+      return;
+    }
+    if constexpr (sizeof(T) == 2) {
+      const bool fits = call.weight.format != QuantFormat::nf4 && is_aligned(call.weight) &&
+                        cuda::groups_fit_lines<DSX_BITS>(call.weight);
+      if (fits) return launch_tensor_cores<T>(call, device, queue);
+    }
+    cuda::quantized_any_kernel<T>
+        <<<blocks_of(call), threads, 0, queue>>>(call, cuda::all_aligned({call.x}));
+  });
+  cuda::check(cudaPeekAtLastError(), kOp);
+}
+
+void unpack_weight_cuda(const PackedWeight& weight, const Rows& out, void* stream) {
+  cuda::check(cudaPeekAtLastError(), kUnpack);  // of somebody before
+  const int64_t runs = weight.rows * ceil_div(weight.length, int64_t(cuda::kRun));
+  const auto blocks = unsigned(ceil_div(runs, int64_t(256)));
+  with_storage_type(out.dtype, [&](auto storage) {
+    cuda::unpack_kernel<decltype(storage)><<<blocks, 256, 0, cudaStream_t(stream)>>>(weight, out);
+  });
+  cuda::check(cudaPeekAtLastError(), kUnpack);
 }
 
 }  // namespace dsx

@@ -1,6 +1,6 @@
-// The products of quantized_linear on CUDA, of a warp: a tile of rows of codes beside all rows of x,
-// line by line as they lie in shared memory, by tensor cores. Codes become pairs of 16 bits, exactly;
-// groups are added up by themselves, and then times their scales.
+// The products of quantized_linear on CUDA, of a warp: a tile of rows of codes beside all rows of
+// x, line by line as they lie in shared memory, by tensor cores. Codes become pairs of 16 bits,
+// exactly; groups are added up by themselves, and then times their scales.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -37,8 +37,8 @@ __device__ inline uint32_t difference(uint32_t a, uint32_t b) {
   return result;
 }
 
-// Pair number n of a word of packed codes, as packed_weight.h draws them. The exponent of 128, or of
-// 1024, is put in front of the bits of a code: it then stands for so much more.
+// Pair number n of a word of packed codes, as packed_weight.h draws them. The exponent of 128, or
+// of 1024, is put in front of the bits of a code: it then stands for so much more.
 template <int kBits, class T>
 __device__ inline uint32_t pair_of(uint32_t word, int n) {
   constexpr bool kBrain = T::kQuietNan == BFloat16::kQuietNan;
@@ -88,41 +88,43 @@ class ScalePlaces {
   __device__ ScalePlaces(const Scales& scales, const Geometry& geometry, const WeightRows& rows,
                          int first_row)
       : scales_(scales), columns_(rows.columns) {
-    offsets_ = rows.parts * geometry.scale_step;
+    offsets_ = unsigned(rows.parts * geometry.scale_step);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + int(threadIdx.x) % kWarp / 4 + 8 * half;
       const int part = row >= rows.columns;
-      places_[half] = geometry.scale_place + part * geometry.scale_step +
-                      (row - part * rows.columns) * int(sizeof(float));
+      places_[half] = unsigned(geometry.scale_place + part * geometry.scale_step +
+                               (row - part * rows.columns) * int(sizeof(float)));
     }
-    mask_ = kUnitsOfLine / scales_.line_parts - 1;
+    units_ = kUnitsOfLine / scales_.line_parts;
   }
 
-  // Of a unit's number in its line those bits that are its number in its group.
-  __device__ int mask() const { return mask_; }
+  // Of a line, that share a scale: 1, 2, 4 or 8.
+  __device__ int units() const { return units_; }
 
   // Of line l of a stage, which is that number of the weight; from its first part on.
-  __device__ const char* of_line(const char* near, int l, int number) const {
-    const int row = scales_.line_parts > 1
+  __device__ unsigned of_line(unsigned near, int l, int number) const {
+    const int row = scales_.group_lines == 1
                         ? l * scales_.line_parts
                         : scales_.group_of(number) - scales_.group_of(number - l);
-    return near + row * columns_ * int(sizeof(float));
+    return near + unsigned(row * columns_ * int(sizeof(float)));
   }
-  __device__ const char* next_part(const char* of_part) const {
-    return of_part + columns_ * int(sizeof(float));
+  __device__ unsigned next_part(unsigned of_part) const {
+    return of_part + unsigned(columns_ * int(sizeof(float)));
   }
-  __device__ float scale(const char* of_part, int half) const {
-    return *reinterpret_cast<const float*>(of_part + places_[half]);
+  __device__ void load(float (&scales)[2], unsigned of_part) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) scales[half] = load_shared(of_part + places_[half]);
   }
-  __device__ float offset(const char* of_part, int half) const {
-    return *reinterpret_cast<const float*>(of_part + offsets_ + places_[half]);
+  __device__ void load_offsets(float (&offsets)[2], unsigned of_part) const {
+    load(offsets, of_part + offsets_);
   }
 
  private:
   const Scales& scales_;
   const int columns_;
-  int mask_, offsets_, places_[2];
+  int units_;
+  unsigned offsets_, places_[2];
 };
 
 // Sums of a tile beside kColumnTiles times 8 rows of x, in the order that multiply_matrices has.
@@ -131,20 +133,20 @@ class CodeProducts {
  public:
   static constexpr int kSums = kColumnTiles * 4;
 
-  __device__ CodeProducts(const CodesCall& call, const Geometry& geometry,
-                          const WeightRows& rows, int first_row)
+  __device__ CodeProducts(const CodesCall& call, const Geometry& geometry, const WeightRows& rows,
+                          int first_row)
       : scales_(call.scales, geometry, rows, first_row),
-        weight_step_(rows.columns * kLineBytes),
-        x_step_(geometry.x_rows * kLineBytes) {
+        weight_step_(unsigned(rows.columns * kLineBytes)),
+        x_step_(unsigned(geometry.x_rows * kLineBytes)) {
     const int lane = threadIdx.x % kWarp;
     const int line = rows.line(geometry, first_row + lane % kTileRows);
-    weight_place_ = place_in_box(line, lane / kTileRows);
+    weight_place_ = unsigned(place_in_box(line, lane / kTileRows));
     // Of one column tile, both words of two blocks; of two, those of one.
 #pragma unroll
     for (int j = 0; j < kReads; ++j) {
       const int row = kColumnTiles == 1 ? 0 : ::min(j * 16 + lane / 16 * 8, geometry.x_rows - 8);
       const int unit = kColumnTiles == 1 ? lane / 8 : lane / 8 % 2;
-      x_places_[j] = geometry.x_place + place_in_box(row + lane % 8, unit);
+      x_places_[j] = unsigned(geometry.x_place + place_in_box(row + lane % 8, unit));
     }
     clear();
   }
@@ -158,32 +160,16 @@ class CodeProducts {
     for (int i = 0; i < kSums; ++i) sums[i] = totals_[i];
   }
 
-  // Adds the products of line l of a stage, which is that number of the weight.
-  __device__ void add(const char* near, int l, int number) {
-    uint32_t words[kSteps][4];  // rows 0 to 7 and 8 to 15 of a unit, the same of the next one
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const int place = weight_place_ ^ step * 2 * kUnitBytes;
-      load_matrices<false>(words[step], near + l * weight_step_ + place);
-    }
-    const char* of_part = scales_.of_line(near, l, number);
-    begin_part();
-#pragma unroll
-    for (int first = 0; first < kUnitsOfLine; first += kUnitsAhead) {
-      // All that is read is asked for before the first product waits for it.
-#pragma unroll
-      for (int i = 0; i < kBlocksAhead; ++i) {
-        load_factors(near + l * kXLines * x_step_, first * kBlocks + i, i);
-      }
-#pragma unroll
-      for (int unit = first; unit < first + kUnitsAhead; ++unit) {
-        multiply_unit(words[unit / 2][unit % 2 * 2], words[unit / 2][unit % 2 * 2 + 1],
-                      (unit - first) * kBlocks);
-        if ((unit & scales_.mask()) != scales_.mask()) continue;
-        end_part(of_part);
-        of_part = scales_.next_part(of_part);
-        begin_part();
-      }
+  // Adds the products of line l of a stage, which is that number of the weight. There is code for
+  // each number of units that share a scale, so that nothing in it depends on a condition.
+  __device__ void add(const char* stage, int l, int number) {
+    const unsigned near = shared_address(stage);
+    const unsigned of_line = scales_.of_line(near, l, number);
+    switch (scales_.units()) {
+      case 1: return add<1>(near, l, of_line);
+      case 2: return add<2>(near, l, of_line);
+      case 4: return add<4>(near, l, of_line);
+      default: return add<8>(near, l, of_line);
     }
   }
 
@@ -193,11 +179,49 @@ class CodeProducts {
   static constexpr int kXLines = 16 / kBits;
   static constexpr int kReads = kColumnTiles == 1 ? 1 : kColumnTiles / 2;
   // Products that wait for each other take longest, so there are some sums at a time.
-  static constexpr int kChains = kColumnTiles == 1 ? DSX_CHAINS : kColumnTiles == 2 ? 2 : 1;
-  static constexpr int kUnitsAhead = kColumnTiles > 2 ? 8 / kColumnTiles : DSX_AHEAD / kColumnTiles;
+  static constexpr int kChains = kColumnTiles > 2 ? 1 : 2;
+  static constexpr int kUnitsAhead = 8 / kColumnTiles;
   static constexpr int kBlocksAhead = kUnitsAhead * kBlocks;
 
-  __device__ void begin_part() {
+  // Part by part: instructions are read from memory, too, so there are not too many of them.
+  template <int kPartUnits>
+  __device__ void add(unsigned near, int l, unsigned of_part) {
+    const unsigned weight = near + unsigned(l) * weight_step_;
+    const unsigned x = near + unsigned(l * kXLines) * x_step_;
+#pragma unroll 1
+    for (int first = 0; first < kUnitsOfLine; first += kPartUnits) {
+      begin_part(of_part);
+      of_part = scales_.next_part(of_part);
+      add_part<kPartUnits>(weight, x, first);
+      end_part();
+    }
+  }
+
+  template <int kPartUnits>
+  __device__ void add_part(unsigned weight, unsigned x, int first) {
+    uint32_t words[(kPartUnits + 1) / 2][4];  // rows 0 to 7 and 8 to 15 of a unit, of the next one
+#pragma unroll
+    for (int i = 0; i < (kPartUnits + 1) / 2; ++i) {
+      const int unit = (kPartUnits == 1 ? first & ~1 : first) + 2 * i;
+      load_matrices<false>(words[i], weight + (weight_place_ ^ unsigned(unit * kUnitBytes)));
+    }
+#pragma unroll
+    for (int unit = 0; unit < kPartUnits; ++unit) {
+      // Some are asked for before the first product waits for any.
+      constexpr int kAhead = kPartUnits < kUnitsAhead ? kPartUnits : kUnitsAhead;
+#pragma unroll
+      for (int i = 0; i < (unit % kAhead == 0 ? kAhead * kBlocks : 0); ++i) {
+        load_factors(x, (first + unit) * kBlocks + i, i);
+      }
+      const bool odd = kPartUnits == 1 ? first % 2 : unit % 2;
+      const uint32_t (&pair)[4] = words[unit / 2];
+      multiply_unit(odd ? pair[2] : pair[0], odd ? pair[3] : pair[1], unit % kAhead * kBlocks);
+    }
+  }
+
+  __device__ void begin_part(unsigned of_part) {
+    scales_.load(scale_, of_part);
+    if (kAsymmetric) scales_.load_offsets(offset_, of_part);
 #pragma unroll
     for (int j = 0; j < kColumnTiles; ++j) {
 #pragma unroll
@@ -210,12 +234,10 @@ class CodeProducts {
   }
 
   // Adds what a group has to the totals.
-  __device__ void end_part(const char* of_part) {
+  __device__ void end_part() {
     constexpr float kZero = kBits == 4 ? 8.0f : 128.0f;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float scale = scales_.scale(of_part, half);
-      const float offset = kAsymmetric ? scales_.offset(of_part, half) : 0.0f;
 #pragma unroll
       for (int j = 0; j < kColumnTiles; ++j) {
 #pragma unroll
@@ -226,27 +248,28 @@ class CodeProducts {
           for (int chain = 1; chain < kChains; ++chain) sum += sums_[chain][j][i];
           if (kAsymmetric) {
             sum = __fmaf_rn(kZero, sums_of_x_[j][i], sum);
-            total = __fmaf_rn(offset, sums_of_x_[j][i], total);
+            total = __fmaf_rn(offset_[half], sums_of_x_[j][i], total);
           }
-          total = __fmaf_rn(scale, sum, total);
+          total = __fmaf_rn(scale_[half], sum, total);
         }
       }
     }
   }
 
   // Of block number `block` of 16 elements of a line, as number i of those that are ahead.
-  __device__ void load_factors(const char* x, int block, int i) {
+  __device__ void load_factors(unsigned x, int block, int i) {
     uint32_t words[4];
-    const char* const of_line = x + block / 4 * x_step_;
+    const unsigned of_line = x + unsigned(block / 4) * x_step_;
     if constexpr (kColumnTiles > 1) {
 #pragma unroll
       for (int j = 0; j < kReads; ++j) {
-        load_matrices<false>(words, of_line + (x_places_[j] ^ block % 4 * 2 * kUnitBytes));
+        load_matrices<false>(words,
+                             of_line + (x_places_[j] ^ unsigned(block % 4 * 2 * kUnitBytes)));
 #pragma unroll
         for (int k = 0; k < 4; ++k) factors_[i][2 * j + k / 2][k % 2] = words[k];
       }
     } else if (i % 2 == 0) {
-      load_matrices<false>(words, of_line + (x_places_[0] ^ block % 4 * 2 * kUnitBytes));
+      load_matrices<false>(words, of_line + (x_places_[0] ^ unsigned(block % 4 * 2 * kUnitBytes)));
 #pragma unroll
       for (int k = 0; k < 4; ++k) factors_[i + k / 2][0][k % 2] = words[k];
     }
@@ -270,10 +293,11 @@ class CodeProducts {
   }
 
   const ScalePlaces scales_;
-  const int weight_step_, x_step_;  // from line to line
-  int weight_place_, x_places_[kReads];
+  const unsigned weight_step_, x_step_;  // from line to line
+  unsigned weight_place_, x_places_[kReads];
   uint32_t factors_[kBlocksAhead][kColumnTiles][2];
   float totals_[kSums], sums_[kChains][kColumnTiles][4];
+  float scale_[2], offset_[2];  // of the group that is added up
   float sums_of_x_[kAsymmetric ? kColumnTiles : 1][4];
 };
 

@@ -18,7 +18,7 @@ struct Skinny {
   using X = T;
   template <int kColumnTiles>
   using Products = cuda::Products<T, kColumnTiles>;
-  static constexpr int kXLines = 1, kLeastSplit = 1;
+  static constexpr int kXLines = 1;
   static constexpr bool kScaled = false;
   template <int kColumnTiles>
   static constexpr int kMostWarps = 7;

@@ -2,15 +2,11 @@
 // and its gradient. No torch: plain pointers and numbers.
 #pragma once
 
+#include "common/math.h"
 #include "common/rows.h"
 #include "common/simd/isa.h"
 
 namespace dsx {
-
-// a / b, of which neither is negative; most are small, and 64 bits take CUDA 4 times as long.
-DSX_HOST_DEVICE inline int64_t quotient(int64_t a, int64_t b) {
-  return (a | b) >> 32 == 0 ? int64_t(uint32_t(a) / uint32_t(b)) : a / b;
-}
 
 // Where each row of a tensor begins that is broadcast to the shape of another.
 struct BroadcastRows {

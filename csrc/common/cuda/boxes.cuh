@@ -26,6 +26,12 @@ __device__ inline unsigned shared_address(const void* near) {
   return unsigned(__cvta_generic_to_shared(near));
 }
 
+__device__ inline float load_shared(unsigned address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+}
+
 // A barrier in shared memory goes through phases 0, 1, 0 ...: each ends when so many have arrived,
 // and when all bytes that were announced have.
 using Barrier = uint64_t;

@@ -1,8 +1,8 @@
-// Matrix multiplications on few rows on CUDA: where a block has what of the weight and of x, and how
-// that comes near.
+// Matrix multiplications on few rows on CUDA: where a block has what of the weight and of x, and
+// how that comes near.
 //
-// The length is cut into shares, which are lines of 128 bytes of each row of the weight, beside each
-// of which there are one or more lines of x. Stage by stage a block has the next lines of some
+// The length is cut into shares, which are lines of 128 bytes of each row of the weight, beside
+// each of which there are one or more lines of x. Stage by stage a block has the next lines of some
 // shares near, of rows of the weight and of all rows of x, while those of the stages after it are
 // on their way.
 //
@@ -11,7 +11,6 @@
 //   T                       the storage type of x and of the results
 //   Weight, X               the types that rows of the weight and of x are made of here
 //   kXLines                 lines of x beside one of the weight
-//   kLeastSplit             of the length among groups of warps
 //   kScaled                 whether groups of elements of the weight have scales
 //   kMostWarps<tiles>       that multiply in a block
 //   weight(call), x(call)   both as Operands
@@ -150,8 +149,8 @@ class Copies {
 
  public:
   __device__ Copies(const typename Kind::Call& call, const Geometry& geometry,
-                    const Maps<Kind::kScaled>& maps,
-                    const WeightRows& rows, char* ring, Barrier* here)
+                    const Maps<Kind::kScaled>& maps, const WeightRows& rows, char* ring,
+                    Barrier* here)
       : call_(call), geometry_(geometry), maps_(maps), rows_(rows), ring_(ring), here_(here) {}
 
   // How many arrive at the barrier of a stage.

@@ -38,11 +38,12 @@ __device__ void multiply(Products& products, const Geometry& geometry, int first
 }
 
 template <class Kind, int kColumnTiles>
-constexpr int kThreads = (Kind::template kMostWarps<kColumnTiles> + 1) * kWarp;
+constexpr int kFewRowsThreads = (Kind::template kMostWarps<kColumnTiles> + 1) * kWarp;
 
 template <class Kind, int kColumnTiles>
-__global__ void __launch_bounds__(kThreads<Kind, kColumnTiles>,
-                                  kColumnTiles > 2 || kThreads<Kind, kColumnTiles> > 256 ? 1 : 2)
+__global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
+                                  kColumnTiles > 2 || kFewRowsThreads<Kind, kColumnTiles> > 256 ? 1
+                                                                                                : 2)
     few_rows_kernel(const __grid_constant__ typename Kind::Call call,
                     const __grid_constant__ Geometry geometry,
                     const __grid_constant__ Maps<Kind::kScaled> maps) {
@@ -121,15 +122,20 @@ Geometry geometry_of(const typename Kind::Call& call, const Device& device, bool
   Geometry geometry = {};
   const int64_t tiles = ceil_div(call.weight_rows(), kTileRows);
   const auto are_few = [&](int64_t blocks) { return 10 * blocks < 9 * device.processors; };
-  int split = Kind::kLeastSplit;
+  const int most = Kind::template kMostWarps<kColumnTiles>;
+  int split = 1;
+  if (Kind::kScaled) {  // codes take work: as many warps as there may be
+    const int64_t of_block = ceil_div(tiles, int64_t(device.processors));
+    while (split < kShares && 2 * split * of_block <= most) split *= 2;
+  }
   while (split < kShares && are_few(tiles * split / 4)) split *= 2;
   geometry.cluster = chained && call.rows > 16 && split == kShares ? 2 : 1;
   while (chained && geometry.cluster < split && are_few(3 * tiles * geometry.cluster)) {
     geometry.cluster *= 2;
   }
   geometry.groups = split / geometry.cluster;
-  geometry.tiles = tiles_of_cluster(tiles, Kind::template kMostWarps<kColumnTiles> / geometry.groups,
-                                    geometry.cluster, device.processors);
+  geometry.tiles =
+      tiles_of_cluster(tiles, most / geometry.groups, geometry.cluster, device.processors);
   geometry.columns = geometry.rows() / (call.gated ? 2 : 1) / geometry.cluster;
   // So that the rows of x that the threads of a warp have are in different banks.
   geometry.sums_pitch = int(ceil_div(geometry.rows() / geometry.cluster, 16)) * 16 + 4;
@@ -141,8 +147,7 @@ Geometry geometry_of(const typename Kind::Call& call, const Device& device, bool
     geometry.scale_tiles = (scales.offsets == nullptr ? 1 : 2) * (call.gated ? 2 : 1);
   }
   const int64_t line = kLineBytes / int64_t(sizeof(typename Kind::Weight));
-  geometry.share_lines =
-      int(ceil_div(ceil_div(Kind::weight(call).length, line), int64_t(kShares)));
+  geometry.share_lines = int(ceil_div(ceil_div(Kind::weight(call).length, line), int64_t(kShares)));
   int lines = call.rows > 16 ? 2 : 1;
   while (geometry.rows() * lines * kLineBytes < kCopiedAtOnce) lines *= 2;
   while (geometry.share_lines % lines != 0) lines /= 2;
@@ -158,7 +163,7 @@ void set_stages(Geometry& geometry, const Device& device, int64_t blocks) {
     geometry.set_lines(geometry.lines / 2);
   }
   const bool beside = blocks > device.processors && geometry.x_rows <= 16 &&
-                      kThreads<Kind, kColumnTiles> <= 256;  // see launch bounds
+                      kFewRowsThreads<Kind, kColumnTiles> <= 256;  // see launch bounds
   const int budget = beside ? room / 2 - 1024 : room;
   const int fitting = std::clamp(budget / geometry.stage_bytes, 1, kMostStages);
   const int all = geometry.share_stages * geometry.group_shares;
@@ -168,7 +173,8 @@ void set_stages(Geometry& geometry, const Device& device, int64_t blocks) {
 
 // Whether all that comes near can be copied by the engine; makes maps for it.
 template <class Kind>
-bool make_maps(Maps<Kind::kScaled>& maps, const typename Kind::Call& call, const Geometry& geometry) {
+bool make_maps(Maps<Kind::kScaled>& maps, const typename Kind::Call& call,
+               const Geometry& geometry) {
   const Matrix weight = Kind::weight(call).matrix(), x = Kind::x(call).matrix();
   const int columns = geometry.columns * geometry.cluster;
   if (Kind::x(call).rows.group != 0 || !fits_boxes(weight) || !fits_boxes(x)) return false;

@@ -60,8 +60,23 @@ class Sender {
 };
 
 // Not in line, as it is long, and few calls have an activation.
-__device__ __noinline__ float activated(const FewRows& call, float sum, float up) {
+__device__ __noinline__ inline float activated(const FewRows& call, float sum, float up) {
   return activated_sum(call, Floats<1>(sum), Floats<1>(up)).lanes[0];
+}
+
+// What becomes of the sum of a row of x beside a column, and beside what that gates.
+template <class T>
+__device__ inline float result_of(const FewRows& call, int64_t row, int64_t column, float sum,
+                                  float up) {
+  const auto element = [](const Rows& rows, int64_t r, int64_t i) {
+    return rows.data == nullptr ? 0.0f : widen(rows.row<T>(r).address[i]);
+  };
+  float result = sum + element(call.bias, 0, column);
+  if (call.activated) {
+    if (call.gated) up += element(call.bias, 0, call.columns + column);
+    result = activated(call, result, up);
+  }
+  return result + element(call.residual, row, column);
 }
 
 // Makes results of the sums of the columns that a block finishes: a thread has one column, and
@@ -81,15 +96,8 @@ class Finisher {
 
   __device__ void finish() {
     for (int m = first_; m < sums_.rows; m += step_) {
-      float result = total(near_) + element(call_.bias, 0, column_);
-      if (call_.activated) {
-        float up = 0;
-        if (call_.gated) {
-          up = total(near_ + sums_.columns) + element(call_.bias, 0, call_.columns + column_);
-        }
-        result = activated(call_, result, up);
-      }
-      *out_ = narrow<T>(result + element(call_.residual, m, column_));
+      const float up = call_.gated ? total(near_ + sums_.columns) : 0;
+      *out_ = narrow<T>(result_of<T>(call_, m, column_, total(near_), up));
       near_ += step_ * sums_.pitch;
       out_ += step_ * call_.out.pitch;
     }
@@ -103,10 +111,6 @@ class Finisher {
     if (sums_.splits == 1) return first[0];
     if (sums_.splits == 2) return first[0] + first[split];
     return (first[0] + first[split]) + (first[2 * split] + first[3 * split]);
-  }
-
-  __device__ static float element(const Rows& rows, int64_t row, int64_t i) {
-    return rows.data == nullptr ? 0.0f : widen(rows.row<T>(row).address[i]);
   }
 
   const FewRows& call_;

@@ -1,0 +1,107 @@
+// Codes of a packed weight as numbers and as floats, a run of 16 bytes at a time, on CUDA.
+#pragma once
+
+#include "common/cuda/rows.cuh"
+#include "quantization/packed_weight.h"
+
+namespace dsx::cuda {
+
+constexpr int kCodesOfWord = 32 / DSX_BITS, kRun = kRunBytes * 8 / DSX_BITS;  // elements
+
+// What eight neighbours of a run stand for, of which the first one is number 8 p.
+class RunOfCodes {
+ public:
+  __device__ RunOfCodes(const PackedWeight& weight, int64_t row, int64_t run) : weight_(weight) {
+    const uint8_t* const at = weight.codes + row * weight.row_bytes + run * kRunBytes;
+    const uint4 words = *reinterpret_cast<const uint4*>(at);
+    words_[0] = words.x, words_[1] = words.y, words_[2] = words.z, words_[3] = words.w;
+  }
+
+  __device__ uint32_t word(int w) const { return words_[w]; }
+
+  __device__ void numbers(int p, float (&values)[8]) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const int number = j % 2 * (kCodesOfWord / 2) + p;  // of a code in its word
+      const uint32_t code = words_[j / 2] >> number * DSX_BITS & (1u << DSX_BITS) - 1;
+      values[j] = number_of(code);
+    }
+  }
+
+ private:
+  __device__ float number_of(uint32_t code) const {
+    if (DSX_BITS == 8) return float(int(int8_t(code)) + (weight_.offsets == nullptr ? 0 : 128));
+    if (weight_.format == QuantFormat::nf4) return nf4_level(int(code));
+    return float(int(code) - (weight_.offsets == nullptr ? 8 : 0));
+  }
+
+  const PackedWeight& weight_;
+  uint32_t words_[4];
+};
+
+// Scale and offset of element k of a row; no offset: -0, which changes no sum.
+struct ScaleOf {
+  float scale, offset;
+
+  __device__ ScaleOf(const PackedWeight& weight, int64_t row, int64_t group) {
+    const int64_t place = group * weight.scale_pitch + row;
+    scale = __ldg(weight.scales + place);
+    offset = weight.offsets == nullptr ? -0.0f : __ldg(weight.offsets + place);
+  }
+};
+
+// The division of 32 bits costs a fraction of that of 64.
+__device__ inline int64_t group_of(const PackedWeight& weight, int64_t k) {
+  return quotient(k, weight.group);
+}
+
+// Eight neighbours of a run as floats, of which the first one is element k of a row; those behind
+// the end are 0.
+__device__ inline void floats_of(const PackedWeight& weight, const RunOfCodes& run, int64_t row,
+                                 int64_t k, int p, float (&values)[8]) {
+  run.numbers(p, values);
+  const int64_t left = weight.length - k;
+  const int64_t first = group_of(weight, k);
+  if (left >= 8 && k + 7 < (first + 1) * weight.group) {
+    const ScaleOf scale(weight, row, first);
+#pragma unroll
+    for (float& value : values) value = __fmaf_rn(value, scale.scale, scale.offset);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    if (j >= left) {
+      values[j] = 0;
+    } else {
+      const ScaleOf scale(weight, row, group_of(weight, k + j));
+      values[j] = __fmaf_rn(values[j], scale.scale, scale.offset);
+    }
+  }
+}
+
+// A thread has a run of a row.
+template <class T>
+__global__ void __launch_bounds__(256)
+    unpack_kernel(const __grid_constant__ PackedWeight weight, const __grid_constant__ Rows out) {
+  const int64_t runs = ceil_div(weight.length, int64_t(kRun));
+  const int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t row = quotient(index, runs), first = (index - row * runs) * kRun;
+  if (row >= weight.rows) return;
+  const RunOfCodes run(weight, row, first / kRun);
+#pragma unroll
+  for (int p = 0; p < kRun / 8; ++p) {
+    const int64_t k = first + 8 * p;
+    if (k >= weight.length) return;
+    Floats<8> values;
+    floats_of(weight, run, row, k, p, values.lanes);
+    const auto target = Pointer<T>::to(out.data, out.dtype) + (row * out.pitch + k);
+    const int64_t left = weight.length - k;
+    if (left >= 8 && is_aligned<8>(target.address, sizeof(T))) {
+      store<Access::vector>(target, values, 8);
+    } else {
+      store<Access::single>(target, values, int(left < 8 ? left : 8));
+    }
+  }
+}
+
+}  // namespace dsx::cuda
