@@ -46,7 +46,7 @@ def float8_linear(
         layout: of the weight.
 
     Returns:
-        (..., out), of the dtype of x; of a bfloat16 x rounded once, of others from bfloat16.
+        (..., out), of the dtype of x.
 
     Raises:
         ValueError: x has another last dimension.
@@ -78,6 +78,6 @@ def _multiply(x: Tensor, codes: Tensor, scales: Tensor, layout: WeightLayout) ->
         weight.t(),
         scale_a=of_x.scales,
         scale_b=scales,
-        out_dtype=torch.bfloat16,
+        out_dtype=x.dtype,
     )
-    return out[:, :n].to(x.dtype).reshape(*x.shape[:-1], n)
+    return out[:, :n].reshape(*x.shape[:-1], n)
