@@ -13,10 +13,10 @@ namespace dsx {
 
 namespace cuda {
 
-constexpr int kAnyWarps = 4;      // of a block
-constexpr int kRowsTogether = 8;  // of x
+constexpr int kAnyWarps = 4;  // of a block
 
-// The sums of all lanes, added in a fixed tree; each gets them.
+// The sums of all lanes, added in a fixed tree; each gets them. There are some rows of x at a time.
+template <int kRowsTogether>
 __device__ inline void add_lanes(float (&sums)[kRowsTogether]) {
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
@@ -26,7 +26,7 @@ __device__ inline void add_lanes(float (&sums)[kRowsTogether]) {
 }
 
 // Lane r stores the result of row first + r of x.
-template <class T>
+template <class T, int kRowsTogether>
 __device__ inline void store_results(const QuantizedLinear& call, int64_t first, int64_t column,
                                      const float (&sums)[2][kRowsTogether]) {
 #pragma unroll
@@ -39,7 +39,7 @@ __device__ inline void store_results(const QuantizedLinear& call, int64_t first,
 }
 
 // A lane has every 32nd run of codes, as floats.
-template <class T>
+template <class T, int kRowsTogether>
 __device__ inline void add_floats(const QuantizedLinear& call, int64_t weight_row, int64_t first,
                                   bool aligned, float (&sums)[kRowsTogether]) {
   const PackedWeight& weight = call.weight;
@@ -69,16 +69,17 @@ __device__ inline void add_floats(const QuantizedLinear& call, int64_t weight_ro
   add_lanes(sums);
 }
 
-template <class T>
+template <class T, int kRowsTogether>
 __global__ void __launch_bounds__(kAnyWarps* kWarp)
     quantized_any_kernel(const __grid_constant__ QuantizedLinear call, bool aligned) {
   const int64_t column = int64_t(blockIdx.x) * kAnyWarps + threadIdx.x / kWarp;
   if (column >= call.columns) return;
   for (int64_t first = 0; first < call.rows; first += kRowsTogether) {
     float sums[2][kRowsTogether] = {};
-    add_floats<T>(call, column, first, aligned, sums[0]);
-    if (call.gated) add_floats<T>(call, call.columns + column, first, aligned, sums[1]);
-    store_results<T>(call, first, column, sums);
+    add_floats<T, kRowsTogether>(call, column, first, aligned, sums[0]);
+    if (call.gated)
+      add_floats<T, kRowsTogether>(call, call.columns + column, first, aligned, sums[1]);
+    store_results<T, kRowsTogether>(call, first, column, sums);
   }
 }
 
@@ -140,17 +141,21 @@ __global__ void __launch_bounds__(256)
 }
 
 // Sums of products of codes, and of the codes of x, over a piece of a group.
+template <int kRowsTogether>
 struct IntegerSums {
   int products[kRowsTogether], codes[kRowsTogether];
 };
 
+template <int kRowsTogether>
 class IntegerProducts {
+  using Sums = IntegerSums<kRowsTogether>;
+
  public:
   __device__ IntegerProducts(const QuantizedLinear& call, const RowsOfBytes& x, int64_t weight_row)
       : call_(call), x_(x), row_(weight_row) {}
 
   // Adds those of the elements [begin, end) of a run.
-  __device__ void add_run(int64_t run, int begin, int end, int64_t first, IntegerSums& sums) const {
+  __device__ void add_run(int64_t run, int begin, int end, int64_t first, Sums& sums) const {
     const RunOfCodes codes(call_.weight, row_, run);
     uint32_t parts[RowsOfBytes::kHalves][4];
 #pragma unroll
@@ -164,11 +169,13 @@ class IntegerProducts {
       const uint8_t* const bytes = x_.bytes + (first + r) * x_.pitch + run * kRun;
 #pragma unroll
       for (int half = 0; half < RowsOfBytes::kHalves; ++half) {
+        const uint4 four = reinterpret_cast<const uint4*>(bytes)[half];
+        const uint32_t words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
           const int place = half * int(kRunBytes) + 4 * w;
-          int word = *reinterpret_cast<const int*>(bytes + place);
-          if (end - begin < kRun) word &= mask_of(place, begin, end);
+          const int all = int(words[w]);
+          const int word = end - begin < kRun ? all & mask_of(place, begin, end) : all;
           sums.products[r] = __dp4a(int(parts[half][w]), word, sums.products[r]);
           sums.codes[r] = __dp4a(0x01010101, word, sums.codes[r]);
         }
@@ -177,7 +184,7 @@ class IntegerProducts {
   }
 
   // Of so many lanes, neighbours; each of them gets the sums.
-  __device__ static void add_lanes(IntegerSums& sums, int lanes) {
+  __device__ static void add_lanes(Sums& sums, int lanes) {
     for (int distance = lanes / 2; distance > 0; distance /= 2) {
 #pragma unroll
       for (int r = 0; r < kRowsTogether; ++r) {
@@ -188,7 +195,7 @@ class IntegerProducts {
   }
 
   // Adds to the totals what a lane has of a piece of a group. All lanes call it.
-  __device__ void add_piece(const IntegerSums& sums, const ScaleOf& scale, int lane,
+  __device__ void add_piece(const Sums& sums, const ScaleOf& scale, int lane,
                             float (&totals)[kRowsTogether]) const {
     const PackedWeight& weight = call_.weight;
     const bool symmetric = weight.offsets == nullptr;
@@ -211,7 +218,7 @@ class IntegerProducts {
     const int lane = threadIdx.x % kWarp;
     const int64_t runs = ceil_div(call_.length, int64_t(kRun)), groups = weight.groups();
     for (int64_t from = 0; from < runs; from += kWarp) {
-      IntegerSums sums = {};
+      Sums sums = {};
       if (from + lane < runs) add_run(from + lane, 0, kRun, first, sums);
       add_lanes(sums, runs_of_group);
       const int64_t group = from / runs_of_group;
@@ -229,7 +236,7 @@ class IntegerProducts {
     for (int64_t begin = 0; begin < call_.length;) {
       const int64_t end_of_group = ::min((group + 1) * weight.group, call_.length);
       const int64_t end = ::min(begin + kExactLength, end_of_group);
-      IntegerSums sums = {};
+      Sums sums = {};
       for (int64_t run = begin / kRun + threadIdx.x % kWarp; run * kRun < end; run += kWarp) {
         const int64_t at = run * kRun;
         add_run(run, int(::max(begin - at, int64_t(0))), int(::min(end - at, int64_t(kRun))), first,
@@ -261,7 +268,7 @@ class IntegerProducts {
   const int64_t row_;
 };
 
-template <class T>
+template <class T, int kRowsTogether>
 __global__ void __launch_bounds__(kAnyWarps* kWarp)
     integer_kernel(const __grid_constant__ QuantizedLinear call, void* workspace,
                    int runs_of_group) {
@@ -271,7 +278,7 @@ __global__ void __launch_bounds__(kAnyWarps* kWarp)
   for (int64_t first = 0; first < call.rows; first += kRowsTogether) {
     float sums[2][kRowsTogether] = {};
     for (int part = 0; part < (call.gated ? 2 : 1); ++part) {
-      const IntegerProducts products(call, x, part * call.columns + column);
+      const IntegerProducts<kRowsTogether> products(call, x, part * call.columns + column);
       if (runs_of_group > 0) {
         products.add_even_groups(first, runs_of_group, sums[part]);
       } else {
@@ -282,7 +289,7 @@ __global__ void __launch_bounds__(kAnyWarps* kWarp)
         sums[part][r] *= x.scales[::min(first + r, call.rows - 1)];
       }
     }
-    store_results<T>(call, first, column, sums);
+    store_results<T, kRowsTogether>(call, first, column, sums);
   }
 }
 

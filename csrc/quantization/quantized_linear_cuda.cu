@@ -84,8 +84,9 @@ void quantized_linear_cuda(const QuantizedLinear& call, void* workspace, void* s
     using T = decltype(storage);
     if (call.integer) {
       cuda::round_rows_kernel<T><<<unsigned(call.rows), 256, 0, queue>>>(call, workspace);
-      cuda::integer_kernel<T>
-          <<<blocks_of(call), threads, 0, queue>>>(call, workspace, even_runs_of(call.weight));
+      const int runs = even_runs_of(call.weight);
+      const auto kernel = call.rows == 1 ? cuda::integer_kernel<T, 1> : cuda::integer_kernel<T, 8>;
+      kernel<<<blocks_of(call), threads, 0, queue>>>(call, workspace, runs);
       return;
     }
     if constexpr (sizeof(T) == 2) {
@@ -93,16 +94,17 @@ void quantized_linear_cuda(const QuantizedLinear& call, void* workspace, void* s
                         cuda::groups_fit_lines<DSX_BITS>(call.weight);
       if (fits) return launch_tensor_cores<T>(call, device, queue);
     }
-    cuda::quantized_any_kernel<T>
-        <<<blocks_of(call), threads, 0, queue>>>(call, cuda::all_aligned({call.x}));
+    const auto kernel =
+        call.rows == 1 ? cuda::quantized_any_kernel<T, 1> : cuda::quantized_any_kernel<T, 8>;
+    kernel<<<blocks_of(call), threads, 0, queue>>>(call, cuda::all_aligned({call.x}));
   });
   cuda::check(cudaPeekAtLastError(), kOp);
 }
 
 void unpack_weight_cuda(const PackedWeight& weight, const Rows& out, void* stream) {
   cuda::check(cudaPeekAtLastError(), kUnpack);  // of somebody before
-  const int64_t runs = weight.rows * ceil_div(weight.length, int64_t(cuda::kRun));
-  const auto blocks = unsigned(ceil_div(runs, int64_t(256)));
+  const int64_t eights = weight.rows * ceil_div(weight.length, int64_t(8));
+  const auto blocks = unsigned(ceil_div(eights, int64_t(256)));
   with_storage_type(out.dtype, [&](auto storage) {
     cuda::unpack_kernel<decltype(storage)><<<blocks, 256, 0, cudaStream_t(stream)>>>(weight, out);
   });

@@ -8,31 +8,46 @@ namespace dsx::cuda {
 
 constexpr int kCodesOfWord = 32 / DSX_BITS, kRun = kRunBytes * 8 / DSX_BITS;  // elements
 
-// What eight neighbours of a run stand for, of which the first one is number 8 p.
+// The codes of a run.
 class RunOfCodes {
  public:
   __device__ RunOfCodes(const PackedWeight& weight, int64_t row, int64_t run) : weight_(weight) {
     const uint8_t* const at = weight.codes + row * weight.row_bytes + run * kRunBytes;
-    const uint4 words = *reinterpret_cast<const uint4*>(at);
-    words_[0] = words.x, words_[1] = words.y, words_[2] = words.z, words_[3] = words.w;
+    if (reinterpret_cast<uintptr_t>(at) % 16 == 0) {
+      const uint4 words = __ldcs(reinterpret_cast<const uint4*>(at));
+      words_[0] = words.x, words_[1] = words.y, words_[2] = words.z, words_[3] = words.w;
+    } else {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        words_[w] = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words_[w] |= uint32_t(at[4 * w + i]) << 8 * i;
+      }
+    }
   }
 
   __device__ uint32_t word(int w) const { return words_[w]; }
 
+  // The eight neighbours from element 8 p on, as numbers.
   __device__ void numbers(int p, float (&values)[8]) const {
+    const bool symmetric = weight_.offsets == nullptr;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const int number = j % 2 * (kCodesOfWord / 2) + p;  // of a code in its word
       const uint32_t code = words_[j / 2] >> number * DSX_BITS & (1u << DSX_BITS) - 1;
-      values[j] = number_of(code);
+      values[j] = number_of(code, symmetric);
     }
+    if (weight_.format != QuantFormat::nf4) return;
+#pragma unroll
+    for (float& value : values) value = nf4_level(int(value) + (symmetric ? 8 : 0));
   }
 
  private:
-  __device__ float number_of(uint32_t code) const {
-    if (DSX_BITS == 8) return float(int(int8_t(code)) + (weight_.offsets == nullptr ? 0 : 128));
-    if (weight_.format == QuantFormat::nf4) return nf4_level(int(code));
-    return float(int(code) - (weight_.offsets == nullptr ? 8 : 0));
+  // Behind the exponent of 2^23 a code is a float that is so much more.
+  __device__ static float number_of(uint32_t code, bool symmetric) {
+    if (DSX_BITS == 8) code ^= 0x80;  // without sign, 128 more
+    const float zero = symmetric ? (DSX_BITS == 4 ? 8.0f : 128.0f) : 0.0f;
+    return __uint_as_float(0x4b000000 | code) - (8388608.0f + zero);
   }
 
   const PackedWeight& weight_;
@@ -79,28 +94,24 @@ __device__ inline void floats_of(const PackedWeight& weight, const RunOfCodes& r
   }
 }
 
-// A thread has a run of a row.
+// A thread has eight elements, so that the threads of a warp write without gaps.
 template <class T>
 __global__ void __launch_bounds__(256)
     unpack_kernel(const __grid_constant__ PackedWeight weight, const __grid_constant__ Rows out) {
-  const int64_t runs = ceil_div(weight.length, int64_t(kRun));
+  const int64_t eights = ceil_div(weight.length, int64_t(8));
   const int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  const int64_t row = quotient(index, runs), first = (index - row * runs) * kRun;
+  const int64_t row = quotient(index, eights), i = index - row * eights, k = 8 * i;
   if (row >= weight.rows) return;
-  const RunOfCodes run(weight, row, first / kRun);
-#pragma unroll
-  for (int p = 0; p < kRun / 8; ++p) {
-    const int64_t k = first + 8 * p;
-    if (k >= weight.length) return;
-    Floats<8> values;
-    floats_of(weight, run, row, k, p, values.lanes);
-    const auto target = Pointer<T>::to(out.data, out.dtype) + (row * out.pitch + k);
-    const int64_t left = weight.length - k;
-    if (left >= 8 && is_aligned<8>(target.address, sizeof(T))) {
-      store<Access::vector>(target, values, 8);
-    } else {
-      store<Access::single>(target, values, int(left < 8 ? left : 8));
-    }
+  constexpr int kEights = kRun / 8;
+  const RunOfCodes run(weight, row, i / kEights);
+  Floats<8> values;
+  floats_of(weight, run, row, k, int(i % kEights), values.lanes);
+  const auto target = Pointer<T>::to(out.data, out.dtype) + (row * out.pitch + k);
+  const int64_t left = weight.length - k;
+  if (left >= 8 && is_aligned<8>(target.address, sizeof(T))) {
+    store<Access::vector>(target, values, 8);
+  } else {
+    store<Access::single>(target, values, int(left < 8 ? left : 8));
   }
 }
 

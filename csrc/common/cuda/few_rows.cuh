@@ -252,7 +252,7 @@ class Copies {
     const int64_t k = (int64_t(line) * kUnitsOfLine + unit) * kCount;
     const int there = int(::max(int64_t(0), ::min(length - k, int64_t(kCount))));
     if (aligned) return fetch_part(near, there > 0 ? row + k : row, there * int(sizeof(T)));
-    T elements[kCount] = {};
+    alignas(16) T elements[kCount] = {};
     for (int i = 0; i < there; ++i) elements[i] = row[k + i];
     *reinterpret_cast<uint4*>(near) = *reinterpret_cast<const uint4*>(elements);
   }
