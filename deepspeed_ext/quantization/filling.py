@@ -52,7 +52,8 @@ def fill(
     """
     made = _layers_for(what, model, layers)
     buffers = other_buffers(model)
-    tied = {**_ties_of(model, state), **{n: t for n, t in state.items() if n not in buffers}}
+    tied = {name: tensor for name, tensor in state.items() if name not in buffers}
+    tied.update(_ties_of(what, model, layers, tied))
     _check(what, model, made, tied)
     for name, layer in made.items():
         put_in_place(model, [name], layer)
@@ -126,16 +127,25 @@ def _layer_for(
     return layer.train(there.training)
 
 
-def _ties_of(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what the state has for another name of a parameter, for names that it lacks."""
+def _ties_of(
+    what: str, model: nn.Module, layers: Mapping[str, object], state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return for names of one parameter of the model one tensor, if the state has any for them."""
     by_parameter: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_parameter.setdefault(id(parameter), []).append(name)
+        if not name.endswith(".weight") or name.removesuffix(".weight") not in layers:
+            by_parameter.setdefault(id(parameter), []).append(name)
     found = {}
     for names in by_parameter.values():
         here = [name for name in names if name in state]
+        for name in here[1:]:
+            if state[name] is not state[here[0]] and not torch.equal(state[name], state[here[0]]):
+                raise ValueError(
+                    f"{what} has other values for {name!r} than for {here[0]!r}, expected the"
+                    " same, as the model ties them"
+                )
         if here:
-            found.update({name: state[here[0]] for name in names if name not in state})
+            found.update(dict.fromkeys(names, state[here[0]]))
     return found
 
 

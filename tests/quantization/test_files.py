@@ -360,3 +360,13 @@ def test_a_model_that_lost_a_tie_is_filled(tmp_path: Path) -> None:
     loaded = load_quantized(Tied, tmp_path / "less")
     assert isinstance(loaded, Tied) and loaded.head.weight is loaded.embed.weight
     assert torch.equal(loaded(TOKENS), model(TOKENS))
+    copied = tensors | {"head.weight": tensors["embed.weight"].clone()}
+    save(copied, tmp_path / "copied", metadata=inspect(tmp_path / "model").metadata)
+    loaded = load_quantized(Tied, tmp_path / "copied")
+    assert isinstance(loaded, Tied) and loaded.head.weight is loaded.embed.weight
+    copied["head.weight"][0, 0] += 1
+    save(copied, tmp_path / "other", metadata=inspect(tmp_path / "model").metadata)
+    with pytest.raises(
+        ValueError, match=r"has other values for 'head.weight' than for 'embed.weig"
+    ):
+        load_quantized(Tied, tmp_path / "other")
