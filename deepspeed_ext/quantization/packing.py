@@ -1,5 +1,6 @@
 """A weight as tensors of few bits, a block of rows at a time, and how far these are from it."""
 
+import math
 from itertools import pairwise
 
 import torch
@@ -60,8 +61,7 @@ def half_step(format: Format) -> float:
         return max(b - a for a, b in pairwise(NF4_LEVELS)) / 2
     if format.float8 is None:
         return 0.5
-    least = 2.0 ** int(torch.tensor(format.largest).log2())
-    return least * torch.finfo(format.float8).eps / 2
+    return 2.0 ** int(math.log2(format.largest)) * torch.finfo(format.float8).eps / 2
 
 
 def quantize_weight(
