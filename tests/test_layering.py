@@ -18,6 +18,7 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("op_builder", "dtensors"),
     ("ops",),
     ("optim", "io"),
+    ("quantization",),
     ("offload",),
     ("zero", "inference", "config", "environment", "interfaces"),
     ("engine", "report", "examples"),

@@ -296,10 +296,5 @@ __device__ inline ScaleAndOffset stored_scale(const Groups& call, int64_t group)
   return {call.scales[group], call.offsets != nullptr ? call.offsets[group] : -0.0f};
 }
 
-// a / b of sizes, in 32 bits where these are enough: that costs a fraction.
-__device__ inline int64_t quotient(int64_t a, int64_t b) {
-  return uint64_t(a | b) <= UINT32_MAX ? int64_t(uint32_t(a) / uint32_t(b)) : a / b;
-}
-
 }  // namespace cuda
 }  // namespace dsx

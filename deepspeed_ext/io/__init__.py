@@ -5,7 +5,8 @@ before it here; tests/test_layering.py has the order:
 
 - ground floor: _native (the compiled engine), file, tensors, regular_file, extents.
 - engine/: AsyncIO, Future, PinnedBuffer, PinnedPool, aio_handle.
-- store/: TensorStore. checkpoint/: save, load, inspect. tuning/: tuned, and what finds it.
+- store/: TensorStore. checkpoint/: save, load, inspect, file_bytes.
+- tuning/: tuned, and what finds it.
 - __main__ (the command line), environment and self_checks (for ds_report) use all of these.
 """
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from deepspeed_ext.io.checkpoint.state_dict import (
         SavedStateDict,
         SavedTensor,
+        file_bytes,
         inspect,
         load,
         save,
@@ -38,6 +40,7 @@ __all__ = [
     "SavedTensor",
     "TensorStore",
     "aio_handle",
+    "file_bytes",
     "inspect",
     "load",
     "save",
@@ -53,6 +56,7 @@ _HOMES = {
     "SavedTensor": "checkpoint.state_dict",
     "TensorStore": "store.tensor_store",
     "aio_handle": "engine.handle",
+    "file_bytes": "checkpoint.state_dict",
     "inspect": "checkpoint.state_dict",
     "load": "checkpoint.state_dict",
     "save": "checkpoint.state_dict",

@@ -38,19 +38,29 @@ Place = tuple[bool, int, int, str]  # among the tensors of a file
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
-def check_tensors(state_dict: object) -> dict[str, Tensor]:
+def check_tensors(
+    state_dict: object, *, op: str = "io.save", or_meta: bool = False
+) -> dict[str, Tensor]:
     """Return the tensors of a state dict by name, detached, in its order.
+
+    Args:
+        state_dict: what the caller was given.
+        op: begins the text of an error.
+        or_meta: whether tensors may be on meta.
 
     Raises:
         TypeError: it is no mapping from names to tensors whose elements lie in memory, all here.
         ValueError: a tensor's memory was freed.
     """
     if not isinstance(state_dict, Mapping):
-        raise TypeError(f"io.save: state_dict is {a(state_dict)}, expected a mapping")
+        raise TypeError(f"{op}: state_dict is {a(state_dict)}, expected a mapping")
     for name in state_dict:
         if not isinstance(name, str):
-            raise TypeError(f"io.save: state_dict has the key {name!r}, expected strings")
-    return {name: _check(f"io.save: state_dict[{name!r}]", t) for name, t in state_dict.items()}
+            raise TypeError(f"{op}: state_dict has the key {name!r}, expected strings")
+    return {
+        name: _check(f"{op}: state_dict[{name!r}]", tensor, or_meta)
+        for name, tensor in state_dict.items()
+    }
 
 
 def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -63,7 +73,9 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     groups: defaultdict[tuple[object, ...], list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         if tensor.numel():
-            memory = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.data_ptr())
+            storage = tensor.untyped_storage()
+            address = storage._cdata if tensor.is_meta else storage.data_ptr()
+            memory = (tensor.device, address, tensor.storage_offset())
             layout = (tensor.dtype, tensor.shape, tensor.stride())
             groups[(*memory, *layout, tensor.is_conj(), tensor.is_neg())].append(name)
     ties = {}
@@ -116,7 +128,7 @@ def torch_shape(entry: HeaderEntry) -> tuple[int, ...] | None:
     return entry.shape
 
 
-def _check(what: str, value: object) -> Tensor:
+def _check(what: str, value: object, or_meta: bool) -> Tensor:
     if isinstance(value, Tensor):
         if is_dtensor(value):
             raise TypeError(
@@ -129,7 +141,9 @@ def _check(what: str, value: object) -> Tensor:
             raise TypeError(
                 f"{what} is a nested tensor, expected a dense one; see to_padded_tensor"
             )
-    tensor = check_kind(what, value).detach()
+    if not (or_meta and isinstance(value, Tensor) and value.is_meta):
+        value = check_kind(what, value)
+    tensor: Tensor = value.detach()
     if tensor.dtype not in _NAMES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _NAMES)
         raise TypeError(f"{what} has dtype {tensor.dtype}, expected one of {names}")

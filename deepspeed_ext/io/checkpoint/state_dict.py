@@ -99,14 +99,11 @@ def save(
         OSError: the disk is full, the folder is missing or cannot be written, or a write failed.
     """
     tensors = check_tensors(state_dict)
-    ties = tied_names(tensors)
-    texts = texts_with_ties(metadata or {}, tensors, ties)
-    entries = lay_out({n: t for n, t in tensors.items() if n not in ties}, mmap.PAGESIZE)
-    in_order = {name: entries[name] for name in tensors if name in entries}
+    entries, texts = _laid_out(tensors, metadata)
     with _opened(engine) as running, NewFile(path, durable=durable) as new:
         page = max(mmap.PAGESIZE, new.file.offset_alignment)
-        header = make_header(in_order, texts, page)
-        new.reserve(len(header) + max((entry.end for entry in entries.values()), default=0))
+        header, nbytes = _header_of(tensors, entries, texts, page)
+        new.reserve(nbytes)
         writer = PackedWriter(running, new.file, page)
         try:
             writer.add(torch.frombuffer(bytearray(header), dtype=torch.uint8))
@@ -116,6 +113,26 @@ def save(
         finally:
             writer.abandon()
         new.publish()
+
+
+def file_bytes(
+    state_dict: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+) -> int:
+    """Return how many bytes the file has that `save` makes of a state dict.
+
+    So it is on every disk whose direct transfers need no more alignment than a page of memory has.
+
+    Args:
+        state_dict: as of `save`; tensors may be on meta too.
+        metadata: as of `save`.
+
+    Raises:
+        TypeError: a value is no tensor of a dtype that the format has.
+        ValueError: a name or the metadata cannot be saved.
+    """
+    tensors = check_tensors(state_dict, op="io.file_bytes", or_meta=True)
+    entries, texts = _laid_out(tensors, metadata)
+    return _header_of(tensors, entries, texts, mmap.PAGESIZE)[1]
 
 
 def load(
@@ -181,6 +198,28 @@ def inspect(path: str | os.PathLike[str]) -> SavedStateDict:
     tensors.update({name: _described(header.tensors[kept], kept) for name, kept in ties.items()})
     metadata = without_ties(header.metadata, ties)
     return SavedStateDict(tensors, metadata)
+
+
+def _laid_out(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
+) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
+    """Return where tensors lie in the data, without those that are tied, and all metadata."""
+    ties = tied_names(tensors)
+    texts = texts_with_ties(metadata or {}, tensors, ties)
+    kept = {name: tensor for name, tensor in tensors.items() if name not in ties}
+    return lay_out(kept, mmap.PAGESIZE), texts
+
+
+def _header_of(
+    tensors: Iterable[str],
+    entries: Mapping[str, HeaderEntry],
+    texts: Mapping[str, str],
+    alignment: int,
+) -> tuple[bytes, int]:
+    """Return the beginning of a file, with entries in the order of the tensors, and its length."""
+    in_order = {name: entries[name] for name in tensors if name in entries}
+    header = make_header(in_order, texts, alignment)
+    return header, len(header) + max((entry.end for entry in entries.values()), default=0)
 
 
 def _opened(engine: AsyncIO | None, threads: int = 1) -> contextlib.AbstractContextManager[AsyncIO]:

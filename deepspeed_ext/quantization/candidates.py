@@ -1,0 +1,159 @@
+"""Which linear layers of a model another kind of layer can stand for, and why not the others."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from deepspeed_ext.quantization.linear import is_conv1d
+
+# The last layer of a language model, whose errors reach the result as they are.
+DEFAULT_SKIP = ("lm_head", "embed_out")
+_HOOKS = (  # of any of these something may depend that sees the layer, or that changes its weight
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The linear layers of a model.
+
+    Args:
+        names: a list for each layer that can be replaced: the names that it has, one or more.
+        kept: names of the others, with the reason.
+    """
+
+    names: list[list[str]]
+    kept: dict[str, str]
+
+
+class _Use(NamedTuple):
+    """Where a tensor is used, and which bytes of its storage it is."""
+
+    owner: int
+    name: str
+    begin: int
+    end: int
+
+
+def find_candidates(what: str, model: nn.Module, skip: Iterable[str]) -> Candidates:
+    """Return which layers can be replaced.
+
+    Args:
+        what: begins the text of an error.
+        model: what has the layers.
+        skip: patterns of names of layers, or of modules that hold them, which are to be kept; `*`
+            stands for anything. One without a dot is compared with the last part of a name too.
+
+    Raises:
+        TypeError: `model` is a layer itself, or `skip` is a string.
+        ValueError: a pattern matches nothing, and is none of the default.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{what}: model is a {type(model).__name__}, expected an nn.Module")
+    if isinstance(skip, str):
+        raise TypeError(f"{what}: skip is the string {skip!r}, expected several in a list")
+    if isinstance(model, nn.Linear) or is_conv1d(model):
+        raise TypeError(
+            f"{what}: model is a {type(model).__name__}, expected a module that has some; for one"
+            " layer there is QuantizedLinear.from_linear"
+        )
+    patterns, modules = tuple(skip), dict(model.named_modules(remove_duplicate=False))
+    for pattern in patterns:
+        if pattern not in DEFAULT_SKIP and not any(_matches(name, pattern) for name in modules):
+            raise ValueError(f"{what}: skip has {pattern!r}, expected names in the model")
+    by_layer: defaultdict[nn.Module, list[str]] = defaultdict(list)
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear) or is_conv1d(module):
+            by_layer[module].append(name)
+    uses, found = _uses(modules), Candidates([], {})
+    for module, names in by_layer.items():
+        reason = _why_not(module, names, patterns, uses)
+        if reason is None:
+            found.names.append(names)
+        else:
+            found.kept.update(dict.fromkeys(names, reason))
+    return found
+
+
+def _why_not(
+    module: nn.Module,
+    names: list[str],
+    patterns: tuple[str, ...],
+    uses: dict[int, list[_Use]],
+) -> str | None:
+    for pattern in patterns:
+        if any(_is_below(name, pattern) for name in names):
+            return f"skip has {pattern!r}"
+    if type(module) is not nn.Linear and not is_conv1d(module):
+        return f"is a {type(module).__name__}"
+    if "forward" in vars(module):
+        return "has a forward of its own"
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        return "has hooks"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is not a parameter"
+    for other in _sharing(module, weight, uses):
+        return f"shares its weight with {other}"
+    return None
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or (
+        "." not in pattern and fnmatchcase(name.rpartition(".")[2], pattern)
+    )
+
+
+def _is_below(name: str, pattern: str) -> bool:
+    """Tell whether a pattern matches a name, or that of a module that holds it."""
+    parts = name.split(".")
+    return any(_matches(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
+
+
+def _uses(modules: dict[str, nn.Module]) -> dict[int, list[_Use]]:
+    """Return by storage all tensors that modules have in it."""
+    found: defaultdict[int, list[_Use]] = defaultdict(list)
+    for prefix, module in modules.items():
+        for name, tensor in _own_tensors(module):
+            begin, end = _bytes_of(tensor)
+            if begin < end:
+                use = _Use(id(module), f"{prefix}.{name}".lstrip("."), begin, end)
+                found[tensor.untyped_storage()._cdata].append(use)
+    return found
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None and has_storage(tensor):
+            yield name, tensor
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Tell whether the elements of a tensor lie in a storage of its own, not in other tensors."""
+    return not is_lazy(tensor) and not is_traceable_wrapper_subclass(tensor)
+
+
+def _sharing(module: nn.Module, weight: Tensor, uses: dict[int, list[_Use]]) -> Iterator[str]:
+    """Yield the names of what other modules have in the memory of a weight."""
+    begin, end = _bytes_of(weight)
+    for use in uses.get(weight.untyped_storage()._cdata, ()):
+        if use.owner != id(module) and use.begin < end and begin < use.end:
+            yield use.name
+
+
+def _bytes_of(tensor: Tensor) -> tuple[Any, Any]:
+    """Return where in its storage a tensor begins and ends."""
+    if tensor.numel() == 0:
+        return 0, 0
+    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = 1 + sum((size - 1) * stride for size, stride in dimensions)
+    begin = tensor.storage_offset() * tensor.element_size()
+    return begin, begin + reach * tensor.element_size()

@@ -1,0 +1,152 @@
+"""quantize_model: puts layers with weights of few bits in place of those of a model."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from deepspeed_ext.quantization.candidates import (
+    DEFAULT_SKIP,
+    Candidates,
+    find_candidates,
+    has_storage,
+)
+from deepspeed_ext.quantization.layout import WeightLayout, make_layout
+from deepspeed_ext.quantization.linear import QuantizedLinear, weight_of
+from deepspeed_ext.quantization.packing import Errors
+from deepspeed_ext.quantization.report import LayerReport, Report
+
+_OP = "quantize_model"
+
+
+class _Done(NamedTuple):
+    """A layer that was replaced, while nobody has waited for its errors."""
+
+    names: list[str]
+    layout: WeightLayout
+    bytes_before: int
+    bytes_after: int
+    errors: Errors
+
+
+def quantize_model(
+    model: nn.Module,
+    format: str = "int8",
+    *,
+    group_size: int | None = 128,
+    symmetric: bool = True,
+    skip: Iterable[str] = DEFAULT_SKIP,
+    activations: str | None = None,
+    progress: bool = False,
+) -> Report:
+    """Replace the linear layers of a model by `QuantizedLinear`, one after another, in place.
+
+    Each old weight is released before the next layer begins, on whatever device it is, so that
+    beside the model there is no more memory in use than the largest layer and some blocks of rows
+    take. Replaced are nn.Linear and transformers' Conv1D. Kept, and named in the report, are layers
+    that others rely on in ways that would be lost: subclasses, parametrized and hooked ones, and
+    those that share their weight with another module, such as a head that is tied to an embedding.
+    A layer that has several places in the model is replaced by one layer in all of them.
+
+    When something fails on the way, layers that were replaced stay so, each of them whole.
+
+    Args:
+        model: what has the layers.
+        format: as of `QuantizedLinear`, as are group_size, symmetric and activations.
+        skip: patterns of names of layers to keep, or of modules that hold them, such as "*.gate" or
+            "encoder.layer.0"; one without a dot is compared with the last part of a name too.
+            Default: the head of a language model.
+        progress: whether a bar is drawn on stderr, where that is a terminal.
+
+    Returns:
+        Bytes and errors of each layer, and what was kept; printed, it is a table.
+
+    Raises:
+        TypeError: a weight is no plain tensor of float32, bfloat16 or float16, or the model is a
+            linear layer itself. Nothing is changed then, nor with a ValueError.
+        ValueError: an argument breaks a rule above, or a weight is on meta.
+
+    See: Dettmers et al., "QLoRA", 2023, for nf4; deepspeed_ext.ops.quantize for the formulas.
+    """
+    found = find_candidates(_OP, model, skip)
+    layouts = [
+        _layout_of(model, names[0], format, group_size, symmetric, activations)
+        for names in found.names
+    ]
+    bytes_before = _bytes_of(model)
+    done = []
+    bar = tqdm(
+        total=sum(layout.shape[0] * layout.shape[1] for layout in layouts),
+        desc=f"to {format}",
+        unit="weight",
+        unit_scale=True,
+        disable=None if progress else True,
+        leave=False,
+    )
+    with bar:
+        for names, layout in zip(found.names, layouts, strict=True):
+            done.append(_replace(model, names, layout))
+            bar.update(layout.shape[0] * layout.shape[1])
+    return _report(format, done, found, bytes_before, _bytes_of(model))
+
+
+def _layout_of(
+    model: nn.Module,
+    name: str,
+    format: str,
+    group_size: int | None,
+    symmetric: bool,
+    activations: str | None,
+) -> WeightLayout:
+    """Return how the weight of a layer will be stored, after everything about it is checked."""
+    weight = weight_of(f"{_OP}: {name}", model.get_submodule(name))
+    if weight.is_meta:
+        raise ValueError(
+            f"{_OP}: {name} has a weight on meta, expected values; for files see load_quantized"
+        )
+    n, length = weight.shape
+    return make_layout(_OP, format, (n, length), group_size, symmetric, activations)
+
+
+def _replace(model: nn.Module, names: list[str], layout: WeightLayout) -> _Done:
+    """Put a new layer at all places of an old one; nothing here outlives the old weight."""
+    linear = model.get_submodule(names[0])
+    weight = weight_of(_OP, linear)
+    with torch.inference_mode(False):
+        errors = Errors(layout, weight.device)
+        layer = QuantizedLinear.of_weight(linear, weight, layout, errors)
+    put_in_place(model, names, layer)
+    after = sum(buffer.nbytes for buffer in layer.buffers())
+    return _Done(names, layout, weight.nbytes, after, errors)
+
+
+def put_in_place(model: nn.Module, names: Iterable[str], layer: nn.Module) -> None:
+    """Make this layer the one of some names."""
+    for name in names:
+        holder, _, last = name.rpartition(".")
+        setattr(model.get_submodule(holder), last, layer)
+
+
+def _report(
+    format: str, done: list[_Done], found: Candidates, bytes_before: int, bytes_after: int
+) -> Report:
+    layers = {}
+    for each in done:
+        largest, rms = each.errors.result()
+        sizes = each.bytes_before, each.bytes_after
+        also = tuple(each.names[1:])
+        layers[each.names[0]] = LayerReport(each.layout.shape, *sizes, largest, rms, also)
+    return Report(format, layers, found.kept, bytes_before, bytes_after)
+
+
+def _bytes_of(model: nn.Module) -> int:
+    """Return the bytes of all parameters and buffers; memory that some share counts once."""
+    storages: dict[int, int] = {}
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    for tensor in tensors:
+        if has_storage(tensor):
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())

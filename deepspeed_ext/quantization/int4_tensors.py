@@ -1,0 +1,204 @@
+"""The tensors by which GPTQ and AWQ store a weight of 4 bits, as ours; nothing here opens a file.
+
+An element is (code - zero) * scale. Eight codes are in an int32, from its lowest bits on:
+
+  GPTQ  qweight (in / 8, out)       word (i, n): elements 8 i .. 8 i + 7 of row n
+        qzeros (groups, out / 8)    word (g, j): rows 8 j .. 8 j + 7; in its first version 1 less
+        g_idx (in,)                 the group of each column
+  AWQ   qweight (in, out / 8)       word (k, j): rows 8 j + 0, 2, 4, 6, 1, 3, 5, 7
+        qzeros (groups, out / 8)    likewise
+  both  scales (groups, out)
+
+See: Frantar et al., "GPTQ", 2022; Lin et al., "AWQ", 2023. The packing is that of the packages
+auto-gptq, gptqmodel (`checkpoint_format` "gptq" and "gptq_v2") and autoawq (`version` "gemm").
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.ops.quantization.formats import groups_of, pack_nibbles, unpack_nibbles
+from deepspeed_ext.ops.quantization.packed_weight import DTYPES, PackedWeight, pack_weight
+
+_PER_WORD = 8
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of rows 0 to 7
+_ZERO_OF_SYMMETRIC = 8
+
+
+@dataclass(frozen=True)
+class Int4Settings:
+    """What a checkpoint says of all its layers.
+
+    Args:
+        method: "gptq" or "awq".
+        group_size: None for a whole row.
+        symmetric: whether all zeros are 8.
+        zeros_less_one: whether they are stored so.
+    """
+
+    method: str
+    group_size: int | None
+    symmetric: bool
+    zeros_less_one: bool
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """A weight, and for each column which element of x it belongs to; None: as they stand."""
+
+    weight: PackedWeight
+    order: Tensor | None
+
+
+def read_settings(what: str, config: Any) -> Int4Settings:
+    """Return what a quantization_config says.
+
+    Args:
+        what: begins the text of an error.
+        config: as it is in config.json.
+
+    Raises:
+        ValueError: it is of another method, packing or number of bits.
+    """
+    if not isinstance(config, dict):
+        raise ValueError(f"{what} has the quantization_config {config!r:.100}, expected an object")
+
+    def get(name: str, default: Any, kind: type, *others: str) -> Any:
+        value = next((config[key] for key in (name, *others) if key in config), default)
+        if type(value) is not kind:
+            raise ValueError(f"{what} has {name} {value!r:.100}, expected {kind.__name__}")
+        return value
+
+    def one_of(name: str, value: str, expected: tuple[str, ...]) -> None:
+        if value not in expected:
+            raise ValueError(f"{what} has {name} {value!r:.100}, expected {' or '.join(expected)}")
+
+    method = get("quant_method", "gptq", str)
+    one_of("quant_method", method, ("gptq", "awq"))
+    bits = get("bits", None, int, "w_bit")
+    if bits != 4:
+        raise ValueError(f"{what} has bits {bits}, expected 4")
+    group_size = get("group_size", -1, int, "q_group_size")
+    if group_size < 1 and group_size != -1:
+        raise ValueError(f"{what} has group_size {group_size}, expected 1 or more, or -1")
+    packing = "gptq"
+    if method == "gptq":
+        packing = get("checkpoint_format", "gptq", str)
+        one_of("checkpoint_format", packing, ("gptq", "gptq_v2"))
+    else:
+        one_of("version", get("version", "gemm", str).lower(), ("gemm",))
+        if not get("zero_point", True, bool):
+            raise ValueError(f"{what} has zero_point false, expected true")
+    return Int4Settings(
+        method,
+        None if group_size == -1 else group_size,
+        method == "gptq" and get("sym", False, bool),
+        method == "gptq" and packing == "gptq",
+    )
+
+
+def read_int4(what: str, tensors: Mapping[str, Tensor], settings: Int4Settings) -> Int4Weight:
+    """Return a weight of a checkpoint as ours, with offsets, exactly as it is.
+
+    Args:
+        what: begins the text of an error: which layer of which file.
+        tensors: qweight, qzeros, scales, and of GPTQ g_idx, which may lack.
+        settings: of the checkpoint.
+
+    Raises:
+        ValueError: a tensor is missing, or does not fit the others.
+    """
+    for name in ("qweight", "qzeros", "scales"):
+        if name not in tensors:
+            raise ValueError(f"{what} has no {name}, expected it beside {', '.join(tensors)}")
+    qweight, scales = tensors["qweight"], tensors["scales"]
+    if qweight.dtype != torch.int32 or qweight.dim() != 2:
+        raise ValueError(
+            f"{what} has qweight as {qweight.dtype} of shape {list(qweight.shape)}, expected int32"
+            " of two dimensions"
+        )
+    is_awq = settings.method == "awq"
+    rows, columns = qweight.shape
+    length, n = (rows, columns * _PER_WORD) if is_awq else (rows * _PER_WORD, columns)
+    group = min(settings.group_size or length, max(length, 1))
+    groups = groups_of(length, group)
+    if scales.dtype not in DTYPES or scales.shape != (groups, n):
+        raise ValueError(
+            f"{what} has scales as {scales.dtype} of shape {list(scales.shape)}, expected floats of"
+            f" shape {[groups, n]} for groups of {group}"
+        )
+    zeros = _zeros(what, tensors["qzeros"], (groups, n), settings)
+    if is_awq:
+        codes = pack_nibbles(_awq_rows(qweight).t().contiguous())
+    else:
+        codes = qweight.t().contiguous().view(torch.uint8)
+    order = None if is_awq else _order(what, tensors.get("g_idx"), length, group)
+    if order is not None:
+        codes = pack_nibbles(unpack_nibbles(codes, length)[:, order])
+    of_groups = scales.float().t()
+    offsets = of_groups * -zeros.t().float()  # 16 bits of a number: exact
+    packed = pack_weight(codes, of_groups, offsets, format="int4", group_size=group, length=length)
+    return Int4Weight(packed, order)
+
+
+def _zeros(what: str, qzeros: Tensor, shape: tuple[int, int], settings: Int4Settings) -> Tensor:
+    """Return the zero of each group and row: (groups, out)."""
+    groups, n = shape
+    if n % _PER_WORD:
+        raise ValueError(f"{what} has {n} rows, expected a multiple of {_PER_WORD}")
+    if qzeros.dtype != torch.int32 or qzeros.shape != (groups, n // _PER_WORD):
+        raise ValueError(
+            f"{what} has qzeros as {qzeros.dtype} of shape {list(qzeros.shape)}, expected int32 of"
+            f" shape {[groups, n // _PER_WORD]} for scales of shape {list(shape)}"
+        )
+    if settings.method == "awq":
+        return _awq_rows(qzeros)
+    zeros = _words(qzeros)
+    if not settings.symmetric:
+        return zeros + 1 if settings.zeros_less_one else zeros
+    # Files are about that name the first version and are of the second. What is symmetric has one
+    # zero only, so that it does not matter.
+    if zeros.numel() and not any(
+        bool((zeros == one).all()) for one in (_ZERO_OF_SYMMETRIC, _ZERO_OF_SYMMETRIC - 1)
+    ):
+        raise ValueError(
+            f"{what} has qzeros of {int(zeros.min())} to {int(zeros.max())}, expected all 7, or"
+            " all 8, as sym is true"
+        )
+    return torch.full_like(zeros, _ZERO_OF_SYMMETRIC)
+
+
+def _order(what: str, g_idx: Tensor | None, length: int, group: int) -> Tensor | None:
+    """Return the columns in the order of their groups, or None if they are."""
+    if g_idx is None:
+        return None
+    if g_idx.shape != (length,) or g_idx.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{what} has g_idx as {g_idx.dtype} of shape {list(g_idx.shape)}, expected whole"
+            f" numbers of shape {[length]}"
+        )
+    in_order = torch.arange(length, device=g_idx.device) // group
+    if torch.equal(g_idx.long(), in_order):
+        return None
+    order = g_idx.long().argsort(stable=True)
+    if not torch.equal(g_idx.long()[order], in_order):
+        raise ValueError(
+            f"{what} has g_idx with groups of other sizes, expected {group} columns in each"
+        )
+    return order
+
+
+def _words(words: Tensor) -> Tensor:
+    """Return the eight numbers of each int32 along the last dimension, as uint8."""
+    return unpack_nibbles(words.contiguous().view(torch.uint8), words.shape[-1] * _PER_WORD)
+
+
+def _awq_rows(words: Tensor) -> Tensor:
+    """Return the same in the order of rows."""
+    eights = _words(words).unflatten(-1, (-1, _PER_WORD))
+    places = torch.tensor(_AWQ_PLACES, device=words.device)
+    rows: Tensor = eights.index_select(-1, places).flatten(-2)
+    return rows

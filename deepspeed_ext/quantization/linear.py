@@ -1,0 +1,364 @@
+"""QuantizedLinear: a linear layer whose weight is of few bits."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_ext.dtensors import is_dtensor
+from deepspeed_ext.ops import quantized_linear
+from deepspeed_ext.ops.quantization.packed_weight import DTYPES, PackedWeight
+from deepspeed_ext.quantization.float8 import float8_linear
+from deepspeed_ext.quantization.layout import WeightLayout, make_layout, read_note
+from deepspeed_ext.quantization.packing import (
+    Errors,
+    dequantize_tensors,
+    packed,
+    quantize_weight,
+)
+from deepspeed_ext.quantization.weight_view import WeightView
+
+NOTE = "_extra_state"  # what torch calls what get_extra_state returns
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer of torch, x @ w.T + bias, with w in few bits.
+
+    Codes and scales are buffers, so that no optimizer trains them; the gradient to x goes through
+    the weight as floats, as adapters beside it need. They keep their dtypes whatever the module is
+    cast to: `half()` and the like concern the bias and `dtype`. Under autocast x is cast, as by
+    torch's layer. A state dict has, beside them, a note of format and sizes, `_extra_state`; what
+    does not fit is refused when it is loaded, and never read as something else.
+
+    `weight` has shape, dtype and device of the floats, and their values when something computes
+    with it: see `WeightView`.
+
+    Args:
+        in_features: elements of a row of x.
+        out_features: elements of a row of the result.
+        bias: whether there is one.
+        format: "int8", "int4", "nf4", or of CUDA 8.9 or newer "fp8_e4m3", "fp8_e5m2".
+        group_size: elements along a row of the weight that share a scale; None: the whole row, as
+            if it is shorter than this. The fp8 formats have one scale for a row in any case.
+        symmetric: whether 0 is exact; else groups have an offset, in int8 and int4.
+        activations: None, or "int8": see `quantized_linear`. The fp8 formats round x too.
+        device: of the tensors; on meta, a layer that is to be loaded takes no memory.
+        dtype: of the bias and of `weight`.
+
+    The weight is 0 until it is loaded.
+
+    Raises:
+        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
+
+    See: deepspeed_ext.ops.quantized_linear, which multiplies.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        format: str = "int8",
+        *,
+        group_size: int | None = 128,
+        symmetric: bool = True,
+        activations: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        shape = (out_features, in_features)
+        layout = make_layout("QuantizedLinear", format, shape, group_size, symmetric, activations)
+        self._begin(layout, torch.get_default_dtype() if dtype is None else dtype)
+        for name, zeros in layout.tensors_on(device).items():
+            self.register_buffer(name, zeros)
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=self.dtype))
+        else:
+            self.register_parameter("bias", None)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Module,
+        format: str = "int8",
+        *,
+        group_size: int | None = 128,
+        symmetric: bool = True,
+        activations: str | None = None,
+    ) -> "QuantizedLinear":
+        """Return a layer that does, but for rounding, what another one does.
+
+        Args:
+            linear: an nn.Linear, or transformers' Conv1D, whose weight lies the other way round.
+                Its bias is taken over as it is.
+            format: as of `QuantizedLinear`, as are the others.
+
+        Raises:
+            TypeError: it is of another class, or its weight is no plain tensor of floats.
+            ValueError: an argument breaks a rule above.
+        """
+        weight = weight_of("QuantizedLinear", linear)
+        layout = make_layout(
+            "QuantizedLinear", format, _shape(weight), group_size, symmetric, activations
+        )
+        return cls.of_weight(linear, weight, layout)
+
+    @classmethod
+    def of_weight(
+        cls, linear: nn.Module, weight: Tensor, layout: WeightLayout, errors: Errors | None = None
+    ) -> "QuantizedLinear":
+        """Return a layer in place of another one; `errors` notes how far it is from it."""
+        with torch.inference_mode(False), torch.no_grad():  # or no gradient could pass later
+            tensors = (
+                layout.tensors_on("meta")
+                if weight.is_meta
+                else quantize_weight(weight, layout, errors)
+            )
+        bias = linear._parameters["bias"]
+        layer = cls.of_tensors(layout, tensors, bias, weight.dtype)
+        return layer.train(linear.training)
+
+    @classmethod
+    def from_packed(
+        cls,
+        weight: PackedWeight,
+        bias: Tensor | None = None,
+        *,
+        order: Tensor | None = None,
+        activations: str | None = None,
+    ) -> "QuantizedLinear":
+        """Return a layer with a weight that is packed already; it shares the memory.
+
+        Args:
+            weight: of `pack_weight`.
+            bias: (out,), or None.
+            order: (in,), int64: column i of the weight belongs to element order[i] of x; None: i.
+            activations: as of `QuantizedLinear`.
+
+        Raises:
+            ValueError: the parts do not fit each other.
+        """
+        layout = make_layout(
+            "QuantizedLinear",
+            weight.format,
+            weight.shape,
+            weight.group_size,
+            weight.offsets is None,
+            activations,
+            order is not None,
+        )
+        given = {"codes": weight.codes, "scales": weight.scales, "offsets": weight.offsets}
+        given["order"] = order
+        tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+        problem = layout.misfit(tensors)
+        if problem is not None:
+            raise ValueError(f"QuantizedLinear: {problem}")
+        if bias is not None and bias.shape != (layout.shape[0],):
+            raise ValueError(
+                f"QuantizedLinear: bias has shape {list(bias.shape)}, expected [{layout.shape[0]}]"
+            )
+        dtype = torch.get_default_dtype() if bias is None else bias.dtype
+        if bias is not None and not isinstance(bias, nn.Parameter):
+            bias = nn.Parameter(bias)
+        return cls.of_tensors(layout, tensors, bias, dtype)
+
+    @classmethod
+    def of_tensors(
+        cls,
+        layout: WeightLayout,
+        tensors: Mapping[str, Tensor],
+        bias: nn.Parameter | None,
+        dtype: torch.dtype,
+    ) -> "QuantizedLinear":
+        made = cls.__new__(cls)
+        made._begin(layout, dtype)
+        for name, tensor in tensors.items():
+            made.register_buffer(name, tensor)
+        made.register_parameter("bias", bias)
+        return made
+
+    def _begin(self, layout: WeightLayout, dtype: torch.dtype) -> None:
+        super().__init__()
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"QuantizedLinear: dtype is {dtype}, expected float32, bfloat16 or float16"
+            )
+        self.layout, self.dtype = layout, dtype
+
+    @property
+    def in_features(self) -> int:
+        """Elements of a row of x."""
+        return self.layout.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Elements of a row of the result."""
+        return self.layout.shape[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """Shape, dtype and device of the floats; their values when they are read, not before."""
+        return WeightView(self.layout, self._tensors(), self.dtype)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the floats that the weight stands for: (out, in).
+
+        Args:
+            dtype: float32, bfloat16 or float16; None: `dtype` of the layer.
+        """
+        return dequantize_tensors(self.layout, self._tensors(), dtype or self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x @ w.T + bias, of the dtype of x.
+
+        Args:
+            x: (..., in), float32, bfloat16 or float16.
+        """
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype in DTYPES:
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        if self.layout.is_float8:
+            return float8_linear(x, self.codes, self.scales, bias, self.layout)
+        if self.layout.act_order:
+            x = x.index_select(-1, self.get_buffer("order"))
+        weight = packed(self.layout, self._tensors())
+        out: Tensor = quantized_linear(x, weight, bias, activations=self.layout.activations)
+        return out
+
+    def extra_repr(self) -> str:
+        """Return sizes and format, for print."""
+        layout, parts = self.layout, []
+        if not layout.is_float8:
+            parts.append(f"group_size={layout.group_size}")
+        if not layout.symmetric:
+            parts.append("symmetric=False")
+        if layout.activations is not None:
+            parts.append(f"activations={layout.activations!r}")
+        if layout.act_order:
+            parts.append("act_order=True")
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return ", ".join([sizes, f"bias={self.bias is not None}", layout.format, *parts])
+
+    def get_extra_state(self) -> Tensor:
+        """Return the note for a state dict."""
+        return self.layout.note(self.dtype)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Do nothing: `_load_from_state_dict` has compared the note before anything was copied."""
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: self.get_buffer(name) for name in self.layout.tensors()}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
+        """Move all, and cast what may be cast."""
+        kept = {name: self._buffers.pop(name) for name in self.layout.tensors()}
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            self._buffers.update(kept)
+        for name, tensor in kept.items():
+            assert tensor is not None
+            moved = fn(tensor)
+            is_cast = moved.dtype != tensor.dtype
+            self._buffers[name] = tensor.to(moved.device) if is_cast else moved
+        dtype = fn(torch.empty(0, dtype=self.dtype, device=self.codes.device)).dtype
+        self.dtype = dtype if dtype in DTYPES else self.dtype
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        problem = self._problem_of(state_dict, prefix)
+        if problem is not None:
+            error_msgs.append(f"QuantizedLinear: {problem}")
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _problem_of(self, state_dict: Mapping[str, Any], prefix: str) -> str | None:
+        """Say why a state dict does not fit; nothing of this layer in it does."""
+        if prefix + "weight" in state_dict:
+            return (
+                f"state_dict has {prefix + 'weight'!r}, floats, expected codes; load it into the"
+                " model before quantize_model"
+            )
+        names = [*self.layout.tensors(), NOTE]
+        there = [
+            name
+            for name in ("codes", "scales", "offsets", "order", NOTE)
+            if prefix + name in state_dict
+        ]
+        if not there:
+            return None
+        for name in names:
+            if not isinstance(state_dict.get(prefix + name), Tensor):
+                return f"state_dict has no tensor {prefix + name!r}, expected it beside {there[0]}"
+        try:
+            saved, _ = read_note(state_dict[prefix + NOTE])
+        except ValueError as error:
+            return f"state_dict[{prefix + NOTE!r}] {error}"
+        if replace(saved, activations=self.layout.activations) != self.layout:
+            return f"state_dict has at {prefix!r} {_told(saved)}, expected {_told(self.layout)}"
+        given = {name: state_dict[prefix + name] for name in self.layout.tensors()}
+        problem = self.layout.misfit(given)
+        return None if problem is None else f"state_dict at {prefix!r}: {problem}"
+
+
+def weight_of(what: str, linear: nn.Module) -> Tensor:
+    """Return the weight of a layer as (out, in).
+
+    Args:
+        what: begins the text of an error.
+
+    Raises:
+        TypeError: it is no layer that QuantizedLinear can stand for.
+    """
+    if type(linear) is not nn.Linear and not is_conv1d(linear):
+        raise TypeError(f"{what}: linear is {type(linear).__name__}, expected Linear or Conv1D")
+    weight: Tensor | None = linear._parameters.get("weight")
+    if weight is None:
+        raise TypeError(
+            f"{what}: linear has no parameter named weight, expected one; what makes the weight"
+            " anew for each call has to be removed before"
+        )
+    if is_dtensor(weight):
+        raise TypeError(f"{what}: weight is a DTensor, expected a tensor that is whole")
+    if weight.dtype not in DTYPES:
+        raise TypeError(
+            f"{what}: weight has dtype {weight.dtype}, expected float32, bfloat16 or float16"
+        )
+    weight = weight.detach()
+    return weight.t() if is_conv1d(linear) else weight
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Tell whether this is transformers' Conv1D, without importing what only it needs."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
+def _shape(weight: Tensor) -> tuple[int, int]:
+    return weight.shape[0], weight.shape[1]
+
+
+def _told(layout: WeightLayout) -> str:
+    kind = "symmetric" if layout.symmetric else "with offsets"
+    order = ", in an order of its own" if layout.act_order else ""
+    return (
+        f"{layout.format} in groups of {layout.group_size}, {kind}, of shape"
+        f" {list(layout.shape)}{order}"
+    )
