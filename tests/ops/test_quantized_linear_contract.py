@@ -237,7 +237,7 @@ def works_of_memory() -> list[tuple[int, int, int, tuple[str, bool], int, str | 
 
 
 def beside_the_result(begin: Any, most: Any, device: str) -> list[float]:
-    """Return what calls take beside their results, as shares of the weight."""
+    """Return what calls take beside their results and codes of x, as shares of the operands."""
     found = []
     for rows, n, k, kind, group, activations in works_of_memory():
         x, weight, options = arguments(rows, n // 2, k, BF16, kind, group, device, **EVERYTHING)
@@ -246,6 +246,7 @@ def beside_the_result(begin: Any, most: Any, device: str) -> list[float]:
         before = begin()
         result = quantized_linear(x, weight, **options)
         extra = most() - before - result.untyped_storage().nbytes()
+        extra -= x.nbytes // 2 if activations else 0
         operands = sum(t.nbytes for t in (x, *weight[:3]) if t is not None)
         found.append((extra - 8192) / operands)  # Python's objects
     return found
