@@ -216,21 +216,31 @@ __global__ void __launch_bounds__(kThreads)
                           int log2_group) {
   const bool is_nibble = bits_of_code(call.format) == 4;
   const int64_t begin = (int64_t(blockIdx.x) * (kVectors * kThreads) + threadIdx.x) * kEight;
-  Codes<kEight> codes[kVectors];
+  uint2 codes[kVectors];
   ScaleAndOffset scales[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int64_t i = begin + v * (kThreads * kEight);
     if (i >= call.length) continue;
-    codes[v] = load_codes(call.codes, i, kEight, true, is_nibble);
+    if (is_nibble) {
+      codes[v].x = __ldcs(reinterpret_cast<const uint32_t*>(call.codes + i / 2));
+    } else {
+      codes[v] = __ldcs(reinterpret_cast<const uint2*>(call.codes + i));
+    }
     scales[v] = stored_scale(call, log2_group < 0 ? quotient(i, call.group) : i >> log2_group);
   }
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int64_t i = begin + v * (kThreads * kEight);
     if (i >= call.length) continue;
-    put<Stored::streamed>(call.out.even_row<T>(0), i, kEight, true,
-                          scaled_all(decode_all(coding, codes[v]), scales[v]));
+    Floats<kEight> numbers;
+    if constexpr (Coding::kMayBeNibbles) {
+      numbers = is_nibble ? decode_nibbles(coding, codes[v].x)
+                          : decode_all(coding, Codes<kEight>{codes[v].x, codes[v].y});
+    } else {
+      numbers = decode_all(coding, Codes<kEight>{codes[v].x, codes[v].y});
+    }
+    put<Stored::streamed>(call.out.even_row<T>(0), i, kEight, true, scaled_all(numbers, scales[v]));
   }
 }
 

@@ -149,6 +149,20 @@ __device__ inline Floats<kCount> decode_all(const IntegerCoding<kHasOffset>& cod
   return numbers;
 }
 
+// The same of eight codes in the nibbles of a word, which are not brought in order before.
+template <bool kHasOffset>
+__device__ inline Floats<kEight> decode_nibbles(const IntegerCoding<kHasOffset>& coding,
+                                                uint32_t word) {
+  const uint32_t even = word & 0x0f0f0f0f, odd = word >> 4 & 0x0f0f0f0f;
+  Floats<kEight> numbers;
+#pragma unroll
+  for (int k = 0; k < kEight; ++k) {
+    const uint32_t bits = __byte_perm(k % 2 == 0 ? even : odd, kAboveCode, 0x7440 | k / 2);
+    numbers.lanes[k] = number_of_integer<float>(bits, coding.unsigned_zero);
+  }
+  return numbers;
+}
+
 template <int kCount>
 __device__ inline Floats<kCount> scaled_all(Floats<kCount> numbers, const ScaleAndOffset& group) {
 #pragma unroll
@@ -192,6 +206,10 @@ __device__ inline void put_run(const Quantize& call, const Coding& coding,
   const auto codes = encode_all(coding, x, grid, noise);
   const auto& w = codes.words;
   __stcs(reinterpret_cast<uint4*>(codes_of_row + i), uint4{w[0], w[1], w[2], w[3]});
+}
+
+__device__ inline Floats<kEight> decode_nibbles(const Nf4Coding& coding, uint32_t word) {
+  return decode_all(coding, codes_of_nibbles(word));
 }
 
 // Stores the first `count` codes, from element i of a row on, which is even; all of them at once if

@@ -125,10 +125,30 @@ def test_integers_are_as_near_as_promised(
         for value, code, scale, offset in zip(group, found, scales, offsets, strict=True):
             error = abs(Fraction(value) - Fraction(code) * Fraction(scale) - Fraction(offset))
             slack = Fraction(0) if kind[1] else Fraction(1, 1 << 16)
-            bound = Fraction(scale) * (Fraction(1 if seed else 1) / (1 if seed else 2) + slack)
+            bound = Fraction(scale) * (Fraction(1, 1 if seed else 2) + slack)
             assert error < bound if seed and kind[1] else error <= bound
             if kind[1]:
                 assert abs(code) <= (127 if kind[0] == "int8" else 7)
+
+
+@pytest.mark.parametrize("kind", INTEGERS, ids=str)
+def test_next_to_halves_the_nearer_one_is_chosen(kind: tuple[str, bool], device: str) -> None:
+    """Where a rounded quotient is on the wrong side of a half; products are exact in float64."""
+    most = {("int8", True): 127, ("int4", True): 7, ("int8", False): 255}.get(kind, 15)
+    scales = make((600, 1), F32, 5).abs() + 0.01
+    scales[300:] = (1 + scales[300:].frac()) * 2.0**-126  # half of one may have to be rounded
+    halves = torch.arange(most, dtype=torch.float64) + 0.5
+    near = (scales.double() * halves).float()
+    rows = [torch.zeros(600, 1), scales * most, near]
+    for _ in range(2):
+        near = near.nextafter(torch.tensor(0.0))
+        rows.append(near)
+    x = torch.cat([*rows, near.nextafter(torch.tensor(9e9)).nextafter(torch.tensor(9e9))], 1)
+    made = quantize(x.to(device), kind[0], symmetric=kind[1])
+    scale = made.scales.cpu().double()
+    error = (x.double() - numbers(made.codes, kind, x.shape[1]) * scale).abs()
+    assert (error <= scale * (0.5 if kind[1] else 0.5 + 2**-16)).all()
+    assert (error > scale * 0.4999).any()
 
 
 @pytest.mark.parametrize("kind", KINDS[4:], ids=str)
@@ -236,9 +256,9 @@ def test_all_codes_of_8_bit_floats_are_torchs(name: str, device: str) -> None:
 
 def test_all_codes_of_integers(device: str) -> None:
     scales = torch.full((1,), 0.5, device=device)
-    for format, codes, zero in (
-        ("int8", torch.arange(-128, 128).to(torch.int8), 0),
-        ("int4", torch.arange(256).to(torch.uint8), 8),
+    for format, codes in (
+        ("int8", torch.arange(-128, 128).to(torch.int8)),
+        ("int4", torch.arange(256).to(torch.uint8)),
     ):
         got = dequantize(codes.to(device), scales, format=format)
         plain = numbers(codes, (format, True), got.shape[-1])

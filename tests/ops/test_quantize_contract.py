@@ -171,6 +171,16 @@ def test_graphs_and_streams(kind: tuple[str, bool], cuda: str) -> None:
         assert all(same(a, b) for a, b in zip(found, want, strict=True))
 
 
+def calls_on(x: Tensor, options: dict[str, Any], with_fake: bool) -> list[Callable[[], Any]]:
+    others = {name: options[name] for name in ("format", "group_size", "group_rows")}
+    made = quantize(x, **options)
+    calls: list[Callable[[], Any]] = [
+        lambda: quantize(x, **options),
+        lambda: [dequantize(*made, **others, length=x.shape[-1], dtype=BF16)],
+    ]
+    return [*calls, lambda: [fake_quantize(x, **options)]] if with_fake else calls
+
+
 def beside_the_results(
     begin: Callable[[], int], most: Callable[[], int], device: str
 ) -> list[float]:
@@ -185,16 +195,9 @@ def beside_the_results(
             ((500, 4100), None, None),
         ):
             x = values(shape, BF16, device)
-            options = options_of(kind, (None, group, rows))
-            others = {name: options[name] for name in ("format", "group_size", "group_rows")}
-            made = quantize(x, **options)
-            calls: list[Callable[[], Any]] = [
-                lambda: quantize(x, **options),
-                lambda: [dequantize(*made, **others, length=x.shape[-1], dtype=BF16)],
-            ]
-            if device == "cpu" or group == 128:  # others have scales of groups for a while
-                calls.append(lambda: [fake_quantize(x, **options)])
-            for call in calls:
+            # Others have scales of groups for a while on CUDA.
+            with_fake = device == "cpu" or group == 128
+            for call in calls_on(x, options_of(kind, (None, group, rows)), with_fake):
                 call()
                 before = begin()
                 result = call()

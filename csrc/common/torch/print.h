@@ -36,12 +36,18 @@ inline std::ostream& operator<<(std::ostream& out, DtypeCode dtype) {
     int32_t code;
     const char* name;
   } kNames[] = {
-      {aoti_torch_dtype_float32(), "float32"},     {aoti_torch_dtype_bfloat16(), "bfloat16"},
-      {aoti_torch_dtype_float16(), "float16"},     {aoti_torch_dtype_float64(), "float64"},
-      {aoti_torch_dtype_int64(), "int64"},         {aoti_torch_dtype_int32(), "int32"},
-      {aoti_torch_dtype_int16(), "int16"},         {aoti_torch_dtype_int8(), "int8"},
-      {aoti_torch_dtype_uint8(), "uint8"},         {aoti_torch_dtype_bool(), "bool"},
-      {aoti_torch_dtype_complex64(), "complex64"}, {aoti_torch_dtype_complex128(), "complex128"},
+      {aoti_torch_dtype_float32(), "float32"},
+      {aoti_torch_dtype_bfloat16(), "bfloat16"},
+      {aoti_torch_dtype_float16(), "float16"},
+      {aoti_torch_dtype_float64(), "float64"},
+      {aoti_torch_dtype_int64(), "int64"},
+      {aoti_torch_dtype_int32(), "int32"},
+      {aoti_torch_dtype_int16(), "int16"},
+      {aoti_torch_dtype_int8(), "int8"},
+      {aoti_torch_dtype_uint8(), "uint8"},
+      {aoti_torch_dtype_bool(), "bool"},
+      {aoti_torch_dtype_complex64(), "complex64"},
+      {aoti_torch_dtype_complex128(), "complex128"},
       {aoti_torch_dtype_float8_e4m3fn(), "float8_e4m3fn"},
       {aoti_torch_dtype_float8_e5m2(), "float8_e5m2"},
   };

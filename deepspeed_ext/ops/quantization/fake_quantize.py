@@ -92,6 +92,6 @@ def fake_quantize_ref(
     symmetric: bool = True,
 ) -> Tensor:
     """Do what fake_quantize does without a seed, in float64: its definition, for tests."""
-    groups = dict(group_size=group_size, group_rows=group_rows)
+    groups: dict[str, Any] = dict(group_size=group_size, group_rows=group_rows)
     made = quantize_ref(x, format, symmetric=symmetric, **groups)
     return dequantize_ref(*made, format=format, length=x.shape[-1], **groups)

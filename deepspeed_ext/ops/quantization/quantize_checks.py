@@ -1,5 +1,7 @@
 """Quick runs of quantize and its kin against their references, for ds_report."""
 
+from typing import Any
+
 import torch
 
 from deepspeed_ext import ops
@@ -18,7 +20,7 @@ def quantizer(device: str) -> None:
         *(("int8", True), ("int8", False), ("int4", True), ("int4", False)),
         *(("nf4", True), ("fp8_e4m3", True), ("fp8_e5m2", True)),
     ):
-        options = dict(format=format, group_size=70)
+        options: dict[str, Any] = dict(format=format, group_size=70)
         made = ops.quantize(x.to(device), **options, symmetric=symmetric)
         floats = ops.dequantize(*made, **options, length=300)
         want = ops.fake_quantize_ref(x, **options, symmetric=symmetric)
