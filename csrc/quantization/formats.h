@@ -17,9 +17,10 @@
 //
 // Groups may have several rows of a matrix too: as many of each of these, one below the other.
 //
-// A scale is at least 2^-126, so that 1 / s is finite: a group of zeros has that one. A group with
-// an element that is not finite has the scale NaN, the offset 0 and bytes of 0 for codes: all of it
-// becomes NaN.
+// Where the largest x is beyond 2^128 - 2^108, that takes its place: a code times a rounded scale
+// must not be infinite. A scale is at least 2^-126, so that 1 / s is finite: a group of zeros has
+// that one. A group with an element that is not finite has the scale NaN, the offset 0 and bytes of
+// 0 for codes: all of it becomes NaN.
 //
 // Codes of 4 bits lie two in a byte, along the row, which begins with a whole byte:
 //   byte i:  bits 0 .. 3  element 2 i        bits 4 .. 7  element 2 i + 1, or 0 behind the end
@@ -52,14 +53,15 @@ DSX_HOST_DEVICE constexpr float largest_code(QuantFormat format, bool asymmetric
 }
 
 constexpr float kLeastScale = 0x1p-126f;
+constexpr float kMostScaled = 0x1.ffffep127f;
 
 // The levels of NF4: Dettmers, Pagnoni, Holtzman & Zettlemoyer, "QLoRA: Efficient Finetuning of
 // Quantized LLMs", 2023, appendix E.
 DSX_HOST_DEVICE constexpr float nf4_level(int code) {
-  constexpr float levels[] = {
-      -1.0f,        -0.696192801f, -0.525073051f, -0.394917488f, -0.284441382f, -0.184773430f,
-      -0.0910500363f, 0.0f,        0.0795802996f, 0.160930201f,  0.246112302f,  0.337915242f,
-      0.440709829f, 0.562617004f,  0.722956836f,  1.0f};
+  constexpr float levels[] = {-1.0f,         -0.696192801f, -0.525073051f,  -0.394917488f,
+                              -0.284441382f, -0.184773430f, -0.0910500363f, 0.0f,
+                              0.0795802996f, 0.160930201f,  0.246112302f,   0.337915242f,
+                              0.440709829f,  0.562617004f,  0.722956836f,   1.0f};
   return levels[code];
 }
 

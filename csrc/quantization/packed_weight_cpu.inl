@@ -13,6 +13,48 @@ constexpr int place_of(int step, int lane) {
   return lane / 4 * int(kRun) + 8 * (step % half) + step / half + lane % 4 * 2;
 }
 
+typedef float Four __attribute__((vector_size(16)));
+
+// Puts the elements of a unit into the order of codes: `step` after `step`, `pitch` floats apart.
+inline void put_in_order(const float* natural, float* target, int64_t pitch) {
+  constexpr int half = kInWord / 2;
+  for (int run = 0; run < 4; ++run) {
+    for (int step = 0; step < half; ++step) {
+      Four first, second;
+      memcpy(&first, natural + place_of(step, 4 * run), sizeof(first));
+      memcpy(&second, natural + place_of(step, 4 * run + 2), sizeof(second));
+      const Four even = __builtin_shufflevector(first, second, 0, 2, 4, 6);
+      const Four odd = __builtin_shufflevector(first, second, 1, 3, 5, 7);
+      memcpy(target + step * pitch + 4 * run, &even, sizeof(even));
+      memcpy(target + (step + half) * pitch + 4 * run, &odd, sizeof(odd));
+    }
+  }
+}
+
+// The opposite, of steps that lie one after the other.
+inline void put_back(const float (&ordered)[kUnit], float* natural) {
+  constexpr int half = kInWord / 2;
+  for (int run = 0; run < 4; ++run) {
+    for (int step = 0; step < half; ++step) {
+      Four even, odd;
+      memcpy(&even, ordered + step * kLanes + 4 * run, sizeof(even));
+      memcpy(&odd, ordered + (step + half) * kLanes + 4 * run, sizeof(odd));
+      const Four first = __builtin_shufflevector(even, odd, 0, 4, 1, 5);
+      const Four second = __builtin_shufflevector(even, odd, 2, 6, 3, 7);
+      memcpy(natural + place_of(step, 4 * run), &first, sizeof(first));
+      memcpy(natural + place_of(step, 4 * run + 2), &second, sizeof(second));
+    }
+  }
+}
+
+// The floats of `count` elements of a row, and zeros behind them to the end of a unit.
+inline void load_unit(Pointer<Any> source, int64_t count, float (&floats)[kUnit]) {
+  if (count < kUnit) memset(floats, 0, sizeof(floats));
+  for_each_vector(0, count, [&](int64_t i, int lanes) {
+    Vec::load(source + i, lanes).store(floats + i, lanes);
+  });
+}
+
 // Codes as numbers, which are exact.
 #if DSX_BITS == 4
 class Codes {
@@ -33,7 +75,7 @@ class Codes {
   }
 
  private:
-  Table table_;
+  Lookup table_;
 };
 #else
 class Codes {
@@ -65,19 +107,15 @@ inline Ints load_words(const uint8_t* source) {
 // The numbers of whole units, in the order of the elements.
 inline void numbers_of(const Codes& codes, const uint8_t* source, int64_t units, float* target) {
   for (int64_t u = 0; u < units; ++u) {
-    float numbers[kInWord][kLanes];
+    float numbers[kUnit];
     for (int p = 0; p < kParts; ++p) {
       Ints words = Codes::prepared(load_words(source + u * kUnitBytes + p * 4 * Vec::size));
       for (int step = 0; step < kInWord; ++step) {
-        codes(words).store(numbers[step] + p * Vec::size, Vec::size);
+        codes(words).store(numbers + step * kLanes + p * Vec::size, Vec::size);
         words = shift_right<DSX_BITS>(words);
       }
     }
-    for (int step = 0; step < kInWord; ++step) {
-      for (int lane = 0; lane < kLanes; ++lane) {
-        target[u * kUnit + place_of(step, lane)] = numbers[step][lane];
-      }
-    }
+    put_back(numbers, target + u * kUnit);
   }
 }
 

@@ -53,12 +53,6 @@ DSX_INLINE void measure(const T* x, int64_t count, bool asymmetric, Largest& fou
   found.flipped = dsx::max(found.flipped, max_of(flipped));
 }
 
-DSX_INLINE ScaleAndOffset scale_of(const Groups& call, const Largest& found) {
-  const float most = largest_code(call.format, call.asymmetric);
-  if (!call.asymmetric) return symmetric_scale(found.magnitude_or_order, most);
-  return asymmetric_scale(found.magnitude_or_order, found.flipped, most);
-}
-
 DSX_INLINE void store_scale(const Groups& call, int64_t group, const ScaleAndOffset& scale) {
   if (call.scales != nullptr) call.scales[group] = scale.scale;
   if (call.offsets != nullptr) call.offsets[group] = scale.offset;
@@ -151,7 +145,7 @@ inline void quantize_unit(const Quantize& call, const Coding& coding, const Unit
   for_each_piece_of_units(call, units, unit, unit + 1, [&](const Piece& piece) {
     Largest found;
     measure(call.x.row<T>(piece.row).address + piece.i, piece.count, call.asymmetric, found);
-    *next = scale_of(call, found);
+    *next = scale_of(coding, found);
     store_scale(call, piece.group, *next++);
   });
   next = scales;
@@ -205,7 +199,8 @@ inline void finish_scales(const Quantize& call, const Largest* found) {
           dsx::max(of_group.magnitude_or_order, found->magnitude_or_order);
       of_group.flipped = dsx::max(of_group.flipped, found->flipped);
     }
-    store_scale(call, group, scale_of(call, of_group));
+    with_coding(call.format, call.asymmetric,
+                [&](const auto& coding) { store_scale(call, group, scale_of(coding, of_group)); });
   }
 }
 

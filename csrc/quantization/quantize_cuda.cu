@@ -10,68 +10,101 @@ using namespace cuda;
 
 constexpr const char* kOp = "quantize";
 constexpr const char* kDequantize = "dequantize";
-constexpr int kOfThread = 2;            // vectors of eight elements
+constexpr int kRuns = 2;                // of a thread: their loads are under way together
 constexpr int64_t kMostThreads = 1024;  // of a team
-constexpr int64_t kMostOfTeam = kMostThreads * kOfThread * kEight;
+constexpr int64_t kMostOfTeam = kMostThreads * kRuns * kRun;
 
-// Stores what eight elements become: their codes, or what these stand for.
-template <class T, class Coding>
-__device__ inline void put_eight(const Quantize& call, const Coding& coding, const Codes& codes,
-                                 int64_t row, int64_t i, int count, bool aligned,
-                                 const ScaleAndOffset& scale) {
-  if (call.codes != nullptr) {
-    uint8_t* codes_of_row = call.codes + row * bytes_of_row(call.format, call.length);
-    store_codes(codes_of_row, i, count, aligned, bits_of_code(call.format) == 4, codes);
-  } else {
-    put<Stored::streamed>(call.out.row<T>(row), i, count, aligned,
-                          scaled_eight(decode_eight(coding, codes), scale));
+// Over a team of so many threads, a power of two; all of the block take part, once.
+__device__ inline Largest largest_of_team(Largest found, int log2_threads, bool asymmetric) {
+  const int threads = 1 << log2_threads;
+  found = largest_of_lanes(found, threads < kWarp ? threads : kWarp, asymmetric);
+  if (threads <= kWarp) return found;
+  __shared__ Largest of_warps[kMostThreads / kWarp];
+  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = found;
+  __syncthreads();
+  const int first_warp = int(threadIdx.x) >> log2_threads << (log2_threads - 5);
+#pragma unroll 1
+  for (int w = 0; w < threads / kWarp; ++w) found = larger(found, of_warps[first_warp + w]);
+  return found;
+}
+
+// A team takes a group. With one row there is no division.
+template <class T, bool kOneRow, class Coding>
+__global__ void __launch_bounds__(kMostThreads)
+    groups_kernel(const __grid_constant__ Quantize call, const Coding coding, int64_t columns,
+                  int log2_threads) {
+  const int threads = 1 << log2_threads;  // of a team
+  const int rank = int(threadIdx.x) & (threads - 1);
+  const int64_t group =
+      int64_t(blockIdx.x) * (blockDim.x >> log2_threads) + (threadIdx.x >> log2_threads);
+  const int64_t row = kOneRow ? 0 : quotient(group, columns);
+  const int64_t first = (group - row * columns) * call.group;
+  const int64_t left = row < call.rows ? call.length - first : 0;
+  const int count = int(left < call.group ? left : call.group);  // not positive: there is no group
+  const Pointer<T> x = kOneRow ? call.x.even_row<T>(0) : call.x.row<T>(row < call.rows ? row : 0);
+  RowVector<T, kRun> runs[kRuns];
+#pragma unroll
+  for (int k = 0; k < kRuns; ++k) {
+    const int i = (k * threads + rank) * kRun;
+    if (i < count) runs[k] = fetch<kRun>(x, first + i, kRun, true);
+  }
+  Largest found;
+#pragma unroll
+  for (int k = 0; k < kRuns; ++k) {
+    if ((k * threads + rank) * kRun >= count) continue;
+    found = larger(found, measure_all(runs[k], kRun, Coding::kAsymmetric));
+  }
+  found = largest_of_team(found, log2_threads, Coding::kAsymmetric);
+  if (count <= 0) return;
+  const ScaleAndOffset scale = scale_of(coding, found);
+  if (rank == 0) store_scale(call, group, scale);
+  const Grid grid = grid_of(scale, Coding::kAsymmetric);
+#pragma unroll
+  for (int k = 0; k < kRuns; ++k) {
+    const int i = (k * threads + rank) * kRun;
+    if (i < count) put_run(call, coding, runs[k], grid, scale, kOneRow ? 0 : row, first + i);
   }
 }
 
-template <class T>
-__global__ void __launch_bounds__(kMostThreads)
-    groups_kernel(const __grid_constant__ Quantize call, int64_t columns, int log2_threads) {
-  const int threads = 1 << log2_threads;  // of a team
-  const int rank = int(threadIdx.x) & (threads - 1);
-  const int64_t group = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) >> log2_threads;
-  const int64_t row = call.rows > 1 ? quotient(group, columns) : 0;
-  const int64_t first = (group - row * columns) * call.group;
-  const int64_t left = group < call.rows * columns ? call.length - first : 0;
-  const int count = int(left < call.group ? left : call.group);
-  RowVector<T, kEight> x[kOfThread];
+// A block takes a group of several rows.
+constexpr int kRunsOfTile = 4;  // of a thread
+constexpr int64_t kMostOfTile = kRunsOfTile * kThreads * kRun;
+
+template <class T, class Coding>
+__global__ void __launch_bounds__(kThreads, 2)
+    tiles_kernel(const __grid_constant__ Quantize call, const Coding coding, int64_t columns) {
+  const int64_t band = quotient(blockIdx.x, columns), column = blockIdx.x - band * columns;
+  const int64_t first_row = band * call.group_rows, first = column * call.group;
+  const int64_t rows_left = call.rows - first_row, left = call.length - first;
+  const int rows = int(rows_left < call.group_rows ? rows_left : call.group_rows);
+  const int of_row = int(left < call.group ? left : call.group) / kRun;  // runs
+  RowVector<T, kRun> runs[kRunsOfTile];
   Largest found;
 #pragma unroll
-  for (int k = 0; k < kOfThread; ++k) {
-    const int i = (k * threads + rank) * kEight;
-    if (i < count) x[k] = fetch<kEight>(call.x.row<T>(row), first + i, kEight, true);
+  for (int k = 0; k < kRunsOfTile; ++k) {
+    const int run = k * kThreads + int(threadIdx.x), row = run / of_row;
+    if (row >= rows) continue;
+    runs[k] = fetch<kRun>(call.x.row<T>(first_row + row), first + (run - row * of_row) * kRun, kRun,
+                          true);
   }
 #pragma unroll
-  for (int k = 0; k < kOfThread; ++k) {
-    if ((k * threads + rank) * kEight >= count) continue;
-    found = larger(found, measure_eight<T>(x[k], kEight, call.asymmetric));
+  for (int k = 0; k < kRunsOfTile; ++k) {
+    if ((k * kThreads + int(threadIdx.x)) / of_row >= rows) continue;
+    found = larger(found, measure_all(runs[k], kRun, Coding::kAsymmetric));
   }
-  found = largest_of_lanes(found, threads < kWarp ? threads : kWarp, call.asymmetric);
-  if (threads > kWarp) {
-    __shared__ Largest of_warps[kMostThreads / kWarp];
-    if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = found;
-    __syncthreads();
-    const int first_warp = int(threadIdx.x) >> log2_threads << (log2_threads - 5);
-    for (int w = 0; w < threads / kWarp; ++w) found = larger(found, of_warps[first_warp + w]);
-  }
-  if (count <= 0) return;
-  const ScaleAndOffset scale = scale_of(call, found);
-  if (rank == 0) store_scale(call, group, scale);
-  const Grid grid = grid_of(scale, call.asymmetric);
-  with_coding(call.format, call.asymmetric, [&](const auto& coding) {
+  constexpr int kLog2Threads = 8;
+  static_assert(1 << kLog2Threads == kThreads);
+  const ScaleAndOffset scale =
+      scale_of(coding, largest_of_team(found, kLog2Threads, Coding::kAsymmetric));
+  if (threadIdx.x == 0) store_scale(call, blockIdx.x, scale);
+  const Grid grid = grid_of(scale, Coding::kAsymmetric);
 #pragma unroll
-    for (int k = 0; k < kOfThread; ++k) {
-      const int i = (k * threads + rank) * kEight;
-      if (i >= count) continue;
-      const Noise noise = noise_from(call.noise, row * call.length + first + i);
-      const Codes codes = encode_eight(coding, floats_of(x[k]), grid, noise);
-      put_eight<T>(call, coding, codes, row, first + i, kEight, true, scale);
-    }
-  });
+  for (int k = 0; k < kRunsOfTile; ++k) {
+    const int run = k * kThreads + int(threadIdx.x), row = run / of_row;
+    if (row >= rows) continue;
+    put_run(call, coding, runs[k], grid, scale, first_row + row,
+            first + (run - row * of_row) * kRun);
+  }
 }
 
 // The general way: the largest of each group, of which a warp takes a piece of one row.
@@ -94,7 +127,7 @@ __global__ void __launch_bounds__(kThreads)
     const int count = int(end - i < kEight ? end - i : kEight);
     const bool aligned = is_aligned<kEight>((x + i).address, bytes_of(x.dtype));
     const auto vector = fetch<kEight>(x, i, count, aligned);
-    found = larger(found, measure_eight<Any>(vector, count, call.asymmetric));
+    found = larger(found, measure_all(vector, count, call.asymmetric));
   }
   found = largest_of_lanes(found, kWarp, call.asymmetric);
   if (lane != 0 || first >= end) return;
@@ -109,7 +142,9 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t group = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (group >= groups) return;
   const uint32_t flipped = call.asymmetric ? dsx::bits_of(call.offsets[group]) : 0;
-  store_scale(call, group, scale_of(call, {dsx::bits_of(call.scales[group]), flipped}));
+  const Largest found{dsx::bits_of(call.scales[group]), flipped};
+  with_coding(call.format, call.asymmetric,
+              [&](const auto& coding) { store_scale(call, group, scale_of(coding, found)); });
 }
 
 // Where eight elements of a row are, and their groups.
@@ -149,12 +184,12 @@ __global__ void __launch_bounds__(kThreads)
   const Noise noise = noise_from(call.noise, at.row * call.length + at.i);
   const bool whole = aligned && at.count == kEight;
   with_coding(call.format, call.asymmetric, [&](const auto& coding) {
-    Codes codes{};
+    Codes<kEight> codes{};
     Floats<kEight> values(0.0f);
     at.for_each_group(call, [&](int first, int last, int64_t group) {
       const ScaleAndOffset scale = stored_scale(call, group);
-      const Codes all = encode_eight(coding, x, grid_of(scale, call.asymmetric), noise);
-      const auto these = scaled_eight(decode_eight(coding, all), scale);
+      const auto all = encode_all(coding, x, grid_of(scale, call.asymmetric), noise);
+      const auto these = scaled_all(decode_all(coding, all), scale);
 #pragma unroll
       for (int k = 0; k < kEight; ++k) {
         if (k < first || k >= last) continue;
@@ -171,46 +206,56 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// T: all groups are of eights and everything is aligned; Any: whatever there is.
-template <class T>
+// Of whole groups of eights in a single row, all of it aligned: vectors of a block follow each
+// other.
+constexpr int kVectors = 4;  // of a thread: their loads are under way together
+
+template <class T, class Coding>
 __global__ void __launch_bounds__(kThreads)
-    dequantize_kernel(const __grid_constant__ Dequantize call, int64_t columns, int64_t of_row) {
-  constexpr bool kAligned = !std::is_same_v<T, Any>;
-  constexpr int kVectors = kAligned ? 2 : 1;  // the loads of both are under way together
+    dequantize_row_kernel(const __grid_constant__ Dequantize call, const Coding coding,
+                          int log2_group) {
   const bool is_nibble = bits_of_code(call.format) == 4;
-  Codes codes[kVectors];
+  const int64_t begin = (int64_t(blockIdx.x) * (kVectors * kThreads) + threadIdx.x) * kEight;
+  Codes<kEight> codes[kVectors];
   ScaleAndOffset scales[kVectors];
-  const int64_t threads = int64_t(gridDim.x) * kThreads;
-  const int64_t number = int64_t(blockIdx.x) * kThreads + threadIdx.x;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    const Eight at(call, columns, of_row, number + v * threads);
-    if (at.count == 0) continue;
-    const uint8_t* row = call.codes + at.row * bytes_of_row(call.format, call.length);
-    codes[v] = load_codes(row, at.i, at.count, kAligned, is_nibble);
-    if (kAligned) scales[v] = stored_scale(call, at.band + quotient(at.i, call.group));
+    const int64_t i = begin + v * (kThreads * kEight);
+    if (i >= call.length) continue;
+    codes[v] = load_codes(call.codes, i, kEight, true, is_nibble);
+    scales[v] = stored_scale(call, log2_group < 0 ? quotient(i, call.group) : i >> log2_group);
   }
-  with_coding(call.format, call.asymmetric, [&](const auto& coding) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const Eight at(call, columns, of_row, number + v * threads);
-      if (at.count == 0) continue;
-      const Floats<kEight> numbers = decode_eight(coding, codes[v]);
-      Floats<kEight> values = numbers;
-      if constexpr (kAligned) {
-        values = scaled_eight(numbers, scales[v]);
-      } else {
-        at.for_each_group(call, [&](int first, int last, int64_t group) {
-          const auto these = scaled_eight(numbers, stored_scale(call, group));
+  for (int v = 0; v < kVectors; ++v) {
+    const int64_t i = begin + v * (kThreads * kEight);
+    if (i >= call.length) continue;
+    put<Stored::streamed>(call.out.even_row<T>(0), i, kEight, true,
+                          scaled_all(decode_all(coding, codes[v]), scales[v]));
+  }
+}
+
+// The general way.
+__global__ void __launch_bounds__(kThreads)
+    dequantize_kernel(const __grid_constant__ Dequantize call, int64_t columns, int64_t of_row,
+                      bool aligned) {
+  const Eight at(call, columns, of_row, int64_t(blockIdx.x) * kThreads + threadIdx.x);
+  if (at.count == 0) return;
+  const bool whole = aligned && at.count == kEight;
+  const uint8_t* row = call.codes + at.row * bytes_of_row(call.format, call.length);
+  const Codes<kEight> codes =
+      load_codes(row, at.i, at.count, whole, bits_of_code(call.format) == 4);
+  Floats<kEight> numbers;
+  with_coding(call.format, call.asymmetric,
+              [&](const auto& coding) { numbers = decode_all(coding, codes); });
+  Floats<kEight> values = numbers;
+  at.for_each_group(call, [&](int first, int last, int64_t group) {
+    const auto these = scaled_all(numbers, stored_scale(call, group));
 #pragma unroll
-          for (int k = 0; k < kEight; ++k) {
-            if (k >= first && k < last) values.lanes[k] = these.lanes[k];
-          }
-        });
-      }
-      put<Stored::streamed>(call.out.row<T>(at.row), at.i, at.count, kAligned, values);
+    for (int k = 0; k < kEight; ++k) {
+      if (k >= first && k < last) values.lanes[k] = these.lanes[k];
     }
   });
+  put(call.out.even_row<Any>(at.row), at.i, at.count, aligned, values);
 }
 
 bool codes_aligned(const Groups& call, const void* codes) {
@@ -234,13 +279,27 @@ unsigned blocks_for(int64_t threads) { return unsigned(ceil_div(threads, kThread
 void quantize_in_registers(const Quantize& call, cudaStream_t stream) {
   const int64_t columns = call.columns(), group = std::min(call.group, call.length);
   int log2_threads = 0;
-  while ((int64_t(kOfThread * kEight) << log2_threads) < group) ++log2_threads;
-  const int64_t threads = call.rows * columns << log2_threads;
+  while ((int64_t(kRuns * kRun) << log2_threads) < group) ++log2_threads;
   const int of_block = std::max(kThreads, 1 << log2_threads);
   with_storage_type(call.x.dtype, [&](auto storage) {
-    groups_kernel<decltype(storage)>
-        <<<unsigned(ceil_div(threads, of_block)), of_block, 0, stream>>>(call, columns,
-                                                                         log2_threads);
+    using T = decltype(storage);
+    const unsigned blocks = unsigned(ceil_div(call.rows * columns, of_block >> log2_threads));
+    with_coding(call.format, call.asymmetric, [&](const auto& coding) {
+      using Coding = std::remove_cvref_t<decltype(coding)>;
+      const auto kernel =
+          call.rows == 1 ? groups_kernel<T, true, Coding> : groups_kernel<T, false, Coding>;
+      kernel<<<blocks, of_block, 0, stream>>>(call, coding, columns, log2_threads);
+    });
+  });
+}
+
+void quantize_in_tiles(const Quantize& call, cudaStream_t stream) {
+  const int64_t columns = call.columns();
+  with_storage_type(call.x.dtype, [&](auto storage) {
+    with_coding(call.format, call.asymmetric, [&](const auto& coding) {
+      tiles_kernel<decltype(storage)>
+          <<<unsigned(call.bands() * columns), kThreads, 0, stream>>>(call, coding, columns);
+    });
   });
 }
 
@@ -263,10 +322,12 @@ void quantize_in_two_passes(const Quantize& call, cudaStream_t stream) {
 }  // namespace
 
 bool quantize_cuda_measures_before(const Quantize& call) {
-  const bool by_eights = call.length % kEight == 0 && call.group % kEight == 0;
-  return call.group_rows != 1 || !by_eights || std::min(call.group, call.length) > kMostOfTeam ||
-         !all_aligned({call.x, call.out}) ||
-         (call.codes != nullptr && !codes_aligned(call, call.codes));
+  const int64_t group = std::min(call.group, call.length);
+  const bool fits = call.group_rows == 1
+                        ? group <= kMostOfTeam
+                        : std::min(call.group_rows, call.rows) <= kMostOfTile / group;
+  return !fits || call.length % kRun != 0 || call.group % kRun != 0 ||
+         reinterpret_cast<uintptr_t>(call.codes) % kRun != 0 || !all_aligned({call.x, call.out});
 }
 
 void quantize_cuda(const Quantize& one, void* stream) {
@@ -274,6 +335,8 @@ void quantize_cuda(const Quantize& one, void* stream) {
   cuda::check(cudaPeekAtLastError(), kOp);  // of somebody before
   if (quantize_cuda_measures_before(call)) {
     quantize_in_two_passes(call, cudaStream_t(stream));
+  } else if (call.group_rows != 1) {
+    quantize_in_tiles(call, cudaStream_t(stream));
   } else {
     join_rows(call, {&call.x, &call.out});
     quantize_in_registers(call, cudaStream_t(stream));
@@ -284,20 +347,22 @@ void quantize_cuda(const Quantize& one, void* stream) {
 void dequantize_cuda(const Dequantize& one, void* stream) {
   Dequantize call = one;
   cuda::check(cudaPeekAtLastError(), kDequantize);  // of somebody before
-  const bool aligned = call.group % kEight == 0 && call.length % kEight == 0 &&
-                       all_aligned({call.out}) && codes_aligned(call, call.codes);
+  const bool aligned = codes_aligned(call, call.codes) && all_aligned({call.out});
   join_rows(call, {&call.out});
-  const int64_t of_row = ceil_div(call.length, kEight), vectors = call.rows * of_row;
-  const auto launch = [&](auto storage) {
-    constexpr int kOfEach = std::is_same_v<decltype(storage), Any> ? 1 : 2;
-    dequantize_kernel<decltype(storage)>
-        <<<blocks_for(ceil_div(vectors, kOfEach)), kThreads, 0, cudaStream_t(stream)>>>(
-            call, call.columns(), of_row);
-  };
-  if (aligned) {
-    with_storage_type(call.out.dtype, launch);
+  const int64_t of_row = ceil_div(call.length, kEight);
+  if (aligned && call.rows == 1 && call.group_rows == 1 && call.group % kEight == 0) {
+    const bool is_power = (call.group & (call.group - 1)) == 0;
+    const int log2_group = is_power ? __builtin_ctzll(uint64_t(call.group)) : -1;
+    with_storage_type(call.out.dtype, [&](auto storage) {
+      with_coding(call.format, call.asymmetric, [&](const auto& coding) {
+        dequantize_row_kernel<decltype(storage)>
+            <<<blocks_for(ceil_div(of_row, kVectors)), kThreads, 0, cudaStream_t(stream)>>>(
+                call, coding, log2_group);
+      });
+    });
   } else {
-    launch(Any{});
+    dequantize_kernel<<<blocks_for(call.rows * of_row), kThreads, 0, cudaStream_t(stream)>>>(
+        call, call.columns(), of_row, aligned);
   }
   cuda::check(cudaGetLastError(), kDequantize);
 }

@@ -21,8 +21,9 @@ __device__ inline uint32_t lowest_bytes(uint32_t a, uint32_t b, uint32_t c, uint
 }
 
 // Codes as bytes, four in a word.
+template <int kCount>
 struct Codes {
-  uint32_t words[2];
+  uint32_t words[kCount / 4];
 
   __device__ uint32_t at(int k) const { return words[k / 4] >> (8 * (k % 4)) & 0xff; }
 };
@@ -59,88 +60,146 @@ __device__ inline float2 decode_pair(uint32_t pair) {
 #endif
 }
 
-// The codes of eight elements, of which the first one's random bits are those of `noise`.
-template <class Coding>
-__device__ inline Codes encode_eight(const Coding& coding, const Floats<kEight>& x,
-                                     const Grid& grid, const Noise& noise) {
-  uint32_t codes[kEight];
-  if constexpr (Coding::kIsInteger) {
-    if (noise.on) {
+// The codes of some elements, of which the first one's random bits are those of `noise`, in the
+// lowest bits of a word each, with anything above.
+template <class Coding, int kCount>
+__device__ inline void encode_each(const Coding& coding, const Floats<kCount>& x, const Grid& grid,
+                                   const Noise& noise, uint32_t (&codes)[kCount]) {
+  const bool random = Coding::kIsInteger && noise.on;
+  if (!random) {
 #pragma unroll
-      for (int k = 0; k < kEight; ++k) {
-        const uint32_t random = random_bits(noise, uint32_t(k));
-        codes[k] = coding.template encode<uint32_t>(x.lanes[k], grid, random);
-      }
-    } else {
+    for (int k = 0; k < kCount; ++k) codes[k] = coding.template encode<uint32_t>(x.lanes[k], grid);
+  } else if constexpr (Coding::kIsInteger) {
 #pragma unroll
-      for (int k = 0; k < kEight; ++k) {
-        codes[k] = coding.template encode<uint32_t>(x.lanes[k], grid);
-      }
-    }
-  } else {
-#pragma unroll
-    for (int k = 0; k < kEight; ++k) {
-      codes[k] = coding.template encode<uint32_t>(x.lanes[k], grid);
+    for (int k = 0; k < kCount; ++k) {
+      const uint32_t bits = random_bits(noise, uint32_t(k));
+      codes[k] = coding.template encode<uint32_t>(x.lanes[k], grid, bits);
     }
   }
-  return {lowest_bytes(codes[0], codes[1], codes[2], codes[3]) & grid.mask,
-          lowest_bytes(codes[4], codes[5], codes[6], codes[7]) & grid.mask};
 }
 
-template <class Bits>
-__device__ inline Codes encode_eight(const Float8Coding<Bits>&, const Floats<kEight>& x,
-                                     const Grid& grid, const Noise& /*noise*/) {
-  uint32_t pairs[4];
+template <class Coding, int kCount>
+__device__ inline Codes<kCount> encode_all(const Coding& coding, const Floats<kCount>& x,
+                                           const Grid& grid, const Noise& noise) {
+  uint32_t codes[kCount];
+  encode_each(coding, x, grid, noise, codes);
+  Codes<kCount> packed;
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    pairs[k] = encode_pair<Bits>(x.lanes[2 * k] * grid.inverse, x.lanes[2 * k + 1] * grid.inverse);
+  for (int k = 0; k < kCount; k += 4) {
+    packed.words[k / 4] =
+        lowest_bytes(codes[k], codes[k + 1], codes[k + 2], codes[k + 3]) & grid.mask;
   }
-  return {__byte_perm(pairs[0], pairs[1], 0x5410) & grid.mask,
-          __byte_perm(pairs[2], pairs[3], 0x5410) & grid.mask};
+  return packed;
 }
 
-template <class Coding>
-__device__ inline Floats<kEight> decode_eight(const Coding& coding, const Codes& codes) {
-  Floats<kEight> numbers;
+// Eight codes of 4 bits in a word.
+__device__ inline uint32_t lowest_nibbles(const uint32_t* codes) {
+  const uint32_t even = lowest_bytes(codes[0], codes[2], codes[4], codes[6]);
+  const uint32_t odd = lowest_bytes(codes[1], codes[3], codes[5], codes[7]);
+  return blend_bits(0x0f0f0f0f, even, odd << 4);
+}
+
+template <class Bits, QuantFormat kFormat, int kCount>
+__device__ inline Codes<kCount> encode_all(const Float8Coding<Bits, kFormat>&,
+                                           const Floats<kCount>& x, const Grid& grid,
+                                           const Noise& /*noise*/) {
+  Codes<kCount> packed;
 #pragma unroll
-  for (int k = 0; k < kEight; ++k) numbers.lanes[k] = coding.template decode<float>(codes.at(k));
+  for (int k = 0; k < kCount; k += 4) {
+    const float* four = x.lanes + k;
+    const uint32_t low = encode_pair<Bits>(four[0] * grid.inverse, four[1] * grid.inverse);
+    const uint32_t high = encode_pair<Bits>(four[2] * grid.inverse, four[3] * grid.inverse);
+    packed.words[k / 4] = __byte_perm(low, high, 0x5410) & grid.mask;
+  }
+  return packed;
+}
+
+template <class Coding, int kCount>
+__device__ inline Floats<kCount> decode_all(const Coding& coding, const Codes<kCount>& codes) {
+  Floats<kCount> numbers;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) numbers.lanes[k] = coding.template decode<float>(codes.at(k));
   return numbers;
 }
 
-template <class Bits>
-__device__ inline Floats<kEight> decode_eight(const Float8Coding<Bits>&, const Codes& codes) {
-  Floats<kEight> numbers;
+template <class Bits, QuantFormat kFormat, int kCount>
+__device__ inline Floats<kCount> decode_all(const Float8Coding<Bits, kFormat>&,
+                                            const Codes<kCount>& codes) {
+  Floats<kCount> numbers;
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const float2 pair = decode_pair<Bits>(codes.words[k / 2] >> (16 * (k % 2)) & 0xffff);
-    numbers.lanes[2 * k] = pair.x;
-    numbers.lanes[2 * k + 1] = pair.y;
+  for (int k = 0; k < kCount; k += 2) {
+    const float2 pair = decode_pair<Bits>(codes.words[k / 4] >> (8 * (k % 4)) & 0xffff);
+    numbers.lanes[k] = pair.x;
+    numbers.lanes[k + 1] = pair.y;
   }
   return numbers;
 }
 
-__device__ inline Floats<kEight> scaled_eight(Floats<kEight> numbers, const ScaleAndOffset& group) {
+// A byte and what is above it come together in one instruction.
+template <bool kHasOffset, int kCount>
+__device__ inline Floats<kCount> decode_all(const IntegerCoding<kHasOffset>& coding,
+                                            const Codes<kCount>& codes) {
+  Floats<kCount> numbers;
 #pragma unroll
-  for (int k = 0; k < kEight; ++k) numbers.lanes[k] = scaled(numbers.lanes[k], group);
+  for (int k = 0; k < kCount; ++k) {
+    const uint32_t word = codes.words[k / 4] ^ coding.flip * 0x01010101;
+    const uint32_t bits = __byte_perm(word, kAboveCode, 0x7440 | k % 4);
+    numbers.lanes[k] = number_of_integer<float>(bits, coding.unsigned_zero);
+  }
+  return numbers;
+}
+
+template <int kCount>
+__device__ inline Floats<kCount> scaled_all(Floats<kCount> numbers, const ScaleAndOffset& group) {
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) numbers.lanes[k] = scaled(numbers.lanes[k], group);
   return numbers;
 }
 
 // Bytes of which each has a code of 4 bits, as a word of these, and the other way round.
-__device__ inline uint32_t nibbles_of(const Codes& codes) {
-  const uint32_t low = codes.words[0] & 0x0f0f0f0f, high = codes.words[1] & 0x0f0f0f0f;
+__device__ inline uint32_t nibbles_of(uint32_t first, uint32_t second) {
+  const uint32_t low = first & 0x0f0f0f0f, high = second & 0x0f0f0f0f;
   return __byte_perm(low | low >> 4, high | high >> 4, 0x6420);
 }
-__device__ inline Codes codes_of_nibbles(uint32_t word) {
+__device__ inline Codes<kEight> codes_of_nibbles(uint32_t word) {
   const uint32_t even = word & 0x0f0f0f0f, odd = word >> 4 & 0x0f0f0f0f;
   return {__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362)};
+}
+
+constexpr int kRun = 16;  // elements next to each other that a thread has, all aligned
+
+// Rounds a run, from element i of a row on, and stores its codes, or what these stand for.
+template <class T, class Coding>
+__device__ inline void put_run(const Quantize& call, const Coding& coding,
+                               const RowVector<T, kRun>& run, const Grid& grid,
+                               const ScaleAndOffset& scale, int64_t row, int64_t i) {
+  const Floats<kRun> x = floats_of(run);
+  const Noise noise = noise_from(call.noise, row * call.length + i);
+  if (call.codes == nullptr) {
+    const auto codes = encode_all(coding, x, grid, noise);
+    return put<Stored::streamed>(call.out.even_row<T>(row), i, kRun, true,
+                                 scaled_all(decode_all(coding, codes), scale));
+  }
+  uint8_t* codes_of_row = call.codes + row * bytes_of_row(call.format, call.length);
+  if constexpr (Coding::kMayBeNibbles) {
+    if (bits_of_code(call.format) == 4) {
+      uint32_t codes[kRun];
+      encode_each(coding, x, grid, noise, codes);
+      const uint2 words{lowest_nibbles(codes) & grid.mask, lowest_nibbles(codes + 8) & grid.mask};
+      return __stcs(reinterpret_cast<uint2*>(codes_of_row + i / 2), words);
+    }
+  }
+  const auto codes = encode_all(coding, x, grid, noise);
+  const auto& w = codes.words;
+  __stcs(reinterpret_cast<uint4*>(codes_of_row + i), uint4{w[0], w[1], w[2], w[3]});
 }
 
 // Stores the first `count` codes, from element i of a row on, which is even; all of them at once if
 // they are aligned.
 __device__ inline void store_codes(uint8_t* row, int64_t i, int count, bool aligned, bool is_nibble,
-                                   const Codes& codes) {
+                                   const Codes<kEight>& codes) {
   if (is_nibble) {
-    const uint32_t word = nibbles_of(codes);
+    const uint32_t word = nibbles_of(codes.words[0], codes.words[1]);
     if (aligned) return __stcs(reinterpret_cast<uint32_t*>(row + i / 2), word);
 #pragma unroll
     for (int k = 0; k < kEight; k += 2) {
@@ -157,8 +216,8 @@ __device__ inline void store_codes(uint8_t* row, int64_t i, int count, bool alig
   }
 }
 
-__device__ inline Codes load_codes(const uint8_t* row, int64_t i, int count, bool aligned,
-                                   bool is_nibble) {
+__device__ inline Codes<kEight> load_codes(const uint8_t* row, int64_t i, int count, bool aligned,
+                                           bool is_nibble) {
   if (is_nibble) {
     uint32_t word = 0;
     if (aligned) {
@@ -171,7 +230,7 @@ __device__ inline Codes load_codes(const uint8_t* row, int64_t i, int count, boo
     }
     return codes_of_nibbles(word);
   }
-  Codes codes{};
+  Codes<kEight> codes{};
   if (aligned) {
     const uint2 words = __ldcs(reinterpret_cast<const uint2*>(row + i));
     return {words.x, words.y};
@@ -183,9 +242,9 @@ __device__ inline Codes load_codes(const uint8_t* row, int64_t i, int count, boo
   return codes;
 }
 
-// What eight elements of a row are measured for: the first `count` of them.
-template <class T>
-__device__ inline Largest measure_eight(const RowVector<T, kEight>& x, int count, bool asymmetric) {
+// What elements of a row are measured for: the first `count` of them.
+template <class T, int kCount>
+__device__ inline Largest measure_all(const RowVector<T, kCount>& x, int count, bool asymmetric) {
   Largest found;
   if constexpr (sizeof(T) == 2) {
     if (!asymmetric) {  // two magnitudes in each word
@@ -201,9 +260,9 @@ __device__ inline Largest measure_eight(const RowVector<T, kEight>& x, int count
       return found;
     }
   }
-  const Floats<kEight> values = floats_of(x);
+  const Floats<kCount> values = floats_of(x);
 #pragma unroll
-  for (int k = 0; k < kEight; ++k) {
+  for (int k = 0; k < kCount; ++k) {
     const uint32_t bits = dsx::bits_of(values.lanes[k]);
     if (std::is_same_v<T, Any> && k >= count) continue;
     const uint32_t order = asymmetric ? order_of(bits) : magnitude_of(bits);
@@ -226,12 +285,6 @@ __device__ inline Largest largest_of_lanes(Largest found, int lanes, bool asymme
     found = larger(found, other);
   }
   return found;
-}
-
-__device__ inline ScaleAndOffset scale_of(const Groups& call, const Largest& found) {
-  const float most = largest_code(call.format, call.asymmetric);
-  if (!call.asymmetric) return symmetric_scale(found.magnitude_or_order, most);
-  return asymmetric_scale(found.magnitude_or_order, found.flipped, most);
 }
 
 __device__ inline void store_scale(const Groups& call, int64_t group, const ScaleAndOffset& scale) {

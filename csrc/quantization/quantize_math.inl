@@ -28,22 +28,41 @@ struct ScaleAndOffset {  // of a group, as in formats.h; no offset: -0, which ch
   float scale, offset;
 };
 
+// x / y rounded once, of a y whose rounded reciprocal is known (Markstein, "Computation of
+// elementary functions on the IBM RISC System/6000 processor", 1990, theorem 8.2): the rest is
+// exact, unless the quotient is below 2^-126.
+DSX_HOST_DEVICE inline float quotient_of(float x, float y, float reciprocal) {
+  const float first = x * reciprocal;
+  return dsx::multiply_add(dsx::multiply_add(-first, y, x), reciprocal, first);
+}
+
+// What the code of the largest element stands for, times the scale, and 1 / that, rounded.
+struct LargestCode {
+  float code, reciprocal;
+
+  DSX_HOST_DEVICE constexpr LargestCode(QuantFormat format, bool asymmetric)
+      : code(largest_code(format, asymmetric)), reciprocal(1.0f / code) {}
+};
+
 // Of a group whose largest magnitude has these bits.
-DSX_HOST_DEVICE inline ScaleAndOffset symmetric_scale(uint32_t largest, float largest_code) {
+DSX_HOST_DEVICE inline ScaleAndOffset symmetric_scale(uint32_t largest, const LargestCode& most) {
   if (largest >= kInfinity) return {dsx::float_of(0x7fc00000), -0.0f};
-  return {dsx::max(dsx::float_of(largest) / largest_code, kLeastScale), -0.0f};
+  const float magnitude = dsx::float_of(dsx::min(largest, dsx::bits_of(kMostScaled)));
+  const float scale = quotient_of(magnitude, most.code, most.reciprocal);
+  return {dsx::max(scale, kLeastScale), -0.0f};
 }
 
 // Of a group, by the largest of the orders of its elements and the largest of their complements.
 // The difference of two finite numbers may be infinite, half of it is not.
 DSX_HOST_DEVICE inline ScaleAndOffset asymmetric_scale(uint32_t largest, uint32_t least_flipped,
-                                                       float largest_code) {
+                                                       const LargestCode& most) {
   const uint32_t infinity = kSignBit | kInfinity;
   if (largest >= infinity || ~least_flipped <= ~infinity) return {dsx::float_of(0x7fc00000), 0};
   const float least = value_of_order(~least_flipped);
-  const float half_range = 0.5f * value_of_order(largest) - 0.5f * least;
-  const float half = dsx::max(half_range / largest_code, 0.5f * kLeastScale);
-  return {half + half, least};
+  const float half_range = 0.5f * dsx::min(value_of_order(largest), kMostScaled) - 0.5f * least;
+  const float half = quotient_of(half_range, most.code, most.reciprocal);
+  const float step = dsx::max(half, 0.5f * kLeastScale);
+  return {step + step, least};
 }
 
 // What the elements of a group are rounded to. The position of an element is the element itself or,
@@ -82,7 +101,7 @@ template <class Ints, class Float>
 DSX_INLINE Float round_to_grid(Float position, const Grid& grid, Float threshold, float integers) {
   const Float first = multiply_add(position, Float(grid.inverse), Float(integers));
   const Float rest = multiply_add(first - Float(integers), Float(-grid.step), position);
-  const Float one = float_of((bits_of(rest) & Ints(kSignBit)) | Ints(0x3f800000u));
+  const Float one = float_of(blend_bits(Ints(kSignBit), bits_of(rest), Ints(0x3f800000u)));
   return select(threshold < abs(rest), first + one, first);
 }
 
@@ -165,11 +184,13 @@ DSX_INLINE Float decode_nf4(Ints code) {
   return select(a, eight(8), eight(0));
 }
 
-// A code that is an integer, as a number: with `flip` 0x80 for those that have a sign, then less
-// the number that stands for 0.
+// The upper bits of a float whose last eight are a code: 2^23 and the code.
+constexpr uint32_t kAboveCode = 0x4b000000;
+
+// A code that is an integer, below that, as a number: what is above the code that stands for 0.
 template <class Float, class Ints>
-DSX_INLINE Float decode_integer(Ints code, uint32_t flip, float zero) {
-  return float_of((code ^ Ints(flip)) | Ints(0x4b000000u)) - Float(0x1p23f + zero);
+DSX_INLINE Float number_of_integer(Ints bits, float zero) {
+  return float_of(bits) - Float(0x1p23f + zero);
 }
 
 // What a number stands for.
@@ -180,22 +201,24 @@ DSX_INLINE Float scaled(Float number, const ScaleAndOffset& group) {
 
 // A format, as what makes a code of an element and a number of a code. Only integers have a random
 // threshold.
-template <bool kAsymmetric>
+template <bool kHasOffset>
 struct IntegerCoding {
-  static constexpr bool kIsInteger = true;
-  float zero;  // what is added to a number to make a code of 4 bits, which has no sign
-  float least, most;
+  static constexpr bool kIsInteger = true, kAsymmetric = kHasOffset, kMayBeNibbles = true;
+  LargestCode most;
+  float least;
+  float zero;           // what is added to a number to make a code of 4 bits, which has no sign
   uint32_t flip;        // of the code as a byte, before it is read as a number without sign
   float unsigned_zero;  // what stands for 0 then
 
-  DSX_HOST_DEVICE explicit IntegerCoding(QuantFormat format) {
+  DSX_HOST_DEVICE explicit IntegerCoding(QuantFormat format) : most(format, kAsymmetric) {
     const bool is_nibble = format == QuantFormat::int4;
-    most = largest_code(format, kAsymmetric);
-    least = kAsymmetric ? 0 : -most;
+    least = kAsymmetric ? 0 : -most.code;
     zero = is_nibble && !kAsymmetric ? 8 : 0;
     flip = is_nibble || kAsymmetric ? 0 : 0x80;
     unsigned_zero = is_nibble ? zero : float(flip);
   }
+
+  DSX_HOST_DEVICE LargestCode largest() const { return most; }
 
   template <class Ints, class Float>
   DSX_INLINE Ints encode(Float x, const Grid& grid) const {
@@ -210,18 +233,21 @@ struct IntegerCoding {
     const Float threshold = random_threshold<Float>(grid, random);
     const Float sum =
         round_to_grid<Ints>(position_of(x, grid, kAsymmetric), grid, threshold, integers);
-    return bits_of(min(max(sum, Float(integers + least)), Float(integers + most)));
+    const Ints first = bits_of(Float(integers + least));
+    return min(max(bits_of(sum), first), bits_of(Float(integers + most.code)));
   }
 
   template <class Float, class Ints>
   DSX_INLINE Float decode(Ints code) const {
-    return decode_integer<Float>(code, flip, unsigned_zero);
+    return number_of_integer<Float>((code ^ Ints(flip)) | Ints(kAboveCode), unsigned_zero);
   }
 };
 
-template <class Bits>
+template <class Bits, QuantFormat kFormat>
 struct Float8Coding {
-  static constexpr bool kIsInteger = false;
+  static constexpr bool kIsInteger = false, kAsymmetric = false, kMayBeNibbles = false;
+
+  DSX_HOST_DEVICE static constexpr LargestCode largest() { return {kFormat, false}; }
 
   template <class Ints, class Float>
   DSX_INLINE Ints encode(Float x, const Grid& grid) const {
@@ -234,7 +260,9 @@ struct Float8Coding {
 };
 
 struct Nf4Coding {
-  static constexpr bool kIsInteger = false;
+  static constexpr bool kIsInteger = false, kAsymmetric = false, kMayBeNibbles = true;
+
+  DSX_HOST_DEVICE static constexpr LargestCode largest() { return {QuantFormat::nf4, false}; }
 
   template <class Ints, class Float>
   DSX_INLINE Ints encode(Float x, const Grid& grid) const {
@@ -246,7 +274,20 @@ struct Nf4Coding {
   }
 };
 
-// Calls body with the coding of a format.
+// Of a group, by what it has been measured for.
+template <class Coding>
+DSX_HOST_DEVICE inline ScaleAndOffset scale_of(const Coding& coding, const Largest& found) {
+  if constexpr (Coding::kAsymmetric) {
+    return asymmetric_scale(found.magnitude_or_order, found.flipped, coding.largest());
+  } else {
+    return symmetric_scale(found.magnitude_or_order, coding.largest());
+  }
+}
+
+// Calls body, which may be for the host alone, with the coding of a format.
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable
+#endif
 template <class Body>
 DSX_INLINE void with_coding(QuantFormat format, bool asymmetric, const Body& body) {
   switch (format) {
@@ -254,7 +295,7 @@ DSX_INLINE void with_coding(QuantFormat format, bool asymmetric, const Body& bod
     case QuantFormat::int4:
       return asymmetric ? body(IntegerCoding<true>(format)) : body(IntegerCoding<false>(format));
     case QuantFormat::nf4: return body(Nf4Coding());
-    case QuantFormat::fp8_e4m3: return body(Float8Coding<E4m3>());
-    case QuantFormat::fp8_e5m2: return body(Float8Coding<E5m2>());
+    case QuantFormat::fp8_e4m3: return body(Float8Coding<E4m3, QuantFormat::fp8_e4m3>());
+    case QuantFormat::fp8_e5m2: return body(Float8Coding<E5m2, QuantFormat::fp8_e5m2>());
   }
 }

@@ -2,6 +2,7 @@
 #include "quantization/quantized_linear.h"
 
 #include "common/simd/prefetch.h"
+#include "quantization/quantize.h"
 
 #define DSX_KERNEL_SOURCE "quantization/quantized_linear_cpu.inl"
 #include "common/simd/foreach_isa.h"
@@ -23,8 +24,8 @@ DSX_TARGET_END
 
 namespace dsx {
 
-void quantized_linear_cpu(Isa isa, [[maybe_unused]] bool vnni, const QuantizedLinear& call, int64_t begin,
-                          int64_t end) {
+void quantized_linear_cpu(Isa isa, [[maybe_unused]] bool vnni, const QuantizedLinear& call,
+                          int64_t begin, int64_t end) {
   if (!call.integer) return DSX_DISPATCH_ISA(isa, multiply_columns(call, begin, end));
 #ifdef __x86_64__
   if (vnni) return avx512::vnni::multiply_columns_of_integers(call, begin, end);

@@ -36,30 +36,36 @@ class FactorsOfX {
     for (int64_t u = 0; u * kUnit < count; ++u) {
       for (int r = 0; r < kRows; ++r) {
         float natural[kUnit] = {};
+        const int64_t left = count - u * kUnit;
         if (first + r < call.rows) {
           const Pointer<Any> source = call.x.row<Any>(first + r) + (k + u * kUnit);
-          const int64_t here = count - u * kUnit < kUnit ? count - u * kUnit : kUnit;
-          for_each_vector(0, here, [&](int64_t i, int lanes) {
-            Vec::load(source + i, lanes).store(natural + i, lanes);
-          });
+          load_unit(source, left < kUnit ? left : kUnit, natural);
         }
         place(u, r, natural, in_order);
+        if (call.weight.offsets) add_up(u, r);
       }
     }
   }
 
  private:
+  static constexpr int64_t kPitch = kRows * kLanes;  // from a step of a row to the next one
+
   void place(int64_t unit, int row, const float (&natural)[kUnit], bool in_order) {
-    float sums[kLanes] = {};
     float* const target = floats_ + (unit * kInWord * kRows + row) * kLanes;
+    if (!in_order) return put_in_order(natural, target, kPitch);
     for (int step = 0; step < kInWord; ++step) {
-      float* const lanes = target + step * kRows * kLanes;
-      for (int lane = 0; lane < kLanes; ++lane) {
-        lanes[lane] = natural[in_order ? step * kLanes + lane : place_of(step, lane)];
-      }
-      for (int lane = 0; lane < kLanes; ++lane) sums[lane] += lanes[lane];
+      memcpy(target + step * kPitch, natural + step * kLanes, kLanes * sizeof(float));
     }
-    memcpy(sums_ + (unit * kRows + row) * kLanes, sums, sizeof(sums));
+  }
+
+  void add_up(int64_t unit, int row) {
+    for (int p = 0; p < kParts; ++p) {
+      Vec sum(0.0f);
+      for (int step = 0; step < kInWord; ++step) {
+        sum = sum + Vec::load(at(unit, step, row) + p * Vec::size, Vec::size);
+      }
+      sum.store(sums_ + (unit * kRows + row) * kLanes + p * Vec::size, Vec::size);
+    }
   }
 
   alignas(64) float floats_[kRoom];
@@ -68,62 +74,63 @@ class FactorsOfX {
 };
 
 // The scales of some columns for a chunk, or their offsets: a row for each unit, or for each run.
-class Scales {
- public:
-  // `columns` of them from number `first` on, of `units` from element k on.
-  void read(const PackedWeight& weight, const float* values, int64_t first, int64_t columns,
-            int64_t k, int64_t units) {
-    if (values == nullptr) return;
-    in_unit_ = rows_of_unit(weight);
-    pitch_ = columns;
-    const int64_t last = weight.groups() - 1;
-    for (int64_t i = 0; i < units * in_unit_; ++i) {
-      const int64_t group = (k + i * (kUnit / in_unit_)) / weight.group;
-      const int64_t known = group < last ? group : last;  // behind the end numbers are 0
-      memcpy(values_ + i * columns, values + known * weight.scale_pitch + first,
-             size_t(columns) * sizeof(float));
-    }
-  }
+struct ScalesAtHand {
+  const float* values;  // null: none
+  int64_t pitch;        // from one row to the next
+  int64_t in_unit;      // rows: 1 or 4
 
   Vec at(int64_t unit, int column, int part) const {
-    const float* source = values_ + unit * in_unit_ * pitch_ + column;
-    return in_unit_ == 1 ? Vec(*source) : load_fours(source, pitch_, part);
+    const float* source = values + unit * in_unit * pitch + column;
+    return in_unit == 1 ? Vec(*source) : load_fours(source, pitch, part);
   }
-
-  float* room() { return values_; }
-
-  static int64_t rows_of_unit(const PackedWeight& weight) {
-    return weight.groups() == 1 || weight.group % kUnit == 0 ? 1 : 4;
-  }
-
- private:
-  alignas(64) float values_[kRoom];
-  int64_t in_unit_, pitch_;
 };
+
+inline int64_t scales_of_unit(const PackedWeight& weight) {
+  return weight.groups() == 1 || weight.group % kUnit == 0 ? 1 : 4;
+}
+
+// Copies `columns` of these, which are the scales or offsets of the weight, from number `first` on:
+// those of `units` from element k on. Some lie 4096 bytes apart or a multiple of that, so that they
+// would push each other out of the cache.
+inline ScalesAtHand copy_scales(const PackedWeight& weight, const float* values, int64_t first,
+                                int64_t columns, int64_t k, int64_t units, float* target) {
+  if (values == nullptr) return {};
+  const int64_t in_unit = scales_of_unit(weight), last = weight.groups() - 1;
+  for (int64_t i = 0; i < units * in_unit; ++i) {
+    const int64_t group = (k + i * (kUnit / in_unit)) / weight.group;
+    const int64_t known = group < last ? group : last;  // behind the end numbers are 0
+    memcpy(target + i * columns, values + known * weight.scale_pitch + first,
+           size_t(columns) * sizeof(float));
+  }
+  return {target, columns, in_unit};
+}
 
 // What a thread has at hand. The running sums of a result are those of the words that have the same
 // place in their units.
 template <int kRows>
 struct Scratch {
   FactorsOfX<kRows> x;
-  Scales scales, offsets;
+  alignas(64) float scales[kRoom];
+  alignas(64) float offsets[kRoom];
   alignas(64) float sums[kRows][kColumns][kLanes];
 };
 
 // `units` of kColumns_ rows of the weight beside kRows rows of x; `column` is the number of the
-// first one among those that scales are at hand for.
+// first one among those whose scales are at hand. What does not change is in locals: the compiler
+// takes it that a vector may be stored anywhere.
 template <int kColumns_, int kRows>
-inline void multiply(const PackedWeight& weight, const Codes& codes, const uint8_t* source,
-                     int64_t units, int column, Scratch<kRows>& scratch) {
-  const int64_t ahead = kColumns_ * weight.row_bytes;  // the same place of the next rows
+inline void multiply(const Codes codes, const uint8_t* source, int64_t pitch, int64_t units,
+                     int column, const ScalesAtHand scales, const ScalesAtHand offsets,
+                     const FactorsOfX<kRows>& x, float (*target)[kColumns][kLanes]) {
+  const int64_t ahead = kColumns_ * pitch;  // the same place of the next rows
   for (int64_t u = 0; u < units; ++u) {
     const uint8_t* const here = source + u * kUnitBytes;
-    for (int c = 0; c < kColumns_; ++c) prefetch(here + c * weight.row_bytes, ahead);
+    for (int c = 0; c < kColumns_; ++c) prefetch(here + c * pitch, ahead);
     for (int p = 0; p < kParts; ++p) {
       Ints words[kColumns_];
       Vec sums[kColumns_][kRows];
       for (int c = 0; c < kColumns_; ++c) {
-        words[c] = Codes::prepared(load_words(here + c * weight.row_bytes + p * 4 * Vec::size));
+        words[c] = Codes::prepared(load_words(here + c * pitch + p * 4 * Vec::size));
         for (int r = 0; r < kRows; ++r) sums[c][r] = Vec(0.0f);
       }
       for (int step = 0; step < kInWord; ++step) {
@@ -133,22 +140,24 @@ inline void multiply(const PackedWeight& weight, const Codes& codes, const uint8
           words[c] = shift_right<DSX_BITS>(words[c]);
         }
         for (int r = 0; r < kRows; ++r) {
-          const Vec factor = Vec::load(scratch.x.at(u, step, r) + p * Vec::size, Vec::size);
+          const Vec factor = Vec::load(x.at(u, step, r) + p * Vec::size, Vec::size);
           for (int c = 0; c < kColumns_; ++c) {
             sums[c][r] = multiply_add(numbers[c], factor, sums[c][r]);
           }
         }
       }
       for (int c = 0; c < kColumns_; ++c) {
-        const Vec scale = scratch.scales.at(u, column + c, p);
+        const Vec scale = scales.at(u, column + c, p);
         for (int r = 0; r < kRows; ++r) {
-          float* const lanes = scratch.sums[r][column + c] + p * Vec::size;
-          Vec total = multiply_add(sums[c][r], scale, Vec::load(lanes, Vec::size));
-          if (weight.offsets) {
-            const Vec of_x = Vec::load(scratch.x.sums_at(u, r) + p * Vec::size, Vec::size);
-            total = multiply_add(of_x, scratch.offsets.at(u, column + c, p), total);
-          }
-          total.store(lanes, Vec::size);
+          float* const lanes = target[r][column + c] + p * Vec::size;
+          multiply_add(sums[c][r], scale, Vec::load(lanes, Vec::size)).store(lanes, Vec::size);
+        }
+        if (offsets.values == nullptr) continue;
+        const Vec offset = offsets.at(u, column + c, p);
+        for (int r = 0; r < kRows; ++r) {
+          float* const lanes = target[r][column + c] + p * Vec::size;
+          const Vec of_x = Vec::load(x.sums_at(u, r) + p * Vec::size, Vec::size);
+          multiply_add(of_x, offset, Vec::load(lanes, Vec::size)).store(lanes, Vec::size);
         }
       }
     }
@@ -167,7 +176,7 @@ constexpr int at_once(int rows) {
 template <int kRows>
 inline void multiply_floats(const PackedWeight& weight, const Codes& codes, int64_t first,
                             int64_t columns, int64_t k, int64_t count, Scratch<kRows>& scratch) {
-  float* const elements = scratch.scales.room();
+  float* const elements = scratch.scales;
   for (int64_t c = 0; c < columns; ++c) {
     elements_of_row(weight, codes, first + c, k, count, elements);
     for (int64_t u = 0; u * kUnit < count; ++u) {
@@ -193,15 +202,20 @@ inline void multiply_chunk(const PackedWeight& weight, const Codes& codes, int64
                            int64_t columns, int64_t k, int64_t count, Scratch<kRows>& scratch) {
   constexpr int kStep = at_once(kRows);
   const int64_t units = (count + kUnit - 1) / kUnit;
-  scratch.scales.read(weight, weight.scales, first, columns, k, units);
-  scratch.offsets.read(weight, weight.offsets, first, columns, k, units);
-  const uint8_t* source = weight.codes + first * weight.row_bytes + k * DSX_BITS / 8;
+  const ScalesAtHand scales =
+      copy_scales(weight, weight.scales, first, columns, k, units, scratch.scales);
+  const ScalesAtHand offsets =
+      copy_scales(weight, weight.offsets, first, columns, k, units, scratch.offsets);
+  const int64_t pitch = weight.row_bytes;
+  const uint8_t* source = weight.codes + first * pitch + k * DSX_BITS / 8;
   int c = 0;
   for (; c + kStep <= columns; c += kStep) {
-    multiply<kStep, kRows>(weight, codes, source + c * weight.row_bytes, units, c, scratch);
+    multiply<kStep, kRows>(codes, source + c * pitch, pitch, units, c, scales, offsets, scratch.x,
+                           scratch.sums);
   }
   for (; c < columns; ++c) {
-    multiply<1, kRows>(weight, codes, source + c * weight.row_bytes, units, c, scratch);
+    multiply<1, kRows>(codes, source + c * pitch, pitch, units, c, scales, offsets, scratch.x,
+                       scratch.sums);
   }
 }
 
@@ -244,7 +258,7 @@ inline void multiply_rows(const QuantizedLinear& call, int64_t begin, int64_t en
   const Codes codes(numbers);
   Scratch<kRows> scratch;
   const int64_t chunk = call.length < scratch.x.kChunk ? call.length : scratch.x.kChunk;
-  const int64_t scales = (chunk + kUnit - 1) / kUnit * Scales::rows_of_unit(weight);
+  const int64_t scales = (chunk + kUnit - 1) / kUnit * scales_of_unit(weight);
   const int64_t narrow = scales * kColumns <= kRoom ? kColumns : kRoom / scales / 4 * 4;
   for_each_block(call, begin, end, [&](int64_t first, int64_t columns, float* totals) {
     for (int64_t c = 0; c < columns; c += narrow) {

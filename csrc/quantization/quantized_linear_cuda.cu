@@ -37,13 +37,6 @@ struct ByTensorCores {
   DSX_HOST_DEVICE static const cuda::Scales& scales(const Call& call) { return call.scales; }
 };
 
-bool is_aligned(const PackedWeight& weight) {
-  return (reinterpret_cast<uintptr_t>(weight.codes) | reinterpret_cast<uintptr_t>(weight.scales) |
-          reinterpret_cast<uintptr_t>(weight.offsets)) %
-             16 ==
-         0;
-}
-
 template <class T>
 void launch_tensor_cores(const QuantizedLinear& call, const cuda::Device& device,
                          cudaStream_t stream) {
@@ -90,8 +83,8 @@ void quantized_linear_cuda(const QuantizedLinear& call, void* workspace, void* s
       return;
     }
     if constexpr (sizeof(T) == 2) {
-      const bool fits = call.weight.format != QuantFormat::nf4 && is_aligned(call.weight) &&
-                        cuda::groups_fit_lines<DSX_BITS>(call.weight);
+      const bool fits =
+          call.weight.format != QuantFormat::nf4 && cuda::groups_fit_lines<DSX_BITS>(call.weight);
       if (fits) return launch_tensor_cores<T>(call, device, queue);
     }
     const auto kernel =
@@ -103,10 +96,12 @@ void quantized_linear_cuda(const QuantizedLinear& call, void* workspace, void* s
 
 void unpack_weight_cuda(const PackedWeight& weight, const Rows& out, void* stream) {
   cuda::check(cudaPeekAtLastError(), kUnpack);  // of somebody before
-  const int64_t eights = weight.rows * ceil_div(weight.length, int64_t(8));
-  const auto blocks = unsigned(ceil_div(eights, int64_t(256)));
+  const int64_t eights = ceil_div(weight.length, int64_t(8));
+  const dim3 blocks(unsigned(ceil_div(eights, int64_t(cuda::kUnpackThreads))),
+                    unsigned(std::min<int64_t>(weight.rows, cuda::kMostGridRows)));
   with_storage_type(out.dtype, [&](auto storage) {
-    cuda::unpack_kernel<decltype(storage)><<<blocks, 256, 0, cudaStream_t(stream)>>>(weight, out);
+    cuda::unpack_kernel<decltype(storage)>
+        <<<blocks, cuda::kUnpackThreads, 0, cudaStream_t(stream)>>>(weight, out);
   });
   cuda::check(cudaPeekAtLastError(), kUnpack);
 }

@@ -8,6 +8,12 @@ namespace dsx::cuda {
 
 constexpr int kCodesOfWord = 32 / DSX_BITS, kRun = kRunBytes * 8 / DSX_BITS;  // elements
 
+// As nf4_level, which would be a table on the stack of every thread.
+__constant__ constexpr float kNf4Levels[16] = {
+    nf4_level(0),  nf4_level(1),  nf4_level(2),  nf4_level(3), nf4_level(4),  nf4_level(5),
+    nf4_level(6),  nf4_level(7),  nf4_level(8),  nf4_level(9), nf4_level(10), nf4_level(11),
+    nf4_level(12), nf4_level(13), nf4_level(14), nf4_level(15)};
+
 // The codes of a run.
 class RunOfCodes {
  public:
@@ -39,7 +45,7 @@ class RunOfCodes {
     }
     if (weight_.format != QuantFormat::nf4) return;
 #pragma unroll
-    for (float& value : values) value = nf4_level(int(value) + (symmetric ? 8 : 0));
+    for (float& value : values) value = kNf4Levels[int(value) + 8];
   }
 
  private:
@@ -70,6 +76,11 @@ __device__ inline int64_t group_of(const PackedWeight& weight, int64_t k) {
   return quotient(k, weight.group);
 }
 
+__device__ inline void scale_all(const ScaleOf& scale, float (&values)[8]) {
+#pragma unroll
+  for (float& value : values) value = __fmaf_rn(value, scale.scale, scale.offset);
+}
+
 // Eight neighbours of a run as floats, of which the first one is element k of a row; those behind
 // the end are 0.
 __device__ inline void floats_of(const PackedWeight& weight, const RunOfCodes& run, int64_t row,
@@ -78,10 +89,7 @@ __device__ inline void floats_of(const PackedWeight& weight, const RunOfCodes& r
   const int64_t left = weight.length - k;
   const int64_t first = group_of(weight, k);
   if (left >= 8 && k + 7 < (first + 1) * weight.group) {
-    const ScaleOf scale(weight, row, first);
-#pragma unroll
-    for (float& value : values) value = __fmaf_rn(value, scale.scale, scale.offset);
-    return;
+    return scale_all(ScaleOf(weight, row, first), values);
   }
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -94,24 +102,33 @@ __device__ inline void floats_of(const PackedWeight& weight, const RunOfCodes& r
   }
 }
 
-// A thread has eight elements, so that the threads of a warp write without gaps.
+constexpr int kUnpackThreads = 128, kMostGridRows = 65535;
+
+// A thread has eight elements of some rows, so that the threads of a warp write without gaps.
 template <class T>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(kUnpackThreads)
     unpack_kernel(const __grid_constant__ PackedWeight weight, const __grid_constant__ Rows out) {
-  const int64_t eights = ceil_div(weight.length, int64_t(8));
-  const int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  const int64_t row = quotient(index, eights), i = index - row * eights, k = 8 * i;
-  if (row >= weight.rows) return;
   constexpr int kEights = kRun / 8;
-  const RunOfCodes run(weight, row, i / kEights);
-  Floats<8> values;
-  floats_of(weight, run, row, k, int(i % kEights), values.lanes);
-  const auto target = Pointer<T>::to(out.data, out.dtype) + (row * out.pitch + k);
+  const int64_t i = int64_t(blockIdx.x) * kUnpackThreads + threadIdx.x, k = 8 * i;
   const int64_t left = weight.length - k;
-  if (left >= 8 && is_aligned<8>(target.address, sizeof(T))) {
-    store<Access::vector>(target, values, 8);
-  } else {
-    store<Access::single>(target, values, int(left < 8 ? left : 8));
+  if (left <= 0) return;
+  const int64_t group = group_of(weight, k);
+  const bool in_one = left >= 8 && k + 7 < (group + 1) * weight.group;
+  for (int64_t row = blockIdx.y; row < weight.rows; row += gridDim.y) {
+    const RunOfCodes run(weight, row, i / kEights);
+    Floats<8> values;
+    if (in_one) {
+      run.numbers(int(i % kEights), values.lanes);
+      scale_all(ScaleOf(weight, row, group), values.lanes);
+    } else {
+      floats_of(weight, run, row, k, int(i % kEights), values.lanes);
+    }
+    const auto target = Pointer<T>::to(out.data, out.dtype) + (row * out.pitch + k);
+    if (left >= 8 && is_aligned<8>(target.address, sizeof(T))) {
+      store<Access::vector>(target, values, 8);
+    } else {
+      store<Access::single>(target, values, int(left < 8 ? left : 8));
+    }
   }
 }
 

@@ -50,6 +50,8 @@ PROGRAMS = {  # with the sources that each is linked with; an op library stands 
     ],
     "rope": [ISA, "transformer/rope_cpu.cpp"],
     "skinny_linear": [ISA, "transformer/skinny_linear_cpu.cpp"],
+    "quantized_linear_w4": [ISA, "cpu_quantized_linear_w4"],
+    "quantized_linear_w8": [ISA, "cpu_quantized_linear_w8"],
     "kv_cache": [ISA, "cpu_kv_cache"],
     "kv_cache_int8": [ISA, "cpu_kv_cache_int8"],
     "kv_cache_fp8": [ISA, "cpu_kv_cache_fp8"],

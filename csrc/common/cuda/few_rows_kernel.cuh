@@ -181,6 +181,8 @@ bool make_maps(Maps<Kind::kScaled>& maps, const typename Kind::Call& call,
   if (!make_map(maps.weight, weight, columns, geometry.lines)) return false;
   if (!make_map(maps.x, x, geometry.x_rows, geometry.lines * Kind::kXLines)) return false;
   if constexpr (Kind::kScaled) {
+    // A rectangle of floats begins at a multiple of 16 bytes.
+    if (call.gated && call.columns % 4 != 0) return false;
     const Scales scales = Kind::scales(call);
     const int rows = geometry.scale_lines * geometry.lines;
     const auto make = [&](CUtensorMap& map, const float* data) {

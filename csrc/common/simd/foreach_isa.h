@@ -18,7 +18,8 @@
 //   bits_of(vec), float_of(ints), Ints::from(first), + - * & | ^, min, max, max_of(ints)
 //   shift_left<bits>(ints), shift_right<bits>(ints), blend_bits(mask, a, b): a where mask has a 1
 //   Ints load uint8_t, uint16_t, int16_t (sign extended), and store the first two
-//   Table(floats)[ints], load_fours(source, pitch, part): as vec_scalar.inl says
+//   Lookup(floats)[ints], load_fours(source, pitch, part), Dots::add<bits>(ints, ints, ints): as
+//                                    vec_scalar.inl says
 // Memory holds float, BFloat16 or Half, at any alignment; source and target are a T*, a Pointer<T>
 // or a Pointer<Any>. All ISAs give the same bits. In a thread that flushes subnormals to zero they
 // may differ in which of them min and max have flushed, and conversions flush nothing.

@@ -240,10 +240,10 @@ inline void store_lane_sums(const Vec (&a)[4][1], float* target) {
 }
 
 // As vec_scalar.inl says.
-struct Table {
+struct Lookup {
   __m512 values;
 
-  explicit Table(const float* source) : values(_mm512_loadu_ps(source)) {}
+  explicit Lookup(const float* source) : values(_mm512_loadu_ps(source)) {}
 
   Vec operator[](Ints places) const { return _mm512_permutexvar_ps(places.lanes, values); }
 };
@@ -271,18 +271,30 @@ struct Dots {
   }
 };
 
+// Sums of lanes 0 and 2, 1 and 3 of four lanes of each, side by side.
+inline __m512i added_pairs(__m512i a, __m512i b) {
+  return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+}
+
+// Sums of four lanes each: of lanes 0 to 3 of the four, then of lanes 4 to 7, and so on.
+inline __m512i sums_of_fours(const Ints (&a)[4][1]) {
+  const __m512i first = added_pairs(a[0][0].lanes, a[1][0].lanes);
+  const __m512i second = added_pairs(a[2][0].lanes, a[3][0].lanes);
+  return _mm512_add_epi32(_mm512_unpacklo_epi64(first, second),
+                          _mm512_unpackhi_epi64(first, second));
+}
+
 // As vec_derived.inl says.
 inline void store_lane_sums(const Ints (&a)[4][1], uint32_t* target) {
-  const auto pairs = [](const Ints& b, const Ints& c) DSX_INLINED {  // b c b c ...
-    return _mm512_add_epi32(_mm512_unpacklo_epi32(b.lanes, c.lanes),
-                            _mm512_unpackhi_epi32(b.lanes, c.lanes));
-  };
-  const __m512i first = pairs(a[0][0], a[1][0]), second = pairs(a[2][0], a[3][0]);
-  const __m512i fours =
-      _mm512_add_epi32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
+  const __m512i fours = sums_of_fours(a);
   const __m256i halves =
       _mm256_add_epi32(_mm512_castsi512_si256(fours), _mm512_extracti64x4_epi64(fours, 1));
   const __m128i sums =
       _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(target), sums);
+}
+inline void store_sums_of_fours(const Ints (&a)[4][1], uint32_t* target, int64_t pitch) {
+  uint32_t sums[16];
+  _mm512_storeu_si512(sums, sums_of_fours(a));
+  for (int i = 0; i < 4; ++i) memcpy(target + i * pitch, sums + 4 * i, 4 * sizeof(*sums));
 }

@@ -218,10 +218,10 @@ inline Ints bytes_to_middle(Ints a) {
 }
 
 // As vec_scalar.inl says.
-struct Table {
+struct Lookup {
   const float* values;
 
-  explicit Table(const float* source) : values(source) {}
+  explicit Lookup(const float* source) : values(source) {}
 
   Vec operator[](Ints places) const {
     const IntLanes at = places.lanes & 15;

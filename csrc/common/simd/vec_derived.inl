@@ -75,15 +75,22 @@ inline void store_lane_sums(const Vec (&a)[4][kParts], float* target) {  // [4]
   }
 }
 
-// The same of integers, modulo 2^32.
+// The same of integers, modulo 2^32: of lanes 4 f to 4 f + 3, target[f * pitch + i].
+template <int kParts>
+inline void store_sums_of_fours(const Ints (&a)[4][kParts], uint32_t* target, int64_t pitch) {
+  for (int i = 0; i < 4; ++i) {
+    uint32_t lanes[16];
+    memcpy(lanes, a[i], sizeof(lanes));
+    for (int f = 0; f < 4; ++f) {
+      target[f * pitch + i] = lanes[4 * f] + lanes[4 * f + 1] + lanes[4 * f + 2] + lanes[4 * f + 3];
+    }
+  }
+}
+
+// Of all 16 lanes.
 template <int kParts>
 inline void store_lane_sums(const Ints (&a)[4][kParts], uint32_t* target) {  // [4]
-  for (int i = 0; i < 4; ++i) {
-    Ints sum = a[i][0];
-    for (int k = 1; k < kParts; ++k) sum = sum + a[i][k];
-    uint32_t lanes[Ints::size];
-    memcpy(lanes, &sum, sizeof(sum));
-    target[i] = lanes[0];
-    for (int lane = 1; lane < Ints::size; ++lane) target[i] += lanes[lane];
-  }
+  uint32_t fours[16];
+  store_sums_of_fours(a, fours, 4);
+  for (int i = 0; i < 4; ++i) target[i] = fours[i] + fours[4 + i] + fours[8 + i] + fours[12 + i];
 }

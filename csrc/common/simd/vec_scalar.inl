@@ -121,10 +121,10 @@ inline Ints bytes_to_middle(Ints a) {
 
 // 16 floats, of which each lane of some Ints takes the one that its lowest four bits name. They
 // stay where they are.
-struct Table {
+struct Lookup {
   const float* values;
 
-  explicit Table(const float* source) : values(source) {}
+  explicit Lookup(const float* source) : values(source) {}
 
   Vec operator[](Ints places) const { return values[places.lane & 15]; }
 };

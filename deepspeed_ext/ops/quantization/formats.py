@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 LEAST_SCALE = 2.0**-126  # so that 1 / scale is finite
+MOST_SCALED = 2.0**128 - 2.0**108  # so that a code times a rounded scale is finite
 
 # The levels of NF4: Dettmers, Pagnoni, Holtzman & Zettlemoyer, "QLoRA: Efficient Finetuning of
 # Quantized LLMs", 2023, appendix E.

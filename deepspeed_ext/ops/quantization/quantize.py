@@ -10,6 +10,7 @@ from deepspeed_ext.ops._library import define
 from deepspeed_ext.ops.quantization.formats import (
     FORMATS,
     LEAST_SCALE,
+    MOST_SCALED,
     NF4_LEVELS,
     Format,
     groups_of,
@@ -145,10 +146,12 @@ def quantize_ref(
     known = values.nan_to_num(0, 0, 0)
     if symmetric:
         largest, offsets = most(known.abs()), None
-        scales = (largest / kind.largest).clamp_min(LEAST_SCALE).float()
+        scales = (largest.clamp_max(MOST_SCALED) / kind.largest).clamp_min(LEAST_SCALE).float()
     else:
         offsets = -most(-known)
-        half = (most(known) / 2 - offsets / 2).float().double() / kind.asymmetric_largest
+        half = (
+            most(known).clamp_max(MOST_SCALED) / 2 - offsets / 2
+        ).float().double() / kind.asymmetric_largest
         scales = 2 * half.float().clamp_min(LEAST_SCALE / 2)
         offsets = offsets.where(finite, 0).float()
     positions = known if offsets is None else known - offsets.double()[groups]
