@@ -12,7 +12,6 @@ from deepspeed_ext.ops.quantization.formats import (
     NF4_LEVELS,
     groups_of,
     number_of,
-    pack_nibbles,
     unpack_nibbles,
 )
 
@@ -134,18 +133,27 @@ def _check(
 
 def _lines_of_bytes(codes: Tensor, bits: int, length: int, format: str, biased: bool) -> Tensor:
     """Return whole lines of each row, reordered."""
-    of_run, n = RUN_BYTES * 8 // bits, codes.shape[0]
-    padded = row_bytes(length, bits) * 8 // bits
+    n, zero = codes.shape[0], 0
     if bits == 8:
-        values = (codes ^ 128 if biased else codes.view(torch.uint8)).contiguous()
-        values = F.pad(values, (0, padded - length))
+        codes = (codes ^ 128 if biased else codes.view(torch.uint8)).contiguous()
     else:
-        zero = 7 if format == "nf4" else 8  # the level 0
-        values = F.pad(unpack_nibbles(codes, length), (0, padded - length), value=zero)
+        zero = 0x77 if format == "nf4" else 0x88  # the level 0, twice
+        if length % 2:
+            codes = codes.clone()
+            codes[:, -1] = codes[:, -1] & 15 | zero & 240
+    beyond = row_bytes(length, bits) - codes.shape[1]
+    if beyond:
+        codes = F.pad(codes, (0, beyond), value=zero)
+    count = codes.shape[1] // RUN_BYTES
     # Element 8 p + 2 w + h of a run is number p of half h of word w.
-    runs = values.view(n, padded // of_run, of_run // 8, 4, 2).permute(0, 1, 3, 4, 2)
-    lines = runs.reshape(n, padded)
-    return lines if bits == 8 else pack_nibbles(lines)
+    if bits == 8:
+        runs = codes.view(n, count, RUN_BYTES // 8, 4, 2).permute(0, 1, 3, 4, 2)
+    else:  # a byte has both halves of a word, and gets two numbers
+        pairs = codes.contiguous().view(n, count, RUN_BYTES // 8, 2, 4)
+        even, odd = pairs.unbind(3)
+        halves = torch.stack((even & 15 | odd << 4, even >> 4 | odd & 240), 2)
+        runs = halves.permute(0, 1, 4, 2, 3)
+    return runs.reshape(codes.shape)
 
 
 def signed_codes(weight: PackedWeight) -> Tensor:
