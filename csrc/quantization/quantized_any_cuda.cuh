@@ -4,6 +4,7 @@
 
 #include "common/cuda/few_rows_sums.cuh"
 #include "common/cuda/launch.cuh"
+#include "quantization/quantize.h"
 #include "quantization/quantized_linear.h"
 #include "quantization/unpack_cuda.cuh"
 
@@ -126,8 +127,7 @@ __global__ void __launch_bounds__(256)
   if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = largest;
   __syncthreads();
   for (const uint32_t other : of_warps) largest = dsx::max(largest, other);
-  const Grid grid =
-      grid_of(symmetric_scale(largest, largest_code(QuantFormat::int8, false)), false);
+  const Grid grid = grid_of(symmetric_scale(largest, {QuantFormat::int8, false}), false);
   if (threadIdx.x == 0) to.scales[row] = grid.step;
   for (int64_t k = threadIdx.x; k < to.pitch; k += blockDim.x) {
     uint32_t code = 0;
