@@ -1,5 +1,5 @@
-// What becomes of the sums of a matrix multiplication on few rows, for a SIMD register or for floats
-// in CUDA.
+// What becomes of the sums of a matrix multiplication on few rows, for a SIMD register or for
+// floats in CUDA.
 
 // `sum` is that of a column, or of its gate, and `up` what it gates; both with their bias.
 template <class V>

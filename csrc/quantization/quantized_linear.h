@@ -36,9 +36,9 @@ void quantized_linear_cpu(Isa isa, bool vnni, const QuantizedLinear& call, int64
 void unpack_weight_cpu(Isa isa, const PackedWeight& weight, const Rows& out, int64_t begin,
                        int64_t end);
 
-// Both queue the same, for all columns and rows, on the stream (cudaStream_t), with a workspace of so
-// many bytes in the memory of the device; where there are groups whose order is that of the kernels
-// for tensor cores, sums are in another order. Throw std::runtime_error.
+// Both queue the same, for all columns and rows, on the stream (cudaStream_t). The sums of floats
+// are in other orders there, of which that of tensor cores is chosen by dtype, format, length and
+// group alone. The workspace is memory of the device. Throw std::runtime_error.
 int64_t quantized_workspace_bytes(const QuantizedLinear& call);
 void quantized_linear_cuda(const QuantizedLinear& call, void* workspace, void* stream);
 void unpack_weight_cuda(const PackedWeight& weight, const Rows& out, void* stream);

@@ -145,7 +145,8 @@ int slots_in(const Device& device, int64_t units_of_processor) {
     const int left = bytes - int(sizeof(Ring)) - mma_shared_bytes<Kind, kWidth>(0);
     return std::min(left / of_slot<Kind, kWidth>(), kMostSlots);
   };
-  const int of_two = slots(std::min(device.shared_of_processor / 2 - device.shared_reserved, device.shared_of_block));
+  const int of_two = slots(
+      std::min(device.shared_of_processor / 2 - device.shared_reserved, device.shared_of_block));
   return units_of_processor >= kMuch && of_two >= kEnough ? of_two : slots(device.shared_of_block);
 }
 template <class Kind, int kWidth>

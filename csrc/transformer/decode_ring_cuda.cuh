@@ -47,7 +47,7 @@ struct Ring {
   static constexpr int kUnits = 16;  // that the reading warp can be ahead, and more
 
   Barrier full[kMostSlots][kPageWarps], empty[kMostSlots];
-  Barrier begun[kPageWarps];        // there is a first unit
+  Barrier begun[kPageWarps];       // there is a first unit
   Unit units[kPageWarps][kUnits];  // one for each warp, written by a lane that tells it more
   bool wrong[kUnits][kPageWarps];  // there is no such page
 

@@ -79,4 +79,5 @@ def unpack_nibbles(codes: Tensor, length: int) -> Tensor:
 def pack_nibbles(codes: Tensor) -> Tensor:
     """Return the opposite of ``unpack_nibbles``, with a 0 behind an odd end."""
     even = torch.nn.functional.pad(codes, (0, codes.shape[-1] % 2)).unflatten(-1, (-1, 2))
-    return even[..., 0] | even[..., 1] << 4
+    packed: Tensor = even[..., 0] | even[..., 1] << 4
+    return packed
