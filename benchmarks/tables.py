@@ -196,6 +196,25 @@ def _cpu_inference() -> Table:
     return Table("GB/s; beside torch; reading", columns, lines)
 
 
+def _cuda_quantization() -> Table:
+    columns = [
+        Column("ours", H200, 0, our_time),
+        Column("others: how many times as fast ours is", H200, 0, rivals),
+        Column("beside copying, or reading", H200, 0, beside_ceiling),
+    ]
+    lines = []
+    for form, op in itertools.product(("int8", "int4", "fp8_e4m3"), ("quantize", "dequantize")):
+        what = f"{op} {form}, groups of 128, bfloat16, 65,536 x 4,096"
+        lines.append(Line(f"`{op}` {form}, 65,536 x 4,096, 4 times", "quantize", f"{what}, 4 times"))
+    for kind, size, rows in itertools.product(
+        ("W4A16", "W8A16"), ("14,336 x 4,096", "4,096 x 4,096"), (1, 4, 16, 64)
+    ):
+        work = f"{rows} rows, {kind}, {size}, 20 times"
+        label = f"`quantized_linear` {kind}, {size}, {_rows(rows)}"
+        lines.append(Line(label, "quantized_linear", work))
+    return Table("H200, bfloat16, groups of 128", columns, lines)
+
+
 def _cpu_functional() -> Table:
     columns = [
         Column("Zen 4, 1 thread", ZEN_4, 1, cpu_functional),
@@ -289,6 +308,7 @@ TABLES = {
     "cpu-functional": _cpu_functional(),
     "cuda-inference": _cuda_inference(),
     "cpu-inference": _cpu_inference(),
+    "cuda-quantization": _cuda_quantization(),
     "disk": _disk(),
     "disk-cpu": _disk_cpu(),
     "first-use": _first_use(),
