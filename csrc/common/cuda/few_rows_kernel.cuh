@@ -26,6 +26,7 @@ __device__ void multiply(Products& products, const Geometry& geometry, int first
       const char* const near = ring + slot * geometry.stage_bytes;
       const int count = ::min(left, geometry.lines);
       wait_for(here + slot, phase);
+#pragma unroll 1  // instructions are read from memory, too
       for (int l = 0; l < count; ++l) products.add(near, l, number + l);
       number += count;
       __syncwarp();
