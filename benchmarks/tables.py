@@ -205,7 +205,8 @@ def _cuda_quantization() -> Table:
     lines = []
     for form, op in itertools.product(("int8", "int4", "fp8_e4m3"), ("quantize", "dequantize")):
         what = f"{op} {form}, groups of 128, bfloat16, 65,536 x 4,096"
-        lines.append(Line(f"`{op}` {form}, 65,536 x 4,096, 4 times", "quantize", f"{what}, 4 times"))
+        label = f"`{op}` {form}, 65,536 x 4,096, 4 times"
+        lines.append(Line(label, "quantize", f"{what}, 4 times"))
     for kind, size, rows in itertools.product(
         ("W4A16", "W8A16"), ("14,336 x 4,096", "4,096 x 4,096"), (1, 4, 16, 64)
     ):

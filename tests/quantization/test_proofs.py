@@ -1,6 +1,7 @@
 """What few bits cost a model that was trained: the demo's, and an encoder that many use."""
 
 import importlib.util
+import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,7 @@ def validation_loss(trained: Trainer, text: Text, change: Callable[[GPT], Any]) 
 
 
 @pytest.mark.long
+@pytest.mark.skipif("DSX_PROOFS" not in os.environ, reason="trains for minutes; set DSX_PROOFS=1")
 def test_the_demos_model_loses_little(trained: Trainer, tmp_path: Path) -> None:
     """In int8 at most 0.5 % of its validation loss, in int4 in groups of 64 at most 3 %."""
     text = trained.text
