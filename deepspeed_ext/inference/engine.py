@@ -1,12 +1,14 @@
 """InferenceEngine: a model with our kernels inside, that continues prompts."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed_ext.inference.decoder import Decoder
 from deepspeed_ext.inference.kv_cache import KVCache
+from deepspeed_ext.quantization.report import Report
 
 CHUNK = 1024  # tokens of a prompt that are taken in at once
 BUCKET = 64  # what the length of a shorter chunk is rounded up to
@@ -19,9 +21,27 @@ class InferenceEngine:
         decoder: the model.
         max_batch: requests at a time.
         max_tokens: of a request, those of its prompt and new ones.
+        kv_quantized: as of `KVCache`.
+        tokenizer: has encode(text) and decode(ids), or None.
+        stop_tokens: that end a text.
+        cuda_graphs: whether steps are recorded and replayed.
+        report: what quantizing has done to the weights, or None.
     """
 
-    def __init__(self, decoder: Decoder, *, max_batch: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        max_batch: int,
+        max_tokens: int,
+        kv_quantized: str | None = None,
+        tokenizer: Any = None,
+        stop_tokens: Sequence[int] = (),
+        cuda_graphs: bool = True,
+        report: Report | None = None,
+    ) -> None:
+        self.tokenizer, self.stop_tokens = tokenizer, tuple(stop_tokens)
+        self.cuda_graphs, self.report = cuda_graphs, report
         of, embedding = decoder.of, decoder.weights.embedding
         self.decoder, self.device = decoder, embedding.device
         self.cache = KVCache(
@@ -31,6 +51,7 @@ class InferenceEngine:
             of.head_dim,
             layers=of.layers,
             dtype=embedding.dtype,
+            quantized=kv_quantized,
             device=self.device,
         )
 
