@@ -272,7 +272,7 @@ GIB = 1 << 30
     ("free", "options", "fits"),
     [
         (0.2, {}, "what fits is quantize=None with max_batch x max_tokens of"),
-        (0.02, {}, "what fits is quantize='int4' with max_batch x max_tokens of"),
+        (0.04, {}, "what fits is quantize='int4' with max_batch x max_tokens of"),
         (0.1, {"max_batch": 1, "max_tokens": 64}, "what fits is quantize='int8'"),
         (0.01, {}, "not even int4 fits"),
     ],

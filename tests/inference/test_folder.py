@@ -188,7 +188,7 @@ print(memory("VmHWM") - before, bytes_of(engine.decoder.weights))
 
 
 def test_two_layers_lie_about_at_most(tmp_path: Path) -> None:
-    sizes = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=14)
+    sizes = dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=20)
     config = {**tiny_folder.CONFIG, **sizes}
     tensors = tiny_folder.tensors_of(config)
     tiny_folder.write(tmp_path / "large", config, tensors=tensors)
