@@ -215,6 +215,15 @@ class KVCache:
             self._pages.used[slot] = False
             self._send_lengths()
 
+    def clear(self) -> None:
+        """Free all slots, whatever an interruption has left of the tables."""
+        with self._lock:
+            self._check_no_capture("clear")
+            old = self._pages
+            self._pages = Pages(len(old.lengths), old.capacity, len(old.holders))
+            self._table.fill_(-1)
+            self._send_lengths()
+
     def check(self) -> None:
         """Wait for the device, and raise if an op was to write outside of a slot's pages.
 
