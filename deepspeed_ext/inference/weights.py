@@ -2,13 +2,23 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from deepspeed_ext.inference.architecture import Architecture
+from deepspeed_ext.inference.float8 import Float8Weight, float8_layer
 from deepspeed_ext.inference.policy import Config, Or, Policy, value_of
 from deepspeed_ext.ops import PackedWeight, quantized_linear, skinny_linear
+
+
+class _Options(TypedDict):
+    """What is done to products on the way."""
+
+    activation: str | None
+    gated: bool
+    residual: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -16,12 +26,12 @@ class Linear:
     """x @ weight.T + bias, with the weight as floats or in few bits.
 
     Args:
-        weight: (out, in), or what ``pack_weight`` returned for it.
+        weight: (out, in), or what ``pack_weight`` returned for it, or it in 8-bit floats.
         bias: (out,), or None.
         activations: as of ``quantized_linear``.
     """
 
-    weight: Tensor | PackedWeight
+    weight: Tensor | PackedWeight | Float8Weight
     bias: Tensor | None = None
     activations: str | None = None
 
@@ -34,19 +44,13 @@ class Linear:
         residual: Tensor | None = None,
     ) -> Tensor:
         """Return residual + activation(x @ weight.T + bias)."""
+        options: _Options = dict(activation=activation, gated=gated, residual=residual)
         if isinstance(self.weight, PackedWeight):
-            return quantized_linear(
-                x,
-                self.weight,
-                self.bias,
-                activation=activation,
-                gated=gated,
-                residual=residual,
-                activations=self.activations,
-            )
-        return skinny_linear(
-            x, self.weight, self.bias, activation=activation, gated=gated, residual=residual
-        )
+            kind = self.activations
+            return quantized_linear(x, self.weight, self.bias, **options, activations=kind)
+        if isinstance(self.weight, Float8Weight):
+            return float8_layer(x, self.weight, self.bias, **options)
+        return skinny_linear(x, self.weight, self.bias, **options)
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class Weights:
     head: Linear | None
 
 
-Quantize = Callable[[Tensor], Tensor | PackedWeight]
+Quantize = Callable[[Tensor], Tensor | PackedWeight | Float8Weight]
 
 
 class Taker:
