@@ -106,7 +106,7 @@ class Taker:
         config: of the model.
         architecture: likewise.
         tensors: of the model; each is read once, when it is needed.
-        device: where they are to be.
+        device: where they are to be; on meta, only names and shapes are looked at.
         dtype: what they are to be.
         quantize: what becomes of the weights of linear layers in blocks.
 
@@ -252,7 +252,7 @@ class Taker:
         if not is_tied:
             return Linear(weight, bias)
         bits = {2: torch.int16, 4: torch.int32}[weight.dtype.itemsize]
-        if not torch.equal(weight.view(bits), embedding.view(bits)):
+        if not weight.is_meta and not torch.equal(weight.view(bits), embedding.view(bits)):
             raise ValueError(
                 f"init_inference: {name}.weight is other than"
                 f" {self._prefix}{self._policy.names.embedding}.weight, expected the same, as"
@@ -292,7 +292,7 @@ class Taker:
         tensor = self._tensors[name].detach()
         if not tensor.is_floating_point():
             raise ValueError(f"init_inference: {name} has dtype {tensor.dtype}, expected floats")
-        if tensor.is_meta:
+        if tensor.is_meta and self._device.type != "meta":
             raise ValueError(f"init_inference: {name} is on meta, expected a tensor with elements")
         return tensor
 

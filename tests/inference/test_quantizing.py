@@ -160,6 +160,6 @@ def test_refuses(tmp_path: Path) -> None:
     ):
         init_inference(tmp_path, quantize="int3")
     with pytest.raises(
-        ValueError, match="^init_inference: activations is 'int4', expected None or"
+        ValueError, match=r"^init_inference: activations is 'int4', expected None or"
     ):
         Quantizer("int4", "int4", torch.device("cpu"))
