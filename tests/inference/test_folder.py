@@ -165,7 +165,7 @@ def test_the_bar_counts_bytes_and_needs_a_terminal(
     init_inference(tmp_path, progress=True)
     assert capfd.readouterr() == ("", "")
     monkeypatch.setattr(folder_module, "tqdm", noted)
-    init_inference(tmp_path)
+    init_inference(tmp_path, progress=True)
     nbytes = sum(tensor.nbytes for tensor in tiny_folder.tensors_of().values())
     assert bars[0].n == bars[0].total == nbytes
 
