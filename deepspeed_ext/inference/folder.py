@@ -122,14 +122,7 @@ class FolderTensors(Mapping[str, Tensor]):
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._engine = AsyncIO(threads=2)  # memory is fresh: each thread has it cleared
         self._reader = ThreadPoolExecutor(1, "deepspeed_ext.inference.folder")
-        self._bar = tqdm(
-            total=sum(shards.tensors[name].nbytes for name in names),
-            desc="loading",
-            unit="B",
-            unit_scale=True,
-            disable=None if progress else True,
-            leave=False,
-        )
+        self._bar = _bar(sum(shards.tensors[n].nbytes for n in names)) if progress else None
 
     def __enter__(self) -> "FolderTensors":
         return self
@@ -144,7 +137,8 @@ class FolderTensors(Mapping[str, Tensor]):
         self._ahead = None
         self._held.clear()
         self._engine.close()
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
     def __getitem__(self, name: str) -> Tensor:
         number = self._group_of[name]
@@ -171,13 +165,19 @@ class FolderTensors(Mapping[str, Tensor]):
             ahead = self._reader.submit(self._load, names)
         self._held.update(ahead.result())
         self._taken += 1
-        self._bar.update(sum(self._shards.tensors[name].nbytes for name in names))
+        if self._bar is not None:
+            self._bar.update(sum(self._shards.tensors[name].nbytes for name in names))
         if self._taken < len(self._groups):
             self._ahead = self._reader.submit(self._load, self._groups[self._taken])
 
     def _load(self, names: Sequence[str]) -> dict[str, Tensor]:
         with torch.cuda.stream(self._stream):  # that of who asks; of the CPU there is none
             return self._shards.load(names, self._device, self._engine)
+
+
+def _bar(total: int) -> Any:
+    """Return a bar of bytes; it comes with a thread, also where it is not drawn."""
+    return tqdm(total=total, desc="loading", unit="B", unit_scale=True, disable=None, leave=False)
 
 
 def reading_bytes(shards: Shards, names: Sequence[str]) -> int:

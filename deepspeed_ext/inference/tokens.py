@@ -3,22 +3,13 @@
 import logging
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from deepspeed_ext.inference.engine import Tokenizer
 from deepspeed_ext.inference.folder import ModelFolder
 
 _OP = "init_inference"
 _logger = logging.getLogger("deepspeed_ext")
-
-
-class Tokenizer(Protocol):
-    """What an engine needs for text."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
-
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of tokens."""
 
 
 class _OfLibrary:

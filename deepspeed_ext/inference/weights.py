@@ -106,7 +106,7 @@ class Taker:
         config: of the model.
         architecture: likewise.
         tensors: of the model; each is read once, when it is needed.
-        device: where they are to be; on meta, `take` goes through all that it would do.
+        device: where they are to be; on meta, only names and shapes are looked at.
         dtype: what they are to be.
         quantize: what becomes of the weights of linear layers in blocks.
 

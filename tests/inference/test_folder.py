@@ -73,8 +73,9 @@ def test_a_folder_and_a_module_give_the_same_engine(tmp_path: Path) -> None:
     found, expected = weights_by_name(of_folder), model.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
-    texts = [e.generate([PROMPT], max_new_tokens=8) for e in (of_folder, init_inference(model))]
-    assert texts[0] == texts[1]
+    engines = of_folder, init_inference(model)
+    texts = [engine.generate([PROMPT], max_new_tokens=8)[0].tokens for engine in engines]
+    assert texts[0] == texts[1] and texts[0]
 
 
 def test_each_tensor_is_read_once_and_the_next_layer_ahead(
@@ -164,7 +165,7 @@ def test_the_bar_counts_bytes_and_needs_a_terminal(
     init_inference(tmp_path, progress=True)
     assert capfd.readouterr() == ("", "")
     monkeypatch.setattr(folder_module, "tqdm", noted)
-    init_inference(tmp_path)
+    init_inference(tmp_path, progress=True)
     nbytes = sum(tensor.nbytes for tensor in tiny_folder.tensors_of().values())
     assert bars[0].n == bars[0].total == nbytes
 
@@ -188,7 +189,7 @@ print(memory("VmHWM") - before, bytes_of(engine.decoder.weights))
 
 
 def test_two_layers_lie_about_at_most(tmp_path: Path) -> None:
-    sizes = dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=20)
+    sizes = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=12)
     config = {**tiny_folder.CONFIG, **sizes}
     tensors = tiny_folder.tensors_of(config)
     tiny_folder.write(tmp_path / "large", config, tensors=tensors)
@@ -198,7 +199,7 @@ def test_two_layers_lie_about_at_most(tmp_path: Path) -> None:
     peak, result = map(int, done.stdout.split())
     layer = sum(t.nbytes for name, t in tensors.items() if ".layers.0." in name)
     largest = 2 * tensors["model.layers.0.mlp.up_proj.weight"].nbytes
-    # Of the matrix that is quantized there are floats, and as many again in one pass; the
-    # allocator keeps a little.
-    assert peak < result + 2 * layer + 3 * largest + (8 << 20)
-    assert peak < result + sum(t.nbytes for t in tensors.values()) / 2
+    # Of the matrix that is quantized there are floats, and as many again in one pass; buffers that
+    # are read into, and what the allocator keeps, are the rest.
+    most = result + 2 * layer + 3 * largest + (24 << 20)
+    assert peak < most < result + 0.6 * sum(t.nbytes for t in tensors.values())

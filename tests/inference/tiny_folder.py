@@ -5,57 +5,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import tiny
 import torch
 from torch import Tensor
 
 from deepspeed_ext.io import save
 
-CONFIG: Mapping[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
+CONFIG: Mapping[str, Any] = tiny.CONFIG | {
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
     "tie_word_embeddings": False,
     "dtype": "float32",
     "eos_token_id": 2,
 }
 
 
-def tensors_of(config: Mapping[str, Any] = CONFIG, dtype: torch.dtype = torch.float32) -> Any:
+def tensors_of(
+    config: Mapping[str, Any] = CONFIG, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """Return random weights by name; the same for the same sizes."""
-    generator = torch.Generator().manual_seed(1)
-    hidden, wide = config["hidden_size"], config["intermediate_size"]
-    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-
-    def of(*shape: int) -> Tensor:
-        std = shape[-1] ** -0.5 if len(shape) > 1 else 0.1
-        values = torch.randn(shape, generator=generator) * std
-        return (values + (1 if len(shape) == 1 else 0)).to(dtype)
-
-    tensors = {"model.embed_tokens.weight": of(config["vocab_size"], hidden)}
-    for i in range(config["num_hidden_layers"]):
-        layer = {
-            "self_attn.q_proj": of(hidden, hidden),
-            "self_attn.k_proj": of(kv, hidden),
-            "self_attn.v_proj": of(kv, hidden),
-            "self_attn.o_proj": of(hidden, hidden),
-            "mlp.gate_proj": of(wide, hidden),
-            "mlp.up_proj": of(wide, hidden),
-            "mlp.down_proj": of(hidden, wide),
-            "input_layernorm": of(hidden),
-            "post_attention_layernorm": of(hidden),
-        }
-        tensors.update({f"model.layers.{i}.{name}.weight": t for name, t in layer.items()})
-    tensors["model.norm.weight"] = of(hidden)
-    tensors["lm_head.weight"] = of(config["vocab_size"], hidden)
-    return tensors
+    made = tiny.tensors(dict(config), dtype)
+    return made | {"lm_head.weight": made["model.embed_tokens.weight"].flip(0).contiguous()}
 
 
 def write(
