@@ -104,7 +104,7 @@ class InferenceEngine:
         is_cuda = self.device.type == "cuda"
         self._stream = torch.cuda.current_stream(self.device) if is_cuda else None
         self._scheduler = Scheduler(
-            Steps(decoder, self.cache, max_batch),
+            Steps(decoder, self.cache, max_batch, cuda_graphs),
             self.cache,
             max_batch,
             self.cache.free_pages,

@@ -101,6 +101,13 @@ class KVCache:
         return self._pages.lengths[slot]
 
     @property
+    def nbytes(self) -> int:
+        """How many bytes it takes where it is; one on meta takes none, but tells."""
+        tables = (self._table, self._lengths, self._violations)
+        stored = (self._keys, self._values)
+        return sum(each.untyped_storage().nbytes() for each in (*stored, *self._scales, *tables))
+
+    @property
     def free_pages(self) -> int:
         """How many pages no slot has."""
         return len(self._pages.free)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.inference.decoder import Decoder
+from deepspeed_ext.inference.graphs import Graphs
 from deepspeed_ext.inference.kv_cache import KVCache
 from deepspeed_ext.inference.sampling import Kind, Parameters, SamplingOptions, sample
 
@@ -60,9 +61,12 @@ class Steps:
         decoder: the model.
         cache: has the keys and values; whoever calls reserves first.
         slots: of the cache.
+        cuda_graphs: whether steps are recorded and replayed, on CUDA.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache, slots: int) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, slots: int, cuda_graphs: bool = True
+    ) -> None:
         self._decoder, self._cache, self._slots = decoder, cache, slots
         self._device = device = decoder.weights.embedding.device
         self._tokens = torch.zeros(slots + 1, dtype=torch.int64, device=device)  # the last ones
@@ -72,6 +76,7 @@ class Steps:
         self._inputs: dict[int, Inputs] = {}
         self._now: dict[int, list[int]] = {}  # the slots that inputs have
         self.pads = device.type == "cuda"  # as a graph is for one number of rows
+        self._graphs = Graphs(device) if self.pads and cuda_graphs else None
 
     def start(self, slot: int, prompt: list[int], options: SamplingOptions) -> None:
         """Let a slot be for another request."""
@@ -113,10 +118,13 @@ class Steps:
             kind: of all together.
         """
         inputs = self._inputs_for(slots, uniforms)
-        return Answer(self._decode(inputs, kind))
+        if self._graphs is None:
+            return Answer(self._decode(inputs, kind))
+        key = len(inputs.slots), kind
+        return Answer(self._graphs.run(key, lambda: self._decode(inputs, kind)))
 
     def _decode(self, inputs: Inputs, kind: Kind) -> Tensor:
-        """Queue a step, from memory that stays to memory that stays: this may be a graph."""
+        """Queue a step, from memory that stays to memory that stays, as a graph has to."""
         tokens = self._tokens[inputs.places][:, None]
         hidden = self._decoder.hidden(tokens, self._cache, inputs.slots)
         return self._choose(inputs, self._decoder.logits(hidden[:, 0]), kind)
