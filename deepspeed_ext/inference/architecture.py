@@ -191,7 +191,7 @@ def _sizes_of(policy: Policy, config: Config) -> dict[str, Any]:
         sizes[name] = value if sizes[name] is None else sizes[name]
     for name, value in sizes.items():
         if name != "context" or value is not None:
-            _check_size(name, value)
+            _check_size(name, value, 256 if name == "head_dim" else _LARGEST)
     if sizes["heads"] % sizes["kv_heads"]:
         raise ValueError(
             f"init_inference: heads is {sizes['heads']}, expected a multiple of kv_heads,"
@@ -221,9 +221,10 @@ def _check_expected(policy: Policy, config: Config) -> None:
                 )
 
 
-def _check_size(name: str, value: Any) -> None:
-    if type(value) is not int or not 0 < value <= _LARGEST:
-        raise ValueError(f"init_inference: {name} is {value!r}, expected 1 to 2^31 - 1")
+def _check_size(name: str, value: Any, most: int = _LARGEST) -> None:
+    if type(value) is not int or not 0 < value <= most:
+        until = "2^31 - 1" if most == _LARGEST else most
+        raise ValueError(f"init_inference: {name} is {value!r}, expected 1 to {until}")
 
 
 def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:

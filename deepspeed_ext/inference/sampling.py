@@ -216,7 +216,7 @@ def sample(
     best, token = x.max(-1)
     if kind.drawn:
         assert parameters is not None and uniforms is not None
-        drawn = _drawn(x - best[:, None], kind, parameters, uniforms)
+        drawn = _drawn(weights_of(x - best[:, None], kind, parameters), uniforms)
         token = torch.where(parameters.temperature[:, 0] > 0, drawn, token)
     columns = [token, best]
     if kind.logprobs >= 0:
@@ -228,14 +228,20 @@ def sample(
     return torch.stack([column.double() for column in columns], -1)
 
 
-def _drawn(x: Tensor, kind: Kind, parameters: Parameters, uniforms: Tensor) -> Tensor:
-    """Return a token for each row; x is 0 for the likeliest ones."""
+def weights_of(x: Tensor, kind: Kind, parameters: Parameters) -> Tensor:
+    """Return what each token is drawn with, int64, 0 for those that filters leave out.
+
+    Args:
+        x: (batch, vocabulary), logits less the largest of their row.
+        kind: as of `sample`.
+        parameters: likewise.
+    """
     temperature = torch.where(parameters.temperature > 0, parameters.temperature, 1.0)
     chances = softmax(x / temperature.float())
     weights = (chances.double() * _WHOLE).long()
     if kind.candidates is not None:
         weights = weights * (weights >= _lowest_kept(weights, kind.candidates, parameters))
-    return _drawn_by(weights, uniforms)
+    return weights
 
 
 def _lowest_kept(weights: Tensor, candidates: int, parameters: Parameters) -> Tensor:
@@ -267,7 +273,7 @@ def _lowest_of(first: Tensor, weights: Tensor, parameters: Parameters) -> tuple[
     return torch.maximum(torch.maximum(at_k, at_p), at_min), is_enough
 
 
-def _drawn_by(weights: Tensor, uniforms: Tensor) -> Tensor:
+def _drawn(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Return for each row the first token up to which weights add up to over its share."""
     batch, vocabulary = weights.shape
     runs = F.pad(weights, (0, -vocabulary % _RUN)).view(batch, -1, _RUN)

@@ -80,11 +80,9 @@ class Steps:
 
     def start(self, slot: int, prompt: list[int], options: SamplingOptions) -> None:
         """Let a slot be for another request."""
-        kind = options.kind
-        if kind.drawn or kind.penalized:
-            row = torch.tensor(Parameters.row(options), dtype=torch.float64, device="cpu")
-            self._parameters[slot].copy_(row, non_blocking=True)
-        if kind.penalized:
+        row = torch.tensor(Parameters.row(options), dtype=torch.float64, device="cpu")
+        self._parameters[slot].copy_(row, non_blocking=True)
+        if options.kind.penalized:
             if self._seen is None:
                 shape = (self._slots + 1, self._decoder.of.vocabulary)
                 self._seen = torch.zeros(shape, dtype=torch.bool, device=self._device)

@@ -127,9 +127,10 @@ class Taker:
         self._policy, self._config, self._of = policy, policy.part_of(config), architecture
         self._tensors, self._device, self._dtype = tensors, device, dtype
         self._quantize = quantize
+        self._names = frozenset(tensors)  # as asking whether one is there may read it
         self._left = set(tensors)
         names = policy.names
-        found = [p for p in names.prefixes if f"{p}{names.embedding}.weight" in tensors]
+        found = [p for p in names.prefixes if f"{p}{names.embedding}.weight" in self._names]
         if not found:
             looked = " or ".join(f"{p}{names.embedding}.weight" for p in names.prefixes)
             raise ValueError(
@@ -242,11 +243,11 @@ class Taker:
         names, config = self._policy.names.head, self._config
         if names is None:
             return None
-        name = next((n for n in names if f"{n}.weight" in self._tensors), names[0])
+        name = next((n for n in names if f"{n}.weight" in self._names), names[0])
         has_bias = value_of(self._policy.biases[3], config)
         bias = self._tensor(f"{name}.bias", (self._of.vocabulary,)) if has_bias else None
         is_tied = value_of(self._policy.tied, config)
-        if is_tied and f"{name}.weight" not in self._tensors:
+        if is_tied and f"{name}.weight" not in self._names:
             return Linear(embedding, bias)
         weight = self._tensor(f"{name}.weight", (self._of.vocabulary, self._of.embedding))
         if not is_tied:
@@ -283,7 +284,7 @@ class Taker:
         into.copy_(tensor)
 
     def _read(self, name: str) -> Tensor:
-        if name not in self._tensors:
+        if name not in self._names:
             raise ValueError(
                 f"init_inference: model has no tensor {name!r}, expected it for model_type"
                 f" {self._config.get('model_type')!r}"

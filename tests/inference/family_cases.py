@@ -54,6 +54,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma2": ("Gemma2", _GEMMA),
     "gemma3": ("Gemma3", _GEMMA | dict(sliding_window_pattern=3)),
+    "gemma3-with-images": (
+        "Gemma3Images",
+        dict(
+            text_config=_GEMMA | dict(sliding_window_pattern=3),
+            vision_config=dict(
+                hidden_size=16,
+                intermediate_size=16,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                image_size=28,
+                patch_size=14,
+            ),
+            mm_tokens_per_image=4,
+            image_token_index=VOCABULARY - 1,
+        ),
+    ),
     "phi": ("Phi", _COMMON | dict(intermediate_size=96)),
     "phi3": ("Phi3", _GROUPED | dict(pad_token_id=0)),
     "gpt2": (
@@ -75,8 +91,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(vocab_size=VOCABULARY, hidden_size=66, n_layer=3, n_head=6),
     ),
 }
-_HEADS = {"GPT2": "GPT2LMHeadModel"}
-_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+_HEADS = {"GPT2": "GPT2LMHeadModel", "Gemma3Images": "Gemma3ForConditionalGeneration"}
+_CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma3Images": "Gemma3Config"}
 
 
 class InDouble(TorchFunctionMode):

@@ -1,6 +1,6 @@
 """Each family of decoders computes what transformers computes, layer by layer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from family_cases import (
     exact,
     model_of,
     our_states,
+    run,
     states_of,
 )
 from torch import Tensor
@@ -22,7 +23,16 @@ ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=_
 EACH = pytest.mark.parametrize("case", CASES)
 LENGTH = 75  # more than any window, and than the rows of a matrix on few rows
 AT_ONCE: tuple[int, ...] = ()
-IN_CHUNKS = (32, 64, *range(65, LENGTH))  # and the last ones one by one
+IN_CHUNKS = (32, 64, *range(70, LENGTH))  # and the last ones one by one
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are too small for more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def prompt(length: int = LENGTH) -> list[int]:
@@ -101,3 +111,34 @@ def test_bfloat16_is_no_further_from_exact_than_that_of_transformers(
 def decoder_weights(case: str) -> dict[str, Tensor]:
     """Those of a case, in bfloat16."""
     return {name: tensor.bfloat16() for name, tensor in model_of(case).state_dict().items()}
+
+
+@EACH
+@ON_BOTH
+def test_requests_of_any_lengths_side_by_side(case: str, device: str) -> None:
+    """Chunks with padding behind them, a slot that is empty, then one token of each: as alone.
+
+    Rows of a batch are computed as alone where there are few of them: the same bits.
+    """
+    model = model_of(case)
+    decoder = decoder_of(model.config.to_dict(), model.state_dict(), torch.float32, device)
+    lengths, n = (5, 15, 1), 16
+    cache = cache_for(decoder, slots=4)
+    slots = torch.tensor([2, -1, 0, 3], dtype=torch.int32, device=device)
+    counts = torch.tensor([lengths[0], 0, *lengths[1:]], dtype=torch.int32, device=device)
+    tokens = torch.zeros(4, n, dtype=torch.int64, device=device)
+    requests = [prompt(30)[i : i + length + 1] for i, length in enumerate(lengths)]
+    used = [(0, 2), (2, 0), (3, 3)]  # row and slot of each request
+    for (row, _), request in zip(used, requests, strict=True):
+        tokens[row, : len(request) - 1] = torch.tensor(request[:-1])
+    cache.reserve([slot for _, slot in used], [len(request) - 1 for request in requests])
+    with torch.no_grad():
+        first = decoder.hidden(tokens, cache, slots, counts)
+        cache.reserve([slot for _, slot in used], 1)
+        last = torch.tensor([[requests[0][-1]], [0], *([r[-1]] for r in requests[1:])])
+        second = decoder.hidden(last.to(device), cache, slots)
+    for (row, _), request in zip(used, requests, strict=True):
+        alone = run(decoder, request, (len(request) - 1,))
+        assert torch.equal(first[row, : len(request) - 1], alone[:-1])
+        assert torch.equal(second[row, 0], alone[-1])
+    cache.check()
