@@ -104,7 +104,8 @@ def _write(
     text = f"{count} token{'' if count == 1 else 's'}"
     if count > first_count:
         seconds = (last - first) / (count - first_count)
-        before = len(engine.tokenizer.encode(prompt)) if is_text else len(prompt[0])
+        tokenizer = engine.tokenizer if is_text else None
+        before = len(prompt[0] if tokenizer is None else tokenizer.encode(prompt))
         text += f", {1 / seconds:.4g} a second{_share(engine, before + count / 2, seconds)}"
     print(text, file=sys.stderr)
 
