@@ -104,8 +104,8 @@ struct RowsOfBytes {
 
   // Where an element of a run is in it.
   __device__ static int place_of(int k) {
-    const int p = k / 8, w = k % 8 / 2,
-              h = k % 2;  // number h * (codes of a word) / 2 + p of word w
+    // Number h * (codes of a word) / 2 + p of word w.
+    const int p = k / 8, w = k % 8 / 2, h = k % 2;
     const int number = h * (kCodesOfWord / 2) + p;
     return number % kHalves * int(kRunBytes) + 4 * w + number / kHalves;
   }
