@@ -84,6 +84,20 @@ def test_a_row_is_the_same_in_any_batch(
             assert torch.equal(got[place], want[5])
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@each_kind
+def test_many_columns_of_a_row_are_the_same_in_any_batch(
+    kind: tuple[str, bool], dtype: torch.dtype, cuda: str
+) -> None:
+    """So many that sums in another order, which rounding hides mostly, would be found."""
+    for activations in ways_of(kind):
+        x, weight, _ = arguments(64, 8192, 4096, dtype, kind, 128, cuda)
+        want = quantized_linear(x, weight, activations=activations)
+        for begin, end in ((0, 1), (7, 12), (10, 26), (1, 33), (3, 64)):
+            got = quantized_linear(x[begin:end], weight, activations=activations)
+            assert torch.equal(got, want[begin:end])
+
+
 @each_kind
 def test_a_column_is_the_same_in_any_weight(kind: tuple[str, bool], device: str) -> None:
     for activations, group in itertools.product(ways_of(kind), (32, 264, 24)):
