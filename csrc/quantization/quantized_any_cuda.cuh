@@ -87,7 +87,8 @@ __global__ void __launch_bounds__(kAnyWarps* kWarp)
 }
 
 // Rows of x as bytes, in the order of the bytes that a word of codes is taken apart into: of 4 bits
-// the lower ones of all bytes of a run, then the upper ones; and behind all rows a scale for each.
+// the lower ones of all bytes of a run, then the upper ones. There are as many as codes in a row,
+// with zeros in the end; behind all rows is a scale for each.
 struct RowsOfBytes {
   static constexpr int kHalves = 8 / DSX_BITS;
 
@@ -96,8 +97,7 @@ struct RowsOfBytes {
   int64_t pitch;
 
   __host__ __device__ RowsOfBytes(const QuantizedLinear& call, void* workspace)
-      : bytes(static_cast<uint8_t*>(workspace)),
-        pitch(ceil_div(call.length, int64_t(kRun)) * kRun) {
+      : bytes(static_cast<uint8_t*>(workspace)), pitch(call.weight.row_bytes * 8 / DSX_BITS) {
     scales = reinterpret_cast<float*>(bytes + call.rows * pitch);
   }
   int64_t size(const QuantizedLinear& call) const {
@@ -113,10 +113,11 @@ struct RowsOfBytes {
   }
 };
 
-// A block has a row of x.
+// A block has a row of x. The kernel behind it may ask for its weight meanwhile.
 template <class T>
 __global__ void __launch_bounds__(256)
     round_rows_kernel(const __grid_constant__ QuantizedLinear call, void* workspace) {
+  let_next_begin();
   const RowsOfBytes to(call, workspace);
   const int64_t row = blockIdx.x;
   const T* const x = call.x.row<T>(row).address;

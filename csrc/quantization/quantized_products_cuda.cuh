@@ -127,27 +127,69 @@ class ScalePlaces {
   unsigned offsets_, places_[2];
 };
 
-// Sums of a tile beside kColumnTiles times 8 rows of x, in the order that multiply_matrices has.
-template <class T, int kBits, int kColumnTiles, bool kAsymmetric>
-class CodeProducts {
+// Where a lane finds what tensor cores multiply of x: blocks of 32 bytes of each row, four in a
+// line.
+template <int kColumnTiles>
+class FactorPlaces {
  public:
-  static constexpr int kSums = kColumnTiles * 4;
-
-  __device__ CodeProducts(const CodesCall& call, const Geometry& geometry, const WeightRows& rows,
-                          int first_row)
-      : scales_(call.scales, geometry, rows, first_row),
-        weight_step_(unsigned(rows.columns * kLineBytes)),
-        x_step_(unsigned(geometry.x_rows * kLineBytes)) {
+  __device__ explicit FactorPlaces(const Geometry& geometry)
+      : step_(unsigned(geometry.x_rows * kLineBytes)) {
     const int lane = threadIdx.x % kWarp;
-    const int line = rows.line(geometry, first_row + lane % kTileRows);
-    weight_place_ = unsigned(place_in_box(line, lane / kTileRows));
     // Of one column tile, both words of two blocks; of two, those of one.
 #pragma unroll
     for (int j = 0; j < kReads; ++j) {
       const int row = kColumnTiles == 1 ? 0 : ::min(j * 16 + lane / 16 * 8, geometry.x_rows - 8);
       const int unit = kColumnTiles == 1 ? lane / 8 : lane / 8 % 2;
-      x_places_[j] = unsigned(geometry.x_place + place_in_box(row + lane % 8, unit));
+      places_[j] = unsigned(geometry.x_place + place_in_box(row + lane % 8, unit));
     }
+  }
+
+  __device__ unsigned step() const { return step_; }  // from line to line
+
+  // Of block number `block` from a line on, as number i of some; of one column tile those of even
+  // numbers load the next ones, too.
+  template <int kCount>
+  __device__ void load(uint32_t (&factors)[kCount][kColumnTiles][2], unsigned line, int block,
+                       int i) const {
+    uint32_t words[4];
+    line += unsigned(block / 4) * step_;
+    const unsigned unit = unsigned(block % 4 * 2 * kUnitBytes);
+    if constexpr (kColumnTiles > 1) {
+#pragma unroll
+      for (int j = 0; j < kReads; ++j) {
+        load_matrices<false>(words, line + (places_[j] ^ unit));
+#pragma unroll
+        for (int k = 0; k < 4; ++k) factors[i][2 * j + k / 2][k % 2] = words[k];
+      }
+    } else if (i % 2 == 0) {
+      load_matrices<false>(words, line + (places_[0] ^ unit));
+#pragma unroll
+      for (int k = 0; k < 4; ++k) factors[i + k / 2][0][k % 2] = words[k];
+    }
+  }
+
+ private:
+  static constexpr int kReads = kColumnTiles == 1 ? 1 : kColumnTiles / 2;
+
+  const unsigned step_;
+  unsigned places_[kReads];
+};
+
+// Sums of a tile beside kColumnTiles times 8 rows of x, in the order that multiply_matrices has.
+template <class T, int kBits, int kColumnTiles, bool kAsymmetric>
+class CodeProducts {
+ public:
+  static constexpr int kSums = kColumnTiles * 4;
+  static constexpr bool kInOrder = false;
+
+  __device__ CodeProducts(const CodesCall& call, const Geometry& geometry, const WeightRows& rows,
+                          int first_row)
+      : scales_(call.scales, geometry, rows, first_row),
+        factors_(geometry),
+        weight_step_(unsigned(rows.columns * kLineBytes)) {
+    const int lane = threadIdx.x % kWarp;
+    const int line = rows.line(geometry, first_row + lane % kTileRows);
+    weight_place_ = unsigned(place_in_box(line, lane / kTileRows));
     clear();
   }
 
@@ -176,7 +218,6 @@ class CodeProducts {
  private:
   static constexpr int kBlocks = 8 / kBits;  // of 16 products each, of a unit
   static constexpr int kXLines = 16 / kBits;
-  static constexpr int kReads = kColumnTiles == 1 ? 1 : kColumnTiles / 2;
   // Units that are added up before they become part of the totals, at most: 128 elements.
   static constexpr int kMostUnits = kBits == 4 ? 4 : 8;
   // Blocks whose x is asked for before the first product waits for any.
@@ -186,7 +227,7 @@ class CodeProducts {
   template <int kPartUnits, bool kOwnScale>
   __device__ void add(unsigned near, int l, unsigned of_part) {
     const unsigned weight = near + unsigned(l) * weight_step_;
-    const unsigned x = near + unsigned(l * kXLines) * x_step_;
+    const unsigned x = near + unsigned(l * kXLines) * factors_.step();
 #pragma unroll 1
     for (int first = 0; first < kUnitsOfLine; first += kPartUnits) {
       scales_.load(scale_, of_part);
@@ -211,7 +252,7 @@ class CodeProducts {
     for (int from = 0; from < kCount; from += kStep) {
       uint32_t factors[(kStep + 1) / 2 * 2][kColumnTiles][2];
 #pragma unroll
-      for (int i = 0; i < kStep; ++i) load_factors(factors, x, first * kBlocks + from + i, i);
+      for (int i = 0; i < kStep; ++i) factors_.load(factors, x, first * kBlocks + from + i, i);
 #pragma unroll
       for (int i = 0; i < kStep; ++i) {
         const int unit = (from + i) / kBlocks, block = (from + i) % kBlocks;
@@ -242,27 +283,6 @@ class CodeProducts {
     }
   }
 
-  // Of block number `block` of 16 elements of a line, as number i of those that are ahead.
-  template <int kCount>
-  __device__ void load_factors(uint32_t (&factors)[kCount][kColumnTiles][2], unsigned x, int block,
-                               int i) const {
-    uint32_t words[4];
-    const unsigned of_line = x + unsigned(block / 4) * x_step_;
-    const unsigned unit = unsigned(block % 4 * 2 * kUnitBytes);
-    if constexpr (kColumnTiles > 1) {
-#pragma unroll
-      for (int j = 0; j < kReads; ++j) {
-        load_matrices<false>(words, of_line + (x_places_[j] ^ unit));
-#pragma unroll
-        for (int k = 0; k < 4; ++k) factors[i][2 * j + k / 2][k % 2] = words[k];
-      }
-    } else if (i % 2 == 0) {
-      load_matrices<false>(words, of_line + (x_places_[0] ^ unit));
-#pragma unroll
-      for (int k = 0; k < 4; ++k) factors[i + k / 2][0][k % 2] = words[k];
-    }
-  }
-
   // Of block number i of a unit of both rows.
   __device__ static void multiply_block(float (&sums)[kColumnTiles][4],
                                         float (&sums_of_x)[kColumnTiles][4], uint32_t low,
@@ -281,8 +301,9 @@ class CodeProducts {
   }
 
   const ScalePlaces scales_;
-  const unsigned weight_step_, x_step_;  // from line to line
-  unsigned weight_place_, x_places_[kReads];
+  const FactorPlaces<kColumnTiles> factors_;
+  const unsigned weight_step_;  // from line to line
+  unsigned weight_place_;
   float totals_[kSums], scale_[2], offset_[2];  // the latter of the group that is added up
 };
 

@@ -312,7 +312,14 @@ def test_reference_of_rounded_rows(kind: tuple[str, bool]) -> None:
 
 
 INTEGER_CASES = [(37, 83, 32), (40, 256, 128), (21, 300, 20), (5, 77, 1), (66, 700, 48)]
-INTEGER_CASES += [(70, 1024, 32), (9, 5000, 5000), (3, 70_000, 70_000), (3, 140_000, 131_000)]
+INTEGER_CASES += [
+    (70, 1024, 32),
+    (33, 2100, 512),
+    (20, 1300, 256),
+    (9, 5000, 5000),
+    (3, 70_000, 70_000),
+    (3, 140_000, 131_000),
+]
 
 
 @pytest.mark.parametrize(("n", "k", "group"), INTEGER_CASES)
