@@ -104,7 +104,8 @@ def test_rotations_are_those_of_transformers() -> None:
         config = config_of("llama", rope_parameters=dict(rule), head_dim=48, **at_top)
         with InDouble():
             want, scale = ROPE_INIT_FUNCTIONS[rule["rope_type"]](config, "cpu")
-        got = rotations_of(config.to_dict())[0]
+        older = dict(rope_scaling=rule, head_dim=48, rope_theta=50000.0) | at_top
+        got = rotations_of(OLDER["llama-oldest"] | older)[0]
         assert got is not None and abs(got.scale - scale) < 1e-12, rule
         off = (got.frequencies - want).abs()
         assert want.dtype == torch.float64 and bool((off <= 1e-13).all()), rule
@@ -244,6 +245,13 @@ def test_tables_that_ask_for_what_there_is_not() -> None:
     refuse(_LLAMA, replace(LLAMA, norm_place=Key("rms_norm_eps")), "norm_place is 1e-06, expected")
     grouped = OLDER["gpt_neox"] | dict(num_key_value_heads=2)
     refuse(grouped, GPT_NEOX, "kv_heads is 2, expected 4, as many as heads, where queries, keys")
+
+
+def test_null_is_not_what_is_usual() -> None:
+    assert understood(OLDER["mistral-without-windows"])["windows"] == (0, 0, 0)
+    older = dict(OLDER["mistral-without-windows"])
+    del older["sliding_window"]
+    assert understood(older)["windows"] == (4096, 4096, 4096)
 
 
 def test_what_a_table_reads_is_not_refused() -> None:
