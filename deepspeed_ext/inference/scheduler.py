@@ -98,10 +98,9 @@ class Scheduler:
         self.sweep()
         self._is_whole = False
         self._admit()
-        queued = []
+        queued = self._decode()
         if self._beginning:
             queued += self._take_in(self._beginning[0])
-        queued += self._decode()
         if queued:
             self._unread.append(queued)
         while len(self._unread) > (1 if self._ahead and queued else 0):

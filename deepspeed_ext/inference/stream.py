@@ -46,6 +46,7 @@ class Stream(Iterator[Piece]):
     ) -> None:
         self._requests, self._advance, self._sweep = list(requests), advance, sweep
         self._open = deque(requests)  # those that may have something to tell
+        self._is_closed = False
         self._held: dict[Request, list[int]] = {}  # tokens whose text is not sure yet
 
     def __iter__(self) -> "Stream":
@@ -62,7 +63,8 @@ class Stream(Iterator[Piece]):
                         self._open.append(request)
                     if piece is not None:
                         return piece
-                self._raise_error()
+                if not self._is_closed:
+                    self._raise_error()
                 if not self._open:
                     raise StopIteration
                 self.advance()
@@ -121,8 +123,10 @@ class Stream(Iterator[Piece]):
         self._requests[which].cancelled = True
 
     def close(self) -> None:
-        """End all as they are; their slots are free then."""
+        """End all as they are; their slots are free then, and there are no more pieces."""
         self._flag()
+        self._open.clear()
+        self._is_closed = True
         self._sweep()
 
     def _flag(self) -> None:
