@@ -104,9 +104,7 @@ WORKS = {
         work("0.5 B", 16, "deepspeed_ext int4, int8 activations", "torch compiled", "transformers")
     ],
     "cuda": [
-        work(
-            "8 B", 256, "deepspeed_ext int8", "deepspeed_ext int4", "torch compiled", "transformers"
-        ),
+        work("8 B", 256, "deepspeed_ext int4", "torch compiled", "transformers"),
         work("1 B", 256, "deepspeed_ext int4", "torch compiled", "transformers"),
     ],
 }
