@@ -72,7 +72,7 @@ def checked_number(name: str, value: Any, above: float | None = None) -> float:
         ValueError: it is none, not finite, or not above what it must be.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not abs(value) < float("inf") or (above is not None and value <= above):
+    if not is_number or not abs(value) < 1e300 or (above is not None and value <= above):
         want = "a number" if above is None else f"a number above {above}"
         raise ValueError(f"init_inference: {name} is {value!r}, expected {want}")
     return float(value)

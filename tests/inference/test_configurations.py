@@ -104,7 +104,8 @@ def test_rotations_are_those_of_transformers() -> None:
         config = config_of("llama", rope_parameters=dict(rule), head_dim=48, **at_top)
         with InDouble():
             want, scale = ROPE_INIT_FUNCTIONS[rule["rope_type"]](config, "cpu")
-        got = rotations_of(config.to_dict())[0]
+        older = dict(rope_scaling=rule, head_dim=48, rope_theta=50000.0) | at_top
+        got = rotations_of(OLDER["llama-oldest"] | older)[0]
         assert got is not None and abs(got.scale - scale) < 1e-12, rule
         off = (got.frequencies - want).abs()
         assert want.dtype == torch.float64 and bool((off <= 1e-13).all()), rule
@@ -138,6 +139,10 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a wide head": (dict(head_dim=320), "head_dim is 320, expected 1 to 256"),
     "a number that is none": (dict(rms_norm_eps="1e-5"), "eps is '1e-5', expected a number above"),
+    "a number that is beyond all": (
+        dict(rms_norm_eps=10**400),
+        "eps is 1000",
+    ),
     "a number that is not finite": (
         dict(rms_norm_eps=float("nan")),
         "eps is nan, expected a number above 0",
@@ -154,6 +159,14 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rope option that is missing": (
         dict(rope_scaling=dict(type="linear")),
         "rope_parameters has no 'factor', expected it for rope_type 'linear'",
+    ),
+    "rope that is a word": (
+        dict(rope_scaling="linear"),
+        "rope_parameters is 'linear', expected names and values",
+    ),
+    "rope of other layers": (
+        dict(rope_scaling=dict(sliding_attention=dict(rope_theta=1e4))),
+        "rope_parameters has no 'full_attention', expected it for layers of this type",
     ),
     "rope option that is none": (
         dict(rope_scaling=_YARN | dict(factor="2")),
@@ -242,8 +255,23 @@ def test_refused_of_other_families(why: str) -> None:
 def test_tables_that_ask_for_what_there_is_not() -> None:
     refuse(_LLAMA, replace(LLAMA, position="sinus"), "position is 'sinus', expected one of rotary")
     refuse(_LLAMA, replace(LLAMA, norm_place=Key("rms_norm_eps")), "norm_place is 1e-06, expected")
+    side_by_side = replace(LLAMA, norm_place="both", parallel=True)
+    refuse(_LLAMA, side_by_side, "norm_place is 'both', expected 'before' where parallel is True")
+    for name in ("token_types", "attention_post_norm", "mlp_post_norm"):
+        unused = replace(LLAMA, names=replace(LLAMA.names, **{name: "some"}))
+        text = (
+            f"the table has a name for {name}, expected none of a decoder with norm_place 'before'"
+        )
+        refuse(_LLAMA, unused, text)
     grouped = OLDER["gpt_neox"] | dict(num_key_value_heads=2)
     refuse(grouped, GPT_NEOX, "kv_heads is 2, expected 4, as many as heads, where queries, keys")
+
+
+def test_null_is_not_what_is_usual() -> None:
+    assert understood(OLDER["mistral-without-windows"])["windows"] == (0, 0, 0)
+    older = dict(OLDER["mistral-without-windows"])
+    del older["sliding_window"]
+    assert understood(older)["windows"] == (4096, 4096, 4096)
 
 
 def test_what_a_table_reads_is_not_refused() -> None:
