@@ -11,16 +11,35 @@ if TYPE_CHECKING:
     from deepspeed_ext.inference.initialize import init_inference
     from deepspeed_ext.inference.kv_cache import KVCache
     from deepspeed_ext.inference.policy import Key, Names, Policy, Sizes
+    from deepspeed_ext.inference.requests import Completion
+    from deepspeed_ext.inference.sampling import SamplingOptions
+    from deepspeed_ext.inference.stream import Piece, Stream
 
-__all__ = ["InferenceEngine", "KVCache", "Key", "Names", "Policy", "Sizes", "init_inference"]
+__all__ = [
+    "Completion",
+    "InferenceEngine",
+    "KVCache",
+    "Key",
+    "Names",
+    "Piece",
+    "Policy",
+    "SamplingOptions",
+    "Sizes",
+    "Stream",
+    "init_inference",
+]
 
 _HOMES = {
+    "Completion": "requests",
     "InferenceEngine": "engine",
     "KVCache": "kv_cache",
     "Key": "policy",
     "Names": "policy",
+    "Piece": "stream",
     "Policy": "policy",
+    "SamplingOptions": "sampling",
     "Sizes": "policy",
+    "Stream": "stream",
     "init_inference": "initialize",
 }
 
