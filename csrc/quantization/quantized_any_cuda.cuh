@@ -41,12 +41,13 @@ __device__ inline void store_results(const QuantizedLinear& call, int64_t first,
 
 // A lane has every 32nd run of codes, as floats.
 template <class T, int kRowsTogether>
-__device__ inline void add_floats(const QuantizedLinear& call, int64_t weight_row, int64_t first,
-                                  bool aligned, float (&sums)[kRowsTogether]) {
+__device__ inline void add_floats(const QuantizedLinear& call, const float* levels,
+                                  int64_t weight_row, int64_t first, bool aligned,
+                                  float (&sums)[kRowsTogether]) {
   const PackedWeight& weight = call.weight;
   const int64_t runs = ceil_div(call.length, int64_t(kRun));
   for (int64_t i = threadIdx.x % kWarp; i < runs; i += kWarp) {
-    const RunOfCodes run(weight, weight_row, i);
+    const RunOfCodes run(weight, levels, weight_row, i);
 #pragma unroll
     for (int p = 0; p < kRun / 8; ++p) {
       const int64_t k = i * kRun + 8 * p, left = call.length - k;
@@ -73,13 +74,14 @@ __device__ inline void add_floats(const QuantizedLinear& call, int64_t weight_ro
 template <class T, int kRowsTogether>
 __global__ void __launch_bounds__(kAnyWarps* kWarp)
     quantized_any_kernel(const __grid_constant__ QuantizedLinear call, bool aligned) {
+  const float* const levels = levels_nearby();
   const int64_t column = int64_t(blockIdx.x) * kAnyWarps + threadIdx.x / kWarp;
   if (column >= call.columns) return;
   for (int64_t first = 0; first < call.rows; first += kRowsTogether) {
     float sums[2][kRowsTogether] = {};
-    add_floats<T, kRowsTogether>(call, column, first, aligned, sums[0]);
+    add_floats<T, kRowsTogether>(call, levels, column, first, aligned, sums[0]);
     if (call.gated)
-      add_floats<T, kRowsTogether>(call, call.columns + column, first, aligned, sums[1]);
+      add_floats<T, kRowsTogether>(call, levels, call.columns + column, first, aligned, sums[1]);
     store_results<T, kRowsTogether>(call, first, column, sums);
   }
 }
@@ -104,8 +106,8 @@ struct RowsOfBytes {
 
   // Where an element of a run is in it.
   __device__ static int place_of(int k) {
-    const int p = k / 8, w = k % 8 / 2,
-              h = k % 2;  // number h * (codes of a word) / 2 + p of word w
+    // Number h * (codes of a word) / 2 + p of word w.
+    const int p = k / 8, w = k % 8 / 2, h = k % 2;
     const int number = h * (kCodesOfWord / 2) + p;
     return number % kHalves * int(kRunBytes) + 4 * w + number / kHalves;
   }
@@ -156,7 +158,7 @@ class IntegerProducts {
 
   // Adds those of the elements [begin, end) of a run.
   __device__ void add_run(int64_t run, int begin, int end, int64_t first, Sums& sums) const {
-    const RunOfCodes codes(call_.weight, row_, run);
+    const RunOfCodes codes(call_.weight, nullptr, row_, run);
     uint32_t parts[RowsOfBytes::kHalves][4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) {

@@ -96,12 +96,15 @@ void quantized_linear_cuda(const QuantizedLinear& call, void* workspace, void* s
 
 void unpack_weight_cuda(const PackedWeight& weight, const Rows& out, void* stream) {
   cuda::check(cudaPeekAtLastError(), kUnpack);  // of somebody before
+  const bool even = cuda::are_eights_even(weight, out);
   const int64_t eights = ceil_div(weight.length, int64_t(8));
+  const int64_t bands = ceil_div(weight.rows, int64_t(even ? cuda::kUnpackedRows : 1));
   const dim3 blocks(unsigned(ceil_div(eights, int64_t(cuda::kUnpackThreads))),
-                    unsigned(std::min<int64_t>(weight.rows, cuda::kMostGridRows)));
+                    unsigned(std::min<int64_t>(bands, cuda::kMostGridRows)));
   with_storage_type(out.dtype, [&](auto storage) {
-    cuda::unpack_kernel<decltype(storage)>
-        <<<blocks, cuda::kUnpackThreads, 0, cudaStream_t(stream)>>>(weight, out);
+    using T = decltype(storage);
+    const auto kernel = even ? cuda::unpack_even_kernel<T> : cuda::unpack_kernel<T>;
+    kernel<<<blocks, cuda::kUnpackThreads, 0, cudaStream_t(stream)>>>(weight, out);
   });
   cuda::check(cudaPeekAtLastError(), kUnpack);
 }

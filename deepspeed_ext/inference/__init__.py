@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from deepspeed_ext.inference.engine import InferenceEngine
     from deepspeed_ext.inference.initialize import init_inference
     from deepspeed_ext.inference.kv_cache import KVCache
-    from deepspeed_ext.inference.policy import Key, Names, Policy, Sizes
+    from deepspeed_ext.inference.policy import Key, Names, Policy, Sizes, Windows
     from deepspeed_ext.inference.requests import Completion
     from deepspeed_ext.inference.sampling import SamplingOptions
     from deepspeed_ext.inference.stream import Piece, Stream
@@ -26,6 +26,7 @@ __all__ = [
     "SamplingOptions",
     "Sizes",
     "Stream",
+    "Windows",
     "init_inference",
 ]
 
@@ -33,13 +34,9 @@ _HOMES = {
     "Completion": "requests",
     "InferenceEngine": "engine",
     "KVCache": "kv_cache",
-    "Key": "policy",
-    "Names": "policy",
-    "Piece": "stream",
-    "Policy": "policy",
+    **dict.fromkeys(("Key", "Names", "Policy", "Sizes", "Windows"), "policy"),
+    **dict.fromkeys(("Piece", "Stream"), "stream"),
     "SamplingOptions": "sampling",
-    "Sizes": "policy",
-    "Stream": "stream",
     "init_inference": "initialize",
 }
 

@@ -11,7 +11,7 @@ from family_cases import CASES, InDouble, config_of
 from older_configs import OLDER
 
 from deepspeed_ext.inference.architecture import Architecture, architecture_of
-from deepspeed_ext.inference.policies import policy_of
+from deepspeed_ext.inference.policies import POLICIES, policy_of
 from deepspeed_ext.inference.policies.gpt_neox import GPT_NEOX
 from deepspeed_ext.inference.policies.llama import LLAMA
 from deepspeed_ext.inference.policy import Config, Key, Policy
@@ -51,6 +51,32 @@ def test_older_files_mean_what_transformers_makes_of_them(name: str) -> None:
     assert understood(file) == want
 
 
+_SIZES = dict(  # and activation and eps, which no table guesses
+    vocab_size=97,
+    hidden_size=64,
+    num_hidden_layers=7,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    intermediate_size=96,
+    ffn_dim=96,
+    max_position_embeddings=64,
+    n_positions=64,
+    rms_norm_eps=1e-6,
+)
+
+
+@pytest.mark.parametrize("family", sorted(n for p in POLICIES if p.causal for n in p.families))
+def test_what_is_not_said_means_what_it_means_to_transformers(family: str) -> None:
+    """Files leave out what is usual."""
+    sizes: Config = _SIZES
+    sizes = dict(text_config=sizes) if family == "gemma3" else sizes
+    sizes = {"model_type": family} | sizes
+    usual = as_transformers_reads(sizes).to_dict()
+    if family in ("llama", "mistral", "qwen2", "qwen3", "phi", "phi3", "gpt_neox"):
+        sizes |= {"hidden_act": usual["hidden_act"]}
+    assert understood(sizes) == understood(usual)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_files_mean_what_models_say(case: str) -> None:
     config = config_of(case)
@@ -70,9 +96,12 @@ def test_rotations_are_those_of_transformers() -> None:
         dict(rope_type="yarn", factor=40.0, mscale=0.707, mscale_all_dim=1.0, truncate=False),
         dict(rope_type="yarn", factor=40.0, mscale=0.707),
     ]
-    for rule in rules:
+    for i, rule in enumerate(rules):
         rule |= dict(rope_theta=50000.0, original_max_position_embeddings=64)
-        config = config_of("llama", rope_parameters=dict(rule), head_dim=48)
+        at_top = (
+            dict(original_max_position_embeddings=32) if i % 2 else {}
+        )  # counts, if it is there
+        config = config_of("llama", rope_parameters=dict(rule), head_dim=48, **at_top)
         with InDouble():
             want, scale = ROPE_INIT_FUNCTIONS[rule["rope_type"]](config, "cpu")
         got = rotations_of(config.to_dict())[0]
@@ -133,6 +162,10 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "windows of a family that has none": (
         dict(sliding_window=16),
         "sliding_window is 16, expected None: the table of model_type 'llama' has no place for it",
+    ),
+    "types of layers of a family that has one": (
+        dict(layer_types=["full_attention", "sliding_attention", "full_attention"]),
+        "layer_types is 'sliding_attention', expected 'full_attention': the table",
     ),
     "something else that changes the result": (
         dict(logit_scale=0.5),
