@@ -146,7 +146,7 @@ def test_a_stream_that_is_interrupted_is_closed(
         with pytest.raises(KeyboardInterrupt):
             list(stream)
     assert list(stream) == []
-    assert all(each.is_done for each in stream._requests)
+    assert all(each.is_done for each in stream._call.requests)
     with pytest.raises(RuntimeError) as error:
         list(other)
     assert str(error.value) == (
@@ -352,4 +352,24 @@ def test_a_closed_stream_waits_for_nobody() -> None:
     assert time.monotonic() - begin < 30
     thread.join(60)
     assert len(first.completions()[0].tokens) == 200
+    check_all_is_free(engine)
+
+
+def test_an_interruption_between_a_request_and_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other thread whose request ended just then does not wait for ever."""
+    from deepspeed_ext.inference.requests import Request
+
+    engine = make(max_batch=4)
+    other = engine.generate([[1], [2]], max_new_tokens=5, stream=True)
+
+    def interrupt(request: Request) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Request, "_end", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[3]], max_new_tokens=9)
+    with pytest.raises(RuntimeError, match="prompt 1 was given up"):
+        list(other)
+    assert other._call.open == 0
     check_all_is_free(engine)

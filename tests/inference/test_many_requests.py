@@ -81,7 +81,7 @@ def test_ten_thousand_requests() -> None:
         stream, some = running[at]
         what = draw.random()
         if what < 0.03:
-            stream.cancel(draw.randrange(len(stream._requests)))
+            stream.cancel(draw.randrange(len(stream._call.requests)))
         elif what < 0.04:
             stream.close()
         elif what < 0.05:
