@@ -22,7 +22,8 @@ _SAMPLING = (  # the options of a call of generate, with their types and what th
 )
 _LOADING = (  # those of init_inference
     ("quantize", str, "FORMAT", "weights in int8, int4 or fp8"),
-    ("activations", str, "FORMAT", "with --quantize, int8: faster on a CPU"),
+    ("quantize-head", str, "FORMAT", "the same for the head"),
+    ("activations", str, "FORMAT", "with either of these, int8: faster on a CPU"),
     ("kv-dtype", str, "FORMAT", "keys and values in int8 or fp8"),
     ("dtype", str, "DTYPE", "bfloat16, float16 or float32; default: that of the folder"),
     ("device", str, "DEVICE", "default: cuda if there is one, else cpu"),
