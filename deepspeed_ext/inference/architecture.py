@@ -47,6 +47,7 @@ class Architecture:
     parallel: bool
     position: str
     position_offset: int
+    position_padding: int | None
     interleaved: bool
     rotations: tuple[Rotation | None, ...]
     windows: tuple[int, ...]
@@ -69,6 +70,9 @@ def architecture_of(policy: Policy, config: Config) -> Architecture:
     def get(entry: Any) -> Any:
         return value_of(entry, config)
 
+    for name, wanted in policy.expects.items():
+        if config.get(name) not in (None, wanted):
+            raise ValueError(f"init_inference: {name} is {config[name]!r}, expected {wanted!r}")
     sizes = {name: get(entry) for name, entry in vars(policy.sizes).items()}
     sizes["kv_heads"] = sizes["kv_heads"] or sizes["heads"]
     sizes["head_dim"] = sizes["head_dim"] or sizes["hidden"] // sizes["heads"]
@@ -91,6 +95,7 @@ def architecture_of(policy: Policy, config: Config) -> Architecture:
         parallel=bool(get(policy.parallel)),
         position=position,
         position_offset=int(get(policy.position_offset)),
+        position_padding=get(policy.position_padding),
         interleaved=bool(get(policy.interleaved)),
         rotations=tuple(
             rotation_of(config, sizes["head_dim"], window > 0) if position == "rotary" else None

@@ -72,7 +72,10 @@ class Names:
         up: of the gate and of what it is for, or of one for both, or of the only one.
         head: from the last hidden state to logits; where the state dict has none, it is the
             embedding.
+        pooler: from the hidden state of the first token to the pooled one; a state dict may have
+            none.
         ignored: ends of names of tensors that nothing needs.
+        ignored_heads: beginnings of them.
     """
 
     embedding: str
@@ -93,7 +96,9 @@ class Names:
     mlp_post_norm: str | None = None
     q_norm: str | None = None
     k_norm: str | None = None
+    pooler: str | None = None
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    ignored_heads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,8 @@ class Policy:
         parallel: whether attention and feed-forward block read the same hidden state.
         position: "rotary", "learned", "alibi" or "none".
         position_offset: of the rows of learned positions.
+        position_padding: id of a token that takes no position, or None: the others are counted from
+            the row after that of this number, and the token itself has that row, as in RoBERTa.
         interleaved: whether a rotary pair is two neighbours.
         activation: as the configuration names it.
         gated: whether the feed-forward block has a gate.
@@ -125,6 +132,8 @@ class Policy:
         logit_softcap: of the logits; 0 for none.
         embedding_scale: what embeddings are multiplied by; "sqrt" for the root of their size.
         causal: whether tokens see only those before them.
+        expects: what a configuration has to say, where it says it: a model of the family that
+            differs is refused.
     """
 
     families: tuple[str, ...]
@@ -137,6 +146,7 @@ class Policy:
     parallel: Or = False
     position: Or = "rotary"
     position_offset: Or = 0
+    position_padding: Or = None
     interleaved: Or = False
     activation: Or = Key("hidden_act")
     gated: Or = True
@@ -149,3 +159,4 @@ class Policy:
     logit_softcap: Or = 0.0
     embedding_scale: Or = 1.0
     causal: bool = True
+    expects: Mapping[str, Any] = field(default_factory=dict)

@@ -84,6 +84,7 @@ class Weights:
     layers: list[Layer]
     final_norm: NormWeights | None
     head: Linear | None
+    pooler: Linear | None
 
 
 Quantize = Callable[[Tensor], Tensor | PackedWeight]
@@ -144,6 +145,7 @@ class Taker:
             layers,
             self._norm(prefix, names.final_norm, of.hidden),
             self._head(embedding),
+            self._pooler(prefix),
         )
         self._check_left()
         return weights
@@ -206,6 +208,13 @@ class Taker:
         is_tied = bool(self._config.get("tie_word_embeddings"))
         return Linear(embedding if is_tied else weight, bias)
 
+    def _pooler(self, prefix: str) -> Linear | None:
+        name, n = self._policy.names.pooler, self._of.hidden
+        if name is None or f"{prefix}{name}.weight" not in self._tensors:
+            return None
+        weight = self._tensor(f"{prefix}{name}.weight", (n, n))
+        return Linear(weight, self._tensor(f"{prefix}{name}.bias", (n,)))
+
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self._read(name)
         self._check_shape(name, tensor, shape)
@@ -228,7 +237,12 @@ class Taker:
             )
 
     def _check_left(self) -> None:
-        left = sorted(n for n in self._left if not n.endswith(self._policy.names.ignored))
+        names = self._policy.names
+        left = sorted(
+            name
+            for name in self._left
+            if not name.endswith(names.ignored) and not name.startswith(names.ignored_heads)
+        )
         if left:
             raise ValueError(
                 f"init_inference: model has {left[0]!r}, expected no tensor of this name for"

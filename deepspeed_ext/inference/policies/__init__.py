@@ -1,9 +1,10 @@
 """The tables of all families that the engine knows."""
 
+from deepspeed_ext.inference.policies.bert import BERT, ROBERTA
 from deepspeed_ext.inference.policies.llama import LLAMA
 from deepspeed_ext.inference.policy import Config, Policy
 
-POLICIES = (LLAMA,)
+POLICIES = (LLAMA, BERT, ROBERTA)
 
 
 def policy_of(config: Config) -> Policy:
