@@ -1,4 +1,4 @@
-"""Compiled ops for PyTorch and optimizers made of them; nothing is loaded before it is used."""
+"""Compiled ops for PyTorch, and what is made of them; nothing is loaded before it is used."""
 
 import sys
 from importlib import import_module
@@ -7,18 +7,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from deepspeed_ext.inference import init_inference
     from deepspeed_ext.ops import adam_step_, adam_step_ref_
     from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
 
 __version__ = "0.1.0"
 
-__all__ = ["DeepSpeedCPUAdam", "FusedAdam", "__version__", "adam_step_", "adam_step_ref_"]
+__all__ = [
+    "DeepSpeedCPUAdam",
+    "FusedAdam",
+    "__version__",
+    "adam_step_",
+    "adam_step_ref_",
+    "init_inference",
+]
 
 _HOMES = {
     "DeepSpeedCPUAdam": "deepspeed_ext.optim",
     "FusedAdam": "deepspeed_ext.optim",
     "adam_step_": "deepspeed_ext.ops",
     "adam_step_ref_": "deepspeed_ext.ops",
+    "init_inference": "deepspeed_ext.inference",
 }
 
 

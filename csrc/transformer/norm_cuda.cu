@@ -1,9 +1,12 @@
 // A norm on CUDA, of the kind that DSX_NORM names: each team of threads takes a row.
+#include "common/cuda/chain.cuh"
 #include "transformer/norm_layout_cuda.cuh"
 #include "transformer/norm_long_cuda.cuh"
 
 namespace dsx {
 namespace {
+
+constexpr int64_t kChainedRows = 64;  // with few, most of the time is that between two kernels
 
 using cuda::Layout;
 using cuda::RowLength;
@@ -66,10 +69,12 @@ template <class Kind, class Team, class T, class W, bool kOfSum>
 __global__ void __launch_bounds__(Team::kMostThreads, sizeof(T) == 2 ? 2 : 1)
     norm_kernel(const __grid_constant__ Norm norm, float inverse_n, int team_threads) {
   __shared__ float meeting[cuda::kMeetingFloats<Kind, Team, false>];
+  cuda::let_next_begin();
   const Team team(team_threads);
   const int64_t number = team.row(), place = ::min(number, norm.rows - 1);
   const Pointer<T> out = norm.out.even_row<T>(place), x = norm.x.row<T>(place);
   cuda::HeldRow<Team, T, 1 + kOfSum> row{team, number < norm.rows ? int(norm.length) : 0, {}};
+  cuda::wait_for_previous();
   float near = 0;
   if constexpr (kOfSum) {
     const Pointer<T> residual = norm.residual.row<T>(place);
@@ -252,8 +257,9 @@ void run_held(const Norm& norm, const Layout& layout, bool same, cudaStream_t qu
     using W = decltype(of_vectors);
     const auto kernel = norm.residual.data != nullptr ? norm_kernel<Kind, Team, T, W, true>
                                                       : norm_kernel<Kind, Team, T, W, false>;
-    kernel<<<unsigned(layout.blocks), layout.block, 0, queue>>>(norm, 1.0f / float(norm.length),
-                                                                layout.team);
+    const bool chained = norm.rows <= kChainedRows && cuda::can_chain(kernel, Kind::kOp);
+    cuda::launch_kernel(kernel, {unsigned(layout.blocks), int(layout.block), 0, 1, chained}, queue,
+                        Kind::kOp, norm, 1.0f / float(norm.length), layout.team);
   });
 }
 

@@ -3,7 +3,9 @@
 
 #include <cuda_fp8.h>
 
-#include "common/cuda/check.h"
+#include <stdexcept>
+
+#include "common/cuda/chain.cuh"
 #include "common/cuda/vector_io.cuh"
 
 namespace dsx {
@@ -16,7 +18,9 @@ using cuda::Access;
 using cuda::Floats;
 using Value = Floats<1>;
 
+constexpr const char* kOp = "rope_append_";
 constexpr int kWarp = 32, kHeads = 4;  // heads of a block
+constexpr int64_t kChainedRows = 64;   // with few, most of the time is that between two kernels
 
 __device__ inline float sum_of_warp(float value) {
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
@@ -101,14 +105,19 @@ __device__ inline void write_head(const PagedKv& kv, const float* head, void* el
   }
 }
 
-// Block x is a token of the batch, y some heads: those of q, then of k, then of v.
+// A block has some heads of a token, those of q first, then of k, then of v; token by token there
+// are so many blocks.
 template <class Kind>
 __global__ void __launch_bounds__(kWarp* kHeads)
-    append_kernel(const __grid_constant__ RopeAppend call) {
+    append_kernel(const __grid_constant__ RopeAppend call, unsigned blocks_of_token) {
   __shared__ float floats[kHeads][kLargestAppendedWidth];
-  const int64_t row = blockIdx.x, batch = row / call.news.tokens;
+  cuda::let_next_begin();
+  const unsigned row_number = blockIdx.x / blocks_of_token;
+  const int64_t row = row_number, batch = row / call.news.tokens;
   const int64_t token = row - batch * call.news.tokens;
-  const int64_t number = int64_t(blockIdx.y) * kHeads + threadIdx.x / kWarp;
+  const int64_t number =
+      int64_t(blockIdx.x - row_number * blocks_of_token) * kHeads + threadIdx.x / kWarp;
+  cuda::wait_for_previous();
   if (number >= call.q.heads + 2 * call.kv.heads) return;
   const Sequence sequence = sequence_of(call.kv, call.news, batch);
   const bool first = number == 0 && threadIdx.x == 0;
@@ -146,13 +155,19 @@ __global__ void __launch_bounds__(kWarp* kHeads)
 }  // namespace
 
 void rope_append_cuda(const RopeAppend& call, void* stream) {
-  cuda::check(cudaPeekAtLastError(), "rope_append_");  // of somebody before
   const int64_t heads = call.q.heads + 2 * call.kv.heads;
-  if (heads == 0) return;
-  const dim3 grid(unsigned(call.news.batches * call.news.tokens),
-                  unsigned(ceil_div(heads, int64_t(kHeads))));
-  append_kernel<DSX_KV><<<grid, kWarp * kHeads, 0, cudaStream_t(stream)>>>(call);
-  cuda::check(cudaGetLastError(), "rope_append_");
+  const int64_t rows = call.news.batches * call.news.tokens;
+  if (heads == 0 || rows == 0) return;
+  const int64_t of_token = ceil_div(heads, int64_t(kHeads));
+  if (rows > INT32_MAX / of_token) {
+    throw std::runtime_error(std::string(kOp) + ": q has " + std::to_string(rows) +
+                             " tokens, expected at most " + std::to_string(INT32_MAX / of_token) +
+                             " with so many heads");
+  }
+  const auto kernel = append_kernel<DSX_KV>;
+  const bool chained = rows <= kChainedRows && cuda::can_chain(kernel, kOp);
+  cuda::launch_kernel(kernel, {unsigned(rows * of_token), kWarp * kHeads, 0, 1, chained},
+                      cudaStream_t(stream), kOp, call, unsigned(of_token));
 }
 
 }  // namespace dsx

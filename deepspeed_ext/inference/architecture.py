@@ -1,10 +1,17 @@
 """What a model computes, in numbers: a policy and a configuration put together."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from deepspeed_ext.inference.policy import Config, Policy, value_of
+from deepspeed_ext.inference.policy import (
+    Config,
+    Policy,
+    Windows,
+    checked_number,
+    keys_of,
+    value_of,
+)
 from deepspeed_ext.inference.rotation import Rotation, rotation_of
 
 _ACTIVATIONS = {  # of configurations, as our ops name them
@@ -18,6 +25,35 @@ _ACTIVATIONS = {  # of configurations, as our ops name them
     "swish": "silu",
 }
 _LARGEST = 2**31 - 1
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # What configurations of many families may say that changes the result, with the values that
+    # change nothing: a table that does not read one of them cannot do without these.
+    "sliding_window": (),
+    "layer_types": ("full_attention",),
+    "attention_chunk_size": (),
+    "no_rope_layers": (1,),
+    "attention_multiplier": (),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "query_pre_attn_scalar": (),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "clip_qkv": (),
+    "qk_layernorm": (False,),
+    "use_qk_norm": (False,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "use_bidirectional_attention": (False,),
+    "add_cross_attention": (False,),
+    "is_encoder_decoder": (False,),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "n_routed_experts": (0,),
+}
+_LISTS = ("layer_types", "no_rope_layers")  # of which each item counts
 
 
 @dataclass(frozen=True)
@@ -26,6 +62,7 @@ class Architecture:
 
     Args:
         layers, hidden, heads, kv_heads, head_dim, intermediate, vocabulary: sizes.
+        embedding: elements of an embedding.
         context: tokens that it is made for; None for no limit.
         rotations: of each layer, or None.
         windows: of each layer: tokens that a query sees; 0 for all.
@@ -39,6 +76,7 @@ class Architecture:
     head_dim: int
     intermediate: int
     vocabulary: int
+    embedding: int
     context: int | None
     norm: str
     norm_offset: float
@@ -66,97 +104,140 @@ def architecture_of(policy: Policy, config: Config) -> Architecture:
     Raises:
         ValueError: a value is missing, or is none that the engine knows.
     """
+    config = policy.part_of(config)
 
-    def get(entry: Any) -> Any:
-        return value_of(entry, config)
+    def get(name: str) -> Any:
+        return value_of(getattr(policy, name), config)
 
-    for name, wanted in policy.expects.items():
-        if config.get(name) not in (None, wanted):
-            raise ValueError(f"init_inference: {name} is {config[name]!r}, expected {wanted!r}")
-    sizes = {name: get(entry) for name, entry in vars(policy.sizes).items()}
-    sizes["kv_heads"] = sizes["kv_heads"] or sizes["heads"]
-    sizes["head_dim"] = sizes["head_dim"] or sizes["hidden"] // sizes["heads"]
-    sizes["intermediate"] = sizes["intermediate"] or 4 * sizes["hidden"]
-    _check_sizes(sizes)
-    windows = windows_of(config, sizes["layers"], get(policy.windows))
-    position = get(policy.position)
-    _check_choice("position", position, ("rotary", "learned", "alibi", "none"))
-    norm_place = get(policy.norm_place)
-    _check_choice("norm_place", norm_place, ("before", "after", "both"))
-    activation = get(policy.activation)
-    _check_choice("activation", activation, tuple(_ACTIVATIONS))
-    scale, embedding_scale = get(policy.attention_scale), get(policy.embedding_scale)
+    _check_expected(policy, config)
+    sizes = _sizes_of(policy, config)
+    windows = windows_of(policy.windows, config, sizes["layers"])
+    position = _choice("position", get("position"), ("rotary", "learned", "alibi", "none"))
+    scale, padding = get("attention_scale"), get("position_padding")
+    if policy.qkv_by_head and sizes["kv_heads"] != sizes["heads"]:
+        raise ValueError(
+            f"init_inference: kv_heads is {sizes['kv_heads']}, expected {sizes['heads']}, as many"
+            " as heads, where queries, keys and values lie head by head"
+        )
     return Architecture(
         **sizes,
         norm=policy.norm,
-        norm_offset=float(get(policy.norm_offset)),
-        eps=float(get(policy.eps)),
-        norm_place=norm_place,
-        parallel=bool(get(policy.parallel)),
+        norm_offset=checked_number("norm_offset", get("norm_offset")),
+        eps=checked_number("eps", get("eps"), above=0),
+        norm_place=_choice("norm_place", get("norm_place"), ("before", "after", "both")),
+        parallel=_choice("parallel", get("parallel"), (False, True)),
         position=position,
-        position_offset=int(get(policy.position_offset)),
-        position_padding=get(policy.position_padding),
-        interleaved=bool(get(policy.interleaved)),
+        position_offset=int(checked_number("position_offset", get("position_offset"))),
+        position_padding=(
+            None if padding is None else int(checked_number("position_padding", padding))
+        ),
+        interleaved=_choice("interleaved", get("interleaved"), (False, True)),
         rotations=tuple(
-            rotation_of(config, sizes["head_dim"], window > 0) if position == "rotary" else None
+            rotation_of(policy, config, sizes["head_dim"], window > 0)
+            if position == "rotary"
+            else None
             for window in windows
         ),
         windows=windows,
-        activation=_ACTIVATIONS[activation],
-        gated=bool(get(policy.gated)),
-        attention_scale=1 / math.sqrt(sizes["head_dim"]) if scale is None else float(scale),
-        softcap=float(get(policy.softcap) or 0.0),
-        logit_softcap=float(get(policy.logit_softcap) or 0.0),
-        embedding_scale=(
-            math.sqrt(sizes["hidden"]) if embedding_scale == "sqrt" else float(embedding_scale)
+        activation=_ACTIVATIONS[_choice("activation", get("activation"), tuple(_ACTIVATIONS))],
+        gated=_choice("gated", get("gated"), (False, True)),
+        attention_scale=(
+            1 / math.sqrt(sizes["head_dim"])
+            if scale is None
+            else checked_number("attention_scale", scale)
         ),
+        softcap=_cap("softcap", get("softcap")),
+        logit_softcap=_cap("logit_softcap", get("logit_softcap")),
+        embedding_scale=checked_number("embedding_scale", get("embedding_scale")),
         causal=policy.causal,
     )
 
 
-def windows_of(config: Config, layers: int, rule: str | int) -> tuple[int, ...]:
-    """Return how many tokens a query sees in each layer; 0 for all.
-
-    Args:
-        rule: of the policy, for a configuration without `layer_types`.
-    """
-    window = config.get("sliding_window")
-    types = config.get("layer_types")
-    if window is None or config.get("use_sliding_window") is False:
+def windows_of(table: Windows | None, config: Config, layers: int) -> tuple[int, ...]:
+    """Return how many tokens a query sees in each layer; 0 for all."""
+    if table is None or not value_of(table.are_used, config):
         return (0,) * layers
+    size = value_of(table.size, config)
+    if size is None:
+        return (0,) * layers
+    _check_size("sliding_window", size)
+    types = config.get("layer_types") if table.by_types else None
     if types is not None:
-        if len(types) != layers:
+        if not isinstance(types, (list, tuple)) or len(types) != layers:
+            has = len(types) if isinstance(types, (list, tuple)) else repr(types)
             raise ValueError(
-                f"init_inference: layer_types has length {len(types)}, expected {layers}, as many"
-                " as layers"
+                f"init_inference: layer_types has length {has}, expected {layers}, as many as"
+                " layers"
             )
         for kind in types:
-            _check_choice("layer_types", kind, ("full_attention", "sliding_attention"))
-        return tuple(window if kind == "sliding_attention" else 0 for kind in types)
-    if rule == "none":
-        return (0,) * layers
-    if rule == "all":
-        return (window,) * layers
-    if rule == "even":
-        return tuple(0 if i % 2 else window for i in range(layers))
-    return tuple(window if (i + 1) % int(rule) else 0 for i in range(layers))
+            _choice("layer_types", kind, ("full_attention", "sliding_attention"))
+        return tuple(size if kind == "sliding_attention" else 0 for kind in types)
+    first, period = value_of(table.first, config), value_of(table.period, config)
+    checked_number("max_window_layers", first)
+    if period is not None:
+        _check_size("sliding_window_pattern", period)
+    has_window = (i >= first and (period is None or (i + 1) % period > 0) for i in range(layers))
+    return tuple(size if has else 0 for has in has_window)
 
 
-def _check_sizes(sizes: dict[str, Any]) -> None:
+def _sizes_of(policy: Policy, config: Config) -> dict[str, Any]:
+    table = policy.sizes
+    sizes = {each.name: value_of(getattr(table, each.name), config) for each in fields(table)}
+    for name in ("hidden", "heads"):  # others are worked out from them
+        _check_size(name, sizes[name])
+    usual = {
+        "kv_heads": sizes["heads"],
+        "head_dim": sizes["hidden"] // sizes["heads"],
+        "intermediate": 4 * sizes["hidden"],
+        "embedding": sizes["hidden"],
+    }
+    for name, value in usual.items():
+        sizes[name] = value if sizes[name] is None else sizes[name]
     for name, value in sizes.items():
-        if name == "context" and value is None:
-            continue
-        if type(value) is not int or not 0 < value <= _LARGEST:
-            raise ValueError(f"init_inference: {name} is {value!r}, expected 1 to 2^31 - 1")
+        if name != "context" or value is not None:
+            _check_size(name, value, 256 if name == "head_dim" else _LARGEST)
     if sizes["heads"] % sizes["kv_heads"]:
         raise ValueError(
             f"init_inference: heads is {sizes['heads']}, expected a multiple of kv_heads,"
             f" {sizes['kv_heads']}"
         )
+    return sizes
 
 
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+def _check_expected(policy: Policy, config: Config) -> None:
+    """Refuse what would change the result and has no place in the table."""
+    read = keys_of(policy)
+    wanted = {name: values for name, values in _NEUTRAL.items() if name not in read}
+    wanted.update((name, (value,)) for name, value in policy.expects.items())
+    if policy.windows is not None and policy.windows.by_types:
+        wanted.pop("layer_types", None)
+    if config.get("use_sliding_window") is False:
+        wanted.pop("sliding_window", None)
+    for name, values in wanted.items():
+        value = config.get(name)
+        items = value if name in _LISTS and isinstance(value, (list, tuple)) else [value]
+        for item in items:
+            if item is not None and item not in values:
+                raise ValueError(
+                    f"init_inference: {name} is {item!r}, expected"
+                    f" {' or '.join(map(repr, values)) or None}: the table of model_type"
+                    f" {config.get('model_type')!r} has no place for it"
+                )
+
+
+def _check_size(name: str, value: Any, most: int = _LARGEST) -> None:
+    if type(value) is not int or not 0 < value <= most:
+        until = "2^31 - 1" if most == _LARGEST else most
+        raise ValueError(f"init_inference: {name} is {value!r}, expected 1 to {until}")
+
+
+def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    if not isinstance(value, (str, bool)) or value not in choices:
         raise ValueError(
-            f"init_inference: {name} is {value!r}, expected one of {', '.join(choices)}"
+            f"init_inference: {name} is {value!r}, expected one of {', '.join(map(str, choices))}"
         )
+    return value
+
+
+def _cap(name: str, value: Any) -> float:
+    return 0.0 if value is None or value == 0 else checked_number(name, value, above=0)

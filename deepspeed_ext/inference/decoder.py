@@ -1,12 +1,15 @@
 """A decoder: from tokens that a cache has room for to the logits of the next ones."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from deepspeed_ext.inference.architecture import Architecture
 from deepspeed_ext.inference.kv_cache import KVCache
-from deepspeed_ext.inference.weights import Layer, NormWeights, Weights
+from deepspeed_ext.inference.rotation import alibi_slopes
+from deepspeed_ext.inference.weights import Layer, Linear, NormWeights, Weights
 from deepspeed_ext.ops import (
     PagedKV,
     decode_attention,
@@ -15,12 +18,23 @@ from deepspeed_ext.ops import (
     rms_norm,
     rope_append_,
 )
+from deepspeed_ext.ops._few_rows import are_few
+
+
+class _Place(NamedTuple):
+    """Where a layer works: its number, its keys and values, and whose tokens there are."""
+
+    i: int
+    kv: PagedKV
+    slots: Tensor
+    counts: Tensor | None
 
 
 class Decoder:
     """All layers of a model, over a cache.
 
-    It holds no state but the weights: what differs from request to request is in the cache.
+    It holds no state but the weights: what differs from request to request is in the cache. Nothing
+    that it does depends on numbers that the host would have to ask the device for.
 
     Args:
         architecture: of the model.
@@ -29,16 +43,22 @@ class Decoder:
 
     def __init__(self, architecture: Architecture, weights: Weights) -> None:
         self.of, self.weights = architecture, weights
-        device = weights.embedding.device
+        of, device, dtype = architecture, weights.embedding.device, weights.embedding.dtype
         frequencies: dict[bytes, Tensor] = {}  # on the device, once each
         self._rotations: list[tuple[Tensor | None, float]] = []
-        for rotation in architecture.rotations:
+        for rotation in of.rotations:
             if rotation is None:
                 self._rotations.append((None, 1.0))
                 continue
             key = rotation.frequencies.numpy().tobytes()
             on_device = frequencies.setdefault(key, rotation.frequencies.to(device))
             self._rotations.append((on_device, rotation.scale))
+        self._slopes = (
+            torch.tensor(alibi_slopes(of.heads), dtype=torch.float32, device=device)
+            if of.position == "alibi"
+            else None
+        )
+        self._embedding_scale = torch.tensor(of.embedding_scale, dtype=dtype).item()
 
     def hidden(
         self, tokens: Tensor, cache: KVCache, slots: Tensor, counts: Tensor | None = None
@@ -53,13 +73,18 @@ class Decoder:
 
         Returns:
             (batch, n, hidden), before the last norm.
+
+        Raises:
+            ValueError: slots may become longer than the model has positions for.
         """
-        x = F.embedding(tokens, self.weights.embedding)
-        if self.of.embedding_scale != 1:
-            x = x * torch.tensor(self.of.embedding_scale, dtype=x.dtype, device=x.device)
+        x = self._embedded(tokens, cache, slots, counts)
+        block = self._parallel_block if self.of.parallel else self._block
+        if self.of.norm_place == "after":
+            block = self._block_with_norms_after
+        left = None
         for i, layer in enumerate(self.weights.layers):
-            x = self._block(i, layer, x, cache.layer(i), slots, counts)
-        return x
+            x, left = block(layer, x, left, _Place(i, cache.layer(i), slots, counts))
+        return x if left is None else x + left
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits that belong to last hidden states.
@@ -71,36 +96,111 @@ class Decoder:
             (..., vocabulary).
         """
         assert self.weights.head is not None
-        out = self.weights.head(self._normed(hidden, self.weights.final_norm))
+        x = self._normed(hidden, self.weights.final_norm)
+        if self.weights.project_out is not None:
+            x = self.weights.project_out(x)
+        out = self.weights.head(x)
         softcap = self.of.logit_softcap
         return softcap * torch.tanh(out / softcap) if softcap > 0 else out
 
-    def _block(
-        self, i: int, layer: Layer, x: Tensor, kv: PagedKV, slots: Tensor, counts: Tensor | None
+    def _embedded(
+        self, tokens: Tensor, cache: KVCache, slots: Tensor, counts: Tensor | None
     ) -> Tensor:
-        h = self._normed(x, layer.attention_norm)
-        mixed = self._attention(i, layer, h, kv, slots, counts)
-        x = layer.out(mixed, residual=x)
-        h = self._normed(x, layer.mlp_norm)
-        wide = layer.up(h, activation=self.of.activation, gated=self.of.gated)
-        return layer.down(wide, residual=x)
+        """Return the first hidden states."""
+        weights = self.weights
+        x = F.embedding(tokens, weights.embedding)
+        if self._embedding_scale != 1:
+            x = x * self._embedding_scale
+        if weights.project_in is not None:
+            x = weights.project_in(x)
+        if weights.positions is not None:
+            lengths = cache.layer(0).lengths
+            x = x + self._positions(
+                weights.positions, cache.capacity, lengths, tokens, slots, counts
+            )
+        return self._normed(x, weights.embedding_norm)
 
-    def _attention(
-        self, i: int, layer: Layer, h: Tensor, kv: PagedKV, slots: Tensor, counts: Tensor | None
+    def _positions(
+        self,
+        table: Tensor,
+        capacity: int,
+        lengths: Tensor,
+        tokens: Tensor,
+        slots: Tensor,
+        counts: Tensor | None,
     ) -> Tensor:
+        """Return the rows of learned positions of tokens; any row for what is none."""
+        offset, n = self.of.position_offset, tokens.shape[1]
+        if capacity > len(table) - offset:
+            raise ValueError(
+                f"decoder: the cache has capacity {capacity}, expected at most"
+                f" {len(table) - offset}, as many as the model has positions"
+            )
+        counted = n if counts is None else counts
+        begins = lengths.index_select(0, slots.clamp(min=0)) - counted + offset
+        rows = begins.unsqueeze(1) + torch.arange(n, dtype=torch.int32, device=tokens.device)
+        return F.embedding(rows.clamp(0, len(table) - 1), table)
+
+    def _block(
+        self, layer: Layer, x: Tensor, left: Tensor | None, place: _Place
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return hidden states, and what is left to be added to them.
+
+        The next norm adds it in its own pass over memory, where the linear layer before cannot.
+        """
+        h, x = self._sum_normed(x, left, layer.attention_norm)
+        mixed = self._attention(layer, h, place)
+        x, left = self._added(layer.out, mixed, x, layer.attention_post_norm)
+        h, x = self._sum_normed(x, left, layer.mlp_norm)
+        return self._added(layer.down, self._widened(layer, h), x, layer.mlp_post_norm)
+
+    def _parallel_block(
+        self, layer: Layer, x: Tensor, left: Tensor | None, place: _Place
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the same where attention and feed-forward block read the same."""
+        h, x = self._sum_normed(x, left, layer.attention_norm)
+        mixed = self._attention(layer, h, place)
+        if layer.mlp_norm is not None:
+            h = self._normed(x, layer.mlp_norm)
+        x = layer.out(mixed, residual=x)
+        return self._added(layer.down, self._widened(layer, h), x, None)
+
+    def _block_with_norms_after(
+        self, layer: Layer, x: Tensor, left: Tensor | None, place: _Place
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the same where each norm is over a sum; nothing is left."""
+        mixed = self._attention(layer, x, place)
+        x, left = self._added(layer.out, mixed, x, None)
+        x, _ = self._sum_normed(x, left, layer.attention_norm)
+        x, left = self._added(layer.down, self._widened(layer, x), x, None)
+        x, _ = self._sum_normed(x, left, layer.mlp_norm)
+        return x, None
+
+    def _widened(self, layer: Layer, h: Tensor) -> Tensor:
+        return layer.up(h, activation=self.of.activation, gated=self.of.gated)
+
+    def _added(
+        self, linear: Linear, h: Tensor, x: Tensor, norm: NormWeights | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return x, and norm(linear(h)) that is left to be added to it, or their sum and None."""
+        if norm is None and are_few(h):
+            return linear(h, residual=x), None
+        return x, self._normed(linear(h), norm)
+
+    def _attention(self, layer: Layer, h: Tensor, place: _Place) -> Tensor:
         of = self.of
         batch, n, _ = h.shape
         qkv = layer.qkv(h).view(batch, n, of.heads + 2 * of.kv_heads, of.head_dim)
         q, k, v = qkv.split((of.heads, of.kv_heads, of.kv_heads), 2)
-        frequencies, scale = self._rotations[i]
+        frequencies, scale = self._rotations[place.i]
         rope_append_(
             q,
             k,
             v,
-            kv,
+            place.kv,
             frequencies,
-            slots=slots,
-            counts=counts,
+            slots=place.slots,
+            counts=place.counts,
             q_weight=layer.q_norm,
             k_weight=layer.k_norm,
             eps=of.eps,
@@ -111,20 +211,40 @@ class Decoder:
         attend = decode_attention if n == 1 else prefill_attention
         mixed = attend(
             q,
-            kv,
-            slots=slots,
-            counts=counts,
+            place.kv,
+            slots=place.slots,
+            counts=place.counts,
             scale=of.attention_scale,
-            window=of.windows[i],
+            alibi_slopes=self._slopes,
+            window=of.windows[place.i],
             softcap=of.softcap,
         )
         assert isinstance(mixed, Tensor)
         return mixed.view(batch, n, of.heads * of.head_dim)
 
     def _normed(self, x: Tensor, norm: NormWeights | None) -> Tensor:
-        if norm is None:
-            return x
+        return self._sum_normed(x, None, norm)[0]
+
+    def _sum_normed(
+        self, x: Tensor, left: Tensor | None, norm: NormWeights | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return norm(x + left), and x + left."""
         of = self.of
+        if norm is None:
+            total = x if left is None else x + left
+            return total, total
+        x, residual = (x, None) if left is None else (left, x)
         if of.norm == "rms":
-            return rms_norm(x, norm.weight, eps=of.eps, weight_offset=of.norm_offset)
-        return layer_norm(x, norm.weight, norm.bias, eps=of.eps, weight_offset=of.norm_offset)
+            out = rms_norm(
+                x, norm.weight, residual=residual, eps=of.eps, weight_offset=of.norm_offset
+            )
+        else:
+            out = layer_norm(
+                x,
+                norm.weight,
+                norm.bias,
+                residual=residual,
+                eps=of.eps,
+                weight_offset=of.norm_offset,
+            )
+        return (out, x) if isinstance(out, Tensor) else out

@@ -8,9 +8,10 @@ from torch.nn import functional as F
 
 from deepspeed_ext.inference.architecture import Architecture
 from deepspeed_ext.inference.ragged import Limits, Part
-from deepspeed_ext.inference.weights import Layer, NormWeights, Weights
-from deepspeed_ext.ops import layer_norm, rms_norm
+from deepspeed_ext.inference.weights import Layer, Linear, NormWeights, Weights
+from deepspeed_ext.ops import bias_activation, gated_activation, layer_norm, rms_norm
 
+_FEW_ROWS = 8  # on the CPU, of more than these torch's multiplications are faster
 _16_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -75,10 +76,10 @@ class Encoder:
     def block(self, layer: Layer, x: Tensor, part: Part) -> Tensor:
         """Return what a layer makes of hidden states, (n, hidden)."""
         of = self.of
-        mixed = self._attention(layer.qkv(x), part)
-        x = self._sum(layer.out(mixed), x, layer.attention_norm)
-        wide = layer.up(x, activation=of.activation, gated=of.gated)
-        return self._sum(layer.down(wide), x, layer.mlp_norm)
+        mixed = self._attention(_linear(layer.qkv, x), part)
+        x = self._sum(_linear(layer.out, mixed), x, layer.attention_norm)
+        wide = _linear(layer.up, x, of.activation, of.gated)
+        return self._sum(_linear(layer.down, wide), x, layer.mlp_norm)
 
     def _attention(self, qkv: Tensor, part: Part) -> Tensor:
         """Let the tokens of each text see one another; (n, heads * head_dim)."""
@@ -146,6 +147,20 @@ class Encoder:
             )
         assert isinstance(out, Tensor)
         return out
+
+
+def _linear(
+    linear: Linear, x: Tensor, activation: str | None = None, gated: bool = False
+) -> Tensor:
+    """Return activation(x @ weight.T + bias) in the fastest way, as no bits are promised."""
+    weight, bias = linear.weight, linear.bias
+    if x.is_cuda or len(x) <= _FEW_ROWS or not isinstance(weight, Tensor):
+        return linear(x, activation=activation, gated=gated)
+    if activation is None:
+        return F.linear(x, weight, bias)
+    if gated:
+        return gated_activation(F.linear(x, weight, bias), activation=activation)
+    return bias_activation(F.linear(x, weight), bias, activation=activation)
 
 
 def _check(of: Architecture, weights: Weights) -> None:

@@ -1,6 +1,6 @@
 """EncoderEngine: a model with our kernels inside, that tells what tokens of whole texts mean."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,10 +32,13 @@ class EncoderEngine:
 
     Args:
         encoder: the model.
+        tokenizer: None, or what `tokenizer` of the engine is to be: the engine takes no text.
+        report: what quantizing has done to the weights, or None.
     """
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: Encoder, *, tokenizer: Any = None, report: Any = None) -> None:
         self.encoder, self.device = encoder, encoder.weights.embedding.device
+        self.tokenizer, self.report = tokenizer, report
 
     @torch.no_grad()
     def __call__(

@@ -1,29 +1,95 @@
 """InferenceEngine: a model with our kernels inside, that continues prompts."""
 
-from collections.abc import Sequence
+import operator
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, replace
+from types import TracebackType
+from typing import Any, Literal, NoReturn, Protocol, SupportsIndex, overload
 
 import torch
 from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from deepspeed_ext.inference.decoder import Decoder
 from deepspeed_ext.inference.kv_cache import KVCache
+from deepspeed_ext.inference.requests import Completion, Prompt, Request
+from deepspeed_ext.inference.sampling import SamplingOptions, key_of
+from deepspeed_ext.inference.scheduler import Scheduler
+from deepspeed_ext.inference.steps import Steps
+from deepspeed_ext.inference.stream import Stream
+from deepspeed_ext.inference.text import Text
 
-CHUNK = 1024  # tokens of a prompt that are taken in at once
-BUCKET = 64  # what the length of a shorter chunk is rounded up to
+Ids = Sequence[int] | Tensor
+Prompts = str | Ids | Sequence[str] | Sequence[Ids]
+Options = SamplingOptions | Sequence[SamplingOptions]
+_NAMES = tuple(field.name for field in fields(SamplingOptions))
+
+
+class Tokenizer(Protocol):
+    """What an engine needs for text."""
+
+    def encode(self, text: str, /) -> list[int]:
+        """Return the tokens of a text."""
+
+    def decode(self, ids: list[int], /) -> str:
+        """Return the text of tokens."""
 
 
 class InferenceEngine:
-    """Continue prompts, several at a time.
+    """Continue prompts, many at a time.
+
+    A completion has the same tokens and log-probabilities alone and beside any others, whenever
+    they come and whichever slot it has. Several threads may call one engine: whoever waits for
+    tokens computes a step for all, and an engine that nobody waits for rests. If a step fails, or
+    Ctrl-C interrupts it, the completions under way are given up, and the engine takes others.
+
+    An engine holds the weights and the cache; `close`, or letting go of it, gives the memory back.
+    It belongs to its process and to the stream that was current when it was made.
 
     Args:
         decoder: the model.
-        max_batch: requests at a time.
-        max_tokens: of a request, those of its prompt and new ones.
+        max_batch: slots, which is how many completions are computed at a time.
+        max_tokens: of a prompt and its completion together.
+        kv_quantized: None, or "int8" or "fp8": what keys and values are kept as.
+        pages: of 64 tokens, for all slots together; None for as many as all need at max_tokens.
+            With fewer, completions wait until there is room for all that they may become.
+        tokenizer: None, or for prompts that are text, and completions: `encode` and `decode`.
+        stop_tokens: that end completions, where a call says nothing else.
+        cuda_graphs: whether steps are recorded once and replayed, on CUDA.
+        report: what quantizing has done to the weights, or None.
+
+    Raises:
+        ValueError: a size is none that a cache may have.
     """
 
-    def __init__(self, decoder: Decoder, *, max_batch: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        max_batch: int,
+        max_tokens: int,
+        kv_quantized: str | None = None,
+        pages: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        stop_tokens: Sequence[int] = (),
+        cuda_graphs: bool = True,
+        report: Any = None,
+    ) -> None:
         of, embedding = decoder.of, decoder.weights.embedding
+        if of.position == "learned" and of.context is not None and max_tokens > of.context:
+            raise ValueError(
+                f"inference: max_tokens is {max_tokens}, expected at most {of.context}, as the"
+                " model has no more positions"
+            )
         self.decoder, self.device = decoder, embedding.device
+        self.max_batch, self.max_tokens = max_batch, max_tokens
+        self.tokenizer, self.stop_tokens = tokenizer, tuple(stop_tokens)
+        self.cuda_graphs, self.report = cuda_graphs, report
         self.cache = KVCache(
             max_batch,
             max_tokens,
@@ -31,36 +97,246 @@ class InferenceEngine:
             of.head_dim,
             layers=of.layers,
             dtype=embedding.dtype,
+            quantized=kv_quantized,
+            pages=pages,
             device=self.device,
         )
+        is_cuda = self.device.type == "cuda"
+        self._stream = torch.cuda.current_stream(self.device) if is_cuda else None
+        self._scheduler = Scheduler(
+            Steps(decoder, self.cache, max_batch, cuda_graphs),
+            self.cache,
+            max_batch,
+            self.cache.free_pages,
+            ahead=is_cuda,
+        )
+        self._turn = threading.Condition()
+        self._driver: int | None = None  # the thread that computes a step
+        self._process = os.getpid()
+        self._is_open = True
 
-    @torch.inference_mode()
-    def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
-        """Return what follows each prompt, the likeliest token each time."""
-        results = []
-        for prompt in prompts:
-            token = self._prefill(list(prompt), 0).argmax(-1)
-            tokens = [int(token)]
-            slots = torch.zeros(1, dtype=torch.int32, device=self.device)
-            while len(tokens) < max_new_tokens:
-                self.cache.reserve(0, 1)
-                hidden = self.decoder.hidden(token.view(1, 1), self.cache, slots)
-                token = self.decoder.logits(hidden[:, -1]).argmax(-1)
-                tokens.append(int(token))
-            self.cache.free(0)
-            results.append(tokens)
-        return results
+    @overload
+    def generate(
+        self,
+        prompts: Prompts,
+        options: Options | None = None,
+        *,
+        stream: Literal[False] = False,
+        progress: bool = False,
+        **changes: Any,
+    ) -> list[Completion]: ...
 
-    def _prefill(self, prompt: list[int], slot: int) -> Tensor:
-        """Return the logits of the first new token, (1, vocabulary)."""
-        slots = torch.tensor([slot], dtype=torch.int32, device=self.device)
-        hidden = None
-        for begin in range(0, len(prompt), CHUNK):
-            part = prompt[begin : begin + CHUNK]
-            padded = part + [0] * (-len(part) % BUCKET)
-            tokens = torch.tensor([padded], device=self.device)
-            counts = torch.tensor([len(part)], dtype=torch.int32, device=self.device)
-            self.cache.reserve(slot, len(part))
-            hidden = self.decoder.hidden(tokens, self.cache, slots, counts)[:, len(part) - 1]
-        assert hidden is not None
-        return self.decoder.logits(hidden)
+    @overload
+    def generate(
+        self,
+        prompts: Prompts,
+        options: Options | None = None,
+        *,
+        stream: Literal[True],
+        progress: bool = False,
+        **changes: Any,
+    ) -> Stream: ...
+
+    def generate(
+        self,
+        prompts: Prompts,
+        options: Options | None = None,
+        *,
+        stream: bool = False,
+        progress: bool = False,
+        **changes: Any,
+    ) -> list[Completion] | Stream:
+        """Return what follows prompts::
+
+            engine.generate("Once upon a time", max_new_tokens=64)[0].text
+            for piece in engine.generate([[1, 15, 8], [1, 4]], temperature=0.8, stream=True): ...
+
+        Args:
+            prompts: text, or the numbers of tokens; or several of them.
+            options: for all prompts, or a sequence of them, one for each.
+            stream: whether to return an iterator of pieces at once, in place of completions in the
+                end. Closing it, or letting go of it, cancels what is not done.
+            progress: whether to draw a bar of tokens on stderr, if that is a terminal.
+            changes: of the options, by the names that `SamplingOptions` has.
+
+        Returns:
+            A `Completion` of each prompt, or n of each, those of the first prompt first. With
+            `stream` a `Stream`.
+
+        Raises:
+            TypeError: an argument is of a wrong kind.
+            ValueError: an argument breaks a rule; a prompt is empty, has a token that is none, or
+                does not fit with what is to follow it. Nothing is computed then.
+            RuntimeError: logits are not finite; a step failed for another caller; the engine is
+                closed, or belongs to another process. All completions of the call are cancelled.
+        """
+        self._check_usable()
+        prompts = self._numbers(prompts)
+        requests = self._requests(prompts, self._options(options, changes, len(prompts)), stream)
+        self._scheduler.submit(request for request in requests if not request.is_done)
+        running = Stream(requests, self._advance, self._sweep)
+        if stream:
+            return running
+        total = sum(request.options.max_new_tokens for request in requests)
+        try:
+            with tqdm(total=total, unit="token", disable=None if progress else True) as bar:
+                while not running.is_done:
+                    running.advance()
+                    bar.update(sum(len(request.tokens) for request in requests) - bar.n)
+            return running.completions()
+        finally:
+            running.close()
+
+    def _numbers(self, prompts: Prompts) -> list[list[int]]:
+        """Return the tokens of each prompt."""
+        some = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+        some = [some] if isinstance(some, str) else list(some)
+        some = [each.tolist() if hasattr(each, "tolist") else each for each in some]
+        if some and not any(isinstance(each, Sequence) for each in some):
+            some = [some]
+        return [self._numbers_of(i, each) for i, each in enumerate(some)]
+
+    def _numbers_of(self, i: int, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(
+                    f"generate: prompt {i} is text, expected numbers of tokens, as the engine has"
+                    " no tokenizer"
+                )
+            prompt = self.tokenizer.encode(prompt)
+        try:
+            tokens = [operator.index(token) for token in prompt]
+        except TypeError:
+            raise TypeError(
+                f"generate: prompt {i} is {prompt!r:.60}, expected text, or numbers of tokens"
+            ) from None
+        if not tokens:
+            raise ValueError(f"generate: prompt {i} is empty, expected at least one token")
+        last = self.decoder.of.vocabulary - 1
+        if min(tokens) < 0 or max(tokens) > last:
+            wrong = next(token for token in tokens if not 0 <= token <= last)
+            raise ValueError(f"generate: prompt {i} has token {wrong}, expected 0 to {last}")
+        return tokens
+
+    def _options(
+        self, options: Options | None, changes: dict[str, Any], count: int
+    ) -> list[SamplingOptions]:
+        """Return the options of each prompt."""
+        for name in changes:
+            if name not in _NAMES:
+                raise TypeError(f"generate: option is {name}, expected one of {', '.join(_NAMES)}")
+        if options is None:
+            return [SamplingOptions(**changes)] * count
+        some = [options] * count if isinstance(options, SamplingOptions) else list(options)
+        if len(some) != count:
+            raise ValueError(f"generate: options have length {len(some)}, expected {count}")
+        return [replace(each, **changes) for each in some]
+
+    def _requests(
+        self, prompts: list[list[int]], options: list[SamplingOptions], stream: bool
+    ) -> list[Request]:
+        """Return a request for each completion, all of which have room when they are alone."""
+        requests = []
+        for i, (tokens, wanted) in enumerate(zip(prompts, options, strict=True)):
+            if wanted.stop and self.tokenizer is None:
+                raise ValueError(
+                    f"generate: stop is {wanted.stop}, expected none, as the engine has no"
+                    " tokenizer"
+                )
+            prompt = Prompt(i, tokens)
+            seed = secrets.randbits(63) if wanted.seed is None else wanted.seed
+            stop = self.stop_tokens if wanted.stop_tokens is None else wanted.stop_tokens
+            for sample in range(wanted.n):
+                text = None
+                if self.tokenizer is not None:
+                    text = Text(self.tokenizer.decode, wanted.stop, in_pieces=stream)
+                key, news = key_of(seed, sample), deque[tuple[int, str]]() if stream else None
+                some = Request(prompt, wanted, sample, seed, key, frozenset(stop), text, news)
+                self._scheduler.check(some, self.max_tokens)
+                if wanted.max_new_tokens == 0:
+                    some.finish_reason = "length"
+                requests.append(some)
+        return requests
+
+    def _advance(self, is_enough: Callable[[], bool]) -> None:
+        """Compute a step for all, or wait for another thread to; not if it is enough by then."""
+        if not self._take_turn(is_enough):
+            return
+        try:
+            self._check_usable()
+            with torch.inference_mode(), self._here():
+                self._scheduler.step()
+        finally:
+            self._end_turn()
+
+    def _sweep(self) -> None:
+        """Take slots back from what was cancelled, or failed."""
+        if self._process != os.getpid() or not self._is_open:
+            return
+        self._take_turn(lambda: False)
+        try:
+            with torch.inference_mode(), self._here():
+                self._scheduler.sweep()
+        finally:
+            self._end_turn()
+
+    def _take_turn(self, is_enough: Callable[[], bool]) -> bool:
+        """Wait until no other thread computes; return False if it is enough before."""
+        me = threading.get_ident()  # an interruption may have left it the driver
+        with self._turn:
+            while self._driver not in (None, me) and not is_enough():
+                self._turn.wait()
+            if is_enough():
+                return False
+            self._driver = me
+        return True
+
+    def _end_turn(self) -> None:
+        with self._turn:
+            self._driver = None
+            self._turn.notify_all()
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        """On the engine's stream, whatever the caller's is; in the dtypes of the model."""
+        on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with on_stream, torch.autocast(self.device.type, enabled=False):
+            yield
+
+    def _check_usable(self) -> None:
+        if self._process != os.getpid():
+            raise RuntimeError(
+                f"generate: the engine belongs to process {self._process}, expected to be used"
+                " there; make another one after a fork"
+            )
+        if not self._is_open:
+            raise RuntimeError("generate: the engine is closed, expected one that is open")
+
+    def close(self) -> None:
+        """Give the memory back. Completions under way are given up."""
+        if not self._is_open or self._process != os.getpid():
+            return
+        self._take_turn(lambda: False)
+        try:
+            self._is_open = False
+            self._scheduler.close()
+            del self.decoder, self.cache, self._scheduler
+        finally:
+            self._end_turn()
+
+    def __enter__(self) -> "InferenceEngine":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "inference: an engine was to be copied or pickled, expected init_inference once more,"
+            " as it holds a cache, and completions under way"
+        )

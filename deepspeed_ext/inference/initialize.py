@@ -1,37 +1,275 @@
 """init_inference: from a model to an engine."""
 
-import torch
-from torch import nn
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
 
+import torch
+from torch import Tensor, nn
+
+from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.inference.architecture import architecture_of
+from deepspeed_ext.inference.arguments import Settings, dtype_of, settings_of
 from deepspeed_ext.inference.decoder import Decoder
 from deepspeed_ext.inference.encoder import Encoder
 from deepspeed_ext.inference.encoder_engine import EncoderEngine
 from deepspeed_ext.inference.engine import InferenceEngine
+from deepspeed_ext.inference.folder import (
+    Described,
+    FolderTensors,
+    ModelFolder,
+    reading_bytes,
+)
 from deepspeed_ext.inference.policies import policy_of
 from deepspeed_ext.inference.policy import Config, Policy
-from deepspeed_ext.inference.weights import Taker
+from deepspeed_ext.inference.quantizing import Quantizer, bytes_of
+from deepspeed_ext.inference.room import Need, cache_bytes, check_room
+from deepspeed_ext.inference.tokens import tokenizer_of
+from deepspeed_ext.inference.weights import Taker, Weights
+from deepspeed_ext.io import SavedTensor
+from deepspeed_ext.quantization.report import Report
+
+_OP = "init_inference"
+_USUAL_TOKENS = 4096  # a cache for all of a long context would take more than the weights
 
 
 def init_inference(
-    model: nn.Module,
+    model: nn.Module | str | os.PathLike[str],
+    config: Mapping[str, Any] | None = None,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
+    quantize: str | None = None,
+    kv_dtype: str | None = None,
+    activations: str | None = None,
     max_batch: int = 8,
     max_tokens: int | None = None,
+    cuda_graphs: bool = True,
     policy: Policy | None = None,
+    tokenizer: Any = None,
+    device: torch.device | str | int | None = None,
+    progress: bool = False,
+    **deepspeed: Any,
 ) -> InferenceEngine | EncoderEngine:
-    """Return an engine with a copy of a model's weights, in the form that our kernels read."""
-    config: Config = model.config.to_dict()  # type: ignore[operator, union-attr]
-    policy = policy_of(config) if policy is None else policy
-    architecture = architecture_of(policy, config)
-    tensors = model.state_dict()
-    some = next(iter(tensors.values()))
-    taker = Taker(policy, config, architecture, tensors, some.device, dtype or some.dtype)
-    with torch.no_grad():
-        weights = taker.take()
-    if not architecture.causal:
-        return EncoderEngine(Encoder(architecture, weights))
-    decoder = Decoder(architecture, weights)
-    length = max_tokens or architecture.context or 2048
-    return InferenceEngine(decoder, max_batch=max_batch, max_tokens=length)
+    """Return an engine with a model's weights in the form that our kernels read.
+
+    It continues prompts; that of an encoder is called as the model is, and keeps nothing, so that
+    max_batch, max_tokens and cuda_graphs mean nothing to it.
+
+    The weights are copied; a module stays as it is. Those of a folder are read a layer at a time
+    and quantized on the way, so that two layers as floats lie about at most. Names and shapes of
+    all tensors, and whether all has room, are checked before the first is read.
+
+    Args:
+        model: a module with a `config` as Hugging Face's have, or any mapping; or a folder with
+            config.json and safetensors files.
+        config: arguments by name, ours or of DeepSpeed's function of this name.
+        dtype: of weights and hidden states, float32, bfloat16 or float16; None: that of the model.
+        quantize: what the weights of linear layers in blocks become: None, "int8" or "int4", in
+            groups of 128 elements of a row, or on CUDA 8.9 or newer "fp8" (e4m3, one scale for
+            a row).
+        kv_dtype: what keys and values are kept as: None for dtype, "int8" or "fp8".
+        activations: None, or with quantize "int8": see ``quantized_linear``. Faster on a CPU.
+        max_batch: requests at a time.
+        max_tokens: of a request, those of its prompt and new ones; None: what the model was made
+            for, 4096 at most.
+        cuda_graphs: whether steps are recorded once and replayed, on CUDA.
+        policy: the table of the model's family; None: one of those that are built in.
+        tokenizer: has encode(text) and decode(ids); None: that of the folder, if there is one.
+        device: where to; None: that of the module; for a folder cuda if there is one, else cpu.
+        progress: whether a bar is drawn on stderr while files are read, if that is a terminal.
+        deepspeed: arguments of DeepSpeed's function: each does something, or is refused with what
+            to use instead.
+
+    Raises:
+        TypeError: an argument is unknown, or of the wrong type.
+        ValueError: an argument breaks a rule above; the model has no family that is known, or
+            tensors that do not fit it; a file is not what it should be.
+        OSError: a file is missing or cannot be read.
+        MemoryError: the device has too little memory free; says what would fit.
+        BuildError: a native library of the device could not be built or loaded.
+    """
+    given = {name: value for name, value in locals().items() if name in _NAMES}
+    settings = settings_of(config, given, deepspeed)
+    source = _Source(model)
+    stop_tokens = source.stop_tokens()
+    text_tokens = tokenizer_of(source.folder, settings.tokenizer)
+    loading = _Loading(source, settings)
+    with torch.inference_mode(False), torch.no_grad():
+        weights, report = loading.run()
+        if not loading.of.causal:
+            encoder = Encoder(loading.of, weights)
+            return EncoderEngine(encoder, tokenizer=text_tokens, report=report)
+        return InferenceEngine(
+            Decoder(loading.of, weights),
+            max_batch=settings.max_batch,
+            max_tokens=loading.max_tokens,
+            kv_quantized=settings.kv_dtype,
+            tokenizer=text_tokens,
+            stop_tokens=stop_tokens,
+            cuda_graphs=settings.cuda_graphs,
+            report=report,
+        )
+
+
+_NAMES = frozenset(field.name for field in fields(Settings))
+
+
+class _Source:
+    """A model, given as a module or as a folder.
+
+    Attributes:
+        config: of the model.
+        tensors: without values in the case of a folder.
+        folder: None for a module.
+    """
+
+    def __init__(self, model: nn.Module | str | os.PathLike[str]) -> None:
+        self.folder: ModelFolder | None = None
+        self.tensors: Mapping[str, Tensor] | Mapping[str, SavedTensor]
+        if isinstance(model, nn.Module):
+            self.config = _as_dict(getattr(model, "config", None))
+            self._generation = _as_dict(getattr(model, "generation_config", {}))
+            self.tensors = model.state_dict()
+            _check_module(self.tensors)
+        elif isinstance(model, str | os.PathLike):
+            self.folder = ModelFolder(Path(model))
+            self.config = self.folder.config
+            self._generation = self.folder.generation_config
+            self.tensors = self.folder.shards.tensors
+        else:
+            raise TypeError(
+                f"{_OP}: model is {type(model).__name__}, expected a module or the path of a folder"
+            )
+
+    def dtype(self) -> torch.dtype:
+        """Return what the model is computed in: what its folder names, or most of its bytes are."""
+        named = self.config.get("dtype") or self.config.get("torch_dtype")
+        if self.folder is not None and isinstance(named, str):
+            return dtype_of(named)
+        sizes = ((each.nbytes, each.dtype) for each in self.tensors.values())
+        return dtype_of(max(sizes, key=lambda one: one[0], default=(0, None))[1])
+
+    def device(self) -> torch.device:
+        """Return where an engine is if nobody says."""
+        if self.folder is not None:
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        devices = (each.device for each in self.tensors.values() if isinstance(each, Tensor))
+        return next(devices, torch.device("cpu"))
+
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Return the tokens that end a text."""
+        found = self._generation.get("eos_token_id")
+        found = self.config.get("eos_token_id") if found is None else found
+        tokens = found if isinstance(found, list) else [] if found is None else [found]
+        for token in tokens:
+            if type(token) is not int:
+                raise ValueError(f"{_OP}: eos_token_id is {found!r:.60}, expected whole numbers")
+        return tuple(tokens)
+
+
+class _Loading:
+    """Takes over weights, when it is sure that they fit their family and the device."""
+
+    def __init__(self, source: _Source, settings: Settings) -> None:
+        self._source, self._settings = source, settings
+        self._policy = settings.policy or policy_of(source.config)
+        self.of = architecture_of(self._policy, source.config)
+        self._dtype = settings.dtype or source.dtype()
+        self._device = _checked(settings.device) or source.device()
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        if not self.of.causal and settings.kv_dtype is not None:
+            raise ValueError(
+                f"{_OP}: kv_dtype is {settings.kv_dtype!r}, expected None, as an encoder keeps no"
+                " keys and values"
+            )
+        self._asked: list[str] = []
+        context = self.of.context or _USUAL_TOKENS
+        self.max_tokens = settings.max_tokens or min(context, _USUAL_TOKENS)
+
+    def run(self) -> tuple[Weights, Report | None]:
+        """Return the weights, and what quantizing has done to them.
+
+        Raises:
+            As init_inference.
+        """
+        settings, source = self._settings, self._source
+        check_room(self._device, settings.quantize, settings.max_batch, self.max_tokens, self._need)
+        quantizer = self._quantizer(settings.quantize, settings.activations)
+        if source.folder is None:
+            weights = self._take(cast(Mapping[str, Tensor], source.tensors), quantizer)
+        else:
+            shards, names = source.folder.shards, self._asked
+            with FolderTensors(shards, names, self._device, settings.progress) as tensors:
+                weights = self._take(tensors, quantizer)
+        return (weights, None) if quantizer is None else quantizer.finish(weights)
+
+    def _need(self, quantize: str | None) -> Need:
+        """Go through all of it without values, and return the bytes that it comes to."""
+        settings, source = self._settings, self._source
+        described = Described(source.tensors)
+        quantizer = self._quantizer(quantize, None)
+        weights = self._take(described, quantizer, torch.device("meta"))
+        self._asked = list(described.asked)
+        reading = 0
+        if source.folder is not None:
+            reading = reading_bytes(source.folder.shards, self._asked)
+        cache = 0
+        if self.of.causal:
+            cache = cache_bytes(
+                self.of, settings.max_batch, self.max_tokens, self._dtype, settings.kv_dtype
+            )
+        return Need(bytes_of(weights), cache, reading)
+
+    def _quantizer(self, kind: str | None, activations: str | None) -> Quantizer | None:
+        return None if kind is None else Quantizer(kind, activations, self._device)
+
+    def _take(
+        self,
+        tensors: Mapping[str, Tensor],
+        quantizer: Quantizer | None,
+        device: torch.device | None = None,
+    ) -> Weights:
+        return Taker(
+            self._policy,
+            self._source.config,
+            self.of,
+            tensors,
+            self._device if device is None else device,
+            self._dtype,
+            quantizer,
+        ).take()
+
+
+def _as_dict(config: Any) -> Config:
+    if isinstance(config, Mapping):
+        return config
+    if not callable(getattr(config, "to_dict", None)):
+        raise TypeError(
+            f"{_OP}: model has the config {type(config).__name__}, expected one of Hugging Face's,"
+            " or a dict with what the table of the model's family reads"
+        )
+    found: Config = config.to_dict()
+    return found
+
+
+def _check_module(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_meta or is_dtensor(tensor):
+            what = "on meta" if tensor.is_meta else "a DTensor"
+            raise ValueError(
+                f"{_OP}: {name} is {what}, expected values; give the folder of the model instead"
+            )
+
+
+def _checked(device: torch.device | str | int | None) -> torch.device | None:
+    if device is None:
+        return None
+    checked = torch.device(device)
+    if checked.type not in ("cpu", "cuda"):
+        raise ValueError(f"{_OP}: device is {checked}, expected cpu or cuda")
+    if checked.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{_OP}: device is {checked}, expected cpu, as torch finds no GPU")
+    return checked

@@ -101,6 +101,13 @@ class KVCache:
         return self._pages.lengths[slot]
 
     @property
+    def nbytes(self) -> int:
+        """How many bytes it takes where it is; one on meta takes none, but tells."""
+        tables = (self._table, self._lengths, self._violations)
+        stored = (self._keys, self._values)
+        return sum(each.untyped_storage().nbytes() for each in (*stored, *self._scales, *tables))
+
+    @property
     def free_pages(self) -> int:
         """How many pages no slot has."""
         return len(self._pages.free)
@@ -206,6 +213,15 @@ class KVCache:
             self._pages.check_slot("free", slot, in_use=True)
             self._set(slot, 0, [])
             self._pages.used[slot] = False
+            self._send_lengths()
+
+    def clear(self) -> None:
+        """Free all slots, whatever an interruption has left of the tables."""
+        with self._lock:
+            self._check_no_capture("clear")
+            old = self._pages
+            self._pages = Pages(len(old.lengths), old.capacity, len(old.holders))
+            self._table.fill_(-1)
             self._send_lengths()
 
     def check(self) -> None:

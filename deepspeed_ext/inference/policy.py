@@ -1,7 +1,7 @@
 """The form of a policy: a table of where a family of models keeps its weights, and what it does."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 Config = Mapping[str, Any]  # of a model: what its config.json says
@@ -14,27 +14,47 @@ class Key:
 
     Args:
         names: the first one that is there, and is not null, counts.
-        default: if none is; without it, a configuration that has none of them is refused.
+        default: what a configuration that has none of them means, where null means None; without
+            it, both are refused.
+        values: what each value that it may have stands for in the table; None: for itself.
+        power: what it is raised to, as the scale of the scores may be given by a size.
     """
 
-    def __init__(self, *names: str, default: Any = _NONE) -> None:
-        self.names, self.default = names, default
+    def __init__(
+        self,
+        *names: str,
+        default: Any = _NONE,
+        values: Mapping[Any, Any] | None = None,
+        power: float = 1.0,
+    ) -> None:
+        self.names, self.default, self.values, self.power = names, default, values, power
 
     def of(self, config: Config) -> Any:
         """Return the value.
 
         Raises:
-            ValueError: the configuration has none.
+            ValueError: the configuration has none, or one that stands for nothing.
         """
-        for name in self.names:
-            if config.get(name) is not None:
-                return config[name]
-        if self.default is _NONE:
+        name = next((n for n in self.names if config.get(n) is not None), None)
+        value = self.default if name is None else config[name]
+        if value is not _NONE and name is None and any(n in config for n in self.names):
+            value = None
+        if value is _NONE:
             raise ValueError(
                 f"init_inference: config has no {self.names[0]!r}, expected it for model_type"
                 f" {config.get('model_type')!r}"
             )
-        return self.default
+        if self.values is not None:
+            if not isinstance(value, (bool, int, str)) or value not in self.values:
+                known = ", ".join(map(repr, self.values))
+                raise ValueError(
+                    f"init_inference: {name} is {value!r}, expected one of {known}, for model_type"
+                    f" {config.get('model_type')!r}"
+                )
+            return self.values[value]
+        if self.power == 1 or value is None:
+            return value
+        return checked_number(self.names[0], value, above=0) ** self.power
 
 
 Or = Key | Any  # a value, or where the configuration has it
@@ -43,6 +63,30 @@ Or = Key | Any  # a value, or where the configuration has it
 def value_of(entry: Or, config: Config) -> Any:
     """Return what an entry of a table is for a model."""
     return entry.of(config) if isinstance(entry, Key) else entry
+
+
+def checked_number(name: str, value: Any, above: float | None = None) -> float:
+    """Return a number of a configuration, which may hold anything.
+
+    Raises:
+        ValueError: it is none, not finite, or not above what it must be.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not abs(value) < float("inf") or (above is not None and value <= above):
+        want = "a number" if above is None else f"a number above {above}"
+        raise ValueError(f"init_inference: {name} is {value!r}, expected {want}")
+    return float(value)
+
+
+def keys_of(entry: Any) -> set[str]:
+    """Return all names of a configuration's values that a table, or a part of one, reads."""
+    if isinstance(entry, Key):
+        return set(entry.names)
+    if is_dataclass(entry):
+        return {name for each in fields(entry) for name in keys_of(getattr(entry, each.name))}
+    if isinstance(entry, tuple):
+        return {name for each in entry for name in keys_of(each)}
+    return set()
 
 
 @dataclass(frozen=True)
@@ -56,6 +100,7 @@ class Sizes:
     head_dim: Or = Key("head_dim", default=None)  # None: hidden / heads
     intermediate: Or = Key("intermediate_size", default=None)  # None: 4 hidden
     vocabulary: Or = Key("vocab_size")
+    embedding: Or = None  # elements of an embedding; None: hidden
     context: Or = Key("max_position_embeddings", default=None)  # None: no limit
 
 
@@ -63,19 +108,20 @@ class Sizes:
 class Names:
     """Under which names a state dict has its tensors, without `.weight` and `.bias`.
 
-    Those of a layer are what follows `layer`. None stands for what the family has not.
+    Those of a layer are what follows `layer`. None stands for what the family has not, and any may
+    be a `Key` where that depends on the configuration.
 
     Args:
         prefixes: what may stand before all of them but `head`; the first that fits counts.
         layer: of a layer's tensors, with {} for its number.
-        qkv: of the projections to queries, keys and values, or of one for all three.
+        qkv: of the three projections to queries, keys and values, or of one for all three.
         up: of the gate and of what it is for, or of one for both, or of the only one.
-        head: from the last hidden state to logits; where the state dict has none, it is the
-            embedding.
+        head: from the last hidden state to logits, by any of these names; None if there is none.
+        project_in: from embeddings to the first hidden state, where their sizes differ.
+        project_out: from the last hidden state to what the head takes, likewise.
         pooler: from the hidden state of the first token to the pooled one; a state dict may have
             none.
-        ignored: ends of names of tensors that nothing needs.
-        ignored_heads: beginnings of them.
+        ignored: parts of names of tensors that nothing needs.
     """
 
     embedding: str
@@ -84,60 +130,97 @@ class Names:
     out: str
     up: tuple[str, ...]
     down: str
-    attention_norm: str | None = None
-    mlp_norm: str | None = None
-    final_norm: str | None = None
-    head: str | None = "lm_head"
+    attention_norm: str | Key | None = None
+    mlp_norm: str | Key | None = None
+    final_norm: str | Key | None = None
+    head: tuple[str, ...] | None = ("lm_head",)
     prefixes: tuple[str, ...] = ("model.", "")
     positions: str | None = None
     token_types: str | None = None
     embedding_norm: str | None = None
+    project_in: str | None = None
+    project_out: str | None = None
     attention_post_norm: str | None = None
     mlp_post_norm: str | None = None
     q_norm: str | None = None
     k_norm: str | None = None
     pooler: str | None = None
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
-    ignored_heads: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Which layers see only the last tokens, and how many of them.
+
+    Args:
+        size: tokens that a query of such a layer sees, itself included; None for no windows.
+        are_used: whether there are any.
+        first: the first layer that may have one.
+        period: each so manieth layer has none; None: all have.
+        by_types: whether `layer_types` of the configuration, if it has them, says it instead.
+    """
+
+    size: Or = Key("sliding_window", default=None)
+    are_used: Or = True
+    first: Or = 0
+    period: Or = None
+    by_types: bool = True
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a family of models is made of; every entry may be a `Key` into the configuration.
+    """What a family of models is made of: a table, of which any entry may be a `Key`.
+
+    To write one: print the names and shapes of a model's `state_dict()`, and its configuration.
+    Begin with the table of the family that is most like it, as ``dataclasses.replace(LLAMA,
+    families=("mine",))``, and change the entries that differ, each beside the model's own code.
+    Tensors that the table forgets, or expects in vain, are refused by name, as are values of the
+    configuration that usually change what a model computes and that no entry reads. Then compare
+    logits with those of the model in float32, with random weights, those of norms and biases
+    included: they agree to five digits or something is wrong.
 
     Args:
         families: the `model_type` of the configurations that it is for.
         names: of the tensors.
+        part: the entry of the configuration that describes the decoder, if it is not at the top;
+            what is at the top counts where the part says nothing.
+        expects: what the configuration has to say, where it says it: values that would change what
+            the model computes, and that no other entry reads.
         sizes: where the configuration has them.
         norm: "rms" or "layer".
         norm_offset: added to the weights of norms.
         eps: of norms.
         norm_place: "before" attention and feed-forward block; "after" the sum with them; "both":
             before them, and after them before the sum.
-        parallel: whether attention and feed-forward block read the same hidden state.
+        parallel: whether attention and feed-forward block read the same hidden state; one without a
+            norm of its own reads what the other reads.
         position: "rotary", "learned", "alibi" or "none".
         position_offset: of the rows of learned positions.
-        position_padding: id of a token that takes no position, or None: the others are counted from
-            the row after that of this number, and the token itself has that row, as in RoBERTa.
+        position_padding: number of a token that takes no position, or None: positions are counted
+            without it, from the row after the one of this number, which is its own.
         interleaved: whether a rotary pair is two neighbours.
+        rope_base: of rotary frequencies.
+        rope_local_base: of those of layers with windows, which are not scaled for long contexts;
+            None: they are as all others.
+        rope_share: how much of a head turns.
         activation: as the configuration names it.
         gated: whether the feed-forward block has a gate.
         biases: of the linear layers: (qkv, out, up and down, head).
-        transposed: whether weights lie as (in, out), as those of Conv1D do.
-        qkv_by_head: whether one projection has queries, keys and values head by head.
-        windows: how many layers see a window only, where `layer_types` does not say: "all", "even",
-            "none", or n for all but each n-th.
+        transposed: whether weights of layers lie as (in, out), as those of Conv1D do.
+        qkv_by_head: whether the one projection has query, key and value head by head.
+        tied: whether the head is the embedding.
+        windows: of layers; None for none.
         attention_scale: of the scores; None: 1 / sqrt(head_dim).
-        softcap: of the scores; 0 for none.
-        logit_softcap: of the logits; 0 for none.
-        embedding_scale: what embeddings are multiplied by; "sqrt" for the root of their size.
+        softcap: of the scores; 0 or None for none.
+        logit_softcap: of the logits; 0 or None for none.
+        embedding_scale: what embeddings are multiplied by; rounded to the dtype.
         causal: whether tokens see only those before them.
-        expects: what a configuration has to say, where it says it: a model of the family that
-            differs is refused.
     """
 
     families: tuple[str, ...]
     names: Names
+    part: str | None = None
+    expects: Mapping[str, Any] = field(default_factory=dict)
     sizes: Sizes = field(default_factory=Sizes)
     norm: Literal["rms", "layer"] = "rms"
     norm_offset: Or = 0.0
@@ -148,15 +231,34 @@ class Policy:
     position_offset: Or = 0
     position_padding: Or = None
     interleaved: Or = False
+    rope_base: Or = Key("rope_theta", default=10000.0)
+    rope_local_base: Or = None
+    rope_share: Or = Key("partial_rotary_factor", default=1.0)
     activation: Or = Key("hidden_act")
     gated: Or = True
     biases: tuple[Or, Or, Or, Or] = (False, False, False, False)
     transposed: bool = False
     qkv_by_head: bool = False
-    windows: Or = "none"
+    tied: Or = Key("tie_word_embeddings", default=False)
+    windows: Windows | None = None
     attention_scale: Or = None
     softcap: Or = 0.0
     logit_softcap: Or = 0.0
     embedding_scale: Or = 1.0
     causal: bool = True
-    expects: Mapping[str, Any] = field(default_factory=dict)
+
+    def part_of(self, config: Config) -> Config:
+        """Return the configuration of the decoder.
+
+        Raises:
+            ValueError: there is no such part.
+        """
+        if self.part is None:
+            return config
+        part = config.get(self.part)
+        if not isinstance(part, Mapping):
+            raise ValueError(
+                f"init_inference: config has no {self.part!r}, expected it for model_type"
+                f" {config.get('model_type')!r}"
+            )
+        return {**config, **part, "model_type": config.get("model_type")}

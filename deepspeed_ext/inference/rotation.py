@@ -1,11 +1,22 @@
-"""How a model turns queries and keys by their positions, as its configuration says."""
+"""What positions do to queries, keys and scores, as a policy and a configuration say."""
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from deepspeed_ext.inference.policy import Config
-from deepspeed_ext.ops import rope_frequencies, rope_frequencies_llama3
+from deepspeed_ext.inference.policy import Config, Policy, checked_number, value_of
+from deepspeed_ext.ops import (
+    rope_frequencies,
+    rope_frequencies_llama3,
+    rope_frequencies_yarn,
+    rope_scale_yarn,
+)
+
+_TYPES = ("full_attention", "sliding_attention")  # of layers, where rules are given for each
+_USUAL = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_TRAINED = "original_max_position_embeddings"
 
 
 class Rotation(NamedTuple):
@@ -20,47 +31,121 @@ class Rotation(NamedTuple):
     scale: float
 
 
-def rotation_of(config: Config, head_dim: int, is_local: bool) -> Rotation:
+class _Rule(NamedTuple):
+    """A way to scale frequencies: what it must and may be given, and what it makes of that."""
+
+    needed: tuple[str, ...]
+    others: tuple[str, ...]
+    of: Callable[..., Rotation]
+
+
+def _linear(width: int, base: float, *, factor: float = 1.0, **others: Any) -> Rotation:
+    return Rotation(rope_frequencies(width, base=base, factor=factor), 1.0)
+
+
+def _llama3(width: int, base: float, **options: Any) -> Rotation:
+    return Rotation(rope_frequencies_llama3(width, base=base, **options), 1.0)
+
+
+def _yarn(
+    width: int,
+    base: float,
+    *,
+    factor: float,
+    attention_factor: float | None = None,
+    mscale: float = 0.0,
+    mscale_all_dim: float = 0.0,
+    **options: Any,
+) -> Rotation:
+    frequencies = rope_frequencies_yarn(width, base=base, factor=factor, **options)
+    if attention_factor is not None:
+        return Rotation(frequencies, attention_factor)
+    if mscale and mscale_all_dim:  # else neither counts
+        scale = rope_scale_yarn(factor, mscale=mscale, mscale_all_dim=mscale_all_dim)
+        return Rotation(frequencies, scale)
+    return Rotation(frequencies, rope_scale_yarn(factor))
+
+
+_RULES = {
+    "default": _Rule((), (_TRAINED,), lambda width, base, **others: _linear(width, base)),
+    "linear": _Rule(("factor",), (_TRAINED,), _linear),
+    "llama3": _Rule(("factor", "low_freq_factor", "high_freq_factor", _TRAINED), (), _llama3),
+    "yarn": _Rule(
+        ("factor", _TRAINED),
+        ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"),
+        _yarn,
+    ),
+}
+
+
+def rotation_of(policy: Policy, config: Config, head_dim: int, is_local: bool) -> Rotation:
     """Return the rotation of layers.
 
     Args:
-        config: has `rope_parameters`, or `rope_theta` and `rope_scaling`.
+        policy: says what counts where the configuration is silent.
+        config: has `rope_parameters`, for all layers or for each of their types, or older names.
         head_dim: elements of a head.
         is_local: whether the layers see a window only.
 
     Raises:
-        ValueError: the rule is not known.
+        ValueError: the rule is not known, or is given something that is not.
     """
-    rules = _rules_of(config, is_local)
-    width = int(head_dim * float(rules.get("partial_rotary_factor") or 1.0))
-    base = float(rules["rope_theta"])
-    kind = rules.get("rope_type") or rules.get("type") or "default"
-    if kind == "default":
-        return Rotation(rope_frequencies(width, base=base), 1.0)
-    if kind == "linear":
-        return Rotation(rope_frequencies(width, base=base, factor=float(rules["factor"])), 1.0)
-    if kind == "llama3":
-        frequencies = rope_frequencies_llama3(
-            width,
-            factor=rules["factor"],
-            original_max_position_embeddings=rules["original_max_position_embeddings"],
-            low_freq_factor=rules["low_freq_factor"],
-            high_freq_factor=rules["high_freq_factor"],
-            base=base,
+    given = _rules_of(policy, config, is_local)
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in _RULES:
+        raise ValueError(
+            f"init_inference: rope_type is {kind!r}, expected one of {', '.join(_RULES)}"
         )
-        return Rotation(frequencies, 1.0)
-    raise ValueError(f"init_inference: rope_type is {kind!r}, expected default, linear or llama3")
+    rule = _RULES[kind]
+    options = {}
+    for name, value in given.items():
+        if name in rule.needed + rule.others and value is not None:
+            options[name] = value if name == "truncate" else checked_number(name, value)
+        elif name not in _USUAL and value is not None:
+            raise ValueError(
+                f"init_inference: rope_parameters has {name!r}, expected nothing of this name for"
+                f" rope_type {kind!r}"
+            )
+    missing = [name for name in rule.needed if name not in options]
+    if missing:
+        raise ValueError(
+            f"init_inference: rope_parameters has no {missing[0]!r}, expected it for rope_type"
+            f" {kind!r}"
+        )
+    share = checked_number("partial_rotary_factor", given["partial_rotary_factor"], above=0)
+    base = checked_number("rope_theta", given["rope_theta"], above=0)
+    return rule.of(int(head_dim * share), base, **options)
 
 
-def _rules_of(config: Config, is_local: bool) -> dict[str, Any]:
+def _rules_of(policy: Policy, config: Config, is_local: bool) -> dict[str, Any]:
     """Return the parameters in one form, whichever the configuration has them in."""
-    rules = dict(config.get("rope_parameters") or {})
-    kind = "sliding_attention" if is_local else "full_attention"
-    if kind in rules:
-        rules = dict(rules[kind])
-    if not rules:
-        rules = dict(config.get("rope_scaling") or {})
-    rules.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
-    factor = config.get("partial_rotary_factor") or config.get("rotary_pct")
-    rules.setdefault("partial_rotary_factor", factor)
+    local_base = value_of(policy.rope_local_base, config)
+    has_own = is_local and local_base is not None
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if any(kind in given for kind in _TYPES):
+        given = given.get(_TYPES[is_local]) or {}
+    elif has_own:
+        given = {}
+    rules = dict(given)
+    if rules.get("rope_theta") is None:
+        rules["rope_theta"] = local_base if has_own else value_of(policy.rope_base, config)
+    if rules.get("partial_rotary_factor") is None:
+        rules["partial_rotary_factor"] = value_of(policy.rope_share, config)
+    trained = config.get(_TRAINED) or rules.get(_TRAINED) or config.get("max_position_embeddings")
+    if trained is not None:
+        rules[_TRAINED] = trained
     return rules
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Return by how much each head lowers the score of a key for each token that it is away.
+
+    A power of two has a geometric sequence that ends at 2^-8. Other numbers have that of the power
+    below, and every second one of the power above.
+
+    See: Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length
+    Extrapolation", 2022, section 3, and, for other numbers, the code that was published with it.
+    """
+    power = 2 ** int(math.log2(heads))
+    slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
+    return slopes + [2 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)]

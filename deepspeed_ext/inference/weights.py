@@ -2,13 +2,23 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from deepspeed_ext.inference.architecture import Architecture
-from deepspeed_ext.inference.policy import Config, Policy, value_of
+from deepspeed_ext.inference.float8 import Float8Weight, float8_layer
+from deepspeed_ext.inference.policy import Config, Or, Policy, value_of
 from deepspeed_ext.ops import PackedWeight, quantized_linear, skinny_linear
+
+
+class _Options(TypedDict):
+    """What is done to products on the way."""
+
+    activation: str | None
+    gated: bool
+    residual: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -16,12 +26,12 @@ class Linear:
     """x @ weight.T + bias, with the weight as floats or in few bits.
 
     Args:
-        weight: (out, in), or what ``pack_weight`` returned for it.
+        weight: (out, in), or what ``pack_weight`` returned for it, or it in 8-bit floats.
         bias: (out,), or None.
         activations: as of ``quantized_linear``.
     """
 
-    weight: Tensor | PackedWeight
+    weight: Tensor | PackedWeight | Float8Weight
     bias: Tensor | None = None
     activations: str | None = None
 
@@ -34,19 +44,13 @@ class Linear:
         residual: Tensor | None = None,
     ) -> Tensor:
         """Return residual + activation(x @ weight.T + bias)."""
+        options: _Options = dict(activation=activation, gated=gated, residual=residual)
         if isinstance(self.weight, PackedWeight):
-            return quantized_linear(
-                x,
-                self.weight,
-                self.bias,
-                activation=activation,
-                gated=gated,
-                residual=residual,
-                activations=self.activations,
-            )
-        return skinny_linear(
-            x, self.weight, self.bias, activation=activation, gated=gated, residual=residual
-        )
+            kind = self.activations
+            return quantized_linear(x, self.weight, self.bias, **options, activations=kind)
+        if isinstance(self.weight, Float8Weight):
+            return float8_layer(x, self.weight, self.bias, **options)
+        return skinny_linear(x, self.weight, self.bias, **options)
 
 
 @dataclass(frozen=True)
@@ -81,26 +85,34 @@ class Weights:
     positions: Tensor | None
     token_types: Tensor | None
     embedding_norm: NormWeights | None
+    project_in: Linear | None
     layers: list[Layer]
     final_norm: NormWeights | None
+    project_out: Linear | None
     head: Linear | None
     pooler: Linear | None
 
 
-Quantize = Callable[[Tensor], Tensor | PackedWeight]
+Quantize = Callable[[Tensor], Tensor | PackedWeight | Float8Weight]
 
 
 class Taker:
     """Takes tensors out of a state dict by the names of a table, and notes which are left.
+
+    Each goes straight to where it is to be, and nothing of the model is kept: it may be trained, or
+    thrown away. Only what `quantize` is given is there for a moment beside what it returns.
 
     Args:
         policy: has the table.
         config: of the model.
         architecture: likewise.
         tensors: of the model; each is read once, when it is needed.
-        device: where they are to be.
+        device: where they are to be; on meta, only names and shapes are looked at.
         dtype: what they are to be.
         quantize: what becomes of the weights of linear layers in blocks.
+
+    Raises:
+        ValueError: there is no embedding.
     """
 
     def __init__(
@@ -113,12 +125,13 @@ class Taker:
         dtype: torch.dtype,
         quantize: Quantize | None = None,
     ) -> None:
-        self._policy, self._config, self._of = policy, config, architecture
+        self._policy, self._config, self._of = policy, policy.part_of(config), architecture
         self._tensors, self._device, self._dtype = tensors, device, dtype
         self._quantize = quantize
+        self._names = frozenset(tensors)  # as asking whether one is there may read it
         self._left = set(tensors)
         names = policy.names
-        found = [p for p in names.prefixes if f"{p}{names.embedding}.weight" in tensors]
+        found = [p for p in names.prefixes if f"{p}{names.embedding}.weight" in self._names]
         if not found:
             looked = " or ".join(f"{p}{names.embedding}.weight" for p in names.prefixes)
             raise ValueError(
@@ -127,25 +140,27 @@ class Taker:
             )
         self._prefix = found[0]
 
+    @torch.no_grad()
     def take(self) -> Weights:
         """Return all weights.
 
         Raises:
             ValueError: a tensor is missing, is left over, or has a shape that does not fit.
         """
-        names, of = self._policy.names, self._of
-        prefix = self._prefix
-        embedding = self._tensor(f"{prefix}{names.embedding}.weight", (of.vocabulary, of.hidden))
-        layers = [self._layer(prefix + names.layer.format(i)) for i in range(of.layers)]
+        names, of, prefix = self._policy.names, self._of, self._prefix
+        shape = of.vocabulary, of.embedding
+        embedding = self._tensor(f"{prefix}{names.embedding}.weight", shape)
         weights = Weights(
-            embedding,
-            self._optional(prefix, names.positions),
-            self._optional(prefix, names.token_types),
-            self._norm(prefix, names.embedding_norm, of.hidden),
-            layers,
-            self._norm(prefix, names.final_norm, of.hidden),
-            self._head(embedding),
-            self._pooler(prefix),
+            embedding=embedding,
+            positions=self._table(prefix, names.positions),
+            token_types=self._table(prefix, names.token_types),
+            embedding_norm=self._norm(prefix, names.embedding_norm, of.hidden),
+            project_in=self._projection(prefix, names.project_in, of.hidden, of.embedding),
+            layers=[self._layer(prefix + names.layer.format(i)) for i in range(of.layers)],
+            final_norm=self._norm(prefix, names.final_norm, of.hidden),
+            project_out=self._projection(prefix, names.project_out, of.embedding, of.hidden),
+            head=self._head(embedding),
+            pooler=self._pooler(prefix),
         )
         self._check_left()
         return weights
@@ -153,14 +168,13 @@ class Taker:
     def _layer(self, at: str) -> Layer:
         names, of = self._policy.names, self._of
         qkv_bias, out_bias, mlp_bias, _ = (value_of(e, self._config) for e in self._policy.biases)
-        heads = of.heads, of.kv_heads, of.kv_heads
-        parts = [n * of.head_dim for n in heads]
-        wide = of.intermediate * (2 if of.gated else 1)
+        parts = tuple(n * of.head_dim for n in (of.heads, of.kv_heads, of.kv_heads))
+        wide = (of.intermediate,) * (2 if of.gated else 1)
         return Layer(
-            self._linear(at, names.qkv, sum(parts), of.hidden, qkv_bias),
-            self._linear(at, (names.out,), of.hidden, of.heads * of.head_dim, out_bias),
+            self._linear(at, names.qkv, parts, of.hidden, qkv_bias, self._policy.qkv_by_head),
+            self._linear(at, (names.out,), (of.hidden,), parts[0], out_bias),
             self._linear(at, names.up, wide, of.hidden, mlp_bias),
-            self._linear(at, (names.down,), of.hidden, of.intermediate, mlp_bias),
+            self._linear(at, (names.down,), (of.hidden,), of.intermediate, mlp_bias),
             self._norm(at, names.attention_norm, of.hidden),
             self._norm(at, names.mlp_norm, of.hidden),
             self._norm(at, names.attention_post_norm, of.hidden),
@@ -169,19 +183,46 @@ class Taker:
             self._head_norm(at, names.k_norm),
         )
 
-    def _linear(self, at: str, names: tuple[str, ...], n: int, length: int, bias: bool) -> Linear:
-        """Return one layer of what may be several, one below the other."""
-        weights = [self._read(f"{at}{name}.weight") for name in names]
-        if self._policy.transposed:
-            weights = [weight.t() for weight in weights]
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        self._check_shape(at + names[0], weight, (n, length))
-        biases = [self._read(f"{at}{name}.bias") for name in names] if bias else []
-        weight = weight.to(self._device, self._dtype, copy=len(weights) == 1).contiguous()
-        packed = weight if self._quantize is None else self._quantize(weight)
-        return Linear(packed, torch.cat(biases).to(self._device, self._dtype) if bias else None)
+    def _linear(
+        self,
+        at: str,
+        names: tuple[str, ...],
+        rows: tuple[int, ...],
+        length: int,
+        has_bias: bool,
+        by_head: bool = False,
+    ) -> Linear:
+        """Return one layer of what may be several, one below the other.
 
-    def _norm(self, at: str, name: str | None, n: int) -> NormWeights | None:
+        Args:
+            names: of each part, or of all together.
+            rows: of each part.
+        """
+        if len(names) == 1:
+            rows = (sum(rows),)
+        elif len(names) != len(rows) or by_head:
+            want = "1" if by_head else f"1 or {len(rows)}"
+            raise ValueError(
+                f"init_inference: the table has {len(names)} names of what lies in"
+                f" {at}{names[0]}, expected {want}"
+            )
+        weight = self._empty(sum(rows), length)
+        bias = self._empty(sum(rows)) if has_bias else None
+        for name, into in zip(names, weight.split(rows), strict=True):
+            self._copy(f"{at}{name}.weight", into, self._policy.transposed, by_head)
+        if bias is not None:
+            for name, into in zip(names, bias.split(rows), strict=True):
+                self._copy(f"{at}{name}.bias", into, by_head=by_head)
+        return Linear(weight if self._quantize is None else self._quantize(weight), bias)
+
+    def _projection(self, at: str, name: str | None, n: int, length: int) -> Linear | None:
+        """Return what is between hidden states and embeddings, if these are not of one size."""
+        if name is None or n == length:
+            return None
+        return Linear(self._tensor(f"{at}{name}.weight", (n, length)))
+
+    def _norm(self, at: str, name: Or, n: int) -> NormWeights | None:
+        name = value_of(name, self._config)
         if name is None:
             return None
         weight = self._tensor(f"{at}{name}.weight", (n,))
@@ -191,43 +232,79 @@ class Taker:
     def _head_norm(self, at: str, name: str | None) -> Tensor | None:
         return None if name is None else self._tensor(f"{at}{name}.weight", (self._of.head_dim,))
 
-    def _optional(self, at: str, name: str | None) -> Tensor | None:
+    def _table(self, at: str, name: str | None) -> Tensor | None:
+        """Return a table of any number of hidden states."""
         if name is None:
             return None
-        return self._read(f"{at}{name}.weight").to(self._device, self._dtype, copy=True)
+        tensor = self._read(f"{at}{name}.weight")
+        rows = len(tensor) if tensor.dim() > 0 else 0
+        self._check_shape(f"{at}{name}.weight", tensor, (rows, self._of.hidden))
+        return self._empty(rows, self._of.hidden).copy_(tensor)
 
     def _head(self, embedding: Tensor) -> Linear | None:
-        name, of = self._policy.names.head, self._of
-        if name is None:
+        names, config = self._policy.names.head, self._config
+        if names is None:
             return None
-        has_bias = value_of(self._policy.biases[3], self._config)
-        bias = self._tensor(f"{name}.bias", (of.vocabulary,)) if has_bias else None
-        if f"{name}.weight" not in self._tensors:
+        name = next((n for n in names if f"{n}.weight" in self._names), names[0])
+        has_bias = value_of(self._policy.biases[3], config)
+        bias = self._tensor(f"{name}.bias", (self._of.vocabulary,)) if has_bias else None
+        is_tied = value_of(self._policy.tied, config)
+        if is_tied and f"{name}.weight" not in self._names:
             return Linear(embedding, bias)
-        weight = self._tensor(f"{name}.weight", (of.vocabulary, of.hidden))
-        is_tied = bool(self._config.get("tie_word_embeddings"))
-        return Linear(embedding if is_tied else weight, bias)
+        weight = self._tensor(f"{name}.weight", (self._of.vocabulary, self._of.embedding))
+        if not is_tied:
+            return Linear(weight, bias)
+        bits = {2: torch.int16, 4: torch.int32}[weight.dtype.itemsize]
+        if not weight.is_meta and not torch.equal(weight.view(bits), embedding.view(bits)):
+            raise ValueError(
+                f"init_inference: {name}.weight is other than"
+                f" {self._prefix}{self._policy.names.embedding}.weight, expected the same, as"
+                f" config ties them for model_type {config.get('model_type')!r}"
+            )
+        return Linear(embedding, bias)
 
-    def _pooler(self, prefix: str) -> Linear | None:
+    def _pooler(self, at: str) -> Linear | None:
         name, n = self._policy.names.pooler, self._of.hidden
-        if name is None or f"{prefix}{name}.weight" not in self._tensors:
+        if name is None or f"{at}{name}.weight" not in self._names:
             return None
-        weight = self._tensor(f"{prefix}{name}.weight", (n, n))
-        return Linear(weight, self._tensor(f"{prefix}{name}.bias", (n,)))
+        weight = self._tensor(f"{at}{name}.weight", (n, n))
+        return Linear(weight, self._tensor(f"{at}{name}.bias", (n,)))
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, device=self._device, dtype=self._dtype)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._empty(*shape)
+        self._copy(name, tensor)
+        return tensor
+
+    def _copy(
+        self, name: str, into: Tensor, is_transposed: bool = False, by_head: bool = False
+    ) -> None:
+        """Copy a tensor to where it is to be, once."""
         tensor = self._read(name)
-        self._check_shape(name, tensor, shape)
-        return tensor.to(self._device, self._dtype, copy=True)
+        shape = tuple(into.shape)
+        self._check_shape(name, tensor, shape[::-1] if is_transposed else shape)
+        tensor = tensor.t() if is_transposed else tensor
+        if by_head:
+            heads, width = self._of.heads, self._of.head_dim
+            tensor = tensor.unflatten(0, (heads, 3, width)).transpose(0, 1)
+            into = into.unflatten(0, (3, heads, width))
+        into.copy_(tensor)
 
     def _read(self, name: str) -> Tensor:
-        if name not in self._tensors:
+        if name not in self._names:
             raise ValueError(
                 f"init_inference: model has no tensor {name!r}, expected it for model_type"
                 f" {self._config.get('model_type')!r}"
             )
         self._left.discard(name)
-        return self._tensors[name].detach()
+        tensor = self._tensors[name].detach()
+        if not tensor.is_floating_point():
+            raise ValueError(f"init_inference: {name} has dtype {tensor.dtype}, expected floats")
+        if tensor.is_meta and self._device.type != "meta":
+            raise ValueError(f"init_inference: {name} is on meta, expected a tensor with elements")
+        return tensor
 
     @staticmethod
     def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -237,12 +314,8 @@ class Taker:
             )
 
     def _check_left(self) -> None:
-        names = self._policy.names
-        left = sorted(
-            name
-            for name in self._left
-            if not name.endswith(names.ignored) and not name.startswith(names.ignored_heads)
-        )
+        ignored = self._policy.names.ignored
+        left = sorted(name for name in self._left if not any(part in name for part in ignored))
         if left:
             raise ValueError(
                 f"init_inference: model has {left[0]!r}, expected no tensor of this name for"

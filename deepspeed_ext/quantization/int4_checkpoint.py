@@ -1,6 +1,5 @@
 """load_int4_checkpoint: models that GPTQ or AWQ have quantized, from their safetensors files."""
 
-import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -10,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed_ext.io import AsyncIO, inspect, load
+from deepspeed_ext.io import AsyncIO
+from deepspeed_ext.io.checkpoint.shards import Shards, read_json
 from deepspeed_ext.quantization.filling import fill
 from deepspeed_ext.quantization.int4_tensors import Int4Settings, read_int4, read_settings
 from deepspeed_ext.quantization.layout import WeightLayout, make_layout
@@ -18,7 +18,6 @@ from deepspeed_ext.quantization.linear import NOTE
 
 _OP = "load_int4_checkpoint"
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
-_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 Layers = dict[str, tuple[WeightLayout, torch.dtype]]
 
 
@@ -60,17 +59,14 @@ def load_int4_checkpoint(
     layers: Layers = {}
     state: dict[str, Tensor] = {}
     with AsyncIO(threads=2) as engine:
-        files = _files(root)
-        for prefix, parts in _layers(files).items():
-            tensors: dict[str, Tensor] = {}
-            for file, names in _by_file(files, [f"{prefix}.{part}" for part in parts]).items():
-                tensors.update(load(file, names=names, device=device, engine=engine))
+        shards, target = Shards(_OP, root), torch.device(device)
+        for prefix, parts in _layers(shards.files).items():
+            tensors = shards.load([f"{prefix}.{part}" for part in parts], target, engine)
             of_layer = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items()}
             layers[prefix] = _add(state, prefix, of_layer, settings, activations, root)
         taken = {f"{prefix}.{part}" for prefix in layers for part in _PARTS}
-        rest = [name for name in files if name not in taken]
-        for file, names in _by_file(files, rest).items():
-            state.update(load(file, names=names, device=device, engine=engine))
+        rest = [name for name in shards.files if name not in taken]
+        state.update(shards.load(rest, target, engine))
     what = f"{_OP}: {root}"
     if not layers:
         raise ValueError(f"{what} has no tensor named qweight, expected one for each layer")
@@ -113,38 +109,13 @@ def _config(root: Path) -> Any:
     """Return what a folder says of its packing."""
     config = root / "config.json"
     if config.exists():
-        found = _json(config)
+        found = read_json(_OP, config)
         if isinstance(found, dict) and "quantization_config" in found:
             return found["quantization_config"]
     older = root / "quantize_config.json"
     if older.exists():
-        return _json(older)
+        return read_json(_OP, older)
     raise ValueError(f"{_OP}: {config} has no quantization_config, expected one of GPTQ or AWQ")
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{_OP}: {path} is not JSON: {error}") from None
-
-
-def _files(root: Path) -> dict[str, Path]:
-    """Return for the name of each tensor the file that has it."""
-    if not (root / _INDEX).exists():
-        return dict.fromkeys(inspect(root / _ONE_FILE).tensors, root / _ONE_FILE)
-    index = _json(root / _INDEX)
-    files = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(files, dict) or not all(_is_plain(name) for name in files.values()):
-        raise ValueError(
-            f"{_OP}: {root / _INDEX} has the weight_map {files!r:.100}, expected names of files in"
-            " the same folder"
-        )
-    return {name: root / file for name, file in files.items()}
-
-
-def _is_plain(name: object) -> bool:
-    return isinstance(name, str) and bool(name) and os.path.basename(name) == name
 
 
 def _layers(files: Mapping[str, Path]) -> dict[str, list[str]]:
@@ -155,10 +126,3 @@ def _layers(files: Mapping[str, Path]) -> dict[str, list[str]]:
         if part in _PARTS:
             found[prefix].append(part)
     return {prefix: parts for prefix, parts in found.items() if parts != ["scales"]}
-
-
-def _by_file(files: Mapping[str, Path], names: list[str]) -> dict[Path, list[str]]:
-    found: defaultdict[Path, list[str]] = defaultdict(list)
-    for name in names:
-        found[files[name]].append(name)
-    return found

@@ -386,4 +386,13 @@ def test_the_last_position() -> None:
 def test_relatives_are_refused(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError) as caught:
         init_inference(make("bert", **changes))
-    assert str(caught.value) == f"init_inference: {text}"
+    place = "the table of model_type 'bert' has no place for it"
+    assert str(caught.value) == f"init_inference: {text}: {place}"
+
+
+def test_an_encoder_keeps_no_keys() -> None:
+    with pytest.raises(ValueError) as caught:
+        init_inference(make("bert"), kv_dtype="int8")
+    assert str(caught.value) == (
+        "init_inference: kv_dtype is 'int8', expected None, as an encoder keeps no keys and values"
+    )

@@ -24,4 +24,4 @@ def test_the_likeliest_tokens_are_those_of_transformers() -> None:
         torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None
     )
     got = init_inference(model).generate([prompt], max_new_tokens=64)
-    assert got[0] == expected[0, len(prompt) :].tolist()
+    assert got[0].tokens == expected[0, len(prompt) :].tolist()

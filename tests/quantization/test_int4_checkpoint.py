@@ -286,6 +286,7 @@ def test_refuses_folders(tmp_path: Path) -> None:
         ValueError, match="has no tensor named qweight, expected one for each layer"
     ):
         load_int4_checkpoint(Model, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
     write(tmp_path, layers, rest(), GPTQ, files=2)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"up.qweight": "../model.safetensors"}}))
@@ -297,7 +298,6 @@ def test_refuses_folders(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"index.json is not JSON"):
         load_int4_checkpoint(Model, tmp_path)
     index.unlink()
-    (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError):
         load_int4_checkpoint(Model, tmp_path)
 

@@ -11,6 +11,7 @@
 
 namespace dsx::cuda {
 
+constexpr int64_t kAskedOf = 64 << 20;   // bytes of a weight at most, to ask for some ahead
 constexpr int kCopiedAtOnce = 8 * 1024;  // bytes; less would keep the copy engine too busy
 
 // What a warp that multiplies does, from line number `first` of the weight on: stage by stage,
@@ -169,7 +170,9 @@ void set_stages(Geometry& geometry, const Device& device, int64_t blocks) {
   const int fitting = std::clamp(budget / geometry.stage_bytes, 1, kMostStages);
   const int all = geometry.share_stages * geometry.group_shares;
   geometry.stages = std::clamp(all, 1, fitting);
-  geometry.asked = std::min(geometry.share_stages, all / 16);
+  // What is asked for too long before it is read is thrown out of the cache again.
+  const bool is_small = blocks * all * geometry.stage_bytes <= kAskedOf;
+  geometry.asked = is_small ? std::min(geometry.share_stages, all / 16) : 0;
 }
 
 // Whether all that comes near can be copied by the engine; makes maps for it.

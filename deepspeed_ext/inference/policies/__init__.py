@@ -1,10 +1,32 @@
 """The tables of all families that the engine knows."""
 
 from deepspeed_ext.inference.policies.bert import BERT, ROBERTA
-from deepspeed_ext.inference.policies.llama import LLAMA
+from deepspeed_ext.inference.policies.bloom import BLOOM
+from deepspeed_ext.inference.policies.gemma import GEMMA2, GEMMA3, GEMMA3_TEXT
+from deepspeed_ext.inference.policies.gpt2 import GPT2
+from deepspeed_ext.inference.policies.gpt_neox import GPT_NEOX
+from deepspeed_ext.inference.policies.llama import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
+from deepspeed_ext.inference.policies.opt import OPT
+from deepspeed_ext.inference.policies.phi import PHI
 from deepspeed_ext.inference.policy import Config, Policy
 
-POLICIES = (LLAMA, BERT, ROBERTA)
+POLICIES = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    GEMMA2,
+    GEMMA3_TEXT,
+    GEMMA3,
+    PHI,
+    PHI3,
+    GPT2,
+    GPT_NEOX,
+    OPT,
+    BLOOM,
+    BERT,
+    ROBERTA,
+)
 
 
 def policy_of(config: Config) -> Policy:

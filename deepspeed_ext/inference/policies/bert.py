@@ -25,8 +25,7 @@ BERT = Policy(
         mlp_norm="output.LayerNorm",
         head=None,
         pooler="pooler.dense",
-        ignored=("embeddings.position_ids",),
-        ignored_heads=("cls.", "classifier.", "qa_outputs."),
+        ignored=("embeddings.position_ids", "cls.", "classifier.", "qa_outputs."),
     ),
     norm="layer",
     norm_place="after",
@@ -44,7 +43,7 @@ ROBERTA = replace(
     names=replace(
         BERT.names,
         prefixes=("roberta.", ""),
-        ignored_heads=("lm_head.", "classifier.", "qa_outputs."),
+        ignored=("embeddings.position_ids", "lm_head.", "classifier.", "qa_outputs."),
     ),
     position_padding=Key("pad_token_id", default=1),
 )

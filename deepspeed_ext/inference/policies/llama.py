@@ -1,6 +1,8 @@
-"""LLaMA, and what is built like it."""
+"""LLaMA, and what is built like it: Mistral, Qwen 2 and 3, Phi 3."""
 
-from deepspeed_ext.inference.policy import Key, Names, Policy
+from dataclasses import replace
+
+from deepspeed_ext.inference.policy import Key, Names, Policy, Windows
 
 LLAMA = Policy(
     families=("llama",),
@@ -21,4 +23,40 @@ LLAMA = Policy(
         Key("mlp_bias", default=False),
         False,
     ),
+)
+
+MISTRAL = replace(
+    LLAMA,
+    families=("mistral",),
+    biases=(False, False, False, False),
+    windows=Windows(by_types=False),
+)
+
+QWEN2 = replace(
+    LLAMA,
+    families=("qwen2",),
+    biases=(True, False, False, False),
+    windows=Windows(
+        are_used=Key("use_sliding_window", default=False),
+        first=Key("max_window_layers", default=28),
+    ),
+)
+
+QWEN3 = replace(
+    QWEN2,
+    families=("qwen3",),
+    names=replace(LLAMA.names, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
+    sizes=replace(LLAMA.sizes, head_dim=Key("head_dim", default=128)),
+    biases=(
+        Key("attention_bias", default=False),
+        Key("attention_bias", default=False),
+        False,
+        False,
+    ),
+)
+
+PHI3 = replace(
+    MISTRAL,
+    families=("phi3",),
+    names=replace(LLAMA.names, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
 )

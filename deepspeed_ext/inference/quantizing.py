@@ -1,0 +1,122 @@
+"""What becomes of the weights of blocks when an engine is to have them in few bits."""
+
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.inference.float8 import Float8Weight, check_device
+from deepspeed_ext.inference.weights import Layer, Linear, Weights
+from deepspeed_ext.ops import PackedWeight
+from deepspeed_ext.quantization.layout import WeightLayout, make_layout
+from deepspeed_ext.quantization.packing import Errors, packed, quantize_weight
+from deepspeed_ext.quantization.report import LayerReport, Report
+
+_OP = "init_inference"
+# Groups of 128 cost 3 % of the bytes of int8, and bound each error by its neighbours' largest
+# element instead of by the row's.
+FORMATS = {"int8": ("int8", 128), "int4": ("int4", 128), "fp8": ("fp8_e4m3", None)}
+
+
+class _Done(NamedTuple):
+    """A weight that was quantized, while nobody has waited for its errors."""
+
+    weight: PackedWeight | Float8Weight
+    layout: WeightLayout
+    bytes_before: int
+    errors: Errors
+
+
+class Quantizer:
+    """Turns weights to few bits one after another, and keeps account of bytes and errors.
+
+    Weights on meta become codes on meta.
+
+    Args:
+        kind: "int8", "int4" or "fp8".
+        activations: as of ``quantized_linear``.
+        device: of the weights.
+
+    Raises:
+        ValueError: an argument is none of these, or they do not go together.
+    """
+
+    def __init__(self, kind: str, activations: str | None, device: torch.device) -> None:
+        if kind not in FORMATS:
+            raise ValueError(
+                f"{_OP}: quantize is {kind!r}, expected None or one of {', '.join(FORMATS)}"
+            )
+        if kind == "fp8":
+            check_device(device)
+        self._format, self._group_size = FORMATS[kind]
+        self._activations = activations
+        self._layout_of((1, 1))  # refuses what does not go together
+        self._done: list[_Done] = []
+
+    def __call__(self, weight: Tensor) -> PackedWeight | Float8Weight:
+        """Return a weight, (out, in), in few bits."""
+        layout = self._layout_of((weight.shape[0], weight.shape[1]))
+        errors = Errors(layout, weight.device)
+        if weight.is_meta:
+            tensors = layout.tensors_on("meta")
+        else:
+            tensors = quantize_weight(weight, layout, errors)
+        made: PackedWeight | Float8Weight
+        if layout.is_float8:
+            made = Float8Weight(tensors["codes"], tensors["scales"], layout)
+        else:
+            made = packed(layout, tensors)
+        self._done.append(_Done(made, layout, weight.nbytes, errors))
+        return made
+
+    def finish(self, weights: Weights) -> tuple[Weights, Report]:
+        """Return the weights with their activations, and what became of each; waits for errors."""
+        names = {
+            id(linear.weight): f"layers.{i}.{name}"
+            for i, layer in enumerate(weights.layers)
+            for name, linear in _linears(layer).items()
+        }
+        layers = {}
+        for done in self._done:
+            largest, rms = done.errors.result()
+            after = done.weight.codes.nbytes + done.weight.scales.nbytes
+            layers[names[id(done.weight)]] = LayerReport(
+                done.layout.shape, done.bytes_before, after, largest, rms
+            )
+        total = bytes_of(weights)
+        saved = sum(each.bytes_before - each.bytes_after for each in layers.values())
+        report = Report(self._format, layers, {}, total + saved, total)
+        return replace(weights, layers=[self._activated(e) for e in weights.layers]), report
+
+    def _activated(self, layer: Layer) -> Layer:
+        changed: dict[str, Any] = {
+            name: replace(linear, activations=self._activations)
+            for name, linear in _linears(layer).items()
+        }
+        return replace(layer, **changed)
+
+    def _layout_of(self, shape: tuple[int, int]) -> WeightLayout:
+        return make_layout(
+            _OP, self._format, shape, self._group_size, activations=self._activations
+        )
+
+
+def _linears(layer: Layer) -> dict[str, Linear]:
+    values = {field.name: getattr(layer, field.name) for field in fields(layer)}
+    return {name: value for name, value in values.items() if isinstance(value, Linear)}
+
+
+def bytes_of(weights: object) -> int:
+    """Return the bytes of all tensors in weights; those that have several places count once."""
+    tensors: dict[int, Tensor] = {}
+    rest = [weights]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, Tensor):
+            tensors[id(value)] = value
+        elif isinstance(value, list | tuple):
+            rest += value
+        elif hasattr(value, "__dataclass_fields__"):
+            rest += [getattr(value, name) for name in value.__dataclass_fields__]
+    return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,0 +1,183 @@
+"""What is asked of an engine, how far it is, and what comes of it."""
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from deepspeed_ext.inference.sampling import SamplingOptions
+from deepspeed_ext.inference.text import Text
+from deepspeed_ext.ops.transformer.paged_kv import PAGE
+
+FinishReason = Literal["length", "stop", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What follows a prompt.
+
+    Args:
+        tokens: without the stop token that ended them.
+        text: of the tokens, up to the stop string that ended it; None without a tokenizer.
+        finish_reason: "length" after max_new_tokens; "stop" at a stop string or token; "cancelled".
+        stop: the string or token that ended it, or None.
+        logprobs: None, or of each token the logarithm of its probability by the model: without
+            penalty, temperature and filters.
+        top_logprobs: None, or for each token the likeliest tokens, with their logprobs.
+        prompt: its number in the call.
+        sample: the number of the completion of that prompt.
+        seed: of its draws.
+    """
+
+    tokens: list[int]
+    text: str | None
+    finish_reason: FinishReason
+    stop: str | int | None
+    logprobs: list[float] | None
+    top_logprobs: list[list[tuple[int, float]]] | None
+    prompt: int
+    sample: int
+    seed: int
+
+    def __str__(self) -> str:
+        return str(self.tokens) if self.text is None else self.text
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A prompt, of which there may be several completions, and what they share while they run.
+
+    Args:
+        number: in the call.
+        tokens: of the prompt.
+        slots: those that hold it now.
+        hidden: its last hidden state, once there is one, (1, hidden).
+    """
+
+    number: int
+    tokens: list[int]
+    slots: list[int] = field(default_factory=list)
+    hidden: Tensor | None = None
+
+    @property
+    def shared_pages(self) -> int:
+        """Pages that all completions read and none writes."""
+        return len(self.tokens) // PAGE
+
+
+@dataclass(eq=False)
+class Request:
+    """One completion on its way; only the scheduler changes it, but for `cancelled`.
+
+    Args:
+        prompt: that it follows.
+        options: of the caller.
+        sample: its number among those of the prompt.
+        seed: of the caller, or drawn.
+        key: of its draws.
+        stop_tokens: those of the options, or of the engine.
+        text: None without a tokenizer.
+        news: tokens and pieces of text that nobody has taken yet; None if nobody will.
+        taken_in: tokens of the prompt that have been.
+        queued: tokens whose computation is.
+    """
+
+    prompt: Prompt
+    options: SamplingOptions
+    sample: int
+    seed: int
+    key: int
+    stop_tokens: frozenset[int]
+    text: Text | None
+    news: deque[tuple[int, str]] | None
+    slot: int = -1
+    taken_in: int = 0
+    queued: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop: str | int | None = None
+    error: Exception | None = None
+    cancelled: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def kept_tokens(self) -> int:
+        """How many tokens its slot will have: the last new one is not put in."""
+        return len(self.prompt.tokens) + max(self.options.max_new_tokens - 1, 0)
+
+    @property
+    def own_pages(self) -> int:
+        """Pages that it needs beside those that it shares."""
+        return -(-self.kept_tokens // PAGE) - self.prompt.shared_pages
+
+    def accept(self, row: list[float]) -> None:
+        """Take the next token, which may be the last; see `sample` for the row."""
+        token, best = int(row[0]), row[1]
+        if not math.isfinite(best):
+            self.error = RuntimeError(
+                f"generate: the logits for token {len(self.tokens)} after prompt"
+                f" {self.prompt.number} have {best} as the largest, expected finite ones;"
+                " a weight is not finite, or numbers become too large for the dtype"
+            )
+            return
+        if token in self.stop_tokens:
+            self.stop = token
+            self._finish("stop")
+            return
+        self.tokens.append(token)
+        if self.options.logprobs is not None:
+            self._tell_logprobs(row)
+        piece = "" if self.text is None else self.text.add(token)
+        if self.news is not None:
+            self.news.append((token, piece))
+        if self.text is not None and self.text.stopped is not None:
+            self._finish("stop")
+        elif len(self.tokens) == self.options.max_new_tokens:
+            self._finish("length")
+
+    def cancel(self) -> None:
+        """End it as it is."""
+        if not self.is_done:
+            self._finish("cancelled")
+
+    def _tell_logprobs(self, row: list[float]) -> None:
+        whole = math.log(row[3])  # less the largest logit
+        self.logprobs.append(row[2] + whole)
+        count = self.options.logprobs or 0
+        half = (len(row) - 4) // 2
+        tokens, logits = row[4 : 4 + half], row[4 + half :]
+        pairs = zip(tokens[:count], logits[:count], strict=True)
+        self.top_logprobs.append([(int(token), logit + whole) for token, logit in pairs])
+
+    def _finish(self, reason: FinishReason) -> None:
+        if self.text is not None:
+            rest = self.text.finish()
+            if rest and self.news is not None:
+                self.news.append((-1, rest))
+            if self.text.stopped is not None:
+                reason, self.stop = "stop", self.text.stopped
+        self.finish_reason = reason
+
+    def completion(self) -> Completion:
+        """Return what came of it."""
+        assert self.finish_reason is not None
+        wants = self.options.logprobs
+        return Completion(
+            self.tokens,
+            None if self.text is None else self.text.value,
+            self.finish_reason,
+            self.stop,
+            None if wants is None else self.logprobs,
+            None if not wants else self.top_logprobs,
+            self.prompt.number,
+            self.sample,
+            self.seed,
+        )

@@ -1,0 +1,245 @@
+"""Which request has which slot when, and what is computed next: continuous batching.
+
+Requests wait in a line until there are a slot and pages for all that they may become; so none is
+stopped on its way for want of memory. A prompt is taken in alone, in parts that are cut from its
+beginning, between steps in which all others go on by a token. So whatever shapes a request meets
+are its own: only rows of up to 64, which do not depend on each other, are computed in company.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+from deepspeed_ext.inference.kv_cache import KVCache
+from deepspeed_ext.inference.requests import Request
+from deepspeed_ext.inference.sampling import Kind, uniform
+from deepspeed_ext.inference.steps import ROWS, Answer, Steps
+from deepspeed_ext.ops.transformer.paged_kv import PAGE
+
+CHUNK = 1024  # tokens of a prompt that are taken in at once
+
+
+class _Batch:
+    """Requests that go on together, and what is the same for each of their steps."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self.slots = [request.slot for request in requests]
+        self.kind = Kind()
+        for request in requests:
+            self.kind |= request.options.kind
+
+
+class Scheduler:
+    """Lets requests flow through slots. One thread at a time may call it, but for `submit`.
+
+    Args:
+        steps: computes.
+        cache: of the steps.
+        slots: of the cache.
+        pages: of the cache.
+        ahead: whether a step is queued before the one before it is read, as a device wants that
+            goes on meanwhile. A request that ends is then found out to have one step too late,
+            which is computed in vain.
+    """
+
+    def __init__(self, steps: Steps, cache: KVCache, slots: int, pages: int, ahead: bool) -> None:
+        self._steps, self._cache, self._ahead = steps, cache, ahead
+        self._slots, self._pages = slots, pages
+        self._pad_to = PAGE if steps.pads else 1
+        self._incoming: deque[Request] = deque()  # anybody may add to it
+        self._waiting: deque[Request] = deque()
+        self._is_whole = True  # but for a step that was interrupted
+        self._begin()
+
+    def _begin(self) -> None:
+        self._free = list(range(self._slots - 1, -1, -1))  # the next one at the end
+        self._active: dict[int, Request] = {}  # by slot
+        self._beginning: deque[Request] = deque()  # their prompts are not taken in
+        self._batches: list[_Batch] | None = None  # to be found out again
+        self._promised = 0  # pages that active requests have, or may ask for
+        self._unread: deque[list[tuple[list[Request], Answer]]] = deque()
+
+    def check(self, request: Request, capacity: int) -> None:
+        """Raise unless it fits when it is alone.
+
+        Raises:
+            ValueError: it does not.
+        """
+        prompt, new = request.prompt, request.options.max_new_tokens
+        if len(prompt.tokens) + new > capacity:
+            raise ValueError(
+                f"generate: prompt {prompt.number} has {len(prompt.tokens)} tokens and"
+                f" max_new_tokens is {new}, expected at most {capacity} together, the max_tokens"
+                " of the engine"
+            )
+        pages = prompt.shared_pages + request.own_pages
+        if pages > self._pages:
+            raise ValueError(
+                f"generate: prompt {prompt.number} has {len(prompt.tokens)} tokens and"
+                f" max_new_tokens is {new}, which is {pages} pages of {PAGE}, expected at most"
+                f" {self._pages}, the pages of the engine"
+            )
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Let requests take part from the next step on, in their order."""
+        self._incoming.extend(requests)
+
+    @property
+    def free_slots(self) -> int:
+        """How many slots no request has."""
+        return len(self._free)
+
+    def step(self) -> None:
+        """Let all requests go on by a token, and one prompt by a part.
+
+        Whatever is raised, the requests that had a slot have an error then, and the next step is
+        one of others.
+        """
+        self.sweep()
+        self._is_whole = False
+        self._admit()
+        queued = []
+        if self._beginning:
+            queued += self._take_in(self._beginning[0])
+        queued += self._decode()
+        if queued:
+            self._unread.append(queued)
+        while len(self._unread) > (1 if self._ahead and queued else 0):
+            for requests, answer in self._unread[0]:
+                for request, row in zip(requests, answer.read(), strict=False):
+                    self._accept(request, row)
+            self._unread.popleft()
+        self._is_whole = True
+
+    def sweep(self) -> None:
+        """Take slots back from requests that were cancelled, or were in a step that failed."""
+        if not self._is_whole:
+            self._give_up()
+        self._is_whole = False
+        while self._incoming:
+            self._waiting.append(self._incoming[0])
+            self._incoming.popleft()
+        for request in [each for each in self._active.values() if each.cancelled]:
+            request.cancel()
+            self._release(request)
+        if any(request.cancelled for request in self._waiting):
+            for request in self._waiting:
+                if request.cancelled:
+                    request.cancel()
+            self._waiting = deque(each for each in self._waiting if not each.is_done)
+        self._is_whole = True
+
+    def close(self) -> None:
+        """Let everything that is not done fail."""
+        for request in [*self._incoming, *self._waiting, *self._active.values()]:
+            if not request.is_done:
+                request.error = RuntimeError(
+                    f"generate: prompt {request.prompt.number} was given up, as the engine was"
+                    " closed"
+                )
+
+    def _give_up(self) -> None:
+        """Begin anew after a step that did not end; nothing is known of what it left behind."""
+        for request in self._active.values():
+            if not request.is_done:
+                request.error = RuntimeError(
+                    f"generate: prompt {request.prompt.number} was given up, as a step that it was"
+                    " part of was interrupted, or failed for the caller that took it"
+                )
+            request.prompt.slots.clear()
+            request.prompt.hidden = None
+        here = dict.fromkeys([*self._waiting, *self._incoming])  # one may be in both
+        self._incoming.clear()
+        self._waiting = deque(each for each in here if not each.is_done)
+        self._cache.clear()
+        self._begin()
+
+    def _admit(self) -> None:
+        """Give slots to those that wait, in their order, as long as there is room for the first."""
+        while self._waiting and self._free:
+            request = self._waiting[0]
+            prompt = request.prompt
+            is_shared = bool(prompt.slots)
+            if is_shared and prompt.hidden is None:
+                return  # it is being taken in
+            pages = request.own_pages + (0 if is_shared else prompt.shared_pages)
+            if self._promised + pages > self._pages:
+                return
+            request.slot = self._free[-1]
+            self._active[request.slot] = request
+            self._free.pop()
+            self._waiting.popleft()
+            self._promised += pages
+            self._steps.start(request.slot, prompt.tokens, request.options)
+            if is_shared:
+                self._cache.fork(prompt.slots[0], request.slot)
+                self._cache.truncate(request.slot, len(prompt.tokens))
+                request.taken_in = len(prompt.tokens)
+            prompt.slots.append(request.slot)
+            self._beginning.append(request)
+
+    def _take_in(self, request: Request) -> list[tuple[list[Request], Answer]]:
+        """Take in a part of a prompt; after the last one, choose the first token."""
+        prompt, slot = request.prompt, request.slot
+        part = prompt.tokens[request.taken_in : request.taken_in + CHUNK]
+        if part:
+            self._cache.reserve(slot, len(part))
+            hidden = self._steps.take_in(slot, part, self._pad_to)
+            request.taken_in += len(part)
+            if request.taken_in == len(prompt.tokens):
+                prompt.hidden = hidden
+        if prompt.hidden is None:
+            return []
+        self._beginning.popleft()
+        self._batches = None
+        request.queued = 1
+        chance = uniform(request.key, 0)
+        answer = self._steps.first(slot, prompt.hidden, chance, request.options.kind)
+        return [([request], answer)]
+
+    def _decode(self) -> list[tuple[list[Request], Answer]]:
+        """Let all go on whose next token is not queued yet, and is not one too many."""
+        if self._batches is None:
+            some = [
+                request
+                for request in self._active.values()
+                if 0 < request.queued < request.options.max_new_tokens
+            ]
+            self._batches = [_Batch(some[i : i + ROWS]) for i in range(0, len(some), ROWS)]
+        answers = []
+        for batch in self._batches:
+            requests, kind = batch.requests, batch.kind
+            self._cache.reserve(batch.slots, 1)
+            drawn = [uniform(each.key, each.queued) for each in requests] if kind.drawn else []
+            answers.append((requests, self._steps.decode(batch.slots, drawn, kind)))
+            for request in requests:
+                request.queued += 1
+                if request.queued == request.options.max_new_tokens:
+                    self._batches = None
+        return answers
+
+    def _accept(self, request: Request, row: list[float]) -> None:
+        if request.is_done:  # it is the step that was one too many
+            return
+        try:
+            request.accept(row)
+        except Exception as error:  # of the tokenizer
+            request.error = error
+        if request.is_done:
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        """Take a slot back. What is queued for it comes before whatever it is used for next."""
+        prompt, slot = request.prompt, request.slot
+        prompt.slots.remove(slot)
+        self._promised -= request.own_pages
+        if not prompt.slots:
+            self._promised -= prompt.shared_pages
+            prompt.hidden = None
+        if self._cache.length(slot) > 0:
+            self._cache.free(slot)
+        if request in self._beginning:
+            self._beginning.remove(request)
+        del self._active[slot]
+        self._free.append(slot)
+        self._batches = None

@@ -1,0 +1,171 @@
+"""The device's side of generation: steps that neither wait for the host nor tell it what they do.
+
+All that a step reads and writes is in tensors that stay where they are, one row for each slot, and
+one more for rows of a batch that are nobody's.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.inference.decoder import Decoder
+from deepspeed_ext.inference.graphs import Graphs
+from deepspeed_ext.inference.kv_cache import KVCache
+from deepspeed_ext.inference.sampling import Kind, Parameters, SamplingOptions, sample
+
+ROWS = 64  # of a step at most, up to which each has the same bits as alone
+
+
+class Answer:
+    """What a step finds, on its way to the host.
+
+    Args:
+        rows: see `sample`.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows, self._event = rows, None
+        if rows.is_cuda:
+            self._rows = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
+            self._rows.copy_(rows, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[list[float]]:
+        """Wait for the step, and return its rows."""
+        if self._event is not None:
+            self._event.synchronize()
+        rows: list[list[float]] = self._rows.tolist()
+        return rows
+
+
+class Inputs(NamedTuple):
+    """What a step reads of the host's: memory that stays, one for each number of rows.
+
+    Args:
+        slots: (batch,), int32: of the cache, -1 for none.
+        places: (batch,), int64: the rows of the tensors of `Steps`; the last one for none.
+        uniforms: (batch,), float64: see `sample`.
+    """
+
+    slots: Tensor
+    places: Tensor
+    uniforms: Tensor
+
+
+class Steps:
+    """Computes steps of a model.
+
+    Args:
+        decoder: the model.
+        cache: has the keys and values; whoever calls reserves first.
+        slots: of the cache.
+        cuda_graphs: whether steps are recorded and replayed, on CUDA.
+    """
+
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, slots: int, cuda_graphs: bool = True
+    ) -> None:
+        self._decoder, self._cache, self._slots = decoder, cache, slots
+        self._device = device = decoder.weights.embedding.device
+        self._tokens = torch.zeros(slots + 1, dtype=torch.int64, device=device)  # the last ones
+        shape = (slots + 1, len(Parameters._fields))
+        self._parameters = torch.ones(shape, dtype=torch.float64, device=device)
+        self._seen: Tensor | None = None  # as penalties need; most requests have none
+        self._inputs: dict[int, Inputs] = {}
+        self._now: dict[int, list[int]] = {}  # the slots that inputs have
+        self.pads = device.type == "cuda"  # as a graph is for one number of rows
+        self._graphs = Graphs(device) if self.pads and cuda_graphs else None
+
+    def start(self, slot: int, prompt: list[int], options: SamplingOptions) -> None:
+        """Let a slot be for another request."""
+        row = torch.tensor(Parameters.row(options), dtype=torch.float64, device="cpu")
+        self._parameters[slot].copy_(row, non_blocking=True)
+        if options.kind.penalized:
+            if self._seen is None:
+                shape = (self._slots + 1, self._decoder.of.vocabulary)
+                self._seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
+            self._seen[slot] = False
+            self._seen[slot, self._sent(prompt, torch.int64)] = True
+
+    def take_in(self, slot: int, tokens: list[int], pad_to: int) -> Tensor:
+        """Put a part of a prompt into the cache; return its last hidden state, (1, hidden).
+
+        Args:
+            slot: has room for it, reserved.
+            tokens: of the prompt, after those that the slot has.
+            pad_to: a multiple of this many is computed.
+        """
+        count = len(tokens)
+        padded = tokens + [0] * (-count % pad_to)
+        counts = None if len(padded) == count else self._sent([count], torch.int32)
+        slots = self._sent([slot], torch.int32)
+        part = self._sent(padded, torch.int64)[None]
+        return self._decoder.hidden(part, self._cache, slots, counts)[:, count - 1]
+
+    def first(self, slot: int, hidden: Tensor, uniform: float, kind: Kind) -> Answer:
+        """Choose the first token after a prompt, whose last hidden state this is."""
+        inputs = self._inputs_for([slot], [uniform] if kind.drawn else [])
+        return Answer(self._choose(inputs, self._decoder.logits(hidden), kind))
+
+    def decode(self, slots: list[int], uniforms: list[float], kind: Kind) -> Answer:
+        """Choose the next token of each slot, with room for the one before reserved.
+
+        Args:
+            slots: up to 64.
+            uniforms: for each; none if nothing is drawn.
+            kind: of all together.
+        """
+        inputs = self._inputs_for(slots, uniforms)
+        if self._graphs is None:
+            return Answer(self._decode(inputs, kind))
+        key = len(inputs.slots), kind
+        return Answer(self._graphs.run(key, lambda: self._decode(inputs, kind)))
+
+    def _decode(self, inputs: Inputs, kind: Kind) -> Tensor:
+        """Queue a step, from memory that stays to memory that stays, as a graph has to."""
+        tokens = self._tokens[inputs.places][:, None]
+        hidden = self._decoder.hidden(tokens, self._cache, inputs.slots)
+        return self._choose(inputs, self._decoder.logits(hidden[:, 0]), kind)
+
+    def _choose(self, inputs: Inputs, logits: Tensor, kind: Kind) -> Tensor:
+        """Choose tokens, and keep them for the next step."""
+        places, parameters, seen = inputs.places, None, None
+        if kind.drawn or kind.penalized:
+            parameters = Parameters(*self._parameters[places].split(1, -1))
+        if kind.penalized:
+            assert self._seen is not None
+            seen = self._seen[places]
+        rows = sample(logits, kind, parameters, inputs.uniforms, seen)
+        tokens = rows[:, 0].long()
+        self._tokens[places] = tokens
+        if self._seen is not None and kind.penalized:
+            self._seen[places, tokens] = True
+        return rows
+
+    def _inputs_for(self, slots: list[int], uniforms: list[float]) -> Inputs:
+        """Return inputs with these in them; what they have already is not sent again."""
+        batch = 1 << (len(slots) - 1).bit_length() if self.pads else len(slots)
+        inputs = self._inputs.get(batch)
+        if inputs is None:
+            inputs = self._inputs[batch] = Inputs(
+                torch.empty(batch, dtype=torch.int32, device=self._device),
+                torch.empty(batch, dtype=torch.int64, device=self._device),
+                torch.zeros(batch, dtype=torch.float64, device=self._device),
+            )
+        if self._now.get(batch) != slots:
+            self._now.pop(batch, None)
+            nobody = batch - len(slots)
+            inputs.slots.copy_(self._sent(slots + [-1] * nobody, torch.int32))
+            inputs.places.copy_(self._sent(slots + [self._slots] * nobody, torch.int64))
+            self._now[batch] = list(slots)
+        if uniforms:
+            sent = torch.tensor(uniforms, dtype=torch.float64, device="cpu")
+            inputs.uniforms[: len(slots)].copy_(sent, non_blocking=True)
+        return inputs
+
+    def _sent(self, numbers: list[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor on the device; the copy from memory that is not pinned reads at once."""
+        sent = torch.tensor(numbers, dtype=dtype, device="cpu")
+        return sent.to(self._device, non_blocking=True)

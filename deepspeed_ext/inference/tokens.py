@@ -1,0 +1,100 @@
+"""From text to the numbers of tokens and back: the tokenizer of a folder, or one that is given."""
+
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from deepspeed_ext.inference.engine import Tokenizer
+from deepspeed_ext.inference.folder import ModelFolder
+
+_OP = "init_inference"
+_logger = logging.getLogger("deepspeed_ext")
+
+
+class _OfLibrary:
+    """One of the package tokenizers, whose `encode` returns more than numbers.
+
+    What a file says of padding and of a greatest length is for training: a prompt is taken whole.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids)
+        return text
+
+
+def tokenizer_of(folder: ModelFolder | None, given: Any) -> Tokenizer | None:
+    """Return what turns text into tokens, or None if there is nothing for it.
+
+    Args:
+        folder: of the model, or None. Its tokenizer.json is read by the package tokenizers, other
+            files by transformers, if these are installed.
+        given: by the user, or None.
+
+    Raises:
+        TypeError: what is given cannot encode and decode.
+        ValueError: the tokenizer of the folder cannot be read.
+    """
+    if given is not None:
+        for name in ("encode", "decode"):
+            if not callable(getattr(given, name, None)):
+                raise TypeError(
+                    f"{_OP}: tokenizer is {type(given).__name__}, expected one with encode(text)"
+                    " and decode(ids)"
+                )
+        is_of_library = type(given).__module__.partition(".")[0] == "tokenizers"
+        tokenizer: Tokenizer = _OfLibrary(_copied(given)) if is_of_library else given
+        return tokenizer
+    if folder is None:
+        return None
+    file = folder.path / "tokenizer.json"
+    if file.exists() and _has("tokenizers"):
+        return _read(file)
+    if any(folder.path.glob("tokenizer*")) and _has("transformers"):
+        return _by_transformers(folder.path)
+    if any(folder.path.glob("tokenizer*")):
+        _logger.warning(
+            "%s: %s has a tokenizer that nothing here reads, so prompts have to be numbers; for"
+            " text: pip install tokenizers",
+            _OP,
+            folder.path,
+        )
+    return None
+
+
+def _has(package: str) -> bool:
+    return find_spec(package) is not None
+
+
+def _copied(tokenizer: Any) -> Any:
+    return type(tokenizer).from_str(tokenizer.to_str())
+
+
+def _read(file: Path) -> Tokenizer:
+    from tokenizers import Tokenizer as Library
+
+    try:
+        return _OfLibrary(Library.from_file(str(file)))
+    except Exception as error:  # the package raises nothing more special
+        raise ValueError(f"{_OP}: {file} is no tokenizer: {error}") from None
+
+
+def _by_transformers(path: Path) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    try:
+        found: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # of what it calls
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{_OP}: {path} has no tokenizer that can be read: {reason}") from None
+    tokenizer: Tokenizer = found
+    return tokenizer

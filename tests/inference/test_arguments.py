@@ -1,0 +1,193 @@
+"""Arguments by our names and by DeepSpeed's: each does something, or is refused by name."""
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ext.inference.arguments import DEEPSPEED, Settings, settings_of
+from deepspeed_ext.inference.initialize import init_inference
+from deepspeed_ext.inference.policies import POLICIES
+
+# All that DeepSpeed's DeepSpeedInferenceConfig has, with its aliases.
+NAMES = {
+    *("replace_with_kernel_inject", "kernel_inject", "dtype", "tensor_parallel", "tp", "zero"),
+    *("enable_cuda_graph", "triangular_masking", "tm", "moe", "quant", "checkpoint", "base_dir"),
+    *("set_empty_params", "save_mp_checkpoint_path", "checkpoint_config", "return_tuple", "args"),
+    *("training_mp_size", "injection_policy", "injection_dict", "injection_policy_tuple"),
+    *("max_out_tokens", "max_tokens", "min_out_tokens", "transposed_mode", "replace_method"),
+    *("mp_size", "mpu", "ep_size", "ep_group", "ep_mp_group", "moe_experts", "moe_type"),
+    *("use_triton", "triton_autotune", "tp_grain_size", "keep_module_on_host"),
+}
+
+MEANT: list[tuple[dict[str, Any], dict[str, Any]]] = [  # what is given, and what it is in ours
+    ({}, {}),
+    ({"replace_with_kernel_inject": True, "kernel_inject": True}, {}),
+    ({"dtype": torch.float16}, {"dtype": torch.float16}),
+    ({"dtype": "fp32"}, {"dtype": torch.float32}),
+    ({"dtype": "torch.half"}, {"dtype": torch.float16}),
+    ({"dtype": "bf16"}, {"dtype": torch.bfloat16}),
+    ({"dtype": torch.int8}, {"quantize": "int8"}),
+    ({"dtype": "int8"}, {"quantize": "int8"}),
+    ({"max_out_tokens": 77}, {"max_tokens": 77}),
+    ({"max_tokens": 77}, {"max_tokens": 77}),
+    ({"enable_cuda_graph": False}, {"cuda_graphs": False}),
+    ({"tensor_parallel": {"tp_size": 1, "enabled": True, "mpu": None, "tp_group": None}}, {}),
+    ({"tp": {"tp_size": 1, "tp_grain_size": 64}, "mp_size": 1, "training_mp_size": 1}, {}),
+    ({"mpu": None, "tp_grain_size": 64, "keep_module_on_host": False}, {}),
+    ({"moe": False, "moe_experts": [1], "moe_type": "standard", "ep_size": 1}, {}),
+    ({"moe": {"enabled": False, "ep_size": 1, "moe_experts": 1, "type": "standard"}}, {}),
+    ({"ep_group": None, "ep_mp_group": None}, {}),
+    ({"quant": {"enabled": False, "weight": {"num_bits": 3}}}, {}),
+    ({"quant": {}}, {"quantize": "int8"}),
+    ({"quant": {"weight": {"num_bits": 4, "q_type": "symmetric"}}}, {"quantize": "int4"}),
+    (
+        {"quant": {"activation": {"num_bits": 8, "q_groups": 1}, "qkv": {"num_bits": 8}}},
+        {"quantize": "int8", "activations": "int8"},
+    ),
+    ({"zero": {}, "triangular_masking": True, "tm": True, "return_tuple": True}, {}),
+    ({"injection_policy": None, "injection_dict": None, "injection_policy_tuple": None}, {}),
+    ({"checkpoint": None, "base_dir": "", "checkpoint_config": {}, "args": None}, {}),
+    ({"set_empty_params": False, "save_mp_checkpoint_path": None, "min_out_tokens": 1}, {}),
+    ({"transposed_mode": False, "replace_method": "auto", "use_triton": False}, {}),
+    ({"triton_autotune": False}, {}),
+]
+
+
+def settings(*given: Any, **others: Any) -> Settings:
+    """Return what init_inference makes of its arguments."""
+    names = {field.name for field in fields(Settings)}
+    ours = {field.name: field.default for field in fields(Settings)}
+    config = given[0] if given else None
+    ours |= {name: value for name, value in others.items() if name in names}
+    return settings_of(config, ours, {n: v for n, v in others.items() if n not in names})
+
+
+@pytest.mark.parametrize(("given", "meant"), MEANT)
+def test_what_deepspeeds_names_mean(given: dict[str, Any], meant: dict[str, Any]) -> None:
+    assert settings(given) == settings(**given) == Settings(**meant)
+
+
+def test_all_of_deepspeeds_names_are_known_and_tried() -> None:
+    assert DEEPSPEED.keys() == NAMES
+    assert {name for given, _ in MEANT for name in given} == NAMES
+
+
+def test_ours_are_those_of_the_function() -> None:
+    parameters = inspect.signature(init_inference).parameters
+    for field in fields(Settings):
+        assert parameters[field.name].default is field.default
+    own = {"model", "config", "deepspeed"}
+    assert parameters.keys() - own == {field.name for field in fields(Settings)}
+    given = dict(quantize="int4", kv_dtype="fp8", max_batch=3, policy=POLICIES[0], device="cpu")
+    assert settings(given) == settings(**given) == Settings(**given)
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (
+        {"replace_with_kernel_inject": False},
+        ValueError,
+        "replace_with_kernel_inject is False, expected True: our kernels are always used;",
+    ),
+    (
+        {"tensor_parallel": {"tp_size": 2}},
+        ValueError,
+        r"tensor_parallel.tp_size is 2, expected 1: a model is on one device",
+    ),
+    ({"mp_size": 4}, ValueError, "mp_size is 4, expected 1: a model is on one device"),
+    ({"moe": {"ep_size": 2}}, ValueError, "moe.ep_size is 2, expected 1: mixtures of experts"),
+    ({"moe_experts": [8]}, ValueError, r"moe_experts is \[8\], expected \[1\] or 1: mixtures"),
+    ({"moe_type": "residual"}, ValueError, "moe_type is 'residual', expected 'standard'"),
+    (
+        {"injection_policy": {"Block": ("attn",)}},
+        ValueError,
+        "injection_policy is .*, expected None: give a table as policy; see deepspeed_ext.infer",
+    ),
+    (
+        {"checkpoint": "x.json"},
+        ValueError,
+        "checkpoint is 'x.json', expected None or '': give the folder with config.json and",
+    ),
+    ({"zero": {"stage": 3}}, ValueError, r"zero is {'stage': 3}, expected {} or None: weights are"),
+    (
+        {"triangular_masking": False},
+        ValueError,
+        "triangular_masking is False, expected True: the family of a model says what a token sees",
+    ),
+    (
+        {"return_tuple": False},
+        ValueError,
+        "return_tuple is False, expected True: an engine returns what its methods say",
+    ),
+    ({"min_out_tokens": 9}, ValueError, "min_out_tokens is 9, expected 1: give max_tokens"),
+    ({"transposed_mode": True}, ValueError, "transposed_mode is True, expected False: a table"),
+    ({"replace_method": "x"}, ValueError, "replace_method is 'x', expected 'auto' or None: leave"),
+    ({"use_triton": True}, ValueError, "use_triton is True, expected False: there are no Triton"),
+    ({"keep_module_on_host": True}, ValueError, "expected False: the module stays where it is"),
+    (
+        {"save_mp_checkpoint_path": "x"},
+        ValueError,
+        "save_mp_checkpoint_path is 'x', expected None: see deepspeed_ext.quantization",
+    ),
+    (
+        {"quant": {"weight": {"num_bits": 6}}},
+        ValueError,
+        "quant.weight.num_bits is 6, expected 8 or 4: use quantize",
+    ),
+    (
+        {"quant": {"activation": {"num_bits": 4}}},
+        ValueError,
+        "quant.activation.num_bits is 4, expected 8: use quantize",
+    ),
+    (
+        {"quant": {"weight": {"q_type": "asymmetric"}}},
+        ValueError,
+        "quant.weight.q_type is 'asymmetric', expected 'symmetric': zero is always exact",
+    ),
+    (
+        {"quant": {"weight": {"q_groups": 8}}},
+        ValueError,
+        "quant.weight.q_groups is 8, expected 1: groups are 128 elements of a row",
+    ),
+    (
+        {"quant": {"qkv": {"num_bits": 4}}},
+        ValueError,
+        "quant.qkv.num_bits is 4, expected 8, as of weight",
+    ),
+    ({"quant": {"bits": {}}}, ValueError, "quant has 'bits', expected weight, activation, qkv"),
+    ({"quant": {"weight": 8}}, TypeError, "quant.weight is int, expected a dict"),
+    ({"max_batches": 8}, TypeError, "max_batches is no argument, expected max_batch$"),
+    ({"tp": {"size": 1}}, TypeError, "tp.size is no argument, expected tp_size$"),
+    ({"qqq": 8}, TypeError, "qqq is no argument, expected activations, args, base_dir, "),
+    (
+        {"dtype": "int4"},
+        ValueError,
+        "dtype is 'int4', expected float32, bfloat16 or float16; for fewer bits there is quantize",
+    ),
+    ({"dtype": torch.int8, "quantize": "int4"}, ValueError, "is 'int.', expected 'int.', which is"),
+    ({"max_out_tokens": 5, "max_tokens": 6}, ValueError, "is ., expected ., which is given too"),
+    ({"max_batch": 0}, ValueError, r"max_batch is 0, expected 1 to 2\^31 - 1"),
+    ({"max_tokens": True}, ValueError, "max_tokens is True, expected 1 to"),
+    ({"kv_dtype": "int4"}, ValueError, "kv_dtype is 'int4', expected None, int8 or fp8"),
+    ({"activations": "int8"}, ValueError, "activations is 'int8', expected None without quantize"),
+    ({"enable_cuda_graph": "no"}, TypeError, "cuda_graphs is 'no', expected True or False"),
+    ({"policy": "llama"}, TypeError, "policy is str, expected a Policy of deepspeed_ext.inference"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "text"), REFUSED)
+def test_refuses(given: dict[str, Any], error: type[Exception], text: str) -> None:
+    for call in (lambda: settings(given), lambda: settings(**given)):
+        with pytest.raises(error, match=rf"^init_inference: .*{text}"):
+            call()
+
+
+def test_one_thing_by_two_names() -> None:
+    text = "init_inference: max_out_tokens is 6, expected 5, which is given too"
+    with pytest.raises(ValueError, match=text):
+        settings({"max_out_tokens": 6}, max_tokens=5)
+    assert settings({"max_out_tokens": 5}, max_tokens=5).max_tokens == 5
+    with pytest.raises(TypeError, match="init_inference: config is list, expected a dict"):
+        settings([1])

@@ -1,0 +1,225 @@
+"""Configurations, of older files and of new ones: the same model, or a sentence that refuses it."""
+
+import json
+import re
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from family_cases import CASES, InDouble, config_of
+from older_configs import OLDER
+
+from deepspeed_ext.inference.architecture import Architecture, architecture_of
+from deepspeed_ext.inference.policies import policy_of
+from deepspeed_ext.inference.policies.gpt_neox import GPT_NEOX
+from deepspeed_ext.inference.policies.llama import LLAMA
+from deepspeed_ext.inference.policy import Config, Key, Policy
+from deepspeed_ext.inference.rotation import Rotation, alibi_slopes
+
+Comparable = dict[str, Any]
+
+
+def understood(config: Config) -> Comparable:
+    """All numbers of a model, comparable."""
+    architecture = architecture_of(policy_of(config), config)
+    return asdict(replace(architecture, rotations=())) | {"rotations": plain(architecture)}
+
+
+def plain(architecture: Architecture) -> list[tuple[list[float], float] | None]:
+    return [
+        None if each is None else (each.frequencies.tolist(), each.scale)
+        for each in architecture.rotations
+    ]
+
+
+def as_transformers_reads(config: dict[str, Any]) -> Any:
+    """What transformers makes of a config.json."""
+    from transformers import AutoConfig
+
+    kind = dict(config).pop("model_type")
+    return AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k != "model_type"})
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_older_files_mean_what_transformers_makes_of_them(name: str) -> None:
+    older = OLDER[name]
+    newer = as_transformers_reads(json.loads(json.dumps(older)))
+    file = json.loads(newer.to_json_string(use_diff=True))
+    want = understood(newer.to_dict())
+    assert understood(older) == want
+    assert understood(file) == want
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_files_mean_what_models_say(case: str) -> None:
+    config = config_of(case)
+    file = json.loads(config.to_json_string(use_diff=True))
+    assert understood(file) == understood(config.to_dict())
+
+
+def test_rotations_are_those_of_transformers() -> None:
+    """As far as it computes them in float64, as ours are."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rules: list[dict[str, Any]] = [
+        dict(rope_type="linear", factor=3.0),
+        dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
+        dict(rope_type="yarn", factor=4.0),
+        dict(rope_type="yarn", factor=4.0, attention_factor=1.25, beta_fast=16.0, beta_slow=2.0),
+        dict(rope_type="yarn", factor=40.0, mscale=0.707, mscale_all_dim=1.0, truncate=False),
+        dict(rope_type="yarn", factor=40.0, mscale=0.707),
+    ]
+    for rule in rules:
+        rule |= dict(rope_theta=50000.0, original_max_position_embeddings=64)
+        config = config_of("llama", rope_parameters=dict(rule), head_dim=48)
+        with InDouble():
+            want, scale = ROPE_INIT_FUNCTIONS[rule["rope_type"]](config, "cpu")
+        got = rotations_of(config.to_dict())[0]
+        assert got is not None and abs(got.scale - scale) < 1e-12, rule
+        off = (got.frequencies - want).abs()
+        assert want.dtype == torch.float64 and bool((off <= 1e-13).all()), rule
+
+
+def rotations_of(config: Config) -> tuple[Rotation | None, ...]:
+    return architecture_of(policy_of(config), config).rotations
+
+
+def test_slopes_for_heads_that_are_no_power_of_two() -> None:
+    """With 8 heads they end at 2^-8; 12 heads add every second one of 16."""
+    assert alibi_slopes(1) == [2**-8]
+    assert alibi_slopes(8) == [2**-i for i in range(1, 9)]
+    assert alibi_slopes(12) == [2**-i for i in range(1, 9)] + [2 ** -(i / 2) for i in (1, 3, 5, 7)]
+    for heads in range(1, 65):
+        assert len(alibi_slopes(heads)) == heads
+
+
+_LLAMA = OLDER["llama-oldest"]
+_YARN = dict(rope_type="yarn", factor=2.0)
+_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no family": (dict(model_type="mamba"), "model_type is 'mamba', expected one of bloom, gem"),
+    "a size that is missing": (
+        dict(hidden_size=None),
+        "config has no 'hidden_size', expected it for model_type 'llama'",
+    ),
+    "a size that is none": (dict(vocab_size=-1), "vocabulary is -1, expected 1 to 2^31 - 1"),
+    "heads in groups": (
+        dict(num_key_value_heads=3),
+        "heads is 4, expected a multiple of kv_heads, 3",
+    ),
+    "a wide head": (dict(head_dim=320), "head_dim is 320, expected 1 to 256"),
+    "a number that is none": (dict(rms_norm_eps="1e-5"), "eps is '1e-5', expected a number above"),
+    "a number that is not finite": (
+        dict(rms_norm_eps=float("nan")),
+        "eps is nan, expected a number above 0",
+    ),
+    "activation": (dict(hidden_act="mish"), "activation is 'mish', expected one of gelu, gelu_new"),
+    "rope type": (
+        dict(rope_scaling=dict(type="dynamic", factor=2.0)),
+        "rope_type is 'dynamic', expected one of default, linear, llama3, yarn",
+    ),
+    "rope option": (
+        dict(rope_scaling=_YARN | dict(long_factor=[1.0])),
+        "rope_parameters has 'long_factor', expected nothing of this name for rope_type 'yarn'",
+    ),
+    "rope option that is missing": (
+        dict(rope_scaling=dict(type="linear")),
+        "rope_parameters has no 'factor', expected it for rope_type 'linear'",
+    ),
+    "rope option that is none": (
+        dict(rope_scaling=_YARN | dict(factor="2")),
+        "factor is '2', expected a number",
+    ),
+    "windows of a family that has none": (
+        dict(sliding_window=16),
+        "sliding_window is 16, expected None: the table of model_type 'llama' has no place for it",
+    ),
+    "something else that changes the result": (
+        dict(logit_scale=0.5),
+        "logit_scale is 0.5, expected 1: the table of model_type 'llama' has no place for it",
+    ),
+    "one of several layers": (
+        dict(no_rope_layers=[1, 1, 0]),
+        "no_rope_layers is 0, expected 1: the table",
+    ),
+}
+_REFUSED_OF_OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "scales by layer": (
+        "gpt2",
+        dict(scale_attn_by_inverse_layer_idx=True),
+        "scale_attn_by_inverse_layer_idx is True, expected False",
+    ),
+    "norms of heads": ("phi", dict(qk_layernorm=True), "qk_layernorm is True, expected False"),
+    "both directions": (
+        "gemma2",
+        dict(use_bidirectional_attention=True),
+        "use_bidirectional_attention is True, expected False",
+    ),
+    "scores that transformers does not cap, either": (
+        "gemma3",
+        dict(attn_logit_softcapping=50.0),
+        "attn_logit_softcapping is 50.0, expected None",
+    ),
+    "no last norm": (
+        "opt",
+        dict(_remove_final_layer_norm=True),
+        "_remove_final_layer_norm is True, expected False: the table of model_type 'opt'",
+    ),
+    "a value that stands for nothing": (
+        "opt",
+        dict(do_layer_norm_before="yes"),
+        "do_layer_norm_before is 'yes', expected one of True, False, for model_type 'opt'",
+    ),
+    "no part": (
+        "gemma3-with-images",
+        dict(text_config=None),
+        "config has no 'text_config', expected it for model_type 'gemma3'",
+    ),
+    "too few types": (
+        "gemma2",
+        dict(layer_types=["full_attention"]),
+        "layer_types has length 1, expected 3, as many as layers",
+    ),
+    "types that are not known": (
+        "gemma2",
+        dict(layer_types=["chunked_attention"] * 3),
+        "layer_types is 'chunked_attention', expected one of full_attention, sliding_attention",
+    ),
+    "a window that is none": ("mistral", dict(sliding_window=0), "sliding_window is 0, expected 1"),
+}
+
+
+def refuse(config: Config, policy: Policy | None, text: str) -> None:
+    with pytest.raises(ValueError, match="^init_inference: " + re.escape(text)):
+        architecture_of(policy or policy_of(config), config)
+
+
+@pytest.mark.parametrize("why", _REFUSED)
+def test_refused(why: str) -> None:
+    changes, text = _REFUSED[why]
+    refuse({k: v for k, v in (_LLAMA | changes).items() if v is not None}, None, text)
+
+
+@pytest.mark.parametrize("why", _REFUSED_OF_OTHERS)
+def test_refused_of_other_families(why: str) -> None:
+    name, changes, text = _REFUSED_OF_OTHERS[why]
+    refuse(OLDER[name] | changes, None, text)
+
+
+def test_tables_that_ask_for_what_there_is_not() -> None:
+    refuse(_LLAMA, replace(LLAMA, position="sinus"), "position is 'sinus', expected one of rotary")
+    refuse(_LLAMA, replace(LLAMA, norm_place=Key("rms_norm_eps")), "norm_place is 1e-06, expected")
+    grouped = OLDER["gpt_neox"] | dict(num_key_value_heads=2)
+    refuse(grouped, GPT_NEOX, "kv_heads is 2, expected 4, as many as heads, where queries, keys")
+
+
+def test_what_a_table_reads_is_not_refused() -> None:
+    """And what a configuration says in vain is no reason, either."""
+    scaled = replace(LLAMA, attention_scale=Key("attention_multiplier", default=None))
+    config = _LLAMA | dict(attention_multiplier=0.5)
+    assert architecture_of(scaled, config).attention_scale == 0.5
+    refuse(config, LLAMA, "attention_multiplier is 0.5, expected None")
+    unused = _LLAMA | dict(logit_scale=1.0, layer_types=["full_attention"] * 3, clip_qkv=None)
+    assert architecture_of(LLAMA, unused).logit_softcap == 0
+    unused = _LLAMA | dict(sliding_window=4096, use_sliding_window=False)
+    assert architecture_of(LLAMA, unused).windows == (0, 0, 0)

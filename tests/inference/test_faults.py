@@ -1,0 +1,295 @@
+"""Folders and modules that are not what they should be: one sentence for each, before reading."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_folder
+import torch
+from torch import nn
+
+from deepspeed_ext.inference import room
+from deepspeed_ext.inference.initialize import init_inference
+from deepspeed_ext.io.checkpoint.shards import Shards
+
+FIRST = "model-00001-of-00003.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def unread(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note the names of tensors that are read."""
+    names: list[str] = []
+    load = Shards.load
+
+    def noted(self: Shards, some: Any, *rest: Any) -> Any:
+        names.extend(some)
+        return load(self, some, *rest)
+
+    monkeypatch.setattr(Shards, "load", noted)
+    return names
+
+
+def change_index(folder: Path, change: Callable[[dict[str, str]], Any]) -> None:
+    named = tiny_folder.read_index(folder)
+    change(named)
+    tiny_folder.write_index(folder, named)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def twice(folder: Path) -> None:
+    """Let two files have a tensor, which the index says of one."""
+    tensors = tiny_folder.tensors_of()
+    part = {name: tensors[name] for name in list(tensors)[1::3]}
+    part["lm_head.weight"] = tensors["lm_head.weight"]
+    tiny_folder.save(part, folder / "model-00002-of-00003.safetensors")
+
+
+SHARDED = {  # what is done to a folder with an index, and what is said then
+    "a file is missing": (
+        lambda folder: (folder / FIRST).unlink(),
+        FileNotFoundError,
+        rf"index.json names the file '{FIRST}', expected it beside the index; fetch the folder",
+    ),
+    "a file is cut short": (
+        lambda folder: cut(folder / FIRST),
+        ValueError,
+        rf"{FIRST} has \d+ bytes, expected \d+ by its header: it was cut short$",
+    ),
+    "the index names a file that has no such tensor": (
+        lambda folder: change_index(folder, lambda named: named.update({"lm_head.weight": FIRST})),
+        ValueError,
+        rf"says that {FIRST} has the tensor 'lm_head.weight', expected a file that has it",
+    ),
+    "the index leaves a tensor out": (
+        lambda folder: change_index(folder, lambda named: named.pop("lm_head.weight")),
+        ValueError,
+        r"index.json does not name 'lm_head.weight', expected all tensors of model-0000\d",
+    ),
+    "a tensor is in two files": (
+        twice,
+        ValueError,
+        r"has the tensor 'lm_head.weight', expected it in model-0000\d-of-00003.safetensors only",
+    ),
+    "a file of another folder": (
+        lambda folder: change_index(folder, lambda n: n.update(a="../x.safetensors")),
+        ValueError,
+        r"has the weight_map .*, expected names of files in the same folder",
+    ),
+    "an absolute path": (
+        lambda folder: change_index(folder, lambda n: n.update(a="/etc/passwd")),
+        ValueError,
+        "expected names of files in the same folder",
+    ),
+    "the folder above": (
+        lambda folder: change_index(folder, lambda n: n.update(a="..")),
+        ValueError,
+        "expected names of files in the same folder",
+    ),
+    "no map": (
+        lambda folder: tiny_folder.write_index(folder, ["model.safetensors"]),
+        ValueError,
+        r"has the weight_map \['model.safetensors'\], expected names of files",
+    ),
+    "an index that is no JSON": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text("{"),
+        ValueError,
+        "index.json is not JSON: ",
+    ),
+    "a name twice": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"a": "b", "a": "c"}}'
+        ),
+        ValueError,
+        "index.json is not JSON: the name 'a' stands twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SHARDED)
+def test_refuses_files(what: str, unread: list[str], tmp_path: Path) -> None:
+    change, error, text = SHARDED[what]
+    tiny_folder.write(tmp_path, files=3)
+    change(tmp_path)
+    with pytest.raises(error, match=text):
+        init_inference(tmp_path)
+    assert not unread
+
+
+def changed(**config: Any) -> Callable[[Path], Any]:
+    return lambda folder: (folder / "config.json").write_text(
+        json.dumps({**tiny_folder.CONFIG, **config})
+    )
+
+
+def with_tensors(**some: torch.Tensor | None) -> Callable[[Path], Any]:
+    def change(folder: Path) -> None:
+        tensors = tiny_folder.tensors_of() | {n.replace("__", "."): t for n, t in some.items()}
+        kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        tiny_folder.write(folder, tensors=kept)
+
+    return change
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+UNFIT = {
+    "no configuration": (
+        lambda folder: (folder / "config.json").unlink(),
+        FileNotFoundError,
+        r"has no config.json, expected the folder of a model, as save_pretrained writes it",
+    ),
+    "no JSON": (
+        lambda folder: (folder / "config.json").write_text("<html>"),
+        ValueError,
+        r"config.json is not JSON: ",
+    ),
+    "no object": (
+        lambda folder: (folder / "config.json").write_text("[1]"),
+        ValueError,
+        r"config.json has \[1\], expected an object",
+    ),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        FileNotFoundError,
+        r"has no weights, expected model.safetensors, or model.safetensors.index.json and the",
+    ),
+    "pickled weights": (
+        pickled,
+        ValueError,
+        r"has its weights as pytorch_model.bin, expected model.safetensors, .*; pickled files can"
+        r" run anything, so convert them where you trust them: save_pretrained",
+    ),
+    "another family": (
+        changed(model_type="t5"),
+        ValueError,
+        r"model_type is 't5', expected one of .*llama.*; give a table of your own as policy",
+    ),
+    "a vocabulary of another size": (
+        changed(vocab_size=98),
+        ValueError,
+        r"model.embed_tokens.weight has shape \[97, 64\], expected \[98, 64\]",
+    ),
+    "more layers than there are": (
+        changed(num_hidden_layers=4),
+        ValueError,
+        r"has no tensor 'model.layers.3.*', expected it for model_type 'llama'",
+    ),
+    "fewer layers than there are": (
+        changed(num_hidden_layers=2),
+        ValueError,
+        r"model has 'model.layers.2.*', expected no tensor of this name",
+    ),
+    "whole numbers": (
+        with_tensors(model__norm__weight=torch.ones(64, dtype=torch.int8)),
+        ValueError,
+        r"model.norm.weight has dtype I8, expected float32, bfloat16, float16 or float64",
+    ),
+    "8-bit floats without scales": (
+        with_tensors(model__norm__weight=torch.ones(64).to(torch.float8_e4m3fn)),
+        ValueError,
+        r"model.norm.weight has dtype F8_E4M3, expected float32",
+    ),
+    "quantized weights": (
+        changed(quantization_config={"quant_method": "bitsandbytes"}),
+        ValueError,
+        r"has weights quantized by 'bitsandbytes', expected floats; .* quantize='int4' or 'int8'",
+    ),
+    "an unknown dtype": (
+        changed(dtype="float8_e4m3fn"),
+        ValueError,
+        r"dtype is 'float8_e4m3fn', expected float32, bfloat16 or float16; for fewer bits there is",
+    ),
+    "a stop token that is none": (
+        changed(eos_token_id="</s>"),
+        ValueError,
+        r"eos_token_id is '</s>', expected whole numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_refuses_folders(what: str, unread: list[str], tmp_path: Path) -> None:
+    change, error, text = UNFIT[what]
+    tiny_folder.write(tmp_path)
+    change(tmp_path)
+    with pytest.raises(error, match=rf"^init_inference: .*{text}"):
+        init_inference(tmp_path)
+    assert not unread
+
+
+def test_refuses_what_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"model is 'a/name', expected a module, or a folder with config"
+    ):
+        init_inference("a/name")
+    with pytest.raises(TypeError, match="model is dict, expected a module or the path of a folder"):
+        init_inference({})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model has the config NoneType, expected one of Hugging"):
+        init_inference(nn.Linear(2, 2))
+    model = nn.Linear(2, 2, device="meta")
+    model.config = tiny_folder.CONFIG  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="weight is on meta, expected values; give the folder"):
+        init_inference(model)
+
+
+def test_a_file_that_is_cut_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread and the engine that read are gone, and the whole folder loads again."""
+    init_inference(tiny_folder.write(tmp_path, files=3))  # torch has its threads then
+    whole, count = (tmp_path / FIRST).read_bytes(), len(threads())
+    load = Shards.load
+
+    def then_cut(self: Shards, names: Any, *rest: Any) -> Any:
+        loaded = load(self, names, *rest)
+        cut(tmp_path / FIRST)
+        return loaded
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Shards, "load", then_cut)
+        with pytest.raises(ValueError, match="it was cut short"):
+            init_inference(tmp_path)
+    assert len(threads()) == count
+    (tmp_path / FIRST).write_bytes(whole)
+    init_inference(tmp_path)
+
+
+def threads() -> list[str]:
+    return [path.name for path in Path("/proc/self/task").iterdir()]
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("free", "options", "fits"),
+    [
+        (0.2, {}, "what fits is quantize=None with max_batch x max_tokens of"),
+        (0.04, {}, "what fits is quantize='int4' with max_batch x max_tokens of"),
+        (0.1, {"max_batch": 1, "max_tokens": 64}, "what fits is quantize='int8'"),
+        (0.01, {}, "not even int4 fits"),
+    ],
+)
+def test_says_what_has_room(
+    free: float,
+    options: dict[str, Any],
+    fits: str,
+    unread: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=8, vocab_size=17)
+    config = {**tiny_folder.CONFIG, **sizes, "max_position_embeddings": 4096}
+    tiny_folder.write(tmp_path, config)
+    monkeypatch.setattr(room, "free_bytes", lambda device: int(free * GIB))
+    with pytest.raises(MemoryError) as caught:
+        init_inference(tmp_path, **options)
+    assert fits in str(caught.value), str(caught.value)
+    assert not unread
