@@ -240,7 +240,12 @@ def _check_use_of_names(policy: Policy, norm_place: str, parallel: bool) -> None
             f"init_inference: norm_place is {norm_place!r}, expected 'before' where parallel is"
             " True"
         )
-    unused = ["token_types"]
+    if policy.position_padding is not None:
+        raise ValueError(
+            "init_inference: the table has position_padding, expected none of a decoder, which"
+            " counts all tokens"
+        )
+    unused = ["token_types", "pooler"]
     if norm_place != "both":
         unused += ["attention_post_norm", "mlp_post_norm"]
     for name in unused:

@@ -1,6 +1,7 @@
 """Each family of decoders computes what transformers computes, layer by layer."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from family_cases import (
 )
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepspeed_ext import init_inference
 
 _NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=_NEEDS_GPU)])
@@ -116,6 +119,17 @@ def test_bfloat16_is_no_further_from_exact_than_that_of_transformers(
 def decoder_weights(case: str) -> dict[str, Tensor]:
     """Those of a case, in bfloat16."""
     return {name: tensor.bfloat16() for name, tensor in model_of(case).state_dict().items()}
+
+
+@EACH
+def test_an_engine_of_files(case: str, tmp_path: Path) -> None:
+    """From what transformers saves to tokens; what the configuration says of ends is no matter."""
+    model, tokens = model_of(case), prompt(10)
+    model.save_pretrained(tmp_path)
+    engine = init_inference(tmp_path, max_batch=2, max_tokens=64)
+    (got,) = engine.generate([tokens], max_new_tokens=8, stop_tokens=())
+    logits = states_of(model, tokens + got.tokens)[-1]
+    assert got.tokens == logits[9:-1].argmax(-1).tolist()
 
 
 @EACH
