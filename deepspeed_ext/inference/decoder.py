@@ -56,8 +56,9 @@ class Decoder:
                 self._rotations.append((None, 1.0))
                 continue
             key = rotation.frequencies.numpy().tobytes()
-            on_device = frequencies.setdefault(key, rotation.frequencies.to(device))
-            self._rotations.append((on_device, rotation.scale))
+            if key not in frequencies:
+                frequencies[key] = rotation.frequencies.to(device)
+            self._rotations.append((frequencies[key], rotation.scale))
         self._slopes = (
             torch.tensor(alibi_slopes(of.heads), dtype=torch.float32, device=device)
             if of.position == "alibi"
