@@ -46,6 +46,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "apply_residual_connection_post_layernorm": (False,),
+    "use_parallel_residual": (False,),
+    "parallel_attn": (False,),
+    "alibi": (False,),
+    "rope_interleave": (False,),
+    "attn_temperature_tuning": (False,),
+    "num_kv_shared_layers": (0,),
+    "is_causal": (True,),
     "use_bidirectional_attention": (False,),
     "add_cross_attention": (False,),
     "is_encoder_decoder": (False,),
@@ -240,7 +247,16 @@ def _check_use_of_names(policy: Policy, norm_place: str, parallel: bool) -> None
             f"init_inference: norm_place is {norm_place!r}, expected 'before' where parallel is"
             " True"
         )
-    unused = ["token_types"]
+    if policy.names.head is None:
+        raise ValueError(
+            "init_inference: the table has no name for head, expected one of a decoder"
+        )
+    if policy.position_padding is not None:
+        raise ValueError(
+            "init_inference: the table has position_padding, expected none of a decoder, which"
+            " counts all tokens"
+        )
+    unused = ["token_types", "pooler"]
     if norm_place != "both":
         unused += ["attention_post_norm", "mlp_post_norm"]
     for name in unused:
