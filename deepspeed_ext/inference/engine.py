@@ -156,7 +156,8 @@ class InferenceEngine:
             options: for all prompts, or a sequence of them, one for each.
             stream: whether to return an iterator of pieces at once, in place of completions in the
                 end. Closing it, or letting go of it, cancels what is not done.
-            progress: whether to draw a bar of tokens on stderr, if that is a terminal.
+            progress: whether to draw a bar of tokens on stderr while all are waited for, if that
+                is a terminal.
             changes: of the options, by the names that `SamplingOptions` has.
 
         Returns:

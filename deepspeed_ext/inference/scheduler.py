@@ -99,6 +99,7 @@ class Scheduler:
         self.sweep()
         self._is_whole = False
         self._admit()
+        assert self._active or not self._waiting  # or nothing would ever happen
         queued = self._decode()
         cost = 0
         while self._beginning and cost < CHUNK:
