@@ -112,7 +112,7 @@ class InferenceEngine:
         )
         self._turn = threading.Condition()
         self._driver: int | None = None  # the thread that computes a step
-        self._process = os.getpid()
+        self._process, self._vocabulary = os.getpid(), of.vocabulary
         self._is_open = True
 
     @overload
@@ -215,7 +215,7 @@ class InferenceEngine:
             ) from None
         if not tokens:
             raise ValueError(f"generate: prompt {i} is empty, expected at least one token")
-        last = self.decoder.of.vocabulary - 1
+        last = self._vocabulary - 1
         if min(tokens) < 0 or max(tokens) > last:
             wrong = next(token for token in tokens if not 0 <= token <= last)
             raise ValueError(f"generate: prompt {i} has token {wrong}, expected 0 to {last}")
@@ -322,7 +322,7 @@ class InferenceEngine:
         try:
             self._is_open = False
             self._scheduler.close()
-            del self.decoder, self.cache, self._scheduler
+            del self.decoder, self.cache
         finally:
             self._end_turn()
 

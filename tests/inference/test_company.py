@@ -151,6 +151,15 @@ def test_with_a_cache_of_codes(kind: str, device: str) -> None:
 
 
 @ON_BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits(dtype: torch.dtype, device: str) -> None:
+    some = asked(20, seed=7)
+    of = tiny.shared_decoder(device, dtype)
+    engine = make(device, max_batch=7, of=of)
+    assert together(engine, some) == alone(device, some, of=of)
+
+
+@ON_BOTH
 @AHEAD
 @pytest.mark.parametrize("capacity", [64, 100, 128])
 def test_a_slot_may_be_full_to_the_last_token(capacity: int, ahead: bool, device: str) -> None:
