@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "csrc/README.md"]
+DOCUMENTS = [
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "csrc/README.md"),
+    "deepspeed_ext/inference/policies/README.md",
+]
 
 
 def anchors_of(text):

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from deepspeed_ext.inference.encoder_engine import EncoderEngine
     from deepspeed_ext.inference.engine import InferenceEngine
     from deepspeed_ext.inference.initialize import init_inference
     from deepspeed_ext.inference.kv_cache import KVCache
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Completion",
+    "EncoderEngine",
     "InferenceEngine",
     "KVCache",
     "Key",
@@ -32,6 +34,7 @@ __all__ = [
 
 _HOMES = {
     "Completion": "requests",
+    "EncoderEngine": "encoder_engine",
     "InferenceEngine": "engine",
     "KVCache": "kv_cache",
     **dict.fromkeys(("Key", "Names", "Policy", "Sizes", "Windows"), "policy"),

@@ -85,6 +85,7 @@ class Architecture:
     parallel: bool
     position: str
     position_offset: int
+    position_padding: int | None
     interleaved: bool
     rotations: tuple[Rotation | None, ...]
     windows: tuple[int, ...]
@@ -115,7 +116,7 @@ def architecture_of(policy: Policy, config: Config) -> Architecture:
     sizes = _sizes_of(policy, config)
     windows = windows_of(policy.windows, config, sizes["layers"])
     position = _choice("position", get("position"), ("rotary", "learned", "alibi", "none"))
-    scale = get("attention_scale")
+    scale, padding = get("attention_scale"), get("position_padding")
     if policy.qkv_by_head and sizes["kv_heads"] != sizes["heads"]:
         raise ValueError(
             f"init_inference: kv_heads is {sizes['kv_heads']}, expected {sizes['heads']}, as many"
@@ -130,6 +131,9 @@ def architecture_of(policy: Policy, config: Config) -> Architecture:
         parallel=parallel,
         position=position,
         position_offset=int(checked_number("position_offset", get("position_offset"))),
+        position_padding=(
+            None if padding is None else int(checked_number("position_padding", padding))
+        ),
         interleaved=_choice("interleaved", get("interleaved"), (False, True)),
         rotations=tuple(
             rotation_of(policy, config, sizes["head_dim"], window > 0)

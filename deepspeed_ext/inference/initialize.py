@@ -13,6 +13,8 @@ from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.inference.architecture import architecture_of
 from deepspeed_ext.inference.arguments import Settings, dtype_of, settings_of
 from deepspeed_ext.inference.decoder import Decoder
+from deepspeed_ext.inference.encoder import Encoder
+from deepspeed_ext.inference.encoder_engine import EncoderEngine
 from deepspeed_ext.inference.engine import InferenceEngine
 from deepspeed_ext.inference.folder import (
     Described,
@@ -55,8 +57,11 @@ def init_inference(
     device: torch.device | str | int | None = None,
     progress: bool = False,
     **deepspeed: Any,
-) -> InferenceEngine:
+) -> InferenceEngine | EncoderEngine:
     """Return an engine with a model's weights in the form that our kernels read.
+
+    It continues prompts; that of an encoder is called as the model is, and keeps nothing, so that
+    max_batch, max_tokens and cuda_graphs mean nothing to it.
 
     The weights are copied; a module stays as it is. Those of a folder are read a layer at a time
     and quantized on the way, so that two layers as floats lie about at most. Names and shapes of
@@ -102,6 +107,9 @@ def init_inference(
     loading = _Loading(source, settings)
     with torch.inference_mode(False), torch.no_grad():
         weights, report = loading.run()
+        if not loading.of.causal:
+            encoder = Encoder(loading.of, weights)
+            return EncoderEngine(encoder, tokenizer=text_tokens, report=report)
         return InferenceEngine(
             Decoder(loading.of, weights),
             max_batch=settings.max_batch,
@@ -181,6 +189,11 @@ class _Loading:
         self._device = _checked(settings.device) or source.device()
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
+        if not self.of.causal and settings.kv_dtype is not None:
+            raise ValueError(
+                f"{_OP}: kv_dtype is {settings.kv_dtype!r}, expected None, as an encoder keeps no"
+                " keys and values"
+            )
         self._asked: list[str] = []
         context = self.of.context or _USUAL_TOKENS
         self.max_tokens = settings.max_tokens or min(context, _USUAL_TOKENS)
@@ -212,12 +225,19 @@ class _Loading:
         quantizers = self._quantizers(quantize, None)
         weights = self._take(described, quantizers, torch.device("meta"))
         self._asked = list(described.asked)
+        if settings.quantize_head is not None and weights.head is None:
+            raise ValueError(
+                f"{_OP}: quantize_head is {settings.quantize_head!r}, expected None, as the model"
+                " has no head"
+            )
         reading = 0
         if source.folder is not None:
             reading = reading_bytes(source.folder.shards, self._asked)
-        cache = cache_bytes(
-            self.of, settings.max_batch, self.max_tokens, self._dtype, settings.kv_dtype
-        )
+        cache = 0
+        if self.of.causal:
+            cache = cache_bytes(
+                self.of, settings.max_batch, self.max_tokens, self._dtype, settings.kv_dtype
+            )
         return Need(bytes_of(weights), cache, reading)
 
     def _quantizers(

@@ -119,6 +119,8 @@ class Names:
         head: from the last hidden state to logits, by any of these names; None if there is none.
         project_in: from embeddings to the first hidden state, where their sizes differ.
         project_out: from the last hidden state to what the head takes, likewise.
+        pooler: from the hidden state of the first token to the pooled one; a state dict may have
+            none.
         ignored: parts of names of tensors that nothing needs.
     """
 
@@ -142,6 +144,7 @@ class Names:
     mlp_post_norm: str | None = None
     q_norm: str | None = None
     k_norm: str | None = None
+    pooler: str | None = None
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
 
 
@@ -193,6 +196,8 @@ class Policy:
             norm of its own reads what the other reads.
         position: "rotary", "learned", "alibi" or "none".
         position_offset: of the rows of learned positions.
+        position_padding: number of a token that takes no position, or None: positions are counted
+            without it, from the row after the one of this number, which is its own.
         interleaved: whether a rotary pair is two neighbours.
         rope_base: of rotary frequencies.
         rope_local_base: of those of layers with windows, which are not scaled for long contexts;
@@ -224,6 +229,7 @@ class Policy:
     parallel: Or = False
     position: Or = "rotary"
     position_offset: Or = 0
+    position_padding: Or = None
     interleaved: Or = False
     rope_base: Or = Key("rope_theta", default=10000.0)
     rope_local_base: Or = None

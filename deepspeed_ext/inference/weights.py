@@ -90,6 +90,7 @@ class Weights:
     final_norm: NormWeights | None
     project_out: Linear | None
     head: Linear | None
+    pooler: Linear | None
 
 
 Quantize = Callable[[Tensor], Tensor | PackedWeight | Float8Weight]
@@ -162,6 +163,7 @@ class Taker:
             final_norm=self._norm(prefix, names.final_norm, of.hidden),
             project_out=self._projection(prefix, names.project_out, of.embedding, of.hidden),
             head=self._packed_head(self._head(embedding)),
+            pooler=self._pooler(prefix),
         )
         self._check_left()
         return weights
@@ -269,6 +271,13 @@ class Taker:
             return head
         assert isinstance(head.weight, Tensor)
         return replace(head, weight=self._quantize_head(head.weight))
+
+    def _pooler(self, at: str) -> Linear | None:
+        name, n = self._policy.names.pooler, self._of.hidden
+        if name is None or f"{at}{name}.weight" not in self._names:
+            return None
+        weight = self._tensor(f"{at}{name}.weight", (n, n))
+        return Linear(weight, self._tensor(f"{at}{name}.bias", (n,)))
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, device=self._device, dtype=self._dtype)

@@ -1,5 +1,6 @@
 """The tables of all families that the engine knows."""
 
+from deepspeed_ext.inference.policies.bert import BERT, ROBERTA
 from deepspeed_ext.inference.policies.bloom import BLOOM
 from deepspeed_ext.inference.policies.gemma import GEMMA2, GEMMA3, GEMMA3_TEXT
 from deepspeed_ext.inference.policies.gpt2 import GPT2
@@ -23,6 +24,8 @@ POLICIES = (
     GPT_NEOX,
     OPT,
     BLOOM,
+    BERT,
+    ROBERTA,
 )
 
 
