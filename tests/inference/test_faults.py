@@ -183,6 +183,11 @@ UNFIT = {
         ValueError,
         r"has no tensor 'model.layers.3.*', expected it for model_type 'llama'",
     ),
+    "more layers than any model has": (
+        changed(num_hidden_layers=2_000_000_000),
+        ValueError,
+        "layers is 2000000000, expected 1 to 10000",
+    ),
     "fewer layers than there are": (
         changed(num_hidden_layers=2),
         ValueError,
