@@ -15,6 +15,7 @@ from deepspeed_ext.inference import __main__ as command_line
 from deepspeed_ext.inference import room
 from deepspeed_ext.inference.initialize import init_inference
 from deepspeed_ext.io.checkpoint.shards import Shards
+from deepspeed_ext.quantization import quantize_model
 
 FIRST = "model-00001-of-00003.safetensors"
 
@@ -256,6 +257,21 @@ def test_refuses_what_encoders_have_not(tmp_path: Path, capsys: pytest.CaptureFi
     assert command_line.main([str(tmp_path), "--tokens", "1 2"]) == 2
     text = f"inference: {tmp_path} has an encoder, expected a model that writes text\n"
     assert text in capsys.readouterr().err
+
+
+def test_refuses_a_model_that_was_quantized() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    quantize_model(model)
+    model.config = tiny_folder.CONFIG  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="0 is a QuantizedLinear, expected floats; give the model"):
+        init_inference(model)
+
+
+@pytest.mark.parametrize("device", ["mps", "cuda:99"])
+def test_refuses_devices(device: str, tmp_path: Path) -> None:
+    tiny_folder.write(tmp_path)
+    with pytest.raises(ValueError, match=rf"^init_inference: device is {device}, expected c"):
+        init_inference(tmp_path, device=device)
 
 
 def test_a_file_that_is_cut_while_it_is_read(
