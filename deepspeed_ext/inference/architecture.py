@@ -25,6 +25,7 @@ _ACTIVATIONS = {  # of configurations, as our ops name them
     "swish": "silu",
 }
 _LARGEST = 2**31 - 1
+_MOST = {"head_dim": 256, "layers": 10_000}  # of what kernels take; of what is gone through at once
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # What configurations of many families may say that changes the result, with the values that
     # change nothing: a table that does not read one of them cannot do without these.
@@ -205,7 +206,7 @@ def _sizes_of(policy: Policy, config: Config) -> dict[str, Any]:
         sizes[name] = value if sizes[name] is None else sizes[name]
     for name, value in sizes.items():
         if name != "context" or value is not None:
-            _check_size(name, value, 256 if name == "head_dim" else _LARGEST)
+            _check_size(name, value, _MOST.get(name, _LARGEST))
     if sizes["heads"] % sizes["kv_heads"]:
         raise ValueError(
             f"init_inference: heads is {sizes['heads']}, expected a multiple of kv_heads,"
