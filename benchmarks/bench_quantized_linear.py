@@ -162,7 +162,7 @@ WORKS = {
         for bits in (4, 8)
         for shape in SHAPES
         for activations in (None, "int8")
-        for rows in (1, 4, 16, 64)
+        for rows in (1, 4, 16, 64, 256)
     ],
 }
 

@@ -1,14 +1,16 @@
 """A Llama in plain torch as fast as torch makes it: the rival of the engine, one static cache.
 
-One step is compiled whole and replayed as a CUDA graph; projections that read the same are one.
+One step is compiled whole, and on CUDA replayed as a graph; projections that read the same are one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Step = Callable[[Tensor, Tensor], Tensor]
 
 
 class PlainLlama:
@@ -42,20 +44,41 @@ class PlainLlama:
         base = 1e4 ** (-torch.arange(0, self.width, 2, device=device) / self.width)
         angles = (at[:, None] * base).repeat(1, 2)
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        mode = "max-autotune-no-cudagraphs" if device.type == "cpu" else "reduce-overhead"
-        self.step = torch.compile(self._step, mode=mode, fullgraph=True) if compiled else self._step
+        self.token = torch.zeros((batch, 1), dtype=torch.int64, device=device)
+        self.at = torch.zeros(1, dtype=torch.int64, device=device)
+        step = torch.compile(self._step, fullgraph=True, dynamic=False) if compiled else self._step
+        self.advance = self._captured(step) if compiled and device.type == "cuda" else step
 
     @torch.inference_mode()
     def generate(self, prompts: Tensor, count: int) -> Tensor:
         """Return so many tokens after each prompt, (batch, count)."""
         start = prompts.shape[1]
         at = torch.arange(start, device=prompts.device)
-        token = self._step(prompts, at)
-        found = [token]
+        self.token.copy_(self._step(prompts, at))
+        found = [self.token.clone()]
         for i in range(start, start + count - 1):
-            token = self.step(token, torch.tensor([i], device=prompts.device)).clone()
-            found.append(token)
+            self.at.fill_(i)
+            self.token.copy_(self.advance(self.token, self.at))
+            found.append(self.token.clone())
         return torch.cat(found, 1)
+
+    def _captured(self, step: Step) -> Step:
+        """Return the same as a graph that is replayed."""
+        with torch.inference_mode():
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    step(self.token, self.at)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = step(self.token, self.at)
+
+        def replay(token: Tensor, at: Tensor) -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
 
     def _step(self, tokens: Tensor, at: Tensor) -> Tensor:
         """Return the likeliest next token of each row, (batch, 1)."""

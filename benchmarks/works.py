@@ -28,6 +28,7 @@ class Work:
     bytes_each: int  # per element, that the best of passes reads and writes
     contenders: Callable[[Shapes, str], list[Contender]]
     only_reads: bool = False
+    times: int = 1  # that all of it is gone through in a call
 
 
 def leaves(shapes: Shapes, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -57,11 +58,23 @@ def bench(work: Work, stream: Stream, threads: int, rounds: int, progress: "tqdm
     torch.manual_seed(0)
     elements = sum(torch.Size(shape).numel() for shape in work.shapes)
     bytes_moved = elements * work.bytes_each
-    ceiling = stream.read_contender if work.only_reads else stream.contender
-    contenders = [*work.contenders(work.shapes, stream.device), ceiling(bytes_moved, threads)]
+    make = stream.read_contender if work.only_reads else stream.contender
+    ceiling = repeated(make(bytes_moved, threads), work.times)
+    contenders = [*work.contenders(work.shapes, stream.device), ceiling]
     timings = measure(contenders, stream.device, rounds, progress)
     ceilings = [contender.name for contender in contenders if contender.is_ceiling]
-    return Result(work.name, threads, elements, bytes_moved, timings, ceilings)
+    moved = bytes_moved * work.times
+    return Result(work.name, threads, elements * work.times, moved, timings, ceilings)
+
+
+def repeated(contender: Contender, times: int) -> Contender:
+    """Let a contender do so many times what it does."""
+
+    def run() -> None:
+        for _ in range(times):
+            contender.run()
+
+    return contender if times == 1 else Contender(contender.name, run, contender.is_ceiling)
 
 
 def keep_memory() -> None:

@@ -14,6 +14,7 @@ PROGRAMS = [
     ["deepspeed_ext.op_builder", "--help"],
     ["deepspeed_ext.report", "cpu_adam"],
     ["deepspeed_ext.io", "--help"],
+    ["deepspeed_ext.inference", "--help"],
     ["deepspeed_ext.examples.train_gpt", "--help"],
     ["deepspeed_ext.examples.compare_states", "--help"],
 ]

@@ -41,12 +41,13 @@ __device__ inline void store_results(const QuantizedLinear& call, int64_t first,
 
 // A lane has every 32nd run of codes, as floats.
 template <class T, int kRowsTogether>
-__device__ inline void add_floats(const QuantizedLinear& call, int64_t weight_row, int64_t first,
-                                  bool aligned, float (&sums)[kRowsTogether]) {
+__device__ inline void add_floats(const QuantizedLinear& call, const float* levels,
+                                  int64_t weight_row, int64_t first, bool aligned,
+                                  float (&sums)[kRowsTogether]) {
   const PackedWeight& weight = call.weight;
   const int64_t runs = ceil_div(call.length, int64_t(kRun));
   for (int64_t i = threadIdx.x % kWarp; i < runs; i += kWarp) {
-    const RunOfCodes run(weight, weight_row, i);
+    const RunOfCodes run(weight, levels, weight_row, i);
 #pragma unroll
     for (int p = 0; p < kRun / 8; ++p) {
       const int64_t k = i * kRun + 8 * p, left = call.length - k;
@@ -73,19 +74,21 @@ __device__ inline void add_floats(const QuantizedLinear& call, int64_t weight_ro
 template <class T, int kRowsTogether>
 __global__ void __launch_bounds__(kAnyWarps* kWarp)
     quantized_any_kernel(const __grid_constant__ QuantizedLinear call, bool aligned) {
+  const float* const levels = levels_nearby();
   const int64_t column = int64_t(blockIdx.x) * kAnyWarps + threadIdx.x / kWarp;
   if (column >= call.columns) return;
   for (int64_t first = 0; first < call.rows; first += kRowsTogether) {
     float sums[2][kRowsTogether] = {};
-    add_floats<T, kRowsTogether>(call, column, first, aligned, sums[0]);
+    add_floats<T, kRowsTogether>(call, levels, column, first, aligned, sums[0]);
     if (call.gated)
-      add_floats<T, kRowsTogether>(call, call.columns + column, first, aligned, sums[1]);
+      add_floats<T, kRowsTogether>(call, levels, call.columns + column, first, aligned, sums[1]);
     store_results<T, kRowsTogether>(call, first, column, sums);
   }
 }
 
 // Rows of x as bytes, in the order of the bytes that a word of codes is taken apart into: of 4 bits
-// the lower ones of all bytes of a run, then the upper ones; and behind all rows a scale for each.
+// the lower ones of all bytes of a run, then the upper ones. There are as many as codes in a row,
+// with zeros in the end; behind all rows is a scale for each.
 struct RowsOfBytes {
   static constexpr int kHalves = 8 / DSX_BITS;
 
@@ -94,8 +97,7 @@ struct RowsOfBytes {
   int64_t pitch;
 
   __host__ __device__ RowsOfBytes(const QuantizedLinear& call, void* workspace)
-      : bytes(static_cast<uint8_t*>(workspace)),
-        pitch(ceil_div(call.length, int64_t(kRun)) * kRun) {
+      : bytes(static_cast<uint8_t*>(workspace)), pitch(call.weight.row_bytes * 8 / DSX_BITS) {
     scales = reinterpret_cast<float*>(bytes + call.rows * pitch);
   }
   int64_t size(const QuantizedLinear& call) const {
@@ -104,17 +106,18 @@ struct RowsOfBytes {
 
   // Where an element of a run is in it.
   __device__ static int place_of(int k) {
-    const int p = k / 8, w = k % 8 / 2,
-              h = k % 2;  // number h * (codes of a word) / 2 + p of word w
+    // Number h * (codes of a word) / 2 + p of word w.
+    const int p = k / 8, w = k % 8 / 2, h = k % 2;
     const int number = h * (kCodesOfWord / 2) + p;
     return number % kHalves * int(kRunBytes) + 4 * w + number / kHalves;
   }
 };
 
-// A block has a row of x.
+// A block has a row of x. The kernel behind it may ask for its weight meanwhile.
 template <class T>
 __global__ void __launch_bounds__(256)
     round_rows_kernel(const __grid_constant__ QuantizedLinear call, void* workspace) {
+  let_next_begin();
   const RowsOfBytes to(call, workspace);
   const int64_t row = blockIdx.x;
   const T* const x = call.x.row<T>(row).address;
@@ -156,7 +159,7 @@ class IntegerProducts {
 
   // Adds those of the elements [begin, end) of a run.
   __device__ void add_run(int64_t run, int begin, int end, int64_t first, Sums& sums) const {
-    const RunOfCodes codes(call_.weight, row_, run);
+    const RunOfCodes codes(call_.weight, nullptr, row_, run);
     uint32_t parts[RowsOfBytes::kHalves][4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) {

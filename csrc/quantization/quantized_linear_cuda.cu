@@ -4,6 +4,7 @@
 
 #include "common/cuda/few_rows_kernel.cuh"
 #include "quantization/quantized_any_cuda.cuh"
+#include "quantization/quantized_integers_cuda.cuh"
 #include "quantization/quantized_products_cuda.cuh"
 
 namespace dsx {
@@ -12,15 +13,10 @@ namespace {
 constexpr const char* kOp = "quantized_linear";
 constexpr const char* kUnpack = "unpack_weight";
 
-template <class T_, bool kAsymmetric>
+template <class Call_>
 struct ByTensorCores {
-  using Call = cuda::CodesCall;
-  using T = T_;
+  using Call = Call_;
   using Weight = uint8_t;
-  using X = T;
-  template <int kColumnTiles>
-  using Products = cuda::CodeProducts<T, DSX_BITS, kColumnTiles, kAsymmetric>;
-  static constexpr int kXLines = 16 / DSX_BITS;
   static constexpr bool kScaled = true;
   template <int kColumnTiles>
   static constexpr int kMostWarps = kColumnTiles > 2 ? 7 : 14;
@@ -31,10 +27,36 @@ struct ByTensorCores {
     rows.pitch = call.weight.row_bytes;
     return {rows, call.weight.rows, call.weight.row_bytes};
   }
+  DSX_HOST_DEVICE static const cuda::Scales& scales(const Call& call) { return call.scales; }
+};
+
+template <class T_, bool kAsymmetric>
+struct AsFloats : ByTensorCores<cuda::CodesCall> {
+  using T = T_;
+  using X = T;
+  template <int kColumnTiles>
+  using Products = cuda::CodeProducts<T, DSX_BITS, kColumnTiles, kAsymmetric>;
+  static constexpr int kXLines = 16 / DSX_BITS;
+
   DSX_HOST_DEVICE static cuda::Operand<X> x(const Call& call) {
     return {call.x, call.rows, call.length};
   }
-  DSX_HOST_DEVICE static const cuda::Scales& scales(const Call& call) { return call.scales; }
+};
+
+template <class T_>
+struct AsIntegers : ByTensorCores<cuda::IntegersCall> {
+  using T = T_;
+  using X = uint8_t;
+  template <int kColumnTiles>
+  using Products = cuda::IntegerTiles<kColumnTiles>;
+  static constexpr int kXLines = 8 / DSX_BITS;
+
+  DSX_HOST_DEVICE static cuda::Operand<X> x(const Call& call) {
+    Rows rows;
+    rows.data = call.bytes.bytes;
+    rows.pitch = call.bytes.pitch;
+    return {rows, call.rows, call.bytes.pitch};
+  }
 };
 
 template <class T>
@@ -44,9 +66,9 @@ void launch_tensor_cores(const QuantizedLinear& call, const cuda::Device& device
   cuda::with_column_tiles(call.rows, [&](auto tiles) {
     constexpr int kTiles = decltype(tiles)::value;
     if (call.weight.offsets == nullptr) {
-      cuda::launch_few_rows<ByTensorCores<T, false>, kTiles>(made, device, stream, kOp);
+      cuda::launch_few_rows<AsFloats<T, false>, kTiles>(made, device, stream, kOp);
     } else {
-      cuda::launch_few_rows<ByTensorCores<T, true>, kTiles>(made, device, stream, kOp);
+      cuda::launch_few_rows<AsFloats<T, true>, kTiles>(made, device, stream, kOp);
     }
   });
 }
@@ -62,6 +84,22 @@ int even_runs_of(const PackedWeight& weight) {
   return whole && runs <= cuda::kWarp && (runs & (runs - 1)) == 0 ? int(runs) : 0;
 }
 
+template <class T>
+void launch_integers(const QuantizedLinear& call, void* workspace, const cuda::Device& device,
+                     cudaStream_t stream) {
+  cuda::round_rows_kernel<T><<<unsigned(call.rows), 256, 0, stream>>>(call, workspace);
+  if (cuda::fits_integers(call.weight)) {
+    const cuda::CodesCall scaled{call, cuda::scales_of<DSX_BITS>(call.weight)};
+    const cuda::IntegersCall made{scaled, cuda::RowsOfBytes(call, workspace)};
+    return cuda::with_column_tiles(call.rows, [&](auto tiles) {
+      cuda::launch_few_rows<AsIntegers<T>, decltype(tiles)::value>(made, device, stream, kOp);
+    });
+  }
+  const auto kernel = call.rows == 1 ? cuda::integer_kernel<T, 1> : cuda::integer_kernel<T, 8>;
+  kernel<<<blocks_of(call), cuda::kAnyWarps * cuda::kWarp, 0, stream>>>(call, workspace,
+                                                                        even_runs_of(call.weight));
+}
+
 }  // namespace
 
 int64_t quantized_workspace_bytes(const QuantizedLinear& call) {
@@ -72,16 +110,9 @@ void quantized_linear_cuda(const QuantizedLinear& call, void* workspace, void* s
   cuda::check(cudaPeekAtLastError(), kOp);  // of somebody before
   const cuda::Device device(kOp);
   const auto queue = cudaStream_t(stream);
-  const int threads = cuda::kAnyWarps * cuda::kWarp;
   with_storage_type(call.x.dtype, [&](auto storage) {
     using T = decltype(storage);
-    if (call.integer) {
-      cuda::round_rows_kernel<T><<<unsigned(call.rows), 256, 0, queue>>>(call, workspace);
-      const int runs = even_runs_of(call.weight);
-      const auto kernel = call.rows == 1 ? cuda::integer_kernel<T, 1> : cuda::integer_kernel<T, 8>;
-      kernel<<<blocks_of(call), threads, 0, queue>>>(call, workspace, runs);
-      return;
-    }
+    if (call.integer) return launch_integers<T>(call, workspace, device, queue);
     if constexpr (sizeof(T) == 2) {
       const bool fits =
           call.weight.format != QuantFormat::nf4 && cuda::groups_fit_lines<DSX_BITS>(call.weight);
@@ -89,19 +120,23 @@ void quantized_linear_cuda(const QuantizedLinear& call, void* workspace, void* s
     }
     const auto kernel =
         call.rows == 1 ? cuda::quantized_any_kernel<T, 1> : cuda::quantized_any_kernel<T, 8>;
-    kernel<<<blocks_of(call), threads, 0, queue>>>(call, cuda::all_aligned({call.x}));
+    kernel<<<blocks_of(call), cuda::kAnyWarps * cuda::kWarp, 0, queue>>>(
+        call, cuda::all_aligned({call.x}));
   });
   cuda::check(cudaPeekAtLastError(), kOp);
 }
 
 void unpack_weight_cuda(const PackedWeight& weight, const Rows& out, void* stream) {
   cuda::check(cudaPeekAtLastError(), kUnpack);  // of somebody before
+  const bool even = cuda::are_eights_even(weight, out);
   const int64_t eights = ceil_div(weight.length, int64_t(8));
+  const int64_t bands = ceil_div(weight.rows, int64_t(even ? cuda::kUnpackedRows : 1));
   const dim3 blocks(unsigned(ceil_div(eights, int64_t(cuda::kUnpackThreads))),
-                    unsigned(std::min<int64_t>(weight.rows, cuda::kMostGridRows)));
+                    unsigned(std::min<int64_t>(bands, cuda::kMostGridRows)));
   with_storage_type(out.dtype, [&](auto storage) {
-    cuda::unpack_kernel<decltype(storage)>
-        <<<blocks, cuda::kUnpackThreads, 0, cudaStream_t(stream)>>>(weight, out);
+    using T = decltype(storage);
+    const auto kernel = even ? cuda::unpack_even_kernel<T> : cuda::unpack_kernel<T>;
+    kernel<<<blocks, cuda::kUnpackThreads, 0, cudaStream_t(stream)>>>(weight, out);
   });
   cuda::check(cudaPeekAtLastError(), kUnpack);
 }

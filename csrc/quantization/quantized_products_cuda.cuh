@@ -127,27 +127,69 @@ class ScalePlaces {
   unsigned offsets_, places_[2];
 };
 
-// Sums of a tile beside kColumnTiles times 8 rows of x, in the order that multiply_matrices has.
-template <class T, int kBits, int kColumnTiles, bool kAsymmetric>
-class CodeProducts {
+// Where a lane finds what tensor cores multiply of x: blocks of 32 bytes of each row, four in a
+// line.
+template <int kColumnTiles>
+class FactorPlaces {
  public:
-  static constexpr int kSums = kColumnTiles * 4;
-
-  __device__ CodeProducts(const CodesCall& call, const Geometry& geometry, const WeightRows& rows,
-                          int first_row)
-      : scales_(call.scales, geometry, rows, first_row),
-        weight_step_(unsigned(rows.columns * kLineBytes)),
-        x_step_(unsigned(geometry.x_rows * kLineBytes)) {
+  __device__ explicit FactorPlaces(const Geometry& geometry)
+      : step_(unsigned(geometry.x_rows * kLineBytes)) {
     const int lane = threadIdx.x % kWarp;
-    const int line = rows.line(geometry, first_row + lane % kTileRows);
-    weight_place_ = unsigned(place_in_box(line, lane / kTileRows));
     // Of one column tile, both words of two blocks; of two, those of one.
 #pragma unroll
     for (int j = 0; j < kReads; ++j) {
       const int row = kColumnTiles == 1 ? 0 : ::min(j * 16 + lane / 16 * 8, geometry.x_rows - 8);
       const int unit = kColumnTiles == 1 ? lane / 8 : lane / 8 % 2;
-      x_places_[j] = unsigned(geometry.x_place + place_in_box(row + lane % 8, unit));
+      places_[j] = unsigned(geometry.x_place + place_in_box(row + lane % 8, unit));
     }
+  }
+
+  __device__ unsigned step() const { return step_; }  // from line to line
+
+  // Of block number `block` from a line on, as number i of some; of one column tile those of even
+  // numbers load the next ones, too.
+  template <int kCount>
+  __device__ void load(uint32_t (&factors)[kCount][kColumnTiles][2], unsigned line, int block,
+                       int i) const {
+    uint32_t words[4];
+    line += unsigned(block / 4) * step_;
+    const unsigned unit = unsigned(block % 4 * 2 * kUnitBytes);
+    if constexpr (kColumnTiles > 1) {
+#pragma unroll
+      for (int j = 0; j < kReads; ++j) {
+        load_matrices<false>(words, line + (places_[j] ^ unit));
+#pragma unroll
+        for (int k = 0; k < 4; ++k) factors[i][2 * j + k / 2][k % 2] = words[k];
+      }
+    } else if (i % 2 == 0) {
+      load_matrices<false>(words, line + (places_[0] ^ unit));
+#pragma unroll
+      for (int k = 0; k < 4; ++k) factors[i + k / 2][0][k % 2] = words[k];
+    }
+  }
+
+ private:
+  static constexpr int kReads = kColumnTiles == 1 ? 1 : kColumnTiles / 2;
+
+  const unsigned step_;
+  unsigned places_[kReads];
+};
+
+// Sums of a tile beside kColumnTiles times 8 rows of x, in the order that multiply_matrices has.
+template <class T, int kBits, int kColumnTiles, bool kAsymmetric>
+class CodeProducts {
+ public:
+  static constexpr int kSums = kColumnTiles * 4;
+  static constexpr bool kInOrder = false;
+
+  __device__ CodeProducts(const CodesCall& call, const Geometry& geometry, const WeightRows& rows,
+                          int first_row)
+      : scales_(call.scales, geometry, rows, first_row),
+        factors_(geometry),
+        weight_step_(unsigned(rows.columns * kLineBytes)) {
+    const int lane = threadIdx.x % kWarp;
+    const int line = rows.line(geometry, first_row + lane % kTileRows);
+    weight_place_ = unsigned(place_in_box(line, lane / kTileRows));
     clear();
   }
 
@@ -166,37 +208,36 @@ class CodeProducts {
     const unsigned near = shared_address(stage);
     const unsigned of_line = scales_.of_line(near, l, number);
     switch (scales_.units()) {
-      case 1: return add<1>(near, l, of_line);
-      case 2: return add<2>(near, l, of_line);
-      case 4: return add<4>(near, l, of_line);
-      default: return add<8>(near, l, of_line);
+      case 1: return add<1, true>(near, l, of_line);
+      case 2: return add<2, true>(near, l, of_line);
+      case 4: return add<4, true>(near, l, of_line);
+      default: return add<kMostUnits, false>(near, l, of_line);
     }
   }
 
  private:
-  static constexpr int kSteps = kUnitsOfLine / 2;
   static constexpr int kBlocks = 8 / kBits;  // of 16 products each, of a unit
   static constexpr int kXLines = 16 / kBits;
-  static constexpr int kReads = kColumnTiles == 1 ? 1 : kColumnTiles / 2;
-  // Products that wait for each other take longest, so there are some sums at a time.
-  static constexpr int kChains = kColumnTiles > 2 ? 1 : 2;
-  static constexpr int kUnitsAhead = 8 / kColumnTiles;
-  static constexpr int kBlocksAhead = kUnitsAhead * kBlocks;
+  // Units that are added up before they become part of the totals, at most: 128 elements.
+  static constexpr int kMostUnits = kBits == 4 ? 4 : 8;
+  // Blocks whose x is asked for before the first product waits for any.
+  static constexpr int kAhead = kColumnTiles > 2 ? 2 : 8;
 
   // Part by part: instructions are read from memory, too, so there are not too many of them.
-  template <int kPartUnits>
+  template <int kPartUnits, bool kOwnScale>
   __device__ void add(unsigned near, int l, unsigned of_part) {
     const unsigned weight = near + unsigned(l) * weight_step_;
-    const unsigned x = near + unsigned(l * kXLines) * x_step_;
+    const unsigned x = near + unsigned(l * kXLines) * factors_.step();
 #pragma unroll 1
     for (int first = 0; first < kUnitsOfLine; first += kPartUnits) {
-      begin_part(of_part);
-      of_part = scales_.next_part(of_part);
+      scales_.load(scale_, of_part);
+      if (kAsymmetric) scales_.load_offsets(offset_, of_part);
+      if (kOwnScale) of_part = scales_.next_part(of_part);
       add_part<kPartUnits>(weight, x, first);
-      end_part();
     }
   }
 
+  // Products are added up in their order, whatever kColumnTiles is.
   template <int kPartUnits>
   __device__ void add_part(unsigned weight, unsigned x, int first) {
     uint32_t words[(kPartUnits + 1) / 2][4];  // rows 0 to 7 and 8 to 15 of a unit, of the next one
@@ -205,100 +246,65 @@ class CodeProducts {
       const int unit = (kPartUnits == 1 ? first & ~1 : first) + 2 * i;
       load_matrices<false>(words[i], weight + (weight_place_ ^ unsigned(unit * kUnitBytes)));
     }
+    constexpr int kCount = kPartUnits * kBlocks, kStep = kAhead < kCount ? kAhead : kCount;
+    float sums[kColumnTiles][4] = {}, sums_of_x[kColumnTiles][4] = {};
 #pragma unroll
-    for (int unit = 0; unit < kPartUnits; ++unit) {
-      // Some are asked for before the first product waits for any.
-      constexpr int kAhead = kPartUnits < kUnitsAhead ? kPartUnits : kUnitsAhead;
+    for (int from = 0; from < kCount; from += kStep) {
+      uint32_t factors[(kStep + 1) / 2 * 2][kColumnTiles][2];
 #pragma unroll
-      for (int i = 0; i < (unit % kAhead == 0 ? kAhead * kBlocks : 0); ++i) {
-        load_factors(x, (first + unit) * kBlocks + i, i);
+      for (int i = 0; i < kStep; ++i) factors_.load(factors, x, first * kBlocks + from + i, i);
+#pragma unroll
+      for (int i = 0; i < kStep; ++i) {
+        const int unit = (from + i) / kBlocks, block = (from + i) % kBlocks;
+        const bool odd = kPartUnits == 1 ? first % 2 : unit % 2;
+        const uint32_t (&pair)[4] = words[unit / 2];
+        multiply_block(sums, sums_of_x, odd ? pair[2] : pair[0], odd ? pair[3] : pair[1], block,
+                       factors[i]);
       }
-      const bool odd = kPartUnits == 1 ? first % 2 : unit % 2;
-      const uint32_t (&pair)[4] = words[unit / 2];
-      multiply_unit(odd ? pair[2] : pair[0], odd ? pair[3] : pair[1], unit % kAhead * kBlocks);
     }
+    add_to_totals(sums, sums_of_x);
   }
 
-  __device__ void begin_part(unsigned of_part) {
-    scales_.load(scale_, of_part);
-    if (kAsymmetric) scales_.load_offsets(offset_, of_part);
+  __device__ void add_to_totals(const float (&sums)[kColumnTiles][4],
+                                const float (&sums_of_x)[kColumnTiles][4]) {
+    constexpr float kZero = kBits == 4 ? 8.0f : 128.0f;
 #pragma unroll
     for (int j = 0; j < kColumnTiles; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int chain = 0; chain < kChains; ++chain) sums_[chain][j][i] = 0;
-        if (kAsymmetric) sums_of_x_[j][i] = 0;
-      }
-    }
-  }
-
-  // Adds what a group has to the totals.
-  __device__ void end_part() {
-    constexpr float kZero = kBits == 4 ? 8.0f : 128.0f;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int j = 0; j < kColumnTiles; ++j) {
-#pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          float& total = totals_[j * 4 + i];
-          float sum = sums_[0][j][i];
-#pragma unroll
-          for (int chain = 1; chain < kChains; ++chain) sum += sums_[chain][j][i];
-          if (kAsymmetric) {
-            sum = __fmaf_rn(kZero, sums_of_x_[j][i], sum);
-            total = __fmaf_rn(offset_[half], sums_of_x_[j][i], total);
-          }
-          total = __fmaf_rn(scale_[half], sum, total);
+        float& total = totals_[j * 4 + i];
+        float sum = sums[j][i];
+        if (kAsymmetric) {
+          sum = __fmaf_rn(kZero, sums_of_x[j][i], sum);
+          total = __fmaf_rn(offset_[i / 2], sums_of_x[j][i], total);
         }
+        total = __fmaf_rn(scale_[i / 2], sum, total);
       }
     }
   }
 
-  // Of block number `block` of 16 elements of a line, as number i of those that are ahead.
-  __device__ void load_factors(unsigned x, int block, int i) {
-    uint32_t words[4];
-    const unsigned of_line = x + unsigned(block / 4) * x_step_;
-    if constexpr (kColumnTiles > 1) {
-#pragma unroll
-      for (int j = 0; j < kReads; ++j) {
-        load_matrices<false>(words,
-                             of_line + (x_places_[j] ^ unsigned(block % 4 * 2 * kUnitBytes)));
-#pragma unroll
-        for (int k = 0; k < 4; ++k) factors_[i][2 * j + k / 2][k % 2] = words[k];
-      }
-    } else if (i % 2 == 0) {
-      load_matrices<false>(words, of_line + (x_places_[0] ^ unsigned(block % 4 * 2 * kUnitBytes)));
-#pragma unroll
-      for (int k = 0; k < 4; ++k) factors_[i + k / 2][0][k % 2] = words[k];
-    }
-  }
-
-  // Of a unit of both rows, and blocks from number `block` on of those that are ahead.
-  __device__ void multiply_unit(uint32_t low, uint32_t high, int block) {
+  // Of block number i of a unit of both rows.
+  __device__ static void multiply_block(float (&sums)[kColumnTiles][4],
+                                        float (&sums_of_x)[kColumnTiles][4], uint32_t low,
+                                        uint32_t high, int i,
+                                        const uint32_t (&factors)[kColumnTiles][2]) {
     constexpr uint32_t kOne = T::kQuietNan == BFloat16::kQuietNan ? 0x3f803f80 : 0x3c003c00;
     const uint32_t ones[4] = {kOne, kOne, kOne, kOne};
+    const uint32_t tile[4] = {pair_of<kBits, T>(low, 2 * i), pair_of<kBits, T>(high, 2 * i),
+                              pair_of<kBits, T>(low, 2 * i + 1),
+                              pair_of<kBits, T>(high, 2 * i + 1)};
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      const uint32_t tile[4] = {pair_of<kBits, T>(low, 2 * i), pair_of<kBits, T>(high, 2 * i),
-                                pair_of<kBits, T>(low, 2 * i + 1),
-                                pair_of<kBits, T>(high, 2 * i + 1)};
-#pragma unroll
-      for (int j = 0; j < kColumnTiles; ++j) {
-        multiply_matrices<T>(sums_[(block + i) % kChains][j], tile, factors_[block + i][j]);
-        if (kAsymmetric) multiply_matrices<T>(sums_of_x_[j], ones, factors_[block + i][j]);
-      }
+    for (int j = 0; j < kColumnTiles; ++j) {
+      multiply_matrices<T>(sums[j], tile, factors[j]);
+      if (kAsymmetric) multiply_matrices<T>(sums_of_x[j], ones, factors[j]);
     }
   }
 
   const ScalePlaces scales_;
-  const unsigned weight_step_, x_step_;  // from line to line
-  unsigned weight_place_, x_places_[kReads];
-  uint32_t factors_[kBlocksAhead][kColumnTiles][2];
-  float totals_[kSums], sums_[kChains][kColumnTiles][4];
-  float scale_[2], offset_[2];  // of the group that is added up
-  float sums_of_x_[kAsymmetric ? kColumnTiles : 1][4];
+  const FactorPlaces<kColumnTiles> factors_;
+  const unsigned weight_step_;  // from line to line
+  unsigned weight_place_;
+  float totals_[kSums], scale_[2], offset_[2];  // the latter of the group that is added up
 };
 
 }  // namespace dsx::cuda

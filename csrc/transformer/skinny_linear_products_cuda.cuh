@@ -16,6 +16,7 @@ template <class T, int kColumnTiles>
 class Products {
  public:
   static constexpr int kSums = kColumnTiles * 4;
+  static constexpr bool kInOrder = false;
 
   // Of the tile that begins at that row of the cluster.
   __device__ Products(const SkinnyLinear& /*call*/, const Geometry& geometry,
@@ -102,6 +103,7 @@ class Products {
 template <int kColumnTiles>
 class Products<float, kColumnTiles> {
  public:
+  static constexpr bool kInOrder = false;
   static constexpr int kSums = kColumnTiles * 4;
 
   __device__ Products(const SkinnyLinear& call, const Geometry& geometry, const WeightRows& rows,

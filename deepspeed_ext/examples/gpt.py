@@ -1,6 +1,7 @@
 """A byte-level GPT in plain torch: predicts the next byte of a text from the bytes before it."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,19 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.register_buffer("rotation", _rotation(context), persistent=False)
         self._initialize(layers)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the table in gpt_engine.py reads."""
+        return {
+            "model_type": "example_gpt",
+            "num_hidden_layers": len(self.blocks),
+            "hidden_size": self.embedding.embedding_dim,
+            "num_attention_heads": self.embedding.embedding_dim // HEAD_WIDTH,
+            "vocab_size": VOCABULARY,
+            "rope_theta": _ROTATION_BASE,
+            "sliding_window": self.context,
+        }
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of each next byte, (batch, length, VOCABULARY), for (batch, length)."""

@@ -6,6 +6,7 @@ torchrun with --zero-stage it trains on all its processes, and its checkpoint is
 which any number of processes go on.
 """
 
+import contextlib
 import math
 import os
 import shlex
@@ -21,6 +22,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from deepspeed_ext.examples.compare import Comparison
 from deepspeed_ext.examples.gpt import generate
+from deepspeed_ext.examples.gpt_engine import engine_of, speeds, whole, write_on
 from deepspeed_ext.examples.options import UserError, parse, settings_of
 from deepspeed_ext.examples.run_folder import RunFolder
 from deepspeed_ext.examples.sharded import ShardedFolder, ShardedTrainer, join_processes
@@ -130,12 +132,29 @@ class Run:
         title = f"{type(self.trainer.optimizer).__name__} on {settings.device}, "
         self.folder.draw(self.history, title + _size(self.trainer))
 
-    def write_sample(self) -> str:
-        """Generate a text, write it down and return its first lines."""
-        model, seed = self.trainer.model, self.trainer.settings.seed
-        text = decode(generate(model, encode(_PROMPT), _SAMPLE_BYTES, _TEMPERATURE, seed))
+    def write_sample(self) -> tuple[str, str]:
+        """Generate a text by an engine and write it down.
+
+        Returns:
+            Its first lines, and how fast it came.
+        """
+        model, seed = whole(self.trainer.model), self.trainer.settings.seed
+        prompt = encode(_PROMPT)
+        try:
+            engine = engine_of(model, max_tokens=len(prompt) + _SAMPLE_BYTES)
+            text = write_on(engine, prompt, _SAMPLE_BYTES, _TEMPERATURE, seed)
+        except BuildError as error:
+            text = generate(model, prompt, _SAMPLE_BYTES, _TEMPERATURE, seed)
+            speed = f"by the plain module, as the engine's ops are not there\n{error}"
+        else:
+            ours, plain = speeds(model, engine, text[: model.context + 32])
+            speed = (
+                f"{ours:,.0f} bytes a second by the inference engine, {plain:,.0f} by the plain"
+                f" module: {ours / plain:.1f} times as fast"
+            )
+        text = decode(text)
         self.folder.write_sample(text)
-        return "\n".join(text.decode(errors="replace").splitlines()[:_LINES_SHOWN])
+        return "\n".join(text.decode(errors="replace").splitlines()[:_LINES_SHOWN]), speed
 
 
 @program
@@ -178,11 +197,13 @@ def _finish(run: Run, comparison: Comparison | None) -> int:
     if not finished:
         print(f"stopped after step {len(run.history)}; {_how_to_resume(run.folder)}")
         return 130
-    sample = run.write_sample()  # first: somebody may have stopped reading what is printed
+    with contextlib.suppress(BrokenPipeError):  # results first, should nobody read this any more
+        print("writing a sample; the first time, ops are compiled for it", flush=True)
+    sample, speed = run.write_sample()
     print(f"loss on files it has not seen: {run.history[-1]['validation_loss']:.3f} nats per byte")
     for path in (run.folder.picture, run.folder.metrics, run.folder.checkpoint, run.folder.sample):
         print(f"wrote {path}")
-    print(f"the sample begins:\n\n{sample}")
+    print(f"the sample begins:\n\n{sample}\n\nsample: {speed}")
     return 0
 
 

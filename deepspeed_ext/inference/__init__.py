@@ -11,27 +11,35 @@ if TYPE_CHECKING:
     from deepspeed_ext.inference.engine import InferenceEngine
     from deepspeed_ext.inference.initialize import init_inference
     from deepspeed_ext.inference.kv_cache import KVCache
-    from deepspeed_ext.inference.policy import Key, Names, Policy, Sizes
+    from deepspeed_ext.inference.policy import Key, Names, Policy, Sizes, Windows
+    from deepspeed_ext.inference.requests import Completion
+    from deepspeed_ext.inference.sampling import SamplingOptions
+    from deepspeed_ext.inference.stream import Piece, Stream
 
 __all__ = [
+    "Completion",
     "EncoderEngine",
     "InferenceEngine",
     "KVCache",
     "Key",
     "Names",
+    "Piece",
     "Policy",
+    "SamplingOptions",
     "Sizes",
+    "Stream",
+    "Windows",
     "init_inference",
 ]
 
 _HOMES = {
+    "Completion": "requests",
     "EncoderEngine": "encoder_engine",
     "InferenceEngine": "engine",
     "KVCache": "kv_cache",
-    "Key": "policy",
-    "Names": "policy",
-    "Policy": "policy",
-    "Sizes": "policy",
+    **dict.fromkeys(("Key", "Names", "Policy", "Sizes", "Windows"), "policy"),
+    **dict.fromkeys(("Piece", "Stream"), "stream"),
+    "SamplingOptions": "sampling",
     "init_inference": "initialize",
 }
 

@@ -110,6 +110,9 @@ def architecture_of(policy: Policy, config: Config) -> Architecture:
         return value_of(getattr(policy, name), config)
 
     _check_expected(policy, config)
+    norm_place = _choice("norm_place", get("norm_place"), ("before", "after", "both"))
+    parallel = _choice("parallel", get("parallel"), (False, True))
+    _check_use_of_names(policy, norm_place, parallel)
     sizes = _sizes_of(policy, config)
     windows = windows_of(policy.windows, config, sizes["layers"])
     position = _choice("position", get("position"), ("rotary", "learned", "alibi", "none"))
@@ -124,8 +127,8 @@ def architecture_of(policy: Policy, config: Config) -> Architecture:
         norm=policy.norm,
         norm_offset=checked_number("norm_offset", get("norm_offset")),
         eps=checked_number("eps", get("eps"), above=0),
-        norm_place=_choice("norm_place", get("norm_place"), ("before", "after", "both")),
-        parallel=_choice("parallel", get("parallel"), (False, True)),
+        norm_place=norm_place,
+        parallel=parallel,
         position=position,
         position_offset=int(checked_number("position_offset", get("position_offset"))),
         position_padding=(
@@ -223,6 +226,29 @@ def _check_expected(policy: Policy, config: Config) -> None:
                     f" {' or '.join(map(repr, values)) or None}: the table of model_type"
                     f" {config.get('model_type')!r} has no place for it"
                 )
+
+
+def _check_use_of_names(policy: Policy, norm_place: str, parallel: bool) -> None:
+    """Refuse a table with names of what the blocks of a decoder would not use.
+
+    A name that a table has not is no danger: the tensor is left over.
+    """
+    if not policy.causal:
+        return
+    if parallel and norm_place != "before":
+        raise ValueError(
+            f"init_inference: norm_place is {norm_place!r}, expected 'before' where parallel is"
+            " True"
+        )
+    unused = ["token_types"]
+    if norm_place != "both":
+        unused += ["attention_post_norm", "mlp_post_norm"]
+    for name in unused:
+        if getattr(policy.names, name) is not None:
+            raise ValueError(
+                f"init_inference: the table has a name for {name}, expected none of a decoder with"
+                f" norm_place {norm_place!r}"
+            )
 
 
 def _check_size(name: str, value: Any, most: int = _LARGEST) -> None:

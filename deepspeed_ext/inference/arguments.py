@@ -27,6 +27,7 @@ class Settings:
 
     dtype: torch.dtype | None = None
     quantize: str | None = None
+    quantize_head: str | None = None
     kv_dtype: str | None = None
     activations: str | None = None
     max_batch: int = 8
@@ -46,7 +47,7 @@ class Settings:
                 raise ValueError(f"{_OP}: {name} is {value!r}, expected 1 to 2^31 - 1")
         if self.kv_dtype not in (None, "int8", "fp8"):
             raise ValueError(f"{_OP}: kv_dtype is {self.kv_dtype!r}, expected None, int8 or fp8")
-        if self.activations is not None and self.quantize is None:
+        if self.activations is not None and self.quantize is self.quantize_head is None:
             raise ValueError(
                 f"{_OP}: activations is {self.activations!r}, expected None without quantize"
             )

@@ -22,12 +22,17 @@ from deepspeed_ext.ops._few_rows import are_few
 
 
 class _Place(NamedTuple):
-    """Where a layer works: its number, its keys and values, and whose tokens there are."""
+    """Where a layer works: its number, its keys and values, and whose tokens there are.
+
+    Args:
+        has_few_rows: whether linear layers add what they are to be added to in the same pass.
+    """
 
     i: int
     kv: PagedKV
     slots: Tensor
     counts: Tensor | None
+    has_few_rows: bool
 
 
 class Decoder:
@@ -81,9 +86,10 @@ class Decoder:
         block = self._parallel_block if self.of.parallel else self._block
         if self.of.norm_place == "after":
             block = self._block_with_norms_after
-        left = None
+        left, has_few_rows = None, are_few(x)
         for i, layer in enumerate(self.weights.layers):
-            x, left = block(layer, x, left, _Place(i, cache.layer(i), slots, counts))
+            place = _Place(i, cache.layer(i), slots, counts, has_few_rows)
+            x, left = block(layer, x, left, place)
         return x if left is None else x + left
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -150,9 +156,9 @@ class Decoder:
         """
         h, x = self._sum_normed(x, left, layer.attention_norm)
         mixed = self._attention(layer, h, place)
-        x, left = self._added(layer.out, mixed, x, layer.attention_post_norm)
+        x, left = self._added(layer.out, mixed, x, layer.attention_post_norm, place)
         h, x = self._sum_normed(x, left, layer.mlp_norm)
-        return self._added(layer.down, self._widened(layer, h), x, layer.mlp_post_norm)
+        return self._added(layer.down, self._widened(layer, h), x, layer.mlp_post_norm, place)
 
     def _parallel_block(
         self, layer: Layer, x: Tensor, left: Tensor | None, place: _Place
@@ -163,16 +169,16 @@ class Decoder:
         if layer.mlp_norm is not None:
             h = self._normed(x, layer.mlp_norm)
         x = layer.out(mixed, residual=x)
-        return self._added(layer.down, self._widened(layer, h), x, None)
+        return self._added(layer.down, self._widened(layer, h), x, None, place)
 
     def _block_with_norms_after(
         self, layer: Layer, x: Tensor, left: Tensor | None, place: _Place
     ) -> tuple[Tensor, Tensor | None]:
         """Return the same where each norm is over a sum; nothing is left."""
         mixed = self._attention(layer, x, place)
-        x, left = self._added(layer.out, mixed, x, None)
+        x, left = self._added(layer.out, mixed, x, None, place)
         x, _ = self._sum_normed(x, left, layer.attention_norm)
-        x, left = self._added(layer.down, self._widened(layer, x), x, None)
+        x, left = self._added(layer.down, self._widened(layer, x), x, None, place)
         x, _ = self._sum_normed(x, left, layer.mlp_norm)
         return x, None
 
@@ -180,10 +186,10 @@ class Decoder:
         return layer.up(h, activation=self.of.activation, gated=self.of.gated)
 
     def _added(
-        self, linear: Linear, h: Tensor, x: Tensor, norm: NormWeights | None
+        self, linear: Linear, h: Tensor, x: Tensor, norm: NormWeights | None, place: _Place
     ) -> tuple[Tensor, Tensor | None]:
         """Return x, and norm(linear(h)) that is left to be added to it, or their sum and None."""
-        if norm is None and are_few(h):
+        if norm is None and place.has_few_rows:
             return linear(h, residual=x), None
         return x, self._normed(linear(h), norm)
 

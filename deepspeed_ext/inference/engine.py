@@ -17,7 +17,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from deepspeed_ext.inference.decoder import Decoder
 from deepspeed_ext.inference.kv_cache import KVCache
-from deepspeed_ext.inference.requests import Completion, Prompt, Request
+from deepspeed_ext.inference.requests import Call, Completion, Prompt, Request
 from deepspeed_ext.inference.sampling import SamplingOptions, key_of
 from deepspeed_ext.inference.scheduler import Scheduler
 from deepspeed_ext.inference.steps import Steps
@@ -171,18 +171,20 @@ class InferenceEngine:
                 closed, or belongs to another process. All completions of the call are cancelled.
         """
         self._check_usable()
-        prompts = self._numbers(prompts)
-        requests = self._requests(prompts, self._options(options, changes, len(prompts)), stream)
-        self._scheduler.submit(request for request in requests if not request.is_done)
-        running = Stream(requests, self._advance, self._sweep)
+        some, call = self._numbers(prompts), Call()
+        wanted = self._options(options, changes, len(some))
+        self._ask(call, some, wanted, stream)
+        running = Stream(call, self._advance, self._sweep)
         if stream:
+            self._scheduler.submit(call.requests)
             return running
-        total = sum(request.options.max_new_tokens for request in requests)
+        total = sum(request.options.max_new_tokens for request in call.requests)
         try:
+            self._scheduler.submit(call.requests)
             with tqdm(total=total, unit="token", disable=None if progress else True) as bar:
                 while not running.is_done:
                     running.advance()
-                    bar.update(sum(len(request.tokens) for request in requests) - bar.n)
+                    bar.update(call.tokens - bar.n)
             return running.completions()
         finally:
             running.close()
@@ -232,11 +234,14 @@ class InferenceEngine:
             raise ValueError(f"generate: options have length {len(some)}, expected {count}")
         return [replace(each, **changes) for each in some]
 
-    def _requests(
-        self, prompts: list[list[int]], options: list[SamplingOptions], stream: bool
-    ) -> list[Request]:
-        """Return a request for each completion, all of which have room when they are alone."""
-        requests = []
+    def _ask(
+        self,
+        call: Call,
+        prompts: list[list[int]],
+        options: list[SamplingOptions],
+        stream: bool,
+    ) -> None:
+        """Make a request for each completion, all of which have room when they are alone."""
         for i, (tokens, wanted) in enumerate(zip(prompts, options, strict=True)):
             if wanted.stop and self.tokenizer is None:
                 raise ValueError(
@@ -251,12 +256,8 @@ class InferenceEngine:
                 if self.tokenizer is not None:
                     text = Text(self.tokenizer.decode, wanted.stop, in_pieces=stream)
                 key, news = key_of(seed, sample), deque[tuple[int, str]]() if stream else None
-                some = Request(prompt, wanted, sample, seed, key, frozenset(stop), text, news)
-                self._scheduler.check(some, self.max_tokens)
-                if wanted.max_new_tokens == 0:
-                    some.finish_reason = "length"
-                requests.append(some)
-        return requests
+                one = Request(call, prompt, wanted, sample, seed, key, frozenset(stop), text, news)
+                self._scheduler.check(one, self.max_tokens)
 
     def _advance(self, is_enough: Callable[[], bool]) -> None:
         """Compute a step for all, or wait for another thread to; not if it is enough by then."""

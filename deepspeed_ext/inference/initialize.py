@@ -24,7 +24,12 @@ from deepspeed_ext.inference.folder import (
 )
 from deepspeed_ext.inference.policies import policy_of
 from deepspeed_ext.inference.policy import Config, Policy
-from deepspeed_ext.inference.quantizing import Quantizer, bytes_of
+from deepspeed_ext.inference.quantizing import (
+    Quantizer,
+    bytes_of,
+    report_of,
+    with_activations,
+)
 from deepspeed_ext.inference.room import Need, cache_bytes, check_room
 from deepspeed_ext.inference.tokens import tokenizer_of
 from deepspeed_ext.inference.weights import Taker, Weights
@@ -41,6 +46,7 @@ def init_inference(
     *,
     dtype: torch.dtype | str | None = None,
     quantize: str | None = None,
+    quantize_head: str | None = None,
     kv_dtype: str | None = None,
     activations: str | None = None,
     max_batch: int = 8,
@@ -69,8 +75,11 @@ def init_inference(
         quantize: what the weights of linear layers in blocks become: None, "int8" or "int4", in
             groups of 128 elements of a row, or on CUDA 8.9 or newer "fp8" (e4m3, one scale for
             a row).
+        quantize_head: the same for the head, which without it stays as it is; the embedding does
+            in any case, also one that is the head.
         kv_dtype: what keys and values are kept as: None for dtype, "int8" or "fp8".
-        activations: None, or with quantize "int8": see ``quantized_linear``. Faster on a CPU.
+        activations: None, or with either of these "int8": see ``quantized_linear``; faster on a
+            CPU.
         max_batch: requests at a time.
         max_tokens: of a request, those of its prompt and new ones; None: what the model was made
             for, 4096 at most.
@@ -197,21 +206,24 @@ class _Loading:
         """
         settings, source = self._settings, self._source
         check_room(self._device, settings.quantize, settings.max_batch, self.max_tokens, self._need)
-        quantizer = self._quantizer(settings.quantize, settings.activations)
+        quantizers = self._quantizers(settings.quantize, settings.activations)
         if source.folder is None:
-            weights = self._take(cast(Mapping[str, Tensor], source.tensors), quantizer)
+            weights = self._take(cast(Mapping[str, Tensor], source.tensors), quantizers)
         else:
             shards, names = source.folder.shards, self._asked
             with FolderTensors(shards, names, self._device, settings.progress) as tensors:
-                weights = self._take(tensors, quantizer)
-        return (weights, None) if quantizer is None else quantizer.finish(weights)
+                weights = self._take(tensors, quantizers)
+        if settings.activations is not None:
+            weights = with_activations(weights, settings.activations)
+        some = [quantizer for quantizer in quantizers if quantizer is not None]
+        return weights, report_of(weights, some) if some else None
 
     def _need(self, quantize: str | None) -> Need:
         """Go through all of it without values, and return the bytes that it comes to."""
         settings, source = self._settings, self._source
         described = Described(source.tensors)
-        quantizer = self._quantizer(quantize, None)
-        weights = self._take(described, quantizer, torch.device("meta"))
+        quantizers = self._quantizers(quantize, None)
+        weights = self._take(described, quantizers, torch.device("meta"))
         self._asked = list(described.asked)
         reading = 0
         if source.folder is not None:
@@ -223,13 +235,20 @@ class _Loading:
             )
         return Need(bytes_of(weights), cache, reading)
 
-    def _quantizer(self, kind: str | None, activations: str | None) -> Quantizer | None:
-        return None if kind is None else Quantizer(kind, activations, self._device)
+    def _quantizers(
+        self, kind: str | None, activations: str | None
+    ) -> tuple[Quantizer | None, Quantizer | None]:
+        """Return what quantizes layers, and the head."""
+        device, head = self._device, self._settings.quantize_head
+        return (
+            None if kind is None else Quantizer(kind, activations, device),
+            None if head is None else Quantizer(head, activations, device, "quantize_head"),
+        )
 
     def _take(
         self,
         tensors: Mapping[str, Tensor],
-        quantizer: Quantizer | None,
+        quantizers: tuple[Quantizer | None, Quantizer | None],
         device: torch.device | None = None,
     ) -> Weights:
         return Taker(
@@ -239,7 +258,7 @@ class _Loading:
             tensors,
             self._device if device is None else device,
             self._dtype,
-            quantizer,
+            *quantizers,
         ).take()
 
 

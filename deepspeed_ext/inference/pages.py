@@ -63,14 +63,17 @@ class Pages:
         given_up: dict[int, int] = {}  # of a shared page, how many holders it loses to copies
         changes = []
         for slot, count in zip(slots, counts, strict=True):
-            length, pages, copied = self.lengths[slot], list(self.tables[slot]), None
+            length, pages, copied = self.lengths[slot], self.tables[slot], None
             if count > 0 and length % PAGE > 0:  # it writes to its last page
                 last = pages[-1]
                 if self.holders[last] - given_up.get(last, 0) > 1:
                     given_up[last] = given_up.get(last, 0) + 1
                     copied = last
-                    pages.pop()
+                    pages = pages[:-1]
             wanted = -(-(length + count) // PAGE) - len(pages)
+            if wanted <= 0:  # most steps are such, and a slot may have many pages
+                changes.append(Change(slot, length + count, pages, copied))
+                continue
             left = len(self.free) - taken
             if wanted > left:
                 raise RuntimeError(
@@ -79,10 +82,9 @@ class Pages:
                     f" {len(self.holders)}, as the others are taken; free or truncate slots,"
                     " or make the cache with more pages"
                 )
-            for _ in range(wanted):
-                taken += 1
-                pages.append(self.free[-taken])
-            changes.append(Change(slot, length + count, pages, copied))
+            more = [self.free[-taken - 1 - i] for i in range(wanted)]
+            taken += wanted
+            changes.append(Change(slot, length + count, pages + more, copied))
         return changes
 
     def _check_count(self, slot: int, count: int) -> None:
@@ -100,6 +102,9 @@ class Pages:
 
     def set(self, slot: int, length: int, pages: list[int]) -> None:
         """Give a slot these pages, and take those away that it had."""
+        if pages is self.tables[slot]:  # which nobody changes
+            self.lengths[slot], self.used[slot] = length, True
+            return
         for page in pages:
             self.holders[page] += 1
             if self.holders[page] == 1:

@@ -72,7 +72,7 @@ def checked_number(name: str, value: Any, above: float | None = None) -> float:
         ValueError: it is none, not finite, or not above what it must be.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not abs(value) < float("inf") or (above is not None and value <= above):
+    if not is_number or not abs(value) < 1e300 or (above is not None and value <= above):
         want = "a number" if above is None else f"a number above {above}"
         raise ValueError(f"init_inference: {name} is {value!r}, expected {want}")
     return float(value)
@@ -183,7 +183,7 @@ class Policy:
         families: the `model_type` of the configurations that it is for.
         names: of the tensors.
         part: the entry of the configuration that describes the decoder, if it is not at the top;
-            what is at the top counts where the part says nothing.
+            only whether the head is tied is at the top then.
         expects: what the configuration has to say, where it says it: values that would change what
             the model computes, and that no other entry reads.
         sizes: where the configuration has them.
@@ -261,4 +261,6 @@ class Policy:
                 f"init_inference: config has no {self.part!r}, expected it for model_type"
                 f" {config.get('model_type')!r}"
             )
-        return {**config, **part, "model_type": config.get("model_type")}
+        of_whole = "model_type", "tie_word_embeddings"
+        inner = {name: value for name, value in part.items() if name not in of_whole}
+        return inner | {name: config[name] for name in of_whole if name in config}

@@ -1,5 +1,6 @@
 """What becomes of the weights of blocks when an engine is to have them in few bits."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -19,12 +20,21 @@ _OP = "init_inference"
 FORMATS = {"int8": ("int8", 128), "int4": ("int4", 128), "fp8": ("fp8_e4m3", None)}
 
 
-class _Done(NamedTuple):
-    """A weight that was quantized, while nobody has waited for its errors."""
+class Done(NamedTuple):
+    """A weight that was quantized, while nobody has waited for its errors.
+
+    Args:
+        weight: as it is now.
+        layout: likewise.
+        bytes_before: as floats.
+        floats: the id of these, to tell whether they are still there.
+        errors: of its elements.
+    """
 
     weight: PackedWeight | Float8Weight
     layout: WeightLayout
     bytes_before: int
+    floats: int
     errors: Errors
 
 
@@ -37,22 +47,29 @@ class Quantizer:
         kind: "int8", "int4" or "fp8".
         activations: as of ``quantized_linear``.
         device: of the weights.
+        name: of the argument that the kind was, for errors.
+
+    Attributes:
+        format: of the codes.
+        done: what was quantized.
 
     Raises:
         ValueError: an argument is none of these, or they do not go together.
     """
 
-    def __init__(self, kind: str, activations: str | None, device: torch.device) -> None:
+    def __init__(
+        self, kind: str, activations: str | None, device: torch.device, name: str = "quantize"
+    ) -> None:
         if kind not in FORMATS:
             raise ValueError(
-                f"{_OP}: quantize is {kind!r}, expected None or one of {', '.join(FORMATS)}"
+                f"{_OP}: {name} is {kind!r}, expected None or one of {', '.join(FORMATS)}"
             )
         if kind == "fp8":
             check_device(device)
-        self._format, self._group_size = FORMATS[kind]
+        self.format, self._group_size = FORMATS[kind]
         self._activations = activations
         self._layout_of((1, 1))  # refuses what does not go together
-        self._done: list[_Done] = []
+        self.done: list[Done] = []
 
     def __call__(self, weight: Tensor) -> PackedWeight | Float8Weight:
         """Return a weight, (out, in), in few bits."""
@@ -67,39 +84,53 @@ class Quantizer:
             made = Float8Weight(tensors["codes"], tensors["scales"], layout)
         else:
             made = packed(layout, tensors)
-        self._done.append(_Done(made, layout, weight.nbytes, errors))
+        self.done.append(Done(made, layout, weight.nbytes, id(weight), errors))
         return made
 
-    def finish(self, weights: Weights) -> tuple[Weights, Report]:
-        """Return the weights with their activations, and what became of each; waits for errors."""
-        names = {
-            id(linear.weight): f"layers.{i}.{name}"
-            for i, layer in enumerate(weights.layers)
-            for name, linear in _linears(layer).items()
-        }
-        layers = {}
-        for done in self._done:
-            largest, rms = done.errors.result()
-            after = done.weight.codes.nbytes + done.weight.scales.nbytes
-            layers[names[id(done.weight)]] = LayerReport(
-                done.layout.shape, done.bytes_before, after, largest, rms
-            )
-        total = bytes_of(weights)
-        saved = sum(each.bytes_before - each.bytes_after for each in layers.values())
-        report = Report(self._format, layers, {}, total + saved, total)
-        return replace(weights, layers=[self._activated(e) for e in weights.layers]), report
-
-    def _activated(self, layer: Layer) -> Layer:
-        changed: dict[str, Any] = {
-            name: replace(linear, activations=self._activations)
-            for name, linear in _linears(layer).items()
-        }
-        return replace(layer, **changed)
-
     def _layout_of(self, shape: tuple[int, int]) -> WeightLayout:
-        return make_layout(
-            _OP, self._format, shape, self._group_size, activations=self._activations
+        return make_layout(_OP, self.format, shape, self._group_size, activations=self._activations)
+
+
+def report_of(weights: Weights, quantizers: Sequence[Quantizer]) -> Report:
+    """Return what became of each weight; waits for errors.
+
+    Args:
+        weights: that have them.
+        quantizers: one or more, of which the first gives its name.
+    """
+    names = {
+        id(linear.weight): f"layers.{i}.{name}"
+        for i, layer in enumerate(weights.layers)
+        for name, linear in _linears(layer).items()
+    }
+    if weights.head is not None:
+        names[id(weights.head.weight)] = "head"
+    layers, total = {}, bytes_of(weights)
+    before = total
+    for done in (each for quantizer in quantizers for each in quantizer.done):
+        largest, rms = done.errors.result()
+        after = done.weight.codes.nbytes + done.weight.scales.nbytes
+        layers[names[id(done.weight)]] = LayerReport(
+            done.layout.shape, done.bytes_before, after, largest, rms
         )
+        is_kept = done.floats == id(weights.embedding)  # a head that is tied to it
+        before += (0 if is_kept else done.bytes_before) - after
+    return Report(quantizers[0].format, layers, {}, before, total)
+
+
+def with_activations(weights: Weights, activations: str) -> Weights:
+    """Return weights that round what they are multiplied with."""
+
+    def changed(linear: Linear) -> Linear:
+        is_packed = isinstance(linear.weight, PackedWeight)
+        return replace(linear, activations=activations) if is_packed else linear
+
+    layers = []
+    for layer in weights.layers:
+        linears: dict[str, Any] = {n: changed(linear) for n, linear in _linears(layer).items()}
+        layers.append(replace(layer, **linears))
+    head = None if weights.head is None else changed(weights.head)
+    return replace(weights, layers=layers, head=head)
 
 
 def _linears(layer: Layer) -> dict[str, Linear]:

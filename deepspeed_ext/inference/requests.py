@@ -68,10 +68,35 @@ class Prompt:
 
 
 @dataclass(eq=False)
+class Call:
+    """What the requests of one call have come to, so that nobody has to look at each.
+
+    Args:
+        requests: all, their order that of the completions.
+        open: how many are not done.
+        tokens: of all.
+        error: of the first that failed.
+        ready: those that have told something since, if that is wanted; some more than once.
+    """
+
+    requests: "list[Request]" = field(default_factory=list)
+    open: int = 0
+    tokens: int = 0
+    error: Exception | None = None
+    ready: "deque[Request]" = field(default_factory=deque)
+
+    def recount(self) -> None:
+        """Find out again what an interruption may have left wrong."""
+        self.open = sum(not request.is_done for request in self.requests)
+        self.ready.extend(request for request in self.requests if request.news is not None)
+
+
+@dataclass(eq=False)
 class Request:
     """One completion on its way; only the scheduler changes it, but for `cancelled`.
 
     Args:
+        call: that it is part of.
         prompt: that it follows.
         options: of the caller.
         sample: its number among those of the prompt.
@@ -84,6 +109,7 @@ class Request:
         queued: tokens whose computation is.
     """
 
+    call: Call
     prompt: Prompt
     options: SamplingOptions
     sample: int
@@ -102,6 +128,12 @@ class Request:
     stop: str | int | None = None
     error: Exception | None = None
     cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self.call.requests.append(self)
+        self.call.open += 1
+        if self.options.max_new_tokens == 0:
+            self._finish("length")
 
     @property
     def is_done(self) -> bool:
@@ -122,7 +154,7 @@ class Request:
         """Take the next token, which may be the last; see `sample` for the row."""
         token, best = int(row[0]), row[1]
         if not math.isfinite(best):
-            self.error = RuntimeError(
+            self.fail(
                 f"generate: the logits for token {len(self.tokens)} after prompt"
                 f" {self.prompt.number} have {best} as the largest, expected finite ones;"
                 " a weight is not finite, or numbers become too large for the dtype"
@@ -133,11 +165,11 @@ class Request:
             self._finish("stop")
             return
         self.tokens.append(token)
+        self.call.tokens += 1
         if self.options.logprobs is not None:
             self._tell_logprobs(row)
         piece = "" if self.text is None else self.text.add(token)
-        if self.news is not None:
-            self.news.append((token, piece))
+        self._tell(token, piece)
         if self.text is not None and self.text.stopped is not None:
             self._finish("stop")
         elif len(self.tokens) == self.options.max_new_tokens:
@@ -147,6 +179,24 @@ class Request:
         """End it as it is."""
         if not self.is_done:
             self._finish("cancelled")
+
+    def fail(self, error: Exception | str) -> None:
+        """End it with an error, whose text may be given alone."""
+        if not self.is_done:
+            self.error = RuntimeError(error) if isinstance(error, str) else error
+            self.call.error = self.call.error or self.error
+            self._end()
+
+    def _tell(self, token: int, piece: str) -> None:
+        """Add to the news; -1 is no token."""
+        if self.news is not None:
+            self.news.append((token, piece))
+            self.call.ready.append(self)
+
+    def _end(self) -> None:
+        self.call.open -= 1
+        if self.news is not None:
+            self.call.ready.append(self)
 
     def _tell_logprobs(self, row: list[float]) -> None:
         whole = math.log(row[3])  # less the largest logit
@@ -160,11 +210,12 @@ class Request:
     def _finish(self, reason: FinishReason) -> None:
         if self.text is not None:
             rest = self.text.finish()
-            if rest and self.news is not None:
-                self.news.append((-1, rest))
+            if rest:
+                self._tell(-1, rest)
             if self.text.stopped is not None:
                 reason, self.stop = "stop", self.text.stopped
         self.finish_reason = reason
+        self._end()
 
     def completion(self) -> Completion:
         """Return what came of it."""

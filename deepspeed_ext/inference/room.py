@@ -92,7 +92,7 @@ def check_room(
         f"init_inference: {device} has {_shown(free)} free, expected {_shown(need.most)}:"
         f" {_shown(need.weights)} of weights, and {_shown(need.cache)} of keys and values for"
         f" max_batch {max_batch} x max_tokens {max_tokens}; "
-        + (f"what fits is {fits}" if fits else f"not even {kind} fits, {_shown(smaller.most)}")
+        + (f"what fits is {fits}" if fits else f"not even weights in {kind} fit")
     )
 
 

@@ -1,7 +1,7 @@
 """What positions do to queries, keys and scores, as a policy and a configuration say."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -122,8 +122,16 @@ def _rules_of(policy: Policy, config: Config, is_local: bool) -> dict[str, Any]:
     local_base = value_of(policy.rope_local_base, config)
     has_own = is_local and local_base is not None
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"init_inference: rope_parameters is {given!r}, expected names and values")
     if any(kind in given for kind in _TYPES):
-        given = given.get(_TYPES[is_local]) or {}
+        kind = _TYPES[is_local]
+        given = given.get(kind) or ({} if local_base is not None else None)
+        if not isinstance(given, Mapping):
+            raise ValueError(
+                f"init_inference: rope_parameters has no {kind!r}, expected it for layers of this"
+                " type"
+            )
     elif has_own:
         given = {}
     rules = dict(given)

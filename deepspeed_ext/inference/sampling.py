@@ -213,7 +213,7 @@ def sample(
         assert parameters is not None and seen is not None
         penalty = parameters.repetition_penalty.float()
         x = torch.where(seen, torch.where(x < 0, x * penalty, x / penalty), x)
-    best, token = x.max(-1)
+    best, token = _largest(x)
     if kind.drawn:
         assert parameters is not None and uniforms is not None
         drawn = _drawn(weights_of(x - best[:, None], kind, parameters), uniforms)
@@ -226,6 +226,19 @@ def sample(
             tokens = _likeliest(raw, min(kind.logprobs, raw.shape[-1]))
             columns += [*tokens.unbind(1), *(raw.gather(1, tokens) - largest).unbind(1)]
     return torch.stack([column.double() for column in columns], -1)
+
+
+def _largest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest element of each row, and its place: the first of equal ones.
+
+    On CUDA in two steps, as few processors take part in one of few rows.
+    """
+    batch, vocabulary = x.shape
+    if not x.is_cuda or vocabulary % _RUN:
+        return x.max(-1)
+    of_runs, places = x.reshape(batch, -1, _RUN).max(-1)
+    best, run = of_runs.max(-1, keepdim=True)
+    return best[:, 0], (run * _RUN + places.gather(1, run))[:, 0]
 
 
 def weights_of(x: Tensor, kind: Kind, parameters: Parameters) -> Tensor:

@@ -15,7 +15,8 @@ from deepspeed_ext.inference.sampling import Kind, uniform
 from deepspeed_ext.inference.steps import ROWS, Answer, Steps
 from deepspeed_ext.ops.transformer.paged_kv import PAGE
 
-CHUNK = 1024  # tokens of a prompt that are taken in at once
+CHUNK = 1024  # tokens of a prompt that are taken in at once, and of all between two steps
+_LEAST = 256  # tokens that fewer cost as much as, as all weights are read for them
 
 
 class _Batch:
@@ -82,7 +83,7 @@ class Scheduler:
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Let requests take part from the next step on, in their order."""
-        self._incoming.extend(requests)
+        self._incoming.extend(request for request in requests if not request.is_done)
 
     @property
     def free_slots(self) -> int:
@@ -90,7 +91,7 @@ class Scheduler:
         return len(self._free)
 
     def step(self) -> None:
-        """Let all requests go on by a token, and one prompt by a part.
+        """Let all requests go on by a token, and some prompts by a part.
 
         Whatever is raised, the requests that had a slot have an error then, and the next step is
         one of others.
@@ -98,10 +99,13 @@ class Scheduler:
         self.sweep()
         self._is_whole = False
         self._admit()
-        queued = []
-        if self._beginning:
-            queued += self._take_in(self._beginning[0])
-        queued += self._decode()
+        queued = self._decode()
+        cost = 0
+        while self._beginning and cost < CHUNK:
+            left = len(self._beginning[0].prompt.tokens) - self._beginning[0].taken_in
+            cost += max(_LEAST, min(left, CHUNK))
+            if cost <= CHUNK:
+                queued += self._take_in(self._beginning[0])
         if queued:
             self._unread.append(queued)
         while len(self._unread) > (1 if self._ahead and queued else 0):
@@ -113,12 +117,12 @@ class Scheduler:
 
     def sweep(self) -> None:
         """Take slots back from requests that were cancelled, or were in a step that failed."""
-        if not self._is_whole:
-            self._give_up()
-        self._is_whole = False
+        was_whole, self._is_whole = self._is_whole, False
         while self._incoming:
             self._waiting.append(self._incoming[0])
             self._incoming.popleft()
+        if not was_whole:
+            self._give_up()
         for request in [each for each in self._active.values() if each.cancelled]:
             request.cancel()
             self._release(request)
@@ -132,24 +136,22 @@ class Scheduler:
     def close(self) -> None:
         """Let everything that is not done fail."""
         for request in [*self._incoming, *self._waiting, *self._active.values()]:
-            if not request.is_done:
-                request.error = RuntimeError(
-                    f"generate: prompt {request.prompt.number} was given up, as the engine was"
-                    " closed"
-                )
+            request.fail(
+                f"generate: prompt {request.prompt.number} was given up, as the engine was closed"
+            )
 
     def _give_up(self) -> None:
         """Begin anew after a step that did not end; nothing is known of what it left behind."""
         for request in self._active.values():
-            if not request.is_done:
-                request.error = RuntimeError(
-                    f"generate: prompt {request.prompt.number} was given up, as a step that it was"
-                    " part of was interrupted, or failed for the caller that took it"
-                )
+            request.fail(
+                f"generate: prompt {request.prompt.number} was given up, as a step that it was part"
+                " of was interrupted, or failed for the caller that took it"
+            )
             request.prompt.slots.clear()
             request.prompt.hidden = None
-        here = dict.fromkeys([*self._waiting, *self._incoming])  # one may be in both
-        self._incoming.clear()
+        here = dict.fromkeys(self._waiting)  # one may be there twice
+        for call in {request.call for request in [*self._active.values(), *here]}:
+            call.recount()
         self._waiting = deque(each for each in here if not each.is_done)
         self._cache.clear()
         self._begin()
@@ -224,7 +226,7 @@ class Scheduler:
         try:
             request.accept(row)
         except Exception as error:  # of the tokenizer
-            request.error = error
+            request.fail(error)
         if request.is_done:
             self._release(request)
 

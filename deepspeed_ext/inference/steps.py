@@ -72,6 +72,7 @@ class Steps:
         self._tokens = torch.zeros(slots + 1, dtype=torch.int64, device=device)  # the last ones
         shape = (slots + 1, len(Parameters._fields))
         self._parameters = torch.ones(shape, dtype=torch.float64, device=device)
+        self._true = torch.ones((), dtype=torch.bool, device=device)
         self._seen: Tensor | None = None  # as penalties need; most requests have none
         self._inputs: dict[int, Inputs] = {}
         self._now: dict[int, list[int]] = {}  # the slots that inputs have
@@ -141,7 +142,7 @@ class Steps:
         tokens = rows[:, 0].long()
         self._tokens[places] = tokens
         if self._seen is not None and kind.penalized:
-            self._seen[places, tokens] = True
+            self._seen.index_put_((places, tokens), self._true)
         return rows
 
     def _inputs_for(self, slots: list[int], uniforms: list[float]) -> Inputs:

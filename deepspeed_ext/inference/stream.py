@@ -1,11 +1,10 @@
 """Completions as they come: an iterator of pieces."""
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
-from deepspeed_ext.inference.requests import Completion, Request
+from deepspeed_ext.inference.requests import Call, Completion, Request
 
 
 @dataclass(frozen=True)
@@ -33,48 +32,44 @@ class Stream(Iterator[Piece]):
     """The completions of one call, for one thread; put together, their pieces are all of each.
 
     Args:
-        requests: of the call, their order that of the completions.
+        call: its requests.
         advance: lets the engine compute a step, unless what it is given is true by then.
         sweep: lets the engine take back what was cancelled.
     """
 
     def __init__(
         self,
-        requests: Sequence[Request],
+        call: Call,
         advance: Callable[[Callable[[], bool]], None],
         sweep: Callable[[], None],
     ) -> None:
-        self._requests, self._advance, self._sweep = list(requests), advance, sweep
-        self._open = deque(requests)  # those that may have something to tell
+        self._call, self._advance, self._sweep = call, advance, sweep
+        self._is_closed = False
         self._held: dict[Request, list[int]] = {}  # tokens whose text is not sure yet
 
     def __iter__(self) -> "Stream":
         return self
 
     def __next__(self) -> Piece:
-        try:
-            while True:
-                for _ in range(len(self._open)):
-                    request = self._open.popleft()
-                    was_done = request.is_done  # before what it has told is taken
-                    piece = self._taken(request, was_done)
-                    if not was_done:
-                        self._open.append(request)
-                    if piece is not None:
-                        return piece
-                self._raise_error()
-                if not self._open:
-                    raise StopIteration
-                self.advance()
-        except StopIteration:
-            raise
-        except BaseException:
-            self.close()
-            raise
+        call = self._call
+        while not self._is_closed:
+            is_last = call.open == 0  # before it is looked what they have told
+            while call.ready:
+                piece = self._taken(call.ready.popleft())
+                if piece is not None:
+                    return piece
+            if call.error is not None:
+                self.close()
+                raise call.error
+            if is_last:
+                break
+            self.advance()
+        raise StopIteration
 
-    def _taken(self, request: Request, was_done: bool) -> Piece | None:
+    def _taken(self, request: Request) -> Piece | None:
         """Return what a request has told since, or None if that is nothing to tell yet."""
         assert request.news is not None
+        was_done = request.is_done  # before what it has told is taken
         tokens, text = self._held.pop(request, []), ""
         while request.news:
             token, piece = request.news.popleft()
@@ -88,22 +83,16 @@ class Stream(Iterator[Piece]):
 
     def advance(self) -> None:
         """Wait until there is more, or for one step."""
-        self._advance(self._has_more)
-
-    def _has_more(self) -> bool:
-        return self.is_done or any(request.news for request in self._open)
+        try:
+            self._advance(lambda: self.is_done or bool(self._call.ready))
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def is_done(self) -> bool:
         """Whether all are done, or one has failed."""
-        return all(each.is_done for each in self._requests) or any(
-            each.error for each in self._requests
-        )
-
-    def _raise_error(self) -> None:
-        for request in self._requests:
-            if request.error is not None:
-                raise request.error
+        return self._call.open == 0 or self._call.error is not None
 
     def completions(self) -> list[Completion]:
         """Return what came of all, when all are done.
@@ -111,22 +100,24 @@ class Stream(Iterator[Piece]):
         Raises:
             RuntimeError: some are not, or have failed.
         """
-        self._raise_error()
+        if self._call.error is not None:
+            raise self._call.error
         if not self.is_done:
             raise RuntimeError("stream: completions are not done, expected all pieces to be taken")
-        return [request.completion() for request in self._requests]
+        return [request.completion() for request in self._call.requests]
 
     def cancel(self, which: int) -> None:
         """End one of the completions as it is, from any thread; the others go on."""
-        self._requests[which].cancelled = True
+        self._call.requests[which].cancelled = True
 
     def close(self) -> None:
-        """End all as they are; their slots are free then."""
+        """End all as they are; their slots are free then, and there are no more pieces."""
+        self._is_closed = True
         self._flag()
         self._sweep()
 
     def _flag(self) -> None:
-        for request in self._requests:
+        for request in self._call.requests:
             request.cancelled = True
 
     def __enter__(self) -> "Stream":

@@ -1,7 +1,7 @@
 """The weights of a model in the form that blocks compute with, taken over layer by layer."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import torch
@@ -110,6 +110,8 @@ class Taker:
         device: where they are to be; on meta, only names and shapes are looked at.
         dtype: what they are to be.
         quantize: what becomes of the weights of linear layers in blocks.
+        quantize_head: what becomes of that of the head; of one that is tied to the embedding too,
+            which stays beside it.
 
     Raises:
         ValueError: there is no embedding.
@@ -124,10 +126,11 @@ class Taker:
         device: torch.device,
         dtype: torch.dtype,
         quantize: Quantize | None = None,
+        quantize_head: Quantize | None = None,
     ) -> None:
         self._policy, self._config, self._of = policy, policy.part_of(config), architecture
         self._tensors, self._device, self._dtype = tensors, device, dtype
-        self._quantize = quantize
+        self._quantize, self._quantize_head = quantize, quantize_head
         self._names = frozenset(tensors)  # as asking whether one is there may read it
         self._left = set(tensors)
         names = policy.names
@@ -159,7 +162,7 @@ class Taker:
             layers=[self._layer(prefix + names.layer.format(i)) for i in range(of.layers)],
             final_norm=self._norm(prefix, names.final_norm, of.hidden),
             project_out=self._projection(prefix, names.project_out, of.embedding, of.hidden),
-            head=self._head(embedding),
+            head=self._packed_head(self._head(embedding)),
             pooler=self._pooler(prefix),
         )
         self._check_left()
@@ -262,6 +265,12 @@ class Taker:
                 f" config ties them for model_type {config.get('model_type')!r}"
             )
         return Linear(embedding, bias)
+
+    def _packed_head(self, head: Linear | None) -> Linear | None:
+        if head is None or self._quantize_head is None:
+            return head
+        assert isinstance(head.weight, Tensor)
+        return replace(head, weight=self._quantize_head(head.weight))
 
     def _pooler(self, at: str) -> Linear | None:
         name, n = self._policy.names.pooler, self._of.hidden

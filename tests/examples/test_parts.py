@@ -8,10 +8,12 @@ import torch
 
 from deepspeed_ext.examples import text
 from deepspeed_ext.examples.gpt import GPT, generate
+from deepspeed_ext.examples.gpt_engine import engine_of, write_on
 from deepspeed_ext.examples.optimizers import MasterAdamW, make_optimizer, weights
 from deepspeed_ext.examples.options import UserError, parse, settings_of
 from deepspeed_ext.examples.text import Text, batch, standard_library
 from deepspeed_ext.examples.trainer import Settings, Trainer
+from deepspeed_ext.inference import KVCache
 from deepspeed_ext.op_builder import BuildError
 
 
@@ -69,6 +71,26 @@ def test_generates_what_was_learned() -> None:
         torch.nn.functional.cross_entropy(logits, tokens[0, 1:]).backward()
         optimizer.step()
     assert generate(model, b"ab", 10, temperature=0.1, seed=0) == b"abcdabcdabcd"
+
+
+def test_an_engine_computes_what_the_model_does() -> None:
+    """By the table of its own: logits as far as the context goes, and the likeliest bytes."""
+    torch.manual_seed(0)
+    model = GPT(width=64, layers=2, context=48)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = 0.2 * torch.randn_like(parameter)
+            parameter.copy_(noise + 1 if name.endswith("norm.weight") else noise)
+    engine = engine_of(model, max_tokens=64)
+    decoder, tokens = engine.decoder, torch.randint(256, (1, 48))
+    cache = KVCache(1, 64, 2, 32, layers=2, dtype=torch.float32)
+    cache.reserve(0, 48)
+    with torch.no_grad():
+        hidden = decoder.hidden(tokens, cache, torch.zeros(1, dtype=torch.int32))
+        torch.testing.assert_close(decoder.logits(hidden), model(tokens), rtol=1e-4, atol=1e-4)
+    texts = generate(model, b"class", 43, 1e-6, 0), write_on(engine, b"class", 43, 0.0, 0)
+    assert texts[0] == texts[1]
+    assert decoder.of.windows == (48, 48)
 
 
 def test_text_is_the_library_without_its_tests(

@@ -16,14 +16,15 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from deepspeed_ext.examples import compare_states, train_gpt, trainer
+from deepspeed_ext.examples import compare_states, gpt_engine, train_gpt, trainer
 from deepspeed_ext.examples.gpt import GPT
 from deepspeed_ext.examples.optimizers import STATES
 from deepspeed_ext.examples.options import parse, settings_of
 from deepspeed_ext.examples.run_folder import RunFolder
-from deepspeed_ext.examples.text import standard_library
+from deepspeed_ext.examples.text import encode, standard_library
 from deepspeed_ext.examples.trainer import Settings, Trainer
 from deepspeed_ext.offload import OffloadOptimizer
+from deepspeed_ext.op_builder import BuildError
 
 TINY = ["--device", "cpu", "--steps", "6", "--batch-size", "2"]
 TINY += ["--context", "16", "--width", "32", "--layers", "1"]
@@ -72,6 +73,8 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
 def short_sample() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt, "_SAMPLE_BYTES", 50)
+        patch.setattr(gpt_engine, "_ROUNDS", 1)
+        patch.setattr(gpt_engine, "_BYTES", 4)
         yield
 
 
@@ -99,6 +102,38 @@ def test_leaves_what_it_says(whole: Path) -> None:
     assert entries[0]["loss"] > entries[-1]["loss"] > 0
     assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (whole / "sample.txt").read_bytes().startswith(b"class Model:\n    def __init__(self")
+
+
+def test_the_sample_comes_from_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or, where its ops cannot be built, from the module, and that is said."""
+    engines: list[Any] = []
+    make = train_gpt.engine_of
+
+    def noted(*args: Any, **options: Any) -> Any:
+        engines.append(make(*args, **options))
+        return engines[-1]
+
+    monkeypatch.setattr(train_gpt, "engine_of", noted)
+    assert train(tmp_path / "one", *TINY) == 0
+    said = r"^sample: [\d,]+ bytes a second by the inference engine, [\d,]+ by the plain module: "
+    assert re.search(said + r"[\d.]+ times as fast$", capsys.readouterr().out, re.MULTILINE)
+    [engine] = engines
+    prompt = list(encode(train_gpt._PROMPT))
+    again = engine.generate(prompt, max_new_tokens=50, temperature=0.7, seed=0)[0]
+    sample = (tmp_path / "one" / "sample.txt").read_bytes()
+    assert encode(sample) == bytes(prompt + again.tokens)
+
+    def missing(*args: Any, **options: Any) -> Any:
+        raise BuildError("cpu_kv_cache", "there is no compiler", "install one")
+
+    monkeypatch.setattr(train_gpt, "engine_of", missing)
+    assert train(tmp_path / "two", *TINY) == 0
+    out = capsys.readouterr().out
+    assert "sample: by the plain module, as the engine's ops are not there\n" in out
+    assert "there is no compiler" in out
+    assert len((tmp_path / "two" / "sample.txt").read_bytes()) > 50
 
 
 def test_the_same_run_gives_the_same_bits(whole: Path, tmp_path: Path) -> None:

@@ -25,7 +25,12 @@ _COMMON = dict(
     max_position_embeddings=256,
 )
 _GROUPED = _COMMON | dict(num_key_value_heads=2, intermediate_size=96)
-_GEMMA = _GROUPED | dict(head_dim=24, query_pre_attn_scalar=30, sliding_window=16)
+_GEMMA = _GROUPED | dict(
+    hidden_size=60,  # of which the root is no number of 16 bits
+    head_dim=24,
+    query_pre_attn_scalar=30,
+    sliding_window=16,
+)
 _LLAMA3 = dict(
     rope_type="llama3",
     factor=4.0,

@@ -11,7 +11,7 @@ from family_cases import CASES, InDouble, config_of
 from older_configs import OLDER
 
 from deepspeed_ext.inference.architecture import Architecture, architecture_of
-from deepspeed_ext.inference.policies import policy_of
+from deepspeed_ext.inference.policies import POLICIES, policy_of
 from deepspeed_ext.inference.policies.gpt_neox import GPT_NEOX
 from deepspeed_ext.inference.policies.llama import LLAMA
 from deepspeed_ext.inference.policy import Config, Key, Policy
@@ -51,6 +51,32 @@ def test_older_files_mean_what_transformers_makes_of_them(name: str) -> None:
     assert understood(file) == want
 
 
+_SIZES = dict(  # and activation and eps, which no table guesses
+    vocab_size=97,
+    hidden_size=64,
+    num_hidden_layers=7,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    intermediate_size=96,
+    ffn_dim=96,
+    max_position_embeddings=64,
+    n_positions=64,
+    rms_norm_eps=1e-6,
+)
+
+
+@pytest.mark.parametrize("family", sorted(n for p in POLICIES if p.causal for n in p.families))
+def test_what_is_not_said_means_what_it_means_to_transformers(family: str) -> None:
+    """Files leave out what is usual."""
+    sizes: Config = _SIZES
+    sizes = dict(text_config=sizes) if family == "gemma3" else sizes
+    sizes = {"model_type": family} | sizes
+    usual = as_transformers_reads(sizes).to_dict()
+    if family in ("llama", "mistral", "qwen2", "qwen3", "phi", "phi3", "gpt_neox"):
+        sizes |= {"hidden_act": usual["hidden_act"]}
+    assert understood(sizes) == understood(usual)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_files_mean_what_models_say(case: str) -> None:
     config = config_of(case)
@@ -70,12 +96,16 @@ def test_rotations_are_those_of_transformers() -> None:
         dict(rope_type="yarn", factor=40.0, mscale=0.707, mscale_all_dim=1.0, truncate=False),
         dict(rope_type="yarn", factor=40.0, mscale=0.707),
     ]
-    for rule in rules:
+    for i, rule in enumerate(rules):
         rule |= dict(rope_theta=50000.0, original_max_position_embeddings=64)
-        config = config_of("llama", rope_parameters=dict(rule), head_dim=48)
+        at_top = (
+            dict(original_max_position_embeddings=32) if i % 2 else {}
+        )  # counts, if it is there
+        config = config_of("llama", rope_parameters=dict(rule), head_dim=48, **at_top)
         with InDouble():
             want, scale = ROPE_INIT_FUNCTIONS[rule["rope_type"]](config, "cpu")
-        got = rotations_of(config.to_dict())[0]
+        older = dict(rope_scaling=rule, head_dim=48, rope_theta=50000.0) | at_top
+        got = rotations_of(OLDER["llama-oldest"] | older)[0]
         assert got is not None and abs(got.scale - scale) < 1e-12, rule
         off = (got.frequencies - want).abs()
         assert want.dtype == torch.float64 and bool((off <= 1e-13).all()), rule
@@ -109,6 +139,10 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a wide head": (dict(head_dim=320), "head_dim is 320, expected 1 to 256"),
     "a number that is none": (dict(rms_norm_eps="1e-5"), "eps is '1e-5', expected a number above"),
+    "a number that is beyond all": (
+        dict(rms_norm_eps=10**400),
+        "eps is 1000",
+    ),
     "a number that is not finite": (
         dict(rms_norm_eps=float("nan")),
         "eps is nan, expected a number above 0",
@@ -126,6 +160,14 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         dict(rope_scaling=dict(type="linear")),
         "rope_parameters has no 'factor', expected it for rope_type 'linear'",
     ),
+    "rope that is a word": (
+        dict(rope_scaling="linear"),
+        "rope_parameters is 'linear', expected names and values",
+    ),
+    "rope of other layers": (
+        dict(rope_scaling=dict(sliding_attention=dict(rope_theta=1e4))),
+        "rope_parameters has no 'full_attention', expected it for layers of this type",
+    ),
     "rope option that is none": (
         dict(rope_scaling=_YARN | dict(factor="2")),
         "factor is '2', expected a number",
@@ -133,6 +175,10 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "windows of a family that has none": (
         dict(sliding_window=16),
         "sliding_window is 16, expected None: the table of model_type 'llama' has no place for it",
+    ),
+    "types of layers of a family that has one": (
+        dict(layer_types=["full_attention", "sliding_attention", "full_attention"]),
+        "layer_types is 'sliding_attention', expected 'full_attention': the table",
     ),
     "something else that changes the result": (
         dict(logit_scale=0.5),
@@ -209,8 +255,23 @@ def test_refused_of_other_families(why: str) -> None:
 def test_tables_that_ask_for_what_there_is_not() -> None:
     refuse(_LLAMA, replace(LLAMA, position="sinus"), "position is 'sinus', expected one of rotary")
     refuse(_LLAMA, replace(LLAMA, norm_place=Key("rms_norm_eps")), "norm_place is 1e-06, expected")
+    side_by_side = replace(LLAMA, norm_place="both", parallel=True)
+    refuse(_LLAMA, side_by_side, "norm_place is 'both', expected 'before' where parallel is True")
+    for name in ("token_types", "attention_post_norm", "mlp_post_norm"):
+        unused = replace(LLAMA, names=replace(LLAMA.names, **{name: "some"}))
+        text = (
+            f"the table has a name for {name}, expected none of a decoder with norm_place 'before'"
+        )
+        refuse(_LLAMA, unused, text)
     grouped = OLDER["gpt_neox"] | dict(num_key_value_heads=2)
     refuse(grouped, GPT_NEOX, "kv_heads is 2, expected 4, as many as heads, where queries, keys")
+
+
+def test_null_is_not_what_is_usual() -> None:
+    assert understood(OLDER["mistral-without-windows"])["windows"] == (0, 0, 0)
+    older = dict(OLDER["mistral-without-windows"])
+    del older["sliding_window"]
+    assert understood(older)["windows"] == (4096, 4096, 4096)
 
 
 def test_what_a_table_reads_is_not_refused() -> None:

@@ -102,7 +102,10 @@ def test_bfloat16_is_no_further_from_exact_than_that_of_transformers(
     bfloat.load_state_dict(model)
     usual = states_of(bfloat, tokens)
     decoder = decoder_of(bfloat.config.to_dict(), model, torch.bfloat16)
-    for i, state in enumerate(our_states(decoder, tokens, cuts)):
+    got = our_states(decoder, tokens, cuts)
+    if not case.startswith(("bloom", "opt-")):  # those compute something before the first layer
+        assert torch.equal(got[0], usual[0])  # and a scale is rounded as there
+    for i, state in enumerate(got):
         ours, theirs = (state.double() - want[i]), (usual[i].double() - want[i])
         assert ours.square().mean().sqrt() <= 1.1 * theirs.square().mean().sqrt(), f"layer {i}"
         assert ours.abs().max() <= 2 * theirs.abs().max(), f"layer {i}"

@@ -73,6 +73,31 @@ def test_bytes_are_known_before(
     assert 0 <= found[0].cache - per_token * 3 * 128 < 100
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("quantize", [None, "int4"])
+def test_the_head_may_be_of_few_bits(quantize: str | None, is_tied: bool, tmp_path: Path) -> None:
+    """The embedding stays; the report tells both."""
+    config = CONFIG | dict(tie_word_embeddings=is_tied)
+    tensors = tiny.tensors(dict(config)) if is_tied else tiny_folder.tensors_of(config)
+    tiny_folder.write(tmp_path, config, tensors=tensors)
+    options: dict[str, Any] = dict(quantize=quantize, quantize_head="int8", activations="int8")
+    engine = init_inference(tmp_path, **options)
+    weights, floats = engine.decoder.weights, init_inference(tmp_path).decoder.weights
+    assert torch.equal(weights.embedding, floats.embedding)
+    assert isinstance(weights.head.weight, PackedWeight) and weights.head.activations == "int8"
+    of_layers = {None: None, "int4": "int8"}[quantize]
+    assert weights.layers[0].qkv.activations == of_layers
+    want = floats.head.weight.double()
+    allowed = weights.head.weight.scales.t()[: len(want)].repeat_interleave(128, 1)[:, :192] / 2
+    errors = (unpack_weight_ref(weights.head.weight) - want).abs()
+    assert bool((errors <= allowed * (1 + 2**-20)).all())
+    assert engine.report.layers["head"].largest_error <= 1.001
+    assert len(engine.report.layers) == (13 if quantize else 1)
+    assert engine.report.bytes_before == bytes_of(floats)
+    assert engine.report.bytes_after == bytes_of(weights)
+    assert len(engine.generate([1, 2], max_new_tokens=4, stop_tokens=())[0].tokens) == 4
+
+
 def test_a_tied_head_counts_once(tmp_path: Path) -> None:
     config = CONFIG | dict(tie_word_embeddings=True)
     tensors = tiny.tensors(dict(config))
@@ -159,6 +184,8 @@ def test_refuses(tmp_path: Path) -> None:
         ValueError, match=r"^init_inference: quantize is 'int3', expected None or one of int8, int4"
     ):
         init_inference(tmp_path, quantize="int3")
+    with pytest.raises(ValueError, match=r"^init_inference: quantize_head is 'q', expected None"):
+        init_inference(tmp_path, quantize_head="q")
     with pytest.raises(
         ValueError, match=r"^init_inference: activations is 'int4', expected None or"
     ):

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from deepspeed_ext.ops import (
     bias_activation,
+    fake_quantize,
     gated_activation,
     quantized_linear,
     quantized_linear_ref,
@@ -192,6 +193,37 @@ def test_with_more_rows_it_is_torchs(rows: int, dtype: torch.dtype, device: str)
             assert quantized_linear(x[:3], weight, bias).dtype == dtype
 
 
+@pytest.mark.parametrize("rows", [65, 300])
+@each_dtype
+def test_more_rows_are_rounded_too(rows: int, dtype: torch.dtype, device: str) -> None:
+    """To the numbers that few rows have; torch multiplies what is left of them."""
+    for kind, form in itertools.product(INTEGERS, FORMS):
+        x, weight, options = arguments(rows, 24, 41, dtype, kind, 16, device, **form)
+        got = quantized_linear(x, weight, **options, activations="int8")
+        assert torch.equal(got, quantized_linear(fake_quantize(x), weight, **options))
+
+
+@pytest.mark.parametrize("k", [41, 128, 200])
+@each_dtype
+def test_more_rows_by_integers(dtype: torch.dtype, k: int, cuda: str) -> None:
+    """The bits of few rows, up to the first step that torch rounds."""
+    for kind, n, group in itertools.product((("int8", False), ("int8", True)), (24, 20), (k, 40)):
+        x, weight, options = arguments(90, n, k, dtype, kind, group, cuda, bias=True)
+        x[3] = 0
+        x[4, 1] = torch.inf
+        bias = options["bias"]
+        want = quantized_linear(x[:64], weight, bias, activations="int8")
+        got = quantized_linear(x, weight, bias, activations="int8")
+        if kind[1] or n % 8 or group < k:  # torch has no such sums of integers
+            want = quantized_linear(fake_quantize(x), weight, bias)
+            assert torch.equal(got[5:], want[5:])
+        else:
+            assert torch.equal(got[:4], want[:4]) and torch.equal(got[5:64], want[5:])
+            want = quantized_linear(x[26:], weight, bias, activations="int8")
+            assert torch.equal(got[64:], want[38:])
+        assert got[4].isnan().all() and got[5:].isfinite().all()
+
+
 FORMS: list[dict[str, Any]] = [{}, dict(bias=True, residual=True, activation="gelu"), EVERYTHING]
 
 
@@ -223,6 +255,26 @@ def test_gradients(kind: tuple[str, bool], rows: int, form: dict[str, Any], devi
     for name, expected in zip(names, want, strict=True):
         (got,) = gradients(quantized_linear, weight, [name], Tensor.clone)
         torch.testing.assert_close(got.cpu().double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(form) or "plain")
+@pytest.mark.parametrize("rows", [1, 20, 80])
+@each_integer
+def test_gradients_of_rounded_rows(
+    kind: tuple[str, bool], rows: int, form: dict[str, Any], device: str
+) -> None:
+    """That to x is what reaches the numbers that it was rounded to."""
+    x, weight, options = arguments(rows, 24, 40, F32, kind, 40, device, **form)
+    grad, near = make((rows, 24), F32, 9, device), x.clone().requires_grad_()
+    got = torch.autograd.grad(
+        quantized_linear(near, weight, **options, activations="int8"), near, grad
+    )
+    far = fake_quantize(x).cpu().double().requires_grad_()
+    wide = {key: v.cpu().double() if isinstance(v, Tensor) else v for key, v in options.items()}
+    want = torch.autograd.grad(
+        quantized_linear_ref(far, on_cpu(weight), **wide), far, grad.cpu().double()
+    )
+    torch.testing.assert_close(got[0].cpu().double(), want[0], rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("group", [1, 20, 32, 100, 128, 1 << 20])
@@ -260,7 +312,14 @@ def test_reference_of_rounded_rows(kind: tuple[str, bool]) -> None:
 
 
 INTEGER_CASES = [(37, 83, 32), (40, 256, 128), (21, 300, 20), (5, 77, 1), (66, 700, 48)]
-INTEGER_CASES += [(70, 1024, 32), (9, 5000, 5000), (3, 70_000, 70_000), (3, 140_000, 131_000)]
+INTEGER_CASES += [
+    (70, 1024, 32),
+    (33, 2100, 512),
+    (20, 1300, 256),
+    (9, 5000, 5000),
+    (3, 70_000, 70_000),
+    (3, 140_000, 131_000),
+]
 
 
 @pytest.mark.parametrize(("n", "k", "group"), INTEGER_CASES)

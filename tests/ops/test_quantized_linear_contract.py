@@ -84,6 +84,20 @@ def test_a_row_is_the_same_in_any_batch(
             assert torch.equal(got[place], want[5])
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@each_kind
+def test_many_columns_of_a_row_are_the_same_in_any_batch(
+    kind: tuple[str, bool], dtype: torch.dtype, cuda: str
+) -> None:
+    """So many that sums in another order, which rounding hides mostly, would be found."""
+    for activations in ways_of(kind):
+        x, weight, _ = arguments(64, 8192, 4096, dtype, kind, 128, cuda)
+        want = quantized_linear(x, weight, activations=activations)
+        for begin, end in ((0, 1), (7, 12), (10, 26), (1, 33), (3, 64)):
+            got = quantized_linear(x[begin:end], weight, activations=activations)
+            assert torch.equal(got, want[begin:end])
+
+
 @each_kind
 def test_a_column_is_the_same_in_any_weight(kind: tuple[str, bool], device: str) -> None:
     for activations, group in itertools.product(ways_of(kind), (32, 264, 24)):
@@ -157,16 +171,39 @@ def kept_graphs(function: Any, **options: Any) -> tuple[Any, list[Any]]:
     return torch.compile(function, fullgraph=True, backend=keep, **options), graphs
 
 
+@pytest.mark.parametrize("activations", [None, "int8"])
 @pytest.mark.parametrize("rows", [5, 70])
-def test_compiled_with_sizes_that_are_not_known(rows: int, device: str) -> None:
+def test_compiled_with_sizes_that_are_not_known(
+    rows: int, activations: str | None, device: str
+) -> None:
     """Torch multiplies, in one graph for any number of rows; nothing is compiled again."""
-    weight = weight_of(24, 24, "int4", False, 8, device)
+    weight = weight_of(24, 24, "int8", False, 24, device)
     compiled, graphs = kept_graphs(quantized_linear, dynamic=True)
     for count in (rows, 9, 66):
         x = make((count, 24), F32, 0, device)
-        got = compiled(x, weight)
-        torch.testing.assert_close(got, quantized_linear(x, weight), rtol=1e-5, atol=1e-5)
+        got = compiled(x, weight, activations=activations)
+        want = quantized_linear(x, weight, activations=activations)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert len(graphs) == 1 and "quantized_linear" not in graphs[0].code
+
+
+def test_compiled_with_many_rows(device: str) -> None:
+    """In one graph, by integers on CUDA, with the same bits."""
+    weight = weight_of(24, 24, "int8", False, 24, device)
+    compiled, graphs = kept_graphs(quantized_linear)
+    x = make((70, 24), F32, 0, device)
+    got = compiled(x, weight, activations="int8")
+    assert torch.equal(got, quantized_linear(x, weight, activations="int8"))
+    assert len(graphs) == 1 and ("_int_mm" in graphs[0].code) == (device == "cuda")
+
+
+def test_meta() -> None:
+    for rows in (5, 70):
+        for activations in (None, "int8"):
+            weight = weight_of(6, 40, "int8", False, 40, "meta")
+            x = torch.empty(rows, 40, device="meta", dtype=BF16)
+            got = quantized_linear(x, weight, activations=activations)
+            assert got.is_meta and got.shape == (rows, 6) and got.dtype == BF16
 
 
 def test_compiled_with_few_rows_of_unknown_number(device: str) -> None:

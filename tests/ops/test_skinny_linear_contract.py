@@ -172,6 +172,13 @@ def test_opcheck(form: dict[str, Any], rows: int, k: int, device: str) -> None:
             assert set(checked.values()) == {"SUCCESS"}
 
 
+def test_meta() -> None:
+    weight = torch.empty(6, 40, device="meta", dtype=BF16)
+    for rows in (5, 70):
+        got = skinny_linear(torch.empty(rows, 40, device="meta", dtype=BF16), weight)
+        assert got.is_meta and got.shape == (rows, 6)
+
+
 def test_flops_are_counted(device: str) -> None:
     x, weight, _ = arguments(5, 30, 40, F32, device)
     with FlopCounterMode(display=False) as counter:

@@ -1,6 +1,7 @@
 """What few bits cost a model that was trained: the demo's, and an encoder that many use."""
 
 import importlib.util
+import math
 import os
 import zipfile
 from collections.abc import Callable
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from deepspeed_ext.examples.gpt import GPT
-from deepspeed_ext.examples.text import Text, standard_library
+from deepspeed_ext.examples.gpt_engine import TABLE
+from deepspeed_ext.examples.text import Text, batch, standard_library
 from deepspeed_ext.examples.trainer import Settings, Trainer
+from deepspeed_ext.inference import init_inference
 from deepspeed_ext.quantization import load_quantized, quantize_model, save_quantized
 from deepspeed_ext.quantization.files import quantized_file_bytes
 
@@ -65,6 +69,43 @@ def test_the_demos_model_loses_little(trained: Trainer, tmp_path: Path) -> None:
         loss = validation_loss(trained, text, change)
         assert loss < floats * (1 + most), f"{format}: {loss} after {floats}"
         assert (tmp_path / format).stat().st_size == want
+
+
+@pytest.mark.long
+@pytest.mark.skipif("DSX_PROOFS" not in os.environ, reason="trains for minutes; set DSX_PROOFS=1")
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({}, 1e-5),
+        ({"quantize": "int8"}, 0.005),
+        ({"quantize": "int8", "activations": "int8"}, 0.01),
+        ({"quantize": "int4"}, 0.04),
+        ({"quantize": "int4", "activations": "int8"}, 0.045),
+    ],
+)
+def test_an_engine_of_the_demos_model_loses_little(
+    options: dict[str, Any], most: float, trained: Trainer
+) -> None:
+    """Of its validation loss, by the policy table of the example; int4 is in groups of 128."""
+    settings = trained.settings
+    engine = init_inference(
+        trained.model, policy=TABLE, max_batch=settings.batch_size, max_tokens=128, **options
+    )
+    slots = torch.arange(settings.batch_size, dtype=torch.int32)
+    losses, expected = [], []
+    for seed in range(16):
+        tokens, following = batch(trained.text.validation, len(slots), settings.context, seed)
+        with torch.inference_mode():
+            engine.cache.reserve(slots.tolist(), tokens.shape[1])
+            logits = engine.decoder.logits(engine.decoder.hidden(tokens, engine.cache, slots))
+            for slot in slots.tolist():
+                engine.cache.free(slot)
+            losses.append(cross_entropy(logits.flatten(0, 1), following.flatten()))
+            plain = trained.model(tokens)
+            expected.append(cross_entropy(plain.flatten(0, 1), following.flatten()))
+    loss, floats = (float(torch.stack(each).mean()) for each in (losses, expected))
+    print(f"{options}: {loss:.4f} nats a byte after {floats:.4f}, perplexity {math.exp(loss):.4f}")
+    assert floats < 1.8 and abs(loss / floats - 1) < most
 
 
 @pytest.mark.long

@@ -50,13 +50,13 @@ __device__ inline void show_barriers() {
 #endif
 }
 
-__device__ inline void arrive(Barrier* barrier) {
+__device__ inline void arrive(unsigned barrier) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile(
-      "{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
-      : "memory");
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier)
+               : "memory");
 #endif
 }
+__device__ inline void arrive(Barrier* barrier) { arrive(shared_address(barrier)); }
 
 // Arrives once the copies have that this thread has begun by fetch_bytes or fetch_part.
 __device__ inline void arrive_after_fetches(Barrier* barrier) {
@@ -75,7 +75,7 @@ __device__ inline void arrive_expecting(Barrier* barrier, int bytes) {
 #endif
 }
 
-__device__ inline void wait_for(Barrier* barrier, int phase) {
+__device__ inline void wait_for(unsigned barrier, int phase) {
 #if __CUDA_ARCH__ >= 900
 #define DSX_HAS_ENDED "mbarrier.try_wait.parity.shared.b64 "
 #else
@@ -86,11 +86,14 @@ __device__ inline void wait_for(Barrier* barrier, int phase) {
   do {
     asm volatile("{ .reg .pred p; " DSX_HAS_ENDED "p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                  : "=r"(ended)
-                 : "r"(shared_address(barrier)), "r"(phase)
+                 : "r"(barrier), "r"(phase)
                  : "memory");
   } while (ended == 0);
 #endif
 #undef DSX_HAS_ENDED
+}
+__device__ inline void wait_for(Barrier* barrier, int phase) {
+  wait_for(shared_address(barrier), phase);
 }
 
 // Begins to copy boxes that lie side by side, the first one `column` boxes from the left: one after

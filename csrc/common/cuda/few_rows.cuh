@@ -15,7 +15,8 @@
 //   kMostWarps<tiles>       that multiply in a block
 //   weight(call), x(call)   both as Operands
 //   scales(call)            only if kScaled: as Scales
-//   Products<column tiles>  what a warp has to do
+//   Products<column tiles>  what a warp has to do; kInOrder: shares one after the other, not in
+//   pairs
 #pragma once
 
 #include "common/cuda/boxes.cuh"

@@ -19,24 +19,31 @@ constexpr int kCopiedAtOnce = 8 * 1024;  // bytes; less would keep the copy engi
 template <class Products>
 __device__ void multiply(Products& products, const Geometry& geometry, int first, const char* ring,
                          Barrier* here, Barrier* read, float (&totals)[Products::kSums]) {
-  Pairwise<Products::kSums> pairwise;
+  // Kept in registers: what they are worked out of takes long to read.
+  unsigned here_at = shared_address(here), read_at = shared_address(read);
+  asm volatile("" : "+r"(here_at), "+r"(read_at));
+  constexpr unsigned kStep = sizeof(Barrier);
+  [[maybe_unused]] Pairwise<Products::kSums> pairwise;
   int slot = 0, phase = 0, number = first;
   for (int share = 0; share < geometry.group_shares; ++share) {
-    products.clear();
+    if (share == 0 || !Products::kInOrder) products.clear();
     for (int left = geometry.share_lines; left > 0; left -= geometry.lines) {
       const char* const near = ring + slot * geometry.stage_bytes;
       const int count = ::min(left, geometry.lines);
-      wait_for(here + slot, phase);
+      wait_for(here_at + unsigned(slot) * kStep, phase);
 #pragma unroll 1  // instructions are read from memory, too
       for (int l = 0; l < count; ++l) products.add(near, l, number + l);
       number += count;
       __syncwarp();
-      if (threadIdx.x % kWarp == 0) arrive(read + slot);
+      if (threadIdx.x % kWarp == 0) arrive(read_at + unsigned(slot) * kStep);
       if (++slot == geometry.stages) slot = 0, phase ^= 1;
     }
-    products.copy_sums(totals);
-    pairwise.add(totals);
+    if constexpr (!Products::kInOrder) {
+      products.copy_sums(totals);
+      pairwise.add(totals);
+    }
   }
+  if constexpr (Products::kInOrder) products.copy_sums(totals);
 }
 
 template <class Kind, int kColumnTiles>
@@ -121,16 +128,18 @@ inline int tiles_of_cluster(int64_t tiles, int most, int cluster, int processors
 // that would leave most processors without any, or each block with few rows beside many of x.
 template <class Kind, int kColumnTiles>
 Geometry geometry_of(const typename Kind::Call& call, const Device& device, bool chained) {
+  using Products = typename Kind::template Products<kColumnTiles>;
   Geometry geometry = {};
   const int64_t tiles = ceil_div(call.weight_rows(), kTileRows);
   const auto are_few = [&](int64_t blocks) { return 10 * blocks < 9 * device.processors; };
   const int most = Kind::template kMostWarps<kColumnTiles>;
+  const int most_split = Products::kInOrder ? 1 : kShares;
   int split = 1;
   if (Kind::kScaled) {  // codes take work: as many warps as there may be
     const int64_t of_block = ceil_div(tiles, int64_t(device.processors));
-    while (split < kShares && 2 * split * of_block <= most) split *= 2;
+    while (split < most_split && 2 * split * of_block <= most) split *= 2;
   }
-  while (split < kShares && are_few(tiles * split / 4)) split *= 2;
+  while (split < most_split && are_few(tiles * split / 4)) split *= 2;
   geometry.cluster = chained && call.rows > 16 && split == kShares ? 2 : 1;
   while (chained && geometry.cluster < split && are_few(3 * tiles * geometry.cluster)) {
     geometry.cluster *= 2;
@@ -170,9 +179,11 @@ void set_stages(Geometry& geometry, const Device& device, int64_t blocks) {
   const int fitting = std::clamp(budget / geometry.stage_bytes, 1, kMostStages);
   const int all = geometry.share_stages * geometry.group_shares;
   geometry.stages = std::clamp(all, 1, fitting);
-  // What is asked for too long before it is read is thrown out of the cache again.
+  // What is asked for too long before it is read is thrown out of the cache again. While codes are
+  // worked on memory has time for more, unless all shares are asked for at once.
   const bool is_small = blocks * all * geometry.stage_bytes <= kAskedOf;
-  geometry.asked = is_small ? std::min(geometry.share_stages, all / 16) : 0;
+  const bool more = Kind::kScaled && geometry.group_shares > 1;
+  geometry.asked = is_small ? std::min(geometry.share_stages, all / (more ? 4 : 16)) : 0;
 }
 
 // Whether all that comes near can be copied by the engine; makes maps for it.

@@ -67,6 +67,17 @@ __device__ inline void multiply_matrices(float (&c)[4], const uint32_t (&a)[4],
 #endif
 }
 
+// The same of bytes with signs, exactly: a [16 x 32], b [32 x 8]. The words have four bytes of a
+// row, or column, each: of a, 4 pair and the next of rows 0 to 7 and 8 to 15, then 16 further on.
+__device__ inline void multiply_bytes(int (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#if __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7},"
+      " {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
 // Two floats as the halves of a word, the first one lower.
 template <class T>
 __device__ inline uint32_t packed(float first, float second) {

@@ -29,7 +29,7 @@ MISTRAL = replace(
     LLAMA,
     families=("mistral",),
     biases=(False, False, False, False),
-    windows=Windows(by_types=False),
+    windows=Windows(size=Key("sliding_window", default=4096), by_types=False),
 )
 
 QWEN2 = replace(
@@ -37,6 +37,7 @@ QWEN2 = replace(
     families=("qwen2",),
     biases=(True, False, False, False),
     windows=Windows(
+        size=Key("sliding_window", default=4096),
         are_used=Key("use_sliding_window", default=False),
         first=Key("max_window_layers", default=28),
     ),
@@ -59,4 +60,5 @@ PHI3 = replace(
     MISTRAL,
     families=("phi3",),
     names=replace(LLAMA.names, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+    windows=Windows(by_types=False),
 )

@@ -82,7 +82,7 @@ def pack_weight(
     def by_groups(values: Tensor) -> Tensor:
         return F.pad(values.float(), pad).t().contiguous()
 
-    lines = _lines_of_bytes(codes, bits, length, format, offsets is not None)
+    lines = lines_of_bytes(codes, bits, length, format, offsets is not None)
     return PackedWeight(
         lines,
         by_groups(scales),
@@ -131,7 +131,7 @@ def _check(
         raise ValueError("pack_weight: offsets is a tensor, expected None, as nf4 is symmetric")
 
 
-def _lines_of_bytes(codes: Tensor, bits: int, length: int, format: str, biased: bool) -> Tensor:
+def lines_of_bytes(codes: Tensor, bits: int, length: int, format: str, biased: bool) -> Tensor:
     """Return whole lines of each row, reordered."""
     n, zero = codes.shape[0], 0
     if bits == 8:
@@ -192,7 +192,7 @@ def unpack_weight(weight: PackedWeight, dtype: torch.dtype = torch.float32) -> T
 
     Args:
         weight: what ``pack_weight`` returned.
-        dtype: float32, bfloat16 or float16; each element is rounded to it once.
+        dtype: float32, bfloat16 or float16; what is worked out in float32 is rounded to it.
 
     Returns:
         (n, length), contiguous.

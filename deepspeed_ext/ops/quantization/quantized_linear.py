@@ -1,5 +1,6 @@
 """A linear layer whose weight is of few bits: on few rows as fast as these are read."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,15 +9,29 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from deepspeed_ext.ops import _activations
-from deepspeed_ext.ops._few_rows import are_few, by_torch, flops, grad_of_sums, linear_ref
+from deepspeed_ext.ops._few_rows import (
+    are_few,
+    are_many,
+    by_torch,
+    flops,
+    grad_of_sums,
+    linear_ref,
+    without_autocast,
+)
 from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops.quantization.fake_quantize import fake_quantize
 from deepspeed_ext.ops.quantization.formats import FORMATS, LEAST_SCALE, number_of
 from deepspeed_ext.ops.quantization.packed_weight import (
     PackedWeight,
     libraries_of,
+    lines_of_bytes,
+    row_bytes,
     unpack_weight,
     unpack_weight_ref,
 )
+from deepspeed_ext.ops.quantization.quantize import quantize
+
+_EXACT_LENGTH, _UNIT = 65536, 16  # see quantized_linear.h; bytes that are read at once
 
 
 def _fake(x: Tensor, codes: Tensor, *others: Tensor | None, gated: bool, **options: Any) -> Tensor:
@@ -44,6 +59,8 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         ),
         x.dtype,
     )
+    if options["integer"]:
+        x = fake_quantize(x)
     grad = grad_of_sums(grad_out, x, weight, bias, options["activation"], options["gated"])
     rows = grad.reshape(-1, grad.shape[-1])
     return (
@@ -91,6 +108,7 @@ def quantized_linear(
     on the CPU also with any number of threads and any instruction set. With over 64 rows, or where
     torch.compile does not know that there are fewer, the weight is made floats of the dtype of x in
     one pass, and torch multiplies. So it is for gradients, which there are of x, bias and residual.
+    That of the rounding of x is taken as 1.
 
     Args:
         x: (..., length), float32, bfloat16 or float16.
@@ -100,7 +118,10 @@ def quantized_linear(
         gated: whether weight has the rows of a gate first; needs an activation.
         residual: None, or (..., n), of the dtype of x: added in the end.
         activations: None: codes and x are multiplied as floats. "int8": each row of x is rounded to
-            8-bit codes with a scale of its own, and products are summed up as integers; not nf4.
+            8-bit codes with a scale of its own, as by ``quantize``; not nf4. Products are summed up
+            as integers; with over 64 rows so only on CUDA, of "int8" without offsets whose group is
+            the whole row, if the weight has a multiple of 8 rows and x needs no gradient. Else what
+            the codes stand for is rounded to the dtype of x, and multiplied.
 
     Returns:
         (..., n), contiguous, of the dtype of x.
@@ -138,9 +159,45 @@ def quantized_linear(
             integer=activations is not None,
         )
         return out
-    with torch.autocast(x.device.type, enabled=False):
-        floats = unpack_weight(weight, x.dtype)
-        return by_torch("quantized_linear", x, floats, bias, activation, gated, residual)
+    with without_autocast(x):
+        if activations is not None and _takes_integers(x, weight):
+            product = partial(_integer_product, x, weight)
+        else:
+            factors = x if activations is None else fake_quantize(x)
+            product = partial(F.linear, factors, unpack_weight(weight, x.dtype))
+        return by_torch("quantized_linear", product, bias, activation, gated, residual)
+
+
+def _takes_integers(x: Tensor, weight: PackedWeight) -> bool:
+    """Tell whether torch multiplies the codes as they lie; what is wrong with them others say."""
+    n, bytes = weight.codes.shape[0], row_bytes(weight.length, 8)
+    return (
+        x.is_cuda
+        and are_many(x)
+        and not (x.requires_grad and torch.is_grad_enabled())
+        and weight.format == "int8"
+        and weight.offsets is None
+        and weight.group_size == weight.length == x.shape[-1] <= _EXACT_LENGTH
+        and n > 0
+        and n % 8 == 0
+        and weight.codes.shape == (n, bytes)
+        and weight.codes.dtype == torch.uint8
+        and weight.codes.is_contiguous()
+        and (torch.compiler.is_compiling() or weight.codes.storage_offset() % _UNIT == 0)
+        and weight.scales.shape == (1, n)
+        and weight.scales.dtype == torch.float32
+    )
+
+
+def _integer_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """Return x @ w.T + bias by sums of integers, which do not mind the order of the codes."""
+    rows = quantize(x.reshape(-1, weight.length))
+    lines = lines_of_bytes(rows.codes, 8, weight.length, "int8", False).view(torch.int8)
+    sums = torch._int_mm(lines, weight.codes.view(torch.int8).t())
+    out = sums * weight.scales * rows.scales
+    if bias is not None:
+        out = out + bias
+    return out.to(x.dtype).view(*x.shape[:-1], -1)
 
 
 def quantized_linear_ref(

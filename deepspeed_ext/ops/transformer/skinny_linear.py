@@ -1,13 +1,21 @@
 """A matrix multiplication on few rows: what a linear layer is while text is generated."""
 
+from functools import partial
 from typing import Any
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from deepspeed_ext.ops._activations import number_of
-from deepspeed_ext.ops._few_rows import are_few, by_torch, flops, grad_of_sums, linear_ref
+from deepspeed_ext.ops._few_rows import (
+    are_few,
+    by_torch,
+    flops,
+    grad_of_sums,
+    linear_ref,
+    without_autocast,
+)
 from deepspeed_ext.ops._library import define
 
 
@@ -102,8 +110,9 @@ def skinny_linear(
     if are_few(x):
         out: Tensor = _op(x, weight, bias, residual, activation=number, gated=gated)
         return out
-    with torch.autocast(x.device.type, enabled=False):  # nothing is cast with few rows, either
-        return by_torch("skinny_linear", x, weight, bias, activation, gated, residual)
+    with without_autocast(x):
+        product = partial(F.linear, x, weight)
+        return by_torch("skinny_linear", product, bias, activation, gated, residual)
 
 
 def skinny_linear_ref(

@@ -1,0 +1,131 @@
+"""The command line: python -m deepspeed_ext.inference FOLDER --prompt TEXT; --help says more."""
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from deepspeed_ext.inference.engine import InferenceEngine
+from deepspeed_ext.inference.initialize import init_inference
+from deepspeed_ext.inference.speed import bytes_per_token, memory_speed
+from deepspeed_ext.inference.stream import Piece
+from deepspeed_ext.op_builder import BuildError, program
+
+_SAMPLING = (  # the options of a call of generate, with their types and what they mean
+    ("max-new-tokens", int, "N", "tokens to write at most; default: 128"),
+    ("temperature", float, "X", "0, the default, takes the likeliest token each time"),
+    ("top-k", int, "N", "draw one of the N likeliest tokens"),
+    ("top-p", float, "X", "leave out tokens beyond this share of the probability"),
+    ("min-p", float, "X", "leave out tokens below this share of the likeliest one's"),
+    ("repetition-penalty", float, "X", "what makes tokens that were there before less likely"),
+    ("seed", int, "N", "of the draws; default: another one each time"),
+)
+_LOADING = (  # those of init_inference
+    ("quantize", str, "FORMAT", "weights in int8, int4 or fp8"),
+    ("quantize-head", str, "FORMAT", "the same for the head"),
+    ("activations", str, "FORMAT", "with either of these, int8: faster on a CPU"),
+    ("kv-dtype", str, "FORMAT", "keys and values in int8 or fp8"),
+    ("dtype", str, "DTYPE", "bfloat16, float16 or float32; default: that of the folder"),
+    ("device", str, "DEVICE", "default: cuda if there is one, else cpu"),
+    ("max-tokens", int, "N", "of prompt and text together; default: the model's, 4096 at most"),
+)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"is {text}, expected numbers of tokens") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m deepspeed_ext.inference",
+        description="Write on from a prompt with the model of a folder; the text goes to the"
+        " standard output as it comes, what it took to the standard error.",
+    )
+    parser.add_argument(
+        "folder", metavar="FOLDER", help="has config.json and safetensors files, as Hugging Face's"
+    )
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to go on from")
+    text = "the same as numbers of tokens, such as '1 15 8'; the text is numbers then, too"
+    prompt.add_argument("--tokens", type=_numbers, metavar="NUMBERS", help=text)
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="where it ends; may be repeated"
+    )
+    for title, some in (("sampling", _SAMPLING), ("loading", _LOADING)):
+        group = parser.add_argument_group(title)
+        for name, kind, meta, text in some:
+            group.add_argument(f"--{name}", type=kind, metavar=meta, help=text)
+    return parser
+
+
+@program
+def main(arguments: list[str] | None = None) -> int:
+    """Do what the command line asks for and return the exit status."""
+    options = _parser().parse_args(arguments)
+
+    def given(some: tuple[tuple[str, Any, str, str], ...]) -> dict[str, Any]:
+        values = {name: getattr(options, name.replace("-", "_")) for name, *_ in some}
+        return {name.replace("-", "_"): v for name, v in values.items() if v is not None}
+
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a model may write anything
+    try:
+        engine = init_inference(options.folder, max_batch=1, progress=True, **given(_LOADING))
+        with engine:
+            prompt = [options.tokens] if options.prompt is None else options.prompt
+            _write(engine, prompt, tuple(options.stop), given(_SAMPLING))
+    except BrokenPipeError:
+        raise
+    except (ValueError, TypeError, OSError, MemoryError, RuntimeError, BuildError) as error:
+        print(f"inference: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninference: stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _write(
+    engine: InferenceEngine, prompt: Any, stop: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    """Print what follows the prompt, piece by piece, and then how fast it came."""
+    is_text = isinstance(prompt, str)
+    with engine.generate(prompt, stream=True, stop=stop, **options) as stream:
+        count, first, first_count, last = 0, 0.0, 0, 0.0
+        for piece in stream:
+            print(_shown(piece, is_text), end="", flush=True)
+            last = time.perf_counter()
+            count += len(piece.tokens)
+            if not first_count:
+                first, first_count = last, count
+        print(flush=True)
+    text = f"{count} token{'' if count == 1 else 's'}"
+    if count > first_count:
+        seconds = (last - first) / (count - first_count)
+        tokenizer = engine.tokenizer if is_text else None
+        before = len(prompt[0] if tokenizer is None else tokenizer.encode(prompt))
+        text += f", {1 / seconds:.4g} a second{_share(engine, before + count / 2, seconds)}"
+    print(text, file=sys.stderr)
+
+
+def _shown(piece: Piece, is_text: bool) -> str:
+    return piece.text if is_text else "".join(f"{token} " for token in piece.tokens)
+
+
+def _share(engine: InferenceEngine, length: float, seconds: float) -> str:
+    """Say how near a token was to the time that reading takes."""
+    speed = memory_speed(engine.device)
+    if speed is None:
+        return ""
+    nbytes = bytes_per_token(engine.decoder, engine.cache, length)
+    return (
+        f": {nbytes / speed / seconds:.0%} of the limit, {nbytes / 1e9:.3g} GB to read for each at"
+        f" {speed / 1e9:.4g} GB/s"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

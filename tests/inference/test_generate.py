@@ -1,0 +1,254 @@
+"""What `generate` takes, refuses and returns: prompts, options, text, streams, cancelling."""
+
+import gc
+import random
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from deepspeed_ext.inference.requests import Completion
+from deepspeed_ext.inference.sampling import SamplingOptions
+
+
+def with_text(**options: Any) -> Any:
+    return tiny.engine(tokenizer=tiny.Bytes(), **options)
+
+
+def check_all_is_free(engine: Any) -> None:
+    engine._sweep()
+    assert engine._scheduler.free_slots == engine.max_batch
+    assert engine.cache.free_pages == engine._scheduler._pages
+
+
+def test_prompts_may_have_many_forms() -> None:
+    engine = with_text()
+    ids = tiny.Bytes().encode("Hello")
+    expected = engine.generate([ids], max_new_tokens=5)[0].tokens
+    assert len(expected) == 5
+    for one in ("Hello", ids, tuple(ids), torch.tensor(ids), torch.tensor(ids, dtype=torch.uint8)):
+        for prompts in (one, [one]):
+            found = engine.generate(prompts, max_new_tokens=5)
+            assert [each.tokens for each in found] == [expected], one
+    found = engine.generate([ids, "Hello", torch.tensor(ids)], max_new_tokens=5)
+    assert [each.tokens for each in found] == [expected] * 3
+    assert [each.prompt for each in found] == [0, 1, 2]
+    both = engine.generate(torch.tensor([ids, ids]), max_new_tokens=5)
+    assert [each.tokens for each in both] == [expected] * 2
+    assert engine.generate([], max_new_tokens=5) == []
+
+
+def test_what_a_completion_has() -> None:
+    engine = with_text()
+    options = SamplingOptions(max_new_tokens=6, temperature=1.0, seed=3, logprobs=2)
+    one = engine.generate("Hello", options)[0]
+    assert one.text == str(one) == tiny.Bytes().decode(one.tokens)
+    assert one.finish_reason == "length" and one.stop is None and one.seed == 3
+    assert len(one.logprobs) == len(one.top_logprobs) == 6
+    for token, logprob, top in zip(one.tokens, one.logprobs, one.top_logprobs, strict=True):
+        assert len(top) == 2 and top[0][1] >= top[1][1] and top[0][1] >= logprob
+        assert dict(top).get(token, logprob) == logprob <= 0
+    bare = engine.generate("Hello", options, logprobs=None)[0]
+    assert bare.logprobs is None and bare.top_logprobs is None and bare.tokens == one.tokens
+    chosen = engine.generate("Hello", options, logprobs=0)[0]
+    assert chosen.logprobs == one.logprobs and chosen.top_logprobs is None
+    assert tiny.engine().generate([1], max_new_tokens=1)[0].text is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokens_are_an_empty_completion(stream: bool) -> None:
+    engine = with_text()
+    found = engine.generate(["Hello", "you"], max_new_tokens=0, stream=stream)
+    if stream:
+        assert list(found) == []
+        found = found.completions()
+    for i, one in enumerate(found):
+        assert one == Completion([], "", "length", None, None, None, i, 0, one.seed)
+    mixed = [SamplingOptions(max_new_tokens=n) for n in (0, 3, 0)]
+    assert [len(each.tokens) for each in engine.generate([[1]] * 3, mixed)] == [0, 3, 0]
+
+
+def test_options_for_each_prompt() -> None:
+    engine = tiny.engine()
+    some = [SamplingOptions(max_new_tokens=n, temperature=1.0) for n in (2, 5)]
+    found = engine.generate([[1], [1]], some, seed=4)
+    assert [len(each.tokens) for each in found] == [2, 5]
+    assert found[1].tokens[:2] == found[0].tokens
+    with pytest.raises(ValueError) as error:
+        engine.generate([[1]], some)
+    assert str(error.value) == "generate: options have length 2, expected 1"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "kind", "text"),
+    [
+        ([[1], []], {}, ValueError, "prompt 1 is empty, expected at least one token"),
+        ("", {}, ValueError, "prompt 0 is empty, expected at least one token"),
+        ([[1], [96, 97]], {}, ValueError, "prompt 1 has token 97, expected 0 to 96"),
+        ([[5, -1]], {}, ValueError, "prompt 0 has token -1, expected 0 to 96"),
+        ([[1], 5], {}, TypeError, "prompt 1 is 5, expected text, or numbers of tokens"),
+        ([[1.5]], {}, TypeError, "prompt 0 is [1.5], expected text, or numbers of tokens"),
+        ([1.5], {}, TypeError, "prompt 0 is [1.5], expected text, or numbers of tokens"),
+        ([1], dict(temprature=1), TypeError, "option is temprature, expected one of max_new_"),
+        ([1], dict(top_p=2), ValueError, "top_p is 2, expected over 0, and 1 at most"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    prompts: Any, options: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    engine = with_text()
+    with pytest.raises(kind) as error:
+        engine.generate(prompts, **options)
+    assert str(error.value).startswith(f"generate: {text}")
+    check_all_is_free(engine)
+
+
+def test_text_takes_a_tokenizer() -> None:
+    engine = tiny.engine()
+    with pytest.raises(ValueError) as error:
+        engine.generate("Hello")
+    assert str(error.value) == (
+        "generate: prompt 0 is text, expected numbers of tokens, as the engine has no tokenizer"
+    )
+    with pytest.raises(ValueError) as error:
+        engine.generate([1], stop="x")
+    assert str(error.value) == (
+        "generate: stop is ('x',), expected none, as the engine has no tokenizer"
+    )
+
+
+def test_stop_tokens_end_a_completion() -> None:
+    tokens = tiny.engine().generate([1, 2], max_new_tokens=30)[0].tokens
+    engine = tiny.engine(stop_tokens=[tokens[9]])
+    at = tokens.index(tokens[9])
+    found = engine.generate([1, 2], max_new_tokens=30)[0]
+    assert (found.tokens, found.finish_reason, found.stop) == (tokens[:at], "stop", tokens[9])
+    assert engine.generate([1, 2], max_new_tokens=30, stop_tokens=())[0].tokens == tokens
+    other = engine.generate([1, 2], max_new_tokens=30, stop_tokens=[tokens[4], tokens[0]])[0]
+    assert (other.tokens, other.stop) == ([], tokens[0])
+    last = engine.generate([1, 2], max_new_tokens=at + 1)[0]
+    assert (last.tokens, last.finish_reason) == (tokens[:at], "stop")
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_stop_strings_end_a_completion(ahead: bool) -> None:
+    """Across tokens, which are bytes here; cut off of the text, but not of the tokens."""
+    engine = with_text()
+    engine._scheduler._ahead = ahead
+    whole = engine.generate("Hello", max_new_tokens=40)[0]
+    for begin, width in ((10, 1), (12, 3), (0, 2), (39, 1), (35, 5)):
+        stop = whole.text[begin : begin + width]
+        at = whole.text.index(stop)
+        found = engine.generate("Hello", max_new_tokens=40, stop=[stop, "nowhere at all"])[0]
+        assert (found.text, found.finish_reason, found.stop) == (whole.text[:at], "stop", stop)
+        assert found.tokens == whole.tokens[: at + len(stop)]
+        with engine.generate("Hello", max_new_tokens=40, stop=stop, stream=True) as stream:
+            assert "".join(piece.text for piece in stream) == found.text
+            assert stream.completions()[0].text == found.text
+    check_all_is_free(engine)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_pieces_are_the_completions(ahead: bool) -> None:
+    for engine in (with_text(), tiny.engine()):
+        engine._scheduler._ahead = ahead
+        prompts = [[i, i + 1] for i in range(5)]
+        options = dict(max_new_tokens=30, temperature=1.0, seed=1, n=3)
+        expected = engine.generate(prompts, **options)
+        stream = engine.generate(prompts, stream=True, **options)
+        tokens: dict[tuple[int, int], list[int]] = {}
+        texts: dict[tuple[int, int], str] = {}
+        with pytest.raises(RuntimeError, match="stream: completions are not done, expected all"):
+            stream.completions()
+        for piece in stream:
+            key = piece.prompt, piece.sample
+            tokens[key] = tokens.get(key, []) + piece.tokens
+            texts[key] = texts.get(key, "") + str(piece)
+        assert stream.completions() == expected
+        for each in expected:
+            assert tokens[each.prompt, each.sample] == each.tokens
+            assert texts[each.prompt, each.sample] == (each.text or "")
+        check_all_is_free(engine)
+
+
+def test_the_first_piece_comes_before_the_last_token_is_made() -> None:
+    engine = tiny.engine()
+    stream = engine.generate([1, 2], max_new_tokens=100, stream=True)
+    assert len(next(stream).tokens) == 1
+    assert engine.cache.length(next(iter(engine._scheduler._active))) == 2
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("how", ["close", "forget", "cancel", "with"])
+def test_what_is_cancelled_makes_room(how: str, ahead: bool) -> None:
+    engine = tiny.engine(max_batch=2)
+    engine._scheduler._ahead = ahead
+    expected = [each.tokens for each in engine.generate([[1], [2], [3], [4]], max_new_tokens=40)]
+    other = engine.generate([[3], [4]], max_new_tokens=40, stream=True)
+    stream = engine.generate([[1], [2], [1]], max_new_tokens=40, stream=True)
+    if how == "with":
+        with stream:
+            next(stream)
+    for _ in range(random.Random(0).randrange(3, 9)):
+        next(stream, None)
+    if how == "close":
+        stream.close()
+    elif how == "forget":
+        del stream
+        gc.collect()
+    elif how == "cancel":
+        for i in range(3):
+            stream.cancel(i)
+        list(stream)
+        for i, each in enumerate(stream.completions()):
+            assert each.finish_reason in ("cancelled", "length")
+            assert each.tokens == expected[i % 2][: len(each.tokens)]
+    assert [each.tokens for each in list(other) and other.completions()] == expected[2:]
+    check_all_is_free(engine)
+
+
+def test_one_of_several_is_cancelled() -> None:
+    engine = tiny.engine()
+    expected = engine.generate([[1], [2], [3]], max_new_tokens=20, seed=0)
+    stream = engine.generate([[1], [2], [3]], max_new_tokens=20, seed=0, stream=True)
+    for _ in range(9):
+        next(stream)
+    stream.cancel(1)
+    list(stream)
+    found = stream.completions()
+    assert found[0] == expected[0] and found[2] == expected[2]
+    assert found[1].finish_reason == "cancelled"
+    assert 0 < len(found[1].tokens) < 20
+
+
+def test_nothing_is_drawn_unless_asked(capfd: pytest.CaptureFixture[str]) -> None:
+    engine = tiny.engine()
+    engine.generate([[1], [2]], max_new_tokens=5)
+    engine.generate([[1], [2]], max_new_tokens=5, progress=True)  # no terminal
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+    import sys
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    tiny.engine().generate([[1], [2]], max_new_tokens=5, progress=True)
+    assert "10/10" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+
+
+def test_positions_that_a_model_has_not_are_refused() -> None:
+    import dataclasses
+
+    of = tiny.decoder()
+    of.of = dataclasses.replace(of.of, position="learned", context=128)
+    with pytest.raises(ValueError) as error:
+        tiny.engine(of=of, max_tokens=129)
+    assert str(error.value) == (
+        "inference: max_tokens is 129, expected at most 128, as the model has no more positions"
+    )
