@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from deepspeed_ext import init_inference
 from deepspeed_ext.examples.options import UserError
 from deepspeed_ext.examples.text import sources
-from deepspeed_ext.inference import EncoderEngine
+from deepspeed_ext.inference import EncoderEngine, init_inference
 from deepspeed_ext.op_builder import BuildError, program
 
 _BATCH = 64  # texts that are encoded together

@@ -127,7 +127,7 @@ def test_slopes_for_heads_that_are_no_power_of_two() -> None:
 _LLAMA = OLDER["llama-oldest"]
 _YARN = dict(rope_type="yarn", factor=2.0)
 _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no family": (dict(model_type="mamba"), "model_type is 'mamba', expected one of bloom, gem"),
+    "no family": (dict(model_type="mamba"), "model_type is 'mamba', expected one of bert, bloom, "),
     "a size that is missing": (
         dict(hidden_size=None),
         "config has no 'hidden_size', expected it for model_type 'llama'",
