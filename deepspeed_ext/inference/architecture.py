@@ -264,8 +264,7 @@ def _check_use_of_names(policy: Policy, norm_place: str, parallel: bool) -> None
             )
     if policy.causal and policy.position_padding is not None:
         raise ValueError(
-            "init_inference: the table has position_padding, expected none of a decoder, which"
-            " counts all tokens"
+            "init_inference: the table has position_padding, expected none of a decoder"
         )
 
 

@@ -261,7 +261,7 @@ def test_tables_that_ask_for_what_there_is_not() -> None:
     headless = replace(LLAMA, names=replace(LLAMA.names, head=None))
     refuse(_LLAMA, headless, "the table has no name for head, expected one of a decoder")
     padded = replace(LLAMA, position_padding=1)
-    refuse(_LLAMA, padded, "the table has position_padding, expected none of a decoder, which")
+    refuse(_LLAMA, padded, "the table has position_padding, expected none of a decoder")
     for name in ("token_types", "pooler", "attention_post_norm", "mlp_post_norm"):
         unused = replace(LLAMA, names=replace(LLAMA.names, **{name: "some"}))
         text = (
