@@ -53,9 +53,11 @@ def engine_of(model: GPT, *, max_tokens: int, quantize: str | None = None) -> In
         max_tokens: of a text.
         quantize: as of ``init_inference``.
     """
-    return init_inference(
+    engine = init_inference(
         model, policy=TABLE, max_batch=1, max_tokens=max_tokens, quantize=quantize
     )
+    assert isinstance(engine, InferenceEngine)  # as the table is of no encoder
+    return engine
 
 
 def write_on(
