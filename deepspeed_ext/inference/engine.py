@@ -175,7 +175,7 @@ class InferenceEngine:
         some, call = self._numbers(prompts), Call()
         wanted = self._options(options, changes, len(some))
         self._ask(call, some, wanted, stream)
-        running = Stream(call, self._advance, self._sweep)
+        running = Stream(call, self._advance, self._scheduler.cancel, self._sweep)
         if stream:
             self._scheduler.submit(call.requests)
             return running

@@ -93,7 +93,7 @@ class Call:
 
 @dataclass(eq=False)
 class Request:
-    """One completion on its way; only the scheduler changes it, but for `cancelled`.
+    """One completion on its way; only the scheduler changes it.
 
     Args:
         call: that it is part of.
@@ -127,7 +127,6 @@ class Request:
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
     error: Exception | None = None
-    cancelled: bool = False
 
     def __post_init__(self) -> None:
         self.call.requests.append(self)

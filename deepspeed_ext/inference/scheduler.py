@@ -31,7 +31,8 @@ class _Batch:
 
 
 class Scheduler:
-    """Lets requests flow through slots. One thread at a time may call it, but for `submit`.
+    """Lets requests flow through slots. One thread at a time may call it, but for `submit` and
+    `cancel`, which anybody may call at any moment.
 
     Args:
         steps: computes.
@@ -48,6 +49,7 @@ class Scheduler:
         self._slots, self._pages = slots, pages
         self._pad_to = PAGE if steps.pads else 1
         self._incoming: deque[Request] = deque()  # anybody may add to it
+        self._unwanted: deque[Request] = deque()  # likewise
         self._waiting: deque[Request] = deque()
         self._is_whole = True  # but for a step that was interrupted
         self._begin()
@@ -84,6 +86,10 @@ class Scheduler:
     def submit(self, requests: Iterable[Request]) -> None:
         """Let requests take part from the next step on, in their order."""
         self._incoming.extend(request for request in requests if not request.is_done)
+
+    def cancel(self, request: Request) -> None:
+        """Let a request end as it is, as soon as there is time for it: at `sweep`."""
+        self._unwanted.append(request)
 
     @property
     def free_slots(self) -> int:
@@ -124,13 +130,16 @@ class Scheduler:
             self._incoming.popleft()
         if not was_whole:
             self._give_up()
-        for request in [each for each in self._active.values() if each.cancelled]:
-            request.cancel()
-            self._release(request)
-        if any(request.cancelled for request in self._waiting):
-            for request in self._waiting:
-                if request.cancelled:
-                    request.cancel()
+        is_one_waiting = False
+        while self._unwanted:
+            request = self._unwanted.popleft()
+            if not request.is_done:
+                request.cancel()
+                if self._active.get(request.slot) is request:
+                    self._release(request)
+                else:
+                    is_one_waiting = True
+        if is_one_waiting:
             self._waiting = deque(each for each in self._waiting if not each.is_done)
         self._is_whole = True
 

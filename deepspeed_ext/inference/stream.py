@@ -34,6 +34,7 @@ class Stream(Iterator[Piece]):
     Args:
         call: its requests.
         advance: lets the engine compute a step, unless what it is given is true by then.
+        cancel: notes that a request is to end as it is.
         sweep: lets the engine take back what was cancelled.
     """
 
@@ -41,9 +42,10 @@ class Stream(Iterator[Piece]):
         self,
         call: Call,
         advance: Callable[[Callable[[], bool]], None],
+        cancel: Callable[[Request], None],
         sweep: Callable[[], None],
     ) -> None:
-        self._call, self._advance, self._sweep = call, advance, sweep
+        self._call, self._advance, self._cancel, self._sweep = call, advance, cancel, sweep
         self._is_closed = False
         self._held: dict[Request, list[int]] = {}  # tokens whose text is not sure yet
 
@@ -108,17 +110,18 @@ class Stream(Iterator[Piece]):
 
     def cancel(self, which: int) -> None:
         """End one of the completions as it is, from any thread; the others go on."""
-        self._call.requests[which].cancelled = True
+        self._cancel(self._call.requests[which])
 
     def close(self) -> None:
         """End all as they are; their slots are free then, and there are no more pieces."""
         self._is_closed = True
-        self._flag()
+        self._cancel_all()
         self._sweep()
 
-    def _flag(self) -> None:
-        for request in self._call.requests:
-            request.cancelled = True
+    def _cancel_all(self) -> None:
+        if self._call.open > 0:
+            for request in self._call.requests:
+                self._cancel(request)
 
     def __enter__(self) -> "Stream":
         return self
@@ -132,4 +135,4 @@ class Stream(Iterator[Piece]):
         self.close()
 
     def __del__(self) -> None:
-        self._flag()  # no more, as this may run within a step, or in any thread
+        self._cancel_all()  # no more, as this may run within a step, or in any thread
