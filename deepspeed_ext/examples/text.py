@@ -63,7 +63,7 @@ def standard_library(context: int) -> Text:
     folder = Path(sysconfig.get_path("stdlib"))
     parts = (bytearray(), bytearray())
     files = 0
-    for files, path in enumerate(_sources(folder), start=1):
+    for files, path in enumerate(sources(folder), start=1):
         parts[files % _VALIDATION_EVERY == 0].extend(encode(path.read_bytes()))
         if sum(map(len, parts)) > _MAX_BYTES:
             break
@@ -76,7 +76,8 @@ def standard_library(context: int) -> Text:
     return Text(training, validation, files, digest)
 
 
-def _sources(folder: Path) -> Iterator[Path]:
+def sources(folder: Path) -> Iterator[Path]:
+    """Yield the files of the standard library in a folder, in the order of their paths."""
     for inside, folders, names in os.walk(folder):
         folders[:] = sorted(set(folders) - _SKIPPED_FOLDERS)  # os.walk goes where this says
         for name in sorted(names):

@@ -47,6 +47,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "apply_residual_connection_post_layernorm": (False,),
+    "use_parallel_residual": (False,),
+    "parallel_attn": (False,),
+    "alibi": (False,),
+    "rope_interleave": (False,),
+    "attn_temperature_tuning": (False,),
+    "num_kv_shared_layers": (0,),
+    "is_causal": (True,),
     "use_bidirectional_attention": (False,),
     "add_cross_attention": (False,),
     "is_encoder_decoder": (False,),
@@ -54,6 +61,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (0,),
     "n_routed_experts": (0,),
 }
+_NOT_OF_DECODERS = ("token_types", "pooler")
+_NOT_OF_ENCODERS = ("head", "final_norm", "project_in", "project_out", "q_norm", "k_norm")
 _LISTS = ("layer_types", "no_rope_layers")  # of which each item counts
 
 
@@ -230,26 +239,34 @@ def _check_expected(policy: Policy, config: Config) -> None:
 
 
 def _check_use_of_names(policy: Policy, norm_place: str, parallel: bool) -> None:
-    """Refuse a table with names of what the blocks of a decoder would not use.
+    """Refuse a table with names of what its blocks would not use.
 
     A name that a table has not is no danger: the tensor is left over.
     """
-    if not policy.causal:
-        return
-    if parallel and norm_place != "before":
+    if policy.causal and parallel and norm_place != "before":
         raise ValueError(
             f"init_inference: norm_place is {norm_place!r}, expected 'before' where parallel is"
             " True"
         )
-    unused = ["token_types"]
+    if policy.causal and policy.names.head is None:
+        raise ValueError(
+            "init_inference: the table has no name for head, expected one of a decoder"
+        )
+    unused: tuple[str, ...] = _NOT_OF_DECODERS if policy.causal else _NOT_OF_ENCODERS
     if norm_place != "both":
-        unused += ["attention_post_norm", "mlp_post_norm"]
+        unused += ("attention_post_norm", "mlp_post_norm")
+    kind = "a decoder" if policy.causal else "an encoder"
     for name in unused:
         if getattr(policy.names, name) is not None:
             raise ValueError(
-                f"init_inference: the table has a name for {name}, expected none of a decoder with"
+                f"init_inference: the table has a name for {name}, expected none of {kind} with"
                 f" norm_place {norm_place!r}"
             )
+    if policy.causal and policy.position_padding is not None:
+        raise ValueError(
+            "init_inference: the table has position_padding, expected none of a decoder, which"
+            " counts all tokens"
+        )
 
 
 def _check_size(name: str, value: Any, most: int = _LARGEST) -> None:

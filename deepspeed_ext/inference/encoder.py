@@ -164,26 +164,17 @@ def _linear(
 
 
 def _check(of: Architecture, weights: Weights) -> None:
-    """Refuse what no encoder of this form does."""
-    wanted = {
+    """Refuse what encoders do not do."""
+    only: dict[str, tuple[object, object]] = {
         "norm_place": (of.norm_place, "after"),
+        "position": (of.position, "none" if weights.positions is None else "learned"),
         "parallel": (of.parallel, False),
         "softcap": (of.softcap, 0.0),
         "embedding_scale": (of.embedding_scale, 1.0),
         "windows": (max(of.windows), 0),
     }
-    for name, (value, only) in wanted.items():
-        if value != only:
+    for name, (value, wanted) in only.items():
+        if value != wanted:
             raise ValueError(
-                f"init_inference: {name} is {value!r}, expected {only!r} of an encoder"
+                f"init_inference: {name} is {value!r}, expected {wanted!r} of an encoder"
             )
-    if of.position not in ("learned", "none"):
-        raise ValueError(
-            f"init_inference: position is {of.position!r}, expected 'learned' or 'none' of an"
-            " encoder"
-        )
-    if (of.position == "learned") != (weights.positions is not None):
-        raise ValueError(
-            f"init_inference: position is {of.position!r}, expected 'learned' with a name for"
-            " positions, and 'none' without"
-        )

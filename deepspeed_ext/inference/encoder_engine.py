@@ -67,15 +67,13 @@ class EncoderEngine:
         """
         encoder = self.encoder
         batch = batch_of(input_ids, attention_mask, token_type_ids, encoder.limits)
-        hidden, dtype = encoder.of.hidden, encoder.weights.embedding.dtype
-        states = torch.zeros(
-            batch.shape[0] * batch.shape[1], hidden, dtype=dtype, device=self.device
-        )
+        hidden, embedding = encoder.of.hidden, encoder.weights.embedding
+        states = embedding.new_zeros(batch.shape[0] * batch.shape[1], hidden)
         with torch.autocast(self.device.type, enabled=False):  # the engine has a dtype of its own
             for part in batch.parts(TOKENS, self.device):
                 states[part.places] = encoder.hidden(part)
             pooled = self._pooled(states, batch.firsts.to(self.device))
-        return Encoded(states.view(*batch.shape, encoder.of.hidden), pooled)
+        return Encoded(states.view(*batch.shape, hidden), pooled)
 
     def _pooled(self, states: Tensor, firsts: Tensor) -> Tensor | None:
         has_some = (firsts >= 0).unsqueeze(1)

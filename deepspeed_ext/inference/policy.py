@@ -196,8 +196,9 @@ class Policy:
             norm of its own reads what the other reads.
         position: "rotary", "learned", "alibi" or "none".
         position_offset: of the rows of learned positions.
-        position_padding: number of a token that takes no position, or None: positions are counted
-            without it, from the row after the one of this number, which is its own.
+        position_padding: of an encoder, number of a token that takes no position, or None:
+            positions are counted without it, from the row after the one of this number, which is
+            its own.
         interleaved: whether a rotary pair is two neighbours.
         rope_base: of rotary frequencies.
         rope_local_base: of those of layers with windows, which are not scaled for long contexts;

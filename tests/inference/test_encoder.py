@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from encoder_cases import LENGTHS, gated_encoder, make, texts
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,53 +24,13 @@ from deepspeed_ext.ops import PackedWeight, pack_weight, quantize, unpack_weight
 _NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=_NEEDS_GPU)])
 FAMILIES = pytest.mark.parametrize("family", ["bert", "roberta"])
-VOCABULARY, PLACES = 97, 80
-LENGTHS = (33, 7, 1, 33, 20, 0, 40, 2)
-
-
-def make(family: str, kind: str = "Model", **options: Any) -> Any:
-    """Return a model with random weights, biases and norms, in float32."""
-    import transformers
-
-    sizes = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=PLACES,
-    )
-    config = transformers.AutoConfig.for_model(family, **{**sizes, **options})
-    torch.manual_seed(0)
-    model = getattr(transformers, f"Auto{kind}").from_config(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "LayerNorm.weight" in name else 0.0, 0.15)
-    return model
-
-
-def texts(model: Any, side: str = "right", seed: int = 1) -> dict[str, Tensor]:
-    """Return texts of LENGTHS, padded on a side, or with "holes" in them."""
-    random = torch.Generator().manual_seed(seed)
-    shape = len(LENGTHS), max(LENGTHS)
-    ids = torch.randint(5, VOCABULARY, shape, generator=random)
-    places = torch.arange(shape[1]).expand(shape)
-    if side == "holes":
-        places = torch.rand(shape, generator=random).argsort(1)
-    elif side == "left":
-        places = places.flip(1)
-    mask = (places < torch.tensor(LENGTHS).unsqueeze(1)).long()
-    ids[mask == 0] = model.config.pad_token_id
-    kinds = torch.randint(model.config.type_vocab_size, shape, generator=random)
-    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": kinds}
 
 
 @torch.no_grad()
 def states_of(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
     """Return what goes into each layer of transformers' model and out of the last, in float64.
 
-    Texts without tokens are left out, as they are not defined there, and tokens that do not count
-    are 0.
+    Tokens that do not count are 0.
     """
     found = model(**batch, output_hidden_states=True).hidden_states
     return [states.double() * batch["attention_mask"].unsqueeze(-1) for states in found]
@@ -225,6 +186,46 @@ def test_batches_are_cut_into_parts(device: str, monkeypatch: pytest.MonkeyPatch
     assert furthest(got, want) < 1e-5
 
 
+class Configured(torch.nn.Module):
+    """Tensors under their names, and a configuration."""
+
+    def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.config, self._tensors = config, tensors
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        return self._tensors
+
+
+@ON_BOTH
+@pytest.mark.parametrize("keys", [4, 2])
+def test_other_choices_than_those_of_bert(keys: int, device: str) -> None:
+    """A gate, norms without a mean, no positions, no biases, and heads that share keys."""
+    policy, config, tensors = gated_encoder(4, keys)
+    engine = init_inference(Configured(config, tensors), policy=policy, device=device)
+    ids = torch.arange(1, 15).view(2, 7)
+    w = {name.removeprefix("encoder.layer.0."): each.double() for name, each in tensors.items()}
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"]
+
+    def heads(x: Tensor, name: str) -> Tensor:
+        found = (x @ w[f"attention.self.{name}.weight"].t()).unflatten(-1, (-1, 16)).transpose(1, 2)
+        return found.repeat_interleave(4 // found.shape[1], 1)
+
+    x = norm(w["embeddings.word_embeddings.weight"][ids], "embeddings.LayerNorm")
+    q, k, v = (heads(x, name) for name in ("query", "key", "value"))
+    mixed = ((q @ k.transpose(2, 3) / 4).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    x = norm(x + mixed @ w["attention.output.dense.weight"].t(), "attention.output.LayerNorm")
+    wide = torch.nn.functional.silu(x @ w["gate.weight"].t()) * (
+        x @ w["intermediate.dense.weight"].t()
+    )
+    want = norm(x + wide @ w["output.dense.weight"].t(), "output.LayerNorm")
+    got = engine(ids).last_hidden_state.cpu().double()
+    many = engine(ids.repeat(9, 1)).last_hidden_state.cpu().double()  # for other multiplications
+    assert furthest(got, want) < 1e-5 and furthest(many, want.repeat(9, 1, 1)) < 1e-5
+
+
 @ON_BOTH
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
 def test_nothing_is_a_batch(shape: tuple[int, int], device: str) -> None:
@@ -322,77 +323,3 @@ def test_engines_stand_alone() -> None:
     head = torch.nn.Linear(64, 2)
     head(engine(**batch).last_hidden_state).sum().backward()
     assert head.weight.grad is not None
-
-
-IDS = torch.ones(2, 3, dtype=torch.int64)
-WRONG: tuple[tuple[tuple[Any, ...], str], ...] = (
-    ((IDS[0],), "EncoderEngine: input_ids has shape [3], expected (texts, tokens)"),
-    ((IDS.float(),), "EncoderEngine: input_ids has dtype torch.float32, expected int64 or int32"),
-    ((IDS * 97,), "EncoderEngine: input_ids has 97, expected 0 to 96"),
-    ((-IDS,), "EncoderEngine: input_ids has -1, expected 0 to 96"),
-    (
-        (IDS, IDS[:1]),
-        "EncoderEngine: attention_mask has shape [1, 3], expected [2, 3], that of input_ids",
-    ),
-    ((IDS, IDS * 2), "EncoderEngine: attention_mask has 2, expected 0 or 1"),
-    ((IDS, IDS * float("nan")), "EncoderEngine: attention_mask has nan, expected 0 or 1"),
-    ((IDS, None, IDS * 2), "EncoderEngine: token_type_ids has 2, expected 0 to 1"),
-    (
-        (torch.ones(1, 81, dtype=torch.int64),),
-        "EncoderEngine: input_ids has a token at position 80, expected at most 79",
-    ),
-)
-
-
-@pytest.mark.parametrize(("inputs", "text"), WRONG, ids=lambda value: str(value)[:60])
-def test_refused_inputs(inputs: tuple[Any, ...], text: str) -> None:
-    engine = init_inference(make("bert"))
-    with pytest.raises(ValueError) as caught:
-        engine(*inputs)
-    assert str(caught.value) == text
-
-
-def test_lists_are_refused() -> None:
-    with pytest.raises(TypeError) as caught:
-        init_inference(make("bert"))([[1, 2]])
-    assert str(caught.value) == "EncoderEngine: input_ids is a list, expected a tensor"
-
-
-def test_the_last_position() -> None:
-    """RoBERTa's positions begin behind the padding's; padding beyond the last one does no harm."""
-    model = make("roberta")
-    engine = init_inference(model)
-    most = PLACES - 2
-    ids = torch.ones(1, 200, dtype=torch.int64)  # 1 is the padding
-    ids[:, :most] = 9
-    want = engine(ids[:, :most]).last_hidden_state
-    got = engine(ids, (ids != 1).long()).last_hidden_state
-    assert torch.equal(got[:, :most], want) and not got[:, most:].any()
-    with pytest.raises(ValueError, match="at position 199, expected at most 77"):
-        engine(ids.clamp(min=2))
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        (dict(is_decoder=True), "is_decoder is True, expected False"),
-        (
-            dict(position_embedding_type="relative_key"),
-            "position_embedding_type is 'relative_key', expected 'absolute'",
-        ),
-    ],
-    ids=["is_decoder", "relative positions"],
-)
-def test_relatives_are_refused(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        init_inference(make("bert", **changes))
-    place = "the table of model_type 'bert' has no place for it"
-    assert str(caught.value) == f"init_inference: {text}: {place}"
-
-
-def test_an_encoder_keeps_no_keys() -> None:
-    with pytest.raises(ValueError) as caught:
-        init_inference(make("bert"), kv_dtype="int8")
-    assert str(caught.value) == (
-        "init_inference: kv_dtype is 'int8', expected None, as an encoder keeps no keys and values"
-    )
