@@ -30,7 +30,8 @@ from deepspeed_ext.inference.quantizing import (
     report_of,
     with_activations,
 )
-from deepspeed_ext.inference.room import Need, cache_bytes, check_room
+from deepspeed_ext.inference.room import Need, cache_bytes, check_room, working_bytes
+from deepspeed_ext.inference.scheduler import CHUNK
 from deepspeed_ext.inference.tokens import tokenizer_of
 from deepspeed_ext.inference.weights import Taker, Weights
 from deepspeed_ext.io import SavedTensor
@@ -235,12 +236,15 @@ class _Loading:
         reading = 0
         if source.folder is not None:
             reading = reading_bytes(source.folder.shards, self._asked)
-        cache = 0
-        if self.of.causal:
-            cache = cache_bytes(
-                self.of, settings.max_batch, self.max_tokens, self._dtype, settings.kv_dtype
-            )
-        return Need(bytes_of(weights), cache, reading)
+        if not self.of.causal:  # what it works with depends on its calls
+            return Need(bytes_of(weights), 0, reading)
+        batch, tokens = settings.max_batch, self.max_tokens
+        return Need(
+            bytes_of(weights),
+            cache_bytes(self.of, batch, tokens, self._dtype, settings.kv_dtype),
+            reading,
+            working_bytes(self.of, batch, min(tokens, CHUNK), self._dtype, quantize is not None),
+        )
 
     def _quantizers(
         self, kind: str | None, activations: str | None

@@ -10,6 +10,8 @@ from deepspeed_ext.inference.kv_cache import KVCache
 from deepspeed_ext.op_builder.toolchain import free_memory
 from deepspeed_ext.ops.transformer.paged_kv import PAGE
 
+MOST_ROWS = 64  # of a step
+_BYTES_OF_LOGIT = 24  # with what is made of it where a token is drawn
 _GIB = 1 << 30
 
 
@@ -21,16 +23,18 @@ class Need:
         weights: of all tensors, as they will be.
         cache: of keys and values.
         reading: of what lies about while weights are made; the cache comes after that.
+        working: of what a step makes and lets go.
     """
 
     weights: int
     cache: int
     reading: int = 0
+    working: int = 0
 
     @property
     def most(self) -> int:
         """Those of the moment when there are most."""
-        return self.weights + max(self.cache, self.reading)
+        return self.weights + max(self.cache + self.working, self.reading)
 
 
 def cache_bytes(
@@ -48,6 +52,25 @@ def cache_bytes(
         device="meta",
     )
     return cache.nbytes
+
+
+def working_bytes(
+    of: Architecture, max_batch: int, tokens: int, dtype: torch.dtype, is_quantized: bool
+) -> int:
+    """Return about how many bytes a step makes and lets go.
+
+    Args:
+        of: the model.
+        max_batch: of the engine.
+        tokens: of a prompt that are taken in at once.
+        dtype: of hidden states.
+        is_quantized: whether weights are made floats, one at a time, for many tokens.
+    """
+    wide = of.intermediate * (2 if of.gated else 1)
+    states = tokens * (wide + 6 * of.hidden) * dtype.itemsize
+    floats = wide * of.hidden * dtype.itemsize if is_quantized and tokens > MOST_ROWS else 0
+    choice = min(max_batch, MOST_ROWS) * of.vocabulary * _BYTES_OF_LOGIT
+    return max(states + floats, choice)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -80,21 +103,24 @@ def check_room(
         return
     whole, part = [], []
     for kind in dict.fromkeys((quantize, "int8", "int4")):
-        smaller = need if kind == quantize else need_of(kind)
-        room = free - smaller.weights
-        tokens = room * max_batch * max_tokens // max(smaller.cache, 1)
-        if smaller.most <= free:
+        other = need if kind == quantize else need_of(kind)
+        room = free - other.weights - other.working
+        pages = room * max_batch * max_tokens // max(other.cache, 1) // PAGE
+        if other.most <= free:
             whole.append(f"quantize={kind!r}")
-        elif smaller.reading <= room and tokens >= PAGE:
-            part.append(f"quantize={kind!r} with max_batch x max_tokens of {tokens // PAGE * PAGE}")
+        elif other.weights + other.reading <= free and pages > 0:
+            batch = min(max_batch, pages)
+            tokens = pages // batch * PAGE
+            part.append(f"quantize={kind!r} with max_batch={batch} and max_tokens={tokens}")
     fits = " or ".join(part[:1] + whole[:1])
     raise MemoryError(
         f"init_inference: {device} has {_shown(free)} free, expected {_shown(need.most)}:"
-        f" {_shown(need.weights)} of weights, and {_shown(need.cache)} of keys and values for"
-        f" max_batch {max_batch} x max_tokens {max_tokens}; "
-        + (f"what fits is {fits}" if fits else f"not even weights in {kind} fit")
+        f" {_shown(need.weights)} of weights, {_shown(need.cache)} of keys and values for"
+        f" max_batch {max_batch} x max_tokens {max_tokens}, and {_shown(need.working)} to work"
+        f" with; "
+        + (f"what fits is {fits}" if fits else f"nothing fits, not even quantize={kind!r}")
     )
 
 
 def _shown(count: int) -> str:
-    return f"{count / _GIB:.2f} GiB" if count >= _GIB // 100 else f"{count / (1 << 20):.2f} MiB"
+    return f"{count / _GIB:.2f} GiB" if count >= _GIB else f"{count / (1 << 20):.1f} MiB"

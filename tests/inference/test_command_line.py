@@ -110,7 +110,7 @@ def test_no_room(
     with monkeypatch.context() as patch:
         patch.setattr(room, "free_bytes", lambda device: 1000)
         assert command_line.main([str(folder), "--prompt", "abc"]) == 2
-    assert "not even weights in int4 fit" in capsys.readouterr().err
+    assert "; nothing fits, not even quantize='int4'" in capsys.readouterr().err
     monkeypatch.setattr("deepspeed_ext.inference.speed.free_bytes", lambda device: 1000)
     assert command_line.main([str(folder), "--prompt", "abc", "--max-new-tokens", "3"]) == 0
     assert re.fullmatch(r"3 tokens, \S+ a second\n", capsys.readouterr().err)

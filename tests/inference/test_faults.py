@@ -1,6 +1,8 @@
 """Folders and modules that are not what they should be: one sentence for each, before reading."""
 
+import ast
 import json
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -302,31 +304,50 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-GIB = 1 << 30
-
-
 @pytest.mark.parametrize(
-    ("free", "options", "fits"),
+    ("mib", "options", "fits"),
     [
-        (0.2, {}, "what fits is quantize=None with max_batch x max_tokens of"),
-        (0.04, {}, "what fits is quantize='int4' with max_batch x max_tokens of"),
-        (0.1, {"max_batch": 1, "max_tokens": 64}, "what fits is quantize='int8'"),
-        (0.01, {}, "; not even weights in int4 fit"),
+        (200, {}, r"quantize=None with max_batch=8 and max_tokens=\d+$"),
+        (350, {"max_tokens": 2048}, r"quantize=None with .* or quantize='int8'$"),
+        (46, {}, r"quantize='int4' with max_batch=\d and max_tokens=64$"),
+        (85, {"max_batch": 1, "max_tokens": 64}, r"quantize='int8'$"),
     ],
 )
 def test_says_what_has_room(
-    free: float,
+    mib: int,
     options: dict[str, Any],
     fits: str,
     unread: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Before anything is read; and what it says is true; much more has no room."""
     sizes = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=8, vocab_size=17)
     config = {**tiny_folder.CONFIG, **sizes, "max_position_embeddings": 4096}
     tiny_folder.write(tmp_path, config)
-    monkeypatch.setattr(room, "free_bytes", lambda device: int(free * GIB))
-    with pytest.raises(MemoryError) as caught:
+    monkeypatch.setattr(room, "free_bytes", lambda device: mib << 20)
+    text = (
+        r"init_inference: cpu has \S+ \SiB free, expected \S+ \SiB: \S+ \SiB of weights, \S+ \SiB"
+    )
+    with pytest.raises(
+        MemoryError, match=rf"^{text} of keys and values for max_batch .*{fits}"
+    ) as e:
         init_inference(tmp_path, **options)
-    assert fits in str(caught.value), str(caught.value)
     assert not unread
+    found = re.findall(
+        r"quantize=(\S+)(?: with max_batch=(\d+) and max_tokens=(\d+))?", str(e.value)
+    )
+    for kind, *numbers in found:
+        batch, tokens = (int(n) if n else None for n in numbers)
+        advised = {"max_batch": batch, "max_tokens": tokens, "quantize": ast.literal_eval(kind)}
+        given = options | {name: value for name, value in advised.items() if value}
+        init_inference(tmp_path, **given)
+        if tokens:
+            with pytest.raises(MemoryError):
+                init_inference(tmp_path, **given | {"max_tokens": 2 * tokens + 1024})
+
+
+def test_says_that_nothing_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "free_bytes", lambda device: 1000)
+    with pytest.raises(MemoryError, match=r"; nothing fits, not even quantize='int4'$"):
+        init_inference(tiny_folder.write(tmp_path))
