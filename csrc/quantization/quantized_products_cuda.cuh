@@ -221,7 +221,7 @@ class CodeProducts {
   // Units that are added up before they become part of the totals, at most: 128 elements.
   static constexpr int kMostUnits = kBits == 4 ? 4 : 8;
   // Blocks whose x is asked for before the first product waits for any.
-  static constexpr int kAhead = kColumnTiles > 2 ? 2 : 8;
+  static constexpr int kAhead = 8 / kColumnTiles * kBlocks;
 
   // Part by part: instructions are read from memory, too, so there are not too many of them.
   template <int kPartUnits, bool kOwnScale>

@@ -56,7 +56,7 @@ def engine_of(model: GPT, *, max_tokens: int, quantize: str | None = None) -> In
     engine = init_inference(
         model, policy=TABLE, max_batch=1, max_tokens=max_tokens, quantize=quantize
     )
-    assert isinstance(engine, InferenceEngine)  # as the table is one of a decoder
+    assert isinstance(engine, InferenceEngine)  # as the table is of no encoder
     return engine
 
 

@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         engine = init_inference(options.folder, max_batch=1, progress=True, **given(_LOADING))
         if not isinstance(engine, InferenceEngine):
-            raise ValueError(f"{options.folder} has an encoder, expected a model that writes texts")
+            raise ValueError(f"{options.folder} has an encoder, expected a model that writes text")
         with engine:
             prompt = [options.tokens] if options.prompt is None else options.prompt
             _write(engine, prompt, tuple(options.stop), given(_SAMPLING))

@@ -25,6 +25,7 @@ _ACTIVATIONS = {  # of configurations, as our ops name them
     "swish": "silu",
 }
 _LARGEST = 2**31 - 1
+_MOST = {"head_dim": 256, "layers": 10_000}  # of what kernels take; of what is gone through at once
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # What configurations of many families may say that changes the result, with the values that
     # change nothing: a table that does not read one of them cannot do without these.
@@ -46,6 +47,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "apply_residual_connection_post_layernorm": (False,),
+    "use_parallel_residual": (False,),
+    "parallel_attn": (False,),
+    "alibi": (False,),
+    "rope_interleave": (False,),
+    "attn_temperature_tuning": (False,),
+    "num_kv_shared_layers": (0,),
+    "is_causal": (True,),
     "use_bidirectional_attention": (False,),
     "add_cross_attention": (False,),
     "is_encoder_decoder": (False,),
@@ -200,7 +208,7 @@ def _sizes_of(policy: Policy, config: Config) -> dict[str, Any]:
         sizes[name] = value if sizes[name] is None else sizes[name]
     for name, value in sizes.items():
         if name != "context" or value is not None:
-            _check_size(name, value, 256 if name == "head_dim" else _LARGEST)
+            _check_size(name, value, _MOST.get(name, _LARGEST))
     if sizes["heads"] % sizes["kv_heads"]:
         raise ValueError(
             f"init_inference: heads is {sizes['heads']}, expected a multiple of kv_heads,"
@@ -240,6 +248,10 @@ def _check_use_of_names(policy: Policy, norm_place: str, parallel: bool) -> None
             f"init_inference: norm_place is {norm_place!r}, expected 'before' where parallel is"
             " True"
         )
+    if policy.causal and policy.names.head is None:
+        raise ValueError(
+            "init_inference: the table has no name for head, expected one of a decoder"
+        )
     unused: tuple[str, ...] = _NOT_OF_DECODERS if policy.causal else _NOT_OF_ENCODERS
     if norm_place != "both":
         unused += ("attention_post_norm", "mlp_post_norm")
@@ -252,7 +264,8 @@ def _check_use_of_names(policy: Policy, norm_place: str, parallel: bool) -> None
             )
     if policy.causal and policy.position_padding is not None:
         raise ValueError(
-            "init_inference: the table has position_padding, expected none of a decoder"
+            "init_inference: the table has position_padding, expected none of a decoder, which"
+            " counts all tokens"
         )
 
 

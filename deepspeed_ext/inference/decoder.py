@@ -56,8 +56,9 @@ class Decoder:
                 self._rotations.append((None, 1.0))
                 continue
             key = rotation.frequencies.numpy().tobytes()
-            on_device = frequencies.setdefault(key, rotation.frequencies.to(device))
-            self._rotations.append((on_device, rotation.scale))
+            if key not in frequencies:
+                frequencies[key] = rotation.frequencies.to(device)
+            self._rotations.append((frequencies[key], rotation.scale))
         self._slopes = (
             torch.tensor(alibi_slopes(of.heads), dtype=torch.float32, device=device)
             if of.position == "alibi"
@@ -142,9 +143,12 @@ class Decoder:
                 f"decoder: the cache has capacity {capacity}, expected at most"
                 f" {len(table) - offset}, as many as the model has positions"
             )
-        counted = n if counts is None else counts
-        begins = lengths.index_select(0, slots.clamp(min=0)) - counted + offset
-        rows = begins.unsqueeze(1) + torch.arange(n, dtype=torch.int32, device=tokens.device)
+        lengths = lengths.index_select(0, slots.clamp(min=0))
+        begins, first = (lengths, offset - n) if counts is None else (lengths - counts, offset)
+        steps: int | Tensor = first
+        if n > 1:
+            steps = torch.arange(first, first + n, dtype=torch.int32, device=tokens.device)
+        rows = begins.unsqueeze(1) + steps
         return F.embedding(rows.clamp(0, len(table) - 1), table)
 
     def _block(

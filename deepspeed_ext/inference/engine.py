@@ -112,7 +112,7 @@ class InferenceEngine:
         )
         self._turn = threading.Condition()
         self._driver: int | None = None  # the thread that computes a step
-        self._process = os.getpid()
+        self._process, self._vocabulary = os.getpid(), of.vocabulary
         self._is_open = True
 
     @overload
@@ -156,7 +156,8 @@ class InferenceEngine:
             options: for all prompts, or a sequence of them, one for each.
             stream: whether to return an iterator of pieces at once, in place of completions in the
                 end. Closing it, or letting go of it, cancels what is not done.
-            progress: whether to draw a bar of tokens on stderr, if that is a terminal.
+            progress: whether to draw a bar of tokens on stderr while all are waited for, if that
+                is a terminal.
             changes: of the options, by the names that `SamplingOptions` has.
 
         Returns:
@@ -214,7 +215,7 @@ class InferenceEngine:
             ) from None
         if not tokens:
             raise ValueError(f"generate: prompt {i} is empty, expected at least one token")
-        last = self.decoder.of.vocabulary - 1
+        last = self._vocabulary - 1
         if min(tokens) < 0 or max(tokens) > last:
             wrong = next(token for token in tokens if not 0 <= token <= last)
             raise ValueError(f"generate: prompt {i} has token {wrong}, expected 0 to {last}")
@@ -321,7 +322,7 @@ class InferenceEngine:
         try:
             self._is_open = False
             self._scheduler.close()
-            del self.decoder, self.cache, self._scheduler
+            del self.decoder, self.cache
         finally:
             self._end_turn()
 

@@ -34,6 +34,7 @@ from deepspeed_ext.inference.room import Need, cache_bytes, check_room
 from deepspeed_ext.inference.tokens import tokenizer_of
 from deepspeed_ext.inference.weights import Taker, Weights
 from deepspeed_ext.io import SavedTensor
+from deepspeed_ext.quantization.linear import QuantizedLinear
 from deepspeed_ext.quantization.report import Report
 
 _OP = "init_inference"
@@ -140,8 +141,9 @@ class _Source:
         if isinstance(model, nn.Module):
             self.config = _as_dict(getattr(model, "config", None))
             self._generation = _as_dict(getattr(model, "generation_config", {}))
+            _check_layers(model)
             self.tensors = model.state_dict()
-            _check_module(self.tensors)
+            _check_tensors(self.tensors)
         elif isinstance(model, str | os.PathLike):
             self.folder = ModelFolder(Path(model))
             self.config = self.folder.config
@@ -227,6 +229,11 @@ class _Loading:
         quantizers = self._quantizers(quantize, None)
         weights = self._take(described, quantizers, torch.device("meta"))
         self._asked = list(described.asked)
+        if settings.quantize_head is not None and weights.head is None:
+            raise ValueError(
+                f"{_OP}: quantize_head is {settings.quantize_head!r}, expected None, as the model"
+                " has no head"
+            )
         reading = 0
         if source.folder is not None:
             reading = reading_bytes(source.folder.shards, self._asked)
@@ -276,7 +283,16 @@ def _as_dict(config: Any) -> Config:
     return found
 
 
-def _check_module(tensors: Mapping[str, Tensor]) -> None:
+def _check_layers(model: nn.Module) -> None:
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            raise ValueError(
+                f"{_OP}: {name} is a QuantizedLinear, expected floats; give the model of before"
+                " quantize_model, with quantize='int4' or 'int8'"
+            )
+
+
+def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.is_meta or is_dtensor(tensor):
             what = "on meta" if tensor.is_meta else "a DTensor"
@@ -291,6 +307,8 @@ def _checked(device: torch.device | str | int | None) -> torch.device | None:
     checked = torch.device(device)
     if checked.type not in ("cpu", "cuda"):
         raise ValueError(f"{_OP}: device is {checked}, expected cpu or cuda")
-    if checked.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"{_OP}: device is {checked}, expected cpu, as torch finds no GPU")
+    count = torch.cuda.device_count() if checked.type == "cuda" else 1
+    if (checked.index or 0) >= count:
+        there = f"cuda:0 to cuda:{count - 1}" if count else "cpu, as torch finds no GPU"
+        raise ValueError(f"{_OP}: device is {checked}, expected {there}")
     return checked

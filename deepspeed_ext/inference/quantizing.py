@@ -1,5 +1,6 @@
 """What becomes of the weights of blocks when an engine is to have them in few bits."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
@@ -97,6 +98,9 @@ def report_of(weights: Weights, quantizers: Sequence[Quantizer]) -> Report:
     Args:
         weights: that have them.
         quantizers: one or more, of which the first gives its name.
+
+    Raises:
+        ValueError: a weight was not finite.
     """
     names = {
         id(linear.weight): f"layers.{i}.{name}"
@@ -109,6 +113,11 @@ def report_of(weights: Weights, quantizers: Sequence[Quantizer]) -> Report:
     before = total
     for done in (each for quantizer in quantizers for each in quantizer.done):
         largest, rms = done.errors.result()
+        if not math.isfinite(largest):
+            raise ValueError(
+                f"{_OP}: {names[id(done.weight)]} has weights that are not finite, expected"
+                " numbers, as few bits stand for nothing else"
+            )
         after = done.weight.codes.nbytes + done.weight.scales.nbytes
         layers[names[id(done.weight)]] = LayerReport(
             done.layout.shape, done.bytes_before, after, largest, rms

@@ -47,9 +47,9 @@ class SamplingOptions:
         min_p: a token is left out if its probability is below this share of that of the likeliest.
         repetition_penalty: logits of tokens that the prompt or the completion has are divided by
             it if they are positive, and multiplied by it if they are negative; 1 for nothing.
-        stop: strings of which the first one that a completion has ends it, and is cut off.
-        stop_tokens: tokens that end a completion, of which they are no part; None for those that
-            the engine's tokenizer names, () for none.
+        stop: strings, or one, of which the first that a completion has ends it, and is cut off.
+        stop_tokens: tokens, or one, that end a completion, of which they are no part; None for
+            those of the engine, () for none.
         seed: of the draws: the same seed, options and prompt give the same completion. None for one
             that nobody knows beforehand.
         n: how many completions of the prompt, each with draws of its own.
@@ -74,11 +74,11 @@ class SamplingOptions:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_tokens"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+            value = getattr(self, name)
+            if value is not None:
+                some = (value,) if isinstance(value, str | int) else tuple(value)
+                object.__setattr__(self, name, some)
         for name, low, high in (
             ("max_new_tokens", 0, 2**31 - 1),
             ("top_k", 0, 2**31 - 1),

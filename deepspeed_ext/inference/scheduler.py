@@ -99,6 +99,7 @@ class Scheduler:
         self.sweep()
         self._is_whole = False
         self._admit()
+        assert self._active or not self._waiting  # or nothing would ever happen
         queued = self._decode()
         cost = 0
         while self._beginning and cost < CHUNK:
@@ -134,11 +135,14 @@ class Scheduler:
         self._is_whole = True
 
     def close(self) -> None:
-        """Let everything that is not done fail."""
+        """Let everything that is not done fail, and go of what computes."""
         for request in [*self._incoming, *self._waiting, *self._active.values()]:
             request.fail(
                 f"generate: prompt {request.prompt.number} was given up, as the engine was closed"
             )
+            request.prompt.hidden = None
+        self._unread.clear()
+        del self._steps, self._cache
 
     def _give_up(self) -> None:
         """Begin anew after a step that did not end; nothing is known of what it left behind."""

@@ -92,7 +92,9 @@ def _by_transformers(path: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        found: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        found: Any = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # of what it calls
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"{_OP}: {path} has no tokenizer that can be read: {reason}") from None

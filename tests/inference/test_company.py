@@ -15,6 +15,7 @@ from deepspeed_ext.inference.scheduler import CHUNK
 _NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=_NEEDS_GPU)])
 AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["read at once", "read late"])
+PADDED = pytest.mark.parametrize("padded", [False, True], ids=["as they are", "padded"])
 KINDS: tuple[dict[str, Any], ...] = (
     {},
     dict(logprobs=0),
@@ -39,10 +40,15 @@ def asked(count: int, seed: int = 0, longest: int = 150, most: int = 40) -> list
     return some
 
 
-def make(device: str, ahead: bool | None = None, **options: Any) -> InferenceEngine:
+def make(
+    device: str, ahead: bool | None = None, padded: bool = False, **options: Any
+) -> InferenceEngine:
+    """Return an engine; on the CPU, too, it may read answers late and pad shapes, as on CUDA."""
     engine = tiny.engine(device, **options)
     if ahead is not None:
         engine._scheduler._ahead = ahead
+    if padded:
+        engine._scheduler._steps.pads, engine._scheduler._pad_to = True, 64
     return engine
 
 
@@ -76,13 +82,14 @@ def check_all_is_free(engine: InferenceEngine) -> None:
 
 @ON_BOTH
 @AHEAD
+@PADDED
 @pytest.mark.parametrize("slots", [2, 5, 64])
-def test_among_others(slots: int, ahead: bool, device: str) -> None:
+def test_among_others(slots: int, padded: bool, ahead: bool, device: str) -> None:
     """More than there are slots, so that each slot has several after one another."""
     some = asked(slots + 9, longest=150 if slots < 64 else 20, most=min(40, 400 // slots + 6))
-    expected = alone(device, some)
+    expected = alone(device, some, padded=padded)
     assert len({tuple(tokens) for tokens, *_ in expected}) > len(some) * 0.8
-    engine = make(device, ahead, max_batch=slots)
+    engine = make(device, ahead, padded, max_batch=slots)
     for seed in range(2):
         order = list(range(len(some)))
         random.Random(seed).shuffle(order)
@@ -121,14 +128,16 @@ def test_whenever_they_come(device: str) -> None:
 
 
 @ON_BOTH
-def test_prompts_longer_than_a_part(device: str) -> None:
+@PADDED
+def test_prompts_longer_than_a_part(padded: bool, device: str) -> None:
     """Taken in part by part while others go on; the last parts have all kinds of lengths."""
     lengths = CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + 64, CHUNK + 70, 2 * CHUNK + 500, 3
     draw = random.Random(3)
     wanted = SamplingOptions(max_new_tokens=30, temperature=1.0, seed=5, logprobs=0)
     some = [([draw.randrange(97) for _ in range(length)], wanted) for length in lengths]
-    expected = alone(device, some, max_tokens=3072)
-    engine = make(device, max_batch=4, max_tokens=3072)
+    options: dict[str, Any] = dict(max_tokens=3072, padded=padded)
+    expected = alone(device, some, **options)
+    engine = make(device, max_batch=4, **options)
     assert together(engine, some) == expected
     assert together(engine, some[::-1]) == expected[::-1]
 
@@ -139,6 +148,15 @@ def test_with_a_cache_of_codes(kind: str, device: str) -> None:
     some = asked(12, seed=4)
     engine = make(device, max_batch=5, kv_quantized=kind)
     assert together(engine, some) == alone(device, some, kv_quantized=kind)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits(dtype: torch.dtype, device: str) -> None:
+    some = asked(20, seed=7)
+    of = tiny.shared_decoder(device, dtype)
+    engine = make(device, max_batch=7, of=of)
+    assert together(engine, some) == alone(device, some, of=of)
 
 
 @ON_BOTH

@@ -127,7 +127,7 @@ def test_slopes_for_heads_that_are_no_power_of_two() -> None:
 _LLAMA = OLDER["llama-oldest"]
 _YARN = dict(rope_type="yarn", factor=2.0)
 _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no family": (dict(model_type="mamba"), "model_type is 'mamba', expected one of bert, bloom, "),
+    "no family": (dict(model_type="mamba"), "model_type is 'mamba', expected one of bert, bloom"),
     "a size that is missing": (
         dict(hidden_size=None),
         "config has no 'hidden_size', expected it for model_type 'llama'",
@@ -184,6 +184,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         dict(logit_scale=0.5),
         "logit_scale is 0.5, expected 1: the table of model_type 'llama' has no place for it",
     ),
+    "a model of embeddings": (dict(is_causal=False), "is_causal is False, expected True: the"),
     "one of several layers": (
         dict(no_rope_layers=[1, 1, 0]),
         "no_rope_layers is 0, expected 1: the table",
@@ -257,7 +258,11 @@ def test_tables_that_ask_for_what_there_is_not() -> None:
     refuse(_LLAMA, replace(LLAMA, norm_place=Key("rms_norm_eps")), "norm_place is 1e-06, expected")
     side_by_side = replace(LLAMA, norm_place="both", parallel=True)
     refuse(_LLAMA, side_by_side, "norm_place is 'both', expected 'before' where parallel is True")
-    for name in ("token_types", "attention_post_norm", "mlp_post_norm"):
+    headless = replace(LLAMA, names=replace(LLAMA.names, head=None))
+    refuse(_LLAMA, headless, "the table has no name for head, expected one of a decoder")
+    padded = replace(LLAMA, position_padding=1)
+    refuse(_LLAMA, padded, "the table has position_padding, expected none of a decoder, which")
+    for name in ("token_types", "pooler", "attention_post_norm", "mlp_post_norm"):
         unused = replace(LLAMA, names=replace(LLAMA.names, **{name: "some"}))
         text = (
             f"the table has a name for {name}, expected none of a decoder with norm_place 'before'"

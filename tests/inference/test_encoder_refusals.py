@@ -129,5 +129,5 @@ def test_the_command_line_is_for_models_that_write(
     capsys.readouterr()
     assert main([str(tmp_path), "--tokens", "1,2"]) == 2
     assert capsys.readouterr().err == (
-        f"inference: {tmp_path} has an encoder, expected a model that writes texts\n"
+        f"inference: {tmp_path} has an encoder, expected a model that writes text\n"
     )

@@ -1,11 +1,16 @@
 """What an engine generates is what transformers generates."""
 
+from typing import Any
+
+import pytest
 import torch
 
 from deepspeed_ext.inference.initialize import init_inference
 
+PROMPT = [3, 5, 7, 11, 13, 17, 7]
 
-def test_the_likeliest_tokens_are_those_of_transformers() -> None:
+
+def model() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -18,10 +23,43 @@ def test_the_likeliest_tokens_are_those_of_transformers() -> None:
         num_key_value_heads=2,
         max_position_embeddings=256,
     )
-    model = LlamaForCausalLM(config).eval()
-    prompt = [3, 5, 7, 11, 13, 17]
-    expected = model.generate(
-        torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_the_likeliest_tokens_are_those_of_transformers(penalty: float) -> None:
+    """Tokens of the prompt are penalized, too, and those that it has twice are once."""
+    theirs = model()
+    expected = theirs.generate(
+        torch.tensor([PROMPT]),
+        max_new_tokens=64,
+        do_sample=False,
+        eos_token_id=None,
+        repetition_penalty=penalty,
     )
-    got = init_inference(model).generate([prompt], max_new_tokens=64)
-    assert got[0].tokens == expected[0, len(prompt) :].tolist()
+    engine = init_inference(theirs)
+    options: dict[str, Any] = dict(max_new_tokens=64, stop_tokens=())
+    got = engine.generate(PROMPT, repetition_penalty=penalty, **options)[0]
+    assert got.tokens == expected[0, len(PROMPT) :].tolist()
+    if penalty != 1:
+        assert got.tokens != engine.generate(PROMPT, **options)[0].tokens
+
+
+def test_log_probabilities_are_those_of_transformers() -> None:
+    """Both in float32, whose logits of about 1 err by some 2^-22 after three layers."""
+    theirs = model()
+    got = init_inference(theirs).generate(
+        PROMPT, max_new_tokens=40, temperature=1.0, seed=1, logprobs=3, stop_tokens=()
+    )[0]
+    ids = torch.tensor([PROMPT + got.tokens])
+    with torch.no_grad():
+        logits = theirs.double()(ids).logits[0, len(PROMPT) - 1 : -1]
+    expected = logits.log_softmax(-1)
+    chosen = expected.gather(1, torch.tensor(got.tokens)[:, None])[:, 0]
+    assert got.logprobs is not None and got.top_logprobs is not None
+    assert (torch.tensor(got.logprobs, dtype=torch.float64) - chosen).abs().max() < 2**-20
+    for row, top in zip(expected, got.top_logprobs, strict=True):
+        values, tokens = row.topk(3)
+        assert [token for token, _ in top] == tokens.tolist()
+        found = torch.tensor([value for _, value in top], dtype=torch.float64)
+        assert (found - values).abs().max() < 2**-20

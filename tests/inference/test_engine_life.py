@@ -258,7 +258,7 @@ def test_two_engines_never_meet() -> None:
 
 
 @ON_BOTH
-def test_beside_training_in_the_same_thread(device: str) -> None:
+def test_beside_training_in_the_same_thread(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No mode leaks out between pieces: what the caller computes has gradients."""
     engine = make(device)
     weight = torch.ones(3, device=device, requires_grad=True)
@@ -270,6 +270,12 @@ def test_beside_training_in_the_same_thread(device: str) -> None:
     expected = stream.completions()
     with torch.autocast(device, dtype=torch.bfloat16), torch.no_grad():
         assert engine.generate([[1], [2]], **MANY) == expected
+        with monkeypatch.context() as patch:
+            modes: list[bool] = []
+            note = lambda: modes.append(torch.is_autocast_enabled(device))  # noqa: E731
+            Failing(patch, "decode", 1, note)
+            engine.generate([1], max_new_tokens=2)
+            assert modes == [False]
     with torch.inference_mode():
         assert engine.generate([[1], [2]], **MANY) == expected
         other = tiny.engine(device, of=tiny.decoder(device))

@@ -1,6 +1,8 @@
 """Each family of decoders computes what transformers computes, layer by layer."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,9 @@ from family_cases import (
     states_of,
 )
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepspeed_ext import init_inference
 
 _NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=_NEEDS_GPU)])
@@ -117,6 +122,17 @@ def decoder_weights(case: str) -> dict[str, Tensor]:
 
 
 @EACH
+def test_an_engine_of_files(case: str, tmp_path: Path) -> None:
+    """From what transformers saves to tokens; what the configuration says of ends is no matter."""
+    model, tokens = model_of(case), prompt(10)
+    model.save_pretrained(tmp_path)
+    engine = init_inference(tmp_path, max_batch=2, max_tokens=64)
+    (got,) = engine.generate([tokens], max_new_tokens=8, stop_tokens=())
+    logits = states_of(model, tokens + got.tokens)[-1]
+    assert got.tokens == logits[9:-1].argmax(-1).tolist()
+
+
+@EACH
 @ON_BOTH
 def test_requests_of_any_lengths_side_by_side(case: str, device: str) -> None:
     """Chunks with padding behind them, a slot that is empty, then one token of each: as alone.
@@ -145,3 +161,55 @@ def test_requests_of_any_lengths_side_by_side(case: str, device: str) -> None:
         assert torch.equal(first[row, : len(request) - 1], alone[:-1])
         assert torch.equal(second[row, 0], alone[-1])
     cache.check()
+
+
+class _Launches(TorchDispatchMode):
+    """Notes the ops that do something on a device, ours and torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours: list[str] = []
+        self.others: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view and func.overloadpacket not in _NO_WORK:
+            is_ours = func.namespace == "deepspeed_ext"
+            (self.ours if is_ours else self.others).append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+_NO_WORK = (torch.ops.aten.empty, torch.ops.aten._unsafe_view)
+_OF_A_LAYER = {  # ops of one layer in a step, for each request one token
+    "both": 10,  # two norms more
+    "parallel": 7,  # of one norm; 8 of two
+    "before": 8,
+    "after": 8,
+}
+
+
+@EACH
+def test_a_step_is_a_few_launches_and_no_questions(case: str) -> None:
+    """What a graph records: nothing is made of numbers of the host, nor read back."""
+    model = model_of(case)
+    decoder = decoder_of(model.config.to_dict(), model.state_dict(), torch.float32)
+    cache, slots = cache_for(decoder), torch.zeros(1, dtype=torch.int32)
+    token = torch.tensor([[1]])
+    cache.reserve(0, 1)
+    with torch.no_grad():
+        decoder.logits(decoder.hidden(token, cache, slots))
+        with _Launches() as launches:
+            hidden = decoder.hidden(token, cache, slots)
+            decoder.logits(hidden)
+    of, first = decoder.of, decoder.weights.layers[0]
+    asked = {"_local_scalar_dense", "lift_fresh", "_to_copy", "copy_", "clone"}
+    assert not asked & set(launches.others)
+    of_a_layer = _OF_A_LAYER["parallel" if of.parallel else of.norm_place]
+    of_a_layer += of.parallel and first.mlp_norm is not None
+    ours = 1 + (decoder.weights.final_norm is not None) + (of.position == "alibi")
+    ours += 2 * (of.embedding != of.hidden)
+    assert len(launches.ours) == of.layers * of_a_layer + ours
+    others = 1 + 6 * (of.position == "learned") + (of.embedding_scale != 1)
+    others += (of.norm_place == "both") + 3 * (of.logit_softcap > 0)
+    assert len(launches.others) == others

@@ -11,9 +11,11 @@ import tiny_folder
 import torch
 from torch import nn
 
+from deepspeed_ext.inference import __main__ as command_line
 from deepspeed_ext.inference import room
 from deepspeed_ext.inference.initialize import init_inference
 from deepspeed_ext.io.checkpoint.shards import Shards
+from deepspeed_ext.quantization import quantize_model
 
 FIRST = "model-00001-of-00003.safetensors"
 
@@ -182,6 +184,11 @@ UNFIT = {
         ValueError,
         r"has no tensor 'model.layers.3.*', expected it for model_type 'llama'",
     ),
+    "more layers than any model has": (
+        changed(num_hidden_layers=2_000_000_000),
+        ValueError,
+        "layers is 2000000000, expected 1 to 10000",
+    ),
     "fewer layers than there are": (
         changed(num_hidden_layers=2),
         ValueError,
@@ -238,6 +245,33 @@ def test_refuses_what_is_no_model(tmp_path: Path) -> None:
     model.config = tiny_folder.CONFIG  # type: ignore[assignment]
     with pytest.raises(ValueError, match="weight is on meta, expected values; give the folder"):
         init_inference(model)
+
+
+def test_refuses_what_encoders_have_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import BertConfig, BertModel
+
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    BertModel(BertConfig(vocab_size=50, **sizes)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"quantize_head is 'int8', expected None, as the model"):
+        init_inference(tmp_path, quantize_head="int8")
+    assert command_line.main([str(tmp_path), "--tokens", "1 2"]) == 2
+    text = f"inference: {tmp_path} has an encoder, expected a model that writes text\n"
+    assert text in capsys.readouterr().err
+
+
+def test_refuses_a_model_that_was_quantized() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    quantize_model(model)
+    model.config = tiny_folder.CONFIG  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="0 is a QuantizedLinear, expected floats; give the model"):
+        init_inference(model)
+
+
+@pytest.mark.parametrize("device", ["mps", "cuda:99"])
+def test_refuses_devices(device: str, tmp_path: Path) -> None:
+    tiny_folder.write(tmp_path)
+    with pytest.raises(ValueError, match=rf"^init_inference: device is {device}, expected c"):
+        init_inference(tmp_path, device=device)
 
 
 def test_a_file_that_is_cut_while_it_is_read(

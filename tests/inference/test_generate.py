@@ -127,6 +127,8 @@ def test_stop_tokens_end_a_completion() -> None:
     assert engine.generate([1, 2], max_new_tokens=30, stop_tokens=())[0].tokens == tokens
     other = engine.generate([1, 2], max_new_tokens=30, stop_tokens=[tokens[4], tokens[0]])[0]
     assert (other.tokens, other.stop) == ([], tokens[0])
+    one = engine.generate([1, 2], max_new_tokens=30, stop_tokens=tokens[4])[0]
+    assert one.stop == tokens[4]
     last = engine.generate([1, 2], max_new_tokens=at + 1)[0]
     assert (last.tokens, last.finish_reason) == (tokens[:at], "stop")
 

@@ -248,3 +248,28 @@ def test_threads_take_different_pages() -> None:
         thread.join()
     tables = [page for table in cache._pages.tables for page in table]
     assert sorted(tables) == list(range(80)) and cache.layer(0).lengths.tolist() == [640] * 8
+
+
+def test_a_step_without_a_new_page_touches_no_table() -> None:
+    """Whatever is done for each page of each slot would be done in each step."""
+    cache = KVCache(2, 640, 1, 8)
+    cache.reserve([0, 1], [130, 5])
+    tables = list(cache._pages.tables)
+    cache.reserve([0, 1], 1)
+    assert all(a is b for a, b in zip(cache._pages.tables, tables, strict=True))
+    assert (cache.length(0), cache.length(1)) == (131, 6)
+    cache.reserve(1, 59)
+    assert len(cache._pages.tables[1]) == 2 and len(tables[1]) == 1
+
+
+def test_clear_frees_everything() -> None:
+    cache = KVCache(3, 640, 1, 8)
+    cache.reserve([0, 1], [130, 5])
+    cache.fork(0, 2)
+    cache._pages.free.pop()  # as an interruption may leave it
+    cache.clear()
+    assert cache.free_pages == 30 and sorted(cache._pages.free) == list(range(30))
+    assert [cache.length(i) for i in range(3)] == [0, 0, 0]
+    kv = cache.layer(0)
+    assert bool((kv.table == -1).all()) and bool((kv.lengths == 0).all())
+    cache.reserve([2, 0], 640)

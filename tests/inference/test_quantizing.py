@@ -1,5 +1,6 @@
 """Engines with weights of few bits: how far these are from the floats, and what they take."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import tiny
 import tiny_folder
 import torch
 
+from deepspeed_ext.inference import float8
 from deepspeed_ext.inference.float8 import Float8Weight, float8_layer
 from deepspeed_ext.inference.initialize import init_inference
 from deepspeed_ext.inference.quantizing import Quantizer, bytes_of
@@ -165,6 +167,22 @@ def test_a_row_of_8_bit_floats_is_the_same_in_company(device: str) -> None:
         assert torch.equal(float8_layer(x[i : i + 1], weight, activation="gelu")[0], together[i])
 
 
+def test_few_rows_are_multiplied_as_64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, libraries go other ways for other shapes."""
+    shapes: list[torch.Size] = []
+    multiply = float8.float8_linear
+
+    def noted(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        shapes.append(x.shape)
+        return multiply(x, *rest)
+
+    monkeypatch.setattr(float8, "float8_linear", noted)
+    weight = float8_weight(16, 32, "cpu")
+    for rows in (1, 64, 65):
+        assert float8_layer(torch.ones(1, rows, 32), weight).shape == (1, rows, 16)
+    assert shapes == [(64, 32), (64, 32), (65, 32)]
+
+
 @NO_GPU
 def test_8_bit_floats_on_cuda(tmp_path: Path) -> None:
     tiny_folder.write(tmp_path, CONFIG)
@@ -173,6 +191,17 @@ def test_8_bit_floats_on_cuda(tmp_path: Path) -> None:
     assert max(layer.largest_error for layer in engine.report.layers.values()) <= 1.001
     one, two = ([c.tokens for c in engine.generate(p)] for p in ([[1, 2]], [[3], [1, 2]]))
     assert one[0] == two[1]
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_refuses_what_is_not_finite(kind: str, value: float, tmp_path: Path) -> None:
+    tensors = tiny_folder.tensors_of()
+    tensors["model.layers.1.mlp.up_proj.weight"][95, 63] = value
+    tiny_folder.write(tmp_path, tensors=tensors)
+    text = r"^init_inference: layers.1.up has weights that are not finite, expected numbers, as few"
+    with pytest.raises(ValueError, match=text):
+        init_inference(tmp_path, quantize=kind)
 
 
 def test_refuses(tmp_path: Path) -> None:

@@ -77,10 +77,10 @@ def test_the_demos_model_loses_little(trained: Trainer, tmp_path: Path) -> None:
     ("options", "most"),
     [
         ({}, 1e-5),
-        ({"quantize": "int8"}, 0.005),
-        ({"quantize": "int8", "activations": "int8"}, 0.01),
-        ({"quantize": "int4"}, 0.04),
-        ({"quantize": "int4", "activations": "int8"}, 0.045),
+        ({"quantize": "int8"}, 0.001),
+        ({"quantize": "int8", "activations": "int8"}, 0.002),
+        ({"quantize": "int4"}, 0.015),
+        ({"quantize": "int4", "activations": "int8"}, 0.015),
     ],
 )
 def test_an_engine_of_the_demos_model_loses_little(
