@@ -192,11 +192,13 @@ class _Loading:
         self._device = _checked(settings.device) or source.device()
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
-        if not self.of.causal and settings.kv_dtype is not None:
-            raise ValueError(
-                f"{_OP}: kv_dtype is {settings.kv_dtype!r}, expected None, as an encoder keeps no"
-                " keys and values"
-            )
+        for name, what in (
+            ("kv_dtype", "keeps no keys and values"),
+            ("quantize_head", "has no head"),
+        ):
+            value = getattr(settings, name)
+            if not self.of.causal and value is not None:
+                raise ValueError(f"{_OP}: {name} is {value!r}, expected None, as an encoder {what}")
         self._asked: list[str] = []
         context = self.of.context or _USUAL_TOKENS
         self.max_tokens = settings.max_tokens or min(context, _USUAL_TOKENS)

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -301,6 +302,23 @@ def test_few_bits(activations: str | None) -> None:
                 linear.dense.weight.copy_(next(weights))
     want = states_of(model.double(), batch)[-1]
     assert furthest(got.double(), want) < 1e-5
+
+
+@ON_BOTH
+@FAMILIES
+def test_a_folder_is_as_good_as_its_model(family: str, device: str, tmp_path: Path) -> None:
+    model = make(family)
+    batch = texts(model)
+    model.save_pretrained(tmp_path)
+    want = init_inference(model, device=device)(**batch)
+    got = init_inference(tmp_path, device=device)(**batch)
+    assert torch.equal(got.last_hidden_state, want.last_hidden_state)
+    assert got.pooler_output is not None and want.pooler_output is not None
+    assert torch.equal(got.pooler_output, want.pooler_output)
+    few = init_inference(tmp_path, device=device, quantize="int8")
+    assert len(few.report.layers) == 4 * 3
+    close = init_inference(model, device=device, quantize="int8")(**batch).last_hidden_state
+    assert torch.equal(few(**batch).last_hidden_state, close)
 
 
 def test_engines_stand_alone() -> None:

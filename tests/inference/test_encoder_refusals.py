@@ -79,11 +79,15 @@ def test_relatives_are_refused(changes: dict[str, Any], text: str) -> None:
     assert str(caught.value) == f"init_inference: {text}: {place}"
 
 
-def test_an_encoder_keeps_no_keys() -> None:
+@pytest.mark.parametrize(
+    ("name", "what"), [("kv_dtype", "keeps no keys and values"), ("quantize_head", "has no head")]
+)
+def test_arguments_that_mean_nothing_to_an_encoder(name: str, what: str) -> None:
+    given: dict[str, Any] = {name: "int8"}
     with pytest.raises(ValueError) as caught:
-        init_inference(make("bert"), kv_dtype="int8")
+        init_inference(make("bert"), **given)
     assert str(caught.value) == (
-        "init_inference: kv_dtype is 'int8', expected None, as an encoder keeps no keys and values"
+        f"init_inference: {name} is 'int8', expected None, as an encoder {what}"
     )
 
 
@@ -122,6 +126,7 @@ def test_the_command_line_is_for_models_that_write(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make("bert").save_pretrained(tmp_path)
+    capsys.readouterr()
     assert main([str(tmp_path), "--tokens", "1,2"]) == 2
     assert capsys.readouterr().err == (
         f"inference: {tmp_path} has an encoder, expected a model that writes text\n"
