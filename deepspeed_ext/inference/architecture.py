@@ -248,10 +248,6 @@ def _check_use_of_names(policy: Policy, norm_place: str, parallel: bool) -> None
             f"init_inference: norm_place is {norm_place!r}, expected 'before' where parallel is"
             " True"
         )
-    if policy.causal and policy.names.head is None:
-        raise ValueError(
-            "init_inference: the table has no name for head, expected one of a decoder"
-        )
     unused: tuple[str, ...] = _NOT_OF_DECODERS if policy.causal else _NOT_OF_ENCODERS
     if norm_place != "both":
         unused += ("attention_post_norm", "mlp_post_norm")
@@ -265,6 +261,10 @@ def _check_use_of_names(policy: Policy, norm_place: str, parallel: bool) -> None
     if policy.causal and policy.position_padding is not None:
         raise ValueError(
             "init_inference: the table has position_padding, expected none of a decoder"
+        )
+    if policy.causal and policy.names.head is None:
+        raise ValueError(
+            "init_inference: the table has no name for head, expected one of a decoder"
         )
 
 
