@@ -230,11 +230,6 @@ class _Loading:
         quantizers = self._quantizers(quantize, None)
         weights = self._take(described, quantizers, torch.device("meta"))
         self._asked = list(described.asked)
-        if settings.quantize_head is not None and weights.head is None:
-            raise ValueError(
-                f"{_OP}: quantize_head is {settings.quantize_head!r}, expected None, as the model"
-                " has no head"
-            )
         reading = 0
         if source.folder is not None:
             reading = reading_bytes(source.folder.shards, self._asked)
