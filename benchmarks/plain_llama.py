@@ -94,9 +94,16 @@ class PlainLlama:
             keys, values = self.cache[i]
             keys.index_copy_(2, at, k)
             values.index_copy_(2, at, v)
-            mixed = F.scaled_dot_product_attention(
-                q, keys, values, attn_mask=mask, enable_gqa=self.kv != self.heads
-            )
+            if (
+                n == 1
+            ):  # queries that share keys as if they were tokens, so that these are read once
+                q = q.reshape(batch, self.kv, -1, self.width)
+                mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+                mixed = mixed.reshape(batch, self.heads, 1, self.width)
+            else:
+                mixed = F.scaled_dot_product_attention(
+                    q, keys, values, attn_mask=mask, enable_gqa=self.kv != self.heads
+                )
             x = x + F.linear(mixed.transpose(1, 2).reshape(batch, n, -1), layer["out"])
             gate, up = F.linear(self._normed(x, layer["post"]), layer["up"]).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, layer["down"])

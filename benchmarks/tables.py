@@ -208,7 +208,7 @@ def _cuda_quantization() -> Table:
         label = f"`{op}` {form}, 65,536 x 4,096, 4 times"
         lines.append(Line(label, "quantize", f"{what}, 4 times"))
     for kind, size, rows in itertools.product(
-        ("W4A16", "W8A16"), ("14,336 x 4,096", "4,096 x 4,096"), (1, 4, 16, 64)
+        ("W4A16", "W8A16"), ("14,336 x 4,096", "4,096 x 4,096"), (1, 4, 16, 64, 256)
     ):
         work = f"{rows} rows, {kind}, {size}, 20 times"
         label = f"`quantized_linear` {kind}, {size}, {_rows(rows)}"
