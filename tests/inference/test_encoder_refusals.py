@@ -108,7 +108,7 @@ def test_arguments_that_mean_nothing_to_an_encoder(name: str, what: str) -> None
         (
             dict(causal=True),
             dict(token_types=None, pooler=None, head=("lm_head",)),
-            "the table has position_padding, expected none of a decoder, which counts all tokens",
+            "the table has position_padding, expected none of a decoder",
         ),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
