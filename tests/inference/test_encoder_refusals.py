@@ -105,11 +105,6 @@ def test_arguments_that_mean_nothing_to_an_encoder(name: str, what: str) -> None
             dict(q_norm="attention.output.LayerNorm"),
             "the table has a name for q_norm, expected none of an encoder with norm_place 'after'",
         ),
-        (
-            dict(causal=True),
-            dict(token_types=None, pooler=None, head=("lm_head",)),
-            "the table has position_padding, expected none of a decoder",
-        ),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
