@@ -13,7 +13,6 @@ import tiny_folder
 import torch
 from torch import nn
 
-from deepspeed_ext.inference import __main__ as command_line
 from deepspeed_ext.inference import room
 from deepspeed_ext.inference.initialize import init_inference
 from deepspeed_ext.io.checkpoint.shards import Shards
@@ -247,16 +246,6 @@ def test_refuses_what_is_no_model(tmp_path: Path) -> None:
     model.config = tiny_folder.CONFIG  # type: ignore[assignment]
     with pytest.raises(ValueError, match="weight is on meta, expected values; give the folder"):
         init_inference(model)
-
-
-def test_refuses_what_encoders_have_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from transformers import BertConfig, BertModel
-
-    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
-    BertModel(BertConfig(vocab_size=50, **sizes)).save_pretrained(tmp_path)
-    assert command_line.main([str(tmp_path), "--tokens", "1 2"]) == 2
-    text = f"inference: {tmp_path} has an encoder, expected a model that writes text\n"
-    assert text in capsys.readouterr().err
 
 
 def test_refuses_a_model_that_was_quantized() -> None:
