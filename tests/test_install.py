@@ -184,8 +184,10 @@ def test_requirements_are_what_the_package_imports():
                 imported.add(node.module.partition(".")[0])
     third_party = imported - sys.stdlib_module_names - {"deepspeed_ext"}
     needed = {re.split(r"\W", requirement)[0] for requirement in base_requirements()}
-    # ninja is a program, pybind11 headers; matplotlib is for the examples, an extra.
-    assert third_party - {"matplotlib"} == needed - {"ninja", "pybind11"}
+    # ninja is a program, pybind11 headers; matplotlib is for the examples, an extra. Tokenizers are
+    # taken where they are, and transformers is what an example compares itself with.
+    optional = {"matplotlib", "tokenizers", "transformers"}
+    assert third_party - optional == needed - {"ninja", "pybind11"}
 
 
 def test_installed_wheel_works_without_a_compiler(plain_wheel, tmp_path):

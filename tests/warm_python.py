@@ -78,6 +78,8 @@ def _begin(job: dict) -> types.CodeType:
         text, name, sys.path[0] = rest.pop(0), "<string>", ""
     else:
         text, name, sys.path[0] = Path(first).read_text(), first, str(Path(first).parent)
+    ours = [path for path in job["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[1:1] = [path for path in ours if path not in sys.path]  # the server's may be others
     sys.path.append(str(Path(__file__).parent))  # for what imports this file
     sys.argv = [first, *rest]
     program = types.ModuleType("__main__")

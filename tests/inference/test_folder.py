@@ -189,7 +189,7 @@ print(memory("VmHWM") - before, bytes_of(engine.decoder.weights))
 
 
 def test_two_layers_lie_about_at_most(tmp_path: Path) -> None:
-    sizes = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=12)
+    sizes = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=24)
     config = {**tiny_folder.CONFIG, **sizes}
     tensors = tiny_folder.tensors_of(config)
     tiny_folder.write(tmp_path / "large", config, tensors=tensors)
@@ -201,5 +201,5 @@ def test_two_layers_lie_about_at_most(tmp_path: Path) -> None:
     largest = 2 * tensors["model.layers.0.mlp.up_proj.weight"].nbytes
     # Of the matrix that is quantized there are floats, and as many again in one pass; buffers that
     # are read into, and what the allocator keeps, are the rest.
-    most = result + 2 * layer + 3 * largest + (24 << 20)
+    most = result + 2 * layer + 3 * largest + (40 << 20)
     assert peak < most < result + 0.6 * sum(t.nbytes for t in tensors.values())
