@@ -197,6 +197,6 @@ def test_two_layers_lie_about_at_most(tmp_path: Path) -> None:
     done = warm_python.run("-c", MEMORY, tmp_path / "small", tmp_path / "large")
     assert done.returncode == 0, done.stderr
     peak, result = map(int, done.stdout.split())
-    # Two layers of 24 lie about, and floats of the matrix that is quantized, and as many again. What
-    # the allocator keeps for each thread is some tens of MiB more; all at once would be twice this.
+    # Two layers of 24 lie about, and floats of the matrix that is quantized, and as many again.
+    # What allocators keep for each thread is some tens of MiB; all at once would be twice this.
     assert peak < result + sum(t.nbytes for t in tensors.values()) / 2
