@@ -6,8 +6,6 @@
 namespace dsx {
 namespace {
 
-constexpr int64_t kChainedRows = 64;  // with few, most of the time is that between two kernels
-
 using cuda::Layout;
 using cuda::RowLength;
 using cuda::RowMoments;
@@ -257,7 +255,7 @@ void run_held(const Norm& norm, const Layout& layout, bool same, cudaStream_t qu
     using W = decltype(of_vectors);
     const auto kernel = norm.residual.data != nullptr ? norm_kernel<Kind, Team, T, W, true>
                                                       : norm_kernel<Kind, Team, T, W, false>;
-    const bool chained = norm.rows <= kChainedRows && cuda::can_chain(kernel, Kind::kOp);
+    const bool chained = norm.rows <= cuda::kChainedRows && cuda::can_chain(kernel, Kind::kOp);
     cuda::launch_kernel(kernel, {unsigned(layout.blocks), int(layout.block), 0, 1, chained}, queue,
                         Kind::kOp, norm, 1.0f / float(norm.length), layout.team);
   });

@@ -20,7 +20,6 @@ using Value = Floats<1>;
 
 constexpr const char* kOp = "rope_append_";
 constexpr int kWarp = 32, kHeads = 4;  // heads of a block
-constexpr int64_t kChainedRows = 64;   // with few, most of the time is that between two kernels
 
 __device__ inline float sum_of_warp(float value) {
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
@@ -165,7 +164,7 @@ void rope_append_cuda(const RopeAppend& call, void* stream) {
                              " with so many heads");
   }
   const auto kernel = append_kernel<DSX_KV>;
-  const bool chained = rows <= kChainedRows && cuda::can_chain(kernel, kOp);
+  const bool chained = rows <= cuda::kChainedRows && cuda::can_chain(kernel, kOp);
   cuda::launch_kernel(kernel, {unsigned(rows * of_token), kWarp * kHeads, 0, 1, chained},
                       cudaStream_t(stream), kOp, call, unsigned(of_token));
 }

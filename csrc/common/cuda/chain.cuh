@@ -13,6 +13,9 @@
 
 namespace dsx::cuda {
 
+// Kernels over more rows are in no chain: with few, most of the time is that between two kernels.
+constexpr int64_t kChainedRows = 64;
+
 // The next kernel of the chain may begin as soon as all blocks of this one have come here.
 __device__ inline void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
