@@ -25,9 +25,13 @@ class Target:
     ptx: bool = False
 
     def gencode(self) -> list[str]:
-        """Return the nvcc flags: machine code, and PTX when later devices shall run it too."""
+        """Return the nvcc flags: machine code, and PTX when later devices shall run it too.
+
+        Machine code for 9.0 runs on 9.0 alone, with special features or without, so it has them.
+        """
         arch = f"{self.number}{self.suffix}"
-        flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+        machine = "90a" if arch == "90" else arch
+        flags = [f"-gencode=arch=compute_{machine},code=sm_{machine}"]
         return [*flags, f"-gencode=arch=compute_{arch},code=compute_{arch}"] if self.ptx else flags
 
     def __str__(self) -> str:

@@ -25,6 +25,7 @@ class IntegerTiles {
  public:
   static constexpr int kColumnTiles = kColumnTiles_, kSums = kColumnTiles * 4;
   static constexpr bool kInOrder = true;
+  static constexpr bool kFillsRegisters = false;
 
   __device__ IntegerTiles(const IntegersCall& call, const Geometry& geometry,
                           const WeightRows& rows, int first_row)

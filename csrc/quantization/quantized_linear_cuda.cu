@@ -6,6 +6,7 @@
 #include "quantization/quantized_any_cuda.cuh"
 #include "quantization/quantized_integers_cuda.cuh"
 #include "quantization/quantized_products_cuda.cuh"
+#include "quantization/quantized_warpgroups_cuda.cuh"
 
 namespace dsx {
 namespace {
@@ -18,8 +19,9 @@ struct ByTensorCores {
   using Call = Call_;
   using Weight = uint8_t;
   static constexpr bool kScaled = true;
+  static constexpr int kTogether = 1;
   template <int kColumnTiles>
-  static constexpr int kMostWarps = kColumnTiles > 2 ? 7 : 14;
+  static constexpr int kMostWarps = kColumnTiles > 4 ? 7 : 14;
 
   DSX_HOST_DEVICE static cuda::Operand<Weight> weight(const Call& call) {
     Rows rows;
@@ -41,6 +43,19 @@ struct AsFloats : ByTensorCores<cuda::CodesCall> {
   DSX_HOST_DEVICE static cuda::Operand<X> x(const Call& call) {
     return {call.x, call.rows, call.length};
   }
+};
+
+// The same, symmetric, with more than 16 rows of x.
+template <class T_>
+struct ByWarpgroups : AsFloats<T_, false> {
+  using T = T_;
+  template <int kColumnTiles>
+  using Products =
+      std::conditional_t<cuda::kHasWarpgroups, cuda::WarpgroupProducts<T, DSX_BITS, kColumnTiles>,
+                         cuda::CodeProducts<T, DSX_BITS, kColumnTiles, false>>;
+  static constexpr int kTogether = cuda::kGroupWarps;
+  template <int kColumnTiles>
+  static constexpr int kMostWarps = 8;
 };
 
 template <class T_>
@@ -66,6 +81,9 @@ void launch_tensor_cores(const QuantizedLinear& call, const cuda::Device& device
   cuda::with_column_tiles(call.rows, [&](auto tiles) {
     constexpr int kTiles = decltype(tiles)::value;
     if (call.weight.offsets == nullptr) {
+      if constexpr (kTiles > 2) {
+        if (cuda::launch_few_rows<ByWarpgroups<T>, kTiles>(made, device, stream, kOp)) return;
+      }
       cuda::launch_few_rows<AsFloats<T, false>, kTiles>(made, device, stream, kOp);
     } else {
       cuda::launch_few_rows<AsFloats<T, true>, kTiles>(made, device, stream, kOp);

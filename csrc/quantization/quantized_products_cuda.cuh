@@ -65,11 +65,13 @@ inline bool groups_fit_lines(const PackedWeight& weight) {
 template <int kBits>
 inline Scales scales_of(const PackedWeight& weight) {
   constexpr int64_t kLine = kLineBytes * 8 / kBits;
-  Scales scales{weight.scales, weight.offsets, weight.groups(), weight.scale_pitch, 1, 1};
+  Scales scales{
+      weight.scales, weight.offsets, weight.groups(), weight.scale_pitch, 1, kUnitsOfLine, 1};
   if (weight.group >= weight.length) {
     scales.group_lines = INT32_MAX;
   } else if (weight.group < kLine) {
     scales.line_parts = int(kLine / weight.group);
+    scales.part_units = kUnitsOfLine / scales.line_parts;
   } else {
     scales.group_lines = int(std::min<int64_t>(weight.group / kLine, INT32_MAX));
   }
@@ -96,11 +98,10 @@ class ScalePlaces {
       places_[half] = unsigned(geometry.scale_place + part * geometry.scale_step +
                                (row - part * rows.columns) * int(sizeof(float)));
     }
-    units_ = kUnitsOfLine / scales_.line_parts;
   }
 
   // Of a line, that share a scale: 1, 2, 4 or 8.
-  __device__ int units() const { return units_; }
+  __device__ int units() const { return scales_.part_units; }
 
   // Of line l of a stage, which is that number of the weight; from its first part on.
   __device__ unsigned of_line(unsigned near, int l, int number) const {
@@ -123,7 +124,6 @@ class ScalePlaces {
  private:
   const Scales& scales_;
   const int columns_;
-  int units_;
   unsigned offsets_, places_[2];
 };
 
@@ -181,6 +181,7 @@ class CodeProducts {
  public:
   static constexpr int kSums = kColumnTiles * 4;
   static constexpr bool kInOrder = false;
+  static constexpr bool kFillsRegisters = kColumnTiles > 2;
 
   __device__ CodeProducts(const CodesCall& call, const Geometry& geometry, const WeightRows& rows,
                           int first_row)
@@ -223,70 +224,91 @@ class CodeProducts {
   // Blocks whose x is asked for before the first product waits for any.
   static constexpr int kAhead = 8 / kColumnTiles * kBlocks;
 
-  // Part by part: instructions are read from memory, too, so there are not too many of them.
+  // What is added up before it becomes part of the totals, beside both rows' scales and offsets.
+  struct Group {
+    float sums[kColumnTiles][4] = {}, sums_of_x[kColumnTiles][4] = {};
+    float scale[2], offset[2];
+  };
+
+  // Instructions are read from memory, too, so there are not too many of them. Of long parts two
+  // are worked on at a time, as a product takes long after the one that it is added to.
   template <int kPartUnits, bool kOwnScale>
   __device__ void add(unsigned near, int l, unsigned of_part) {
+    constexpr int kParts = kColumnTiles == 1 && 2 * kPartUnits == kUnitsOfLine ? 2 : 1;
     const unsigned weight = near + unsigned(l) * weight_step_;
     const unsigned x = near + unsigned(l * kXLines) * factors_.step();
 #pragma unroll 1
-    for (int first = 0; first < kUnitsOfLine; first += kPartUnits) {
-      scales_.load(scale_, of_part);
-      if (kAsymmetric) scales_.load_offsets(offset_, of_part);
-      if (kOwnScale) of_part = scales_.next_part(of_part);
-      add_part<kPartUnits>(weight, x, first);
+    for (int first = 0; first < kUnitsOfLine; first += kParts * kPartUnits) {
+      Group groups[kParts];
+#pragma unroll
+      for (Group& group : groups) {
+        scales_.load(group.scale, of_part);
+        if (kAsymmetric) scales_.load_offsets(group.offset, of_part);
+        if (kOwnScale) of_part = scales_.next_part(of_part);
+      }
+      add_parts<kPartUnits>(weight, x, first, groups);
     }
   }
 
-  // Products are added up in their order, whatever kColumnTiles is.
-  template <int kPartUnits>
-  __device__ void add_part(unsigned weight, unsigned x, int first) {
-    uint32_t words[(kPartUnits + 1) / 2][4];  // rows 0 to 7 and 8 to 15 of a unit, of the next one
+  // Products of a part are added up in their order, whatever kColumnTiles is.
+  template <int kPartUnits, int kParts>
+  __device__ void add_parts(unsigned weight, unsigned x, int first, Group (&groups)[kParts]) {
+    uint32_t words[kParts][(kPartUnits + 1) / 2][4];  // rows 0 to 7 and 8 to 15 of a unit, the next
 #pragma unroll
-    for (int i = 0; i < (kPartUnits + 1) / 2; ++i) {
-      const int unit = (kPartUnits == 1 ? first & ~1 : first) + 2 * i;
-      load_matrices<false>(words[i], weight + (weight_place_ ^ unsigned(unit * kUnitBytes)));
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int i = 0; i < (kPartUnits + 1) / 2; ++i) {
+        const int unit = (kPartUnits == 1 ? first & ~1 : first) + part * kPartUnits + 2 * i;
+        load_matrices<false>(words[part][i],
+                             weight + (weight_place_ ^ unsigned(unit * kUnitBytes)));
+      }
     }
-    constexpr int kCount = kPartUnits * kBlocks, kStep = kAhead < kCount ? kAhead : kCount;
-    float sums[kColumnTiles][4] = {}, sums_of_x[kColumnTiles][4] = {};
+    constexpr int kCount = kPartUnits * kBlocks, kMost = kAhead / kParts;
+    constexpr int kStep = kMost < kCount ? kMost : kCount;
 #pragma unroll
     for (int from = 0; from < kCount; from += kStep) {
-      uint32_t factors[(kStep + 1) / 2 * 2][kColumnTiles][2];
+      uint32_t factors[kParts][(kStep + 1) / 2 * 2][kColumnTiles][2];
 #pragma unroll
-      for (int i = 0; i < kStep; ++i) factors_.load(factors, x, first * kBlocks + from + i, i);
+      for (int part = 0; part < kParts; ++part) {
+        const int begin = (first + part * kPartUnits) * kBlocks + from;
+#pragma unroll
+        for (int i = 0; i < kStep; ++i) factors_.load(factors[part], x, begin + i, i);
+      }
 #pragma unroll
       for (int i = 0; i < kStep; ++i) {
         const int unit = (from + i) / kBlocks, block = (from + i) % kBlocks;
         const bool odd = kPartUnits == 1 ? first % 2 : unit % 2;
-        const uint32_t (&pair)[4] = words[unit / 2];
-        multiply_block(sums, sums_of_x, odd ? pair[2] : pair[0], odd ? pair[3] : pair[1], block,
-                       factors[i]);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          const uint32_t (&pair)[4] = words[part][unit / 2];
+          multiply_block(groups[part], odd ? pair[2] : pair[0], odd ? pair[3] : pair[1], block,
+                         factors[part][i]);
+        }
       }
     }
-    add_to_totals(sums, sums_of_x);
+#pragma unroll
+    for (const Group& group : groups) add_to_totals(group);
   }
 
-  __device__ void add_to_totals(const float (&sums)[kColumnTiles][4],
-                                const float (&sums_of_x)[kColumnTiles][4]) {
+  __device__ void add_to_totals(const Group& group) {
     constexpr float kZero = kBits == 4 ? 8.0f : 128.0f;
 #pragma unroll
     for (int j = 0; j < kColumnTiles; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& total = totals_[j * 4 + i];
-        float sum = sums[j][i];
+        float sum = group.sums[j][i];
         if (kAsymmetric) {
-          sum = __fmaf_rn(kZero, sums_of_x[j][i], sum);
-          total = __fmaf_rn(offset_[i / 2], sums_of_x[j][i], total);
+          sum = __fmaf_rn(kZero, group.sums_of_x[j][i], sum);
+          total = __fmaf_rn(group.offset[i / 2], group.sums_of_x[j][i], total);
         }
-        total = __fmaf_rn(scale_[i / 2], sum, total);
+        total = __fmaf_rn(group.scale[i / 2], sum, total);
       }
     }
   }
 
   // Of block number i of a unit of both rows.
-  __device__ static void multiply_block(float (&sums)[kColumnTiles][4],
-                                        float (&sums_of_x)[kColumnTiles][4], uint32_t low,
-                                        uint32_t high, int i,
+  __device__ static void multiply_block(Group& group, uint32_t low, uint32_t high, int i,
                                         const uint32_t (&factors)[kColumnTiles][2]) {
     constexpr uint32_t kOne = T::kQuietNan == BFloat16::kQuietNan ? 0x3f803f80 : 0x3c003c00;
     const uint32_t ones[4] = {kOne, kOne, kOne, kOne};
@@ -295,8 +317,8 @@ class CodeProducts {
                               pair_of<kBits, T>(high, 2 * i + 1)};
 #pragma unroll
     for (int j = 0; j < kColumnTiles; ++j) {
-      multiply_matrices<T>(sums[j], tile, factors[j]);
-      if (kAsymmetric) multiply_matrices<T>(sums_of_x[j], ones, factors[j]);
+      multiply_matrices<T>(group.sums[j], tile, factors[j]);
+      if (kAsymmetric) multiply_matrices<T>(group.sums_of_x[j], ones, factors[j]);
     }
   }
 
@@ -304,7 +326,7 @@ class CodeProducts {
   const FactorPlaces<kColumnTiles> factors_;
   const unsigned weight_step_;  // from line to line
   unsigned weight_place_;
-  float totals_[kSums], scale_[2], offset_[2];  // the latter of the group that is added up
+  float totals_[kSums];
 };
 
 }  // namespace dsx::cuda

@@ -17,6 +17,7 @@ class Products {
  public:
   static constexpr int kSums = kColumnTiles * 4;
   static constexpr bool kInOrder = false;
+  static constexpr bool kFillsRegisters = false;
 
   // Of the tile that begins at that row of the cluster.
   __device__ Products(const SkinnyLinear& /*call*/, const Geometry& geometry,
@@ -104,6 +105,7 @@ template <int kColumnTiles>
 class Products<float, kColumnTiles> {
  public:
   static constexpr bool kInOrder = false;
+  static constexpr bool kFillsRegisters = false;
   static constexpr int kSums = kColumnTiles * 4;
 
   __device__ Products(const SkinnyLinear& call, const Geometry& geometry, const WeightRows& rows,

@@ -40,7 +40,14 @@ def test_what_is_no_target_is_an_error(word: str) -> None:
 @pytest.mark.parametrize(
     "target, flags",
     [
-        (Target(90), ["-gencode=arch=compute_90,code=sm_90"]),
+        (Target(90), ["-gencode=arch=compute_90a,code=sm_90a"]),
+        (
+            Target(90, ptx=True),
+            [
+                "-gencode=arch=compute_90a,code=sm_90a",
+                "-gencode=arch=compute_90,code=compute_90",
+            ],
+        ),
         (Target(90, "a"), ["-gencode=arch=compute_90a,code=sm_90a"]),
         (
             Target(120, "", True),

@@ -13,10 +13,11 @@
 //   kXLines                 lines of x beside one of the weight
 //   kScaled                 whether groups of elements of the weight have scales
 //   kMostWarps<tiles>       that multiply in a block
+//   kTogether               of these multiply together, with code for all columns of kColumnTiles
 //   weight(call), x(call)   both as Operands
 //   scales(call)            only if kScaled: as Scales
 //   Products<column tiles>  what a warp has to do; kInOrder: shares one after the other, not in
-//   pairs
+//   pairs; kFillsRegisters: sums of shares that wait for others are better in memory
 #pragma once
 
 #include "common/cuda/boxes.cuh"
@@ -59,6 +60,7 @@ struct Scales {
   const float* offsets;  // or null
   int64_t groups, pitch;
   int line_parts;   // groups of a line, if there is more than one
+  int part_units;   // 16 bytes each, of such a part or of a line
   int group_lines;  // lines of a group, else
 
   // Of a line, or of its first part.
@@ -69,20 +71,22 @@ struct Scales {
 
 // How the work is shared out. No sum depends on it.
 struct Geometry {
-  int cluster;      // blocks that have the same rows of the weight, and as many shares each
-  int groups;       // of warps of a block, which have as many of its shares each
-  int tiles;        // of rows of the weight: warps of a group
-  int lines;        // of a share in a stage
-  int share_lines;  // of a share; of the last ones there may be fewer in the rows
-  int x_rows;       // near: those of x, and more to a multiple of 8
-  int x_lines;      // beside a line of the weight
-  int scale_lines;  // of scales, beside a line of the weight
-  int scale_tiles;  // of scales in a stage: for each part of the weight, and the same of offsets
-  int stages;       // that are near, or on their way
-  int columns;      // of the results, that a block finishes
-  int sums_pitch;   // floats, from one row of x to the next in the sums of these columns
-  int asked;        // stages of the first share to ask for before the kernel may read
-  bool by_engine;   // lines come near as boxes
+  int cluster;        // blocks that have the same rows of the weight, and as many shares each
+  int groups;         // of warps of a block, which have as many of its shares each
+  int tiles;          // of rows of the weight: warps of a group
+  int lines;          // of a share in a stage
+  int share_lines;    // of a share; of the last ones there may be fewer in the rows
+  int x_rows;         // near: those of x, and more to a multiple of 8
+  int x_lines;        // beside a line of the weight
+  int scale_lines;    // of scales, beside a line of the weight
+  int scale_tiles;    // of scales in a stage: for each part of the weight, and the same of offsets
+  int stages;         // that are near, or on their way
+  int columns;        // of the results, that a block finishes
+  int finished_rows;  // of x: of as many all threads finish these columns at a time
+  uint32_t column_magic;  // 2^32 / columns, rounded up
+  int sums_pitch;         // floats, from one row of x to the next in the sums of these columns
+  int asked;              // stages of the first share to ask for before the kernel may read
+  bool by_engine;         // lines come near as boxes
   bool weight_aligned, x_aligned;  // to 16 bytes, if not by_engine
   // What follows from these, as divisions take long. Bytes are those of a stage.
   int group_shares, share_stages;
@@ -91,6 +95,11 @@ struct Geometry {
 
   DSX_HOST_DEVICE int rows() const { return tiles * kTileRows; }
   DSX_HOST_DEVICE int threads() const { return (groups * tiles + 1) * kWarp; }
+  // Both without a division, which takes long: the group of a warp, and i / columns.
+  __device__ int group_of(int warp) const {
+    return (warp >= tiles) + (warp >= 2 * tiles) + (warp >= 3 * tiles);
+  }
+  __device__ int rank_of(int i) const { return int(__umulhi(uint32_t(i), column_magic)); }
 
   void set_lines(int count) {
     lines = count;
@@ -124,7 +133,7 @@ struct WeightRows {
   __device__ WeightRows(const FewRows& call, const Geometry& geometry)
       : parts(call.gated ? 2 : 1),
         columns(geometry.rows() / parts),
-        first(int64_t(blockIdx.x / unsigned(geometry.cluster)) * columns) {}
+        first(int64_t(blockIdx.x >> geometry.cluster / 2) * columns) {}  // 1, 2 or 4 blocks
 
   // Where a part begins in the weight.
   __device__ int64_t begin(const FewRows& call, int part) const {
@@ -284,13 +293,13 @@ class Copies {
 };
 
 // Sums of 2^n shares in the order of pairs: neighbours, then neighbouring pairs, and so on.
-template <int kCount>
+template <int kCount, bool kInMemory>
 class Pairwise {
  public:
   // Takes the next values; after number 2^n they have become the sums of all.
   __device__ void add(float (&values)[kCount]) {
     bool goes_on = true;
-#pragma unroll
+#pragma unroll(kInMemory ? 1 : kLevels)  // at a number that is not known before there is memory
     for (int level = 0; level < kLevels; ++level) {
       if (!goes_on) continue;
       goes_on = count_ >> level & 1;

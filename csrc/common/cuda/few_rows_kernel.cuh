@@ -23,7 +23,7 @@ __device__ void multiply(Products& products, const Geometry& geometry, int first
   unsigned here_at = shared_address(here), read_at = shared_address(read);
   asm volatile("" : "+r"(here_at), "+r"(read_at));
   constexpr unsigned kStep = sizeof(Barrier);
-  [[maybe_unused]] Pairwise<Products::kSums> pairwise;
+  [[maybe_unused]] Pairwise<Products::kSums, Products::kFillsRegisters> pairwise;
   int slot = 0, phase = 0, number = first;
   for (int share = 0; share < geometry.group_shares; ++share) {
     if (share == 0 || !Products::kInOrder) products.clear();
@@ -77,12 +77,7 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
   __syncthreads();
 
   const bool copying = warp == multiplying;
-  const int group = warp / geometry.tiles, first_row = warp % geometry.tiles * kTileRows;
-  const Sums sums(ring, call, geometry);
-  Finisher<T> finisher(call, rows, sums, rank);
-  const Sender sender(sums, geometry, rows, rank * geometry.groups + group, first_row);
-  float totals[Products::kSums];
-  if (copying) {
+  if (copying) {  // before all that takes time
     const Copies<Kind> copies(call, geometry, maps, rows, ring, here);
     copies.ask_ahead(rank);
     wait_for_previous();
@@ -95,7 +90,14 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
       }
     }
     __syncwarp();
-  } else {
+  }
+  const int group = geometry.group_of(warp);
+  const int first_row = (warp - group * geometry.tiles) * kTileRows;
+  const Sums sums(ring, call, geometry);
+  Finisher<T> finisher(call, geometry, rows, sums, rank);
+  const Sender sender(sums, geometry, rows, rank * geometry.groups + group, first_row);
+  float totals[Products::kSums];
+  if (!copying) {
     Products products(call, geometry, rows, first_row);
     const int first =
         (rank * geometry.groups + group) * geometry.group_shares * geometry.share_lines;
@@ -113,11 +115,11 @@ inline int64_t blocks_of(int64_t tiles, int of_cluster, int cluster) {
   return ceil_div(tiles, int64_t(of_cluster)) * cluster;
 }
 
-// How many tiles make for the least work of the busiest processor.
-inline int tiles_of_cluster(int64_t tiles, int most, int cluster, int processors) {
-  int best = 1;
+// How many tiles make for the least work of the busiest processor: some multiple of `step`.
+inline int tiles_of_cluster(int64_t tiles, int step, int most, int cluster, int processors) {
+  int best = step;
   int64_t least = INT64_MAX;
-  for (int each = 1; each <= most; ++each) {
+  for (int each = step; each <= most; each += step) {
     const int64_t work = each * ceil_div(blocks_of(tiles, each, cluster), int64_t(processors));
     if (work <= least) least = work, best = each;
   }
@@ -127,30 +129,52 @@ inline int tiles_of_cluster(int64_t tiles, int most, int cluster, int processors
 // So many warps for each row of the weight that processors are busy. They are in one block unless
 // that would leave most processors without any, or each block with few rows beside many of x.
 template <class Kind, int kColumnTiles>
-Geometry geometry_of(const typename Kind::Call& call, const Device& device, bool chained) {
-  using Products = typename Kind::template Products<kColumnTiles>;
-  Geometry geometry = {};
+void share_out(Geometry& geometry, const typename Kind::Call& call, const Device& device,
+               bool chained) {
   const int64_t tiles = ceil_div(call.weight_rows(), kTileRows);
   const auto are_few = [&](int64_t blocks) { return 10 * blocks < 9 * device.processors; };
-  const int most = Kind::template kMostWarps<kColumnTiles>;
-  const int most_split = Products::kInOrder ? 1 : kShares;
+  constexpr int kMost = Kind::template kMostWarps<kColumnTiles>, kStep = Kind::kTogether;
+  const auto tiles_beside = [&](int groups) {
+    return tiles_of_cluster(tiles, kStep, kMost / groups, geometry.cluster, device.processors);
+  };
+  geometry.cluster = geometry.groups = 1;
+  if (kStep > 1) {
+    const auto warps = [&] { return geometry.groups * geometry.tiles; };
+    while (geometry.cluster < kShares && are_few(ceil_div(tiles, kStep) * geometry.cluster)) {
+      geometry.cluster *= 2;
+    }
+    geometry.tiles = tiles_beside(1);
+    const int shares = kShares / geometry.cluster;
+    while (2 * geometry.groups <= shares && 2 * warps() <= kMost) geometry.groups *= 2;
+    return;
+  }
+  const int most_split = Kind::template Products<kColumnTiles>::kInOrder ? 1 : kShares;
   int split = 1;
   if (Kind::kScaled) {  // codes take work: as many warps as there may be
     const int64_t of_block = ceil_div(tiles, int64_t(device.processors));
-    while (split < most_split && 2 * split * of_block <= most) split *= 2;
+    while (split < most_split && 2 * split * of_block <= kMost) split *= 2;
   }
   while (split < most_split && are_few(tiles * split / 4)) split *= 2;
-  geometry.cluster = chained && call.rows > 16 && split == kShares ? 2 : 1;
+  if (chained && call.rows > 16 && split == kShares) geometry.cluster = 2;
   while (chained && geometry.cluster < split && are_few(3 * tiles * geometry.cluster)) {
     geometry.cluster *= 2;
   }
   geometry.groups = split / geometry.cluster;
-  geometry.tiles =
-      tiles_of_cluster(tiles, most / geometry.groups, geometry.cluster, device.processors);
+  geometry.tiles = tiles_beside(geometry.groups);
+}
+
+template <class Kind, int kColumnTiles>
+Geometry geometry_of(const typename Kind::Call& call, const Device& device, bool chained) {
+  Geometry geometry = {};
+  share_out<Kind, kColumnTiles>(geometry, call, device, chained);
   geometry.columns = geometry.rows() / (call.gated ? 2 : 1) / geometry.cluster;
   // So that the rows of x that the threads of a warp have are in different banks.
   geometry.sums_pitch = int(ceil_div(geometry.rows() / geometry.cluster, 16)) * 16 + 4;
-  geometry.x_rows = int(ceil_div(call.rows, int64_t(kColumnTile))) * kColumnTile;
+  geometry.finished_rows = geometry.threads() / geometry.columns;
+  geometry.column_magic = uint32_t(ceil_div(int64_t(1) << 32, int64_t(geometry.columns)));
+  const int64_t column_tiles =
+      Kind::kTogether > 1 ? kColumnTiles : ceil_div(call.rows, int64_t(kColumnTile));
+  geometry.x_rows = int(column_tiles) * kColumnTile;
   geometry.x_lines = Kind::kXLines;
   if constexpr (Kind::kScaled) {
     const Scales scales = Kind::scales(call);
@@ -209,8 +233,10 @@ bool make_maps(Maps<Kind::kScaled>& maps, const typename Kind::Call& call,
   return true;
 }
 
+// Does nothing and returns false if it cannot: warps that multiply together take what the copy
+// engine has copied.
 template <class Kind, int kColumnTiles>
-void launch_few_rows(const typename Kind::Call& call, const Device& device, cudaStream_t stream,
+bool launch_few_rows(const typename Kind::Call& call, const Device& device, cudaStream_t stream,
                      const char* op) {
   const auto kernel = &few_rows_kernel<Kind, kColumnTiles>;
   const bool chained = can_chain(kernel, op);
@@ -220,6 +246,7 @@ void launch_few_rows(const typename Kind::Call& call, const Device& device, cuda
   set_stages<Kind, kColumnTiles>(geometry, device, blocks);
   Maps<Kind::kScaled> maps = {};
   geometry.by_engine = chained && make_maps<Kind>(maps, call, geometry);
+  if (Kind::kTogether > 1 && !geometry.by_engine) return false;
   geometry.weight_aligned = Kind::weight(call).is_aligned();
   geometry.x_aligned = Kind::x(call).is_aligned();
   const int64_t sums = int64_t(geometry.cluster * geometry.groups) * call.rows *
@@ -228,6 +255,7 @@ void launch_few_rows(const typename Kind::Call& call, const Device& device, cuda
   const Launch how{unsigned(blocks), geometry.threads(), std::max(ring, sums) + kBoxAlignment,
                    geometry.cluster, chained};
   launch_kernel(kernel, how, stream, op, call, geometry, maps);
+  return true;
 }
 
 // Calls body with the number of groups of 8 rows of x that the code is for.

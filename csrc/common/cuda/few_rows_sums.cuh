@@ -37,7 +37,7 @@ class Sender {
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + lane / 4 + half * 8, part = row >= rows.columns;
       const int column = row - part * rows.columns;
-      ranks_[half] = cluster_ > 1 ? column / sums.columns : 0;
+      ranks_[half] = cluster_ > 1 ? geometry.rank_of(column) : 0;
       near_[half] = sums.all + (split * sums.rows + first) * pitch_ + part * sums.columns + column -
                     ranks_[half] * sums.columns;
     }
@@ -84,9 +84,10 @@ __device__ inline float result_of(const FewRows& call, int64_t row, int64_t colu
 template <class T>
 class Finisher {
  public:
-  __device__ Finisher(const FewRows& call, const WeightRows& rows, const Sums& sums, int rank)
-      : call_(call), sums_(sums), step_(int(blockDim.x) / sums.columns) {
-    first_ = int(threadIdx.x) / sums.columns;
+  __device__ Finisher(const FewRows& call, const Geometry& geometry, const WeightRows& rows,
+                      const Sums& sums, int rank)
+      : call_(call), sums_(sums), step_(geometry.finished_rows) {
+    first_ = geometry.rank_of(int(threadIdx.x));
     const int c = int(threadIdx.x) - first_ * sums.columns;
     column_ = rows.first + rank * sums.columns + c;
     near_ = sums.all + first_ * sums.pitch + c;
