@@ -132,8 +132,7 @@ class ScalePlaces {
 template <int kColumnTiles>
 class FactorPlaces {
  public:
-  __device__ explicit FactorPlaces(const Geometry& geometry)
-      : step_(unsigned(geometry.x_rows * kLineBytes)) {
+  __device__ explicit FactorPlaces(const Geometry& geometry) : x_rows_(unsigned(geometry.x_rows)) {
     const int lane = threadIdx.x % kWarp;
     // Of one column tile, both words of two blocks; of two, those of one.
 #pragma unroll
@@ -144,7 +143,10 @@ class FactorPlaces {
     }
   }
 
-  __device__ unsigned step() const { return step_; }  // from line to line
+  // From line to line: known to the compiler where there can be no more than these rows.
+  __device__ unsigned step() const {
+    return unsigned(kLineBytes) * (kColumnTiles > 2 ? x_rows_ : kColumnTiles * kColumnTile);
+  }
 
   // Of block number `block` from a line on, as number i of some; of one column tile those of even
   // numbers load the next ones, too.
@@ -152,7 +154,7 @@ class FactorPlaces {
   __device__ void load(uint32_t (&factors)[kCount][kColumnTiles][2], unsigned line, int block,
                        int i) const {
     uint32_t words[4];
-    line += unsigned(block / 4) * step_;
+    line += unsigned(block / 4) * step();
     const unsigned unit = unsigned(block % 4 * 2 * kUnitBytes);
     if constexpr (kColumnTiles > 1) {
 #pragma unroll
@@ -171,7 +173,7 @@ class FactorPlaces {
  private:
   static constexpr int kReads = kColumnTiles == 1 ? 1 : kColumnTiles / 2;
 
-  const unsigned step_;
+  const unsigned x_rows_;
   unsigned places_[kReads];
 };
 
@@ -237,7 +239,7 @@ class CodeProducts {
     constexpr int kParts = kColumnTiles == 1 && 2 * kPartUnits == kUnitsOfLine ? 2 : 1;
     const unsigned weight = near + unsigned(l) * weight_step_;
     const unsigned x = near + unsigned(l * kXLines) * factors_.step();
-#pragma unroll 1
+#pragma unroll(kPartUnits < 4 ? 1 : 2)
     for (int first = 0; first < kUnitsOfLine; first += kParts * kPartUnits) {
       Group groups[kParts];
 #pragma unroll

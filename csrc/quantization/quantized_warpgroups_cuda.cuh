@@ -20,7 +20,6 @@ class WarpgroupProducts {
                                const WeightRows& rows, int first_row)
       : scales_(call.scales, geometry, rows, first_row),
         weight_step_(unsigned(rows.columns * kLineBytes)),
-        x_step_(unsigned(geometry.x_rows * kLineBytes)),
         x_place_(unsigned(geometry.x_place)) {
     const int lane = threadIdx.x % kWarp;
     const int line = rows.line(geometry, first_row + lane % kTileRows);
@@ -52,6 +51,7 @@ class WarpgroupProducts {
  private:
   static constexpr int kBlocksOfUnit = 8 / kBits;  // of 16 products each
   static constexpr int kXLines = 16 / kBits;
+  static constexpr unsigned kXStep = kColumnTiles * kColumnTile * kLineBytes;
   static constexpr int kBlocks = kUnitsOfLine * kBlocksOfUnit, kBlocksOfXLine = 4;
   // As of CodeProducts: units that are added up before they become part of the totals.
   static constexpr int kMostUnits = kBits == 4 ? 4 : 8;
@@ -62,7 +62,7 @@ class WarpgroupProducts {
     constexpr int kPart = kPartUnits * kBlocksOfUnit, kBatch = kPart < 4 ? kPart : 4;
     constexpr int kBatches = kBlocks / kBatch, kOfPart = kPart / kBatch;
     const unsigned weight = near + unsigned(l) * weight_step_;
-    const uint64_t x = box_factors(near + x_place_ + unsigned(l * kXLines) * x_step_);
+    const uint64_t x = box_factors(near + x_place_ + unsigned(l * kXLines) * kXStep);
     uint32_t words[kUnitsOfLine / 2][4], tiles[2][kBatch][4];
 #pragma unroll
     for (int i = 0; i < kUnitsOfLine / 2; ++i) {
@@ -83,7 +83,7 @@ class WarpgroupProducts {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int block = batch * kBatch + i;
-        const unsigned place = unsigned(block / kBlocksOfXLine) * x_step_ +
+        const unsigned place = unsigned(block / kBlocksOfXLine) * kXStep +
                                unsigned(block % kBlocksOfXLine * 2 * kUnitBytes);
         begin_product<T>(sums, tiles[batch % 2][i], further(x, place), block % kPart != 0);
       }
@@ -109,7 +109,7 @@ class WarpgroupProducts {
   }
 
   const ScalePlaces scales_;
-  const unsigned weight_step_, x_step_, x_place_;  // the former from line to line
+  const unsigned weight_step_, x_place_;  // the former from line to line
   unsigned weight_place_;
   float totals_[kSums];
 };
