@@ -11,8 +11,10 @@
 
 namespace dsx::cuda {
 
-constexpr int64_t kAskedOf = 64 << 20;   // bytes of a weight at most, to ask for some ahead
-constexpr int kCopiedAtOnce = 8 * 1024;  // bytes; less would keep the copy engine too busy
+constexpr int64_t kAskedOf = 64 << 20;  // bytes of a weight at most, to ask for some ahead
+// Bytes of the weight: less would keep the copy engine too busy, which has more to do with scales.
+template <bool kScaled>
+constexpr int kCopiedAtOnce = (kScaled ? 16 : 8) * 1024;
 
 // What a warp that multiplies does, from line number `first` of the weight on: stage by stage,
 // share by share.
@@ -155,7 +157,8 @@ void share_out(Geometry& geometry, const typename Kind::Call& call, const Device
     while (split < most_split && 2 * split * of_block <= kMost) split *= 2;
   }
   while (split < most_split && are_few(tiles * split / 4)) split *= 2;
-  if (chained && call.rows > 16 && split == kShares) geometry.cluster = 2;
+  // Two blocks that have half of the length each get it in larger pieces, and half as much of x.
+  if (chained && split == kShares && (Kind::kScaled || call.rows > 16)) geometry.cluster = 2;
   while (chained && geometry.cluster < split && are_few(3 * tiles * geometry.cluster)) {
     geometry.cluster *= 2;
   }
@@ -184,7 +187,7 @@ Geometry geometry_of(const typename Kind::Call& call, const Device& device, bool
   const int64_t line = kLineBytes / int64_t(sizeof(typename Kind::Weight));
   geometry.share_lines = int(ceil_div(ceil_div(Kind::weight(call).length, line), int64_t(kShares)));
   int lines = call.rows > 16 ? 2 : 1;
-  while (geometry.rows() * lines * kLineBytes < kCopiedAtOnce) lines *= 2;
+  while (geometry.rows() * lines * kLineBytes < kCopiedAtOnce<Kind::kScaled>) lines *= 2;
   while (geometry.share_lines % lines != 0) lines /= 2;
   geometry.set_lines(lines);
   return geometry;
