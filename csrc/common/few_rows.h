@@ -8,6 +8,7 @@
 namespace dsx {
 
 constexpr int64_t kMostRows = 64;
+constexpr int64_t kSquared = 4;  // neighbours in a row, whose squares are added up first
 
 // A call, but for its weight.
 struct FewRows {
@@ -21,6 +22,17 @@ struct FewRows {
   Rows bias;      // one row, with an element for each row of the weight; absent: zeros
   Rows residual;  // absent: zeros
   Rows out;       // written
+
+  // An RMS norm before the layer, of which x has all but the division: what is to be normalized
+  // times the norm's weight. The sums take that division.
+  Rows squares;  // float32, [rows, length / kSquared]: sums of squares; absent: no norm before
+  float eps;
+  // An RMS norm after the layer, as far as each kSquared columns can do it alone. Not if gated, and
+  // with a multiple of kSquared columns.
+  Rows norm_weight;     // one row, of `columns`; absent: no norm after
+  float weight_offset;  // added to it
+  Rows scaled;          // out times both, written
+  Rows out_squares;     // float32, [rows, columns / kSquared]: sums of squares of out, written
 
   DSX_HOST_DEVICE int64_t weight_rows() const { return gated ? 2 * columns : columns; }
 };

@@ -27,8 +27,7 @@ struct Cuda {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(deepspeed_ext, CUDA, library) {
-  library.impl(kQuantizedLinear, &boxed<&quantized_linear<Cuda>>);
-  library.impl(kUnpackWeight, &boxed<&unpack_weight<Cuda>>);
+  register_quantized_linear<Cuda>(library);
 }
 
 }  // namespace dsx

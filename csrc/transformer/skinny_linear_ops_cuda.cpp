@@ -17,8 +17,6 @@ struct Cuda {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(deepspeed_ext, CUDA, library) {
-  library.impl("skinny_linear", &boxed<&skinny_linear<Cuda>>);
-}
+STABLE_TORCH_LIBRARY_IMPL(deepspeed_ext, CUDA, library) { register_skinny_linear<Cuda>(library); }
 
 }  // namespace dsx

@@ -60,6 +60,7 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
   using Products = typename Kind::template Products<kColumnTiles>;
   extern __shared__ __align__(16) char shared[];
   __shared__ Barrier here[kMostStages], read[kMostStages];
+  __shared__ float inverses[kMostRows];
   char* const ring = reinterpret_cast<char*>(
       ceil_div(reinterpret_cast<uintptr_t>(shared), uintptr_t(kBoxAlignment)) * kBoxAlignment);
   const int rank = geometry.cluster > 1 ? int(rank_in_cluster()) : 0;
@@ -96,6 +97,10 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
     }
     __syncwarp();
   } else {
+    if (call.squares.data != nullptr) {  // while what is multiplied is on its way
+      wait_for_previous();
+      find_inverses(call, inverses, warp, multiplying);
+    }
     Products products(call, geometry, rows, first_row);
     const int first =
         (rank * geometry.groups + group) * geometry.group_shares * geometry.share_lines;
@@ -105,7 +110,7 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
   meet_after_reading(geometry.cluster);  // the ring is no longer needed, in any block
   if (!copying) sender.send(totals);
   meet_in_cluster(geometry.cluster);
-  finisher.finish();
+  finisher.finish(inverses);
 }
 
 // Blocks of a launch, whose clusters have so many tiles each.
@@ -169,7 +174,7 @@ Geometry geometry_of(const typename Kind::Call& call, const Device& device, bool
 // As many stages as fit beside another block, if there is one.
 template <class Kind, int kColumnTiles>
 void set_stages(Geometry& geometry, const Device& device, int64_t blocks) {
-  const int room = device.shared_of_block - kBoxAlignment - 1024;  // for the barriers
+  const int room = device.shared_of_block - kBoxAlignment - 1024;  // for barriers and inverses
   while (geometry.lines > 1 && 3 * geometry.stage_bytes > room) {
     geometry.set_lines(geometry.lines / 2);
   }

@@ -64,10 +64,71 @@ __device__ __noinline__ inline float activated(const FewRows& call, float sum, f
   return activated_sum(call, Floats<1>(sum), Floats<1>(up)).lanes[0];
 }
 
-// What becomes of the sum of a row of x beside a column, and beside what that gates.
+// What the sums of rows `first`, first + step ... are multiplied with, for the norm before the
+// layer. All threads of a warp call it. The order of a row's sum depends on its length alone.
+__device__ inline void find_inverses(const FewRows& call, float* inverses, int first, int step) {
+  const int count = int(call.length / kSquared), lane = int(threadIdx.x) % kWarp;
+  for (int64_t row = first; row < call.rows; row += step) {
+    const float* const squares = call.squares.row<float>(row).address;
+    const bool aligned = reinterpret_cast<uintptr_t>(squares) % sizeof(float4) == 0;
+    float sums[4] = {};
+#pragma unroll 4
+    for (int i = 4 * lane; i < count; i += 4 * kWarp) {
+      float4 four = {};
+      if (aligned && i + 4 <= count) {
+        four = *reinterpret_cast<const float4*>(squares + i);
+      } else {
+        four.x = squares[i];
+        if (i + 1 < count) four.y = squares[i + 1];
+        if (i + 2 < count) four.z = squares[i + 2];
+        if (i + 3 < count) four.w = squares[i + 3];
+      }
+      sums[0] += four.x, sums[1] += four.y, sums[2] += four.z, sums[3] += four.w;
+    }
+    float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+#pragma unroll
+    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+      sum += __shfl_xor_sync(0xffffffff, sum, distance);
+    }
+    if (lane == 0) {
+      inverses[row] = inverse_rms_of(Floats<1>(sum), call.length, call.eps).lanes[0];
+    }
+  }
+}
+
+// Of the norm after the layer, what a column is multiplied with.
 template <class T>
-__device__ inline float result_of(const FewRows& call, int64_t row, int64_t column, float sum,
-                                  float up) {
+__device__ inline float norm_weight_of(const FewRows& call, int64_t column) {
+  return widen(call.norm_weight.row<T>(0).address[column]);
+}
+
+// Begins the norm after the layer with a result as it was rounded. The threads of kSquared
+// neighbouring columns, which are neighbours in a warp, call it together.
+template <class T>
+__device__ inline void begin_norm(const FewRows& call, int64_t row, int64_t column, float weight,
+                                  T out) {
+  const float value = widen(out);
+  const Floats<1> scaled = scaled_for_norm(Floats<1>(value), Floats<1>(weight), call.weight_offset);
+  call.scaled.even_row<T>(row).address[column] = narrow<T>(scaled.lanes[0]);
+  static_assert(kSquared == 4);
+  const unsigned four = 0xfu << (threadIdx.x % kWarp & ~3u);
+  float sum = __fmul_rn(value, value);
+  sum += __shfl_xor_sync(four, sum, 1);
+  sum += __shfl_xor_sync(four, sum, 2);
+  if (column % kSquared == 0) {
+    call.out_squares.even_row<float>(row).address[column / kSquared] = sum;
+  }
+}
+
+// What becomes of the sum of a row of x beside a column, and beside what that gates; the norm
+// before the layer multiplies both with `inverse`.
+template <class T>
+__device__ inline float result_of(const FewRows& call, int64_t row, int64_t column, float inverse,
+                                  float sum, float up) {
+  if (call.squares.data != nullptr) {
+    sum = __fmul_rn(sum, inverse);
+    up = __fmul_rn(up, inverse);
+  }
   const auto element = [](const Rows& rows, int64_t r, int64_t i) {
     return rows.data == nullptr ? 0.0f : widen(rows.row<T>(r).address[i]);
   };
@@ -94,10 +155,14 @@ class Finisher {
     if (first_ >= step_ || column_ >= call.columns) first_ = sums.rows;  // it has none
   }
 
-  __device__ void finish() {
+  // `inverses` are of all rows, if there is a norm before.
+  __device__ void finish(const float* inverses) {
+    const bool norm_after = call_.scaled.data != nullptr && first_ < sums_.rows;
+    const float norm_weight = norm_after ? norm_weight_of<T>(call_, column_) : 0;
     for (int m = first_; m < sums_.rows; m += step_) {
       const float up = call_.gated ? total(near_ + sums_.columns) : 0;
-      *out_ = narrow<T>(result_of<T>(call_, m, column_, total(near_), up));
+      *out_ = narrow<T>(result_of<T>(call_, m, column_, inverses[m], total(near_), up));
+      if (norm_after) begin_norm<T>(call_, m, column_, norm_weight, *out_);
       near_ += step_ * sums_.pitch;
       out_ += step_ * call_.out.pitch;
     }
