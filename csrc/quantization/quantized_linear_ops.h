@@ -130,7 +130,8 @@ std::tuple<Tensor, Tensor, Tensor> quantized_linear_norm(
     const OptionalTensor& bias, const OptionalTensor& residual, const OptionalTensor& squares,
     const OptionalTensor& norm_weight, int64_t format, int64_t group_size,
     std::optional<int64_t> activation, bool gated, bool integer, double eps, double weight_offset) {
-  constexpr const char* op = "quantized_linear";
+  const char* const op =
+      norm_weight ? "quantized_linear_norm" : "quantized_linear";  // the function's name
   FewRowsReader<QuantizedLinear> reader(op, x, {bias, residual, activation, gated},
                                         {squares, norm_weight, eps, weight_offset});
   const PackedArguments weight{codes, scales, offsets, format, group_size};

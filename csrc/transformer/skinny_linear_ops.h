@@ -51,7 +51,8 @@ std::tuple<Tensor, Tensor, Tensor> skinny_linear_norm(const Tensor& x, const Ten
                                                       const OptionalTensor& norm_weight,
                                                       std::optional<int64_t> activation, bool gated,
                                                       double eps, double weight_offset) {
-  constexpr const char* op = "skinny_linear";
+  const char* const op =
+      norm_weight ? "skinny_linear_norm" : "skinny_linear";  // the function's name
   FewRowsReader<SkinnyLinear> reader(op, x, {bias, residual, activation, gated},
                                      {squares, norm_weight, eps, weight_offset});
   return reader.with_norm(multiplied<Device>(reader, op, weight));

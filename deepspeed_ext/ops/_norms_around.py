@@ -4,7 +4,6 @@ The norm of h is h g / rms(h), g being its weight. The layer before it rounds h 
 divides its sums by rms(h), as it would have by dividing each element of what it multiplies.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -44,9 +43,7 @@ class Undivided(NamedTuple):
     eps: float
 
 
-def fake_results(
-    out: Tensor, norm_weight: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def fake_results(out: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return what an op returns with `out`: of no norm after it, empty tensors."""
     if norm_weight is None:
         return out, out.new_empty(0), out.new_empty(0, dtype=torch.float32)

@@ -120,14 +120,14 @@ __device__ inline void begin_norm(const FewRows& call, int64_t row, int64_t colu
   }
 }
 
-// What becomes of the sum of a row of x beside a column, and beside what that gates; the norm
-// before the layer multiplies both with `inverse`.
+// What becomes of the sum of a row of x beside a column, and beside what that gates. `inverses` are
+// those of find_inverses, if there is a norm before the layer.
 template <class T>
-__device__ inline float result_of(const FewRows& call, int64_t row, int64_t column, float inverse,
-                                  float sum, float up) {
+__device__ inline float result_of(const FewRows& call, int64_t row, int64_t column,
+                                  const float* inverses, float sum, float up) {
   if (call.squares.data != nullptr) {
-    sum = __fmul_rn(sum, inverse);
-    up = __fmul_rn(up, inverse);
+    sum = __fmul_rn(sum, inverses[row]);
+    up = __fmul_rn(up, inverses[row]);
   }
   const auto element = [](const Rows& rows, int64_t r, int64_t i) {
     return rows.data == nullptr ? 0.0f : widen(rows.row<T>(r).address[i]);
@@ -155,14 +155,14 @@ class Finisher {
     if (first_ >= step_ || column_ >= call.columns) first_ = sums.rows;  // it has none
   }
 
-  // `inverses` are of all rows, if there is a norm before.
   __device__ void finish(const float* inverses) {
     const bool norm_after = call_.scaled.data != nullptr && first_ < sums_.rows;
     const float norm_weight = norm_after ? norm_weight_of<T>(call_, column_) : 0;
     for (int m = first_; m < sums_.rows; m += step_) {
       const float up = call_.gated ? total(near_ + sums_.columns) : 0;
-      *out_ = narrow<T>(result_of<T>(call_, m, column_, inverses[m], total(near_), up));
-      if (norm_after) begin_norm<T>(call_, m, column_, norm_weight, *out_);
+      const T out = narrow<T>(result_of<T>(call_, m, column_, inverses, total(near_), up));
+      *out_ = out;
+      if (norm_after) begin_norm<T>(call_, m, column_, norm_weight, out);
       near_ += step_ * sums_.pitch;
       out_ += step_ * call_.out.pitch;
     }
