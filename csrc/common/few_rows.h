@@ -8,7 +8,7 @@
 namespace dsx {
 
 constexpr int64_t kMostRows = 64;
-constexpr int64_t kSquared = 4;  // neighbours in a row, whose squares are added up first
+constexpr int64_t kSquared = 8;  // neighbours in a row, whose squares are added up first
 
 // A call, but for its weight.
 struct FewRows {

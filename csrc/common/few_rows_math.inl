@@ -6,9 +6,8 @@
 // 1 / rms of a row of `length` elements. NaN where squares are too large for their sum, as of rows
 // that are not finite.
 template <class V>
-DSX_HOST_DEVICE inline V inverse_rms_of(const V& sum_of_squares, int64_t length, float eps) {
-  const V mean = sum_of_squares * V(1.0f / float(length));
-  return rsqrt(mean + V(eps)) + (sum_of_squares - sum_of_squares);
+DSX_HOST_DEVICE inline V inverse_rms_of_row(const V& sum_of_squares, int64_t length, float eps) {
+  return inverse_rms(sum_of_squares, 1.0f / float(length), eps) + (sum_of_squares - sum_of_squares);
 }
 
 template <class V>

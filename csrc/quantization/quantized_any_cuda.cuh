@@ -30,7 +30,7 @@ __device__ inline void add_lanes(float (&sums)[kRowsTogether]) {
 __device__ inline const float* inverses_nearby(const QuantizedLinear& call) {
   __shared__ float inverses[kMostRows];
   if (call.squares.data != nullptr) {
-    find_inverses(call, inverses, int(threadIdx.x) / kWarp, kAnyWarps);
+    find_inverses<1>(call, inverses, int(threadIdx.x) / kWarp, kAnyWarps);
     __syncthreads();
   }
   return inverses;

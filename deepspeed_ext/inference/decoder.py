@@ -28,7 +28,7 @@ class _Place(NamedTuple):
 
     Args:
         has_few_rows: whether linear layers add what they are to be added to in the same pass.
-        next_norm: that of the layer after this one, if any.
+        next_norm: what comes after this layer, if that is a norm.
     """
 
     i: int
@@ -93,7 +93,7 @@ class Decoder:
         self._joins_norms = (
             of.norm == "rms"
             and of.norm_place == "before"
-            and of.hidden % 4 == 0
+            and of.hidden % 8 == 0
             and dtype in (torch.float32, torch.bfloat16)
             and all(linear.joins_norms for linear in linears)
         )
@@ -116,16 +116,53 @@ class Decoder:
         Raises:
             ValueError: slots may become longer than the model has positions for.
         """
+        state = self._after_layers(tokens, cache, slots, counts, None)
+        return state.x if state.left is None else state.x + state.left
+
+    def step(self, tokens: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
+        """Return the logits after one new token of each slot.
+
+        They are those of its `hidden`, only that the last norm is done as the others are.
+
+        Args:
+            tokens: (batch, 1), int64.
+            cache: as of `hidden`, as are slots.
+
+        Returns:
+            (batch, vocabulary).
+
+        Raises:
+            ValueError: as `hidden`.
+        """
+        weights = self.weights
+        assert weights.head is not None
+        joins = weights.project_out is None and weights.head.joins_norms
+        last_norm = weights.final_norm if joins else None
+        state = self._after_layers(tokens, cache, slots, None, last_norm)
+        if state.normed is not None:
+            x, squares, eps = state.normed
+            return self._capped(weights.head(Undivided(x[:, 0], squares[:, 0], eps)))
+        return self.logits((state.x if state.left is None else state.x + state.left)[:, 0])
+
+    def _after_layers(
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        slots: Tensor,
+        counts: Tensor | None,
+        last_norm: NormWeights | None,
+    ) -> _Between:
+        """Return what the layers leave to whoever reads last_norm, or to nobody."""
         x = self._embedded(tokens, cache, slots, counts)
         block = self._parallel_block if self.of.parallel else self._block
         if self.of.norm_place == "after":
             block = self._block_with_norms_after
         state, has_few_rows, layers = _Between(x), are_few(x), self.weights.layers
         for i, layer in enumerate(layers):
-            next_norm = layers[i + 1].attention_norm if i + 1 < len(layers) else None
+            next_norm = layers[i + 1].attention_norm if i + 1 < len(layers) else last_norm
             place = _Place(i, cache.layer(i), slots, counts, has_few_rows, next_norm)
             state = block(layer, state, place)
-        return state.x if state.left is None else state.x + state.left
+        return state
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits that belong to last hidden states.
@@ -140,7 +177,9 @@ class Decoder:
         x = self._normed(hidden, self.weights.final_norm)
         if self.weights.project_out is not None:
             x = self.weights.project_out(x)
-        out = self.weights.head(x)
+        return self._capped(self.weights.head(x))
+
+    def _capped(self, out: Tensor) -> Tensor:
         softcap = self.of.logit_softcap
         return softcap * torch.tanh(out / softcap) if softcap > 0 else out
 

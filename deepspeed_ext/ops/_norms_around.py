@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_SQUARED = 4  # neighbours whose squares are added up first: see few_rows.h
+_SQUARED = 8  # neighbours whose squares are added up first: see few_rows.h
 
 
 class NextNorm(NamedTuple):
@@ -33,8 +33,8 @@ class Undivided(NamedTuple):
 
     Args:
         x: (..., n), float32 or bfloat16: what is normalized times the norm's weight.
-        squares: (..., n / 4), float32: of what is normalized, the squares of each four neighbours
-            added up.
+        squares: (..., n / 8), float32: of what is normalized, the squares of each 8 neighbours added
+            up.
         eps: of the norm.
     """
 

@@ -85,7 +85,7 @@ class Layer:
         """Compare with the reference, and return the result.
 
         Terms are rounded as without a norm, see the cases of either op. The division is by the root
-        of a sum of k / 4 positive terms, each rounded in up to k / 256 + 8 additions; the root
+        of a sum of k / 8 positive terms, each rounded in up to k / 256 + 10 additions; the root
         halves what that is off by, and has two roundings of its own, as has the product with it.
         """
         got = self(x, **options)
@@ -104,7 +104,7 @@ class Layer:
         far = divided_ref(near)
         plain = Layer(self.kind and (*self.kind[:3], None), self.weight)
         want = plain.ref(near, **wide)
-        error = ROUNDING * (roundings + k / 256 + 16) * F.linear(far.abs(), magnitude)
+        error = ROUNDING * (roundings + k / 256 + 20) * F.linear(far.abs(), magnitude)
         assert got.dtype == x.x.dtype
         sums = F.linear(far, factors, wide["bias"])
         skinny_linear_cases.assert_finished(got, want, sums, error, options)
@@ -164,7 +164,7 @@ def undivided(rows: int, k: int, dtype: torch.dtype, device: str = "cpu") -> Und
     """Return rows on their way through a norm, some of them large and some small."""
     h = make((rows, k), F32, 5, device) * torch.logspace(-2, 2, rows, device=device)[:, None]
     h, (weight, eps, offset) = h.to(dtype), norm_of(k, dtype, device)
-    squares = h.float().square().unflatten(-1, (-1, 4)).sum(-1)
+    squares = h.float().square().unflatten(-1, (-1, 8)).sum(-1)
     return Undivided((h.float() * (weight.float() + offset)).to(dtype), squares, eps)
 
 

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
   } else {
     if (call.squares.data != nullptr) {  // while what is multiplied is on its way
       wait_for_previous();
-      find_inverses(call, inverses, warp, multiplying);
+      find_inverses<(kColumnTiles > 1 ? 4 : 1)>(call, inverses, warp, multiplying);
     }
     Products products(call, geometry, rows, first_row);
     const int first =
@@ -145,8 +145,11 @@ Geometry geometry_of(const typename Kind::Call& call, const Device& device, bool
     while (split < most_split && 2 * split * of_block <= most) split *= 2;
   }
   while (split < most_split && are_few(tiles * split / 4)) split *= 2;
+  // Of a norm after the layer, a block has whole sums of squares.
+  const int64_t most_blocks = call.scaled.data != nullptr ? kTileRows / kSquared : kShares;
   geometry.cluster = chained && call.rows > 16 && split == kShares ? 2 : 1;
-  while (chained && geometry.cluster < split && are_few(3 * tiles * geometry.cluster)) {
+  while (chained && geometry.cluster < std::min<int64_t>(split, most_blocks) &&
+         are_few(3 * tiles * geometry.cluster)) {
     geometry.cluster *= 2;
   }
   geometry.groups = split / geometry.cluster;

@@ -8,6 +8,7 @@
 namespace dsx::cuda {
 
 #include "common/activation_math.inl"
+#include "common/inverse_rms_math.inl"
 #include "common/few_rows_math.inl"
 
 // The sums of a cluster, in shared memory: each block has those of some columns of the results,
@@ -64,34 +65,56 @@ __device__ __noinline__ inline float activated(const FewRows& call, float sum, f
   return activated_sum(call, Floats<1>(sum), Floats<1>(up)).lanes[0];
 }
 
-// What the sums of rows `first`, first + step ... are multiplied with, for the norm before the
-// layer. All threads of a warp call it. The order of a row's sum depends on its length alone.
-__device__ inline void find_inverses(const FewRows& call, float* inverses, int first, int step) {
-  const int count = int(call.length / kSquared), lane = int(threadIdx.x) % kWarp;
-  for (int64_t row = first; row < call.rows; row += step) {
-    const float* const squares = call.squares.row<float>(row).address;
-    const bool aligned = reinterpret_cast<uintptr_t>(squares) % sizeof(float4) == 0;
-    float sums[4] = {};
+// Adds a row of floats up for each of some rows, over the threads of a warp: each gets the sums, in
+// an order that depends on the length alone. kEven: they are read 16 bytes at a time.
+template <bool kEven, int kTogether>
+__device__ inline void add_rows(const float* const (&rows)[kTogether], int length,
+                                float (&sums)[kTogether]) {
 #pragma unroll 4
-    for (int i = 4 * lane; i < count; i += 4 * kWarp) {
-      float4 four = {};
-      if (aligned && i + 4 <= count) {
-        four = *reinterpret_cast<const float4*>(squares + i);
-      } else {
-        four.x = squares[i];
-        if (i + 1 < count) four.y = squares[i + 1];
-        if (i + 2 < count) four.z = squares[i + 2];
-        if (i + 3 < count) four.w = squares[i + 3];
-      }
-      sums[0] += four.x, sums[1] += four.y, sums[2] += four.z, sums[3] += four.w;
-    }
-    float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  for (int i = int(threadIdx.x) % kWarp * 4; i < length; i += kWarp * 4) {
 #pragma unroll
-    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-      sum += __shfl_xor_sync(0xffffffff, sum, distance);
+    for (int r = 0; r < kTogether; ++r) {
+      float4 four = {};
+      if constexpr (kEven) {
+        four = *reinterpret_cast<const float4*>(rows[r] + i);
+      } else {
+        four.x = rows[r][i];
+        if (i + 1 < length) four.y = rows[r][i + 1];
+        if (i + 2 < length) four.z = rows[r][i + 2];
+        if (i + 3 < length) four.w = rows[r][i + 3];
+      }
+      sums[r] += (four.x + four.y) + (four.z + four.w);
     }
-    if (lane == 0) {
-      inverses[row] = inverse_rms_of(Floats<1>(sum), call.length, call.eps).lanes[0];
+  }
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+#pragma unroll
+    for (float& sum : sums) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+  }
+}
+
+// What the sums of rows number `first`, first + step ... are multiplied with, for the norm before
+// the layer. All threads of a warp call it; it has some rows at a time, as reading takes long.
+template <int kTogether>
+__device__ inline void find_inverses(const FewRows& call, float* inverses, int first, int step) {
+  const int length = int(call.length / kSquared);
+  for (; first < call.rows; first += kTogether * step) {
+    const float* rows[kTogether];
+    bool even = length % 4 == 0;
+#pragma unroll
+    for (int r = 0; r < kTogether; ++r) {
+      const int64_t row = ::min(int64_t(first + r * step), call.rows - 1);
+      rows[r] = call.squares.row<float>(row).address;
+      even = even && reinterpret_cast<uintptr_t>(rows[r]) % sizeof(float4) == 0;
+    }
+    float sums[kTogether] = {};
+    even ? add_rows<true>(rows, length, sums) : add_rows<false>(rows, length, sums);
+    if (threadIdx.x % kWarp != 0) continue;
+#pragma unroll
+    for (int r = 0; r < kTogether; ++r) {
+      const int row = first + r * step;
+      if (row >= call.rows) continue;
+      inverses[row] = inverse_rms_of_row(Floats<1>(sums[r]), call.length, call.eps).lanes[0];
     }
   }
 }
@@ -110,11 +133,13 @@ __device__ inline void begin_norm(const FewRows& call, int64_t row, int64_t colu
   const float value = widen(out);
   const Floats<1> scaled = scaled_for_norm(Floats<1>(value), Floats<1>(weight), call.weight_offset);
   call.scaled.even_row<T>(row).address[column] = narrow<T>(scaled.lanes[0]);
-  static_assert(kSquared == 4);
-  const unsigned four = 0xfu << (threadIdx.x % kWarp & ~3u);
+  constexpr unsigned kLanes = unsigned(kSquared);
+  const unsigned lanes = ((1u << kLanes) - 1) << (threadIdx.x % kWarp / kLanes * kLanes);
   float sum = __fmul_rn(value, value);
-  sum += __shfl_xor_sync(four, sum, 1);
-  sum += __shfl_xor_sync(four, sum, 2);
+#pragma unroll
+  for (int distance = 1; distance < kSquared; distance *= 2) {
+    sum += __shfl_xor_sync(lanes, sum, distance);
+  }
   if (column % kSquared == 0) {
     call.out_squares.even_row<float>(row).address[column / kSquared] = sum;
   }

@@ -1,6 +1,7 @@
 // What the matrix multiplications on few rows do around their sums: blocks of columns, and what
 // becomes of the sums of each. Their kernels include activation_math.inl before.
 #include "common/few_rows_math.inl"
+#include "common/inverse_rms_math.inl"
 #include "common/simd/row_sums.inl"
 
 constexpr int64_t kColumns = 64;  // of a block, whose part of the weight fits the second cache
@@ -15,7 +16,7 @@ inline void find_inverses(const FewRows& call, float (&inverses)[kMostRows]) {
       terms[0] = Vec::load(squares + i, lanes);
     });
     float found[Vec::size];
-    inverse_rms_of(Vec(sum[0]), call.length, call.eps).store(found, Vec::size);
+    inverse_rms_of_row(Vec(sum[0]), call.length, call.eps).store(found, Vec::size);
     inverses[row] = found[0];
   }
 }
@@ -34,7 +35,11 @@ inline void begin_norm(const FewRows& call, int64_t row, int64_t begin, int64_t 
   });
   float* const sums = call.out_squares.row<float>(row).address + begin / kSquared;
   for (int64_t i = 0; i < columns; i += kSquared) {
-    sums[i / kSquared] = (squares[i] + squares[i + 1]) + (squares[i + 2] + squares[i + 3]);
+    float (&eight)[kSquared] = reinterpret_cast<float (&)[kSquared]>(squares[i]);
+    for (int64_t step = 1; step < kSquared; step *= 2) {
+      for (int64_t k = 0; k < kSquared; k += 2 * step) eight[k] += eight[k + step];
+    }
+    sums[i / kSquared] = eight[0];
   }
 }
 

@@ -112,8 +112,8 @@ class FewRowsReader {
     sizes.back() /= kSquared;
     TensorView like = view_;
     like.sizes = sizes.data();
-    dsx::check_dtype(op_, {"x.squares"}, TensorView(norms_.squares->get()), Dtype::float32);
-    call.squares = reader_.read({"x.squares"}, norms_.squares, like);
+    dsx::check_dtype(op_, {"squares"}, TensorView(norms_.squares->get()), Dtype::float32);
+    call.squares = reader_.read({"squares"}, norms_.squares, like);
   }
 
   void read_norm_after(const char* weight, const TensorView& out_view) {
@@ -125,8 +125,8 @@ class FewRowsReader {
           ", expected a finite number");
     call.weight_offset = float(norms_.weight_offset);
     call.norm_weight =
-        reader_.read_vector({"norm.weight"}, norms_.norm_weight, call.columns, view_);
-    check_dtype({"norm.weight"}, call.norm_weight);
+        reader_.read_vector({"norm_weight"}, norms_.norm_weight, call.columns, view_);
+    check_dtype({"norm_weight"}, call.norm_weight);
     scaled_.emplace(out_view, call.x.dtype);
     std::vector<int64_t> sizes(out_view.sizes, out_view.sizes + out_view.dim);
     sizes.back() /= kSquared;

@@ -204,7 +204,7 @@ def quantized_linear_norm(
 
     Args:
         x, weight, bias, activation, residual, activations: as of ``quantized_linear``; x has up to
-            64 rows, and is float32 or bfloat16. n is a multiple of 4.
+            64 rows, and is float32 or bfloat16. n is a multiple of 8.
         norm: its weight has shape (n,), and the dtype of x.
 
     Returns:

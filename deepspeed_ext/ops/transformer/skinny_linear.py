@@ -170,7 +170,7 @@ def skinny_linear_norm(
     Args:
         x, weight, bias, activation, residual: as of ``skinny_linear``; x has up to 64 rows, and is
             float32 or bfloat16, as float16 may be too small for what is not divided yet. n is a
-            multiple of 4.
+            multiple of 8.
         norm: its weight has shape (n,).
 
     Returns:
