@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
   } else {
     if (call.squares.data != nullptr) {  // while what is multiplied is on its way
       wait_for_previous();
-      find_inverses<(kColumnTiles > 1 ? 4 : 1)>(call, inverses, warp, multiplying);
+      find_inverses<(kColumnTiles > 1 ? 4 : 2)>(call, inverses, warp, multiplying);
     }
     Products products(call, geometry, rows, first_row);
     const int first =

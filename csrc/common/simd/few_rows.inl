@@ -35,11 +35,11 @@ inline void begin_norm(const FewRows& call, int64_t row, int64_t begin, int64_t 
   });
   float* const sums = call.out_squares.row<float>(row).address + begin / kSquared;
   for (int64_t i = 0; i < columns; i += kSquared) {
-    float (&eight)[kSquared] = reinterpret_cast<float (&)[kSquared]>(squares[i]);
+    float* const some = squares + i;
     for (int64_t step = 1; step < kSquared; step *= 2) {
-      for (int64_t k = 0; k < kSquared; k += 2 * step) eight[k] += eight[k + step];
+      for (int64_t k = 0; k < kSquared; k += 2 * step) some[k] += some[k + step];
     }
-    sums[i / kSquared] = eight[0];
+    sums[i / kSquared] = some[0];
   }
 }
 

@@ -19,8 +19,7 @@ struct FewRowsOptions {
   bool gated;
 };
 
-// The RMS norms around a layer, of which it does a part; either may lack. Items are what Python
-// calls them.
+// The RMS norms around a layer, of which it does a part; either may lack.
 struct NormsAround {
   OptionalTensor squares;      // of the norm before
   OptionalTensor norm_weight;  // of the norm after

@@ -118,7 +118,9 @@ def _check_norm_between(device: str) -> None:
     shapes = [(5, 300), (40, 300), (19, 40), (40,)]
     values = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
 
-    def results(first: Function, second: Callable[..., Tensor], values: list[Tensor]) -> Tensor:
+    def results(
+        first: Callable[..., Any], second: Callable[..., Tensor], values: list[Tensor]
+    ) -> Tensor:
         x, wide, narrow, weight = values
         out, normed = first(x, wide, norm=ops.NextNorm(weight))
         return torch.cat([out, second(normed, narrow)], -1)
