@@ -53,6 +53,11 @@ class _Between(NamedTuple):
     left: Tensor | None = None
     normed: Undivided | None = None
 
+    @property
+    def total(self) -> Tensor:
+        """Hidden states with what is left to be added."""
+        return self.x if self.left is None else self.x + self.left
+
 
 class Decoder:
     """All layers of a model, over a cache.
@@ -116,8 +121,7 @@ class Decoder:
         Raises:
             ValueError: slots may become longer than the model has positions for.
         """
-        state = self._after_layers(tokens, cache, slots, counts, None)
-        return state.x if state.left is None else state.x + state.left
+        return self._after_layers(tokens, cache, slots, counts, None).total
 
     def step(self, tokens: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
         """Return the logits after one new token of each slot.
@@ -142,7 +146,7 @@ class Decoder:
         if state.normed is not None:
             x, squares, eps = state.normed
             return self._capped(weights.head(Undivided(x[:, 0], squares[:, 0], eps)))
-        return self.logits((state.x if state.left is None else state.x + state.left)[:, 0])
+        return self.logits(state.total[:, 0])
 
     def _after_layers(
         self,

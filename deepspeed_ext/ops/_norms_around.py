@@ -29,12 +29,12 @@ class NextNorm(NamedTuple):
 class Undivided(NamedTuple):
     """Rows on their way through an RMS norm: times its weight, but not divided by their rms yet.
 
-    `x.x[..., i, :]` and `x[..., i, :].squares` belong together; a slice of rows takes both.
+    A row of x and one of squares belong together: who takes some rows takes them of both.
 
     Args:
         x: (..., n), float32 or bfloat16: what is normalized times the norm's weight.
-        squares: (..., n / 8), float32: of what is normalized, the squares of each 8 neighbours added
-            up.
+        squares: (..., n / 8), float32: the squares of each 8 neighbours of what is normalized,
+            added up.
         eps: of the norm.
     """
 
