@@ -75,12 +75,6 @@ class Layer:
         """Return the weight on the CPU."""
         return on_cpu(self.weight) if self.kind is not None else self.weight.cpu()
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weight is."""
-        tensor = self.weight.codes if isinstance(self.weight, PackedWeight) else self.weight
-        return tensor.device
-
     def assert_right(self, x: Undivided, options: dict[str, Any]) -> Tensor:
         """Compare with the reference, and return the result.
 

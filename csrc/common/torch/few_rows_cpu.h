@@ -19,8 +19,8 @@ inline int64_t grain_of(int64_t products) {
 // Calls body with ranges of columns, which hold kSquared neighbours together.
 template <class Body>
 void share_columns(const FewRows& call, const Body& body) {
-  const int64_t fours = (call.columns + kSquared - 1) / kSquared;
-  torch::stable::parallel_for(0, fours, grain_of(call.length * call.rows * kSquared),
+  const int64_t groups = (call.columns + kSquared - 1) / kSquared;
+  torch::stable::parallel_for(0, groups, grain_of(call.length * call.rows * kSquared),
                               [&](int64_t begin, int64_t end) {
     body(begin * kSquared, std::min(end * kSquared, call.columns));
   });
