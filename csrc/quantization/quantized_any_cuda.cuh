@@ -26,16 +26,26 @@ __device__ inline void add_lanes(float (&sums)[kRowsTogether]) {
   }
 }
 
+// Those of find_inverses in shared memory, for all threads of a block, which call it together.
+__device__ inline const float* inverses_nearby(const QuantizedLinear& call) {
+  __shared__ float inverses[kMostRows];
+  if (call.squares.data != nullptr) {
+    find_inverses<1>(call, inverses, int(threadIdx.x) / kWarp, kAnyWarps);
+    __syncthreads();
+  }
+  return inverses;
+}
+
 // Lane r stores the result of row first + r of x.
 template <class T, int kRowsTogether>
 __device__ inline void store_results(const QuantizedLinear& call, int64_t first, int64_t column,
-                                     const float (&sums)[2][kRowsTogether]) {
+                                     const float* inverses, const float (&sums)[2][kRowsTogether]) {
 #pragma unroll
   for (int r = 0; r < kRowsTogether; ++r) {
     const int64_t row = first + r;
     if (int(threadIdx.x) % kWarp != r || row >= call.rows) continue;
     call.out.even_row<T>(row).address[column] =
-        narrow<T>(result_of<T>(call, row, column, sums[0][r], sums[1][r]));
+        narrow<T>(result_of<T>(call, row, column, inverses, sums[0][r], sums[1][r]));
   }
 }
 
@@ -75,6 +85,7 @@ template <class T, int kRowsTogether>
 __global__ void __launch_bounds__(kAnyWarps* kWarp)
     quantized_any_kernel(const __grid_constant__ QuantizedLinear call, bool aligned) {
   const float* const levels = levels_nearby();
+  const float* const inverses = inverses_nearby(call);
   const int64_t column = int64_t(blockIdx.x) * kAnyWarps + threadIdx.x / kWarp;
   if (column >= call.columns) return;
   for (int64_t first = 0; first < call.rows; first += kRowsTogether) {
@@ -82,8 +93,19 @@ __global__ void __launch_bounds__(kAnyWarps* kWarp)
     add_floats<T, kRowsTogether>(call, levels, column, first, aligned, sums[0]);
     if (call.gated)
       add_floats<T, kRowsTogether>(call, levels, call.columns + column, first, aligned, sums[1]);
-    store_results<T, kRowsTogether>(call, first, column, sums);
+    store_results<T, kRowsTogether>(call, first, column, inverses, sums);
   }
+}
+
+// Begins the norm after the layer with all results: a thread has one.
+template <class T>
+__global__ void __launch_bounds__(256)
+    begin_norm_kernel(const __grid_constant__ QuantizedLinear call) {
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t row = i / call.columns, column = i - row * call.columns;
+  if (row >= call.rows) return;
+  begin_norm<T>(call, row, column, norm_weight_of<T>(call, column),
+                call.out.even_row<T>(row).address[column]);
 }
 
 // Rows of x as bytes, in the order of the bytes that a word of codes is taken apart into: of 4 bits
@@ -275,6 +297,7 @@ template <class T, int kRowsTogether>
 __global__ void __launch_bounds__(kAnyWarps* kWarp)
     integer_kernel(const __grid_constant__ QuantizedLinear call, void* workspace,
                    int runs_of_group) {
+  const float* const inverses = inverses_nearby(call);
   const int64_t column = int64_t(blockIdx.x) * kAnyWarps + threadIdx.x / kWarp;
   if (column >= call.columns) return;
   const RowsOfBytes x(call, workspace);
@@ -292,7 +315,7 @@ __global__ void __launch_bounds__(kAnyWarps* kWarp)
         sums[part][r] *= x.scales[::min(first + r, call.rows - 1)];
       }
     }
-    store_results<T, kRowsTogether>(call, first, column, sums);
+    store_results<T, kRowsTogether>(call, first, column, inverses, sums);
   }
 }
 

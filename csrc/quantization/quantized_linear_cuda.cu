@@ -91,8 +91,15 @@ void launch_tensor_cores(const QuantizedLinear& call, const cuda::Device& device
   });
 }
 
-unsigned blocks_of(const QuantizedLinear& call) {
-  return unsigned(ceil_div(call.columns, int64_t(cuda::kAnyWarps)));
+// A warp for each column, then, if there is a norm after the layer, a thread for each result.
+template <class T, class... Parameters, class... Arguments>
+void launch_any(void (*kernel)(QuantizedLinear, Parameters...), const QuantizedLinear& call,
+                cudaStream_t stream, Arguments... arguments) {
+  const int64_t blocks = ceil_div(call.columns, int64_t(cuda::kAnyWarps));
+  kernel<<<unsigned(blocks), cuda::kAnyWarps * cuda::kWarp, 0, stream>>>(call, arguments...);
+  if (call.scaled.data == nullptr) return;
+  const int64_t of_norm = ceil_div(call.rows * call.columns, int64_t(256));
+  cuda::begin_norm_kernel<T><<<unsigned(of_norm), 256, 0, stream>>>(call);
 }
 
 // Runs that share a scale if these are 1, 2, 4 ... 32, or 0.
@@ -114,8 +121,7 @@ void launch_integers(const QuantizedLinear& call, void* workspace, const cuda::D
     });
   }
   const auto kernel = call.rows == 1 ? cuda::integer_kernel<T, 1> : cuda::integer_kernel<T, 8>;
-  kernel<<<blocks_of(call), cuda::kAnyWarps * cuda::kWarp, 0, stream>>>(call, workspace,
-                                                                        even_runs_of(call.weight));
+  launch_any<T>(kernel, call, stream, workspace, even_runs_of(call.weight));
 }
 
 }  // namespace
@@ -138,8 +144,7 @@ void quantized_linear_cuda(const QuantizedLinear& call, void* workspace, void* s
     }
     const auto kernel =
         call.rows == 1 ? cuda::quantized_any_kernel<T, 1> : cuda::quantized_any_kernel<T, 8>;
-    kernel<<<blocks_of(call), cuda::kAnyWarps * cuda::kWarp, 0, queue>>>(
-        call, cuda::all_aligned({call.x}));
+    launch_any<T>(kernel, call, queue, cuda::all_aligned({call.x}));
   });
   cuda::check(cudaPeekAtLastError(), kOp);
 }

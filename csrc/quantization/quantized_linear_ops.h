@@ -14,6 +14,8 @@ using torch::stable::Tensor;
 
 constexpr const char* kQuantizedLinear =
     DSX_BITS == 4 ? "quantized_linear.w4" : "quantized_linear.w8";
+constexpr const char* kQuantizedLinearNorm =
+    DSX_BITS == 4 ? "quantized_linear_norm.w4" : "quantized_linear_norm.w8";
 constexpr const char* kUnpackWeight = DSX_BITS == 4 ? "unpack_weight.w4" : "unpack_weight.w8";
 
 // The tensors that a packed weight is made of, and its numbers, for an op of this name.
@@ -90,6 +92,28 @@ class PackedWeightReader {
   const TensorView codes_;
 };
 
+// The packed weight as its tensors and numbers come.
+struct PackedArguments {
+  const Tensor &codes, &scales;
+  const OptionalTensor& offsets;
+  int64_t format, group_size;
+};
+
+template <class Device>
+Tensor multiplied(FewRowsReader<QuantizedLinear>& reader, const char* op,
+                  const PackedArguments& weight, bool integer) {
+  const TensorView codes_view(weight.codes.get());
+  check_device(op, {"codes"}, codes_view, reader.x());
+  PackedWeightReader packed(op, codes_view, weight.format, weight.group_size, reader.call.length);
+  packed.read_scales(TensorView(weight.scales.get()));
+  packed.read_offsets(weight.offsets);
+  reader.call.weight = packed.weight;
+  reader.call.integer = integer;
+  check(!integer || packed.weight.format != QuantFormat::nf4, op,
+        ": activations is 'int8', expected None with nf4, whose levels are no integers");
+  return reader.finish("codes", packed.weight.rows, &Device::run);
+}
+
 template <class Device>
 Tensor quantized_linear(const Tensor& x, const Tensor& codes, const Tensor& scales,
                         const OptionalTensor& offsets, const OptionalTensor& bias,
@@ -97,16 +121,21 @@ Tensor quantized_linear(const Tensor& x, const Tensor& codes, const Tensor& scal
                         std::optional<int64_t> activation, bool gated, bool integer) {
   constexpr const char* op = "quantized_linear";
   FewRowsReader<QuantizedLinear> reader(op, x, {bias, residual, activation, gated});
-  const TensorView codes_view(codes.get());
-  check_device(op, {"codes"}, codes_view, reader.x());
-  PackedWeightReader packed(op, codes_view, format, group_size, reader.call.length);
-  packed.read_scales(TensorView(scales.get()));
-  packed.read_offsets(offsets);
-  reader.call.weight = packed.weight;
-  reader.call.integer = integer;
-  check(!integer || packed.weight.format != QuantFormat::nf4, op,
-        ": activations is 'int8', expected None with nf4, whose levels are no integers");
-  return reader.finish("codes", packed.weight.rows, &Device::run);
+  return multiplied<Device>(reader, op, {codes, scales, offsets, format, group_size}, integer);
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor, Tensor> quantized_linear_norm(
+    const Tensor& x, const Tensor& codes, const Tensor& scales, const OptionalTensor& offsets,
+    const OptionalTensor& bias, const OptionalTensor& residual, const OptionalTensor& squares,
+    const OptionalTensor& norm_weight, int64_t format, int64_t group_size,
+    std::optional<int64_t> activation, bool gated, bool integer, double eps, double weight_offset) {
+  const char* const op =
+      norm_weight ? "quantized_linear_norm" : "quantized_linear";  // the function's name
+  FewRowsReader<QuantizedLinear> reader(op, x, {bias, residual, activation, gated},
+                                        {squares, norm_weight, eps, weight_offset});
+  const PackedArguments weight{codes, scales, offsets, format, group_size};
+  return reader.with_norm(multiplied<Device>(reader, op, weight, integer));
 }
 
 template <class Device>
@@ -125,6 +154,13 @@ Tensor unpack_weight(const Tensor& codes, const Tensor& scales, const OptionalTe
   NewRows out(out_view, Dtype(dtype));
   if (out_view.numel > 0) Device::unpack(packed.weight, out.rows, view.device_index);
   return std::move(out.tensor);
+}
+
+template <class Device, class Library>
+void register_quantized_linear(Library& library) {
+  library.impl(kQuantizedLinear, &boxed<&quantized_linear<Device>>);
+  library.impl(kQuantizedLinearNorm, &boxed<&quantized_linear_norm<Device>>);
+  library.impl(kUnpackWeight, &boxed<&unpack_weight<Device>>);
 }
 
 }  // namespace dsx

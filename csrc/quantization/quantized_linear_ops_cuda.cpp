@@ -2,7 +2,7 @@
 // schemas are in deepspeed_ext/ops/quantization/.
 #include <torch/csrc/stable/accelerator.h>
 
-#include "common/torch/cuda.h"
+#include "common/torch/few_rows_cuda.h"
 #include "quantization/quantized_linear_ops.h"
 
 namespace dsx {
@@ -14,8 +14,8 @@ struct Cuda {
     const int64_t bytes = quantized_workspace_bytes(call);
     std::optional<Tensor> workspace;
     if (bytes > 0) workspace = cuda_workspace(bytes, device);
-    quantized_linear_cuda(call, workspace ? workspace->data_ptr() : nullptr,
-                          current_cuda_stream(device));
+    quantized_linear_cuda(WithInverses(call, device).call,
+                          workspace ? workspace->data_ptr() : nullptr, current_cuda_stream(device));
   }
 
   static void unpack(const PackedWeight& weight, const Rows& out, int device) {
@@ -27,8 +27,7 @@ struct Cuda {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(deepspeed_ext, CUDA, library) {
-  library.impl(kQuantizedLinear, &boxed<&quantized_linear<Cuda>>);
-  library.impl(kUnpackWeight, &boxed<&unpack_weight<Cuda>>);
+  register_quantized_linear<Cuda>(library);
 }
 
 }  // namespace dsx

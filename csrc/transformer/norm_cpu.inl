@@ -1,6 +1,7 @@
 // The loops of a norm over one row and over a group of rows; Kind is RmsNorm or LayerNorm, T the
 // storage type of all tensors, or Any. A row is read from memory once: after that it is in the
 // cache.
+#include "common/inverse_rms_math.inl"
 #include "common/simd/add_partials.inl"
 #include "common/simd/row_sums.inl"
 #include "transformer/norm_math.inl"

@@ -9,6 +9,7 @@
 
 namespace dsx {
 
+#include "common/inverse_rms_math.inl"
 #include "transformer/norm_math.inl"
 
 namespace cuda {

@@ -38,12 +38,6 @@ struct RowMean {
   }
 };
 
-// 1 / rms of a row.
-template <class V>
-DSX_HOST_DEVICE inline V inverse_rms(const V& sum_of_squares, float inverse_n, float eps) {
-  return rsqrt(sum_of_squares * V(inverse_n) + V(eps));
-}
-
 // Whether squares could be added up in floats: too large ones are inf, and of tiny ones so much is
 // lost that it shows if eps does not hide it. If not, everything is multiplied by a power of 2
 // before it is squared, and eps by its square.

@@ -26,16 +26,42 @@ inline Rows weight_rows(const char* op, const TensorView& view, const TensorView
 }
 
 template <class Device>
-Tensor skinny_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                     const OptionalTensor& residual, std::optional<int64_t> activation,
-                     bool gated) {
-  constexpr const char* op = "skinny_linear";
-  FewRowsReader<SkinnyLinear> reader(op, x, {bias, residual, activation, gated});
+Tensor multiplied(FewRowsReader<SkinnyLinear>& reader, const char* op, const Tensor& weight) {
   const TensorView view(weight.get());
   SkinnyLinear& call = reader.call;
   call.weight = weight_rows(op, view, reader.x(), call.length);
   reader.check_dtype({"weight"}, call.weight);
   return reader.finish("weight", view.sizes[0], &Device::run);
+}
+
+template <class Device>
+Tensor skinny_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                     const OptionalTensor& residual, std::optional<int64_t> activation,
+                     bool gated) {
+  constexpr const char* op = "skinny_linear";
+  FewRowsReader<SkinnyLinear> reader(op, x, {bias, residual, activation, gated});
+  return multiplied<Device>(reader, op, weight);
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor, Tensor> skinny_linear_norm(const Tensor& x, const Tensor& weight,
+                                                      const OptionalTensor& bias,
+                                                      const OptionalTensor& residual,
+                                                      const OptionalTensor& squares,
+                                                      const OptionalTensor& norm_weight,
+                                                      std::optional<int64_t> activation, bool gated,
+                                                      double eps, double weight_offset) {
+  const char* const op =
+      norm_weight ? "skinny_linear_norm" : "skinny_linear";  // the function's name
+  FewRowsReader<SkinnyLinear> reader(op, x, {bias, residual, activation, gated},
+                                     {squares, norm_weight, eps, weight_offset});
+  return reader.with_norm(multiplied<Device>(reader, op, weight));
+}
+
+template <class Device, class Library>
+void register_skinny_linear(Library& library) {
+  library.impl("skinny_linear", &boxed<&skinny_linear<Device>>);
+  library.impl("skinny_linear_norm", &boxed<&skinny_linear_norm<Device>>);
 }
 
 }  // namespace dsx

@@ -2,7 +2,7 @@
 // deepspeed_ext/ops/transformer/skinny_linear.py.
 #include <torch/csrc/stable/accelerator.h>
 
-#include "common/torch/cuda.h"
+#include "common/torch/few_rows_cuda.h"
 #include "transformer/skinny_linear_ops.h"
 
 namespace dsx {
@@ -11,14 +11,12 @@ namespace {
 struct Cuda {
   static void run(const SkinnyLinear& call, int device) {
     const torch::stable::accelerator::DeviceGuard guard(device);
-    skinny_linear_cuda(call, current_cuda_stream(device));
+    skinny_linear_cuda(WithInverses(call, device).call, current_cuda_stream(device));
   }
 };
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(deepspeed_ext, CUDA, library) {
-  library.impl("skinny_linear", &boxed<&skinny_linear<Cuda>>);
-}
+STABLE_TORCH_LIBRARY_IMPL(deepspeed_ext, CUDA, library) { register_skinny_linear<Cuda>(library); }
 
 }  // namespace dsx

@@ -11,7 +11,9 @@ from deepspeed_ext.inference.kv_cache import KVCache
 from deepspeed_ext.inference.rotation import alibi_slopes
 from deepspeed_ext.inference.weights import Layer, Linear, NormWeights, Weights
 from deepspeed_ext.ops import (
+    NextNorm,
     PagedKV,
+    Undivided,
     decode_attention,
     layer_norm,
     prefill_attention,
@@ -26,6 +28,7 @@ class _Place(NamedTuple):
 
     Args:
         has_few_rows: whether linear layers add what they are to be added to in the same pass.
+        next_norm: what comes after this layer, if that is a norm.
     """
 
     i: int
@@ -33,6 +36,27 @@ class _Place(NamedTuple):
     slots: Tensor
     counts: Tensor | None
     has_few_rows: bool
+    next_norm: NormWeights | None
+
+
+class _Between(NamedTuple):
+    """What a half of a layer leaves to the next one.
+
+    Args:
+        x: hidden states.
+        left: what is left to be added to them. The next norm does that in its own pass over memory,
+            where the linear layer before cannot.
+        normed: what that layer knows of the next norm; None: nothing.
+    """
+
+    x: Tensor
+    left: Tensor | None = None
+    normed: Undivided | None = None
+
+    @property
+    def total(self) -> Tensor:
+        """Hidden states with what is left to be added."""
+        return self.x if self.left is None else self.x + self.left
 
 
 class Decoder:
@@ -40,6 +64,10 @@ class Decoder:
 
     It holds no state but the weights: what differs from request to request is in the cache. Nothing
     that it does depends on numbers that the host would have to ask the device for.
+
+    With up to 64 rows the linear layers around an RMS norm do it between them (`NextNorm`), in
+    float32 and bfloat16: then a layer of a model like LLaMA is 6 kernels on CUDA for one token of
+    each request: qkv, rotation and cache, attention, out, up, down.
 
     Args:
         architecture: of the model.
@@ -64,6 +92,16 @@ class Decoder:
             if of.position == "alibi"
             else None
         )
+        linears = [
+            part for each in weights.layers for part in (each.qkv, each.out, each.up, each.down)
+        ]
+        self._joins_norms = (
+            of.norm == "rms"
+            and of.norm_place == "before"
+            and of.hidden % 8 == 0
+            and dtype in (torch.float32, torch.bfloat16)
+            and all(linear.joins_norms for linear in linears)
+        )
         self._embedding_scale = torch.tensor(of.embedding_scale, dtype=dtype).item()
 
     def hidden(
@@ -83,15 +121,52 @@ class Decoder:
         Raises:
             ValueError: slots may become longer than the model has positions for.
         """
+        return self._after_layers(tokens, cache, slots, counts, None).total
+
+    def step(self, tokens: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
+        """Return the logits after one new token of each slot.
+
+        They are those of its `hidden`, only that the last norm is done as the others are.
+
+        Args:
+            tokens: (batch, 1), int64.
+            cache: as of `hidden`, as are slots.
+
+        Returns:
+            (batch, vocabulary).
+
+        Raises:
+            ValueError: as `hidden`.
+        """
+        weights = self.weights
+        assert weights.head is not None
+        joins = weights.project_out is None and weights.head.joins_norms
+        last_norm = weights.final_norm if joins else None
+        state = self._after_layers(tokens, cache, slots, None, last_norm)
+        if state.normed is not None:
+            x, squares, eps = state.normed
+            return self._capped(weights.head(Undivided(x[:, 0], squares[:, 0], eps)))
+        return self.logits(state.total[:, 0])
+
+    def _after_layers(
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        slots: Tensor,
+        counts: Tensor | None,
+        last_norm: NormWeights | None,
+    ) -> _Between:
+        """Return what the layers leave to whoever reads last_norm, or to nobody."""
         x = self._embedded(tokens, cache, slots, counts)
         block = self._parallel_block if self.of.parallel else self._block
         if self.of.norm_place == "after":
             block = self._block_with_norms_after
-        left, has_few_rows = None, are_few(x)
-        for i, layer in enumerate(self.weights.layers):
-            place = _Place(i, cache.layer(i), slots, counts, has_few_rows)
-            x, left = block(layer, x, left, place)
-        return x if left is None else x + left
+        state, has_few_rows, layers = _Between(x), are_few(x), self.weights.layers
+        for i, layer in enumerate(layers):
+            next_norm = layers[i + 1].attention_norm if i + 1 < len(layers) else last_norm
+            place = _Place(i, cache.layer(i), slots, counts, has_few_rows, next_norm)
+            state = block(layer, state, place)
+        return state
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits that belong to last hidden states.
@@ -106,7 +181,9 @@ class Decoder:
         x = self._normed(hidden, self.weights.final_norm)
         if self.weights.project_out is not None:
             x = self.weights.project_out(x)
-        out = self.weights.head(x)
+        return self._capped(self.weights.head(x))
+
+    def _capped(self, out: Tensor) -> Tensor:
         softcap = self.of.logit_softcap
         return softcap * torch.tanh(out / softcap) if softcap > 0 else out
 
@@ -151,56 +228,57 @@ class Decoder:
         rows = begins.unsqueeze(1) + steps
         return F.embedding(rows.clamp(0, len(table) - 1), table)
 
-    def _block(
-        self, layer: Layer, x: Tensor, left: Tensor | None, place: _Place
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return hidden states, and what is left to be added to them.
+    def _block(self, layer: Layer, state: _Between, place: _Place) -> _Between:
+        """Return hidden states after a layer."""
+        h, x = self._normed_sum(state, layer.attention_norm)
+        mixed, post_norm = self._attention(layer, h, place), layer.attention_post_norm
+        state = self._added(layer.out, mixed, x, post_norm, place, layer.mlp_norm)
+        h, x = self._normed_sum(state, layer.mlp_norm)
+        wide, post_norm = self._widened(layer, h), layer.mlp_post_norm
+        return self._added(layer.down, wide, x, post_norm, place, place.next_norm)
 
-        The next norm adds it in its own pass over memory, where the linear layer before cannot.
-        """
-        h, x = self._sum_normed(x, left, layer.attention_norm)
-        mixed = self._attention(layer, h, place)
-        x, left = self._added(layer.out, mixed, x, layer.attention_post_norm, place)
-        h, x = self._sum_normed(x, left, layer.mlp_norm)
-        return self._added(layer.down, self._widened(layer, h), x, layer.mlp_post_norm, place)
-
-    def _parallel_block(
-        self, layer: Layer, x: Tensor, left: Tensor | None, place: _Place
-    ) -> tuple[Tensor, Tensor | None]:
+    def _parallel_block(self, layer: Layer, state: _Between, place: _Place) -> _Between:
         """Return the same where attention and feed-forward block read the same."""
-        h, x = self._sum_normed(x, left, layer.attention_norm)
+        h, x = self._sum_normed(state.x, state.left, layer.attention_norm)
         mixed = self._attention(layer, h, place)
         if layer.mlp_norm is not None:
             h = self._normed(x, layer.mlp_norm)
         x = layer.out(mixed, residual=x)
         return self._added(layer.down, self._widened(layer, h), x, None, place)
 
-    def _block_with_norms_after(
-        self, layer: Layer, x: Tensor, left: Tensor | None, place: _Place
-    ) -> tuple[Tensor, Tensor | None]:
+    def _block_with_norms_after(self, layer: Layer, state: _Between, place: _Place) -> _Between:
         """Return the same where each norm is over a sum; nothing is left."""
-        mixed = self._attention(layer, x, place)
-        x, left = self._added(layer.out, mixed, x, None, place)
-        x, _ = self._sum_normed(x, left, layer.attention_norm)
-        x, left = self._added(layer.down, self._widened(layer, x), x, None, place)
-        x, _ = self._sum_normed(x, left, layer.mlp_norm)
-        return x, None
+        mixed = self._attention(layer, state.x, place)
+        state = self._added(layer.out, mixed, state.x, None, place)
+        x, _ = self._sum_normed(state.x, state.left, layer.attention_norm)
+        state = self._added(layer.down, self._widened(layer, x), x, None, place)
+        return _Between(self._sum_normed(state.x, state.left, layer.mlp_norm)[0])
 
-    def _widened(self, layer: Layer, h: Tensor) -> Tensor:
+    def _widened(self, layer: Layer, h: Tensor | Undivided) -> Tensor:
         return layer.up(h, activation=self.of.activation, gated=self.of.gated)
 
     def _added(
-        self, linear: Linear, h: Tensor, x: Tensor, norm: NormWeights | None, place: _Place
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return x, and norm(linear(h)) that is left to be added to it, or their sum and None."""
-        if norm is None and place.has_few_rows:
-            return linear(h, residual=x), None
-        return x, self._normed(linear(h), norm)
+        self,
+        linear: Linear,
+        h: Tensor,
+        x: Tensor,
+        post_norm: NormWeights | None,
+        place: _Place,
+        next_norm: NormWeights | None = None,
+    ) -> _Between:
+        """Return x + post_norm(linear(h)), and what is known of next_norm of that."""
+        if post_norm is not None or not place.has_few_rows:
+            return _Between(x, self._normed(linear(h), post_norm))
+        if next_norm is None or not self._joins_norms:
+            return _Between(linear(h, residual=x))
+        norm = NextNorm(next_norm.weight, self.of.eps, self.of.norm_offset)
+        total, normed = linear.before_norm(h, norm, residual=x)
+        return _Between(total, None, normed)
 
-    def _attention(self, layer: Layer, h: Tensor, place: _Place) -> Tensor:
-        of = self.of
-        batch, n, _ = h.shape
-        qkv = layer.qkv(h).view(batch, n, of.heads + 2 * of.kv_heads, of.head_dim)
+    def _attention(self, layer: Layer, h: Tensor | Undivided, place: _Place) -> Tensor:
+        of, qkv = self.of, layer.qkv(h)
+        batch, n, _ = qkv.shape
+        qkv = qkv.view(batch, n, of.heads + 2 * of.kv_heads, of.head_dim)
         q, k, v = qkv.split((of.heads, of.kv_heads, of.kv_heads), 2)
         frequencies, scale = self._rotations[place.i]
         rope_append_(
@@ -234,6 +312,14 @@ class Decoder:
 
     def _normed(self, x: Tensor, norm: NormWeights | None) -> Tensor:
         return self._sum_normed(x, None, norm)[0]
+
+    def _normed_sum(
+        self, state: _Between, norm: NormWeights | None
+    ) -> tuple[Tensor | Undivided, Tensor]:
+        """Return norm(x + left), maybe but for the division, and x + left."""
+        if state.normed is not None:
+            return state.normed, state.x
+        return self._sum_normed(state.x, state.left, norm)
 
     def _sum_normed(
         self, x: Tensor, left: Tensor | None, norm: NormWeights | None

@@ -127,8 +127,7 @@ class Steps:
     def _decode(self, inputs: Inputs, kind: Kind) -> Tensor:
         """Queue a step, from memory that stays to memory that stays, as a graph has to."""
         tokens = self._tokens[inputs.places][:, None]
-        hidden = self._decoder.hidden(tokens, self._cache, inputs.slots)
-        return self._choose(inputs, self._decoder.logits(hidden[:, 0]), kind)
+        return self._choose(inputs, self._decoder.step(tokens, self._cache, inputs.slots), kind)
 
     def _choose(self, inputs: Inputs, logits: Tensor, kind: Kind) -> Tensor:
         """Choose tokens, and keep them for the next step."""

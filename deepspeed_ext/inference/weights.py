@@ -10,7 +10,15 @@ from torch import Tensor
 from deepspeed_ext.inference.architecture import Architecture
 from deepspeed_ext.inference.float8 import Float8Weight, float8_layer
 from deepspeed_ext.inference.policy import Config, Or, Policy, value_of
-from deepspeed_ext.ops import PackedWeight, quantized_linear, skinny_linear
+from deepspeed_ext.ops import (
+    NextNorm,
+    PackedWeight,
+    Undivided,
+    quantized_linear,
+    quantized_linear_norm,
+    skinny_linear,
+    skinny_linear_norm,
+)
 
 
 class _Options(TypedDict):
@@ -35,9 +43,14 @@ class Linear:
     bias: Tensor | None = None
     activations: str | None = None
 
+    @property
+    def joins_norms(self) -> bool:
+        """Whether it takes part in the RMS norms around it, on few rows."""
+        return not isinstance(self.weight, Float8Weight)
+
     def __call__(
         self,
-        x: Tensor,
+        x: Tensor | Undivided,
         *,
         activation: str | None = None,
         gated: bool = False,
@@ -49,8 +62,28 @@ class Linear:
             kind = self.activations
             return quantized_linear(x, self.weight, self.bias, **options, activations=kind)
         if isinstance(self.weight, Float8Weight):
+            assert isinstance(x, Tensor), "it does not join norms"
             return float8_layer(x, self.weight, self.bias, **options)
         return skinny_linear(x, self.weight, self.bias, **options)
+
+    def before_norm(
+        self, x: Tensor, norm: NextNorm, residual: Tensor | None
+    ) -> tuple[Tensor, Undivided]:
+        """Return residual + x @ weight.T + bias, and what the norm of it is up to a division.
+
+        Only if it joins norms, with up to 64 rows.
+        """
+        if isinstance(self.weight, PackedWeight):
+            return quantized_linear_norm(
+                x,
+                self.weight,
+                self.bias,
+                norm=norm,
+                residual=residual,
+                activations=self.activations,
+            )
+        assert isinstance(self.weight, Tensor), "it does not join norms"
+        return skinny_linear_norm(x, self.weight, self.bias, norm=norm, residual=residual)
 
 
 @dataclass(frozen=True)

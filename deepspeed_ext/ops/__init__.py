@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 # For each module below this package the public names that it has.
 _NAMES = {
     "_flatten": ("flatten", "unflatten"),
+    "_norms_around": ("NextNorm", "Undivided"),
     "optimizers.adagrad": ("adagrad_step_", "adagrad_step_ref_"),
     "optimizers.adam": ("adam_step_", "adam_step_ref_"),
     "optimizers.clip": ("clip_grad_norm_", "total_squared_norm"),
@@ -54,7 +55,12 @@ _NAMES = {
         "unpack_weight",
         "unpack_weight_ref",
     ),
-    "quantization.quantized_linear": ("quantized_linear", "quantized_linear_ref"),
+    "quantization.quantized_linear": (
+        "quantized_linear",
+        "quantized_linear_norm",
+        "quantized_linear_norm_ref",
+        "quantized_linear_ref",
+    ),
     "quantization.dequantize": ("dequantize", "dequantize_ref"),
     "quantization.ds_quantizer": ("ds_quantizer",),
     "quantization.fake_quantize": ("fake_quantize", "fake_quantize_ref"),
@@ -81,7 +87,12 @@ _NAMES = {
         "rope_frequencies_yarn",
         "rope_scale_yarn",
     ),
-    "transformer.skinny_linear": ("skinny_linear", "skinny_linear_ref"),
+    "transformer.skinny_linear": (
+        "skinny_linear",
+        "skinny_linear_norm",
+        "skinny_linear_norm_ref",
+        "skinny_linear_ref",
+    ),
     "transformer.softmax": (
         "scaled_masked_softmax",
         "scaled_masked_softmax_ref",
@@ -98,6 +109,8 @@ __all__ = sorted(_HOMES)
 if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops._flatten import flatten as flatten
     from deepspeed_ext.ops._flatten import unflatten as unflatten
+    from deepspeed_ext.ops._norms_around import NextNorm as NextNorm
+    from deepspeed_ext.ops._norms_around import Undivided as Undivided
     from deepspeed_ext.ops.optimizers.adagrad import adagrad_step_ as adagrad_step_
     from deepspeed_ext.ops.optimizers.adagrad import adagrad_step_ref_ as adagrad_step_ref_
     from deepspeed_ext.ops.optimizers.adam import adam_step_ as adam_step_
@@ -142,6 +155,12 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.quantization.quantize import quantize as quantize
     from deepspeed_ext.ops.quantization.quantize import quantize_ref as quantize_ref
     from deepspeed_ext.ops.quantization.quantized_linear import quantized_linear as quantized_linear
+    from deepspeed_ext.ops.quantization.quantized_linear import (
+        quantized_linear_norm as quantized_linear_norm,
+    )
+    from deepspeed_ext.ops.quantization.quantized_linear import (
+        quantized_linear_norm_ref as quantized_linear_norm_ref,
+    )
     from deepspeed_ext.ops.quantization.quantized_linear import (
         quantized_linear_ref as quantized_linear_ref,
     )
@@ -191,6 +210,10 @@ if TYPE_CHECKING:  # the same for type checkers
     )
     from deepspeed_ext.ops.transformer.rope_frequencies import rope_scale_yarn as rope_scale_yarn
     from deepspeed_ext.ops.transformer.skinny_linear import skinny_linear as skinny_linear
+    from deepspeed_ext.ops.transformer.skinny_linear import skinny_linear_norm as skinny_linear_norm
+    from deepspeed_ext.ops.transformer.skinny_linear import (
+        skinny_linear_norm_ref as skinny_linear_norm_ref,
+    )
     from deepspeed_ext.ops.transformer.skinny_linear import skinny_linear_ref as skinny_linear_ref
     from deepspeed_ext.ops.transformer.softmax import scaled_masked_softmax as scaled_masked_softmax
     from deepspeed_ext.ops.transformer.softmax import (

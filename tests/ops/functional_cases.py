@@ -143,9 +143,10 @@ CASES = {
 # That have tests of their own for all of this: what has more rows than they take is not theirs.
 WITHOUT_CASE = {
     "deepspeed_ext::skinny_linear",
+    "deepspeed_ext::skinny_linear_norm",
     *(
         f"deepspeed_ext::{op}.w{bits}"
-        for op in ("quantized_linear", "unpack_weight")
+        for op in ("quantized_linear", "quantized_linear_norm", "unpack_weight")
         for bits in (4, 8)
     ),
 }

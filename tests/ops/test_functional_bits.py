@@ -16,6 +16,7 @@ import softmax_cases
 import test_bias_activation
 import test_cross_entropy
 import test_gated_activation
+import test_norms_around
 import test_quantize_contract
 import test_quantized_linear_contract
 import test_rope_contract
@@ -35,6 +36,7 @@ MODULES = (
     test_cross_entropy,
     test_skinny_linear_contract,
     test_quantized_linear_contract,
+    test_norms_around,
     test_quantize_contract,
 )
 each_module = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)

@@ -62,6 +62,7 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
   using Products = typename Kind::template Products<kColumnTiles>;
   extern __shared__ __align__(16) char shared[];
   __shared__ Barrier here[kMostStages], read[kMostStages];
+  __shared__ float inverses[kMostRows];
   char* const ring = reinterpret_cast<char*>(
       ceil_div(reinterpret_cast<uintptr_t>(shared), uintptr_t(kBoxAlignment)) * kBoxAlignment);
   const int rank = geometry.cluster > 1 ? int(rank_in_cluster()) : 0;
@@ -100,6 +101,10 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
   const Sender sender(sums, geometry, rows, rank * geometry.groups + group, first_row);
   float totals[Products::kSums];
   if (!copying) {
+    if (call.squares.data != nullptr && call.inverses == nullptr) {  // while data is on its way
+      wait_for_previous();
+      find_inverses<(kColumnTiles > 1 ? 4 : 2)>(call, inverses, warp, multiplying);
+    }
     Products products(call, geometry, rows, first_row);
     const int first =
         (rank * geometry.groups + group) * geometry.group_shares * geometry.share_lines;
@@ -109,7 +114,7 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
   meet_after_reading(geometry.cluster);  // the ring is no longer needed, in any block
   if (!copying) sender.send(totals);
   meet_in_cluster(geometry.cluster);
-  finisher.finish();
+  finisher.finish(call.inverses == nullptr ? inverses : call.inverses);
 }
 
 // Blocks of a launch, whose clusters have so many tiles each.
@@ -159,7 +164,10 @@ void share_out(Geometry& geometry, const typename Kind::Call& call, const Device
   while (split < most_split && are_few(tiles * split / 4)) split *= 2;
   // Two blocks that have half of the length each get it in larger pieces, and half as much of x.
   if (chained && split == kShares && (Kind::kScaled || call.rows > 16)) geometry.cluster = 2;
-  while (chained && geometry.cluster < split && are_few(3 * tiles * geometry.cluster)) {
+  // Of a norm after the layer, a block has whole sums of squares.
+  const int most_cluster = call.scaled.data != nullptr ? kTileRows / kSquared : split;
+  while (chained && geometry.cluster < std::min(split, most_cluster) &&
+         are_few(3 * tiles * geometry.cluster)) {
     geometry.cluster *= 2;
   }
   geometry.groups = split / geometry.cluster;
@@ -196,7 +204,7 @@ Geometry geometry_of(const typename Kind::Call& call, const Device& device, bool
 // As many stages as fit beside another block, if there is one.
 template <class Kind, int kColumnTiles>
 void set_stages(Geometry& geometry, const Device& device, int64_t blocks) {
-  const int room = device.shared_of_block - kBoxAlignment - 1024;  // for the barriers
+  const int room = device.shared_of_block - kBoxAlignment - 1024;  // for barriers and inverses
   while (geometry.lines > 1 && 3 * geometry.stage_bytes > room) {
     geometry.set_lines(geometry.lines / 2);
   }
@@ -257,6 +265,11 @@ bool launch_few_rows(const typename Kind::Call& call, const Device& device, cuda
   const int64_t ring = int64_t(geometry.stages) * geometry.stage_bytes;
   const Launch how{unsigned(blocks), geometry.threads(), std::max(ring, sums) + kBoxAlignment,
                    geometry.cluster, chained};
+  if (call.inverses != nullptr) {
+    const bool chained_first = can_chain(inverses_kernel, op);
+    const Launch first{unsigned(call.rows), kWarp, 0, 1, chained_first};
+    launch_kernel(inverses_kernel, first, stream, op, static_cast<const FewRows&>(call));
+  }
   launch_kernel(kernel, how, stream, op, call, geometry, maps);
   return true;
 }

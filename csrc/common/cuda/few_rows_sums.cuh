@@ -8,6 +8,7 @@
 namespace dsx::cuda {
 
 #include "common/activation_math.inl"
+#include "common/inverse_rms_math.inl"
 #include "common/few_rows_math.inl"
 
 // The sums of a cluster, in shared memory: each block has those of some columns of the results,
@@ -64,10 +65,103 @@ __device__ __noinline__ inline float activated(const FewRows& call, float sum, f
   return activated_sum(call, Floats<1>(sum), Floats<1>(up)).lanes[0];
 }
 
-// What becomes of the sum of a row of x beside a column, and beside what that gates.
+// Adds a row of floats up for each of some rows, over the threads of a warp: each gets the sums, in
+// an order that depends on the length alone. kEven: they are read 16 bytes at a time.
+template <bool kEven, int kTogether>
+__device__ inline void add_rows(const float* const (&rows)[kTogether], int length,
+                                float (&sums)[kTogether]) {
+#pragma unroll 4
+  for (int i = int(threadIdx.x) % kWarp * 4; i < length; i += kWarp * 4) {
+#pragma unroll
+    for (int r = 0; r < kTogether; ++r) {
+      float4 four = {};
+      if constexpr (kEven) {
+        four = *reinterpret_cast<const float4*>(rows[r] + i);
+      } else {
+        four.x = rows[r][i];
+        if (i + 1 < length) four.y = rows[r][i + 1];
+        if (i + 2 < length) four.z = rows[r][i + 2];
+        if (i + 3 < length) four.w = rows[r][i + 3];
+      }
+      sums[r] += (four.x + four.y) + (four.z + four.w);
+    }
+  }
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+#pragma unroll
+    for (float& sum : sums) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+  }
+}
+
+// What the sums of rows number `first`, first + step ... are multiplied with, for the norm before
+// the layer. All threads of a warp call it; it has some rows at a time, as reading takes long.
+template <int kTogether>
+__device__ inline void find_inverses(const FewRows& call, float* inverses, int first, int step) {
+  const int length = int(call.length / kSquared);
+  for (; first < call.rows; first += kTogether * step) {
+    const float* rows[kTogether];
+    bool even = length % 4 == 0;
+#pragma unroll
+    for (int r = 0; r < kTogether; ++r) {
+      const int64_t row = ::min(int64_t(first + r * step), call.rows - 1);
+      rows[r] = call.squares.row<float>(row).address;
+      even = even && reinterpret_cast<uintptr_t>(rows[r]) % sizeof(float4) == 0;
+    }
+    float sums[kTogether] = {};
+    even ? add_rows<true>(rows, length, sums) : add_rows<false>(rows, length, sums);
+    if (threadIdx.x % kWarp != 0) continue;
+#pragma unroll
+    for (int r = 0; r < kTogether; ++r) {
+      const int row = first + r * step;
+      if (row >= call.rows) continue;
+      inverses[row] = inverse_rms_of_row(Floats<1>(sums[r]), call.length, call.eps).lanes[0];
+    }
+  }
+}
+
+// Writes call.inverses. A block, which is a warp, has a row.
+static __global__ void __launch_bounds__(kWarp)
+    inverses_kernel(const __grid_constant__ FewRows call) {
+  let_next_begin();
+  wait_for_previous();
+  find_inverses<1>(call, call.inverses, int(blockIdx.x), int(gridDim.x));
+}
+
+// Of the norm after the layer, what a column is multiplied with.
 template <class T>
-__device__ inline float result_of(const FewRows& call, int64_t row, int64_t column, float sum,
-                                  float up) {
+__device__ inline float norm_weight_of(const FewRows& call, int64_t column) {
+  return widen(call.norm_weight.row<T>(0).address[column]);
+}
+
+// Begins the norm after the layer with a result as it was rounded. The threads of kSquared
+// neighbouring columns, which are neighbours in a warp, call it together.
+template <class T>
+__device__ inline void begin_norm(const FewRows& call, int64_t row, int64_t column, float weight,
+                                  T out) {
+  const float value = widen(out);
+  const Floats<1> scaled = scaled_for_norm(Floats<1>(value), Floats<1>(weight), call.weight_offset);
+  call.scaled.even_row<T>(row).address[column] = narrow<T>(scaled.lanes[0]);
+  constexpr unsigned kLanes = unsigned(kSquared);
+  const unsigned lanes = ((1u << kLanes) - 1) << (threadIdx.x % kWarp / kLanes * kLanes);
+  float sum = __fmul_rn(value, value);
+#pragma unroll
+  for (int distance = 1; distance < kSquared; distance *= 2) {
+    sum += __shfl_xor_sync(lanes, sum, distance);
+  }
+  if (column % kSquared == 0) {
+    call.out_squares.even_row<float>(row).address[column / kSquared] = sum;
+  }
+}
+
+// What becomes of the sum of a row of x beside a column, and beside what that gates. `inverses` are
+// those of find_inverses, if there is a norm before the layer.
+template <class T>
+__device__ inline float result_of(const FewRows& call, int64_t row, int64_t column,
+                                  const float* inverses, float sum, float up) {
+  if (call.squares.data != nullptr) {
+    sum = __fmul_rn(sum, inverses[row]);
+    up = __fmul_rn(up, inverses[row]);
+  }
   const auto element = [](const Rows& rows, int64_t r, int64_t i) {
     return rows.data == nullptr ? 0.0f : widen(rows.row<T>(r).address[i]);
   };
@@ -95,10 +189,14 @@ class Finisher {
     if (first_ >= step_ || column_ >= call.columns) first_ = sums.rows;  // it has none
   }
 
-  __device__ void finish() {
+  __device__ void finish(const float* inverses) {
+    const bool norm_after = call_.scaled.data != nullptr && first_ < sums_.rows;
+    const float norm_weight = norm_after ? norm_weight_of<T>(call_, column_) : 0;
     for (int m = first_; m < sums_.rows; m += step_) {
       const float up = call_.gated ? total(near_ + sums_.columns) : 0;
-      *out_ = narrow<T>(result_of<T>(call_, m, column_, total(near_), up));
+      const T out = narrow<T>(result_of<T>(call_, m, column_, inverses, total(near_), up));
+      *out_ = out;
+      if (norm_after) begin_norm<T>(call_, m, column_, norm_weight, out);
       near_ += step_ * sums_.pitch;
       out_ += step_ * call_.out.pitch;
     }

@@ -51,6 +51,13 @@ def _check(device: str, format: str, offsets: bool) -> None:
                 bound = 1000 * _EPS if activations is None else 0.01
                 what = f"quantized_linear: {format} with activations={activations} on {device}"
                 compare(what, got, want, 0, of_largest=bound)
+            norm = ops.NextNorm(torch.linspace(0.5, 1.5, 80))
+            there_too = norm._replace(weight=norm.weight.to(device))
+            kind: dict[str, Any] = dict(activations=activations)
+            _, normed = ops.quantized_linear_norm(x.to(device), there, norm=there_too, **kind)
+            _, far = ops.quantized_linear_norm_ref(x, weight, norm=norm, **kind)
+            what = f"quantized_linear_norm: {format} with activations={activations} on {device}"
+            compare(what, normed.x, far.x, 0, of_largest=bound)
 
 
 def _random_weight(

@@ -19,6 +19,14 @@ from deepspeed_ext.ops._few_rows import (
     without_autocast,
 )
 from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._norms_around import (
+    NextNorm,
+    Undivided,
+    divided_ref,
+    fake_results,
+    next_norm_ref,
+    options_of,
+)
 from deepspeed_ext.ops.quantization.fake_quantize import fake_quantize
 from deepspeed_ext.ops.quantization.formats import FORMATS, LEAST_SCALE, number_of
 from deepspeed_ext.ops.quantization.packed_weight import (
@@ -36,6 +44,20 @@ _EXACT_LENGTH, _UNIT = 65536, 16  # see quantized_linear.h; bytes that are read 
 
 def _fake(x: Tensor, codes: Tensor, *others: Tensor | None, gated: bool, **options: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], codes.shape[0] // (2 if gated else 1))
+
+
+def _fake_norm(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    squares: Tensor | None,
+    norm_weight: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return fake_results(_fake(x, codes, gated=options["gated"]), norm_weight)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Tensor) -> None:
@@ -87,13 +109,26 @@ _OPS = {
 }
 
 
-@register_flop_formula(next(iter(_OPS.values())).overloadpacket)
+_NORM_OPS = {
+    bits: define(
+        f"quantized_linear_norm.w{bits}(Tensor x, Tensor codes, Tensor scales, Tensor? offsets,"
+        " Tensor? bias, Tensor? residual, Tensor? squares, Tensor? norm_weight, *, int format,"
+        " int group_size, int? activation, bool gated, bool integer, float eps,"
+        " float weight_offset) -> (Tensor, Tensor, Tensor)",
+        libraries_of(bits),
+        fake=_fake_norm,
+    )
+    for bits in (4, 8)
+}
+
+
+@register_flop_formula([ops[4].overloadpacket for ops in (_OPS, _NORM_OPS)])
 def _flops(x: Any, codes: Any, *others: Any, out_shape: Any = None, **options: Any) -> int:
     return flops(x, codes[0])
 
 
 def quantized_linear(
-    x: Tensor,
+    x: Tensor | Undivided,
     weight: PackedWeight,
     bias: Tensor | None = None,
     *,
@@ -111,7 +146,9 @@ def quantized_linear(
     That of the rounding of x is taken as 1.
 
     Args:
-        x: (..., length), float32, bfloat16 or float16.
+        x: (..., length), float32, bfloat16 or float16. Or what ``skinny_linear_norm`` or
+            ``quantized_linear_norm`` has left of a norm, of up to 64 rows: the sums are divided by
+            the rms before bias is added. There are no gradients then.
         weight: of ``pack_weight``, for n columns, with `gated` 2 n, gates first.
         bias: None, or (n,), with `gated` (2 n,), of the dtype of x.
         activation: None, or one that ``bias_activation`` knows.
@@ -133,6 +170,62 @@ def quantized_linear(
 
     See: ``quantized_linear_ref`` is the same in float64; csrc/quantization/packed_weight.h.
     """
+    numbers = _numbers(weight, activation, gated, activations)
+    if isinstance(x, Undivided):
+        return _with_norms(x, weight, bias, residual, None, numbers)[0]
+    if are_few(x):
+        out: Tensor = _OPS[FORMATS[numbers["format"]].bits](
+            x, *weight[:3], bias, residual, **numbers
+        )
+        return out
+    with without_autocast(x):
+        if activations is not None and _takes_integers(x, weight):
+            product = partial(_integer_product, x, weight)
+        else:
+            factors = x if activations is None else fake_quantize(x)
+            product = partial(F.linear, factors, unpack_weight(weight, x.dtype))
+        return by_torch("quantized_linear", product, bias, activation, gated, residual)
+
+
+def quantized_linear_norm(
+    x: Tensor | Undivided,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    norm: NextNorm,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    activations: str | None = None,
+) -> tuple[Tensor, Undivided]:
+    """Do what quantized_linear does on few rows, and begin the RMS norm that comes after it.
+
+    As ``skinny_linear_norm`` does, with the same results for the layers that read the norm's. With
+    `activations` such a layer rounds rows that are not divided yet, by a scale of their own.
+
+    Args:
+        x, weight, bias, activation, residual, activations: as of ``quantized_linear``; x has up to
+            64 rows, and is float32 or bfloat16. n is a multiple of 8.
+        norm: its weight has shape (n,), and the dtype of x.
+
+    Returns:
+        What quantized_linear returns, and that on its way through the norm.
+
+    Raises:
+        ValueError: an argument breaks a rule above, or that of ``quantized_linear``.
+        RuntimeError: a gradient is wanted, or the compute capability is below 8.0.
+        BuildError: the native library of the device could not be built or loaded.
+
+    See: ``rms_norm``. ``quantized_linear_norm_ref`` is the same in float64.
+    """
+    numbers = _numbers(weight, activation, False, activations)
+    out, scaled, squares = _with_norms(x, weight, bias, residual, norm, numbers)
+    return out, Undivided(scaled, squares, norm.eps)
+
+
+def _numbers(
+    weight: PackedWeight, activation: str | None, gated: bool, activations: str | None
+) -> dict[str, Any]:
+    """Return the options of a call as the ops take them."""
     number = number_of("quantized_linear", weight.format)
     if activations not in (None, "int8"):
         raise ValueError(
@@ -143,29 +236,37 @@ def quantized_linear(
             f"quantized_linear: activations is {activations!r}, expected None with nf4, whose"
             " levels are no integers"
         )
-    activated = (
-        None if activation is None else _activations.number_of("quantized_linear", activation)
+    return {
+        "format": number,
+        "group_size": weight.group_size,
+        "activation": (
+            None if activation is None else _activations.number_of("quantized_linear", activation)
+        ),
+        "gated": gated,
+        "integer": activations is not None,
+    }
+
+
+def _with_norms(
+    x: Tensor | Undivided,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm: NextNorm | None,
+    numbers: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, squares = (x.x, x.squares) if isinstance(x, Undivided) else (x, None)
+    results: tuple[Tensor, Tensor, Tensor] = _NORM_OPS[FORMATS[numbers["format"]].bits](
+        rows,
+        *weight[:3],
+        bias,
+        residual,
+        squares,
+        None if norm is None else norm.weight,
+        **numbers,
+        **options_of(x, norm),
     )
-    if are_few(x):
-        out: Tensor = _OPS[FORMATS[number].bits](
-            x,
-            *weight[:3],
-            bias,
-            residual,
-            format=number,
-            group_size=weight.group_size,
-            activation=activated,
-            gated=gated,
-            integer=activations is not None,
-        )
-        return out
-    with without_autocast(x):
-        if activations is not None and _takes_integers(x, weight):
-            product = partial(_integer_product, x, weight)
-        else:
-            factors = x if activations is None else fake_quantize(x)
-            product = partial(F.linear, factors, unpack_weight(weight, x.dtype))
-        return by_torch("quantized_linear", product, bias, activation, gated, residual)
+    return results
 
 
 def _takes_integers(x: Tensor, weight: PackedWeight) -> bool:
@@ -201,7 +302,7 @@ def _integer_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Te
 
 
 def quantized_linear_ref(
-    x: Tensor,
+    x: Tensor | Undivided,
     weight: PackedWeight,
     bias: Tensor | None = None,
     *,
@@ -211,8 +312,27 @@ def quantized_linear_ref(
     activations: str | None = None,
 ) -> Tensor:
     """Do what quantized_linear does, in float64 and plain torch: its definition, for tests."""
-    floats = x.double() if activations is None else _rounded_rows(x)
-    return linear_ref(floats, unpack_weight_ref(weight), bias, activation, gated, residual)
+    if activations is not None:
+        x = x._replace(x=_rounded_rows(x.x)) if isinstance(x, Undivided) else _rounded_rows(x)
+    floats = unpack_weight_ref(weight)
+    return linear_ref(divided_ref(x), floats, bias, activation, gated, residual)
+
+
+def quantized_linear_norm_ref(
+    x: Tensor | Undivided,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    norm: NextNorm,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    activations: str | None = None,
+) -> tuple[Tensor, Undivided]:
+    """Do what quantized_linear_norm does, in float64 and plain torch: its definition, for tests."""
+    out = quantized_linear_ref(
+        x, weight, bias, activation=activation, residual=residual, activations=activations
+    )
+    return out, next_norm_ref(out, norm)
 
 
 def _rounded_rows(x: Tensor) -> Tensor:

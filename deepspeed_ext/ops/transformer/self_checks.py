@@ -104,6 +104,30 @@ def skinny_linear(device: str) -> None:
     shapes = [(5, 300), (80, 300), (80,), (5, 40)]
     _check("skinny_linear", device, gated(op), gated(reference), shapes)
     _check("skinny_linear", device, op, reference, [(19, 77), (33, 77)])
+    _check_norm_between(device)
+
+
+def _check_norm_between(device: str) -> None:
+    """Compare a norm that two layers do between them with the same in float64.
+
+    Raises:
+        RuntimeError: a result is not what the reference says.
+        BuildError: the native library could not be built or loaded.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 300), (40, 300), (19, 40), (40,)]
+    values = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
+
+    def results(
+        first: Callable[..., Any], second: Callable[..., Tensor], values: list[Tensor]
+    ) -> Tensor:
+        x, wide, narrow, weight = values
+        out, normed = first(x, wide, norm=ops.NextNorm(weight))
+        return torch.cat([out, second(normed, narrow)], -1)
+
+    got = results(ops.skinny_linear_norm, ops.skinny_linear, [v.to(device) for v in values])
+    want = results(ops.skinny_linear_norm_ref, ops.skinny_linear_ref, values)
+    compare(f"skinny_linear_norm: result on {device}", got, want, 1e-5)
 
 
 def cross_entropy(device: str) -> None:

@@ -17,10 +17,32 @@ from deepspeed_ext.ops._few_rows import (
     without_autocast,
 )
 from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._norms_around import (
+    NextNorm,
+    Undivided,
+    divided_ref,
+    fake_results,
+    next_norm_ref,
+    options_of,
+)
+
+_LIBRARIES = {"cpu": "cpu_skinny_linear", "cuda": "fused_skinny_linear"}
 
 
 def _fake(x: Tensor, weight: Tensor, *others: Tensor | None, gated: bool, **options: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0] // (2 if gated else 1))
+
+
+def _fake_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    squares: Tensor | None,
+    norm_weight: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return fake_results(_fake(x, weight, gated=options["gated"]), norm_weight)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Tensor) -> None:
@@ -46,20 +68,27 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
 _op = define(
     "skinny_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, *, int? activation,"
     " bool gated) -> Tensor",
-    {"cpu": "cpu_skinny_linear", "cuda": "fused_skinny_linear"},
+    _LIBRARIES,
     fake=_fake,
     backward=_backward,
     setup_context=_save,
 )
+_norm_op = define(
+    "skinny_linear_norm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? squares,"
+    " Tensor? norm_weight, *, int? activation, bool gated, float eps, float weight_offset)"
+    " -> (Tensor, Tensor, Tensor)",
+    _LIBRARIES,
+    fake=_fake_norm,
+)
 
 
-@register_flop_formula(_op.overloadpacket)
+@register_flop_formula([_op.overloadpacket, _norm_op.overloadpacket])
 def _flops(x: Any, weight: Any, *others: Any, out_shape: Any = None, **options: Any) -> int:
     return flops(x, weight[0])
 
 
 def skinny_linear(
-    x: Tensor,
+    x: Tensor | Undivided,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -86,7 +115,9 @@ def skinny_linear(
     Args:
         x: (..., k), float32, bfloat16 or float16, on the CPU, or on CUDA with compute capability
             8.0 or newer. Rows that lie in one piece each, at equal distances, are read as they lie;
-            other layouts are copied first.
+            other layouts are copied first. Or what ``skinny_linear_norm`` or
+            ``quantized_linear_norm`` has left of a norm, of up to 64 rows: the sums are divided by
+            the rms before bias is added. There are no gradients then.
         weight: (n, k), with `gated` (2 n, k), of the dtype of x. Its rows lie in one piece each, at
             equal distances: another layout is refused, as a copy in each call would cost more than
             the multiplication. Rows that begin at multiples of 16 bytes are read fastest.
@@ -107,6 +138,8 @@ def skinny_linear(
     See: ``gated_activation`` for gates. ``skinny_linear_ref`` is the same in float64.
     """
     number = None if activation is None else number_of("skinny_linear", activation)
+    if isinstance(x, Undivided):
+        return _with_norms(x, weight, bias, residual, None, number, gated)[0]
     if are_few(x):
         out: Tensor = _op(x, weight, bias, residual, activation=number, gated=gated)
         return out
@@ -115,8 +148,74 @@ def skinny_linear(
         return by_torch("skinny_linear", product, bias, activation, gated, residual)
 
 
+def skinny_linear_norm(
+    x: Tensor | Undivided,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: NextNorm,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Undivided]:
+    """Do what skinny_linear does on few rows, and begin the RMS norm that comes after it.
+
+    In place of `rms_norm(out, norm.weight, eps=norm.eps)` the second result goes to the layers that
+    read the norm's: to ``skinny_linear``, ``quantized_linear``, or these with a norm after them.
+    That takes no kernel of its own, and rounds as often: out * norm.weight once, where the norm
+    rounds its result once. A row has the same bits alone and in company, as without a norm.
+
+        h, normed = skinny_linear_norm(mixed, out_weight, residual=h, norm=NextNorm(g, eps=1e-5))
+        h = skinny_linear(skinny_linear(normed, up_weight, activation="gelu"), down, residual=h)
+
+    Args:
+        x, weight, bias, activation, residual: as of ``skinny_linear``; x has up to 64 rows, and is
+            float32 or bfloat16, as float16 may be too small for what is not divided yet. n is a
+            multiple of 8.
+        norm: its weight has shape (n,).
+
+    Returns:
+        What skinny_linear returns, and that on its way through the norm. A row whose squares are
+        more than float32 holds, of an rms of 1e19 or more, is NaN where it arrives, as one that is
+        not finite. Below 1e-19, with an eps that is smaller still, squares vanish.
+
+    Raises:
+        ValueError: an argument breaks a rule above, or that of ``skinny_linear``.
+        RuntimeError: a gradient is wanted, or the compute capability is below 8.0.
+        BuildError: the native library of the device could not be built or loaded.
+
+    See: ``rms_norm``. ``skinny_linear_norm_ref`` is the same in float64.
+    """
+    number = None if activation is None else number_of("skinny_linear", activation)
+    out, scaled, squares = _with_norms(x, weight, bias, residual, norm, number, False)
+    return out, Undivided(scaled, squares, norm.eps)
+
+
+def _with_norms(
+    x: Tensor | Undivided,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm: NextNorm | None,
+    activation: int | None,
+    gated: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, squares = (x.x, x.squares) if isinstance(x, Undivided) else (x, None)
+    results: tuple[Tensor, Tensor, Tensor] = _norm_op(
+        rows,
+        weight,
+        bias,
+        residual,
+        squares,
+        None if norm is None else norm.weight,
+        activation=activation,
+        gated=gated,
+        **options_of(x, norm),
+    )
+    return results
+
+
 def skinny_linear_ref(
-    x: Tensor,
+    x: Tensor | Undivided,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -125,4 +224,18 @@ def skinny_linear_ref(
     residual: Tensor | None = None,
 ) -> Tensor:
     """Do what skinny_linear does, in float64 and plain torch: its definition, for tests."""
-    return linear_ref(x, weight, bias, activation, gated, residual)
+    return linear_ref(divided_ref(x), weight, bias, activation, gated, residual)
+
+
+def skinny_linear_norm_ref(
+    x: Tensor | Undivided,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: NextNorm,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Undivided]:
+    """Do what skinny_linear_norm does, in float64 and plain torch: its definition, for tests."""
+    out = skinny_linear_ref(x, weight, bias, activation=activation, residual=residual)
+    return out, next_norm_ref(out, norm)
