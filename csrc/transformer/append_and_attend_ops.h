@@ -40,11 +40,10 @@ std::tuple<Tensor, Tensor> append_and_attend(
   const auto reader = read_append(op, q, k, v, violations, tensors, options, false);
   const TensorView view(q.get());
   check(view.sizes[1] == 1, op, ": q has ", view.sizes[1], " tokens for each slot, expected 1");
-  auto results =
-      attend(op, 1, q, tensors, {alibi_slopes, sinks, scale, window, softcap},
-             [&](const DecodeAttention& attention, int device) {
-               Device::run(reader.call, attention, device);
-             });
+  auto results = attend(op, 1, q, tensors, {alibi_slopes, sinks, scale, window, softcap},
+                        [&](const DecodeAttention& attention, int device) {
+    Device::run(reader.call, attention, device);
+  });
   const bool without_queries = view.sizes[0] > 0 && view.numel == 0;
   if (without_queries) Device::append(reader.call, view.device_index);
   return results;

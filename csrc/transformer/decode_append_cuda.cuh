@@ -7,6 +7,18 @@
 
 namespace dsx::cuda {
 
+// A warp asks for bytes to be brought into the L2 cache; see chain.cuh for when it may.
+__device__ inline void ask_for_bytes(const void* begin, int64_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int kSector = 32;
+  for (int64_t i = threadIdx.x % 32 * kSector; i < bytes; i += 32 * kSector) {
+    asm volatile("prefetch.L2 [%0];" ::"l"(static_cast<const char*>(begin) + i));
+  }
+#else
+  (void)begin, (void)bytes;
+#endif
+}
+
 // Where the new token of a head of keys belongs.
 struct NewPlace {
   bool here;  // it is this block that has the last chunk
@@ -83,9 +95,8 @@ class Append {
                                                   : call_.v.at<Q>(batch, 0, head))
                                   .address;
       const int width = number < group_ + 2 ? width_ : 0;
-      for_each_element<kEach>([&](int k, int element) {
-        read[i][k] = element < width ? source[element] : Q{};
-      });
+      for_each_element<kEach>(
+          [&](int k, int element) { read[i][k] = element < width ? source[element] : Q{}; });
     }
   }
   // As floats, in shared memory.
@@ -94,9 +105,8 @@ class Append {
     for (int i = 0; i < kOfWarp; ++i) {
       const int number = warp_ + i * kPageWarps;
       if (number >= group_ + 2) continue;
-      for_each_element<kEach>([&](int k, int element) {
-        floats_[number * kWidth + element] = widen(read[i][k]);
-      });
+      for_each_element<kEach>(
+          [&](int k, int element) { floats_[number * kWidth + element] = widen(read[i][k]); });
     }
   }
 
@@ -112,9 +122,8 @@ class Append {
     const PagedKv& kv = call_.kv;
     const StoredHead<Kind, T, kEach> stored(elements, width_);
     T* const near = reinterpret_cast<T*>(is_v ? token_.values : token_.keys);
-    for_each_element<kEach>([&](int i, int element) {
-      near[element] = element < width_ ? stored.elements[i] : T{};
-    });
+    for_each_element<kEach>(
+        [&](int i, int element) { near[element] = element < width_ ? stored.elements[i] : T{}; });
     const int64_t token = place.position % kPageTokens;
     T* const all = static_cast<T*>(is_v ? kv.values : kv.keys);
     if (place.page >= 0) stored.write(all + kv.place(place.page, head, token), width_);

@@ -89,11 +89,13 @@ bool launch_mma(const Device& device, const DecodeAttention& call, const Partial
   return cuda::with_mma<DSX_KV>(call, [&](auto q, auto width) {
     using Q = decltype(q);
     constexpr int kWidth = decltype(width)::value;
+    const auto kernel = cuda::decode_mma_kernel<Q, DSX_KV, kWidth>;
     const bool much = units_of(call, partials) / device.processors >= cuda::kMuch;
     const auto boxes = cuda::boxes_of<DSX_KV, kWidth>(
-        call.kv, cuda::slots_in<DSX_KV, kWidth>(device, much, 0));
-    launch(cuda::decode_mma_kernel<Q, DSX_KV, kWidth>, device, cuda::kRingThreads,
-           cuda::mma_shared_bytes<DSX_KV, kWidth>(boxes.slots), call, partials, stream, boxes);
+        call.kv,
+        cuda::slots_in<DSX_KV, kWidth>(device, much, cuda::static_shared_bytes(kernel, kOp)));
+    launch(kernel, device, cuda::kRingThreads, cuda::mma_shared_bytes<DSX_KV, kWidth>(boxes.slots),
+           call, partials, stream, boxes);
     return true;
   });
 }

@@ -26,9 +26,8 @@ bool launch(const DecodeAttention& call, const RopeAppend& append, const cuda::D
   const auto kernel = cuda::decode_cluster_kernel<Q, DSX_KV, kWidth>;
   if (!cuda::can_chain(kernel, kOp)) return false;
   const int64_t all = call.news.batches * call.kv.heads * blocks;
-  const int besides = cuda::cluster_shared_bytes<DSX_KV, kWidth>(0) -
-                      cuda::mma_shared_bytes<DSX_KV, kWidth>(0) +
-                      int(sizeof(cuda::NewToken<kWidth>) + sizeof(cuda::ClusterWork));
+  const int besides =
+      cuda::static_shared_bytes(kernel, kOp) + int(sizeof(cuda::ClusterRows<kWidth>));
   const auto boxes = cuda::boxes_of<DSX_KV, kWidth>(
       call.kv, cuda::slots_in<DSX_KV, kWidth>(device, all > device.processors, besides));
   if (!boxes.there) return false;

@@ -1,8 +1,9 @@
 // decode_attention by tensor cores in one kernel, where a slot has few chunks: a cluster of blocks
-// has a row of the batch and a head of keys. Its blocks take a chunk in turn, and send what each row
-// has found there to the block that finishes the row.
+// has a row of the batch and a head of keys. Its blocks take a chunk in turn, and send what each
+// row has found there to the block that finishes the row.
 #pragma once
 
+#include "common/cuda/cluster.cuh"
 #include "transformer/decode_append_cuda.cuh"
 #include "transformer/decode_mma_cuda.cuh"
 
@@ -150,10 +151,11 @@ __device__ inline void read_units(const DecodeAttention& call, const RopeAppend&
 // `append` with null for its violations: nothing is to be appended. The blocks of a cluster are a
 // power of 2.
 template <class Q, class Kind, int kWidth>
-__global__ void __launch_bounds__(kRingThreads)
+__global__ void __launch_bounds__(kRingThreads, 2)
     decode_cluster_kernel(const __grid_constant__ DecodeAttention call,
                           const __grid_constant__ RopeAppend append,
                           const __grid_constant__ Boxes boxes, int blocks) {
+#if __CUDA_ARCH__ >= 900  // see can_chain
   using Reader = cuda::Reader<Kind, kWidth>;
   using Found = cuda::Found<kWidth>;
   extern __shared__ __align__(128) char shared_bytes[];
@@ -197,6 +199,7 @@ __global__ void __launch_bounds__(kRingThreads)
   }
   meet_in_cluster(blocks);
   if (warp != kReadingWarp) rows.finish(call, share, work);
+#endif
 }
 
 template <class Kind, int kWidth>

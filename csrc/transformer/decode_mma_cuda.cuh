@@ -153,13 +153,20 @@ template <class Kind, int kWidth>
 int mma_shared_bytes(int slots) {
   return kBoxAlignment + int(sizeof(Found<kWidth>)) + slots * of_slot<Kind, kWidth>();
 }
+// What a block takes beside that, whatever its launch says.
+template <class... Parameters>
+int static_shared_bytes(void (*kernel)(Parameters...), const char* op) {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, kernel), op);
+  return int(attributes.sharedSizeBytes);
+}
 // How many slots there is memory for if a block takes so many bytes besides, alone on a processor
 // or, if that leaves enough of them, beside another one.
 template <class Kind, int kWidth>
 int slots_in(const Device& device, bool beside, int besides) {
   constexpr int kEnough = 4;
   const auto slots = [&](int bytes) {
-    const int left = bytes - int(sizeof(Ring)) - besides - mma_shared_bytes<Kind, kWidth>(0);
+    const int left = bytes - besides - mma_shared_bytes<Kind, kWidth>(0);
     return std::min(left / of_slot<Kind, kWidth>(), kMostSlots);
   };
   const int of_two = slots(

@@ -93,7 +93,6 @@ class PageAttention {
   }
 
  private:
-
   __device__ void prepare(const Unit& unit, int part) {
     queries_.prepare();
 #pragma unroll
@@ -150,7 +149,8 @@ class PageAttention {
     const int token = fresh_token_ - Slot::token(k);
     if (fresh_token_ < 0 || token < 0 || token >= kSlotTokens) return;
     if (lane_ < Slot::kRow / 16) {
-      const uint4* const from = reinterpret_cast<const uint4*>(row + Slot::element(k) * Slot::kBytes);
+      const uint4* const from =
+          reinterpret_cast<const uint4*>(row + Slot::element(k) * Slot::kBytes);
       char* const to = const_cast<char*>(slot) + swizzled<Slot::kRow>(token, lane_) * 16;
       *reinterpret_cast<uint4*>(to) = from[lane_];
       wrote_before_fetch();

@@ -123,8 +123,7 @@ struct ElementOfRow {
                       float sink) {
     if (call.sinks != nullptr) add({sink, sink == -INFINITY ? 0.0f : 1.0f}, 0);
     const float inverse = powers.sum == 0.0f ? 0.0f : 1.0f / powers.sum;
-    row.put(call, element, value * inverse,
-            ::logf(powers.sum) + shift_of_largest(powers.largest));
+    row.put(call, element, value * inverse, ::logf(powers.sum) + shift_of_largest(powers.largest));
   }
 };
 

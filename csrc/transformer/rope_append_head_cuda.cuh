@@ -1,5 +1,5 @@
-// A head of a new token in the registers of a warp: normalised, turned, and as it is stored. Element
-// number i of a lane is number 32 i + lane of the head, and pair number i of it likewise.
+// A head of a new token in the registers of a warp: normalised, turned, and as it is stored.
+// Element number i of a lane is number 32 i + lane of the head, and pair number i of it likewise.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -34,9 +34,8 @@ __device__ inline void with_stored_type(Dtype dtype, const Body& body) {
 // Reads them, all at the same time; what is behind `width` is 0.
 template <int kEach, class T>
 __device__ inline void read_elements(const T* source, int width, float (&elements)[kEach]) {
-  for_each_element<kEach>([&](int i, int element) {
-    elements[i] = element < width ? widen(source[element]) : 0.0f;
-  });
+  for_each_element<kEach>(
+      [&](int i, int element) { elements[i] = element < width ? widen(source[element]) : 0.0f; });
 }
 template <int kEach>
 __device__ inline void read_elements(Pointer<Any> source, int width, float (&elements)[kEach]) {

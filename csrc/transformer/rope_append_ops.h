@@ -101,8 +101,8 @@ struct RopeAppendOptions {
 // yet.
 inline RopeAppendReader read_append(const char* op, const Tensor& q, const Tensor& k,
                                     const Tensor& v, const Tensor& violations,
-                                    const PagedKvTensors& tensors,
-                                    const RopeAppendOptions& options, bool q_is_written) {
+                                    const PagedKvTensors& tensors, const RopeAppendOptions& options,
+                                    bool q_is_written) {
   const TensorView q_view(q.get());
   check(q_view.dim == 4, op, ": q has shape ", Integers{q_view.sizes, q_view.dim},
         ", expected [batch, tokens, heads, head_dim]");

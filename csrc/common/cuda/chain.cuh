@@ -32,18 +32,6 @@ __device__ inline void wait_for_previous() {
 #endif
 }
 
-// A warp asks for bytes to be brought into the L2 cache, where they may lie or not.
-__device__ inline void ask_for_bytes(const void* begin, int64_t bytes) {
-#if __CUDA_ARCH__ >= 900
-  constexpr int kSector = 32;
-  for (int64_t i = threadIdx.x % 32 * kSector; i < bytes; i += 32 * kSector) {
-    asm volatile("prefetch.L2 [%0];" ::"l"(static_cast<const char*>(begin) + i));
-  }
-#else
-  (void)begin, (void)bytes;
-#endif
-}
-
 // Which block of its cluster this is.
 __device__ inline unsigned rank_in_cluster() {
 #if __CUDA_ARCH__ >= 900
@@ -84,19 +72,6 @@ __device__ inline void meet_after_reading(int blocks) {
   __syncthreads();
 }
 
-// The same in two halves: where all blocks have come to the first one, all have begun, and their
-// shared memory may be written to. Between them is no other meeting.
-__device__ inline void say_begun_in_cluster(int blocks) {
-#if __CUDA_ARCH__ >= 900
-  if (blocks > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-#endif
-}
-__device__ inline void wait_till_all_have_begun(int blocks) {
-#if __CUDA_ARCH__ >= 900
-  if (blocks > 1) asm volatile("barrier.cluster.wait;" ::: "memory");
-#endif
-}
-
 // Writes to where block number `rank` of the cluster has what this one has at `near`, in shared
 // memory.
 __device__ inline void write_in_cluster(float* near, int blocks, unsigned rank, float value) {
@@ -105,22 +80,6 @@ __device__ inline void write_in_cluster(float* near, int blocks, unsigned rank, 
     unsigned address = unsigned(__cvta_generic_to_shared(near));
     asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-    return;
-  }
-#else
-  (void)blocks, (void)rank;
-#endif
-  *near = value;
-}
-__device__ inline void write_in_cluster(float4* near, int blocks, unsigned rank,
-                                        const float4& value) {
-#if __CUDA_ARCH__ >= 900
-  if (blocks > 1) {
-    unsigned address = unsigned(__cvta_generic_to_shared(near));
-    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x),
-                 "f"(value.y), "f"(value.z), "f"(value.w)
-                 : "memory");
     return;
   }
 #else

@@ -9,7 +9,11 @@ from torch import Tensor
 from deepspeed_ext.ops._library import define
 from deepspeed_ext.ops.transformer.decode_attention import decode_attention_ref
 from deepspeed_ext.ops.transformer.paged_kv import PagedKV, kind_of, libraries_of
-from deepspeed_ext.ops.transformer.rope_append import count_writes, refuse_gradients, rope_append_ref_
+from deepspeed_ext.ops.transformer.rope_append import (
+    count_writes,
+    refuse_gradients,
+    rope_append_ref_,
+)
 
 
 def _define(kind: str) -> Any:
