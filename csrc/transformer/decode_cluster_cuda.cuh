@@ -65,7 +65,7 @@ class ClusterUnits {
   int first_, count_, index_;
 };
 
-// What the warp that reads tells the others, beside units.
+// What the warp that reads tells each of the others, beside units.
 struct ClusterWork {
   int chunks, count;  // of the cluster; of tokens
   bool wrong;
@@ -130,7 +130,7 @@ struct ClusterRows {
 template <class Kind, int kWidth>
 __device__ inline void read_units(const DecodeAttention& call, const RopeAppend& append,
                                   const ClusterShare& share, Reader<Kind, kWidth>& reader,
-                                  ClusterWork& work) {
+                                  ClusterWork (&works)[kPageWarps]) {
   ClusterUnits units = reader.template find_first<ClusterUnits>(share);
   const Sequence& sequence = units.sequence();
   const int last = units.chunks() - 1, position = int(sequence.length) - 1;
@@ -138,12 +138,12 @@ __device__ inline void read_units(const DecodeAttention& call, const RopeAppend&
   int page = -1;
   if (here) page = reader.page_beside_first(position / kPageTokens);
   if (page >= call.kv.pages) page = -1;
-  if (threadIdx.x % 32 == 0) {
-    work = {last + 1, int(sequence.count), sequence.wrong, {here, page, position}};
-    const bool wrong = sequence.wrong && append.violations != nullptr;
-    if (wrong || (here && page < 0)) *append.violations = 1;
+  const int lane = int(threadIdx.x) % 32;
+  if (lane % kGroup == 0) {
+    works[lane / kGroup] = {last + 1, int(sequence.count), sequence.wrong, {here, page, position}};
   }
-  __syncwarp();
+  const bool wrong = sequence.wrong || (here && page < 0);
+  if (lane == 0 && wrong && append.violations != nullptr) *append.violations = 1;
   reader.show_first();
   reader.run(units);
 }
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kRingThreads, 2)
   using Found = cuda::Found<kWidth>;
   extern __shared__ __align__(128) char shared_bytes[];
   __shared__ Ring ring;
-  __shared__ ClusterWork work;
+  __shared__ ClusterWork works[kPageWarps];
   __shared__ NewToken<kWidth> token;
   const unsigned begin = unsigned(__cvta_generic_to_shared(shared_bytes));
   char* const slots = shared_bytes + (0u - begin) % kBoxAlignment;
@@ -175,14 +175,14 @@ __global__ void __launch_bounds__(kRingThreads, 2)
   const bool appends = append.violations != nullptr;
   if (warp == kReadingWarp) {
     Reader reader(call, boxes, ring, slots);
-    read_units(call, append, share, reader, work);
+    read_units(call, append, share, reader, works);
     wait_till_all_have_begun(blocks);
   } else {
     if (appends && warp == 0) Append<Q, Kind, kWidth>::ask_ahead(append);
     wait_for_previous();
     if (appends) {
       Append<Q, Kind, kWidth> appending(append, int(call.group), found.values[0][0], token);
-      appending.run(share.batch, share.head, &ring.begun[warp], work.place);
+      appending.run(share.batch, share.head, &ring.begun[warp], works[warp].place);
       meet_page_warps();
     } else {
       wait_for(&ring.begun[warp], 0);
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kRingThreads, 2)
     }
   }
   meet_in_cluster(blocks);
-  if (warp != kReadingWarp) rows.finish(call, share, work);
+  if (warp != kReadingWarp) rows.finish(call, share, works[warp]);
 #endif
 }
 
