@@ -33,7 +33,13 @@ _INSTEAD = {
 
 # The modules of libraries that have ops of several, by the file of their self-checks.
 _MODULES = {
-    "kv_cache_checks": ("decode_attention", "paged_kv", "prefill_attention", "rope_append"),
+    "kv_cache_checks": (
+        "append_and_attend",
+        "decode_attention",
+        "paged_kv",
+        "prefill_attention",
+        "rope_append",
+    ),
     "linear_checks": ("packed_weight", "quantized_linear"),
     "quantize_checks": ("dequantize", "ds_quantizer", "fake_quantize", "quantize"),
 }

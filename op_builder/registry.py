@@ -64,7 +64,9 @@ def _kv_cache(kind: str, rule: str) -> tuple[OpSpec, OpSpec]:
                 for op in ("prefill_attention", "rope_append")
                 for end in ends
             ),
+            f"transformer/append_and_attend_{ends[1]}",
             *(f"transformer/prefill_mma_{name}_cuda.cu" for name in types),
+            *(() if on_cpu else ("transformer/decode_cluster_cuda.cu",)),
         )
         check = f"deepspeed_ext.ops.transformer.kv_cache_checks:kv_cache{kind}"
         made.append(replace(shared, defines=(("DSX_KV", rule),), self_check=check))

@@ -5,6 +5,7 @@
 #include <cuda_fp8.h>
 
 #include "common/cuda/chain.cuh"
+#include "common/cuda/warp.cuh"
 #include "transformer/decode_work_cuda.cuh"
 
 namespace dsx::cuda {
@@ -26,13 +27,6 @@ __device__ inline float element_at(const void* elements, Dtype dtype, int64_t pl
     }
     __builtin_unreachable();
   }
-}
-
-__device__ inline float sum_of_warp(float value) {
-  for (int distance = 16; distance > 0; distance /= 2) {
-    value += __shfl_xor_sync(0xffffffff, value, distance);
-  }
-  return value;
 }
 
 struct AnyShared {

@@ -8,6 +8,8 @@
 
 namespace dsx {
 
+struct RopeAppend;
+
 // Keys are cut into chunks, counted from the start of the sequence. What a query finds in each is
 // worked out alone, and put together in the order of the chunks: the bits of a result depend on its
 // query and on the keys up to it, and on nothing else.
@@ -73,5 +75,9 @@ int64_t decode_workspace_bytes(const DecodeAttention& call);
 
 // Queues the same, all of it, on the stream (cudaStream_t). Throws std::runtime_error.
 void decode_attention_cuda(const DecodeAttention& call, void* workspace, void* stream);
+
+// Queues the same, by one kernel without a workspace; before it what `append` says, if it is not
+// null, but for what that does to q. False: nothing is queued, as that is not possible, or slower.
+bool decode_in_clusters_cuda(const DecodeAttention& call, const RopeAppend* append, void* stream);
 
 }  // namespace dsx

@@ -33,20 +33,15 @@ __global__ void __launch_bounds__(kLargestWidth)
   const int64_t padded = padded_width(width), step = partials.rows * partials.floats;
   const float* partial = partials.at(batch, call.kv.heads, kv_head, 0, row);
   const int64_t element = ::min(int64_t(threadIdx.x), width - 1);
-  const float sink = call.sinks == nullptr ? -INFINITY : call.sinks[head];
+  const cuda::ResultRow result(call, batch, kv_head, row);
+  const float sink = result.sink(call);
   const Sequence sequence = sequence_of(call.kv, call.news, batch);
-  const auto put = [&](float value, float lse) {
-    const auto out = Pointer<Any>::to(call.out, call.q.dtype) + (index * width + element);
-    if (threadIdx.x < width) cuda::store<cuda::Access::single>(out, cuda::Floats<1>(value), 1);
-    if (threadIdx.x == 0) call.lse[index] = lse;
-  };
   cuda::wait_for_previous();
-  if (sequence.wrong) return put(NAN, NAN);
-  if (token >= sequence.count) return put(0, -INFINITY);
+  if (result.put_none(call, threadIdx.x, sequence.wrong, sequence.count)) return;
   const Chunks all = chunks_of(sequence, call.window);
-  Powers powers;
-  const int count = int(all.end - all.first), done = powers.load(partial + padded);
-  float value = __ldcg(partial + element);
+  cuda::ElementOfRow mine;
+  const int count = int(all.end - all.first), done = mine.powers.load(partial + padded);
+  mine.value = __ldcg(partial + element);
   for (int i = done; i < count; i += kAtATime) {
     Powers others[kAtATime];
     float values[kAtATime];
@@ -58,13 +53,10 @@ __global__ void __launch_bounds__(kLargestWidth)
     }
 #pragma unroll
     for (int k = 0; k < kAtATime; ++k) {
-      if (i + k < count) value = powers.add(others[k]).of(value, values[k]);
+      if (i + k < count) mine.add(others[k], values[k]);
     }
   }
-  if (call.sinks != nullptr)
-    value = powers.add({sink, sink == -INFINITY ? 0.0f : 1.0f}).of(value, 0);
-  const float inverse = powers.sum == 0.0f ? 0.0f : 1.0f / powers.sum;
-  put(value * inverse, ::logf(powers.sum) + cuda::shift_of_largest(powers.largest));
+  mine.put(call, result, threadIdx.x, sink);
 }
 
 int64_t units_of(const DecodeAttention& call, const Partials& partials) {
@@ -92,35 +84,20 @@ void launch(void (*kernel)(Parameters...), const Device& device, int threads, in
   cuda::launch_kernel(kernel, made, stream, kOp, call, partials, more...);
 }
 
-// Whether all of keys, values and scales can be read 16 bytes at a time.
-bool are_aligned(const PagedKv& kv) {
-  const uint64_t bytes = DSX_KV::kQuantized ? 1 : uint64_t(bytes_of(kv.dtype));
-  uint64_t all = uint64_t(kv.of_page | kv.of_head | kv.of_token | kv.width) * bytes;
-  for (const void* data :
-       {static_cast<const void*>(kv.keys), static_cast<const void*>(kv.values),
-        static_cast<const void*>(kv.key_scales), static_cast<const void*>(kv.value_scales)}) {
-    all |= reinterpret_cast<uintptr_t>(data);
-  }
-  return all % 16 == 0;
-}
-
-template <class Q>
-void launch_mma(const Device& device, const DecodeAttention& call, const Partials& partials,
+bool launch_mma(const Device& device, const DecodeAttention& call, const Partials& partials,
                 cudaStream_t stream) {
-  const auto with_width = [&](auto width) {
+  return cuda::with_mma<DSX_KV>(call, [&](auto q, auto width) {
+    using Q = decltype(q);
     constexpr int kWidth = decltype(width)::value;
-    const auto boxes = cuda::boxes_of<DSX_KV, kWidth>(call.kv, device,
-                                                      units_of(call, partials) / device.processors);
-    launch(cuda::decode_mma_kernel<Q, DSX_KV, kWidth>, device, cuda::kRingThreads,
-           cuda::mma_shared_bytes<DSX_KV, kWidth>(boxes.slots), call, partials, stream, boxes);
-  };
-  if (call.kv.width <= 64) {
-    with_width(std::integral_constant<int, 64>{});
-  } else if (call.kv.width <= 128) {
-    with_width(std::integral_constant<int, 128>{});
-  } else {
-    with_width(std::integral_constant<int, 256>{});
-  }
+    const auto kernel = cuda::decode_mma_kernel<Q, DSX_KV, kWidth>;
+    const bool much = units_of(call, partials) / device.processors >= cuda::kMuch;
+    const auto boxes = cuda::boxes_of<DSX_KV, kWidth>(
+        call.kv,
+        cuda::slots_in<DSX_KV, kWidth>(device, much, cuda::static_shared_bytes(kernel, kOp)));
+    launch(kernel, device, cuda::kRingThreads, cuda::mma_shared_bytes<DSX_KV, kWidth>(boxes.slots),
+           call, partials, stream, boxes);
+    return true;
+  });
 }
 
 }  // namespace
@@ -133,15 +110,11 @@ int64_t decode_workspace_bytes(const DecodeAttention& call) {
 
 void decode_attention_cuda(const DecodeAttention& call, void* workspace, void* stream) {
   cuda::check(cudaPeekAtLastError(), kOp);  // of somebody before
+  if (decode_in_clusters_cuda(call, nullptr, stream)) return;
   const Device device(kOp);
   const Partials partials(call, workspace);
   const cudaStream_t queue = cudaStream_t(stream);
-  const bool same = DSX_KV::kQuantized || call.q.dtype == call.kv.dtype;
-  if (same && call.q.dtype == Dtype::bfloat16 && are_aligned(call.kv)) {
-    launch_mma<BFloat16>(device, call, partials, queue);
-  } else if (same && call.q.dtype == Dtype::float16 && are_aligned(call.kv)) {
-    launch_mma<Half>(device, call, partials, queue);
-  } else {
+  if (!launch_mma(device, call, partials, queue)) {
     launch(cuda::decode_any_kernel<DSX_KV>, device, kDecodeThreads, 0, call, partials, queue);
   }
   const int64_t rows = call.news.batches * call.news.tokens * call.q.heads;

@@ -8,11 +8,59 @@
 
 namespace dsx::cuda {
 
-// Puts together what the warps have found, page by page, and goes on through the chunks as long as
-// they are of the same rows, if the first of them is among them. Sixteen threads have a row.
+// What a row has found in a chunk, or in several: sixteen threads have it.
+template <int kWidth>
+struct RowOfChunks {
+  static constexpr int kThreads = 32 * kPageWarps / kUnitRows, kFours = kWidth / 4 / kThreads;
+  Powers powers;
+  float4 values[kFours];
+
+  __device__ static int row() { return threadIdx.x / kThreads; }
+  __device__ static bool is_first_thread() { return threadIdx.x % kThreads == 0; }
+  __device__ static int element(int k) { return (k * kThreads + threadIdx.x % kThreads) * 4; }
+
+  // Puts together what the warps have found, page by page.
+  __device__ void merge_pages(const Found<kWidth>& found) {
+    powers = {-INFINITY, 0};
+#pragma unroll
+    for (int page = 0; page < kPageWarps; ++page) {
+      powers.largest = larger(powers.largest, found.powers[page][row()].largest);
+    }
+    const float shift = shift_of_largest(powers.largest);
+#pragma unroll
+    for (float4& each : values) each = {};
+#pragma unroll
+    for (int page = 0; page < kPageWarps; ++page) {
+      const Powers of_page = found.powers[page][row()];
+      const Powers::Factors factors = {1, fast_exp_of_negative(of_page.largest - shift)};
+      powers.sum = factors.of(powers.sum, of_page.sum);
+      add(factors, [&](int k) {
+        return *reinterpret_cast<const float4*>(found.values[page][row()] + element(k));
+      });
+    }
+  }
+  // Those of later keys.
+  __device__ void add(const RowOfChunks& later) {
+    add(powers.add(later.powers), [&](int k) { return later.values[k]; });
+  }
+
+ private:
+  template <class Others>
+  __device__ void add(const Powers::Factors& factors, const Others& others) {
+#pragma unroll
+    for (int k = 0; k < kFours; ++k) {
+      const float4 a = values[k], b = others(k);
+      values[k] = {factors.of(a.x, b.x), factors.of(a.y, b.y), factors.of(a.z, b.z),
+                   factors.of(a.w, b.w)};
+    }
+  }
+};
+
+// Puts together what the warps have found, and goes on through the chunks as long as they are of
+// the same rows, if the first of them is among them.
 template <int kWidth>
 class Merge {
-  static constexpr int kRowThreads = 32 * kPageWarps / kUnitRows, kFours = kWidth / 4 / kRowThreads;
+  using Row = RowOfChunks<kWidth>;
 
  public:
   __device__ Merge(const DecodeAttention& call, const Partials& partials)
@@ -20,74 +68,41 @@ class Merge {
 
   __device__ void run(const Unit& unit, const Unit& next, int part, int parts,
                       const Found<kWidth>& found) {
-    const int row = threadIdx.x / kRowThreads;
+    const int row = part * kUnitRows + Row::row();
     const bool follows = chunks_ > 0;
     const bool goes_on = parts == 1 && (follows || unit.index == 0);
     chunks_ = goes_on ? chunks_ + 1 : 1;
     const bool last = !goes_on || !unit.goes_on_in(next);
-    if (part * kUnitRows + row < unit.count * int(call_.group)) {
-      Powers powers;
-      float4 values[kFours];
-      merge_pages(found, row, powers, values);
+    if (row < unit.count * int(call_.group)) {
+      Row of_chunk;
+      of_chunk.merge_pages(found);
       if (follows) {
-        const Powers::Factors factors = powers_.add(powers);
-#pragma unroll
-        for (int k = 0; k < kFours; ++k) values_[k] = of(factors, values_[k], values[k]);
+        row_.add(of_chunk);
       } else {
-        powers_ = powers;
-#pragma unroll
-        for (int k = 0; k < kFours; ++k) values_[k] = values[k];
+        row_ = of_chunk;
       }
-      if (last) store(unit, part * kUnitRows + row);
+      if (last) store(unit, row);
     }
     if (last) chunks_ = 0;
   }
 
  private:
-  __device__ static float4 of(const Powers::Factors& factors, const float4& a, const float4& b) {
-    return {factors.of(a.x, b.x), factors.of(a.y, b.y), factors.of(a.z, b.z), factors.of(a.w, b.w)};
-  }
-
-  __device__ static void merge_pages(const Found<kWidth>& found, int row, Powers& powers,
-                                     float4 (&values)[kFours]) {
-    powers = {-INFINITY, 0};
-#pragma unroll
-    for (int page = 0; page < kPageWarps; ++page) {
-      powers.largest = larger(powers.largest, found.powers[page][row].largest);
-    }
-    const float shift = shift_of_largest(powers.largest);
-#pragma unroll
-    for (float4& each : values) each = {};
-#pragma unroll
-    for (int page = 0; page < kPageWarps; ++page) {
-      const Powers of_page = found.powers[page][row];
-      const Powers::Factors factors = {1, fast_exp_of_negative(of_page.largest - shift)};
-      powers.sum = factors.of(powers.sum, of_page.sum);
-#pragma unroll
-      for (int k = 0; k < kFours; ++k) values[k] = of(factors, values[k], at(found, page, row, k));
-    }
-  }
-  __device__ static const float4& at(const Found<kWidth>& found, int page, int row, int k) {
-    return *reinterpret_cast<const float4*>(found.values[page][row] + element(k));
-  }
-  __device__ static int element(int k) { return (k * kRowThreads + threadIdx.x % kRowThreads) * 4; }
-
   __device__ void store(const Unit& unit, int row) const {
     const int64_t padded = padded_width(call_.kv.width);
     float* const partial =
         partials_.at(unit.batch, call_.kv.heads, unit.head, unit.index - (chunks_ - 1), row);
 #pragma unroll
-    for (int k = 0; k < kFours; ++k) {
-      if (element(k) < padded) *reinterpret_cast<float4*>(partial + element(k)) = values_[k];
+    for (int k = 0; k < Row::kFours; ++k) {
+      const int element = Row::element(k);
+      if (element < padded) *reinterpret_cast<float4*>(partial + element) = row_.values[k];
     }
-    if (threadIdx.x % kRowThreads == 0) powers_.store(partial + padded, chunks_);
+    if (Row::is_first_thread()) row_.powers.store(partial + padded, chunks_);
   }
 
   const DecodeAttention& call_;
   const Partials& partials_;
   int chunks_ = 0;  // that it has put together
-  Powers powers_;
-  float4 values_[kFours];
+  Row row_;
 };
 
 // Shared memory: slots, then scales, then what is found.
@@ -112,7 +127,8 @@ __global__ void __launch_bounds__(kRingThreads)
   __syncthreads();
   if (threadIdx.x / 32 == kReadingWarp) {
     Reader reader(call, boxes, ring, slots);
-    Units units = reader.find_first();
+    Units units = reader.template find_first<Units>();
+    reader.show_first();
     reader.run(units);
     return;
   }
@@ -120,7 +136,7 @@ __global__ void __launch_bounds__(kRingThreads)
   wait_for_previous();
   let_next_begin();
   wait_for(&ring.begun[warp], 0);
-  PageAttention<Q, Kind, kWidth> attention(call, ring, slots, boxes.slots, found);
+  PageAttention<Q, Kind, kWidth> attention(call, ring, slots, boxes.slots, found, nullptr);
   Merge<kWidth> merge(call, partials);
   attention.read_first();
   for (int i = 0; ring.unit(warp, i).there; ++i) {
@@ -137,28 +153,70 @@ template <class Kind, int kWidth>
 int mma_shared_bytes(int slots) {
   return kBoxAlignment + int(sizeof(Found<kWidth>)) + slots * of_slot<Kind, kWidth>();
 }
-// One block on a processor, or two where there is much to do and enough memory for both.
+// What a block takes beside that, whatever its launch says.
+template <class... Parameters>
+int static_shared_bytes(void (*kernel)(Parameters...), const char* op) {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, kernel), op);
+  return int(attributes.sharedSizeBytes);
+}
+// How many slots there is memory for if a block takes so many bytes besides, alone on a processor
+// or, if that leaves enough of them, beside another one.
 template <class Kind, int kWidth>
-int slots_in(const Device& device, int64_t units_of_processor) {
-  constexpr int kMuch = 16, kEnough = 4;
-  const auto slots = [](int bytes) {
-    const int left = bytes - int(sizeof(Ring)) - mma_shared_bytes<Kind, kWidth>(0);
+int slots_in(const Device& device, bool beside, int besides) {
+  constexpr int kEnough = 4;
+  const auto slots = [&](int bytes) {
+    const int left = bytes - besides - mma_shared_bytes<Kind, kWidth>(0);
     return std::min(left / of_slot<Kind, kWidth>(), kMostSlots);
   };
   const int of_two = slots(
       std::min(device.shared_of_processor / 2 - device.shared_reserved, device.shared_of_block));
-  return units_of_processor >= kMuch && of_two >= kEnough ? of_two : slots(device.shared_of_block);
+  return beside && of_two >= kEnough ? of_two : slots(device.shared_of_block);
 }
 template <class Kind, int kWidth>
-Boxes boxes_of(const PagedKv& kv, const Device& device, int64_t units_of_processor) {
+Boxes boxes_of(const PagedKv& kv, int slots) {
   using Slot = cuda::Slot<Kind, kWidth>;
   Boxes boxes;
-  boxes.slots = slots_in<Kind, kWidth>(device, units_of_processor);
+  boxes.slots = slots;
   const auto make = [&](CUtensorMap& map, const void* data) {
     return make_map(map, kv, data, Slot::kBytes, Slot::kRow, kSlotTokens);
   };
   boxes.there = make(boxes.keys, kv.keys) && make(boxes.values, kv.values);
   return boxes;
 }
+
+// Whether all of keys, values and scales can be read 16 bytes at a time.
+template <class Kind>
+bool are_aligned(const PagedKv& kv) {
+  const uint64_t bytes = Kind::kQuantized ? 1 : uint64_t(bytes_of(kv.dtype));
+  uint64_t all = uint64_t(kv.of_page | kv.of_head | kv.of_token | kv.width) * bytes;
+  for (const void* data :
+       {static_cast<const void*>(kv.keys), static_cast<const void*>(kv.values),
+        static_cast<const void*>(kv.key_scales), static_cast<const void*>(kv.value_scales)}) {
+    all |= reinterpret_cast<uintptr_t>(data);
+  }
+  return all % 16 == 0;
+}
+
+// Calls body with the type of queries and the width that the code is for, and returns what it does;
+// false if tensor cores cannot take the call.
+template <class Kind, class Body>
+bool with_mma(const DecodeAttention& call, const Body& body) {
+  if (!Kind::kQuantized && call.q.dtype != call.kv.dtype) return false;
+  if (!are_aligned<Kind>(call.kv)) return false;
+  const auto with_width = [&](auto q) {
+    if (call.kv.width <= 64) return body(q, std::integral_constant<int, 64>{});
+    if (call.kv.width <= 128) return body(q, std::integral_constant<int, 128>{});
+    return body(q, std::integral_constant<int, 256>{});
+  };
+  switch (call.q.dtype) {
+    case Dtype::bfloat16: return with_width(BFloat16{});
+    case Dtype::float16: return with_width(Half{});
+    case Dtype::float32: return false;
+  }
+  return false;
+}
+
+constexpr int64_t kMuch = 16;  // units of a processor
 
 }  // namespace dsx::cuda

@@ -20,20 +20,27 @@ struct Found {
   Powers powers[kPageWarps][kUnitRows];
 };
 
+// A barrier of the warps that multiply.
+__device__ inline void meet_page_warps() {
+  asm volatile("bar.sync 1, %0;" ::"n"(32 * kPageWarps) : "memory");
+}
+
 // A warp's work on its page of each unit.
 template <class Q, class Kind, int kWidth>
 class PageAttention {
   using M = std::conditional_t<Kind::kQuantized, Half, Q>;  // of what is multiplied
   using Slot = cuda::Slot<Kind, kWidth>;
   using Found = cuda::Found<kWidth>;
+  using NewToken = cuda::NewToken<kWidth>;
   static constexpr int kTiles = kPageTokens / 16, kTilesOfSlot = kSlotTokens / 16;
   static constexpr int kLoads = Slot::kRow / 32;  // of 32 bytes of 16 tokens
   static constexpr int kSteps = kWidth / 16, kStepsOfBox = Slot::kElements / 16;
 
  public:
+  // `fresh` is the new token, if it is to be taken from there; else null.
   __device__ PageAttention(const DecodeAttention& call, Ring& ring, const char* slots, int count,
-                           Found& found)
-      : call_(call), ring_(ring), found_(found), turn_{count} {
+                           Found& found, const NewToken* fresh)
+      : call_(call), ring_(ring), found_(found), fresh_(fresh), turn_{count} {
     const int row = lane_ % 8, next_tokens = lane_ / 8 % 2, next_piece = lane_ / 16;
     slots_ = slots + warp_ * Slot::kSize;
     scales_ = reinterpret_cast<const float*>(slots + count * kPageWarps * Slot::kSize) +
@@ -44,7 +51,12 @@ class PageAttention {
   }
 
   __device__ void read_first() {
-    if (ring_.unit(warp_, 0).there) queries_.read(call_, ring_.unit(warp_, 0), 0);
+    const Unit& unit = ring_.unit(warp_, 0);
+    if (fresh_ != nullptr) {
+      queries_.read_near(fresh_->queries[0], NewToken::kStride, int(call_.group));
+    } else if (unit.there) {
+      queries_.read(call_, unit, 0);
+    }
     is_new_ = true;
   }
 
@@ -54,6 +66,8 @@ class PageAttention {
     if (is_new_) prepare(unit, part);
     begin_ = (unit.chunk * kChunkPages + warp_) * kPageTokens;
     const bool used = begin_ < unit.length && begin_ + kPageTokens > unit.seen_begin;
+    const int last = unit.length - 1 - begin_;
+    fresh_token_ = fresh_ != nullptr && last >= 0 && last < kPageTokens ? last : -1;
     // Whether there are tokens that some row does not see.
     is_edge_ = begin_ < unit.seen_by_last || begin_ + kPageTokens > unit.position(0) + 1;
     Powers powers[2] = {{-INFINITY, 0}, {-INFINITY, 0}};
@@ -73,17 +87,12 @@ class PageAttention {
     }
     if (wrong) powers[0] = powers[1] = {-INFINITY, NAN};
     const int rows = unit.count * int(call_.group) - part * kUnitRows;
-    meet();  // the others have read what was there
+    meet_page_warps();  // the others have read what was there
     store(rows, powers);
-    meet();
+    meet_page_warps();
   }
 
  private:
-  // Of the warps that multiply.
-  __device__ static void meet() {
-    asm volatile("bar.sync 1, %0;" ::"n"(32 * kPageWarps) : "memory");
-  }
-
   __device__ void prepare(const Unit& unit, int part) {
     queries_.prepare();
 #pragma unroll
@@ -125,17 +134,33 @@ class PageAttention {
   __device__ int place_of(int tile, int load) const {
     return of_lane_ + tile * 16 * Slot::kRow + (piece_ ^ load * 32);
   }
-  // Scales of this lane's tokens, with the first slot of a page.
-  __device__ void read_scales(float (&scales)[8]) const {
+  // Scales of this lane's tokens, with the first slot of a page; `fresh` is that of the new token.
+  __device__ void read_scales(float (&scales)[8], const float* fresh) const {
     wait(turn_);
     const float* const all = scales_ + turn_.slot * (kPageWarps * Slot::kScales);
 #pragma unroll
-    for (int k = 0; k < 8; ++k) scales[k] = all[k * 8 + lane_ / 4];
+    for (int k = 0; k < 8; ++k) {
+      const int token = k * 8 + lane_ / 4;
+      scales[k] = token == fresh_token_ ? *fresh : all[token];
+    }
+  }
+  // Puts the new token where slot number k of the page has come with what was there before.
+  __device__ void put_fresh(const char* slot, int k, const char* row) const {
+    const int token = fresh_token_ - Slot::token(k);
+    if (fresh_token_ < 0 || token < 0 || token >= kSlotTokens) return;
+    if (lane_ < Slot::kRow / 16) {
+      const uint4* const from =
+          reinterpret_cast<const uint4*>(row + Slot::element(k) * Slot::kBytes);
+      char* const to = const_cast<char*>(slot) + swizzled<Slot::kRow>(token, lane_) * 16;
+      *reinterpret_cast<uint4*>(to) = from[lane_];
+      wrote_before_fetch();
+    }
+    __syncwarp();
   }
 
   __device__ void multiply_keys() {
     float scales[8];
-    if constexpr (Kind::kQuantized) read_scales(scales);
+    if constexpr (Kind::kQuantized) read_scales(scales, fresh_ ? &fresh_->key_scale : nullptr);
 #pragma unroll
     for (auto& of_tile : weights_) {
 #pragma unroll
@@ -144,6 +169,7 @@ class PageAttention {
 #pragma unroll
     for (int k = 0; k < Slot::kOfPage; ++k) {
       const char* const slot = wait(turn_);
+      if (fresh_ != nullptr) put_fresh(slot, k, fresh_->keys);
       const int box = k / Slot::kParts, first = k % Slot::kParts * kTilesOfSlot;
 #pragma unroll
       for (int load = 0; load < kLoads; ++load) {
@@ -249,7 +275,7 @@ class PageAttention {
   // Weights of codes: with their scales, and made to fit.
   __device__ void take_scales(float (&inverse)[2]) {
     float scales[8], largest[2] = {0, 0};
-    read_scales(scales);
+    read_scales(scales, fresh_ ? &fresh_->value_scale : nullptr);
 #pragma unroll
     for (int k = 0; k < 16; ++k) weight(k / 2, k % 2) *= scales[k / 2];
     if (is_edge_) {  // scales may be anything where no token is
@@ -281,6 +307,7 @@ class PageAttention {
 #pragma unroll
     for (int k = 0; k < Slot::kOfPage; ++k) {
       const char* const slot = wait(turn_);
+      if (fresh_ != nullptr) put_fresh(slot, k, fresh_->values);
       const int first = k % Slot::kParts * kTilesOfSlot;
       auto& out = out_[k / Slot::kParts];
       if (is_edge_ && !std::is_same_v<Kind, Int8Kv>) set_apart(first * 2, out, length);
@@ -398,12 +425,14 @@ class PageAttention {
   const DecodeAttention& call_;
   Ring& ring_;
   Found& found_;
+  const NewToken* const fresh_;
   Turn turn_;
   const int lane_ = threadIdx.x % 32, warp_ = threadIdx.x / 32;
   const char* slots_;
   const float* scales_;
   int of_lane_, piece_;  // bytes
   int begin_;            // of the page, in the sequence
+  int fresh_token_;      // of the page; -1: it has not the new token
   bool is_edge_, is_new_;
   Queries<Q, Kind, kWidth> queries_;
   Scoring scoring_[2];

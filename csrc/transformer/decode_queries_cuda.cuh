@@ -31,6 +31,16 @@ struct Fit {
   }
 };
 
+// The new token of a slot, as its own block has made it: what is in the cache may be what was there
+// before.
+template <int kWidth>
+struct NewToken {
+  static constexpr int kStride = kWidth + 8;  // rows are read without two in the same bank
+  alignas(16) uint16_t queries[kUnitRows][kStride];
+  alignas(16) char keys[2 * kWidth], values[2 * kWidth];  // as they are stored, and zeros
+  float key_scale, value_scale;
+};
+
 // Queries of 8 rows, as matrices that keys are multiplied by: this lane's part of row `row`.
 template <class Q, class Kind, int kWidth>
 struct Queries {
@@ -54,6 +64,14 @@ struct Queries {
         return row[element].bits | uint32_t(row[element + 1].bits) << 16;
       });
     }
+  }
+
+  // The same of rows of one token in shared memory.
+  __device__ void read_near(const uint16_t* rows, int stride, int count) {
+    const int number = threadIdx.x % 32 / 4;
+    const uint16_t* const row = rows + number * stride;
+    read_pairs(number < count ? kWidth : 0,
+               [&](int element) { return *reinterpret_cast<const uint32_t*>(row + element); });
   }
 
   // Makes of what was read what codes are multiplied by.

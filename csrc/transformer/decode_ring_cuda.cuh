@@ -92,26 +92,40 @@ class Reader {
   }
 
   // Finds the first unit, and has its pages brought into the L2 cache; then makes sure of it. The
-  // others may then begin to wait for what there is of it.
-  __device__ Units find_first() {
-    Units units(call_);
+  // next kernel begins once all blocks have.
+  template <class Units, class... Share>
+  __device__ Units find_first(const Share&... share) {
+    Units units(call_, share...);
     find_first(units);
     if (are_there(boxes_)) ask_for_first();
     wait_for_previous();
     let_next_begin();
+    const int page = page_of(unit_ahead_);  // at the same time as the rest, not after it
     if (units.are_still_so()) {
-      page_ahead_ = page_of(unit_ahead_);
+      page_ahead_ = page;
     } else {
-      units = Units(call_);
+      units = Units(call_, share...);
       find_first(units);
     }
+    return units;
+  }
+  // The others may then begin to wait for what there is of it.
+  __device__ void show_first() {
     if (lane_ % kGroup == 0) {
       ring_.unit(warp_, 0) = unit_ahead_;
       arrive(&ring_.begun[warp_]);
     }
-    return units;
+  }
+  // What the table says of the page number `number` of the first unit's slot.
+  __device__ int page_beside_first(int number) const {
+    const int here = number - unit_ahead_.chunk * kChunkPages;
+    if (unit_ahead_.there && here >= 0 && here < kChunkPages) {
+      return __shfl_sync(0xffffffff, page_ahead_, here * kGroup);
+    }
+    return __ldcg(call_.kv.table + unit_ahead_.slot * call_.kv.pages_of_slot + number);
   }
 
+  template <class Units>
   __device__ void run(Units& units) {
     policy_ = read_once();
     for (int i = 0; unit_ahead_.there; ++i) {
@@ -134,6 +148,7 @@ class Reader {
   }
 
  private:
+  template <class Units>
   __device__ void find_first(Units& units) {
     unit_ahead_ = units.next();
     page_ahead_ = page_of(unit_ahead_);

@@ -80,6 +80,69 @@ struct Powers {
   }
 };
 
+// Where a row of the results is: of a head of keys, its rows are those of the first token, then of
+// the next one.
+struct ResultRow {
+  int64_t index, token, head;  // index counts rows of [batches, tokens, heads]
+
+  __device__ ResultRow(const DecodeAttention& call, int64_t batch, int64_t kv_head, int64_t row)
+      : token(quotient(row, call.group)), head(kv_head * call.group + row - token * call.group) {
+    index = (batch * call.news.tokens + token) * call.q.heads + head;
+  }
+
+  __device__ float sink(const DecodeAttention& call) const {
+    return call.sinks == nullptr ? -INFINITY : call.sinks[head];
+  }
+
+  // A thread writes one element of it.
+  __device__ void put(const DecodeAttention& call, int64_t element, float value, float lse) const {
+    const int64_t width = call.kv.width;
+    const auto out = Pointer<Any>::to(call.out, call.q.dtype) + (index * width + element);
+    if (element < width) store<Access::single>(out, Floats<1>(value), 1);
+    if (element == 0) call.lse[index] = lse;
+  }
+  // The same of a row that sees nothing; true if it is one.
+  __device__ bool put_none(const DecodeAttention& call, int64_t element, bool wrong,
+                           int64_t count) const {
+    if (!wrong && token < count) return false;
+    put(call, element, wrong ? NAN : 0.0f, wrong ? NAN : -INFINITY);
+    return true;
+  }
+};
+
+// An element of a row, chunk by chunk.
+struct ElementOfRow {
+  Powers powers;
+  float value;
+
+  __device__ void add(const Powers& others, float other) {
+    value = powers.add(others).of(value, other);
+  }
+  // With all chunks there: the sink, if the call has any, and the result.
+  __device__ void put(const DecodeAttention& call, const ResultRow& row, int64_t element,
+                      float sink) {
+    if (call.sinks != nullptr) add({sink, sink == -INFINITY ? 0.0f : 1.0f}, 0);
+    const float inverse = powers.sum == 0.0f ? 0.0f : 1.0f / powers.sum;
+    row.put(call, element, value * inverse, ::logf(powers.sum) + shift_of_largest(powers.largest));
+  }
+};
+
+// Of a row of the batch, through the L2 cache: what is found may be of any time.
+__device__ inline Sequence sequence_ahead(const DecodeAttention& call, int64_t batch) {
+  const auto read = [](const int32_t* place) { return int64_t(__ldcg(place)); };
+  return sequence_of(call.kv, call.news, batch, read);
+}
+// Again, where it is known of which slot it was: all is read at the same time.
+__device__ inline Sequence sequence_again(const DecodeAttention& call, int64_t batch,
+                                          int64_t slot) {
+  const bool there = slot >= 0 && slot < call.kv.slots;
+  const int32_t* const known = call.kv.lengths + (there ? slot : 0);
+  const int64_t length = there ? int64_t(__ldcg(known)) : 0;
+  return sequence_of(call.kv, call.news, batch, [&](const int32_t* place) {
+    return there && place == known ? length : int64_t(__ldcg(place));
+  });
+}
+
 // A unit of work: a chunk of a row of the batch, and a head of keys.
 struct Unit {
   int slot, length, count;       // as Sequence says
@@ -105,7 +168,7 @@ class Units {
     const int heads = int(call.kv.heads), lane = threadIdx.x % 32;
     int total = chunks_;
     for (int batch = lane + 32; batch < call.news.batches; batch += 32) {
-      total += int(count_of(sequence_at(batch)));
+      total += int(count_of(sequence_ahead(*call_, batch)));
     }
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
@@ -145,7 +208,7 @@ class Units {
     if (call_->news.batches > 32) return false;
     const int64_t batch = threadIdx.x % 32;
     Sequence sequence = {};
-    if (batch < call_->news.batches) sequence = sequence_at(batch);
+    if (batch < call_->news.batches) sequence = sequence_again(*call_, batch, slot_);
     return __all_sync(0xffffffff, sequence.slot == slot_ && sequence.length == length_ &&
                                       sequence.count == count_);
   }
@@ -169,10 +232,6 @@ class Units {
   }
 
  private:
-  __device__ Sequence sequence_at(int64_t batch) const {
-    const auto read = [](const int32_t* place) { return int64_t(__ldcg(place)); };
-    return sequence_of(call_->kv, call_->news, batch, read);
-  }
   __device__ int64_t count_of(const Sequence& sequence) const {
     const Chunks chunks = chunks_of(sequence, call_->window);
     return chunks.end - chunks.first;
@@ -183,7 +242,7 @@ class Units {
     base_ = base;
     const int64_t batch = base + threadIdx.x % 32;
     Sequence sequence = {};
-    if (batch < call_->news.batches) sequence = sequence_at(batch);
+    if (batch < call_->news.batches) sequence = sequence_ahead(*call_, batch);
     slot_ = int(sequence.slot), length_ = int(sequence.length), count_ = int(sequence.count);
     const Chunks chunks = chunks_of(sequence, call_->window);
     first_ = int(chunks.first), chunks_ = int(chunks.end - chunks.first);

@@ -16,6 +16,7 @@ struct FloatKv {
   static constexpr const char* kDecode = "decode_attention";
   static constexpr const char* kPrefill = "prefill_attention";
   static constexpr const char* kAppend = "rope_append_";
+  static constexpr const char* kAppendAndAttend = "append_and_attend_";
 };
 struct Int8Kv {  // -127 to 127
   static constexpr bool kQuantized = true;
@@ -23,6 +24,7 @@ struct Int8Kv {  // -127 to 127
   static constexpr const char* kDecode = "decode_attention.int8";
   static constexpr const char* kPrefill = "prefill_attention.int8";
   static constexpr const char* kAppend = "rope_append_.int8";
+  static constexpr const char* kAppendAndAttend = "append_and_attend_.int8";
   uint8_t code;
 };
 struct Fp8Kv {  // e4m3: 1 sign bit, 4 exponent bits, 3 fraction bits; 448 at most
@@ -31,6 +33,7 @@ struct Fp8Kv {  // e4m3: 1 sign bit, 4 exponent bits, 3 fraction bits; 448 at mo
   static constexpr const char* kDecode = "decode_attention.fp8";
   static constexpr const char* kPrefill = "prefill_attention.fp8";
   static constexpr const char* kAppend = "rope_append_.fp8";
+  static constexpr const char* kAppendAndAttend = "append_and_attend_.fp8";
   uint8_t code;
 };
 

@@ -19,8 +19,8 @@ struct HeadWeight {
 struct RopeAppend {
   PagedKv kv;  // written
   NewTokens news;
-  Heads q;  // written in place
-  Heads k, v;
+  Heads q, k, v;
+  Heads q_out;  // written; where q is, or apart from all else
   HeadWeight q_weight, k_weight;
   float eps, weight_offset;  // of the norms
   Frequencies frequencies;

@@ -98,12 +98,12 @@ inline void append_token(const RopeAppend& call, const Sequence& sequence, int64
   const int64_t width = call.kv.width, position = sequence.position(token);
   HeadFloats head;
   for (int64_t i = 0; i < call.q.heads; ++i) {
-    const Pointer<Any> q = call.q.at<Any>(batch, token, i);
-    read_head(q, width, head);
+    const Pointer<Any> out = call.q_out.at<Any>(batch, token, i);
+    read_head(call.q.at<Any>(batch, token, i), width, head);
     normalise(call, call.q_weight, head);
     turn(call, angles, head);
     for_each_vector(0, width, [&](int64_t j, int count) {
-      Vec::load(head.lanes + j, count).store(q + j, count);
+      Vec::load(head.lanes + j, count).store(out + j, count);
     });
   }
   const int64_t page = call.kv.page_of(sequence.slot, position / kPageTokens);

@@ -1,31 +1,11 @@
 // Registers the CPU kernel of rope_append_; the schemas are in
 // deepspeed_ext/ops/transformer/rope_append.py.
-#include "transformer/rope_append_ops.h"
-
-#include <torch/csrc/stable/ops.h>
-
-#include <algorithm>
+#include "transformer/rope_append_ops_cpu.h"
 
 namespace dsx {
-namespace {
-
-constexpr int64_t kElementsPerThread = 32768;  // some 10 us: less is not worth a thread
-
-struct Cpu {
-  static void run(const RopeAppend& call, int /*device*/) {
-    const Isa isa = current_isa();  // may throw, and nothing may throw in a parallel region
-    const int64_t elements = (call.q.heads + 2 * call.kv.heads) * call.kv.width;  // of a token
-    torch::stable::parallel_for(
-        0, call.news.batches * call.news.tokens,
-        std::max<int64_t>(1, kElementsPerThread / elements),
-        [&](int64_t begin, int64_t end) { rope_append_cpu(isa, call, begin, end); });
-  }
-};
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(deepspeed_ext, CPU, library) {
-  library.impl(DSX_KV::kAppend, &boxed<&rope_append<Cpu>>);
+  library.impl(DSX_KV::kAppend, &boxed<&rope_append<AppendOnCpu>>);
 }
 
 }  // namespace dsx

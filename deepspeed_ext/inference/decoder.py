@@ -1,6 +1,6 @@
 """A decoder: from tokens that a cache has room for to the logits of the next ones."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from deepspeed_ext.ops import (
     NextNorm,
     PagedKV,
     Undivided,
-    decode_attention,
+    append_and_attend_,
     layer_norm,
     prefill_attention,
     rms_norm,
@@ -281,12 +281,7 @@ class Decoder:
         qkv = qkv.view(batch, n, of.heads + 2 * of.kv_heads, of.head_dim)
         q, k, v = qkv.split((of.heads, of.kv_heads, of.kv_heads), 2)
         frequencies, scale = self._rotations[place.i]
-        rope_append_(
-            q,
-            k,
-            v,
-            place.kv,
-            frequencies,
+        appending: dict[str, Any] = dict(
             slots=place.slots,
             counts=place.counts,
             q_weight=layer.q_norm,
@@ -294,19 +289,22 @@ class Decoder:
             eps=of.eps,
             weight_offset=of.norm_offset,
             interleaved=of.interleaved,
-            scale=scale,
         )
-        attend = decode_attention if n == 1 else prefill_attention
-        mixed = attend(
-            q,
-            place.kv,
-            slots=place.slots,
-            counts=place.counts,
+        attending: dict[str, Any] = dict(
             scale=of.attention_scale,
             alibi_slopes=self._slopes,
             window=of.windows[place.i],
             softcap=of.softcap,
         )
+        if n == 1:
+            mixed = append_and_attend_(
+                q, k, v, place.kv, frequencies, rotation_scale=scale, **appending, **attending
+            )
+        else:
+            rope_append_(q, k, v, place.kv, frequencies, scale=scale, **appending)
+            mixed = prefill_attention(
+                q, place.kv, slots=place.slots, counts=place.counts, **attending
+            )
         assert isinstance(mixed, Tensor)
         return mixed.view(batch, n, of.heads * of.head_dim)
 

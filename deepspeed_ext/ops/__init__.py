@@ -65,6 +65,7 @@ _NAMES = {
     "quantization.ds_quantizer": ("ds_quantizer",),
     "quantization.fake_quantize": ("fake_quantize", "fake_quantize_ref"),
     "quantization.quantize": ("Quantized", "quantize", "quantize_ref"),
+    "transformer.append_and_attend": ("append_and_attend_", "append_and_attend_ref_"),
     "transformer.bias_activation": ("bias_activation", "bias_activation_ref"),
     "transformer.cross_entropy": ("cross_entropy", "cross_entropy_ref"),
     "transformer.decode_attention": ("decode_attention", "decode_attention_ref"),
@@ -163,6 +164,12 @@ if TYPE_CHECKING:  # the same for type checkers
     )
     from deepspeed_ext.ops.quantization.quantized_linear import (
         quantized_linear_ref as quantized_linear_ref,
+    )
+    from deepspeed_ext.ops.transformer.append_and_attend import (
+        append_and_attend_ as append_and_attend_,
+    )
+    from deepspeed_ext.ops.transformer.append_and_attend import (
+        append_and_attend_ref_ as append_and_attend_ref_,
     )
     from deepspeed_ext.ops.transformer.bias_activation import bias_activation as bias_activation
     from deepspeed_ext.ops.transformer.bias_activation import (

@@ -291,7 +291,7 @@ def test_any_number_of_threads() -> None:
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("op", ["decode_attention", "prefill_attention"])
+@pytest.mark.parametrize("op", ["append_and_attend_", "decode_attention", "prefill_attention"])
 @pytest.mark.parametrize("name", ["kv_cache", "kv_cache_int8", "kv_cache_fp8"])
 def test_self_checks(name: str, op: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     getattr(kv_cache_checks, name)(device)

@@ -26,7 +26,7 @@ def kv_cache_fp8(device: str) -> None:
 
 
 def _check(stored: torch.dtype, dtype: torch.dtype, device: str) -> None:
-    """Append 295 turned tokens to a slot, then five, and let them attend.
+    """Append 295 turned tokens to a slot, then five, then one, and let them attend.
 
     Raises:
         RuntimeError: a result is not what the reference says.
@@ -63,6 +63,14 @@ def _check(stored: torch.dtype, dtype: torch.dtype, device: str) -> None:
         bound = 1e-5 if dtype == torch.float32 else 0.01
         name = "decode_attention" if tokens == 5 else "prefill_attention"
         compare(f"{name}: out on {device}", out, result, bound)
+    q, k, v = (random(1, 1, n, _WIDTH) for n in (_HEADS, _KV_HEADS, _KV_HEADS))
+    kv.lengths.fill_(_LENGTH + 1)
+    out = ops.append_and_attend_(q, k, v, kv, frequencies)
+    turned = q.clone()  # again, to the same place
+    ops.rope_append_(turned, k, v, kv, frequencies)
+    result = ops.decode_attention_ref(turned.cpu(), _on_host(kv))
+    assert isinstance(out, torch.Tensor) and isinstance(result, torch.Tensor)
+    compare(f"append_and_attend_: out on {device}", out, result, bound)
 
 
 def _on_host(kv: PagedKV) -> PagedKV:

@@ -80,13 +80,7 @@ def rope_append_(
 
     See: ``rope``, ``rms_norm``. ``rope_append_ref_`` is the same in float64.
     """
-    if torch.is_grad_enabled():
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            if tensor.requires_grad:
-                raise RuntimeError(
-                    f"rope_append_: {name} is in need of a gradient, expected none, as the op has"
-                    " none; call it under torch.no_grad()"
-                )
+    refuse_gradients("rope_append_", q, k, v)
     _OPS[kind_of(kv)](
         q,
         k,
@@ -108,8 +102,24 @@ def rope_append_(
         eps=eps,
         weight_offset=weight_offset,
     )
-    if not torch.compiler.is_compiling():  # a native op does not count its writes
-        written = (q, kv.keys, kv.values, kv.violations, kv.key_scales, kv.value_scales)
+    count_writes(kv, q)
+
+
+def refuse_gradients(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise RuntimeError if one is wanted of what goes to a cache, from where none comes back."""
+    if torch.is_grad_enabled():
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            if tensor.requires_grad:
+                raise RuntimeError(
+                    f"{op}: {name} is in need of a gradient, expected none, as the op has"
+                    " none; call it under torch.no_grad()"
+                )
+
+
+def count_writes(kv: PagedKV, *others: Tensor) -> None:
+    """Count a write to the cache, and to others, as a native op does not."""
+    if not torch.compiler.is_compiling():
+        written = (*others, kv.keys, kv.values, kv.violations, kv.key_scales, kv.value_scales)
         torch.autograd.graph.increment_version([t for t in written if t is not None])
 
 
