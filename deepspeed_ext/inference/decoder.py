@@ -21,6 +21,18 @@ from deepspeed_ext.ops import (
 from deepspeed_ext.ops._few_rows import are_few
 
 
+class Pack(NamedTuple):
+    """Parts of prompts that lie end to end; only for attention each has a row of its own.
+
+    Args:
+        spread: (batch, n), int64: which token is each of a row; any for those behind the part.
+        back: (tokens,), int64: where in all rows each token is.
+    """
+
+    spread: Tensor
+    back: Tensor
+
+
 class _Place(NamedTuple):
     """Where a layer works: its number, its keys and values, and whose tokens there are.
 
@@ -32,6 +44,7 @@ class _Place(NamedTuple):
     kv: PagedKV
     slots: Tensor
     counts: Tensor | None
+    pack: Pack | None
     has_few_rows: bool
 
 
@@ -67,29 +80,35 @@ class Decoder:
         self._embedding_scale = torch.tensor(of.embedding_scale, dtype=dtype).item()
 
     def hidden(
-        self, tokens: Tensor, cache: KVCache, slots: Tensor, counts: Tensor | None = None
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        slots: Tensor,
+        counts: Tensor | None = None,
+        pack: Pack | None = None,
     ) -> Tensor:
         """Return the last hidden states of new tokens, whose keys and values go to the cache.
 
         Args:
-            tokens: (batch, n), int64: the last n of their slots.
+            tokens: (batch, n), int64: the last n of their slots; or of a pack, (1, tokens).
             cache: has room for them: see `KVCache.reserve`.
             slots: (batch,), int32, -1 for none.
             counts: (batch,), int32: how many of them there are; None: all.
+            pack: how the tokens belong to batch rows of n; None: as they are.
 
         Returns:
-            (batch, n, hidden), before the last norm.
+            (batch, n, hidden), or (1, tokens, hidden), before the last norm.
 
         Raises:
             ValueError: slots may become longer than the model has positions for.
         """
-        x = self._embedded(tokens, cache, slots, counts)
+        x = self._embedded(tokens, cache, slots, counts, pack)
         block = self._parallel_block if self.of.parallel else self._block
         if self.of.norm_place == "after":
             block = self._block_with_norms_after
         left, has_few_rows = None, are_few(x)
         for i, layer in enumerate(self.weights.layers):
-            place = _Place(i, cache.layer(i), slots, counts, has_few_rows)
+            place = _Place(i, cache.layer(i), slots, counts, pack, has_few_rows)
             x, left = block(layer, x, left, place)
         return x if left is None else x + left
 
@@ -111,7 +130,12 @@ class Decoder:
         return softcap * torch.tanh(out / softcap) if softcap > 0 else out
 
     def _embedded(
-        self, tokens: Tensor, cache: KVCache, slots: Tensor, counts: Tensor | None
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        slots: Tensor,
+        counts: Tensor | None,
+        pack: Pack | None,
     ) -> Tensor:
         """Return the first hidden states."""
         weights = self.weights
@@ -121,10 +145,10 @@ class Decoder:
         if weights.project_in is not None:
             x = weights.project_in(x)
         if weights.positions is not None:
-            lengths = cache.layer(0).lengths
-            x = x + self._positions(
-                weights.positions, cache.capacity, lengths, tokens, slots, counts
-            )
+            lengths, n = cache.layer(0).lengths, (tokens if pack is None else pack.spread).shape[1]
+            table = weights.positions
+            positions = self._positions(table, cache.capacity, lengths, n, slots, counts)
+            x = x + (positions if pack is None else _packed(positions, pack))
         return self._normed(x, weights.embedding_norm)
 
     def _positions(
@@ -132,12 +156,12 @@ class Decoder:
         table: Tensor,
         capacity: int,
         lengths: Tensor,
-        tokens: Tensor,
+        n: int,
         slots: Tensor,
         counts: Tensor | None,
     ) -> Tensor:
-        """Return the rows of learned positions of tokens; any row for what is none."""
-        offset, n = self.of.position_offset, tokens.shape[1]
+        """Return the rows of learned positions of n tokens each; any row for what is none."""
+        offset = self.of.position_offset
         if capacity > len(table) - offset:
             raise ValueError(
                 f"decoder: the cache has capacity {capacity}, expected at most"
@@ -147,7 +171,7 @@ class Decoder:
         begins, first = (lengths, offset - n) if counts is None else (lengths - counts, offset)
         steps: int | Tensor = first
         if n > 1:
-            steps = torch.arange(first, first + n, dtype=torch.int32, device=tokens.device)
+            steps = torch.arange(first, first + n, dtype=torch.int32, device=slots.device)
         rows = begins.unsqueeze(1) + steps
         return F.embedding(rows.clamp(0, len(table) - 1), table)
 
@@ -199,8 +223,11 @@ class Decoder:
 
     def _attention(self, layer: Layer, h: Tensor, place: _Place) -> Tensor:
         of = self.of
-        batch, n, _ = h.shape
-        qkv = layer.qkv(h).view(batch, n, of.heads + 2 * of.kv_heads, of.head_dim)
+        qkv = layer.qkv(h)
+        if place.pack is not None:
+            qkv = F.embedding(place.pack.spread, qkv[0])
+        batch, n, _ = qkv.shape
+        qkv = qkv.view(batch, n, of.heads + 2 * of.kv_heads, of.head_dim)
         q, k, v = qkv.split((of.heads, of.kv_heads, of.kv_heads), 2)
         frequencies, scale = self._rotations[place.i]
         rope_append_(
@@ -230,7 +257,8 @@ class Decoder:
             softcap=of.softcap,
         )
         assert isinstance(mixed, Tensor)
-        return mixed.view(batch, n, of.heads * of.head_dim)
+        mixed = mixed.view(batch, n, of.heads * of.head_dim)
+        return mixed if place.pack is None else _packed(mixed, place.pack)
 
     def _normed(self, x: Tensor, norm: NormWeights | None) -> Tensor:
         return self._sum_normed(x, None, norm)[0]
@@ -258,3 +286,8 @@ class Decoder:
                 weight_offset=of.norm_offset,
             )
         return (out, x) if isinstance(out, Tensor) else out
+
+
+def _packed(x: Tensor, pack: Pack) -> Tensor:
+    """Return rows of a batch, (batch, n, width), end to end without what is none."""
+    return F.embedding(pack.back, x.flatten(0, 1))[None]

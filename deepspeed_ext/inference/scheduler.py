@@ -4,10 +4,13 @@ Requests wait in a line until there are a slot and pages for all that they may b
 stopped on its way for want of memory. A prompt is taken in alone, in parts that are cut from its
 beginning, between steps in which all others go on by a token. So whatever shapes a request meets
 are its own: only rows of up to 64, which do not depend on each other, are computed in company.
+Packs give that up: several prompts are taken in at once, end to end.
 """
 
 from collections import deque
 from collections.abc import Iterable
+
+import torch
 
 from deepspeed_ext.inference.kv_cache import KVCache
 from deepspeed_ext.inference.requests import Request
@@ -16,6 +19,7 @@ from deepspeed_ext.inference.steps import ROWS, Answer, Steps
 from deepspeed_ext.ops.transformer.paged_kv import PAGE
 
 CHUNK = 1024  # tokens of a prompt that are taken in at once, and of all between two steps
+PACKED = 4 * CHUNK  # tokens that the rows of a pack have together in attention, padding included
 _LEAST = 256  # tokens that fewer cost as much as, as all weights are read for them
 
 
@@ -42,10 +46,19 @@ class Scheduler:
         ahead: whether a step is queued before the one before it is read, as a device wants that
             goes on meanwhile. A request that ends is then found out to have one step too late,
             which is computed in vain.
+        packs: whether prompts are taken in together.
     """
 
-    def __init__(self, steps: Steps, cache: KVCache, slots: int, pages: int, ahead: bool) -> None:
-        self._steps, self._cache, self._ahead = steps, cache, ahead
+    def __init__(
+        self,
+        steps: Steps,
+        cache: KVCache,
+        slots: int,
+        pages: int,
+        ahead: bool,
+        packs: bool = False,
+    ) -> None:
+        self._steps, self._cache, self._ahead, self._packs = steps, cache, ahead, packs
         self._slots, self._pages = slots, pages
         self._pad_to = PAGE if steps.pads else 1
         self._incoming: deque[Request] = deque()  # anybody may add to it
@@ -107,12 +120,12 @@ class Scheduler:
         self._admit()
         assert self._active or not self._waiting  # or nothing would ever happen
         queued = self._decode()
-        cost = 0
-        while self._beginning and cost < CHUNK:
-            left = len(self._beginning[0].prompt.tokens) - self._beginning[0].taken_in
-            cost += max(_LEAST, min(left, CHUNK))
-            if cost <= CHUNK:
-                queued += self._take_in(self._beginning[0])
+        if self._beginning:
+            if self._packs:
+                self._take_in_pack()
+            else:
+                self._take_in_each()
+            queued += self._first()
         if queued:
             self._unread.append(queued)
         while len(self._unread) > (1 if self._ahead and queued else 0):
@@ -193,24 +206,63 @@ class Scheduler:
             prompt.slots.append(request.slot)
             self._beginning.append(request)
 
-    def _take_in(self, request: Request) -> list[tuple[list[Request], Answer]]:
-        """Take in a part of a prompt; after the last one, choose the first token."""
-        prompt, slot = request.prompt, request.slot
-        part = prompt.tokens[request.taken_in : request.taken_in + CHUNK]
-        if part:
-            self._cache.reserve(slot, len(part))
-            hidden = self._steps.take_in(slot, part, self._pad_to)
-            request.taken_in += len(part)
-            if request.taken_in == len(prompt.tokens):
-                prompt.hidden = hidden
-        if prompt.hidden is None:
-            return []
-        self._beginning.popleft()
-        self._batches = None
-        request.queued = 1
-        chance = uniform(request.key, 0)
-        answer = self._steps.first(slot, prompt.hidden, chance, request.options.kind)
-        return [([request], answer)]
+    def _take_in_each(self) -> None:
+        """Take in some prompts, or a part of one, each by itself."""
+        cost = 0
+        for request in self._beginning:
+            if request.left > 0:
+                cost += max(_LEAST, min(request.left, CHUNK))
+                if cost > CHUNK:
+                    return
+                self._take_in([request], [min(request.left, CHUNK)])
+
+    def _take_in_pack(self) -> None:
+        """Take in parts of prompts together, in the order in which these came."""
+        requests, counts = [], list[int]()
+        left, longest = CHUNK, 0
+        for request in self._beginning:
+            count = min(request.left, left)
+            longest = max(longest, count)
+            if left == 0 or len(requests) == ROWS or longest * (len(requests) + 1) > PACKED:
+                break
+            if count > 0:
+                requests.append(request)
+                counts.append(count)
+                left -= count
+        if requests:
+            self._take_in(requests, counts)
+
+    def _take_in(self, requests: list[Request], counts: list[int]) -> None:
+        """Take in so many more tokens of each prompt, of which none is there twice."""
+        slots, parts = [request.slot for request in requests], []
+        for request, count in zip(requests, counts, strict=True):
+            parts.append(request.prompt.tokens[request.taken_in : request.taken_in + count])
+        self._cache.reserve(slots, counts)
+        if len(parts) == 1:
+            hidden = self._steps.take_in(slots[0], parts[0], self._pad_to)
+        else:
+            hidden = self._steps.take_in_pack(slots, parts, self._pad_to)
+        for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
+            request.taken_in += count
+            if request.left == 0:
+                request.prompt.hidden = hidden[i : i + 1]
+
+    def _first(self) -> list[tuple[list[Request], Answer]]:
+        """Choose the first token after each prompt that is there as a whole."""
+        some = [request for request in self._beginning if request.left == 0]
+        answers = []
+        for i in range(0, len(some), ROWS):
+            batch = _Batch(some[i : i + ROWS])
+            requests, kind = batch.requests, batch.kind
+            hidden = torch.cat([each.prompt.last_hidden for each in requests])
+            drawn = [uniform(each.key, 0) for each in requests] if kind.drawn else []
+            answers.append((requests, self._steps.first(batch.slots, hidden, drawn, kind)))
+            for request in requests:
+                request.queued = 1
+        if some:
+            self._beginning = deque(each for each in self._beginning if each.left > 0)
+            self._batches = None
+        return answers
 
     def _decode(self) -> list[tuple[list[Request], Answer]]:
         """Let all go on whose next token is not queued yet, and is not one too many."""
