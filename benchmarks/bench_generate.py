@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from benchmarks.harness import Contender
-from benchmarks.plain_llama import PlainLlama
+from benchmarks.plain_llama import Parts, PlainLlama
 from benchmarks.works import BF16, Shapes, Work, main
 from deepspeed_ext.inference import init_inference
 
@@ -73,7 +73,8 @@ def contenders(
         return partial(engine.generate, prompts.tolist(), max_new_tokens=count)
 
     def plain(compiled: bool) -> Callable[[], object]:
-        of = PlainLlama(made.state_dict(), made.config, tokens, 1, compiled)
+        parts = Parts.of(made.state_dict(), made.config.num_hidden_layers)
+        of = PlainLlama(parts, made.config, tokens, 1, compiled)
         return lambda: of.generate(prompts, count).tolist()
 
     def transformers() -> object:

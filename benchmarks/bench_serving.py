@@ -22,9 +22,9 @@ import torch
 from benchmarks.bench_encoder import multiplications
 from benchmarks.bench_generate import module, shapes_of
 from benchmarks.harness import Contender
-from benchmarks.plain_llama import PlainLlama
+from benchmarks.plain_llama import Parts, PlainLlama
 from benchmarks.works import BF16, Shapes, Work, main
-from deepspeed_ext.inference import SamplingOptions, init_inference
+from deepspeed_ext.inference import InferenceEngine, SamplingOptions, init_inference
 
 
 class Request(NamedTuple):
@@ -56,9 +56,27 @@ class Load(NamedTuple):
         return [Request(draw.choices(range(1000), k=size), count) for size, count in sizes]
 
 
-def by_ours(model: torch.nn.Module, load: Load, **options: Any) -> Callable[[], object]:
+def parts_of(engine: InferenceEngine) -> Parts:
+    """Return the weights of an engine, which has the same ones as one."""
+    of = engine.decoder.weights
+    layers: list[dict[str, Any]] = [
+        {
+            "qkv": layer.qkv.weight,
+            "out": layer.out.weight,
+            "up": layer.up.weight,
+            "down": layer.down.weight,
+            "input": layer.attention_norm and layer.attention_norm.weight,
+            "post": layer.mlp_norm and layer.mlp_norm.weight,
+        }
+        for layer in of.layers
+    ]
+    head: Any = of.head and of.head.weight
+    norm: Any = of.final_norm and of.final_norm.weight
+    return Parts(of.embedding, head, norm, layers)
+
+
+def by_ours(engine: InferenceEngine, load: Load) -> Callable[[], object]:
     """Return a call that lets all requests flow through an engine, which is warm."""
-    engine = init_inference(model, max_batch=load.slots, max_tokens=load.tokens, **options)
     some = load.drawn()
     prompts = [request.prompt for request in some]
 
@@ -92,12 +110,16 @@ def by_torch(plain: PlainLlama, load: Load, key: Callable[[Request], int]) -> Ca
 
 def of_requests(model: str, load: Load, shapes: Shapes, device: str) -> list[Contender]:
     made = module(model, device)
-    engines = {"deepspeed_ext": by_ours(made, load)}
-    plain = PlainLlama(made.state_dict(), made.config, load.tokens, load.slots, True)
-    del made  # what the others have taken is not kept twice
+    sizes = dict(max_batch=load.slots, max_tokens=load.tokens)
+    engine = init_inference(made, **sizes)
+    config = made.config
+    del made  # all have the weights of the engine
     gc.collect()
+    packing = InferenceEngine(engine.decoder, **sizes, pack_prefill=True)
+    plain = PlainLlama(parts_of(engine), config, load.tokens, load.slots, True)
     ways = {
-        **engines,
+        "deepspeed_ext": by_ours(engine, load),
+        "deepspeed_ext, pack_prefill": by_ours(packing, load),
         "torch compiled, sorted by prompts": by_torch(plain, load, lambda one: len(one.prompt)),
         "torch compiled, sorted by futures": by_torch(plain, load, lambda one: one.count),
     }
@@ -107,7 +129,7 @@ def of_requests(model: str, load: Load, shapes: Shapes, device: str) -> list[Con
 def of_prompt(model: str, tokens: int, shapes: Shapes, device: str) -> list[Contender]:
     made = module(model, device)
     engine = init_inference(made, max_batch=1, max_tokens=tokens + 1)
-    plain = PlainLlama(made.state_dict(), made.config, tokens + 1, 1, True)
+    plain = PlainLlama(parts_of(engine), made.config, tokens + 1, 1, True)
     ids = torch.randint(0, 1000, (1, tokens), device=device)
     prompt = ids[0].tolist()
 

@@ -4,15 +4,35 @@ One step is compiled whole, and on CUDA replayed as a graph; of prompts, a layer
 Projections that read the same are one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 Step = Callable[[Tensor, Tensor], Tensor]
+
+
+class Parts(NamedTuple):
+    """The weights; of a layer by name, those that read the same as one."""
+
+    embedding: Tensor
+    head: Tensor
+    norm: Tensor
+    layers: Sequence[Mapping[str, Tensor]]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], layers: int) -> "Parts":
+        """Return those of transformers' model."""
+        embedding = tensors["model.embed_tokens.weight"]
+        return cls(
+            embedding,
+            tensors.get("lm_head.weight", embedding),
+            tensors["model.norm.weight"],
+            [_layer(tensors, f"model.layers.{i}.") for i in range(layers)],
+        )
 
 
 class PlainLlama:
@@ -22,24 +42,17 @@ class PlainLlama:
     over it by one.
 
     Args:
-        tensors: of transformers' model.
-        config: likewise.
+        parts: its weights.
+        config: of transformers' model.
         tokens: of a prompt with its padding, and what follows it.
         batch: prompts at a time.
         compiled: whether the step is compiled.
     """
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], config: Any, tokens: int, batch: int, compiled: bool
-    ) -> None:
+    def __init__(self, parts: Parts, config: Any, tokens: int, batch: int, compiled: bool) -> None:
         self.heads, self.kv = config.num_attention_heads, config.num_key_value_heads
         self.eps = config.rms_norm_eps
-        self.embedding = tensors["model.embed_tokens.weight"]
-        self.head = tensors.get("lm_head.weight", self.embedding)
-        self.norm = tensors["model.norm.weight"]
-        self.layers = [
-            _layer(tensors, f"model.layers.{i}.") for i in range(config.num_hidden_layers)
-        ]
+        self.embedding, self.head, self.norm, self.layers = parts
         self.width = len(self.layers[0]["qkv"]) // (self.heads + 2 * self.kv)
         device, dtype = self.embedding.device, self.embedding.dtype
         shape = (len(self.layers), 2, batch, self.kv, tokens, self.width)

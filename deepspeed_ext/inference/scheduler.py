@@ -218,7 +218,7 @@ class Scheduler:
 
     def _take_in_pack(self) -> None:
         """Take in parts of prompts together, in the order in which these came."""
-        requests, counts = [], list[int]()
+        requests, counts = list[Request](), list[int]()
         left, longest = CHUNK, 0
         for request in self._beginning:
             count = min(request.left, left)
