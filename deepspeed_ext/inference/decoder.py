@@ -1,5 +1,6 @@
 """A decoder: from tokens that a cache has room for to the logits of the next ones."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,13 +23,18 @@ from deepspeed_ext.ops._few_rows import are_few
 
 
 class Pack(NamedTuple):
-    """Parts of prompts that lie end to end; only for attention each has a row of its own.
+    """Tokens that lie end to end, first some that go on by one, then parts of prompts.
+
+    Only attention looks at them apart: those that go on as rows of one token, parts as rows of
+    as many as the longest has.
 
     Args:
-        spread: (batch, n), int64: which token is each of a row; any for those behind the part.
-        back: (tokens,), int64: where in all rows each token is.
+        going: (rows,), int32: the slots of those that go on.
+        spread: (batch, n), int64: which token is each of a part; any for those behind its end.
+        back: (tokens of parts,), int64: where in all rows of parts each token is.
     """
 
+    going: Tensor
     spread: Tensor
     back: Tensor
 
@@ -92,9 +98,9 @@ class Decoder:
         Args:
             tokens: (batch, n), int64: the last n of their slots; or of a pack, (1, tokens).
             cache: has room for them: see `KVCache.reserve`.
-            slots: (batch,), int32, -1 for none.
+            slots: (batch,), int32, -1 for none; of the parts of a pack.
             counts: (batch,), int32: how many of them there are; None: all.
-            pack: how the tokens belong to batch rows of n; None: as they are.
+            pack: how its tokens belong together; None: rows are as they are.
 
         Returns:
             (batch, n, hidden), or (1, tokens, hidden), before the last norm.
@@ -145,10 +151,14 @@ class Decoder:
         if weights.project_in is not None:
             x = weights.project_in(x)
         if weights.positions is not None:
-            lengths, n = cache.layer(0).lengths, (tokens if pack is None else pack.spread).shape[1]
-            table = weights.positions
-            positions = self._positions(table, cache.capacity, lengths, n, slots, counts)
-            x = x + (positions if pack is None else _packed(positions, pack))
+            looked = partial(
+                self._positions, weights.positions, cache.capacity, cache.layer(0).lengths
+            )
+            if pack is None:
+                x = x + looked(tokens.shape[1], slots, counts)
+            else:
+                parts = looked(pack.spread.shape[1], slots, counts)
+                x = x + _packed(looked(1, pack.going, None), parts, pack)
         return self._normed(x, weights.embedding_norm)
 
     def _positions(
@@ -222,10 +232,19 @@ class Decoder:
         return x, self._normed(linear(h), norm)
 
     def _attention(self, layer: Layer, h: Tensor, place: _Place) -> Tensor:
+        qkv, pack = layer.qkv(h), place.pack
+        if pack is None:
+            return self._attended(layer, qkv, place.slots, place.counts, place)
+        going = qkv[0, : len(pack.going), None]
+        going = self._attended(layer, going, pack.going, None, place)
+        parts = F.embedding(pack.spread, qkv[0])
+        return _packed(going, self._attended(layer, parts, place.slots, place.counts, place), pack)
+
+    def _attended(
+        self, layer: Layer, qkv: Tensor, slots: Tensor, counts: Tensor | None, place: _Place
+    ) -> Tensor:
+        """Return what attention makes of the projections of some rows, which are written."""
         of = self.of
-        qkv = layer.qkv(h)
-        if place.pack is not None:
-            qkv = F.embedding(place.pack.spread, qkv[0])
         batch, n, _ = qkv.shape
         qkv = qkv.view(batch, n, of.heads + 2 * of.kv_heads, of.head_dim)
         q, k, v = qkv.split((of.heads, of.kv_heads, of.kv_heads), 2)
@@ -236,8 +255,8 @@ class Decoder:
             v,
             place.kv,
             frequencies,
-            slots=place.slots,
-            counts=place.counts,
+            slots=slots,
+            counts=counts,
             q_weight=layer.q_norm,
             k_weight=layer.k_norm,
             eps=of.eps,
@@ -249,16 +268,15 @@ class Decoder:
         mixed = attend(
             q,
             place.kv,
-            slots=place.slots,
-            counts=place.counts,
+            slots=slots,
+            counts=counts,
             scale=of.attention_scale,
             alibi_slopes=self._slopes,
             window=of.windows[place.i],
             softcap=of.softcap,
         )
         assert isinstance(mixed, Tensor)
-        mixed = mixed.view(batch, n, of.heads * of.head_dim)
-        return mixed if place.pack is None else _packed(mixed, place.pack)
+        return mixed.view(batch, n, of.heads * of.head_dim)
 
     def _normed(self, x: Tensor, norm: NormWeights | None) -> Tensor:
         return self._sum_normed(x, None, norm)[0]
@@ -288,6 +306,6 @@ class Decoder:
         return (out, x) if isinstance(out, Tensor) else out
 
 
-def _packed(x: Tensor, pack: Pack) -> Tensor:
-    """Return rows of a batch, (batch, n, width), end to end without what is none."""
-    return F.embedding(pack.back, x.flatten(0, 1))[None]
+def _packed(going: Tensor, parts: Tensor, pack: Pack) -> Tensor:
+    """Return rows, (rows, 1, width) and (batch, n, width), end to end without what is none."""
+    return torch.cat([going[:, 0], F.embedding(pack.back, parts.flatten(0, 1))])[None]

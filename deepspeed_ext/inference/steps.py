@@ -107,40 +107,45 @@ class Steps:
         hidden = self._decoder.hidden(part, self._cache, slots, counts)
         return hidden[:, count - 1].clone()  # or those of all tokens would be kept as well
 
-    def take_in_pack(self, slots: list[int], parts: list[list[int]], pad_to: int) -> Tensor:
-        """Put parts of several prompts into the cache; return their last hidden states.
+    def take_in_pack(
+        self, going: list[int], slots: list[int], parts: list[list[int]], pad_to: int
+    ) -> Tensor:
+        """Put parts of prompts into the cache, and the last tokens of slots that go on.
 
         Args:
-            slots: have room for them, reserved; none of them twice.
-            parts: of each; see `take_in`.
-            pad_to: a multiple of this many is computed.
+            going: slots that go on, with room for a token reserved.
+            slots: of the parts, which they have room for, reserved. No slot is there twice.
+            parts: of prompts; see `take_in`.
+            pad_to: a multiple of this many tokens is computed.
 
         Returns:
-            (batch, hidden).
+            (rows, hidden): the last hidden states of those that go on, then of the parts.
         """
-        longest = max(map(len, parts))
-        tokens, back, begins, last = list[int](), list[int](), list[int](), list[int]()
+        longest, before = max(map(len, parts)), len(going)
+        tokens, back, begins, last = list[int](), list[int](), list[int](), list(range(before))
         for i, part in enumerate(parts):
-            begins.append(len(tokens))
+            begins.append(before + len(tokens))
             tokens += part
             back += range(i * longest, i * longest + len(part))
-            last.append(len(tokens) - 1)
-        nobody = -len(tokens) % pad_to
+            last.append(before + len(tokens) - 1)
+        nobody = -(before + len(tokens)) % pad_to
         tokens, back = tokens + [0] * nobody, back + [0] * nobody
         places = torch.arange(longest, device=self._device)
-        spread = self._sent(begins, torch.int64)[:, None] + places
-        pack = Pack(spread.clamp(max=last[-1]), self._sent(back, torch.int64))
+        spread = (self._sent(begins, torch.int64)[:, None] + places).clamp(max=last[-1])
+        pack = Pack(self._sent(going, torch.int32), spread, self._sent(back, torch.int64))
         counts = self._sent([len(part) for part in parts], torch.int32)
-        sent = self._sent(tokens, torch.int64)[None], self._sent(slots, torch.int32)
-        hidden = self._decoder.hidden(sent[0], self._cache, sent[1], counts, pack)
+        own = self._tokens[self._sent(going, torch.int64)]
+        sent = torch.cat([own, self._sent(tokens, torch.int64)])[None]
+        slots_of_parts = self._sent(slots, torch.int32)
+        hidden = self._decoder.hidden(sent, self._cache, slots_of_parts, counts, pack)
         return hidden[0, self._sent(last, torch.int64)]
 
-    def first(self, slots: list[int], hidden: Tensor, uniforms: list[float], kind: Kind) -> Answer:
-        """Choose the first token after each of some prompts.
+    def choose(self, slots: list[int], hidden: Tensor, uniforms: list[float], kind: Kind) -> Answer:
+        """Choose the next token of each slot, of which the last hidden states are known.
 
         Args:
             slots: up to 64.
-            hidden: (batch, hidden): the last hidden states of the prompts.
+            hidden: (batch, hidden).
             uniforms: for each; none if nothing is drawn.
             kind: of all together.
         """

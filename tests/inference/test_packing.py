@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import tiny
@@ -29,7 +29,17 @@ from deepspeed_ext.inference.steps import ROWS, Steps
 
 LENGTHS = (300, 3, 64, 900, 1, 1500, 5, 5, 5, 130, 700, 12)
 GREEDY = SamplingOptions(max_new_tokens=12, logprobs=0)
-Packs = list[tuple[list[int], list[list[int]]]]
+
+
+class Pack(NamedTuple):
+    """What is taken in at once."""
+
+    going: list[int]
+    slots: list[int]
+    parts: list[list[int]]
+
+
+Packs = list[Pack]
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +53,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def packs(monkeypatch: pytest.MonkeyPatch) -> Packs:
-    """Slots and parts of all packs that are taken in."""
+    """All packs that are taken in."""
     found, real = Packs(), Steps.take_in_pack
 
-    def noted(steps: Steps, slots: list[int], parts: list[list[int]], pad_to: int) -> Tensor:
-        found.append((slots, parts))
-        return real(steps, slots, parts, pad_to)
+    def noted(steps: Steps, *of_pack: Any) -> Tensor:
+        found.append(Pack(*of_pack[:3]))
+        return real(steps, *of_pack)
 
     monkeypatch.setattr(Steps, "take_in_pack", noted)
     return found
@@ -74,27 +84,31 @@ def test_the_logits_are_as_right_as_those_of_transformers(case: str, device: str
     Errors differ by chance, as sums are taken in another order: four times the largest one of
     transformers is room for it. A token at a wrong place, or of another prompt, is off by 1.
     """
-    model, prompts = model_of(case), prompts_of(75, 20, 1, 30)
+    model, prompts = model_of(case), prompts_of(75, 20, 2, 30)
     precise = exact(case, model.state_dict())
     decoder = decoder_of(model.config.to_dict(), model.state_dict(), torch.float32, device)
     cache = cache_for(decoder, 5)
     for tensor in (cache._keys, cache._values):
         tensor.fill_(torch.nan)  # as memory may hold
     steps, done = Steps(decoder, cache, 5), [0, 0, 0, 0]
-    for counts in ({2: 1, 0: 40, 1: 20}, {3: 30, 0: 35}):
-        slots = [which + 1 for which in counts]
-        cache.reserve(slots, list(counts.values()))
+    for going, counts in (([], {2: 1, 0: 40, 1: 20}), ([2], {3: 30, 0: 35})):
+        slots = [which + 1 for which in (*going, *counts)]
+        cache.reserve(slots, [1] * len(going) + list(counts.values()))
         parts = [prompts[i][done[i] : done[i] + count] for i, count in counts.items()]
+        for i in going:
+            steps._tokens[i + 1] = prompts[i][done[i]]
+        here, rest = slots[: len(going)], slots[len(going) :]
         with torch.no_grad():
-            got = decoder.logits(steps.take_in_pack(slots, parts, 64)).cpu()
-        for (i, count), ours in zip(counts.items(), got, strict=True):
-            done[i] += count
+            got = decoder.logits(steps.take_in_pack(here, rest, parts, 64)).cpu()
+        for i, ours in zip((*going, *counts), got, strict=True):
+            done[i] += counts.get(i, 1)
             usual = states_of(model, prompts[i][: done[i]])[-1]
             with InDouble():
                 want = states_of(precise, prompts[i][: done[i]])[-1]
             bound = 4 * (usual.double() - want).abs().max()
             bound += 2 * torch.finfo(torch.float32).eps * want.abs().max()
             assert bool(((ours.double() - want[-1]).abs() <= bound).all()), (i, done[i])
+    assert done == [75, 20, 2, 30]
     cache.check()
 
 
@@ -131,17 +145,36 @@ def test_packs_are_bounded_and_full(lengths: tuple[int, ...], packs: Packs) -> N
     some = prompts_of(*lengths)
     engine = make("cpu", max_batch=90, max_tokens=1600, pack_prefill=True)
     engine.generate(some, max_new_tokens=1)
-    for slots, parts in packs:
+    for _, slots, parts in packs:
         sizes = [len(part) for part in parts]
         assert len(set(slots)) == len(slots) <= ROWS and min(sizes) > 0
         assert sum(sizes) <= CHUNK and max(sizes) * len(sizes) <= PACKED
-    for (slots, parts), (after, following) in pairwise(packs):
+    for (_, slots, parts), (_, after, following) in pairwise(packs):
         sizes = [len(part) for part in parts]
-        longest = max(*sizes, min(len(following[-1 if after[0] in slots else 0]), CHUNK))
+        longest = max(*sizes, len(following[1 if after[0] in slots else 0]))
         is_full = sum(sizes) == CHUNK or len(slots) == ROWS
         assert is_full or longest * (len(slots) + 1) > PACKED
-    taken = [token for _, parts in packs for part in parts for token in part]
+    taken = [token for _, _, parts in packs for part in parts for token in part]
     assert taken == [token for prompt in some for token in prompt][: len(taken)]
+
+
+@ON_BOTH
+@AHEAD
+def test_others_go_on_beside_a_pack(ahead: bool, device: str, packs: Packs) -> None:
+    """In the same pass; by themselves where they are more than a step can take."""
+    some = prompts_of(*range(1, 90))
+    wanted = SamplingOptions(max_new_tokens=30, temperature=0.7, seed=4, logprobs=0)
+    for slots, most in ((20, 20), (80, ROWS)):
+        expected = make(device, max_batch=slots).generate(some, wanted)
+        engine = make(device, ahead, max_batch=slots, pack_prefill=True)
+        check_alike(engine.generate(some, wanted), expected)
+        assert max(len(pack.going) for pack in packs) > most // 2
+        for going, slots_of_parts, parts in packs:
+            assert not set(going) & set(slots_of_parts) and len(going) < most
+            assert len(going) + sum(map(len, parts)) <= CHUNK
+        packs.clear()
+        check_all_is_free(engine)
+        engine.cache.check()
 
 
 @ON_BOTH
@@ -178,7 +211,7 @@ def test_one_of_a_pack_is_cancelled(which: int, ahead: bool, device: str, packs:
     stream.advance()
     stream.cancel(which)
     list(stream)
-    assert len(packs[0][1]) == 2
+    assert len(packs[0].parts) == 2
     found = stream.completions()
     assert found[which].finish_reason == "cancelled" and len(found[which].tokens) <= 2
     for each in (found, expected):
@@ -200,7 +233,7 @@ def test_one_of_a_pack_is_not_finite(device: str, packs: Packs) -> None:
     streams = [engine.generate([each], GREEDY, stream=True) for each in some]
     with pytest.raises(RuntimeError, match="logits for token 0 after prompt 0 have nan"):
         list(streams.pop(2))
-    assert [len(parts) for _, parts in packs] == [4]
+    assert [len(pack.parts) for pack in packs] == [4]
     for stream in streams:
         list(stream)
     check_alike([stream.completions()[0] for stream in streams], expected)
