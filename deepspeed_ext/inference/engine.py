@@ -62,9 +62,10 @@ class InferenceEngine:
         tokenizer: None, or for prompts that are text, and completions: `encode` and `decode`.
         stop_tokens: that end completions, where a call says nothing else.
         cuda_graphs: whether steps are recorded once and replayed, on CUDA.
-        pack_prefill: whether prompts that wait are taken in together, up to 1024 tokens of them
-            between two steps. That is faster for many short ones; but the floats of a prompt then
-            depend, as far as they are rounded, on which others it is taken in with.
+        pack_prefill: whether parts of prompts, 1024 tokens at most, are taken in together, and
+            those that go on take their step with them, so that weights are read once for all.
+            That is faster where prompts come all the time; but how the floats of a completion are
+            rounded then depends on which others it meets.
         report: what quantizing has done to the weights, or None.
 
     Raises:

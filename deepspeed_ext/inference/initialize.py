@@ -87,8 +87,9 @@ def init_inference(
         max_tokens: of a request, those of its prompt and new ones; None: what the model was made
             for, 4096 at most.
         cuda_graphs: whether steps are recorded once and replayed, on CUDA.
-        pack_prefill: whether prompts that wait are taken in together, which is faster for many
-            short ones. A completion is then no more the same bit by bit alone and beside others.
+        pack_prefill: whether prompts are taken in together, and with the steps of others: faster
+            for many requests, but rounding then depends on which they are. A completion is no more
+            the same bit by bit alone and beside others.
         policy: the table of the model's family; None: one of those that are built in.
         tokenizer: has encode(text) and decode(ids); None: that of the folder, if there is one.
         device: where to; None: that of the module; for a folder cuda if there is one, else cpu.
