@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from benchmarks.harness import Contender
-from benchmarks.plain_llama import PlainLlama
+from benchmarks.plain_llama import Parts, PlainLlama
 from benchmarks.works import BF16, Shapes, Work, main
 from deepspeed_ext.inference import init_inference
 
@@ -22,6 +22,7 @@ MODELS = {
     "8 B": (4096, 32, 32, 8, 14336, 128256, False),
     "1 B": (2048, 16, 32, 8, 8192, 128256, True),
     "0.5 B": (896, 24, 14, 2, 4864, 151936, True),
+    "4 M": (256, 4, 8, 2, 704, 4096, True),
 }
 
 
@@ -72,7 +73,8 @@ def contenders(
         return partial(engine.generate, prompts.tolist(), max_new_tokens=count)
 
     def plain(compiled: bool) -> Callable[[], object]:
-        of = PlainLlama(made.state_dict(), made.config, tokens, 1, compiled)
+        parts = Parts.of(made.state_dict(), made.config.num_hidden_layers)
+        of = PlainLlama(parts, made.config, tokens, 1, compiled)
         return lambda: of.generate(prompts, count).tolist()
 
     def transformers() -> object:

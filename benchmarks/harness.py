@@ -10,7 +10,7 @@ from tqdm import tqdm
 from benchmarks.results import Timing
 
 ROUNDS = 15
-_WARM_UP = 2
+WARM_UP = 2
 _PAUSE = 0.01  # seconds: waiting OpenMP threads spin for a while, which would slow the next one
 
 
@@ -43,7 +43,11 @@ def seconds_on_cuda(run: Callable[[], object]) -> float:
 
 
 def measure(
-    contenders: Sequence[Contender], device: str, rounds: int, progress: "tqdm[None]"
+    contenders: Sequence[Contender],
+    device: str,
+    rounds: int,
+    progress: "tqdm[None]",
+    warm_up: int = WARM_UP,
 ) -> dict[str, Timing]:
     """Let the contenders take turns; another one begins each round.
 
@@ -52,10 +56,11 @@ def measure(
         device: "cpu" or "cuda".
         rounds: how often each is timed.
         progress: advanced by one for each round.
+        warm_up: how often each is called before.
     """
     seconds_of = seconds_on_cuda if device == "cuda" else seconds_on_cpu
     for contender in contenders:
-        for _ in range(_WARM_UP):
+        for _ in range(warm_up):
             contender.run()
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for first in range(rounds):

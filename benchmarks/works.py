@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.harness import ROUNDS, Contender, measure
+from benchmarks.harness import ROUNDS, WARM_UP, Contender, measure
 from benchmarks.results import Result, add_option, introduced, keep, show
 from benchmarks.stream import Stream
 
@@ -29,6 +29,8 @@ class Work:
     contenders: Callable[[Shapes, str], list[Contender]]
     only_reads: bool = False
     times: int = 1  # that all of it is gone through in a call
+    tokens: int = 0  # that come of a call, where that says something
+    warm_up: int = WARM_UP  # calls before those that are timed
 
 
 def leaves(shapes: Shapes, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -61,10 +63,16 @@ def bench(work: Work, stream: Stream, threads: int, rounds: int, progress: "tqdm
     make = stream.read_contender if work.only_reads else stream.contender
     ceiling = repeated(make(bytes_moved, threads), work.times)
     contenders = [*work.contenders(work.shapes, stream.device), ceiling]
-    timings = measure(contenders, stream.device, rounds, progress)
+    timings = measure(contenders, stream.device, rounds, progress, work.warm_up)
     ceilings = [contender.name for contender in contenders if contender.is_ceiling]
     moved = bytes_moved * work.times
-    return Result(work.name, threads, elements * work.times, moved, timings, ceilings)
+    notes = [
+        f"{name}: {work.tokens / timing.median:,.0f} tokens per second"
+        for name, timing in timings.items()
+        if work.tokens and name not in ceilings
+    ]
+    elements *= work.times
+    return Result(work.name, threads, elements, moved, timings, ceilings, notes=notes)
 
 
 def repeated(contender: Contender, times: int) -> Contender:

@@ -172,3 +172,24 @@ def test_the_best_of_each_kind_of_rival_is_shown():
     assert table_cells.rivals(row) == "torch.fused 30.0 ms: 3.00; other 106 ms: 10.6"
     assert table_cells.in_short(row) == "10.0, 30.0: 3.00 (0.80)"
     assert table_cells.our_time(row) == "10.0 ms, 2.80 TB/s"
+
+
+def test_batches_of_the_rival_say_what_the_engine_says():
+    """Padded prompts go on as they do alone, or fewer tokens per second would be compared."""
+    bench = pytest.importorskip("benchmarks.bench_serving")
+    load = bench.Load(8, 4, (3, 40), (2, 12))
+    made = bench.module("4 M", "cpu").float()
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.mul_(3 if weight.dim() > 1 else 1)  # or a model says the same all the time
+    engine = bench.init_inference(made, max_batch=4, max_tokens=load.tokens)
+    some = load.drawn()
+    options = [bench.SamplingOptions(max_new_tokens=each.count, stop_tokens=()) for each in some]
+    ours = engine.generate([each.prompt for each in some], options)
+    plain = bench.PlainLlama(bench.parts_of(engine), made.config, load.tokens, 4, False)
+    theirs = bench.by_torch(plain, load, lambda one: len(one.prompt))()
+    found = [row for batch in theirs for row in batch]
+    order = sorted(range(8), key=lambda i: len(some[i].prompt))
+    assert [row[: some[i].count] for i, row in zip(order, found, strict=True)] == [
+        ours[i].tokens for i in order
+    ]

@@ -33,6 +33,7 @@ class Settings:
     max_batch: int = 8
     max_tokens: int | None = None
     cuda_graphs: bool = True
+    pack_prefill: bool = False
     policy: Policy | None = None
     tokenizer: Any = None
     device: torch.device | str | int | None = None
@@ -56,8 +57,10 @@ class Settings:
                 f"{_OP}: policy is {type(self.policy).__name__}, expected a Policy of"
                 " deepspeed_ext.inference"
             )
-        if type(self.cuda_graphs) is not bool:
-            raise TypeError(f"{_OP}: cuda_graphs is {self.cuda_graphs!r}, expected True or False")
+        for name in ("cuda_graphs", "pack_prefill"):
+            value = getattr(self, name)
+            if type(value) is not bool:
+                raise TypeError(f"{_OP}: {name} is {value!r}, expected True or False")
 
 
 class Only(NamedTuple):

@@ -1,5 +1,6 @@
 """A decoder: from tokens that a cache has room for to the logits of the next ones."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,23 @@ from deepspeed_ext.ops import (
 from deepspeed_ext.ops._few_rows import are_few
 
 
+class Pack(NamedTuple):
+    """Tokens that lie end to end, first some that go on by one, then parts of prompts.
+
+    Only attention looks at them apart: those that go on as rows of one token, parts as rows of
+    as many as the longest has.
+
+    Args:
+        going: (rows,), int32: the slots of those that go on.
+        spread: (batch, n), int64: which token is each of a part; any for those behind its end.
+        back: (tokens of parts,), int64: where in all rows of parts each token is.
+    """
+
+    going: Tensor
+    spread: Tensor
+    back: Tensor
+
+
 class _Place(NamedTuple):
     """Where a layer works: its number, its keys and values, and whose tokens there are.
 
@@ -35,6 +53,7 @@ class _Place(NamedTuple):
     kv: PagedKV
     slots: Tensor
     counts: Tensor | None
+    pack: Pack | None
     has_few_rows: bool
     next_norm: NormWeights | None
 
@@ -105,68 +124,37 @@ class Decoder:
         self._embedding_scale = torch.tensor(of.embedding_scale, dtype=dtype).item()
 
     def hidden(
-        self, tokens: Tensor, cache: KVCache, slots: Tensor, counts: Tensor | None = None
-    ) -> Tensor:
-        """Return the last hidden states of new tokens, whose keys and values go to the cache.
-
-        Args:
-            tokens: (batch, n), int64: the last n of their slots.
-            cache: has room for them: see `KVCache.reserve`.
-            slots: (batch,), int32, -1 for none.
-            counts: (batch,), int32: how many of them there are; None: all.
-
-        Returns:
-            (batch, n, hidden), before the last norm.
-
-        Raises:
-            ValueError: slots may become longer than the model has positions for.
-        """
-        return self._after_layers(tokens, cache, slots, counts, None).total
-
-    def step(self, tokens: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
-        """Return the logits after one new token of each slot.
-
-        They are those of its `hidden`, only that the last norm is done as the others are.
-
-        Args:
-            tokens: (batch, 1), int64.
-            cache: as of `hidden`, as are slots.
-
-        Returns:
-            (batch, vocabulary).
-
-        Raises:
-            ValueError: as `hidden`.
-        """
-        weights = self.weights
-        assert weights.head is not None
-        joins = weights.project_out is None and weights.head.joins_norms
-        last_norm = weights.final_norm if joins else None
-        state = self._after_layers(tokens, cache, slots, None, last_norm)
-        if state.normed is not None:
-            x, squares, eps = state.normed
-            return self._capped(weights.head(Undivided(x[:, 0], squares[:, 0], eps)))
-        return self.logits(state.total[:, 0])
-
-    def _after_layers(
         self,
         tokens: Tensor,
         cache: KVCache,
         slots: Tensor,
-        counts: Tensor | None,
-        last_norm: NormWeights | None,
-    ) -> _Between:
-        """Return what the layers leave to whoever reads last_norm, or to nobody."""
-        x = self._embedded(tokens, cache, slots, counts)
+        counts: Tensor | None = None,
+        pack: Pack | None = None,
+    ) -> Tensor:
+        """Return the last hidden states of new tokens, whose keys and values go to the cache.
+
+        Args:
+            tokens: (batch, n), int64: the last n of their slots; or of a pack, (1, tokens).
+            cache: has room for them: see `KVCache.reserve`.
+            slots: (batch,), int32, -1 for none; of the parts of a pack.
+            counts: (batch,), int32: how many of them there are; None: all.
+            pack: how its tokens belong together; None: rows are as they are.
+
+        Returns:
+            (batch, n, hidden), or (1, tokens, hidden), before the last norm.
+
+        Raises:
+            ValueError: slots may become longer than the model has positions for.
+        """
+        x = self._embedded(tokens, cache, slots, counts, pack)
         block = self._parallel_block if self.of.parallel else self._block
         if self.of.norm_place == "after":
             block = self._block_with_norms_after
-        state, has_few_rows, layers = _Between(x), are_few(x), self.weights.layers
-        for i, layer in enumerate(layers):
-            next_norm = layers[i + 1].attention_norm if i + 1 < len(layers) else last_norm
-            place = _Place(i, cache.layer(i), slots, counts, has_few_rows, next_norm)
-            state = block(layer, state, place)
-        return state
+        left, has_few_rows = None, are_few(x)
+        for i, layer in enumerate(self.weights.layers):
+            place = _Place(i, cache.layer(i), slots, counts, pack, has_few_rows)
+            x, left = block(layer, x, left, place)
+        return x if left is None else x + left
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits that belong to last hidden states.
@@ -188,7 +176,12 @@ class Decoder:
         return softcap * torch.tanh(out / softcap) if softcap > 0 else out
 
     def _embedded(
-        self, tokens: Tensor, cache: KVCache, slots: Tensor, counts: Tensor | None
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        slots: Tensor,
+        counts: Tensor | None,
+        pack: Pack | None,
     ) -> Tensor:
         """Return the first hidden states."""
         weights = self.weights
@@ -198,10 +191,14 @@ class Decoder:
         if weights.project_in is not None:
             x = weights.project_in(x)
         if weights.positions is not None:
-            lengths = cache.layer(0).lengths
-            x = x + self._positions(
-                weights.positions, cache.capacity, lengths, tokens, slots, counts
+            looked = partial(
+                self._positions, weights.positions, cache.capacity, cache.layer(0).lengths
             )
+            if pack is None:
+                x = x + looked(tokens.shape[1], slots, counts)
+            else:
+                parts = looked(pack.spread.shape[1], slots, counts)
+                x = x + _packed(looked(1, pack.going, None), parts, pack)
         return self._normed(x, weights.embedding_norm)
 
     def _positions(
@@ -209,12 +206,12 @@ class Decoder:
         table: Tensor,
         capacity: int,
         lengths: Tensor,
-        tokens: Tensor,
+        n: int,
         slots: Tensor,
         counts: Tensor | None,
     ) -> Tensor:
-        """Return the rows of learned positions of tokens; any row for what is none."""
-        offset, n = self.of.position_offset, tokens.shape[1]
+        """Return the rows of learned positions of n tokens each; any row for what is none."""
+        offset = self.of.position_offset
         if capacity > len(table) - offset:
             raise ValueError(
                 f"decoder: the cache has capacity {capacity}, expected at most"
@@ -224,7 +221,7 @@ class Decoder:
         begins, first = (lengths, offset - n) if counts is None else (lengths - counts, offset)
         steps: int | Tensor = first
         if n > 1:
-            steps = torch.arange(first, first + n, dtype=torch.int32, device=tokens.device)
+            steps = torch.arange(first, first + n, dtype=torch.int32, device=slots.device)
         rows = begins.unsqueeze(1) + steps
         return F.embedding(rows.clamp(0, len(table) - 1), table)
 
@@ -276,14 +273,26 @@ class Decoder:
         return _Between(total, None, normed)
 
     def _attention(self, layer: Layer, h: Tensor | Undivided, place: _Place) -> Tensor:
-        of, qkv = self.of, layer.qkv(h)
+        qkv, pack = layer.qkv(h), place.pack
+        if pack is None:
+            return self._attended(layer, qkv, place.slots, place.counts, place)
+        going = qkv[0, : len(pack.going), None]
+        going = self._attended(layer, going, pack.going, None, place)
+        parts = F.embedding(pack.spread, qkv[0])
+        return _packed(going, self._attended(layer, parts, place.slots, place.counts, place), pack)
+
+    def _attended(
+        self, layer: Layer, qkv: Tensor, slots: Tensor, counts: Tensor | None, place: _Place
+    ) -> Tensor:
+        """Return what attention makes of the projections of some rows, which are written."""
+        of = self.of
         batch, n, _ = qkv.shape
         qkv = qkv.view(batch, n, of.heads + 2 * of.kv_heads, of.head_dim)
         q, k, v = qkv.split((of.heads, of.kv_heads, of.kv_heads), 2)
         frequencies, scale = self._rotations[place.i]
         appending: dict[str, Any] = dict(
-            slots=place.slots,
-            counts=place.counts,
+            slots=slots,
+            counts=counts,
             q_weight=layer.q_norm,
             k_weight=layer.k_norm,
             eps=of.eps,
@@ -302,9 +311,7 @@ class Decoder:
             )
         else:
             rope_append_(q, k, v, place.kv, frequencies, scale=scale, **appending)
-            mixed = prefill_attention(
-                q, place.kv, slots=place.slots, counts=place.counts, **attending
-            )
+            mixed = prefill_attention(q, place.kv, slots=slots, counts=counts, **attending)
         assert isinstance(mixed, Tensor)
         return mixed.view(batch, n, of.heads * of.head_dim)
 
@@ -342,3 +349,8 @@ class Decoder:
                 weight_offset=of.norm_offset,
             )
         return (out, x) if isinstance(out, Tensor) else out
+
+
+def _packed(going: Tensor, parts: Tensor, pack: Pack) -> Tensor:
+    """Return rows, (rows, 1, width) and (batch, n, width), end to end without what is none."""
+    return torch.cat([going[:, 0], F.embedding(pack.back, parts.flatten(0, 1))])[None]

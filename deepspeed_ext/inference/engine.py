@@ -44,9 +44,10 @@ class InferenceEngine:
     """Continue prompts, many at a time.
 
     A completion has the same tokens and log-probabilities alone and beside any others, whenever
-    they come and whichever slot it has. Several threads may call one engine: whoever waits for
-    tokens computes a step for all, and an engine that nobody waits for rests. If a step fails, or
-    Ctrl-C interrupts it, the completions under way are given up, and the engine takes others.
+    they come and whichever slot it has; with pack_prefill it has not. Several threads may call one
+    engine: whoever waits for tokens computes a step for all, and an engine that nobody waits for
+    rests. If a step fails, or Ctrl-C interrupts it, the completions under way are given up, and the
+    engine takes others.
 
     An engine holds the weights and the cache; `close`, or letting go of it, gives the memory back.
     It belongs to its process and to the stream that was current when it was made.
@@ -61,6 +62,10 @@ class InferenceEngine:
         tokenizer: None, or for prompts that are text, and completions: `encode` and `decode`.
         stop_tokens: that end completions, where a call says nothing else.
         cuda_graphs: whether steps are recorded once and replayed, on CUDA.
+        pack_prefill: whether parts of prompts, 1024 tokens at most, are taken in together, and
+            those that go on take their step with them, so that weights are read once for all.
+            That is faster where prompts come all the time; but how the floats of a completion are
+            rounded then depends on which others it meets.
         report: what quantizing has done to the weights, or None.
 
     Raises:
@@ -78,6 +83,7 @@ class InferenceEngine:
         tokenizer: Tokenizer | None = None,
         stop_tokens: Sequence[int] = (),
         cuda_graphs: bool = True,
+        pack_prefill: bool = False,
         report: Any = None,
     ) -> None:
         of, embedding = decoder.of, decoder.weights.embedding
@@ -109,6 +115,7 @@ class InferenceEngine:
             max_batch,
             self.cache.free_pages,
             ahead=is_cuda,
+            packs=pack_prefill,
         )
         self._turn = threading.Condition()
         self._driver: int | None = None  # the thread that computes a step

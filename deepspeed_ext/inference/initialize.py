@@ -31,7 +31,7 @@ from deepspeed_ext.inference.quantizing import (
     with_activations,
 )
 from deepspeed_ext.inference.room import Need, cache_bytes, check_room, working_bytes
-from deepspeed_ext.inference.scheduler import CHUNK
+from deepspeed_ext.inference.scheduler import CHUNK, PACKED
 from deepspeed_ext.inference.tokens import tokenizer_of
 from deepspeed_ext.inference.weights import Taker, Weights
 from deepspeed_ext.io import SavedTensor
@@ -54,6 +54,7 @@ def init_inference(
     max_batch: int = 8,
     max_tokens: int | None = None,
     cuda_graphs: bool = True,
+    pack_prefill: bool = False,
     policy: Policy | None = None,
     tokenizer: Any = None,
     device: torch.device | str | int | None = None,
@@ -63,7 +64,7 @@ def init_inference(
     """Return an engine with a model's weights in the form that our kernels read.
 
     It continues prompts; that of an encoder is called as the model is, and keeps nothing, so that
-    max_batch, max_tokens and cuda_graphs mean nothing to it.
+    max_batch, max_tokens, cuda_graphs and pack_prefill mean nothing to it.
 
     The weights are copied; a module stays as it is. Those of a folder are read a layer at a time
     and quantized on the way, so that two layers as floats lie about at most. Names and shapes of
@@ -86,6 +87,9 @@ def init_inference(
         max_tokens: of a request, those of its prompt and new ones; None: what the model was made
             for, 4096 at most.
         cuda_graphs: whether steps are recorded once and replayed, on CUDA.
+        pack_prefill: whether prompts are taken in together, and with the steps of others: faster
+            for many requests, but rounding then depends on which they are. A completion is no more
+            the same bit by bit alone and beside others.
         policy: the table of the model's family; None: one of those that are built in.
         tokenizer: has encode(text) and decode(ids); None: that of the folder, if there is one.
         device: where to; None: that of the module; for a folder cuda if there is one, else cpu.
@@ -120,6 +124,7 @@ def init_inference(
             tokenizer=text_tokens,
             stop_tokens=stop_tokens,
             cuda_graphs=settings.cuda_graphs,
+            pack_prefill=settings.pack_prefill,
             report=report,
         )
 
@@ -240,7 +245,14 @@ class _Loading:
             bytes_of(weights),
             cache_bytes(self.of, batch, tokens, self._dtype, settings.kv_dtype),
             reading,
-            working_bytes(self.of, batch, min(tokens, CHUNK), self._dtype, quantize is not None),
+            working_bytes(
+                self.of,
+                batch,
+                min(tokens, CHUNK),
+                self._dtype,
+                quantize is not None,
+                PACKED if settings.pack_prefill else 0,
+            ),
         )
 
     def _quantizers(

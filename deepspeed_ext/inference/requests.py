@@ -62,6 +62,12 @@ class Prompt:
     hidden: Tensor | None = None
 
     @property
+    def last_hidden(self) -> Tensor:
+        """The last hidden state of a prompt that is taken in."""
+        assert self.hidden is not None
+        return self.hidden
+
+    @property
     def shared_pages(self) -> int:
         """Pages that all completions read and none writes."""
         return len(self.tokens) // PAGE
@@ -138,6 +144,11 @@ class Request:
     def is_done(self) -> bool:
         """Whether nothing more will come of it."""
         return self.finish_reason is not None or self.error is not None
+
+    @property
+    def left(self) -> int:
+        """How many tokens of the prompt are still to be taken in."""
+        return len(self.prompt.tokens) - self.taken_in
 
     @property
     def kept_tokens(self) -> int:

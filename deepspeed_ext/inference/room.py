@@ -55,7 +55,12 @@ def cache_bytes(
 
 
 def working_bytes(
-    of: Architecture, max_batch: int, tokens: int, dtype: torch.dtype, is_quantized: bool
+    of: Architecture,
+    max_batch: int,
+    tokens: int,
+    dtype: torch.dtype,
+    is_quantized: bool,
+    packed: int,
 ) -> int:
     """Return about how many bytes a step makes and lets go.
 
@@ -65,9 +70,11 @@ def working_bytes(
         tokens: of a prompt that are taken in at once.
         dtype: of hidden states.
         is_quantized: whether weights are made floats, one at a time, for many tokens.
+        packed: tokens, with padding, that attention has copies of.
     """
     wide = of.intermediate * (2 if of.gated else 1)
     states = tokens * (wide + 6 * of.hidden) * dtype.itemsize
+    states += packed * 2 * (of.heads + of.kv_heads) * of.head_dim * dtype.itemsize
     floats = wide * of.hidden * dtype.itemsize if is_quantized and tokens > MOST_ROWS else 0
     choice = min(max_batch, MOST_ROWS) * of.vocabulary * _BYTES_OF_LOGIT
     return max(states + floats, choice)

@@ -50,8 +50,8 @@ class SamplingOptions:
         stop: strings, or one, of which the first that a completion has ends it, and is cut off.
         stop_tokens: tokens, or one, that end a completion, of which they are no part; None for
             those of the engine, () for none.
-        seed: of the draws: the same seed, options and prompt give the same completion. None for one
-            that nobody knows beforehand.
+        seed: of the draws: the same seed, options and prompt give the same completion, but for what
+            rounding changes of it with pack_prefill. None for one that nobody knows beforehand.
         n: how many completions of the prompt, each with draws of its own.
         logprobs: None, or how many of the likeliest tokens, 0 to 20, are to be told with each token
             beside its own log-probability.

@@ -4,10 +4,15 @@ Requests wait in a line until there are a slot and pages for all that they may b
 stopped on its way for want of memory. A prompt is taken in alone, in parts that are cut from its
 beginning, between steps in which all others go on by a token. So whatever shapes a request meets
 are its own: only rows of up to 64, which do not depend on each other, are computed in company.
+Packs give that up: several prompts are taken in at once, end to end, and with them the next tokens
+of all others, so that weights are read once for both.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
 
 from deepspeed_ext.inference.kv_cache import KVCache
 from deepspeed_ext.inference.requests import Request
@@ -16,6 +21,7 @@ from deepspeed_ext.inference.steps import ROWS, Answer, Steps
 from deepspeed_ext.ops.transformer.paged_kv import PAGE
 
 CHUNK = 1024  # tokens of a prompt that are taken in at once, and of all between two steps
+PACKED = 4 * CHUNK  # tokens that the rows of a pack have together in attention, padding included
 _LEAST = 256  # tokens that fewer cost as much as, as all weights are read for them
 
 
@@ -28,6 +34,13 @@ class _Batch:
         self.kind = Kind()
         for request in requests:
             self.kind |= request.options.kind
+
+    def drawn(self) -> list[float]:
+        """Return the number that the next token of each is drawn by; none if none is drawn."""
+        return [uniform(each.key, each.queued) for each in self.requests] if self.kind.drawn else []
+
+
+Queued = list[tuple[list[Request], Answer]]
 
 
 class Scheduler:
@@ -42,10 +55,19 @@ class Scheduler:
         ahead: whether a step is queued before the one before it is read, as a device wants that
             goes on meanwhile. A request that ends is then found out to have one step too late,
             which is computed in vain.
+        packs: whether prompts are taken in together.
     """
 
-    def __init__(self, steps: Steps, cache: KVCache, slots: int, pages: int, ahead: bool) -> None:
-        self._steps, self._cache, self._ahead = steps, cache, ahead
+    def __init__(
+        self,
+        steps: Steps,
+        cache: KVCache,
+        slots: int,
+        pages: int,
+        ahead: bool,
+        packs: bool = False,
+    ) -> None:
+        self._steps, self._cache, self._ahead, self._packs = steps, cache, ahead, packs
         self._slots, self._pages = slots, pages
         self._pad_to = PAGE if steps.pads else 1
         self._incoming: deque[Request] = deque()  # anybody may add to it
@@ -60,7 +82,7 @@ class Scheduler:
         self._beginning: deque[Request] = deque()  # their prompts are not taken in
         self._batches: list[_Batch] | None = None  # to be found out again
         self._promised = 0  # pages that active requests have, or may ask for
-        self._unread: deque[list[tuple[list[Request], Answer]]] = deque()
+        self._unread: deque[Queued] = deque()
 
     def check(self, request: Request, capacity: int) -> None:
         """Raise unless it fits when it is alone.
@@ -106,13 +128,12 @@ class Scheduler:
         self._is_whole = False
         self._admit()
         assert self._active or not self._waiting  # or nothing would ever happen
-        queued = self._decode()
-        cost = 0
-        while self._beginning and cost < CHUNK:
-            left = len(self._beginning[0].prompt.tokens) - self._beginning[0].taken_in
-            cost += max(_LEAST, min(left, CHUNK))
-            if cost <= CHUNK:
-                queued += self._take_in(self._beginning[0])
+        if self._packs and self._beginning:
+            queued = self._take_in_pack()
+        else:
+            queued = self._decode()
+            self._take_in_each()
+        queued += self._first()
         if queued:
             self._unread.append(queued)
         while len(self._unread) > (1 if self._ahead and queued else 0):
@@ -193,27 +214,82 @@ class Scheduler:
             prompt.slots.append(request.slot)
             self._beginning.append(request)
 
-    def _take_in(self, request: Request) -> list[tuple[list[Request], Answer]]:
-        """Take in a part of a prompt; after the last one, choose the first token."""
-        prompt, slot = request.prompt, request.slot
-        part = prompt.tokens[request.taken_in : request.taken_in + CHUNK]
-        if part:
-            self._cache.reserve(slot, len(part))
-            hidden = self._steps.take_in(slot, part, self._pad_to)
-            request.taken_in += len(part)
-            if request.taken_in == len(prompt.tokens):
-                prompt.hidden = hidden
-        if prompt.hidden is None:
-            return []
-        self._beginning.popleft()
-        self._batches = None
-        request.queued = 1
-        chance = uniform(request.key, 0)
-        answer = self._steps.first(slot, prompt.hidden, chance, request.options.kind)
-        return [([request], answer)]
+    def _take_in_each(self) -> None:
+        """Take in some prompts, or a part of one, each by itself."""
+        cost = 0
+        for request in self._beginning:
+            if request.left > 0:
+                cost += max(_LEAST, min(request.left, CHUNK))
+                if cost > CHUNK:
+                    return
+                self._take_in([request], [min(request.left, CHUNK)])
 
-    def _decode(self) -> list[tuple[list[Request], Answer]]:
-        """Let all go on whose next token is not queued yet, and is not one too many."""
+    def _take_in_pack(self) -> Queued:
+        """Let all go on, and take in parts of prompts together with that."""
+        batches = self._going()
+        batch = batches[0] if len(batches) == 1 else None
+        requests, counts = self._pack(CHUNK - (0 if batch is None else len(batch.slots)))
+        if batch is None or not requests:
+            queued = self._decode()
+            if requests:
+                self._take_in(requests, counts)
+            return queued
+        hidden = self._take_in(requests, counts, batch.slots)
+        return [self._chosen(batch, hidden)]
+
+    def _pack(self, most: int) -> tuple[list[Request], list[int]]:
+        """Return prompts in the order in which they came, and how many tokens to take of each."""
+        requests, counts = list[Request](), list[int]()
+        left, longest = most, 0
+        for request in self._beginning:
+            count = min(request.left, left)
+            longest = max(longest, count)
+            if left == 0 or len(requests) == ROWS or longest * (len(requests) + 1) > PACKED:
+                break
+            if count > 0:
+                requests.append(request)
+                counts.append(count)
+                left -= count
+        return requests, counts
+
+    def _take_in(
+        self, requests: list[Request], counts: list[int], going: Sequence[int] = ()
+    ) -> Tensor:
+        """Take in so many more tokens of prompts; return the hidden states of what goes on."""
+        slots, parts = [request.slot for request in requests], []
+        for request, count in zip(requests, counts, strict=True):
+            parts.append(request.prompt.tokens[request.taken_in : request.taken_in + count])
+        self._cache.reserve([*going, *slots], [1] * len(going) + counts)
+        if len(parts) == 1 and not going:
+            hidden = self._steps.take_in(slots[0], parts[0], self._pad_to)
+        else:
+            hidden = self._steps.take_in_pack(list(going), slots, parts, self._pad_to)
+        for i, (request, count) in enumerate(zip(requests, counts, strict=True), len(going)):
+            request.taken_in += count
+            if request.left == 0:
+                request.prompt.hidden = hidden[i : i + 1]
+        return hidden[: len(going)]
+
+    def _first(self) -> Queued:
+        """Choose the first token after each prompt that is there as a whole."""
+        some = [request for request in self._beginning if request.left == 0]
+        answers = []
+        for i in range(0, len(some), ROWS):
+            batch = _Batch(some[i : i + ROWS])
+            hidden = torch.cat([each.prompt.last_hidden for each in batch.requests])
+            answers.append(self._chosen(batch, hidden))
+        if some:
+            self._beginning = deque(each for each in self._beginning if each.left > 0)
+            self._batches = None
+        return answers
+
+    def _chosen(self, batch: _Batch, hidden: Tensor) -> tuple[list[Request], Answer]:
+        """Choose the next token of each of a batch."""
+        answer = self._steps.choose(batch.slots, hidden, batch.drawn(), batch.kind)
+        return self._queued(batch, answer)
+
+    def _going(self) -> list[_Batch]:
+        """Return all whose next token is not queued yet, and is not one too many."""
         if self._batches is None:
             some = [
                 request
@@ -221,17 +297,24 @@ class Scheduler:
                 if 0 < request.queued < request.options.max_new_tokens
             ]
             self._batches = [_Batch(some[i : i + ROWS]) for i in range(0, len(some), ROWS)]
+        return self._batches
+
+    def _decode(self) -> Queued:
+        """Let all go on by a token."""
         answers = []
-        for batch in self._batches:
-            requests, kind = batch.requests, batch.kind
+        for batch in self._going():
             self._cache.reserve(batch.slots, 1)
-            drawn = [uniform(each.key, each.queued) for each in requests] if kind.drawn else []
-            answers.append((requests, self._steps.decode(batch.slots, drawn, kind)))
-            for request in requests:
-                request.queued += 1
-                if request.queued == request.options.max_new_tokens:
-                    self._batches = None
+            answer = self._steps.decode(batch.slots, batch.drawn(), batch.kind)
+            answers.append(self._queued(batch, answer))
         return answers
+
+    def _queued(self, batch: _Batch, answer: Answer) -> tuple[list[Request], Answer]:
+        """Note that the next token of each of a batch is queued."""
+        for request in batch.requests:
+            request.queued += 1
+            if request.queued == request.options.max_new_tokens:
+                self._batches = None
+        return batch.requests, answer
 
     def _accept(self, request: Request, row: list[float]) -> None:
         if request.is_done:  # it is the step that was one too many

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from deepspeed_ext.inference.decoder import Decoder
+from deepspeed_ext.inference.decoder import Decoder, Pack
 from deepspeed_ext.inference.graphs import Graphs
 from deepspeed_ext.inference.kv_cache import KVCache
 from deepspeed_ext.inference.sampling import Kind, Parameters, SamplingOptions, sample
@@ -103,12 +104,55 @@ class Steps:
         counts = None if len(padded) == count else self._sent([count], torch.int32)
         slots = self._sent([slot], torch.int32)
         part = self._sent(padded, torch.int64)[None]
-        return self._decoder.hidden(part, self._cache, slots, counts)[:, count - 1]
+        hidden = self._decoder.hidden(part, self._cache, slots, counts)
+        return hidden[:, count - 1].clone()  # or those of all tokens would be kept as well
 
-    def first(self, slot: int, hidden: Tensor, uniform: float, kind: Kind) -> Answer:
-        """Choose the first token after a prompt, whose last hidden state this is."""
-        inputs = self._inputs_for([slot], [uniform] if kind.drawn else [])
-        return Answer(self._choose(inputs, self._decoder.logits(hidden), kind))
+    def take_in_pack(
+        self, going: list[int], slots: list[int], parts: list[list[int]], pad_to: int
+    ) -> Tensor:
+        """Put parts of prompts into the cache, and the last tokens of slots that go on.
+
+        Args:
+            going: slots that go on, with room for a token reserved.
+            slots: of the parts, which they have room for, reserved. No slot is there twice.
+            parts: of prompts; see `take_in`.
+            pad_to: a multiple of this many tokens is computed.
+
+        Returns:
+            (rows, hidden): the last hidden states of those that go on, then of the parts.
+        """
+        longest, before = max(map(len, parts)), len(going)
+        tokens, back, begins, last = list[int](), list[int](), list[int](), list(range(before))
+        for i, part in enumerate(parts):
+            begins.append(before + len(tokens))
+            tokens += part
+            back += range(i * longest, i * longest + len(part))
+            last.append(before + len(tokens) - 1)
+        nobody = -(before + len(tokens)) % pad_to
+        tokens, back = tokens + [0] * nobody, back + [0] * nobody
+        places = torch.arange(longest, device=self._device)
+        spread = (self._sent(begins, torch.int64)[:, None] + places).clamp(max=last[-1])
+        pack = Pack(self._sent(going, torch.int32), spread, self._sent(back, torch.int64))
+        counts = self._sent([len(part) for part in parts], torch.int32)
+        own = self._tokens[self._sent(going, torch.int64)]
+        sent = torch.cat([own, self._sent(tokens, torch.int64)])[None]
+        slots_of_parts = self._sent(slots, torch.int32)
+        hidden = self._decoder.hidden(sent, self._cache, slots_of_parts, counts, pack)
+        return hidden[0, self._sent(last, torch.int64)]
+
+    def choose(self, slots: list[int], hidden: Tensor, uniforms: list[float], kind: Kind) -> Answer:
+        """Choose the next token of each slot, of which the last hidden states are known.
+
+        Args:
+            slots: up to 64.
+            hidden: (batch, hidden).
+            uniforms: for each; none if nothing is drawn.
+            kind: of all together.
+        """
+        inputs = self._inputs_for(slots, uniforms)
+        nobody = len(inputs.slots) - len(slots)
+        padded = F.pad(hidden, (0, 0, 0, nobody)) if nobody else hidden
+        return Answer(self._choose(inputs, self._decoder.logits(padded), kind))
 
     def decode(self, slots: list[int], uniforms: list[float], kind: Kind) -> Answer:
         """Choose the next token of each slot, with room for the one before reserved.

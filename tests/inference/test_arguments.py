@@ -173,6 +173,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"kv_dtype": "int4"}, ValueError, "kv_dtype is 'int4', expected None, int8 or fp8"),
     ({"activations": "int8"}, ValueError, "activations is 'int8', expected None without quantize"),
     ({"enable_cuda_graph": "no"}, TypeError, "cuda_graphs is 'no', expected True or False"),
+    ({"pack_prefill": 1}, TypeError, "pack_prefill is 1, expected True or False"),
     ({"policy": "llama"}, TypeError, "policy is str, expected a Policy of deepspeed_ext.inference"),
 ]
 

@@ -61,7 +61,7 @@ def fail() -> None:
 @ON_BOTH
 @AHEAD
 @pytest.mark.parametrize(
-    ("name", "after"), [("decode", 1), ("decode", 7), ("take_in", 2), ("first", 3), ("start", 4)]
+    ("name", "after"), [("decode", 1), ("decode", 7), ("take_in", 2), ("choose", 2), ("start", 4)]
 )
 def test_a_step_that_fails(
     name: str, after: int, ahead: bool, device: str, monkeypatch: pytest.MonkeyPatch
