@@ -45,6 +45,9 @@ bool decode_in_clusters_cuda(const DecodeAttention& call, const RopeAppend* appe
   const int64_t units = call.news.batches * call.kv.heads * chunks;
   // Where there is much to do, it matters more that all processors have the same of it.
   if (units == 0 || units >= cuda::kMuch * device.processors) return false;
+  // Without the new token it is only one launch less, and blocks do not have the same to do.
+  const bool short_ones = chunks <= cuda::kMostCluster && units <= 4 * device.processors;
+  if (append == nullptr && !short_ones) return false;
   if (call.rows() > cuda::kUnitRows) return false;
   if (append != nullptr && (append->k.dtype != call.q.dtype || append->v.dtype != call.q.dtype)) {
     return false;
