@@ -146,15 +146,53 @@ class Decoder:
         Raises:
             ValueError: slots may become longer than the model has positions for.
         """
+        return self._after_layers(tokens, cache, slots, counts, pack, None).total
+
+    def step(self, tokens: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
+        """Return the logits after one new token of each slot.
+
+        They are those of its `hidden`, only that the last norm is done as the others are.
+
+        Args:
+            tokens: (batch, 1), int64.
+            cache: as of `hidden`, as are slots.
+
+        Returns:
+            (batch, vocabulary).
+
+        Raises:
+            ValueError: as `hidden`.
+        """
+        weights = self.weights
+        assert weights.head is not None
+        joins = weights.project_out is None and weights.head.joins_norms
+        last_norm = weights.final_norm if joins else None
+        state = self._after_layers(tokens, cache, slots, None, None, last_norm)
+        if state.normed is not None:
+            x, squares, eps = state.normed
+            return self._capped(weights.head(Undivided(x[:, 0], squares[:, 0], eps)))
+        return self.logits(state.total[:, 0])
+
+    def _after_layers(
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        slots: Tensor,
+        counts: Tensor | None,
+        pack: Pack | None,
+        last_norm: NormWeights | None,
+    ) -> _Between:
+        """Return what the layers leave to whoever reads last_norm, or to nobody."""
         x = self._embedded(tokens, cache, slots, counts, pack)
         block = self._parallel_block if self.of.parallel else self._block
         if self.of.norm_place == "after":
             block = self._block_with_norms_after
-        left, has_few_rows = None, are_few(x)
-        for i, layer in enumerate(self.weights.layers):
-            place = _Place(i, cache.layer(i), slots, counts, pack, has_few_rows)
-            x, left = block(layer, x, left, place)
-        return x if left is None else x + left
+        state, has_few_rows, layers = _Between(x), are_few(x), self.weights.layers
+        for i, layer in enumerate(layers):
+            next_norm = layers[i + 1].attention_norm if i + 1 < len(layers) else last_norm
+            place = _Place(i, cache.layer(i), slots, counts, pack, has_few_rows, next_norm)
+            state = block(layer, state, place)
+        return state
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits that belong to last hidden states.

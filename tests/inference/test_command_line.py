@@ -1,5 +1,6 @@
 """python -m deepspeed_ext.inference: the text as it comes, what it took, and how it ends."""
 
+import fcntl
 import re
 import signal
 import subprocess
@@ -120,9 +121,10 @@ def test_no_room(
 def test_ctrl_c_and_a_reader_that_goes(folder: Path) -> None:
     command = [sys.executable, "-m", "deepspeed_ext.inference", str(folder), "--prompt", "abc"]
     command += ["--max-new-tokens", "4000", "--max-tokens", "4096"]
-    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
     with subprocess.Popen(command, **pipes) as run:
         assert run.stdout is not None
+        fcntl.fcntl(run.stdout, fcntl.F_SETPIPE_SZ, 4096)  # it waits for us before it is done
         assert run.stdout.read(5)
         run.send_signal(signal.SIGINT)
         _, error = run.communicate()
