@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.inference.pages import Pages
+from deepspeed_ext.inference.sending import ready_to_send
 from deepspeed_ext.ops.transformer.paged_kv import PAGE, PagedKV
 
 _CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -251,8 +252,8 @@ class KVCache:
 
     @staticmethod
     def _send(numbers: list[int], target: Tensor) -> None:
-        """Queue a copy; the numbers may change at once, as pageable memory is read before."""
-        target.copy_(torch.tensor(numbers, dtype=torch.int32), non_blocking=True)
+        """Queue a copy; the numbers may change at once."""
+        target.copy_(ready_to_send(numbers, torch.int32, target.device), non_blocking=True)
 
     def _copy_page(self, source: int, target: int) -> None:
         for tensor in (self._keys, self._values, *self._scales):

@@ -14,6 +14,7 @@ from deepspeed_ext.inference.decoder import Decoder, Pack
 from deepspeed_ext.inference.graphs import Graphs
 from deepspeed_ext.inference.kv_cache import KVCache
 from deepspeed_ext.inference.sampling import Kind, Parameters, SamplingOptions, sample
+from deepspeed_ext.inference.sending import ready_to_send
 
 ROWS = 64  # of a step at most, up to which each has the same bits as alone
 
@@ -82,7 +83,7 @@ class Steps:
 
     def start(self, slot: int, prompt: list[int], options: SamplingOptions) -> None:
         """Let a slot be for another request."""
-        row = torch.tensor(Parameters.row(options), dtype=torch.float64, device="cpu")
+        row = ready_to_send(Parameters.row(options), torch.float64, self._device)
         self._parameters[slot].copy_(row, non_blocking=True)
         if options.kind.penalized:
             if self._seen is None:
@@ -205,11 +206,10 @@ class Steps:
             inputs.places.copy_(self._sent(slots + [self._slots] * nobody, torch.int64))
             self._now[batch] = list(slots)
         if uniforms:
-            sent = torch.tensor(uniforms, dtype=torch.float64, device="cpu")
+            sent = ready_to_send(uniforms, torch.float64, self._device)
             inputs.uniforms[: len(slots)].copy_(sent, non_blocking=True)
         return inputs
 
     def _sent(self, numbers: list[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor on the device; the copy from memory that is not pinned reads at once."""
-        sent = torch.tensor(numbers, dtype=dtype, device="cpu")
-        return sent.to(self._device, non_blocking=True)
+        """Return a tensor on the device."""
+        return ready_to_send(numbers, dtype, self._device).to(self._device, non_blocking=True)
