@@ -216,17 +216,6 @@ def _cuda_quantization() -> Table:
     return Table("H200, bfloat16, groups of 128", columns, lines)
 
 
-def _cuda_generation() -> Table:
-    columns = [
-        Column("ours", H200, 0, our_time),
-        Column("others: how many times as fast ours is", H200, 0, all_others),
-        Column("beside reading, or multiplying", H200, 0, beside_ceiling),
-    ]
-    works = [("generate", f"{model}, 256 tokens") for model in ("8 B", "1 B")]
-    works += [("serving", f"8 B, {what}") for what in ("128 requests, 32 slots", "prefill 8,192")]
-    return Table("H200, bfloat16", columns, [Line(what, bench, what) for bench, what in works])
-
-
 def _cpu_functional() -> Table:
     columns = [
         Column("Zen 4, 1 thread", ZEN_4, 1, cpu_functional),
@@ -321,7 +310,6 @@ TABLES = {
     "cuda-inference": _cuda_inference(),
     "cpu-inference": _cpu_inference(),
     "cuda-quantization": _cuda_quantization(),
-    "cuda-generation": _cuda_generation(),
     "disk": _disk(),
     "disk-cpu": _disk_cpu(),
     "first-use": _first_use(),

@@ -32,7 +32,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("__main__", "environment", "self_checks"),
     ),
     "inference": (
-        ("float8", "folder", "graphs", "pages", "policy", "ragged", "sampling", "text"),
+        ("float8", "folder", "graphs", "pages", "policy", "ragged", "sampling", "sending", "text"),
         ("kv_cache", "policies", "requests", "rotation"),
         ("architecture", "arguments", "stream"),
         ("room", "weights"),
