@@ -21,7 +21,7 @@ constexpr int kGroupWarps = 4;
 // are 32 bytes further on, and so are addresses in here: see further().
 __device__ inline uint64_t box_factors(unsigned near) {
   constexpr uint64_t kNotUsed = 1, kEightRows = kBoxAlignment / 16, kSwizzled = 1;
-  // Instructions have it from a register of the whole warp: this tells that all lanes have the same.
+  // Instructions take it from a register of the whole warp: all lanes have the same.
   near = __shfl_sync(0xffffffff, near, 0);
   return uint64_t(near >> 4) | kNotUsed << 16 | kEightRows << 32 | kSwizzled << 62;
 }
