@@ -29,6 +29,10 @@ inline bool adds_up_runs(const PackedWeight& weight) {
 
 inline int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// What the segments at hand are to sums: some have several, each has one, or each has one for each
+// of its runs.
+enum class Sums { any, of_one, of_runs };
+
 // Some rows of a part of x as codes, in the order of the bytes that they are multiplied with. A
 // group, or kExactLength elements of it, is a piece. What a piece has of a unit is a segment: with
 // zeros in the place of other elements, but where runs have sums of their own. So it has one or
@@ -103,14 +107,17 @@ class CodesOfX {
 
   void add_codes(int lane, int count) {
     for (int r = 0; r < kRows; ++r) {
-      for (int h = 0; h < kHalves; ++h) {
-        for (int i = lane; i < lane + count; ++i) {
-          const uint32_t word = words[segments][h][r][i];
-          for (int shift = 0; shift < 32; shift += 8) {
-            running_[r] += uint32_t(int8_t(word >> shift));
-          }
+      uint32_t sums[kLanes];
+      for (int p = 0; p < kParts; ++p) {
+        Ints sum(0u);
+        for (int h = 0; h < kHalves; ++h) {
+          Ints four;
+          memcpy(&four, words[segments][h][r] + p * Vec::size, sizeof(four));
+          sum = Dots::add<DSX_BITS>(sum, Ints(0x01010101u), four);
         }
+        memcpy(sums + p * Vec::size, &sum, sizeof(sum));
       }
+      for (int i = lane; i < lane + count; ++i) running_[r] += sums[i];
     }
   }
 
@@ -169,7 +176,7 @@ struct IntegerScratch {
 struct Panel {
   const PackedWeight& weight;
   int64_t first;
-  int lanes;    // rows that there are
+  int lanes;  // rows that there are
   const uint8_t* rows[kLanes];
 
   Panel(const PackedWeight& of, int64_t row, int64_t left)
@@ -189,7 +196,7 @@ struct Panel {
 
 // The dot products of four rows of the weight with the segments of a sum, from number s on, or of
 // kRuns with one segment; [row of x], as sums_of_fours has them. Returns the segment behind it.
-template <bool kRuns, int kRows>
+template <Sums kSums, int kRows>
 DSX_INLINE int64_t dots_of_fours(const uint8_t* const* rows, int64_t ahead,
                                  const CodesOfX<kRows>& x, int64_t s,
                                  Ints (&fours)[kRows][kParts]) {
@@ -218,7 +225,7 @@ DSX_INLINE int64_t dots_of_fours(const uint8_t* const* rows, int64_t ahead,
         }
       }
     }
-    ends = kRuns || x.ends_sum[s];
+    ends = kSums != Sums::any || x.ends_sum[s];
     ++s;
   } while (!ends);
   for (int r = 0; r < kRows; ++r) sums_of_fours(sums[r], fours[r]);
@@ -246,20 +253,12 @@ DSX_INLINE void add_sum(const Panel& panel, const CodesOfX<kRows>& x, int64_t i,
   }
 }
 
-// How many bytes ahead of its use to ask for the weight: the same place of the next rows, or, where
-// these take too much of a cache, a part of the same row.
-inline int64_t bytes_ahead(const PackedWeight& weight) {
-  constexpr int64_t kMost = 131072;
-  const int64_t next = kLanes * weight.row_bytes;
-  return next <= kMost ? next : kPrefetchBytes;
-}
-
 // Adds the sums at hand to totals[r * kColumns + row of the panel]; begun, of the same places, has
 // what there is of a piece that has not ended.
-template <bool kRuns, int kRows>
+template <Sums kSums, int kRows>
 inline void add_panel(const Panel& panel, const CodesOfX<kRows>& x, uint32_t* begun,
                       float* totals) {
-  const int64_t ahead = bytes_ahead(panel.weight);
+  const int64_t ahead = ahead_of(panel.weight);
   Ints pieces[kRows][kParts];
   Vec sums[kRows][kParts];
   for (int r = 0; r < kRows; ++r) {
@@ -270,14 +269,14 @@ inline void add_panel(const Panel& panel, const CodesOfX<kRows>& x, uint32_t* be
       sums[r][p] = Vec::load(totals + at, Vec::size);
     }
   }
-  for (int64_t i = 0, s = 0; i < x.sums; i += kRuns ? 4 : 1) {
+  for (int64_t i = 0, s = 0; i < x.sums; i += kSums == Sums::of_runs ? 4 : 1) {
     Ints fours[4][kRows][kParts];
     const float* const scales = panel.weight.scales + x.group[i] * panel.weight.scale_pitch;
     prefetch_early(scales + panel.first, kLanes * sizeof(float));
     int64_t end = s;
 #pragma GCC unroll 4
     for (int q = 0; q < 4; ++q) {
-      end = dots_of_fours<kRuns, kRows>(panel.rows + 4 * q, ahead, x, s, fours[q]);
+      end = dots_of_fours<kSums, kRows>(panel.rows + 4 * q, ahead, x, s, fours[q]);
     }
     s = end;
     for (int r = 0; r < kRows; ++r) {
@@ -286,7 +285,7 @@ inline void add_panel(const Panel& panel, const CodesOfX<kRows>& x, uint32_t* be
         for (int p = 0; p < kParts; ++p) found[q][p] = fours[q][r][p];
       }
       transpose_quarters(found, by_quarter);
-      if (kRuns) {
+      if (kSums == Sums::of_runs) {
         for (int f = 0; f < 4; ++f) {
           add_sum<kRows>(panel, x, i + f, r, by_quarter[f], pieces[r], sums[r]);
         }
@@ -322,8 +321,13 @@ inline void integer_rows(const QuantizedLinear& call, int64_t begin, int64_t end
         for (int64_t c = 0; c < columns; c += kLanes) {
           const Panel panel(call.weight, first + c, columns - c);
           uint32_t* const begun = scratch.begun + c;
-          runs ? add_panel<true, kRows>(panel, scratch.x, begun, sums + c)
-               : add_panel<false, kRows>(panel, scratch.x, begun, sums + c);
+          if (runs) {
+            add_panel<Sums::of_runs, kRows>(panel, scratch.x, begun, sums + c);
+          } else if (scratch.x.sums == scratch.x.segments) {
+            add_panel<Sums::of_one, kRows>(panel, scratch.x, begun, sums + c);
+          } else {
+            add_panel<Sums::any, kRows>(panel, scratch.x, begun, sums + c);
+          }
         }
       }
       for (int r = 0; r < kRows && row + r < call.rows; ++r) {

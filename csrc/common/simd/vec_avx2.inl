@@ -270,7 +270,9 @@ template <int bits>
 inline Ints shift_right(Ints a) {
   return {_mm256_srli_epi32(a.low, bits), _mm256_srli_epi32(a.high, bits)};
 }
-inline Vec signed_numbers(Ints a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
+inline Vec signed_numbers(Ints a) {
+  return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)};
+}
 inline uint32_t max_of(Ints a) {
   const __m256i both = _mm256_max_epu32(a.low, a.high);
   __m128i half = _mm_max_epu32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));

@@ -281,8 +281,8 @@ inline __m512i added_pairs(__m512i a, __m512i b) {
 inline void sums_of_fours(const Ints (&a)[4][1], Ints (&sums)[1]) {
   const __m512i first = added_pairs(a[0][0].lanes, a[1][0].lanes);
   const __m512i second = added_pairs(a[2][0].lanes, a[3][0].lanes);
-  sums[0] = _mm512_add_epi32(_mm512_unpacklo_epi64(first, second),
-                             _mm512_unpackhi_epi64(first, second));
+  sums[0] =
+      _mm512_add_epi32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
 }
 inline void transpose_quarters(const Ints (&a)[4][1], Ints (&b)[4][1]) {
   const __m512i halves[] = {_mm512_shuffle_i32x4(a[0][0].lanes, a[1][0].lanes, 0x44),
