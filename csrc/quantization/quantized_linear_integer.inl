@@ -29,8 +29,7 @@ inline bool adds_up_runs(const PackedWeight& weight) {
 
 inline int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// What the segments at hand are to sums: some have several, each has one, or each has one for each
-// of its runs.
+// How many segments each of the sums at hand has: any number, one, or a run of one.
 enum class Sums { any, of_one, of_runs };
 
 // Some rows of a part of x as codes, in the order of the bytes that they are multiplied with. A
@@ -171,8 +170,9 @@ struct IntegerScratch {
   alignas(64) uint32_t begun[kRows * kColumns];  // sums of a piece that goes on
 };
 
-// As many rows of the weight as there are lanes, from number `first` on. There are less at the end:
-// then the last ones are the first one again, and nobody looks at their sums.
+// As many rows of the weight as a vector has lanes, from number `first` on: each lane adds up one
+// of them, and the scales of a group are one load. Of those that are not there, the first one
+// stands in the place, and nobody looks at their sums.
 struct Panel {
   const PackedWeight& weight;
   int64_t first;
@@ -194,8 +194,8 @@ struct Panel {
   }
 };
 
-// The dot products of four rows of the weight with the segments of a sum, from number s on, or of
-// kRuns with one segment; [row of x], as sums_of_fours has them. Returns the segment behind it.
+// The dot products of four rows of the weight with the segments of a sum, or with all runs of one,
+// from segment s on: as sums_of_fours has them, of each row of x. Returns the segment behind them.
 template <Sums kSums, int kRows>
 DSX_INLINE int64_t dots_of_fours(const uint8_t* const* rows, int64_t ahead,
                                  const CodesOfX<kRows>& x, int64_t s,
@@ -253,8 +253,9 @@ DSX_INLINE void add_sum(const Panel& panel, const CodesOfX<kRows>& x, int64_t i,
   }
 }
 
-// Adds the sums at hand to totals[r * kColumns + row of the panel]; begun, of the same places, has
-// what there is of a piece that has not ended.
+// Adds what the sums at hand are worth to totals[r * kColumns + row of the panel]; begun, of the
+// same places, has what there is of a piece that has not ended. Four rows go through registers at a
+// time, as many as have room there; written out, so that what they leave stays in registers too.
 template <Sums kSums, int kRows>
 inline void add_panel(const Panel& panel, const CodesOfX<kRows>& x, uint32_t* begun,
                       float* totals) {
