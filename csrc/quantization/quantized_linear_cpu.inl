@@ -73,6 +73,17 @@ class FactorsOfX {
   int64_t first_ = -1, k_ = -1;
 };
 
+// How many bytes ahead of its use to ask for the weight, of which so many rows are read side by
+// side: the same place of rows that come soon, or, where those up to there take too much of a
+// cache, of the same row.
+inline int64_t ahead_of(const PackedWeight& weight, int side_by_side) {
+  constexpr int64_t kMost = 131072;
+  for (int64_t rows = kLanes; rows >= side_by_side; rows /= 2) {
+    if (rows * weight.row_bytes <= kMost) return rows * weight.row_bytes;
+  }
+  return kPrefetchBytes;
+}
+
 // The scales of some columns for a chunk, or their offsets: a row for each unit, or for each run.
 struct ScalesAtHand {
   const float* values;  // null: none
@@ -99,8 +110,11 @@ inline ScalesAtHand copy_scales(const PackedWeight& weight, const float* values,
   for (int64_t i = 0; i < units * in_unit; ++i) {
     const int64_t group = (k + i * (kUnit / in_unit)) / weight.group;
     const int64_t known = group < last ? group : last;  // behind the end numbers are 0
-    memcpy(target + i * columns, values + known * weight.scale_pitch + first,
-           size_t(columns) * sizeof(float));
+    const float* const source = values + known * weight.scale_pitch + first;
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      prefetch_early(source + c, columns * int64_t(sizeof(float)));
+    }
+    memcpy(target + i * columns, source, size_t(columns) * sizeof(float));
   }
   return {target, columns, in_unit};
 }
@@ -119,13 +133,13 @@ struct Scratch {
 // first one among those whose scales are at hand. What does not change is in locals: the compiler
 // takes it that a vector may be stored anywhere.
 template <int kColumns_, int kRows>
-inline void multiply(const Codes codes, const uint8_t* source, int64_t pitch, int64_t units,
-                     int column, const ScalesAtHand scales, const ScalesAtHand offsets,
-                     const FactorsOfX<kRows>& x, float (*target)[kColumns][kLanes]) {
-  const int64_t ahead = kColumns_ * pitch;  // the same place of the next rows
+inline void multiply(const Codes codes, const uint8_t* source, int64_t pitch, int64_t ahead,
+                     int64_t units, int column, const ScalesAtHand scales,
+                     const ScalesAtHand offsets, const FactorsOfX<kRows>& x,
+                     float (*target)[kColumns][kLanes]) {
   for (int64_t u = 0; u < units; ++u) {
     const uint8_t* const here = source + u * kUnitBytes;
-    for (int c = 0; c < kColumns_; ++c) prefetch(here + c * pitch, ahead);
+    for (int c = 0; c < kColumns_; ++c) prefetch_early(here + c * pitch, ahead);
     for (int p = 0; p < kParts; ++p) {
       Ints words[kColumns_];
       Vec sums[kColumns_][kRows];
@@ -206,16 +220,16 @@ inline void multiply_chunk(const PackedWeight& weight, const Codes& codes, int64
       copy_scales(weight, weight.scales, first, columns, k, units, scratch.scales);
   const ScalesAtHand offsets =
       copy_scales(weight, weight.offsets, first, columns, k, units, scratch.offsets);
-  const int64_t pitch = weight.row_bytes;
+  const int64_t pitch = weight.row_bytes, ahead = ahead_of(weight, kStep);
   const uint8_t* source = weight.codes + first * pitch + k * DSX_BITS / 8;
   int c = 0;
   for (; c + kStep <= columns; c += kStep) {
-    multiply<kStep, kRows>(codes, source + c * pitch, pitch, units, c, scales, offsets, scratch.x,
-                           scratch.sums);
+    multiply<kStep, kRows>(codes, source + c * pitch, pitch, ahead, units, c, scales, offsets,
+                           scratch.x, scratch.sums);
   }
   for (; c < columns; ++c) {
-    multiply<1, kRows>(codes, source + c * pitch, pitch, units, c, scales, offsets, scratch.x,
-                       scratch.sums);
+    multiply<1, kRows>(codes, source + c * pitch, pitch, ahead, units, c, scales, offsets,
+                       scratch.x, scratch.sums);
   }
 }
 

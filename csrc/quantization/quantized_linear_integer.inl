@@ -29,6 +29,9 @@ inline bool adds_up_runs(const PackedWeight& weight) {
 
 inline int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// How many segments each of the sums at hand has: any number, one, or a run of one.
+enum class Sums { any, of_one, of_runs };
+
 // Some rows of a part of x as codes, in the order of the bytes that they are multiplied with. A
 // group, or kExactLength elements of it, is a piece. What a piece has of a unit is a segment: with
 // zeros in the place of other elements, but where runs have sums of their own. So it has one or
@@ -103,14 +106,17 @@ class CodesOfX {
 
   void add_codes(int lane, int count) {
     for (int r = 0; r < kRows; ++r) {
-      for (int h = 0; h < kHalves; ++h) {
-        for (int i = lane; i < lane + count; ++i) {
-          const uint32_t word = words[segments][h][r][i];
-          for (int shift = 0; shift < 32; shift += 8) {
-            running_[r] += uint32_t(int8_t(word >> shift));
-          }
+      uint32_t sums[kLanes];
+      for (int p = 0; p < kParts; ++p) {
+        Ints sum(0u);
+        for (int h = 0; h < kHalves; ++h) {
+          Ints four;
+          memcpy(&four, words[segments][h][r] + p * Vec::size, sizeof(four));
+          sum = Dots::add<DSX_BITS>(sum, Ints(0x01010101u), four);
         }
+        memcpy(sums + p * Vec::size, &sum, sizeof(sum));
       }
+      for (int i = lane; i < lane + count; ++i) running_[r] += sums[i];
     }
   }
 
@@ -161,28 +167,51 @@ class CodesOfX {
 template <int kRows>
 struct IntegerScratch {
   CodesOfX<kRows> x;
-  uint32_t begun[kRows * kColumns];  // sums of a piece that goes on
-  alignas(64) uint32_t sums[kRoom];  // of add_dots
+  alignas(64) uint32_t begun[kRows * kColumns];  // sums of a piece that goes on
 };
 
-// All sums at hand for four rows of the weight: target[sum * pitch + row of the weight], those of a
-// row of x after those of the one before.
-template <bool kRuns, int kRows>
-inline void add_dots(const uint8_t* const (&rows)[4], int64_t ahead, int64_t pitch,
-                     const CodesOfX<kRows>& x, uint32_t* target) {
-  Ints sums[kRows][4][kParts];
-  const auto clear = [&]() DSX_INLINED {
-    for (int r = 0; r < kRows; ++r) {
-      for (int c = 0; c < 4; ++c) {
-        for (int p = 0; p < kParts; ++p) sums[r][c][p] = Ints(0u);
-      }
+// As many rows of the weight as a vector has lanes, from number `first` on: each lane adds up one
+// of them, and the scales of a group are one load. Of those that are not there, the first one
+// stands in the place, and nobody looks at their sums.
+struct Panel {
+  const PackedWeight& weight;
+  int64_t first;
+  int lanes;  // rows that there are
+  const uint8_t* rows[kLanes];
+
+  Panel(const PackedWeight& of, int64_t row, int64_t left)
+      : weight(of), first(row), lanes(int(least_of(left, kLanes))) {
+    for (int i = 0; i < kLanes; ++i) {
+      rows[i] = weight.codes + (first + (i < lanes ? i : 0)) * weight.row_bytes;
     }
-  };
-  clear();
-  for (int64_t s = 0; s < x.segments; ++s) {
+  }
+
+  // Scales or offsets of a group.
+  Vec at(const float* values, int64_t group, int part) const {
+    const int left = lanes - part * Vec::size;
+    const float* source = values + group * weight.scale_pitch + first + part * Vec::size;
+    return left < 1 ? Vec(0.0f) : Vec::load(source, left < Vec::size ? left : Vec::size);
+  }
+};
+
+// The dot products of four rows of the weight with the segments of a sum, or with all runs of one,
+// from segment s on: as sums_of_fours has them, of each row of x. Returns the segment behind them.
+template <Sums kSums, int kRows>
+DSX_INLINE int64_t dots_of_fours(const uint8_t* const* rows, int64_t ahead,
+                                 const CodesOfX<kRows>& x, int64_t s,
+                                 Ints (&fours)[kRows][kParts]) {
+  Ints sums[kRows][4][kParts];
+  for (int r = 0; r < kRows; ++r) {
     for (int c = 0; c < 4; ++c) {
-      const uint8_t* const here = rows[c] + x.unit[s] * kUnitBytes;
-      if (s == 0 || x.unit[s] != x.unit[s - 1]) prefetch(here, ahead);
+      for (int p = 0; p < kParts; ++p) sums[r][c][p] = Ints(0u);
+    }
+  }
+  bool ends;
+  do {
+    const int64_t at = x.unit[s] * kUnitBytes;
+    for (int c = 0; c < 4; ++c) {
+      const uint8_t* const here = rows[c] + at;
+      prefetch_early(here, ahead);
       for (int p = 0; p < kParts; ++p) {
         Ints words = Codes::prepared(load_words(here + p * 4 * Vec::size));
         for (int h = 0; h < kHalves; ++h) {
@@ -196,71 +225,86 @@ inline void add_dots(const uint8_t* const (&rows)[4], int64_t ahead, int64_t pit
         }
       }
     }
-    if (!kRuns && !x.ends_sum[s]) continue;
-    for (int r = 0; r < kRows; ++r) {
-      uint32_t* const of_row = target + r * x.sums * pitch;
-      kRuns ? store_sums_of_fours(sums[r], of_row, pitch) : store_lane_sums(sums[r], of_row);
+    ends = kSums != Sums::any || x.ends_sum[s];
+    ++s;
+  } while (!ends);
+  for (int r = 0; r < kRows; ++r) sums_of_fours(sums[r], fours[r]);
+  return s;
+}
+
+// What becomes of sum number i with row r of x: the piece goes on, or it is worth something.
+template <int kRows>
+DSX_INLINE void add_sum(const Panel& panel, const CodesOfX<kRows>& x, int64_t i, int r,
+                        const Ints (&sum)[kParts], Ints (&begun)[kParts], Vec (&totals)[kParts]) {
+  const PackedWeight& weight = panel.weight;
+  for (int p = 0; p < kParts; ++p) begun[p] = begun[p] + sum[p];
+  if (!x.ends_piece[i]) return;
+  // Codes with a sign are more than they are by this.
+  const uint32_t zero = DSX_BITS == 4 ? 8 : 128;
+  const uint32_t of_x = x.of_x[i][r], less = weight.offsets ? 0 : zero * of_x;
+  for (int p = 0; p < kParts; ++p) {
+    const Vec scale = panel.at(weight.scales, x.group[i], p);
+    totals[p] = multiply_add(scale, signed_numbers(begun[p] - Ints(less)), totals[p]);
+    if (weight.offsets) {
+      const Vec offset = panel.at(weight.offsets, x.group[i], p);
+      totals[p] = multiply_add(offset, Vec(float(int32_t(of_x))), totals[p]);
     }
-    target += (kRuns ? 4 : 1) * pitch;
-    clear();
+    begun[p] = Ints(0u);
   }
 }
 
-// Adds what the sums at hand are worth to totals[r * kColumns + column]. `sums` is what add_dots
-// has found; `begun`, [r * kColumns + column], what there is of a piece that has not ended.
-template <int kRows>
-inline void add_pieces(const PackedWeight& weight, const CodesOfX<kRows>& x, int64_t first,
-                       int64_t columns, int64_t pitch, uint32_t* sums, uint32_t* begun,
-                       float* totals) {
-  const uint32_t zero =
-      DSX_BITS == 4 ? 8 : 128;  // by which codes with a sign are more than they are
+// Adds what the sums at hand are worth to totals[r * kColumns + row of the panel]; begun, of the
+// same places, has what there is of a piece that has not ended. Four rows go through registers at a
+// time, as many as have room there; written out, so that what they leave stays in registers too.
+template <Sums kSums, int kRows>
+inline void add_panel(const Panel& panel, const CodesOfX<kRows>& x, uint32_t* begun,
+                      float* totals) {
+  const int64_t ahead = ahead_of(panel.weight, kLanes);
+  Ints pieces[kRows][kParts];
+  Vec sums[kRows][kParts];
   for (int r = 0; r < kRows; ++r) {
-    bool has_begun = x.begun;
-    for (int64_t i = 0; i < x.sums; ++i, sums += pitch) {
-      if (has_begun) {
-        for (int64_t c = 0; c < columns; ++c) sums[c] += begun[r * kColumns + c];
+    for (int p = 0; p < kParts; ++p) {
+      const int64_t at = r * kColumns + p * Vec::size;
+      pieces[r][p] = Ints(0u);
+      if (x.begun) memcpy(&pieces[r][p], begun + at, sizeof(pieces[r][p]));
+      sums[r][p] = Vec::load(totals + at, Vec::size);
+    }
+  }
+  for (int64_t i = 0, s = 0; i < x.sums; i += kSums == Sums::of_runs ? 4 : 1) {
+    Ints fours[4][kRows][kParts];
+    const float* const scales = panel.weight.scales + x.group[i] * panel.weight.scale_pitch;
+    prefetch_early(scales + panel.first, kLanes * sizeof(float));
+    int64_t end = s;
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q) {
+      end = dots_of_fours<kSums, kRows>(panel.rows + 4 * q, ahead, x, s, fours[q]);
+    }
+    s = end;
+    for (int r = 0; r < kRows; ++r) {
+      Ints found[4][kParts], by_quarter[4][kParts];
+      for (int q = 0; q < 4; ++q) {
+        for (int p = 0; p < kParts; ++p) found[q][p] = fours[q][r][p];
       }
-      has_begun = !x.ends_piece[i];
-      if (has_begun) {
-        memcpy(begun + r * kColumns, sums, size_t(columns) * sizeof(*sums));
+      transpose_quarters(found, by_quarter);
+      if (kSums == Sums::of_runs) {
+        for (int f = 0; f < 4; ++f) {
+          add_sum<kRows>(panel, x, i + f, r, by_quarter[f], pieces[r], sums[r]);
+        }
         continue;
       }
-      const uint32_t of_x = x.of_x[i][r], less = weight.offsets ? 0 : zero * of_x;
-      float numbers[kColumns];
-      for (int64_t c = 0; c < columns; ++c) numbers[c] = float(int32_t(sums[c] - less));
-      const int64_t at = x.group[i] * weight.scale_pitch + first;
-      for_each_vector(0, columns, [&](int64_t c, int lanes) {
-        float* const target = totals + r * kColumns + c;
-        const Vec scale = Vec::load(weight.scales + at + c, lanes);
-        Vec total = multiply_add(scale, Vec::load(numbers + c, lanes), Vec::load(target, lanes));
-        if (weight.offsets) {
-          const Vec offset = Vec::load(weight.offsets + at + c, lanes);
-          total = multiply_add(offset, Vec(float(int32_t(of_x))), total);
-        }
-        total.store(target, lanes);
-      });
+      Ints all[kParts];
+      for (int p = 0; p < kParts; ++p) {
+        all[p] = by_quarter[0][p] + by_quarter[1][p] + (by_quarter[2][p] + by_quarter[3][p]);
+      }
+      add_sum<kRows>(panel, x, i, r, all, pieces[r], sums[r]);
     }
   }
-}
-
-// Adds the sums of a chunk for `columns` rows of the weight, from number `first` on.
-template <bool kRuns, int kRows>
-inline void add_chunk(const PackedWeight& weight, int64_t first, int64_t columns,
-                      IntegerScratch<kRows>& scratch, float* totals) {
-  const CodesOfX<kRows>& x = scratch.x;
-  const int64_t most = kRoom / (kRows * x.sums) / 4 * 4;  // columns that there is room for
-  for (int64_t begin = 0; begin < columns; begin += most) {
-    const int64_t here = least_of(columns - begin, most), pitch = (here + 3) / 4 * 4;
-    for (int64_t c = 0; c < here; c += 4) {
-      const uint8_t* rows[4];
-      for (int64_t i = 0; i < 4; ++i) {  // nobody looks at the sums of those that are not there
-        const int64_t row = first + begin + (c + i < here ? c + i : c);
-        rows[i] = weight.codes + row * weight.row_bytes;
-      }
-      add_dots<kRuns, kRows>(rows, 4 * weight.row_bytes, pitch, x, scratch.sums + c);
+  for (int r = 0; r < kRows; ++r) {
+    for (int p = 0; p < kParts; ++p) {
+      const int64_t at = r * kColumns + p * Vec::size;
+      memcpy(begun + at, &pieces[r][p], sizeof(pieces[r][p]));
+      sums[r][p].store(totals + at, Vec::size);
     }
-    add_pieces<kRows>(weight, x, first + begin, here, pitch, scratch.sums, scratch.begun + begin,
-                      totals + begin);
   }
 }
 
@@ -275,10 +319,16 @@ inline void integer_rows(const QuantizedLinear& call, int64_t begin, int64_t end
       float sums[kRows * kColumns] = {};
       for (int64_t k = 0; k < call.length; k = scratch.x.end) {
         scratch.x.read(call, grids, row, k);
-        if (runs) {
-          add_chunk<true, kRows>(call.weight, first, columns, scratch, sums);
-        } else {
-          add_chunk<false, kRows>(call.weight, first, columns, scratch, sums);
+        for (int64_t c = 0; c < columns; c += kLanes) {
+          const Panel panel(call.weight, first + c, columns - c);
+          uint32_t* const begun = scratch.begun + c;
+          if (runs) {
+            add_panel<Sums::of_runs, kRows>(panel, scratch.x, begun, sums + c);
+          } else if (scratch.x.sums == scratch.x.segments) {
+            add_panel<Sums::of_one, kRows>(panel, scratch.x, begun, sums + c);
+          } else {
+            add_panel<Sums::any, kRows>(panel, scratch.x, begun, sums + c);
+          }
         }
       }
       for (int r = 0; r < kRows && row + r < call.rows; ++r) {

@@ -140,6 +140,8 @@ int main() {
       test(format, asymmetric, Dtype::float32, 2, 6, 41, 3);
       test(format, asymmetric, Dtype::float32, 3, 70, 96, 32);
       test(format, asymmetric, Dtype::bfloat16, 9, 2, 2048 + 77, 256);
+      // Groups of which there is room for a part, beside rows for more than one vector.
+      test(format, asymmetric, Dtype::float32, 3, 27, 17000, 9000);
     }
   }
   return finish();

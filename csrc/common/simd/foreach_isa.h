@@ -17,6 +17,8 @@
 //   any(mask)                        whether a lane is true, one beyond `count` perhaps
 //   bits_of(vec), float_of(ints), Ints::from(first), + - * & | ^, min, max, max_of(ints)
 //   shift_left<bits>(ints), shift_right<bits>(ints), blend_bits(mask, a, b): a where mask has a 1
+//   signed_numbers(ints)             as floats, of two's complement
+//   sums_of_fours(ints, sums), transpose_quarters(a, b): as vec_derived.inl says
 //   Ints load uint8_t, uint16_t, int16_t (sign extended), and store the first two
 //   Lookup(floats)[ints], load_fours(source, pitch, part), Dots::add<bits>(ints, ints, ints): as
 //                                    vec_scalar.inl says

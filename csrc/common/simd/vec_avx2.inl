@@ -270,6 +270,9 @@ template <int bits>
 inline Ints shift_right(Ints a) {
   return {_mm256_srli_epi32(a.low, bits), _mm256_srli_epi32(a.high, bits)};
 }
+inline Vec signed_numbers(Ints a) {
+  return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)};
+}
 inline uint32_t max_of(Ints a) {
   const __m256i both = _mm256_max_epu32(a.low, a.high);
   __m128i half = _mm_max_epu32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
@@ -373,23 +376,19 @@ struct Dots {
 inline __m256i sums_of_fours(__m256i a, __m256i b, __m256i c, __m256i d) {
   return _mm256_hadd_epi32(_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d));
 }
-inline void store_halves(__m256i sums, uint32_t* first, uint32_t* second) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(first), _mm256_castsi256_si128(sums));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(second), _mm256_extracti128_si256(sums, 1));
-}
 
 // As vec_derived.inl says.
-inline void store_lane_sums(const Ints (&a)[4][1], uint32_t* target) {
-  __m256i halves[4];
-  for (int i = 0; i < 4; ++i) halves[i] = _mm256_add_epi32(a[i][0].low, a[i][0].high);
-  const __m256i both = sums_of_fours(halves[0], halves[1], halves[2], halves[3]);
-  const __m128i sums =
-      _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(target), sums);
+inline void sums_of_fours(const Ints (&a)[4][1], Ints (&sums)[1]) {
+  sums[0] = {sums_of_fours(a[0][0].low, a[1][0].low, a[2][0].low, a[3][0].low),
+             sums_of_fours(a[0][0].high, a[1][0].high, a[2][0].high, a[3][0].high)};
 }
-inline void store_sums_of_fours(const Ints (&a)[4][1], uint32_t* target, int64_t pitch) {
-  store_halves(sums_of_fours(a[0][0].low, a[1][0].low, a[2][0].low, a[3][0].low), target,
-               target + pitch);
-  store_halves(sums_of_fours(a[0][0].high, a[1][0].high, a[2][0].high, a[3][0].high),
-               target + 2 * pitch, target + 3 * pitch);
+inline void transpose_quarters(const Ints (&a)[4][1], Ints (&b)[4][1]) {
+  b[0][0] = {_mm256_permute2x128_si256(a[0][0].low, a[1][0].low, 0x20),
+             _mm256_permute2x128_si256(a[2][0].low, a[3][0].low, 0x20)};
+  b[1][0] = {_mm256_permute2x128_si256(a[0][0].low, a[1][0].low, 0x31),
+             _mm256_permute2x128_si256(a[2][0].low, a[3][0].low, 0x31)};
+  b[2][0] = {_mm256_permute2x128_si256(a[0][0].high, a[1][0].high, 0x20),
+             _mm256_permute2x128_si256(a[2][0].high, a[3][0].high, 0x20)};
+  b[3][0] = {_mm256_permute2x128_si256(a[0][0].high, a[1][0].high, 0x31),
+             _mm256_permute2x128_si256(a[2][0].high, a[3][0].high, 0x31)};
 }

@@ -213,6 +213,7 @@ inline Ints blend_bits(Ints mask, Ints a, Ints b) {
 
 inline Ints bits_of(Vec a) { return _mm512_castps_si512(a.lanes); }
 inline Vec float_of(Ints a) { return _mm512_castsi512_ps(a.lanes); }
+inline Vec signed_numbers(Ints a) { return _mm512_cvtepi32_ps(a.lanes); }
 
 // Bytes number `first` and first + 1 of each lane as its middle ones, beside zeros.
 template <int first>
@@ -276,25 +277,20 @@ inline __m512i added_pairs(__m512i a, __m512i b) {
   return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
 }
 
-// Sums of four lanes each: of lanes 0 to 3 of the four, then of lanes 4 to 7, and so on.
-inline __m512i sums_of_fours(const Ints (&a)[4][1]) {
+// As vec_derived.inl says.
+inline void sums_of_fours(const Ints (&a)[4][1], Ints (&sums)[1]) {
   const __m512i first = added_pairs(a[0][0].lanes, a[1][0].lanes);
   const __m512i second = added_pairs(a[2][0].lanes, a[3][0].lanes);
-  return _mm512_add_epi32(_mm512_unpacklo_epi64(first, second),
-                          _mm512_unpackhi_epi64(first, second));
+  sums[0] =
+      _mm512_add_epi32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
 }
-
-// As vec_derived.inl says.
-inline void store_lane_sums(const Ints (&a)[4][1], uint32_t* target) {
-  const __m512i fours = sums_of_fours(a);
-  const __m256i halves =
-      _mm256_add_epi32(_mm512_castsi512_si256(fours), _mm512_extracti64x4_epi64(fours, 1));
-  const __m128i sums =
-      _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(target), sums);
-}
-inline void store_sums_of_fours(const Ints (&a)[4][1], uint32_t* target, int64_t pitch) {
-  uint32_t sums[16];
-  _mm512_storeu_si512(sums, sums_of_fours(a));
-  for (int i = 0; i < 4; ++i) memcpy(target + i * pitch, sums + 4 * i, 4 * sizeof(*sums));
+inline void transpose_quarters(const Ints (&a)[4][1], Ints (&b)[4][1]) {
+  const __m512i halves[] = {_mm512_shuffle_i32x4(a[0][0].lanes, a[1][0].lanes, 0x44),
+                            _mm512_shuffle_i32x4(a[2][0].lanes, a[3][0].lanes, 0x44),
+                            _mm512_shuffle_i32x4(a[0][0].lanes, a[1][0].lanes, 0xee),
+                            _mm512_shuffle_i32x4(a[2][0].lanes, a[3][0].lanes, 0xee)};
+  b[0][0] = _mm512_shuffle_i32x4(halves[0], halves[1], 0x88);
+  b[1][0] = _mm512_shuffle_i32x4(halves[0], halves[1], 0xdd);
+  b[2][0] = _mm512_shuffle_i32x4(halves[2], halves[3], 0x88);
+  b[3][0] = _mm512_shuffle_i32x4(halves[2], halves[3], 0xdd);
 }

@@ -164,6 +164,10 @@ inline bool any(Mask a) {
 
 inline Ints bits_of(Vec a) { return IntLanes(a.lanes); }
 inline Vec float_of(Ints a) { return FloatLanes(a.lanes); }
+inline Vec signed_numbers(Ints a) {
+  typedef int32_t SignedLanes __attribute__((vector_size(16)));
+  return __builtin_convertvector(SignedLanes(a.lanes), FloatLanes);
+}
 
 inline Vec select(Mask mask, Vec a, Vec b) {
   return float_of(select(mask, bits_of(a), bits_of(b)));

@@ -75,22 +75,27 @@ inline void store_lane_sums(const Vec (&a)[4][kParts], float* target) {  // [4]
   }
 }
 
-// The same of integers, modulo 2^32: of lanes 4 f to 4 f + 3, target[f * pitch + i].
+// The sums of four lanes each, modulo 2^32: lane 4 f + i has that of lanes 4 f to 4 f + 3 of a[i].
 template <int kParts>
-inline void store_sums_of_fours(const Ints (&a)[4][kParts], uint32_t* target, int64_t pitch) {
+inline void sums_of_fours(const Ints (&a)[4][kParts], Ints (&sums)[kParts]) {
+  uint32_t found[16];
   for (int i = 0; i < 4; ++i) {
     uint32_t lanes[16];
     memcpy(lanes, a[i], sizeof(lanes));
     for (int f = 0; f < 4; ++f) {
-      target[f * pitch + i] = lanes[4 * f] + lanes[4 * f + 1] + lanes[4 * f + 2] + lanes[4 * f + 3];
+      found[4 * f + i] = lanes[4 * f] + lanes[4 * f + 1] + lanes[4 * f + 2] + lanes[4 * f + 3];
     }
   }
+  memcpy(sums, found, sizeof(found));
 }
 
-// Of all 16 lanes.
+// Lanes 4 f to 4 f + 3 of a[q] as lanes 4 q to 4 q + 3 of b[f].
 template <int kParts>
-inline void store_lane_sums(const Ints (&a)[4][kParts], uint32_t* target) {  // [4]
-  uint32_t fours[16];
-  store_sums_of_fours(a, fours, 4);
-  for (int i = 0; i < 4; ++i) target[i] = fours[i] + fours[4 + i] + fours[8 + i] + fours[12 + i];
+inline void transpose_quarters(const Ints (&a)[4][kParts], Ints (&b)[4][kParts]) {
+  constexpr int kOfQuarter = kParts / 4;  // of a quarter
+  for (int f = 0; f < 4; ++f) {
+    for (int q = 0; q < 4; ++q) {
+      for (int p = 0; p < kOfQuarter; ++p) b[f][q * kOfQuarter + p] = a[q][f * kOfQuarter + p];
+    }
+  }
 }

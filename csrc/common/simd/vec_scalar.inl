@@ -107,6 +107,7 @@ inline Ints blend_bits(Ints mask, Ints a, Ints b) {
 
 inline Ints bits_of(Vec a) { return dsx::bits_of(a.lane); }
 inline Vec float_of(Ints a) { return dsx::float_of(a.lane); }
+inline Vec signed_numbers(Ints a) { return float(int32_t(a.lane)); }  // two's complement, rounded
 
 // As in common/math.h.
 inline Vec scale_and_add(Vec a, Vec scale, Vec b) { return a * scale + b; }
