@@ -85,8 +85,8 @@ class Decoder:
     that it does depends on numbers that the host would have to ask the device for.
 
     With up to 64 rows the linear layers around an RMS norm do it between them (`NextNorm`), in
-    float32 and bfloat16: then a layer of a model like LLaMA is 6 kernels on CUDA for one token of
-    each request: qkv, rotation and cache, attention, out, up, down.
+    float32 and bfloat16: then a layer of a model like LLaMA is 5 kernels on CUDA for one token of
+    each of a few requests: qkv, attention with the rotation and the cache, out, up, down.
 
     Args:
         architecture: of the model.
