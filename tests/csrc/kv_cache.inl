@@ -153,7 +153,7 @@ struct Case {
     call.kv = kv();
     call.news = {kSlots, kCounts, kBatches, kTokens};
     call.q = heads_of(q, kHeads * kGroup), call.k = heads_of(k, kHeads);
-    call.v = heads_of(v, kHeads);
+    call.v = heads_of(v, kHeads), call.q_out = call.q;
     call.q_weight = call.k_weight = {weight.address(), weight.dtype()};
     call.eps = 1e-6f;
     call.frequencies = {frequencies.data(), true};
