@@ -73,17 +73,6 @@ class FactorsOfX {
   int64_t first_ = -1, k_ = -1;
 };
 
-// How many bytes ahead of its use to ask for the weight, of which so many rows are read side by
-// side: the same place of rows that come soon, or, where those up to there take too much of a
-// cache, of the same row.
-inline int64_t ahead_of(const PackedWeight& weight, int side_by_side) {
-  constexpr int64_t kMost = 131072;
-  for (int64_t rows = kLanes; rows >= side_by_side; rows /= 2) {
-    if (rows * weight.row_bytes <= kMost) return rows * weight.row_bytes;
-  }
-  return kPrefetchBytes;
-}
-
 // The scales of some columns for a chunk, or their offsets: a row for each unit, or for each run.
 struct ScalesAtHand {
   const float* values;  // null: none
@@ -220,7 +209,7 @@ inline void multiply_chunk(const PackedWeight& weight, const Codes& codes, int64
       copy_scales(weight, weight.scales, first, columns, k, units, scratch.scales);
   const ScalesAtHand offsets =
       copy_scales(weight, weight.offsets, first, columns, k, units, scratch.offsets);
-  const int64_t pitch = weight.row_bytes, ahead = ahead_of(weight, kStep);
+  const int64_t pitch = weight.row_bytes, ahead = ahead_of(weight.row_bytes, kStep);
   const uint8_t* source = weight.codes + first * pitch + k * DSX_BITS / 8;
   int c = 0;
   for (; c + kStep <= columns; c += kStep) {

@@ -259,7 +259,7 @@ DSX_INLINE void add_sum(const Panel& panel, const CodesOfX<kRows>& x, int64_t i,
 template <Sums kSums, int kRows>
 inline void add_panel(const Panel& panel, const CodesOfX<kRows>& x, uint32_t* begun,
                       float* totals) {
-  const int64_t ahead = ahead_of(panel.weight, kLanes);
+  const int64_t ahead = ahead_of(panel.weight.row_bytes, kLanes);
   Ints pieces[kRows][kParts];
   Vec sums[kRows][kParts];
   for (int r = 0; r < kRows; ++r) {

@@ -6,6 +6,17 @@
 
 constexpr int64_t kColumns = 64;  // of a block, whose part of the weight fits the second cache
 
+// How many bytes ahead of its use to ask for the weight, of which so many rows are read side by
+// side: the same place of rows that come soon, or, where those up to there take too much of a
+// cache, of the same row.
+inline int64_t ahead_of(int64_t row_bytes, int side_by_side) {
+  constexpr int64_t kMost = 131072;
+  for (int64_t rows = 16; rows >= side_by_side; rows /= 2) {
+    if (rows * row_bytes <= kMost) return rows * row_bytes;
+  }
+  return kPrefetchBytes;
+}
+
 // What each row's sums are multiplied with, for the norm before the layer if there is one.
 inline void find_inverses(const FewRows& call, float (&inverses)[kMostRows]) {
   if (call.squares.data == nullptr) return;
