@@ -146,6 +146,12 @@ OPS: tuple[OpSpec, ...] = (
     *_kv_cache("_int8", "Int8Kv"),
     *_kv_cache("_fp8", "Fp8Kv"),
     OpSpec(
+        name="cpu_replay",
+        device="cpu",
+        sources=("replay/replay_ops.cpp",),
+        self_check="deepspeed_ext.ops.replay_checks:replay",
+    ),
+    OpSpec(
         name="async_io",
         device="cpu",
         sources=(

@@ -146,28 +146,37 @@ class Decoder:
         Raises:
             ValueError: slots may become longer than the model has positions for.
         """
-        return self._after_layers(tokens, cache, slots, counts, pack, None).total
+        x = self._embedded(tokens, cache, slots, counts, pack)
+        return self._after_layers(x, cache, slots, counts, pack, None).total
 
-    def step(self, tokens: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
-        """Return the logits after one new token of each slot.
-
-        They are those of its `hidden`, only that the last norm is done as the others are.
+    def embedded(self, tokens: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
+        """Return the first hidden states of one new token of each slot.
 
         Args:
             tokens: (batch, 1), int64.
             cache: as of `hidden`, as are slots.
 
         Returns:
-            (batch, vocabulary).
+            (batch, 1, hidden).
 
         Raises:
             ValueError: as `hidden`.
+        """
+        return self._embedded(tokens, cache, slots, None, None)
+
+    def step(self, x: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
+        """Return the logits after one new token of each slot, of which x is what `embedded` says.
+
+        They are those of `hidden`, only that the last norm is done as the others are.
+
+        Returns:
+            (batch, vocabulary).
         """
         weights = self.weights
         assert weights.head is not None
         joins = weights.project_out is None and weights.head.joins_norms
         last_norm = weights.final_norm if joins else None
-        state = self._after_layers(tokens, cache, slots, None, None, last_norm)
+        state = self._after_layers(x, cache, slots, None, None, last_norm)
         if state.normed is not None:
             x, squares, eps = state.normed
             return self._capped(weights.head(Undivided(x[:, 0], squares[:, 0], eps)))
@@ -175,7 +184,7 @@ class Decoder:
 
     def _after_layers(
         self,
-        tokens: Tensor,
+        x: Tensor,
         cache: KVCache,
         slots: Tensor,
         counts: Tensor | None,
@@ -183,7 +192,6 @@ class Decoder:
         last_norm: NormWeights | None,
     ) -> _Between:
         """Return what the layers leave to whoever reads last_norm, or to nobody."""
-        x = self._embedded(tokens, cache, slots, counts, pack)
         block = self._parallel_block if self.of.parallel else self._block
         if self.of.norm_place == "after":
             block = self._block_with_norms_after

@@ -1,10 +1,12 @@
-"""Steps that are recorded once as CUDA graphs, and then replayed: the host queues one for all."""
+"""Steps that are recorded once, and then replayed: as CUDA graphs, or on the CPU without Python."""
 
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from deepspeed_ext.ops import Recorded, record
 
 
 class _Recorded(NamedTuple):
@@ -50,3 +52,31 @@ class Graphs:
             recorded = self._recorded[key] = _Recorded(graph, out)
         recorded.graph.replay()
         return recorded.out
+
+
+class Recordings:
+    """Runs functions on the CPU, from the second call on without Python between their ops."""
+
+    def __init__(self) -> None:
+        self._seen: set[Hashable] = set()
+        self._recorded: dict[Hashable, Recorded] = {}
+
+    def run(self, key: Hashable, step: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Return what a step does with x.
+
+        The first call of a function runs it as it is, as libraries may have to be loaded; the
+        second records it. One that does what cannot be recorded is always run as it is.
+
+        Args:
+            key: the same for steps that do the same with the same memory, apart from x.
+            step: reads no values of tensors.
+            x: of the same shape for a key.
+        """
+        recorded = self._recorded.get(key)
+        if recorded is None and key not in self._seen:
+            self._seen.add(key)
+            return step(x)
+        if recorded is None:
+            out, self._recorded[key] = record(step, x)
+            return out
+        return step(x) if recorded.problem is not None else recorded(x)

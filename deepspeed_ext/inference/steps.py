@@ -4,6 +4,7 @@ All that a step reads and writes is in tensors that stay where they are, one row
 one more for rows of a batch that are nobody's.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deepspeed_ext.inference.decoder import Decoder, Pack
-from deepspeed_ext.inference.graphs import Graphs
+from deepspeed_ext.inference.graphs import Graphs, Recordings
 from deepspeed_ext.inference.kv_cache import KVCache
 from deepspeed_ext.inference.sampling import Kind, Parameters, SamplingOptions, sample
 from deepspeed_ext.inference.sending import ready_to_send
@@ -80,6 +81,7 @@ class Steps:
         self._now: dict[int, list[int]] = {}  # the slots that inputs have
         self.pads = device.type == "cuda"  # as a graph is for one number of rows
         self._graphs = Graphs(device) if self.pads and cuda_graphs else None
+        self._recordings = Recordings() if device.type == "cpu" else None
 
     def start(self, slot: int, prompt: list[int], options: SamplingOptions) -> None:
         """Let a slot be for another request."""
@@ -171,8 +173,11 @@ class Steps:
 
     def _decode(self, inputs: Inputs, kind: Kind) -> Tensor:
         """Queue a step, from memory that stays to memory that stays, as a graph has to."""
-        tokens = self._tokens[inputs.places][:, None]
-        return self._choose(inputs, self._decoder.step(tokens, self._cache, inputs.slots), kind)
+        decoder, cache, slots = self._decoder, self._cache, inputs.slots
+        x = decoder.embedded(self._tokens[inputs.places][:, None], cache, slots)
+        step = partial(decoder.step, cache=cache, slots=slots)
+        logits = step(x) if self._recordings is None else self._recordings.run(len(x), step, x)
+        return self._choose(inputs, logits, kind)
 
     def _choose(self, inputs: Inputs, logits: Tensor, kind: Kind) -> Tensor:
         """Choose tokens, and keep them for the next step."""

@@ -65,6 +65,7 @@ _NAMES = {
     "quantization.ds_quantizer": ("ds_quantizer",),
     "quantization.fake_quantize": ("fake_quantize", "fake_quantize_ref"),
     "quantization.quantize": ("Quantized", "quantize", "quantize_ref"),
+    "replay": ("Recorded", "record"),
     "transformer.append_and_attend": ("append_and_attend_", "append_and_attend_ref_"),
     "transformer.bias_activation": ("bias_activation", "bias_activation_ref"),
     "transformer.cross_entropy": ("cross_entropy", "cross_entropy_ref"),
@@ -165,6 +166,8 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.quantization.quantized_linear import (
         quantized_linear_ref as quantized_linear_ref,
     )
+    from deepspeed_ext.ops.replay import Recorded as Recorded
+    from deepspeed_ext.ops.replay import record as record
     from deepspeed_ext.ops.transformer.append_and_attend import (
         append_and_attend_ as append_and_attend_,
     )

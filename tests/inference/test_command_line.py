@@ -122,6 +122,8 @@ def test_ctrl_c_and_a_reader_that_goes(folder: Path) -> None:
     command = [sys.executable, "-m", "deepspeed_ext.inference", str(folder), "--prompt", "abc"]
     command += ["--max-new-tokens", "4000", "--max-tokens", "4096"]
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
+    # A shell lets its background processes ignore SIGINT, and so it would be in theirs.
+    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, **pipes) as run:
         assert run.stdout is not None
         fcntl.fcntl(run.stdout, fcntl.F_SETPIPE_SZ, 4096)  # it waits for us before it is done

@@ -1,5 +1,6 @@
 """Each family of decoders computes what transformers computes, layer by layer."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ext import init_inference
+from deepspeed_ext.ops import record
 
 _NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=_NEEDS_GPU)])
@@ -200,7 +202,7 @@ def test_a_step_is_a_few_launches_and_no_questions(case: str) -> None:
     with torch.no_grad():
         want = decoder.logits(decoder.hidden(token, cache, slots)[:, 0])
         with _Launches() as launches:
-            got = decoder.step(token, cache, slots)
+            got = decoder.step(decoder.embedded(token, cache, slots), cache, slots)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     of, first = decoder.of, decoder.weights.layers[0]
     asked = {"_local_scalar_dense", "lift_fresh", "_to_copy", "copy_", "clone"}
@@ -215,3 +217,21 @@ def test_a_step_is_a_few_launches_and_no_questions(case: str) -> None:
     others = 1 + 6 * (of.position == "learned") + (of.embedding_scale != 1)
     others += (of.norm_place == "both") + 3 * (of.logit_softcap > 0)
     assert len(launches.others) == others
+
+
+@EACH
+def test_a_step_is_recorded(case: str) -> None:
+    """On the CPU, unless torch has a part in it: sums before norms, in Gemma 2 and 3."""
+    model = model_of(case)
+    decoder = decoder_of(model.config.to_dict(), model.state_dict(), torch.float32)
+    cache, slots = cache_for(decoder), torch.zeros(1, dtype=torch.int32)
+    step = functools.partial(decoder.step, cache=cache, slots=slots)
+    with torch.no_grad():
+        cache.reserve(0, 1)
+        _, recorded = record(step, decoder.embedded(torch.tensor([[1]]), cache, slots))
+        cache.reserve(0, 1)
+        x = decoder.embedded(torch.tensor([[2]]), cache, slots)
+        if decoder.of.norm_place == "both":
+            assert recorded.problem == "it calls aten.add.Tensor"
+        else:
+            assert torch.equal(recorded(x), step(x))

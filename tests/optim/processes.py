@@ -1,5 +1,6 @@
 """Groups of processes that run test cases together, started once for many cases."""
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -81,10 +82,14 @@ class _Group:
         context.set_forkserver_preload(PRELOAD)
         name = f"{os.urandom(8).hex()}.group"
         self._pipes, self._processes = [], []
+        self._crashes = [folder / f"{name}.{rank}" for rank in range(world)]
         for rank in range(world):
+            self._crashes[rank].touch()
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_work, args=(theirs, rank, world, device, folder, name), daemon=True
+                target=_work,
+                args=(theirs, rank, world, device, folder, name, self._crashes[rank]),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -110,6 +115,7 @@ class _Group:
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join()
                     error = f"ended with {self._processes[rank].exitcode}"
+                    error += f"\n{self._crashes[rank].read_text()}"
                 if error:
                     errors[rank] = f"process {rank}: {error}"
         return "\n".join(errors[rank] for rank in sorted(errors))
@@ -122,7 +128,10 @@ class _Group:
             process.join()
 
 
-def _work(pipe, rank: int, world: int, device: str, folder: Path, name: str) -> None:
+def _work(
+    pipe, rank: int, world: int, device: str, folder: Path, name: str, crash: Path
+) -> None:
+    faulthandler.enable(crash.open("w"))  # where each thread was, if a signal ends it
     torch.set_num_threads(1)
     begin = 0.0
     try:
