@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +34,7 @@ from deepspeed_ext.inference.quantizing import (
 from deepspeed_ext.inference.room import Need, cache_bytes, check_room, working_bytes
 from deepspeed_ext.inference.scheduler import CHUNK, PACKED
 from deepspeed_ext.inference.tokens import tokenizer_of
+from deepspeed_ext.inference.weight_memory import WeightMemory
 from deepspeed_ext.inference.weights import Taker, Weights
 from deepspeed_ext.io import SavedTensor
 from deepspeed_ext.quantization.linear import QuantizedLinear
@@ -216,13 +218,15 @@ class _Loading:
         """
         settings, source = self._settings, self._source
         check_room(self._device, settings.quantize, settings.max_batch, self.max_tokens, self._need)
-        quantizers = self._quantizers(settings.quantize, settings.activations)
+        memory = WeightMemory() if self._device.type == "cpu" else None
+        quantizers = self._quantizers(settings.quantize, settings.activations, memory)
         if source.folder is None:
-            weights = self._take(cast(Mapping[str, Tensor], source.tensors), quantizers)
+            given = cast(Mapping[str, Tensor], source.tensors)
+            weights = self._take(given, quantizers, memory=memory)
         else:
             shards, names = source.folder.shards, self._asked
             with FolderTensors(shards, names, self._device, settings.progress) as tensors:
-                weights = self._take(tensors, quantizers)
+                weights = self._take(tensors, quantizers, memory=memory)
         if settings.activations is not None:
             weights = with_activations(weights, settings.activations)
         some = [quantizer for quantizer in quantizers if quantizer is not None]
@@ -256,13 +260,14 @@ class _Loading:
         )
 
     def _quantizers(
-        self, kind: str | None, activations: str | None
+        self, kind: str | None, activations: str | None, memory: WeightMemory | None = None
     ) -> tuple[Quantizer | None, Quantizer | None]:
         """Return what quantizes layers, and the head."""
-        device, head = self._device, self._settings.quantize_head
+        made = partial(Quantizer, activations=activations, device=self._device, memory=memory)
+        head = self._settings.quantize_head
         return (
-            None if kind is None else Quantizer(kind, activations, device),
-            None if head is None else Quantizer(head, activations, device, "quantize_head"),
+            None if kind is None else made(kind),
+            None if head is None else made(head, name="quantize_head"),
         )
 
     def _take(
@@ -270,6 +275,7 @@ class _Loading:
         tensors: Mapping[str, Tensor],
         quantizers: tuple[Quantizer | None, Quantizer | None],
         device: torch.device | None = None,
+        memory: WeightMemory | None = None,
     ) -> Weights:
         return Taker(
             self._policy,
@@ -279,6 +285,7 @@ class _Loading:
             self._device if device is None else device,
             self._dtype,
             *quantizers,
+            memory,
         ).take()
 
 

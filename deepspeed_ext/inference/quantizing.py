@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.inference.float8 import Float8Weight, check_device
+from deepspeed_ext.inference.weight_memory import WeightMemory
 from deepspeed_ext.inference.weights import Layer, Linear, Weights
 from deepspeed_ext.ops import PackedWeight
 from deepspeed_ext.quantization.layout import WeightLayout, make_layout
@@ -49,6 +50,7 @@ class Quantizer:
         activations: as of ``quantized_linear``.
         device: of the weights.
         name: of the argument that the kind was, for errors.
+        memory: for codes on the CPU; None: ordinary tensors.
 
     Attributes:
         format: of the codes.
@@ -59,7 +61,12 @@ class Quantizer:
     """
 
     def __init__(
-        self, kind: str, activations: str | None, device: torch.device, name: str = "quantize"
+        self,
+        kind: str,
+        activations: str | None,
+        device: torch.device,
+        name: str = "quantize",
+        memory: WeightMemory | None = None,
     ) -> None:
         if kind not in FORMATS:
             raise ValueError(
@@ -68,7 +75,7 @@ class Quantizer:
         if kind == "fp8":
             check_device(device)
         self.format, self._group_size = FORMATS[kind]
-        self._activations = activations
+        self._activations, self._memory = activations, memory
         self._layout_of((1, 1))  # refuses what does not go together
         self.done: list[Done] = []
 
@@ -80,6 +87,8 @@ class Quantizer:
             tensors = layout.tensors_on("meta")
         else:
             tensors = quantize_weight(weight, layout, errors)
+            if self._memory is not None:
+                tensors = {name: self._memory.copy_of(each) for name, each in tensors.items()}
         made: PackedWeight | Float8Weight
         if layout.is_float8:
             made = Float8Weight(tensors["codes"], tensors["scales"], layout)

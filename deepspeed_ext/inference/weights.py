@@ -10,6 +10,7 @@ from torch import Tensor
 from deepspeed_ext.inference.architecture import Architecture
 from deepspeed_ext.inference.float8 import Float8Weight, float8_layer
 from deepspeed_ext.inference.policy import Config, Or, Policy, value_of
+from deepspeed_ext.inference.weight_memory import WeightMemory
 from deepspeed_ext.ops import (
     NextNorm,
     PackedWeight,
@@ -145,6 +146,7 @@ class Taker:
         quantize: what becomes of the weights of linear layers in blocks.
         quantize_head: what becomes of that of the head; of one that is tied to the embedding too,
             which stays beside it.
+        memory: for weights on the CPU; None: ordinary tensors.
 
     Raises:
         ValueError: there is no embedding.
@@ -160,10 +162,12 @@ class Taker:
         dtype: torch.dtype,
         quantize: Quantize | None = None,
         quantize_head: Quantize | None = None,
+        memory: WeightMemory | None = None,
     ) -> None:
         self._policy, self._config, self._of = policy, policy.part_of(config), architecture
         self._tensors, self._device, self._dtype = tensors, device, dtype
         self._quantize, self._quantize_head = quantize, quantize_head
+        self._memory = memory
         self._names = frozenset(tensors)  # as asking whether one is there may read it
         self._left = set(tensors)
         names = policy.names
@@ -242,7 +246,7 @@ class Taker:
                 f"init_inference: the table has {len(names)} names of what lies in"
                 f" {at}{names[0]}, expected {want}"
             )
-        weight = self._empty(sum(rows), length)
+        weight = self._empty(sum(rows), length, stays=self._quantize is None)
         bias = self._empty(sum(rows)) if has_bias else None
         for name, into in zip(names, weight.split(rows), strict=True):
             self._copy(f"{at}{name}.weight", into, self._policy.transposed, by_head)
@@ -287,7 +291,8 @@ class Taker:
         is_tied = value_of(self._policy.tied, config)
         if is_tied and f"{name}.weight" not in self._names:
             return Linear(embedding, bias)
-        weight = self._tensor(f"{name}.weight", (self._of.vocabulary, self._of.embedding))
+        shape, stays = (self._of.vocabulary, self._of.embedding), self._quantize_head is None
+        weight = self._tensor(f"{name}.weight", shape, stays and not is_tied)
         if not is_tied:
             return Linear(weight, bias)
         bits = {2: torch.int16, 4: torch.int32}[weight.dtype.itemsize]
@@ -312,11 +317,14 @@ class Taker:
         weight = self._tensor(f"{at}{name}.weight", (n, n))
         return Linear(weight, self._tensor(f"{at}{name}.bias", (n,)))
 
-    def _empty(self, *shape: int) -> Tensor:
+    def _empty(self, *shape: int, stays: bool = True) -> Tensor:
+        """Return a tensor to be filled; `stays` if the engine has it in the end."""
+        if self._memory is not None and stays:
+            return self._memory.empty(shape, self._dtype)
         return torch.empty(shape, device=self._device, dtype=self._dtype)
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self._empty(*shape)
+    def _tensor(self, name: str, shape: tuple[int, ...], stays: bool = True) -> Tensor:
+        tensor = self._empty(*shape, stays=stays)
         self._copy(name, tensor)
         return tensor
 

@@ -139,9 +139,7 @@ class _Recorder(TorchDispatchMode):
         for tensor in inputs:
             self._place_of(tensor)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the op, and note it unless there was a problem before."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)

@@ -128,9 +128,7 @@ class _Group:
             process.join()
 
 
-def _work(
-    pipe, rank: int, world: int, device: str, folder: Path, name: str, crash: Path
-) -> None:
+def _work(pipe, rank: int, world: int, device: str, folder: Path, name: str, crash: Path) -> None:
     faulthandler.enable(crash.open("w"))  # where each thread was, if a signal ends it
     torch.set_num_threads(1)
     begin = 0.0

@@ -1,0 +1,106 @@
+"""Where weights are on the CPU: pieces of huge pages, which overlap nothing and go with tensors."""
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ext import init_inference
+from deepspeed_ext.inference import weight_memory
+from deepspeed_ext.inference.weight_memory import WeightMemory
+
+KIB = 1 << 10
+
+
+def test_tensors_lie_side_by_side() -> None:
+    memory = WeightMemory()
+    shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
+        ((300, 1001), torch.bfloat16),
+        ((256 * KIB,), torch.uint8),
+        ((3, 70001), torch.float32),
+        ((70 * KIB * KIB,), torch.uint8),  # more than a piece has
+        ((5, 7), torch.float32),
+        ((0, 9), torch.float32),
+        ((), torch.float32),
+    ]
+    made = [memory.empty(*each) for each in shapes]
+    for i, (tensor, (shape, dtype)) in enumerate(zip(made, shapes, strict=True)):
+        assert (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
+        assert tensor.data_ptr() % 64 == 0 or tensor.numel() == 0
+        tensor.fill_(i)
+    assert all(bool((tensor == i).all()) for i, tensor in enumerate(made))
+    first, second = made[:2]
+    assert 0 < second.data_ptr() - first.data_ptr() - first.nbytes < 128
+
+
+def test_a_copy_is_contiguous() -> None:
+    source = torch.arange(600 * 500.0).view(600, 500).t()
+    copy = WeightMemory().copy_of(source)
+    assert copy.is_contiguous() and torch.equal(copy, source)
+
+
+def test_a_piece_goes_with_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[Any] = []
+    real = weight_memory.FreshPages.take
+
+    class Piece(bytearray):
+        """That a weak reference can be to."""
+
+    def take(self: Any, nbytes: int) -> Any:
+        assert len(real(self, nbytes)) == nbytes
+        piece = Piece(nbytes)
+        pieces.append(weakref.ref(piece))
+        return piece
+
+    monkeypatch.setattr(weight_memory.FreshPages, "take", take)
+    memory = WeightMemory()
+    kept = memory.empty((256 * KIB,), torch.uint8)
+    del memory
+    assert pieces[0]() is not None
+    del kept
+    gc.collect()
+    assert pieces[0]() is None
+
+
+def huge_of(address: int) -> bool:
+    """Whether the kernel notes that huge pages are wanted at an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if not first.endswith(":"):
+            begin, end = (int(number, 16) for number in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "VmFlags:":
+            return "hg" in line.split()
+    raise LookupError(address)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_weights_of_an_engine_are_there(
+    quantize: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of blocks, embedding and head, and floats on their way to codes are not."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.setattr(
+        "deepspeed_ext.io.checkpoint.fresh_pages._seconds_of_a_page", lambda pages: 0.0
+    )
+    config = LlamaConfig(
+        vocab_size=3000,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+    )
+    torch.manual_seed(0)
+    engine = init_inference(LlamaForCausalLM(config), quantize=quantize, quantize_head=quantize)
+    weights = engine.decoder.weights
+    assert weights.head is not None
+    tensors: list[Any] = [linear.weight for linear in (weights.head, weights.layers[0].up)]
+    tensors = [weights.embedding, *(t if quantize is None else t.codes for t in tensors)]
+    assert [huge_of(each.data_ptr()) for each in tensors] == [True] * 3
+    used = {each.untyped_storage().data_ptr() for each in tensors}
+    assert len(used) == 1 and len(engine.generate([[1, 2, 3]], max_new_tokens=3)[0].tokens) == 3
