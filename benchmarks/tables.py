@@ -216,6 +216,24 @@ def _cuda_quantization() -> Table:
     return Table("H200, bfloat16, groups of 128", columns, lines)
 
 
+def _cpu_quantization() -> Table:
+    columns = [
+        Column("Zen 4, 1 thread", ZEN_4, 1, cpu_functional),
+        Column("Zen 4, 2 threads", ZEN_4, 2, cpu_functional),
+    ]
+    lines = []
+    for form, dtype in itertools.product(("int8", "int4", "fp8_e4m3"), ("float32", "bfloat16")):
+        for op in ("quantize", "dequantize"):
+            work = f"{op} {form}, groups of 128, {dtype}, 4,096 x 4,096"
+            lines.append(Line(f"`{op}` {form}, {dtype}, 4,096 x 4,096", "quantize", work))
+    for kind in ("W4A16", "W4A8", "W8A16", "W8A8"):
+        what = f"{kind}, 4,096 x 14,336"
+        lines.append(
+            Line(f"`quantized_linear` {what}, 1 row", "quantized_linear", f"1 rows, {what}")
+        )
+    return Table("GB/s; beside torch; a copy, or reading", columns, lines)
+
+
 def _cpu_functional() -> Table:
     columns = [
         Column("Zen 4, 1 thread", ZEN_4, 1, cpu_functional),
@@ -310,6 +328,7 @@ TABLES = {
     "cuda-inference": _cuda_inference(),
     "cpu-inference": _cpu_inference(),
     "cuda-quantization": _cuda_quantization(),
+    "cpu-quantization": _cpu_quantization(),
     "disk": _disk(),
     "disk-cpu": _disk_cpu(),
     "first-use": _first_use(),

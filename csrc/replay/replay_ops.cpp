@@ -12,6 +12,7 @@
 // A name is that of an op and that of its overload, each with a zero byte behind it.
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <vector>
@@ -120,15 +121,16 @@ class Player {
     const char* const name = names_.data + place;
     const int64_t end = place + int64_t(strlen(name)) + 1;
     check(end < names_.numel, kOp, ": names has no overload behind ", name, ", expected one");
-    stack_.assign(size_t(arguments < results ? results : arguments), 0);
-    const int64_t* const row = next_row(2 * arguments);
+    const int64_t* const given = next_row(2 * arguments);
+    const int64_t* const places = next_row(results);
+    stack_.assign(size_t(std::max(arguments, results)), 0);
     for (int64_t i = 0; i < arguments; ++i) {
-      stack_[size_t(i)] = argument(Kind(row[2 * i]), row[2 * i + 1]);
+      stack_[size_t(i)] = argument(Kind(given[2 * i]), given[2 * i + 1]);
     }
     TORCH_ERROR_CODE_CHECK(
         torch_call_dispatcher(name, names_.data + end, stack_.data(), TORCH_ABI_VERSION));
     for (int64_t i = 0; i < results; ++i) {
-      leave(next(), torch::stable::detail::to<Tensor>(stack_[size_t(i)]));
+      leave(places[i], torch::stable::detail::to<Tensor>(stack_[size_t(i)]));
     }
   }
 

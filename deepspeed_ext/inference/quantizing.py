@@ -86,9 +86,8 @@ class Quantizer:
         if weight.is_meta:
             tensors = layout.tensors_on("meta")
         else:
-            tensors = quantize_weight(weight, layout, errors)
-            if self._memory is not None:
-                tensors = {name: self._memory.copy_of(each) for name, each in tensors.items()}
+            zeros = None if self._memory is None else self._memory.zeros(layout.tensors())
+            tensors = quantize_weight(weight, layout, errors, zeros)
         made: PackedWeight | Float8Weight
         if layout.is_float8:
             made = Float8Weight(tensors["codes"], tensors["scales"], layout)

@@ -1,14 +1,18 @@
 """WeightMemory: where weights are on the CPU."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+import mmap
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from deepspeed_ext.io.checkpoint.fresh_pages import FreshPages
+from deepspeed_ext.quantization.layout import TensorLayout
 
-_SLAB = 64 << 20  # bytes; pages of it that nobody writes take no memory
+_HUGE = 2 << 20  # bytes
+_SLAB = 64 << 20  # pages of it that nobody writes take no memory
 _LEAST = 256 << 10  # bytes of a tensor
 _ALIGNMENT = 128
 
@@ -24,7 +28,7 @@ class WeightMemory:
     """
 
     def __init__(self) -> None:
-        self._pages = FreshPages()
+        self._pages = FreshPages(_huge_pages)
         self._left = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -34,11 +38,20 @@ class WeightMemory:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         room = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         if room > len(self._left):
-            slab = self._pages.take(max(room, _SLAB))
+            slab = self._pages.take(max(-(-room // _HUGE) * _HUGE, _SLAB))
             self._left = torch.frombuffer(slab, dtype=torch.uint8)
         part, self._left = self._left[:nbytes], self._left[room:]
         return part.view(dtype).view(tuple(shape))
 
-    def copy_of(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous copy."""
-        return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
+    def zeros(self, layouts: Mapping[str, TensorLayout]) -> dict[str, Tensor]:
+        """Return tensors full of zeros, by name."""
+        return {name: self.empty(*each).zero_() for name, each in layouts.items()}
+
+
+def _huge_pages(nbytes: int) -> memoryview:
+    """Return memory that begins where a huge page does, as all of it can only then be of such."""
+    memory = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    skip = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE
+    return memoryview(memory)[skip : skip + nbytes]

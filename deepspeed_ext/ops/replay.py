@@ -73,10 +73,14 @@ class Recorded:
 
         Raises:
             ValueError: an input is not like the one that was recorded.
-            RuntimeError: there was a problem, or an op refuses what is in a tensor.
+            RuntimeError: there was a problem, a gradient is wanted, or an op refuses a tensor.
         """
         if self.problem is not None:
             raise RuntimeError(f"replay_: {self.problem}, expected what can be done again")
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *self._given)):
+            raise RuntimeError(
+                "replay_: a gradient is wanted, expected none; call it under torch.no_grad()"
+            )
         for i, (tensor, want) in enumerate(zip(inputs, self._inputs, strict=True)):
             if _form_of(tensor) != want:
                 raise ValueError(f"replay_: inputs[{i}] is {_form_of(tensor)}, expected {want}")

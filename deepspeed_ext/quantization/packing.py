@@ -65,7 +65,10 @@ def half_step(format: Format) -> float:
 
 
 def quantize_weight(
-    weight: Tensor, layout: WeightLayout, errors: Errors | None = None
+    weight: Tensor,
+    layout: WeightLayout,
+    errors: Errors | None = None,
+    made: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Return the tensors that stand for a weight.
 
@@ -73,8 +76,9 @@ def quantize_weight(
         weight: (out, in), float32, bfloat16 or float16, of any strides.
         layout: without act_order.
         errors: where to note how far they are from it.
+        made: these tensors, as ``layout.tensors_on`` returns them; None: of the weight's device.
     """
-    made = layout.tensors_on(weight.device)
+    made = layout.tensors_on(weight.device) if made is None else made
     rows = max(_BLOCK_ELEMENTS // max(layout.shape[1], 1), 1)
     rows = -(-rows // 4) * 4  # so that scales are padded for the last of them only
     for begin in range(0, layout.shape[0], rows):

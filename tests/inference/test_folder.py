@@ -1,14 +1,16 @@
 """Engines of a folder: the weights are those of the files, each read once, a layer at a time."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_folder
 import torch
-import warm_python
 from torch import Tensor
 
 import deepspeed_ext
@@ -194,9 +196,11 @@ def test_two_layers_lie_about_at_most(tmp_path: Path) -> None:
     tensors = tiny_folder.tensors_of(config)
     tiny_folder.write(tmp_path / "large", config, tensors=tensors)
     tiny_folder.write(tmp_path / "small")
-    done = warm_python.run("-c", MEMORY, tmp_path / "small", tmp_path / "large")
+    # Whatever is not small goes back when it is freed: the peak is what was alive at once.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", MEMORY, tmp_path / "small", tmp_path / "large"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     peak, result = map(int, done.stdout.split())
-    # Two layers of 24 lie about, and floats of the matrix that is quantized, and as many again.
-    # What allocators keep for each thread is some tens of MiB; all at once would be twice this.
-    assert peak < result + sum(t.nbytes for t in tensors.values()) / 2
+    # Two layers of 24 lie about, floats of the matrix that is quantized, and as many again.
+    assert peak < result + 4 * sum(t.nbytes for t in tensors.values()) / 24

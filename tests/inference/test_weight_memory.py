@@ -11,6 +11,7 @@ import torch
 from deepspeed_ext import init_inference
 from deepspeed_ext.inference import weight_memory
 from deepspeed_ext.inference.weight_memory import WeightMemory
+from deepspeed_ext.quantization.layout import TensorLayout
 
 KIB = 1 << 10
 
@@ -36,10 +37,14 @@ def test_tensors_lie_side_by_side() -> None:
     assert 0 < second.data_ptr() - first.data_ptr() - first.nbytes < 128
 
 
-def test_a_copy_is_contiguous() -> None:
-    source = torch.arange(600 * 500.0).view(600, 500).t()
-    copy = WeightMemory().copy_of(source)
-    assert copy.is_contiguous() and torch.equal(copy, source)
+def test_zeros_by_name() -> None:
+    wanted = {
+        "a": TensorLayout((600, 500), torch.float32),
+        "b": TensorLayout((3, 4), torch.uint8),
+    }
+    made = WeightMemory().zeros(wanted)
+    assert {name: (tuple(t.shape), t.dtype) for name, t in made.items()} == wanted
+    assert not any(tensor.any() for tensor in made.values())
 
 
 def test_a_piece_goes_with_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,14 @@ def test_inputs_are_alike(other: Tensor) -> None:
         recorded(other)
 
 
+def test_a_gradient_is_refused() -> None:
+    weight = random(16).requires_grad_()
+    _, recorded = record(lambda x: rms_norm(x, weight), random(2, 16))
+    assert not recorded(random(2, 16)).requires_grad
+    with torch.enable_grad(), pytest.raises(RuntimeError, match="replay_: a gradient is wanted"):
+        recorded(random(2, 16))
+
+
 def test_ops_check_what_they_are_given() -> None:
     weight = random(8, 16)
     _, recorded = record(lambda x: skinny_linear(x, weight), random(2, 16))
@@ -187,7 +195,8 @@ _NAME = b"deepspeed_ext::rms_norm\0\0"
         (b"", [0, 0, 0, 1, 1], "code has name 0, expected a place in names"),
         (_NAME, [0, 0, 0, 3, 1, 1, 0], "code has 7 numbers, expected more"),
         (_NAME, [0, 0, 0, -3, 1, 1, 0], "code has 7 numbers, expected more"),
-        (_NAME, [0, 0, 0, 1, 1, 9, 0], "code has an argument of kind 9, expected one of Kind"),
+        (_NAME, [0, 0, 0, 1, 1 << 40, 1, 0], "code has 7 numbers, expected more"),
+        (_NAME, [0, 0, 0, 1, 1, 9, 0, -1], "code has an argument of kind 9, expected one of Kind"),
         (_NAME, [0, 1, 0, -2, 0, 0], "code has place -2 for a result, expected the next one"),
         (_NAME, [0, 1, 0, 3, 0, 0], "code has place 3 for a result, expected the next one"),
         (_NAME, [0, 1, 0, -1, 0, 1 << 62], "expected more"),
