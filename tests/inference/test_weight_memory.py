@@ -2,11 +2,11 @@
 
 import gc
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from page_flags import flags_at
 
 from deepspeed_ext import init_inference
 from deepspeed_ext.inference import weight_memory
@@ -70,19 +70,6 @@ def test_a_piece_goes_with_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pieces[0]() is None
 
 
-def huge_of(address: int) -> bool:
-    """Whether the kernel notes that huge pages are wanted at an address."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split()[0]
-        if not first.endswith(":"):
-            begin, end = (int(number, 16) for number in first.split("-"))
-            inside = begin <= address < end
-        elif inside and first == "VmFlags:":
-            return "hg" in line.split()
-    raise LookupError(address)
-
-
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 def test_weights_of_an_engine_are_there(
     quantize: str | None, monkeypatch: pytest.MonkeyPatch
@@ -106,6 +93,6 @@ def test_weights_of_an_engine_are_there(
     assert weights.head is not None
     tensors: list[Any] = [linear.weight for linear in (weights.head, weights.layers[0].up)]
     tensors = [weights.embedding, *(t if quantize is None else t.codes for t in tensors)]
-    assert [huge_of(each.data_ptr()) for each in tensors] == [True] * 3
+    assert all("hg" in flags_at(each.data_ptr()) for each in tensors)
     used = {each.untyped_storage().data_ptr() for each in tensors}
     assert len(used) == 1 and len(engine.generate([[1, 2, 3]], max_new_tokens=3)[0].tokens) == 3

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from page_flags import flags_at
 from state_dict_cases import MIB, assert_same, random_tensor
 
 from deepspeed_ext.io.checkpoint import fresh_pages
@@ -21,19 +22,6 @@ def clock(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
 
     steps = times()
     monkeypatch.setattr(fresh_pages.time, "perf_counter", lambda: next(steps))
-
-
-def flags_at(address: int) -> list[str]:
-    """Return what the kernel notes of the memory at an address."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split()[0]
-        if not first.endswith(":"):
-            begin, end = (int(number, 16) for number in first.split("-"))
-            inside = begin <= address < end
-        elif inside and first == "VmFlags:":
-            return line.split()[1:]
-    raise LookupError(address)
 
 
 def is_small(buffer: object) -> bool:
