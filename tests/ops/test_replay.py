@@ -112,6 +112,21 @@ def test_results_go_when_nobody_reads_them() -> None:
     assert min(places) >= -4
 
 
+def test_an_early_result_stays() -> None:
+    ones = torch.ones(16)
+
+    def early(x: Tensor) -> Tensor:
+        first = rms_norm(x, ones)
+        assert isinstance(first, Tensor)
+        for _ in range(5):
+            rms_norm(x, ones, eps=1.0)
+        return first
+
+    _, recorded = record(early, random(2, 16))
+    x = random(2, 16, seed=1)
+    assert torch.equal(recorded(x), early(x))
+
+
 def test_a_view_of_an_input_can_be_the_result() -> None:
     for function in (lambda x: x, lambda x: x[0].t(), lambda x: x[1:, 2]):
         _, recorded = record(function, random(2, 5, 5))
