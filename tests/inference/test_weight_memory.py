@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from deepspeed_ext.inference.weight_memory import WeightMemory
 from deepspeed_ext.quantization.layout import TensorLayout
 
 KIB = 1 << 10
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def test_tensors_lie_side_by_side() -> None:
@@ -70,6 +72,7 @@ def test_a_piece_goes_with_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pieces[0]() is None
 
 
+@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="needs a kernel with huge pages")
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 def test_weights_of_an_engine_are_there(
     quantize: str | None, monkeypatch: pytest.MonkeyPatch
