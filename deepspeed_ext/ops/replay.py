@@ -16,7 +16,7 @@ from deepspeed_ext.ops._library import define
 
 
 def _fake(names: Tensor, code: Tensor, given: list[Tensor]) -> Tensor:
-    raise NotImplementedError("replay_: fake tensors are given, expected values on the CPU")
+    raise RuntimeError("replay_: given has fake tensors, expected values on the CPU")
 
 
 _op = define(
@@ -177,7 +177,7 @@ class _Recorder(TorchDispatchMode):
                 self.problem = f"{func} takes a {kind}"
                 return
             else:
-                arguments.append((_KINDS.index(kind), self._number_of(value)))
+                arguments.append((_KINDS.index(kind), self._number_of(value, kind)))
         if not all(isinstance(result, Tensor) for result in results):
             self.problem = f"{func} returns what is no tensor"
             return
@@ -188,22 +188,23 @@ class _Recorder(TorchDispatchMode):
             self.names += name
         self.instructions.append(_Call(place, arguments, [self._new_place(r) for r in results]))
 
-    def _number_of(self, value: Any) -> int:
+    def _number_of(self, value: Any, kind: str) -> int:
         if isinstance(value, Tensor):
             return self._place_of(value)
-        if isinstance(value, float):
+        if kind == "float":  # whatever number was given
             [bits] = struct.unpack("q", struct.pack("d", value))
             return int(bits)
         return int(value)
 
     def _add_views(self, func: Any, sources: list[Tensor], results: list[Any]) -> None:
         """Note views of what instructions leave; those of other tensors stay as they are."""
+        views = sources and results and all(_is_view(each, sources[0]) for each in results)
+        if func._schema.is_mutable or not views:
+            self.problem = f"it calls {func}"
+            return
+        source = sources[0]
+        place = self._place_of(source)
         for result in results:
-            if func._schema.is_mutable or not (sources and _is_view(result, sources[0])):
-                self.problem = f"it calls {func}"
-                return
-            source = sources[0]
-            place = self._place_of(source)
             if place >= self.inputs or id(result) in self.places:
                 self._place_of(result)
                 continue
