@@ -55,8 +55,11 @@ class PlainLlama:
         self.embedding, self.head, self.norm, self.layers = parts
         self.width = len(self.layers[0]["qkv"]) // (self.heads + 2 * self.kv)
         device, dtype = self.embedding.device, self.embedding.dtype
-        shape = (len(self.layers), 2, batch, self.kv, tokens, self.width)
-        self.cache = torch.zeros(shape, dtype=dtype, device=device)
+        # Tensors of their own: of parts of one, compilers copy all of it wherever one is written.
+        shape = (batch, self.kv, tokens, self.width)
+        self.cache = [
+            [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)] for _ in self.layers
+        ]
         self.tokens = tokens
         at = torch.arange(tokens, device=device)
         base = 1e4 ** (-torch.arange(0, self.width, 2, device=device) / self.width)

@@ -208,7 +208,7 @@ def sample(
         the model, and the probability of that; then the likeliest tokens, and their logits less
         the largest one.
     """
-    x = raw = logits.float()
+    x = raw = logits if kind == Kind() else logits.float()  # as they are, only to be compared
     if kind.penalized:
         assert parameters is not None and seen is not None
         penalty = parameters.repetition_penalty.float()
@@ -238,7 +238,7 @@ def _largest(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.max(-1)
     of_runs, places = x.reshape(batch, -1, _RUN).max(-1)
     best, run = of_runs.max(-1, keepdim=True)
-    return best[:, 0], (run * _RUN + places.gather(1, run))[:, 0]
+    return best[:, 0], torch.add(places.gather(1, run), run, alpha=_RUN)[:, 0]
 
 
 def weights_of(x: Tensor, kind: Kind, parameters: Parameters) -> Tensor:
