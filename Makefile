@@ -44,7 +44,7 @@ test: $(DONE)/test  ## run the tests, but for the longest
 	@$(if $(ARGS),,$(WARM))
 	$(PYTEST) -m 'not long' $(ARGS)
 
-test-long: $(DONE)/test  ## run the longest tests: over 15 s each, or in an emulator
+test-long: $(DONE)/long  ## run the longest tests: over 15 s each, or in an emulator
 	@$(PYTEST) -m long $(ARGS)
 
 lint: types  ## check style, types and layout of the code
@@ -92,6 +92,9 @@ $(DONE)/package: $(DONE)/torch pyproject.toml setup.py requirements/base.txt
 $(DONE)/test: $(DONE)/package requirements/test.txt
 	@$(PIP) --requirement requirements/test.txt
 	touch $@
+
+$(DONE)/long: $(DONE)/test requirements/long.txt
+	@$(PIP) --no-deps --requirement requirements/long.txt && touch $@ || echo 'without it, some tests are skipped'
 
 $(DONE)/bench: $(DONE)/package requirements/bench.txt
 	@$(PIP) --requirement requirements/bench.txt
