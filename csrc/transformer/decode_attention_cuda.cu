@@ -37,26 +37,26 @@ __global__ void __launch_bounds__(kLargestWidth)
   const float sink = result.sink(call);
   const Sequence sequence = sequence_of(call.kv, call.news, batch);
   cuda::wait_for_previous();
-  if (result.put_none(call, threadIdx.x, sequence.wrong, sequence.count)) return;
+  if (result.put_none<1, 1>(call, threadIdx.x, sequence.wrong, sequence.count)) return;
   const Chunks all = chunks_of(sequence, call.window);
-  cuda::ElementOfRow mine;
+  cuda::ElementsOfRow<1> mine;
   const int count = int(all.end - all.first), done = mine.powers.load(partial + padded);
-  mine.value = __ldcg(partial + element);
+  mine.values[0] = __ldcg(partial + element);
   for (int i = done; i < count; i += kAtATime) {
     Powers others[kAtATime];
-    float values[kAtATime];
+    float values[kAtATime][1];
 #pragma unroll
     for (int k = 0; k < kAtATime; ++k) {
       const float* const other = partial + ::min(i + k, count - 1) * step;
       others[k].load(other + padded);
-      values[k] = __ldcg(other + element);
+      values[k][0] = __ldcg(other + element);
     }
 #pragma unroll
     for (int k = 0; k < kAtATime; ++k) {
       if (i + k < count) mine.add(others[k], values[k]);
     }
   }
-  mine.put(call, result, threadIdx.x, sink);
+  mine.put<1>(call, result, threadIdx.x, sink);
 }
 
 int64_t units_of(const DecodeAttention& call, const Partials& partials) {

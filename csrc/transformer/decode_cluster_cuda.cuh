@@ -102,27 +102,35 @@ struct ClusterRows {
     }
   }
 
-  // Puts together, in the order of the chunks, and writes the results of this block's rows.
+  // Puts together, in the order of the chunks, and writes the results of this block's rows: all of
+  // them at once, and in few instructions, as each is read from memory for one use.
   __device__ void finish(const DecodeAttention& call, const ClusterShare& share,
                          const ClusterWork& work) const {
-    for (int row = share.rank; row < int(call.rows()); row += share.blocks) {
-      const ResultRow result(call, share.batch, share.head, row);
-      const float sink = result.sink(call);
-      for (int element = threadIdx.x; element < kWidth; element += 32 * kPageWarps) {
-        if (result.put_none(call, element, work.wrong, work.count)) continue;
-        ElementOfRow mine;
-        for (int index = 0; index < work.chunks; ++index) {
-          const int i = place(index, row, share.blocks);
-          const Powers of_chunk = {powers[i].y, powers[i].x};
-          if (index == 0) {
-            mine.powers = of_chunk, mine.value = values[i][element];
-          } else {
-            mine.add(of_chunk, values[i][element]);
-          }
-        }
-        mine.put(call, result, element, sink);
+    using Row = RowOfChunks<kWidth>;
+    constexpr int kStep = Row::kThreads, kCount = kWidth / kStep;
+    const int row = share.rank + Row::row() * share.blocks;
+    if (row >= int(call.rows())) return;
+    const ResultRow result(call, share.batch, share.head, row);
+    const float sink = result.sink(call);
+    const int first = int(threadIdx.x) % kStep;
+    if (result.put_none<kStep, kCount>(call, first, work.wrong, work.count)) return;
+    ElementsOfRow<kCount> mine = {{-INFINITY, 0}, {}};
+#pragma unroll 1
+    for (int index = 0; index < work.chunks; ++index) {
+      const int i = place(index, row, share.blocks);
+      float found[kCount];
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) found[k] = values[i][first + k * kStep];
+      const Powers of_chunk = {powers[i].y, powers[i].x};
+      if (index == 0) {
+        mine.powers = of_chunk;
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) mine.values[k] = found[k];
+      } else {
+        mine.add(of_chunk, found);
       }
     }
+    mine.template put<kStep>(call, result, first, sink);
   }
 };
 

@@ -94,36 +94,63 @@ struct ResultRow {
     return call.sinks == nullptr ? -INFINITY : call.sinks[head];
   }
 
-  // A thread writes one element of it.
-  __device__ void put(const DecodeAttention& call, int64_t element, float value, float lse) const {
-    const int64_t width = call.kv.width;
-    const auto out = Pointer<Any>::to(call.out, call.q.dtype) + (index * width + element);
-    if (element < width) store<Access::single>(out, Floats<1>(value), 1);
-    if (element == 0) call.lse[index] = lse;
+  // A thread writes some elements of it, every so many from the first one on.
+  template <int kStep, int kCount>
+  __device__ void put(const DecodeAttention& call, int64_t first, const float (&values)[kCount],
+                      float lse) const {
+    switch (call.q.dtype) {  // once, not for each element
+      case Dtype::bfloat16: put_as<BFloat16, kStep>(call, first, values); break;
+      case Dtype::float16: put_as<Half, kStep>(call, first, values); break;
+      case Dtype::float32: put_as<float, kStep>(call, first, values); break;
+    }
+    if (first == 0) call.lse[index] = lse;
   }
   // The same of a row that sees nothing; true if it is one.
-  __device__ bool put_none(const DecodeAttention& call, int64_t element, bool wrong,
+  template <int kStep, int kCount>
+  __device__ bool put_none(const DecodeAttention& call, int64_t first, bool wrong,
                            int64_t count) const {
     if (!wrong && token < count) return false;
-    put(call, element, wrong ? NAN : 0.0f, wrong ? NAN : -INFINITY);
+    float values[kCount];
+#pragma unroll
+    for (float& value : values) value = wrong ? NAN : 0.0f;
+    put<kStep>(call, first, values, wrong ? NAN : -INFINITY);
     return true;
+  }
+
+ private:
+  template <class T, int kStep, int kCount>
+  __device__ void put_as(const DecodeAttention& call, int64_t first,
+                         const float (&values)[kCount]) const {
+    const int64_t width = call.kv.width;
+    T* const out = static_cast<T*>(call.out) + index * width;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const int64_t element = first + k * kStep;
+      if (element < width) out[element] = narrow<T>(values[k]);
+    }
   }
 };
 
-// An element of a row, chunk by chunk.
-struct ElementOfRow {
+// Some elements of a row, chunk by chunk.
+template <int kCount>
+struct ElementsOfRow {
   Powers powers;
-  float value;
+  float values[kCount];
 
-  __device__ void add(const Powers& others, float other) {
-    value = powers.add(others).of(value, other);
+  __device__ void add(const Powers& others, const float (&theirs)[kCount]) {
+    const Powers::Factors factors = powers.add(others);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) values[k] = factors.of(values[k], theirs[k]);
   }
-  // With all chunks there: the sink, if the call has any, and the result.
-  __device__ void put(const DecodeAttention& call, const ResultRow& row, int64_t element,
+  // With all chunks there: the sink, if the call has any, and the results.
+  template <int kStep>
+  __device__ void put(const DecodeAttention& call, const ResultRow& row, int64_t first,
                       float sink) {
-    if (call.sinks != nullptr) add({sink, sink == -INFINITY ? 0.0f : 1.0f}, 0);
+    if (call.sinks != nullptr) add({sink, sink == -INFINITY ? 0.0f : 1.0f}, {});
     const float inverse = powers.sum == 0.0f ? 0.0f : 1.0f / powers.sum;
-    row.put(call, element, value * inverse, ::logf(powers.sum) + shift_of_largest(powers.largest));
+#pragma unroll
+    for (float& value : values) value *= inverse;
+    row.put<kStep>(call, first, values, ::logf(powers.sum) + shift_of_largest(powers.largest));
   }
 };
 
