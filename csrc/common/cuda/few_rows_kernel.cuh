@@ -123,13 +123,13 @@ inline int64_t blocks_of(int64_t tiles, int of_cluster, int cluster) {
 }
 
 // How many tiles make for the least work of the busiest processor: some multiple of `step`. A block
-// costs it as much as a tile besides.
+// costs it an eighth of a tile besides, so that small ones do not win by less than they cost.
 inline int tiles_of_cluster(int64_t tiles, int step, int most, int cluster, int processors) {
   int best = step;
   int64_t least = INT64_MAX;
   for (int each = step; each <= most; each += step) {
     const int64_t blocks = ceil_div(blocks_of(tiles, each, cluster), int64_t(processors));
-    const int64_t work = (each + 1) * blocks;
+    const int64_t work = (8 * each + 1) * blocks;
     if (work <= least) least = work, best = each;
   }
   return best;
