@@ -171,6 +171,7 @@ def quantized_linear(
     See: ``quantized_linear_ref`` is the same in float64; csrc/quantization/packed_weight.h.
     """
     numbers = _numbers(weight, activation, gated, activations)
+    _check_length("quantized_linear", x, weight)
     if isinstance(x, Undivided):
         return _with_norms(x, weight, bias, residual, None, numbers)[0]
     if are_few(x):
@@ -218,6 +219,7 @@ def quantized_linear_norm(
     See: ``rms_norm``. ``quantized_linear_norm_ref`` is the same in float64.
     """
     numbers = _numbers(weight, activation, False, activations)
+    _check_length("quantized_linear_norm", x, weight)
     out, scaled, squares = _with_norms(x, weight, bias, residual, norm, numbers)
     return out, Undivided(scaled, squares, norm.eps)
 
@@ -245,6 +247,18 @@ def _numbers(
         "gated": gated,
         "integer": activations is not None,
     }
+
+
+def _check_length(op: str, x: Tensor | Undivided, weight: PackedWeight) -> None:
+    """Refuse rows of another length, which the ops would take for that of the weight.
+
+    They cannot tell: the bytes of a row of codes are padded.
+    """
+    rows = x.x if isinstance(x, Undivided) else x
+    if rows.dim() == 0 or rows.shape[-1] != weight.length:
+        raise ValueError(
+            f"{op}: x has shape {list(rows.shape)}, expected [..., {weight.length}]"
+        )
 
 
 def _with_norms(
