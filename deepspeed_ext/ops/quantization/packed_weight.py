@@ -196,8 +196,15 @@ def unpack_weight(weight: PackedWeight, dtype: torch.dtype = torch.float32) -> T
 
     Returns:
         (n, length), contiguous.
+
+    Raises:
+        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
+        BuildError: the native library of the device could not be built or loaded.
     """
     number = number_of("unpack_weight", weight.format)
+    if dtype not in DTYPES:
+        named = str(dtype).removeprefix("torch.")
+        raise ValueError(f"unpack_weight: dtype is {named}, expected float32, bfloat16 or float16")
     out: Tensor = _OPS[FORMATS[number].bits](
         weight.codes,
         weight.scales,

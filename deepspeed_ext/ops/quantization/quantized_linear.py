@@ -13,6 +13,7 @@ from deepspeed_ext.ops._few_rows import (
     are_few,
     are_many,
     by_torch,
+    check_many,
     flops,
     grad_of_sums,
     linear_ref,
@@ -179,13 +180,24 @@ def quantized_linear(
             x, *weight[:3], bias, residual, **numbers
         )
         return out
+    check_many(
+        "quantized_linear",
+        x,
+        "codes",
+        weight.codes,
+        torch.uint8,
+        bias,
+        activation,
+        gated,
+        residual,
+    )
     with without_autocast(x):
         if activations is not None and _takes_integers(x, weight):
             product = partial(_integer_product, x, weight)
         else:
             factors = x if activations is None else fake_quantize(x)
             product = partial(F.linear, factors, unpack_weight(weight, x.dtype))
-        return by_torch("quantized_linear", product, bias, activation, gated, residual)
+        return by_torch(product, bias, activation, gated, residual)
 
 
 def quantized_linear_norm(
@@ -256,9 +268,7 @@ def _check_length(op: str, x: Tensor | Undivided, weight: PackedWeight) -> None:
     """
     rows = x.x if isinstance(x, Undivided) else x
     if rows.dim() == 0 or rows.shape[-1] != weight.length:
-        raise ValueError(
-            f"{op}: x has shape {list(rows.shape)}, expected [..., {weight.length}]"
-        )
+        raise ValueError(f"{op}: x has shape {list(rows.shape)}, expected [..., {weight.length}]")
 
 
 def _with_norms(
