@@ -101,6 +101,13 @@ class WeightLayout:
                 return f"order has other numbers than 0 to {len(order) - 1}, expected each once"
         return None
 
+    def check_rows(self, x: Tensor) -> None:
+        """Refuse rows of x that are not as long as those of the weight."""
+        if x.dim() == 0 or x.shape[-1] != self.shape[1]:
+            raise ValueError(
+                f"QuantizedLinear: x has shape {list(x.shape)}, expected [..., {self.shape[1]}]"
+            )
+
     def note(self, dtype: torch.dtype) -> Tensor:
         """Return all of this as text, in a tensor of bytes, as a state dict keeps nothing else.
 

@@ -219,12 +219,17 @@ class QuantizedLinear(nn.Module):
 
         Args:
             x: (..., in), float32, bfloat16 or float16.
+
+        Raises:
+            ValueError: x has another length, or an argument breaks a rule of `quantized_linear`.
+            RuntimeError: the device has no multiplication of the format.
         """
         if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype in DTYPES:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.layout.is_float8:
             return float8_linear(x, self.codes, self.scales, bias, self.layout)
+        self.layout.check_rows(x)  # before columns are picked
         if self.layout.act_order:
             x = x.index_select(-1, self.get_buffer("order"))
         weight = packed(self.layout, self._tensors())

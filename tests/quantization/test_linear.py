@@ -290,6 +290,27 @@ def test_refuses_layers(source: Any, text: str) -> None:
     assert str(error.value).startswith(f"QuantizedLinear: {text}")
 
 
+def with_act_order(device: str) -> QuantizedLinear:
+    layer = made("int4", 35, False).to(device)
+    weight = PackedWeight(layer.codes, layer.scales, layer.get_buffer("offsets"), "int4", 35, 70)
+    return QuantizedLinear.from_packed(weight, layer.bias, order=torch.randperm(70, device=device))
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("format", [*PACKED, *FLOAT8, "with act-order"])
+def test_refuses_rows_of_other_lengths(format: str, rows: int, device: str) -> None:
+    """Longer and shorter ones, also where as many bytes of codes are read."""
+    layer = with_act_order(device) if format == "with act-order" else made(format).to(device)
+    for length in (69, 71, 72, 128, 140):
+        text = rf"^QuantizedLinear: x has shape \[{rows}, {length}\], expected \[\.\.\., 70\]$"
+        with pytest.raises(ValueError, match=text):
+            layer(torch.zeros(rows, length, device=device))
+    with pytest.raises(
+        ValueError, match=r"^QuantizedLinear: x has shape \[\], expected \[\.\.\., "
+    ):
+        layer(torch.zeros((), device=device))
+
+
 def test_refuses_parts_that_do_not_fit() -> None:
     weight = pack_weight(
         torch.zeros(4, 8, dtype=torch.int8), torch.ones(4, 2), format="int8", group_size=4
@@ -299,5 +320,3 @@ def test_refuses_parts_that_do_not_fit() -> None:
         QuantizedLinear.from_packed(bad)
     with pytest.raises(ValueError, match=r"^QuantizedLinear: bias has shape \[3\], expected \[4\]"):
         QuantizedLinear.from_packed(weight, torch.zeros(3))
-    with pytest.raises(ValueError, match=r"x has shape \[2, 7\], expected \[..., 8\]"):
-        QuantizedLinear(8, 4, format="fp8_e4m3")(torch.zeros(2, 7))
