@@ -110,6 +110,32 @@ def with_weight_norm_as_it_was() -> nn.Module:
     return layer
 
 
+def with_a_bias_of_its_own() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    bias = layer.bias
+    del layer.bias
+    layer.bias = bias * 1  # type: ignore[assignment]
+    return layer
+
+
+def holding(name: str, part: Any) -> nn.Module:
+    layer = nn.Linear(8, 8)
+    setattr(layer, name, part)
+    return layer
+
+
+def with_a_buffer() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    layer.register_buffer("scale", torch.ones(8), persistent=False)
+    return layer
+
+
+def with_hooked_weight(name: str) -> nn.Module:
+    layer = nn.Linear(8, 8)
+    getattr(layer.weight, name)(lambda grad: None)
+    return layer
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -121,7 +147,16 @@ def with_weight_norm_as_it_was() -> nn.Module:
         (lambda: hooked("register_state_dict_post_hook"), "has hooks"),
         (parametrized, "is a ParametrizedLinear"),
         (with_own_forward, "has a forward of its own"),
-        (with_weight_norm_as_it_was, "its weight is not a parameter"),
+        (with_weight_norm_as_it_was, "has a weight that is no parameter"),
+        (with_a_bias_of_its_own, "has a bias that is no parameter"),
+        (lambda: with_hooked_weight("register_hook"), "has hooks on its weight"),
+        (
+            lambda: with_hooked_weight("register_post_accumulate_grad_hook"),
+            "has hooks on its weight",
+        ),
+        (lambda: holding("drop", nn.Dropout()), "has the module 'drop'"),
+        (lambda: holding("gain", nn.Parameter(torch.ones(8))), "has the parameter 'gain'"),
+        (with_a_buffer, "has the buffer 'scale'"),
     ],
 )
 def test_keeps_what_others_rely_on(make: Any, reason: str) -> None:
@@ -130,6 +165,16 @@ def test_keeps_what_others_rely_on(make: Any, reason: str) -> None:
     report = quantize_model(model)
     assert report.kept == {"kept": reason} and list(report.layers) == ["other"]
     assert model["kept"] is layer
+
+
+def test_keeps_a_layer_that_holds_another() -> None:
+    """As adapters are hung in by hand; what is held is quantized where it is."""
+    model = nn.ModuleDict({"fc": holding("lora", nn.Linear(8, 2)), "other": nn.Linear(8, 8)})
+    report = quantize_model(model)
+    assert report.kept == {"fc": "has the module 'lora'"}
+    assert list(report.layers) == ["fc.lora", "other"]
+    assert type(model["fc"]) is nn.Linear
+    assert isinstance(model.get_submodule("fc.lora"), QuantizedLinear)
 
 
 def test_keeps_layers_that_share_memory() -> None:
