@@ -45,6 +45,7 @@ def load_int4_checkpoint(
         The model.
 
     Raises:
+        TypeError: a weight of the model is no plain tensor of float32, bfloat16 or float16.
         ValueError: the folder has another packing, or what does not fit itself or the model, which
             is as it was then.
         OSError: a file is missing or cannot be read.

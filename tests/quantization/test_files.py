@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import FLOAT8, KINDS, Tied, linear, rows
+from model_cases import FLOAT8, KINDS, Kind, Tied, linear, model_of, rows
 from torch import Tensor, nn
 
 from deepspeed_ext.io import inspect, load, save
@@ -21,15 +21,6 @@ from deepspeed_ext.quantization import (
 
 TOKENS = torch.arange(20).view(2, 10)
 EACH = [*KINDS, *((format, None, True) for format in FLOAT8)]
-Kind = tuple[str, int | None, bool]
-
-
-def model_of(kind: Kind | None = None, dtype: torch.dtype = torch.float32) -> Tied:
-    torch.manual_seed(0)
-    model = Tied().to(dtype)
-    if kind is not None:
-        quantize_model(model, kind[0], group_size=kind[1], symmetric=kind[2])
-    return model
 
 
 def with_activations() -> Tied:
