@@ -173,10 +173,55 @@ def test_weight_reads_as_floats(format: str) -> None:
     assert repr(weight) == f"WeightView({format}, shape=[33, 70], dtype=torch.float32)"
 
 
-def test_weight_cannot_be_written() -> None:
+def assigned(weight: torch.Tensor) -> None:
+    weight[0, 0] = 5
+
+
+def with_other_data(weight: torch.Tensor) -> None:
+    weight.data = torch.zeros(33, 70)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        assigned,
+        with_other_data,
+        lambda weight: weight.mul_(2),
+        lambda weight: weight.copy_(torch.zeros(33, 70)),
+        lambda weight: weight.__setitem__(slice(None), 0),
+        lambda weight: torch.add(torch.zeros(33, 70), 1, out=weight),
+        lambda weight: torch.aminmax(torch.zeros(33, 70, 1), dim=2, out=(weight, weight)),
+        lambda weight: torch._foreach_mul_([weight], 2),
+        lambda weight: torch._foreach_copy_([torch.ones(33, 70), weight], [weight, weight]),
+        lambda weight: nn.init.zeros_(weight),
+        lambda weight: torch.ops.aten.mul_.Tensor(self=weight, other=weight),
+    ],
+)
+def test_weight_cannot_be_written(write: Any) -> None:
     layer = made("int8")
-    with pytest.raises(RuntimeError, match=r"weight is an argument that .* expected it to be read"):
-        layer.weight.mul_(2)
+    text = r"^QuantizedLinear: weight is an argument that .* writes to, expected it to be read only"
+    before = layer.dequantize()
+    with pytest.raises(RuntimeError, match=text), torch.no_grad():
+        write(layer.weight)
+    assert torch.equal(layer.dequantize(), before) and torch.equal(layer.weight + 0, before)
+
+
+def test_weight_can_be_written_elsewhere() -> None:
+    """Where it is only read, and in what would be its views, which are copies."""
+    layer, out = made("int8"), torch.zeros(33, 70)
+    floats = layer.dequantize()
+    out[:] = layer.weight
+    assert torch.equal(out, floats)
+    torch.add(layer.weight, 1, out=out)
+    torch._foreach_add_([out], [layer.weight])
+    assert torch.equal(out, floats + 1 + floats)
+    for part in (layer.weight.t(), layer.weight[0], layer.weight.view(-1)):
+        part.zero_()
+    assert torch.equal(layer.dequantize(), floats)
+
+
+def test_the_attribute_weight_cannot_be_set() -> None:
+    layer = made("int8")
     with pytest.raises(AttributeError):
         layer.weight = torch.zeros(33, 70)  # type: ignore[misc]
     with pytest.raises(KeyError, match="already exists"):
