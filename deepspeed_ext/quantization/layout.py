@@ -185,7 +185,8 @@ def read_note(note: Tensor) -> tuple[WeightLayout, torch.dtype]:
         or any(not isinstance(fields[name], kind) for name, kind in _KINDS.items())
     ):
         raise ValueError(f"is {text[:200]!r}, expected {', '.join(_KINDS)}")
-    if fields.pop("packing") != PACKING:
+    packing = fields.pop("packing")
+    if packing is True or packing != PACKING:
         raise ValueError(f"is {text[:200]!r}, expected packing {PACKING}: its version is newer")
     shape, dtype = fields.pop("shape"), _DTYPES.get(fields.pop("dtype"))
     if len(shape) != 2 or any(type(size) is not int or not 0 <= size < 1 << 31 for size in shape):

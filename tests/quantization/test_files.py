@@ -189,6 +189,7 @@ def changed(**tensors: Tensor | None) -> dict[str, Any]:
             "scales is torch.float16 of shape [3, 36]",
         ),
         (lambda: changed(_extra_state=note(packing=2)), "expected packing 1: its version is newer"),
+        (lambda: changed(_extra_state=note(packing=True)), "expected packing 1: its version is ne"),
         (
             lambda: changed(_extra_state=note(shape=[33, -1])),
             "has shape [33, -1], expected two sizes",

@@ -365,3 +365,7 @@ def test_refuses_parts_that_do_not_fit() -> None:
         QuantizedLinear.from_packed(bad)
     with pytest.raises(ValueError, match=r"^QuantizedLinear: bias has shape \[3\], expected \[4\]"):
         QuantizedLinear.from_packed(weight, torch.zeros(3))
+    for dtype in (torch.int64, torch.float64):
+        text = f"^QuantizedLinear: bias is {dtype}, expected float32, bfloat16 or float16$"
+        with pytest.raises(ValueError, match=text):
+            QuantizedLinear.from_packed(weight, torch.ones(4, dtype=dtype))

@@ -75,7 +75,8 @@ def pack_weight(
     bits = FORMATS[number_of("pack_weight", format)].bits
     if FORMATS[number_of("pack_weight", format)].float8 is not None:
         raise ValueError(f"pack_weight: format is {format!r}, expected int8, int4 or nf4")
-    length = codes.shape[-1] * 8 // bits if length is None else length
+    if length is None:
+        length = codes.shape[-1] * 8 // bits if codes.dim() > 0 else 0
     _check(codes, scales, offsets, format, bits, group_size, length)
     pad = (0, 0, 0, -codes.shape[0] % 4)
 
@@ -113,7 +114,7 @@ def _check(
             f"pack_weight: codes has shape {list(codes.shape)}, expected"
             f" {-(-length * bits // 8)} bytes in each row for length {length}"
         )
-    if not 0 < group_size <= max(length, 1):
+    if not isinstance(group_size, int) or not 0 < group_size <= max(length, 1):
         raise ValueError(
             f"pack_weight: group_size is {group_size}, expected 1 to {length}, the length"
         )
