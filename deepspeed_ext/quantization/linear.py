@@ -32,6 +32,9 @@ class QuantizedLinear(nn.Module):
     torch's layer. A state dict has, beside them, a note of format and sizes, `_extra_state`; what
     does not fit is refused when it is loaded, and never read as something else.
 
+    A row of x has the same bits alone and among up to 63 others, as `quantized_linear` says, but
+    not in the fp8 formats: these torch multiplies, and sums go in another order in company.
+
     `weight` has shape, dtype and device of the floats, and their values when something computes
     with it: see `WeightView`.
 
@@ -162,6 +165,10 @@ class QuantizedLinear(nn.Module):
         if bias is not None and bias.shape != (layout.shape[0],):
             raise ValueError(
                 f"QuantizedLinear: bias has shape {list(bias.shape)}, expected [{layout.shape[0]}]"
+            )
+        if bias is not None and bias.dtype not in DTYPES:
+            raise ValueError(
+                f"QuantizedLinear: bias is {bias.dtype}, expected float32, bfloat16 or float16"
             )
         dtype = torch.get_default_dtype() if bias is None else bias.dtype
         if bias is not None and not isinstance(bias, nn.Parameter):

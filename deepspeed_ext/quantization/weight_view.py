@@ -12,7 +12,10 @@ from deepspeed_ext.quantization.packing import dequantize_tensors
 
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 # What dispatch sees as a write to a copy, or not at all.
-_WRITERS = {Tensor.__setitem__: "weight[...] =", Tensor.data.__set__: "weight.data ="}
+_WRITERS = {
+    Tensor.__setitem__: "weight[...] =",
+    Tensor.data.__set__: "weight.data =",  # type: ignore[attr-defined]
+}
 
 
 class WeightView(Tensor):
@@ -82,10 +85,11 @@ class WeightView(Tensor):
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return what an op writes to, also in lists and as out=."""
-    named = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+    arguments = func._schema.arguments
+    given = {**dict(zip((each.name for each in arguments), args, strict=False)), **kwargs}
     return [
-        named.get(each.name)
-        for each in func._schema.arguments
+        given.get(each.name)
+        for each in arguments
         if each.alias_info is not None and each.alias_info.is_write
     ]
 

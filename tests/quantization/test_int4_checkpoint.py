@@ -163,6 +163,27 @@ def test_largest_zeros_are_16(tmp_path: Path) -> None:
     assert_gives_the_logits(load_int4_checkpoint(Model, tmp_path), of)
 
 
+def test_scales_in_float32(tmp_path: Path) -> None:
+    """Exact if they use 19 bits; else to the rounding of zero * scale, and of the element."""
+    rounding = 2.0**-24
+    for used, factor in ((19, 0), (24, 1)):
+        of = sources()
+        for source in of.values():
+            bits = torch.rand_like(source.scales, dtype=torch.float64).mul(2**used).floor() + 1
+            source.scales = (bits * 2.0 ** -(used + 6)).float()
+        write(tmp_path, {name: gptq(source) for name, source in of.items()}, rest(), GPTQ)
+        model = load_int4_checkpoint(Model, tmp_path)
+        for name, source in of.items():
+            layer = model.get_submodule(name)
+            assert isinstance(layer, QuantizedLinear)
+            got, want = layer.dequantize(torch.float32).double(), source.weight()
+            of_offset = (source.zeros * source.scales.double())[source.groups].t()
+            off = (got - want).abs()
+            assert bool((off <= factor * rounding * (of_offset + want.abs() + off)).all())
+            is_zero = (source.codes == source.zeros[source.groups]).t()
+            assert is_zero.any() and bool((off[is_zero] > 0).any()) == bool(factor)
+
+
 def test_whole_rows_and_older_settings(tmp_path: Path) -> None:
     of = {"up": Source(N, LENGTH, LENGTH, seed=1), "down": Source(LENGTH, N, N, seed=2)}
     write(tmp_path, {name: gptq(source) for name, source in of.items()}, rest(), {})
