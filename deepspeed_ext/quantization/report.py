@@ -20,8 +20,8 @@ class LayerReport:
         largest_error: of an element, in parts of what its group allows: half the scale, and of nf4
             and fp8 half the widest step between codes. Symmetric formats keep to 1, but for the
             rounding of floats. With offsets that of code * scale + offset to float32 comes on top,
-            which is more than 1 where elements differ by little beside their size: 1.4 of
-            1 + 1e-5 * randn in int8. NaN if the weight is not finite.
+            which shows where elements differ by little beside their size: 1 + 1e-5 * randn in int8
+            comes to 1.4 and more. NaN if the weight is not finite.
         rms_error: of all elements.
         also: other names of the same layer.
     """

@@ -59,6 +59,21 @@ def test_reports_bytes_and_errors(format: str) -> None:
         assert 0.2 < of_layer.largest_error < 1.0001
 
 
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_offsets_may_take_an_error_beyond_half_a_scale(format: str, device: str) -> None:
+    """By what code * scale + offset is rounded, which elements that differ by little show."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 64))
+    with torch.no_grad():
+        model[0].weight.copy_(1 + 1e-5 * torch.randn(64, 256))
+    report = quantize_model(model.to(device), format, symmetric=False)
+    scales = model[0].get_buffer("scales")
+    rounding = 2.0**-24 / (float(scales.min()) / 2)  # of numbers up to 2
+    largest = report.layers["0"].largest_error
+    assert largest <= 1 + 2**-15 + rounding * 1.001
+    assert (largest > 1.2) == (format == "int8")
+
+
 def test_half_steps() -> None:
     """Half of the widest step between codes, counted out."""
     from deepspeed_ext.ops.quantization.formats import FORMATS, NF4_LEVELS
@@ -270,7 +285,10 @@ def test_releases_each_weight_before_the_next(monkeypatch: pytest.MonkeyPatch) -
     assert not any(weight() is not None for weight in floats)
 
 
-def test_extra_memory_is_some_blocks_of_rows(cuda: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("format", ["int4", "nf4"])
+def test_extra_memory_is_some_blocks_of_rows(
+    format: str, cuda: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from deepspeed_ext.quantization import packing
 
     monkeypatch.setattr(packing, "_BLOCK_ELEMENTS", 1 << 20)
@@ -278,7 +296,7 @@ def test_extra_memory_is_some_blocks_of_rows(cuda: str, monkeypatch: pytest.Monk
     model.to(cuda, torch.bfloat16)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    quantize_model(model, "int4")
+    quantize_model(model, format)
     packed = 4096 * 4096 * 5 // 8
     assert torch.cuda.max_memory_allocated() - before < packed + 24 * (1 << 20)
 
