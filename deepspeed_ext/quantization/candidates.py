@@ -1,7 +1,7 @@
 """Which linear layers of a model another kind of layer can stand for, and why not the others."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -110,10 +110,12 @@ def lost_with(layer: nn.Module, own: Collection[str] = ("weight", "bias")) -> st
     Args:
         own: tensors of the layer that the new one has, or stands for.
     """
-    if "forward" in vars(layer):
+    state = vars(layer)
+    if "forward" in state:
         return "has a forward of its own"
-    if any(getattr(layer, hooks) for hooks in _HOOKS):
-        return "has hooks"
+    for hooks in _HOOKS:
+        if state[hooks]:
+            return "has hooks"
     weight = layer._parameters.get("weight")
     if "weight" in own and weight is None:
         return "has a weight that is no parameter"
@@ -121,13 +123,8 @@ def lost_with(layer: nn.Module, own: Collection[str] = ("weight", "bias")) -> st
         return "has a bias that is no parameter"
     if weight is not None and (weight._backward_hooks or weight._post_accumulate_grad_hooks):
         return "has hooks on its weight"
-    parts: dict[str, Mapping[str, object]] = {
-        "module": layer._modules,
-        "parameter": layer._parameters,
-        "buffer": layer._buffers,
-    }
-    for kind, named in parts.items():
-        for name, part in named.items():
+    for kind in ("module", "parameter", "buffer"):
+        for name, part in state[f"_{kind}s"].items():
             if part is not None and name not in own:
                 return f"has the {kind} {name!r}"
     return None
