@@ -231,7 +231,7 @@ def _cpu_quantization() -> Table:
         lines.append(
             Line(f"`quantized_linear` {what}, 1 row", "quantized_linear", f"1 rows, {what}")
         )
-    return Table("GB/s; beside torch; a copy, or reading", columns, lines)
+    return Table("GB/s; beside torch; a copy; the stream (layers: reading)", columns, lines)
 
 
 def _cpu_functional() -> Table:

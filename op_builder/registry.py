@@ -177,7 +177,8 @@ OPS: tuple[OpSpec, ...] = (
 )
 
 
-# One name, that older libraries have, for rows on CUDA.
+# One name, that older libraries have, for rows on CUDA. Without it `is_compatible` of these
+# builders is False, as theirs is; the rows of the CPU have builders of their own.
 GROUPS: dict[str, tuple[str, ...]] = {
     "transformer_inference": (
         "fused_kv_cache",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deepspeed_ext.ops._activations import reference
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # see dtype.h
 MOST_ROWS = 64  # that the kernels take: see few_rows.h
 
 
@@ -39,8 +40,65 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
-def by_torch(
+def check_many(
     op: str,
+    x: Tensor,
+    name: str,
+    weight: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    activation: str | None,
+    gated: bool,
+    residual: Tensor | None,
+) -> None:
+    """Refuse what the kernels refuse of few rows, and torch would broadcast, promote or not name.
+
+    Args:
+        name: what an error calls the weight.
+        weight: has its rows.
+        dtype: that it must have.
+
+    Raises:
+        ValueError: an argument does not fit; in the words of few_rows.h.
+    """
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"{op}: x is {_named(x.dtype)}, expected float32, bfloat16 or float16")
+    if gated and activation is None:
+        raise ValueError(f"{op}: gated is True, expected an activation beside it")
+    if weight.dim() != 2:
+        raise ValueError(f"{op}: {name} has shape {list(weight.shape)}, expected two dimensions")
+    rows = weight.shape[0]
+    if gated and rows % 2:
+        raise ValueError(f"{op}: {name} has {rows} rows, expected an even number, as gated is True")
+    _check_like(op, name, weight, x, weight.shape, dtype)
+    _check_like(op, "bias", bias, x, (rows,), x.dtype)
+    columns = rows // 2 if gated else rows
+    _check_like(op, "residual", residual, x, (*x.shape[:-1], columns), x.dtype)
+
+
+def _check_like(
+    op: str,
+    name: str,
+    given: Tensor | None,
+    x: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> None:
+    if given is None:
+        return
+    if given.device != x.device:
+        raise ValueError(f"{op}: {name} is on {given.device}, expected {x.device}")
+    if given.shape != shape:
+        raise ValueError(f"{op}: {name} has shape {list(given.shape)}, expected {list(shape)}")
+    if given.dtype != dtype:
+        raise ValueError(f"{op}: {name} is {_named(given.dtype)}, expected {_named(dtype)}")
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def by_torch(
     product: Callable[[Tensor | None], Tensor],
     bias: Tensor | None,
     activation: str | None,
@@ -54,18 +112,12 @@ def by_torch(
     """
     from deepspeed_ext.ops import bias_activation, gated_activation
 
-    if gated:
-        if activation is None:
-            raise ValueError(f"{op}: gated is True, expected an activation beside it")
-        out = gated_activation(product(bias), activation=activation)
-    elif activation is None:
+    if activation is None:
         out = product(bias)
+    elif gated:
+        out = gated_activation(product(bias), activation=activation)
     else:
         out = bias_activation(product(None), bias, activation=activation)
-    if residual is not None and residual.shape != out.shape:
-        raise ValueError(
-            f"{op}: residual has shape {list(residual.shape)}, expected {list(out.shape)}"
-        )
     return out if residual is None else out + residual
 
 

@@ -1,7 +1,7 @@
 """Which linear layers of a model another kind of layer can stand for, and why not the others."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -94,15 +94,39 @@ def _why_not(
             return f"skip has {pattern!r}"
     if type(module) is not nn.Linear and not is_conv1d(module):
         return f"is a {type(module).__name__}"
-    if "forward" in vars(module):
-        return "has a forward of its own"
-    if any(getattr(module, hooks) for hooks in _HOOKS):
-        return "has hooks"
-    weight = module._parameters.get("weight")
-    if weight is None:
-        return "its weight is not a parameter"
+    lost = lost_with(module)
+    if lost is not None:
+        return lost
+    weight = module._parameters["weight"]
+    assert weight is not None
     for other in _sharing(module, weight, uses):
         return f"shares its weight with {other}"
+    return None
+
+
+def lost_with(layer: nn.Module, own: Collection[str] = ("weight", "bias")) -> str | None:
+    """Say what would be gone if a new layer took the place of a linear one; None: nothing.
+
+    Args:
+        own: tensors of the layer that the new one has, or stands for.
+    """
+    state = vars(layer)
+    if "forward" in state:
+        return "has a forward of its own"
+    for hooks in _HOOKS:
+        if state[hooks]:
+            return "has hooks"
+    weight = layer._parameters.get("weight")
+    if "weight" in own and weight is None:
+        return "has a weight that is no parameter"
+    if "bias" not in layer._parameters:
+        return "has a bias that is no parameter"
+    if weight is not None and (weight._backward_hooks or weight._post_accumulate_grad_hooks):
+        return "has hooks on its weight"
+    for kind in ("module", "parameter", "buffer"):
+        for name, part in state[f"_{kind}s"].items():
+            if part is not None and name not in own:
+                return f"has the {kind} {name!r}"
     return None
 
 

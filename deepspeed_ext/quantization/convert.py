@@ -46,8 +46,9 @@ def quantize_model(
     Each old weight is released before the next layer begins, on whatever device it is, so that
     beside the model there is no more memory in use than the largest layer and some blocks of rows
     take. Replaced are nn.Linear and transformers' Conv1D. Kept, and named in the report, are layers
-    that others rely on in ways that would be lost: subclasses, parametrized and hooked ones, and
-    those that share their weight with another module, such as a head that is tied to an embedding.
+    that others rely on in ways that would be lost: subclasses, parametrized and hooked ones, those
+    that have modules or tensors beside weight and bias, and those that share their weight with
+    another module, such as a head that is tied to an embedding.
     A layer that has several places in the model is replaced by one layer in all of them.
 
     When something fails on the way, layers that were replaced stay so, each of them whole.

@@ -27,10 +27,15 @@ def save_quantized(model: nn.Module, path: str | os.PathLike[str], *, durable: b
         path: of the file; see `deepspeed_ext.io.save`, also for `durable`.
 
     Raises:
-        TypeError: the model has a tensor that cannot be saved.
+        TypeError: the model is a layer itself, or has a tensor that cannot be saved.
         ValueError: the model has no quantized layer.
         OSError: the disk is full, the folder is missing or cannot be written, or a write failed.
     """
+    if isinstance(model, QuantizedLinear):
+        raise TypeError(
+            "save_quantized: model is a QuantizedLinear, expected a module that has some; for one"
+            " layer there is state_dict"
+        )
     if not any(isinstance(module, QuantizedLinear) for module in model.modules()):
         raise ValueError(
             "save_quantized: model has no QuantizedLinear, expected some; see quantize_model"
@@ -96,6 +101,7 @@ def load_quantized(
         The model.
 
     Raises:
+        TypeError: a weight of the model is no plain tensor of float32, bfloat16 or float16.
         ValueError: the file breaks a rule of its format, was cut short, or does not fit the model,
             which is as it was then.
         OSError: the file cannot be read.

@@ -1,11 +1,13 @@
 """Puts what files hold into a model: layers of few bits, and all else as it is."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from deepspeed_ext.ops.quantization.packed_weight import DTYPES
+from deepspeed_ext.quantization.candidates import lost_with
 from deepspeed_ext.quantization.convert import put_in_place
 from deepspeed_ext.quantization.layout import WeightLayout, read_note
 from deepspeed_ext.quantization.linear import NOTE, QuantizedLinear, is_conv1d, weight_of
@@ -47,14 +49,20 @@ def fill(
             model that has none.
 
     Raises:
-        ValueError: they do not fit the model, which is as it was then; or they lack what it has no
-            values for.
+        TypeError: a weight of the model is no plain tensor of float32, bfloat16 or float16.
+        ValueError: they do not fit the model, or lack what it has no values for. It is as it was
+            then, as with a TypeError.
     """
-    made = _layers_for(what, model, layers)
+    made = _layers_for(what, model, layers, state)
     buffers = other_buffers(model)
     tied = {name: tensor for name, tensor in state.items() if name not in buffers}
     tied.update(_ties_of(what, model, layers, tied))
     _check(what, model, made, tied)
+    on_meta = {name: b for name, b in buffers.items() if b.is_meta and name in state}
+    for name, buffer in on_meta.items():
+        _check_one(what, name, buffer, state)
+    _check_meta(what, model, made, tied.keys() | on_meta.keys())
+    # From here on nothing is refused.
     for name, layer in made.items():
         put_in_place(model, [name], layer)
     # Names of one tensor get one parameter: an optimizer would step two of them twice.
@@ -65,16 +73,9 @@ def fill(
             made_of = nn.Parameter(tensor, requires_grad=False)
             tied[name] = parameters.setdefault(id(tensor), made_of)
     model.load_state_dict(tied, assign=True)
-    for name, buffer in buffers.items():
-        if buffer.is_meta and name in state and state[name].shape == buffer.shape:
-            holder, _, last = name.rpartition(".")
-            model.get_submodule(holder)._buffers[last] = state[name]
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise ValueError(
-                f"{what} has no {name!r}, which is on meta in the model, expected values; give it"
-                " some after the model is made, or make the model on the CPU"
-            )
+    for name in on_meta:
+        holder, _, last = name.rpartition(".")
+        model.get_submodule(holder)._buffers[last] = state[name]
 
 
 def other_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -88,14 +89,22 @@ def other_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _layers_for(
-    what: str, model: nn.Module, layers: Mapping[str, tuple[WeightLayout, torch.dtype]]
+    what: str,
+    model: nn.Module,
+    layers: Mapping[str, tuple[WeightLayout, torch.dtype]],
+    state: Mapping[str, Tensor],
 ) -> dict[str, QuantizedLinear]:
     """Return what is to be at places of the model; one that has several names stays one."""
     made: dict[nn.Module, QuantizedLinear] = {}
-    found = {}
+    found, firsts = {}, dict[nn.Module, str]()
     for name, (layout, dtype) in layers.items():
         layer = _layer_for(what, model, name, layout, dtype)
-        found[name] = made.setdefault(model.get_submodule(name), layer)
+        there = model.get_submodule(name)
+        found[name] = made.setdefault(there, layer)
+        first = firsts.setdefault(there, name)
+        _check_same(what, f"{name}.{NOTE}", f"{first}.{NOTE}", layers[name] == layers[first])
+        for key in layout.tensors():
+            _check_tied(what, f"{name}.{key}", f"{first}.{key}", state)
     return found
 
 
@@ -114,15 +123,21 @@ def _layer_for(
         refuse("is not in the model")
     if isinstance(there, QuantizedLinear):
         shape = there.layout.shape
+        own = (*there.layout.tensors(), "bias")
     elif type(there) is nn.Linear or is_conv1d(there):
+        own = ("weight", "bias")
         weight = weight_of(f"{what}: {name}", there)
         shape = weight.shape[0], weight.shape[1]
     else:
         refuse(f"of the model is a {type(there).__name__}")
     if shape != layout.shape:
         refuse(f"of the model has weight {list(shape)}")
-    bias = there.bias
-    assert bias is None or isinstance(bias, nn.Parameter)
+    lost = lost_with(there, own)
+    if lost is not None:
+        raise ValueError(
+            f"{what}: {name} of the model {lost}, expected a plain layer, as that would be lost"
+        )
+    bias = there._parameters["bias"]
     layer = QuantizedLinear.of_tensors(layout, layout.tensors_on("meta"), bias, dtype)
     return layer.train(there.training)
 
@@ -130,23 +145,38 @@ def _layer_for(
 def _ties_of(
     what: str, model: nn.Module, layers: Mapping[str, object], state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return for names of one parameter of the model one tensor, if the state has any for them."""
-    by_parameter: dict[int, list[str]] = {}
+    """Return for names of one tensor of the model one tensor, if the state has any for them."""
+    by_tensor: dict[int, list[str]] = {}
+    others = other_buffers(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not name.endswith(".weight") or name.removesuffix(".weight") not in layers:
-            by_parameter.setdefault(id(parameter), []).append(name)
+        if not name.endswith(".weight") or not _is_of(name, layers):
+            by_tensor.setdefault(id(parameter), []).append(name)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name not in others and not _is_of(name, layers):
+            by_tensor.setdefault(id(buffer), []).append(name)
     found = {}
-    for names in by_parameter.values():
+    for names in by_tensor.values():
         here = [name for name in names if name in state]
         for name in here[1:]:
-            if state[name] is not state[here[0]] and not torch.equal(state[name], state[here[0]]):
-                raise ValueError(
-                    f"{what} has other values for {name!r} than for {here[0]!r}, expected the"
-                    " same, as the model ties them"
-                )
+            _check_tied(what, name, here[0], state)
         if here:
             found.update(dict.fromkeys(names, state[here[0]]))
     return found
+
+
+def _check_tied(what: str, name: str, first: str, state: Mapping[str, Tensor]) -> None:
+    """Refuse other values for a second name of a tensor."""
+    if name in state and first in state and state[name] is not state[first]:
+        same = state[name].dtype == state[first].dtype and torch.equal(state[name], state[first])
+        _check_same(what, name, first, same)
+
+
+def _check_same(what: str, name: str, first: str, is_same: bool) -> None:
+    if not is_same:
+        raise ValueError(
+            f"{what} has other values for {name!r} than for {first!r}, expected the same, as the"
+            " model ties them"
+        )
 
 
 def _check(
@@ -167,14 +197,36 @@ def _check(
         if problem is not None:
             raise ValueError(f"{what} has a layer {name!r} of which {problem}")
     for name, want in expected.items():
-        if isinstance(want, Tensor) and want.shape != state[name].shape and not name.endswith(NOTE):
+        if isinstance(want, Tensor) and not name.endswith(NOTE):
+            _check_one(what, name, want, state)
+
+
+def _check_one(what: str, name: str, want: Tensor, state: Mapping[str, Tensor]) -> None:
+    """Refuse another shape, and a dtype that nothing of the model could compute with."""
+    got = state[name]
+    if want.shape != got.shape:
+        raise ValueError(
+            f"{what} has {name!r} of shape {list(got.shape)}, expected {list(want.shape)}"
+        )
+    if got.dtype != want.dtype and not (got.dtype in DTYPES and want.dtype in DTYPES):
+        expected = "float32, bfloat16 or float16" if want.dtype in DTYPES else str(want.dtype)
+        raise ValueError(f"{what} has {name!r} as {got.dtype}, expected {expected}")
+
+
+def _check_meta(
+    what: str, model: nn.Module, made: Mapping[str, QuantizedLinear], given: Collection[str]
+) -> None:
+    """Refuse to leave what is on meta there."""
+    tensors = dict[str, Tensor](model.named_parameters()) | dict(model.named_buffers())
+    for name, tensor in (tensors | other_buffers(model)).items():
+        if tensor.is_meta and name not in given and not _is_of(name, made):
             raise ValueError(
-                f"{what} has {name!r} of shape {list(state[name].shape)}, expected"
-                f" {list(want.shape)}"
+                f"{what} has no {name!r}, which is on meta in the model, expected values; give it"
+                " some after the model is made, or make the model on the CPU"
             )
 
 
-def _is_of(name: str, made: Mapping[str, QuantizedLinear]) -> bool:
+def _is_of(name: str, made: Mapping[str, object]) -> bool:
     return name.rpartition(".")[0] in made
 
 

@@ -52,10 +52,7 @@ def float8_linear(
         ValueError: x has another last dimension.
         RuntimeError: the device has no multiplication of 8-bit floats.
     """
-    if x.dim() == 0 or x.shape[-1] != layout.shape[1]:
-        raise ValueError(
-            f"QuantizedLinear: x has shape {list(x.shape)}, expected [..., {layout.shape[1]}]"
-        )
+    layout.check_rows(x)
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < _LEAST_CAPABILITY:
         major, minor = torch.cuda.get_device_capability(x.device)
         raise RuntimeError(

@@ -30,8 +30,9 @@ def load_int4_checkpoint(
 ) -> nn.Module:
     """Load a model that GPTQ or AWQ has quantized to 4 bits, as `QuantizedLinear` with offsets.
 
-    Each element is (code - zero) * scale exactly, before it is multiplied. With act-order
-    (desc_act) the columns are put in the order of their groups, and x is for each call.
+    Each element is (code - zero) * scale before it is multiplied, exactly if scales have 16 bits;
+    see int4_tensors.py for float32. With act-order (desc_act) the columns are put in the order of
+    their groups, and x is for each call.
 
     Args:
         model: whose tensors are replaced, so that it is best made on meta; or what makes it, which
@@ -45,6 +46,7 @@ def load_int4_checkpoint(
         The model.
 
     Raises:
+        TypeError: a weight of the model is no plain tensor of float32, bfloat16 or float16.
         ValueError: the folder has another packing, or what does not fit itself or the model, which
             is as it was then.
         OSError: a file is missing or cannot be read.

@@ -1,6 +1,9 @@
 """The tensors by which GPTQ and AWQ store a weight of 4 bits, as ours; nothing here opens a file.
 
-An element is (code - zero) * scale. Eight codes are in an int32, from its lowest bits on:
+An element is (code - zero) * scale, exactly with scales in 16 bits, as they are published. Of
+scales in float32 that use over 19 bits zero * scale is rounded: by up to 2^-24 of it an element is
+off, also one whose code is zero, beside its own rounding. Eight codes are in an int32, from its
+lowest bits on:
 
   GPTQ  qweight (in / 8, out)       word (i, n): elements 8 i .. 8 i + 7 of row n
         qzeros (groups, out / 8)    word (g, j): rows 8 j .. 8 j + 7; in its first version 1 less
@@ -101,7 +104,7 @@ def read_settings(what: str, config: Any) -> Int4Settings:
 
 
 def read_int4(what: str, tensors: Mapping[str, Tensor], settings: Int4Settings) -> Int4Weight:
-    """Return a weight of a checkpoint as ours, with offsets, exactly as it is.
+    """Return a weight of a checkpoint as ours, with offsets; see above how exactly.
 
     Args:
         what: begins the text of an error: which layer of which file.
@@ -139,7 +142,7 @@ def read_int4(what: str, tensors: Mapping[str, Tensor], settings: Int4Settings) 
     if order is not None:
         codes = pack_nibbles(unpack_nibbles(codes, length)[:, order])
     of_groups = scales.float().t()
-    offsets = of_groups * -zeros.t().float()  # 16 bits of a number: exact
+    offsets = of_groups * -zeros.t().float()  # 5 bits times 11 of a scale: exact
     packed = pack_weight(codes, of_groups, offsets, format="int4", group_size=group, length=length)
     return Int4Weight(packed, order)
 

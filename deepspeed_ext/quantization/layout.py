@@ -101,6 +101,13 @@ class WeightLayout:
                 return f"order has other numbers than 0 to {len(order) - 1}, expected each once"
         return None
 
+    def check_rows(self, x: Tensor) -> None:
+        """Refuse rows of x that are not as long as those of the weight."""
+        if x.dim() == 0 or x.shape[-1] != self.shape[1]:
+            raise ValueError(
+                f"QuantizedLinear: x has shape {list(x.shape)}, expected [..., {self.shape[1]}]"
+            )
+
     def note(self, dtype: torch.dtype) -> Tensor:
         """Return all of this as text, in a tensor of bytes, as a state dict keeps nothing else.
 
@@ -178,7 +185,8 @@ def read_note(note: Tensor) -> tuple[WeightLayout, torch.dtype]:
         or any(not isinstance(fields[name], kind) for name, kind in _KINDS.items())
     ):
         raise ValueError(f"is {text[:200]!r}, expected {', '.join(_KINDS)}")
-    if fields.pop("packing") != PACKING:
+    packing = fields.pop("packing")
+    if packing is True or packing != PACKING:
         raise ValueError(f"is {text[:200]!r}, expected packing {PACKING}: its version is newer")
     shape, dtype = fields.pop("shape"), _DTYPES.get(fields.pop("dtype"))
     if len(shape) != 2 or any(type(size) is not int or not 0 <= size < 1 << 31 for size in shape):

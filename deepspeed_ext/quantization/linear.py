@@ -32,6 +32,9 @@ class QuantizedLinear(nn.Module):
     torch's layer. A state dict has, beside them, a note of format and sizes, `_extra_state`; what
     does not fit is refused when it is loaded, and never read as something else.
 
+    A row of x has the same bits alone and among up to 63 others, as `quantized_linear` says, but
+    not in the fp8 formats: these torch multiplies, and sums go in another order in company.
+
     `weight` has shape, dtype and device of the floats, and their values when something computes
     with it: see `WeightView`.
 
@@ -163,6 +166,10 @@ class QuantizedLinear(nn.Module):
             raise ValueError(
                 f"QuantizedLinear: bias has shape {list(bias.shape)}, expected [{layout.shape[0]}]"
             )
+        if bias is not None and bias.dtype not in DTYPES:
+            raise ValueError(
+                f"QuantizedLinear: bias is {bias.dtype}, expected float32, bfloat16 or float16"
+            )
         dtype = torch.get_default_dtype() if bias is None else bias.dtype
         if bias is not None and not isinstance(bias, nn.Parameter):
             bias = nn.Parameter(bias)
@@ -219,12 +226,17 @@ class QuantizedLinear(nn.Module):
 
         Args:
             x: (..., in), float32, bfloat16 or float16.
+
+        Raises:
+            ValueError: x has another length, or an argument breaks a rule of `quantized_linear`.
+            RuntimeError: the device has no multiplication of the format.
         """
         if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype in DTYPES:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.layout.is_float8:
             return float8_linear(x, self.codes, self.scales, bias, self.layout)
+        self.layout.check_rows(x)  # before columns are picked
         if self.layout.act_order:
             x = x.index_select(-1, self.get_buffer("order"))
         weight = packed(self.layout, self._tensors())

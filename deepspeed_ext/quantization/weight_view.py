@@ -1,16 +1,21 @@
 """What `weight` of a quantized layer is: a tensor that becomes floats when something reads it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from deepspeed_ext.quantization.layout import WeightLayout
 from deepspeed_ext.quantization.packing import dequantize_tensors
 
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+# What dispatch sees as a write to a copy, or not at all.
+_WRITERS = {
+    Tensor.__setitem__: "weight[...] =",
+    Tensor.data.__set__: "weight.data =",  # type: ignore[attr-defined]
+}
 
 
 class WeightView(Tensor):
@@ -18,6 +23,10 @@ class WeightView(Tensor):
 
     Code of models reads `layer.weight.dtype` and the like before each multiplication, and that
     must cost nothing; code that computes with `layer.weight` gets the right numbers.
+
+    It is read only: what would write to it is refused. What is a view of another tensor, such as
+    `weight.t()`, `weight[0]` or `weight.view(-1)`, is a copy of this one, as there are no floats to
+    look at; what is written to such a copy is not written to the layer.
 
     Args:
         layout: of the weight.
@@ -46,6 +55,8 @@ class WeightView(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func in _WRITERS and isinstance(args[0], WeightView):
+            _refuse(_WRITERS[func])
         # It is there at all so that torch's modules see a tensor of another kind, and leave alone
         # the kernels that take the weights of a whole layer of a transformer.
         with torch._C.DisableTorchFunctionSubclass():
@@ -63,18 +74,31 @@ class WeightView(Tensor):
             view = args[0]
             return WeightView(view._layout, view._tensors, view.dtype)
         if func._schema.is_mutable and any(
-            isinstance(value, WeightView)
-            for value, argument in zip(args, func._schema.arguments, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            isinstance(each, WeightView) for each in tree_leaves(_written(func, args, kwargs or {}))
         ):
-            raise RuntimeError(
-                f"QuantizedLinear: weight is an argument that {func} writes to, expected it to be"
-                " read only; make a new layer by QuantizedLinear.from_linear"
-            )
+            _refuse(str(func))
         return func(*_floats(args), **_floats(kwargs or {}))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"WeightView({self._layout.format}, shape={list(self.shape)}, dtype={self.dtype})"
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return what an op writes to, also in lists and as out=."""
+    arguments = func._schema.arguments
+    given = {**dict(zip((each.name for each in arguments), args, strict=False)), **kwargs}
+    return [
+        given.get(each.name)
+        for each in arguments
+        if each.alias_info is not None and each.alias_info.is_write
+    ]
+
+
+def _refuse(writer: str) -> NoReturn:
+    raise RuntimeError(
+        f"QuantizedLinear: weight is an argument that {writer} writes to, expected it to be"
+        " read only; make a new layer by QuantizedLinear.from_linear"
+    )
 
 
 def _floats(values: Any) -> Any:

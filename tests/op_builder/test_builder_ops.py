@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from deepspeed_ext import op_builder
 from deepspeed_ext.op_builder import OPS, loading, probe, registry, toolchain
@@ -107,6 +108,22 @@ def test_a_builder_of_a_group_loads_all_of_it(monkeypatch: pytest.MonkeyPatch) -
     assert op_builder.InferenceBuilder().is_compatible()
     states[members[-1]].append("it is the last one")
     assert not op_builder.InferenceBuilder().is_compatible()
+
+
+def test_the_quantizers_name_stands_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in older libraries; where there is no CUDA, it says so, and the CPU's builder works."""
+    builder, of_cpu = op_builder.QuantizerBuilder(), op_builder.CPUQuantizerBuilder()
+    assert registry.GROUPS[builder.NAME] == ("fused_quantizer",)
+    assert builder.is_compatible() == op_builder.FusedQuantizerBuilder().is_compatible()
+    if torch.version.cuda is None:
+        assert not builder.is_compatible()
+        with pytest.raises(op_builder.BuildError, match=r"fused_quantizer: .*CUDA"):
+            builder.load()
+    assert of_cpu.is_compatible()
+    x = torch.randn(4, 64)
+    assert of_cpu.load().ds_quantizer(x.clone(), 4).shape == x.shape
+    monkeypatch.setattr(loading, "load", lambda name: name)
+    assert builder.load().__all__ == of_cpu.load().__all__
 
 
 def test_is_compatible_means_that_load_would_work(

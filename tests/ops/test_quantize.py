@@ -173,26 +173,51 @@ def test_floats_are_the_nearest(kind: tuple[str, bool], group: list[float]) -> N
         assert error <= min(abs(quotient - other) for other in points) + abs(quotient) / 2**21
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k[1]], ids=str)
+@each_kind
 @property_of_groups
-@given(group=groups)
+@given(group=groups, size=st.integers(1, 40))
 def test_codes_of_what_codes_stand_for_are_the_same(
-    kind: tuple[str, bool], group: list[float]
+    kind: tuple[str, bool], group: list[float], size: int
 ) -> None:
+    """But where scales end, and where the rounding of large offsets takes codes away."""
     x = torch.tensor([group])
-    made = quantize(x, kind[0])
-    again = quantize(dequantize(*made, format=kind[0], length=len(group)), kind[0])
-    floor = made.scales.item() < 2.0**-120  # the largest element may be far below the last code
+    options = options_of(kind, (None, min(size, len(group)), 1))
+    made = quantize(x, **options)
+    reading = {name: options[name] for name in ("format", "group_size")}
+    again = quantize(dequantize(*made, **reading, length=len(group)), **options)
+    floor = (made.scales < 2.0**-120).any()  # the largest element may be far below the last code
+    if made.offsets is not None:
+        floor |= (made.offsets.abs() > made.scales * 2.0**14).any()
     assert floor or torch.equal(bits(again.codes), bits(made.codes))
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k[1] and k[0] != "nf4"], ids=str)
 @property_of_groups
-@given(group=groups)
-def test_the_opposite_has_the_opposite_codes(kind: tuple[str, bool], group: list[float]) -> None:
-    x = torch.tensor([group])
-    there, back = (fake_quantize(each, kind[0]) for each in (x, -x))
+@given(group=groups, size=st.integers(1, 40))
+def test_the_opposite_has_the_opposite_codes(
+    kind: tuple[str, bool], group: list[float], size: int
+) -> None:
+    x, options = torch.tensor([group]), options_of(kind, (None, min(size, len(group)), 1))
+    there, back = (fake_quantize(each, **options) for each in (x, -x))
     assert torch.equal(there, -back)
+
+
+@pytest.mark.parametrize("kind", [k for k in INTEGERS if not k[1]], ids=str)
+@property_of_groups
+@given(group=groups, size=st.integers(1, 40))
+def test_the_opposite_has_the_codes_from_the_other_end(
+    kind: tuple[str, bool], group: list[float], size: int
+) -> None:
+    """With offsets: the same scale, and codes off by one at most, where they are halves."""
+    x = torch.tensor([group]) / 4  # so that float32 has the range
+    options = options_of(kind, (None, min(size, len(group)), 1))
+    there, back = (quantize(each, **options) for each in (x, -x))
+    assert torch.equal(there.scales, back.scales)
+    codes, others = (numbers(made.codes, kind, len(group)) for made in (there, back))
+    most = 255 if kind[0] == "int8" else 15
+    scales = spread(there.scales, x, (None, options["group_size"], 1))
+    is_flat = scales <= 2.0**-120  # as of elements that are all one
+    assert bool((((codes + others - most).abs() <= 1) | is_flat).all())
 
 
 @each_kind

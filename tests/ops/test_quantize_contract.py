@@ -285,6 +285,10 @@ REFUSED: dict[str, Callable[[], object]] = {
         lambda: OPS.fake_quantize_.default(X.t(), format=0, symmetric=True, group_size=None,
                                            group_rows=1, seed=None),
     "ds_quantizer: bit_num is 3, expected 8 or 4": lambda: ds_quantizer(X.clone(), 1, 3),
+    "ds_quantizer: input is float64, expected float32, bfloat16 or float16":
+        lambda: ds_quantizer(X.double(), 1),
+    "ds_quantizer: input is int64, expected float32, bfloat16 or float16":
+        lambda: ds_quantizer(X.long(), 1),
     "ds_quantizer: groups is 4, expected a number that divides the 30 elements of input":
         lambda: ds_quantizer(X.clone(), 4),
     "ds_quantizer: groups is 0, expected a number that divides the 30 elements of input":

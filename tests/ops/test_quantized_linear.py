@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from activation_cases import NAMES
+from activation_cases import NAMES, ROUNDING
 from quantized_linear_cases import (
     EVERYTHING,
     INTEGERS,
@@ -20,6 +20,7 @@ from quantized_linear_cases import (
 )
 from rms_norm_cases import BF16, DTYPES, F32, make
 from row_layouts import LAYOUTS
+from tolerance import assert_within
 from torch import Tensor
 
 from deepspeed_ext.ops import (
@@ -193,6 +194,26 @@ def test_with_more_rows_it_is_torchs(rows: int, dtype: torch.dtype, device: str)
             assert quantized_linear(x[:3], weight, bias).dtype == dtype
 
 
+@each_kind
+@each_dtype
+def test_more_rows_element_by_element(
+    dtype: torch.dtype, kind: tuple[str, bool], device: str
+) -> None:
+    """Against float64: the weight is rounded to the dtype, parts of sums may be, and each step."""
+    for bias, residual in itertools.product((False, True), (False, True)):
+        given = arguments(300, 24, 200, dtype, kind, 48, device, bias=bias, residual=residual)
+        x, weight, options = given
+        got = quantized_linear(x, weight, **options)
+        wide = {key: v.cpu().double() if isinstance(v, Tensor) else v for key, v in options.items()}
+        want = quantized_linear_ref(x.cpu(), on_cpu(weight), **wide)
+        floats, unit = unpack_weight_ref(on_cpu(weight)), torch.finfo(dtype).eps / 2
+        reach = F.linear(x.cpu().double().abs(), floats.abs())
+        sums = F.linear(x.cpu().double(), floats, wide["bias"]).abs()
+        error = unit * (2 * reach + 2 * sums) + (2 * 200 + 8) * ROUNDING * reach
+        assert got.dtype == dtype and got.shape == want.shape
+        assert_within("out", got.cpu(), want, error)
+
+
 @pytest.mark.parametrize("rows", [65, 300])
 @each_dtype
 def test_more_rows_are_rounded_too(rows: int, dtype: torch.dtype, device: str) -> None:
@@ -222,6 +243,27 @@ def test_more_rows_by_integers(dtype: torch.dtype, k: int, cuda: str) -> None:
             want = quantized_linear(x[26:], weight, bias, activations="int8")
             assert torch.equal(got[64:], want[38:])
         assert got[4].isnan().all() and got[5:].isfinite().all()
+
+
+@each_kind
+def test_in_a_cuda_graph(kind: tuple[str, bool], cuda: str) -> None:
+    """Alone in it, with the bits of the calls that it stands for."""
+    ways = (None, "int8") if kind in INTEGERS else (None,)
+    for rows, activations in itertools.product((1, 9, 64), ways):
+        x, weight, options = arguments(rows, 40, 264, BF16, kind, 264, cuda, **EVERYTHING)
+        options["activations"], start = activations, x.clone()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            quantized_linear(start, weight, **options)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                got = quantized_linear(start, weight, **options)
+        for value in (x, x * 2, x.flip(0)):
+            start.copy_(value)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(got, quantized_linear(value, weight, **options))
 
 
 FORMS: list[dict[str, Any]] = [{}, dict(bias=True, residual=True, activation="gelu"), EVERYTHING]

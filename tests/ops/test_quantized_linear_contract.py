@@ -19,7 +19,15 @@ from test_functional_memory import COUNTER
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from deepspeed_ext.ops import PackedWeight, quantized_linear, unpack_weight
+from deepspeed_ext.ops import (
+    NextNorm,
+    PackedWeight,
+    Undivided,
+    quantized_linear,
+    quantized_linear_norm,
+    unpack_weight,
+)
+from deepspeed_ext.ops.quantization.packed_weight import row_bytes
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_kind = pytest.mark.parametrize("kind", WEIGHTS, ids=str)
@@ -319,7 +327,10 @@ W4 = weight_of(6, 40, "int4", True, 16)
 W8 = weight_of(6, 40, "int8", False, 16)
 NF4 = weight_of(6, 40, "nf4", False, 16)
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "x has shape [], expected a dimension at least": (torch.ones(()), W4),
+    "x has shape [], expected [..., 40]": (torch.ones(()), W4),
+    "x has shape [2, 41], expected [..., 40]": (torch.ones(2, 41), W4),
+    "x has shape [2, 39], expected [..., 40]": (torch.ones(2, 39), W8),
+    "x has shape [70, 128], expected [..., 40]": (torch.ones(70, 128), NF4),
     "x is float64, expected float32, bfloat16 or float16": (ONES.double(), W4),
     "codes is int8, expected uint8": (ONES, W8._replace(codes=W8.codes.view(torch.int8))),
     "codes has shape [6, 64], expected two dimensions, the last one of 128 bytes for length 40":
@@ -327,7 +338,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "codes has shape [768], expected two dimensions, the last one of 128 bytes for length 40":
         (ONES, W8._replace(codes=W8.codes.flatten())),
     "codes has shape [6, 128], expected two dimensions, the last one of 256 bytes for length 300":
-        (torch.ones(300), W4),
+        (torch.ones(300), W4._replace(length=300)),
     "codes has strides [1, 6], expected a contiguous tensor":
         (ONES, W4._replace(codes=W4.codes.t().contiguous().t())),
     "codes is on meta, expected cpu": (ONES, W4._replace(codes=W4.codes.to("meta"))),
@@ -357,6 +368,38 @@ def test_refuses(text: str) -> None:
     # Of a tensor on meta the fake says it, which knows overloads.
     with pytest.raises(ValueError, match=rf"^quantized_linear(\.w4)?: {re.escape(text)}$"):
         quantized_linear(x, weight, bias, residual=residual)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65])
+@each_kind
+def test_refuses_rows_of_other_lengths(kind: tuple[str, bool], rows: int, device: str) -> None:
+    """Also where the bytes of a row of codes are as many."""
+    weight = weight_of(8, 1000, *kind, 100, device)
+    norm = NextNorm(torch.ones(8, device=device))
+    bits = 8 if kind[0] == "int8" else 4
+    lengths = [k for k in range(800, 1100) if row_bytes(k, bits) == row_bytes(1000, bits)]
+    assert len(lengths) > 100
+    for k, activations in itertools.product({*lengths, 8, 1032} - {1000}, ways_of(kind)):
+        text = re.escape(f"x has shape [{rows}, {k}], expected [..., 1000]")
+        x = torch.ones(rows, k, device=device)
+        with pytest.raises(ValueError, match=f"^quantized_linear: {text}$"):
+            quantized_linear(x.requires_grad_(), weight, activations=activations)
+        for given in (x.detach(), Undivided(x, torch.ones(rows, k // 8, device=device), 1e-6)):
+            with pytest.raises(ValueError, match=f"^quantized_linear_norm: {text}$"):
+                quantized_linear_norm(given, weight, norm=norm, activations=activations)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_code_refuses_other_lengths(dynamic: bool, device: str) -> None:
+    """After rows of the right one, too."""
+    weight = weight_of(8, 40, "int8", False, 40, device)
+    torch.compiler.reset()
+    compiled = torch.compile(quantized_linear, dynamic=dynamic, backend="eager")
+    for rows in (2, 70):
+        assert compiled(torch.ones(rows, 40, device=device), weight).shape == (rows, 8)
+        text = re.escape(f"x has shape [{rows}, 128], expected [..., 40]")
+        with pytest.raises(ValueError, match=f"^quantized_linear: {text}$"):
+            compiled(torch.ones(rows, 128, device=device), weight)
 
 
 def test_refuses_other_devices(cuda: str) -> None:

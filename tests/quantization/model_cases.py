@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from deepspeed_ext.quantization import QuantizedLinear
+from deepspeed_ext.quantization import QuantizedLinear, quantize_model
 
 PACKED = ("int8", "int4", "nf4")
 FLOAT8 = ("fp8_e4m3", "fp8_e5m2")
@@ -14,6 +14,7 @@ KINDS = (
     *(("int8", 32, True), ("int8", None, True), ("int8", 7, False)),
     *(("int4", 32, True), ("int4", 35, False), ("nf4", 64, True)),
 )
+Kind = tuple[str, int | None, bool]
 ROUNDING = torch.finfo(torch.float32).eps / 2
 
 
@@ -50,6 +51,15 @@ class Tied(nn.Module):
         x = x + self.layers(x) * self.gate(x).sigmoid()
         out: Tensor = self.head(x)
         return out
+
+
+def model_of(kind: Kind | None = None, dtype: torch.dtype = torch.float32) -> Tied:
+    """Return a model, the same each time, with its layers as floats or of a kind."""
+    torch.manual_seed(0)
+    model = Tied().to(dtype)
+    if kind is not None:
+        quantize_model(model, kind[0], group_size=kind[1], symmetric=kind[2])
+    return model
 
 
 def linear(

@@ -59,6 +59,21 @@ def test_reports_bytes_and_errors(format: str) -> None:
         assert 0.2 < of_layer.largest_error < 1.0001
 
 
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_offsets_may_take_an_error_beyond_half_a_scale(format: str, device: str) -> None:
+    """By what code * scale + offset is rounded, which elements that differ by little show."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 64))
+    with torch.no_grad():
+        model[0].weight.copy_(1 + 1e-5 * torch.randn(64, 256))
+    report = quantize_model(model.to(device), format, symmetric=False)
+    scales = model[0].get_buffer("scales")
+    rounding = 2.0**-24 / (float(scales.min()) / 2)  # of numbers up to 2
+    largest = report.layers["0"].largest_error
+    assert largest <= 1 + 2**-15 + rounding * 1.001
+    assert (largest > 1.2) == (format == "int8")
+
+
 def test_half_steps() -> None:
     """Half of the widest step between codes, counted out."""
     from deepspeed_ext.ops.quantization.formats import FORMATS, NF4_LEVELS
@@ -110,6 +125,32 @@ def with_weight_norm_as_it_was() -> nn.Module:
     return layer
 
 
+def with_a_bias_of_its_own() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    bias = layer.bias
+    del layer.bias
+    layer.bias = bias * 1  # type: ignore[assignment]
+    return layer
+
+
+def holding(name: str, part: Any) -> nn.Module:
+    layer = nn.Linear(8, 8)
+    setattr(layer, name, part)
+    return layer
+
+
+def with_a_buffer() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    layer.register_buffer("scale", torch.ones(8), persistent=False)
+    return layer
+
+
+def with_hooked_weight(name: str) -> nn.Module:
+    layer = nn.Linear(8, 8)
+    getattr(layer.weight, name)(lambda grad: None)
+    return layer
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -121,7 +162,16 @@ def with_weight_norm_as_it_was() -> nn.Module:
         (lambda: hooked("register_state_dict_post_hook"), "has hooks"),
         (parametrized, "is a ParametrizedLinear"),
         (with_own_forward, "has a forward of its own"),
-        (with_weight_norm_as_it_was, "its weight is not a parameter"),
+        (with_weight_norm_as_it_was, "has a weight that is no parameter"),
+        (with_a_bias_of_its_own, "has a bias that is no parameter"),
+        (lambda: with_hooked_weight("register_hook"), "has hooks on its weight"),
+        (
+            lambda: with_hooked_weight("register_post_accumulate_grad_hook"),
+            "has hooks on its weight",
+        ),
+        (lambda: holding("drop", nn.Dropout()), "has the module 'drop'"),
+        (lambda: holding("gain", nn.Parameter(torch.ones(8))), "has the parameter 'gain'"),
+        (with_a_buffer, "has the buffer 'scale'"),
     ],
 )
 def test_keeps_what_others_rely_on(make: Any, reason: str) -> None:
@@ -130,6 +180,16 @@ def test_keeps_what_others_rely_on(make: Any, reason: str) -> None:
     report = quantize_model(model)
     assert report.kept == {"kept": reason} and list(report.layers) == ["other"]
     assert model["kept"] is layer
+
+
+def test_keeps_a_layer_that_holds_another() -> None:
+    """As adapters are hung in by hand; what is held is quantized where it is."""
+    model = nn.ModuleDict({"fc": holding("lora", nn.Linear(8, 2)), "other": nn.Linear(8, 8)})
+    report = quantize_model(model)
+    assert report.kept == {"fc": "has the module 'lora'"}
+    assert list(report.layers) == ["fc.lora", "other"]
+    assert type(model["fc"]) is nn.Linear
+    assert isinstance(model.get_submodule("fc.lora"), QuantizedLinear)
 
 
 def test_keeps_layers_that_share_memory() -> None:
@@ -225,7 +285,10 @@ def test_releases_each_weight_before_the_next(monkeypatch: pytest.MonkeyPatch) -
     assert not any(weight() is not None for weight in floats)
 
 
-def test_extra_memory_is_some_blocks_of_rows(cuda: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("format", ["int4", "nf4"])
+def test_extra_memory_is_some_blocks_of_rows(
+    format: str, cuda: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from deepspeed_ext.quantization import packing
 
     monkeypatch.setattr(packing, "_BLOCK_ELEMENTS", 1 << 20)
@@ -233,7 +296,7 @@ def test_extra_memory_is_some_blocks_of_rows(cuda: str, monkeypatch: pytest.Monk
     model.to(cuda, torch.bfloat16)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    quantize_model(model, "int4")
+    quantize_model(model, format)
     packed = 4096 * 4096 * 5 // 8
     assert torch.cuda.max_memory_allocated() - before < packed + 24 * (1 << 20)
 

@@ -163,6 +163,27 @@ def test_largest_zeros_are_16(tmp_path: Path) -> None:
     assert_gives_the_logits(load_int4_checkpoint(Model, tmp_path), of)
 
 
+def test_scales_in_float32(tmp_path: Path) -> None:
+    """Exact if they use 19 bits; else to the rounding of zero * scale, and of the element."""
+    rounding = 2.0**-24
+    for used, factor in ((19, 0), (24, 1)):
+        of = sources()
+        for source in of.values():
+            bits = torch.rand_like(source.scales, dtype=torch.float64).mul(2**used).floor() + 1
+            source.scales = (bits * 2.0 ** -(used + 6)).float()
+        write(tmp_path, {name: gptq(source) for name, source in of.items()}, rest(), GPTQ)
+        model = load_int4_checkpoint(Model, tmp_path)
+        for name, source in of.items():
+            layer = model.get_submodule(name)
+            assert isinstance(layer, QuantizedLinear)
+            got, want = layer.dequantize(torch.float32).double(), source.weight()
+            of_offset = (source.zeros * source.scales.double())[source.groups].t()
+            off = (got - want).abs()
+            assert bool((off <= factor * rounding * (of_offset + want.abs() + off)).all())
+            is_zero = (source.codes == source.zeros[source.groups]).t()
+            assert is_zero.any() and bool((off[is_zero] > 0).any()) == bool(factor)
+
+
 def test_whole_rows_and_older_settings(tmp_path: Path) -> None:
     of = {"up": Source(N, LENGTH, LENGTH, seed=1), "down": Source(LENGTH, N, N, seed=2)}
     write(tmp_path, {name: gptq(source) for name, source in of.items()}, rest(), {})
@@ -322,3 +343,40 @@ def test_refuses_what_does_not_fit_the_model(tmp_path: Path) -> None:
         ValueError, match=r"other is not in the model, expected a linear layer with"
     ):
         load_int4_checkpoint(Model, tmp_path)
+
+
+class WithTable(Model):
+    """A model with a buffer that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(LENGTH), persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("others", "text"),
+    [
+        ({"up.bias": torch.zeros(N).bool()}, "has 'up.bias' as torch.bool, expected float32, bf"),
+        (
+            {"embed.weight": torch.zeros(10, LENGTH).long()},
+            "has 'embed.weight' as torch.int64, expected float32, bf",
+        ),
+        ({"up.bias": torch.zeros(N + 1)}, f"has 'up.bias' of shape [{N + 1}], expected [{N}]"),
+        ({"more": torch.zeros(3)}, "has 'more', expected names that the model has"),
+        ({}, "has no 'table', which is on meta in the model, expected values; give it some after"),
+    ],
+)
+def test_refuses_before_it_changes_anything(
+    tmp_path: Path, others: dict[str, Tensor], text: str
+) -> None:
+    packed = {name: gptq(source) for name, source in sources().items()}
+    write(tmp_path, packed, rest() | others, GPTQ)
+    with torch.device("meta"):
+        model = WithTable()
+    modules = dict(model.named_modules())
+    with pytest.raises(ValueError) as error:
+        load_int4_checkpoint(model, tmp_path)
+    want = f"load_int4_checkpoint: {tmp_path} {text}".replace("bf", "bfloat16 or float16")
+    assert str(error.value).startswith(want)
+    assert dict(model.named_modules()) == modules
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))

@@ -173,10 +173,55 @@ def test_weight_reads_as_floats(format: str) -> None:
     assert repr(weight) == f"WeightView({format}, shape=[33, 70], dtype=torch.float32)"
 
 
-def test_weight_cannot_be_written() -> None:
+def assigned(weight: torch.Tensor) -> None:
+    weight[0, 0] = 5
+
+
+def with_other_data(weight: torch.Tensor) -> None:
+    weight.data = torch.zeros(33, 70)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        assigned,
+        with_other_data,
+        lambda weight: weight.mul_(2),
+        lambda weight: weight.copy_(torch.zeros(33, 70)),
+        lambda weight: weight.__setitem__(slice(None), 0),
+        lambda weight: torch.add(torch.zeros(33, 70), 1, out=weight),
+        lambda weight: torch.aminmax(torch.zeros(33, 70, 1), dim=2, out=(weight, weight)),
+        lambda weight: torch._foreach_mul_([weight], 2),
+        lambda weight: torch._foreach_copy_([torch.ones(33, 70), weight], [weight, weight]),
+        lambda weight: nn.init.zeros_(weight),
+        lambda weight: torch.ops.aten.mul_.Tensor(self=weight, other=weight),
+    ],
+)
+def test_weight_cannot_be_written(write: Any) -> None:
     layer = made("int8")
-    with pytest.raises(RuntimeError, match=r"weight is an argument that .* expected it to be read"):
-        layer.weight.mul_(2)
+    text = r"^QuantizedLinear: weight is an argument that .* writes to, expected it to be read only"
+    before = layer.dequantize()
+    with pytest.raises(RuntimeError, match=text), torch.no_grad():
+        write(layer.weight)
+    assert torch.equal(layer.dequantize(), before) and torch.equal(layer.weight + 0, before)
+
+
+def test_weight_can_be_written_elsewhere() -> None:
+    """Where it is only read, and in what would be its views, which are copies."""
+    layer, out = made("int8"), torch.zeros(33, 70)
+    floats = layer.dequantize()
+    out[:] = layer.weight
+    assert torch.equal(out, floats)
+    torch.add(layer.weight, 1, out=out)
+    torch._foreach_add_([out], [layer.weight])
+    assert torch.equal(out, floats + 1 + floats)
+    for part in (layer.weight.t(), layer.weight[0], layer.weight.view(-1)):
+        part.zero_()
+    assert torch.equal(layer.dequantize(), floats)
+
+
+def test_the_attribute_weight_cannot_be_set() -> None:
+    layer = made("int8")
     with pytest.raises(AttributeError):
         layer.weight = torch.zeros(33, 70)  # type: ignore[misc]
     with pytest.raises(KeyError, match="already exists"):
@@ -290,6 +335,27 @@ def test_refuses_layers(source: Any, text: str) -> None:
     assert str(error.value).startswith(f"QuantizedLinear: {text}")
 
 
+def with_act_order(device: str) -> QuantizedLinear:
+    layer = made("int4", 35, False).to(device)
+    weight = PackedWeight(layer.codes, layer.scales, layer.get_buffer("offsets"), "int4", 35, 70)
+    return QuantizedLinear.from_packed(weight, layer.bias, order=torch.randperm(70, device=device))
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("format", [*PACKED, *FLOAT8, "with act-order"])
+def test_refuses_rows_of_other_lengths(format: str, rows: int, device: str) -> None:
+    """Longer and shorter ones, also where as many bytes of codes are read."""
+    layer = with_act_order(device) if format == "with act-order" else made(format).to(device)
+    for length in (69, 71, 72, 128, 140):
+        text = rf"^QuantizedLinear: x has shape \[{rows}, {length}\], expected \[\.\.\., 70\]$"
+        with pytest.raises(ValueError, match=text):
+            layer(torch.zeros(rows, length, device=device))
+    with pytest.raises(
+        ValueError, match=r"^QuantizedLinear: x has shape \[\], expected \[\.\.\., "
+    ):
+        layer(torch.zeros((), device=device))
+
+
 def test_refuses_parts_that_do_not_fit() -> None:
     weight = pack_weight(
         torch.zeros(4, 8, dtype=torch.int8), torch.ones(4, 2), format="int8", group_size=4
@@ -299,5 +365,7 @@ def test_refuses_parts_that_do_not_fit() -> None:
         QuantizedLinear.from_packed(bad)
     with pytest.raises(ValueError, match=r"^QuantizedLinear: bias has shape \[3\], expected \[4\]"):
         QuantizedLinear.from_packed(weight, torch.zeros(3))
-    with pytest.raises(ValueError, match=r"x has shape \[2, 7\], expected \[..., 8\]"):
-        QuantizedLinear(8, 4, format="fp8_e4m3")(torch.zeros(2, 7))
+    for dtype in (torch.int64, torch.float64):
+        text = f"^QuantizedLinear: bias is {dtype}, expected float32, bfloat16 or float16$"
+        with pytest.raises(ValueError, match=text):
+            QuantizedLinear.from_packed(weight, torch.ones(4, dtype=dtype))

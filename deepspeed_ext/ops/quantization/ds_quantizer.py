@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from deepspeed_ext.ops.quantization.dequantize import DTYPES
 from deepspeed_ext.ops.quantization.fake_quantize import fake_quantize_
 
 _FORMATS = {8: "int8", 4: "int4"}
@@ -32,6 +33,9 @@ def ds_quantizer(
     """
     if bit_num not in _FORMATS:
         raise ValueError(f"ds_quantizer: bit_num is {bit_num}, expected 8 or 4")
+    if input.dtype not in DTYPES:
+        named = str(input.dtype).removeprefix("torch.")
+        raise ValueError(f"ds_quantizer: input is {named}, expected float32, bfloat16 or float16")
     if groups < 1 or input.numel() % groups != 0:
         raise ValueError(
             f"ds_quantizer: groups is {groups}, expected a number that divides the"

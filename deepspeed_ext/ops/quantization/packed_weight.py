@@ -75,7 +75,8 @@ def pack_weight(
     bits = FORMATS[number_of("pack_weight", format)].bits
     if FORMATS[number_of("pack_weight", format)].float8 is not None:
         raise ValueError(f"pack_weight: format is {format!r}, expected int8, int4 or nf4")
-    length = codes.shape[-1] * 8 // bits if length is None else length
+    if length is None:
+        length = codes.shape[-1] * 8 // bits if codes.dim() > 0 else 0
     _check(codes, scales, offsets, format, bits, group_size, length)
     pad = (0, 0, 0, -codes.shape[0] % 4)
 
@@ -113,7 +114,7 @@ def _check(
             f"pack_weight: codes has shape {list(codes.shape)}, expected"
             f" {-(-length * bits // 8)} bytes in each row for length {length}"
         )
-    if not 0 < group_size <= max(length, 1):
+    if not isinstance(group_size, int) or not 0 < group_size <= max(length, 1):
         raise ValueError(
             f"pack_weight: group_size is {group_size}, expected 1 to {length}, the length"
         )
@@ -196,8 +197,15 @@ def unpack_weight(weight: PackedWeight, dtype: torch.dtype = torch.float32) -> T
 
     Returns:
         (n, length), contiguous.
+
+    Raises:
+        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
+        BuildError: the native library of the device could not be built or loaded.
     """
     number = number_of("unpack_weight", weight.format)
+    if dtype not in DTYPES:
+        named = str(dtype).removeprefix("torch.")
+        raise ValueError(f"unpack_weight: dtype is {named}, expected float32, bfloat16 or float16")
     out: Tensor = _OPS[FORMATS[number].bits](
         weight.codes,
         weight.scales,

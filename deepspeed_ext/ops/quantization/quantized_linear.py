@@ -13,6 +13,7 @@ from deepspeed_ext.ops._few_rows import (
     are_few,
     are_many,
     by_torch,
+    check_many,
     flops,
     grad_of_sums,
     linear_ref,
@@ -171,6 +172,7 @@ def quantized_linear(
     See: ``quantized_linear_ref`` is the same in float64; csrc/quantization/packed_weight.h.
     """
     numbers = _numbers(weight, activation, gated, activations)
+    _check_length("quantized_linear", x, weight)
     if isinstance(x, Undivided):
         return _with_norms(x, weight, bias, residual, None, numbers)[0]
     if are_few(x):
@@ -178,13 +180,24 @@ def quantized_linear(
             x, *weight[:3], bias, residual, **numbers
         )
         return out
+    check_many(
+        "quantized_linear",
+        x,
+        "codes",
+        weight.codes,
+        torch.uint8,
+        bias,
+        activation,
+        gated,
+        residual,
+    )
     with without_autocast(x):
         if activations is not None and _takes_integers(x, weight):
             product = partial(_integer_product, x, weight)
         else:
             factors = x if activations is None else fake_quantize(x)
             product = partial(F.linear, factors, unpack_weight(weight, x.dtype))
-        return by_torch("quantized_linear", product, bias, activation, gated, residual)
+        return by_torch(product, bias, activation, gated, residual)
 
 
 def quantized_linear_norm(
@@ -218,6 +231,7 @@ def quantized_linear_norm(
     See: ``rms_norm``. ``quantized_linear_norm_ref`` is the same in float64.
     """
     numbers = _numbers(weight, activation, False, activations)
+    _check_length("quantized_linear_norm", x, weight)
     out, scaled, squares = _with_norms(x, weight, bias, residual, norm, numbers)
     return out, Undivided(scaled, squares, norm.eps)
 
@@ -245,6 +259,16 @@ def _numbers(
         "gated": gated,
         "integer": activations is not None,
     }
+
+
+def _check_length(op: str, x: Tensor | Undivided, weight: PackedWeight) -> None:
+    """Refuse rows of another length, which the ops would take for that of the weight.
+
+    They cannot tell: the bytes of a row of codes are padded.
+    """
+    rows = x.x if isinstance(x, Undivided) else x
+    if rows.dim() == 0 or rows.shape[-1] != weight.length:
+        raise ValueError(f"{op}: x has shape {list(rows.shape)}, expected [..., {weight.length}]")
 
 
 def _with_norms(

@@ -11,6 +11,7 @@ from deepspeed_ext.ops._activations import number_of
 from deepspeed_ext.ops._few_rows import (
     are_few,
     by_torch,
+    check_many,
     flops,
     grad_of_sums,
     linear_ref,
@@ -143,9 +144,11 @@ def skinny_linear(
     if are_few(x):
         out: Tensor = _op(x, weight, bias, residual, activation=number, gated=gated)
         return out
+    _check_weight(x, weight)
+    check_many("skinny_linear", x, "weight", weight, x.dtype, bias, activation, gated, residual)
     with without_autocast(x):
         product = partial(F.linear, x, weight)
-        return by_torch("skinny_linear", product, bias, activation, gated, residual)
+        return by_torch(product, bias, activation, gated, residual)
 
 
 def skinny_linear_norm(
@@ -188,6 +191,20 @@ def skinny_linear_norm(
     number = None if activation is None else number_of("skinny_linear", activation)
     out, scaled, squares = _with_norms(x, weight, bias, residual, norm, number, False)
     return out, Undivided(scaled, squares, norm.eps)
+
+
+def _check_weight(x: Tensor, weight: Tensor) -> None:
+    """Refuse with many rows a weight that is refused with few: see skinny_linear_ops.h."""
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"skinny_linear: weight has shape {list(weight.shape)}, expected two dimensions, the"
+            f" last one of {x.shape[-1]}"
+        )
+    if weight.shape[1] > 1 and weight.stride(1) != 1:
+        raise ValueError(
+            f"skinny_linear: weight has strides {list(weight.stride())}, expected 1 along the last"
+            " dimension; call .contiguous() once, not in each call"
+        )
 
 
 def _with_norms(
