@@ -15,7 +15,7 @@ from deepspeed_ext.quantization.candidates import (
 )
 from deepspeed_ext.quantization.layout import WeightLayout, make_layout
 from deepspeed_ext.quantization.linear import QuantizedLinear, weight_of
-from deepspeed_ext.quantization.packing import Errors
+from deepspeed_ext.quantization.packing import Errors, results_of
 from deepspeed_ext.quantization.report import LayerReport, Report
 
 _OP = "quantize_model"
@@ -133,8 +133,8 @@ def _report(
     format: str, done: list[_Done], found: Candidates, bytes_before: int, bytes_after: int
 ) -> Report:
     layers = {}
-    for each in done:
-        largest, rms = each.errors.result()
+    results = results_of([each.errors for each in done])
+    for each, (largest, rms) in zip(done, results, strict=True):
         sizes = each.bytes_before, each.bytes_after
         also = tuple(each.names[1:])
         layers[each.names[0]] = LayerReport(each.layout.shape, *sizes, largest, rms, also)

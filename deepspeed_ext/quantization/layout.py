@@ -118,6 +118,13 @@ class WeightLayout:
             for name, each in self.tensors().items()
         }
 
+    def empty_on(self, device: torch.device | str | int | None) -> dict[str, Tensor]:
+        """Return these tensors, of undefined values."""
+        return {
+            name: torch.empty(each.shape, dtype=each.dtype, device=device)
+            for name, each in self.tensors().items()
+        }
+
 
 def make_layout(
     what: str,
