@@ -56,7 +56,7 @@ def fill(
     tied.update(_ties_of(what, model, layers, tied))
     _check(what, model, made, tied)
     for name, layer in made.items():
-        put_in_place(model, [name], layer)
+        put_in_place(model.get_submodule, [name], layer)
     # Names of one tensor get one parameter: an optimizer would step two of them twice.
     parameters: dict[int, nn.Parameter] = {}
     of_model = {name for name, _ in model.named_parameters(remove_duplicate=False)}

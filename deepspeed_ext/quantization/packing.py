@@ -58,22 +58,23 @@ class Errors:
 def results_of(errors: Sequence[Errors]) -> list[tuple[float, float]]:
     """Return of each weight its largest error in parts of what the format allows, and the rms.
 
-    Waits once, whatever their number; all on one device.
+    Waits for each device once.
     """
-    by_rows: defaultdict[int, list[int]] = defaultdict(list)
+    alike: defaultdict[tuple[torch.device, int], list[int]] = defaultdict(list)
     for i, each in enumerate(errors):
         if math.prod(each.layout.shape) > 0:
-            by_rows[each.layout.shape[0]].append(i)
-    parts, order = [], []
-    for indices in by_rows.values():
-        together = torch.stack([errors[i].rows for i in indices])
-        parts.append(torch.stack((together[..., 0].amax(1), together[..., 1].sum(1)), 1))
-        order += indices
+            alike[each.rows.device, len(each.rows)].append(i)
+    totals, order = defaultdict(list), defaultdict(list)
+    for (device, _), indices in alike.items():
+        rows = torch.stack([errors[i].rows for i in indices])
+        totals[device].append(torch.stack((rows[..., 0].amax(1), rows[..., 1].sum(1)), 1))
+        order[device] += indices
     found = [(0.0, 0.0)] * len(errors)
-    for i, (largest, squares) in zip(order, torch.cat(parts).tolist() if parts else (), strict=True):
-        layout = errors[i].layout
-        rms = math.sqrt(squares / math.prod(layout.shape))
-        found[i] = largest / half_step(layout.of_format), rms
+    for device, parts in totals.items():
+        for i, (largest, squares) in zip(order[device], torch.cat(parts).tolist(), strict=True):
+            layout = errors[i].layout
+            rms = math.sqrt(squares / math.prod(layout.shape))
+            found[i] = largest / half_step(layout.of_format), rms
     return found
 
 
@@ -106,10 +107,12 @@ def quantize_weight(
     n, length = layout.shape
     if made is None:
         made = (layout.tensors_on if layout.is_float8 else layout.empty_on)(weight.device)
-    rows = max(n, 1)
-    if layout.is_float8 or (length > 1 and weight.stride(1) != 1):  # copied on the way
-        rows = max(_BLOCK_ELEMENTS // max(length, 1), 1)
-        rows = -(-rows // 4) * 4  # so that scales are padded for the last of them only
+    if not layout.is_float8 and (length <= 1 or weight.stride(1) == 1):  # read as it lies
+        of_rows = None if errors is None else errors.rows
+        quantize_packed_(weight, packed(layout, made), of_rows)
+        return made
+    rows = max(_BLOCK_ELEMENTS // max(length, 1), 1)
+    rows = -(-rows // 4) * 4  # so that scales are padded for the last of them only
     quantize_rows = _quantize_float8 if layout.is_float8 else _quantize_packed
     for begin in range(0, n, rows):
         quantize_rows(weight, made, layout, errors, slice(begin, min(begin + rows, n)))
@@ -123,16 +126,11 @@ def _quantize_packed(
     errors: Errors | None,
     rows: slice,
 ) -> None:
-    target, of_rows = packed(layout, made), None if errors is None else errors.rows
-    if rows != slice(0, layout.shape[0]):
-        padded = slice(rows.start, -(-rows.stop // 4) * 4)
-        target = target._replace(
-            codes=target.codes[rows],
-            scales=target.scales[:, padded],
-            offsets=None if target.offsets is None else target.offsets[:, padded],
-        )
-        weight, of_rows = weight[rows], None if of_rows is None else of_rows[rows]
-    quantize_packed_(weight, target, of_rows)
+    columns = slice(rows.start, -(-rows.stop // 4) * 4)
+    places = {name: tensor[:, columns] for name, tensor in made.items() if name != "codes"}
+    places["codes"] = made["codes"][rows]
+    of_rows = None if errors is None else errors.rows[rows]
+    quantize_packed_(weight[rows], packed(layout, places), of_rows)
 
 
 def _quantize_float8(
