@@ -64,7 +64,8 @@ def results_of(errors: Sequence[Errors]) -> list[tuple[float, float]]:
     for i, each in enumerate(errors):
         if math.prod(each.layout.shape) > 0:
             alike[each.rows.device, len(each.rows)].append(i)
-    totals, order = defaultdict(list), defaultdict(list)
+    totals: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    order: defaultdict[torch.device, list[int]] = defaultdict(list)
     for (device, _), indices in alike.items():
         rows = torch.stack([errors[i].rows for i in indices])
         totals[device].append(torch.stack((rows[..., 0].amax(1), rows[..., 1].sum(1)), 1))
