@@ -1,7 +1,7 @@
-// quantize_packed on CUDA. A block takes a row, a thread 32 elements of it at a time, which become
-// one or two runs of 16 bytes. Groups of a power of two of runs are in the registers of a few lanes
-// of a warp, and are read once; others are measured before by the same block, and so read again
-// from its cache.
+// quantize_packed on CUDA. A block takes a row, a thread 32 neighbours in it at a time, which
+// become one or two runs of 16 bytes. Groups that are a power of two of these are in the registers
+// of a few lanes of a warp, and are read once; others are measured before by the same block, and so
+// read again from its cache.
 #include "quantization/quantize_cuda.cuh"
 #include "quantization/quantize_packed.h"
 
@@ -11,67 +11,77 @@ namespace {
 using namespace cuda;
 
 constexpr const char* kOp = "quantize_packed_";
-constexpr int kOfThread = 32;         // elements, whose loads are under way together
+constexpr int kOfThread = 32;         // elements
 constexpr int kMostThreads = 512;     // of a block
 constexpr int kUsualThreads = 128;    // likewise, where there are many rows
 constexpr int64_t kAtOnce = 1 << 17;  // threads, half of what a large GPU has room for
 
-template <int kBits>
-constexpr int kOfRun = kRunBytes * 8 / kBits;  // elements
+template <class T>
+using Neighbours = RowVector<T, kOfThread>;
 
-// Eight of the elements of a run, which has as many words for each of them.
-template <class T, int kCount>
-__device__ inline Floats<kEight> eight_of(const RowVector<T, kCount>& run, int number) {
+// Eight of them.
+template <class T>
+__device__ inline Floats<kEight> eight_of(const Neighbours<T>& all, int number) {
   RowVector<T, kEight> eight;
   if constexpr (std::is_same_v<T, Any>) {
 #pragma unroll
     for (int k = 0; k < kEight; ++k) {
-      eight.elements.lanes[k] = run.elements.lanes[number * kEight + k];
+      eight.elements.lanes[k] = all.elements.lanes[number * kEight + k];
     }
   } else {
 #pragma unroll
     for (int k = 0; k < eight.kAccesses; ++k) {
-      eight.words[k] = run.words[number * eight.kAccesses + k];
+      eight.words[k] = all.words[number * eight.kAccesses + k];
     }
   }
   return floats_of(eight);
 }
 
-// 16 bytes of codes in the order of packed_weight.h.
+// Their codes in the order of packed_weight.h.
 template <int kBits>
-struct Run {
-  static constexpr int kEights = kOfRun<kBits> / kEight;
-  uint32_t words[4] = {};
+struct Runs {
+  static constexpr int kEights = kRunBytes / kBits;             // of a run
+  static constexpr int kWords = kOfThread * kBits / 32;         // in all
+  static constexpr uint32_t kOnes = ~0u / ((1u << kBits) - 1);  // a 1 in the place of each code
+  uint32_t words[kWords] = {};
 
-  // Puts the codes of eight elements in their places, of which the lower half of each word has
-  // nothing else but, in the upper byte, of codes of 8 bits.
+  // Puts the codes of eight elements in their places. The lower half of each has nothing else but,
+  // of 8 bits, in its upper byte.
   __device__ void put(const uint32_t (&codes)[kEight], int number) {
+    const int before = number / kEights * 4, place = number % kEights;
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
+      uint32_t& word = words[before + w];
       const uint32_t pair = __byte_perm(codes[2 * w], codes[2 * w + 1], 0x5410);
-      if (number == 0) {
-        words[w] = pair;
+      if (place == 0) {
+        word = pair;
       } else if constexpr (kBits == 8) {
-        words[w] = __byte_perm(words[w], pair, 0x6240);
+        word = __byte_perm(word, pair, 0x6240);
       } else {
-        words[w] += pair << (kBits * number);
+        word += pair << (kBits * place);
       }
     }
   }
 
-  // The same code in all places.
-  __device__ static Run filled(uint32_t code) {
-    const uint32_t word = code * (kBits == 8 ? 0x01010101 : 0x11111111);
-    return {{word, word, word, word}};
+  __device__ void fill(uint32_t code) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) words[w] = code * kOnes;
   }
 
   __device__ void store(uint8_t* target) const {
     if (reinterpret_cast<uintptr_t>(target) % kRunBytes == 0) {
-      return __stcs(reinterpret_cast<uint4*>(target),
-                    uint4{words[0], words[1], words[2], words[3]});
-    }
 #pragma unroll
-    for (int k = 0; k < kRunBytes; ++k) target[k] = uint8_t(words[k / 4] >> (8 * (k % 4)));
+      for (int w = 0; w < kWords; w += 4) {
+        const uint4 run{words[w], words[w + 1], words[w + 2], words[w + 3]};
+        __stcs(reinterpret_cast<uint4*>(target + 4 * w), run);
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int shift = 0; shift < 32; shift += 8) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) target[4 * w + shift / 8] = uint8_t(words[w] >> shift);
+    }
   }
 };
 
@@ -106,38 +116,41 @@ struct ErrorsOfThread {
   }
 };
 
-// A run of a group that these lanes of the warp have: all of it, or behind the end.
-template <class T, class Coding, int kBits>
-__device__ inline Run<kBits> round_in_lanes(const QuantizePacked& call, const Coding& coding,
-                                            const RowVector<T, kOfRun<kBits>>& x, int64_t row,
-                                            int64_t i, int log2_lanes, ErrorsOfThread& errors) {
+// Of a group that these lanes of the warp have, a power of two: from element i on all of them, or
+// none, behind the end of the row.
+template <int kBits, class T, class Coding>
+__device__ inline Runs<kBits> round_in_lanes(const QuantizePacked& call, const Coding& coding,
+                                             const Neighbours<T>& x, int64_t row, int i,
+                                             int log2_lanes, ErrorsOfThread& errors) {
   const bool is_there = i < call.length;
   Largest found;
-  if (is_there) found = measure_all(x, kOfRun<kBits>, Coding::kAsymmetric);
+  if (is_there) found = measure_all(x, kOfThread, Coding::kAsymmetric);
   const int lanes = 1 << log2_lanes;
   found = largest_of_lanes(found, lanes, Coding::kAsymmetric);
-  if (!is_there) return Run<kBits>::filled(packed_padding(call.format));
+  Runs<kBits> runs;
+  runs.fill(packed_padding(call.format));
+  if (!is_there) return runs;
   const ScaleAndOffset scale = scale_of(coding, found);
-  if (int(threadIdx.x) % lanes == 0) {
-    store_scale(call, call.place_of_scale((i / kOfRun<kBits>) >> log2_lanes, row), scale);
+  if ((threadIdx.x & (lanes - 1)) == 0) {
+    const int64_t place = call.place_of_scale(unsigned(i / kOfThread) >> log2_lanes, row);
+    call.scales[place] = scale.scale;
+    if (Coding::kAsymmetric) call.offsets[place] = scale.offset;
   }
   const Grid grid = grid_of(scale, Coding::kAsymmetric);
-  Run<kBits> run;
   Rests rests;
 #pragma unroll
-  for (int p = 0; p < run.kEights; ++p) {
+  for (int p = 0; p < kOfThread / kEight; ++p) {
     const Floats<kEight> eight = eight_of(x, p);
     uint32_t codes[kEight];
     encode_each(coding, eight, grid, Noise{}, codes);
     if (call.errors != nullptr) rests.add(coding, eight, codes, grid, 0, kEight);
-    run.put(codes, p);
+    runs.put(codes, p);
   }
   if (call.errors != nullptr) errors.add(rests, grid, scale.scale);
-  const uint32_t sign =
-      Run<kBits>::filled(sign_of_packed(call.format, Coding::kAsymmetric)).words[0];
+  const uint32_t sign = sign_of_packed(call.format, Coding::kAsymmetric) * runs.kOnes;
 #pragma unroll
-  for (int w = 0; w < 4; ++w) run.words[w] = (run.words[w] & grid.mask) ^ sign;
-  return run;
+  for (int w = 0; w < runs.kWords; ++w) runs.words[w] = (runs.words[w] & grid.mask) ^ sign;
+  return runs;
 }
 
 // What has been measured of the group that element i of a row is in.
@@ -154,18 +167,19 @@ struct GroupAt {
   }
 };
 
-// A run of groups of any size, of which `count` elements are in the row.
-template <class T, class Coding, int kBits>
-__device__ inline Run<kBits> round_measured(const QuantizePacked& call, const Coding& coding,
-                                            const RowVector<T, kOfRun<kBits>>& x, int64_t row,
-                                            int64_t i, int count, ErrorsOfThread& errors) {
-  if (count <= 0) return Run<kBits>::filled(packed_padding(call.format));
+// Of groups of any size: from element i on `count` of them are in the row.
+template <int kBits, class T, class Coding>
+__device__ inline Runs<kBits> round_measured(const QuantizePacked& call, const Coding& coding,
+                                             const Neighbours<T>& x, int64_t row, int64_t i,
+                                             int count, ErrorsOfThread& errors) {
+  Runs<kBits> runs;
+  runs.fill(packed_padding(call.format));
+  if (count <= 0) return runs;
   const uint32_t sign = sign_of_packed(call.format, Coding::kAsymmetric);
   constexpr uint32_t kMask = (1u << kBits) - 1;
   GroupAt group = GroupAt::of(call, coding, row, i);
-  Run<kBits> run;
 #pragma unroll
-  for (int p = 0; p < run.kEights; ++p) {
+  for (int p = 0; p < kOfThread / kEight; ++p) {
     const int64_t begin = i + p * kEight;
     const int there = count - p * kEight < kEight ? count - p * kEight : kEight;
     const Floats<kEight> eight = eight_of(x, p);
@@ -190,9 +204,9 @@ __device__ inline Run<kBits> round_measured(const QuantizePacked& call, const Co
       }
       first = last;
     }
-    run.put(codes, p);
+    runs.put(codes, p);
   }
-  return run;
+  return runs;
 }
 
 // The largest of what each warp has found, in every thread; all of the block take part.
@@ -212,7 +226,7 @@ __device__ inline Largest largest_of_block(const Largest& of_warp) {
 template <class Coding>
 __device__ inline void measure_row(const QuantizePacked& call, const Coding& coding, int64_t row,
                                    int team) {
-  const Pointer<Any> x = call.x.row<Any>(row);
+  const Pointer<Any> x = call.x.even_row<Any>(row);
   const int64_t columns = call.columns();
   const int teams = int(blockDim.x) / team, rank = int(threadIdx.x) % team;
   for (int64_t before = 0; before < columns; before += teams) {
@@ -268,41 +282,30 @@ template <class T, bool kMeasured>
 constexpr int kBlocks = !kMeasured && sizeof(T) == 2 ? 2 : 1;
 
 // `team`: log2 of the lanes that have a group, or of kMeasured as measure_row says.
-template <class T, class Coding, int kBits, bool kMeasured>
+template <int kBits, class T, class Coding, bool kMeasured>
 __global__ void __launch_bounds__(kMostThreads, kBlocks<T, kMeasured>)
     rows_kernel(const __grid_constant__ QuantizePacked call, const Coding coding, int team,
                 bool aligned) {
-  constexpr int kRun = kOfRun<kBits>, kRuns = kOfThread / kRun;
-  const int64_t row = blockIdx.x, padded = call.padded_length();
-  const Pointer<T> x = call.x.row<T>(row);
+  using Index = std::conditional_t<kMeasured, int64_t, int>;  // in a row
+  const int64_t row = blockIdx.x;
+  const Index padded = Index(call.row_bytes * 8 / kBits), length = Index(call.length);
+  const Pointer<T> x = call.x.even_row<T>(row);
   uint8_t* codes = call.codes + row * call.row_bytes;
   if constexpr (kMeasured) measure_row(call, coding, row, team);
   ErrorsOfThread errors;
-  for (int64_t tile = 0; tile < padded; tile += int64_t(blockDim.x) * kOfThread) {
-    RowVector<T, kRun> runs[kRuns];
-    const auto place_of = [&](int k) {
-      return tile + (k * int(blockDim.x) + int(threadIdx.x)) * kRun;
-    };
-    const auto count_of = [&](int64_t i) {
-      return int(i + kRun < call.length ? kRun : call.length - i);
-    };
-#pragma unroll
-    for (int k = 0; k < kRuns; ++k) {
-      const int64_t i = place_of(k);
-      if (i < call.length) runs[k] = fetch<kRun>(x, i, count_of(i), aligned);
+  const Index tile = Index(blockDim.x) * kOfThread;
+  for (Index first = 0; first < padded; first += tile) {  // lanes need each other
+    const Index i = first + Index(threadIdx.x) * kOfThread;
+    const int count = int(length - i < kOfThread ? length - i : kOfThread);
+    Neighbours<T> all;
+    if (count > 0) all = fetch<kOfThread>(x, i, count, aligned);
+    Runs<kBits> runs;
+    if constexpr (kMeasured) {
+      runs = round_measured<kBits>(call, coding, all, row, i, count, errors);
+    } else {
+      runs = round_in_lanes<kBits>(call, coding, all, row, i, team, errors);
     }
-#pragma unroll
-    for (int k = 0; k < kRuns; ++k) {
-      const int64_t i = place_of(k);
-      Run<kBits> run;
-      if constexpr (kMeasured) {
-        if (i >= padded) continue;
-        run = round_measured<T, Coding, kBits>(call, coding, runs[k], row, i, count_of(i), errors);
-      } else {
-        run = round_in_lanes<T, Coding, kBits>(call, coding, runs[k], row, i, team, errors);
-      }
-      if (i < padded) run.store(codes + i * kBits / 8);
-    }
+    if (i < padded) runs.store(codes + i / (8 / kBits));
   }
   if (call.errors != nullptr) store_errors(call, row, errors);
   if (row == call.rows - 1) pad_scales(call);
@@ -319,11 +322,11 @@ int threads_of(const QuantizePacked& call) {
 }
 
 // The logarithm of how many lanes have a group, or -1 if groups are to be measured before.
-int log2_lanes_of(const QuantizePacked& call, int64_t of_run) {
+int log2_lanes_of(const QuantizePacked& call) {
   int log2_lanes = 0;
-  while ((of_run << log2_lanes) < call.group) ++log2_lanes;
-  const bool is_whole = call.columns() <= 1 || of_run << log2_lanes == call.group;
-  return is_whole && 1 << log2_lanes <= kWarp ? log2_lanes : -1;
+  while ((int64_t(kOfThread) << log2_lanes) < call.group) ++log2_lanes;
+  const bool is_whole = call.columns() <= 1 || int64_t(kOfThread) << log2_lanes == call.group;
+  return is_whole && 1 << log2_lanes <= kWarp && call.length <= INT32_MAX / 2 ? log2_lanes : -1;
 }
 
 int team_of(const QuantizePacked& call, int threads) {
@@ -338,23 +341,21 @@ int team_of(const QuantizePacked& call, int threads) {
 void quantize_packed_cuda(const QuantizePacked& call, void* stream) {
   cuda::check(cudaPeekAtLastError(), kOp);  // of somebody before
   const int threads = threads_of(call);
-  const bool aligned = all_aligned({call.x});
+  const bool aligned = all_aligned({call.x}) && call.length % kOfThread == 0;
+  const int log2_lanes = aligned ? log2_lanes_of(call) : -1;
+  const int team = log2_lanes < 0 ? team_of(call, threads) : log2_lanes;
   with_packed_coding(call.format, call.asymmetric, [&](const auto& coding, auto bits) {
     using Coding = std::remove_cvref_t<decltype(coding)>;
     constexpr int kBits = decltype(bits)::value;
-    const int log2_lanes = log2_lanes_of(call, kOfRun<kBits>);
-    const int team = log2_lanes < 0 ? team_of(call, threads) : log2_lanes;
     const auto launch = [&](auto kernel) {
       kernel<<<unsigned(call.rows), threads, 0, cudaStream_t(stream)>>>(call, coding, team,
                                                                         aligned);
     };
-    if (!aligned || call.length % kOfRun<kBits> != 0) {
-      return launch(rows_kernel<Any, Coding, kBits, true>);
-    }
+    if (!aligned) return launch(rows_kernel<kBits, Any, Coding, true>);
     with_storage_type(call.x.dtype, [&](auto storage) {
       using T = decltype(storage);
-      launch(log2_lanes < 0 ? rows_kernel<T, Coding, kBits, true>
-                            : rows_kernel<T, Coding, kBits, false>);
+      launch(log2_lanes < 0 ? rows_kernel<kBits, T, Coding, true>
+                            : rows_kernel<kBits, T, Coding, false>);
     });
   });
   cuda::check(cudaGetLastError(), kOp);
