@@ -45,11 +45,12 @@ def quantize_model(
     """Replace the linear layers of a model by `QuantizedLinear`, one after another, in place.
 
     Each old weight is released before the next layer begins, on whatever device it is, so that
-    beside the model there is no more memory in use than the largest layer and some blocks of rows
-    take. Replaced are nn.Linear and transformers' Conv1D. Kept, and named in the report, are layers
-    that others rely on in ways that would be lost: subclasses, parametrized and hooked ones, and
-    those that share their weight with another module, such as a head that is tied to an embedding.
-    A layer that has several places in the model is replaced by one layer in all of them.
+    beside the model there is no more memory in use than the largest layer, some blocks of rows
+    where they do not lie in one piece each, and 16 bytes for each row take. Replaced are nn.Linear
+    and transformers' Conv1D. Kept, and named in the report, are layers that others rely on in ways
+    that would be lost: subclasses, parametrized and hooked ones, those that hold modules, and those
+    that share their weight with another module, such as a head that is tied to an embedding. A
+    layer that has several places in the model is replaced by one layer in all of them.
 
     When something fails on the way, layers that were replaced stay so, each of them whole.
 

@@ -110,6 +110,12 @@ def with_weight_norm_as_it_was() -> nn.Module:
     return layer
 
 
+def with_an_adapter() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    layer.adapter = nn.Dropout()
+    return layer
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -122,6 +128,7 @@ def with_weight_norm_as_it_was() -> nn.Module:
         (parametrized, "is a ParametrizedLinear"),
         (with_own_forward, "has a forward of its own"),
         (with_weight_norm_as_it_was, "its weight is not a parameter"),
+        (with_an_adapter, "has modules of its own"),
     ],
 )
 def test_keeps_what_others_rely_on(make: Any, reason: str) -> None:
