@@ -341,8 +341,9 @@ int team_of(const QuantizePacked& call, int threads) {
 void quantize_packed_cuda(const QuantizePacked& call, void* stream) {
   cuda::check(cudaPeekAtLastError(), kOp);  // of somebody before
   const int threads = threads_of(call);
-  const bool aligned = all_aligned({call.x}) && call.length % kOfThread == 0;
-  const int log2_lanes = aligned ? log2_lanes_of(call) : -1;
+  const bool aligned = all_aligned({call.x});
+  const bool is_whole = aligned && call.length % kOfThread == 0;  // in each thread
+  const int log2_lanes = is_whole ? log2_lanes_of(call) : -1;
   const int team = log2_lanes < 0 ? team_of(call, threads) : log2_lanes;
   with_packed_coding(call.format, call.asymmetric, [&](const auto& coding, auto bits) {
     using Coding = std::remove_cvref_t<decltype(coding)>;
@@ -351,7 +352,7 @@ void quantize_packed_cuda(const QuantizePacked& call, void* stream) {
       kernel<<<unsigned(call.rows), threads, 0, cudaStream_t(stream)>>>(call, coding, team,
                                                                         aligned);
     };
-    if (!aligned) return launch(rows_kernel<kBits, Any, Coding, true>);
+    if (!is_whole) return launch(rows_kernel<kBits, Any, Coding, true>);
     with_storage_type(call.x.dtype, [&](auto storage) {
       using T = decltype(storage);
       launch(log2_lanes < 0 ? rows_kernel<kBits, T, Coding, true>
