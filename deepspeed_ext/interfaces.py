@@ -41,7 +41,13 @@ _MODULES = {
         "rope_append",
     ),
     "linear_checks": ("packed_weight", "quantized_linear"),
-    "quantize_checks": ("dequantize", "ds_quantizer", "fake_quantize", "quantize"),
+    "quantize_checks": (
+        "dequantize",
+        "ds_quantizer",
+        "fake_quantize",
+        "quantize",
+        "quantize_packed",
+    ),
 }
 
 

@@ -43,7 +43,10 @@ def _quantized_linear(library: str, bits: int) -> OpSpec:
 def _quantizer(library: str) -> OpSpec:
     """Return the library of the ops that make floats codes, and codes floats."""
     check = "deepspeed_ext.ops.quantization.quantize_checks:quantizer"
-    return replace(_op(library, "quantization/quantize"), self_check=check)
+    on_cpu = library.startswith("cpu")
+    ends = ("cpu.cpp", "ops.cpp") if on_cpu else ("cuda.cu", "ops_cuda.cpp")
+    more = (f"quantization/quantize_packed_{end}" for end in ends)
+    return replace(_op(library, "quantization/quantize", *more), self_check=check)
 
 
 def _kv_cache(kind: str, rule: str) -> tuple[OpSpec, OpSpec]:

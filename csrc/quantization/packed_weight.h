@@ -21,6 +21,18 @@
 namespace dsx {
 
 constexpr int64_t kPackedLineBytes = 128, kRunBytes = 16;
+constexpr int64_t kScalesMultiple = 4;  // of the rows that scales are padded to
+
+// What is flipped of a code of formats.h to make it signed.
+DSX_HOST_DEVICE constexpr uint32_t sign_of_packed(QuantFormat format, bool asymmetric) {
+  return format == QuantFormat::int8 && asymmetric ? 0x80 : 0;
+}
+
+// What a row is padded with, signed: 0, or the level that is 0.
+DSX_HOST_DEVICE constexpr uint32_t packed_padding(QuantFormat format) {
+  if (format == QuantFormat::nf4) return 7;
+  return format == QuantFormat::int4 ? 8 : 0;
+}
 
 struct PackedWeight {
   const uint8_t* codes;

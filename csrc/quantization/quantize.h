@@ -2,6 +2,8 @@
 // numbers.
 #pragma once
 
+#include <type_traits>
+
 #include "common/noise.h"
 #include "common/rows.h"
 #include "common/simd/isa.h"
@@ -19,8 +21,9 @@ struct Groups {
   float* scales;   // null: not wanted, of what is measured by whoever rounds it
   float* offsets;  // null: symmetric, or as scales
 
-  int64_t columns() const { return ceil_div(length, group); }   // groups side by side
-  int64_t bands() const { return ceil_div(rows, group_rows); }  // one below the other
+  // Groups side by side, and one below the other.
+  DSX_HOST_DEVICE int64_t columns() const { return ceil_div(length, group); }
+  DSX_HOST_DEVICE int64_t bands() const { return ceil_div(rows, group_rows); }
 };
 
 // Codes of 4 bits lie two in a byte, and each row begins with a byte of its own.

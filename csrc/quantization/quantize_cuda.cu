@@ -122,13 +122,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t end = first + kPiece < row_end ? first + kPiece : row_end;
   const Pointer<Any> x = call.x.row<Any>(row);
   const int lane = int(threadIdx.x) % kWarp;
-  Largest found;
-  for (int64_t i = first + lane * kEight; i < end; i += kWarp * kEight) {
-    const int count = int(end - i < kEight ? end - i : kEight);
-    const bool aligned = is_aligned<kEight>((x + i).address, bytes_of(x.dtype));
-    const auto vector = fetch<kEight>(x, i, count, aligned);
-    found = larger(found, measure_all(vector, count, call.asymmetric));
-  }
+  Largest found = largest_of_eights(x, first + lane * kEight, end, kWarp * kEight, call.asymmetric);
   found = largest_of_lanes(found, kWarp, call.asymmetric);
   if (lane != 0 || first >= end) return;
   const int64_t group = quotient(row, call.group_rows) * columns + column;
@@ -159,19 +153,6 @@ struct Eight {
     count = int(left < kEight ? (left > 0 ? left : 0) : kEight);
     band = call.group_rows == 1 ? row * columns : quotient(row, call.group_rows) * columns;
   }
-
-  // Calls body(first, last, group) for the elements of each group.
-  template <class Body>
-  __device__ void for_each_group(const Groups& call, const Body& body) const {
-    int64_t column = quotient(i, call.group);
-    for (int k = 0; k < count;) {
-      const int64_t left = (column + 1) * call.group - i;
-      const int last = left < count ? int(left) : count;
-      body(k, last, band + column);
-      k = last;
-      ++column;
-    }
-  }
 };
 
 __global__ void __launch_bounds__(kThreads)
@@ -186,8 +167,8 @@ __global__ void __launch_bounds__(kThreads)
   with_coding(call.format, call.asymmetric, [&](const auto& coding) {
     Codes<kEight> codes{};
     Floats<kEight> values(0.0f);
-    at.for_each_group(call, [&](int first, int last, int64_t group) {
-      const ScaleAndOffset scale = stored_scale(call, group);
+    for_each_group(call.group, at.i, at.count, [&](int first, int last, int64_t column) {
+      const ScaleAndOffset scale = stored_scale(call, at.band + column);
       const auto all = encode_all(coding, x, grid_of(scale, call.asymmetric), noise);
       const auto these = scaled_all(decode_all(coding, all), scale);
 #pragma unroll
@@ -258,8 +239,8 @@ __global__ void __launch_bounds__(kThreads)
   with_coding(call.format, call.asymmetric,
               [&](const auto& coding) { numbers = decode_all(coding, codes); });
   Floats<kEight> values = numbers;
-  at.for_each_group(call, [&](int first, int last, int64_t group) {
-    const auto these = scaled_all(numbers, stored_scale(call, group));
+  for_each_group(call.group, at.i, at.count, [&](int first, int last, int64_t column) {
+    const auto these = scaled_all(numbers, stored_scale(call, at.band + column));
 #pragma unroll
     for (int k = 0; k < kEight; ++k) {
       if (k >= first && k < last) values.lanes[k] = these.lanes[k];

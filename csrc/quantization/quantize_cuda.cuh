@@ -305,6 +305,32 @@ __device__ inline Largest largest_of_lanes(Largest found, int lanes, bool asymme
   return found;
 }
 
+// Of the elements of a row that this thread has: every `step` of them eight, from `first` to `end`.
+__device__ inline Largest largest_of_eights(Pointer<Any> x, int64_t first, int64_t end,
+                                            int64_t step, bool asymmetric) {
+  Largest found;
+  for (int64_t i = first; i < end; i += step) {
+    const int count = int(end - i < kEight ? end - i : kEight);
+    const bool aligned = is_aligned<kEight>((x + i).address, bytes_of(x.dtype));
+    found = larger(found, measure_all(fetch<kEight>(x, i, count, aligned), count, asymmetric));
+  }
+  return found;
+}
+
+// Calls body(first, last, column) for those of `count` elements, of which the first one is number i
+// of a row, that are in each group.
+template <class Body>
+__device__ inline void for_each_group(int64_t group, int64_t i, int count, const Body& body) {
+  int64_t column = quotient(i, group);
+  for (int k = 0; k < count;) {
+    const int64_t left = (column + 1) * group - i;
+    const int last = left < count ? int(left) : count;
+    body(k, last, column);
+    k = last;
+    ++column;
+  }
+}
+
 __device__ inline void store_scale(const Groups& call, int64_t group, const ScaleAndOffset& scale) {
   if (call.scales != nullptr) call.scales[group] = scale.scale;
   if (call.offsets != nullptr) call.offsets[group] = scale.offset;

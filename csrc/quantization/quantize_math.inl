@@ -90,6 +90,12 @@ DSX_INLINE Float position_of(Float x, const Grid& grid, bool asymmetric) {
   return asymmetric ? multiply_add(x, Float(0.5f), Float(-grid.half_offset)) : x;
 }
 
+// How far a position is beyond a point of the grid: exact, if that is next to it.
+template <class Float>
+DSX_INLINE Float rest_of(Float position, Float number, const Grid& grid) {
+  return multiply_add(number, Float(-grid.step), position);
+}
+
 // The sum of `integers` and the number of a point of the grid: the nearest one or, where that is
 // further away than the threshold, the next one in the direction of the position. `integers` is
 // kIntegers and what is added to numbers to make codes of them.
@@ -100,7 +106,7 @@ DSX_INLINE Float position_of(Float x, const Grid& grid, bool asymmetric) {
 template <class Ints, class Float>
 DSX_INLINE Float round_to_grid(Float position, const Grid& grid, Float threshold, float integers) {
   const Float first = multiply_add(position, Float(grid.inverse), Float(integers));
-  const Float rest = multiply_add(first - Float(integers), Float(-grid.step), position);
+  const Float rest = rest_of(position, first - Float(integers), grid);
   const Float one = float_of(blend_bits(Ints(kSignBit), bits_of(rest), Ints(0x3f800000u)));
   return select(threshold < abs(rest), first + one, first);
 }
@@ -237,6 +243,12 @@ struct IntegerCoding {
     return min(max(bits_of(sum), first), bits_of(Float(integers + most.code)));
   }
 
+  // The number of what encode has returned, with all that is above the code.
+  template <class Float, class Ints>
+  DSX_INLINE Float number_of(Ints encoded) const {
+    return float_of(encoded) - Float(kIntegers + zero);
+  }
+
   template <class Float, class Ints>
   DSX_INLINE Float decode(Ints code) const {
     return number_of_integer<Float>((code ^ Ints(flip)) | Ints(kAboveCode), unsigned_zero);
@@ -269,6 +281,10 @@ struct Nf4Coding {
     return encode_nf4<Ints>(x * Float(grid.inverse));
   }
   template <class Float, class Ints>
+  DSX_INLINE Float number_of(Ints encoded) const {
+    return decode_nf4<Float>(encoded);
+  }
+  template <class Float, class Ints>
   DSX_INLINE Float decode(Ints code) const {
     return decode_nf4<Float>(code);
   }
@@ -297,5 +313,26 @@ DSX_INLINE void with_coding(QuantFormat format, bool asymmetric, const Body& bod
     case QuantFormat::nf4: return body(Nf4Coding());
     case QuantFormat::fp8_e4m3: return body(Float8Coding<E4m3, QuantFormat::fp8_e4m3>());
     case QuantFormat::fp8_e5m2: return body(Float8Coding<E5m2, QuantFormat::fp8_e5m2>());
+  }
+}
+
+// The same for formats of packed weights, with the bits of a code, as a std::integral_constant.
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable
+#endif
+template <class Body>
+DSX_INLINE void with_packed_coding(QuantFormat format, bool asymmetric, const Body& body) {
+  using Eight = std::integral_constant<int, 8>;
+  using Four = std::integral_constant<int, 4>;
+  switch (format) {
+    case QuantFormat::int8:
+      return asymmetric ? body(IntegerCoding<true>(format), Eight())
+                        : body(IntegerCoding<false>(format), Eight());
+    case QuantFormat::int4:
+      return asymmetric ? body(IntegerCoding<true>(format), Four())
+                        : body(IntegerCoding<false>(format), Four());
+    case QuantFormat::nf4: return body(Nf4Coding(), Four());
+    case QuantFormat::fp8_e4m3:
+    case QuantFormat::fp8_e5m2: return;
   }
 }

@@ -13,7 +13,7 @@ from deepspeed_ext.inference.weight_memory import WeightMemory
 from deepspeed_ext.inference.weights import Layer, Linear, Weights
 from deepspeed_ext.ops import PackedWeight
 from deepspeed_ext.quantization.layout import WeightLayout, make_layout
-from deepspeed_ext.quantization.packing import Errors, packed, quantize_weight
+from deepspeed_ext.quantization.packing import Errors, packed, quantize_weight, results_of
 from deepspeed_ext.quantization.report import LayerReport, Report
 
 _OP = "init_inference"
@@ -119,8 +119,9 @@ def report_of(weights: Weights, quantizers: Sequence[Quantizer]) -> Report:
         names[id(weights.head.weight)] = "head"
     layers, total = {}, bytes_of(weights)
     before = total
-    for done in (each for quantizer in quantizers for each in quantizer.done):
-        largest, rms = done.errors.result()
+    all_done = [each for quantizer in quantizers for each in quantizer.done]
+    results = results_of([done.errors for done in all_done])
+    for done, (largest, rms) in zip(all_done, results, strict=True):
         if not math.isfinite(largest):
             raise ValueError(
                 f"{_OP}: {names[id(done.weight)]} has weights that are not finite, expected"

@@ -65,6 +65,7 @@ _NAMES = {
     "quantization.ds_quantizer": ("ds_quantizer",),
     "quantization.fake_quantize": ("fake_quantize", "fake_quantize_ref"),
     "quantization.quantize": ("Quantized", "quantize", "quantize_ref"),
+    "quantization.quantize_packed": ("quantize_packed_", "quantize_packed_ref_"),
     "replay": ("Recorded", "record"),
     "transformer.append_and_attend": ("append_and_attend_", "append_and_attend_ref_"),
     "transformer.bias_activation": ("bias_activation", "bias_activation_ref"),
@@ -156,6 +157,10 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.quantization.quantize import Quantized as Quantized
     from deepspeed_ext.ops.quantization.quantize import quantize as quantize
     from deepspeed_ext.ops.quantization.quantize import quantize_ref as quantize_ref
+    from deepspeed_ext.ops.quantization.quantize_packed import quantize_packed_ as quantize_packed_
+    from deepspeed_ext.ops.quantization.quantize_packed import (
+        quantize_packed_ref_ as quantize_packed_ref_,
+    )
     from deepspeed_ext.ops.quantization.quantized_linear import quantized_linear as quantized_linear
     from deepspeed_ext.ops.quantization.quantized_linear import (
         quantized_linear_norm as quantized_linear_norm,

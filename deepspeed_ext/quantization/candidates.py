@@ -38,6 +38,7 @@ class _Use(NamedTuple):
     """Where a tensor is used, and which bytes of its storage it is."""
 
     owner: int
+    prefix: str
     name: str
     begin: int
     end: int
@@ -90,8 +91,9 @@ def _why_not(
     uses: dict[int, list[_Use]],
 ) -> str | None:
     for pattern in patterns:
-        if any(_is_below(name, pattern) for name in names):
-            return f"skip has {pattern!r}"
+        for name in names:
+            if _is_below(name, pattern):
+                return f"skip has {pattern!r}"
     if type(module) is not nn.Linear and not is_conv1d(module):
         return f"is a {type(module).__name__}"
     lost = lost_with(module)
@@ -138,6 +140,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _is_below(name: str, pattern: str) -> bool:
     """Tell whether a pattern matches a name, or that of a module that holds it."""
+    if pattern.isidentifier():  # most are
+        return pattern in name.split(".")
     parts = name.split(".")
     return any(_matches(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
 
@@ -146,15 +150,16 @@ def _uses(modules: dict[str, nn.Module]) -> dict[int, list[_Use]]:
     """Return by storage all tensors that modules have in it."""
     found: defaultdict[int, list[_Use]] = defaultdict(list)
     for prefix, module in modules.items():
-        for name, tensor in _own_tensors(module):
+        for name, tensor in own_tensors(module):
             begin, end = _bytes_of(tensor)
             if begin < end:
-                use = _Use(id(module), f"{prefix}.{name}".lstrip("."), begin, end)
+                use = _Use(id(module), prefix, name, begin, end)
                 found[tensor.untyped_storage()._cdata].append(use)
     return found
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of what a module itself has in storages."""
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and has_storage(tensor):
             yield name, tensor
@@ -162,21 +167,29 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def has_storage(tensor: Tensor) -> bool:
     """Tell whether the elements of a tensor lie in a storage of its own, not in other tensors."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return True
     return not is_lazy(tensor) and not is_traceable_wrapper_subclass(tensor)
 
 
 def _sharing(module: nn.Module, weight: Tensor, uses: dict[int, list[_Use]]) -> Iterator[str]:
     """Yield the names of what other modules have in the memory of a weight."""
+    in_storage = uses.get(weight.untyped_storage()._cdata, ())
+    if len(in_storage) < 2:
+        return
     begin, end = _bytes_of(weight)
-    for use in uses.get(weight.untyped_storage()._cdata, ()):
+    for use in in_storage:
         if use.owner != id(module) and use.begin < end and begin < use.end:
-            yield use.name
+            yield f"{use.prefix}.{use.name}".lstrip(".")
 
 
 def _bytes_of(tensor: Tensor) -> tuple[Any, Any]:
     """Return where in its storage a tensor begins and ends."""
     if tensor.numel() == 0:
         return 0, 0
+    if tensor.is_contiguous():
+        begin = tensor.storage_offset() * tensor.element_size()
+        return begin, begin + tensor.nbytes
     dimensions = zip(tensor.shape, tensor.stride(), strict=True)
     reach = 1 + sum((size - 1) * stride for size, stride in dimensions)
     begin = tensor.storage_offset() * tensor.element_size()

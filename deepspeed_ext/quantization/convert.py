@@ -1,24 +1,26 @@
 """quantize_model: puts layers with weights of few bits in place of those of a model."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from deepspeed_ext.quantization.candidates import (
     DEFAULT_SKIP,
     Candidates,
     find_candidates,
-    has_storage,
+    own_tensors,
 )
 from deepspeed_ext.quantization.layout import WeightLayout, make_layout
 from deepspeed_ext.quantization.linear import QuantizedLinear, weight_of
-from deepspeed_ext.quantization.packing import Errors
+from deepspeed_ext.quantization.packing import Errors, results_of
 from deepspeed_ext.quantization.report import LayerReport, Report
 
 _OP = "quantize_model"
+_HolderOf = Callable[[str], nn.Module]  # get_submodule of the model
 
 
 class _Done(NamedTuple):
@@ -27,7 +29,6 @@ class _Done(NamedTuple):
     names: list[str]
     layout: WeightLayout
     bytes_before: int
-    bytes_after: int
     errors: Errors
 
 
@@ -44,12 +45,13 @@ def quantize_model(
     """Replace the linear layers of a model by `QuantizedLinear`, one after another, in place.
 
     Each old weight is released before the next layer begins, on whatever device it is, so that
-    beside the model there is no more memory in use than the largest layer and some blocks of rows
-    take. Replaced are nn.Linear and transformers' Conv1D. Kept, and named in the report, are layers
-    that others rely on in ways that would be lost: subclasses, parametrized and hooked ones, those
-    that have modules or tensors beside weight and bias, and those that share their weight with
-    another module, such as a head that is tied to an embedding.
-    A layer that has several places in the model is replaced by one layer in all of them.
+    beside the model there is no more memory in use than the largest layer, some blocks of rows
+    where they do not lie in one piece each, and 16 bytes for each row take. Replaced are nn.Linear
+    and transformers' Conv1D. Kept, and named in the report, are layers that others rely on in ways
+    that would be lost: subclasses, parametrized and hooked ones, those that have modules or tensors
+    beside weight and bias, and those that share their weight with another module, such as a head
+    that is tied to an embedding. A layer that has several places in the model is replaced by one
+    layer in all of them.
 
     When something fails on the way, layers that were replaced stay so, each of them whole.
 
@@ -72,10 +74,18 @@ def quantize_model(
     See: Dettmers et al., "QLoRA", 2023, for nf4; deepspeed_ext.ops.quantize for the formulas.
     """
     found = find_candidates(_OP, model, skip)
-    layouts = [
-        _layout_of(model, names[0], format, group_size, symmetric, activations)
-        for names in found.names
-    ]
+    layout_of = cache(
+        partial(
+            make_layout,
+            _OP,
+            format,
+            group_size=group_size,
+            symmetric=symmetric,
+            activations=activations,
+        )
+    )
+    holder_of = cache(model.get_submodule)  # many layers have the same one, and none is replaced
+    layouts = [layout_of(_shape_of(holder_of, names[0])) for names in found.names]
     bytes_before = _bytes_of(model)
     done = []
     bar = tqdm(
@@ -86,57 +96,60 @@ def quantize_model(
         disable=None if progress else True,
         leave=False,
     )
-    with bar:
+    with bar, torch.inference_mode(False):  # or no gradient could pass later
         for names, layout in zip(found.names, layouts, strict=True):
-            done.append(_replace(model, names, layout))
+            done.append(_replace(holder_of, names, layout))
             bar.update(layout.shape[0] * layout.shape[1])
     return _report(format, done, found, bytes_before, _bytes_of(model))
 
 
-def _layout_of(
-    model: nn.Module,
-    name: str,
-    format: str,
-    group_size: int | None,
-    symmetric: bool,
-    activations: str | None,
-) -> WeightLayout:
-    """Return how the weight of a layer will be stored, after everything about it is checked."""
-    weight = weight_of(f"{_OP}: {name}", model.get_submodule(name))
+def _layer_of(holder_of: _HolderOf, name: str) -> nn.Module:
+    holder, _, last = name.rpartition(".")
+    layer = holder_of(holder)._modules[last]
+    assert layer is not None
+    return layer
+
+
+def _shape_of(holder_of: _HolderOf, name: str) -> tuple[int, int]:
+    """Return the shape of the weight of a layer, after everything about it is checked."""
+    weight = weight_of(f"{_OP}: {name}", _layer_of(holder_of, name))
     if weight.is_meta:
         raise ValueError(
             f"{_OP}: {name} has a weight on meta, expected values; for files see load_quantized"
         )
-    n, length = weight.shape
-    return make_layout(_OP, format, (n, length), group_size, symmetric, activations)
+    return weight.shape[0], weight.shape[1]
 
 
-def _replace(model: nn.Module, names: list[str], layout: WeightLayout) -> _Done:
+def _replace(holder_of: _HolderOf, names: list[str], layout: WeightLayout) -> _Done:
     """Put a new layer at all places of an old one; nothing here outlives the old weight."""
-    linear = model.get_submodule(names[0])
+    linear = _layer_of(holder_of, names[0])
     weight = weight_of(_OP, linear)
-    with torch.inference_mode(False):
-        errors = Errors(layout, weight.device)
-        layer = QuantizedLinear.of_weight(linear, weight, layout, errors)
-    put_in_place(model, names, layer)
-    after = sum(buffer.nbytes for buffer in layer.buffers())
-    return _Done(names, layout, weight.nbytes, after, errors)
+    errors = Errors(layout, weight.device)
+    layer = QuantizedLinear.of_weight(linear, weight, layout, errors)
+    put_in_place(holder_of, names, layer)
+    return _Done(names, layout, weight.nbytes, errors)
 
 
-def put_in_place(model: nn.Module, names: Iterable[str], layer: nn.Module) -> None:
-    """Make this layer the one of some names."""
+def put_in_place(holder_of: _HolderOf, names: Iterable[str], layer: nn.Module) -> None:
+    """Make this layer the one of some names.
+
+    Args:
+        holder_of: returns the module of a name, as the get_submodule of a model does.
+        names: of the layer in the model.
+        layer: that takes the place.
+    """
     for name in names:
         holder, _, last = name.rpartition(".")
-        setattr(model.get_submodule(holder), last, layer)
+        setattr(holder_of(holder), last, layer)
 
 
 def _report(
     format: str, done: list[_Done], found: Candidates, bytes_before: int, bytes_after: int
 ) -> Report:
     layers = {}
-    for each in done:
-        largest, rms = each.errors.result()
-        sizes = each.bytes_before, each.bytes_after
+    results = results_of([each.errors for each in done])
+    for each, (largest, rms) in zip(done, results, strict=True):
+        sizes = each.bytes_before, each.layout.nbytes
         also = tuple(each.names[1:])
         layers[each.names[0]] = LayerReport(each.layout.shape, *sizes, largest, rms, also)
     return Report(format, layers, found.kept, bytes_before, bytes_after)
@@ -145,9 +158,8 @@ def _report(
 def _bytes_of(model: nn.Module) -> int:
     """Return the bytes of all parameters and buffers; memory that some share counts once."""
     storages: dict[int, int] = {}
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    for tensor in tensors:
-        if has_storage(tensor):
+    for module in model.modules():
+        for _, tensor in own_tensors(module):
             storage = tensor.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

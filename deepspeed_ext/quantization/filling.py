@@ -64,7 +64,7 @@ def fill(
     _check_meta(what, model, made, tied.keys() | on_meta.keys())
     # From here on nothing is refused.
     for name, layer in made.items():
-        put_in_place(model, [name], layer)
+        put_in_place(model.get_submodule, [name], layer)
     # Names of one tensor get one parameter: an optimizer would step two of them twice.
     parameters: dict[int, nn.Parameter] = {}
     of_model = {name for name, _ in model.named_parameters(remove_duplicate=False)}

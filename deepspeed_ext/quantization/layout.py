@@ -1,8 +1,10 @@
 """Which tensors stand for a weight of few bits, and the note in a state dict that says so."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +51,7 @@ class WeightLayout:
     activations: str | None = None
     act_order: bool = False
 
-    @property
+    @cached_property
     def of_format(self) -> Format:
         """What is known of the format."""
         return FORMATS[number_of("QuantizedLinear", self.format)]
@@ -65,8 +67,12 @@ class WeightLayout:
         assert self.of_format.float8 is not None
         return self.of_format.float8
 
-    def tensors(self) -> dict[str, TensorLayout]:
+    def tensors(self) -> Mapping[str, TensorLayout]:
         """Return what a layer keeps, by name."""
+        return self._tensors
+
+    @cached_property
+    def _tensors(self) -> dict[str, TensorLayout]:
         n, length = self.shape
         if self.is_float8:
             padded = _rounded_up(n, FLOAT8_MULTIPLE)
@@ -85,6 +91,11 @@ class WeightLayout:
         if self.act_order:
             found["order"] = TensorLayout((length,), torch.int64)
         return found
+
+    @cached_property
+    def nbytes(self) -> int:
+        """What these tensors take."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._tensors.values())
 
     def misfit(self, tensors: Mapping[str, Tensor]) -> str | None:
         """Say which of these tensors is not as this tells; they may be on meta."""
@@ -123,6 +134,13 @@ class WeightLayout:
         return {
             name: torch.zeros(each.shape, dtype=each.dtype, device=device)
             for name, each in self.tensors().items()
+        }
+
+    def empty_on(self, device: torch.device | str | int | None) -> dict[str, Tensor]:
+        """Return these tensors, of undefined values."""
+        return {
+            name: torch.empty(shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in self._tensors.items()
         }
 
 

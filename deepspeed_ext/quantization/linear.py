@@ -61,6 +61,8 @@ class QuantizedLinear(nn.Module):
     codes: Tensor
     scales: Tensor
     bias: nn.Parameter | None
+    layout: WeightLayout
+    dtype: torch.dtype
 
     def __init__(
         self,
@@ -110,22 +112,20 @@ class QuantizedLinear(nn.Module):
         layout = make_layout(
             "QuantizedLinear", format, _shape(weight), group_size, symmetric, activations
         )
-        return cls.of_weight(linear, weight, layout)
+        with torch.inference_mode(False):  # or no gradient could pass later
+            return cls.of_weight(linear, weight, layout)
 
     @classmethod
     def of_weight(
         cls, linear: nn.Module, weight: Tensor, layout: WeightLayout, errors: Errors | None = None
     ) -> "QuantizedLinear":
         """Return a layer in place of another one; `errors` notes how far it is from it."""
-        with torch.inference_mode(False), torch.no_grad():  # or no gradient could pass later
-            tensors = (
-                layout.tensors_on("meta")
-                if weight.is_meta
-                else quantize_weight(weight, layout, errors)
-            )
-        bias = linear._parameters["bias"]
-        layer = cls.of_tensors(layout, tensors, bias, weight.dtype)
-        return layer.train(linear.training)
+        if weight.is_meta:
+            tensors = layout.tensors_on("meta")
+        else:
+            tensors = quantize_weight(weight, layout, errors)
+        layer = cls.of_tensors(layout, tensors, linear._parameters["bias"], weight.dtype)
+        return layer if linear.training else layer.eval()
 
     @classmethod
     def from_packed(
@@ -185,9 +185,8 @@ class QuantizedLinear(nn.Module):
     ) -> "QuantizedLinear":
         made = cls.__new__(cls)
         made._begin(layout, dtype)
-        for name, tensor in tensors.items():
-            made.register_buffer(name, tensor)
-        made.register_parameter("bias", bias)
+        made._buffers.update(tensors)  # a third of the time of register_buffer
+        made._parameters["bias"] = bias
         return made
 
     def _begin(self, layout: WeightLayout, dtype: torch.dtype) -> None:
@@ -196,7 +195,8 @@ class QuantizedLinear(nn.Module):
             raise ValueError(
                 f"QuantizedLinear: dtype is {dtype}, expected float32, bfloat16 or float16"
             )
-        self.layout, self.dtype = layout, dtype
+        # Not by Module.__setattr__, which looks for parameters, modules and buffers of these names.
+        vars(self).update(layout=layout, dtype=dtype)
 
     @property
     def in_features(self) -> int:

@@ -18,6 +18,7 @@ import test_cross_entropy
 import test_gated_activation
 import test_norms_around
 import test_quantize_contract
+import test_quantize_packed
 import test_quantized_linear_contract
 import test_rope_contract
 import test_skinny_linear_contract
@@ -38,6 +39,7 @@ MODULES = (
     test_quantized_linear_contract,
     test_norms_around,
     test_quantize_contract,
+    test_quantize_packed,
 )
 each_module = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 each_case = pytest.mark.parametrize("name", CASES)

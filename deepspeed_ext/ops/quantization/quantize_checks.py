@@ -28,6 +28,23 @@ def quantizer(device: str) -> None:
         fake = ops.fake_quantize(x.to(device), **options, symmetric=symmetric)
         if not torch.equal(fake, floats):
             raise RuntimeError(f"quantizer: fake_quantize differs for {format} on {device}")
+        if not format.startswith("fp8"):
+            _check_packed(x.to(device), made, options)
     copy = x.to(device)
     want = ops.fake_quantize_ref(x.view(3, 500)).view(5, 300)
     compare(f"quantizer: in place on {device}", ops.ds_quantizer(copy, 3), want, 1e-6, 1e-6)
+
+
+def _check_packed(x: torch.Tensor, made: ops.Quantized, options: dict[str, Any]) -> None:
+    want = ops.pack_weight(*made, **options, length=x.shape[1])
+    weight = want._replace(
+        codes=torch.empty_like(want.codes),
+        scales=torch.empty_like(want.scales),
+        offsets=None if want.offsets is None else torch.empty_like(want.offsets),
+    )
+    ops.quantize_packed_(x, weight)
+    for got, expected in zip(weight[:3], want[:3], strict=True):
+        if got is not None and expected is not None and not torch.equal(got, expected):
+            raise RuntimeError(
+                f"quantizer: quantize_packed_ differs for {options['format']} on {x.device.type}"
+            )
