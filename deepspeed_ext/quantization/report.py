@@ -18,10 +18,10 @@ class LayerReport:
         bytes_before: of the weight as floats.
         bytes_after: of codes, scales and offsets.
         largest_error: of an element, in parts of what its group allows: half the scale, and of nf4
-            and fp8 half the widest step between codes. Symmetric formats keep to 1, but for the
-            rounding of floats. With offsets that of code * scale + offset to float32 comes on top,
-            which shows where elements differ by little beside their size: 1 + 1e-5 * randn in int8
-            comes to 1.4 and more. NaN if the weight is not finite.
+            and fp8 half the widest step between codes. It keeps to 1, but for the rounding of
+            floats, with offsets 2^-15. That code * scale + offset is rounded to float32 does not
+            count; it comes on top where elements differ by little beside their size. NaN if the
+            weight is not finite.
         rms_error: of all elements.
         also: other names of the same layer.
     """

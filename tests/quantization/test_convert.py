@@ -60,18 +60,14 @@ def test_reports_bytes_and_errors(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
-def test_offsets_may_take_an_error_beyond_half_a_scale(format: str, device: str) -> None:
-    """By what code * scale + offset is rounded, which elements that differ by little show."""
+def test_errors_are_of_what_codes_stand_for(format: str, device: str) -> None:
+    """They keep to their bound where float32 has few numbers between elements."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 64))
     with torch.no_grad():
         model[0].weight.copy_(1 + 1e-5 * torch.randn(64, 256))
     report = quantize_model(model.to(device), format, symmetric=False)
-    scales = model[0].get_buffer("scales")
-    rounding = 2.0**-24 / (float(scales.min()) / 2)  # of numbers up to 2
-    largest = report.layers["0"].largest_error
-    assert largest <= 1 + 2**-15 + rounding * 1.001
-    assert (largest > 1.2) == (format == "int8")
+    assert 0.9 < report.layers["0"].largest_error <= 1 + 2**-15
 
 
 def test_half_steps() -> None:
