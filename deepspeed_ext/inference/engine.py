@@ -3,7 +3,6 @@
 import operator
 import os
 import secrets
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,6 +22,7 @@ from deepspeed_ext.inference.scheduler import Scheduler
 from deepspeed_ext.inference.steps import Steps
 from deepspeed_ext.inference.stream import Stream
 from deepspeed_ext.inference.text import Text
+from deepspeed_ext.inference.turns import Turns
 
 Ids = Sequence[int] | Tensor
 Prompts = str | Ids | Sequence[str] | Sequence[Ids]
@@ -47,7 +47,8 @@ class InferenceEngine:
     they come and whichever slot it has; with pack_prefill it has not. Several threads may call one
     engine: whoever waits for tokens computes a step for all, and an engine that nobody waits for
     rests. If a step fails, or Ctrl-C interrupts it, the completions under way are given up, and the
-    engine takes others.
+    engine takes others. Within a step, as in a signal handler that comes then, streams may be
+    closed, but nothing can be computed.
 
     An engine holds the weights and the cache; `close`, or letting go of it, gives the memory back.
     It belongs to its process and to the stream that was current when it was made.
@@ -117,10 +118,9 @@ class InferenceEngine:
             ahead=is_cuda,
             packs=pack_prefill,
         )
-        self._turn = threading.Condition()
-        self._driver: int | None = None  # the thread that computes a step
+        self._turns = Turns()
         self._process, self._vocabulary = os.getpid(), of.vocabulary
-        self._is_open = True
+        self._is_open, self._has_given_back = True, False
 
     @overload
     def generate(
@@ -162,7 +162,8 @@ class InferenceEngine:
             prompts: text, or the numbers of tokens; or several of them.
             options: for all prompts, or a sequence of them, one for each.
             stream: whether to return an iterator of pieces at once, in place of completions in the
-                end. Closing it, or letting go of it, cancels what is not done.
+                end. Closing it, or letting go of it, cancels what is not done, and waits for
+                nobody: the next step begins with that.
             progress: whether to draw a bar of tokens on stderr while all are waited for, if that
                 is a terminal.
             changes: of the options, by the names that `SamplingOptions` has.
@@ -176,7 +177,8 @@ class InferenceEngine:
             ValueError: an argument breaks a rule; a prompt is empty, has a token that is none, or
                 does not fit with what is to follow it. Nothing is computed then.
             RuntimeError: logits are not finite; a step failed for another caller; the engine is
-                closed, or belongs to another process. All completions of the call are cancelled.
+                closed, belongs to another process, or computes a step within which this is called.
+                All completions of the call are cancelled.
         """
         self._check_usable()
         some, call = self._numbers(prompts), Call()
@@ -269,41 +271,27 @@ class InferenceEngine:
 
     def _advance(self, is_enough: Callable[[], bool]) -> None:
         """Compute a step for all, or wait for another thread to; not if it is enough by then."""
-        if not self._take_turn(is_enough):
-            return
-        try:
-            self._check_usable()
-            with torch.inference_mode(), self._here():
-                self._scheduler.step()
-        finally:
-            self._end_turn()
+        if self._turns.is_mine:
+            raise RuntimeError(
+                "generate: the engine computes a step, expected no other within it, as a signal"
+                " handler, a finalizer or a tokenizer may ask for"
+            )
+        self._turns.run(self._step, is_enough)
 
-    def _sweep(self) -> None:
-        """Take slots back from what was cancelled, or failed."""
-        if self._process != os.getpid() or not self._is_open:
-            return
-        self._take_turn(lambda: False)
-        try:
+    def _step(self) -> None:
+        self._check_usable()
+        with torch.inference_mode(), self._here():
+            self._scheduler.step()
+
+    def _sweep(self, is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Take slots back from what was cancelled, or failed, unless it is enough before."""
+        if self._process == os.getpid() and not self._turns.is_mine:
+            self._turns.run(self._sweep_now, is_enough)
+
+    def _sweep_now(self) -> None:
+        if self._is_open:
             with torch.inference_mode(), self._here():
                 self._scheduler.sweep()
-        finally:
-            self._end_turn()
-
-    def _take_turn(self, is_enough: Callable[[], bool]) -> bool:
-        """Wait until no other thread computes; return False if it is enough before."""
-        me = threading.get_ident()  # an interruption may have left it the driver
-        with self._turn:
-            while self._driver not in (None, me) and not is_enough():
-                self._turn.wait()
-            if is_enough():
-                return False
-            self._driver = me
-        return True
-
-    def _end_turn(self) -> None:
-        with self._turn:
-            self._driver = None
-            self._turn.notify_all()
 
     @contextmanager
     def _here(self) -> Iterator[None]:
@@ -322,16 +310,25 @@ class InferenceEngine:
             raise RuntimeError("generate: the engine is closed, expected one that is open")
 
     def close(self) -> None:
-        """Give the memory back. Completions under way are given up."""
-        if not self._is_open or self._process != os.getpid():
+        """Give the memory back. Completions under way are given up.
+
+        Raises:
+            RuntimeError: it is called within a step, as by a signal handler.
+        """
+        if self._process != os.getpid():
             return
-        self._take_turn(lambda: False)
-        try:
-            self._is_open = False
-            self._scheduler.close()
-            del self.decoder, self.cache
-        finally:
-            self._end_turn()
+        if self._turns.is_mine:
+            raise RuntimeError(
+                "close: the engine computes a step in this thread, expected it to be over"
+            )
+        self._is_open = False  # no thread begins another step
+        self._turns.run(self._give_back, lambda: self._has_given_back)
+
+    def _give_back(self) -> None:
+        self._scheduler.close()
+        for name in ("decoder", "cache"):
+            vars(self).pop(name, None)  # an interruption may have come in between once before
+        self._has_given_back = True
 
     def __enter__(self) -> "InferenceEngine":
         return self
