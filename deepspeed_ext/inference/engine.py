@@ -88,9 +88,12 @@ class InferenceEngine:
         report: Any = None,
     ) -> None:
         of, embedding = decoder.of, decoder.weights.embedding
-        if of.position == "learned" and of.context is not None and max_tokens > of.context:
+        most, positions = of.context or max_tokens, decoder.weights.positions
+        if positions is not None:
+            most = min(most, len(positions) - of.position_offset)
+        if of.position == "learned" and max_tokens > most:
             raise ValueError(
-                f"inference: max_tokens is {max_tokens}, expected at most {of.context}, as the"
+                f"inference: max_tokens is {max_tokens}, expected at most {most}, as the"
                 " model has no more positions"
             )
         self.decoder, self.device = decoder, embedding.device

@@ -110,9 +110,10 @@ def init_inference(
     given = {name: value for name, value in locals().items() if name in _NAMES}
     settings = settings_of(config, given, deepspeed)
     source = _Source(model)
-    stop_tokens = source.stop_tokens()
+    policy = settings.policy or policy_of(source.config)
+    stop_tokens = source.stop_tokens(policy)
     text_tokens = tokenizer_of(source.folder, settings.tokenizer)
-    loading = _Loading(source, settings)
+    loading = _Loading(source, settings, policy)
     with torch.inference_mode(False), torch.no_grad():
         weights, report = loading.run()
         if not loading.of.causal:
@@ -177,10 +178,11 @@ class _Source:
         devices = (each.device for each in self.tensors.values() if isinstance(each, Tensor))
         return next(devices, torch.device("cpu"))
 
-    def stop_tokens(self) -> tuple[int, ...]:
+    def stop_tokens(self, policy: Policy) -> tuple[int, ...]:
         """Return the tokens that end a text."""
-        found = self._generation.get("eos_token_id")
-        found = self.config.get("eos_token_id") if found is None else found
+        places = self._generation, self.config, policy.part_of(self.config)
+        said = (place.get("eos_token_id") for place in places)
+        found = next((each for each in said if each is not None), None)
         tokens = found if isinstance(found, list) else [] if found is None else [found]
         for token in tokens:
             if type(token) is not int:
@@ -191,10 +193,9 @@ class _Source:
 class _Loading:
     """Takes over weights, when it is sure that they fit their family and the device."""
 
-    def __init__(self, source: _Source, settings: Settings) -> None:
-        self._source, self._settings = source, settings
-        self._policy = settings.policy or policy_of(source.config)
-        self.of = architecture_of(self._policy, source.config)
+    def __init__(self, source: _Source, settings: Settings, policy: Policy) -> None:
+        self._source, self._settings, self._policy = source, settings, policy
+        self.of = architecture_of(policy, source.config)
         self._dtype = settings.dtype or source.dtype()
         self._device = _checked(settings.device) or source.device()
         if self._device.type == "cuda" and self._device.index is None:
