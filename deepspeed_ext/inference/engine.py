@@ -4,7 +4,7 @@ import operator
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from types import TracebackType
@@ -27,6 +27,7 @@ from deepspeed_ext.inference.turns import Turns
 Ids = Sequence[int] | Tensor
 Prompts = str | Ids | Sequence[str] | Sequence[Ids]
 Options = SamplingOptions | Sequence[SamplingOptions]
+_NO_NUMBERS = (bytes, bytearray, Mapping)  # of tokens, although numbers may come out of them
 _NAMES = tuple(field.name for field in fields(SamplingOptions))
 
 
@@ -162,7 +163,8 @@ class InferenceEngine:
             for piece in engine.generate([[1, 15, 8], [1, 4]], temperature=0.8, stream=True): ...
 
         Args:
-            prompts: text, or the numbers of tokens; or several of them.
+            prompts: text, or the numbers of tokens; or several of either, or none, as an empty
+                list is. A prompt itself has a token at least.
             options: for all prompts, or a sequence of them, one for each.
             stream: whether to return an iterator of pieces at once, in place of completions in the
                 end. Closing it, or letting go of it, cancels what is not done, and waits for
@@ -204,9 +206,14 @@ class InferenceEngine:
 
     def _numbers(self, prompts: Prompts) -> list[list[int]]:
         """Return the tokens of each prompt."""
-        some = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-        some = [some] if isinstance(some, str) else list(some)
-        some = [each.tolist() if hasattr(each, "tolist") else each for each in some]
+        given = _plain("prompts", prompts)
+        if not isinstance(given, Iterable) or isinstance(given, _NO_NUMBERS):
+            raise TypeError(
+                f"generate: prompts is {given!r:.60}, expected text, numbers of tokens, or several"
+                " of either"
+            )
+        each_given = enumerate([given] if isinstance(given, str) else given)
+        some: list[Any] = [_plain(f"prompt {i}", each) for i, each in each_given]
         if some and not any(isinstance(each, Sequence) for each in some):
             some = [some]
         return [self._numbers_of(i, each) for i, each in enumerate(some)]
@@ -220,6 +227,8 @@ class InferenceEngine:
                 )
             prompt = self.tokenizer.encode(prompt)
         try:
+            if isinstance(prompt, _NO_NUMBERS):
+                raise TypeError
             tokens = [operator.index(token) for token in prompt]
         except TypeError:
             raise TypeError(
@@ -242,7 +251,7 @@ class InferenceEngine:
                 raise TypeError(f"generate: option is {name}, expected one of {', '.join(_NAMES)}")
         if options is None:
             return [SamplingOptions(**changes)] * count
-        some = [options] * count if isinstance(options, SamplingOptions) else list(options)
+        some = _several(options, count)
         if len(some) != count:
             raise ValueError(f"generate: options have length {len(some)}, expected {count}")
         return [replace(each, **changes) for each in some]
@@ -349,3 +358,26 @@ class InferenceEngine:
             "inference: an engine was to be copied or pickled, expected init_inference once more,"
             " as it holds a cache, and completions under way"
         )
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Return lists in place of a tensor or an array, which may be one of no floats."""
+    if not hasattr(value, "tolist"):
+        return value
+    if "float" in str(getattr(value, "dtype", "")):
+        raise TypeError(f"generate: {name} has dtype {value.dtype}, expected whole numbers")
+    return value.tolist()
+
+
+def _several(options: Options, count: int) -> list[SamplingOptions]:
+    """Return so many options, or those that are given one by one."""
+    if isinstance(options, SamplingOptions):
+        return [options] * count
+    if isinstance(options, Iterable) and not isinstance(options, Mapping):
+        some = list(options)
+        if all(isinstance(each, SamplingOptions) for each in some):
+            return some
+    raise TypeError(
+        f"generate: options is {options!r:.60}, expected SamplingOptions, or a sequence of them;"
+        " one option may be given by its name, as n=2"
+    )
