@@ -70,7 +70,8 @@ def init_inference(
 
     The weights are copied; a module stays as it is. Those of a folder are read a layer at a time
     and quantized on the way, so that two layers as floats lie about at most. Names and shapes of
-    all tensors, and whether all has room, are checked before the first is read.
+    all tensors, what the table reads of the configuration, and whether all has room, are checked
+    before the first is read.
 
     Args:
         model: a module with a `config` as Hugging Face's have, or any mapping; or a folder with
