@@ -283,6 +283,7 @@ class InferenceEngine:
 
     def _advance(self, is_enough: Callable[[], bool]) -> None:
         """Compute a step for all, or wait for another thread to; not if it is enough by then."""
+        self._check_usable()  # as a fork may have left the turn with nobody
         if self._turns.is_mine:
             raise RuntimeError(
                 "generate: the engine computes a step, expected no other within it, as a signal"
@@ -291,7 +292,7 @@ class InferenceEngine:
         self._turns.run(self._step, is_enough)
 
     def _step(self) -> None:
-        self._check_usable()
+        self._check_usable()  # once more, as it may have been closed meanwhile
         with torch.inference_mode(), self._here():
             self._scheduler.step()
 

@@ -121,8 +121,8 @@ class Scheduler:
     def step(self) -> None:
         """Let all requests go on by a token, and some prompts by a part.
 
-        Whatever is raised, the requests that had a slot have an error then, and the next step is
-        one of others.
+        Whatever is raised, `sweep` gives those requests an error that had a slot; the next step
+        begins with that, and is one of others.
         """
         self.sweep()
         self._is_whole = False

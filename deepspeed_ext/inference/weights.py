@@ -290,8 +290,8 @@ class Taker:
         count = of.context if of.causal and of.context is not None else 1
         if len(table) < before + count:
             raise ValueError(
-                f"init_inference: {name} has {len(table)} rows, expected {before + count} or more:"
-                f" {before}, and one for each of {count} positions, as config says"
+                f"init_inference: {name} has {len(table)} rows, expected {before + count} or more,"
+                f" for {count} positions from row {before} on, as config says"
             )
         return table
 

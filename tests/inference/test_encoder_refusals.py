@@ -97,7 +97,7 @@ def test_a_padding_behind_all_positions() -> None:
         init_inference(model)
     assert str(caught.value) == (
         f"init_inference: embeddings.position_embeddings.weight has {PLACES} rows, expected"
-        f" {PLACES + 1} or more: {PLACES}, and one for each of 1 positions, as config says"
+        f" {PLACES + 1} or more, for 1 positions from row {PLACES} on, as config says"
     )
 
 

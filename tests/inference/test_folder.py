@@ -194,7 +194,7 @@ def test_refuses_more_positions_than_there_are(
             init_inference(tmp_path)
         assert str(error.value) == (
             f"init_inference: {table}.weight has {256 + before} rows, expected {1024 + before} or"
-            f" more: {before}, and one for each of 1024 positions, as config says"
+            f" more, for 1024 positions from row {before} on, as config says"
         )
 
 

@@ -1,6 +1,7 @@
 """Who computes, and what else may be called meanwhile: in other threads, and within a step."""
 
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -328,6 +329,33 @@ def test_closing_an_engine_comes_before_further_steps(monkeypatch: pytest.Monkey
         closing.join(60)
         assert not closing.is_alive() and not hasattr(engine, "cache")
     assert "the engine" in busy.found[-1]
+
+
+def test_a_fork_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The turn belongs to a thread that the child has not; so nobody waits for it there."""
+    engine = tiny.engine(max_batch=8)
+    stream = engine.generate([[5]], max_new_tokens=100, stream=True)
+    with Busy(engine, monkeypatch) as busy:
+        busy.hold()
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            text = ""
+            try:
+                stream.close()
+                engine.close()
+                engine._sweep()
+                engine._advance(lambda: False)
+            except RuntimeError as error:
+                text = str(error)
+            os.write(write, text.encode())
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            text = pipe.read()
+        os.waitpid(child, 0)
+    assert text.startswith(f"generate: the engine belongs to process {os.getpid()}, expected")
 
 
 def test_whoever_waits_looks_again_when_nobody_wakes_it(monkeypatch: pytest.MonkeyPatch) -> None:
