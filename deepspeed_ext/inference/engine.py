@@ -196,10 +196,13 @@ class InferenceEngine:
         total = sum(request.options.max_new_tokens for request in call.requests)
         try:
             self._scheduler.submit(call.requests)
-            with tqdm(total=total, unit="token", disable=None if progress else True) as bar:
+            # Where no bar is wanted there is none: it takes a lock of the whole process, which an
+            # interruption may leave taken.
+            with _bar(total) if progress else nullcontext() as bar:
                 while not running.is_done:
                     running.advance()
-                    bar.update(call.tokens - bar.n)
+                    if bar is not None:
+                        bar.update(call.tokens - bar.n)
             return running.completions()
         finally:
             running.close()
@@ -359,6 +362,11 @@ class InferenceEngine:
             "inference: an engine was to be copied or pickled, expected init_inference once more,"
             " as it holds a cache, and completions under way"
         )
+
+
+def _bar(total: int) -> Any:
+    """Return a bar of tokens, on stderr if that is a terminal."""
+    return tqdm(total=total, unit="token", disable=None)
 
 
 def _plain(name: str, value: Any) -> Any:

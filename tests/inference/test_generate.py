@@ -266,6 +266,12 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "10/10" in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
+def test_no_bar_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One takes a lock of the process, even if it draws nothing; Ctrl-C may leave it taken."""
+    monkeypatch.setattr("deepspeed_ext.inference.engine.tqdm", None)
+    assert len(tiny.engine().generate([[1]], max_new_tokens=5)[0].tokens) == 5
+
+
 def test_positions_that_a_model_has_not_are_refused() -> None:
     import dataclasses
 
