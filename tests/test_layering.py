@@ -33,7 +33,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "inference": (
         ("float8", "folder", "graphs", "pages", "policy", "ragged", "sampling", "sending", "text"),
-        ("weight_memory",),
+        ("turns", "weight_memory"),
         ("kv_cache", "policies", "requests", "rotation"),
         ("architecture", "arguments", "stream"),
         ("room", "weights"),

@@ -6,6 +6,7 @@ from typing import Any
 
 from deepspeed_ext.inference.policy import (
     Config,
+    Key,
     Policy,
     Windows,
     checked_number,
@@ -126,7 +127,7 @@ def architecture_of(policy: Policy, config: Config) -> Architecture:
     sizes = _sizes_of(policy, config)
     windows = windows_of(policy.windows, config, sizes["layers"])
     position = _choice("position", get("position"), ("rotary", "learned", "alibi", "none"))
-    scale, padding = get("attention_scale"), get("position_padding")
+    scale = get("attention_scale")
     if policy.qkv_by_head and sizes["kv_heads"] != sizes["heads"]:
         raise ValueError(
             f"init_inference: kv_heads is {sizes['kv_heads']}, expected {sizes['heads']}, as many"
@@ -141,9 +142,7 @@ def architecture_of(policy: Policy, config: Config) -> Architecture:
         parallel=parallel,
         position=position,
         position_offset=int(checked_number("position_offset", get("position_offset"))),
-        position_padding=(
-            None if padding is None else int(checked_number("position_padding", padding))
-        ),
+        position_padding=_padding_of(policy, config, sizes["vocabulary"]),
         interleaved=_choice("interleaved", get("interleaved"), (False, True)),
         rotations=tuple(
             rotation_of(policy, config, sizes["head_dim"], window > 0)
@@ -164,6 +163,18 @@ def architecture_of(policy: Policy, config: Config) -> Architecture:
         embedding_scale=checked_number("embedding_scale", get("embedding_scale")),
         causal=policy.causal,
     )
+
+
+def _padding_of(policy: Policy, config: Config, vocabulary: int) -> int | None:
+    entry = policy.position_padding
+    padding = value_of(entry, config)
+    if padding is not None and (type(padding) is not int or not 0 <= padding < vocabulary):
+        name = entry.names[0] if isinstance(entry, Key) else "position_padding"
+        raise ValueError(
+            f"init_inference: {name} is {padding!r}, expected 0 to {vocabulary - 1}, the number of"
+            " a token"
+        )
+    return padding
 
 
 def windows_of(table: Windows | None, config: Config, layers: int) -> tuple[int, ...]:
@@ -224,6 +235,8 @@ def _check_expected(policy: Policy, config: Config) -> None:
     wanted.update((name, (value,)) for name, value in policy.expects.items())
     if policy.windows is not None and policy.windows.by_types:
         wanted.pop("layer_types", None)
+    elif any(windows_of(policy.windows, config, 1)):  # says no more than the table
+        wanted["layer_types"] = ("sliding_attention",)
     if config.get("use_sliding_window") is False:
         wanted.pop("sliding_window", None)
     for name, values in wanted.items():

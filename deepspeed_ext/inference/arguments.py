@@ -7,7 +7,7 @@ asks for what is so anyway.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -19,6 +19,22 @@ _DTYPES = {
     **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
     **dict.fromkeys(("fp16", "half", "float16"), torch.float16),
 }
+_T = TypeVar("_T")
+
+
+class NotGiven:
+    """Stands for an argument that nobody gave, and shows what that means."""
+
+    def __init__(self, usual: Any) -> None:
+        self.usual = usual
+
+    def __repr__(self) -> str:
+        return repr(self.usual)
+
+
+def usual(value: _T) -> _T:
+    """Return a default for an argument that can be told from the same value, given."""
+    return cast(_T, NotGiven(value))
 
 
 @dataclass(frozen=True)
@@ -36,7 +52,7 @@ class Settings:
     pack_prefill: bool = False
     policy: Policy | None = None
     tokenizer: Any = None
-    device: torch.device | str | int | None = None
+    device: torch.device | None = None
     progress: bool = False
 
     def __post_init__(self) -> None:
@@ -57,7 +73,7 @@ class Settings:
                 f"{_OP}: policy is {type(self.policy).__name__}, expected a Policy of"
                 " deepspeed_ext.inference"
             )
-        for name in ("cuda_graphs", "pack_prefill"):
+        for name in ("cuda_graphs", "pack_prefill", "progress"):
             value = getattr(self, name)
             if type(value) is not bool:
                 raise TypeError(f"{_OP}: {name} is {value!r}, expected True or False")
@@ -77,7 +93,7 @@ class As(NamedTuple):
 
 
 def _is(name: str) -> As:
-    return As(lambda _, value: {} if value is None else {name: value})
+    return As(lambda _, value: {name: value})
 
 
 def dtype_of(value: Any) -> torch.dtype:
@@ -98,10 +114,24 @@ def dtype_of(value: Any) -> torch.dtype:
 def _dtype_or_bits(_: str, value: Any) -> Mapping[str, Any]:
     """Return what DeepSpeed's dtype means: of int8 it is what weights become."""
     if value is None:
-        return {}
+        return {"dtype": None}
     if value in (torch.int8, "int8", "torch.int8"):
         return {"quantize": "int8"}
     return {"dtype": dtype_of(value)}
+
+
+def _device(name: str, value: Any) -> Mapping[str, Any]:
+    """Return a device in one form; a number is that of a GPU."""
+    try:
+        device = torch.device("cuda", value) if type(value) is int else torch.device(value)
+    except (RuntimeError, TypeError):
+        if value is None:
+            return {"device": None}
+        kind = ValueError if isinstance(value, str | int) else TypeError
+        raise kind(
+            f"{_OP}: {name} is {value!r}, expected cpu, or cuda with or without a number"
+        ) from None
+    return {"device": device}
 
 
 def _quant(name: str, value: Any) -> Mapping[str, Any]:
@@ -213,17 +243,17 @@ def settings_of(
 
     Args:
         config: names of ours or of DeepSpeed's with their values, or None.
-        given: our arguments; one with its default counts as not given.
+        given: our arguments, some of which are `NotGiven`.
         others: of DeepSpeed's names.
 
     Raises:
         TypeError: a name is unknown; tells the nearest that is.
         ValueError: a value is refused, or two are given for one thing.
     """
-    ours = {field.name: field.default for field in fields(Settings)}
     found: dict[str, Any] = {}
-    given = {name: value for name, value in given.items() if value is not ours[name]}
-    rules = {**{name: _is(name) for name in ours}, **DEEPSPEED}
+    given = {name: value for name, value in given.items() if not isinstance(value, NotGiven)}
+    ours = {field.name: _is(field.name) for field in fields(Settings)}
+    rules = {**ours, "device": As(_device), **DEEPSPEED}
     sources = (given, _object("config", {} if config is None else config), others)
     for name, value, said in (each for source in sources for each in _translated(source, rules)):
         if name in found and found[name] != value:

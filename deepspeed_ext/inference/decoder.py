@@ -86,7 +86,8 @@ class Decoder:
 
     With up to 64 rows the linear layers around an RMS norm do it between them (`NextNorm`), in
     float32 and bfloat16: then a layer of a model like LLaMA is 5 kernels on CUDA for one token of
-    each of a few requests: qkv, attention with the rotation and the cache, out, up, down.
+    each of a few requests: qkv, attention with the rotation and the cache, out, up, down. Other
+    norms are kernels of their own: 7 for GPT-2, 9 for Gemma.
 
     Args:
         architecture: of the model.

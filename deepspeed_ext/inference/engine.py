@@ -3,9 +3,8 @@
 import operator
 import os
 import secrets
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from types import TracebackType
@@ -23,10 +22,12 @@ from deepspeed_ext.inference.scheduler import Scheduler
 from deepspeed_ext.inference.steps import Steps
 from deepspeed_ext.inference.stream import Stream
 from deepspeed_ext.inference.text import Text
+from deepspeed_ext.inference.turns import Turns
 
 Ids = Sequence[int] | Tensor
 Prompts = str | Ids | Sequence[str] | Sequence[Ids]
 Options = SamplingOptions | Sequence[SamplingOptions]
+_NO_NUMBERS = (bytes, bytearray, Mapping)  # of tokens, although numbers may come out of them
 _NAMES = tuple(field.name for field in fields(SamplingOptions))
 
 
@@ -47,7 +48,8 @@ class InferenceEngine:
     they come and whichever slot it has; with pack_prefill it has not. Several threads may call one
     engine: whoever waits for tokens computes a step for all, and an engine that nobody waits for
     rests. If a step fails, or Ctrl-C interrupts it, the completions under way are given up, and the
-    engine takes others.
+    engine takes others. Within a step, as in a signal handler that comes then, streams may be
+    closed, but nothing can be computed.
 
     An engine holds the weights and the cache; `close`, or letting go of it, gives the memory back.
     It belongs to its process and to the stream that was current when it was made.
@@ -87,9 +89,12 @@ class InferenceEngine:
         report: Any = None,
     ) -> None:
         of, embedding = decoder.of, decoder.weights.embedding
-        if of.position == "learned" and of.context is not None and max_tokens > of.context:
+        most, positions = of.context or max_tokens, decoder.weights.positions
+        if positions is not None:
+            most = min(most, len(positions) - of.position_offset)
+        if of.position == "learned" and max_tokens > most:
             raise ValueError(
-                f"inference: max_tokens is {max_tokens}, expected at most {of.context}, as the"
+                f"inference: max_tokens is {max_tokens}, expected at most {most}, as the"
                 " model has no more positions"
             )
         self.decoder, self.device = decoder, embedding.device
@@ -117,10 +122,9 @@ class InferenceEngine:
             ahead=is_cuda,
             packs=pack_prefill,
         )
-        self._turn = threading.Condition()
-        self._driver: int | None = None  # the thread that computes a step
+        self._turns = Turns()
         self._process, self._vocabulary = os.getpid(), of.vocabulary
-        self._is_open = True
+        self._is_open, self._has_given_back = True, False
 
     @overload
     def generate(
@@ -159,10 +163,12 @@ class InferenceEngine:
             for piece in engine.generate([[1, 15, 8], [1, 4]], temperature=0.8, stream=True): ...
 
         Args:
-            prompts: text, or the numbers of tokens; or several of them.
+            prompts: text, or the numbers of tokens; or several of either, or none, as an empty
+                list is. A prompt itself has a token at least.
             options: for all prompts, or a sequence of them, one for each.
             stream: whether to return an iterator of pieces at once, in place of completions in the
-                end. Closing it, or letting go of it, cancels what is not done.
+                end. Closing it, or letting go of it, cancels what is not done, and waits for
+                nobody: the next step begins with that.
             progress: whether to draw a bar of tokens on stderr while all are waited for, if that
                 is a terminal.
             changes: of the options, by the names that `SamplingOptions` has.
@@ -176,7 +182,8 @@ class InferenceEngine:
             ValueError: an argument breaks a rule; a prompt is empty, has a token that is none, or
                 does not fit with what is to follow it. Nothing is computed then.
             RuntimeError: logits are not finite; a step failed for another caller; the engine is
-                closed, or belongs to another process. All completions of the call are cancelled.
+                closed, belongs to another process, or computes a step within which this is called.
+                All completions of the call are cancelled.
         """
         self._check_usable()
         some, call = self._numbers(prompts), Call()
@@ -189,19 +196,27 @@ class InferenceEngine:
         total = sum(request.options.max_new_tokens for request in call.requests)
         try:
             self._scheduler.submit(call.requests)
-            with tqdm(total=total, unit="token", disable=None if progress else True) as bar:
+            # Where no bar is wanted there is none: it takes a lock of the whole process, which an
+            # interruption may leave taken.
+            with _bar(total) if progress else nullcontext() as bar:
                 while not running.is_done:
                     running.advance()
-                    bar.update(call.tokens - bar.n)
+                    if bar is not None:
+                        bar.update(call.tokens - bar.n)
             return running.completions()
         finally:
             running.close()
 
     def _numbers(self, prompts: Prompts) -> list[list[int]]:
         """Return the tokens of each prompt."""
-        some = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-        some = [some] if isinstance(some, str) else list(some)
-        some = [each.tolist() if hasattr(each, "tolist") else each for each in some]
+        given = _plain("prompts", prompts)
+        if not isinstance(given, Iterable) or isinstance(given, _NO_NUMBERS):
+            raise TypeError(
+                f"generate: prompts is {given!r:.60}, expected text, numbers of tokens, or several"
+                " of either"
+            )
+        each_given = enumerate([given] if isinstance(given, str) else given)
+        some: list[Any] = [_plain(f"prompt {i}", each) for i, each in each_given]
         if some and not any(isinstance(each, Sequence) for each in some):
             some = [some]
         return [self._numbers_of(i, each) for i, each in enumerate(some)]
@@ -215,6 +230,8 @@ class InferenceEngine:
                 )
             prompt = self.tokenizer.encode(prompt)
         try:
+            if isinstance(prompt, _NO_NUMBERS):
+                raise TypeError
             tokens = [operator.index(token) for token in prompt]
         except TypeError:
             raise TypeError(
@@ -237,7 +254,7 @@ class InferenceEngine:
                 raise TypeError(f"generate: option is {name}, expected one of {', '.join(_NAMES)}")
         if options is None:
             return [SamplingOptions(**changes)] * count
-        some = [options] * count if isinstance(options, SamplingOptions) else list(options)
+        some = _several(options, count)
         if len(some) != count:
             raise ValueError(f"generate: options have length {len(some)}, expected {count}")
         return [replace(each, **changes) for each in some]
@@ -269,41 +286,28 @@ class InferenceEngine:
 
     def _advance(self, is_enough: Callable[[], bool]) -> None:
         """Compute a step for all, or wait for another thread to; not if it is enough by then."""
-        if not self._take_turn(is_enough):
-            return
-        try:
-            self._check_usable()
-            with torch.inference_mode(), self._here():
-                self._scheduler.step()
-        finally:
-            self._end_turn()
+        self._check_usable()  # as a fork may have left the turn with nobody
+        if self._turns.is_mine:
+            raise RuntimeError(
+                "generate: the engine computes a step, expected no other within it, as a signal"
+                " handler, a finalizer or a tokenizer may ask for"
+            )
+        self._turns.run(self._step, is_enough)
 
-    def _sweep(self) -> None:
-        """Take slots back from what was cancelled, or failed."""
-        if self._process != os.getpid() or not self._is_open:
-            return
-        self._take_turn(lambda: False)
-        try:
+    def _step(self) -> None:
+        self._check_usable()  # once more, as it may have been closed meanwhile
+        with torch.inference_mode(), self._here():
+            self._scheduler.step()
+
+    def _sweep(self, is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Take slots back from what was cancelled, or failed, unless it is enough before."""
+        if self._process == os.getpid() and not self._turns.is_mine:
+            self._turns.run(self._sweep_now, is_enough)
+
+    def _sweep_now(self) -> None:
+        if self._is_open:
             with torch.inference_mode(), self._here():
                 self._scheduler.sweep()
-        finally:
-            self._end_turn()
-
-    def _take_turn(self, is_enough: Callable[[], bool]) -> bool:
-        """Wait until no other thread computes; return False if it is enough before."""
-        me = threading.get_ident()  # an interruption may have left it the driver
-        with self._turn:
-            while self._driver not in (None, me) and not is_enough():
-                self._turn.wait()
-            if is_enough():
-                return False
-            self._driver = me
-        return True
-
-    def _end_turn(self) -> None:
-        with self._turn:
-            self._driver = None
-            self._turn.notify_all()
 
     @contextmanager
     def _here(self) -> Iterator[None]:
@@ -322,16 +326,25 @@ class InferenceEngine:
             raise RuntimeError("generate: the engine is closed, expected one that is open")
 
     def close(self) -> None:
-        """Give the memory back. Completions under way are given up."""
-        if not self._is_open or self._process != os.getpid():
+        """Give the memory back. Completions under way are given up.
+
+        Raises:
+            RuntimeError: it is called within a step, as by a signal handler.
+        """
+        if self._process != os.getpid():
             return
-        self._take_turn(lambda: False)
-        try:
-            self._is_open = False
-            self._scheduler.close()
-            del self.decoder, self.cache
-        finally:
-            self._end_turn()
+        if self._turns.is_mine:
+            raise RuntimeError(
+                "close: the engine computes a step in this thread, expected it to be over"
+            )
+        self._is_open = False  # no thread begins another step
+        self._turns.run(self._give_back, lambda: self._has_given_back)
+
+    def _give_back(self) -> None:
+        self._scheduler.close()
+        for name in ("decoder", "cache"):
+            vars(self).pop(name, None)  # an interruption may have come in between once before
+        self._has_given_back = True
 
     def __enter__(self) -> "InferenceEngine":
         return self
@@ -349,3 +362,31 @@ class InferenceEngine:
             "inference: an engine was to be copied or pickled, expected init_inference once more,"
             " as it holds a cache, and completions under way"
         )
+
+
+def _bar(total: int) -> Any:
+    """Return a bar of tokens, on stderr if that is a terminal."""
+    return tqdm(total=total, unit="token", disable=None)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Return lists in place of a tensor or an array, which may be one of no floats."""
+    if not hasattr(value, "tolist"):
+        return value
+    if "float" in str(getattr(value, "dtype", "")):
+        raise TypeError(f"generate: {name} has dtype {value.dtype}, expected whole numbers")
+    return value.tolist()
+
+
+def _several(options: Options, count: int) -> list[SamplingOptions]:
+    """Return so many options, or those that are given one by one."""
+    if isinstance(options, SamplingOptions):
+        return [options] * count
+    if isinstance(options, Iterable) and not isinstance(options, Mapping):
+        some = list(options)
+        if all(isinstance(each, SamplingOptions) for each in some):
+            return some
+    raise TypeError(
+        f"generate: options is {options!r:.60}, expected SamplingOptions, or a sequence of them;"
+        " one option may be given by its name, as n=2"
+    )

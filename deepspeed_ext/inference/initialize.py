@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.inference.architecture import architecture_of
-from deepspeed_ext.inference.arguments import Settings, dtype_of, settings_of
+from deepspeed_ext.inference.arguments import Settings, dtype_of, settings_of, usual
 from deepspeed_ext.inference.decoder import Decoder
 from deepspeed_ext.inference.encoder import Encoder
 from deepspeed_ext.inference.encoder_engine import EncoderEngine
@@ -48,19 +48,19 @@ def init_inference(
     model: nn.Module | str | os.PathLike[str],
     config: Mapping[str, Any] | None = None,
     *,
-    dtype: torch.dtype | str | None = None,
-    quantize: str | None = None,
-    quantize_head: str | None = None,
-    kv_dtype: str | None = None,
-    activations: str | None = None,
-    max_batch: int = 8,
-    max_tokens: int | None = None,
-    cuda_graphs: bool = True,
-    pack_prefill: bool = False,
-    policy: Policy | None = None,
-    tokenizer: Any = None,
-    device: torch.device | str | int | None = None,
-    progress: bool = False,
+    dtype: torch.dtype | str | None = usual(None),
+    quantize: str | None = usual(None),
+    quantize_head: str | None = usual(None),
+    kv_dtype: str | None = usual(None),
+    activations: str | None = usual(None),
+    max_batch: int = usual(8),
+    max_tokens: int | None = usual(None),
+    cuda_graphs: bool = usual(True),
+    pack_prefill: bool = usual(False),
+    policy: Policy | None = usual(None),
+    tokenizer: Any = usual(None),
+    device: torch.device | str | int | None = usual(None),
+    progress: bool = usual(False),
     **deepspeed: Any,
 ) -> InferenceEngine | EncoderEngine:
     """Return an engine with a model's weights in the form that our kernels read.
@@ -70,12 +70,14 @@ def init_inference(
 
     The weights are copied; a module stays as it is. Those of a folder are read a layer at a time
     and quantized on the way, so that two layers as floats lie about at most. Names and shapes of
-    all tensors, and whether all has room, are checked before the first is read.
+    all tensors, what the table reads of the configuration, and whether all has room, are checked
+    before the first is read.
 
     Args:
         model: a module with a `config` as Hugging Face's have, or any mapping; or a folder with
             config.json and safetensors files.
-        config: arguments by name, ours or of DeepSpeed's function of this name.
+        config: arguments by name, ours or of DeepSpeed's function of this name. What is given
+            twice has to be the same.
         dtype: of weights and hidden states, float32, bfloat16 or float16; None: that of the model.
         quantize: what the weights of linear layers in blocks become: None, "int8" or "int4", in
             groups of 128 elements of a row, or on CUDA 8.9 or newer "fp8" (e4m3, one scale for
@@ -110,9 +112,10 @@ def init_inference(
     given = {name: value for name, value in locals().items() if name in _NAMES}
     settings = settings_of(config, given, deepspeed)
     source = _Source(model)
-    stop_tokens = source.stop_tokens()
+    policy = settings.policy or policy_of(source.config)
+    stop_tokens = source.stop_tokens(policy)
     text_tokens = tokenizer_of(source.folder, settings.tokenizer)
-    loading = _Loading(source, settings)
+    loading = _Loading(source, settings, policy)
     with torch.inference_mode(False), torch.no_grad():
         weights, report = loading.run()
         if not loading.of.causal:
@@ -177,10 +180,11 @@ class _Source:
         devices = (each.device for each in self.tensors.values() if isinstance(each, Tensor))
         return next(devices, torch.device("cpu"))
 
-    def stop_tokens(self) -> tuple[int, ...]:
+    def stop_tokens(self, policy: Policy) -> tuple[int, ...]:
         """Return the tokens that end a text."""
-        found = self._generation.get("eos_token_id")
-        found = self.config.get("eos_token_id") if found is None else found
+        places = self._generation, self.config, policy.part_of(self.config)
+        said = (place.get("eos_token_id") for place in places)
+        found = next((each for each in said if each is not None), None)
         tokens = found if isinstance(found, list) else [] if found is None else [found]
         for token in tokens:
             if type(token) is not int:
@@ -191,12 +195,11 @@ class _Source:
 class _Loading:
     """Takes over weights, when it is sure that they fit their family and the device."""
 
-    def __init__(self, source: _Source, settings: Settings) -> None:
-        self._source, self._settings = source, settings
-        self._policy = settings.policy or policy_of(source.config)
-        self.of = architecture_of(self._policy, source.config)
+    def __init__(self, source: _Source, settings: Settings, policy: Policy) -> None:
+        self._source, self._settings, self._policy = source, settings, policy
+        self.of = architecture_of(policy, source.config)
         self._dtype = settings.dtype or source.dtype()
-        self._device = _checked(settings.device) or source.device()
+        self._device = _checked(settings.device) if settings.device else source.device()
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
         for name, what in (
@@ -319,14 +322,12 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def _checked(device: torch.device | str | int | None) -> torch.device | None:
-    if device is None:
-        return None
-    checked = torch.device(device)
-    if checked.type not in ("cpu", "cuda"):
-        raise ValueError(f"{_OP}: device is {checked}, expected cpu or cuda")
-    count = torch.cuda.device_count() if checked.type == "cuda" else 1
-    if (checked.index or 0) >= count:
-        there = f"cuda:0 to cuda:{count - 1}" if count else "cpu, as torch finds no GPU"
-        raise ValueError(f"{_OP}: device is {checked}, expected {there}")
-    return checked
+def _checked(device: torch.device) -> torch.device:
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{_OP}: device is {device}, expected cpu or cuda")
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= count:
+        there = f"cuda:0 to cuda:{count - 1}" if device.type == "cuda" else "cpu"
+        there = there if count else "cpu, as torch finds no GPU"
+        raise ValueError(f"{_OP}: device is {device}, expected {there}")
+    return device

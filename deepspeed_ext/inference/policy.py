@@ -65,15 +65,17 @@ def value_of(entry: Or, config: Config) -> Any:
     return entry.of(config) if isinstance(entry, Key) else entry
 
 
-def checked_number(name: str, value: Any, above: float | None = None) -> float:
+def checked_number(name: str, value: Any, above: float | None = None, most: float = 1e300) -> float:
     """Return a number of a configuration, which may hold anything.
 
     Raises:
-        ValueError: it is none, not finite, or not above what it must be.
+        ValueError: it is none, not finite, not above what it must be, or more than it may be.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not abs(value) < 1e300 or (above is not None and value <= above):
+    is_beyond = is_number and (not -1e300 < value <= most or (above is not None and value <= above))
+    if not is_number or is_beyond:
         want = "a number" if above is None else f"a number above {above}"
+        want += "" if most == 1e300 else f", and {most} at most"
         raise ValueError(f"init_inference: {name} is {value!r}, expected {want}")
     return float(value)
 
@@ -203,7 +205,8 @@ class Policy:
         rope_base: of rotary frequencies.
         rope_local_base: of those of layers with windows, which are not scaled for long contexts;
             None: they are as all others.
-        rope_share: how much of a head turns.
+        rope_share: how much of a head turns; with a number here, a configuration that says another
+            one, as `partial_rotary_factor`, is refused.
         activation: as the configuration names it.
         gated: whether the feed-forward block has a gate.
         biases: of the linear layers: (qkv, out, up and down, head).
@@ -234,7 +237,7 @@ class Policy:
     interleaved: Or = False
     rope_base: Or = Key("rope_theta", default=10000.0)
     rope_local_base: Or = None
-    rope_share: Or = Key("partial_rotary_factor", default=1.0)
+    rope_share: Or = 1.0
     activation: Or = Key("hidden_act")
     gated: Or = True
     biases: tuple[Or, Or, Or, Or] = (False, False, False, False)

@@ -68,7 +68,7 @@ class Quantizer:
         name: str = "quantize",
         memory: WeightMemory | None = None,
     ) -> None:
-        if kind not in FORMATS:
+        if not isinstance(kind, str) or kind not in FORMATS:
             raise ValueError(
                 f"{_OP}: {name} is {kind!r}, expected None or one of {', '.join(FORMATS)}"
             )

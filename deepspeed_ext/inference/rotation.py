@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from deepspeed_ext.inference.policy import Config, Policy, checked_number, value_of
+from deepspeed_ext.inference.policy import Config, Key, Policy, checked_number, value_of
 from deepspeed_ext.ops import (
     rope_frequencies,
     rope_frequencies_llama3,
@@ -15,7 +15,8 @@ from deepspeed_ext.ops import (
 )
 
 _TYPES = ("full_attention", "sliding_attention")  # of layers, where rules are given for each
-_USUAL = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_SHARE = "partial_rotary_factor"
+_USUAL = ("rope_type", "type", "rope_theta", _SHARE)
 _TRAINED = "original_max_position_embeddings"
 
 
@@ -112,7 +113,7 @@ def rotation_of(policy: Policy, config: Config, head_dim: int, is_local: bool) -
             f"init_inference: rope_parameters has no {missing[0]!r}, expected it for rope_type"
             f" {kind!r}"
         )
-    share = checked_number("partial_rotary_factor", given["partial_rotary_factor"], above=0)
+    share = checked_number(_SHARE, given[_SHARE], above=0, most=1)
     base = checked_number("rope_theta", given["rope_theta"], above=0)
     return rule.of(int(head_dim * share), base, **options)
 
@@ -137,8 +138,16 @@ def _rules_of(policy: Policy, config: Config, is_local: bool) -> dict[str, Any]:
     rules = dict(given)
     if rules.get("rope_theta") is None:
         rules["rope_theta"] = local_base if has_own else value_of(policy.rope_base, config)
-    if rules.get("partial_rotary_factor") is None:
-        rules["partial_rotary_factor"] = value_of(policy.rope_share, config)
+    share = value_of(policy.rope_share, config)
+    if not isinstance(policy.rope_share, Key):  # the family has one whatever is said
+        for said in (rules.get(_SHARE), config.get(_SHARE)):
+            if said is not None and said != share:
+                raise ValueError(
+                    f"init_inference: {_SHARE} is {said!r}, expected {share}: the table of"
+                    f" model_type {config.get('model_type')!r} has no place for it"
+                )
+    if rules.get(_SHARE) is None:
+        rules[_SHARE] = share
     trained = config.get(_TRAINED) or rules.get(_TRAINED) or config.get("max_position_embeddings")
     if trained is not None:
         rules[_TRAINED] = trained

@@ -121,8 +121,8 @@ class Scheduler:
     def step(self) -> None:
         """Let all requests go on by a token, and some prompts by a part.
 
-        Whatever is raised, the requests that had a slot have an error then, and the next step is
-        one of others.
+        Whatever is raised, `sweep` gives those requests an error that had a slot; the next step
+        begins with that, and is one of others.
         """
         self.sweep()
         self._is_whole = False
@@ -155,7 +155,7 @@ class Scheduler:
         while self._unwanted:
             request = self._unwanted.popleft()
             if not request.is_done:
-                request.cancel()
+                self._end(request)
                 if self._active.get(request.slot) is request:
                     self._release(request)
                 else:
@@ -166,13 +166,24 @@ class Scheduler:
 
     def close(self) -> None:
         """Let everything that is not done fail, and go of what computes."""
+        while self._unwanted:
+            self._end(self._unwanted.popleft())
         for request in [*self._incoming, *self._waiting, *self._active.values()]:
             request.fail(
                 f"generate: prompt {request.prompt.number} was given up, as the engine was closed"
             )
             request.prompt.hidden = None
         self._unread.clear()
-        del self._steps, self._cache
+        for name in ("_steps", "_cache"):
+            vars(self).pop(name, None)  # an interruption may have come in between once before
+
+    @staticmethod
+    def _end(request: Request) -> None:
+        """End a request as it is."""
+        try:
+            request.cancel()
+        except Exception as error:  # of the tokenizer
+            request.fail(error)
 
     def _give_up(self) -> None:
         """Begin anew after a step that did not end; nothing is known of what it left behind."""

@@ -35,7 +35,7 @@ class Stream(Iterator[Piece]):
         call: its requests.
         advance: lets the engine compute a step, unless what it is given is true by then.
         cancel: notes that a request is to end as it is.
-        sweep: lets the engine take back what was cancelled.
+        sweep: lets the engine end what was cancelled, unless what it is given is true by then.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Stream(Iterator[Piece]):
         call: Call,
         advance: Callable[[Callable[[], bool]], None],
         cancel: Callable[[Request], None],
-        sweep: Callable[[], None],
+        sweep: Callable[[Callable[[], bool]], None],
     ) -> None:
         self._call, self._advance, self._cancel, self._sweep = call, advance, cancel, sweep
         self._is_closed = False
@@ -97,11 +97,13 @@ class Stream(Iterator[Piece]):
         return self._call.open == 0 or self._call.error is not None
 
     def completions(self) -> list[Completion]:
-        """Return what came of all, when all are done.
+        """Return what came of all, when all are done, or when the stream is closed.
 
         Raises:
             RuntimeError: some are not, or have failed.
         """
+        if self._is_closed and not self.is_done:
+            self._sweep(lambda: self.is_done)
         if self._call.error is not None:
             raise self._call.error
         if not self.is_done:
@@ -113,12 +115,12 @@ class Stream(Iterator[Piece]):
         self._cancel(self._call.requests[which])
 
     def close(self) -> None:
-        """End all as they are; their slots are free then, and there are no more pieces."""
-        self._is_closed = True
-        self._cancel_all()
-        self._sweep()
+        """End all as they are; there are no more pieces.
 
-    def _cancel_all(self) -> None:
+        It waits for nobody, and may be called anywhere, within a step, too: the next step of the
+        engine, in whichever thread, begins with taking their slots back.
+        """
+        self._is_closed = True
         if self._call.open > 0:
             for request in self._call.requests:
                 self._cancel(request)
@@ -135,4 +137,4 @@ class Stream(Iterator[Piece]):
         self.close()
 
     def __del__(self) -> None:
-        self._cancel_all()  # no more, as this may run within a step, or in any thread
+        self.close()

@@ -192,7 +192,7 @@ class Taker:
         embedding = self._tensor(f"{prefix}{names.embedding}.weight", shape)
         weights = Weights(
             embedding=embedding,
-            positions=self._table(prefix, names.positions),
+            positions=self._positions(prefix),
             token_types=self._table(prefix, names.token_types),
             embedding_norm=self._norm(prefix, names.embedding_norm, of.hidden),
             project_in=self._projection(prefix, names.project_in, of.hidden, of.embedding),
@@ -280,6 +280,20 @@ class Taker:
         rows = len(tensor) if tensor.dim() > 0 else 0
         self._check_shape(f"{at}{name}.weight", tensor, (rows, self._of.hidden))
         return self._empty(rows, self._of.hidden).copy_(tensor)
+
+    def _positions(self, at: str) -> Tensor | None:
+        of, name = self._of, f"{at}{self._policy.names.positions}.weight"
+        table = self._table(at, self._policy.names.positions)
+        if table is None or of.position != "learned":
+            return table
+        before = of.position_offset if of.position_padding is None else of.position_padding + 1
+        count = of.context if of.causal and of.context is not None else 1
+        if len(table) < before + count:
+            raise ValueError(
+                f"init_inference: {name} has {len(table)} rows, expected {before + count} or more,"
+                f" for {count} positions from row {before} on, as config says"
+            )
+        return table
 
     def _head(self, embedding: Tensor) -> Linear | None:
         names, config = self._policy.names.head, self._config

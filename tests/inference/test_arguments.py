@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ext.inference.arguments import DEEPSPEED, Settings, settings_of
+from deepspeed_ext.inference.arguments import DEEPSPEED, Settings, settings_of, usual
 from deepspeed_ext.inference.initialize import init_inference
 from deepspeed_ext.inference.policies import POLICIES
 
@@ -59,7 +59,7 @@ MEANT: list[tuple[dict[str, Any], dict[str, Any]]] = [  # what is given, and wha
 def settings(*given: Any, **others: Any) -> Settings:
     """Return what init_inference makes of its arguments."""
     names = {field.name for field in fields(Settings)}
-    ours = {field.name: field.default for field in fields(Settings)}
+    ours: dict[str, Any] = {field.name: usual(field.default) for field in fields(Settings)}
     config = given[0] if given else None
     ours |= {name: value for name, value in others.items() if name in names}
     return settings_of(config, ours, {n: v for n, v in others.items() if n not in names})
@@ -78,11 +78,14 @@ def test_all_of_deepspeeds_names_are_known_and_tried() -> None:
 def test_ours_are_those_of_the_function() -> None:
     parameters = inspect.signature(init_inference).parameters
     for field in fields(Settings):
-        assert parameters[field.name].default is field.default
+        default = parameters[field.name].default
+        assert default.usual is field.default and repr(default) == repr(field.default)
     own = {"model", "config", "deepspeed"}
     assert parameters.keys() - own == {field.name for field in fields(Settings)}
     given = dict(quantize="int4", kv_dtype="fp8", max_batch=3, policy=POLICIES[0], device="cpu")
-    assert settings(given) == settings(**given) == Settings(**given)
+    meant = given | dict(device=torch.device("cpu"))
+    assert settings(given) == settings(**given) == Settings(**meant)
+    assert settings(device=1).device == torch.device("cuda:1")
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -174,6 +177,13 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"activations": "int8"}, ValueError, "activations is 'int8', expected None without quantize"),
     ({"enable_cuda_graph": "no"}, TypeError, "cuda_graphs is 'no', expected True or False"),
     ({"pack_prefill": 1}, TypeError, "pack_prefill is 1, expected True or False"),
+    ({"enable_cuda_graph": None}, TypeError, "cuda_graphs is None, expected True or False"),
+    ({"progress": "yes"}, TypeError, "progress is 'yes', expected True or False"),
+    ({"max_batch": None}, ValueError, "max_batch is None, expected 1 to"),
+    ({"device": ""}, ValueError, "device is '', expected cpu, or cuda with or without a number"),
+    ({"device": "gpu"}, ValueError, "device is 'gpu', expected cpu, or cuda with or without"),
+    ({"device": -1}, ValueError, "device is -1, expected cpu, or cuda with or without a number"),
+    ({"device": [1]}, TypeError, r"device is \[1\], expected cpu, or cuda with or without"),
     ({"policy": "llama"}, TypeError, "policy is str, expected a Policy of deepspeed_ext.inference"),
 ]
 
@@ -190,5 +200,16 @@ def test_one_thing_by_two_names() -> None:
     with pytest.raises(ValueError, match=text):
         settings({"max_out_tokens": 6}, max_tokens=5)
     assert settings({"max_out_tokens": 5}, max_tokens=5).max_tokens == 5
+    for one, other, text in (
+        ({"max_batch": 4}, dict(max_batch=8), "max_batch is 4, expected 8"),
+        ({"enable_cuda_graph": False}, dict(cuda_graphs=True), "graph is False, expected True"),
+        ({"quantize": "int8"}, dict(quantize=None), "quantize is 'int8', expected None"),
+        ({"dtype": "fp16"}, dict(dtype=None), "dtype is torch.float16, expected None"),
+        ({"max_tokens": None}, dict(max_tokens=4), "max_tokens is None, expected 4"),
+    ):
+        with pytest.raises(ValueError, match=f"^init_inference: .*{text}, which is given too"):
+            settings(one, **other)
+    assert settings({"max_batch": 8}, max_batch=8) == settings(max_batch=8) == Settings()
+    assert settings({"device": "cpu"}, device=torch.device("cpu")).device.type == "cpu"
     with pytest.raises(TypeError, match="init_inference: config is list, expected a dict"):
         settings([1])

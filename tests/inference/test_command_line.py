@@ -82,7 +82,7 @@ def test_a_stop_string_and_one_token(folder: Path, capsys: pytest.CaptureFixture
     [
         (["--quantize", "int3"], "inference: init_inference: quantize is 'int3', expected None or"),
         (["--dtype", "int4"], "inference: init_inference: dtype is 'int4', expected float32"),
-        (["--device", "tpu"], "inference: Expected one of cpu, cuda"),
+        (["--device", "tpu"], "inference: init_inference: device is 'tpu', expected cpu,"),
         (["--temperature", "-1"], "inference: generate: temperature is -1.0, expected 0 or more"),
         (["--max-new-tokens", "9999"], "inference: generate: "),
         (["--prompt", "x", "--top-k", "2"], None),  # given twice: the last one counts

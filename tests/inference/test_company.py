@@ -74,6 +74,7 @@ def together(engine: InferenceEngine, some: list[Asked]) -> list[tuple[Any, ...]
 
 
 def check_all_is_free(engine: InferenceEngine) -> None:
+    engine._sweep()  # as the next step begins
     scheduler = engine._scheduler
     assert scheduler.free_slots == engine.max_batch
     assert engine.cache.free_pages == scheduler._pages and scheduler._promised == 0

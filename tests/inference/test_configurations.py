@@ -185,6 +185,14 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "logit_scale is 0.5, expected 1: the table of model_type 'llama' has no place for it",
     ),
     "a model of embeddings": (dict(is_causal=False), "is_causal is False, expected True: the"),
+    "a part of a head, of a family whose heads turn as a whole": (
+        dict(partial_rotary_factor=0.5),
+        "partial_rotary_factor is 0.5, expected 1.0: the table of model_type 'llama' has no place",
+    ),
+    "the same among the parameters of rotation": (
+        dict(rope_scaling=dict(rope_type="default", partial_rotary_factor=0.3)),
+        "partial_rotary_factor is 0.3, expected 1.0: the table of model_type 'llama' has no place",
+    ),
     "one of several layers": (
         dict(no_rope_layers=[1, 1, 0]),
         "no_rope_layers is 0, expected 1: the table",
@@ -231,6 +239,21 @@ _REFUSED_OF_OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
         "gemma2",
         dict(layer_types=["chunked_attention"] * 3),
         "layer_types is 'chunked_attention', expected one of full_attention, sliding_attention",
+    ),
+    "types of layers beside windows of all": (
+        "mistral",
+        dict(sliding_window=16, layer_types=["full_attention"] * 3),
+        "layer_types is 'full_attention', expected 'sliding_attention': the table of model_type",
+    ),
+    "types of layers beside no windows": (
+        "mistral-without-windows",
+        dict(layer_types=["sliding_attention"] * 3),
+        "layer_types is 'sliding_attention', expected 'full_attention': the table of model_type",
+    ),
+    "more than a head": (
+        "phi",
+        dict(partial_rotary_factor=7),
+        "partial_rotary_factor is 7, expected a number above 0, and 1 at most",
     ),
     "a window that is none": ("mistral", dict(sliding_window=0), "sliding_window is 0, expected 1"),
 }
@@ -287,5 +310,8 @@ def test_what_a_table_reads_is_not_refused() -> None:
     refuse(config, LLAMA, "attention_multiplier is 0.5, expected None")
     unused = _LLAMA | dict(logit_scale=1.0, layer_types=["full_attention"] * 3, clip_qkv=None)
     assert architecture_of(LLAMA, unused).logit_softcap == 0
+    assert understood(_LLAMA | dict(partial_rotary_factor=1)) == understood(_LLAMA)
+    types = dict(sliding_window=16, layer_types=["sliding_attention"] * 3)
+    assert understood(OLDER["mistral"] | types)["windows"] == (16, 16, 16)
     unused = _LLAMA | dict(sliding_window=4096, use_sliding_window=False)
     assert architecture_of(LLAMA, unused).windows == (0, 0, 0)

@@ -79,6 +79,28 @@ def test_relatives_are_refused(changes: dict[str, Any], text: str) -> None:
     assert str(caught.value) == f"init_inference: {text}: {place}"
 
 
+@pytest.mark.parametrize("value", [-3, 97, 10**9, 1.0, 1.5, "1", True])
+def test_a_padding_that_is_no_token(value: Any) -> None:
+    model = make("roberta")
+    model.config = model.config.to_dict() | dict(pad_token_id=value)
+    with pytest.raises(ValueError) as caught:
+        init_inference(model)
+    assert str(caught.value) == (
+        f"init_inference: pad_token_id is {value!r}, expected 0 to 96, the number of a token"
+    )
+
+
+def test_a_padding_behind_all_positions() -> None:
+    model = make("roberta")
+    model.config = model.config.to_dict() | dict(pad_token_id=PLACES - 1)
+    with pytest.raises(ValueError) as caught:
+        init_inference(model)
+    assert str(caught.value) == (
+        f"init_inference: embeddings.position_embeddings.weight has {PLACES} rows, expected"
+        f" {PLACES + 1} or more, for 1 positions from row {PLACES} on, as config says"
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "what"), [("kv_dtype", "keeps no keys and values"), ("quantize_head", "has no head")]
 )

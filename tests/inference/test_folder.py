@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny_folder
 import torch
+from family_cases import model_of
 from torch import Tensor
 
 import deepspeed_ext
@@ -151,6 +152,50 @@ def test_stop_tokens_are_those_of_the_folder(
         text = json.dumps({"eos_token_id": of_generation})
         (tmp_path / "generation_config.json").write_text(text)
     assert init_inference(tmp_path).stop_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("of_whole", "of_part", "expected"),
+    [(None, [1, 50], (1, 50)), (3, [1, 50], (3,)), (None, None, ())],
+)
+def test_stop_tokens_of_a_part(
+    of_whole: Any, of_part: Any, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Where only what describes the decoder says them."""
+    model_of("gemma3-with-images").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config["eos_token_id"], config["text_config"]["eos_token_id"] = of_whole, of_part
+    file.write_text(json.dumps(config))
+    assert init_inference(tmp_path).stop_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "table", "before"),
+    [
+        ("gpt2", "n_positions", "transformer.wpe", 0),
+        ("opt", "max_position_embeddings", "model.decoder.embed_positions", 2),
+    ],
+)
+def test_refuses_more_positions_than_there_are(
+    case: str, name: str, table: str, before: int, tmp_path: Path
+) -> None:
+    """Before a tensor is read; a model that is made for fewer than it has room for is one."""
+    model_of(case).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    for said in (1024, 100):
+        file.write_text(json.dumps(config | {name: said}))
+        if said == 100:
+            assert init_inference(tmp_path).max_tokens == 100
+            continue
+        with pytest.raises(ValueError) as error:
+            init_inference(tmp_path)
+        assert str(error.value) == (
+            f"init_inference: {table}.weight has {256 + before} rows, expected {1024 + before} or"
+            f" more, for 1024 positions from row {before} on, as config says"
+        )
 
 
 def test_the_bar_counts_bytes_and_needs_a_terminal(

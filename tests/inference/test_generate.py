@@ -11,6 +11,11 @@ import torch
 from deepspeed_ext.inference.requests import Completion
 from deepspeed_ext.inference.sampling import SamplingOptions
 
+_EXPECTED = "expected text, numbers of tokens, or several of either"
+_OPTIONS = (
+    "expected SamplingOptions, or a sequence of them; one option may be given by its name, as n=2"
+)
+
 
 def with_text(**options: Any) -> Any:
     return tiny.engine(tokenizer=tiny.Bytes(), **options)
@@ -36,7 +41,8 @@ def test_prompts_may_have_many_forms() -> None:
     assert [each.prompt for each in found] == [0, 1, 2]
     both = engine.generate(torch.tensor([ids, ids]), max_new_tokens=5)
     assert [each.tokens for each in both] == [expected] * 2
-    assert engine.generate([], max_new_tokens=5) == []
+    for none in ([], (), torch.empty(0, dtype=torch.int64), iter([])):
+        assert engine.generate(none, max_new_tokens=5) == []
 
 
 def test_what_a_completion_has() -> None:
@@ -90,6 +96,22 @@ def test_options_for_each_prompt() -> None:
         ([[1], 5], {}, TypeError, "prompt 1 is 5, expected text, or numbers of tokens"),
         ([[1.5]], {}, TypeError, "prompt 0 is [1.5], expected text, or numbers of tokens"),
         ([1.5], {}, TypeError, "prompt 0 is [1.5], expected text, or numbers of tokens"),
+        ([b"Hi"], {}, TypeError, "prompt 0 is b'Hi', expected text, or numbers of tokens"),
+        ([[1], {}], {}, TypeError, "prompt 1 is {}, expected text, or numbers of tokens"),
+        (b"Hi", {}, TypeError, f"prompts is b'Hi', {_EXPECTED}"),
+        (5, {}, TypeError, f"prompts is 5, {_EXPECTED}"),
+        (torch.tensor(5), {}, TypeError, f"prompts is 5, {_EXPECTED}"),
+        (dict(input_ids=[1]), {}, TypeError, f"prompts is {{'input_ids': [1]}}, {_EXPECTED}"),
+        (torch.empty(0), {}, TypeError, "prompts has dtype torch.float32, expected whole numbers"),
+        (
+            [[1], torch.ones(2)],
+            {},
+            TypeError,
+            "prompt 1 has dtype torch.float32, expected whole numbers",
+        ),
+        ([1], dict(options=3), TypeError, f"options is 3, {_OPTIONS}"),
+        ([1], dict(options={"n": 2}), TypeError, f"options is {{'n': 2}}, {_OPTIONS}"),
+        ([1], dict(options=["n"]), TypeError, f"options is ['n'], {_OPTIONS}"),
         ([1], dict(temprature=1), TypeError, "option is temprature, expected one of max_new_"),
         ([1], dict(top_p=2), ValueError, "top_p is 2, expected over 0, and 1 at most"),
     ],
@@ -242,6 +264,12 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
     tiny.engine().generate([[1], [2]], max_new_tokens=5, progress=True)
     assert "10/10" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+
+
+def test_no_bar_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One takes a lock of the process, even if it draws nothing; Ctrl-C may leave it taken."""
+    monkeypatch.setattr("deepspeed_ext.inference.engine.tqdm", None)
+    assert len(tiny.engine().generate([[1]], max_new_tokens=5)[0].tokens) == 5
 
 
 def test_positions_that_a_model_has_not_are_refused() -> None:

@@ -115,10 +115,14 @@ def test_generates_the_same_alone_and_in_company(options: dict[str, Any], tmp_pa
     tiny_folder.write(tmp_path, CONFIG)
     engine = init_inference(tmp_path, kv_dtype="int8", max_batch=4, **options)
     prompts = [[1, 2, 3], [5, 6], [7, 8, 9, 10, 11]]
-    together = engine.generate(prompts, max_new_tokens=12, stop_tokens=())
+    prompts += [[(7 * i + n) % 97 for i in range(n)] for n in (63, 64, 65, 130, 1100)]
+    wanted: dict[str, Any] = dict(max_new_tokens=12, stop_tokens=(), logprobs=3)
+    together = engine.generate(prompts, **wanted)
     for prompt, completion in zip(prompts, together, strict=True):
-        alone = engine.generate([prompt], max_new_tokens=12, stop_tokens=())[0]
+        alone = engine.generate([prompt], **wanted)[0]
         assert alone.tokens == completion.tokens and len(alone.tokens) == 12
+        assert alone.logprobs == completion.logprobs
+        assert alone.top_logprobs == completion.top_logprobs
     if "activations" in options:
         layer = engine.decoder.weights.layers[0]
         assert {getattr(layer, part).activations for part in PARTS} == {"int8"}
@@ -213,6 +217,8 @@ def test_refuses(tmp_path: Path) -> None:
         ValueError, match=r"^init_inference: quantize is 'int3', expected None or one of int8, int4"
     ):
         init_inference(tmp_path, quantize="int3")
+    with pytest.raises(ValueError, match=r"^init_inference: quantize is \[1\], expected None or"):
+        init_inference(tmp_path, quantize=[1])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^init_inference: quantize_head is 'q', expected None"):
         init_inference(tmp_path, quantize_head="q")
     with pytest.raises(

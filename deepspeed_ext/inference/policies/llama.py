@@ -60,5 +60,6 @@ PHI3 = replace(
     MISTRAL,
     families=("phi3",),
     names=replace(LLAMA.names, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+    rope_share=Key("partial_rotary_factor", default=1.0),
     windows=Windows(by_types=False),
 )
