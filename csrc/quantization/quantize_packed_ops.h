@@ -109,6 +109,8 @@ void quantize_packed_(const Tensor& x, const Tensor& codes, const Tensor& scales
   const TensorView view(x.get());
   check(view.dim == 2, op, ": x has shape ", Integers{view.sizes, view.dim},
         ", expected two dimensions");
+  check(view.sizes[0] <= INT32_MAX, op, ": x has ", view.sizes[0], " rows, expected at most ",
+        INT32_MAX);
   check(format >= 0 && format <= int64_t(QuantFormat::nf4), op, ": format is ", format,
         ", expected 0, 1 or 2, which are int8, int4 and nf4");
   check(!offsets.has_value() || is_integer(QuantFormat(format)), op,

@@ -124,6 +124,10 @@ def _device(name: str, value: Any) -> Mapping[str, Any]:
     """Return a device in one form; a number is that of a GPU."""
     try:
         device = torch.device("cuda", value) if type(value) is int else torch.device(value)
+        if type(value) is int and device.index != value:  # torch keeps 8 bits of it
+            raise RuntimeError
+        if isinstance(value, str) and device.index is not None and str(device) != value:
+            raise RuntimeError
     except (RuntimeError, TypeError):
         if value is None:
             return {"device": None}

@@ -4,7 +4,7 @@ import operator
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from types import TracebackType
@@ -27,7 +27,7 @@ from deepspeed_ext.inference.turns import Turns
 Ids = Sequence[int] | Tensor
 Prompts = str | Ids | Sequence[str] | Sequence[Ids]
 Options = SamplingOptions | Sequence[SamplingOptions]
-_NO_NUMBERS = (bytes, bytearray, Mapping)  # of tokens, although numbers may come out of them
+_NO_NUMBERS = (bytes, bytearray, Mapping, Set)  # of tokens, although numbers may come out of them
 _NAMES = tuple(field.name for field in fields(SamplingOptions))
 
 
@@ -233,6 +233,8 @@ class InferenceEngine:
             if isinstance(prompt, _NO_NUMBERS):
                 raise TypeError
             tokens = [operator.index(token) for token in prompt]
+            if any(type(token) is bool for token in prompt):  # as a mask has
+                raise TypeError
         except TypeError:
             raise TypeError(
                 f"generate: prompt {i} is {prompt!r:.60}, expected text, or numbers of tokens"

@@ -122,7 +122,13 @@ def _rules_of(policy: Policy, config: Config, is_local: bool) -> dict[str, Any]:
     """Return the parameters in one form, whichever the configuration has them in."""
     local_base = value_of(policy.rope_local_base, config)
     has_own = is_local and local_base is not None
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    given, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    both = given and isinstance(given, Mapping) and isinstance(scaling, Mapping)
+    if both and any(name not in given or given[name] != scaling[name] for name in scaling):
+        raise ValueError(
+            f"init_inference: rope_scaling is {scaling!r}, expected what rope_parameters has"
+        )
+    given = given or scaling
     if not isinstance(given, Mapping):
         raise ValueError(f"init_inference: rope_parameters is {given!r}, expected names and values")
     if any(kind in given for kind in _TYPES):

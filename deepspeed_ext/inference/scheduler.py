@@ -153,13 +153,14 @@ class Scheduler:
             self._give_up()
         is_one_waiting = False
         while self._unwanted:
-            request = self._unwanted.popleft()
+            request = self._unwanted[0]  # it stays there, should an interruption come
             if not request.is_done:
                 self._end(request)
                 if self._active.get(request.slot) is request:
                     self._release(request)
                 else:
                     is_one_waiting = True
+            self._unwanted.popleft()
         if is_one_waiting:
             self._waiting = deque(each for each in self._waiting if not each.is_done)
         self._is_whole = True

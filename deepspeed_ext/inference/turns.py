@@ -40,7 +40,7 @@ class Turns:
         finally:
             if self._holder == me:  # no call until it is over: nothing can come in between
                 self._holder = None
-            self._wake()
+                self._wake()
 
     def _wait(self, me: int, is_enough: Callable[[], bool]) -> bool:
         """Return whether it is the turn of this thread; else it is enough."""

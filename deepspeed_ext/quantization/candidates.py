@@ -129,6 +129,11 @@ def lost_with(layer: nn.Module, own: Collection[str] = ("weight", "bias")) -> st
         for name, part in state[f"_{kind}s"].items():
             if part is not None and name not in own:
                 return f"has the {kind} {name!r}"
+    for name, value in state.items():
+        parts = value if isinstance(value, list | tuple) else (value,)
+        for part in parts:
+            if isinstance(part, Tensor | nn.Module):
+                return f"has the attribute {name!r}"
     return None
 
 

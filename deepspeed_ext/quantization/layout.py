@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -50,6 +50,14 @@ class WeightLayout:
     symmetric: bool = True
     activations: str | None = None
     act_order: bool = False
+
+    def __post_init__(self) -> None:
+        """Work out what follows, as compilers cannot."""
+        _ = self.of_format, self._tensors, self.nbytes
+
+    def __reduce__(self) -> tuple[type["WeightLayout"], tuple[Any, ...]]:
+        """Let files have what it was made of, and not what followed."""
+        return WeightLayout, tuple(getattr(self, field.name) for field in fields(self))
 
     @cached_property
     def of_format(self) -> Format:

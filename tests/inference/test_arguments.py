@@ -182,6 +182,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_batch": None}, ValueError, "max_batch is None, expected 1 to"),
     ({"device": ""}, ValueError, "device is '', expected cpu, or cuda with or without a number"),
     ({"device": "gpu"}, ValueError, "device is 'gpu', expected cpu, or cuda with or without"),
+    ({"device": 256}, ValueError, "device is 256, expected cpu, or cuda with or without a number"),
+    ({"device": "cuda:300"}, ValueError, "device is 'cuda:300', expected cpu, or cuda with or"),
     ({"device": -1}, ValueError, "device is -1, expected cpu, or cuda with or without a number"),
     ({"device": [1]}, TypeError, r"device is \[1\], expected cpu, or cuda with or without"),
     ({"policy": "llama"}, TypeError, "policy is str, expected a Policy of deepspeed_ext.inference"),

@@ -193,6 +193,13 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         dict(rope_scaling=dict(rope_type="default", partial_rotary_factor=0.3)),
         "partial_rotary_factor is 0.3, expected 1.0: the table of model_type 'llama' has no place",
     ),
+    "two kinds of parameters of rotation that differ": (
+        dict(
+            rope_scaling=dict(rope_type="linear", factor=2.0),
+            rope_parameters=dict(partial_rotary_factor=0.5),
+        ),
+        "rope_scaling is {'rope_type': 'linear', 'factor': 2.0}, expected what rope_parameters has",
+    ),
     "one of several layers": (
         dict(no_rope_layers=[1, 1, 0]),
         "no_rope_layers is 0, expected 1: the table",

@@ -371,6 +371,29 @@ def test_an_engine_stays_in_its_process() -> None:
     assert len(list(stream)) == 9
 
 
+def test_an_interruption_while_a_stream_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was cancelled while it waited stays so."""
+    from deepspeed_ext.inference.requests import Request
+
+    engine = make(max_batch=1)
+    first = engine.generate([[1]], max_new_tokens=20, stream=True)
+    waiting = engine.generate([[2]], max_new_tokens=50, stream=True)
+    next(first)
+    waiting.close()
+
+    def interrupt(request: Request) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Request, "cancel", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(first)
+    engine.generate([[3]], max_new_tokens=5)
+    (completion,) = waiting.completions()
+    assert completion.finish_reason == "cancelled" and not completion.tokens
+    check_all_is_free(engine)
+
+
 def test_an_interruption_between_a_request_and_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other thread whose request ended just then does not wait for ever."""
     from deepspeed_ext.inference.requests import Request

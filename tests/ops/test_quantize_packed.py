@@ -325,7 +325,11 @@ REFUSED: dict[str, Callable[[], object]] = {
     "codes has shape [5, 128], expected [6, 128]":
         lambda: quantize_packed_(X, INT8._replace(codes=INT8.codes[:5])),
     "codes has shape [6, 128], expected [6, 256]":
-        lambda: quantize_packed_(torch.ones(6, 129), INT8),
+        lambda: OPS.quantize_packed_(torch.ones(6, 129), *INT8[:3], None, format=0, group_size=16),
+    "x has shape [6, 48], expected [6, 40]": lambda: quantize_packed_(torch.ones(6, 48), INT8),
+    "x has shape [6, 39], expected [6, 40]": lambda: quantize_packed_(X[:, :39], INT8),
+    "x has 2147483648 rows, expected at most 2147483647":
+        lambda: quantize_packed_(torch.empty(2**31, 0), INT8._replace(length=0)),
     "codes has strides [1, 6] for shape [6, 128], expected a contiguous tensor":
         lambda: quantize_packed_(X, INT8._replace(codes=INT8.codes.t().contiguous().t())),
     "codes is on meta, expected cpu": lambda: quantize_packed_(X, INT8._replace(codes=META)),

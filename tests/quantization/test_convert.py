@@ -168,6 +168,8 @@ def with_hooked_weight(name: str) -> nn.Module:
         (lambda: holding("drop", nn.Dropout()), "has the module 'drop'"),
         (lambda: holding("gain", nn.Parameter(torch.ones(8))), "has the parameter 'gain'"),
         (with_a_buffer, "has the buffer 'scale'"),
+        (lambda: holding("scale", torch.ones(8)), "has the attribute 'scale'"),
+        (lambda: holding("adapters", [nn.Linear(8, 8)]), "has the attribute 'adapters'"),
     ],
 )
 def test_keeps_what_others_rely_on(make: Any, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import pickletools
 from typing import Any
 
 import pytest
@@ -369,3 +370,15 @@ def test_refuses_parts_that_do_not_fit() -> None:
         text = f"^QuantizedLinear: bias is {dtype}, expected float32, bfloat16 or float16$"
         with pytest.raises(ValueError, match=text):
             QuantizedLinear.from_packed(weight, torch.ones(4, dtype=dtype))
+
+
+def test_files_of_a_layer_have_no_more_than_it_was_made_of() -> None:
+    """What follows from sizes is worked out by whoever reads them."""
+    layer = QuantizedLinear(32, 8)
+    written = pickle.dumps(layer)
+    names = {
+        argument for _, argument, _ in pickletools.genops(written) if isinstance(argument, str)
+    }
+    assert "layout" in names and not {"of_format", "_tensors", "nbytes"} & names
+    read = pickle.loads(written)
+    assert read.layout == layer.layout and "nbytes" in vars(read.layout)

@@ -31,7 +31,7 @@ def quantize_packed_(x: Tensor, weight: PackedWeight, errors: Tensor | None = No
             piece each are read as they lie; other layouts are copied first.
         weight: where to write; format, group_size, and whether there are offsets, say how. Codes
             are contiguous; groups of scales, and of offsets, may lie further apart, as in some
-            columns of a larger tensor.
+            columns of a larger tensor, which is another one for each.
         errors: (n, 2), float64, or None. Of each row the largest \\|x - value\\|, in parts of the
             scale of its group, and the sum of (x - value)^2, where a value is what a code stands
             for. NaN if the row is not finite.
@@ -43,6 +43,7 @@ def quantize_packed_(x: Tensor, weight: PackedWeight, errors: Tensor | None = No
     See: csrc/quantization/packed_weight.h and formats.h; ``quantize_packed_ref_`` is the same in
     float64.
     """
+    _check_length("quantize_packed_", x, weight)
     codes, scales, offsets, format, group_size, _ = weight
     _op(
         x,
@@ -57,11 +58,19 @@ def quantize_packed_(x: Tensor, weight: PackedWeight, errors: Tensor | None = No
     torch.autograd.graph.increment_version([each for each in written if each is not None])
 
 
+def _check_length(op: str, x: Tensor, weight: PackedWeight) -> None:
+    """Refuse rows of another length, which the op would take: those of codes are padded."""
+    if x.dim() == 2 and x.shape[1] != weight.length:
+        want = [x.shape[0], weight.length]
+        raise ValueError(f"{op}: x has shape {list(x.shape)}, expected {want}")
+
+
 def quantize_packed_ref_(x: Tensor, weight: PackedWeight, errors: Tensor | None = None) -> None:
     """Do what quantize_packed_ does, in float64 and plain torch: its definition, for tests.
 
     Halfway between two codes quantize_packed_ may choose the other one.
     """
+    _check_length("quantize_packed_ref_", x, weight)
     format, group_size, symmetric = weight.format, weight.group_size, weight.offsets is None
     made = quantize_ref(x, format, group_size=group_size, symmetric=symmetric)
     packed = pack_weight(*made, format=format, group_size=group_size, length=x.shape[1])
