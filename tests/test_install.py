@@ -27,7 +27,7 @@ NOT_SOURCES = (".*", "build", "dist", "out", "prebuilt", "*.egg-info", "__pycach
 LEFT_OUT = {spec.name for spec in OPS if spec.name.startswith("cpu_")} - {"cpu_norm"}
 # All on CUDA would take 10 minutes: an optimizer, and what is none.
 LEFT_OUT |= {spec.name for spec in OPS if spec.device == "cuda"}
-LEFT_OUT -= {"fused_adam", "fused_norm", "fused_softmax"}
+LEFT_OUT -= {"fused_adam", "fused_norm"}
 CUDA_WORD = re.compile(r"cuda|cublas|curand|nvrtc", re.IGNORECASE)
 
 # Torch's number for the device type, which every libtorch_cpu.so defines; error texts compare it.

@@ -45,7 +45,7 @@ def test_a_kernel(kernel: str, way: str, folder: Path) -> None:
     compiler = [*toolchain.cxx(), *toolchain.compile_flags(NO_OP, ""), "-pthread", f"-I{CSRC}"]
     wanted = [ISA, f"{KERNELS[kernel]}_cpu.cpp"]  # as they are: others sanitize them
     objects = [
-        once(folder / source.replace("/", "_"), ".o", [*compiler, "-c"], [CSRC / source])
+        once(folder / source.replace("/", "_"), ".o", [*compiler, "-O1", "-c"], [CSRC / source])
         for source in wanted
     ]
     # Compilers of the CPU do not know its attributes and pragmas.
