@@ -115,12 +115,3 @@ inline uint32_t __vmaxs2(uint32_t a, uint32_t b) {
 inline float __fmaf_rn(float a, float b, float c) { return ::fmaf(a, b, c); }
 inline float __frsqrt_rn(float a) { return 1 / ::sqrtf(a); }
 inline float __fdividef(float a, float b) { return a / b; }
-template <class T>
-T atomicMax(T* target, T value) {
-  const T before = __atomic_load_n(target, __ATOMIC_RELAXED);
-  T seen = before;
-  while (seen < value && !__atomic_compare_exchange_n(target, &seen, value, false, __ATOMIC_RELAXED,
-                                                      __ATOMIC_RELAXED)) {
-  }
-  return seen;
-}

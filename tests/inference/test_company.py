@@ -73,14 +73,6 @@ def together(engine: InferenceEngine, some: list[Asked]) -> list[tuple[Any, ...]
     return [result(each) for each in found]
 
 
-def check_all_is_free(engine: InferenceEngine) -> None:
-    engine._sweep()  # as the next step begins
-    scheduler = engine._scheduler
-    assert scheduler.free_slots == engine.max_batch
-    assert engine.cache.free_pages == scheduler._pages and scheduler._promised == 0
-    assert not scheduler._active and not scheduler._waiting and not scheduler._unread
-
-
 @ON_BOTH
 @AHEAD
 @PADDED
@@ -96,7 +88,7 @@ def test_among_others(slots: int, padded: bool, ahead: bool, device: str) -> Non
         random.Random(seed).shuffle(order)
         found = together(engine, [some[i] for i in order])
         assert found == [expected[i] for i in order]
-        check_all_is_free(engine)
+        tiny.check_all_is_free(engine)
     engine.cache.check()
 
 
@@ -125,7 +117,7 @@ def test_whenever_they_come(device: str) -> None:
             assert found[i] == expected[i][0]
         else:
             found[i] += piece.tokens
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
 
 
 @ON_BOTH
@@ -181,7 +173,7 @@ def test_a_slot_may_be_full_to_the_last_token(capacity: int, ahead: bool, device
             f"generate: prompt 0 has {len(prompt)} tokens and max_new_tokens is {new + 1}, expected"
             f" at most {capacity} together, the max_tokens of the engine"
         )
-        check_all_is_free(engine)
+        tiny.check_all_is_free(engine)
     engine.cache.check()
 
 
@@ -192,7 +184,7 @@ def test_pages_for_few_at_a_time(ahead: bool, device: str) -> None:
     some = asked(20, seed=6, longest=180, most=70)
     engine = make(device, ahead, max_batch=8, pages=7)
     assert together(engine, some) == alone(device, some)
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
     exact = make(device, ahead, max_batch=8, pages=2)
     assert len(exact.generate([[1] * 64], max_new_tokens=65)[0].tokens) == 65
     with pytest.raises(ValueError) as error:
@@ -226,7 +218,7 @@ def test_several_completions_of_a_prompt(slots: int, length: int, ahead: bool, d
     found = tight.generate([prompt], wanted)
     assert [result(each) for each in found] == expected
     assert [each.sample for each in found] == list(range(8))
-    check_all_is_free(tight)
+    tiny.check_all_is_free(tight)
     tight.cache.check()
 
 

@@ -30,15 +30,6 @@ def make(device: str = "cpu", ahead: bool | None = None, **options: Any) -> Infe
     return engine
 
 
-def check_all_is_free(engine: InferenceEngine) -> None:
-    engine._sweep()  # as the next step begins
-    scheduler = engine._scheduler
-    assert scheduler.free_slots == engine.max_batch and scheduler._promised == 0
-    assert engine.cache.free_pages == scheduler._pages
-    assert not scheduler._active and not scheduler._waiting and not scheduler._unread
-    engine.cache.check()
-
-
 class Failing:
     """A step that does something else when its turn comes."""
 
@@ -75,7 +66,7 @@ def test_a_step_that_fails(
         Failing(patch, name, after, fail)
         with pytest.raises(MemoryError, match="no memory for this step"):
             engine.generate(prompts, **MANY)
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
     assert engine.generate(prompts, **MANY) == expected
 
 
@@ -105,7 +96,7 @@ def test_an_interruption_in_the_middle_of_a_table(
         patch.setattr(Pages, where, broken)
         with pytest.raises(KeyboardInterrupt):
             engine.generate(prompts, **MANY, n=2)
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
     assert engine.generate(prompts, **MANY, n=2) == expected
 
 
@@ -127,7 +118,7 @@ def test_interruptions_at_any_moment() -> None:
             signal.signal(signal.SIGALRM, before)
     assert hits > 10
     assert engine.generate(prompts, **MANY) == expected
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
 
 
 @ON_BOTH
@@ -155,7 +146,7 @@ def test_a_stream_that_is_interrupted_is_closed(
         "generate: prompt 0 was given up, as a step that it was part of was interrupted, or failed"
         " for the caller that took it"
     )
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
 
 
 @ON_BOTH
@@ -175,7 +166,7 @@ def test_logits_that_are_not_finite_name_their_prompt(ahead: bool, device: str) 
     )
     list(stream)
     assert stream.completions() == expected
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
 
 
 def test_a_tokenizer_that_fails_fails_its_prompt_only() -> None:
@@ -191,7 +182,7 @@ def test_a_tokenizer_that_fails_fails_its_prompt_only() -> None:
         engine.generate([[1]], max_new_tokens=20)
     list(other)
     assert other.completions()[0].text == tiny.Bytes().decode(other.completions()[0].tokens)
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
 
 
 def test_a_tokenizer_that_fails_for_what_is_cancelled() -> None:
@@ -215,7 +206,7 @@ def test_a_tokenizer_that_fails_for_what_is_cancelled() -> None:
         engine.generate([[1], [2]], [short, long])
     list(other)
     assert other.completions()[0].tokens == some[2].tokens
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
 
 
 @ON_BOTH
@@ -243,7 +234,7 @@ def test_threads_share_an_engine(device: str) -> None:
     for thread in threads:
         thread.join(60)
     assert found == [[each] * 3 for each in expected]
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
 
 
 def test_a_thread_that_fails_leaves_the_others_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +259,7 @@ def test_a_thread_that_fails_leaves_the_others_an_error(monkeypatch: pytest.Monk
         assert not thread.is_alive()
     kinds = sorted(type(error).__name__ for error in errors)
     assert kinds.count("MemoryError") == 1 and set(kinds) <= {"MemoryError", "RuntimeError"}
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
 
 
 def test_two_engines_never_meet() -> None:
@@ -391,7 +382,7 @@ def test_an_interruption_while_a_stream_is_ended(monkeypatch: pytest.MonkeyPatch
     engine.generate([[3]], max_new_tokens=5)
     (completion,) = waiting.completions()
     assert completion.finish_reason == "cancelled" and not completion.tokens
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
 
 
 def test_an_interruption_between_a_request_and_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,4 +402,4 @@ def test_an_interruption_between_a_request_and_its_call(monkeypatch: pytest.Monk
     with pytest.raises(RuntimeError, match="prompt 1 was given up"):
         list(other)
     assert other._call.open == 0
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)

@@ -26,14 +26,6 @@ NO_STEP = (
 )
 
 
-def check_all_is_free(engine: InferenceEngine) -> None:
-    engine._sweep()  # as the next step begins
-    scheduler = engine._scheduler
-    assert scheduler.free_slots == engine.max_batch and scheduler._promised == 0
-    assert engine.cache.free_pages == scheduler._pages
-    engine.cache.check()
-
-
 class Client:
     """One that goes away without a word: a cycle, so that the garbage collector closes it."""
 
@@ -79,7 +71,7 @@ def test_a_stream_may_be_closed_within_a_step(monkeypatch: pytest.MonkeyPatch) -
         assert engine.generate(PROMPTS, **MANY) == expected
     assert [each.finish_reason for each in stream.completions()] == ["cancelled"] * 2
     assert list(stream) == []
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
 
 
 def test_a_client_that_went_away_is_collected_within_a_step(
@@ -94,7 +86,7 @@ def test_a_client_that_went_away_is_collected_within_a_step(
             assert engine.generate(PROMPTS, **MANY) == expected
     finally:
         gc.enable()
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
 
 
 @pytest.mark.parametrize("what", ["generate", "next", "close"])
@@ -121,7 +113,7 @@ def test_nothing_else_is_computed_within_a_step(what: str, monkeypatch: pytest.M
     assert texts == [closing if what == "close" else NO_STEP]
     assert engine.generate(PROMPTS, **MANY) == expected
     stream.close()
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
 
 
 def test_a_tokenizer_that_generates_fails_its_prompt_only() -> None:
@@ -182,7 +174,7 @@ def test_signal_handlers_at_any_moment(what: str) -> None:
     assert hits > 5
     if what != "engine":
         assert engine.generate(PROMPTS, **MANY) == expected
-        check_all_is_free(engine)
+        tiny.check_all_is_free(engine)
 
 
 def test_threads_whose_clients_go_away() -> None:
@@ -215,7 +207,7 @@ def test_threads_whose_clients_go_away() -> None:
         thread.join(60)
     assert found == [True] * 75 and most == [1]
     gc.collect()
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
 
 
 class Busy:
@@ -278,7 +270,7 @@ def test_closing_a_stream_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> N
             busy.let_go()
             assert stream.completions()[0].finish_reason == "cancelled"  # behind that step
     assert busy.found == [busy.expected] * len(busy.found)
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
 
 
 def test_interrupted_while_another_thread_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +286,7 @@ def test_interrupted_while_another_thread_computes(monkeypatch: pytest.MonkeyPat
             signal.signal(signal.SIGALRM, before)
             busy.let_go()
     assert busy.found == [busy.expected] * len(busy.found)
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
 
 
 def test_interrupted_at_any_moment_beside_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +307,7 @@ def test_interrupted_at_any_moment_beside_another_thread(monkeypatch: pytest.Mon
     assert hits > 10
     assert all(each == busy.expected or "was given up" in each for each in busy.found)
     assert engine.generate(PROMPTS, **MANY) == busy.expected
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
 
 
 def test_closing_an_engine_comes_before_further_steps(monkeypatch: pytest.MonkeyPatch) -> None:

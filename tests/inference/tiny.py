@@ -89,3 +89,13 @@ class Bytes:
 
     def decode(self, ids: list[int]) -> str:
         return bytes(token + 32 for token in ids).decode(errors="replace")
+
+
+def check_all_is_free(engine: InferenceEngine) -> None:
+    """Nothing is left of requests that are done, once what was cancelled is swept, as by a step."""
+    engine._sweep()
+    scheduler = engine._scheduler
+    assert scheduler.free_slots == engine.max_batch and scheduler._promised == 0
+    assert engine.cache.free_pages == scheduler._pages
+    assert not scheduler._active and not scheduler._waiting and not scheduler._unread
+    engine.cache.check()
