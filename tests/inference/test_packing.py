@@ -18,7 +18,7 @@ from family_cases import (
     model_of,
     states_of,
 )
-from test_company import AHEAD, ON_BOTH, check_all_is_free, make, result
+from test_company import AHEAD, ON_BOTH, make, result
 from torch import Tensor
 
 from deepspeed_ext import init_inference
@@ -124,7 +124,7 @@ def test_the_same_tokens_as_without(slots: int, ahead: bool, device: str, packs:
     engine = make(device, ahead, max_batch=slots, pack_prefill=True, **options)
     check_alike(engine.generate(some, GREEDY), expected)
     assert len(packs) >= 2
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
     engine.cache.check()
 
 
@@ -173,7 +173,7 @@ def test_others_go_on_beside_a_pack(ahead: bool, device: str, packs: Packs) -> N
             assert not set(going) & set(slots_of_parts) and len(going) < most
             assert len(going) + sum(map(len, parts)) <= CHUNK
         packs.clear()
-        check_all_is_free(engine)
+        tiny.check_all_is_free(engine)
         engine.cache.check()
 
 
@@ -186,7 +186,7 @@ def test_slots_are_full_to_the_last_token(capacity: int, device: str, packs: Pac
     engine = make(device, max_batch=3, max_tokens=capacity, pack_prefill=True)
     check_alike(engine.generate(some, options), expected)
     assert len(packs) == 1
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
     engine.cache.check()
 
 
@@ -196,7 +196,7 @@ def test_pages_for_few_at_a_time(packs: Packs) -> None:
     engine = make("cpu", pages=5, pack_prefill=True)
     check_alike(engine.generate(some, GREEDY), expected)
     assert packs
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
 
 
 @ON_BOTH
@@ -217,7 +217,7 @@ def test_one_of_a_pack_is_cancelled(which: int, ahead: bool, device: str, packs:
     for each in (found, expected):
         each.pop(which)
     check_alike(found, expected)
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
 
 
 @ON_BOTH
@@ -237,7 +237,7 @@ def test_one_of_a_pack_is_not_finite(device: str, packs: Packs) -> None:
     for stream in streams:
         list(stream)
     check_alike([stream.completions()[0] for stream in streams], expected)
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
 
 
 @ON_BOTH
@@ -250,7 +250,7 @@ def test_several_completions_of_packed_prompts(ahead: bool, device: str, packs: 
     for pages in (12 + 3, 5):
         engine = make(device, ahead, max_batch=12, pages=pages, pack_prefill=True)
         check_alike(engine.generate(some, wanted), expected)
-        check_all_is_free(engine)
+        tiny.check_all_is_free(engine)
         engine.cache.check()
 
 
@@ -267,7 +267,7 @@ def test_a_pack_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(Steps, "take_in_pack", fail)
         with pytest.raises(MemoryError, match="no memory for this pack"):
             engine.generate(some, GREEDY)
-    check_all_is_free(engine)
+    tiny.check_all_is_free(engine)
     found = engine.generate(some, GREEDY)
     assert [result(each) for each in found] == [result(each) for each in expected]
 
