@@ -70,6 +70,7 @@ class PageAttention {
     fresh_token_ = fresh_ != nullptr && last >= 0 && last < kPageTokens ? last : -1;
     // Whether there are tokens that some row does not see.
     is_edge_ = begin_ < unit.seen_by_last || begin_ + kPageTokens > unit.position(0) + 1;
+    seen_ = {unit.seen_begin - begin_, unit.length - begin_};
     Powers powers[2] = {{-INFINITY, 0}, {-INFINITY, 0}};
     each_out([](int, float& out) { out = 0; });
     if (used) {
@@ -81,7 +82,7 @@ class PageAttention {
     const bool wrong = ring_.wrong[i % Ring::kUnits][warp_];
     if (used) {
       weigh(powers);
-      take_values(unit.length);
+      take_values(unit.count);
     } else {
       skip();
     }
@@ -144,6 +145,11 @@ class PageAttention {
       scales[k] = token == fresh_token_ ? *fresh : all[token];
     }
   }
+  // Whether no row sees any of the tokens in slot number k of the page.
+  __device__ bool is_unseen(int k) const {
+    const int token = Slot::token(k);
+    return token >= seen_.end || token + kSlotTokens <= seen_.begin;
+  }
   // Puts the new token where slot number k of the page has come with what was there before.
   __device__ void put_fresh(const char* slot, int k, const char* row) const {
     const int token = fresh_token_ - Slot::token(k);
@@ -169,6 +175,10 @@ class PageAttention {
 #pragma unroll
     for (int k = 0; k < Slot::kOfPage; ++k) {
       const char* const slot = wait(turn_);
+      if (is_unseen(k)) {
+        release();
+        continue;
+      }
       if (fresh_ != nullptr) put_fresh(slot, k, fresh_->keys);
       const int box = k / Slot::kParts, first = k % Slot::kParts * kTilesOfSlot;
 #pragma unroll
@@ -220,9 +230,13 @@ class PageAttention {
 
   // From products to scores: -inf for what is not seen.
   __device__ void score() {
-    if (!is_edge_ && call_.soft_cap <= 0 && call_.alibi_slopes == nullptr) {
+    if (call_.soft_cap <= 0 && call_.alibi_slopes == nullptr) {
 #pragma unroll
-      for (int k = 0; k < 16; ++k) weight(k / 2, k % 2) *= call_.scale;
+      for (int k = 0; k < 16; ++k) {
+        const float score = weight(k / 2, k % 2) * call_.scale;
+        const bool seen = !is_edge_ || scoring_[k % 2].sees(key(k / 2));
+        weight(k / 2, k % 2) = seen ? score : -INFINITY;
+      }
       return;
     }
 #pragma unroll
@@ -301,16 +315,26 @@ class PageAttention {
     }
   }
 
-  __device__ void take_values(int length) {
+  __device__ void take_values(int tokens) {
     float inverse[2];
     if constexpr (Kind::kQuantized) take_scales(inverse);
 #pragma unroll
     for (int k = 0; k < Slot::kOfPage; ++k) {
       const char* const slot = wait(turn_);
+      if (is_unseen(k)) {
+        release();
+        continue;
+      }
       if (fresh_ != nullptr) put_fresh(slot, k, fresh_->values);
       const int first = k % Slot::kParts * kTilesOfSlot;
       auto& out = out_[k / Slot::kParts];
-      if (is_edge_ && !std::is_same_v<Kind, Int8Kv>) set_apart(first * 2, out, length);
+      if (is_edge_ && !std::is_same_v<Kind, Int8Kv>) {
+        if (tokens == 1) {
+          blank(slot, k);
+        } else {
+          set_apart(first * 2, out);
+        }
+      }
 #pragma unroll
       for (int t = 0; t < kTilesOfSlot; ++t) {
         const float (&mine)[4] = weights_[first + t];
@@ -348,9 +372,24 @@ class PageAttention {
     return step * 16 + (Kind::kQuantized ? row * 2 + second : row + second * 8);
   }
 
+  // Zeros for the tokens in slot number k that no row sees, as what is there may not be finite. If
+  // all rows are of one token, they see the others.
+  __device__ void blank(const char* slot, int k) const {
+    constexpr int kPieces = Slot::kRow / 16;
+    const int begin = seen_.begin - Slot::token(k), end = seen_.end - Slot::token(k);
+    uint4* const pieces = reinterpret_cast<uint4*>(const_cast<char*>(slot));
+#pragma unroll
+    for (int i = 0; i < kSlotTokens * kPieces; i += 32) {
+      const int token = (i + lane_) / kPieces;  // in whatever order its pieces lie
+      if (token < begin || token >= end) pieces[i + lane_] = {};
+    }
+    wrote_before_fetch();
+    __syncwarp();
+  }
+
   // Takes what is not finite out of the values in a slot, and adds it to the rows that see it: it
   // must not reach the others. The slot's tokens are the page's from number first * 8 on.
-  __device__ __forceinline__ void set_apart(int first, float (&out)[kStepsOfBox][4], int length) {
+  __device__ __forceinline__ void set_apart(int first, float (&out)[kStepsOfBox][4]) {
     char* const slot = const_cast<char*>(wait(turn_));
     bool any = false;
     const auto each_word = [&](const auto& do_it) {
@@ -366,7 +405,7 @@ class PageAttention {
 #pragma unroll
     for (int k = 0; k < kSlotTokens / 8 * 2; ++k) mine[k / 2][k % 2] = weight(first + k / 2, k % 2);
 #pragma unroll 1
-    for (int token = 0; token < ::min(kSlotTokens, length - begin); ++token) {
+    for (int token = 0; token < ::min(kSlotTokens, seen_.end - first * 8); ++token) {
       float weights[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -432,7 +471,10 @@ class PageAttention {
   const float* scales_;
   int of_lane_, piece_;  // bytes
   int begin_;            // of the page, in the sequence
-  int fresh_token_;      // of the page; -1: it has not the new token
+  struct {
+    int begin, end;
+  } seen_;           // of the page's tokens, by some row; may lie outside of it
+  int fresh_token_;  // of the page; -1: it has not the new token
   bool is_edge_, is_new_;
   Queries<Q, Kind, kWidth> queries_;
   Scoring scoring_[2];

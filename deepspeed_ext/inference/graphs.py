@@ -43,10 +43,12 @@ class Graphs:
             return step()
         if recorded is None:
             graph = torch.cuda.CUDAGraph()
-            # Other threads may go on with what a capture forbids, such as training a model.
+            # Stricter modes forbid in all of the process, or in this thread, what the step has
+            # nothing to do with: other threads train models, and Python collects graphs that were
+            # in a cycle whenever it likes.
             with (
                 torch.cuda.device(self._device),
-                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"),
             ):
                 out = step()
             recorded = self._recorded[key] = _Recorded(graph, out)
