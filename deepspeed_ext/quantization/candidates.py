@@ -1,6 +1,6 @@
 """Which linear layers of a model another kind of layer can stand for, and why not the others."""
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -19,6 +19,7 @@ _HOOKS = (  # of any of these something may depend that sees the layer, or that 
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
+_HAS_NO_PARTS = frozenset((bool, int, float, str, type(None), dict, OrderedDict, set))
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,12 @@ class Candidates:
     Args:
         names: a list for each layer that can be replaced: the names that it has, one or more.
         kept: names of the others, with the reason.
+        nbytes: of all parameters and buffers of the model; memory that some share counts once.
     """
 
     names: list[list[str]]
     kept: dict[str, str]
+    nbytes: int
 
 
 class _Use(NamedTuple):
@@ -74,7 +77,9 @@ def find_candidates(what: str, model: nn.Module, skip: Iterable[str]) -> Candida
     for name, module in modules.items():
         if isinstance(module, nn.Linear) or is_conv1d(module):
             by_layer[module].append(name)
-    uses, found = _uses(modules), Candidates([], {})
+    storages: dict[int, int] = {}
+    uses = _uses(modules, storages)
+    found = Candidates([], {}, sum(storages.values()))
     for module, names in by_layer.items():
         reason = _why_not(module, names, patterns, uses)
         if reason is None:
@@ -130,6 +135,8 @@ def lost_with(layer: nn.Module, own: Collection[str] = ("weight", "bias")) -> st
             if part is not None and name not in own:
                 return f"has the {kind} {name!r}"
     for name, value in state.items():
+        if type(value) in _HAS_NO_PARTS:  # most, and asking what else they are takes long
+            continue
         parts = value if isinstance(value, list | tuple) else (value,)
         for part in parts:
             if isinstance(part, Tensor | nn.Module):
@@ -151,15 +158,16 @@ def _is_below(name: str, pattern: str) -> bool:
     return any(_matches(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
 
 
-def _uses(modules: dict[str, nn.Module]) -> dict[int, list[_Use]]:
-    """Return by storage all tensors that modules have in it."""
+def _uses(modules: dict[str, nn.Module], storages: dict[int, int]) -> dict[int, list[_Use]]:
+    """Return by storage all tensors that modules have in it; note what storages take."""
     found: defaultdict[int, list[_Use]] = defaultdict(list)
     for prefix, module in modules.items():
         for name, tensor in own_tensors(module):
             begin, end = _bytes_of(tensor)
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
             if begin < end:
-                use = _Use(id(module), prefix, name, begin, end)
-                found[tensor.untyped_storage()._cdata].append(use)
+                found[storage._cdata].append(_Use(id(module), prefix, name, begin, end))
     return found
 
 

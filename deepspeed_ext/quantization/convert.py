@@ -86,7 +86,6 @@ def quantize_model(
     )
     holder_of = cache(model.get_submodule)  # many layers have the same one, and none is replaced
     layouts = [layout_of(_shape_of(holder_of, names[0])) for names in found.names]
-    bytes_before = _bytes_of(model)
     done = []
     bar = tqdm(
         total=sum(layout.shape[0] * layout.shape[1] for layout in layouts),
@@ -100,7 +99,7 @@ def quantize_model(
         for names, layout in zip(found.names, layouts, strict=True):
             done.append(_replace(holder_of, names, layout))
             bar.update(layout.shape[0] * layout.shape[1])
-    return _report(format, done, found, bytes_before, _bytes_of(model))
+    return _report(format, done, found, _bytes_of(model))
 
 
 def _layer_of(holder_of: _HolderOf, name: str) -> nn.Module:
@@ -143,16 +142,14 @@ def put_in_place(holder_of: _HolderOf, names: Iterable[str], layer: nn.Module) -
         setattr(holder_of(holder), last, layer)
 
 
-def _report(
-    format: str, done: list[_Done], found: Candidates, bytes_before: int, bytes_after: int
-) -> Report:
+def _report(format: str, done: list[_Done], found: Candidates, bytes_after: int) -> Report:
     layers = {}
     results = results_of([each.errors for each in done])
     for each, (largest, rms) in zip(done, results, strict=True):
         sizes = each.bytes_before, each.layout.nbytes
         also = tuple(each.names[1:])
         layers[each.names[0]] = LayerReport(each.layout.shape, *sizes, largest, rms, also)
-    return Report(format, layers, found.kept, bytes_before, bytes_after)
+    return Report(format, layers, found.kept, found.nbytes, bytes_after)
 
 
 def _bytes_of(model: nn.Module) -> int:
