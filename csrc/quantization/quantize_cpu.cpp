@@ -2,6 +2,7 @@
 #include "quantization/quantize.h"
 
 #include "common/simd/past_cache.h"
+#include "common/simd/prefetch.h"
 
 #define DSX_KERNEL_SOURCE "quantization/quantize_cpu.inl"
 #include "common/simd/foreach_isa.h"
