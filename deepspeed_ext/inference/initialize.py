@@ -1,6 +1,7 @@
 """init_inference: from a model to an engine."""
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
@@ -151,7 +152,7 @@ class _Source:
         self.tensors: Mapping[str, Tensor] | Mapping[str, SavedTensor]
         if isinstance(model, nn.Module):
             self.config = _as_dict(getattr(model, "config", None))
-            self._generation = _as_dict(getattr(model, "generation_config", {}))
+            self._generation = _as_dict(getattr(model, "generation_config", None) or {})
             _check_layers(model)
             self.tensors = model.state_dict()
             _check_tensors(self.tensors)
@@ -170,8 +171,11 @@ class _Source:
         named = self.config.get("dtype") or self.config.get("torch_dtype")
         if self.folder is not None and isinstance(named, str):
             return dtype_of(named)
-        sizes = ((each.nbytes, each.dtype) for each in self.tensors.values())
-        return dtype_of(max(sizes, key=lambda one: one[0], default=(0, None))[1])
+        sizes: Counter[torch.dtype] = Counter()
+        for each in self.tensors.values():
+            if each.dtype is not None and each.dtype.is_floating_point:  # masks may be large
+                sizes[each.dtype] += each.nbytes
+        return dtype_of(max(sizes, key=lambda one: sizes[one], default=None))
 
     def device(self) -> torch.device:
         """Return where an engine is if nobody says."""
