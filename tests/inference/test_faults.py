@@ -149,6 +149,11 @@ UNFIT = {
         FileNotFoundError,
         r"has no config.json, expected the folder of a model, as save_pretrained writes it",
     ),
+    "an adapter beside the weights": (
+        lambda folder: (folder / "adapter_config.json").write_text("{}"),
+        ValueError,
+        r"has adapter_config.json, expected a model without an adapter beside it; merge it into",
+    ),
     "no JSON": (
         lambda folder: (folder / "config.json").write_text("<html>"),
         ValueError,
