@@ -152,6 +152,10 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         dict(rope_scaling=dict(type="dynamic", factor=2.0)),
         "rope_type is 'dynamic', expected one of default, linear, llama3, yarn",
     ),
+    "rope type that is none": (
+        dict(rope_scaling=dict(rope_type=["yarn"])),
+        "rope_type is ['yarn'], expected one of default, linear, llama3, yarn",
+    ),
     "rope option": (
         dict(rope_scaling=_YARN | dict(long_factor=[1.0])),
         "rope_parameters has 'long_factor', expected nothing of this name for rope_type 'yarn'",
