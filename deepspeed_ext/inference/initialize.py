@@ -319,6 +319,11 @@ def _check_layers(model: nn.Module) -> None:
 
 def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):  # a state dict may hold anything
+            raise ValueError(
+                f"{_OP}: {name} is {type(tensor).__name__}, expected a tensor; give the model of"
+                " before it was quantized or converted"
+            )
         if tensor.is_meta or is_dtensor(tensor):
             what = "on meta" if tensor.is_meta else "a DTensor"
             raise ValueError(

@@ -253,6 +253,21 @@ def test_refuses_what_is_no_model(tmp_path: Path) -> None:
         init_inference(model)
 
 
+def test_refuses_a_state_dict_with_other_things_than_tensors() -> None:
+    """As those of layers that torch's own quantization has made."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"scale": 2.0}
+
+    sizes = {k: v for k, v in tiny_folder.CONFIG.items() if k not in ("model_type", "dtype")}
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    model.lm_head = Extra(64, 97)
+    with pytest.raises(ValueError, match=r"head\._extra_state is dict, expected a tensor; give"):
+        init_inference(model)
+
+
 def test_refuses_a_model_that_was_quantized() -> None:
     model = nn.Sequential(nn.Linear(32, 32))
     quantize_model(model)
