@@ -32,7 +32,13 @@ from deepspeed_ext.inference.quantizing import (
     report_of,
     with_activations,
 )
-from deepspeed_ext.inference.room import Need, cache_bytes, check_room, working_bytes
+from deepspeed_ext.inference.room import (
+    Need,
+    cache_bytes,
+    check_positions,
+    check_room,
+    working_bytes,
+)
 from deepspeed_ext.inference.scheduler import CHUNK, PACKED
 from deepspeed_ext.inference.tokens import tokenizer_of
 from deepspeed_ext.inference.weight_memory import WeightMemory
@@ -251,6 +257,7 @@ class _Loading:
             reading = reading_bytes(source.folder.shards, self._asked)
         if not self.of.causal:  # what it works with depends on its calls
             return Need(bytes_of(weights), 0, reading)
+        check_positions(self.of, weights.positions, self.max_tokens)
         batch, tokens = settings.max_batch, self.max_tokens
         return Need(
             bytes_of(weights),
