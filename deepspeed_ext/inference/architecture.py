@@ -126,6 +126,7 @@ def architecture_of(policy: Policy, config: Config) -> Architecture:
     _check_use_of_names(policy, norm_place, parallel)
     sizes = _sizes_of(policy, config)
     windows = windows_of(policy.windows, config, sizes["layers"])
+    _check_types(policy, config, windows)
     position = _choice("position", get("position"), ("rotary", "learned", "alibi", "none"))
     scale = get("attention_scale")
     if policy.qkv_by_head and sizes["kv_heads"] != sizes["heads"]:
@@ -187,12 +188,7 @@ def windows_of(table: Windows | None, config: Config, layers: int) -> tuple[int,
     _check_size("sliding_window", size)
     types = config.get("layer_types") if table.by_types else None
     if types is not None:
-        if not isinstance(types, (list, tuple)) or len(types) != layers:
-            has = len(types) if isinstance(types, (list, tuple)) else repr(types)
-            raise ValueError(
-                f"init_inference: layer_types has length {has}, expected {layers}, as many as"
-                " layers"
-            )
+        _check_length(types, layers)
         for kind in types:
             _choice("layer_types", kind, ("full_attention", "sliding_attention"))
         return tuple(size if kind == "sliding_attention" else 0 for kind in types)
@@ -202,6 +198,14 @@ def windows_of(table: Windows | None, config: Config, layers: int) -> tuple[int,
         _check_size("sliding_window_pattern", period)
     has_window = (i >= first and (period is None or (i + 1) % period > 0) for i in range(layers))
     return tuple(size if has else 0 for has in has_window)
+
+
+def _check_length(types: Any, layers: int) -> None:
+    if not isinstance(types, (list, tuple)) or len(types) != layers:
+        has = len(types) if isinstance(types, (list, tuple)) else repr(types)
+        raise ValueError(
+            f"init_inference: layer_types has length {has}, expected {layers}, as many as layers"
+        )
 
 
 def _sizes_of(policy: Policy, config: Config) -> dict[str, Any]:
@@ -233,10 +237,8 @@ def _check_expected(policy: Policy, config: Config) -> None:
     read = keys_of(policy)
     wanted = {name: values for name, values in _NEUTRAL.items() if name not in read}
     wanted.update((name, (value,)) for name, value in policy.expects.items())
-    if policy.windows is not None and policy.windows.by_types:
+    if policy.windows is not None:  # looked at layer by layer
         wanted.pop("layer_types", None)
-    elif any(windows_of(policy.windows, config, 1)):  # says no more than the table
-        wanted["layer_types"] = ("sliding_attention",)
     if config.get("use_sliding_window") is False:
         wanted.pop("sliding_window", None)
     for name, values in wanted.items():
@@ -249,6 +251,21 @@ def _check_expected(policy: Policy, config: Config) -> None:
                     f" {' or '.join(map(repr, values)) or None}: the table of model_type"
                     f" {config.get('model_type')!r} has no place for it"
                 )
+
+
+def _check_types(policy: Policy, config: Config, windows: tuple[int, ...]) -> None:
+    """Refuse types of layers that say more than a table of windows that does not read them."""
+    types = config.get("layer_types")
+    if policy.windows is None or policy.windows.by_types or types is None:
+        return
+    _check_length(types, len(windows))
+    for kind, window in zip(types, windows, strict=True):
+        want = "sliding_attention" if window > 0 else "full_attention"
+        if kind != want:
+            raise ValueError(
+                f"init_inference: layer_types is {kind!r}, expected {want!r}: the table of"
+                f" model_type {config.get('model_type')!r} has no place for it"
+            )
 
 
 def _check_use_of_names(policy: Policy, norm_place: str, parallel: bool) -> None:

@@ -122,7 +122,7 @@ class Decoder:
             and dtype in (torch.float32, torch.bfloat16)
             and all(linear.joins_norms for linear in linears)
         )
-        self._embedding_scale = torch.tensor(of.embedding_scale, dtype=dtype).item()
+        self._embedding_scale = torch.tensor(of.embedding_scale, dtype=dtype, device="cpu").item()
 
     def hidden(
         self,

@@ -17,6 +17,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from deepspeed_ext.inference.decoder import Decoder
 from deepspeed_ext.inference.kv_cache import KVCache
 from deepspeed_ext.inference.requests import Call, Completion, Prompt, Request
+from deepspeed_ext.inference.room import check_positions
 from deepspeed_ext.inference.sampling import SamplingOptions, key_of
 from deepspeed_ext.inference.scheduler import Scheduler
 from deepspeed_ext.inference.steps import Steps
@@ -89,14 +90,7 @@ class InferenceEngine:
         report: Any = None,
     ) -> None:
         of, embedding = decoder.of, decoder.weights.embedding
-        most, positions = of.context or max_tokens, decoder.weights.positions
-        if positions is not None:
-            most = min(most, len(positions) - of.position_offset)
-        if of.position == "learned" and max_tokens > most:
-            raise ValueError(
-                f"inference: max_tokens is {max_tokens}, expected at most {most}, as the"
-                " model has no more positions"
-            )
+        check_positions(of, decoder.weights.positions, max_tokens)
         self.decoder, self.device = decoder, embedding.device
         self.max_batch, self.max_tokens = max_batch, max_tokens
         self.tokenizer, self.stop_tokens = tokenizer, tuple(stop_tokens)

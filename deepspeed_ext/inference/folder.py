@@ -15,6 +15,7 @@ from deepspeed_ext.io import AsyncIO, SavedTensor
 from deepspeed_ext.io.checkpoint.shards import Shards, read_json
 
 _OP = "init_inference"
+_ADAPTER = "adapter_config.json"  # transformers loads what it names on top of the weights
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -42,6 +43,7 @@ class ModelFolder:
                 " and safetensors files; nothing is downloaded"
             )
         self.path = path
+        self._check_adapter()
         self.config = _fields(path / "config.json")
         self._check_quantization()
         generation = path / "generation_config.json"
@@ -51,6 +53,13 @@ class ModelFolder:
     def described(self) -> "Described":
         """Return the tensors without values."""
         return Described(self.shards.tensors)
+
+    def _check_adapter(self) -> None:
+        if (self.path / _ADAPTER).exists():  # of which the other files say nothing
+            raise ValueError(
+                f"{_OP}: {self.path} has {_ADAPTER}, expected a model without an adapter beside it;"
+                " merge it into the weights (merge_and_unload of peft) and save those, or remove it"
+            )
 
     def _check_quantization(self) -> None:
         settings = self.config.get("quantization_config")

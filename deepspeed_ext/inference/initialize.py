@@ -1,6 +1,7 @@
 """init_inference: from a model to an engine."""
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
@@ -31,7 +32,13 @@ from deepspeed_ext.inference.quantizing import (
     report_of,
     with_activations,
 )
-from deepspeed_ext.inference.room import Need, cache_bytes, check_room, working_bytes
+from deepspeed_ext.inference.room import (
+    Need,
+    cache_bytes,
+    check_positions,
+    check_room,
+    working_bytes,
+)
 from deepspeed_ext.inference.scheduler import CHUNK, PACKED
 from deepspeed_ext.inference.tokens import tokenizer_of
 from deepspeed_ext.inference.weight_memory import WeightMemory
@@ -151,7 +158,7 @@ class _Source:
         self.tensors: Mapping[str, Tensor] | Mapping[str, SavedTensor]
         if isinstance(model, nn.Module):
             self.config = _as_dict(getattr(model, "config", None))
-            self._generation = _as_dict(getattr(model, "generation_config", {}))
+            self._generation = _as_dict(getattr(model, "generation_config", None) or {})
             _check_layers(model)
             self.tensors = model.state_dict()
             _check_tensors(self.tensors)
@@ -170,8 +177,11 @@ class _Source:
         named = self.config.get("dtype") or self.config.get("torch_dtype")
         if self.folder is not None and isinstance(named, str):
             return dtype_of(named)
-        sizes = ((each.nbytes, each.dtype) for each in self.tensors.values())
-        return dtype_of(max(sizes, key=lambda one: one[0], default=(0, None))[1])
+        sizes: Counter[torch.dtype] = Counter()
+        for each in self.tensors.values():
+            if each.dtype is not None and each.dtype.is_floating_point:  # masks may be large
+                sizes[each.dtype] += each.nbytes
+        return dtype_of(max(sizes, key=lambda one: sizes[one], default=None))
 
     def device(self) -> torch.device:
         """Return where an engine is if nobody says."""
@@ -247,6 +257,7 @@ class _Loading:
             reading = reading_bytes(source.folder.shards, self._asked)
         if not self.of.causal:  # what it works with depends on its calls
             return Need(bytes_of(weights), 0, reading)
+        check_positions(self.of, weights.positions, self.max_tokens)
         batch, tokens = settings.max_batch, self.max_tokens
         return Need(
             bytes_of(weights),
@@ -315,6 +326,11 @@ def _check_layers(model: nn.Module) -> None:
 
 def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):  # a state dict may hold anything
+            raise ValueError(
+                f"{_OP}: {name} is {type(tensor).__name__}, expected a tensor; give the model of"
+                " before it was quantized or converted"
+            )
         if tensor.is_meta or is_dtensor(tensor):
             what = "on meta" if tensor.is_meta else "a DTensor"
             raise ValueError(

@@ -75,7 +75,7 @@ class Batch:
         """Yield parts of at most so many tokens, or of one text, on a device."""
         rows, begin = self.rows.to(device), 0
         for run in _cut(self.lengths, most):
-            ends = torch.tensor([0, *accumulate(run)], dtype=torch.int32)
+            ends = torch.tensor([0, *accumulate(run)], dtype=torch.int32, device="cpu")
             groups = tuple((len(list(same)), length) for length, same in groupby(run))
             tokens, types, positions, places = rows[:, begin : begin + sum(run)]
             yield Part(tokens, types, positions, places, ends.to(device), groups)
@@ -111,7 +111,7 @@ def batch_of(ids: Tensor, mask: Tensor | None, types: Tensor | None, limits: Lim
     _check_range("input_ids", values[0], limits.tokens)
     _check_range("token_type_ids", values[1], limits.types)
     _check_positions(values[2], limits)
-    firsts, has_some = torch.full((len(ids),), -1), lengths > 0
+    firsts, has_some = torch.full((len(ids),), -1, device="cpu"), lengths > 0
     firsts[texts[has_some]] = places[(lengths.cumsum(0) - lengths)[has_some]]
     rows = torch.stack((*values, places))
     return Batch((len(ids), ids.shape[1]), firsts, rows, tuple(lengths[has_some].tolist()))
@@ -164,7 +164,7 @@ def _check_range(name: str, values: Tensor, count: int) -> None:
 def _positions_of(ids: Tensor, limits: Limits) -> Tensor:
     """Return the row of learned positions of each token, (texts, n)."""
     if limits.padding is None:
-        return (torch.arange(ids.shape[1]) + limits.offset).expand(ids.shape)
+        return (torch.arange(ids.shape[1], device="cpu") + limits.offset).expand(ids.shape)
     has_one = ids != limits.padding
     return has_one.cumsum(1) * has_one + limits.padding
 

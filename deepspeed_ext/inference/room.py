@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from deepspeed_ext.inference.architecture import Architecture
 from deepspeed_ext.inference.kv_cache import KVCache
@@ -78,6 +79,18 @@ def working_bytes(
     floats = wide * of.hidden * dtype.itemsize if is_quantized and tokens > MOST_ROWS else 0
     choice = min(max_batch, MOST_ROWS) * of.vocabulary * _BYTES_OF_LOGIT
     return max(states + floats, choice)
+
+
+def check_positions(of: Architecture, positions: Tensor | None, max_tokens: int) -> None:
+    """Refuse more tokens than a model has learned positions for, those of this table."""
+    most = of.context or max_tokens
+    if positions is not None:
+        most = min(most, len(positions) - of.position_offset)
+    if of.position == "learned" and max_tokens > most:
+        raise ValueError(
+            f"inference: max_tokens is {max_tokens}, expected at most {most}, as the model has no"
+            " more positions"
+        )
 
 
 def free_bytes(device: torch.device) -> int:

@@ -93,7 +93,7 @@ def rotation_of(policy: Policy, config: Config, head_dim: int, is_local: bool) -
     """
     given = _rules_of(policy, config, is_local)
     kind = given.get("rope_type") or given.get("type") or "default"
-    if kind not in _RULES:
+    if not isinstance(kind, str) or kind not in _RULES:
         raise ValueError(
             f"init_inference: rope_type is {kind!r}, expected one of {', '.join(_RULES)}"
         )

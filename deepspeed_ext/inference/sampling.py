@@ -5,7 +5,7 @@ their order may change with the shape of a batch. So probabilities, which our so
 alone, become integers: those add up to the same whatever the order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -74,9 +74,11 @@ class SamplingOptions:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_tokens"):
+        for name, want in (("stop", "strings"), ("stop_tokens", "whole numbers or None")):
             value = getattr(self, name)
-            if value is not None:
+            if value is not None or name == "stop":
+                if not isinstance(value, str | int | Iterable):
+                    raise TypeError(f"generate: {name} is {value!r}, expected {want}")
                 some = (value,) if isinstance(value, str | int) else tuple(value)
                 object.__setattr__(self, name, some)
         for name, low, high in (

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 _WINDOW = 8  # tokens that are made text of at a time, at least
 _UNKNOWN = "\ufffd"  # what bytes become that are no character, such as the first ones of one
-_LONGEST = 3  # bytes of a character that is not whole
+_LONGEST = 3  # bytes of a character that is not whole, and tokens, as each has one at least
 
 
 class Text:
@@ -39,7 +39,10 @@ class Text:
             return ""
         text = self._decode(self._tokens[self._window :])
         unknown = len(text) - len(text.rstrip(_UNKNOWN))
-        self._take(text[: len(text) - min(unknown, _LONGEST)])
+        if len(self._tokens) - self._whole > _LONGEST:
+            self._take(text[: len(text) - min(unknown, _LONGEST)])  # no character begins before
+        else:  # for a fallback to bytes, what was whole is unknown, too, until the next one is
+            self._take(text[: len(text) - unknown])
         if unknown == 0:
             if len(self._tokens) - self._window > _WINDOW:
                 self._window = self._whole

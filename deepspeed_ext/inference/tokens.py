@@ -24,6 +24,13 @@ class _OfLibrary:
         self._tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # as of a command line that is no UTF-8
+            wrong = text[error.start]
+            raise ValueError(
+                f"generate: the prompt has {wrong!r}, expected whole characters"
+            ) from None
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 

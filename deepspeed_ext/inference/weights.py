@@ -174,9 +174,12 @@ class Taker:
         found = [p for p in names.prefixes if f"{p}{names.embedding}.weight" in self._names]
         if not found:
             looked = " or ".join(f"{p}{names.embedding}.weight" for p in names.prefixes)
+            ending = f"{names.embedding}.weight"
+            near = min((name for name in self._names if name.endswith(ending)), default=None)
             raise ValueError(
                 f"init_inference: model has no tensor {looked}, expected it for model_type"
                 f" {config.get('model_type')!r}"
+                + (f"; it has {near!r}, as of a model within another one" if near else "")
             )
         self._prefix = found[0]
 

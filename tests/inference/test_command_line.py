@@ -59,6 +59,13 @@ def test_prompts_are_taken_whole(folder: Path) -> None:
     assert tokenizer.encode("a") == [65] and tokenizer.decode([65, 1]) == "a!"
 
 
+def test_prompts_that_are_no_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As Python makes them of bytes that are no UTF-8."""
+    assert command_line.main([str(folder), "--prompt", "a\udcff"]) == 2
+    text = r"inference: generate: the prompt has '\udcff', expected whole characters"
+    assert capsys.readouterr().err == text + "\n"
+
+
 def test_numbers_of_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = dict(max_new_tokens=5)
     expected = init_inference(folder, quantize="int8").generate([[1, 2, 3]], **options)[0]

@@ -14,7 +14,7 @@ from deepspeed_ext.inference.architecture import Architecture, architecture_of
 from deepspeed_ext.inference.policies import POLICIES, policy_of
 from deepspeed_ext.inference.policies.gpt_neox import GPT_NEOX
 from deepspeed_ext.inference.policies.llama import LLAMA
-from deepspeed_ext.inference.policy import Config, Key, Policy
+from deepspeed_ext.inference.policy import Config, Key, Policy, Windows
 from deepspeed_ext.inference.rotation import Rotation, alibi_slopes
 
 Comparable = dict[str, Any]
@@ -151,6 +151,10 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rope type": (
         dict(rope_scaling=dict(type="dynamic", factor=2.0)),
         "rope_type is 'dynamic', expected one of default, linear, llama3, yarn",
+    ),
+    "rope type that is none": (
+        dict(rope_scaling=dict(rope_type=["yarn"])),
+        "rope_type is ['yarn'], expected one of default, linear, llama3, yarn",
     ),
     "rope option": (
         dict(rope_scaling=_YARN | dict(long_factor=[1.0])),
@@ -300,6 +304,18 @@ def test_tables_that_ask_for_what_there_is_not() -> None:
         refuse(_LLAMA, unused, text)
     grouped = OLDER["gpt_neox"] | dict(num_key_value_heads=2)
     refuse(grouped, GPT_NEOX, "kv_heads is 2, expected 4, as many as heads, where queries, keys")
+
+
+def test_types_beside_windows_of_some_layers() -> None:
+    """Each has to be what the table says of its layer."""
+    windows = Windows(size=Key("sliding_window"), first=1, by_types=False)
+    policy, kinds = replace(LLAMA, windows=windows), ["full_attention"] * 3
+    config = _LLAMA | dict(sliding_window=16, layer_types=kinds)
+    refuse(config, policy, "layer_types is 'full_attention', expected 'sliding_attention': the")
+    kinds[1:] = ["sliding_attention"] * 2
+    assert architecture_of(policy, config).windows == (0, 16, 16)
+    kinds[0] = "sliding_attention"
+    refuse(config, policy, "layer_types is 'sliding_attention', expected 'full_attention': the")
 
 
 def test_null_is_not_what_is_usual() -> None:

@@ -45,6 +45,29 @@ def test_the_likeliest_tokens_are_those_of_transformers(penalty: float) -> None:
         assert got.tokens != engine.generate(PROMPT, **options)[0].tokens
 
 
+def test_a_module_without_a_generation_config() -> None:
+    """Before transformers 5, models that cannot generate have None there."""
+    theirs = model()
+    theirs.generation_config = None
+    assert init_inference(theirs).stop_tokens == (theirs.config.eos_token_id,)
+
+
+@pytest.mark.parametrize("embedding", [torch.bfloat16, torch.float32])
+def test_the_dtype_is_that_of_most_bytes(embedding: torch.dtype) -> None:
+    """Not of the largest tensor, nor of masks."""
+    theirs = model()
+    theirs.resize_token_embeddings(300)
+    layers = torch.float32 if embedding == torch.bfloat16 else torch.bfloat16
+    theirs.to(layers)
+    for part in (theirs.model.embed_tokens, theirs.lm_head):
+        part.to(embedding)
+    mask = torch.ones(1 << 20, dtype=torch.bool)
+    theirs.model.rotary_emb.register_buffer("inv_freq_mask", mask)  # which the table passes over
+    state = theirs.state_dict().values()
+    assert max(state, key=lambda each: each.nbytes * each.is_floating_point()).dtype == embedding
+    assert init_inference(theirs).decoder.weights.embedding.dtype == layers
+
+
 def test_log_probabilities_are_those_of_transformers() -> None:
     """Both in float32, whose logits of about 1 err by some 2^-22 after three layers."""
     theirs = model()

@@ -149,6 +149,11 @@ UNFIT = {
         FileNotFoundError,
         r"has no config.json, expected the folder of a model, as save_pretrained writes it",
     ),
+    "an adapter beside the weights": (
+        lambda folder: (folder / "adapter_config.json").write_text("{}"),
+        ValueError,
+        r"has adapter_config.json, expected a model without an adapter beside it; merge it into",
+    ),
     "no JSON": (
         lambda folder: (folder / "config.json").write_text("<html>"),
         ValueError,
@@ -245,6 +250,21 @@ def test_refuses_what_is_no_model(tmp_path: Path) -> None:
     model = nn.Linear(2, 2, device="meta")
     model.config = tiny_folder.CONFIG  # type: ignore[assignment]
     with pytest.raises(ValueError, match="weight is on meta, expected values; give the folder"):
+        init_inference(model)
+
+
+def test_refuses_a_state_dict_with_other_things_than_tensors() -> None:
+    """As those of layers that torch's own quantization has made."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"scale": 2.0}
+
+    sizes = {k: v for k, v in tiny_folder.CONFIG.items() if k not in ("model_type", "dtype")}
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    model.lm_head = Extra(64, 97)
+    with pytest.raises(ValueError, match=r"head\._extra_state is dict, expected a tensor; give"):
         init_inference(model)
 
 

@@ -179,7 +179,12 @@ def test_stop_tokens_of_a_part(
     ],
 )
 def test_refuses_more_positions_than_there_are(
-    case: str, name: str, table: str, before: int, tmp_path: Path
+    case: str,
+    name: str,
+    table: str,
+    before: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before a tensor is read; a model that is made for fewer than it has room for is one."""
     model_of(case).save_pretrained(tmp_path)
@@ -189,6 +194,10 @@ def test_refuses_more_positions_than_there_are(
         file.write_text(json.dumps(config | {name: said}))
         if said == 100:
             assert init_inference(tmp_path).max_tokens == 100
+            with monkeypatch.context() as patch:
+                patch.setattr(Shards, "load", None)
+                with pytest.raises(ValueError, match="max_tokens is 101, expected at most 100, as"):
+                    init_inference(tmp_path, max_tokens=101)
             continue
         with pytest.raises(ValueError) as error:
             init_inference(tmp_path)

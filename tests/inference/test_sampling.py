@@ -320,7 +320,12 @@ def test_a_number_that_cannot_be_is_refused(name: str, value: Any, text: str) ->
 
 @pytest.mark.parametrize(
     ("name", "value", "text"),
-    [("top_k", 1.5, "is 1.5, expected an int"), ("top_p", "1", "is '1', expected a float")],
+    [
+        ("top_k", 1.5, "is 1.5, expected an int"),
+        ("top_p", "1", "is '1', expected a float"),
+        ("stop", None, "is None, expected strings"),
+        ("stop_tokens", 2.5, "is 2.5, expected whole numbers or None"),
+    ],
 )
 def test_another_kind_of_value_is_refused(name: str, value: Any, text: str) -> None:
     with pytest.raises(TypeError) as error:

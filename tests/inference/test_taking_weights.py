@@ -171,6 +171,10 @@ def test_refused_tensors() -> None:
         f"model has {layer + '_scale'!r}, expected no tensor of this name for model_type 'llama'",
     )
     refuse("llama", {}, "model has no tensor model.embed_tokens.weight or embed_tokens.weight, exp")
+    within = {f"_orig_mod.{n}": t for n, t in state.items()}  # as of what torch.compile returns
+    text = "expected it for model_type 'llama'; it has '_orig_mod.model.embed_tokens.weight', as of"
+    looked = "model has no tensor model.embed_tokens.weight or embed_tokens.weight"
+    refuse("llama", within, f"{looked}, {text}")
     headless = {n: t for n, t in state.items() if n != "lm_head.weight"}
     refuse("llama", headless, "model has no tensor 'lm_head.weight', expected it for model_type")
     position = "transformer.wpe.weight"

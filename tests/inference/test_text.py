@@ -29,7 +29,15 @@ def of_broken_bytes(ids: list[int]) -> str:
         )
 
 
-@pytest.mark.parametrize("decode", [of_bytes, of_broken_bytes])
+def of_runs(ids: list[int]) -> str:
+    """As tokenizers with a fallback to bytes do: a run that is not whole is unknown as a whole."""
+    try:
+        return bytes(ids).decode()
+    except UnicodeDecodeError:
+        return "\ufffd" * len(ids)
+
+
+@pytest.mark.parametrize("decode", [of_bytes, of_broken_bytes, of_runs])
 def test_a_character_comes_whole(decode: object) -> None:
     text, data = Text(decode, in_pieces=True), SAMPLE.encode() * 3  # type: ignore[arg-type]
     at = 0

@@ -26,7 +26,7 @@ def rope_frequencies(width: int, *, base: float = 10000.0, factor: float = 1.0) 
     _check("width", width, width > 0 and width % 2 == 0, "an even number above 0")
     _check("base", base, 0 < base < math.inf, "a number above 0")
     _check("factor", factor, 0 < factor < math.inf, "a number above 0")
-    exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
+    exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
     return base**-exponents / factor
 
 
@@ -105,7 +105,7 @@ def rope_frequencies_yarn(
     first, last = max(first, 0), min(last, width - 1)
     if first == last:
         last += 0.001  # a step
-    pairs = torch.arange(width // 2, dtype=torch.float64)
+    pairs = torch.arange(width // 2, dtype=torch.float64, device="cpu")
     slow = ((pairs - first) / (last - first)).clamp(0, 1)
     return plain * (1 - slow) + plain / factor * slow
 
