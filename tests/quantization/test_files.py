@@ -212,6 +212,10 @@ def changed(**tensors: Tensor | None) -> dict[str, Any]:
         ),
         (lambda: changed(_extra_state=torch.ones(5000).byte()), "of shape [5000], expected a text"),
         (
+            lambda: changed(_extra_state=note().to("meta")),
+            "state_dict['_extra_state'] is on meta, expected values",
+        ),
+        (
             lambda: changed(_extra_state=torch.ones(4).byte()),
             r"is b'\x01\x01\x01\x01', expected JSON",
         ),
@@ -320,6 +324,18 @@ def test_refuses_tensors_that_do_not_fit(tmp_path: Path) -> None:
         save(tensors, tmp_path / "bad", metadata=inspect(tmp_path / "model").metadata)
         with pytest.raises(ValueError, match=text):
             load_quantized(Tied, tmp_path / "bad")
+
+
+def test_refuses_a_layer_without_a_name(tmp_path: Path) -> None:
+    """That is the model, which nothing can take the place of."""
+    layer = linear(33, 70)
+    state = QuantizedLinear.from_linear(layer).state_dict()
+    save({f".{name}": tensor for name, tensor in state.items()}, tmp_path / "model")
+    with pytest.raises(
+        ValueError, match=r"model': '' is the model itself, expected a linear layer w"
+    ):
+        load_quantized(layer, tmp_path / "model")
+    assert [*layer.state_dict()] == ["weight", "bias"]
 
 
 def test_refuses_what_was_cut_short(tmp_path: Path) -> None:
