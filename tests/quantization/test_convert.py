@@ -223,10 +223,16 @@ def test_keeps_layers_that_share_memory() -> None:
     model = nn.ModuleDict({name: nn.Linear(8, 8) for name in "abcd"})
     for name, begin in (("a", 0), ("b", 64), ("c", 96)):
         model[name].weight = nn.Parameter(flat[begin : begin + 64].view(8, 8))
+    last = torch.randn(200)
+    model["e"], model["f"] = nn.Linear(8, 8), nn.Linear(8, 8)
+    model["e"].weight = nn.Parameter(last.as_strided((8, 8), (16, 1)))  # reaches up to 120
+    model["f"].weight = nn.Parameter(last[100:164].view(8, 8))
     report = quantize_model(model)
     assert report.kept == {
         "b": "shares its weight with c.weight",
         "c": "shares its weight with b.weight",
+        "e": "shares its weight with f.weight",
+        "f": "shares its weight with e.weight",
     }
 
 

@@ -83,6 +83,34 @@ def test_activations_are_saved(tmp_path: Path) -> None:
     assert isinstance(layer, QuantizedLinear) and layer.layout.activations == "int8"
 
 
+def test_activations_are_those_of_the_layer() -> None:
+    """A state dict says what a weight is, not how it is multiplied."""
+    model, other = model_of(("int4", 128, True)), with_activations()
+    assert not model.load_state_dict(other.state_dict()).missing_keys
+    layer = model.get_submodule("gate")
+    assert isinstance(layer, QuantizedLinear) and layer.layout.activations is None
+
+
+class Changed(Tied):
+    """The same in a newer version: a table less, whole numbers more."""
+
+    def __init__(self, table: bool = False) -> None:
+        super().__init__()
+        if not table:
+            del self.table
+        self.places = nn.Parameter(torch.arange(3), requires_grad=False)
+
+
+def test_buffers_that_a_newer_model_has_not(tmp_path: Path) -> None:
+    model = Changed(table=True).eval()
+    quantize_model(model)
+    save_quantized(model, tmp_path / "model")
+    loaded = load_quantized(Changed().eval(), tmp_path / "model")
+    assert "table" not in dict(loaded.named_buffers())
+    assert torch.equal(loaded.get_parameter("places"), torch.arange(3))
+    assert not any(module.training for module in loaded.modules())
+
+
 def test_loads_to_a_device(tmp_path: Path, device: str) -> None:
     model = model_of(KINDS[3])
     save_quantized(model, tmp_path / "model")
@@ -195,6 +223,8 @@ def changed(**tensors: Tensor | None) -> dict[str, Any]:
             "has shape [33, -1], expected two sizes",
         ),
         (lambda: changed(_extra_state=note(shape=[33])), "has shape [33], expected two sizes"),
+        (lambda: changed(_extra_state=note(shape=[33, True])), "has shape [33, True], expected tw"),
+        (lambda: changed(_extra_state=note(shape=[33, 2**31])), "has shape [33, 2147483648], exp"),
         (
             lambda: changed(_extra_state=note(format="int3")),
             "format is 'int3', expected one of int8",
