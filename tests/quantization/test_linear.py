@@ -236,6 +236,14 @@ def test_weight_cannot_be_written(write: Any) -> None:
     assert torch.equal(layer.dequantize(), before) and torch.equal(layer.weight + 0, before)
 
 
+def test_weight_has_no_address() -> None:
+    """Null would be read by kernels that take it."""
+    with pytest.raises(
+        RuntimeError, match=r"^QuantizedLinear: weight has no memory, expected what"
+    ):
+        made("int8").weight.data_ptr()
+
+
 def test_weight_can_be_written_elsewhere() -> None:
     """Where it is only read, and in what would be its views, which are copies."""
     layer, out = made("int8"), torch.zeros(33, 70)
