@@ -32,7 +32,8 @@ class Candidates:
     Args:
         names: a list for each layer that can be replaced: the names that it has, one or more.
         kept: names of the others, with the reason.
-        nbytes: of all parameters and buffers of the model; memory that some share counts once.
+        nbytes: of all parameters and buffers of the model, but for sparse ones; memory that some
+            share counts once.
     """
 
     names: list[list[str]]
