@@ -50,14 +50,17 @@ inline void read_groups(const char* op, const QuantizeOptions& options, const Ro
   call.group = options.group_size.value_or(most);
   check(call.group >= 1 && call.group <= most, op, ": group_size is ", call.group,
         ", expected 1 to ", most, ", the length of a row");
-  call.group_rows = options.group_rows.value_or(std::max<int64_t>(1, shape.rows));
+  const int64_t all_rows = std::max<int64_t>(1, shape.rows);
+  call.group_rows = options.group_rows.value_or(all_rows);
   check(call.group_rows >= 1, op, ": group_rows is ", call.group_rows, ", expected at least 1");
+  call.group_rows = std::min(call.group_rows, all_rows);  // so that no sum of it overflows
 }
 
-// The shape of scales: that of x with groups in the place of elements or, of groups of several
-// rows, a matrix.
-inline std::vector<int64_t> shape_of_scales(const Groups& call, const TensorView& rows) {
-  if (call.group_rows != 1) return {call.bands(), call.columns()};
+// The shape of scales: that of x with groups in the place of elements or, unless groups of one row
+// were asked for, a matrix.
+inline std::vector<int64_t> shape_of_scales(const Groups& call, const OptionalInt& group_rows,
+                                            const TensorView& rows) {
+  if (group_rows.value_or(0) != 1) return {call.bands(), call.columns()};
   std::vector<int64_t> sizes(rows.sizes, rows.sizes + rows.dim);
   sizes.back() = call.columns();
   return sizes;
@@ -73,9 +76,9 @@ inline Noise noise_of(const char* op, const Groups& call, const OptionalInt& see
 struct NewScales {
   Tensor scales, offsets;
 
-  NewScales(Quantize& call, const TensorView& x, bool wanted)
-      : scales(make(wanted ? shape_of_scales(call, x) : kNone, x)),
-        offsets(make(wanted && call.asymmetric ? shape_of_scales(call, x) : kNone, x)) {
+  NewScales(Quantize& call, const OptionalInt& group_rows, const TensorView& x, bool wanted)
+      : scales(make(wanted ? shape_of_scales(call, group_rows, x) : kNone, x)),
+        offsets(make(wanted && call.asymmetric ? shape_of_scales(call, group_rows, x) : kNone, x)) {
     call.scales = wanted ? static_cast<float*>(scales.data_ptr()) : nullptr;
     call.offsets = wanted && call.asymmetric ? static_cast<float*>(offsets.data_ptr()) : nullptr;
   }
@@ -99,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, int64_t format, boo
   call.noise = noise_of(op, call, seed);
   RowReader reader(op);
   call.x = reader.read({"x"}, view);
-  NewScales made(call, view, true);
+  NewScales made(call, group_rows, view, true);
   std::vector<int64_t> sizes(view.sizes, view.sizes + view.dim);
   sizes.back() = bytes_of_row(call.format, call.length);
   Tensor codes = new_tensor(sizes.data(), view.dim, torch_code(call.format, symmetric), view);
@@ -121,7 +124,7 @@ Tensor fake_quantize(const Tensor& x, int64_t format, bool symmetric, OptionalIn
   call.x = reader.read({"x"}, view);
   NewRows out(view, call.x.dtype);
   call.out = out.rows;
-  const NewScales made(call, view, Device::measures_before(call));
+  const NewScales made(call, group_rows, view, Device::measures_before(call));
   if (view.numel > 0) Device::run(call, view.device_index);
   return std::move(out.tensor);
 }
@@ -139,7 +142,7 @@ void fake_quantize_(const Tensor& x, int64_t format, bool symmetric, OptionalInt
   RowReader reader(op);
   call.x = reader.read({"x"}, view);
   call.out = call.x;
-  const NewScales made(call, view, Device::measures_before(call));
+  const NewScales made(call, group_rows, view, Device::measures_before(call));
   if (view.numel > 0) Device::run(call, view.device_index);
 }
 
@@ -192,7 +195,7 @@ Tensor dequantize(const Tensor& codes, const Tensor& scales, const OptionalTenso
         " in the last dimension for length ", length);
   check_memory(op, {"codes"}, view);
   const TensorView scales_view(scales.get());
-  const std::vector<int64_t> sizes = shape_of_scales(call, view);
+  const std::vector<int64_t> sizes = shape_of_scales(call, group_rows, view);
   check_numbers(op, {"scales"}, scales_view, sizes, view);
   if (offsets.has_value()) {
     check_numbers(op, {"offsets"}, TensorView(offsets->get()), sizes, view);

@@ -1,11 +1,12 @@
 """Which linear layers of a model another kind of layer can stand for, and why not the others."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -19,7 +20,9 @@ _HOOKS = (  # of any of these something may depend that sees the layer, or that 
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-_HAS_NO_PARTS = frozenset((bool, int, float, str, type(None), dict, OrderedDict, set))
+_HAS_NO_MODULES = frozenset((bool, int, float, str, type(None)))
+_HAS_NO_PARTS = _HAS_NO_MODULES | {dict, OrderedDict, set}
+_OF_MODULES = frozenset(vars(nn.Module()))  # names of what each has
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class Candidates:
     Args:
         names: a list for each layer that can be replaced: the names that it has, one or more.
         kept: names of the others, with the reason.
-        nbytes: of all parameters and buffers of the model; memory that some share counts once.
+        nbytes: of all parameters and buffers of the model, but for sparse ones; memory that some
+            share counts once.
     """
 
     names: list[list[str]]
@@ -77,11 +81,14 @@ def find_candidates(what: str, model: nn.Module, skip: Iterable[str]) -> Candida
     for name, module in modules.items():
         if isinstance(module, nn.Linear) or is_conv1d(module):
             by_layer[module].append(name)
+    held = _held(modules, by_layer)
     storages: dict[int, int] = {}
     uses = _uses(modules, storages)
     found = Candidates([], {}, sum(storages.values()))
     for module, names in by_layer.items():
         reason = _why_not(module, names, patterns, uses)
+        if reason is None and module in held:
+            reason = f"is in the attribute {held[module]!r} too"
         if reason is None:
             found.names.append(names)
         else:
@@ -109,6 +116,20 @@ def _why_not(
     for other in _sharing(module, weight, uses):
         return f"shares its weight with {other}"
     return None
+
+
+def _held(modules: Mapping[str, nn.Module], layers: Collection[nn.Module]) -> dict[nn.Module, str]:
+    """Return where layers are beside their places: in lists and the like nothing replaces them."""
+    found = {}
+    for prefix, module in modules.items():
+        for name, value in vars(module).items():
+            if type(value) in _HAS_NO_MODULES or name in _OF_MODULES:
+                continue
+            parts = value.values() if isinstance(value, dict) else value
+            for part in parts if isinstance(value, list | tuple | dict | set) else (value,):
+                if isinstance(part, nn.Module) and part in layers:
+                    found[part] = f"{prefix}.{name}".lstrip(".")
+    return found
 
 
 def lost_with(layer: nn.Module, own: Collection[str] = ("weight", "bias")) -> str | None:
@@ -180,6 +201,8 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def has_storage(tensor: Tensor) -> bool:
     """Tell whether the elements of a tensor lie in a storage of its own, not in other tensors."""
+    if tensor.layout is not torch.strided:
+        return False
     if type(tensor) in (Tensor, nn.Parameter):
         return True
     return not is_lazy(tensor) and not is_traceable_wrapper_subclass(tensor)
@@ -187,6 +210,8 @@ def has_storage(tensor: Tensor) -> bool:
 
 def _sharing(module: nn.Module, weight: Tensor, uses: dict[int, list[_Use]]) -> Iterator[str]:
     """Yield the names of what other modules have in the memory of a weight."""
+    if not has_storage(weight):
+        return
     in_storage = uses.get(weight.untyped_storage()._cdata, ())
     if len(in_storage) < 2:
         return

@@ -115,12 +115,15 @@ def _layer_for(
 
     def refuse(got: str) -> NoReturn:
         shape = list(layout.shape)
-        raise ValueError(f"{what}: {name} {got}, expected a linear layer with weight {shape}")
+        called = name or repr(name)
+        raise ValueError(f"{what}: {called} {got}, expected a linear layer with weight {shape}")
 
     try:
         there = model.get_submodule(name)
     except AttributeError:
         refuse("is not in the model")
+    if there is model:
+        refuse("is the model itself")
     if isinstance(there, QuantizedLinear):
         shape = there.layout.shape
         own = (*there.layout.tensors(), "bias")

@@ -62,7 +62,7 @@ def load_int4_checkpoint(
     state: dict[str, Tensor] = {}
     with AsyncIO(threads=2) as engine:
         shards, target = Shards(_OP, root), torch.device(device)
-        for prefix, parts in _layers(shards.files).items():
+        for prefix, parts in _layers(root, shards.files).items():
             tensors = shards.load([f"{prefix}.{part}" for part in parts], target, engine)
             of_layer = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items()}
             layers[prefix] = _add(state, prefix, of_layer, settings, activations, root)
@@ -120,11 +120,14 @@ def _config(root: Path) -> Any:
     raise ValueError(f"{_OP}: {config} has no quantization_config, expected one of GPTQ or AWQ")
 
 
-def _layers(files: Mapping[str, Path]) -> dict[str, list[str]]:
+def _layers(root: Path, files: Mapping[str, Path]) -> dict[str, list[str]]:
     """Return for each layer which of its tensors are there."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for name in files:
         prefix, _, part = name.rpartition(".")
         if part in _PARTS:
             found[prefix].append(part)
-    return {prefix: parts for prefix, parts in found.items() if parts != ["scales"]}
+    layers = {prefix: parts for prefix, parts in found.items() if parts != ["scales"]}
+    for part in layers.get("", ()):
+        raise ValueError(f"{_OP}: {root} has {part!r}, expected the name of a layer before it")
+    return layers

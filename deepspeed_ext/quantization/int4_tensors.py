@@ -1,13 +1,14 @@
 """The tensors by which GPTQ and AWQ store a weight of 4 bits, as ours; nothing here opens a file.
 
 An element is (code - zero) * scale, exactly with scales in 16 bits, as they are published. Of
-scales in float32 that use over 19 bits zero * scale is rounded: by up to 2^-24 of it an element is
+scales in float32 that use over 20 bits zero * scale is rounded: by up to 2^-24 of it an element is
 off, also one whose code is zero, beside its own rounding. Eight codes are in an int32, from its
 lowest bits on:
 
   GPTQ  qweight (in / 8, out)       word (i, n): elements 8 i .. 8 i + 7 of row n
-        qzeros (groups, out / 8)    word (g, j): rows 8 j .. 8 j + 7; in its first version 1 less
-        g_idx (in,)                 the group of each column
+        qzeros (groups, out / 8)    word (g, j): rows 8 j .. 8 j + 7; in its first version the
+                                    word is 0x11111111 less, so that a zero of 0 borrows
+        g_idx (in,)                 the group of each column; with desc_act they are mixed
   AWQ   qweight (in, out / 8)       word (k, j): rows 8 j + 0, 2, 4, 6, 1, 3, 5, 7
         qzeros (groups, out / 8)    likewise
   both  scales (groups, out)
@@ -29,6 +30,7 @@ from deepspeed_ext.ops.quantization.packed_weight import DTYPES, PackedWeight, p
 _PER_WORD = 8
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of rows 0 to 7
 _ZERO_OF_SYMMETRIC = 8
+_ONES = 0x11111111
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,14 @@ class Int4Settings:
         group_size: None for a whole row.
         symmetric: whether all zeros are 8.
         zeros_less_one: whether they are stored so.
+        act_order: whether the groups of columns may be mixed.
     """
 
     method: str
     group_size: int | None
     symmetric: bool
     zeros_less_one: bool
+    act_order: bool
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ def read_settings(what: str, config: Any) -> Int4Settings:
         None if group_size == -1 else group_size,
         method == "gptq" and get("sym", False, bool),
         method == "gptq" and packing == "gptq",
+        method == "gptq" and get("desc_act", False, bool),
     )
 
 
@@ -108,7 +113,7 @@ def read_int4(what: str, tensors: Mapping[str, Tensor], settings: Int4Settings) 
 
     Args:
         what: begins the text of an error: which layer of which file.
-        tensors: qweight, qzeros, scales, and of GPTQ g_idx, which may lack.
+        tensors: qweight, qzeros, scales, and of GPTQ g_idx, which may lack without act_order.
         settings: of the checkpoint.
 
     Raises:
@@ -138,11 +143,13 @@ def read_int4(what: str, tensors: Mapping[str, Tensor], settings: Int4Settings) 
         codes = pack_nibbles(_awq_rows(qweight).t().contiguous())
     else:
         codes = qweight.t().contiguous().view(torch.uint8)
+    if settings.act_order and groups > 1 and "g_idx" not in tensors:
+        raise ValueError(f"{what} has no g_idx, expected it, as desc_act is true")
     order = None if is_awq else _order(what, tensors.get("g_idx"), length, group)
     if order is not None:
         codes = pack_nibbles(unpack_nibbles(codes, length)[:, order])
     of_groups = scales.float().t()
-    offsets = of_groups * -zeros.t().float()  # 5 bits times 11 of a scale: exact
+    offsets = of_groups * -zeros.t().float()  # 4 bits times 11 of a scale: exact
     packed = pack_weight(codes, of_groups, offsets, format="int4", group_size=group, length=length)
     return Int4Weight(packed, order)
 
@@ -159,9 +166,9 @@ def _zeros(what: str, qzeros: Tensor, shape: tuple[int, int], settings: Int4Sett
         )
     if settings.method == "awq":
         return _awq_rows(qzeros)
-    zeros = _words(qzeros)
     if not settings.symmetric:
-        return zeros + 1 if settings.zeros_less_one else zeros
+        return _words(qzeros + _ONES if settings.zeros_less_one else qzeros)
+    zeros = _words(qzeros)
     # Files are about that name the first version and are of the second. What is symmetric has one
     # zero only, so that it does not matter.
     if zeros.numel() and not any(

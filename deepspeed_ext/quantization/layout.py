@@ -200,6 +200,8 @@ def read_note(note: Tensor) -> tuple[WeightLayout, torch.dtype]:
     """
     if note.dtype != torch.uint8 or note.dim() != 1 or note.numel() > _MOST_NOTE_BYTES:
         raise ValueError(f"is {note.dtype} of shape {list(note.shape)}, expected a text in bytes")
+    if note.is_meta:
+        raise ValueError("is on meta, expected values")
     text = bytes(note.tolist())
     try:
         fields: Any = json.loads(text)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.ops import quantized_linear
@@ -349,6 +350,10 @@ def weight_of(what: str, linear: nn.Module) -> Tensor:
         )
     if is_dtensor(weight):
         raise TypeError(f"{what}: weight is a DTensor, expected a tensor that is whole")
+    if is_traceable_wrapper_subclass(weight):
+        raise TypeError(f"{what}: weight is a {type(weight).__name__}, expected a plain tensor")
+    if weight.layout is not torch.strided:
+        raise TypeError(f"{what}: weight is {weight.layout}, expected a plain tensor")
     if weight.dtype not in DTYPES:
         raise TypeError(
             f"{what}: weight has dtype {weight.dtype}, expected float32, bfloat16 or float16"

@@ -42,7 +42,7 @@ class Report:
         format: of the weights.
         layers: what was quantized, by name.
         kept: linear layers that were not, with the reason.
-        bytes_before: of all parameters and buffers of the model.
+        bytes_before: of all parameters and buffers of the model, but for sparse ones.
         bytes_after: the same now.
     """
 

@@ -26,7 +26,7 @@ class WeightView(Tensor):
 
     It is read only: what would write to it is refused. What is a view of another tensor, such as
     `weight.t()`, `weight[0]` or `weight.view(-1)`, is a copy of this one, as there are no floats to
-    look at; what is written to such a copy is not written to the layer.
+    look at; what is written to such a copy is not written to the layer. It has no address.
 
     Args:
         layout: of the weight.
@@ -57,6 +57,11 @@ class WeightView(Tensor):
     ) -> Any:
         if func in _WRITERS and isinstance(args[0], WeightView):
             _refuse(_WRITERS[func])
+        if func is Tensor.data_ptr:  # which would be null, for kernels that torch does not call
+            raise RuntimeError(
+                "QuantizedLinear: weight has no memory, expected what computes with it to read it"
+                " by ops of torch; dequantize() of the layer makes floats"
+            )
         # It is there at all so that torch's modules see a tensor of another kind, and leave alone
         # the kernels that take the weights of a whole layer of a transformer.
         with torch._C.DisableTorchFunctionSubclass():

@@ -31,6 +31,7 @@ from deepspeed_ext.ops import (
     fake_quantize,
     fake_quantize_ref,
     quantize,
+    quantize_ref,
 )
 from deepspeed_ext.ops.quantization.formats import NF4_LEVELS
 
@@ -56,6 +57,26 @@ def test_as_the_reference(
         got = round_trip(x, options, out) if out == dtype else None
         got = dequantize(*made, **others, length=x.shape[-1], dtype=out) if got is None else got
         assert same(got, want.float().to(out))  # a product of two floats is exact in float64
+
+
+@pytest.mark.parametrize("shape", [(70,), (1, 1, 70), (0, 3, 70), (2, 3, 70)])
+@each_kind
+def test_groups_of_more_rows_than_there_are(
+    kind: tuple[str, bool], shape: tuple[int, ...], device: str
+) -> None:
+    """They have all rows, however many they may have, and a matrix of scales."""
+    x = values(shape, F32, device)
+    options = options_of(kind, (shape, 16, None))
+    want = quantize(x, **options)
+    groups = (min(x.numel() // 70, 1), 5)
+    assert want.scales.shape == quantize(x.to("meta"), **options).scales.shape == groups
+    assert quantize_ref(x.cpu(), **options).scales.shape == groups
+    for rows in (7, 2**62, 2**63 - 1):
+        more = options | {"group_rows": rows}
+        for got, part in zip(quantize(x, **more), want, strict=True):
+            assert got is part or same(got, part)
+        assert same(round_trip(x, more, F32), fake_quantize(x, **options))
+        assert same(fake_quantize(x, **more), fake_quantize(x, **options))
 
 
 @each_kind
@@ -339,6 +360,9 @@ def test_ds_quantizer(asym: bool, bits_and_format: tuple[int, str], device: str)
         torch.manual_seed(1)
         assert same(found, ds_quantizer(copy.clone(), 4, number, True, asym))
         assert not same(found, ds_quantizer(copy.clone(), 4, number, True, asym))
+        torch.manual_seed(1)
+        with torch.device("meta"):  # is for what is made meanwhile
+            assert same(found, ds_quantizer(copy.clone(), 4, number, True, asym))
         apart = (found.double() - copy.double()).abs()
         assert (apart > 0).any()
     empty = torch.empty(0, device=device)

@@ -299,6 +299,21 @@ def test_gradients(kind: tuple[str, bool], rows: int, form: dict[str, Any], devi
         torch.testing.assert_close(got.cpu().double(), expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("rows", [20, 80])
+def test_gradients_keep_no_floats_of_the_weight(
+    rows: int, activations: str | None, device: str
+) -> None:
+    """Of all layers of a model they would be there at a time, when adapters are trained."""
+    for kind in INTEGERS:
+        x, weight, options = arguments(rows, 24, 200, BF16, kind, 40, device, **EVERYTHING)
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda none: none):
+            quantized_linear(x.requires_grad_(), weight, **options, activations=activations)
+        assert any(each.dtype == torch.uint8 for each in kept)
+        assert not any(each.is_floating_point() and each.numel() == 48 * 200 for each in kept)
+
+
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(form) or "plain")
 @pytest.mark.parametrize("rows", [1, 20, 80])
 @each_integer

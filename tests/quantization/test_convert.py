@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 from model_cases import Conv1D, Tied, rows
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed_ext.quantization import QuantizedLinear, Report, convert, quantize_model
 from deepspeed_ext.quantization.packing import half_step
@@ -190,15 +190,49 @@ def test_keeps_a_layer_that_holds_another() -> None:
     assert isinstance(model.get_submodule("fc.lora"), QuantizedLinear)
 
 
+class Hidden(nn.Module):
+    """Calls a layer that is not only where modules are."""
+
+    def __init__(self, hide: Any) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        vars(self)["hidden"] = hide(self.fc)
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        lambda layer: [nn.ReLU(), layer],
+        lambda layer: (layer,),
+        lambda layer: {"first": layer},
+        lambda layer: {layer},
+        lambda layer: layer,
+    ],
+)
+def test_keeps_layers_that_are_in_lists(hide: Any) -> None:
+    """What calls them there would go on with the floats, while the report says otherwise."""
+    model = nn.Sequential(Hidden(hide), nn.Linear(8, 8))
+    fc = model[0].fc
+    report = quantize_model(model)
+    assert report.kept == {"0.fc": "is in the attribute '0.hidden' too"}
+    assert list(report.layers) == ["1"] and model[0].fc is fc
+
+
 def test_keeps_layers_that_share_memory() -> None:
     flat = torch.randn(4 * 64)
     model = nn.ModuleDict({name: nn.Linear(8, 8) for name in "abcd"})
     for name, begin in (("a", 0), ("b", 64), ("c", 96)):
         model[name].weight = nn.Parameter(flat[begin : begin + 64].view(8, 8))
+    last = torch.randn(200)
+    model["e"], model["f"] = nn.Linear(8, 8), nn.Linear(8, 8)
+    model["e"].weight = nn.Parameter(last.as_strided((8, 8), (16, 1)))  # reaches up to 120
+    model["f"].weight = nn.Parameter(last[100:164].view(8, 8))
     report = quantize_model(model)
     assert report.kept == {
         "b": "shares its weight with c.weight",
         "c": "shares its weight with b.weight",
+        "e": "shares its weight with f.weight",
+        "f": "shares its weight with e.weight",
     }
 
 
@@ -207,6 +241,8 @@ def test_tensors_without_memory() -> None:
     view = QuantizedLinear(8, 8).weight
     model = nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(4))
     model.register_buffer("view", view)
+    model.register_buffer("coo", torch.eye(4).to_sparse())
+    model.register_buffer("csr", torch.eye(4).to_sparse_csr())
     assert quantize_model(model).kept == {"1": "is a LazyLinear"}
 
 
@@ -303,6 +339,19 @@ def half_way(model: nn.Module) -> dict[str, str]:
     return {name: type(module).__name__ for name, module in model.named_modules()}
 
 
+def with_weight(weight: Tensor) -> nn.Module:
+    layer = nn.Linear(8, 8)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def of_two() -> nn.Module:
+    """A layer with a weight that wraps others: each of them would be written over the last."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    return with_weight(TwoTensor(torch.ones(8, 8), torch.zeros(8, 8)))
+
+
 @pytest.mark.parametrize(
     ("last", "error", "text"),
     [
@@ -312,6 +361,12 @@ def half_way(model: nn.Module) -> dict[str, str]:
             "last: weight has dtype torch.float64, expec",
         ),
         (lambda: nn.Linear(8, 8, device="meta"), ValueError, "last has a weight on meta, expected"),
+        (of_two, TypeError, "last: weight is a TwoTensor, expected a plain tensor"),
+        (
+            lambda: with_weight(torch.eye(8).to_sparse()),
+            TypeError,
+            "last: weight is torch.sparse_coo, expected a plain tensor",
+        ),
     ],
 )
 def test_refuses_before_it_changes_anything(last: Any, error: type[Exception], text: str) -> None:

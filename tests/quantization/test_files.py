@@ -83,6 +83,34 @@ def test_activations_are_saved(tmp_path: Path) -> None:
     assert isinstance(layer, QuantizedLinear) and layer.layout.activations == "int8"
 
 
+def test_activations_are_those_of_the_layer() -> None:
+    """A state dict says what a weight is, not how it is multiplied."""
+    model, other = model_of(("int4", 128, True)), with_activations()
+    assert not model.load_state_dict(other.state_dict()).missing_keys
+    layer = model.get_submodule("gate")
+    assert isinstance(layer, QuantizedLinear) and layer.layout.activations is None
+
+
+class Changed(Tied):
+    """The same in a newer version: a table less, whole numbers more."""
+
+    def __init__(self, table: bool = False) -> None:
+        super().__init__()
+        if not table:
+            del self.table
+        self.places = nn.Parameter(torch.arange(3), requires_grad=False)
+
+
+def test_buffers_that_a_newer_model_has_not(tmp_path: Path) -> None:
+    model = Changed(table=True).eval()
+    quantize_model(model)
+    save_quantized(model, tmp_path / "model")
+    loaded = load_quantized(Changed().eval(), tmp_path / "model")
+    assert "table" not in dict(loaded.named_buffers())
+    assert torch.equal(loaded.get_parameter("places"), torch.arange(3))
+    assert not any(module.training for module in loaded.modules())
+
+
 def test_loads_to_a_device(tmp_path: Path, device: str) -> None:
     model = model_of(KINDS[3])
     save_quantized(model, tmp_path / "model")
@@ -195,6 +223,8 @@ def changed(**tensors: Tensor | None) -> dict[str, Any]:
             "has shape [33, -1], expected two sizes",
         ),
         (lambda: changed(_extra_state=note(shape=[33])), "has shape [33], expected two sizes"),
+        (lambda: changed(_extra_state=note(shape=[33, True])), "has shape [33, True], expected tw"),
+        (lambda: changed(_extra_state=note(shape=[33, 2**31])), "has shape [33, 2147483648], exp"),
         (
             lambda: changed(_extra_state=note(format="int3")),
             "format is 'int3', expected one of int8",
@@ -211,6 +241,10 @@ def changed(**tensors: Tensor | None) -> dict[str, Any]:
             "is torch.float32 of shape [4], expected a te",
         ),
         (lambda: changed(_extra_state=torch.ones(5000).byte()), "of shape [5000], expected a text"),
+        (
+            lambda: changed(_extra_state=note().to("meta")),
+            "state_dict['_extra_state'] is on meta, expected values",
+        ),
         (
             lambda: changed(_extra_state=torch.ones(4).byte()),
             r"is b'\x01\x01\x01\x01', expected JSON",
@@ -320,6 +354,18 @@ def test_refuses_tensors_that_do_not_fit(tmp_path: Path) -> None:
         save(tensors, tmp_path / "bad", metadata=inspect(tmp_path / "model").metadata)
         with pytest.raises(ValueError, match=text):
             load_quantized(Tied, tmp_path / "bad")
+
+
+def test_refuses_a_layer_without_a_name(tmp_path: Path) -> None:
+    """That is the model, which nothing can take the place of."""
+    layer = linear(33, 70)
+    state = QuantizedLinear.from_linear(layer).state_dict()
+    save({f".{name}": tensor for name, tensor in state.items()}, tmp_path / "model")
+    with pytest.raises(
+        ValueError, match=r"model': '' is the model itself, expected a linear layer w"
+    ):
+        load_quantized(layer, tmp_path / "model")
+    assert [*layer.state_dict()] == ["weight", "bias"]
 
 
 def test_refuses_what_was_cut_short(tmp_path: Path) -> None:

@@ -116,6 +116,11 @@ def test_act_order(tmp_path: Path, device: str) -> None:
     up, down = model.get_submodule("up"), model.get_submodule("down")
     assert isinstance(up, QuantizedLinear) and up.layout.act_order
     assert isinstance(down, QuantizedLinear) and not down.layout.act_order
+    without = {name: gptq(source, g_idx=name == "down") for name, source in of.items()}
+    with pytest.raises(ValueError, match=r"up of .* has no g_idx, expected it, as desc_act"):
+        (tmp_path / "without").mkdir()
+        write(tmp_path / "without", without, rest(), GPTQ | {"desc_act": True})
+        load_int4_checkpoint(Model, tmp_path / "without")
     x = torch.randn(70, LENGTH, device=device)
     got, few = up(x), up(x[:3])
     want = x.double() @ of["up"].weight().t().to(device) + up.bias.double()  # type: ignore[union-attr]
@@ -155,18 +160,21 @@ def test_symmetric_zeros_in_both_versions(tmp_path: Path, stored: int) -> None:
     assert_gives_the_logits(load_int4_checkpoint(Model, tmp_path), of)
 
 
-def test_largest_zeros_are_16(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["gptq", "gptq_v2"])
+def test_zeros_of_0(tmp_path: Path, method: str) -> None:
+    """In the first version they borrow from what is next to them, as all words are 1s less."""
     of = sources()
-    of["up"].zeros.fill_(16)
-    packed = {name: gptq(source) for name, source in of.items()}
-    write(tmp_path, packed, rest(), GPTQ)
+    of["up"].zeros.random_(16, generator=torch.manual_seed(4))
+    of["down"].zeros.fill_(0)
+    packed = {name: gptq(source, less=int(method == "gptq")) for name, source in of.items()}
+    write(tmp_path, packed, rest(), GPTQ | {"checkpoint_format": method})
     assert_gives_the_logits(load_int4_checkpoint(Model, tmp_path), of)
 
 
 def test_scales_in_float32(tmp_path: Path) -> None:
-    """Exact if they use 19 bits; else to the rounding of zero * scale, and of the element."""
+    """Exact if they use 20 bits; else to the rounding of zero * scale, and of the element."""
     rounding = 2.0**-24
-    for used, factor in ((19, 0), (24, 1)):
+    for used, factor in ((20, 0), (24, 1)):
         of = sources()
         for source in of.values():
             bits = torch.rand_like(source.scales, dtype=torch.float64).mul(2**used).floor() + 1
@@ -221,6 +229,7 @@ def test_integers_for_x(tmp_path: Path) -> None:
             "for groups of 24",
         ),
         (GPTQ | {"sym": True}, "expected all 7, or all 8, as sym is true"),
+        (GPTQ | {"desc_act": None}, "has desc_act None, expected bool"),
     ],
 )
 def test_refuses_settings(tmp_path: Path, config: Any, text: str) -> None:
@@ -306,6 +315,9 @@ def test_refuses_folders(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="has no tensor named qweight, expected one for each layer"
     ):
+        load_int4_checkpoint(Model, tmp_path)
+    write(tmp_path, {}, rest() | layers["up"], GPTQ)
+    with pytest.raises(ValueError, match=r"has 'g_idx', expected the name of a layer before it"):
         load_int4_checkpoint(Model, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     write(tmp_path, layers, rest(), GPTQ, files=2)

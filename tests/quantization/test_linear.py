@@ -4,10 +4,11 @@ import copy
 import pickle
 import pickletools
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from model_cases import FLOAT8, KINDS, PACKED, Conv1D, assert_multiplies, linear, rows
+from model_cases import FLOAT8, KINDS, PACKED, Conv1D, Kind, assert_multiplies, linear, rows
 from torch import nn
 
 from deepspeed_ext.ops.quantization.packed_weight import PackedWeight, pack_weight
@@ -57,11 +58,26 @@ def test_stands_for_the_weight(
 def test_blocks_of_rows_are_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed_ext.quantization import packing
 
-    whole = {kind: made(*kind).state_dict() for kind in KINDS}
-    monkeypatch.setattr(packing, "_BLOCK_ELEMENTS", 1)
-    for kind in KINDS:
-        blocks = made(*kind).state_dict()
-        assert all(torch.equal(blocks[name], whole[kind][name]) for name in blocks)
+    torch.manual_seed(0)
+    source = Conv1D(33, 70)  # rows of its weight do not lie in one piece
+
+    def layer_of(kind: Kind) -> QuantizedLinear:
+        options: dict[str, Any] = dict(group_size=kind[1], symmetric=kind[2])
+        return QuantizedLinear.from_linear(source, kind[0], **options)
+
+    kinds = (*KINDS, *((format, None, True) for format in FLOAT8))
+    whole = {kind: layer_of(kind).state_dict() for kind in kinds}
+    calls = {name: Mock(wraps=getattr(packing, name)) for name in ("quantize", "quantize_packed_")}
+    for elements in (1, 70 * 6):
+        monkeypatch.setattr(packing, "_BLOCK_ELEMENTS", elements)
+        for name, call in calls.items():
+            monkeypatch.setattr(packing, name, call)
+        for kind in kinds:
+            blocks = layer_of(kind).state_dict()
+            assert all(torch.equal(blocks[name], whole[kind][name]) for name in blocks)
+    each = -(-33 // 4) + -(-33 // 8)
+    assert calls["quantize_packed_"].call_count == each * len(KINDS)
+    assert calls["quantize"].call_count == each * len(FLOAT8)
 
 
 @pytest.mark.parametrize("format", [*PACKED, *FLOAT8])
@@ -70,6 +86,16 @@ def test_zero_sizes(format: str, size: tuple[int, int]) -> None:
     layer = QuantizedLinear.from_linear(nn.Linear(size[1], size[0]), format)
     x = rows((3, size[1]))
     assert torch.equal(layer(x), nn.functional.linear(x, torch.zeros(size), layer.bias))
+
+
+def test_is_as_the_layer_was() -> None:
+    """In training or not; and under inference_mode too, gradients can pass later."""
+    assert made("int8").training
+    with torch.inference_mode():
+        layer = QuantizedLinear.from_linear(nn.Linear(8, 4, bias=False).eval())
+    assert not layer.training
+    x = rows((3, 8)).requires_grad_()
+    assert torch.autograd.grad(layer(x).sum(), x)[0].shape == x.shape
 
 
 def test_conv1d() -> None:
@@ -149,7 +175,9 @@ def test_moves_leave_codes_and_scales(move: Any, kind: tuple[str, int | None, bo
 def test_dtype_is_that_of_casts() -> None:
     layer = QuantizedLinear.from_linear(nn.Linear(8, 4, bias=False).bfloat16())
     assert layer.dtype == layer.weight.dtype == BF16
-    assert layer.half().weight.dtype == F16
+    assert layer.half().weight.dtype == layer.double().weight.dtype == F16
+    moved = copy.deepcopy(layer).to("meta", BF16)
+    assert moved.scales.is_meta and moved.scales.dtype == F32 and moved.weight.dtype == BF16
     assert layer.to("meta").weight.is_meta and layer.codes.is_meta
     assert layer.to_empty(device="cpu").scales.dtype == F32
 
@@ -167,6 +195,7 @@ def test_weight_reads_as_floats(format: str) -> None:
     assert weight.shape == (33, 70) and weight.device.type == "cpu"
     floats = layer.dequantize()
     assert torch.equal(weight * 1, floats) and torch.equal(weight.t() @ weight, floats.t() @ floats)
+    assert type(weight.detach()) is type(weight.data) is type(weight)
     assert torch.equal(weight.detach().data.float(), floats)
     x = rows((3, 70)).requires_grad_()
     grad = torch.autograd.grad(nn.functional.linear(x, weight).sum(), x)[0]
@@ -207,6 +236,14 @@ def test_weight_cannot_be_written(write: Any) -> None:
     assert torch.equal(layer.dequantize(), before) and torch.equal(layer.weight + 0, before)
 
 
+def test_weight_has_no_address() -> None:
+    """Null would be read by kernels that take it."""
+    with pytest.raises(
+        RuntimeError, match=r"^QuantizedLinear: weight has no memory, expected what"
+    ):
+        made("int8").weight.data_ptr()
+
+
 def test_weight_can_be_written_elsewhere() -> None:
     """Where it is only read, and in what would be its views, which are copies."""
     layer, out = made("int8"), torch.zeros(33, 70)
@@ -233,6 +270,8 @@ def test_follows_autocast() -> None:
     layer, x = made("int8"), rows((3, 70))
     with torch.autocast("cpu", BF16):
         out = layer(x)
+        with pytest.raises(ValueError, match="x is float64, expected float32, bfloat16 or float16"):
+            layer(x.double())  # which autocast leaves as it is
     assert out.dtype == BF16
     assert torch.equal(out, layer(x.bfloat16()))
 

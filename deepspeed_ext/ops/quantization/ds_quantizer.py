@@ -22,7 +22,7 @@ def ds_quantizer(
         input: contiguous, float32, bfloat16 or float16, on the CPU or on CUDA.
         groups: of equal size that the flat tensor is cut into; each has a scale of its own.
         bit_num: 8 or 4.
-        sr: whether to round stochastically, with a seed from torch's default generator.
+        sr: whether to round stochastically, with a seed from the default generator of the CPU.
         asym: whether groups have an offset, their least element.
 
     Raises:
@@ -46,7 +46,7 @@ def ds_quantizer(
             f"ds_quantizer: input has strides {list(input.stride())} for shape"
             f" {list(input.shape)}, expected a contiguous tensor"
         )
-    seed = int(torch.randint(2**62, ()).item()) if sr else None
+    seed = int(torch.randint(2**62, (), device="cpu").item()) if sr else None
     rows = input.detach().view(groups, -1) if input.numel() else input.detach().view(1, 0)
     fake_quantize_(rows, _FORMATS[bit_num], symmetric=not asym, seed=seed)
     return input

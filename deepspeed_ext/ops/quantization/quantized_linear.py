@@ -144,7 +144,8 @@ def quantized_linear(
     on the CPU also with any number of threads and any instruction set. With over 64 rows, or where
     torch.compile does not know that there are fewer, the weight is made floats of the dtype of x in
     one pass, and torch multiplies. So it is for gradients, which there are of x, bias and residual.
-    That of the rounding of x is taken as 1.
+    That of the rounding of x is taken as 1. Floats of the weight are made anew for the gradient to
+    x; but where torch.compile sees over 64 rows, it keeps the first ones until then.
 
     Args:
         x: (..., length), float32, bfloat16 or float16. Or what ``skinny_linear_norm`` or
@@ -196,7 +197,7 @@ def quantized_linear(
             product = partial(_integer_product, x, weight)
         else:
             factors = x if activations is None else fake_quantize(x)
-            product = partial(F.linear, factors, unpack_weight(weight, x.dtype))
+            product = partial(_float_product, factors, weight)
         return by_torch(product, bias, activation, gated, residual)
 
 
@@ -312,6 +313,49 @@ def _takes_integers(x: Tensor, weight: PackedWeight) -> bool:
         and weight.scales.shape == (1, n)
         and weight.scales.dtype == torch.float32
     )
+
+
+class _FloatProduct(torch.autograd.Function):
+    """x @ w.T + bias; the gradient to x makes the floats of the weight anew, and none are kept."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        offsets: Tensor | None,
+        bias: Tensor | None,
+        format: str,
+        group_size: int,
+    ) -> Tensor:
+        weight = PackedWeight(codes, scales, offsets, format, group_size, x.shape[-1])
+        return F.linear(x, unpack_weight(weight, x.dtype), bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, codes, scales, offsets, _, format, group_size = inputs
+        ctx.save_for_backward(codes, scales, offsets)
+        ctx.numbers = format, group_size, x.shape[-1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad, weight = grads[0], PackedWeight(*ctx.saved_tensors, *ctx.numbers)
+        of_x = grad @ unpack_weight(weight, grad.dtype)
+        of_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[4] else None
+        return of_x, None, None, None, of_bias, None, None
+
+
+def _float_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """Return x @ w.T + bias, by the weight as floats for as long as it takes."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return F.linear(x, unpack_weight(weight, x.dtype), bias)
+    tensors = weight.codes, weight.scales, weight.offsets
+    out: Tensor = _FloatProduct.apply(  # type: ignore[no-untyped-call]
+        x, *tensors, bias, weight.format, weight.group_size
+    )
+    return out
 
 
 def _integer_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
