@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.inference.pages import Pages
 from deepspeed_ext.inference.sending import ready_to_send
 from deepspeed_ext.ops.transformer.paged_kv import PAGE, PagedKV
 
 _CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class KVCache:
@@ -71,7 +71,7 @@ class KVCache:
                 raise ValueError(f"kv_cache: {name} is {value}, expected 1 to 2^31 - 1")
         if quantized is not None and quantized not in _CODES:
             raise ValueError(f"kv_cache: quantized is {quantized!r}, expected None, int8 or fp8")
-        if dtype not in _FLOATS:
+        if dtype not in DTYPES:
             raise ValueError(f"kv_cache: dtype is {dtype}, expected float32, bfloat16 or float16")
         self.capacity, self.quantized = capacity, quantized
         stored = dtype if quantized is None else _CODES[quantized]

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.ops._activations import reference
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # see dtype.h
 MOST_ROWS = 64  # that the kernels take: see few_rows.h
 
 
@@ -61,7 +61,7 @@ def check_many(
     Raises:
         ValueError: an argument does not fit; in the words of few_rows.h.
     """
-    if x.dtype not in _DTYPES:
+    if x.dtype not in DTYPES:
         raise ValueError(f"{op}: x is {_named(x.dtype)}, expected float32, bfloat16 or float16")
     if gated and activation is None:
         raise ValueError(f"{op}: gated is True, expected an activation beside it")

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.dtensors import is_cut_in_rows, is_dtensor, is_partial, local
+from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.ops.optimizers.clip import renamed
 from deepspeed_ext.ops.optimizers.state_formats import blocks_of, is_dense
 from deepspeed_ext.ops.optimizers.step_op import Flag, Number
@@ -18,7 +19,6 @@ from deepspeed_ext.optim.slabs import STEP, Work
 if TYPE_CHECKING:
     from deepspeed_ext.optim.base import SlabOptimizer
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COUNT = "a finite number, at least 0"  # what errors say that steps must be
 
 
@@ -113,7 +113,7 @@ def _why_not(optimizer: "SlabOptimizer", param: Tensor, or_meta: bool) -> str | 
             f"is a {type(param).__name__}, expected a plain tensor or a DTensor; "
             "use torch.optim.AdamW for it"
         )
-    if param.dtype not in _DTYPES:
+    if param.dtype not in DTYPES:
         takes_it = param.is_floating_point() or param.is_complex()
         hint = "; use torch.optim.AdamW for it" if takes_it else ""
         return f"is {param.dtype}, expected float32, bfloat16 or float16{hint}"
@@ -238,7 +238,7 @@ def explain(optimizer: "SlabOptimizer", work: Work, error: Exception) -> None:
             reason = f"is a {type(grad).__name__}, expected a plain tensor, as its parameter is"
         elif grad.layout not in optimizer.traits.grad_layouts:
             reason = "is sparse, expected dense; use torch.optim.SparseAdam for it"
-        elif grad.dtype not in _DTYPES:
+        elif grad.dtype not in DTYPES:
             reason = f"is {grad.dtype}, expected float32, bfloat16 or float16"
         elif grad.shape != param.shape:
             reason = f"has shape {list(grad.shape)}, expected {list(param.shape)}"

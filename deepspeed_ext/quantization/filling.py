@@ -6,7 +6,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from deepspeed_ext.ops.quantization.packed_weight import DTYPES
+from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.quantization.candidates import lost_with
 from deepspeed_ext.quantization.convert import put_in_place
 from deepspeed_ext.quantization.layout import WeightLayout, read_note

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.ops.quantization.formats import groups_of, pack_nibbles, unpack_nibbles
-from deepspeed_ext.ops.quantization.packed_weight import DTYPES, PackedWeight, pack_weight
+from deepspeed_ext.ops.quantization.packed_weight import PackedWeight, pack_weight
 
 _PER_WORD = 8
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of rows 0 to 7

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.ops.quantization.formats import FORMATS, Format, groups_of, number_of
-from deepspeed_ext.ops.quantization.packed_weight import DTYPES, row_bytes
+from deepspeed_ext.ops.quantization.packed_weight import row_bytes
 
 PACKING = 1  # of codes; counted on when packed_weight.h draws another order
 FLOAT8_MULTIPLE = 16  # of both sizes, for torch._scaled_mm

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepspeed_ext.dtensors import is_dtensor
+from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.ops import quantized_linear
-from deepspeed_ext.ops.quantization.packed_weight import DTYPES, PackedWeight
+from deepspeed_ext.ops.quantization.packed_weight import PackedWeight
 from deepspeed_ext.quantization.float8 import float8_linear
 from deepspeed_ext.quantization.layout import WeightLayout, make_layout, read_note
 from deepspeed_ext.quantization.packing import (

@@ -5,11 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.ops._library import define
 from deepspeed_ext.ops.quantization.formats import FORMATS, NF4_LEVELS, number_of, unpack_nibbles
 from deepspeed_ext.ops.quantization.quantize import LIBRARIES, group_numbers
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # in the order of dtype.h
 
 
 def _fake(codes: Tensor, scales: Tensor, offsets: Tensor | None, **options: Any) -> Tensor:

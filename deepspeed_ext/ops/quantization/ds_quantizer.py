@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops.quantization.dequantize import DTYPES
+from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.ops.quantization.fake_quantize import fake_quantize_
 
 _FORMATS = {8: "int8", 4: "int4"}

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.ops._library import define
 from deepspeed_ext.ops.quantization.formats import (
     FORMATS,
@@ -16,7 +17,6 @@ from deepspeed_ext.ops.quantization.formats import (
 )
 
 LINE_BYTES, RUN_BYTES = 128, 16  # see packed_weight.h
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # in the order of dtype.h
 
 
 class PackedWeight(NamedTuple):
