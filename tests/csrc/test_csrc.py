@@ -53,8 +53,8 @@ PROGRAMS = {  # with the sources that each is linked with; an op library stands 
     "quantized_linear_w4": [ISA, "cpu_quantized_linear_w4"],
     "quantized_linear_w8": [ISA, "cpu_quantized_linear_w8"],
     "kv_cache": [ISA, "cpu_kv_cache"],
+    # Of the two caches of codes one: they differ in the conversion of an element.
     "kv_cache_int8": [ISA, "cpu_kv_cache_int8"],
-    "kv_cache_fp8": [ISA, "cpu_kv_cache_fp8"],
     "aio_plan": [],
     "aio_backends": BACKENDS,
     "aio_wake": BACKENDS,
@@ -95,7 +95,7 @@ class Way:
         return [name for name in needed if shutil.which(name) is None]
 
 
-WAYS = {  # by the product's flags tests/ops tries the kernels too, on all instruction sets
+WAYS = {  # by the product's flags tests/ops tries most kernels, on all instruction sets
     "product": Way(
         "",
         [],
@@ -105,10 +105,6 @@ WAYS = {  # by the product's flags tests/ops tries the kernels too, on all instr
             "vec_memory",
             "vec_math",
             "steps",
-            "norms",
-            "softmax",
-            "activations",
-            "rope",
             "skinny_linear",
             "aio_engine",
             "aio_requests",
@@ -117,8 +113,7 @@ WAYS = {  # by the product's flags tests/ops tries the kernels too, on all instr
     "sanitized": Way(
         "",
         [*SANITIZE, "-fsanitize=address,undefined"],
-        # Of the two caches of codes one: they differ in the conversion of an element.
-        [program for program in PROGRAMS if program != "kv_cache_fp8"],
+        list(PROGRAMS),
     ),
     "threads": Way(
         "",
