@@ -45,7 +45,7 @@ class Graphs:
             graph = torch.cuda.CUDAGraph()
             # Stricter modes forbid in all of the process, or in this thread, what the step has
             # nothing to do with: other threads train models, and Python collects graphs that were
-            # in a cycle whenever it likes.
+            # in a cycle whenever it likes. They would notice some steps that are none, too.
             with (
                 torch.cuda.device(self._device),
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"),

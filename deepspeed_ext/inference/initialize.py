@@ -178,7 +178,11 @@ class _Source:
         if self.folder is not None and isinstance(named, str):
             return dtype_of(named)
         sizes: Counter[torch.dtype] = Counter()
-        for each in self.tensors.values():
+        places = {  # those that are tied count once
+            each.data_ptr() if isinstance(each, Tensor) else name: each
+            for name, each in self.tensors.items()
+        }
+        for each in places.values():
             if each.dtype is not None and each.dtype.is_floating_point:  # masks may be large
                 sizes[each.dtype] += each.nbytes
         return dtype_of(max(sizes, key=lambda one: sizes[one], default=None))

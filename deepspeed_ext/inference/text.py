@@ -11,7 +11,9 @@ class Text:
     """Makes text of tokens one by one.
 
     Text is what `decode` makes of all tokens at once, if what it makes of some of them does not
-    depend on those long before; only the last few are decoded again with each token.
+    depend on those long before; only the last few are decoded again with each token. A character
+    that is told as it is, and unknown beside the bytes of the next one, such as a literal U+FFFD
+    with a fallback to bytes, may be told wrongly.
 
     Args:
         decode: from tokens to text.
@@ -44,6 +46,7 @@ class Text:
         else:  # for a fallback to bytes, what was whole is unknown, too, until the next one is
             self._take(text[: len(text) - unknown])
         if unknown == 0:
+            self._taken = min(self._taken, len(text))  # what was told wrongly eats nothing after it
             if len(self._tokens) - self._window > _WINDOW:
                 self._window = self._whole
                 self._taken = len(self._decode(self._tokens[self._window :]))

@@ -1,9 +1,11 @@
 """Which linear layers of a model another kind of layer can stand for, and why not the others."""
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +83,7 @@ def find_candidates(what: str, model: nn.Module, skip: Iterable[str]) -> Candida
     for name, module in modules.items():
         if isinstance(module, nn.Linear) or is_conv1d(module):
             by_layer[module].append(name)
-    held = _held(modules, by_layer)
+    held = held_elsewhere(modules, by_layer)
     storages: dict[int, int] = {}
     uses = _uses(modules, storages)
     found = Candidates([], {}, sum(storages.values()))
@@ -118,18 +120,45 @@ def _why_not(
     return None
 
 
-def _held(modules: Mapping[str, nn.Module], layers: Collection[nn.Module]) -> dict[nn.Module, str]:
-    """Return where layers are beside their places: in lists and the like nothing replaces them."""
+def held_elsewhere(
+    modules: Mapping[str, nn.Module], layers: Collection[nn.Module]
+) -> dict[nn.Module, str]:
+    """Return where layers are beside their places: nothing replaces them there.
+
+    Args:
+        modules: of a model, by name.
+        layers: some of them.
+    """
     found = {}
     for prefix, module in modules.items():
         for name, value in vars(module).items():
             if type(value) in _HAS_NO_MODULES or name in _OF_MODULES:
                 continue
-            parts = value.values() if isinstance(value, dict) else value
-            for part in parts if isinstance(value, list | tuple | dict | set) else (value,):
-                if isinstance(part, nn.Module) and part in layers:
+            for part in _modules_in(value, set()):
+                if part in layers:
                     found[part] = f"{prefix}.{name}".lstrip(".")
     return found
+
+
+def _modules_in(value: object, seen: set[int]) -> Iterator[nn.Module]:
+    """Yield the modules of an attribute: in lists and the like, partial functions and methods."""
+    if isinstance(value, nn.Module):
+        yield value
+        return
+    parts: Iterable[object] = ()
+    if isinstance(value, MethodType):
+        parts = (value.__self__,)
+    elif isinstance(value, partial):
+        parts = (value.func, value.args, value.keywords)
+    elif isinstance(value, Mapping):
+        parts = (*value.keys(), *value.values())
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        parts = tuple(value)
+    if parts and id(value) not in seen:
+        seen.add(id(value))
+        for part in parts:
+            if type(part) not in _HAS_NO_MODULES:
+                yield from _modules_in(part, seen)
 
 
 def lost_with(layer: nn.Module, own: Collection[str] = ("weight", "bias")) -> str | None:

@@ -49,10 +49,10 @@ def quantize_model(
     where they do not lie in one piece each, and 16 bytes for each row take. Replaced are nn.Linear
     and transformers' Conv1D. Kept, and named in the report, are layers that others rely on in ways
     that would be lost: subclasses, parametrized and hooked ones, those that have modules or tensors
-    beside weight and bias, those that are also in a list or the like, which may be what is called,
-    and those that share their weight with another module, such as a head that is tied to an
-    embedding. A layer that has several places in the model is replaced by one
-    layer in all of them.
+    beside weight and bias, those that an attribute has too, in lists and the like, which may be
+    what is called (functions and objects of other classes are not looked into), and those that
+    share their weight with another module, such as a head that is tied to an embedding. A layer
+    that has several places in the model is replaced by one layer in all of them.
 
     When something fails on the way, layers that were replaced stay so, each of them whole.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_ext.dtypes import DTYPES
-from deepspeed_ext.quantization.candidates import lost_with
+from deepspeed_ext.quantization.candidates import held_elsewhere, lost_with
 from deepspeed_ext.quantization.convert import put_in_place
 from deepspeed_ext.quantization.layout import WeightLayout, read_note
 from deepspeed_ext.quantization.linear import NOTE, QuantizedLinear, is_conv1d, weight_of
@@ -105,6 +105,12 @@ def _layers_for(
         _check_same(what, f"{name}.{NOTE}", f"{first}.{NOTE}", layers[name] == layers[first])
         for key in layout.tensors():
             _check_tied(what, f"{name}.{key}", f"{first}.{key}", state)
+    held = held_elsewhere(dict(model.named_modules(remove_duplicate=False)), firsts)
+    for there, attribute in held.items():
+        raise ValueError(
+            f"{what}: {firsts[there]} of the model is in the attribute {attribute!r} too, expected"
+            " it at its places only, as nothing else can be replaced"
+        )
     return found
 
 

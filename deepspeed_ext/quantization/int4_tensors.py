@@ -7,7 +7,8 @@ lowest bits on:
 
   GPTQ  qweight (in / 8, out)       word (i, n): elements 8 i .. 8 i + 7 of row n
         qzeros (groups, out / 8)    word (g, j): rows 8 j .. 8 j + 7; in its first version the
-                                    word is 0x11111111 less, so that a zero of 0 borrows
+                                    word is 0x11111111 less, so that a zero of 0 borrows, as
+                                    GPTQModel writes it; others leave words that nobody can read
         g_idx (in,)                 the group of each column; with desc_act they are mixed
   AWQ   qweight (in, out / 8)       word (k, j): rows 8 j + 0, 2, 4, 6, 1, 3, 5, 7
         qzeros (groups, out / 8)    likewise

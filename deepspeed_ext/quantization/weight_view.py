@@ -16,6 +16,7 @@ _WRITERS = {
     Tensor.__setitem__: "weight[...] =",
     Tensor.data.__set__: "weight.data =",  # type: ignore[attr-defined]
 }
+_ADDRESSES = (Tensor.data_ptr, Tensor.__dlpack__, Tensor.share_memory_)
 
 
 class WeightView(Tensor):
@@ -57,7 +58,7 @@ class WeightView(Tensor):
     ) -> Any:
         if func in _WRITERS and isinstance(args[0], WeightView):
             _refuse(_WRITERS[func])
-        if func is Tensor.data_ptr:  # which would be null, for kernels that torch does not call
+        if func in _ADDRESSES:  # which would be null, for kernels that torch does not call
             raise RuntimeError(
                 "QuantizedLinear: weight has no memory, expected what computes with it to read it"
                 " by ops of torch; dequantize() of the layer makes floats"

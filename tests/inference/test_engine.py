@@ -1,5 +1,6 @@
 """What an engine generates is what transformers generates."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -66,6 +67,20 @@ def test_the_dtype_is_that_of_most_bytes(embedding: torch.dtype) -> None:
     state = theirs.state_dict().values()
     assert max(state, key=lambda each: each.nbytes * each.is_floating_point()).dtype == embedding
     assert init_inference(theirs).decoder.weights.embedding.dtype == layers
+
+
+def test_what_is_tied_counts_once_for_the_dtype() -> None:
+    theirs = model()
+    theirs.resize_token_embeddings(400)
+    theirs.to(torch.bfloat16)
+    theirs.model.embed_tokens.to(torch.float32)
+    theirs.lm_head.weight = theirs.model.embed_tokens.weight
+    sizes = Counter[torch.dtype]()
+    for each in theirs.parameters():
+        sizes[each.dtype] += each.nbytes
+    both = sizes[torch.float32] * 2
+    assert sizes[torch.float32] < sizes[torch.bfloat16] < both
+    assert init_inference(theirs).decoder.weights.embedding.dtype == torch.bfloat16
 
 
 def test_log_probabilities_are_those_of_transformers() -> None:

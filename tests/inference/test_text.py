@@ -48,6 +48,16 @@ def test_a_character_comes_whole(decode: object) -> None:
     assert text.value == SAMPLE * 3 and text.finish() == "" and at == len(data)
 
 
+def test_what_follows_an_unknown_character_of_its_own_is_not_lost() -> None:
+    """Beside bytes that are to come, it cannot be told from them."""
+    for before in ("\ufffd😀", "日本😀\ufffd😀", "a\ufffd"):
+        text = Text(of_runs, in_pieces=True)
+        for byte in f"{before}abcabc".encode():
+            text.add(byte)
+        text.finish()
+        assert text.value.endswith("abcabc")
+
+
 def test_bytes_that_are_no_text_come_late_but_come() -> None:
     draw = random.Random(0)
     for _ in range(200):

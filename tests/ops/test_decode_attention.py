@@ -158,6 +158,24 @@ def test_what_is_not_seen_has_no_part(dtype: torch.dtype, value: float, device: 
     assert got[:, :3].isnan().all() or value == -math.inf
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("window", [20, 40, 130])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_token_alone_has_nothing_of_what_it_does_not_see(
+    dtype: torch.dtype, window: int, value: float, device: str
+) -> None:
+    """Beside what it sees, and in the same part of a page."""
+    kv = make_kv([300], 1, 64, dtype, device)
+    q = queries(1, 1, 3, 64, dtype, device)
+    want = decode_attention(q, kv, window=window)
+    for i in (*range(300 - window - 3, 300 - window), 300 - window - 33):
+        place = kv.table[0, i // 64].item(), 0, i % 64
+        kv.values[place] = value
+        kv.keys[place] = value
+    assert torch.equal(decode_attention(q, kv, window=window), want)
+    assert bool(want.isfinite().all())
+
+
 def test_one_infinite_value_is_in_its_own_column(device: str) -> None:
     kv = make_kv([300], 1, 64, BF16, device)
     q = queries(1, 8, 3, 64, BF16, device)

@@ -299,6 +299,26 @@ def test_gradients(kind: tuple[str, bool], rows: int, form: dict[str, Any], devi
         torch.testing.assert_close(got.cpu().double(), expected, rtol=2e-5, atol=2e-5)
 
 
+def test_many_rows_go_where_torch_takes_them(device: str) -> None:
+    """Batches of gradients, weights that were made for inference, gradients that there are not."""
+    x, weight, options = arguments(80, 24, 200, F32, INTEGERS[0], 40, device, **EVERYTHING)
+    x.requires_grad_()
+    options["bias"].requires_grad_()
+    out = quantized_linear(x, weight, **options)
+    many = torch.randn(3, *out.shape, device=device)
+    got = torch.autograd.grad(out, [x, options["bias"]], many, True, is_grads_batched=True)
+    for i in range(3):
+        want = torch.autograd.grad(out, [x, options["bias"]], many[i], True)
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one[i], other)
+    with torch.inference_mode():
+        fixed = weight._replace(scales=weight.scales.clone(), codes=weight.codes.clone())
+    assert torch.equal(quantized_linear(x, fixed, **options), out)
+    weight.scales.requires_grad_()
+    with pytest.raises(RuntimeError, match="the gradient is wanted, expected no use of it"):
+        quantized_linear(x, weight, **options).sum().backward()
+
+
 @pytest.mark.parametrize("activations", [None, "int8"])
 @pytest.mark.parametrize("rows", [20, 80])
 def test_gradients_keep_no_floats_of_the_weight(

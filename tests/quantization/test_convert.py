@@ -1,7 +1,9 @@
 """quantize_model: which layers it replaces and which it keeps, its report, its memory."""
 
+import functools
 import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -10,7 +12,14 @@ import torch
 from model_cases import Conv1D, Tied, rows
 from torch import Tensor, nn
 
-from deepspeed_ext.quantization import QuantizedLinear, Report, convert, quantize_model
+from deepspeed_ext.quantization import (
+    QuantizedLinear,
+    Report,
+    convert,
+    load_quantized,
+    quantize_model,
+    save_quantized,
+)
 from deepspeed_ext.quantization.packing import half_step
 
 TOKENS = torch.arange(20).view(2, 10)
@@ -207,6 +216,10 @@ class Hidden(nn.Module):
         lambda layer: {"first": layer},
         lambda layer: {layer},
         lambda layer: layer,
+        lambda layer: [{"deep": [layer]}],
+        lambda layer: {layer: 1},
+        lambda layer: layer.forward,
+        lambda layer: functools.partial(map, layer),
     ],
 )
 def test_keeps_layers_that_are_in_lists(hide: Any) -> None:
@@ -216,6 +229,20 @@ def test_keeps_layers_that_are_in_lists(hide: Any) -> None:
     report = quantize_model(model)
     assert report.kept == {"0.fc": "is in the attribute '0.hidden' too"}
     assert list(report.layers) == ["1"] and model[0].fc is fc
+
+
+def test_files_are_refused_for_layers_that_are_in_lists(tmp_path: Path) -> None:
+    """Where what is random would go on."""
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    quantize_model(plain)
+    save_quantized(plain, tmp_path / "model")
+    listed = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    vars(listed)["calls"] = [listed[1]]
+    with pytest.raises(
+        ValueError, match="1 of the model is in the attribute 'calls' too, expected"
+    ):
+        load_quantized(listed, tmp_path / "model")
+    assert type(listed[0]) is nn.Linear
 
 
 def test_keeps_layers_that_share_memory() -> None:

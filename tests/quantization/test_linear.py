@@ -242,6 +242,9 @@ def test_weight_has_no_address() -> None:
         RuntimeError, match=r"^QuantizedLinear: weight has no memory, expected what"
     ):
         made("int8").weight.data_ptr()
+    for ask in (torch.from_dlpack, torch.Tensor.share_memory_):  # these read it
+        with pytest.raises(RuntimeError, match="weight has no memory"):
+            ask(made("int8").weight.detach())
 
 
 def test_weight_can_be_written_elsewhere() -> None:

@@ -54,7 +54,8 @@ class CudaTransfers(BounceTransfers):
     had queued at the call: a write sees its results, a read does not overwrite what it still needs.
     Call under another stream (`with torch.cuda.stream(side):`) to read ahead while the current one
     computes. When a job is done its bytes are there for every stream. Nothing is allocated on the
-    device. A capture of a CUDA graph meanwhile needs `capture_error_mode="thread_local"`.
+    device. A capture of a CUDA graph meanwhile needs
+    `capture_error_mode="thread_local"`, or "relaxed".
     """
 
     def __init__(

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.ops._compare import compare
 from deepspeed_ext.ops.optimizers.adagrad import ADAGRAD, adagrad_step_, adagrad_step_ref_
 from deepspeed_ext.ops.optimizers.adam import ADAM, adam_step_, adam_step_ref_
@@ -140,8 +141,7 @@ def l2_norm(device: str) -> None:
         BuildError: the native library could not be built or loaded.
     """
     generator = torch.Generator().manual_seed(0)
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    tensors = [torch.randn(70_000, generator=generator).to(device, dtype) for dtype in dtypes]
+    tensors = [torch.randn(70_000, generator=generator).to(device, dtype) for dtype in DTYPES]
     tensors += [torch.ones(1, device=device), torch.full((3,), 3e38, device=device)]
     want = squared_norms_ref([tensor.cpu() for tensor in tensors])
     bound = 4 * torch.finfo(torch.float32).eps  # a few roundings, of squares and short sums

@@ -342,16 +342,20 @@ class _FloatProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, weight = grads[0], PackedWeight(*ctx.saved_tensors, *ctx.numbers)
-        of_x = grad @ unpack_weight(weight, grad.dtype)
-        of_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[4] else None
+        of_x = grad @ unpack_weight(weight, grad.dtype) if ctx.needs_input_grad[0] else None
+        of_bias = grad.sum(tuple(range(grad.dim() - 1))) if ctx.needs_input_grad[4] else None
         return of_x, None, None, None, of_bias, None, None
 
 
 def _float_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """Return x @ w.T + bias, by the weight as floats for as long as it takes."""
-    if not (x.requires_grad and torch.is_grad_enabled()):
-        return F.linear(x, unpack_weight(weight, x.dtype), bias)
     tensors = weight.codes, weight.scales, weight.offsets
+    wanted = x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    # What cannot be kept, or wants a gradient, which unpack_weight refuses, goes the plain way.
+    if not wanted or any(
+        each is not None and (each.requires_grad or each.is_inference()) for each in tensors
+    ):
+        return F.linear(x, unpack_weight(weight, x.dtype), bias)
     out: Tensor = _FloatProduct.apply(  # type: ignore[no-untyped-call]
         x, *tensors, bias, weight.format, weight.group_size
     )

@@ -3,6 +3,7 @@
 import torch
 
 from deepspeed_ext import ops
+from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.ops._compare import compare
 from deepspeed_ext.ops.transformer.paged_kv import PAGE, PagedKV
 
@@ -11,7 +12,7 @@ _HEADS, _KV_HEADS, _WIDTH, _LENGTH = 8, 2, 64, 300
 
 def kv_cache(device: str) -> None:
     """Run `_check` with floats of every kind."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in DTYPES:
         _check(dtype, dtype, device)
 
 
