@@ -24,15 +24,6 @@ __device__ inline void wrote_before_fetch() {
 
 // What follows is for the copy engine, of 9.0 and newer.
 
-// What is read once need not stay in the L2 cache.
-__device__ inline uint64_t read_once() {
-  uint64_t policy = 0;
-#if __CUDA_ARCH__ >= 900
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-#endif
-  return policy;
-}
-
 // Where a box begins in keys or values.
 struct BoxPlace {
   int element, token, head, page;

@@ -96,6 +96,15 @@ __device__ inline void wait_for(Barrier* barrier, int phase) {
   wait_for(shared_address(barrier), phase);
 }
 
+// For what is read once: it leaves the L2 cache before what others read again, code among it.
+__device__ inline uint64_t read_once() {
+  uint64_t policy = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+
 // Begins to copy boxes that lie side by side, the first one `column` boxes from the left: one after
 // the other, the first one aligned to kBoxAlignment. What lies outside of the matrix becomes 0.
 __device__ inline void fetch_boxes(void* near, const CUtensorMap& map, int row, int column,
@@ -105,6 +114,16 @@ __device__ inline void fetch_boxes(void* near, const CUtensorMap& map, int row, 
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(near)),
       "l"(&map), "r"(0), "r"(row), "r"(column), "r"(shared_address(barrier))
+      : "memory");
+#endif
+}
+__device__ inline void fetch_boxes(void* near, const CUtensorMap& map, int row, int column,
+                                   Barrier* barrier, uint64_t policy) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(near)),
+      "l"(&map), "r"(0), "r"(row), "r"(column), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 #endif
 }

@@ -216,10 +216,10 @@ class Copies {
   }
 
   __device__ void fetch_group(int from, char* near, Barrier* barrier) const {
-    fetch_boxes(near, maps_.weight, int(rows_.begin(call_, 0)), from, barrier);
+    fetch_boxes(near, maps_.weight, int(rows_.begin(call_, 0)), from, barrier, policy_);
     if (rows_.parts > 1) {
       fetch_boxes(near + geometry_.x_place / 2, maps_.weight, int(rows_.begin(call_, 1)), from,
-                  barrier);
+                  barrier, policy_);
     }
     fetch_boxes(near + geometry_.x_place, maps_.x, 0, from * Kind::kXLines, barrier);
     if constexpr (Kind::kScaled) {
@@ -290,6 +290,7 @@ class Copies {
   const WeightRows& rows_;
   char* const ring_;
   Barrier* const here_;
+  const uint64_t policy_ = read_once();
 };
 
 // Sums of 2^n shares in the order of pairs: neighbours, then neighbouring pairs, and so on.
