@@ -11,6 +11,7 @@ namespace dsx::cuda {
 __device__ inline void ask_for_bytes(const void* begin, int64_t bytes) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kSector = 32;
+#pragma unroll 1
   for (int64_t i = threadIdx.x % 32 * kSector; i < bytes; i += 32 * kSector) {
     asm volatile("prefetch.L2 [%0];" ::"l"(static_cast<const char*>(begin) + i));
   }

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "common/cuda/chain.cuh"
+#include "common/dispatch.h"
 #include "transformer/decode_any_cuda.cuh"
 #include "transformer/decode_mma_cuda.cuh"
 
@@ -20,6 +21,7 @@ constexpr const char* kOp = "decode_attention";
 constexpr int kAtATime = 16;  // chunks
 
 // A block has a row, each thread an element of it, and goes through its chunks in their order.
+template <class T>
 __global__ void __launch_bounds__(kLargestWidth)
     merge_kernel(const __grid_constant__ DecodeAttention call,
                  const __grid_constant__ Partials partials) {
@@ -37,7 +39,7 @@ __global__ void __launch_bounds__(kLargestWidth)
   const float sink = result.sink(call);
   const Sequence sequence = sequence_of(call.kv, call.news, batch);
   cuda::wait_for_previous();
-  if (result.put_none<1, 1>(call, threadIdx.x, sequence.wrong, sequence.count)) return;
+  if (result.put_none<T, 1, 1, 1>(call, threadIdx.x, sequence.wrong, sequence.count)) return;
   const Chunks all = chunks_of(sequence, call.window);
   cuda::ElementsOfRow<1> mine;
   const int count = int(all.end - all.first), done = mine.powers.load(partial + padded);
@@ -56,7 +58,7 @@ __global__ void __launch_bounds__(kLargestWidth)
       if (i + k < count) mine.add(others[k], values[k]);
     }
   }
-  mine.put<1>(call, result, threadIdx.x, sink);
+  mine.put<T, 1, 1>(call, result, threadIdx.x, sink);
 }
 
 int64_t units_of(const DecodeAttention& call, const Partials& partials) {
@@ -119,10 +121,13 @@ void decode_attention_cuda(const DecodeAttention& call, void* workspace, void* s
   }
   const int64_t rows = call.news.batches * call.news.tokens * call.q.heads;
   // It reads lengths before it waits, as the kernel before it has waited for them: if there is one.
-  const bool chained = partials.chunks > 0 && cuda::can_chain(merge_kernel, kOp);
   const int threads = int(ceil_div(call.kv.width, 32) * 32);
-  cuda::launch_kernel(merge_kernel, {unsigned(rows), threads, 0, 1, chained}, queue, kOp, call,
-                      partials);
+  with_storage_type(call.q.dtype, [&](auto storage) {
+    const auto kernel = merge_kernel<decltype(storage)>;
+    const bool chained = partials.chunks > 0 && cuda::can_chain(kernel, kOp);
+    cuda::launch_kernel(kernel, {unsigned(rows), threads, 0, 1, chained}, queue, kOp, call,
+                        partials);
+  });
 }
 
 }  // namespace dsx

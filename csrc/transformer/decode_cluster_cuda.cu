@@ -9,7 +9,8 @@ namespace {
 constexpr const char* kOp = "decode_attention";
 
 // How many blocks a cluster has; 0 where one of them would have too much to do. So many that all
-// processors are busy, as long as each has a chunk.
+// processors are busy, as long as each has a chunk; no more, as a block that has others behind it
+// keeps on reading, and one that begins does not yet.
 int blocks_of_cluster(const DecodeAttention& call, int64_t chunks, int processors) {
   const int64_t clusters = call.news.batches * call.kv.heads;
   int blocks = 1;
@@ -20,18 +21,18 @@ int blocks_of_cluster(const DecodeAttention& call, int64_t chunks, int processor
   return blocks * cuda::kBlockChunks < chunks ? 0 : blocks;
 }
 
-template <class Q, int kWidth>
+template <class Q, int kWidth, bool kAppends>
 bool launch(const DecodeAttention& call, const RopeAppend& append, const cuda::Device& device,
-            int blocks, cudaStream_t stream) {
-  const auto kernel = cuda::decode_cluster_kernel<Q, DSX_KV, kWidth>;
+            int64_t chunks, int blocks, cudaStream_t stream) {
+  const auto kernel = cuda::decode_cluster_kernel<Q, DSX_KV, kWidth, kAppends>;
   if (!cuda::can_chain(kernel, kOp)) return false;
   const int64_t all = call.news.batches * call.kv.heads * blocks;
-  const int besides =
-      cuda::static_shared_bytes(kernel, kOp) + int(sizeof(cuda::ClusterRows<kWidth>));
+  const int rows = cuda::ClusterRows<kWidth>::bytes(chunks, blocks);
+  const int besides = cuda::static_shared_bytes(kernel, kOp) + rows;
   const auto boxes = cuda::boxes_of<DSX_KV, kWidth>(
       call.kv, cuda::slots_in<DSX_KV, kWidth>(device, all > device.processors, besides));
   if (!boxes.there) return false;
-  const int bytes = cuda::cluster_shared_bytes<DSX_KV, kWidth>(boxes.slots);
+  const int bytes = cuda::mma_shared_bytes<DSX_KV, kWidth>(boxes.slots) + rows;
   const cuda::Launch made = {unsigned(all), cuda::kRingThreads, bytes, blocks, true};
   cuda::launch_kernel(kernel, made, stream, kOp, call, append, boxes, blocks);
   return true;
@@ -55,8 +56,12 @@ bool decode_in_clusters_cuda(const DecodeAttention& call, const RopeAppend* appe
   const int blocks = blocks_of_cluster(call, chunks, device.processors);
   if (blocks == 0) return false;
   return cuda::with_mma<DSX_KV>(call, [&](auto q, auto width) {
-    return launch<decltype(q), decltype(width)::value>(call, append ? *append : RopeAppend{},
-                                                       device, blocks, cudaStream_t(stream));
+    constexpr int kWidth = decltype(width)::value;
+    const auto queue = cudaStream_t(stream);
+    if (append == nullptr) {
+      return launch<decltype(q), kWidth, false>(call, {}, device, chunks, blocks, queue);
+    }
+    return launch<decltype(q), kWidth, true>(call, *append, device, chunks, blocks, queue);
   });
 }
 

@@ -9,7 +9,7 @@
 
 namespace dsx::cuda {
 
-constexpr int kMostCluster = 8, kBlockChunks = 4;  // blocks; chunks of a block
+constexpr int kMostCluster = 8, kBlockChunks = 8;  // blocks; chunks of a block
 
 struct ClusterShare {
   int batch, head, rank, blocks;
@@ -75,10 +75,13 @@ struct ClusterWork {
 // What rows have found in each chunk, in the block that finishes them: those of every so many.
 template <int kWidth>
 struct ClusterRows {
-  float values[kBlockChunks * kUnitRows][kWidth];
   float4 powers[kBlockChunks * kUnitRows];
+  float values[kBlockChunks * kUnitRows][kWidth];  // as many as `bytes` says
 
-  // A cluster has at most kBlockChunks chunks for each of its blocks.
+  static int bytes(int64_t chunks, int blocks) {
+    const int rows = int(chunks) * (kUnitRows / blocks);
+    return int(offsetof(ClusterRows, values)) + rows * kWidth * int(sizeof(float));
+  }
   __device__ static int place(int index, int row, int blocks) {
     return index * (kUnitRows / blocks) + row / blocks;
   }
@@ -102,25 +105,28 @@ struct ClusterRows {
     }
   }
 
-  // Puts together, in the order of the chunks, and writes the results of this block's rows: all of
-  // them at once, and in few instructions, as each is read from memory for one use.
+  // Puts together, in the order of the chunks, and writes the results of this block's rows, of type
+  // Q: all of them at once, and in few instructions, as each is read from memory for one use.
+  template <class Q>
   __device__ void finish(const DecodeAttention& call, const ClusterShare& share,
                          const ClusterWork& work) const {
     using Row = RowOfChunks<kWidth>;
-    constexpr int kStep = Row::kThreads, kCount = kWidth / kStep;
+    constexpr int kStep = Row::kThreads, kCount = kWidth / kStep, kRun = 4;
     const int row = share.rank + Row::row() * share.blocks;
     if (row >= int(call.rows())) return;
     const ResultRow result(call, share.batch, share.head, row);
     const float sink = result.sink(call);
-    const int first = int(threadIdx.x) % kStep;
-    if (result.put_none<kStep, kCount>(call, first, work.wrong, work.count)) return;
+    const int thread = int(threadIdx.x) % kStep;
+    if (result.put_none<Q, kStep, kRun, kCount>(call, thread, work.wrong, work.count)) return;
     ElementsOfRow<kCount> mine = {{-INFINITY, 0}, {}};
 #pragma unroll 1
     for (int index = 0; index < work.chunks; ++index) {
       const int i = place(index, row, share.blocks);
       float found[kCount];
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) found[k] = values[i][first + k * kStep];
+      for (int k = 0; k < kCount; ++k) {
+        found[k] = values[i][ResultRow::element<kStep, kRun>(thread, k)];
+      }
       const Powers of_chunk = {powers[i].y, powers[i].x};
       if (index == 0) {
         mine.powers = of_chunk;
@@ -130,19 +136,19 @@ struct ClusterRows {
         mine.add(of_chunk, found);
       }
     }
-    mine.template put<kStep>(call, result, first, sink);
+    mine.template put<Q, kStep, kRun>(call, result, thread, sink);
   }
 };
 
 // What the warp that reads does, of a block.
-template <class Kind, int kWidth>
+template <bool kAppends, class Reader>
 __device__ inline void read_units(const DecodeAttention& call, const RopeAppend& append,
-                                  const ClusterShare& share, Reader<Kind, kWidth>& reader,
+                                  const ClusterShare& share, Reader& reader,
                                   ClusterWork (&works)[kPageWarps]) {
   ClusterUnits units = reader.template find_first<ClusterUnits>(share);
   const Sequence& sequence = units.sequence();
   const int last = units.chunks() - 1, position = int(sequence.length) - 1;
-  const bool here = append.violations != nullptr && last >= 0 && last % share.blocks == share.rank;
+  const bool here = kAppends && last >= 0 && last % share.blocks == share.rank;
   int page = -1;
   if (here) page = reader.page_beside_first(position / kPageTokens);
   if (page >= call.kv.pages) page = -1;
@@ -151,20 +157,19 @@ __device__ inline void read_units(const DecodeAttention& call, const RopeAppend&
     works[lane / kGroup] = {last + 1, int(sequence.count), sequence.wrong, {here, page, position}};
   }
   const bool wrong = sequence.wrong || (here && page < 0);
-  if (lane == 0 && wrong && append.violations != nullptr) *append.violations = 1;
+  if (lane == 0 && wrong && kAppends) *append.violations = 1;
   reader.show_first();
   reader.run(units);
 }
 
-// `append` with null for its violations: nothing is to be appended. The blocks of a cluster are a
-// power of 2.
-template <class Q, class Kind, int kWidth>
+// `append` counts with kAppends only. The blocks of a cluster are a power of 2.
+template <class Q, class Kind, int kWidth, bool kAppends>
 __global__ void __launch_bounds__(kRingThreads, 2)
     decode_cluster_kernel(const __grid_constant__ DecodeAttention call,
                           const __grid_constant__ RopeAppend append,
                           const __grid_constant__ Boxes boxes, int blocks) {
 #if __CUDA_ARCH__ >= 900  // see can_chain
-  using Reader = cuda::Reader<Kind, kWidth>;
+  using Reader = cuda::Reader<Kind, kWidth, true>;
   using Found = cuda::Found<kWidth>;
   extern __shared__ __align__(128) char shared_bytes[];
   __shared__ Ring ring;
@@ -180,15 +185,14 @@ __global__ void __launch_bounds__(kRingThreads, 2)
   say_begun_in_cluster(blocks);
   const ClusterShare share(call, blocks);
   const int warp = int(threadIdx.x) / 32;
-  const bool appends = append.violations != nullptr;
   if (warp == kReadingWarp) {
     Reader reader(call, boxes, ring, slots);
-    read_units(call, append, share, reader, works);
+    read_units<kAppends>(call, append, share, reader, works);
     wait_till_all_have_begun(blocks);
   } else {
-    if (appends && warp == 0) Append<Q, Kind, kWidth>::ask_ahead(append);
+    if (kAppends && warp == 0) Append<Q, Kind, kWidth>::ask_ahead(append);
     wait_for_previous();
-    if (appends) {
+    if constexpr (kAppends) {
       Append<Q, Kind, kWidth> appending(append, int(call.group), found.values[0][0], token);
       appending.run(share.batch, share.head, &ring.begun[warp], works[warp].place);
       meet_page_warps();
@@ -196,8 +200,8 @@ __global__ void __launch_bounds__(kRingThreads, 2)
       wait_for(&ring.begun[warp], 0);
     }
     wait_till_all_have_begun(blocks);
-    PageAttention<Q, Kind, kWidth> attention(call, ring, slots, boxes.slots, found,
-                                             appends ? &token : nullptr);
+    PageAttention<Q, Kind, kWidth, kAppends> attention(call, ring, slots, boxes.slots, found,
+                                                       &token);
     attention.read_first();
     for (int i = 0; ring.unit(warp, i).there; ++i) {
       const Unit& unit = ring.unit(warp, i);
@@ -206,13 +210,8 @@ __global__ void __launch_bounds__(kRingThreads, 2)
     }
   }
   meet_in_cluster(blocks);
-  if (warp != kReadingWarp) rows.finish(call, share, works[warp]);
+  if (warp != kReadingWarp) rows.template finish<Q>(call, share, works[warp]);
 #endif
-}
-
-template <class Kind, int kWidth>
-int cluster_shared_bytes(int slots) {
-  return mma_shared_bytes<Kind, kWidth>(slots) + int(sizeof(ClusterRows<kWidth>));
 }
 
 }  // namespace dsx::cuda

@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kRingThreads)
     decode_mma_kernel(const __grid_constant__ DecodeAttention call,
                       const __grid_constant__ Partials partials,
                       const __grid_constant__ Boxes boxes) {
-  using Reader = cuda::Reader<Kind, kWidth>;
+  using Reader = cuda::Reader<Kind, kWidth, false>;
   using Found = cuda::Found<kWidth>;
   extern __shared__ __align__(128) char shared_bytes[];
   __shared__ Ring ring;
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kRingThreads)
   wait_for_previous();
   let_next_begin();
   wait_for(&ring.begun[warp], 0);
-  PageAttention<Q, Kind, kWidth> attention(call, ring, slots, boxes.slots, found, nullptr);
+  PageAttention<Q, Kind, kWidth, false> attention(call, ring, slots, boxes.slots, found, nullptr);
   Merge<kWidth> merge(call, partials);
   attention.read_first();
   for (int i = 0; ring.unit(warp, i).there; ++i) {

@@ -25,8 +25,9 @@ __device__ inline void meet_page_warps() {
   asm volatile("bar.sync 1, %0;" ::"n"(32 * kPageWarps) : "memory");
 }
 
-// A warp's work on its page of each unit.
-template <class Q, class Kind, int kWidth>
+// A warp's work on its page of each unit. With kFresh the block has all that there is of its rows,
+// which are of one new token; that is taken from where the block has made it.
+template <class Q, class Kind, int kWidth, bool kFresh>
 class PageAttention {
   using M = std::conditional_t<Kind::kQuantized, Half, Q>;  // of what is multiplied
   using Slot = cuda::Slot<Kind, kWidth>;
@@ -37,7 +38,6 @@ class PageAttention {
   static constexpr int kSteps = kWidth / 16, kStepsOfBox = Slot::kElements / 16;
 
  public:
-  // `fresh` is the new token, if it is to be taken from there; else null.
   __device__ PageAttention(const DecodeAttention& call, Ring& ring, const char* slots, int count,
                            Found& found, const NewToken* fresh)
       : call_(call), ring_(ring), found_(found), fresh_(fresh), turn_{count} {
@@ -52,7 +52,7 @@ class PageAttention {
 
   __device__ void read_first() {
     const Unit& unit = ring_.unit(warp_, 0);
-    if (fresh_ != nullptr) {
+    if constexpr (kFresh) {
       queries_.read_near(fresh_->queries[0], NewToken::kStride, int(call_.group));
     } else if (unit.there) {
       queries_.read(call_, unit, 0);
@@ -67,7 +67,7 @@ class PageAttention {
     begin_ = (unit.chunk * kChunkPages + warp_) * kPageTokens;
     const bool used = begin_ < unit.length && begin_ + kPageTokens > unit.seen_begin;
     const int last = unit.length - 1 - begin_;
-    fresh_token_ = fresh_ != nullptr && last >= 0 && last < kPageTokens ? last : -1;
+    fresh_token_ = kFresh && last >= 0 && last < kPageTokens ? last : -1;
     // Whether there are tokens that some row does not see.
     is_edge_ = begin_ < unit.seen_by_last || begin_ + kPageTokens > unit.position(0) + 1;
     seen_ = {unit.seen_begin - begin_, unit.length - begin_};
@@ -107,6 +107,7 @@ class PageAttention {
   }
   // Begins to read the rows that come next, if they are others.
   __device__ bool read_next(int i, int part, int parts) {
+    if constexpr (kFresh) return false;
     const bool more = part + 1 < parts;
     const Unit &unit = ring_.unit(warp_, i), &next = more ? unit : ring_.unit(warp_, i + 1);
     if (!next.there || (parts == 1 && unit.goes_on_in(next))) return false;
@@ -166,7 +167,7 @@ class PageAttention {
 
   __device__ void multiply_keys() {
     float scales[8];
-    if constexpr (Kind::kQuantized) read_scales(scales, fresh_ ? &fresh_->key_scale : nullptr);
+    if constexpr (Kind::kQuantized) read_scales(scales, kFresh ? &fresh_->key_scale : nullptr);
 #pragma unroll
     for (auto& of_tile : weights_) {
 #pragma unroll
@@ -179,7 +180,7 @@ class PageAttention {
         release();
         continue;
       }
-      if (fresh_ != nullptr) put_fresh(slot, k, fresh_->keys);
+      if constexpr (kFresh) put_fresh(slot, k, fresh_->keys);
       const int box = k / Slot::kParts, first = k % Slot::kParts * kTilesOfSlot;
 #pragma unroll
       for (int load = 0; load < kLoads; ++load) {
@@ -289,7 +290,7 @@ class PageAttention {
   // Weights of codes: with their scales, and made to fit.
   __device__ void take_scales(float (&inverse)[2]) {
     float scales[8], largest[2] = {0, 0};
-    read_scales(scales, fresh_ ? &fresh_->value_scale : nullptr);
+    read_scales(scales, kFresh ? &fresh_->value_scale : nullptr);
 #pragma unroll
     for (int k = 0; k < 16; ++k) weight(k / 2, k % 2) *= scales[k / 2];
     if (is_edge_) {  // scales may be anything where no token is
@@ -325,11 +326,11 @@ class PageAttention {
         release();
         continue;
       }
-      if (fresh_ != nullptr) put_fresh(slot, k, fresh_->values);
+      if constexpr (kFresh) put_fresh(slot, k, fresh_->values);
       const int first = k % Slot::kParts * kTilesOfSlot;
       auto& out = out_[k / Slot::kParts];
       if (is_edge_ && !std::is_same_v<Kind, Int8Kv>) {
-        if (tokens == 1) {
+        if (kFresh || tokens == 1) {
           blank(slot, k);
         } else {
           set_apart(first * 2, out);

@@ -70,8 +70,8 @@ __device__ inline int parts_of(const DecodeAttention& call, const Unit& unit) {
   return (unit.count * int(call.group) + kUnitRows - 1) / kUnitRows;
 }
 
-// The warp that reads. Groups of 8 lanes have a page each.
-template <class Kind, int kWidth>
+// The warp that reads. Groups of 8 lanes have a page each. With kByEngine there are boxes for sure.
+template <class Kind, int kWidth, bool kByEngine>
 class Reader {
   using Slot = cuda::Slot<Kind, kWidth>;
 
@@ -141,8 +141,8 @@ class Reader {
       __syncwarp();
       const int parts = parts_of(call_, unit);
       for (int part = 0; part < parts; ++part) {
-        fill<true>(unit.head, page, span);
-        fill<false>(unit.head, page, span);
+#pragma unroll 1  // instructions are read from memory, too
+        for (int i = 0; i < 2; ++i) fill(i == 0, unit.head, page, span);
       }
     }
   }
@@ -165,7 +165,7 @@ class Reader {
 
   __device__ static bool are_there(const Boxes& boxes) {
 #if __CUDA_ARCH__ >= 900
-    return boxes.there;
+    return kByEngine || boxes.there;
 #else
     return false;
 #endif
@@ -198,9 +198,8 @@ class Reader {
   }
 
   // Fills slots with the keys or values of a page, as they become free.
-  template <bool kKeys>
-  __device__ void fill(int head, int page, const Span& span) {
-#pragma unroll
+  __device__ void fill(bool keys, int head, int page, const Span& span) {
+#pragma unroll 1
     for (int k = 0; k < Slot::kOfPage; ++k) {
       if (k % kTogether == 0) {
         Turn turn = turn_;
@@ -216,15 +215,15 @@ class Reader {
       Barrier* const full = &ring_.full[turn_.slot][warp_];
       char* const slot = slots_ + number * Slot::kSize;
       if (!are_there(boxes_)) {
-        if (there) fetch_rows<kKeys>(call_.kv.place(page, head, token), k, span, slot);
+        if (there) fetch_rows(keys, call_.kv.place(page, head, token), k, span, slot);
       } else if (lane_ % kGroup == 0) {
         const int bytes = (there ? Slot::kSize : 0) + (with_scales ? kPageTokens * 4 : 0);
         arrive_expecting(full, bytes);
         const BoxPlace place = {Slot::element(k), token, head, page};
-        if (there) fetch_box(slot, kKeys ? boxes_.keys : boxes_.values, place, full, policy_);
+        if (there) fetch_box(slot, keys ? boxes_.keys : boxes_.values, place, full, policy_);
       }
       if constexpr (Kind::kQuantized) {
-        const float* const scales = kKeys ? call_.kv.key_scales : call_.kv.value_scales;
+        const float* const scales = keys ? call_.kv.key_scales : call_.kv.value_scales;
         if (with_scales) {
           fetch_scales(scales + call_.kv.scale_place(page, head, 0), number * Slot::kScales, full);
         }
@@ -244,11 +243,10 @@ class Reader {
     }
   }
 
-  template <bool kKeys>
-  __device__ void fetch_rows(int64_t place, int k, const Span& span, char* slot) {
+  __device__ void fetch_rows(bool keys, int64_t place, int k, const Span& span, char* slot) {
     constexpr int kPieces = Slot::kRow / 16;
     const int first = Slot::token(k), begin = Slot::element(k) * Slot::kBytes;
-    const char* const rows = static_cast<const char*>(kKeys ? call_.kv.keys : call_.kv.values);
+    const char* const rows = static_cast<const char*>(keys ? call_.kv.keys : call_.kv.values);
     const int64_t of_token = call_.kv.of_token * Slot::kBytes;
     const int bytes = int(call_.kv.width) * Slot::kBytes;
     for (int i = lane_ % kGroup; i < kSlotTokens * kPieces; i += kGroup) {

@@ -94,40 +94,41 @@ struct ResultRow {
     return call.sinks == nullptr ? -INFINITY : call.sinks[head];
   }
 
-  // A thread writes some elements of it, every so many from the first one on.
-  template <int kStep, int kCount>
-  __device__ void put(const DecodeAttention& call, int64_t first, const float (&values)[kCount],
+  // The element that a thread's value number k is of. The threads of a row, kStep of them, take
+  // turns at kRun side by side; of a width that is a multiple of those.
+  template <int kStep, int kRun>
+  __device__ static int element(int thread, int k) {
+    return (k / kRun * kStep + thread) * kRun + k % kRun;
+  }
+  // A thread writes its elements, T being q's type.
+  template <class T, int kStep, int kRun, int kCount>
+  __device__ void put(const DecodeAttention& call, int thread, const float (&values)[kCount],
                       float lse) const {
-    switch (call.q.dtype) {  // once, not for each element
-      case Dtype::bfloat16: put_as<BFloat16, kStep>(call, first, values); break;
-      case Dtype::float16: put_as<Half, kStep>(call, first, values); break;
-      case Dtype::float32: put_as<float, kStep>(call, first, values); break;
+    struct alignas(kRun * sizeof(T)) Run {
+      T elements[kRun];
+    };
+    const int64_t width = call.kv.width;
+    T* const out = static_cast<T*>(call.out) + index * width;
+#pragma unroll
+    for (int k = 0; k < kCount; k += kRun) {
+      Run run;
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) run.elements[i] = narrow<T>(values[k + i]);
+      const int first = element<kStep, kRun>(thread, k);
+      if (first < width) *reinterpret_cast<Run*>(out + first) = run;
     }
-    if (first == 0) call.lse[index] = lse;
+    if (thread == 0) call.lse[index] = lse;
   }
   // The same of a row that sees nothing; true if it is one.
-  template <int kStep, int kCount>
-  __device__ bool put_none(const DecodeAttention& call, int64_t first, bool wrong,
+  template <class T, int kStep, int kRun, int kCount>
+  __device__ bool put_none(const DecodeAttention& call, int thread, bool wrong,
                            int64_t count) const {
     if (!wrong && token < count) return false;
     float values[kCount];
 #pragma unroll
     for (float& value : values) value = wrong ? NAN : 0.0f;
-    put<kStep>(call, first, values, wrong ? NAN : -INFINITY);
+    put<T, kStep, kRun>(call, thread, values, wrong ? NAN : -INFINITY);
     return true;
-  }
-
- private:
-  template <class T, int kStep, int kCount>
-  __device__ void put_as(const DecodeAttention& call, int64_t first,
-                         const float (&values)[kCount]) const {
-    const int64_t width = call.kv.width;
-    T* const out = static_cast<T*>(call.out) + index * width;
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      const int64_t element = first + k * kStep;
-      if (element < width) out[element] = narrow<T>(values[k]);
-    }
   }
 };
 
@@ -143,14 +144,14 @@ struct ElementsOfRow {
     for (int k = 0; k < kCount; ++k) values[k] = factors.of(values[k], theirs[k]);
   }
   // With all chunks there: the sink, if the call has any, and the results.
-  template <int kStep>
-  __device__ void put(const DecodeAttention& call, const ResultRow& row, int64_t first,
-                      float sink) {
+  template <class T, int kStep, int kRun>
+  __device__ void put(const DecodeAttention& call, const ResultRow& row, int thread, float sink) {
     if (call.sinks != nullptr) add({sink, sink == -INFINITY ? 0.0f : 1.0f}, {});
     const float inverse = powers.sum == 0.0f ? 0.0f : 1.0f / powers.sum;
 #pragma unroll
     for (float& value : values) value *= inverse;
-    row.put<kStep>(call, first, values, ::logf(powers.sum) + shift_of_largest(powers.largest));
+    const float lse = ::logf(powers.sum) + shift_of_largest(powers.largest);
+    row.put<T, kStep, kRun>(call, thread, values, lse);
   }
 };
 
