@@ -218,6 +218,16 @@ def test_the_capacity_makes_no_difference(slots: int, stored: torch.dtype, devic
             assert_same_bits("capacity", got, want)
 
 
+@pytest.mark.parametrize("stored", [BF16, INT8], ids=str)
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_few_long_ones_among_many(width: int, stored: torch.dtype, device: str) -> None:
+    """So that a block has all of a slot, which may be many chunks, or but one."""
+    lengths = [2048, 1, 1100, 257, 2047, 1793] + [3] * 65
+    for capacity in (32, 33, 64):  # pages: up to so many that a block has not all
+        kv = make_kv(lengths, 2, width, stored, device, capacity=capacity)
+        assert_as_in_turn(*operands(len(lengths), 6, 2, width, BF16, device), kv)
+
+
 @pytest.mark.parametrize("shape", [(0, 1, 4, 64), (2, 1, 0, 64)])
 def test_nothing(shape: tuple[int, ...], device: str) -> None:
     """Without queries, what is to be appended is."""
