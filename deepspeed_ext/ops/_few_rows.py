@@ -132,6 +132,8 @@ def grad_of_sums(
     """Return the gradient of x @ weight.T + bias, and work out again what was activated."""
     if activation is None:
         return grad_out
+    from deepspeed_ext.ops import bias_activation, gated_activation  # noqa: F401  # define the ops
+
     ops = torch.ops.deepspeed_ext
     sums = F.linear(x, weight, bias)
     grad: Tensor

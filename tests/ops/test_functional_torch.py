@@ -22,6 +22,13 @@ for module in pkgutil.iter_modules(transformer.__path__, transformer.__name__ + 
 names = torch._C._dispatch_get_all_op_names()
 print(json.dumps([name for name in names if name.startswith("deepspeed_ext::")]))
 """
+FIRST_GRADIENTS = """
+import torch
+from deepspeed_ext.ops import skinny_linear
+x = torch.ones(2, 8, requires_grad=True)
+for gated in (False, True):
+    skinny_linear(x, torch.ones(4, 8), activation="silu", gated=gated).sum().backward()
+"""
 
 
 def test_every_functional_op_has_a_case() -> None:
@@ -102,6 +109,12 @@ def test_a_gradient_of_a_gradient_is_refused(name: str, device: str) -> None:
             RuntimeError, match=r"^\w+_backward(\.\w+)?: the gradient is wanted, ex"
         ):
             grad.sum().backward(retain_graph=True)
+
+
+def test_a_gradient_needs_nothing_that_others_have_imported() -> None:
+    """That of an activation is another op's, whose module a process may not have yet."""
+    done = warm_python.run("-c", FIRST_GRADIENTS)
+    assert done.returncode == 0, done.stderr
 
 
 @each_case
