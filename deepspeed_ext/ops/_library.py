@@ -11,6 +11,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
+from torch._library.utils import has_kwarg_only_tensors
+from torch.autograd import forward_ad
 
 from deepspeed_ext.op_builder import load
 
@@ -32,7 +35,8 @@ def define(
 
     An op that returns something and has no backward raises when a gradient is to pass through it.
     One that writes to its arguments is none of autograd's business, as an optimizer step is; what
-    it returns does not require grad.
+    it returns does not require grad. No op has a forward mode: one that returns something raises
+    when an argument has a tangent; of one that writes the wrapper calls `refuse_tangents`.
 
     What is not asked for: autocast casts nothing, as kernels compute in float32 whatever is stored
     and take mixed dtypes; torch.library.register_autocast is for an op that must cast. An op that
@@ -56,6 +60,8 @@ def define(
     parsed = torch._C.parse_schema(schema)
     if parsed.returns and fake is None:
         raise TypeError(f"{full_name}: fake is None, expected a function, as it returns something")
+    if has_kwarg_only_tensors(parsed) and not parsed.is_mutable:  # autograd would not see them
+        raise TypeError(f"{full_name}: a tensor is keyword-only, expected it to be positional")
     calling_again = threading.local()  # other threads may be on their way here for the first time
 
     def load_and_call_again(*args: object, **keywords: object) -> object:
@@ -81,7 +87,7 @@ def define(
     _FRAGMENT.impl(full_name, load_and_call_again, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{full_name}", check_and_infer, lib=_FRAGMENT)
     if parsed.returns and not parsed.is_mutable:
-        _register_gradient(full_name, backward, setup_context)
+        _register_gradient(full_name, op, backward, setup_context)
     else:
         # The default fallback would look at every tensor of every list.
         _FRAGMENT.impl(full_name, torch.library.fallthrough_kernel, "Autograd")
@@ -94,17 +100,49 @@ def call_recording_nothing(op: torch._ops.OpOverload, *args: object) -> Any:
     The kernel that refuses gradients is in Python and takes all tensors of a list there and back: a
     third of the time of an op that has little to do with each.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return op(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
 
 
+def refuse_tangents(name: str, values: Values, instead: str = "detach it") -> None:
+    """Refuse what would lose a tangent of forward-mode AD, with torch.func.jvp or dual numbers.
+
+    Args:
+        name: of the op.
+        values: its arguments by name.
+        instead: what to do.
+
+    Raises:
+        RuntimeError: a tensor has one.
+    """
+    if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
+        return
+    for argument, tensor in _tensors(values):
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise RuntimeError(
+                f"{name}: {argument} has a tangent, expected none, as the op has no forward mode;"
+                f" {instead}"
+            )
+
+
 def _register_gradient(
     name: str,
+    op: torch._ops.OpOverload,
     backward: Callable[..., Any] | None,
     setup_context: Callable[..., None] | None,
 ) -> None:
+    """Do what torch.library.register_autograd does, and refuse tangents, which are lost there.
+
+    Both by one kernel, as another one before it would cost each call half a microsecond. Where no
+    gradient is wanted it takes less time than torch's, which asks again each time for what the
+    schema says.
+    """
+    instead = "detach it, or use plain torch"
+    if backward is not None:
+        instead = f"use reverse mode, or plain torch, as {name.partition('.')[0]}_ref does"
+
     def refuse(ctx: Any, *grads: Tensor | None) -> NoReturn:
         raise RuntimeError(
             f"{name}: the gradient is wanted, expected no use of it, as the op has none;"
@@ -116,9 +154,17 @@ def _register_gradient(
         if setup_context is not None:
             setup_context(ctx=ctx, **values)
 
-    torch.library.register_autograd(
-        f"{_NAMESPACE}::{name}", backward or refuse, setup_context=set_up, lib=_FRAGMENT
-    )
+    record = make_autograd_impl(op, Info(backward or refuse, set_up))
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: object, **keywords: object) -> Any:
+        if forward_ad._current_level >= 0:
+            refuse_tangents(name, _values(op, args, keywords), instead)
+        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return record(keyset, *args, **keywords)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
+
+    _FRAGMENT.impl(name, kernel, "Autograd", with_keyset=True)
 
 
 def _check_one_device(name: str, values: Values, on_host: Sequence[str]) -> None:

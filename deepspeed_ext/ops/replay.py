@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._library import define, refuse_tangents
 
 
 def _fake(names: Tensor, code: Tensor, given: list[Tensor]) -> Tensor:
@@ -81,6 +81,7 @@ class Recorded:
             raise RuntimeError(
                 "replay_: a gradient is wanted, expected none; call it under torch.no_grad()"
             )
+        refuse_tangents("replay_", {"inputs": inputs, "given": self._given})
         for i, (tensor, want) in enumerate(zip(inputs, self._inputs, strict=True)):
             if _form_of(tensor) != want:
                 raise ValueError(f"replay_: inputs[{i}] is {_form_of(tensor)}, expected {want}")

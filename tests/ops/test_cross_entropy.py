@@ -216,6 +216,15 @@ def test_inplace_is_for_once(device: str) -> None:
         other.backward()
 
 
+def test_inplace_refuses_gradients_of_gradients(device: str) -> None:
+    """Of logits that are not there any more."""
+    leaf, target = make((5, 40), F32, 0, device).requires_grad_(), targets(5, 40, device)
+    loss = cross_entropy(leaf * 1, target, inplace=True)
+    with pytest.raises(RuntimeError, match=r"^cross_entropy: backward is called with create_graph"):
+        torch.autograd.grad(loss, leaf, create_graph=True)
+    torch.autograd.grad(loss, leaf)
+
+
 def digest(device: str = "cpu") -> str:
     """Return a digest of the bits of losses and gradients."""
     found = hashlib.sha256()

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import call_recording_nothing, define
+from deepspeed_ext.ops._library import call_recording_nothing, define, refuse_tangents
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -240,6 +240,7 @@ def step_function(op: StepOp) -> Callable[[Callable[P, R]], Callable[P, R]]:
         if not written:
             with torch.no_grad():  # part of a step, as the op is that writes
                 return call_recording_nothing(native, *arguments)
+        refuse_tangents(op.name, values)
         targets = values
         if values["out"] is None:
             result = native(*arguments)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtypes import DTYPES
+from deepspeed_ext.ops._library import refuse_tangents
 from deepspeed_ext.ops.quantization.fake_quantize import fake_quantize_
 
 _FORMATS = {8: "int8", 4: "int4"}
@@ -46,6 +47,7 @@ def ds_quantizer(
             f"ds_quantizer: input has strides {list(input.stride())} for shape"
             f" {list(input.shape)}, expected a contiguous tensor"
         )
+    refuse_tangents("ds_quantizer", {"input": input})
     seed = int(torch.randint(2**62, (), device="cpu").item()) if sr else None
     rows = input.detach().view(groups, -1) if input.numel() else input.detach().view(1, 0)
     fake_quantize_(rows, _FORMATS[bit_num], symmetric=not asym, seed=seed)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._library import define, refuse_tangents
 from deepspeed_ext.ops.quantization.formats import number_of
 from deepspeed_ext.ops.quantization.packed_weight import (
     PackedWeight,
@@ -44,6 +44,7 @@ def quantize_packed_(x: Tensor, weight: PackedWeight, errors: Tensor | None = No
     float64.
     """
     _check_length("quantize_packed_", x, weight)
+    refuse_tangents("quantize_packed_", {"x": x})
     codes, scales, offsets, format, group_size, _ = weight
     _op(
         x,

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._library import define, refuse_tangents
 
 _LIBRARIES = {"cpu": "cpu_cross_entropy", "cuda": "fused_cross_entropy"}
 _OPTIONS = "*, int ignore_index, float label_smoothing, float z_loss"
@@ -79,6 +79,11 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled():  # what is handed over depends on nothing
+            raise RuntimeError(
+                "cross_entropy: backward is called with create_graph=True, expected False, as with"
+                " inplace gradients have no graph; leave inplace out"
+            )
         grad, ctx.grad = ctx.grad, None
         if grad is None:
             raise RuntimeError(
@@ -130,7 +135,7 @@ def cross_entropy(
 
     Raises:
         ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        RuntimeError: backward is called again after inplace.
+        RuntimeError: backward is called again after inplace, or is to make a graph then.
         BuildError: the native library of the device could not be built or loaded.
 
     See: Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2016, section
@@ -155,6 +160,7 @@ def cross_entropy(
             "cross_entropy: logits is a leaf that requires a gradient, expected the result of an"
             " op, as inplace overwrites it; leave inplace out"
         )
+    refuse_tangents("cross_entropy", {"logits": logits})
     loss: Tensor = _InPlace.apply(logits, target, options)  # type: ignore[no-untyped-call]
     return loss
 

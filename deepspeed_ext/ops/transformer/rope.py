@@ -5,7 +5,7 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._library import define, refuse_tangents
 
 _LIBRARIES = {"cpu": "cpu_rope", "cuda": "fused_rope"}
 _OPTIONS = "bool interleaved, bool heads_first, float scale"
@@ -164,7 +164,7 @@ def rope_(
 
     Raises:
         ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        RuntimeError: a gradient would be lost.
+        RuntimeError: a gradient, or a tangent, would be lost.
         BuildError: the native library of the device could not be built or loaded.
 
     See: ``rope``.
@@ -176,6 +176,7 @@ def rope_(
                 f"rope_: {name} is in need of a gradient, expected none, as the op has none;"
                 " call rope, or rope_ under torch.no_grad()"
             )
+    refuse_tangents("rope_", {"q": q, "k": k, "frequencies": frequencies})
     _in_place_op(
         q, k, positions, frequencies, interleaved=interleaved, heads_first=heads_first, scale=scale
     )

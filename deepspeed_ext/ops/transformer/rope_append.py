@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._library import define, refuse_tangents
 from deepspeed_ext.ops.transformer.paged_kv import PAGE, PagedKV, kind_of, libraries_of
 from deepspeed_ext.ops.transformer.rope import rope_ref
 
@@ -75,7 +75,7 @@ def rope_append_(
 
     Raises:
         ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        RuntimeError: a gradient would be lost.
+        RuntimeError: a gradient, or a tangent, would be lost.
         BuildError: the native library of the device could not be built or loaded.
 
     See: ``rope``, ``rms_norm``. ``rope_append_ref_`` is the same in float64.
@@ -107,8 +107,10 @@ def rope_append_(
 
 def refuse_gradients(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise RuntimeError if one is wanted of what goes to a cache, from where none comes back."""
+    given = {"q": q, "k": k, "v": v}
+    refuse_tangents(op, given)
     if torch.is_grad_enabled():
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
+        for name, tensor in given.items():
             if tensor.requires_grad:
                 raise RuntimeError(
                     f"{op}: {name} is in need of a gradient, expected none, as the op has"
