@@ -17,6 +17,7 @@ from quantize_cases import CASES, INTEGERS, KINDS, options_of, same, values
 from rms_norm_cases import BF16, DTYPES, F32
 from test_functional_memory import COUNTER
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from deepspeed_ext.ops import dequantize, ds_quantizer, fake_quantize, quantize
 from deepspeed_ext.ops.quantization import quantize_checks
@@ -139,6 +140,17 @@ def test_compiled(kind: tuple[str, bool], dynamic: bool, device: str) -> None:
             found.append([*(p.detach() for p in parts), *torch.autograd.grad(parts[1].sum(), x)])
         for got, want in zip(*found, strict=True):
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("op", [fake_quantize, lambda x, seed: quantize(x, seed=seed).codes])
+def test_a_new_seed_is_not_compiled_anew(op: Any) -> None:
+    """But for the second one, by which torch finds that the number changes."""
+    torch.compiler.reset()
+    counter, x = CompileCounterWithBackend("aot_eager"), values((5, 40), F32)
+    compiled = torch.compile(lambda x, seed: op(x, seed=seed), backend=counter, fullgraph=True)
+    for seed in (3, 4, -5, 2**61):
+        assert torch.equal(compiled(x, seed), op(x, seed=seed))
+    assert counter.frame_count == 2
 
 
 @each_kind

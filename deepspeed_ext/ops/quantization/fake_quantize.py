@@ -10,7 +10,7 @@ from deepspeed_ext.ops.quantization.dequantize import dequantize_ref
 from deepspeed_ext.ops.quantization.formats import number_of
 from deepspeed_ext.ops.quantization.quantize import LIBRARIES, quantize_ref
 
-_OPTIONS = "int format, bool symmetric, int? group_size, int? group_rows, int? seed"
+_OPTIONS = "int format, bool symmetric, int? group_size, int? group_rows, SymInt? seed"
 
 
 def _backward(ctx: Any, grad_out: Tensor) -> Tensor:

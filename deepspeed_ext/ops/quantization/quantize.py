@@ -61,7 +61,7 @@ def _fake(x: Tensor, *, seed: int | None, **options: Any) -> tuple[Tensor, Tenso
 
 _op = define(
     "quantize(Tensor x, *, int format, bool symmetric, int? group_size, int? group_rows,"
-    " int? seed) -> (Tensor codes, Tensor scales, Tensor offsets)",
+    " SymInt? seed) -> (Tensor codes, Tensor scales, Tensor offsets)",
     LIBRARIES,
     fake=_fake,
 )
