@@ -68,9 +68,11 @@ def quantize_model(
         Bytes and errors of each layer, and what was kept; printed, it is a table.
 
     Raises:
-        TypeError: a weight is no plain tensor of float32, bfloat16 or float16, or the model is a
-            linear layer itself. Nothing is changed then, nor with a ValueError.
-        ValueError: an argument breaks a rule above, or a weight is on meta.
+        TypeError: a weight is no plain tensor of float32, bfloat16 or float16, a bias no plain
+            tensor, or the model is a linear layer itself. Nothing is changed then, nor with a
+            ValueError.
+        ValueError: an argument breaks a rule above, a weight is on meta, or a bias has not one
+            element for each row of the weight.
 
     See: Dettmers et al., "QLoRA", 2023, for nf4; deepspeed_ext.ops.quantize for the formulas.
     """

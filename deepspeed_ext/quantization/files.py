@@ -101,7 +101,8 @@ def load_quantized(
         The model.
 
     Raises:
-        TypeError: a weight of the model is no plain tensor of float32, bfloat16 or float16.
+        TypeError: a weight of the model is no plain tensor of float32, bfloat16 or float16, or a
+            bias no plain tensor.
         ValueError: the file breaks a rule of its format, was cut short, or does not fit the model,
             which is as it was then.
         OSError: the file cannot be read.

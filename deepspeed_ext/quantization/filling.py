@@ -49,7 +49,8 @@ def fill(
             model that has none.
 
     Raises:
-        TypeError: a weight of the model is no plain tensor of float32, bfloat16 or float16.
+        TypeError: a weight of the model is no plain tensor of float32, bfloat16 or float16, or a
+            bias no plain tensor.
         ValueError: they do not fit the model, or lack what it has no values for. It is as it was
             then, as with a TypeError.
     """

@@ -107,8 +107,9 @@ class QuantizedLinear(nn.Module):
             format: as of `QuantizedLinear`, as are the others.
 
         Raises:
-            TypeError: it is of another class, or its weight is no plain tensor of floats.
-            ValueError: an argument breaks a rule above.
+            TypeError: it is of another class, its weight is no plain tensor of floats, or its bias
+                no plain tensor.
+            ValueError: an argument breaks a rule above, or the bias has another shape.
         """
         weight = weight_of("QuantizedLinear", linear)
         layout = make_layout(
@@ -333,13 +334,14 @@ class QuantizedLinear(nn.Module):
 
 
 def weight_of(what: str, linear: nn.Module) -> Tensor:
-    """Return the weight of a layer as (out, in).
+    """Return the weight of a layer as (out, in), after its bias is looked at too.
 
     Args:
         what: begins the text of an error.
 
     Raises:
         TypeError: it is no layer that QuantizedLinear can stand for.
+        ValueError: its bias has not one element for each row.
     """
     if type(linear) is not nn.Linear and not is_conv1d(linear):
         raise TypeError(f"{what}: linear is {type(linear).__name__}, expected Linear or Conv1D")
@@ -349,18 +351,30 @@ def weight_of(what: str, linear: nn.Module) -> Tensor:
             f"{what}: linear has no parameter named weight, expected one; what makes the weight"
             " anew for each call has to be removed before"
         )
-    if is_dtensor(weight):
-        raise TypeError(f"{what}: weight is a DTensor, expected a tensor that is whole")
-    if is_traceable_wrapper_subclass(weight):
-        raise TypeError(f"{what}: weight is a {type(weight).__name__}, expected a plain tensor")
-    if weight.layout is not torch.strided:
-        raise TypeError(f"{what}: weight is {weight.layout}, expected a plain tensor")
+    _check_plain(f"{what}: weight", weight)
     if weight.dtype not in DTYPES:
         raise TypeError(
             f"{what}: weight has dtype {weight.dtype}, expected float32, bfloat16 or float16"
         )
     weight = weight.detach()
-    return weight.t() if is_conv1d(linear) else weight
+    weight = weight.t() if is_conv1d(linear) else weight
+    bias = linear._parameters.get("bias")
+    if bias is not None:
+        _check_plain(f"{what}: bias", bias)
+        if bias.shape != weight.shape[:1]:  # torch takes one for all, kernels do not
+            raise ValueError(
+                f"{what}: bias has shape {list(bias.shape)}, expected {list(weight.shape[:1])}"
+            )
+    return weight
+
+
+def _check_plain(what: str, tensor: Tensor) -> None:
+    if is_dtensor(tensor):
+        raise TypeError(f"{what} is a DTensor, expected a tensor that is whole")
+    if is_traceable_wrapper_subclass(tensor):
+        raise TypeError(f"{what} is a {type(tensor).__name__}, expected a plain tensor")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{what} is {tensor.layout}, expected a plain tensor")
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -372,6 +372,12 @@ def with_weight(weight: Tensor) -> nn.Module:
     return layer
 
 
+def with_bias(bias: Tensor) -> nn.Module:
+    layer = nn.Linear(8, 8)
+    layer.bias = nn.Parameter(bias, requires_grad=False)
+    return layer
+
+
 def of_two() -> nn.Module:
     """A layer with a weight that wraps others: each of them would be written over the last."""
     from torch.testing._internal.two_tensor import TwoTensor
@@ -393,6 +399,16 @@ def of_two() -> nn.Module:
             lambda: with_weight(torch.eye(8).to_sparse()),
             TypeError,
             "last: weight is torch.sparse_coo, expected a plain tensor",
+        ),
+        (
+            lambda: with_bias(torch.ones(8).to_sparse()),
+            TypeError,
+            "last: bias is torch.sparse_coo, expected a plain tensor",
+        ),
+        (
+            lambda: with_bias(torch.ones(1)),
+            ValueError,
+            r"last: bias has shape \[1\], expected \[8\]",
         ),
     ],
 )
