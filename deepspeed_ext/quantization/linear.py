@@ -20,7 +20,7 @@ from deepspeed_ext.quantization.packing import (
     packed,
     quantize_weight,
 )
-from deepspeed_ext.quantization.weight_view import WeightView
+from deepspeed_ext.quantization.weight_view import view_of
 
 NOTE = "_extra_state"  # what torch calls what get_extra_state returns
 
@@ -214,7 +214,7 @@ class QuantizedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Shape, dtype and device of the floats; their values when they are read, not before."""
-        return WeightView(self.layout, self._tensors(), self.dtype)
+        return view_of(self.layout, self._tensors(), self.dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the floats that the weight stands for: (out, in).

@@ -16,6 +16,9 @@ _WRITERS = {
     Tensor.__setitem__: "weight[...] =",
     Tensor.data.__set__: "weight.data =",  # type: ignore[attr-defined]
 }
+_IN_PLACE = frozenset(
+    getattr(Tensor, name) for name in dir(Tensor) if name[-1] == "_" and name[-2:] != "__"
+) | {Tensor.__setitem__}
 _ADDRESSES = (Tensor.data_ptr, Tensor.__dlpack__, Tensor.share_memory_)
 
 
@@ -87,6 +90,36 @@ class WeightView(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"WeightView({self._layout.format}, shape={list(self.shape)}, dtype={self.dtype})"
+
+
+class _TracedFloats(Tensor):
+    """What a graph of torch.compile has in place of a view, which it cannot make: the floats.
+
+    They are worked out where something computes with them, as the compiler drops what nothing
+    reads. What is written to them would be lost, and is refused.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        to_first = func in _IN_PLACE and isinstance(args[0], _TracedFloats)
+        if to_first or isinstance(kwargs.get("out"), _TracedFloats):
+            _refuse("a method in place, or out=,")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def view_of(layout: WeightLayout, tensors: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Return a `WeightView`, or what torch.compile can have in place of one."""
+    if not torch.compiler.is_compiling():
+        return WeightView(layout, tensors, dtype)
+    return dequantize_tensors(layout, tensors, dtype).as_subclass(_TracedFloats)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -3,13 +3,16 @@
 import copy
 import pickle
 import pickletools
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from model_cases import FLOAT8, KINDS, PACKED, Conv1D, Kind, assert_multiplies, linear, rows
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 from deepspeed_ext.ops.quantization.packed_weight import PackedWeight, pack_weight
 from deepspeed_ext.quantization import QuantizedLinear
@@ -285,6 +288,51 @@ def test_can_be_compiled(format: str) -> None:
     torch.compiler.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), layer(x))
+
+
+READERS: dict[str, tuple[int, Callable[[QuantizedLinear, Tensor], Tensor]]] = {
+    "dtype": (0, lambda layer, x: layer(x.to(layer.weight.dtype))),
+    "shape": (0, lambda layer, x: layer(x) * layer.weight.shape[0] + layer.weight.dim()),
+    "device": (0, lambda layer, x: layer(x.to(layer.weight.device))),
+    "is a tensor": (0, lambda layer, x: x + isinstance(layer.weight, Tensor)),
+    "values": (1, lambda layer, x: F.linear(x, layer.weight) + x.mean(-1, keepdim=True)),
+    "values, transposed": (1, lambda layer, x: x @ layer.weight.t()),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("format", ["int8", "nf4", "fp8_e4m3"])
+def test_its_weight_can_be_read_in_a_compiled_function(format: str, reader: str) -> None:
+    """In one graph, where nothing is made of a weight of which only the dtype is looked at."""
+    makes, function = READERS[reader]
+    layer, x = made(format), rows((5, 70))
+    torch.compiler.reset()
+    kept = AotEagerAndRecordGraphs()
+    compiled = torch.compile(function, fullgraph=True, backend=kept)
+    assert torch.equal(compiled(layer, x), function(layer, x))
+    called = [str(node.target) for node in kept.fw_graphs[0].graph.nodes]
+    assert sum("dequantize" in name or "unpack_weight" in name for name in called) == makes
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.mul_(2),
+        lambda weight: weight.__setitem__(0, 1),
+        lambda weight: torch.mul(weight, 2, out=weight),
+        lambda weight: nn.init.zeros_(weight),
+    ],
+)
+def test_its_weight_is_read_only_in_a_compiled_function_too(write: Any) -> None:
+    layer = made("int8")
+
+    def function(x: Tensor) -> Tensor:
+        write(layer.weight)
+        return layer(x)
+
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match="expected it to be read only"):
+        torch.compile(function, backend="eager")(rows((5, 70)))
 
 
 def test_is_described() -> None:
