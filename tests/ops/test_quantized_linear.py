@@ -321,15 +321,20 @@ def test_many_rows_go_where_torch_takes_them(device: str) -> None:
 
 @pytest.mark.parametrize("activations", [None, "int8"])
 @pytest.mark.parametrize("rows", [20, 80])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_keep_no_floats_of_the_weight(
-    rows: int, activations: str | None, device: str
+    compiled: bool, rows: int, activations: str | None, device: str
 ) -> None:
     """Of all layers of a model they would be there at a time, when adapters are trained."""
-    for kind in INTEGERS:
+    torch.compiler.reset()
+    function = quantized_linear
+    if compiled:
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for kind in INTEGERS[:1] if compiled else INTEGERS:
         x, weight, options = arguments(rows, 24, 200, BF16, kind, 40, device, **EVERYTHING)
         kept: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda none: none):
-            quantized_linear(x.requires_grad_(), weight, **options, activations=activations)
+            function(x.requires_grad_(), weight, **options, activations=activations)
         assert any(each.dtype == torch.uint8 for each in kept)
         assert not any(each.is_floating_point() and each.numel() == 48 * 200 for each in kept)
 

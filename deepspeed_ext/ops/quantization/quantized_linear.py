@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import register_flop_formula
 
 from deepspeed_ext.ops import _activations
@@ -145,7 +146,7 @@ def quantized_linear(
     torch.compile does not know that there are fewer, the weight is made floats of the dtype of x in
     one pass, and torch multiplies. So it is for gradients, which there are of x, bias and residual.
     That of the rounding of x is taken as 1. Floats of the weight are made anew for the gradient to
-    x; but where torch.compile sees over 64 rows, it keeps the first ones until then.
+    x, and none are kept until then.
 
     Args:
         x: (..., length), float32, bfloat16 or float16. Or what ``skinny_linear_norm`` or
@@ -347,10 +348,19 @@ class _FloatProduct(torch.autograd.Function):
         return of_x, None, None, None, of_bias, None, None
 
 
+def _unpacked(*parts: Any) -> Tensor:
+    return unpack_weight(PackedWeight(*parts[:-1]), parts[-1])
+
+
 def _float_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """Return x @ w.T + bias, by the weight as floats for as long as it takes."""
     tensors = weight.codes, weight.scales, weight.offsets
-    wanted = x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    wanted = x.requires_grad and torch.is_grad_enabled()
+    if wanted and torch.compiler.is_compiling():
+        # The compiler would find that a function as below makes the same floats twice, and keep the
+        # first ones; of what is checkpointed it is told not to.
+        again: dict[str, Any] = dict(use_reentrant=False, preserve_rng_state=False)
+        return F.linear(x, checkpoint(_unpacked, *weight, x.dtype, **again), bias)
     # What cannot be kept, or wants a gradient, which unpack_weight refuses, goes the plain way.
     if not wanted or any(
         each is not None and (each.requires_grad or each.is_inference()) for each in tensors
