@@ -23,6 +23,19 @@ class Contender:
     is_ceiling: bool = False
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C after some whole rounds.
+
+    Args:
+        timings: of these rounds.
+        rounds: how many they are.
+    """
+
+    def __init__(self, timings: dict[str, Timing], rounds: int) -> None:
+        super().__init__()
+        self.timings, self.rounds = timings, rounds
+
+
 def seconds_on_cpu(run: Callable[[], object]) -> float:
     """Time one call that is over when it returns."""
     time.sleep(_PAUSE)
@@ -57,15 +70,30 @@ def measure(
         rounds: how often each is timed.
         progress: advanced by one for each round.
         warm_up: how often each is called before.
+
+    Raises:
+        Interrupted: by Ctrl-C, with the rounds that were whole.
     """
     seconds_of = seconds_on_cuda if device == "cuda" else seconds_on_cpu
     for contender in contenders:
         for _ in range(warm_up):
             contender.run()
-    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    for first in range(rounds):
-        first %= len(contenders)
-        for contender in (*contenders[first:], *contenders[:first]):
-            seconds[contender.name].append(seconds_of(contender.run))
-        progress.update()
-    return {name: Timing.of(values) for name, values in seconds.items()}
+    done: list[dict[str, float]] = []
+    try:
+        for first in range(rounds):
+            first %= len(contenders)
+            turns = (*contenders[first:], *contenders[:first])
+            done.append({contender.name: seconds_of(contender.run) for contender in turns})
+            progress.update()
+    except KeyboardInterrupt as error:
+        if not done:
+            raise
+        raise Interrupted(_timings_of(contenders, done), len(done)) from error
+    return _timings_of(contenders, done)
+
+
+def _timings_of(
+    contenders: Sequence[Contender], done: Sequence[dict[str, float]]
+) -> dict[str, Timing]:
+    names = [contender.name for contender in contenders]
+    return {name: Timing.of([seconds[name] for seconds in done]) for name in names}

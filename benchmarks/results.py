@@ -21,6 +21,7 @@ A file holds the machine's `name`, as the tables call it, and a list of `runs`:
                     took, and `cpu`, the median of this process's seconds on the CPU, if measured
         times       by name: how many times as fast as that contender ours is, by the medians
         ceilings    names of those contenders that only move as many bytes
+        rounds      that were measured, if the run was interrupted before all of them
         remark      what else there is to know
 """
 
@@ -75,6 +76,7 @@ class Result:
         cpu: seconds of this process on the CPU, by contender, where they were measured.
         title: what is printed, if not `work`.
         notes: lines to print below.
+        only: how many rounds there were, if the run was interrupted; 0 if it was not.
     """
 
     work: str
@@ -86,6 +88,7 @@ class Result:
     cpu: Mapping[str, Timing] = field(default_factory=dict)
     title: str = ""
     notes: Sequence[str] = ()
+    only: int = 0
 
     @property
     def times(self) -> dict[str, float]:
@@ -164,10 +167,10 @@ def keep(path: Path | None, results: Sequence[Result], described: Mapping[str, s
 
     Args:
         path: the file, or the folder that it is in; both are made. None keeps nothing.
-        results: the rows.
+        results: the rows; if there is none, nothing is kept.
         described: what they depend on.
     """
-    if path is None:
+    if path is None or not results:
         return
     machine = described.get("gpu") or described["processor"]
     if path.suffix != ".json":
@@ -207,6 +210,7 @@ def row_of(bench: str, result: Result) -> dict[str, Any]:
         "contenders": contenders,
         "times": {name: _rounded(value) for name, value in result.times.items()},
         "ceilings": list(result.ceilings),
+        **({"rounds": result.only} if result.only else {}),
     }
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.harness import ROUNDS, WARM_UP, Contender, measure
+from benchmarks.harness import ROUNDS, WARM_UP, Contender, Interrupted, measure
 from benchmarks.results import Result, add_option, introduced, keep, show
 from benchmarks.stream import Stream
 
@@ -54,7 +54,7 @@ BIG, MANY, SMALL = [(1 << 20,)] * 64, [(4096,)] * 16384, [(256,)] * 16384
 
 
 def bench(work: Work, stream: Stream, threads: int, rounds: int, progress: "tqdm[None]") -> Result:
-    """Measure one piece of work."""
+    """Measure one piece of work; after Ctrl-C the result is of the rounds that were whole."""
     if threads:
         torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -63,7 +63,11 @@ def bench(work: Work, stream: Stream, threads: int, rounds: int, progress: "tqdm
     make = stream.read_contender if work.only_reads else stream.contender
     ceiling = repeated(make(bytes_moved, threads), work.times)
     contenders = [*work.contenders(work.shapes, stream.device), ceiling]
-    timings = measure(contenders, stream.device, rounds, progress, work.warm_up)
+    only = 0
+    try:
+        timings = measure(contenders, stream.device, rounds, progress, work.warm_up)
+    except Interrupted as error:
+        timings, only = error.timings, error.rounds
     ceilings = [contender.name for contender in contenders if contender.is_ceiling]
     moved = bytes_moved * work.times
     notes = [
@@ -71,8 +75,10 @@ def bench(work: Work, stream: Stream, threads: int, rounds: int, progress: "tqdm
         for name, timing in timings.items()
         if work.tokens and name not in ceilings
     ]
+    if only:
+        notes.append(f"interrupted: after {only} of {rounds} rounds")
     elements *= work.times
-    return Result(work.name, threads, elements, moved, timings, ceilings, notes=notes)
+    return Result(work.name, threads, elements, moved, timings, ceilings, notes=notes, only=only)
 
 
 def repeated(contender: Contender, times: int) -> Contender:
@@ -124,6 +130,8 @@ def main(description: str, works_of: Mapping[str, Sequence[Work]]) -> None:
                 for count in threads:
                     results.append(bench(work, stream, count, options.rounds, progress))
                     show(results[-1])
+                    if results[-1].only:
+                        raise KeyboardInterrupt
                     gc.collect()  # the tensors of this work, before those of the next
                     torch._dynamo.reset()  # it compiles a function for so many shapes only
                     torch.cuda.empty_cache()

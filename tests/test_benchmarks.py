@@ -3,12 +3,14 @@
 import importlib
 import json
 import re
+import signal
 import sys
 
 import pytest
 import torch
 
-from benchmarks import bench_offload, offload_rows, results, table_cells, tables
+from benchmarks import bench_offload, offload_rows, results, table_cells, tables, works
+from benchmarks.harness import Contender
 from benchmarks.results import FOLDER, Result, Timing
 
 MACHINES = tables.machines_in(FOLDER)
@@ -155,6 +157,38 @@ def test_a_new_run_replaces_its_rows_and_no_others(tmp_path, monkeypatch):
     assert medians == [[(1, 2.0)], [(2, 7.0)]]
     found = kept(tmp_path, monkeypatch, *old)
     assert [len(run["rows"]) for run in found["runs"]] == [2]  # runs without rows go
+
+
+@pytest.mark.parametrize("whole", [0, 2])
+def test_rounds_before_an_interrupt_are_kept(whole, tmp_path, monkeypatch):
+    """Of a round that was not whole nobody's time counts."""
+    calls = []
+
+    def contenders(shapes, device):
+        def ours():
+            calls.append(1)
+            if len(calls) == whole + 1:
+                signal.raise_signal(signal.SIGINT)
+
+        return [Contender("theirs", lambda: None), Contender("ours", ours)]
+
+    work = works.Work("a work", [(8,)], 8, contenders, warm_up=0)
+    command = f"bench_steps.py --threads 1 --rounds 4 --save {tmp_path}/kept.json"
+    monkeypatch.setattr(sys, "argv", command.split())
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setenv("BENCH_COMMIT", "0123abc")
+    monkeypatch.setattr(works, "keep_memory", lambda: None)
+    threads = torch.get_num_threads()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            works.main("", {"cpu": [work, work]})
+    finally:
+        torch.set_num_threads(threads)
+    assert (tmp_path / "kept.json").exists() == (whole > 0)
+    if whole:
+        [run] = json.loads((tmp_path / "kept.json").read_text())["runs"]
+        assert [row["rounds"] for row in run["rows"]] == [whole]
+        assert len(run["rows"][0]["contenders"]) == 3
 
 
 def test_the_best_of_each_kind_of_rival_is_shown():
