@@ -54,23 +54,25 @@ def main(arguments: list[str] | None = None) -> int:
     described = introduced("cpu", **_described(options.path, options.scale))
     chosen = [name for name in WORKS if name.startswith(tuple(wanted))]
     results: list[Result] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="bench-aio-", dir=options.path) as folder,
-        tqdm(total=len(chosen) * options.rounds, desc="rounds", disable=None) as progress,
-    ):
-        place = Place(Path(folder), options.scale, PlainLoop())
-        for name in chosen:
-            with ExitStack() as resources:
-                row = WORKS[name](place, resources)
-                if isinstance(row, str):
-                    tqdm.write(f"\n{name}: skipped, {row}")
-                    progress.update(options.rounds)
-                    continue
-                results.append(measure(name, row, options.rounds, progress))
-            show(results[-1])
-            for file in Path(folder).iterdir():
-                file.unlink()
-    keep(options.save, results, described)
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="bench-aio-", dir=options.path) as folder,
+            tqdm(total=len(chosen) * options.rounds, desc="rounds", disable=None) as progress,
+        ):
+            place = Place(Path(folder), options.scale, PlainLoop())
+            for name in chosen:
+                with ExitStack() as resources:
+                    row = WORKS[name](place, resources)
+                    if isinstance(row, str):
+                        tqdm.write(f"\n{name}: skipped, {row}")
+                        progress.update(options.rounds)
+                        continue
+                    results.append(measure(name, row, options.rounds, progress))
+                show(results[-1])
+                for file in Path(folder).iterdir():
+                    file.unlink()
+    finally:  # what is measured is kept, whatever fails after it
+        keep(options.save, results, described)
     return 0
 
 

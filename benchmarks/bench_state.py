@@ -45,14 +45,20 @@ def main() -> None:
     elements = PARAMS * torch.Size(SHAPE).numel()
     results = []
     works = {"load_state_dict": loading, "deepcopy": copying}
-    with tqdm(total=ROUNDS * len(works)) as progress:
-        for name, make in works.items():
-            contenders = [Contender(title, make(stepped(kind))) for title, kind in CLASSES.items()]
-            timings = measure(contenders, "cpu", ROUNDS, progress)
-            work = f"{name} of {PARAMS:,} x {SHAPE[0]}x{SHAPE[1]}"
-            results.append(Result(work, torch.get_num_threads(), elements, 8 * elements, timings))
-            show(results[-1])
-    keep(options.save, results, described)
+    try:
+        with tqdm(total=ROUNDS * len(works)) as progress:
+            for name, make in works.items():
+                contenders = [
+                    Contender(title, make(stepped(kind))) for title, kind in CLASSES.items()
+                ]
+                timings = measure(contenders, "cpu", ROUNDS, progress)
+                work = f"{name} of {PARAMS:,} x {SHAPE[0]}x{SHAPE[1]}"
+                results.append(
+                    Result(work, torch.get_num_threads(), elements, 8 * elements, timings)
+                )
+                show(results[-1])
+    finally:  # what is measured is kept, whatever fails after it
+        keep(options.save, results, described)
 
 
 if __name__ == "__main__":
