@@ -38,6 +38,8 @@ def record(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, "R
             all else that it does with them, and with numbers, is not done again.
         inputs: that it is called with. Later ones must have the same shapes, dtypes and strides.
     """
+    # New ones: an input may be given twice, or be what the function has from elsewhere.
+    inputs = tuple(tensor.view_as(tensor) for tensor in inputs)
     recorder = _Recorder(inputs)
     with recorder:
         result = function(*inputs)
@@ -72,7 +74,7 @@ class Recorded:
         """Return what the function would.
 
         Raises:
-            ValueError: an input is not like the one that was recorded.
+            ValueError: an input is not like the one that was recorded, or their number.
             RuntimeError: there was a problem, a gradient is wanted, or an op refuses a tensor.
         """
         if self.problem is not None:
@@ -82,6 +84,10 @@ class Recorded:
                 "replay_: a gradient is wanted, expected none; call it under torch.no_grad()"
             )
         refuse_tangents("replay_", {"inputs": inputs, "given": self._given})
+        if len(inputs) != len(self._inputs):
+            raise ValueError(
+                f"replay_: inputs has {len(inputs)} tensors, expected {len(self._inputs)}"
+            )
         for i, (tensor, want) in enumerate(zip(inputs, self._inputs, strict=True)):
             if _form_of(tensor) != want:
                 raise ValueError(f"replay_: inputs[{i}] is {_form_of(tensor)}, expected {want}")
@@ -211,12 +217,23 @@ class _Recorder(TorchDispatchMode):
                 continue
             later = result.storage_offset() - source.storage_offset()
             form = _form_of(result)
+            reach = _reach(form)
+            if reach and not 0 <= later <= _reach(_form_of(source)) - reach:
+                self.problem = f"it calls {func} for elements beyond the tensor"
+                return
             made = self._new_place(result)
             self.instructions.append(_View(place, made, later, form.shape, form.strides))
 
 
+def _reach(form: _Form) -> int:
+    """Return how many elements lie from the first one to the last, those between included."""
+    if 0 in form.shape:
+        return 0
+    return 1 + sum((n - 1) * stride for n, stride in zip(form.shape, form.strides, strict=True))
+
+
 def _is_view(result: Any, source: Tensor) -> bool:
-    if not isinstance(result, Tensor) or result.dtype != source.dtype:
+    if not isinstance(result, Tensor) or result.dtype != source.dtype or result.is_neg():
         return False
     return bool(result.untyped_storage()._cdata == source.untyped_storage()._cdata)
 

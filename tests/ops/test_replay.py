@@ -19,6 +19,7 @@ from deepspeed_ext.ops import (
     rope_frequencies,
     skinny_linear,
     skinny_linear_norm,
+    swiglu,
 )
 
 _OP = torch.ops.deepspeed_ext.replay_.default
@@ -135,7 +136,7 @@ def test_an_early_result_stays() -> None:
 
 
 def test_a_view_of_an_input_can_be_the_result() -> None:
-    for function in (lambda x: x, lambda x: x[0].t(), lambda x: x[1:, 2]):
+    for function in (lambda x: x, lambda x: x[0].t(), lambda x: x[1:, 2], lambda x: x[:, 1:][2:]):
         _, recorded = record(function, random(2, 5, 5))
         x = random(2, 5, 5, seed=1)
         assert torch.equal(recorded(x), function(x))
@@ -160,6 +161,7 @@ def _all_in_place(x: Tensor) -> Tensor:
         (lambda x: x.view(torch.int32).view(torch.float32), "it calls aten.view.dtype"),
         (lambda x: x.clone(), "it calls aten.clone.default"),
         (lambda x: torch.zeros(3), "it calls aten.zeros.default"),
+        (torch._neg_view, "it calls aten._neg_view.default"),
     ],
 )
 def test_what_cannot_be_done_again_is_named(function: Any, text: str) -> None:
@@ -167,6 +169,23 @@ def test_what_cannot_be_done_again_is_named(function: Any, text: str) -> None:
     assert recorded.problem == text
     with pytest.raises(RuntimeError, match=f"replay_: {text}, expected what can be done again"):
         recorded(random(2, 16))
+
+
+@pytest.mark.parametrize("begin", [0, 32])
+def test_a_view_of_more_than_an_input_is_refused(begin: int) -> None:
+    """Another input may be all that there is in its memory."""
+    base = random(4, 16)
+    _, recorded = record(lambda x: x.as_strided((2, 16), (16, 1), begin), base[1:2])
+    text = "it calls aten.as_strided.default for elements beyond the tensor"
+    assert recorded.problem == text
+
+
+def test_an_input_may_be_given_twice_and_be_known_from_elsewhere() -> None:
+    x, y, z = (random(2, 16, seed=seed) for seed in range(3))
+    _, recorded = record(lambda a, b: swiglu(swiglu(a, x), b), x, x)
+    assert torch.equal(recorded(y, z), swiglu(swiglu(y, x), z))
+    with pytest.raises(ValueError, match=r"^replay_: inputs has 1 tensors, expected 2$"):
+        recorded(y)
 
 
 def test_a_result_from_elsewhere() -> None:
