@@ -100,6 +100,25 @@ def test_counts_every_write(step: Step, slabs: bool) -> None:
 
 
 @each_step
+def test_counts_every_write_to_what_can_be_gone_through_once(step: Step) -> None:
+    """As model.parameters() can, and torch takes it."""
+    arguments = make(step, [4, 0], states=step.most_states)
+    names = [name for name in written(arguments) if arguments[name]]
+    step(**arguments | {name: iter(arguments[name]) for name in names}, **step.base)
+    for name in names:
+        assert [t._version for t in arguments[name]] == [1, 1], name
+    elsewhere = {name: [t.clone() for t in arguments[name]] for name in names}
+    versions = {name: [t._version for t in elsewhere[name]] for name in names}
+    out = {name: iter(tensors) for name, tensors in elsewhere.items()}
+    step(**arguments, **step.base, out=out)
+    for name in names:
+        assert [t._version for t in elsewhere[name]] == [n + 1 for n in versions[name]], name
+    for wrong, kind in ((arguments["params"][0], "Tensor"), (3, "int")):
+        with pytest.raises(TypeError, match=rf": {names[0]} is a {kind}, expected a list$"):
+            step(**arguments | {names[0]: wrong}, **step.base)
+
+
+@each_step
 def test_params_that_require_grad_need_no_no_grad(step: Step, device: str) -> None:
     arguments, want = make(step, [4], device=device), make(step, [4], device=device)
     arguments["params"][0].requires_grad_()

@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -35,6 +35,7 @@ _ARGUMENTS = {
     "grad_scale": "Tensor?",
     "found_inf": "Tensor?",
 }
+_SEQUENCES = frozenset((list, tuple))
 _ON_HOST = ("offsets", "slots", "noise")  # always in host memory
 
 
@@ -246,12 +247,12 @@ def step_function(op: StepOp) -> Callable[[Callable[P, R]], Callable[P, R]]:
             result = native(*arguments)
         else:
             targets = _targets(op, values, values["out"])
-            outs = {f"out_{name}": list(targets[name]) for name in written}
-            result = native_out(*arguments, **outs)
+            result = native_out(*arguments, **{f"out_{name}": targets[name] for name in written})
         # A native op does not count its writes. Without the count, a backward that saved a
         # parameter before the step would use the new values without an error.
         for name in written:
-            torch.autograd.graph.increment_version(targets[name])
+            if targets[name]:  # of most calls there are some empty lists
+                torch.autograd.graph.increment_version(targets[name])
         return result
 
     def make(function: Callable[P, R]) -> Callable[P, R]:
@@ -261,6 +262,9 @@ def step_function(op: StepOp) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def step(*args: P.args, **kwargs: P.kwargs) -> R:
             nothing = function(*args, **kwargs)  # and Python has checked the call
             values = {**defaults, **dict(zip(positional, args, strict=False)), **kwargs}
+            for name in written:
+                if type(values[name]) not in _SEQUENCES:
+                    values[name] = _listed(op, name, values[name])
             if not values["params"] and not values.get("grads"):
                 return nothing
             result: R = call(values)
@@ -278,7 +282,17 @@ def _targets(
     for name in out:
         if name not in op.written:
             raise ValueError(f"{op.name}: out has {name!r}, expected some of {list(op.written)}")
-    return {name: out.get(name, values[name]) for name in op.written}
+    return {name: _listed(op, f"out[{name!r}]", out.get(name, values[name])) for name in op.written}
+
+
+def _listed(op: StepOp, name: str, tensors: Any) -> list[Tensor]:
+    """Return what may be gone through once, such as model.parameters(), as a list.
+
+    Torch would take it too, and leave nothing of it to those who count what was written.
+    """
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
+        raise TypeError(f"{op.name}: {name} is a {type(tensors).__name__}, expected a list")
+    return list(tensors)
 
 
 def _signature_of(
