@@ -231,6 +231,11 @@ _REFUSED_OF_OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
         dict(_remove_final_layer_norm=True),
         "_remove_final_layer_norm is True, expected False: the table of model_type 'opt'",
     ),
+    "biases that are left out": (
+        "bloom",
+        dict(slow_but_exact=True, pretraining_tp=2),
+        "slow_but_exact is True, expected False: the table of model_type 'bloom'",
+    ),
     "a value that stands for nothing": (
         "opt",
         dict(do_layer_norm_before="yes"),
