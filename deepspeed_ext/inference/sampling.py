@@ -5,7 +5,8 @@ their order may change with the shape of a batch. So probabilities, which our so
 alone, become integers: those add up to the same whatever the order.
 """
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,9 +20,11 @@ MOST_LOGPROBS = 20
 _WHOLE = 2.0**40  # what a probability of 1 is as an integer
 _RUN = 256  # weights that are added up first, so that a draw goes through few sums
 _LIKELY = 1024  # tokens that are ordered first on the CPU, as they mostly are enough for top_p
-_TINY = 2.0**-126
+_TINY, _HUGE = 2.0**-126, 2.0**127  # of float32
+_MOST = sys.float_info.max
 _WORD = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15
+_NO_ITEMS = (bytes, bytearray, Mapping)  # although whole numbers, or strings, may come out of them
 
 _FLOATS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("temperature", lambda value: value >= 0, "0 or more"),
@@ -74,13 +77,10 @@ class SamplingOptions:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name, want in (("stop", "strings"), ("stop_tokens", "whole numbers or None")):
+        for name, want in (("stop", "strings"), ("stop_tokens", "ints or None")):
             value = getattr(self, name)
             if value is not None or name == "stop":
-                if not isinstance(value, str | int | Iterable):
-                    raise TypeError(f"generate: {name} is {value!r}, expected {want}")
-                some = (value,) if isinstance(value, str | int) else tuple(value)
-                object.__setattr__(self, name, some)
+                object.__setattr__(self, name, _several(name, value, want))
         for name, low, high in (
             ("max_new_tokens", 0, 2**31 - 1),
             ("top_k", 0, 2**31 - 1),
@@ -94,7 +94,7 @@ class SamplingOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"generate: {name} is {value!r}, expected a float")
-            if not (is_right(value) and abs(value) < float("inf")):
+            if not (is_right(value) and value <= _MOST):
                 raise ValueError(f"generate: {name} is {value}, expected {want}")
         for text in self.stop:
             if not isinstance(text, str) or not text:
@@ -116,6 +116,15 @@ class SamplingOptions:
         penalized = self.repetition_penalty != 1
         logprobs = -1 if self.logprobs is None else MOST_LOGPROBS if self.logprobs else 0
         return Kind(drawn, candidates, penalized, logprobs)
+
+
+def _several(name: str, value: Any, want: str) -> tuple[Any, ...]:
+    """Return the items of what may be one, or several; a tensor is neither."""
+    if isinstance(value, str | int):
+        return (value,)
+    if not isinstance(value, Iterable) or isinstance(value, _NO_ITEMS) or hasattr(value, "tolist"):
+        raise TypeError(f"generate: {name} is {value!r:.60}, expected {want}")
+    return tuple(value)
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:
@@ -163,9 +172,9 @@ class Parameters(NamedTuple):
 
     @classmethod
     def row(cls, options: SamplingOptions) -> list[float]:
-        """Return the numbers of one row, none of which is 0 as a float32 that is not 0 here."""
+        """Return the numbers of one row, which as float32 are 0 only if they are, and finite."""
         numbers = [float(getattr(options, name)) for name in cls._fields]
-        return [max(number, _TINY) if number > 0 else number for number in numbers]
+        return [min(max(number, _TINY), _HUGE) if number > 0 else number for number in numbers]
 
 
 def key_of(seed: int, sample: int) -> int:

@@ -289,9 +289,11 @@ def test_extreme_numbers_have_a_meaning() -> None:
     cold = SamplingOptions(temperature=1e-300)
     row = sample(logits, cold.kind, parameters_of([cold]), half)
     assert row[0, 0] == logits.argmax()
-    hot = SamplingOptions(temperature=1e30)
-    rows = sample(logits, hot.kind, parameters_of([hot]), half)
-    assert rows[0, 0] == 48  # the middle of all, as all are as likely
+    for temperature in (1e30, 1e300):
+        hot = SamplingOptions(temperature=temperature, repetition_penalty=temperature)
+        seen = logits == logits.min()
+        rows = sample(logits, hot.kind, parameters_of([hot]), half, seen)
+        assert 47 <= rows[0, 0] <= 49  # the middle of all, as the others are as likely
 
 
 @pytest.mark.parametrize(
@@ -301,11 +303,15 @@ def test_extreme_numbers_have_a_meaning() -> None:
         ("temperature", -0.5, "is -0.5, expected 0 or more"),
         ("temperature", math.nan, "is nan, expected 0 or more"),
         ("temperature", math.inf, "is inf, expected 0 or more"),
+        pytest.param("temperature", 2**1024, f"is {2**1024}, expected 0 or more", id="not a float"),
         ("top_k", -1, "is -1, expected 0 to 2147483647"),
         ("top_p", 0.0, "is 0.0, expected over 0, and 1 at most"),
         ("min_p", 1.5, "is 1.5, expected 0 to 1"),
         ("repetition_penalty", 0, "is 0, expected more than 0"),
-        ("stop", ("",), "has '', expected strings, none empty"),
+        ("stop", "", "has '', expected strings, none empty"),
+        ("stop", ("a", None), "has None, expected strings, none empty"),
+        ("stop", True, "has True, expected strings, none empty"),
+        ("stop", [["a"]], "has ['a'], expected strings, none empty"),
         ("stop_tokens", (-1,), "is -1, expected 0 to 2147483647"),
         ("seed", -1, "is -1, expected 0 to 18446744073709551615"),
         ("n", 0, "is 0, expected 1 to 2147483647"),
@@ -324,7 +330,16 @@ def test_a_number_that_cannot_be_is_refused(name: str, value: Any, text: str) ->
         ("top_k", 1.5, "is 1.5, expected an int"),
         ("top_p", "1", "is '1', expected a float"),
         ("stop", None, "is None, expected strings"),
-        ("stop_tokens", 2.5, "is 2.5, expected whole numbers or None"),
+        ("stop", torch.tensor(5), "is tensor(5), expected strings"),
+        ("stop", b"ab", "is b'ab', expected strings"),
+        ("stop", {"ab": 1}, "is {'ab': 1}, expected strings"),
+        ("stop_tokens", 2.5, "is 2.5, expected ints or None"),
+        ("stop_tokens", torch.tensor([5]), "is tensor([5]), expected ints or None"),
+        ("stop_tokens", b"ab", "is b'ab', expected ints or None"),
+        ("stop_tokens", {5: "ab"}, "is {5: 'ab'}, expected ints or None"),
+        ("stop_tokens", [True], "is True, expected an int"),
+        ("stop_tokens", [None], "is None, expected an int"),
+        ("stop_tokens", [[5]], "is [5], expected an int"),
     ],
 )
 def test_another_kind_of_value_is_refused(name: str, value: Any, text: str) -> None:
