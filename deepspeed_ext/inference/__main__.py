@@ -3,12 +3,17 @@
 import argparse
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.inference.engine import InferenceEngine
+from deepspeed_ext.inference.folder import ModelFolder
 from deepspeed_ext.inference.initialize import init_inference
+from deepspeed_ext.inference.policies import policy_of
+from deepspeed_ext.inference.sampling import SamplingOptions
 from deepspeed_ext.inference.speed import bytes_per_token, memory_speed
 from deepspeed_ext.inference.stream import Piece
+from deepspeed_ext.inference.tokens import tokenizer_of
 from deepspeed_ext.op_builder import BuildError, program
 
 _SAMPLING = (  # the options of a call of generate, with their types and what they mean
@@ -73,12 +78,14 @@ def main(arguments: list[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a model may write anything
     try:
-        engine = init_inference(options.folder, max_batch=1, progress=True, **given(_LOADING))
-        if not isinstance(engine, InferenceEngine):
-            raise ValueError(f"{options.folder} has an encoder, expected a model that writes text")
+        wanted = SamplingOptions(stop=options.stop, **given(_SAMPLING))
+        tokenizer = _tokenizer_for(options)
+        tokens = options.tokens if options.prompt is None else tokenizer.encode(options.prompt)
+        loading = given(_LOADING) | {"tokenizer": tokenizer}
+        engine = init_inference(options.folder, max_batch=1, progress=True, **loading)
+        assert isinstance(engine, InferenceEngine)
         with engine:
-            prompt = [options.tokens] if options.prompt is None else options.prompt
-            _write(engine, prompt, tuple(options.stop), given(_SAMPLING))
+            _write(engine, tokens, wanted, options.prompt is not None)
     except BrokenPipeError:
         raise
     except (ValueError, TypeError, OSError, MemoryError, RuntimeError, BuildError) as error:
@@ -90,12 +97,26 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _tokenizer_for(options: argparse.Namespace) -> Any:
+    """Return the folder's tokenizer, and refuse what it has not, before weights are read."""
+    folder = ModelFolder(Path(options.folder))
+    if not policy_of(folder.config).causal:
+        raise ValueError(f"{options.folder} has an encoder, expected a model that writes text")
+    tokenizer = tokenizer_of(folder, None)
+    if tokenizer is None and (options.prompt is not None or options.stop):
+        what = "stop" if options.prompt is None else "prompt"
+        raise ValueError(
+            f"{options.folder} has no tokenizer, expected one for --{what}; without, there is"
+            " --tokens"
+        )
+    return tokenizer
+
+
 def _write(
-    engine: InferenceEngine, prompt: Any, stop: tuple[str, ...], options: dict[str, Any]
+    engine: InferenceEngine, prompt: list[int], options: SamplingOptions, is_text: bool
 ) -> None:
     """Print what follows the prompt, piece by piece, and then how fast it came."""
-    is_text = isinstance(prompt, str)
-    with engine.generate(prompt, stream=True, stop=stop, **options) as stream:
+    with engine.generate([prompt], options, stream=True) as stream:
         count, first, first_count, last = 0, 0.0, 0, 0.0
         for piece in stream:
             print(_shown(piece, is_text), end="", flush=True)
@@ -107,9 +128,7 @@ def _write(
     text = f"{count} token{'' if count == 1 else 's'}"
     if count > first_count:
         seconds = (last - first) / (count - first_count)
-        tokenizer = engine.tokenizer if is_text else None
-        before = len(prompt[0] if tokenizer is None else tokenizer.encode(prompt))
-        text += f", {1 / seconds:.4g} a second{_share(engine, before + count / 2, seconds)}"
+        text += f", {1 / seconds:.4g} a second{_share(engine, len(prompt) + count / 2, seconds)}"
     print(text, file=sys.stderr)
 
 

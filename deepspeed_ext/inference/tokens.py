@@ -102,8 +102,16 @@ def _by_transformers(path: Path) -> Tokenizer:
         found: Any = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
+        words = set(found.get_vocab()) - set(found.get_added_vocab())
+        is_empty = words <= set(found.all_special_tokens)  # as where files of it are missing
     except Exception as error:  # of what it calls
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"{_OP}: {path} has no tokenizer that can be read: {reason}") from None
+    if is_empty:
+        raise ValueError(
+            f"{_OP}: {path} has a tokenizer without a vocabulary, expected tokenizer.json, or the"
+            " files that it is made of; fetch the folder again, remove what there is of it, or give"
+            " tokenizer"
+        )
     tokenizer: Tokenizer = found
     return tokenizer

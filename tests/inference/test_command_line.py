@@ -1,6 +1,7 @@
 """python -m deepspeed_ext.inference: the text as it comes, what it took, and how it ends."""
 
 import fcntl
+import json
 import re
 import signal
 import subprocess
@@ -82,6 +83,32 @@ def test_a_stop_string_and_one_token(folder: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == text[: text.index(text[3:5])] + "\n"
     assert command_line.main([*given, "1"]) == 0
     assert capsys.readouterr() == (text[0] + "\n", "1 token\n")
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "text"),
+    [
+        ({}, ["--prompt", "abc"], "{} has no tokenizer, expected one for --prompt; without, there"),
+        ({}, ["--tokens", "1", "--stop", "a"], "{} has no tokenizer, expected one for --stop; wi"),
+        ({}, ["--tokens", "1", "--top-k", "-1"], "generate: top_k is -1, expected 0 to 2147483647"),
+        (dict(model_type="bert"), ["--tokens", "1"], "{} has an encoder, expected a model that w"),
+        (dict(tokenizer_class="GPT2Tokenizer"), ["--prompt", "abc"], "init_inference: {} has a to"),
+    ],
+)
+def test_what_can_be_refused_before_weights_are_read_is(
+    changes: dict[str, Any],
+    given: list[str],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tiny_folder.write(tmp_path, tiny_folder.CONFIG | changes)
+    if "tokenizer_class" in changes:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(changes))
+    monkeypatch.setattr(command_line, "init_inference", None)
+    assert command_line.main([str(tmp_path), *given]) == 2
+    assert capsys.readouterr().err.startswith(f"inference: {text.format(tmp_path)}")
 
 
 @pytest.mark.parametrize(
