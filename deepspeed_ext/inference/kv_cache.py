@@ -87,7 +87,8 @@ class KVCache:
         self._table = torch.full((slots, of_slot), -1, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(slots, dtype=torch.int32, device=device)
         self._violations = torch.zeros(1, dtype=torch.int32, device=device)
-        self._pages = Pages(slots, capacity, pages)
+        is_real = not self._table.is_meta  # or it is there to tell its bytes, however many
+        self._pages = Pages(slots * is_real, capacity, pages * is_real)
         self._lock = threading.Lock()
 
     def layer(self, i: int) -> PagedKV:

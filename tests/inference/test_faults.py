@@ -365,3 +365,9 @@ def test_says_that_nothing_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(room, "free_bytes", lambda device: 1000)
     with pytest.raises(MemoryError, match=r"; nothing fits, not even quantize='int4'$"):
         init_inference(tiny_folder.write(tmp_path))
+
+
+def test_what_has_no_room_is_told_without_it(tmp_path: Path) -> None:
+    """A table of the pages of this cache would take 10 GB by itself."""
+    with pytest.raises(MemoryError, match=r"12289.00 GiB of keys and values for max_batch 8 x"):
+        init_inference(tiny_folder.write(tmp_path), max_tokens=2**31 - 1)
