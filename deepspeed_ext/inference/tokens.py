@@ -83,7 +83,9 @@ def _has(package: str) -> bool:
 
 
 def _copied(tokenizer: Any) -> Any:
-    return type(tokenizer).from_str(tokenizer.to_str())
+    from tokenizers import Tokenizer as Library
+
+    return Library.from_str(tokenizer.to_str())  # others of the package are around one of these
 
 
 def _read(file: Path) -> Tokenizer:

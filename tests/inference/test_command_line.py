@@ -60,6 +60,18 @@ def test_prompts_are_taken_whole(folder: Path) -> None:
     assert tokenizer.encode("a") == [65] and tokenizer.decode([65, 1]) == "a!"
 
 
+def test_tokenizers_of_the_package_may_be_given(folder: Path) -> None:
+    """Also one that is around another; it stays as it is."""
+    from tokenizers import Tokenizer
+    from tokenizers.implementations import BaseTokenizer
+
+    plain = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for given in (plain, BaseTokenizer(plain)):
+        engine = init_inference(folder, tokenizer=given)
+        assert engine.tokenizer.encode("abcdefg!") == [65, 66, 67, 68, 69, 70, 71, 1]
+    assert plain.truncation is not None and plain.padding is not None
+
+
 def test_prompts_that_are_no_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As Python makes them of bytes that are no UTF-8."""
     assert command_line.main([str(folder), "--prompt", "a\udcff"]) == 2
