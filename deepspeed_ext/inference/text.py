@@ -48,8 +48,9 @@ class Text:
         if unknown == 0:
             self._taken = min(self._taken, len(text))  # what was told wrongly eats nothing after it
             if len(self._tokens) - self._window > _WINDOW:
-                self._window = self._whole
-                self._taken = len(self._decode(self._tokens[self._window :]))
+                begin = len(self._decode(self._tokens[self._whole :]))
+                if begin > 0:  # or the next token would be the first one, and lose its space
+                    self._window, self._taken = self._whole, begin
             self._whole = len(self._tokens)
         return self._tell(self._open_end())
 
