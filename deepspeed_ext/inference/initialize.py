@@ -80,6 +80,9 @@ def init_inference(
     all tensors, what the table reads of the configuration, and whether all has room, are checked
     before the first is read.
 
+    Of a generation config the tokens that end a text count, and nothing else: how tokens are chosen
+    is said by each call, see ``SamplingOptions``.
+
     Args:
         model: a module with a `config` as Hugging Face's have, or any mapping; or a folder with
             config.json and safetensors files.

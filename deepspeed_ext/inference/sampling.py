@@ -51,6 +51,7 @@ class SamplingOptions:
         repetition_penalty: logits of tokens that the prompt or the completion has are divided by
             it if they are positive, and multiplied by it if they are negative; 1 for nothing.
         stop: strings, or one, of which the first that a completion has ends it, and is cut off.
+            Special tokens, which most tokenizers leave out of text, are for stop_tokens.
         stop_tokens: tokens, or one, that end a completion, of which they are no part; None for
             those of the engine, () for none.
         seed: of the draws: the same seed, options and prompt give the same completion, but for what
