@@ -131,7 +131,8 @@ def _rules_of(policy: Policy, config: Config, is_local: bool) -> dict[str, Any]:
     given = given or scaling
     if not isinstance(given, Mapping):
         raise ValueError(f"init_inference: rope_parameters is {given!r}, expected names and values")
-    if any(kind in given for kind in _TYPES):
+    by_type = any(kind in given for kind in _TYPES)
+    if by_type:
         kind = _TYPES[is_local]
         given = given.get(kind) or ({} if local_base is not None else None)
         if not isinstance(given, Mapping):
@@ -154,7 +155,8 @@ def _rules_of(policy: Policy, config: Config, is_local: bool) -> dict[str, Any]:
                 )
     if rules.get(_SHARE) is None:
         rules[_SHARE] = share
-    trained = config.get(_TRAINED) or rules.get(_TRAINED) or config.get("max_position_embeddings")
+    trained = None if by_type else config.get(_TRAINED)
+    trained = trained or rules.get(_TRAINED) or config.get("max_position_embeddings")
     if trained is not None:
         rules[_TRAINED] = trained
     return rules

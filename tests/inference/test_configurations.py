@@ -51,6 +51,28 @@ def test_older_files_mean_what_transformers_makes_of_them(name: str) -> None:
     assert understood(file) == want
 
 
+_BY_TYPE = dict(
+    full_attention=dict(rope_type="yarn", factor=8.0, rope_theta=100.0),
+    sliding_attention=dict(rope_type="default", rope_theta=10000.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gpt_neox", dict(rope_theta=100.0, partial_rotary_factor=0.5)),
+        ("gpt_neox", dict(rope_theta=100.0, rotary_emb_base=1000.0, rotary_pct=1.0)),
+        ("gemma3", dict(rope_parameters=_BY_TYPE, original_max_position_embeddings=64)),
+    ],
+)
+def test_of_what_is_said_twice_the_same_counts(name: str, changes: dict[str, Any]) -> None:
+    names = ("rotary_emb_base", "rotary_pct", "rope_scaling", "rope_local_base_freq", "rope_theta")
+    config = {k: v for k, v in OLDER[name].items() if k not in names} | changes
+    newer = as_transformers_reads(json.loads(json.dumps(config))).to_dict()
+    newer.pop("original_max_position_embeddings", None)  # it stands where it counts by now
+    assert understood(config) == understood(newer)
+
+
 _SIZES = dict(  # and activation and eps, which no table guesses
     vocab_size=97,
     hidden_size=64,

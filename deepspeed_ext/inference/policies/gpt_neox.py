@@ -23,8 +23,8 @@ GPT_NEOX = Policy(
     norm="layer",
     eps=Key("layer_norm_eps", default=1e-5),
     parallel=Key("use_parallel_residual", default=True),
-    rope_base=Key("rotary_emb_base", "rope_theta", default=10000.0),
-    rope_share=Key("rotary_pct", "partial_rotary_factor", default=0.25),
+    rope_base=Key("rotary_emb_base", default=10000.0),  # the usual names count in rope_parameters
+    rope_share=Key("rotary_pct", default=0.25),
     gated=False,
     biases=(_BIAS, _BIAS, True, False),
     qkv_by_head=True,
