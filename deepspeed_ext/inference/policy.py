@@ -13,7 +13,7 @@ class Key:
     """A value that the configuration of a model has, under one of several names.
 
     Args:
-        names: the first one that is there, and is not null, counts.
+        names: of which several may be there, if those that are not null say the same.
         default: what a configuration that has none of them means, where null means None; without
             it, both are refused.
         values: what each value that it may have stands for in the table; None: for itself.
@@ -33,10 +33,17 @@ class Key:
         """Return the value.
 
         Raises:
-            ValueError: the configuration has none, or one that stands for nothing.
+            ValueError: the configuration has none, two that differ, or one that stands for nothing.
         """
-        name = next((n for n in self.names if config.get(n) is not None), None)
+        given = [n for n in self.names if config.get(n) is not None]
+        name = given[0] if given else None
         value = self.default if name is None else config[name]
+        for other in given[1:]:
+            if config[other] != value:
+                raise ValueError(
+                    f"init_inference: {other} is {config[other]!r:.60}, expected {value!r:.60}, as"
+                    f" {name} says"
+                )
         if value is not _NONE and name is None and any(n in config for n in self.names):
             value = None
         if value is _NONE:

@@ -63,11 +63,12 @@ _BY_TYPE = dict(
         ("gpt_neox", dict(rope_theta=100.0, partial_rotary_factor=0.5)),
         ("gpt_neox", dict(rope_theta=100.0, rotary_emb_base=1000.0, rotary_pct=1.0)),
         ("gemma3", dict(rope_parameters=_BY_TYPE, original_max_position_embeddings=64)),
+        ("gemma3", dict(_sliding_window_pattern=2)),
     ],
 )
 def test_of_what_is_said_twice_the_same_counts(name: str, changes: dict[str, Any]) -> None:
-    names = ("rotary_emb_base", "rotary_pct", "rope_scaling", "rope_local_base_freq", "rope_theta")
-    config = {k: v for k, v in OLDER[name].items() if k not in names} | changes
+    names = ("rotary_", "rope_", "sliding_window_pattern")
+    config = {k: v for k, v in OLDER[name].items() if not k.startswith(names)} | changes
     newer = as_transformers_reads(json.loads(json.dumps(config))).to_dict()
     newer.pop("original_max_position_embeddings", None)  # it stands where it counts by now
     assert understood(config) == understood(newer)
@@ -257,6 +258,11 @@ _REFUSED_OF_OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
         "bloom",
         dict(slow_but_exact=True, pretraining_tp=2),
         "slow_but_exact is True, expected False: the table of model_type 'bloom'",
+    ),
+    "a size by two names": (
+        "gpt2",
+        dict(n_positions=256, max_position_embeddings=128),
+        "max_position_embeddings is 128, expected 256, as n_positions says",
     ),
     "a value that stands for nothing": (
         "opt",

@@ -53,7 +53,7 @@ GEMMA3_TEXT = replace(
     rope_local_base=Key("rope_local_base_freq", default=10000.0),
     windows=Windows(
         size=Key("sliding_window", default=4096),
-        period=Key("sliding_window_pattern", "_sliding_window_pattern", default=6),
+        period=Key("sliding_window_pattern", default=6),
     ),
     softcap=0.0,
     logit_softcap=Key("final_logit_softcapping", default=None),
