@@ -268,9 +268,12 @@ class Taker:
         name = value_of(name, self._config)
         if name is None:
             return None
-        weight = self._tensor(f"{at}{name}.weight", (n,))
+        is_older = f"{at}{name}.gamma" in self._names  # as in files of BERT that TensorFlow's became
+        kinds = ("gamma", "beta") if is_older else ("weight", "bias")
+        weight = self._tensor(f"{at}{name}.{kinds[0]}", (n,))
         has_bias = self._policy.norm == "layer"
-        return NormWeights(weight, self._tensor(f"{at}{name}.bias", (n,)) if has_bias else None)
+        bias = self._tensor(f"{at}{name}.{kinds[1]}", (n,)) if has_bias else None
+        return NormWeights(weight, bias)
 
     def _head_norm(self, at: str, name: str | None) -> Tensor | None:
         return None if name is None else self._tensor(f"{at}{name}.weight", (self._of.head_dim,))

@@ -20,6 +20,7 @@ from deepspeed_ext.inference.initialize import init_inference
 from deepspeed_ext.inference.policies import policy_of
 from deepspeed_ext.inference.ragged import batch_of
 from deepspeed_ext.inference.weights import Taker
+from deepspeed_ext.io import save
 from deepspeed_ext.ops import PackedWeight, pack_weight, quantize, unpack_weight
 
 _NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -319,6 +320,25 @@ def test_a_folder_is_as_good_as_its_model(family: str, device: str, tmp_path: Pa
     assert len(few.report.layers) == 4 * 3
     close = init_inference(model, device=device, quantize="int8")(**batch).last_hidden_state
     assert torch.equal(few(**batch).last_hidden_state, close)
+
+
+def test_norms_may_have_the_names_of_older_files(tmp_path: Path) -> None:
+    """Those of bert-base-uncased do; transformers reads both."""
+    model = make("bert", "ModelForMaskedLM")
+    batch = texts(model)
+    model.save_pretrained(tmp_path)
+    tensors = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("Norm.bias", "Norm.beta"): each
+        for name, each in model.state_dict().items()
+        if not name.startswith("cls.predictions.decoder")
+    }
+    save(tensors, tmp_path / "model.safetensors", durable=False)
+    got = init_inference(tmp_path)(**batch).last_hidden_state
+    assert torch.equal(got, init_inference(model)(**batch).last_hidden_state)
+    tensors["bert.embeddings.LayerNorm.weight"] = tensors["bert.embeddings.LayerNorm.gamma"]
+    save(tensors, tmp_path / "model.safetensors", durable=False)
+    with pytest.raises(ValueError, match="model has 'bert.embeddings.LayerNorm.weight', expected"):
+        init_inference(tmp_path)
 
 
 def test_engines_stand_alone() -> None:
