@@ -268,7 +268,7 @@ class Taker:
         name = value_of(name, self._config)
         if name is None:
             return None
-        is_older = f"{at}{name}.gamma" in self._names  # as in files of BERT that TensorFlow's became
+        is_older = f"{at}{name}.gamma" in self._names  # as in older files of BERT
         kinds = ("gamma", "beta") if is_older else ("weight", "bias")
         weight = self._tensor(f"{at}{name}.{kinds[0]}", (n,))
         has_bias = self._policy.norm == "layer"
