@@ -123,10 +123,14 @@ def test_models_without_their_head_and_prefix() -> None:
     assert all(map(torch.equal, tensors_of(got), tensors_of(want)))
 
 
-def test_heads_that_have_an_older_name() -> None:
-    state = state_of("gpt_neox")
-    state["embed_out.weight"] = state.pop("lm_head.weight")
-    got, want = taken("gpt_neox", state), taken("gpt_neox", state_of("gpt_neox"))
+@pytest.mark.parametrize(
+    ("case", "older"),
+    [("gpt_neox", "embed_out"), ("gemma3-with-images", "language_model.lm_head")],
+)
+def test_heads_that_have_an_older_name(case: str, older: str) -> None:
+    state = state_of(case)
+    state[f"{older}.weight"] = state.pop("lm_head.weight")
+    got, want = taken(case, state), taken(case, state_of(case))
     assert all(map(torch.equal, tensors_of(got), tensors_of(want)))
 
 

@@ -66,6 +66,7 @@ GEMMA3 = replace(
     names=replace(
         GEMMA3_TEXT.names,
         prefixes=("model.language_model.", "language_model.model."),
+        head=("lm_head", "language_model.lm_head"),
         ignored=("vision_tower.", "multi_modal_projector."),  # it takes text only
     ),
     logit_softcap=0.0,
