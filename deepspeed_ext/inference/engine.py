@@ -316,7 +316,8 @@ class InferenceEngine:
         if self._process != os.getpid():
             raise RuntimeError(
                 f"generate: the engine belongs to process {self._process}, expected to be used"
-                " there; make another one after a fork"
+                " there; start processes by spawn, and make an engine in each, as torch's threads"
+                " do not outlive a fork"
             )
         if not self._is_open:
             raise RuntimeError("generate: the engine is closed, expected one that is open")

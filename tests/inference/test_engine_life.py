@@ -356,8 +356,9 @@ def test_an_engine_stays_in_its_process() -> None:
         text = pipe.read()
     os.waitpid(child, 0)
     assert text == (
-        f"generate: the engine belongs to process {os.getpid()}, expected to be used there; make"
-        " another one after a fork"
+        f"generate: the engine belongs to process {os.getpid()}, expected to be used there;"
+        " start processes by spawn, and make an engine in each, as torch's threads do not outlive"
+        " a fork"
     )
     assert len(list(stream)) == 9
 
