@@ -100,7 +100,7 @@ def contenders(
 def work(model: str, count: int, *rivals: str) -> Work:
     name = f"{model}, {count} tokens"
     make = partial(contenders, model, count, rivals)
-    return Work(name, shapes_of(model), 2, make, only_reads=True, times=count)
+    return Work(name, shapes_of(model), 2, make, only_reads=True, times=count, warm_up=1)
 
 
 WORKS = {
@@ -108,8 +108,8 @@ WORKS = {
         work("0.5 B", 32, "deepspeed_ext int4, int8 activations", "torch compiled", "transformers")
     ],
     "cuda": [
-        work("8 B", 256, "deepspeed_ext int4", "torch compiled", "transformers"),
-        work("1 B", 256, "deepspeed_ext int4", "torch compiled", "transformers"),
+        work("8 B", 512, "deepspeed_ext int4", "torch compiled", "transformers"),
+        work("1 B", 512, "deepspeed_ext int4", "torch compiled", "transformers"),
     ],
 }
 

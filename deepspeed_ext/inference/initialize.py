@@ -334,7 +334,7 @@ def _check_layers(model: nn.Module) -> None:
 def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):  # a state dict may hold anything
-            raise ValueError(
+            raise TypeError(
                 f"{_OP}: {name} is {type(tensor).__name__}, expected a tensor; give the model of"
                 " before it was quantized or converted"
             )

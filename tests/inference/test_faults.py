@@ -264,7 +264,7 @@ def test_refuses_a_state_dict_with_other_things_than_tensors() -> None:
     sizes = {k: v for k, v in tiny_folder.CONFIG.items() if k not in ("model_type", "dtype")}
     model = LlamaForCausalLM(LlamaConfig(**sizes))
     model.lm_head = Extra(64, 97)
-    with pytest.raises(ValueError, match=r"head\._extra_state is dict, expected a tensor; give"):
+    with pytest.raises(TypeError, match=r"head\._extra_state is dict, expected a tensor; give"):
         init_inference(model)
 
 
