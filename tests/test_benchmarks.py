@@ -179,10 +179,12 @@ def test_rounds_before_an_interrupt_are_kept(whole, tmp_path, monkeypatch):
     monkeypatch.setenv("BENCH_COMMIT", "0123abc")
     monkeypatch.setattr(works, "keep_memory", lambda: None)
     threads = torch.get_num_threads()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored
     try:
         with pytest.raises(KeyboardInterrupt):
             works.main("", {"cpu": [work, work]})
     finally:
+        signal.signal(signal.SIGINT, before)
         torch.set_num_threads(threads)
     assert (tmp_path / "kept.json").exists() == (whole > 0)
     if whole:

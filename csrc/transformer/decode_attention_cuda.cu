@@ -120,10 +120,10 @@ void decode_attention_cuda(const DecodeAttention& call, void* workspace, void* s
     launch(cuda::decode_any_kernel<DSX_KV>, device, kDecodeThreads, 0, call, partials, queue);
   }
   const int64_t rows = call.news.batches * call.news.tokens * call.q.heads;
-  // It reads lengths before it waits, as the kernel before it has waited for them: if there is one.
   const int threads = int(ceil_div(call.kv.width, 32) * 32);
   with_storage_type(call.q.dtype, [&](auto storage) {
     const auto kernel = merge_kernel<decltype(storage)>;
+    // It reads lengths before it waits, as the kernel before it, if any, has waited for them.
     const bool chained = partials.chunks > 0 && cuda::can_chain(kernel, kOp);
     cuda::launch_kernel(kernel, {unsigned(rows), threads, 0, 1, chained}, queue, kOp, call,
                         partials);

@@ -9,8 +9,8 @@ namespace {
 constexpr const char* kOp = "decode_attention";
 
 // How many blocks a cluster has; 0 where one of them would have too much to do. So many that all
-// processors are busy, as long as each has a chunk; no more, as a block that has others behind it
-// keeps on reading, and one that begins does not yet.
+// processors are busy, as long as each has a chunk, or as many as it takes; no more, as a block
+// goes on reading while it multiplies, and one that is yet to begin does not.
 int blocks_of_cluster(const DecodeAttention& call, int64_t chunks, int processors) {
   const int64_t clusters = call.news.batches * call.kv.heads;
   int blocks = 1;
@@ -29,8 +29,9 @@ bool launch(const DecodeAttention& call, const RopeAppend& append, const cuda::D
   const int64_t all = call.news.batches * call.kv.heads * blocks;
   const int rows = cuda::ClusterRows<kWidth>::bytes(chunks, blocks);
   const int besides = cuda::static_shared_bytes(kernel, kOp) + rows;
-  const auto boxes = cuda::boxes_of<DSX_KV, kWidth>(
-      call.kv, cuda::slots_in<DSX_KV, kWidth>(device, all > device.processors, besides));
+  const int slots = cuda::slots_in<DSX_KV, kWidth>(device, all > device.processors, besides);
+  if (slots < cuda::kTogether) return false;  // wide heads, where a block has less shared memory
+  const auto boxes = cuda::boxes_of<DSX_KV, kWidth>(call.kv, slots);
   if (!boxes.there) return false;
   const int bytes = cuda::mma_shared_bytes<DSX_KV, kWidth>(boxes.slots) + rows;
   const cuda::Launch made = {unsigned(all), cuda::kRingThreads, bytes, blocks, true};

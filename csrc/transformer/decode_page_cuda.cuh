@@ -25,8 +25,8 @@ __device__ inline void meet_page_warps() {
   asm volatile("bar.sync 1, %0;" ::"n"(32 * kPageWarps) : "memory");
 }
 
-// A warp's work on its page of each unit. With kFresh the block has all that there is of its rows,
-// which are of one new token; that is taken from where the block has made it.
+// A warp's work on its page of each unit. With kFresh all units of the block are of the same rows,
+// those of one new token, which is taken from where the block has made it.
 template <class Q, class Kind, int kWidth, bool kFresh>
 class PageAttention {
   using M = std::conditional_t<Kind::kQuantized, Half, Q>;  // of what is multiplied

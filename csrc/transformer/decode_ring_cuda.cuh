@@ -142,7 +142,7 @@ class Reader {
       const int parts = parts_of(call_, unit);
       for (int part = 0; part < parts; ++part) {
 #pragma unroll 1  // instructions are read from memory, too
-        for (int i = 0; i < 2; ++i) fill(i == 0, unit.head, page, span);
+        for (int which = 0; which < 2; ++which) fill(which == 0, unit.head, page, span);
       }
     }
   }

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kWarp* kWarps)
   cuda::wait_for_previous();
   int64_t number = int64_t(block) * kWarps + threadIdx.x / kWarp;
   if (number >= heads) return;
-  float read[kEach];  // on its way while it is found out where to, or what was before it is written
+  float read[kEach];  // on its way while it is found out where to
   const auto begin_to_read = [&] {
     cuda::read_elements(HeadOfToken(call, number).source(call, batch, token), width, read);
   };
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kWarp* kWarps)
     memcpy(head, read, sizeof(head));
     number += step;
     if (number < heads) begin_to_read();
-    if (!mine.of_q && page < 0) continue;
+    if (!mine.of_q && page < 0) return;
     if (mine.of_q || mine.of_k) {
       const HeadWeight& weight = mine.of_q ? call.q_weight : call.k_weight;
       if (weight.data != nullptr) {

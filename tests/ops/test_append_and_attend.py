@@ -79,7 +79,7 @@ def dtypes_of(stored: torch.dtype) -> tuple[torch.dtype, ...]:
 
 
 @pytest.mark.parametrize("stored", STORED, ids=str)
-@pytest.mark.parametrize("width", [1, 7, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("width", [1, 7, 64, 80, 96, 128, 136, 192, 256])
 def test_widths(width: int, stored: torch.dtype, device: str) -> None:
     frequencies = rope_frequencies(max(2, width // 2 * 2))[: width // 2].to(device)
     for dtype in dtypes_of(stored):
@@ -99,10 +99,12 @@ def test_all_lengths(stored: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("stored", [BF16, INT8], ids=str)
-@pytest.mark.parametrize("length", [1, 64, 65, 256, 257, 320, 1023, 1025, 2100, 4097])
+@pytest.mark.parametrize("length", [1, 64, 65, 256, 257, 320, 1023, 1025, 2100, 4097, 16384])
 def test_one_slot(length: int, stored: torch.dtype, device: str) -> None:
     frequencies = rope_frequencies(128).to(device)
-    for capacity in (0, 70, 400):  # pages: more blocks share them
+    for capacity in (0, 70, 256, 400):  # pages: more blocks share them
+        if 0 < capacity < length / 64:
+            continue
         kv = make_kv([length], 2, 128, stored, device, capacity=capacity)
         assert_as_in_turn(*operands(1, 8, 2, 128, BF16, device), kv, frequencies)
 
@@ -222,8 +224,8 @@ def test_the_capacity_makes_no_difference(slots: int, stored: torch.dtype, devic
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_few_long_ones_among_many(width: int, stored: torch.dtype, device: str) -> None:
     """So that a block has all of a slot, which may be many chunks, or but one."""
-    lengths = [2048, 1, 1100, 257, 2047, 1793] + [3] * 65
-    for capacity in (32, 33, 64):  # pages: up to so many that a block has not all
+    for capacity in (32, 33, 48, 64):  # pages: up to so many that a block has not all
+        lengths = [capacity * 64, 1, 1100, 257, 2047, 1793] + [3] * 65
         kv = make_kv(lengths, 2, width, stored, device, capacity=capacity)
         assert_as_in_turn(*operands(len(lengths), 6, 2, width, BF16, device), kv)
 

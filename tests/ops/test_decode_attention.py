@@ -19,7 +19,7 @@ def assert_right(q: Tensor, kv: PagedKV, **options: Any) -> None:
     assert_attends(decode_attention, q, kv, q.shape[-1] / 8, **options)
 
 
-@pytest.mark.parametrize("width", [1, 7, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("width", [1, 7, 64, 80, 96, 128, 136, 192, 256])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16, INT8, FP8], ids=str)
 def test_widths(dtype: torch.dtype, width: int, device: str) -> None:
     kv = make_kv([3, 300, 65], 2, width, dtype, device)

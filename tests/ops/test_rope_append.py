@@ -128,6 +128,31 @@ def test_ragged(dtype: torch.dtype, device: str) -> None:
     assert int(kv.violations) == 0
 
 
+@pytest.mark.parametrize("stored", [BF16, INT8, FP8], ids=str)
+@pytest.mark.parametrize("width", [64, 128, 136, 256])
+def test_many_tokens_as_one_at_a_time(width: int, stored: torch.dtype, device: str) -> None:
+    """Of many heads, and the whole cache, bit for bit."""
+    count, frequencies = 80, rope_frequencies(width).to(device)
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn((1, count, heads, width), generator=random).to(BF16).to(device)
+        for heads in (12, 4, 4)
+    )
+    weight = torch.linspace(0.5, 1.5, width).to(device)
+    kv, other = (make_kv([300], 4, width, stored, device) for _ in range(2))
+    got = appended(q, k, v, kv, frequencies, q_weight=weight, k_weight=weight)
+    for i in range(count):
+        other.lengths.fill_(300 - count + i + 1)
+        one = (each[:, i : i + 1] for each in (q, k, v))
+        want = appended(*one, other, frequencies, q_weight=weight, k_weight=weight)
+        assert torch.equal(got[:, i : i + 1].view(torch.int16), want.view(torch.int16)), i
+    for name in ("keys", "values", "key_scales", "value_scales"):
+        mine, others = getattr(kv, name), getattr(other, name)
+        if mine is not None:
+            mine, others = (t.contiguous().view(torch.uint8) for t in (mine, others))
+            assert torch.equal(mine, others), name
+
+
 @pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
 @pytest.mark.parametrize("of_k", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 7, 64, 128])

@@ -117,6 +117,7 @@ __device__ inline void fetch_boxes(void* near, const CUtensorMap& map, int row, 
       : "memory");
 #endif
 }
+// The same, by a policy for the L2 cache.
 __device__ inline void fetch_boxes(void* near, const CUtensorMap& map, int row, int column,
                                    Barrier* barrier, uint64_t policy) {
 #if __CUDA_ARCH__ >= 900
