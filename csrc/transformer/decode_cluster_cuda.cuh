@@ -159,6 +159,8 @@ __device__ inline void read_units(const DecodeAttention& call, const RopeAppend&
   const bool wrong = sequence.wrong || (here && page < 0);
   if (lane == 0 && wrong && kAppends) *append.violations = 1;
   reader.show_first();
+  // Before the others wait for what is read: the sanitizer keeps all threads here until the last.
+  wait_till_all_have_begun(share.blocks);
   reader.run(units);
 }
 
@@ -188,7 +190,6 @@ __global__ void __launch_bounds__(kRingThreads, 2)
   if (warp == kReadingWarp) {
     Reader reader(call, boxes, ring, slots);
     read_units<kAppends>(call, append, share, reader, works);
-    wait_till_all_have_begun(blocks);
   } else {
     if (kAppends && warp == 0) Append<Q, Kind, kWidth>::ask_ahead(append);
     wait_for_previous();

@@ -205,7 +205,7 @@ class Reader {
         Turn turn = turn_;
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
-          wait_for(&ring_.empty[turn.slot], turn.phase ^ 1);
+          wait_together_for(&ring_.empty[turn.slot], turn.phase ^ 1);
           turn.go_on();
         }
       }

@@ -95,6 +95,13 @@ __device__ inline void wait_for(unsigned barrier, int phase) {
 __device__ inline void wait_for(Barrier* barrier, int phase) {
   wait_for(shared_address(barrier), phase);
 }
+// The same for all threads of a warp: none goes on before all have seen the phase end, as to one
+// that looks after the next phase has ended, too, it has yet to. Where the next one cannot end
+// without these threads, wait_for is enough.
+__device__ inline void wait_together_for(Barrier* barrier, int phase) {
+  wait_for(barrier, phase);
+  __syncwarp();
+}
 
 // For what is read once: it leaves the L2 cache before what others read again, code among it.
 __device__ inline uint64_t read_once() {
@@ -132,12 +139,12 @@ __device__ inline void fetch_boxes(void* near, const CUtensorMap& map, int row, 
 // Begins to copy a rectangle of numbers, row by row, to an address aligned to 128 bytes. What lies
 // outside of the matrix becomes 0.
 __device__ inline void fetch_tile(void* near, const CUtensorMap& map, int column, int row,
-                                  Barrier* barrier) {
+                                  Barrier* barrier, uint64_t policy) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(near)),
-      "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier))
+      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(near)),
+      "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 #endif
 }

@@ -174,8 +174,11 @@ class Copies {
     ask_for_map(maps_.weight);
     ask_for_map(maps_.x);
     if constexpr (Kind::kScaled) ask_for_map(maps_.scales);
+#pragma unroll 1  // instructions are read from memory, too
     for (int stage = 0; stage < geometry_.asked; ++stage) {
+#pragma unroll 1
       for (int group = 0; group < geometry_.groups; ++group) {
+#pragma unroll 1
         for (int part = 0; part < rows_.parts; ++part) {
           ask_for_boxes(maps_.weight, int(rows_.begin(call_, part)), line(rank, group, 0, stage));
         }
@@ -196,6 +199,7 @@ class Copies {
       arrive(barrier);
     } else if (threadIdx.x % kWarp == 0) {
       arrive_expecting(barrier, bytes_of_stage());
+#pragma unroll 1  // instructions are read from memory, too
       for (int group = 0; group < geometry_.groups; ++group) {
         fetch_group(line(rank, group, share, stage), near, barrier);
         near += geometry_.group_bytes;
@@ -225,10 +229,11 @@ class Copies {
     if constexpr (Kind::kScaled) {
       const Scales& scales = Kind::scales(call_);
       near += geometry_.scale_place;
+#pragma unroll 1
       for (int tile = 0; tile < geometry_.scale_tiles; ++tile, near += geometry_.scale_step) {
         const bool second = rows_.parts > 1 && tile % 2 == 1, offsets = tile >= rows_.parts;
         fetch_tile(near, offsets ? maps_.offsets : maps_.scales, int(rows_.begin(call_, second)),
-                   scales.group_of(from), barrier);
+                   scales.group_of(from), barrier, policy_);
       }
     }
   }

@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
     int slot = 0, phase = 1;  // what has not begun counts as phase 1 that has ended
     for (int share = 0; share < geometry.group_shares; ++share) {
       for (int stage = 0; stage < geometry.share_stages; ++stage) {
-        wait_for(read + slot, phase);
+        wait_together_for(read + slot, phase);
         copies.begin(rank, share, stage, slot);
         if (++slot == geometry.stages) slot = 0, phase ^= 1;
       }
