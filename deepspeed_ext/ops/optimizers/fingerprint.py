@@ -61,7 +61,7 @@ _LOW = 0xFFFFFFFF  # 32 bits
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return the memory of a tensor, or of a contiguous copy if its elements do not fill it."""
     tensor = tensor.resolve_conj().resolve_neg()
-    by_stride = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    by_stride = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim])
     if not tensor.permute(by_stride).is_contiguous():
         tensor, by_stride = tensor.contiguous(), list(range(tensor.dim()))
     return tensor.permute(by_stride).reshape(-1).view(torch.uint8)
