@@ -62,8 +62,7 @@ DSX_INLINE V scaled_tanh(const V& a, const V& t, const V& bound) {
       polynomial(square, -5.7049785e-3f, 0.020639079f, -0.05373971f, 0.13331442f, -0.3333328f);
   const V small = multiply_add(a * square, rest, a);
   const V decay = exp_of_negative(magnitude * V(-2.0f));
-  const V share = decay * reciprocal(decay + V(1.0f));
-  const V large = (V(1.0f) - (share + share)) * bound;
+  const V large = ratio(multiply_add(decay, -bound, bound), decay + V(1.0f));
   return select(magnitude < V(0.625f), small, with_sign_of(t, large));
 }
 
