@@ -102,7 +102,7 @@ OPTIONS: dict[str, Any] = {  # of attention, for 4 slots and as many heads of qu
     "window": 70,
     "softcap": 2.0,
     "alibi_slopes": [0.5, 0.25, 0.01, 0.0],
-    "sinks": [1.0, -3.0, 90.0, -math.inf],
+    "sinks": [1.0, -3.0, 5.0, -math.inf],
     "slots": [2, -1, 0, 3],
     "counts": [2, 5, 0, 4],
 }
