@@ -32,6 +32,7 @@ ENGINE = [*BACKENDS, tuple(f"aio/{name}.cpp" for name in _ENGINE)]
 PROGRAMS = {  # with the sources that each is linked with; an op library stands for its kernels
     "dtype": [],
     "chunks": [],
+    "overlap": [],
     "isa": [ISA],
     "vec": [ISA],
     "vec_math": [ISA],

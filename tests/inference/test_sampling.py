@@ -214,6 +214,13 @@ def test_every_token_is_drawn_from_its_part_of_the_whole(device: str, vocabulary
         assert chances[token] > 2**-40
 
 
+def test_draws_of_equal_sums_differ() -> None:
+    """Of seed 1 and sample 1, and seed 2 and sample 0, say: no number comes twice."""
+    some = range(9)
+    found = {uniform(key_of(seed, sample), i) for seed in some for sample in some for i in some}
+    assert len(found) == 9**3
+
+
 @pytest.mark.parametrize("by", ["index", "seed", "sample"])
 def test_draws_are_as_likely_as_they_should_be(by: str) -> None:
     """By chi square with a false alarm in a million; the numbers are the same in each run."""

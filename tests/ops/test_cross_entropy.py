@@ -279,6 +279,20 @@ def test_inplace_refuses_what_it_cannot_write_to(name: str) -> None:
         cross_entropy(logits, targets(logits.shape[0], logits.shape[1], "cpu"), inplace=True)
 
 
+@pytest.mark.parametrize("place", [0, 3, 79])
+def test_inplace_refuses_a_target_within_the_logits(place: int) -> None:
+    """Wherever it lies there; what lies between rows is another's memory."""
+    room = torch.zeros(4, 160)
+    within = room.view(-1).view(torch.int64).view(4, 80)[:, place]
+    with pytest.raises(ValueError, match=r"^cross_entropy: target is overlapping logits, expected"):
+        cross_entropy(room, within, inplace=True)
+    assert (room == 0).all()
+    room[:, :150] = make((4, 150), F32, 0)
+    beside = room.view(-1).view(torch.int64).view(4, 80)[:, 78]
+    want = cross_entropy(room[:, :150], torch.zeros(4).long())
+    assert torch.equal(cross_entropy(room[:, :150], beside, inplace=True), want)
+
+
 @pytest.mark.parametrize("shape", [(5, 40), (2, 3, 8), (41,)])
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_opcheck(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> None:

@@ -124,9 +124,44 @@ def test_refuses_in_place(text: str) -> None:
 
 def test_refuses_what_would_be_turned_twice() -> None:
     given = arguments()
-    text = "k is overlapping q, expected separate memory"
+    buffer = torch.rand(2, 4, 8, 8)
+    whole, tokens = buffer[:, :, :3], buffer.view(-1)[8 : 8 + 2 * 4 * 3 * 8].view(2, 4, 3, 8)
+    for q, k in (
+        (given["q"], given["q"]),
+        (whole, buffer[:, :, 2:5]),  # one head of three
+        (buffer[:, :, 2:5], whole),
+        (whole, tokens),  # of other strides
+        (whole, buffer[:, :, :1]),
+    ):
+        before = buffer.clone()
+        with pytest.raises(ValueError, match=r"^rope_: k is overlapping q, expected separate m"):
+            rope_(**(given | dict(q=q, k=k)))
+        assert torch.equal(buffer, before)
+
+
+def test_slices_of_one_buffer_are_separate() -> None:
+    """As q and k of a fused projection are, in either order of tokens and heads."""
+    given = arguments()
+    buffer = torch.rand(2, 4, 8, 8)
+    for heads_first in (False, True):
+        mine = buffer.clone()
+        q, k = mine[:, :, :3], mine[:, :, 3:6]
+        if heads_first:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        options = given | dict(q=q, k=k, heads_first=heads_first)
+        want = rope(**(options | dict(q=q.clone(), k=k.clone())))
+        rope_(**options)
+        assert torch.equal(q, want[0]) and torch.equal(k, want[1])
+        assert torch.equal(mine[:, :, 6:], buffer[:, :, 6:])
+
+
+@pytest.mark.parametrize("name", ["positions", "frequencies"])
+def test_refuses_what_would_be_read_as_it_is_written(name: str) -> None:
+    given = arguments()
+    inside = given["q"].view(-1).view(given[name].dtype)[: given[name].numel()]
+    text = f"{name} is overlapping q, expected separate memory"
     with pytest.raises(ValueError, match=f"^rope_: {text}$"):
-        rope_(**(given | dict(k=given["q"])))
+        rope_(**(given | {name: inside.view(given[name].shape)}))
 
 
 def test_no_gradient_is_lost() -> None:

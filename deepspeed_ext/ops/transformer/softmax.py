@@ -89,7 +89,7 @@ def softmax(
             where what is not 0 takes part, as in torch; or float32, bfloat16 or float16, added to
             the scores, which has a gradient.
         scale: finite; 1 / sqrt(head dimension) for attention.
-        softcap: 0 for none.
+        softcap: 0 for none, or more than 1e-30.
         alibi_slopes: None, or float32, a shape that can be broadcast to x.shape[:-2]: (heads,).
             Without a gradient.
         causal: no query sees a key at a position after its own.
