@@ -1,13 +1,12 @@
 """Micro-steps: several backwards whose gradients make one step."""
 
-import logging
+import sys
 from collections.abc import Iterator
 
 from torch import nn
 
+from deepspeed_ext.zero.calls import Loop
 from deepspeed_ext.zero.sharding import Sharding, sharding_of
-
-_log = logging.getLogger("deepspeed_ext")
 
 
 def accumulate(model: nn.Module, steps: int) -> Iterator[int]:
@@ -44,18 +43,15 @@ def accumulate(model: nn.Module, steps: int) -> Iterator[int]:
 
 
 def _micro_steps(sharding: Sharding, steps: int) -> Iterator[int]:
-    with sharding.declared():
-        done = 0
-        try:
-            for i in range(steps):
-                sharding.micro_step(is_last=i == steps - 1)
-                yield i
-                done += 1
-        finally:
-            if done < steps:
-                _log.warning(
-                    "zero.accumulate: left in micro-step %d of %d; its gradients are dropped",
-                    done + 1,
-                    steps,
-                )
-                sharding.drop_gradients()
+    loop = Loop(steps)
+    sharding.begin(loop)
+    is_whole = False
+    try:
+        for i in range(steps):
+            loop.caller = sys._getframe(1)
+            sharding.micro_step(loop, i)
+            yield i
+        is_whole = True
+    finally:
+        loop.caller = None
+        sharding.end(loop, is_whole)
