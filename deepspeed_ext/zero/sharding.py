@@ -73,6 +73,8 @@ class Sharding:
         model.register_forward_pre_hook(_before_forward, prepend=True)
         model.register_forward_hook(_after_forward, always_call=True)
         after_backward(model, partial(_after_backward, me))
+        if hasattr(model, "save_pretrained"):  # of transformers, diffusers, peft
+            object.__setattr__(model, "save_pretrained", partial(_save_pretrained, self._model))
         # Torch knows no other way to hear of the steps of an optimizer that is made later.
         hook = register_optimizer_step_pre_hook(partial(_before_step, me))
         weakref.finalize(model, hook.remove).atexit = False
@@ -297,6 +299,17 @@ def _after_forward(model: nn.Module, _inputs: object, output: object) -> None:
         sharding.after_forward()
     else:
         name_borrowed(error, model, sharding.blocks)
+
+
+def _save_pretrained(of: "weakref.ref[nn.Module]", *args: Any, **kwargs: Any) -> Any:
+    """Save a model that is whole; of shards safetensors says "invalid python storage"."""
+    model: Any = of()
+    if any(map(is_dtensor, model.parameters())):
+        raise RuntimeError(
+            f"save_pretrained: {type(model).__name__} has shards, expected whole parameters; call"
+            " it inside of zero.GatheredParameters(model), or use zero.save and zero.consolidate"
+        )
+    return type(model).save_pretrained(model, *args, **kwargs)
 
 
 def _after_backward(sharding: "weakref.ref[Sharding]") -> None:
