@@ -198,7 +198,9 @@ class LossScaler:
         All is computed anew: a step that is still under way has the tensors as they are.
         """
         scale, good, left = self._scale, self._good_steps, self._left
-        for found_inf in self._found if self.growth_interval is not None else ():
+        if self.growth_interval is None:
+            return scale, good, left
+        for found_inf in self._found:
             found_inf = found_inf.to(scale.device)
             shrinks = found_inf.logical_and(left <= 1)
             good = torch.where(found_inf, 0, good + 1)
