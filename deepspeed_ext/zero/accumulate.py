@@ -19,8 +19,8 @@ def accumulate(model: nn.Module, steps: int) -> Iterator[int]:
 
     There is one backward in each pass of the loop. Weights stay gathered until the last one, but in
     stage 3, so nothing may write its weights in between, and a step there is refused; gradients are
-    added up, and in stages 0 and 1 are reduced in the last pass only. Around it parameters and gradients
-    are shards. A loop that is left before the backward of the last pass is over leaves no
+    added up, and in stages 0 and 1 are reduced in the last pass only. Around it parameters and
+    gradients are shards. A loop that is left before the backward of the last pass is over leaves no
     gradients, and says so. An error in a forward that is caught inside leaves those there are; one
     in a backward drops them, as half of one cannot be told from the others. Both have to come in
     all processes: what one of them alone goes on with ends in an error, or in the timeout of the
