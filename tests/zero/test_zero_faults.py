@@ -157,6 +157,22 @@ def test_killed_savers_leave_a_whole_checkpoint(tmp_path):
     assert steps > 10 and kills == [22, 8]
 
 
+@pytest.mark.parametrize(
+    "ways",
+    (
+        ("destroy", "no_disk", "one_is_killed"),
+        pytest.param((), id="all", marks=pytest.mark.long),
+    ),
+    ids=" ".join,
+)
+def test_programs_that_end_while_a_save_is_under_way(ways, tmp_path):
+    """What was saved is there, or what was before, and a failure is not missed."""
+    program = Path(__file__).with_name("end_while_saving.py")
+    done = warm_python.run(program, tmp_path, *ways)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == (len(ways) or 15)
+
+
 VALUES = (
     None,
     [1, -(2**70), 0.1, float("inf"), True, "a\n\u00e9"],
