@@ -1,7 +1,8 @@
-"""A program whose processes end, each in another way, while a save that does not wait is under way.
+"""A program whose processes end, each in another way, while a save is under way.
 
-The arguments are a folder and ways, or all. For each way two processes save together, the save is held back until
-they end, and this program looks after what they leave. It prints the ways that it has tried.
+The arguments are a folder and ways, or all. For each way two processes save together, the save is
+held back until they end, and this program looks after what they leave. It prints the ways that it
+has tried.
 """
 
 import contextlib

@@ -104,7 +104,7 @@ def wrapped(row, folder):
             for name, param in other.named_parameters():
                 assert torch.equal(whole(param), weights[zero.names.plain_name(name)]), name
     plain = zero.shard(nn.Sequential(*net(False)[:2]), 3, blocks=[])
-    with pytest.raises(ValueError, match="has '2.scale'"):
+    with pytest.raises(ValueError, match=r"has '2\.scale'"):
         zero.load(home, None, plain)
 
 

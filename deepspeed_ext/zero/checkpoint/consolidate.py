@@ -43,8 +43,8 @@ def consolidate(
 ) -> list[Path]:
     """Write the weights of a checkpoint as safetensors files with Hugging Face's index.
 
-    Extra state of modules is not in them. One tensor is in memory at a time, and 256 MiB of what is being written. Weights that were
-    trained with float32 masters are these masters.
+    Extra state of modules is not in them. One tensor is in memory at a time, and 256 MiB of what is
+    being written. Weights that were trained with float32 masters are these masters.
 
     Args:
         folder: that zero.save was given.

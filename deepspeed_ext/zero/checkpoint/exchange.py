@@ -1,4 +1,4 @@
-"""Exchange: what processes that save together tell each other, with a group that nobody else has."""
+"""Exchange: what processes that save together tell each other."""
 
 import contextlib
 import pickle
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _get_default_store
 
 from deepspeed_ext.io.tensors import bytes_of
 
@@ -122,7 +122,7 @@ def made_for_saves(device: str) -> Exchange:
     backend = world._get_backend(torch.device(device))
     timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
     prefix = f"deepspeed_ext.zero.save/{of_all(device).same(secrets.token_hex(8))}"
-    store = dist.PrefixStore(prefix, _get_default_store())
+    store = PrefixStore(prefix, _get_default_store())
     limit = {} if timeout is None else {"timeout": timeout}
     return Exchange(ProcessGroupGloo(store, world.rank(), world.size(), **limit), "cpu")
 

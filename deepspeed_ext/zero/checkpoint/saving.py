@@ -57,8 +57,10 @@ def save(
 
     All processes call it. The checkpoint is there when all of it is on the disks, or not at all;
     one of the same tag is there until then. It holds the model, the state of the optimizer in a
-    form that any stage, mesh, tier and state format loads, each process's random numbers, and
-    client_state.
+    form that any stage, mesh, tier and state format loads, each process's random numbers (torch's,
+    Python's, NumPy's), and client_state, all as they are at the call. Of plain buffers, such as
+    the statistics of BatchNorm, which may differ, and of get_extra_state it holds those of process
+    0. Names are those of a model in which torch.compile and checkpoint_wrapper wrap nothing.
 
     Args:
         folder: that all processes see; made if it is not there.
@@ -66,8 +68,10 @@ def save(
         model: that zero.shard was called on, not between micro-steps.
         optimizer: of parameters of the model.
         wait: return when it is on the disk. False: copy all into host memory, which has to hold it,
-            and return; a thread does the rest, with a group of processes of its own, over gloo. The
-            next save waits for this one, and uses its memory again.
+            and return; a thread does the rest, with a group of processes of its own, over gloo,
+            which destroy_process_group() leaves alone, and Python waits for the thread at its end.
+            The next save and load wait for this one. If the last one fails and nobody asks the
+            Future, the program ends with an error in the log and status 120.
         client_state: of each process: numbers, text, tensors, lists and dicts of them; or objects
             with a state_dict of such, as schedulers, LossScaler and data loaders have.
 
@@ -77,8 +81,8 @@ def save(
     Raises:
         ValueError: the tag is no name, or not the same on all processes.
         TypeError: something in client_state is not plain.
-        RuntimeError: the model is between micro-steps.
-        OSError: a disk is full, or cannot be written.
+        RuntimeError: the model is between micro-steps, or there is no process group any more.
+        OSError: a disk is full, or cannot be written; BlockingIOError: another save writes there.
     """
     sharding = sharding_of(_SAVE, model)
     _check_group(_SAVE)

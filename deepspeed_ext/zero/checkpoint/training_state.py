@@ -60,7 +60,7 @@ def tensors_of(op: str, model: nn.Module, *, with_buffers: bool = True) -> dict[
 
 def extra_of(model: nn.Module) -> dict[str, Any]:
     """Return what a state dict has beside parameters and buffers, such as get_extra_state's."""
-    tensors = [*model.named_parameters(remove_duplicate=False)]
+    tensors: list[tuple[str, Tensor]] = [*model.named_parameters(remove_duplicate=False)]
     tensors += model.named_buffers(remove_duplicate=False)
     known = {plain_name(name) for name, _ in tensors}
     memory = {_memory(tensor) for _, tensor in tensors} - {0}  # under whatever names
