@@ -57,7 +57,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("timeline",),
     ),
     "zero": (
-        ("agreement", "blocks", "gather", "inside", "memory", "saved_model", "scaling"),
+        ("agreement", "blocks", "gather", "inside", "memory", "names", "saved_model", "scaling"),
         ("sharding", "units"),
         ("accumulate", "drawing", "stages"),
         ("checkpoint", "init"),
