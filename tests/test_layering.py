@@ -59,7 +59,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "zero": (
         (
             *("agreement", "blocks", "borrowing", "calls", "gather", "inside", "memory"),
-            *("saved_model", "scaling"),
+            *("names", "saved_model", "scaling"),
         ),
         ("sharding", "units"),
         ("accumulate", "drawing", "stages"),

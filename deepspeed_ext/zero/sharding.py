@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
@@ -64,7 +63,7 @@ class Sharding:
         self._known: dict[str, int] | None = None  # ids of parameters by name
         self.saving: Future[None] | None = None  # a checkpoint that is under way
         self.staging: torch.Tensor | None = None  # memory for its copies, kept for the next one
-        self.saves_by: dist.ProcessGroup | None = None  # what it talks by, made when it is wanted
+        self.saves_by: Any = None  # what it talks by, made when it is wanted
 
     def attach(self) -> None:
         """Stand by the model: whatever a forward leaves gathered, the next one does not trust."""
