@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 CPP_SUFFIXES = {".h", ".inl", ".cuh", ".cpp", ".cu"}
 SOURCES = {".py", *CPP_SUFFIXES}
 PYTHON_LAYERS = (  # each may import itself and what stands before its row
-    ("op_builder", "dtensors", "dtypes"),
+    ("op_builder", "dtensors", "dtypes", "threads"),
     ("ops",),
     ("optim", "io"),
     ("quantization",),
