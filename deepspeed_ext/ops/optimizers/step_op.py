@@ -222,6 +222,7 @@ def step_function(op: StepOp) -> Callable[[Callable[P, R]], Callable[P, R]]:
             schema,
             {"cpu": f"cpu_{op.library}", "cuda": f"fused_{op.library}"},
             fake=_squares_of if op.measures else None,
+            is_step=True,
             on_host=_ON_HOST,
         )
 

@@ -19,11 +19,6 @@ _softmax_backward_op = define(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Tensor) -> None:
     x, mask, _ = inputs
-    if ctx.needs_input_grad[2]:
-        raise RuntimeError(
-            "softmax: alibi_slopes requires a gradient, expected none, as the op has none for them;"
-            " detach them"
-        )
     ctx.options = {name: keyword_only_inputs[name] for name in ("before", "after", "offset")}
     ctx.scale, ctx.softcap = keyword_only_inputs["scale"], keyword_only_inputs["softcap"]
     ctx.mask = None if mask is None else (mask.shape, mask.dtype)
@@ -51,6 +46,7 @@ _softmax_op = define(
     fake=lambda x, mask, alibi_slopes, **options: x.new_empty(x.shape),
     backward=_backward,
     setup_context=_save,
+    without_gradient=("alibi_slopes",),
 )
 
 
