@@ -129,6 +129,24 @@ def test_refuses_what_would_be_turned_twice() -> None:
         rope_(**(given | dict(k=given["q"])))
 
 
+def test_writes_are_counted(device: str) -> None:
+    """Of k too, so that what was saved of it before is not used; compiled too."""
+
+    def function(q: Tensor, k: Tensor) -> None:
+        rope_(q, k, torch.arange(4, device=device), torch.ones(4, device=device))
+
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for each in (function, compiled):
+        q, k = (make((2, 4, 3, 8), F32, i, device) for i in range(2))
+        factor = torch.ones(8, device=device, requires_grad=True)
+        products = [q * factor, k * factor]
+        each(q, k)
+        for product in products:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.sum().backward()
+
+
 def test_no_gradient_is_lost() -> None:
     given = arguments()
     leaf = torch.ones(2, 4, 3, 8, requires_grad=True)

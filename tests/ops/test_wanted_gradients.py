@@ -11,6 +11,7 @@ from functional_cases import recorded as calls_of
 from kv_cases import make_kv, queries
 from norms_around_cases import NextNorm
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ext import ops
 from deepspeed_ext.ops import *  # noqa: F403  # registers all
@@ -84,15 +85,20 @@ def others() -> None:
     raw.rms_norm.residual(gate, x, vector, vector, vector, **options, needs_sum=True)
 
 
+def make_all() -> None:
+    """Call all of these."""
+    others()
+    for bits in (4, 8):
+        linear(bits)
+    for dtype in (F32, torch.int8, torch.float8_e4m3fn):
+        cached(dtype)
+
+
 def all_calls() -> list[Call]:
     """What all these come to, each op with each form of its arguments once."""
     found = [call for case in CASES.values() for call in calls_of(call_of(case, 3, 8, F32, "cpu"))]
     with Recorder() as recorder:
-        others()
-        for bits in (4, 8):
-            linear(bits)
-        for dtype in (F32, torch.int8, torch.float8_e4m3fn):
-            cached(dtype)
+        make_all()
     with torch.no_grad():
         x = torch.randn(2, 16)
         _, again = ops.record(ops.rms_norm, x)
@@ -129,6 +135,26 @@ def test_every_tensor_of_every_op_is_in_some_call() -> None:
             is_of_codes = argument.name in ("key_scales", "value_scales") and not overload
             if "Tensor" in str(argument.type) and not is_of_codes:
                 assert (op.name(), argument.name) in seen, f"{name} {argument.name}"
+
+
+def test_every_write_is_counted() -> None:
+    """By the version of each tensor that a schema says is written, or a stale one is used later."""
+
+    class Writes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == "deepspeed_ext":
+                for argument, value in zip(func._schema.arguments, args, strict=False):
+                    if argument.is_write and isinstance(value, Tensor):
+                        seen.append((f"{func.name()} {argument.name}", value, value._version))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[tuple[str, Tensor, int]] = []
+    with Writes():
+        make_all()
+    assert {"rope_ k", "quantize_packed_ errors", "append_and_attend_.int8 value_scales"} <= {
+        name.removeprefix("deepspeed_ext::") for name, _, _ in seen
+    }
+    assert [name for name, tensor, version in seen if tensor._version == version] == []
 
 
 FLOATING = [

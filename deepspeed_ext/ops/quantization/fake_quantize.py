@@ -8,7 +8,7 @@ from torch import Tensor
 from deepspeed_ext.ops._library import call_recording_nothing, define
 from deepspeed_ext.ops.quantization.dequantize import dequantize_ref
 from deepspeed_ext.ops.quantization.formats import number_of
-from deepspeed_ext.ops.quantization.quantize import LIBRARIES, quantize_ref
+from deepspeed_ext.ops.quantization.quantize import LIBRARIES, quantize_ref, seed_of
 
 _OPTIONS = "int format, bool symmetric, int? group_size, int? group_rows, SymInt? seed"
 
@@ -65,7 +65,7 @@ def fake_quantize(
         symmetric=symmetric,
         group_size=group_size,
         group_rows=group_rows,
-        seed=seed,
+        seed=seed_of("fake_quantize", seed),
     )
     return out
 

@@ -100,6 +100,8 @@ class _InPlace(torch.autograd.Function):
         (grad,) = ctx.saved_tensors
         ctx.is_handed_over = True
         call_recording_nothing(_scale_op_, grad, grad_loss)
+        if not torch.compiler.is_compiling():
+            torch.autograd.graph.increment_version(grad)
         return grad, None, None
 
 
@@ -119,7 +121,11 @@ def cross_entropy(
     numbers are kept. With inplace, both come from one pass that reads the logits once and writes
     their gradients over them, which halves the traffic of memory, and no second tensor of this size
     exists: the logits must not be used afterwards, and backward can be called once. It multiplies
-    the gradients by that of the loss only where that is not 1.
+    the gradients by that of the loss only where that is not 1. A write to the logits before
+    backward, or to what they share memory with, another call in place included, is torch's error
+    "modified by an inplace operation"; one that counts no version, as through `.data`, a collective
+    or a kernel of one's own, is not seen, and spoils the gradients. Compiled, logits that are an
+    input of the graph are copied, and a write within the graph does no harm.
 
     A row has the same bits alone, in any batch and at any place in it; on the CPU also with any
     number of threads and any instruction set. Gradients too, with inplace or without. Arithmetic is

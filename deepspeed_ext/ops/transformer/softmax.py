@@ -170,6 +170,11 @@ def scaled_upper_triang_masked_softmax_ref(x: Tensor, scale: float = 1.0) -> Ten
 
 def _keys_seen(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
     """Return how many keys a query sees before and after its position; -1 for all."""
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise ValueError(
+            f"softmax: window is {window!r}, expected how many keys are seen before and after a"
+            " position, such as (5, 0), or (-1, -1) for all"
+        )
     before, after = window
     return before, 0 if causal else after
 
