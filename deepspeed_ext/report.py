@@ -143,7 +143,7 @@ def _rebuild(spec: OpSpec) -> str:
 
 
 def _table(rows: list[Row], environment: dict[str, str], colour: bool) -> str:
-    width = max(len(row.op) for row in rows)
+    width = max((len(row.op) for row in rows), default=0)
     lines = [f"{'op':{width}}  device  state"]
     for row in rows:
         first, *others = _wrapped(f"{row.state}{row.text()}", width + 10)
@@ -187,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"ds_report: op is {name!r}, expected one of {', '.join(known)}", file=sys.stderr)
             return 1
     named = {member for name in options.ops for member in GROUPS.get(name, (name,))}
-    chosen = [spec for spec in OPS if not named or spec.name in named]
+    chosen = [spec for spec in OPS if not options.ops or spec.name in named]
     with contextlib.suppress(Exception):  # which the rows will say
         import torch  # noqa: F401  # once, for all the children
     # The ops first: a child process can use CUDA only as long as its parent has not.

@@ -190,8 +190,8 @@ def _register_gradient(
             refuse_gradients(public, values)
         argument = next(argument for argument, tensor in _tensors(values) if tensor.requires_grad)
         raise RuntimeError(
-            f"{public}: {argument} is differentiated by a transform of torch.func, such as grad, vjp"
-            f" or jacrev, expected torch.autograd.grad or backward(); or use plain torch, as"
+            f"{public}: {argument} is differentiated by a transform of torch.func, such as grad,"
+            " vjp or jacrev, expected torch.autograd.grad or backward(); or use plain torch, as"
             f" {public}_ref does"
         )
 

@@ -317,7 +317,7 @@ def test_many_rows_go_where_torch_takes_them(device: str) -> None:
     weight.scales.requires_grad_()
     for rows in (3, 80):
         options["residual"] = options["residual"][:rows]
-        with pytest.raises(RuntimeError, match="^quantized_linear: scales requires a gradient, exp"):
+        with pytest.raises(RuntimeError, match=r"^quantized_linear: scales requires a gradient"):
             quantized_linear(x[:rows], weight, **options)
 
 

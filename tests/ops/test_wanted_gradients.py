@@ -122,8 +122,10 @@ def is_step(op: Any) -> bool:
 
 
 def test_every_tensor_of_every_op_is_in_some_call() -> None:
-    """So that no argument is left out below; the floating ones are those that a call has as such."""
-    seen = {(op.name(), name.partition("[")[0]) for op, args, _ in CALLS for name, _ in forms(op, args)}
+    """So that no argument is left out below; those are floating that are so in a call."""
+    seen = {
+        (op.name(), name.partition("[")[0]) for op, args, _ in CALLS for name, _ in forms(op, args)
+    }
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("deepspeed_ext::") or "test_" in name:
             continue
@@ -141,7 +143,9 @@ def test_every_write_is_counted() -> None:
     """By the version of each tensor that a schema says is written, or a stale one is used later."""
 
     class Writes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func.namespace == "deepspeed_ext":
                 for argument, value in zip(func._schema.arguments, args, strict=False):
                     if argument.is_write and isinstance(value, Tensor):
@@ -252,7 +256,7 @@ def test_what_comes_of_no_gradient_is_none(call: Call, name: str) -> None:
 @pytest.mark.parametrize(("call", "name"), FLOATING)
 def test_transforms_are_told_what_to_do(call: Call, name: str) -> None:
     function, tensor, public = fresh(call, name)
-    op, args, keywords = call
+    op, _, keywords = call
 
     def of(x: Tensor) -> Tensor:
         given = [
@@ -279,7 +283,9 @@ def test_vmap_is_right_or_an_error_says_what_to_do(call: Call) -> None:
     schema = op._schema
     function, *_ = fresh(call, forms(op, args)[0][0])
     stacked = [torch.stack([arg, arg]) if isinstance(arg, Tensor) else arg for arg in function.args]
-    stacked = [[torch.stack([t, t]) for t in arg] if isinstance(arg, list) else arg for arg in stacked]
+    stacked = [
+        [torch.stack([t, t]) for t in arg] if isinstance(arg, list) else arg for arg in stacked
+    ]
     in_dims = tuple(None if arg is None or isinstance(arg, int) else 0 for arg in stacked)
     mapped = torch.func.vmap(lambda *given: op(*given, **keywords), in_dims=in_dims)
     if schema.is_mutable or any("List" in str(a.type) for a in schema.arguments):

@@ -103,9 +103,9 @@ def quantize(
         group_rows: rows that share a scale; then x is seen as one matrix of all its rows. None: all
             of them.
         symmetric: False: with an offset, the least element of a group; "int8" and "int4" only.
-        seed: None: to the nearest. A whole number of 64 bits, with a sign or without: to one of two neighbours, at random; the random bits
-            of an element depend on the seed and on its index in x modulo 2^32. "int8" and "int4"
-            only.
+        seed: None: to the nearest. A whole number of 64 bits, with a sign or without: to one of two
+            neighbours, at random; the random bits of an element depend on the seed and on its index
+            in x modulo 2^32. "int8" and "int4" only.
 
     Returns:
         Codes, scales and offsets.

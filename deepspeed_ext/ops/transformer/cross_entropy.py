@@ -68,7 +68,7 @@ _cross_entropy_op_ = define(
 
 
 class _InPlace(torch.autograd.Function):
-    """Forward leaves the gradients where the logits were; saved, so that torch sees later writes."""
+    """Forward leaves gradients where the logits were; saved, so that torch sees later writes."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: dict[str, Any]) -> Tensor:
