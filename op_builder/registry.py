@@ -190,7 +190,8 @@ OPS: tuple[OpSpec, ...] = (
 
 
 # One name, that older libraries have, for rows on CUDA. Without it `is_compatible` of these
-# builders is False, as theirs is; the rows of the CPU have builders of their own.
+# builders is False, as theirs is; the rows of the CPU have builders of their own. What utils has is
+# plain torch, and needs no row.
 GROUPS: dict[str, tuple[str, ...]] = {
     "transformer_inference": (
         "fused_kv_cache",
@@ -199,6 +200,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "fused_skinny_linear",
     ),
     "quantizer": ("fused_quantizer",),
+    "fused_optim": ("fused_adam", "fused_sgd", "fused_lamb", "fused_norm"),
+    "layernorm": ("fused_layer_norm",),
+    "scaled_masked_softmax": ("fused_softmax",),
+    "scaled_upper_triangle_masked_softmax": ("fused_softmax",),
+    "utils": (),
 }
 
 

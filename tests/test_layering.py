@@ -20,8 +20,8 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("optim", "io"),
     ("quantization",),
     ("offload",),
-    ("zero", "inference", "config", "environment", "interfaces"),
-    ("engine", "report", "examples"),
+    ("zero", "inference", "config", "environment", "compat"),
+    ("engine", "report", "examples", "interfaces"),
 )
 ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "io": (

@@ -187,7 +187,7 @@ def test_a_gradient_is_refused(device: str) -> None:
     for op in (decode_attention, prefill_attention):
         out = op(q.requires_grad_(), kv)
         assert isinstance(out, Tensor)
-        with pytest.raises(RuntimeError, match=f"{op.__name__}: the gradient is wanted"):
+        with pytest.raises(RuntimeError, match=f"{op.__name__}: the gradient of q is wanted"):
             out.sum().backward()
 
 

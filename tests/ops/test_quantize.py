@@ -389,5 +389,5 @@ def test_the_gradient_goes_straight_through(device: str) -> None:
     assert torch.equal(got, grad)
     want = fake_quantize_ref(x.detach().cpu(), "int4", group_size=8)
     torch.testing.assert_close(out.detach().cpu().double(), want, rtol=1e-6, atol=1e-6)
-    with pytest.raises(RuntimeError, match=r"^quantize: the gradient is wanted"):
+    with pytest.raises(RuntimeError, match=r"^quantize: the gradient of x is wanted"):
         quantize(x).scales.sum().backward()

@@ -164,18 +164,37 @@ def test_refuses_what_would_be_read_as_it_is_written(name: str) -> None:
         rope_(**(given | {name: inside.view(given[name].shape)}))
 
 
+def test_writes_are_counted(device: str) -> None:
+    """Of k too, so that what was saved of it before is not used; compiled too."""
+
+    def function(q: Tensor, k: Tensor) -> None:
+        rope_(q, k, torch.arange(4, device=device), torch.ones(4, device=device))
+
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for each in (function, compiled):
+        q, k = (make((2, 4, 3, 8), F32, i, device) for i in range(2))
+        factor = torch.ones(8, device=device, requires_grad=True)
+        products = [q * factor, k * factor]
+        each(q, k)
+        for product in products:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.sum().backward()
+
+
 def test_no_gradient_is_lost() -> None:
     given = arguments()
     leaf = torch.ones(2, 4, 3, 8, requires_grad=True)
     for name in ("q", "k"):
-        with pytest.raises(RuntimeError, match=f"^rope_: {name} is in need of a gradient, "):
+        with pytest.raises(RuntimeError, match=f"^rope_: {name} requires a gradient, "):
             rope_(**(given | {name: leaf * 1}))
     with torch.no_grad():
         rope_(**(given | dict(q=leaf.detach())))
     given["frequencies"].requires_grad_()
-    out = rope(**(given | dict(q=leaf)))[0]
-    with pytest.raises(RuntimeError, match=r"^rope: the gradient of frequencies is wanted, "):
-        out.sum().backward()
+    for function in (rope, rope_):
+        text = f"^{function.__name__}: frequencies requires a gradient, expected none, "
+        with pytest.raises(RuntimeError, match=text):
+            function(**given)
 
 
 def test_refuses_tensors_of_two_devices(cuda: str) -> None:
