@@ -228,9 +228,10 @@ def _register_refusal(name: str, op: torch._ops.OpOverload) -> None:
     public = name.partition(".")[0]
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: object, **keywords: object) -> Any:
-        values = _values(op, args, keywords)
-        refuse_tangents(public, values)
-        refuse_gradients(public, values)
+        if forward_ad._current_level >= 0:
+            refuse_tangents(public, _values(op, args, keywords))
+        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args, *keywords.values()):
+            refuse_gradients(public, _values(op, args, keywords))
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
 
