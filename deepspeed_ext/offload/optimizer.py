@@ -112,7 +112,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.defaults = dict(inner.defaults)
         self._inner = inner
         self._pipeline = Pipeline(inner, self.param_groups, links, needs.memory, free_grads)
-        self._pipeline.measures = max_grad_norm is not None
         self._take_options()
         self._model = model
         self._waiting = [] if model is None else before_forward(model, self._pipeline.before_use)
@@ -183,7 +182,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if not self._inner.state and self._pipeline.is_dry_step():
                 return loss
             max_norm = self.max_grad_norm if self._max_norm is None else self._max_norm
-            self._pipeline.measures = max_norm is not None  # in the next backward, too
             self.grad_norm = self._pipeline.step(scaling, max_norm)
             if self._model is None:
                 self._pipeline.finish()
