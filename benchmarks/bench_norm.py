@@ -1,4 +1,4 @@
-"""L2 norms of deepspeed_ext and of torch: `python -m benchmarks.bench_norm --device cpu`."""
+"""L2 norms, ours and of torch, and fingerprints: `python -m benchmarks.bench_norm --device cpu`."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from benchmarks.harness import Contender
 from benchmarks.works import BF16, BIG, F32, SMALL, Shapes, Work, llama, main
-from deepspeed_ext.ops import l2_norm
+from deepspeed_ext.ops import fingerprints, l2_norm, squared_norms
 
 
 def foreach_norm(tensors: list[Tensor]) -> Tensor:
@@ -33,16 +33,33 @@ def work(name: str, shapes: Shapes, dtype: torch.dtype) -> Work:
     return Work(name, shapes, dtype.itemsize, norms_of(dtype), only_reads=True)
 
 
+def fingerprints_of(shapes: Shapes, device: str) -> list[Contender]:
+    """Return fingerprints beside the op of ours that reads the same memory; torch has none."""
+    tensors = [torch.randn(shape, device=device).to(BF16) for shape in shapes]
+    return [
+        Contender("fingerprints", lambda: fingerprints(tensors)),
+        Contender("squared_norms", lambda: squared_norms(tensors)),
+    ]
+
+
+def fingerprint_work(name: str, shapes: Shapes) -> Work:
+    return Work(f"fingerprints, {name}", shapes, BF16.itemsize, fingerprints_of, only_reads=True)
+
+
 WORKS = {
     "cpu": [
         work("bf16, 64 x 1,048,576", BIG, BF16),
         work("fp32, 64 x 1,048,576", BIG, F32),
         work("bf16, 16,384 x 256", SMALL, BF16),
+        fingerprint_work("bf16, 64 x 1,048,576", BIG),
+        fingerprint_work("bf16, 16,384 x 256", SMALL),
     ],
     "cuda": [
         work("bf16, Llama shapes", llama(8, embedding=True), BF16),
         work("fp32, Llama shapes", llama(8, embedding=True), F32),
         work("bf16, 10,000 x 1,024", [(1024,)] * 10_000, BF16),
+        fingerprint_work("bf16, Llama shapes", llama(8, embedding=True)),
+        fingerprint_work("bf16, 10,000 x 1,024", [(1024,)] * 10_000),
     ],
 }
 

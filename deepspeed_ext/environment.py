@@ -1,17 +1,22 @@
 """Describe the machine and the software around the ops, one line of text for each thing."""
 
+import functools
+import multiprocessing
 import os
 import platform
 import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 
 import deepspeed_ext
 from deepspeed_ext.op_builder import cache, cuda, toolchain
+from deepspeed_ext.op_builder.errors import Unavailable
 
+_NCCL_SECONDS = 60.0  # for a group to begin and to add up one number
 _VECTOR_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
 _BASELINES = {"x86_64": "sse2", "aarch64": "neon"}  # what every CPU of an architecture has
 _ISA_FEATURES = {  # what csrc/common/simd/isa.cpp asks for, from narrow to wide
@@ -36,6 +41,7 @@ def describe() -> dict[str, str]:
         "CPU features": lambda: " ".join(_features()) or "none that the kernels use",
         "CPU kernels": _isa,
         "threads": _threads,
+        "NCCL": _nccl,  # before this process uses CUDA, which its children then cannot
         "CUDA devices": _devices,
         "locked memory": _locked_memory,
         "I/O backends": lambda: str(_io().backends()),
@@ -44,6 +50,30 @@ def describe() -> dict[str, str]:
         "op cache": _cache,
     }
     return {name: _result(probe) for name, probe in probes.items()}
+
+
+@functools.cache
+def torch_problem() -> str | None:
+    """Import torch, and say why that cannot be, if so.
+
+    Tried once: where it ends half-way, what a second time says is another thing.
+    """
+    try:
+        toolchain.torch_version()
+        import torch  # noqa: F401
+    except Unavailable as missing:
+        return str(missing)
+    except Exception as error:  # a torch that lacks a library raises what it likes
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"torch cannot be imported ({cause}); install torch again"
+    return None
+
+
+def _check_torch() -> None:
+    """Raise RuntimeError where there is no torch to ask."""
+    problem = torch_problem()
+    if problem is not None:
+        raise RuntimeError(problem)
 
 
 def _result(probe: Callable[[], str]) -> str:
@@ -63,12 +93,14 @@ def _cache() -> str:
 
 
 def _torch() -> str:
+    _check_torch()
     import torch
 
     return f"{torch.__version__} in {Path(torch.__file__).parent}"
 
 
 def _io() -> ModuleType:
+    _check_torch()
     from deepspeed_ext.io import environment  # here, as it imports torch
 
     return environment
@@ -107,6 +139,7 @@ def _isa() -> str:
 
 
 def _threads() -> str:
+    _check_torch()
     import torch
 
     cores = len(os.sched_getaffinity(0))
@@ -114,6 +147,7 @@ def _threads() -> str:
 
 
 def _devices() -> str:
+    _check_torch()
     import torch
 
     found = []
@@ -124,6 +158,56 @@ def _devices() -> str:
         return ", ".join(found)
     hidden = [f"{number / 10:.1f}" for number in cuda.device_capabilities()]
     return f"none for torch; capability {', '.join(hidden)} installed" if hidden else "none"
+
+
+def _nccl() -> str:
+    """Say which NCCL torch has, and whether a group of one process works, tried in a child."""
+    _check_torch()
+    import torch
+
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return "none in this torch"
+    version = ".".join(str(part) for part in torch.cuda.nccl.version())
+    context = multiprocessing.get_context("fork")  # this process has imported torch already
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_send_answer_of_nccl, args=(sender,), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        if not receiver.poll(_NCCL_SECONDS):
+            return f"{version} does not work: no answer within {_NCCL_SECONDS:g} s"
+        return f"{version}{receiver.recv()}"
+    except EOFError:
+        child.join()
+        return f"{version} does not work: its process ended with code {child.exitcode}"
+    finally:
+        child.kill()
+        child.join()
+        receiver.close()
+
+
+def _send_answer_of_nccl(sender: Connection) -> None:
+    try:
+        answer = _try_nccl()
+    except Exception as error:
+        answer = f" does not work: {' '.join(str(error).split()) or type(error).__name__}"
+    sender.send(answer)
+
+
+def _try_nccl() -> str:
+    """Add up one number in a group of this process alone."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ", not tried: no CUDA device is visible"
+    torch.cuda.set_device(0)
+    group = torch.distributed
+    group.init_process_group("nccl", store=group.HashStore(), rank=0, world_size=1)
+    number = torch.full((1,), 7.0, device="cuda")
+    group.all_reduce(number)
+    got = number.item()
+    group.destroy_process_group()
+    return " works" if got == 7 else f" does not work: the sum of 7 alone is {got:g}"
 
 
 def _locked_memory() -> str:

@@ -1,7 +1,8 @@
 """What a builder's `load` gives: the functions of an op library, or the I/O engine, as a module."""
 
 import functools
-from collections.abc import Collection
+from collections.abc import Mapping
+from importlib import import_module
 from types import ModuleType
 
 from deepspeed_ext.op_builder.registry import GROUPS, spec_of
@@ -51,23 +52,45 @@ _MODULES = {
 }
 
 
+# What older libraries call in a module of this name, and where it is.
+_FUSED_OPTIM = "deepspeed_ext.compat.fused_optim"
+_OLDER = {
+    "cpu_adam": {"CPUAdamOptimizer": _FUSED_OPTIM},
+    "fused_adam": {"multi_tensor_adam": _FUSED_OPTIM},
+    "fused_optim": {
+        f"multi_tensor_{name}": _FUSED_OPTIM for name in ("adam", "l2norm", "lamb", "scale", "sgd")
+    },
+    "layernorm": {
+        name: "deepspeed_ext.compat.layernorm" for name in ("backward_affine", "forward_affine")
+    },
+    "scaled_masked_softmax": {
+        name: "deepspeed_ext.compat.scaled_masked_softmax"
+        for name in ("backward", "forward", "get_batch_per_block")
+    },
+    "scaled_upper_triangle_masked_softmax": {
+        name: "deepspeed_ext.compat.scaled_upper_triangle_masked_softmax"
+        for name in ("backward", "forward")
+    },
+    "utils": {name: "deepspeed_ext.ops" for name in ("flatten", "unflatten")},
+}
+
+
 class Interface(ModuleType):
     """The public names that belong to one op library.
 
     Args:
         op: the library.
-        home: the module that has them.
-        names: those of its names that belong here.
+        homes: the names of the modules that have them, by the names that belong here.
     """
 
-    def __init__(self, op: str, home: ModuleType, names: Collection[str]) -> None:
-        super().__init__(op, f"What belongs to the op library {op}, from {home.__name__}.")
-        self.__all__ = sorted(names)
-        self._home = home
+    def __init__(self, op: str, homes: Mapping[str, str]) -> None:
+        super().__init__(op, f"What belongs to the op library {op}.")
+        self.__all__ = sorted(homes)
+        self._homes = homes
 
     def __getattr__(self, name: str) -> object:
         if name in self.__all__:
-            return getattr(self._home, name)
+            return getattr(import_module(self._homes[name]), name)
         text = f"{self.__name__}: attribute is {name!r}, expected one of {', '.join(self.__all__)}"
         if self.__name__ in _INSTEAD:
             text += f"; in place of the functions of older libraries use {_INSTEAD[self.__name__]}"
@@ -87,15 +110,16 @@ def interface_of(op: str) -> Interface:
     if op == "async_io":
         from deepspeed_ext import io
 
-        return Interface(op, io, io.__all__)
+        return Interface(op, dict.fromkeys(io.__all__, io.__name__))
+    older = _OLDER.get(op, {})
+    if op in GROUPS:
+        members = [interface_of(member) for member in GROUPS[op]]
+        return Interface(op, {n: each._homes[n] for each in members for n in each.__all__} | older)
     from deepspeed_ext import ops
 
-    if op in GROUPS:
-        return Interface(op, ops, {n for each in GROUPS[op] for n in interface_of(each).__all__})
     checks, _, name = spec_of(op).self_check.partition(":")
     family, _, file = checks.rpartition(".")
     modules = _MODULES.get(file, (name,))  # beside it, under the same name
     homes = [f"{family}.{module}" for module in modules]
-    return Interface(
-        op, ops, [name for name in ops.__all__ if getattr(ops, name).__module__ in homes]
-    )
+    names = [name for name in ops.__all__ if getattr(ops, name).__module__ in homes]
+    return Interface(op, dict.fromkeys(names, ops.__name__) | older)

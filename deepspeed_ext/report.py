@@ -1,7 +1,6 @@
 """ds_report: run every op that is there, say of the others why not, and describe the machine."""
 
 import argparse
-import contextlib
 import importlib
 import json
 import multiprocessing
@@ -14,9 +13,8 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Literal
 
-from deepspeed_ext.environment import describe
-from deepspeed_ext.op_builder import OPS, BuildError, OpSpec, cuda, load, probe, program, toolchain
-from deepspeed_ext.op_builder.errors import Unavailable
+from deepspeed_ext.environment import describe, torch_problem
+from deepspeed_ext.op_builder import OPS, BuildError, OpSpec, cuda, load, probe, program
 from deepspeed_ext.op_builder.registry import GROUPS
 
 _WIDTH = 80
@@ -82,14 +80,11 @@ def _check_and_send(spec: OpSpec, build: bool, sender: Connection) -> None:
 
 def _without_torch(spec: OpSpec) -> Row | None:
     """Return the row of an op where torch cannot be imported; all ops are used through it."""
-    try:
-        toolchain.torch_version()
-        import torch
-    except Unavailable as missing:
-        return _unavailable(spec, str(missing))
-    except Exception as error:  # a torch that lacks a library raises what it likes
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
-        return _unavailable(spec, f"torch cannot be imported ({cause}); install torch again")
+    problem = torch_problem()
+    if problem is not None:
+        return _unavailable(spec, problem)
+    import torch
+
     torch.set_num_threads(1)  # a child would wait forever for threads that its parent has used
     return None
 
@@ -143,7 +138,7 @@ def _rebuild(spec: OpSpec) -> str:
 
 
 def _table(rows: list[Row], environment: dict[str, str], colour: bool) -> str:
-    width = max(len(row.op) for row in rows)
+    width = max((len(row.op) for row in rows), default=0)
     lines = [f"{'op':{width}}  device  state"]
     for row in rows:
         first, *others = _wrapped(f"{row.state}{row.text()}", width + 10)
@@ -187,9 +182,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"ds_report: op is {name!r}, expected one of {', '.join(known)}", file=sys.stderr)
             return 1
     named = {member for name in options.ops for member in GROUPS.get(name, (name,))}
-    chosen = [spec for spec in OPS if not named or spec.name in named]
-    with contextlib.suppress(Exception):  # which the rows will say
-        import torch  # noqa: F401  # once, for all the children
+    chosen = [spec for spec in OPS if not options.ops or spec.name in named]
+    torch_problem()  # imports it, once for all the children
     # The ops first: a child process can use CUDA only as long as its parent has not.
     rows = [check(spec, options.build) for spec in chosen]
     environment = describe()

@@ -20,6 +20,6 @@ __all__ = ["OPS", "BuildError", "OpBuilder", "OpSpec", "load", "load_module", "p
 
 
 def __getattr__(name: str) -> type[OpBuilder]:
-    if name in builders.BUILDERS:
-        return builders.BUILDERS[name]
+    if name.endswith("Builder"):
+        return builders.__getattr__(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,6 +25,15 @@ def _op(library: str, op: str, *more: str) -> OpSpec:
     )
 
 
+def _one_number_each(library: str) -> OpSpec:
+    """Return the library of the ops that make one number of each tensor: a norm, a fingerprint."""
+    check = "deepspeed_ext.ops.optimizers.self_checks:one_number_each"
+    on_cpu = library.startswith("cpu")
+    ends = ("cpu.cpp", "ops.cpp") if on_cpu else ("cuda.cu", "ops_cuda.cpp")
+    more = (f"optimizers/fingerprint_{end}" for end in ends)
+    return replace(_op(library, "optimizers/l2_norm", *more), self_check=check)
+
+
 def _norm(library: str, name: str, kind: str) -> OpSpec:
     """Return the library of a norm; both kinds share their sources."""
     more = () if library.startswith("cpu") else ("transformer/norm_backward_cuda.cu",)
@@ -116,8 +125,8 @@ OPS: tuple[OpSpec, ...] = (
     _optimizer("fused_lamb", "lamb", "LambApply", "LambMoments"),
     _optimizer("cpu_lars", "lars", "LarsApply", "LarsNorms"),
     _optimizer("fused_lars", "lars", "LarsApply", "LarsNorms"),
-    _op("cpu_norm", "optimizers/l2_norm"),
-    _op("fused_norm", "optimizers/l2_norm"),
+    _one_number_each("cpu_norm"),
+    _one_number_each("fused_norm"),
     _norm("cpu_rms_norm", "rms_norm", "RmsNorm"),
     _norm("fused_rms_norm", "rms_norm", "RmsNorm"),
     _norm("cpu_layer_norm", "layer_norm", "LayerNorm"),
@@ -181,7 +190,8 @@ OPS: tuple[OpSpec, ...] = (
 
 
 # One name, that older libraries have, for rows on CUDA. Without it `is_compatible` of these
-# builders is False, as theirs is; the rows of the CPU have builders of their own.
+# builders is False, as theirs is; the rows of the CPU have builders of their own. What utils has is
+# plain torch, and needs no row.
 GROUPS: dict[str, tuple[str, ...]] = {
     "transformer_inference": (
         "fused_kv_cache",
@@ -190,6 +200,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "fused_skinny_linear",
     ),
     "quantizer": ("fused_quantizer",),
+    "fused_optim": ("fused_adam", "fused_sgd", "fused_lamb", "fused_norm"),
+    "layernorm": ("fused_layer_norm",),
+    "scaled_masked_softmax": ("fused_softmax",),
+    "scaled_upper_triangle_masked_softmax": ("fused_softmax",),
+    "utils": (),
 }
 
 

@@ -15,13 +15,13 @@ ROOT = Path(__file__).parent.parent
 CPP_SUFFIXES = {".h", ".inl", ".cuh", ".cpp", ".cu"}
 SOURCES = {".py", *CPP_SUFFIXES}
 PYTHON_LAYERS = (  # each may import itself and what stands before its row
-    ("op_builder", "dtensors", "dtypes"),
+    ("op_builder", "dtensors", "dtypes", "threads"),
     ("ops",),
     ("optim", "io"),
     ("quantization",),
     ("offload",),
-    ("zero", "inference", "config", "environment", "interfaces"),
-    ("engine", "report", "examples"),
+    ("zero", "inference", "config", "environment", "compat"),
+    ("engine", "report", "examples", "interfaces"),
 )
 ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "io": (
@@ -57,7 +57,10 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("timeline",),
     ),
     "zero": (
-        ("agreement", "blocks", "gather", "inside", "memory", "saved_model", "scaling"),
+        (
+            *("agreement", "blocks", "borrowing", "calls", "gather", "inside", "memory"),
+            *("names", "saved_model", "scaling"),
+        ),
         ("sharding", "units"),
         ("accumulate", "drawing", "stages"),
         ("checkpoint", "init"),

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import tempfile
 from pathlib import Path
 
@@ -103,18 +104,29 @@ def test_without_torch_that_is_the_reason(tmp_path):
         assert row["state"] == "unavailable"
         assert row["reason"].startswith("torch is not installed; run: ")
         assert row["reason"].endswith(" -m pip install 'torch>=2.11'")
-    assert "torch is not installed" in found["environment"]["CUDA of torch"]
+    of_torch = ("torch", "CUDA of torch", "threads", "CUDA devices", "I/O backends", "direct I/O")
+    for name in (*of_torch, "I/O settings", "NCCL"):
+        assert found["environment"][name].startswith("not found: torch is not installed; run: ")
 
 
 def test_a_torch_that_cannot_be_imported_is_the_reason(tmp_path):
     """Its version is right, but it lacks a library, say."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "version.py").write_text("__version__ = '2.13.0'\n")
-    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('no libcudart.so')\n")
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "import sys\n"
+        "if hasattr(sys, 'tried'):\n"
+        "    raise RuntimeError('function has a docstring')\n"  # as torch's second time does
+        "sys.tried = True\n"
+        "raise OSError('no libcudart.so')\n"
+    )
     done = ds_report("--json", "cpu_adam", PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stderr) == (1, "")
-    reason = json.loads(done.stdout)["ops"]["cpu_adam"]["reason"]
-    assert reason == "torch cannot be imported (OSError: no libcudart.so); install torch again"
+    found = json.loads(done.stdout)
+    want = "torch cannot be imported (OSError: no libcudart.so); install torch again"
+    assert found["ops"]["cpu_adam"]["reason"] == want
+    for name in ("torch", "threads", "CUDA devices", "NCCL", "I/O backends"):
+        assert found["environment"][name] == f"not found: {want}"
 
 
 def test_op_without_library_is_not_built_and_is_not_compiled(nothing_built):
@@ -243,6 +255,46 @@ def test_failing_probe_is_a_line(monkeypatch):
     lines = environment.describe()
     assert lines["CUDA devices"] == "not found: line one line two"
     assert lines["C++ compiler"].startswith("not found: CXX names the compiler")
+
+
+def no_answer() -> str:
+    threading.Event().wait()
+    raise AssertionError
+
+
+def bad_answer() -> str:
+    raise RuntimeError("unhandled system error\nlast error: no socket")
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (None, "2.99.1, not tried: no CUDA device is visible"),
+        (lambda: " works", "2.99.1 works"),
+        (bad_answer, "2.99.1 does not work: unhandled system error last error: no socket"),
+        (lambda: os._exit(5), "2.99.1 does not work: its process ended with code 5"),
+        (no_answer, "2.99.1 does not work: no answer within 0.01 s"),
+    ],
+)
+def test_nccl_is_tried_in_a_child(answer, text, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 99, 1))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if answer is not None:
+        monkeypatch.setattr(environment, "_try_nccl", answer)
+    if answer is no_answer:
+        monkeypatch.setattr(environment, "_NCCL_SECONDS", 0.01)
+    assert environment._nccl() == text
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert environment._nccl() == "none in this torch"
+
+
+def test_nccl_works_where_there_is_a_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    done = ds_report("--json", "cpu_norm")
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    assert json.loads(done.stdout)["environment"]["NCCL"] == f"{version} works"
 
 
 def test_a_compiler_without_a_version_and_a_cache_that_is_not_used(monkeypatch, tmp_path):

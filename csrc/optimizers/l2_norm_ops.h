@@ -2,19 +2,10 @@
 #pragma once
 
 #include "common/torch/arguments.h"
-#include "common/torch/new_tensor.h"
+#include "optimizers/dense_elements_ops.h"
 #include "optimizers/l2_norm.h"
 
 namespace dsx {
-
-// The elements of a tensor as they lie in memory, in any order. If they do not fill their memory
-// once (expanded gradients, slices), those of a contiguous copy, which `copies` keeps.
-inline const void* dense_elements(const TensorView& view,
-                                  std::vector<torch::stable::Tensor>& copies) {
-  if (view.is_dense()) return view.data;
-  copies.push_back(contiguous_copy(view));
-  return copies.back().data_ptr();
-}
 
 // The op itself. Device::run(tensors, squared_norms, device_index) works them out or queues that;
 // l2_norm_ops.cpp and l2_norm_ops_cuda.cpp have one each.

@@ -13,10 +13,10 @@ namespace dsx {
 class PackedResults {
  public:
   PackedResults(const char* op, const TensorView& x, QuantizePacked& call)
-      : op_(op), x_(x), call_(call), ranges_(op, 5) {
+      : op_(op), x_(x), call_(call), tensors_(op, 5) {
     const int64_t bits = bits_of_code(call.format) * call.length;
     call.row_bytes = ceil_div(bits, 8 * kPackedLineBytes) * kPackedLineBytes;
-    add({"x"}, x, Use::read);
+    tensors_.add({"x"}, x, Use::read);
   }
 
   void read_codes(const TensorView& codes) {
@@ -24,7 +24,7 @@ class PackedResults {
           ", expected uint8");
     check_sizes({"codes"}, codes, call_.rows, call_.row_bytes);
     check_contiguous({"codes"}, codes);
-    add({"codes"}, codes, Use::write);
+    tensors_.add({"codes"}, codes, Use::write);
     call_.codes = reinterpret_cast<uint8_t*>(codes.data);
   }
 
@@ -44,11 +44,9 @@ class PackedResults {
           ", expected float64");
     check_sizes({"errors"}, view, call_.rows, kRowErrors);
     check_contiguous({"errors"}, view);
-    add({"errors"}, view, Use::write);
+    tensors_.add({"errors"}, view, Use::write);
     call_.errors = reinterpret_cast<double*>(view.data);
   }
-
-  void check_separate() { ranges_.check_separate(); }
 
  private:
   // Groups may be further apart, as in part of a larger tensor.
@@ -61,7 +59,7 @@ class PackedResults {
     check(in_rows, op_, ": ", item, " has strides ", Integers{view.strides, view.dim},
           " for shape ", Integers{view.sizes, view.dim},
           ", expected groups one after the other, each contiguous");
-    add(item, view, Use::write);
+    tensors_.add(item, view, Use::write);
     return reinterpret_cast<float*>(view.data);
   }
 
@@ -77,28 +75,10 @@ class PackedResults {
           " for shape ", Integers{view.sizes, view.dim}, ", expected a contiguous tensor");
   }
 
-  // From the first element to the last one, which are further apart than there are elements if
-  // there are gaps.
-  void add(const Item& item, TensorView view, Use use) {
-    const int64_t bytes = item_bytes(view);
-    int64_t reach = view.numel > 0 ? 1 : 0;
-    for (int64_t i = 0; i < view.dim && reach > 0; ++i) {
-      reach += (view.sizes[i] - 1) * view.strides[i];
-    }
-    view.numel = reach;
-    ranges_.add(item, view, bytes, use);
-  }
-
-  static int64_t item_bytes(const TensorView& view) {
-    if (view.dtype == aoti_torch_dtype_uint8()) return 1;
-    if (view.dtype == aoti_torch_dtype_float64()) return sizeof(double);
-    return view.dtype == aoti_torch_dtype_float32() ? sizeof(float) : 2;
-  }
-
   const char* const op_;
   const TensorView& x_;
   QuantizePacked& call_;
-  MemoryRanges ranges_;
+  SeparateTensors tensors_;
 };
 
 template <class Device>
@@ -122,7 +102,6 @@ void quantize_packed_(const Tensor& x, const Tensor& codes, const Tensor& scales
   results.read_codes(TensorView(codes.get()));
   results.read_scales(TensorView(scales.get()), offsets);
   results.read_errors(errors);
-  results.check_separate();
   RowReader reader(op);
   call.x = reader.read({"x"}, view);
   if (call.rows > 0) Device::run(call, view.device_index);

@@ -7,6 +7,7 @@
 
 #include "transformer/decode_attention.h"
 #include "transformer/paged_kv_ops.h"
+#include "transformer/soft_cap_ops.h"
 
 namespace dsx {
 
@@ -70,8 +71,7 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> attend(const char* op, 
   call.group = view.sizes[2] / call.kv.heads;
   check(std::abs(options.scale) <= std::numeric_limits<float>::max(), op, ": scale is ",
         options.scale, ", expected a finite number");
-  check(options.softcap >= 0 && options.softcap <= std::numeric_limits<float>::max(), op,
-        ": softcap is ", options.softcap, ", expected a finite number that is 0 or more");
+  check_soft_cap(op, options.softcap);
   check(options.window >= 0, op, ": window is ", options.window, ", expected 0 or more");
   call.scale = float(options.scale);
   call.soft_cap = float(options.softcap);

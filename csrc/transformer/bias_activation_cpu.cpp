@@ -23,7 +23,7 @@ void bias_activation_backward_cpu(Isa isa, const BiasActivationBackward& call, i
 void add_bias_partials_cpu(Isa isa, const float* partials, int64_t groups, int64_t length,
                            int64_t begin, int64_t end, Rows grad_bias) {
   const Pointer<Any> target = grad_bias.row<Any>(0);
-  DSX_DISPATCH_ISA(isa, add_partials(partials, groups, length, begin, end, target));
+  DSX_DISPATCH_ISA(isa, add_partials(partials, groups, length, begin, end, nullptr, target));
 }
 
 }  // namespace dsx

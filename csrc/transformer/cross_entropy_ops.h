@@ -122,6 +122,9 @@ Tensor cross_entropy_in_place(const Tensor& logits, const Tensor& target, int64_
   const Reduction kind = reduction_of(kCrossEntropy, reduction);
   CrossEntropy& call = arguments.call;
   check_in_place(kCrossEntropy, {"logits"}, arguments.view, call.logits, call.rows, call.length);
+  SeparateTensors tensors(kCrossEntropy, 2);
+  tensors.add({"logits"}, arguments.view, Use::write);
+  tensors.add({"target"}, TensorView(target.get()), Use::read);
   call.grad = call.logits;
   return std::move(losses_of<Device>(arguments, kind).loss);
 }
@@ -191,6 +194,9 @@ void cross_entropy_scale(const Tensor& grad, const Tensor& grad_loss) {
   int64_t pitch = 0;
   Tensor kept = grad;
   const float* factors = read_factors(op, grad_loss, view, pitch, kept);
+  SeparateTensors tensors(op, 2);
+  tensors.add({"grad"}, view, Use::write);
+  tensors.add({"grad_loss"}, TensorView(grad_loss.get()), Use::read);
   if (view.numel > 0) {
     Device::scale(rows, shape.rows, shape.length, factors, pitch, view.device_index);
   }

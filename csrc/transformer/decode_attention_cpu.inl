@@ -116,6 +116,7 @@ inline void weigh(const DecodeAttention& call, const ChunkOfKeys& chunk, RowsOfC
   const int64_t q_head = chunk.head * call.group + rows.row[r] % call.group;
   const int begin = rows.begin[r] / 32 * 32, end = rows.end[r];
   const Vec scale(call.scale), lane = lane_numbers();
+  const float soft_cap = call.soft_cap;
   Largest largest;
   for (int i = begin; i < end; i += Vec::size) {
     Vec score = Vec::load(scores + i, Vec::size) * scale;
@@ -124,7 +125,7 @@ inline void weigh(const DecodeAttention& call, const ChunkOfKeys& chunk, RowsOfC
       const int64_t place = call.kv.scale_place(page, chunk.head, i % kPageTokens);
       score = score * Vec::load(call.kv.key_scales + place, Vec::size);
     }
-    if (call.soft_cap > 0) score = capped(score, call.soft_cap);
+    if (soft_cap > 0) score = capped(score, soft_cap);
     if (call.alibi_slopes != nullptr) {
       const Vec distance = Vec(float(rows.position[r] - chunk.first - i)) - lane;
       score = biased(score, distance, call.alibi_slopes[q_head]);

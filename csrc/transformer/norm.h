@@ -59,13 +59,16 @@ struct OfVectors {
 template <class Kind>
 void norm_cpu(Isa isa, const Norm& norm, int64_t begin, int64_t end);
 
-// The gradients of vectors add up over all rows: first those of each group, as partial sums, then
-// the groups in their order. So they depend neither on threads nor on the ISA.
-// There are few groups, as threads wait for one another after each few of them.
-constexpr int64_t kMostGroups = 32, kLeastRowsOfGroup = 32;
+// The gradients of vectors add up over all rows: first those of each group in float, as partial
+// sums, then the groups in their order and in double. So they depend neither on threads nor on the
+// ISA, and lose no digits as rows become many. There are few groups, as threads wait for one
+// another after each few of them, but none of so many rows that a float would lose digits.
+constexpr int64_t kEnoughGroups = 32, kLeastRowsOfGroup = 32, kMostRowsOfGroup = 128;
 constexpr int64_t rows_of_group(int64_t rows) {
-  const int64_t enough = ceil_div(rows, kMostGroups);
-  return enough > kLeastRowsOfGroup ? enough : kLeastRowsOfGroup;
+  const int64_t enough = ceil_div(rows, kEnoughGroups);
+  return enough < kLeastRowsOfGroup  ? kLeastRowsOfGroup
+         : enough > kMostRowsOfGroup ? kMostRowsOfGroup
+                                     : enough;
 }
 
 // Groups of rows [begin, end): group g holds the rows from g * rows_of_group(rows) on. Writes their
@@ -91,7 +94,8 @@ void norm_backward_columns_cpu(Isa isa, const NormBackward& norm, const float* o
 template <class Kind>
 void add_partials_cpu(Isa isa, const float* partials,  // [groups, length]
                       int64_t groups, int64_t length, int64_t begin, int64_t end,
-                      Rows grad);  // one row, written
+                      double* totals,  // [length], of groups before: added to; null: none
+                      Rows grad);      // one row, written; absent: there are groups to come
 
 // Queue the same on the stream (cudaStream_t). They throw std::runtime_error.
 template <class Kind>

@@ -45,9 +45,9 @@ void norm_backward_columns_cpu(Isa isa, const NormBackward& norm, const float* o
 
 template <class Kind>
 void add_partials_cpu(Isa isa, const float* partials, int64_t groups, int64_t length, int64_t begin,
-                      int64_t end, Rows grad) {
+                      int64_t end, double* totals, Rows grad) {
   const Pointer<Any> target = grad.row<Any>(0);
-  DSX_DISPATCH_ISA(isa, add_partials(partials, groups, length, begin, end, target));
+  DSX_DISPATCH_ISA(isa, add_partials(partials, groups, length, begin, end, totals, target));
 }
 
 template void norm_cpu<DSX_NORM>(Isa, const Norm&, int64_t, int64_t);
@@ -57,6 +57,6 @@ template void norm_backward_rows_cpu<DSX_NORM>(Isa, const NormBackward&, int64_t
 template void norm_backward_columns_cpu<DSX_NORM>(Isa, const NormBackward&, const float*, int64_t,
                                                   int64_t, const OfVectors<Rows>&);
 template void add_partials_cpu<DSX_NORM>(Isa, const float*, int64_t, int64_t, int64_t, int64_t,
-                                         Rows);
+                                         double*, Rows);
 
 }  // namespace dsx

@@ -292,7 +292,7 @@ inline void backward_of_columns(const NormBackward& norm, const float* of_rows, 
   const Pointer<Any> weight = norm.weight.row<Any>(0);
   for_each_vector(begin, end, [&](int64_t i, int count) {
     const Vec scale = weight_at(weight, norm.weight_offset, i, count);
-    Vec of_weight(0.0f), of_bias(0.0f), of_x_bias(0.0f);
+    OfVectors<double[Vec::size]> totals = {};
     for (int64_t first = 0; first < norm.rows; first += of_one) {
       const int64_t last = first + of_one < norm.rows ? first + of_one : norm.rows;
       Vec weights(0.0f), biases(0.0f), x_biases(0.0f);
@@ -309,16 +309,16 @@ inline void backward_of_columns(const NormBackward& norm, const float* of_rows, 
         if (grad_sum) result = result + Vec::load(grad_sum + i, count);
         x_biases = x_biases + result;
       }
-      of_weight = of_weight + weights;
-      of_bias = of_bias + biases;
-      of_x_bias = of_x_bias + x_biases;
+      add_to_doubles(weights, totals.weight);
+      add_to_doubles(biases, totals.bias);
+      add_to_doubles(x_biases, totals.x_bias);
     }
-    const auto store = [&](const Rows& grad, const Vec& sum) {
-      if (grad.data != nullptr) sum.store(grad.row<Any>(0) + i, count);
+    const auto store = [&](const Rows& grad, const double* total) {
+      if (grad.data != nullptr) rounded(total).store(grad.row<Any>(0) + i, count);
     };
-    store(grads.weight, of_weight);
-    store(grads.bias, of_bias);
-    store(grads.x_bias, of_x_bias);
+    store(grads.weight, totals.weight);
+    store(grads.bias, totals.bias);
+    store(grads.x_bias, totals.x_bias);
   });
 }
 

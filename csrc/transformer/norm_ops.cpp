@@ -24,25 +24,28 @@ class VectorSum {
  public:
   VectorSum(const Rows& grad, int64_t length, int64_t at_once) : grad_(grad), length_(length) {
     if (grad.data == nullptr) return;  // not wanted
-    memory_.reset(new float[size_t((1 + at_once) * length)]);
-    std::fill_n(memory_.get(), length, 0.0f);
+    partials_.reset(new float[size_t(at_once * length)]);
+    totals_.reset(new double[size_t(length)]);
+    std::fill_n(totals_.get(), length, 0.0);
   }
 
-  // [at_once, length], behind what has been added up; null: not wanted.
-  float* partials() const { return memory_ == nullptr ? nullptr : memory_.get() + length_; }
+  // [at_once, length]; null: not wanted.
+  float* partials() const { return partials_.get(); }
 
   void add(Isa isa, int64_t groups, bool are_last) const {
-    if (memory_ == nullptr) return;
-    const Rows target = are_last ? grad_ : Rows{memory_.get(), 0, Dtype::float32};
+    if (partials_ == nullptr) return;
+    const Rows target = are_last ? grad_ : Rows{};
     torch::stable::parallel_for(0, length_, grain_of(groups), [&](int64_t begin, int64_t end) {
-      add_partials_cpu<DSX_NORM>(isa, memory_.get(), 1 + groups, length_, begin, end, target);
+      add_partials_cpu<DSX_NORM>(isa, partials_.get(), groups, length_, begin, end, totals_.get(),
+                                 target);
     });
   }
 
  private:
   Rows grad_;
   int64_t length_;
-  std::unique_ptr<float[]> memory_;
+  std::unique_ptr<float[]> partials_;
+  std::unique_ptr<double[]> totals_;  // of the groups so far
 };
 
 // So many that their sums take under 1 % of the memory of what is read.
@@ -53,7 +56,7 @@ int64_t groups_at_once(const NormBackward& norm, const OfVectors<Rows>& grads) {
   }
   const int64_t of_column = norm.rows * (bytes_of(norm.x.dtype) + bytes_of(norm.grad_out.dtype));
   const int64_t fit = of_column / 128 / std::max<int64_t>(1, of_group * int64_t(sizeof(float)));
-  return std::max<int64_t>(0, fit - 1);  // beside what has been added up
+  return std::max<int64_t>(0, fit - 2);  // beside the totals, which are double
 }
 
 struct Cpu {
@@ -84,7 +87,7 @@ struct Cpu {
     const int64_t groups = ceil_div(norm.rows, of_group);
     // After each time threads wait for one another.
     const int64_t at_once = std::min(groups, groups_at_once(norm, grads));
-    const int64_t enough = 2 * int64_t(torch::stable::get_num_threads());
+    const int64_t enough = std::min(kEnoughGroups, 2 * int64_t(torch::stable::get_num_threads()));
     if (norm.rows > 0 && at_once < std::min(groups, enough)) {
       return run_backward_by_columns(isa, norm, grads);
     }

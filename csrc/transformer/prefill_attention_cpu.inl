@@ -140,6 +140,7 @@ inline void weigh(const PrefillAttention& call, const Strip& strip, RowBlock& bl
     value_scales = call.kv.value_scales + place;
   }
   const Vec scale(call.scale);
+  const float soft_cap = call.soft_cap;
   for (int lane = 0; lane < block.used_vecs * Vec::size; lane += Vec::size) {
     const Vec before = Vec::load(block.largest + lane, Vec::size);
     const Vec seen_from = Vec::load(block.begin + lane, Vec::size);
@@ -150,7 +151,7 @@ inline void weigh(const PrefillAttention& call, const Strip& strip, RowBlock& bl
     for (int64_t t = strip.begin; t < strip.end; ++t) {
       Vec score = Vec::load(block.scores[t] + lane, Vec::size) * scale;
       if constexpr (Kind::kQuantized) score = score * Vec(key_scales[t]);
-      if (call.soft_cap > 0) score = capped(score, call.soft_cap);
+      if (soft_cap > 0) score = capped(score, soft_cap);
       const Vec key((float(t)));
       if (call.alibi_slopes != nullptr) score = biased(score, position - key, slope);
       score = select((seen_from <= key) & (key < seen_to), score, Vec(-INFINITY));

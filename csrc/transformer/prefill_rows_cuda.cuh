@@ -292,8 +292,7 @@ class WarpRows {
       for_each_score([&](float& score, int, int) { score *= call_.scale; });
     }
     if (call_.soft_cap > 0) {
-      for_each_score(
-          [&](float& score, int, int) { score = quickly_capped(score, call_.soft_cap); });
+      for_each_score([&](float& score, int, int) { score = capped(score, call_.soft_cap); });
     }
     if (call_.alibi_slopes != nullptr) {
       for_each_score(

@@ -73,10 +73,8 @@ __device__ inline void store_the_rest(const PrefillAttention& call, const StripO
   }
 }
 
-// The formula `capped` in 8 instructions, as accurate.
-__device__ inline float quickly_capped(float score, float cap) {
-  const float decay = fast_exp2(::fabsf(score) * (-2.0f * kLog2OfE / cap));
-  return ::copysignf((1.0f - decay) * fast_reciprocal(1.0f + decay) * cap, score);
+__device__ inline float capped(float score, float cap) {
+  return dsx::capped(Floats<1>(score), cap).lanes[0];
 }
 
 // Which keys a row sees, and what its scores become.
@@ -99,7 +97,7 @@ struct RowScoring {
   // Of a key that it sees.
   __device__ float score(const PrefillAttention& call, float product, int key) const {
     float score = product * call.scale;
-    if (call.soft_cap > 0) score = quickly_capped(score, call.soft_cap);
+    if (call.soft_cap > 0) score = capped(score, call.soft_cap);
     return call.alibi_slopes == nullptr ? score : biased(score, key);
   }
 };

@@ -38,10 +38,7 @@ class RopeAppendReader {
       copies_.push_back(contiguous_copy(view));
       view = TensorView(copies_.back().get());
     }
-    for (int64_t i = 0; written && i < 3; ++i) {
-      check(view.strides[i] != 0 || view.sizes[i] < 2 || view.numel == 0, op_, ": ", item,
-            " has strides ", Integers{view.strides, view.dim}, ", expected none of 0");
-    }
+    if (written) check_no_overlap(op_, item, view);
     return {view.data, heads, view.strides[0], view.strides[1], view.strides[2], dtype};
   }
 
@@ -97,6 +94,28 @@ struct RopeAppendOptions {
   double scale, eps, weight_offset;
 };
 
+// Nothing that is written shares memory with anything else.
+inline void check_separate(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
+                           const Tensor& violations, const PagedKvTensors& kv,
+                           const RopeAppendOptions& options, bool q_is_written) {
+  SeparateTensors tensors(op, 14);
+  tensors.add({"q"}, TensorView(q.get()), q_is_written ? Use::write : Use::read);
+  tensors.add({"k"}, TensorView(k.get()), Use::read);
+  tensors.add({"v"}, TensorView(v.get()), Use::read);
+  tensors.add({"keys"}, TensorView(kv.keys.get()), Use::write);
+  tensors.add({"values"}, TensorView(kv.values.get()), Use::write);
+  tensors.add({"violations"}, TensorView(violations.get()), Use::write);
+  tensors.add_if_given({"key_scales"}, kv.key_scales, Use::write);
+  tensors.add_if_given({"value_scales"}, kv.value_scales, Use::write);
+  tensors.add({"table"}, TensorView(kv.table.get()), Use::read);
+  tensors.add({"lengths"}, TensorView(kv.lengths.get()), Use::read);
+  tensors.add_if_given({"slots"}, kv.slots, Use::read);
+  tensors.add_if_given({"counts"}, kv.counts, Use::read);
+  tensors.add_if_given({"frequencies"}, options.frequencies, Use::read);
+  tensors.add_if_given({"q_weight"}, options.q_weight, Use::read);
+  tensors.add_if_given({"k_weight"}, options.k_weight, Use::read);
+}
+
 // Checks everything. The result is written where q is, or, if that is not to be written, nowhere
 // yet.
 inline RopeAppendReader read_append(const char* op, const Tensor& q, const Tensor& k,
@@ -125,6 +144,7 @@ inline RopeAppendReader read_append(const char* op, const Tensor& q, const Tenso
           ", expected a finite number");
   }
   check(options.eps >= 0, op, ": eps is ", options.eps, ", expected 0 or more");
+  check_separate(op, q, k, v, violations, tensors, options, q_is_written);
   call.interleaved = options.interleaved;
   call.scale = float(options.scale);
   call.eps = float(options.eps);

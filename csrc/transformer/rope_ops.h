@@ -3,7 +3,6 @@
 // queues that.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -190,22 +189,6 @@ std::tuple<Tensor, Tensor> rope_pair(const Tensor& q, const Tensor& k, const Ten
   return {std::move(q_out), std::move(k_out)};
 }
 
-// No element of it is another one: sorted by distance, each dimension begins beyond the one before.
-inline void check_no_overlap(const char* op, const Item& item, const TensorView& view) {
-  std::vector<std::pair<int64_t, int64_t>> dims;  // distance, length
-  for (int64_t i = 0; i < view.dim; ++i) {
-    if (view.sizes[i] > 1) dims.emplace_back(view.strides[i], view.sizes[i]);
-  }
-  std::sort(dims.begin(), dims.end());
-  int64_t reach = 0;  // the furthest element of the dimensions so far
-  for (const auto& [stride, size] : dims) {
-    check(stride > reach || view.numel == 0, op, ": ", item, " has strides ",
-          Integers{view.strides, view.dim}, " for shape ", Integers{view.sizes, view.dim},
-          ", expected no element to be another one");
-    reach += stride * (size - 1);
-  }
-}
-
 template <class Device>
 void rope_in_place(const Tensor& q, const OptionalTensor& k, const Tensor& positions,
                    const Tensor& frequencies, bool interleaved, bool heads_first, double scale) {
@@ -219,9 +202,12 @@ void rope_in_place(const Tensor& q, const OptionalTensor& k, const Tensor& posit
     const TensorView k_view(k->get());
     check_no_overlap(op, {"k"}, k_view);
     call.k = call.k_out = reader.read({"k"}, k_view, true);
-    check(k_view.data != reader.view().data || k_view.numel == 0, op,
-          ": k is overlapping q, expected separate memory");
   }
+  SeparateTensors tensors(op, 4);
+  tensors.add({"q"}, reader.view(), Use::write);
+  tensors.add_if_given({"k"}, k, Use::write);
+  tensors.add({"positions"}, TensorView(positions.get()), Use::read);
+  tensors.add({"frequencies"}, TensorView(frequencies.get()), Use::read);
   run_rope<Device>(reader);
 }
 

@@ -15,7 +15,8 @@ class RowScores {
       : scores_(softmax.scores),
         n_(softmax.length),
         keys_(keys_of(scores_, row, n_)),
-        x_(softmax.x.row<T>(row)) {
+        x_(softmax.x.row<T>(row)),
+        soft_cap_(softmax.scores.soft_cap) {
     if (scores_.slopes != nullptr) {
       slope_ = scores_.slopes[scores_.slope_rows.place(row)];
       position_ = scores_.position(row);
@@ -59,7 +60,7 @@ class RowScores {
  private:
   Vec at(int64_t i, int count) const {
     Vec score = Vec::load(x_ + i, count) * Vec(scores_.scale);
-    if (scores_.soft_cap > 0) score = capped(score, scores_.soft_cap);
+    if (soft_cap_ > 0) score = capped(score, soft_cap_);
     if (scores_.slopes != nullptr) {
       score = biased(score, abs(Vec(float(position_ - i)) - lane_numbers()), slope_);
     }
@@ -110,6 +111,7 @@ class RowScores {
   int64_t n_;
   Keys keys_;
   Pointer<T> x_;
+  float soft_cap_;  // here, as what is written might be where that of scores_ is
   float slope_ = 0;
   int64_t position_ = 0, mask_place_ = 0;
 };

@@ -15,24 +15,16 @@ DSX_HOST_DEVICE inline V inverse_of(const V& sum) {
   return select(sum == V(0.0f), V(0.0f), V(1.0f) / sum);
 }
 
-// Of a score's distance in both directions; `decay` is e^(-2 |score| / cap).
-template <class V>
-DSX_HOST_DEVICE inline V decay_under_cap(const V& score, float cap) {
-  return exp(abs(score) * V(-2.0f / cap));
-}
-
-// cap * tanh(score / cap), off by cap * 2^-22 at most.
+// cap * tanh(score / cap), off by a few units in the last place.
 template <class V>
 DSX_HOST_DEVICE inline V capped(const V& score, float cap) {
-  const V decay = decay_under_cap(score, cap);
-  const V magnitude = (V(1.0f) - decay) / (V(1.0f) + decay) * V(cap);
-  return select(score < V(0.0f), -magnitude, magnitude);
+  return scaled_tanh(score, score * V(1.0f / cap), V(cap));
 }
 
-// The derivative of that: 1 - tanh^2.
+// The derivative of that: 1 - tanh^2, as 1 / cosh^2, in which nothing cancels.
 template <class V>
 DSX_HOST_DEVICE inline V slope_under_cap(const V& score, float cap) {
-  const V decay = decay_under_cap(score, cap), sum = V(1.0f) + decay;
+  const V decay = exp(abs(score) * V(-2.0f / cap)), sum = V(1.0f) + decay;
   return V(4.0f) * decay / (sum * sum);
 }
 

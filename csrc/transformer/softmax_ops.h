@@ -7,6 +7,7 @@
 
 #include "common/torch/arguments.h"
 #include "common/torch/rows.h"
+#include "transformer/soft_cap_ops.h"
 #include "transformer/softmax.h"
 
 namespace dsx {
@@ -106,11 +107,7 @@ constexpr int64_t kFurthest = int64_t(1) << 53;  // so that nothing overflows
 inline Scores read_scores(const char* op, const TensorView& x, double scale, double soft_cap,
                           int64_t before, int64_t after, std::optional<int64_t> offset) {
   check(std::isfinite(float(scale)), op, ": scale is ", scale, ", expected a finite number");
-  check(soft_cap >= 0 && std::isfinite(float(soft_cap)), op, ": softcap is ", soft_cap,
-        ", expected a finite number that is 0 or more");
-  const bool is_capped = soft_cap > 0;
-  check(!is_capped || (float(soft_cap) > 1e-30f), op, ": softcap is ", soft_cap,
-        ", expected 0, or a number over 1e-30");
+  check_soft_cap(op, soft_cap);
   check(before >= -1 && after >= -1, op, ": window is (", before, ", ", after,
         "), expected counts of keys, or -1 for all");
   Scores scores;

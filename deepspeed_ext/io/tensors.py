@@ -1,5 +1,6 @@
 """Tensors as plain memory: where their bytes lie, and which tensors have none of their own."""
 
+import ctypes
 import errno
 import math
 from collections.abc import Sequence
@@ -110,6 +111,11 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 def as_bytes(tensor: Tensor) -> tuple[int, int]:
     """Return address and number of bytes of a contiguous tensor."""
     return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """Return a copy of the memory of a contiguous CPU tensor."""
+    return ctypes.string_at(*as_bytes(tensor))
 
 
 def byte_view(tensor: Tensor) -> Tensor:

@@ -172,10 +172,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        if self._settings["free_grads"] and scaling != Scaling():
+        if self._settings["free_grads"] and scaling.found_inf is not None:
             raise ValueError(
                 f"{type(self).__name__}: free_grads is True, expected False with GradScaler, which "
-                "looks at the gradients"
+                "looks at the gradients; zero.LossScaler does not"
             )
         with torch.no_grad():
             self._watch()

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from deepspeed_ext.offload.copies import Event
+from deepspeed_ext.threads import AwaitedThread, is_awaited, is_ending
 
 _SLICE = 1.0  # seconds
 
@@ -81,7 +82,8 @@ class Task:
 class Worker:
     """One thread, started by the first task. It sleeps while there is nothing to do.
 
-    It knows none of the objects whose tasks it runs, so that they can go, and close it.
+    It knows none of the objects whose tasks it runs, so that they can go, and close it. Python
+    waits for it when it ends; what comes after that is done by whoever submits it.
     """
 
     def __init__(self) -> None:
@@ -101,14 +103,39 @@ class Worker:
         with self._changed:
             self.check()
             self._queue.append(task)
-            if self._thread is None:
-                threads = torch.get_num_threads()
-                self._thread = threading.Thread(
-                    target=self._work, args=(threads,), name="deepspeed_ext-offload", daemon=True
-                )
-                self._thread.start()
+            has_nobody = self._thread is None
+            if has_nobody and is_awaited():
+                self._start()
+                has_nobody = False
+            elif has_nobody:
+                self._thread = threading.current_thread()
             self._changed.notify_all()
+        if has_nobody:
+            self._work()
         return task
+
+    def _start(self) -> None:
+        threads = torch.get_num_threads()
+
+        def work() -> None:
+            torch.set_num_threads(threads)  # a new thread begins with the number of processors
+            self._work()
+
+        self._thread = AwaitedThread(work, "deepspeed_ext-offload", self._wake, self._drop_all)
+        self._thread.start()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _drop_all(self) -> None:
+        """Leave what nobody has begun undone, as the user does not want to wait for it."""
+        with self._changed:
+            for task in self._queue:
+                task.error = RuntimeError("OffloadOptimizer: the end of Python was interrupted")
+                task.end()
+            self._queue.clear()
+            self._changed.notify_all()
 
     def check(self) -> None:
         """Raise RuntimeError if it is closed, or this is a fork of the process with the thread."""
@@ -163,16 +190,8 @@ class Worker:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _work(self, threads: int) -> None:
-        torch.set_num_threads(threads)  # a new thread begins with the number of processors
-        while True:
-            with self._changed:
-                while not self._queue and not self._closing:
-                    self._changed.wait()
-                if not self._queue:
-                    return
-                task = self._next()
-                self._queue.remove(task)
+    def _work(self) -> None:
+        while (task := self._take()) is not None:
             try:
                 with torch.no_grad():
                     task.run()
@@ -182,6 +201,18 @@ class Worker:
                 task.end()
                 self._changed.notify_all()
             del task
+
+    def _take(self) -> Task | None:
+        """Wait for a task, and return it; None when there will be no more for this thread."""
+        with self._changed:
+            while not (self._queue or self._closing or is_ending()):
+                self._changed.wait()
+            if not self._queue:
+                self._thread = None
+                return None
+            task = self._next()
+            self._queue.remove(task)
+            return task
 
     def _next(self) -> Task:
         """Return what to do next.

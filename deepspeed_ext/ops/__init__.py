@@ -19,6 +19,7 @@ _NAMES = {
     "optimizers.adagrad": ("adagrad_step_", "adagrad_step_ref_"),
     "optimizers.adam": ("adam_step_", "adam_step_ref_"),
     "optimizers.clip": ("clip_grad_norm_", "total_squared_norm"),
+    "optimizers.fingerprint": ("fingerprints", "fingerprints_ref"),
     "optimizers.l2_norm": (
         "L2Norm",
         "l2_norm",
@@ -120,6 +121,8 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.optimizers.adam import adam_step_ref_ as adam_step_ref_
     from deepspeed_ext.ops.optimizers.clip import clip_grad_norm_ as clip_grad_norm_
     from deepspeed_ext.ops.optimizers.clip import total_squared_norm as total_squared_norm
+    from deepspeed_ext.ops.optimizers.fingerprint import fingerprints as fingerprints
+    from deepspeed_ext.ops.optimizers.fingerprint import fingerprints_ref as fingerprints_ref
     from deepspeed_ext.ops.optimizers.l2_norm import L2Norm as L2Norm
     from deepspeed_ext.ops.optimizers.l2_norm import l2_norm as l2_norm
     from deepspeed_ext.ops.optimizers.l2_norm import l2_norm_ref as l2_norm_ref

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
-from torch._library.utils import has_kwarg_only_tensors
+from torch._library.utils import has_kwarg_only_tensors, is_tensorlist_like_type
 from torch.autograd import forward_ad
 
 from deepspeed_ext.op_builder import load
@@ -29,14 +29,17 @@ def define(
     fake: Callable[..., Any] | None = None,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
+    without_gradient: Sequence[str] = (),
+    is_step: bool = False,
     on_host: Sequence[str] = (),
 ) -> torch._ops.OpOverload:
     """Define the op of this schema, all there is to it in Python, and return it.
 
-    An op that returns something and has no backward raises when a gradient is to pass through it.
-    One that writes to its arguments is none of autograd's business, as an optimizer step is; what
-    it returns does not require grad. No op has a forward mode: one that returns something raises
-    when an argument has a tangent; of one that writes the wrapper calls `refuse_tangents`.
+    No gradient vanishes. An op that returns something and has no backward raises when a gradient is
+    to pass through it; one that writes to its arguments raises when one of them requires a
+    gradient, and what it returns does not require any. A backward is not called if nothing depends
+    on any result. No op has a forward mode, nor a gradient within torch.func: an argument with a
+    tangent, or one that a transform differentiates, is an error.
 
     What is not asked for: autocast casts nothing, as kernels compute in float32 whatever is stored
     and take mixed dtypes; torch.library.register_autocast is for an op that must cast. An op that
@@ -54,6 +57,10 @@ def define(
             depends on, and returns one for each positional argument, or None.
         setup_context: with inputs=, output= and, if the schema has any, keyword_only_inputs=, saves
             in the context, ctx=, what backward needs.
+        without_gradient: arguments that backward has no gradient for; it is an error that one of
+            them requires a gradient.
+        is_step: it is part of an optimizer's step: that parameters require gradients is none of its
+            business, nor autograd's what it writes to them. The wrapper calls `refuse_tangents`.
         on_host: arguments that are in host memory whatever the device of the others is.
     """
     full_name = schema.partition("(")[0]
@@ -87,23 +94,47 @@ def define(
     _FRAGMENT.impl(full_name, load_and_call_again, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{full_name}", check_and_infer, lib=_FRAGMENT)
     if parsed.returns and not parsed.is_mutable:
-        _register_gradient(full_name, op, backward, setup_context)
-    else:
+        _register_gradient(full_name, op, backward, setup_context, without_gradient)
+    elif is_step:
         # The default fallback would look at every tensor of every list.
         _FRAGMENT.impl(full_name, torch.library.fallthrough_kernel, "Autograd")
+    else:
+        _register_refusal(full_name, op)
+    if parsed.is_mutable or any(is_tensorlist_like_type(a.type) for a in parsed.arguments):
+        _refuse_vmap(full_name)  # of others torch makes a loop
     return op
 
 
-def call_recording_nothing(op: torch._ops.OpOverload, *args: object) -> Any:
+def call_recording_nothing(op: torch._ops.OpOverload, *args: object, **keywords: object) -> Any:
     """Call an op past autograd if no gradient is recorded, else as usual.
 
     The kernel that refuses gradients is in Python and takes all tensors of a list there and back: a
     third of the time of an op that has little to do with each.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
-        return op(*args)
+        return op(*args, **keywords)
     with torch._C._AutoDispatchBelowAutograd():
-        return op(*args)
+        return op(*args, **keywords)
+
+
+def refuse_gradients(name: str, values: Values) -> None:
+    """Refuse what would lose a gradient, if any is recorded.
+
+    Args:
+        name: of the op.
+        values: its arguments by name.
+
+    Raises:
+        RuntimeError: a tensor requires one.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for argument, tensor in _tensors(values):
+        if tensor.requires_grad:
+            raise RuntimeError(
+                f"{name}: {argument} requires a gradient, expected none, as the op has none for it;"
+                " detach it, or call the op under torch.no_grad()"
+            )
 
 
 def refuse_tangents(name: str, values: Values, instead: str = "detach it") -> None:
@@ -132,39 +163,101 @@ def _register_gradient(
     op: torch._ops.OpOverload,
     backward: Callable[..., Any] | None,
     setup_context: Callable[..., None] | None,
+    without_gradient: Sequence[str],
 ) -> None:
-    """Do what torch.library.register_autograd does, and refuse tangents, which are lost there.
+    """Do what torch.library.register_autograd does, and refuse what would be lost there.
 
-    Both by one kernel, as another one before it would cost each call half a microsecond. Where no
+    All by one kernel, as another one before it would cost each call half a microsecond. Where no
     gradient is wanted it takes less time than torch's, which asks again each time for what the
     schema says.
     """
+    public = name.partition(".")[0]
     instead = "detach it, or use plain torch"
     if backward is not None:
-        instead = f"use reverse mode, or plain torch, as {name.partition('.')[0]}_ref does"
+        instead = f"use reverse mode, or plain torch, as {public}_ref does"
+    arguments = [argument.name for argument in op._schema.arguments]
+    lost = [(argument, arguments.index(argument)) for argument in without_gradient]
 
     def refuse(ctx: Any, *grads: Tensor | None) -> NoReturn:
         raise RuntimeError(
-            f"{name}: the gradient is wanted, expected no use of it, as the op has none;"
-            " call the op under torch.no_grad(), or detach what it takes"
+            f"{public}: the gradient of {_first_wanted(arguments, ctx.needs_input_grad)} is wanted,"
+            " expected no use of it, as the op has none; call the op under torch.no_grad(), or"
+            " detach what it takes"
         )
+
+    def refuse_transform(values: Values) -> NoReturn:
+        if backward is None:
+            refuse_gradients(public, values)
+        argument = next(argument for argument, tensor in _tensors(values) if tensor.requires_grad)
+        raise RuntimeError(
+            f"{public}: {argument} is differentiated by a transform of torch.func, such as grad,"
+            " vjp or jacrev, expected torch.autograd.grad or backward(); or use plain torch, as"
+            f" {public}_ref does"
+        )
+
+    def pass_back(ctx: Any, *grads: Tensor | None) -> Any:
+        if all(grad is None for grad in grads):  # as a later function has returned None
+            wanted = ctx.needs_input_grad
+            return tuple([None] * len(each) if isinstance(each, list) else None for each in wanted)
+        return (backward or refuse)(ctx, *grads)
 
     def set_up(ctx: Any, **values: Any) -> None:
         ctx.set_materialize_grads(False)  # no zeros for results that nothing depends on
         if setup_context is not None:
             setup_context(ctx=ctx, **values)
 
-    record = make_autograd_impl(op, Info(backward or refuse, set_up))
+    record = make_autograd_impl(op, Info(pass_back, set_up))
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: object, **keywords: object) -> Any:
         if forward_ad._current_level >= 0:
-            refuse_tangents(name, _values(op, args, keywords), instead)
+            refuse_tangents(public, _values(op, args, keywords), instead)
         if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            if lost:
+                refuse_gradients(public, {argument: args[i] for argument, i in lost})
+            if torch._C._are_functorch_transforms_active():
+                refuse_transform(_values(op, args, keywords))
             return record(keyset, *args, **keywords)
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
 
     _FRAGMENT.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def _register_refusal(name: str, op: torch._ops.OpOverload) -> None:
+    """Let an op that writes to its arguments refuse gradients and tangents."""
+    public = name.partition(".")[0]
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: object, **keywords: object) -> Any:
+        values = _values(op, args, keywords)
+        refuse_tangents(public, values)
+        refuse_gradients(public, values)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
+
+    _FRAGMENT.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def _refuse_vmap(name: str) -> None:
+    """Let torch.func.vmap over an op, of which torch could not make a loop, say what to do."""
+
+    def refuse(*args: object, **keywords: object) -> NoReturn:
+        raise RuntimeError(
+            f"{name.partition('.')[0]}: an argument is mapped by torch.func.vmap, expected none, as"
+            " the op takes lists or writes to what it takes; call it in a loop"
+        )
+
+    _FRAGMENT.impl(name, refuse, "FuncTorchBatched")
+
+
+def _first_wanted(arguments: Sequence[str], wanted: Sequence[bool | Sequence[bool]]) -> str:
+    """Return what an error calls the first argument whose gradient is wanted."""
+    for argument, each in zip(arguments, wanted, strict=False):
+        if isinstance(each, bool):
+            if each:
+                return argument
+        elif any(each):
+            return f"{argument}[{list(each).index(True)}]"
+    return "an argument"
 
 
 def _check_one_device(name: str, values: Values, on_host: Sequence[str]) -> None:

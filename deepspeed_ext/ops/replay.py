@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_ext.ops._library import define, refuse_tangents
+from deepspeed_ext.ops._library import call_recording_nothing, define, refuse_tangents
 
 
 def _fake(names: Tensor, code: Tensor, given: list[Tensor]) -> Tensor:
@@ -66,6 +66,7 @@ class Recorded:
         inputs = recorder.given[: recorder.inputs]
         self._inputs = [_form_of(tensor) for tensor in inputs]
         self._given = recorder.given[recorder.inputs :]
+        self._written = sorted(recorder.written)
         self._names = torch.tensor(list(recorder.names), dtype=torch.uint8, device="cpu")
         code = _code_of(recorder.instructions, recorder.places[id(result)])
         self._code = torch.tensor(code, dtype=torch.int64, device="cpu")
@@ -91,7 +92,10 @@ class Recorded:
         for i, (tensor, want) in enumerate(zip(inputs, self._inputs, strict=True)):
             if _form_of(tensor) != want:
                 raise ValueError(f"replay_: inputs[{i}] is {_form_of(tensor)}, expected {want}")
-        out: Tensor = _op(self._names, self._code, [*inputs, *self._given])
+        given = [*inputs, *self._given]
+        out: Tensor = call_recording_nothing(_op, self._names, self._code, given)
+        # A native op does not count its writes.
+        torch.autograd.graph.increment_version([given[place] for place in self._written])
         return out
 
 
@@ -135,6 +139,7 @@ class _Recorder(TorchDispatchMode):
     Attributes:
         inputs: how many.
         given: tensors that no op has left, the inputs first.
+        written: the places of those of them that ops write to, also through views.
         places: by id of a tensor, all of which are kept so that no other one gets the same.
     """
 
@@ -142,11 +147,13 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.problem: str | None = None
         self.given: list[Tensor] = []
+        self.written: set[int] = set()
         self.places: dict[int, int] = {}
         self.instructions: list[_Call | _View] = []
         self.names = b""
         self.inputs = len(inputs)
         self._left: list[Tensor] = []
+        self._sources: dict[int, int] = {}  # of views among results, by their places
         for tensor in inputs:
             self._place_of(tensor)
 
@@ -184,7 +191,10 @@ class _Recorder(TorchDispatchMode):
                 self.problem = f"{func} takes a {kind}"
                 return
             else:
-                arguments.append((_KINDS.index(kind), self._number_of(value, kind)))
+                number = self._number_of(value, kind)
+                arguments.append((_KINDS.index(kind), number))
+                if argument.is_write:
+                    self._add_write(number)
         if not all(isinstance(result, Tensor) for result in results):
             self.problem = f"{func} returns what is no tensor"
             return
@@ -194,6 +204,12 @@ class _Recorder(TorchDispatchMode):
             place = len(self.names)
             self.names += name
         self.instructions.append(_Call(place, arguments, [self._new_place(r) for r in results]))
+
+    def _add_write(self, place: int) -> None:
+        while place in self._sources:
+            place = self._sources[place]
+        if place >= 0:
+            self.written.add(place)
 
     def _number_of(self, value: Any, kind: str) -> int:
         if isinstance(value, Tensor):
@@ -222,6 +238,7 @@ class _Recorder(TorchDispatchMode):
                 self.problem = f"it calls {func} for elements beyond the tensor"
                 return
             made = self._new_place(result)
+            self._sources[made] = place
             self.instructions.append(_View(place, made, later, form.shape, form.strides))
 
 

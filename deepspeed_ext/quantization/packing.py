@@ -106,6 +106,7 @@ def quantize_weight(
         made: these tensors, as ``layout.tensors_on`` returns them; None: of the weight's device.
     """
     n, length = layout.shape
+    weight = weight.detach()  # codes have no gradient, and need none
     if made is None:
         made = (layout.tensors_on if layout.is_float8 else layout.empty_on)(weight.device)
     if not layout.is_float8 and (length <= 1 or weight.stride(1) == 1):  # read as it lies

@@ -1,13 +1,12 @@
 """Micro-steps: several backwards whose gradients make one step."""
 
-import logging
+import sys
 from collections.abc import Iterator
 
 from torch import nn
 
+from deepspeed_ext.zero.calls import Loop
 from deepspeed_ext.zero.sharding import Sharding, sharding_of
-
-_log = logging.getLogger("deepspeed_ext")
 
 
 def accumulate(model: nn.Module, steps: int) -> Iterator[int]:
@@ -19,9 +18,13 @@ def accumulate(model: nn.Module, steps: int) -> Iterator[int]:
         optimizer.step()
 
     There is one backward in each pass of the loop. Weights stay gathered until the last one, but in
-    stage 3, so nothing may step the model or write its weights in between; gradients are added up,
-    and in stages 0 and 1 are reduced in the last pass only. Around it parameters and gradients are
-    shards. A loop that is left early leaves no gradients.
+    stage 3, so nothing may write its weights in between, and a step there is refused; gradients are
+    added up, and in stages 0 and 1 are reduced in the last pass only. Around it parameters and
+    gradients are shards. A loop that is left before the backward of the last pass is over leaves no
+    gradients, and says so. An error in a forward that is caught inside leaves those there are; one
+    in a backward drops them, as half of one cannot be told from the others. Both have to come in
+    all processes: what one of them alone goes on with ends in an error, or in the timeout of the
+    process group.
 
     Args:
         model: that zero.shard was called on.
@@ -32,7 +35,8 @@ def accumulate(model: nn.Module, steps: int) -> Iterator[int]:
 
     Raises:
         ValueError: model is not sharded, or steps is less than 1.
-        RuntimeError: the loop is inside of another one for the same model.
+        RuntimeError: the loop is inside of another one for the same model; or it has come to its
+            end and some pass had a backward, but not the last one.
 
     See: FSDPModule.set_requires_gradient_sync, set_reshard_after_backward and, on two-dimensional
         meshes, set_requires_all_reduce, which this calls.
@@ -44,18 +48,15 @@ def accumulate(model: nn.Module, steps: int) -> Iterator[int]:
 
 
 def _micro_steps(sharding: Sharding, steps: int) -> Iterator[int]:
-    with sharding.declared():
-        done = 0
-        try:
-            for i in range(steps):
-                sharding.micro_step(is_last=i == steps - 1)
-                yield i
-                done += 1
-        finally:
-            if done < steps:
-                _log.warning(
-                    "zero.accumulate: left in micro-step %d of %d; its gradients are dropped",
-                    done + 1,
-                    steps,
-                )
-                sharding.drop_gradients()
+    loop = Loop(steps)
+    sharding.begin(loop)
+    is_whole = False
+    try:
+        for i in range(steps):
+            loop.caller = sys._getframe(1)
+            sharding.micro_step(loop, i)
+            yield i
+        is_whole = True
+    finally:
+        loop.caller = None
+        sharding.end(loop, is_whole)

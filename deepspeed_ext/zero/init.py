@@ -14,6 +14,7 @@ from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.io.engine.window import Window
 from deepspeed_ext.zero.drawing import Drawing, is_untouched
 from deepspeed_ext.zero.memory import allocate
+from deepspeed_ext.zero.names import plain_name
 from deepspeed_ext.zero.saved_model import Place, places_in, read_rows
 from deepspeed_ext.zero.units import Unit, named_tensors, units_of
 
@@ -43,7 +44,8 @@ class Init:
         seed: of the random numbers.
         files: a safetensors file, Hugging Face's index, a folder with either, or several of these.
         rename: turns a name in the files into one in the model's state dict, None leaves the
-            tensor out; None: they are the same.
+            tensor out; None: they are the same. What torch.compile and checkpoint_wrapper put into
+            names is left out on both sides.
         init: called with each module, those inside of it first, when it was reset; writes what
             reset_parameters does not, or writes it anew.
 
@@ -92,7 +94,7 @@ class Init:
         """
         device = _device_of(model) if device is None else torch.device(device)
         wanted = {n: t for n, t in named_tensors(model) if t.is_meta}
-        places = self._places(wanted, set(model.state_dict()))
+        places = self._places(wanted, set(map(plain_name, model.state_dict())))
         units = units_of(model, set(wanted))
         with torch.no_grad():
             for tensor in dict.fromkeys(wanted.values()):
@@ -111,6 +113,7 @@ class Init:
                 renamed = name if self._rename is None else self._rename(name)
                 if renamed is None:
                     continue
+                renamed = plain_name(renamed)
                 if renamed not in known:
                     raise ValueError(
                         f"{_OP}: {place.path} has {renamed!r}, expected names in the model's state"

@@ -1,10 +1,11 @@
 """What is known of the insides of fully_shard in torch 2.11 and 2.13; nothing else knows any."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -17,30 +18,79 @@ def groups_of(model: nn.Module) -> Iterator[Any]:
             yield state._fsdp_param_group
 
 
+def shards_of(model: nn.Module) -> Iterator[Tensor]:
+    """The sharded parameters of a model, also while whole ones stand in their places."""
+    for group in groups_of(model):
+        for param in group.fsdp_params:
+            yield param.sharded_param
+
+
 def forget_step(model: nn.Module) -> None:
     """Bring a model back to before a forward: shards, no gradients, also after an error."""
-    root: Any = model
-    if hasattr(root, "reset_iter_state"):
-        root.reset_iter_state()
-    else:
-        _reset_2_11(model)
+    settle(model)
     for group in groups_of(model):
         group._partial_reduce_output = None  # of HSDP
         for param in group.fsdp_params:
             param.unsharded_accumulated_grad = None
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
+            param.sharded_param.grad = None
+
+
+def settle(model: nn.Module) -> None:
+    """Forget a forward or backward that an error has ended; gradients stay as they are."""
+    kept = [(group, group._partial_reduce_output) for group in groups_of(model)]
+    root: Any = model
+    if next(_states(model))._is_root is None:
+        pass  # before the first forward there is nothing to forget
+    elif hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    else:
+        _reset_2_11(model)
+    for group, partial_sum in kept:
+        group._partial_reduce_output = partial_sum
         group.reshard()
-    for param in model.parameters():
-        param.grad = None
 
 
-def was_interrupted(model: nn.Module) -> bool:
-    """Tell, before a forward, whether an error has ended the one before it or its backward."""
+def interruption(model: nn.Module) -> str:
+    """Tell, while neither runs, whether an error has ended a "forward" or "backward", or none."""
     state = next(_states(model))
     context = state._state_ctx
-    is_open = context.iter_forward_root is not None
-    return is_open or bool(context.post_backward_final_callback_queued)
+    if context.post_backward_final_callback_queued:
+        return "backward"
+    return "forward" if context.iter_forward_root is not None else ""
+
+
+def is_settled(model: nn.Module) -> bool:
+    """Tell, while neither runs, whether no block is still in a forward or backward.
+
+    One is where its error was caught within the forward of the model.
+    """
+    states = (*_states(model), *groups_of(model))
+    return all(state._training_state.name == "IDLE" for state in states)
+
+
+def has_unreduced(model: nn.Module) -> bool:
+    """Tell whether there are gradients that processes have not added up yet."""
+    return any(
+        group._partial_reduce_output is not None or any(map(_is_unreduced, group.fsdp_params))
+        for group in groups_of(model)
+    )
+
+
+def after_backward(model: nn.Module, told: Callable[[], None]) -> None:
+    """Have it told when a backward through any block of a model is over; not after an error."""
+    for state in _states(model):
+        over = partial(_end_backward, state._root_post_backward_final_callback, state, told)
+        state._root_post_backward_final_callback = over
+
+
+def know_whole_parameters(model: nn.Module) -> None:
+    """Gather each group once: unused parameters of one that never was have no gradient of 0."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()
 
 
 def is_in_backward() -> bool:
@@ -50,6 +100,19 @@ def is_in_backward() -> bool:
 
 def _states(model: nn.Module) -> Iterator[Any]:
     return (m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
+
+
+def _is_unreduced(param: Any) -> bool:
+    if param.unsharded_accumulated_grad is not None:
+        return True
+    return hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None
+
+
+def _end_backward(finish: Callable[[], None], state: Any, told: Callable[[], None]) -> None:
+    finish()
+    # A forward run anew may end before its last block does, and 2.11 waits for that ever after.
+    state._state_ctx.iter_forward_root = None
+    told()
 
 
 def _reset_2_11(model: nn.Module) -> None:

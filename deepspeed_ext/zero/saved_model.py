@@ -20,11 +20,10 @@ from deepspeed_ext.io.checkpoint.format import (
 )
 from deepspeed_ext.io.checkpoint.saved_tensors import TORCH_DTYPES, torch_shape
 from deepspeed_ext.io.checkpoint.saved_ties import ties_in
+from deepspeed_ext.io.checkpoint.shards import INDEX, ONE_FILE
 from deepspeed_ext.io.engine.window import Window
 from deepspeed_ext.io.regular_file import open_regular
 
-INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _MAX_INDEX_BYTES = 1 << 28
 Then = Callable[[], object]
 
@@ -59,7 +58,9 @@ def places_in(op: str, path: str | os.PathLike[str]) -> dict[str, Place]:
     """
     file = Path(path)
     if file.is_dir():
-        file = file / INDEX if (file / INDEX).exists() else file / _SINGLE
+        # As in Hugging Face's libraries the one file counts where there is an index too.
+        is_sharded = (file / INDEX).exists() and not (file / ONE_FILE).exists()
+        file = file / (INDEX if is_sharded else ONE_FILE)
     if file.suffix != ".json":
         return dict(_places_of(op, file))
     weight_map = _weight_map(op, file)

@@ -2,6 +2,7 @@
 
 import math
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -22,7 +23,9 @@ class LossScaler:
     inf or NaN in any gradient of any process makes all of them skip the step, and the next ones
     use a smaller scale. That is decided on the device, from the norm that the step takes anyway,
     and the host reads once a step. The scale that gradients were made with is the one that they are
-    divided by.
+    divided by: with several optimizers it moves once in an iteration, and inf in any counts. The
+    next one begins where `scale` is called when all that stepped in the one before have stepped,
+    or, with no call of it in between, where one of them steps again.
 
     Args:
         init_scale: the first scale.
@@ -65,20 +68,39 @@ class LossScaler:
         self._scale = torch.tensor(float(init_scale), device="cpu")
         self._good_steps = torch.tensor(0, device="cpu")
         self._left = torch.tensor(hysteresis, device="cpu")
+        self._found: list[Tensor] = []  # inf or NaN, in iterations that have not moved the scale
+        self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()  # in this iteration
+        self._expected: WeakSet[torch.optim.Optimizer] = WeakSet()  # those of the one before
+        self._is_given = False  # the scale was, since the last step
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale, without waiting for the device."""
-        self._move(loss.device)
-        return loss * self._scale.to(loss.dtype)
+        """Return the loss times the scale, in float32 or more, without waiting for the device.
 
-    def step(self, optimizer: torch.optim.Optimizer, max_norm: float = math.inf) -> bool:
+        A loss of float16 has a gradient of float16, in which a scale above 65504 is inf: a dynamic
+        scale shrinks until it fits.
+
+        Raises:
+            ValueError: the scale is static and does not fit.
+        """
+        self._move(loss.device)
+        if all(optimizer in self._stepped for optimizer in self._expected):
+            self._begin_iteration()
+        self._is_given = True
+        if loss.dtype is torch.float16 and self.growth_interval is None:
+            scale, largest = self._scale.item(), torch.finfo(torch.float16).max
+            expected = f"at most {largest}, as a loss of float16 has a gradient of it; or a float32"
+            _check("the static scale", scale, f"{expected} loss", scale <= largest)
+        return loss * self._scale.to(torch.promote_types(loss.dtype, torch.float32))
+
+    def step(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> bool:
         """Unscale, clip and step in one pass, unless a gradient has inf or NaN; update the scale.
 
         All processes that hold shards of the parameters call it.
 
         Args:
             optimizer: of this package; see its `clip_and_step`.
-            max_norm: the largest norm of unscaled gradients to leave as it is; inf: do not clip.
+            max_norm: the largest norm of unscaled gradients to leave as it is; inf: do not clip;
+                None: as the optimizer's own max_grad_norm says, if it has one.
 
         Returns:
             Whether it stepped.
@@ -92,8 +114,17 @@ class LossScaler:
                 f"{_OP}: optimizer is a {type(optimizer).__name__}, expected one of deepspeed_ext;"
                 " torch's work with torch.amp.GradScaler"
             )
+        if optimizer in self._stepped:
+            if self._is_given:  # not all others have stepped: gradients are of the scale that is
+                self._expected = WeakSet(self._stepped)
+                self._stepped.clear()
+            else:
+                self._begin_iteration()
         attributes: Any = optimizer
         attributes.grad_scale = self._scale
+        if max_norm is None:
+            own = optimizer.max_grad_norm if isinstance(optimizer, OffloadOptimizer) else None
+            max_norm = math.inf if own is None else own
         try:
             norm = optimizer.clip_and_step(max_norm)
         finally:
@@ -101,7 +132,12 @@ class LossScaler:
         self._move(norm.device)
         found_inf = norm.isfinite().logical_not()
         is_stuck = found_inf.logical_and(self._is_smallest())
-        self._update(found_inf)
+        if not self._stepped:
+            self._found.append(found_inf)
+        else:
+            self._found[-1] = self._found[-1].to(norm.device).logical_or(found_inf)
+        self._stepped.add(optimizer)
+        self._is_given = False
         skipped, stuck = torch.stack((found_inf, is_stuck)).tolist()  # the one host read
         if stuck:
             raise FloatingPointError(
@@ -111,16 +147,13 @@ class LossScaler:
         return not skipped
 
     def get_scale(self) -> float:
-        """Return the scale; waits for the device."""
-        return self._scale.item()
+        """Return the scale that the next iteration begins with; waits for the device."""
+        return self._next()[0].item()
 
     def state_dict(self) -> dict[str, float]:
         """Return what goes on with the next step, plain numbers; waits for the device."""
-        return {
-            "scale": self._scale.item(),
-            "good_steps": self._good_steps.item(),
-            "hysteresis_left": self._left.item(),
-        }
+        scale, good, left = self._next()
+        return {"scale": scale.item(), "good_steps": good.item(), "hysteresis_left": left.item()}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
         """Go on from what `state_dict` returned; options stay those of the constructor.
@@ -142,25 +175,43 @@ class LossScaler:
         self._scale = torch.tensor(float(scale), device=device)
         self._good_steps = torch.tensor(good, device=device)
         self._left = torch.tensor(min(left, self.hysteresis), device=device)
+        self._found = []
+        self._stepped.clear()
+        self._expected.clear()
 
     def _is_smallest(self) -> Tensor:
         if self.growth_interval is None:
             return torch.zeros_like(self._scale, dtype=torch.bool)
         return self._scale <= self.min_scale
 
-    def _update(self, found_inf: Tensor) -> None:
-        """Compute all anew: a step that is still under way has the tensors as they are."""
+    def _begin_iteration(self) -> None:
+        """Move the scale, if an iteration has ended."""
+        if self._stepped:
+            self._scale, self._good_steps, self._left = self._next()
+            self._expected = WeakSet(self._stepped)
+            self._stepped.clear()
+            self._found = []
+
+    def _next(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scale, good steps and hysteresis as they are after what was found.
+
+        All is computed anew: a step that is still under way has the tensors as they are.
+        """
+        scale, good, left = self._scale, self._good_steps, self._left
         if self.growth_interval is None:
-            return
-        shrinks = found_inf.logical_and(self._left <= 1)
-        good = torch.where(found_inf, 0, self._good_steps + 1)
-        grown = self._scale * self.growth_factor
-        grows = (good >= self.growth_interval).logical_and(grown <= _LARGEST)
-        smaller = (self._scale * self.backoff_factor).clamp(min=self.min_scale)
-        self._scale = torch.where(shrinks, smaller, torch.where(grows, grown, self._scale))
-        fewer = (self._left - found_inf.to(self._left.dtype)).clamp(min=1)
-        self._left = torch.where(grows, self.hysteresis, fewer)
-        self._good_steps = torch.where(grows, 0, good)
+            return scale, good, left
+        for found_inf in self._found:
+            found_inf = found_inf.to(scale.device)
+            shrinks = found_inf.logical_and(left <= 1)
+            good = torch.where(found_inf, 0, good + 1)
+            grown = scale * self.growth_factor
+            grows = (good >= self.growth_interval).logical_and(grown <= _LARGEST)
+            smaller = (scale * self.backoff_factor).clamp(min=self.min_scale)
+            scale = torch.where(shrinks, smaller, torch.where(grows, grown, scale))
+            fewer = (left - found_inf.to(left.dtype)).clamp(min=1)
+            left = torch.where(grows, self.hysteresis, fewer)
+            good = torch.where(grows, 0, good)
+        return scale, good, left
 
     def _move(self, device: torch.device) -> None:
         if self._scale.device != device:

@@ -3,19 +3,32 @@
 import logging
 import sys
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deepspeed_ext.dtensors import is_dtensor
-from deepspeed_ext.zero.inside import forget_step, groups_of, is_in_backward, was_interrupted
+from deepspeed_ext.zero.agreement import check_agreement
+from deepspeed_ext.zero.borrowing import name_borrowed
+from deepspeed_ext.zero.calls import Loop, is_nested
+from deepspeed_ext.zero.inside import (
+    after_backward,
+    forget_step,
+    groups_of,
+    has_unreduced,
+    interruption,
+    is_in_backward,
+    is_settled,
+    know_whole_parameters,
+    settle,
+    shards_of,
+)
 
 _log = logging.getLogger("deepspeed_ext")
 _NAME = "_deepspeed_ext_sharding"
@@ -29,28 +42,41 @@ class Sharding:
         stage: 0 to 3.
         mesh: that it was sharded on.
         blocks: names of modules with a group of their own, beside the model.
+        reduces_unused: unused parameters get gradients of 0.
     """
 
     def __init__(
-        self, model: nn.Module, stage: int, mesh: DeviceMesh, blocks: tuple[str, ...]
+        self,
+        model: nn.Module,
+        stage: int,
+        mesh: DeviceMesh,
+        blocks: tuple[str, ...],
+        reduces_unused: bool = False,
     ) -> None:
         self.stage = stage
         self.mesh = mesh
         self.blocks = blocks
+        self._reduces_unused = reduces_unused
         self._model = weakref.ref(model)
-        self._keeps_gathered = False  # between two declared micro-steps
-        self._declared = False
+        self._loop: Loop | None = None  # micro-steps that are declared
+        self._stopped = ""  # what an error has ended, if other processes were not asked yet
         self._known: dict[str, int] | None = None  # ids of parameters by name
         self.saving: Future[None] | None = None  # a checkpoint that is under way
         self.staging: torch.Tensor | None = None  # memory for its copies, kept for the next one
-        self.saves_by: dist.ProcessGroup | None = None  # what it talks by, made when it is wanted
+        self.saves_by: Any = None  # what it talks by, made when it is wanted
 
     def attach(self) -> None:
         """Stand by the model: whatever a forward leaves gathered, the next one does not trust."""
-        model = self.model
+        model, me = self.model, weakref.ref(self)
         object.__setattr__(model, _NAME, self)
         model.register_forward_pre_hook(_before_forward, prepend=True)
         model.register_forward_hook(_after_forward, always_call=True)
+        after_backward(model, partial(_after_backward, me))
+        if hasattr(model, "save_pretrained"):  # of transformers, diffusers, peft
+            object.__setattr__(model, "save_pretrained", partial(_save_pretrained, self._model))
+        # Torch knows no other way to hear of the steps of an optimizer that is made later.
+        hook = register_optimizer_step_pre_hook(partial(_before_step, me))
+        weakref.finalize(model, hook.remove).atexit = False
 
     @property
     def model(self) -> nn.Module:
@@ -66,61 +92,172 @@ class Sharding:
 
     def check_idle(self, op: str) -> None:
         """Refuse what needs all parameters to be shards, between micro-steps."""
-        if self._declared:
+        if self._loop is not None:
             raise RuntimeError(
                 f"{op}: model is between micro-steps of zero.accumulate, expected the end of them"
             )
         self.reshard()
 
-    @contextmanager
-    def declared(self) -> Iterator[None]:
-        """Declare that micro-steps come; each says with `micro_step` whether it is the last."""
-        if self._declared:
+    # Micro-steps
+
+    def begin(self, loop: Loop) -> None:
+        """Declare that micro-steps come.
+
+        Raises:
+            RuntimeError: others are not over.
+        """
+        self._end_left_loop()
+        if self._loop is not None:
             raise RuntimeError(
                 "zero.accumulate: model is between the micro-steps of another accumulate, expected"
-                " one at a time"
+                " one at a time; if that loop was left, close() its iterator"
             )
-        self._declared = True
-        try:
-            yield
-        finally:
-            self._declared = False
-            self.micro_step(is_last=True)
-            self.reshard()
+        self._loop = loop
 
-    def micro_step(self, is_last: bool) -> None:
+    def micro_step(self, loop: Loop, at: int) -> None:
+        """Say which micro-step comes.
+
+        Raises:
+            RuntimeError: the loop was ended since.
+        """
+        if self._loop is not loop:
+            raise RuntimeError(
+                f"zero.accumulate: {loop} was left and its gradients dropped, expected another loop"
+            )
+        loop.at = at
+        self._set_backward(loop.is_last)
+
+    def end(self, loop: Loop, is_whole: bool) -> None:
+        """End micro-steps; without a backward in the last one there are no gradients.
+
+        Args:
+            loop: that was declared; nothing happens if it was ended since.
+            is_whole: the loop has come to its end, and was not left.
+
+        Raises:
+            RuntimeError: it is whole, and only micro-steps before the last one had a backward.
+        """
+        if self._loop is not loop or self._model() is None:
+            return
+        self._loop = None
+        self._set_backward(is_last=True)
+        # Other processes are asked before the next forward: here they may be elsewhere.
+        self._stopped = stopped = interruption(self.model)
+        has_begun = stopped == "backward" or loop.last_backward is not None
+        if stopped != "backward" and (loop.is_done or (is_whole and not has_begun)):
+            settle(self.model)
+            return
+        forget_step(self.model)
+        if is_whole:
+            what = "ended in an error" if stopped == "backward" else "is missing"
+            raise RuntimeError(
+                f"zero.accumulate: the backward of {loop} {what}, expected one there, which reduces"
+                " the gradients of all of them; they are dropped. Leave the loop by break and step"
+                " nothing, or let that loss be 0 times what the model returned"
+            )
+        if not is_whole:
+            _log.warning("zero.accumulate: left in %s; its gradients are dropped", loop)
+
+    def _end_left_loop(self) -> None:
+        """End micro-steps whose function has ended while something, as a traceback, keeps them."""
+        if self._loop is not None and self._loop.is_left():
+            self.end(self._loop, is_whole=False)
+
+    def _set_backward(self, is_last: bool) -> None:
         """Set what the next backward does with gradients and gathered weights."""
         root: Any = self.model
-        self._keeps_gathered = self._declared and self.stage < 3
         root.set_reshard_after_backward(is_last or self.stage == 3)
         root.set_requires_gradient_sync(is_last or self.stage > 1)
         if self.mesh.ndim == 2 and self.stage > 1:  # replicas add up once a step
             root.set_requires_all_reduce(is_last)
 
-    def drop_gradients(self) -> None:
-        """Forget the gradients of micro-steps, those that were not reduced too."""
-        forget_step(self.model)
+    def after_backward(self) -> None:
+        """Take note that a backward is over."""
+        if self._loop is not None:
+            self._loop.last_backward = self._loop.at
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a step that would not see the gradients that there are.
+
+        Raises:
+            RuntimeError: the optimizer has parameters of this model, and it is inside of a loop or
+                left to be reduced.
+        """
+        self._end_left_loop()
+        loop = self._loop
+        if loop is None or loop.is_done:
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            if any(param.grad is not None for param in params) or not has_unreduced(self.model):
+                return
+        shards = set(map(id, shards_of(self.model)))
+        if not any(id(p) in shards for group in optimizer.param_groups for p in group["params"]):
+            return
+        name = type(optimizer).__name__
+        if loop is None or loop.is_done:
+            raise RuntimeError(
+                f"zero: {name} finds no gradient, as those of the last backward are not reduced,"
+                " expected a backward with set_requires_gradient_sync(True) before the step"
+            )
+        raise RuntimeError(
+            f"zero.accumulate: {name} is stepped in {loop}, expected the backward of the last one"
+            " before; if that loop was left, close() its iterator"
+        )
+
+    # Forwards
 
     def before_forward(self) -> None:
         """Look whether the model is what was sharded; gather anew what may have been stepped."""
-        if self._keeps_gathered or is_in_backward():
+        if is_in_backward() or is_nested(self.model):
             return
-        if was_interrupted(self.model):
-            _log.warning("zero: an error ended the step before this one; its gradients are dropped")
-            self.drop_gradients()
+        self._end_left_loop()
+        self._settle()
+        if self._loop is not None and self.stage < 3:
+            return  # weights stay gathered
         self.reshard()
         known = {name: id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
         if self._known is None:
             # After the first forward: fully_shard lets parameters be replaced before it.
             _check_all_sharded(self.model)
             self._known = known
+            if self._reduces_unused:
+                know_whole_parameters(self.model)
         elif known != self._known:
             self._refuse_change(known)
 
     def after_forward(self) -> None:
         """Leave no gathered weights behind where no backward will come."""
-        if not torch.is_grad_enabled() and not is_in_backward():
+        if not torch.is_grad_enabled() and not is_in_backward() and not is_nested(self.model):
             self.reshard()
+
+    def _settle(self) -> None:
+        """See that nothing is left of a forward or backward that an error has ended.
+
+        Gradients of backwards before a forward with an error are whole and stay. One that a
+        backward has left is not, nor can it be told from those that it was added to.
+        """
+        stopped = interruption(self.model)
+        if stopped or self._stopped:
+            self._check_all_stopped(stopped or self._stopped)
+            self._stopped = ""
+        if stopped == "backward":
+            _log.warning("zero: an error ended the step before this one; its gradients are dropped")
+            forget_step(self.model)
+        elif stopped or not is_settled(self.model):
+            settle(self.model)
+
+    def _check_all_stopped(self, stopped: str) -> None:
+        """Refuse to go on where others wait for what this process has not sent.
+
+        What one process alone sends now does not fit what the others wait for, which is an error.
+        """
+        if self.mesh.size() > 1:
+            try:
+                check_agreement("zero", [f"an error that ended a {stopped}"], self.mesh)
+            except (ValueError, RuntimeError) as error:
+                raise RuntimeError(
+                    f"zero: an error ended a {stopped} here and not in all processes, expected it"
+                    " in all or none, as the others wait; let it end the process"
+                ) from error
 
     def _refuse_change(self, known: dict[str, int]) -> None:
         assert self._known is not None
@@ -159,12 +296,34 @@ def _after_forward(model: nn.Module, _inputs: object, output: object) -> None:
     error = sys.exc_info()[1]  # of this forward, or of what a caller handles
     if output is not None or error is None:
         sharding.after_forward()
-    elif "mixed torch.Tensor and DTensor" in str(error) and hasattr(error, "add_note"):
-        error.add_note(  # Python 3.11
-            "zero: a module has used a parameter of a block that was not gathered, expected the"
-            f" block itself to use it; leave its block out of the blocks {list(sharding.blocks)},"
-            " and it is gathered with the model"
+    else:
+        name_borrowed(error, model, sharding.blocks)
+
+
+def _save_pretrained(of: "weakref.ref[nn.Module]", *args: Any, **kwargs: Any) -> Any:
+    """Save a model that is whole; of shards safetensors says "invalid python storage"."""
+    model: Any = of()
+    if any(map(is_dtensor, model.parameters())):
+        raise RuntimeError(
+            f"save_pretrained: {type(model).__name__} has shards, expected whole parameters; call"
+            " it inside of zero.GatheredParameters(model), or use zero.save and zero.consolidate"
         )
+    return type(model).save_pretrained(model, *args, **kwargs)
+
+
+def _after_backward(sharding: "weakref.ref[Sharding]") -> None:
+    found = sharding()
+    if found is not None:
+        found.after_backward()
+
+
+@_disable_dynamo
+def _before_step(
+    sharding: "weakref.ref[Sharding]", optimizer: torch.optim.Optimizer, *_: object
+) -> None:
+    found = sharding()
+    if found is not None and found._model() is not None:
+        found.before_step(optimizer)
 
 
 def _check_all_sharded(model: nn.Module) -> None:

@@ -1,5 +1,6 @@
 """shard: the stages of ZeRO as settings of torch's fully_shard."""
 
+import logging
 from collections.abc import Iterable
 
 import torch
@@ -14,6 +15,7 @@ from deepspeed_ext.zero.blocks import Block, blocks_of
 from deepspeed_ext.zero.sharding import Sharding
 
 _OP = "zero.shard"
+_log = logging.getLogger("deepspeed_ext")
 
 
 def shard(
@@ -70,11 +72,14 @@ def shard(
         output_dtype: floating-point outputs of the model are cast to it; None: they are not.
         blocks: what is gathered and reduced as one: names of modules, in which * stands for
             anything, or classes. None: modules of one class listed in a ModuleList, Sequential or
-            ModuleDict; if there are none, the model is one group.
+            ModuleDict; if there are none, or with reduce_unused, the model is one group. All
+            processes call the same blocks in the same order, or they would gather different ones.
         reduce_unused: parameters that got a gradient in some processes only count as 0 in the
-            others; one that got none anywhere has a gradient of 0 then, not None. False: every
-            parameter gets one in all processes or in none. True needs torch 2.13; before, let each
-            forward use all parameters, such as by adding 0 times a sum of those it does not.
+            others; one that got none anywhere has a gradient of 0 then, not None. No blocks are
+            found then, as nothing tells layers from experts: name those that all processes call.
+            False: every parameter gets one in all processes or in none. True needs torch 2.13;
+            before, let each forward use all parameters, such as by adding 0 times a sum of those
+            it does not.
 
     Returns:
         The model.
@@ -90,6 +95,13 @@ def shard(
         raise ValueError(f"{_OP}: stage is {stage!r}, expected 0, 1, 2 or 3")
     _check_model(model)
     found = blocks_of(model, blocks)
+    if reduce_unused and blocks is None and found:
+        _log.warning(
+            "zero.shard: reduce_unused is True, so blocks %s are none, as some processes may not"
+            " call them; name those that all call by blocks=",
+            list(found),
+        )
+        found = {}
     groups = _groups(model, found)
     mesh = _checked_mesh(mesh)
     options = {
@@ -123,7 +135,7 @@ def shard(
     sharded = fully_shard(model, mesh=mesh, mp_policy=outer, reshard_after_forward=False)
     if reduce_unused:
         sharded.set_reduce_scatter_unused_params(True)
-    Sharding(model, stage, mesh, tuple(found)).attach()
+    Sharding(model, stage, mesh, tuple(found), reduce_unused).attach()
     return model
 
 

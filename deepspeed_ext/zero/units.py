@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from deepspeed_ext.zero.blocks import blocks_of
+from deepspeed_ext.zero.names import plain_name
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,11 @@ def units_of(model: nn.Module, wanted: set[str]) -> list[Unit]:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Return all parameters and buffers, tied ones under each of their names."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
+    """Return all parameters and buffers by plain names, tied ones under each of theirs."""
+    for name, param in model.named_parameters(remove_duplicate=False):
+        yield plain_name(name), param
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield plain_name(name), buffer
 
 
 Named = list[tuple[str, nn.Module]]
@@ -71,5 +74,7 @@ def _unit(modules: Named, wanted: set[str]) -> Unit:
     tensors = {}
     for prefix, module in modules:
         own = {**module._parameters, **module._buffers}
-        tensors.update({(module, n): prefix + n for n, t in own.items() if t is not None})
+        tensors.update(
+            {(module, n): plain_name(prefix + n) for n, t in own.items() if t is not None}
+        )
     return Unit([module for _, module in modules], tensors, wanted & set(tensors.values()))

@@ -32,6 +32,7 @@ ENGINE = [*BACKENDS, tuple(f"aio/{name}.cpp" for name in _ENGINE)]
 PROGRAMS = {  # with the sources that each is linked with; an op library stands for its kernels
     "dtype": [],
     "chunks": [],
+    "overlap": [],
     "isa": [ISA],
     "vec": [ISA],
     "vec_math": [ISA],
@@ -41,6 +42,7 @@ PROGRAMS = {  # with the sources that each is linked with; an op library stands 
     "lamb": [ISA, "cpu_lamb"],
     "sum": [ISA],
     "l2_norm": [ISA, "optimizers/l2_norm_cpu.cpp"],
+    "fingerprint": [ISA, "optimizers/fingerprint_cpu.cpp"],
     "norms": [ISA, "cpu_rms_norm", "cpu_layer_norm"],
     "softmax": [ISA, "transformer/softmax_cpu.cpp", "transformer/cross_entropy_cpu.cpp"],
     "activations": [

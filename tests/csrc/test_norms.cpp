@@ -99,8 +99,15 @@ struct Case {
     Storage* const grads[] = {&grad_weight, &grad_bias, &grad_x_bias};
     for (int k = 0; k < 3; ++k) {
       const dsx::Rows grad = grads[k]->rows(0);
-      dsx::add_partials_cpu<Kind>(isa, partials[k].data(), groups(), n, 0, middle, grad);
-      dsx::add_partials_cpu<Kind>(isa, partials[k].data(), groups(), n, middle, n, grad);
+      const float* first = partials[k].data();
+      std::vector<double> totals(size_t(n), 0.0);
+      dsx::add_partials_cpu<Kind>(isa, first, 1, n, 0, n, totals.data(), {});
+      const auto add_others = [&](int64_t begin, int64_t end) {
+        dsx::add_partials_cpu<Kind>(isa, first + n, groups() - 1, n, begin, end, totals.data(),
+                                    grad);
+      };
+      add_others(0, middle);
+      add_others(middle, n);
     }
   }
 

@@ -103,6 +103,27 @@ def test_weights_are_those_of_float64(
         assert (got[row][expected == 0] == 0).all()
 
 
+@ON_BOTH
+def test_top_p_keeps_more_than_the_tokens_that_are_ordered_first(device: str) -> None:
+    """Of logits that are nearly flat most tokens are kept, beside a row that ends early."""
+    options = [SamplingOptions(temperature=1.0, top_p=p) for p in (0.95, 0.5, 0.95)]
+    logits = logits_of(3, 3000, device) * torch.tensor([[0.01], [1.0], [0.05]], device=device)
+    x = logits - logits.amax(-1, keepdim=True)
+    weights = weights_of(x, kind_of(options), parameters_of(options, device)).cpu()
+    for row in (0, 2):
+        kept = weights_ref(logits[row].cpu(), torch.zeros(3000, dtype=torch.bool), options[row]) > 0
+        assert kept.sum() > 2000 and abs(int((weights[row] > 0).sum() - kept.sum())) <= 1
+
+
+@ON_BOTH
+def test_a_token_at_the_very_share_of_top_p_is_left_out(device: str) -> None:
+    """Those that are likelier have just that share: half of all, exactly."""
+    x = torch.tensor([[0.0, -math.log(2), -math.log(2), -math.inf]], device=device)
+    options = SamplingOptions(temperature=1.0, top_p=0.5)
+    weights = weights_of(x, options.kind, parameters_of([options], device))
+    assert weights.tolist() == [[2**39, 0, 0, 0]]
+
+
 @pytest.mark.parametrize("changes", FILTERS[1:12], ids=str)
 def test_what_is_left_out_is_what_transformers_leaves_out(changes: dict[str, Any]) -> None:
     from transformers.generation import logits_process as theirs
@@ -191,6 +212,13 @@ def test_every_token_is_drawn_from_its_part_of_the_whole(device: str, vocabulary
         some = torch.tensor([end], dtype=torch.float64, device=device)
         token = int(sample(logits, options.kind, parameters_of([options], device), some)[0, 0])
         assert chances[token] > 2**-40
+
+
+def test_draws_of_equal_sums_differ() -> None:
+    """Of seed 1 and sample 1, and seed 2 and sample 0, say: no number comes twice."""
+    some = range(9)
+    found = {uniform(key_of(seed, sample), i) for seed in some for sample in some for i in some}
+    assert len(found) == 9**3
 
 
 @pytest.mark.parametrize("by", ["index", "seed", "sample"])

@@ -239,7 +239,7 @@ class Recorder(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         if func.namespace == "deepspeed_ext":
             self.calls.append((func, args, dict(kwargs or {})))
-            self.results += [found] if isinstance(found, Tensor) else found
+            self.results += [found] if isinstance(found, Tensor) else found or ()
         return found
 
 

@@ -65,9 +65,10 @@ def make_kv(
                 made[places] = torch.where(keep, values, torch.nan).to(dtype)
             stored.append(made.to(device)[..., :width])
         else:
-            codes = floats.mul(40 if dtype == torch.int8 else 100)
+            codes = floats.mul(60 if dtype == torch.int8 else 100)
             largest = 127 if dtype == torch.int8 else torch.finfo(dtype).max
-            codes = codes.clamp(-largest, largest)  # torch 2.11 makes NaN of more
+            least = -128 if dtype == torch.int8 else -largest  # whoever wrote the cache may use it
+            codes = codes.clamp(least, largest)  # torch 2.11 makes NaN of more
             stored.append(codes.to(dtype).to(device)[..., :width])
             scale = torch.rand(shape[:3], generator=random) * 0.02 + 0.01
             for slot, length in enumerate(lengths):  # NaN where no token is

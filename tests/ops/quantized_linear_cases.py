@@ -38,7 +38,7 @@ def weight_of(
     if not eight and k % 2:
         codes[:, -1] &= 15
     if eight and not offsets:
-        codes = codes.view(torch.int8).clamp(min=-127)
+        codes = codes.view(torch.int8)  # -128 too, which others write
     largest = dict(int4=8.0, int8=128.0, nf4=1.0)[format]
     scales = (torch.rand(n, groups, generator=generator) + 0.5) / (largest * max(1, k) ** 0.5)
     least = -largest * scales * (1 + torch.rand(n, groups, generator=generator) / 4)

@@ -413,5 +413,5 @@ def test_writes_are_counted_and_gradients_refused(device: str) -> None:
     append_and_attend_(q, k, v, kv)
     now = [t._version for t in (q, kv.keys, kv.values)]
     assert now == [versions[0], versions[1] + 1, versions[2] + 1]
-    with pytest.raises(RuntimeError, match="append_and_attend_: k is in need of a gradient"):
+    with pytest.raises(RuntimeError, match="append_and_attend_: k requires a gradient"):
         append_and_attend_(q, k.clone().requires_grad_(), v, kv)

@@ -216,6 +216,87 @@ def test_inplace_is_for_once(device: str) -> None:
         other.backward()
 
 
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "to itself": lambda logits: logits.zero_(),
+    "to a view": lambda logits: logits[1:2, 3:].mul_(2),
+    "to what it is a view of": lambda logits: logits._base.zero_(),
+    "detached": lambda logits: logits.detach().zero_(),
+    "of a list": lambda logits: torch._foreach_mul_([logits], 2.0),
+    "of a result": lambda logits: torch.add(logits, 1, out=logits),
+    "by this op": lambda logits: cross_entropy(
+        logits.detach(), targets(5, 40, logits.device), inplace=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_inplace_sees_later_writes(name: str, device: str) -> None:
+    """As torch does where it has saved a tensor; views of the logits, and those of others, too."""
+    leaf, target = make((5, 60), F32, 0, device).requires_grad_(), targets(5, 40, device)
+    logits = (leaf * 1)[:, 10:50]
+    loss = cross_entropy(logits, target, inplace=True)
+    with torch.no_grad():
+        WRITES[name](logits)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", ["to itself", "to a view", "detached", "of a list"])
+def test_inplace_takes_later_writes_when_compiled(name: str, device: str) -> None:
+    """The compiler orders them, and copies where it must."""
+
+    def block(x: Tensor, target: Tensor) -> Tensor:
+        logits = x * 2
+        loss = cross_entropy(logits, target, inplace=True)
+        with torch.no_grad():
+            WRITES[name](logits)
+        return loss
+
+    torch.compiler.reset()
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
+    x, target = make((5, 40), F32, 0, device).requires_grad_(), targets(5, 40, device)
+    (got,) = torch.autograd.grad(compiled(x, target), x)
+    (want,) = torch.autograd.grad(cross_entropy(x * 2, target), x)
+    assert torch.equal(got, want)
+
+
+def test_inplace_with_a_mask_of_losses(device: str) -> None:
+    """A loss that is multiplied by 0 has the gradient 0, one of rows or all of them."""
+    target = torch.arange(6, device=device)
+    for mask in ([0.0] * 6, [0.0, 1.0, 0.5, 0.0, 1.0, 0.0], [1.0] * 6):
+        grads = []
+        for inplace in (True, False):
+            leaf = make((6, 41), F32, 0, device).requires_grad_()
+            loss = cross_entropy(leaf * 1, target, reduction="none", inplace=inplace)
+            (loss * torch.tensor(mask, device=device)).sum().backward()
+            grads.append(leaf.grad)
+        assert torch.equal(*grads)
+        assert (grads[0].abs().sum(-1) == 0).tolist() == [factor == 0 for factor in mask]
+
+
+def test_inplace_within_other_things_of_torch(device: str) -> None:
+    """Saved on the host, checkpointed, without a gradient in the end, within a transform."""
+    from torch.utils.checkpoint import checkpoint
+
+    target, x = targets(5, 40, device), make((5, 40), F32, 0, device)
+    (want,) = torch.autograd.grad(cross_entropy(leaf := x.clone().requires_grad_(), target), leaf)
+
+    def block(x: Tensor) -> Tensor:
+        return cross_entropy(x * 1, target, inplace=True)
+
+    with torch.autograd.graph.save_on_cpu():
+        loss = block(leaf)
+    assert torch.equal(*torch.autograd.grad(loss, leaf), want)
+    for reentrant in (True, False):
+        loss = checkpoint(block, leaf, use_reentrant=reentrant)
+        leaf.grad = None
+        loss.backward()
+        assert leaf.grad is not None and torch.equal(leaf.grad, want)
+    for transform in (torch.func.grad(block), torch.func.vmap(lambda row: block(row[None]))):
+        with pytest.raises(RuntimeError, match=r"^cross_entropy: logits is within a transform of "):
+            transform(x)
+
+
 def test_inplace_refuses_gradients_of_gradients(device: str) -> None:
     """Of logits that are not there any more."""
     leaf, target = make((5, 40), F32, 0, device).requires_grad_(), targets(5, 40, device)
@@ -277,6 +358,20 @@ def test_inplace_refuses_what_it_cannot_write_to(name: str) -> None:
     text = r"^cross_entropy_?: logits has strides .*, expected rows in one piece each, at equal "
     with pytest.raises(ValueError, match=text):
         cross_entropy(logits, targets(logits.shape[0], logits.shape[1], "cpu"), inplace=True)
+
+
+@pytest.mark.parametrize("place", [0, 3, 79])
+def test_inplace_refuses_a_target_within_the_logits(place: int) -> None:
+    """Wherever it lies there; what lies between rows is another's memory."""
+    room = torch.zeros(4, 160)
+    within = room.view(-1).view(torch.int64).view(4, 80)[:, place]
+    with pytest.raises(ValueError, match=r"^cross_entropy: target is overlapping logits, expected"):
+        cross_entropy(room, within, inplace=True)
+    assert (room == 0).all()
+    room[:, :150] = make((4, 150), F32, 0)
+    beside = room.view(-1).view(torch.int64).view(4, 80)[:, 78]
+    want = cross_entropy(room[:, :150], torch.zeros(4).long())
+    assert torch.equal(cross_entropy(room[:, :150], beside, inplace=True), want)
 
 
 @pytest.mark.parametrize("shape", [(5, 40), (2, 3, 8), (41,)])

@@ -86,6 +86,7 @@ ATTENTION: dict[str, Change] = CACHE | {  # what both ops of attention refuse
     "softcap is -1, expected a finite number that is 0 or more": with_options(softcap=-1.0),
     "softcap is nan, expected a finite number that is 0 or more":
         with_options(softcap=float("nan")),
+    "softcap is 1e-46, expected 0, or a number over 1e-30": with_options(softcap=1e-46),
     "window is -1, expected 0 or more": with_options(window=-1),
 }  # fmt: skip
 DECODE: dict[str, Change] = ATTENTION | {
@@ -102,7 +103,8 @@ APPEND: dict[str, Change] = CACHE | {
         of_q(lambda t: t.flatten(2)),
     "q has strides [384, 128, 1, 4], expected 1 for the last dimension":
         of_q(lambda t: torch.ones(2, 3, 32, 4).transpose(2, 3)),
-    "q has strides [0, 128, 32, 1], expected none of 0": of_q(lambda t: t[:1].expand_as(t)),
+    "q has strides [0, 128, 32, 1] for shape [2, 3, 4, 32], expected no element to be another one":
+        of_q(lambda t: t[:1].expand_as(t)),
     "k has shape [2, 3, 1, 32], expected [2, 3, 2, 32]":
         with_options(k=torch.ones(2, 3, 1, 32)),
     "v has shape [2, 1, 2, 32], expected [2, 3, 2, 32]":
@@ -120,6 +122,11 @@ APPEND: dict[str, Change] = CACHE | {
         with_options(k_weight=torch.ones(32).double()),
     "violations is int64 of 1 elements, expected int32 of 1":
         of_kv("violations", lambda t: t.long()),
+    "k is overlapping q, expected separate memory": lambda q, kv: (q, kv, dict(k=q[:, :, 2:])),
+    "keys is overlapping q, expected separate memory": lambda q, kv: (
+        kv.keys.view(-1)[: q.numel()].view(q.shape), kv, {}),
+    "values is overlapping keys, expected separate memory": lambda q, kv: (
+        q, kv._replace(values=kv.keys), {}),
     "eps is -1, expected 0 or more": with_options(eps=-1.0),
     "weight_offset is nan, expected a finite number": with_options(weight_offset=float("nan")),
 }  # fmt: skip
@@ -180,7 +187,7 @@ def test_a_gradient_is_refused(device: str) -> None:
     for op in (decode_attention, prefill_attention):
         out = op(q.requires_grad_(), kv)
         assert isinstance(out, Tensor)
-        with pytest.raises(RuntimeError, match=f"{op.__name__}: the gradient is wanted"):
+        with pytest.raises(RuntimeError, match=f"{op.__name__}: the gradient of q is wanted"):
             out.sum().backward()
 
 

@@ -58,20 +58,21 @@ def test_an_op_without_backward_says_so_when_a_gradient_is_wanted(loaded: list[s
     assert not op(a.detach(), b).requires_grad
     with torch.no_grad():
         assert not op(a, b).requires_grad
-    for result in (op(a, b), op(b, a)):
+    for name, result in (("a", op(a, b)), ("b", op(b, a))):
         assert result.tolist() == [2, 2, 2]
         with pytest.raises(RuntimeError) as raised:
             (result + a).sum().backward()
         assert str(raised.value) == (
-            "test_no_backward: the gradient is wanted, expected no use of it, as the op has none;"
+            f"test_no_backward: the gradient of {name} is wanted, expected no use of it, as the op"
+            " has none;"
             " call the op under torch.no_grad(), or detach what it takes"
         )
 
 
 def test_a_gradient_never_vanishes_from_an_op_over_a_list() -> None:
     tensor = torch.ones(4, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"^squared_norms: the gradient is wanted, expected no"):
-        squared_norms([tensor, tensor * 1.0]).sum().backward()
+    with pytest.raises(RuntimeError, match=r"^squared_norms: the gradient of tensors\[1\] is "):
+        squared_norms([tensor.detach(), tensor * 1.0]).sum().backward()
     assert not squared_norms([tensor.detach()]).requires_grad
 
 

@@ -10,7 +10,7 @@ from kv_cases import OPTIONS, assert_attends, make_kv, option, queries
 from rms_norm_cases import BF16, F16, F32
 from torch import Tensor
 
-from deepspeed_ext.ops import PagedKV, prefill_attention
+from deepspeed_ext.ops import PagedKV, decode_attention, prefill_attention
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 
@@ -275,3 +275,13 @@ def test_slots_that_are_not_there_are_nan(slot: int, device: str) -> None:
     counts = counts_of([31, -1], device)
     out = prefill_attention(queries(2, 30, 4, 64, BF16, device), kv, counts=counts)
     assert out.isnan().all()
+
+
+@pytest.mark.parametrize("sink", [90.0, 1e30])
+@pytest.mark.parametrize("op", [decode_attention, prefill_attention])
+def test_sinks_whose_powers_are_no_floats(op: Any, sink: float, device: str) -> None:
+    """They take nearly all: next to nothing is left for values, and the sum is the sink's."""
+    kv = make_kv([300, 7], 2, 64, F32, device)
+    sinks = torch.full((4,), sink, device=device)
+    out, lse = op(queries(2, 3, 4, 64, F32, device), kv, sinks=sinks, return_lse=True)
+    assert out.abs().max() < 1e-25 and ((lse - sink).abs() <= 1e-6 * sink).all()

@@ -345,6 +345,18 @@ def test_random_bits_differ_between_elements_and_seeds(device: str) -> None:
     assert abs(agree - 0.5) < 0.05
 
 
+@pytest.mark.parametrize("size", [64, 128])
+def test_random_bits_differ_between_groups_and_rows(size: int, device: str) -> None:
+    """Of equal numbers, each group rounds others up."""
+    x = torch.full((8, 40 * size), 0.5, device=device)
+    x[:, ::size] = 127
+    codes = quantize(x, group_size=size, seed=3).codes.view(8 * 40, size)[:, 1:].double()
+    assert (abs(codes.mean(0) - 0.5) < 0.2).all() and (abs(codes.mean(1) - 0.5) < 0.4).all()
+    alike = (codes - 0.5) @ (codes - 0.5).t() / (size - 1)  # 1/4 with itself
+    alike.fill_diagonal_(0)
+    assert alike.abs().max() < 0.2
+
+
 @pytest.mark.parametrize("bits_and_format", [(8, "int8"), (4, "int4")])
 @pytest.mark.parametrize("asym", [False, True])
 def test_ds_quantizer(asym: bool, bits_and_format: tuple[int, str], device: str) -> None:
@@ -377,5 +389,5 @@ def test_the_gradient_goes_straight_through(device: str) -> None:
     assert torch.equal(got, grad)
     want = fake_quantize_ref(x.detach().cpu(), "int4", group_size=8)
     torch.testing.assert_close(out.detach().cpu().double(), want, rtol=1e-6, atol=1e-6)
-    with pytest.raises(RuntimeError, match=r"^quantize: the gradient is wanted"):
+    with pytest.raises(RuntimeError, match=r"^quantize: the gradient of x is wanted"):
         quantize(x).scales.sum().backward()

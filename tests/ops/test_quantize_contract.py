@@ -142,6 +142,21 @@ def test_compiled(kind: tuple[str, bool], dynamic: bool, device: str) -> None:
             assert torch.equal(got, want)
 
 
+def test_seeds_of_64_bits(device: str) -> None:
+    """As torch.seed() returns them; -1 and 2^64 - 1 are the same 64 bits."""
+    x = torch.linspace(-1, 1, 64, device=device)
+    for op in (fake_quantize, lambda x, seed: quantize(x, seed=seed).codes):
+        found = {seed: op(x, seed=seed) for seed in (2**63, 2**64 - 1, -1, -(2**63), 2**63 - 1)}
+        assert torch.equal(found[2**64 - 1], found[-1])
+        assert torch.equal(found[2**63], found[-(2**63)])
+        assert not torch.equal(found[2**63], found[2**63 - 1])
+    for seed in (2**64, -(2**63) - 1, 1.5, True, "1"):
+        for function in (fake_quantize, quantize):
+            text = f"{function.__name__}: seed is {seed!r}, expected a whole number, -2**63 to 2**"
+            with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+                function(x, seed=seed)
+
+
 @pytest.mark.parametrize("op", [fake_quantize, lambda x, seed: quantize(x, seed=seed).codes])
 def test_a_new_seed_is_not_compiled_anew(op: Any) -> None:
     """But for the second one, by which torch finds that the number changes."""

@@ -16,6 +16,7 @@ from deepspeed_ext.ops import (
     append_and_attend_,
     record,
     rms_norm,
+    rope_,
     rope_frequencies,
     skinny_linear,
     skinny_linear_norm,
@@ -209,6 +210,24 @@ def test_a_gradient_is_refused() -> None:
     assert not recorded(random(2, 16)).requires_grad
     with torch.enable_grad(), pytest.raises(RuntimeError, match="replay_: a gradient is wanted"):
         recorded(random(2, 16))
+
+
+def test_writes_are_counted() -> None:
+    """To an input through a view, and to a tensor from elsewhere; what is read is not written."""
+    positions, frequencies = torch.arange(2), torch.ones(4)
+    elsewhere, read = random(2, 1, 8), random(2, 1, 8)
+
+    def function(x: Tensor, other: Tensor) -> Tensor:
+        rope_(x.view(2, 1, 8), elsewhere, positions, frequencies)
+        return rms_norm(other.view(2, 8))
+
+    x = random(2, 8)
+    _, recorded = record(function, x, read)
+    x = random(2, 8)
+    tensors = (x, elsewhere, read, positions, frequencies)
+    before = [tensor._version for tensor in tensors]
+    recorded(x, read)
+    assert [tensor._version for tensor in tensors] == [before[0] + 1, before[1] + 1, *before[2:]]
 
 
 def test_ops_check_what_they_are_given() -> None:

@@ -237,5 +237,5 @@ def test_a_written_tensor_counts_its_writes(device: str) -> None:
     rope_append_(q, k, v, kv)
     assert [t._version for t in (q, kv.keys, kv.values)] == [n + 1 for n in versions]
     q.requires_grad_()
-    with pytest.raises(RuntimeError, match="rope_append_: q is in need of a gradient"):
+    with pytest.raises(RuntimeError, match="rope_append_: q requires a gradient"):
         rope_append_(q, k, v, kv)

@@ -124,23 +124,77 @@ def test_refuses_in_place(text: str) -> None:
 
 def test_refuses_what_would_be_turned_twice() -> None:
     given = arguments()
-    text = "k is overlapping q, expected separate memory"
+    buffer = torch.rand(2, 4, 8, 8)
+    whole, tokens = buffer[:, :, :3], buffer.view(-1)[8 : 8 + 2 * 4 * 3 * 8].view(2, 4, 3, 8)
+    for q, k in (
+        (given["q"], given["q"]),
+        (whole, buffer[:, :, 2:5]),  # one head of three
+        (buffer[:, :, 2:5], whole),
+        (whole, tokens),  # of other strides
+        (whole, buffer[:, :, :1]),
+    ):
+        before = buffer.clone()
+        with pytest.raises(ValueError, match=r"^rope_: k is overlapping q, expected separate m"):
+            rope_(**(given | dict(q=q, k=k)))
+        assert torch.equal(buffer, before)
+
+
+def test_slices_of_one_buffer_are_separate() -> None:
+    """As q and k of a fused projection are, in either order of tokens and heads."""
+    given = arguments()
+    buffer = torch.rand(2, 4, 8, 8)
+    for heads_first in (False, True):
+        mine = buffer.clone()
+        q, k = mine[:, :, :3], mine[:, :, 3:6]
+        if heads_first:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        options = given | dict(q=q, k=k, heads_first=heads_first)
+        want = rope(**(options | dict(q=q.clone(), k=k.clone())))
+        rope_(**options)
+        assert torch.equal(q, want[0]) and torch.equal(k, want[1])
+        assert torch.equal(mine[:, :, 6:], buffer[:, :, 6:])
+
+
+@pytest.mark.parametrize("name", ["positions", "frequencies"])
+def test_refuses_what_would_be_read_as_it_is_written(name: str) -> None:
+    given = arguments()
+    inside = given["q"].view(-1).view(given[name].dtype)[: given[name].numel()]
+    text = f"{name} is overlapping q, expected separate memory"
     with pytest.raises(ValueError, match=f"^rope_: {text}$"):
-        rope_(**(given | dict(k=given["q"])))
+        rope_(**(given | {name: inside.view(given[name].shape)}))
+
+
+def test_writes_are_counted(device: str) -> None:
+    """Of k too, so that what was saved of it before is not used; compiled too."""
+
+    def function(q: Tensor, k: Tensor) -> None:
+        rope_(q, k, torch.arange(4, device=device), torch.ones(4, device=device))
+
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for each in (function, compiled):
+        q, k = (make((2, 4, 3, 8), F32, i, device) for i in range(2))
+        factor = torch.ones(8, device=device, requires_grad=True)
+        products = [q * factor, k * factor]
+        each(q, k)
+        for product in products:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.sum().backward()
 
 
 def test_no_gradient_is_lost() -> None:
     given = arguments()
     leaf = torch.ones(2, 4, 3, 8, requires_grad=True)
     for name in ("q", "k"):
-        with pytest.raises(RuntimeError, match=f"^rope_: {name} is in need of a gradient, "):
+        with pytest.raises(RuntimeError, match=f"^rope_: {name} requires a gradient, "):
             rope_(**(given | {name: leaf * 1}))
     with torch.no_grad():
         rope_(**(given | dict(q=leaf.detach())))
     given["frequencies"].requires_grad_()
-    out = rope(**(given | dict(q=leaf)))[0]
-    with pytest.raises(RuntimeError, match=r"^rope: the gradient of frequencies is wanted, "):
-        out.sum().backward()
+    for function in (rope, rope_):
+        text = f"^{function.__name__}: frequencies requires a gradient, expected none, "
+        with pytest.raises(RuntimeError, match=text):
+            function(**given)
 
 
 def test_refuses_tensors_of_two_devices(cuda: str) -> None:

@@ -242,7 +242,7 @@ def test_a_gradient_of_a_gradient_is_refused(kind: Kind, device: str) -> None:
     x = make((3, 8), F32, 0, device).requires_grad_()
     (grad,) = torch.autograd.grad(kind.op(x).square().sum(), x, create_graph=True)
     name = f"{kind.name}_backward"
-    text = f"{name}: the gradient is wanted, expected no use of it, as the op has none"
+    text = f"{name}: the gradient of grad_out is wanted, expected no use of it, as the op has none"
     with pytest.raises(RuntimeError, match=f"^{text}"):
         grad.sum().backward()
 

@@ -92,6 +92,40 @@ def test_gradients_of_huge_and_tiny_values(kind: Kind, size: float, n: int, devi
 
 
 @each_kind
+@pytest.mark.parametrize("n", [64 * 256 * 256, 16_777_215])
+def test_long_rows_lose_no_digits(kind: Kind, n: int, device: str) -> None:
+    """Nor their gradients: sums are as right as those of short rows."""
+    pattern = make((1, 65_521), F32, 0) * 0.5 + 1  # whose sums a float loses digits of
+    repeats = -(-n // pattern.numel())
+    x = pattern.repeat(1, repeats)[:, :n].to(device)
+    grad = (x.flip(-1) - 0.7).contiguous()
+    leaf, wide = (t.clone().requires_grad_() for t in (x, x.cpu().double()))
+    got, want = kind.op(leaf), kind.ref(wide)
+    assert_within("out", got.detach().cpu(), want.detach(), 1e-6 * want.detach().abs() + 3e-7)
+    (of_x,) = torch.autograd.grad(got, leaf, grad)
+    (of_wide,) = torch.autograd.grad(want, wide, grad.cpu().double())
+    assert_within("x", of_x.cpu(), of_wide, 2e-6 * of_wide.abs().mean().expand_as(of_wide))
+
+
+@each_kind
+def test_gradients_of_vectors_over_very_many_rows(kind: Kind, device: str) -> None:
+    """Each is a sum over all rows; of terms of one sign, so that nothing hides an error."""
+    rows = 400_000
+    x = make((rows // 4, 8), F32, 0, device).abs().repeat(4, 1)
+    vectors = {"weight": torch.ones(8, device=device)}
+    vectors |= {"bias": torch.zeros(8, device=device)} if kind.centered else {}
+    grad = torch.where(kind.op(x) > 0, 0.1, -0.1) * (1 + x)
+    got = results_and_gradients(kind.op, {"x": x, **vectors}, [grad])
+    wide = {name: tensor.cpu().double() for name, tensor in {"x": x, **vectors}.items()}
+    want = results_and_gradients(kind.ref, wide, [grad.cpu().double()])
+    magnitude = (want["out"] * grad.cpu().double()).abs().sum(0)
+    assert_within("weight", got["weight"].cpu(), want["weight"], 1e-6 * magnitude)
+    if kind.centered:
+        magnitude = grad.cpu().double().abs().sum(0)
+        assert_within("bias", got["bias"].cpu(), want["bias"], 1e-6 * magnitude)
+
+
+@each_kind
 def test_rows_of_zeros(kind: Kind, device: str) -> None:
     x = torch.zeros(2, 40, device=device)
     assert torch.equal(kind.op(x), x)

@@ -52,6 +52,31 @@ def test_huge_and_tiny(size: float, device: str) -> None:
     assert ((got - want).abs() <= 2e-5 * want + 1e-37).all()
 
 
+@pytest.mark.parametrize("cap", [2e-30, 1e-3, 1.0, 30.0, 1e4, 1e6, 1e8, 1e30, 3e38])
+def test_caps_of_any_size(cap: float, device: str) -> None:
+    """A score far below its cap stays what it is; also where the gradient comes from."""
+    x, grad = (make((9, 300), F32, seed, device).clamp(-1, 1) * 20 for seed in range(2))
+    leaf, wide = (t.clone().requires_grad_() for t in (x, x.double()))
+    got, want = softmax(leaf, softcap=cap), softmax_ref(wide, softcap=cap)
+    assert ((got - want).abs() <= 2e-5 * want + 1e-37).all()
+    (of_x,) = torch.autograd.grad(got, leaf, grad)
+    (of_wide,) = torch.autograd.grad(want, wide, grad.double())
+    slope = 1 - (x.double() / cap).tanh() ** 2  # in which digits cancel
+    size = of_wide.abs() + 20 * want * (slope + 1e-10)
+    assert ((of_x - of_wide).abs() <= 2e-5 * size + 1e-37).all()
+
+
+def test_a_gradient_under_a_cap_where_the_mask_leaves_out_nan(device: str) -> None:
+    """NaN there, of x or of what comes back, is in nothing."""
+    x, grad = (make((4, 300), F32, seed, device) for seed in range(2))
+    mask = chosen(device, (4, 300))
+    want = of_both(x, grad, mask=mask, softcap=2.0)
+    for value in (NAN, INF):
+        bad = x.masked_fill(~mask, value), grad.masked_fill(~mask, value)
+        for got, expected in zip(of_both(*bad, mask=mask, softcap=2.0), want, strict=True):
+            assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("n", [5, 64, 300, 17_000])
 @pytest.mark.parametrize("bad", [INF, NAN])
 def test_only_the_row_of_what_is_not_finite(bad: float, n: int, device: str) -> None:

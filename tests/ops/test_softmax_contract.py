@@ -10,7 +10,7 @@ from rms_norm_cases import BF16, F32, make
 from softmax_cases import of_both
 from torch import Tensor
 
-from deepspeed_ext.ops import softmax
+from deepspeed_ext.ops import softmax, softmax_ref
 
 
 def test_ways_to_say_the_same_have_the_same_bits(device: str) -> None:
@@ -77,6 +77,14 @@ def test_refuses(text: str) -> None:
     softmax(torch.ones(2, 4))  # loads the library, so that it is the one that refuses
     with pytest.raises(ValueError, match=rf"^softmax: {re.escape(text)}$"):
         softmax(**(dict(x=torch.ones(2, 3, 4)) | REFUSED[text]()))
+
+
+@pytest.mark.parametrize("window", [5, (5,), (1, 2, 3), None, "55"])
+def test_a_window_is_a_pair(window: Any) -> None:
+    for function in (softmax, softmax_ref):
+        with pytest.raises(ValueError, match=rf"^softmax: window is {re.escape(repr(window))}, ex"):
+            function(torch.ones(2, 4), window=window)
+    assert torch.equal(softmax(torch.ones(2, 4), window=[0, 0]), torch.eye(4)[2:])
 
 
 def test_slopes_have_no_gradient() -> None:

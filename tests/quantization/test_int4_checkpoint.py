@@ -116,6 +116,8 @@ def test_act_order(tmp_path: Path, device: str) -> None:
     up, down = model.get_submodule("up"), model.get_submodule("down")
     assert isinstance(up, QuantizedLinear) and up.layout.act_order
     assert isinstance(down, QuantizedLinear) and not down.layout.act_order
+    in_order = sorted(range(LENGTH), key=lambda column: (int(groups[column]), column))
+    assert up.get_buffer("order").tolist() == in_order  # on all devices, for the same bits
     without = {name: gptq(source, g_idx=name == "down") for name, source in of.items()}
     with pytest.raises(ValueError, match=r"up of .* has no g_idx, expected it, as desc_act"):
         (tmp_path / "without").mkdir()

@@ -199,8 +199,11 @@ def goes_on_meanwhile(row, folder):
         futures.append(zero.save(home, f"step{step}", model, optimizer, wait=False, step=step))
         kept[step] = contents(model, optimizer)
     futures[-1].result(60)
-    groups = (sharding_of("test", model).saves_by, dist.group.WORLD)
-    waits = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+    backends = (
+        sharding_of("test", model).saves_by._group,
+        dist.group.WORLD._get_backend(torch.device("cpu")),
+    )
+    waits = {backend.options._timeout for backend in backends}
     assert len(waits) == 1, "who saves waits no longer for others than training does"
     write, go = Writer.write_data, threading.Event()
     Writer.write_data = lambda *arguments: go.wait(60) and write(*arguments)

@@ -1,5 +1,6 @@
 """Checkpoints and trainings in which something goes wrong: what is left, and what is said."""
 
+import contextlib
 import errno
 import json
 import os
@@ -16,7 +17,7 @@ from zero_cases import Net, loss_of, whole
 from deepspeed_ext import zero
 from deepspeed_ext.io.checkpoint.new_file import NewFile
 from deepspeed_ext.optim import DeepSpeedCPUAdam
-from deepspeed_ext.zero.checkpoint import plain_values
+from deepspeed_ext.zero.checkpoint import plain_values, storage
 from deepspeed_ext.zero.checkpoint.manifest import BadManifest, decode
 from deepspeed_ext.zero.checkpoint.storage import MANIFEST
 
@@ -64,6 +65,29 @@ def full_disk(row, folder):
         zero.load(home, None, other)
         assert all(torch.equal(value, before[name]) for name, value in weights(other).items())
         dist.barrier()
+
+
+def in_doubt(row, folder):
+    """A manifest that may be there keeps its files, and so does one that another save writes."""
+    home = folder / "doubt"
+    model, optimizer = trained()
+    zero.save(home, "a", model, optimizer, step=1)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (home / "latest").unlink()
+        (home / "latest").mkdir()
+    dist.barrier()
+    with pytest.raises(OSError):
+        zero.save(home, "a", model, optimizer, step=2)
+    assert zero.load(home, "a", *trained()) == {"step": 2}
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == 0:
+            stack.enter_context(storage._held(home / "a"))
+        dist.barrier()
+        with pytest.raises(BlockingIOError, match="is written by another save, expected one"):
+            zero.save(home, "a", model, optimizer, step=3)
+    assert zero.load(home, "a", *trained()) == {"step": 2}
+    dist.barrier()
 
 
 def flipped_bits(row, folder):
@@ -132,7 +156,12 @@ def dies(row, folder):
         loss_of(model, number).backward()
 
 
-CASES = [Case(2, "full_disk", ""), Case(2, "flipped_bits", ""), Case(1, "nothing_runs", "")]
+CASES = [
+    Case(2, "full_disk", ""),
+    Case(2, "in_doubt", ""),
+    Case(2, "flipped_bits", ""),
+    Case(1, "nothing_runs", ""),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
@@ -155,6 +184,22 @@ def test_killed_savers_leave_a_whole_checkpoint(tmp_path):
     assert done.returncode == 0, done.stderr
     steps, *kills = map(int, done.stdout.split())
     assert steps > 10 and kills == [22, 8]
+
+
+@pytest.mark.parametrize(
+    "ways",
+    (
+        ("destroy", "no_disk", "one_is_killed"),
+        pytest.param((), id="all", marks=pytest.mark.long),
+    ),
+    ids=" ".join,
+)
+def test_programs_that_end_while_a_save_is_under_way(ways, tmp_path):
+    """What was saved is there, or what was before, and a failure is not missed."""
+    program = Path(__file__).with_name("end_while_saving.py")
+    done = warm_python.run(program, tmp_path, *ways)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == (len(ways) or 15)
 
 
 VALUES = (

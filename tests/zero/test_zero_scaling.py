@@ -11,7 +11,7 @@ from zero_cases import Net, assert_close, loss_of, whole
 
 from deepspeed_ext import zero
 from deepspeed_ext.offload import OffloadOptimizer
-from deepspeed_ext.optim import DeepSpeedCPUAdam
+from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedSGD
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
 
@@ -55,6 +55,88 @@ def test_scales_follow_the_rule(hysteresis, interval):
         other.load_state_dict(scaler.state_dict())
         scaler = other
     assert optimizer.skipped_steps == sum(sequence)
+
+
+def test_several_optimizers_share_the_scale_of_an_iteration():
+    pairs = [one_parameter() for _ in range(2)]
+    scaler = zero.LossScaler(2.0**10, growth_interval=2, hysteresis=1)
+    scale = 2.0**10
+    for i, infinite in enumerate((None, None, 0, None, 1, None, None)):
+        for j, (param, _) in enumerate(pairs):
+            scaler.scale(param.sum()).backward()
+            assert torch.equal(param.grad, torch.full((3,), scale)), i
+            if j == infinite:
+                param.grad.fill_(math.inf)
+        for j, (param, optimizer) in enumerate(pairs):
+            twin = nn.Parameter(param.detach().clone())
+            other = DeepSpeedCPUAdam([twin])
+            other.load_state_dict(optimizer.state_dict())
+            twin.grad = torch.ones(3)
+            assert scaler.step(optimizer) is (j != infinite)
+            if j != infinite:
+                other.step()
+            assert torch.equal(twin, param), (i, j)
+            optimizer.zero_grad()
+        scale *= {1: 2, 2: 0.5, 4: 0.5, 6: 2}.get(i, 1)
+        assert scaler.get_scale() == scale, i
+
+
+def test_a_scale_stays_until_all_have_stepped():
+    """Each has gradients of both losses, and one loss is scaled after the other has stepped."""
+    (first, one), (second, two) = one_parameter(), one_parameter()
+    scaler = zero.LossScaler(8.0, growth_interval=1)
+    for want in (8.0, 16.0, 32.0):
+        scaler.scale((first * second).sum())
+        if want > 8:  # the first time, nothing tells of the second optimizer
+            scaler.step(one)
+            assert scaler.scale(torch.ones(())) == want
+        else:
+            scaler.step(one)
+        scaler.step(two)
+
+
+@pytest.mark.parametrize("free_grads", (False, True))
+@pytest.mark.parametrize("own", (None, 0.5))
+def test_the_norm_of_the_optimizer_stays(own, free_grads):
+    param, twin = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    ours = OffloadOptimizer(
+        [param], FusedSGD, lr=1.0, max_grad_norm=own, model=None, free_grads=free_grads
+    )
+    theirs = torch.optim.SGD([twin], lr=1.0)
+    scaler = zero.LossScaler(2.0**10)
+    for limit in (None, 0.25, math.inf):
+        scaler.scale((param * 2).sum()).backward()
+        (twin * 2).sum().backward()
+        norm = own if limit is None else limit
+        nn.utils.clip_grad_norm_([twin], math.inf if norm is None else norm)
+        assert scaler.step(ours) if limit is None else scaler.step(ours, limit)
+        theirs.step()
+        for each in (ours, theirs):
+            each.zero_grad()
+        assert_close(param.detach(), twin.detach(), f"{limit}")
+    ours.close()
+
+
+def test_losses_of_float16():
+    param = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer = DeepSpeedCPUAdam([param])
+    text = (
+        "zero.LossScaler: the static scale is 65536.0, expected at most 65504.0, as a loss of"
+        " float16 has a gradient of it; or a float32 loss"
+    )
+    with pytest.raises(ValueError) as caught:
+        zero.LossScaler(growth_interval=None).scale(param.sum())
+    assert str(caught.value) == text
+    scaler = zero.LossScaler(2.0**15, growth_interval=None)
+    scaled = scaler.scale(param.sum())
+    assert scaled == 3 * 2.0**15  # which float16 does not hold
+    scaled.backward()
+    assert scaler.step(optimizer)
+    dynamic = zero.LossScaler(hysteresis=1)
+    for want in (False, True):
+        optimizer.zero_grad()
+        dynamic.scale(param.sum()).backward()
+        assert dynamic.step(optimizer) is want
 
 
 def test_a_static_scale_stays():

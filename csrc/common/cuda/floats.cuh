@@ -72,6 +72,7 @@ DSX_UNARY(Floats, log, ::logf(a.lanes[i]))
 DSX_UNARY(Floats, sigmoid, ::__fdividef(1.0f, 1.0f + ::expf(-a.lanes[i])))
 
 DSX_UNARY(Floats, reciprocal, fast_reciprocal(a.lanes[i]))
+DSX_BINARY(Floats, Floats, ratio, a.lanes[i] * fast_reciprocal(b.lanes[i]))
 
 // e^(-a^2 / 2); and sigmoid for an argument that is rounded anyway. The exponents of 2 are rounded.
 DSX_UNARY(Floats, bell, fast_exp2(a.lanes[i] * a.lanes[i] * -0.72134752f))

@@ -75,6 +75,19 @@ inline void store_lane_sums(const Vec (&a)[4][kParts], float* target) {  // [4]
   }
 }
 
+// Adds each lane to a double of its own, or gives those, rounded: for sums of so many that floats
+// would lose digits.
+inline void add_to_doubles(const Vec& a, double* sums) {  // [Vec::size]
+  float lanes[Vec::size];
+  a.store(lanes, Vec::size);
+  for (int k = 0; k < Vec::size; ++k) sums[k] += double(lanes[k]);
+}
+inline Vec rounded(const double* sums) {
+  float lanes[Vec::size];
+  for (int k = 0; k < Vec::size; ++k) lanes[k] = float(sums[k]);
+  return Vec::load(lanes, Vec::size);
+}
+
 // The sums of four lanes each, modulo 2^32: lane 4 f + i has that of lanes 4 f to 4 f + 3 of a[i].
 template <int kParts>
 inline void sums_of_fours(const Ints (&a)[4][kParts], Ints (&sums)[kParts]) {

@@ -75,5 +75,6 @@ DSX_INLINE Vec log(Vec a) {
 
 // What special_functions.inl and formulas need besides, where CUDA has shorter ways.
 DSX_INLINE Vec reciprocal(Vec a) { return Vec(1.0f) / a; }
+DSX_INLINE Vec ratio(Vec a, Vec b) { return a / b; }
 DSX_INLINE Vec bell(Vec a) { return exp(a * a * Vec(-0.5f)); }  // e^(-a^2 / 2)
 DSX_INLINE Vec rough_sigmoid(Vec a) { return sigmoid(a); }

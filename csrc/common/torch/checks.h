@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "common/overlap.h"
 #include "common/torch/print.h"
 #include "common/torch/tensor_view.h"
 
@@ -91,7 +92,58 @@ inline void check_memory(const char* op, const Item& item, const TensorView& got
 
 enum class Use { read, write };
 
-// Memory that an op reads or writes, for a check that nothing is written under something else.
+// No element of it is another one: sorted by distance, each dimension begins beyond the one before.
+inline void check_no_overlap(const char* op, const Item& item, const TensorView& view) {
+  std::vector<std::pair<int64_t, int64_t>> dims;  // distance, length
+  for (int64_t i = 0; i < view.dim; ++i) {
+    if (view.sizes[i] > 1) dims.emplace_back(view.strides[i], view.sizes[i]);
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t reach = 0;  // the furthest element of the dimensions so far
+  for (const auto& [stride, size] : dims) {
+    check(stride > reach || view.numel == 0, op, ": ", item, " has strides ",
+          Integers{view.strides, view.dim}, " for shape ", Integers{view.sizes, view.dim},
+          ", expected no element to be another one");
+    reach += stride * (size - 1);
+  }
+}
+
+// The tensors of one call, each with any strides: none that is written has a byte in common with
+// another one. Slices of one buffer that interleave are separate.
+class SeparateTensors {
+ public:
+  SeparateTensors(const char* op, size_t expected) : op_(op) { tensors_.reserve(expected); }
+
+  void add(const Item& item, const TensorView& view, Use use) {
+    check_memory(op_, item, view);
+    const auto bytes = int64_t(aoti_torch_dtype_element_size(view.dtype));
+    tensors_.push_back({{view.data, bytes, view.sizes, view.strides, view.dim}, use, item});
+    const Used& last = tensors_.back();
+    for (const Used& before : tensors_) {
+      if (&before == &last) break;
+      if (use == Use::read && before.use == Use::read) continue;
+      check(!overlap(before.bytes, last.bytes), op_, ": ", item, " is overlapping ", before.item,
+            ", expected separate memory");
+    }
+  }
+
+  // An optional one.
+  template <class Optional>
+  void add_if_given(const Item& item, const Optional& tensor, Use use) {
+    if (tensor.has_value()) add(item, TensorView(tensor->get()), use);
+  }
+
+ private:
+  struct Used {
+    StridedBytes bytes;
+    Use use;
+    Item item;
+  };
+  const char* op_;
+  std::vector<Used> tensors_;
+};
+
+// Memory of dense tensors that an op reads or writes, thousands of them, for the same check.
 class MemoryRanges {
  public:
   MemoryRanges(const char* op, size_t expected) : op_(op) { ranges_.reserve(expected); }

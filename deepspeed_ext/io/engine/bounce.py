@@ -12,6 +12,7 @@ from deepspeed_ext.io.engine.pinned import PinnedBuffer
 from deepspeed_ext.io.engine.ring import Copies, Ring, RingJob, Submit
 from deepspeed_ext.io.extents import PAGE
 from deepspeed_ext.op_builder.log import logger
+from deepspeed_ext.threads import AwaitedThread
 
 RING_BYTES = 128 << 20
 PIECE_BYTES = 16 << 20
@@ -143,7 +144,7 @@ class BounceTransfers:
             if self._ring is None:
                 self._ring = self._make_ring()
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="deepspeed_ext-transfers")
+                thread = AwaitedThread(self._run, "deepspeed_ext-transfers")
                 thread.start()  # comes as far as the lock; if Ctrl-C gets in here, it ends there
                 self._thread = thread
             self._new.append(job)

@@ -5,12 +5,14 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.io._native import native
+from deepspeed_ext.threads import AwaitedThread
 
 if TYPE_CHECKING:
     from deepspeed_ext.io.engine.future import Future
 
 _LINGER = 0.02  # seconds that the thread stays for more
 _LONG = 3600.0
+_NOBODY = -1  # a number that no future has
 
 
 class Watcher:
@@ -37,7 +39,7 @@ class Watcher:
             with self._lock:
                 self._watched[number] = future
                 if self._thread is None:
-                    threading.Thread(target=self._run, name="deepspeed_ext-futures").start()
+                    AwaitedThread(self._run, "deepspeed_ext-futures", hurry=self._hurry).start()
             future.tell(self._mailbox, number)
         except BaseException:  # Ctrl-C, or Python is about to end
             self._mailbox.put(number)  # or a thread would wait for it for ever
@@ -50,6 +52,12 @@ class Watcher:
             self._thread = threading.current_thread()
         while self._announce(self._mailbox.take(_LONG if self._watched else _LINGER)):
             pass
+
+    def _hurry(self) -> None:
+        """Let the thread go, though there are transfers whose callbacks will not be called now."""
+        with self._lock:
+            self._watched.clear()
+        self._mailbox.put(_NOBODY)
 
     def _announce(self, numbers: list[int]) -> bool:
         """Tell these futures; false when the thread shall end."""

@@ -27,6 +27,7 @@ def open_durable(folder: StoreFolder) -> tuple[File, list[Extent], dict[str, Rec
     with naming("TensorStore", f"opening of {folder.path}"):
         has_data = folder.hold_data()  # before what tells of them is read
         text = folder.read()
+        is_made = text is None
         if text is None:
             text = _made(folder, has_data=has_data)
         elif not has_data:
@@ -35,9 +36,15 @@ def open_durable(folder: StoreFolder) -> tuple[File, list[Extent], dict[str, Rec
         file = _opened(folder)
     try:
         entries = decode(text, file.size())
+        if not (folder.read_only or is_made):
+            with naming("TensorStore", f"opening of {folder.path}"):
+                _publish_again(folder, text)
     except BadManifest as error:
         file.close()
         raise OSError(errno.EBADMSG, f"TensorStore: {folder.manifest} {error}") from error
+    except BaseException:
+        file.close()
+        raise
     records = {name: _record(name, entry) for name, entry in entries.items()}
     extents = [record.slot.extent for record in records.values() if record.slot]
     if not folder.read_only:
@@ -73,10 +80,25 @@ def commit(folder: StoreFolder, file: File, ledger: Ledger) -> None:
 def _sync(folder: StoreFolder, file: File, ledger: Ledger) -> None:
     try:
         file.sync()
-    except OSError as error:
-        text = f"TensorStore: {_doing(folder)} failed: {error.strerror}"
-        ledger.distrust(OSError(error.errno, text))
+    except BaseException as error:  # Ctrl-C may come when the kernel has said that it failed
+        code, why = errno.EIO, repr(error)
+        if isinstance(error, OSError):
+            code, why = error.errno or code, str(error.strerror)
+        text = f"TensorStore: {_doing(folder)} failed: {why}"
+        ledger.distrust(OSError(code, text))
         raise
+
+
+def _publish_again(folder: StoreFolder, text: bytes) -> None:
+    """Bring the manifest that was found to the disk, whatever became of that before.
+
+    A writer may have replaced it without seeing the folder on the disk: it was killed, or fsync
+    failed, after which the next fsync has nothing to write and succeeds. What only the manifest
+    before needs is going to be overwritten, so that one must not come back.
+    """
+    folder.prepare(text)
+    folder.publish()
+    folder.sync()
 
 
 def _doing(folder: StoreFolder) -> str:

@@ -239,9 +239,6 @@ class StoreFolder:
     def _recover(self) -> None:
         """Tidy up after a writer that was killed."""
         self._remove_temporary()
-        # It may have replaced the manifest without seeing the folder on the disk. What only the
-        # manifest before needs is going to be overwritten, so that one must not come back.
-        self.sync()
 
     def _take_lock(self) -> None:
         flags = os.O_RDONLY if self.read_only else os.O_RDWR | os.O_CREAT

@@ -9,6 +9,7 @@ from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.ops._compare import compare
 from deepspeed_ext.ops.optimizers.adagrad import ADAGRAD, adagrad_step_, adagrad_step_ref_
 from deepspeed_ext.ops.optimizers.adam import ADAM, adam_step_, adam_step_ref_
+from deepspeed_ext.ops.optimizers.fingerprint import fingerprints, fingerprints_ref
 from deepspeed_ext.ops.optimizers.l2_norm import squared_norms, squared_norms_ref
 from deepspeed_ext.ops.optimizers.lamb import (
     LAMB_MOMENTS,
@@ -146,3 +147,27 @@ def l2_norm(device: str) -> None:
     want = squared_norms_ref([tensor.cpu() for tensor in tensors])
     bound = 4 * torch.finfo(torch.float32).eps  # a few roundings, of squares and short sums
     compare(f"squared_norms: result on {device}", squared_norms(tensors), want, bound)
+
+
+def fingerprint(device: str) -> None:
+    """Compare fingerprints with its reference: of whole rows and others, at odd addresses.
+
+    Args:
+        device: "cpu" or "cuda".
+
+    Raises:
+        RuntimeError: a fingerprint is not what the reference says.
+        BuildError: the native library of the device could not be built or loaded.
+    """
+    numbers = torch.arange(70_000)
+    tensors = [(numbers % 251).byte(), (numbers * 77 % 509).bfloat16()[1:], numbers[:3], numbers]
+    got = fingerprints([tensor.to(device) for tensor in tensors]).cpu()
+    for i, (value, want) in enumerate(zip(got, fingerprints_ref(tensors), strict=True)):
+        if value != want:
+            raise RuntimeError(f"fingerprints: result[{i}] on {device} is {value}, expected {want}")
+
+
+def one_number_each(device: str) -> None:
+    """Run `l2_norm` and `fingerprint`, which have a library together."""
+    l2_norm(device)
+    fingerprint(device)

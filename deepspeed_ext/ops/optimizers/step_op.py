@@ -217,13 +217,11 @@ def step_function(op: StepOp) -> Callable[[Callable[P, R]], Callable[P, R]]:
     pairs = {option.name for option in op.options if isinstance(option, Number) and option.is_pair}
     written = op.written
 
+    libraries = {"cpu": f"cpu_{op.library}", "cuda": f"fused_{op.library}"}
+    fake = _squares_of if op.measures else None
+
     def define_one(schema: str) -> torch._ops.OpOverload:
-        return define(
-            schema,
-            {"cpu": f"cpu_{op.library}", "cuda": f"fused_{op.library}"},
-            fake=_squares_of if op.measures else None,
-            on_host=_ON_HOST,
-        )
+        return define(schema, libraries, fake=fake, is_step=True, on_host=_ON_HOST)
 
     native = define_one(op.schema)
     native_out = define_one(op.out_schema) if written else native  # which is not called then

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._library import call_recording_nothing, define
 from deepspeed_ext.ops.quantization.dequantize import dequantize_ref
 from deepspeed_ext.ops.quantization.formats import number_of
-from deepspeed_ext.ops.quantization.quantize import LIBRARIES, quantize_ref
+from deepspeed_ext.ops.quantization.quantize import LIBRARIES, quantize_ref, seed_of
 
 _OPTIONS = "int format, bool symmetric, int? group_size, int? group_rows, SymInt? seed"
 
@@ -65,14 +65,15 @@ def fake_quantize(
         symmetric=symmetric,
         group_size=group_size,
         group_rows=group_rows,
-        seed=seed,
+        seed=seed_of("fake_quantize", seed),
     )
     return out
 
 
 def fake_quantize_(x: Tensor, format: str, *, symmetric: bool, seed: int | None) -> None:
     """Write what the codes of each row of a contiguous tensor stand for over them."""
-    _op_(
+    call_recording_nothing(
+        _op_,
         x,
         format=number_of("fake_quantize_", format),
         symmetric=symmetric,

@@ -48,6 +48,15 @@ def shape_of_scales(
     return -(-rows // of_group), groups
 
 
+def seed_of(op: str, seed: int | None) -> int | None:
+    """Return a seed as the ops take it, who see its 64 bits: one from 2^63 on becomes negative."""
+    if seed is None:
+        return None
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+        raise ValueError(f"{op}: seed is {seed!r}, expected a whole number, -2**63 to 2**64 - 1")
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
 def _fake(x: Tensor, *, seed: int | None, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     format, symmetric = FORMATS[options["format"]], options["symmetric"]
     k = x.shape[-1]
@@ -94,9 +103,9 @@ def quantize(
         group_rows: rows that share a scale; then x is seen as one matrix of all its rows. None: all
             of them.
         symmetric: False: with an offset, the least element of a group; "int8" and "int4" only.
-        seed: None: to the nearest. A number: to one of two neighbours, at random; the random bits
-            of an element depend on the seed and on its index in x modulo 2^32. "int8" and "int4"
-            only.
+        seed: None: to the nearest. A whole number of 64 bits, with a sign or without: to one of two
+            neighbours, at random; the random bits of an element depend on the seed and on its index
+            in x modulo 2^32. "int8" and "int4" only.
 
     Returns:
         Codes, scales and offsets.
@@ -114,7 +123,7 @@ def quantize(
         symmetric=symmetric,
         group_size=group_size,
         group_rows=group_rows,
-        seed=seed,
+        seed=seed_of("quantize", seed),
     )
     return Quantized(codes, scales, None if symmetric else offsets)
 

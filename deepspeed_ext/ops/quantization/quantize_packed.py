@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define, refuse_tangents
+from deepspeed_ext.ops._library import call_recording_nothing, define
 from deepspeed_ext.ops.quantization.formats import number_of
 from deepspeed_ext.ops.quantization.packed_weight import (
     PackedWeight,
@@ -38,15 +38,16 @@ def quantize_packed_(x: Tensor, weight: PackedWeight, errors: Tensor | None = No
 
     Raises:
         ValueError: an argument breaks a rule above; the text names it, its value and the rule.
+        RuntimeError: a gradient, or a tangent, would be lost.
         BuildError: the native library of the device could not be built or loaded.
 
     See: csrc/quantization/packed_weight.h and formats.h; ``quantize_packed_ref_`` is the same in
     float64.
     """
     _check_length("quantize_packed_", x, weight)
-    refuse_tangents("quantize_packed_", {"x": x})
     codes, scales, offsets, format, group_size, _ = weight
-    _op(
+    call_recording_nothing(
+        _op,
         x,
         codes,
         scales,

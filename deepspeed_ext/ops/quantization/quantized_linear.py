@@ -20,7 +20,7 @@ from deepspeed_ext.ops._few_rows import (
     linear_ref,
     without_autocast,
 )
-from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._library import define, refuse_gradients
 from deepspeed_ext.ops._norms_around import (
     NextNorm,
     Undivided,
@@ -106,6 +106,7 @@ _OPS = {
         fake=_fake,
         backward=_backward,
         setup_context=_save,
+        without_gradient=("scales", "offsets"),
     )
     for bits in (4, 8)
 }
@@ -168,7 +169,8 @@ def quantized_linear(
 
     Raises:
         ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        RuntimeError: the compute capability is below 8.0, or torch refuses the arguments.
+        RuntimeError: the compute capability is below 8.0, torch refuses the arguments, or the
+            gradient of scales or offsets is wanted.
         BuildError: the native library of the device could not be built or loaded.
 
     See: ``quantized_linear_ref`` is the same in float64; csrc/quantization/packed_weight.h.
@@ -182,6 +184,7 @@ def quantized_linear(
             x, *weight[:3], bias, residual, **numbers
         )
         return out
+    refuse_gradients("quantized_linear", {"scales": weight.scales, "offsets": weight.offsets})
     check_many(
         "quantized_linear",
         x,
@@ -361,10 +364,8 @@ def _float_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tens
         # first ones; of what is checkpointed it is told not to.
         again: dict[str, Any] = dict(use_reentrant=False, preserve_rng_state=False)
         return F.linear(x, checkpoint(_unpacked, *weight, x.dtype, **again), bias)
-    # What cannot be kept, or wants a gradient, which unpack_weight refuses, goes the plain way.
-    if not wanted or any(
-        each is not None and (each.requires_grad or each.is_inference()) for each in tensors
-    ):
+    # What cannot be kept goes the plain way.
+    if not wanted or any(each is not None and each.is_inference() for each in tensors):
         return F.linear(x, unpack_weight(weight, x.dtype), bias)
     out: Tensor = _FloatProduct.apply(  # type: ignore[no-untyped-call]
         x, *tensors, bias, weight.format, weight.group_size

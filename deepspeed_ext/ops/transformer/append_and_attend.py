@@ -6,14 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._library import call_recording_nothing, define
 from deepspeed_ext.ops.transformer.decode_attention import decode_attention_ref
 from deepspeed_ext.ops.transformer.paged_kv import PagedKV, kind_of, libraries_of
-from deepspeed_ext.ops.transformer.rope_append import (
-    count_writes,
-    refuse_gradients,
-    rope_append_ref_,
-)
+from deepspeed_ext.ops.transformer.rope_append import count_writes, rope_append_ref_
 
 
 def _define(kind: str) -> Any:
@@ -98,8 +94,8 @@ def append_and_attend_(
 
     See: ``rope_append_``, ``decode_attention``. ``append_and_attend_ref_`` is the same in float64.
     """
-    refuse_gradients("append_and_attend_", q, k, v)
-    out, lse = _OPS[kind_of(kv)](
+    out, lse = call_recording_nothing(
+        _OPS[kind_of(kv)],
         q,
         k,
         v,

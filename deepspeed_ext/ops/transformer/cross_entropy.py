@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define, refuse_tangents
+from deepspeed_ext.ops._library import call_recording_nothing, define, refuse_tangents
 
 _LIBRARIES = {"cpu": "cpu_cross_entropy", "cuda": "fused_cross_entropy"}
 _OPTIONS = "*, int ignore_index, float label_smoothing, float z_loss"
@@ -68,29 +68,40 @@ _cross_entropy_op_ = define(
 
 
 class _InPlace(torch.autograd.Function):
-    """Forward leaves the gradients where the logits were."""
+    """Forward leaves gradients where the logits were; saved, so that torch sees later writes."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: dict[str, Any]) -> Tensor:
-        ctx.grad = logits.detach()
-        loss: Tensor = _cross_entropy_op_(ctx.grad, target, **options)
-        torch.autograd.graph.increment_version(logits)
+        is_traced = torch.compiler.is_compiling()
+        # The compiler makes no copy unless there are later writes, of which it would be told last.
+        grad = logits.clone() if is_traced else logits.detach()
+        loss: Tensor = call_recording_nothing(_cross_entropy_op_, grad, target, **options)
+        if not is_traced:
+            torch.autograd.graph.increment_version(logits)
+        ctx.save_for_backward(grad)
+        ctx.set_materialize_grads(False)
+        ctx.is_handed_over = False
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if grad_loss is None:
+            return None, None, None
         if torch.is_grad_enabled():  # what is handed over depends on nothing
             raise RuntimeError(
                 "cross_entropy: backward is called with create_graph=True, expected False, as with"
                 " inplace gradients have no graph; leave inplace out"
             )
-        grad, ctx.grad = ctx.grad, None
-        if grad is None:
+        if ctx.is_handed_over:
             raise RuntimeError(
                 "cross_entropy: backward is called a second time, expected once, as with inplace"
                 " the gradients of the logits are handed over"
             )
-        _scale_op_(grad, grad_loss)
+        (grad,) = ctx.saved_tensors
+        ctx.is_handed_over = True
+        call_recording_nothing(_scale_op_, grad, grad_loss)
+        if not torch.compiler.is_compiling():
+            torch.autograd.graph.increment_version(grad)
         return grad, None, None
 
 
@@ -110,7 +121,11 @@ def cross_entropy(
     numbers are kept. With inplace, both come from one pass that reads the logits once and writes
     their gradients over them, which halves the traffic of memory, and no second tensor of this size
     exists: the logits must not be used afterwards, and backward can be called once. It multiplies
-    the gradients by that of the loss only where that is not 1.
+    the gradients by that of the loss only where that is not 1. A write to the logits before
+    backward, or to what they share memory with, another call in place included, is torch's error
+    "modified by an inplace operation"; one that counts no version, as through `.data`, a collective
+    or a kernel of one's own, is not seen, and spoils the gradients. Compiled, logits that are an
+    input of the graph are copied, and a write within the graph does no harm.
 
     A row has the same bits alone, in any batch and at any place in it; on the CPU also with any
     number of threads and any instruction set. Gradients too, with inplace or without. Arithmetic is
@@ -161,6 +176,11 @@ def cross_entropy(
             " op, as inplace overwrites it; leave inplace out"
         )
     refuse_tangents("cross_entropy", {"logits": logits})
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "cross_entropy: logits is within a transform of torch.func, expected none with inplace,"
+            " which writes to it; leave inplace out"
+        )
     loss: Tensor = _InPlace.apply(logits, target, options)  # type: ignore[no-untyped-call]
     return loss
 

@@ -69,7 +69,8 @@ def decode_attention(
         scale: of the scores; None for 1 / sqrt(head_dim).
         alibi_slopes: (heads,), float32, times a key's distance: taken from its score.
         window: how many keys a query sees at most, itself included; 0 for all.
-        softcap: scores become softcap * tanh(score / softcap), before slopes; 0 for none.
+        softcap: scores become softcap * tanh(score / softcap), before slopes; 0 for none, or more
+            than 1e-30.
         sinks: (heads,), float32: the score of one more key, whose value is 0.
         return_lse: whether to return the logarithm of the sum of exponentials, too.
 

@@ -95,6 +95,15 @@ def layer_norm(
     return out
 
 
+def layer_norm_gradients(
+    grad_out: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, weight and bias, for who has no graph of autograd's."""
+    options = dict(eps=eps, weight_offset=0.0, needs_grad_weight=True)
+    grads: tuple[Tensor, ...] = _norm.backward_op(grad_out, None, x, weight, bias, None, **options)
+    return grads[0], grads[1], grads[2]
+
+
 class FusedLayerNorm(torch.nn.LayerNorm):
     """`torch.nn.LayerNorm` by ``layer_norm``, with its arguments, parameters and state.
 

@@ -15,12 +15,15 @@ class Norm:
 
     Args:
         name: "rms_norm" or "layer_norm".
+
+    Attributes:
+        backward_op: returns all gradients.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         libraries = {"cpu": f"cpu_{name}", "cuda": f"fused_{name}"}
-        self._backward_op = define(
+        self.backward_op = define(
             f"{name}_backward(Tensor grad_out, Tensor? grad_sum, Tensor x, Tensor? weight,"
             f" Tensor? bias, Tensor? x_bias, {_OPTIONS}, bool needs_grad_weight)"
             " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor grad_x_bias)",
@@ -125,7 +128,7 @@ class Norm:
         vectors: tuple[Tensor | None, Tensor | None, Tensor | None],
         needs_grad_weight: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        grads: tuple[Tensor, Tensor, Tensor, Tensor] = self._backward_op(
+        grads: tuple[Tensor, Tensor, Tensor, Tensor] = self.backward_op(
             grad_out, grad_sum, x, *vectors, **ctx.options, needs_grad_weight=needs_grad_weight
         )
         return grads

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._library import define, refuse_gradients
 from deepspeed_ext.ops.transformer.decode_attention import decode_attention_ref
 from deepspeed_ext.ops.transformer.paged_kv import PagedKV, kind_of, libraries_of
 
@@ -71,7 +71,8 @@ def prefill_attention(
         scale: of the scores; None for 1 / sqrt(head_dim).
         alibi_slopes: (heads,), float32, times a key's distance: taken from its score.
         window: how many keys a query sees at most, itself included; 0 for all.
-        softcap: scores become softcap * tanh(score / softcap), before slopes; 0 for none.
+        softcap: scores become softcap * tanh(score / softcap), before slopes; 0 for none, or more
+            than 1e-30.
         sinks: (heads,), float32: the score of one more key, whose value is 0.
         return_lse: whether to return the logarithm of the sum of exponentials, too.
         first_chunk: the keys and values of these tokens, (batch, tokens, kv_heads, head_dim) each,
@@ -96,8 +97,11 @@ def prefill_attention(
     """
     if first_chunk is not None:
         _check_first_chunk(q, kv, first_chunk)
+        refuse_gradients("prefill_attention", {"first_chunk": first_chunk})
         is_plain = counts is None and alibi_slopes is None and sinks is None and softcap == 0
         is_plain = is_plain and not 0 < window < q.shape[1] and not return_lse
+        # A gradient is the op's to refuse: torch's would leave out what is in the cache.
+        is_plain = is_plain and not (torch.is_grad_enabled() and q.requires_grad)
         if is_plain and _is_for_torch(q, kv, *first_chunk):
             queries, keys, values = (t.transpose(1, 2) for t in (q, *first_chunk))
             out = F.scaled_dot_product_attention(

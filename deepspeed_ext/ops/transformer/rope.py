@@ -1,11 +1,11 @@
 """Rotary position embedding of queries and keys, in place or not."""
 
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define, refuse_tangents
+from deepspeed_ext.ops._library import call_recording_nothing, define
 
 _LIBRARIES = {"cpu": "cpu_rope", "cuda": "fused_rope"}
 _OPTIONS = "bool interleaved, bool heads_first, float scale"
@@ -21,8 +21,6 @@ def _save(
 def _turn_back(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     """Turn gradients by the negative angles: rope again, so gradients of gradients work too."""
     positions, frequencies = ctx.saved_tensors
-    if ctx.needs_input_grad[-1]:
-        _refuse()
     options = ctx.options | {"negative": not ctx.options["negative"]}
     wanted = [grad for grad in grads if grad is not None]
     if len(wanted) == 2:
@@ -31,19 +29,13 @@ def _turn_back(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     return *turned, None, None
 
 
-def _refuse() -> NoReturn:
-    raise RuntimeError(
-        "rope: the gradient of frequencies is wanted, expected no use of it, as the op has none;"
-        " detach them"
-    )
-
-
 _op = define(
     f"rope(Tensor q, Tensor positions, Tensor frequencies, *, {_OPTIONS}, bool negative) -> Tensor",
     _LIBRARIES,
     fake=lambda q, *others, **options: q.new_empty(q.shape),
     backward=_turn_back,
     setup_context=_save,
+    without_gradient=("frequencies",),
 )
 _pair_op = define(
     f"rope.pair(Tensor q, Tensor k, Tensor positions, Tensor frequencies, *, {_OPTIONS},"
@@ -52,6 +44,7 @@ _pair_op = define(
     fake=lambda q, k, *others, **options: (q.new_empty(q.shape), k.new_empty(k.shape)),
     backward=_turn_back,
     setup_context=_save,
+    without_gradient=("frequencies",),
 )
 _in_place_op = define(
     "rope_(Tensor(a!) q, Tensor(b!)? k, Tensor positions, Tensor frequencies, *,"
@@ -127,6 +120,7 @@ def rope(
 
     Raises:
         ValueError: an argument breaks a rule above; the text names it, its value and the rule.
+        RuntimeError: frequencies require a gradient.
         BuildError: the native library of the device could not be built or loaded.
 
     See: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equations
@@ -169,19 +163,10 @@ def rope_(
 
     See: ``rope``.
     """
-    written = [("q", q)] if k is None else [("q", q), ("k", k)]
-    for name, tensor in written:
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            raise RuntimeError(
-                f"rope_: {name} is in need of a gradient, expected none, as the op has none;"
-                " call rope, or rope_ under torch.no_grad()"
-            )
-    refuse_tangents("rope_", {"q": q, "k": k, "frequencies": frequencies})
-    _in_place_op(
-        q, k, positions, frequencies, interleaved=interleaved, heads_first=heads_first, scale=scale
-    )
+    options = dict(interleaved=interleaved, heads_first=heads_first, scale=scale)
+    call_recording_nothing(_in_place_op, q, k, positions, frequencies, **options)
     if not torch.compiler.is_compiling():  # a native op does not count its writes
-        torch.autograd.graph.increment_version([tensor for _, tensor in written])
+        torch.autograd.graph.increment_version([q] if k is None else [q, k])
 
 
 def rope_ref(

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define, refuse_tangents
+from deepspeed_ext.ops._library import call_recording_nothing, define
 from deepspeed_ext.ops.transformer.paged_kv import PAGE, PagedKV, kind_of, libraries_of
 from deepspeed_ext.ops.transformer.rope import rope_ref
 
@@ -80,8 +80,8 @@ def rope_append_(
 
     See: ``rope``, ``rms_norm``. ``rope_append_ref_`` is the same in float64.
     """
-    refuse_gradients("rope_append_", q, k, v)
-    _OPS[kind_of(kv)](
+    call_recording_nothing(
+        _OPS[kind_of(kv)],
         q,
         k,
         v,
@@ -103,19 +103,6 @@ def rope_append_(
         weight_offset=weight_offset,
     )
     count_writes(kv, q)
-
-
-def refuse_gradients(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise RuntimeError if one is wanted of what goes to a cache, from where none comes back."""
-    given = {"q": q, "k": k, "v": v}
-    refuse_tangents(op, given)
-    if torch.is_grad_enabled():
-        for name, tensor in given.items():
-            if tensor.requires_grad:
-                raise RuntimeError(
-                    f"{op}: {name} is in need of a gradient, expected none, as the op has"
-                    " none; call it under torch.no_grad()"
-                )
 
 
 def count_writes(kv: PagedKV, *others: Tensor) -> None:

@@ -19,11 +19,6 @@ _softmax_backward_op = define(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Tensor) -> None:
     x, mask, _ = inputs
-    if ctx.needs_input_grad[2]:
-        raise RuntimeError(
-            "softmax: alibi_slopes requires a gradient, expected none, as the op has none for them;"
-            " detach them"
-        )
     ctx.options = {name: keyword_only_inputs[name] for name in ("before", "after", "offset")}
     ctx.scale, ctx.softcap = keyword_only_inputs["scale"], keyword_only_inputs["softcap"]
     ctx.mask = None if mask is None else (mask.shape, mask.dtype)
@@ -51,6 +46,7 @@ _softmax_op = define(
     fake=lambda x, mask, alibi_slopes, **options: x.new_empty(x.shape),
     backward=_backward,
     setup_context=_save,
+    without_gradient=("alibi_slopes",),
 )
 
 
@@ -89,7 +85,7 @@ def softmax(
             where what is not 0 takes part, as in torch; or float32, bfloat16 or float16, added to
             the scores, which has a gradient.
         scale: finite; 1 / sqrt(head dimension) for attention.
-        softcap: 0 for none.
+        softcap: 0 for none, or more than 1e-30.
         alibi_slopes: None, or float32, a shape that can be broadcast to x.shape[:-2]: (heads,).
             Without a gradient.
         causal: no query sees a key at a position after its own.
@@ -172,8 +168,22 @@ def scaled_upper_triang_masked_softmax_ref(x: Tensor, scale: float = 1.0) -> Ten
     return softmax_ref(x, scale=scale, causal=True, offset=0)
 
 
+def softmax_gradient(
+    grad_out: Tensor, out: Tensor, scale: float, *, causal: bool, offset: int | None
+) -> Tensor:
+    """Return the gradient of x, without a cap, for who has no graph of autograd's."""
+    options = dict(scale=scale, softcap=0.0, before=-1, after=0 if causal else -1, offset=offset)
+    grad: Tensor = _softmax_backward_op(grad_out, out, None, **options)
+    return grad
+
+
 def _keys_seen(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
     """Return how many keys a query sees before and after its position; -1 for all."""
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise ValueError(
+            f"softmax: window is {window!r}, expected how many keys are seen before and after a"
+            " position, such as (5, 0), or (-1, -1) for all"
+        )
     before, after = window
     return before, 0 if causal else after
 

@@ -4,28 +4,31 @@ import json
 import math
 import mmap
 import os
+import re
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.io.checkpoint.format import make_header
 from deepspeed_ext.io.checkpoint.new_file import NewFile
 from deepspeed_ext.io.checkpoint.packed_writer import PackedWriter
 from deepspeed_ext.io.checkpoint.saved_tensors import lay_out
+from deepspeed_ext.io.checkpoint.shards import INDEX, ONE_FILE
+from deepspeed_ext.io.regular_file import sync_folder
 from deepspeed_ext.io.tensors import byte_view
 from deepspeed_ext.ops.optimizers.state_formats import join_float32
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
 from deepspeed_ext.zero.checkpoint.folder import folder_of
-from deepspeed_ext.zero.checkpoint.reading import Wanted, read
-from deepspeed_ext.zero.checkpoint.storage import Reader
-from deepspeed_ext.zero.checkpoint.training_state import MODEL, OPTIMIZER
-from deepspeed_ext.zero.saved_model import INDEX
+from deepspeed_ext.zero.checkpoint.training_state import MODEL, OPTIMIZER, TrainingReader
 
 _OP = "zero.consolidate"
+_ASIDE = ".consolidating-"
+_RESULT = re.compile(rf"{re.escape(ONE_FILE)}|{re.escape(INDEX)}|model-\d+-of-\d+\.safetensors")
 Progress = Callable[[int], object]
 
 
@@ -40,12 +43,14 @@ def consolidate(
 ) -> list[Path]:
     """Write the weights of a checkpoint as safetensors files with Hugging Face's index.
 
-    One tensor is in memory at a time, and 256 MiB of what is being written. Weights that were
-    trained with float32 masters are these masters.
+    Extra state of modules is not in them. One tensor is in memory at a time, and 256 MiB of what is
+    being written. Weights that were trained with float32 masters are these masters.
 
     Args:
         folder: that zero.save was given.
-        out: a folder, made if it is not there; files in it of the same names are replaced.
+        out: a folder, made if it is not there. What it has of an earlier result goes when all of
+            the new one is on the disk: model.safetensors, model-00001-of-00002.safetensors and
+            others of such names, and the index.
         tag: of the checkpoint; None: the latest.
         dtype: of floating-point weights; None: of the masters, or as they were saved.
         max_shard_bytes: of a file; a larger tensor has one of its own.
@@ -61,40 +66,66 @@ def consolidate(
     if max_shard_bytes < 1:
         raise ValueError(f"{_OP}: max_shard_bytes is {max_shard_bytes}, expected 1 or more")
     path = folder_of(_OP, folder, tag)
-    metadata = Reader(path).read_metadata()
-    source = _Weights(path, metadata, dtype)
+    source = _Weights(path, dtype)
     home = Path(out)
     home.mkdir(parents=True, exist_ok=True)
     shards = _shards(source.described, max_shard_bytes)
     index: dict[str, str] = {}
-    written = []
-    with AsyncIO() as engine:
-        for i, names in enumerate(shards, 1):
-            file = "model.safetensors"
+    names: list[str] = []
+    with AsyncIO() as engine, tempfile.TemporaryDirectory(prefix=_ASIDE, dir=home) as aside:
+        made = Path(aside)
+        for i, inside in enumerate(shards, 1):
+            names.append(ONE_FILE)
             if len(shards) > 1:
-                file = f"model-{i:05}-of-{len(shards):05}.safetensors"
-            _write(home / file, names, source, engine, progress)
-            written.append(home / file)
-            index |= dict.fromkeys(names, file)
+                names[-1] = f"model-{i:05}-of-{len(shards):05}.safetensors"
+            _write(made / names[-1], inside, source, engine, progress)
+            index |= dict.fromkeys(inside, names[-1])
         if len(shards) > 1:
             total = sum(tensor.nbytes for tensor in source.described.values())
             content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
             text = bytearray(json.dumps(content, indent=2).encode())
-            with NewFile(home / INDEX) as new:
+            names.append(INDEX)
+            with NewFile(made / INDEX) as new:
                 engine.write(torch.frombuffer(text, dtype=torch.uint8), new.file).result()
                 new.publish()
-            written.append(home / INDEX)
-    return written
+        _put_in_place(made, names, home)
+    return [home / name for name in names]
+
+
+def _put_in_place(made: Path, names: list[str], home: Path) -> None:
+    """Move what is on the disk to where an older result may be, of which nothing remains.
+
+    At each moment readers find the old model, the new one or none: never an old index beside new
+    files. As in Hugging Face's libraries, the one file counts where there is an index too.
+    """
+    old = {path.name for path in home.iterdir() if _RESULT.fullmatch(path.name)}
+    if len(names) > 1 and INDEX in old and old & set(names[:-1]):
+        _remove(home, [INDEX])  # it would tell of files that are about to be replaced
+    for name in names:
+        if name == INDEX:
+            sync_folder(home)  # all that it tells of has its name
+        os.replace(made / name, home / name)
+    sync_folder(home)
+    stale = old - set(names)
+    _remove(home, [name for name in (INDEX, ONE_FILE) if name in stale])
+    _remove(home, sorted(stale - {INDEX, ONE_FILE}))
+
+
+def _remove(home: Path, names: list[str]) -> None:
+    for name in names:
+        (home / name).unlink(missing_ok=True)
+    if names:
+        sync_folder(home)
 
 
 class _Weights:
     """The weights of a checkpoint, as they are to be written."""
 
-    def __init__(self, path: Path, metadata: Metadata, dtype: torch.dtype | None) -> None:
-        self._path = os.fspath(path)
-        self._metadata = metadata
+    def __init__(self, path: Path, dtype: torch.dtype | None) -> None:
+        self._reader = TrainingReader(path)
+        self._metadata = self._reader.read_metadata()
         self.described: dict[str, Tensor] = {}  # on meta
-        for full, entry in metadata.state_dict_metadata.items():
+        for full, entry in self._metadata.state_dict_metadata.items():
             if full.startswith(MODEL) and isinstance(entry, TensorStorageMetadata):
                 name, given = full.removeprefix(MODEL), entry.properties.dtype
                 if given.is_floating_point:
@@ -109,30 +140,17 @@ class _Weights:
         described = self.described[name]
         master, lower = self._key(name, MASTER), self._key(name, REMAINDER)
         if master is not None:
-            return self._whole(master, engine).to(described.dtype)
-        weight = self._whole(MODEL + name, engine)
+            return self._reader.tensor(self._metadata, engine, master).to(described.dtype)
+        weight = self._reader.tensor(self._metadata, engine, MODEL + name)
         if lower is not None and weight.dtype == torch.bfloat16:
-            weight = join_float32(weight, self._whole(lower, engine).to(torch.int16))
+            weight = join_float32(
+                weight, self._reader.tensor(self._metadata, engine, lower).to(torch.int16)
+            )
         return weight.to(described.dtype)
 
     def _key(self, name: str, key: str) -> str | None:
         full = f"{OPTIMIZER}{name}.{key}"
         return full if full in self._metadata.state_dict_metadata else None
-
-    def _whole(self, full: str, engine: AsyncIO) -> Tensor:
-        entry = self._metadata.state_dict_metadata[full]
-        assert isinstance(entry, TensorStorageMetadata)
-        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-        parts = []
-        for chunk in entry.chunks:
-            into = whole
-            for i, (begin, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                into = into.narrow(i, begin, length)
-            piece = self._metadata.storage_data[MetadataIndex(full, chunk.offsets)]
-            zeros = (0,) * len(chunk.sizes)
-            parts.append(Wanted(piece, tuple(chunk.sizes), zeros, into, whole.dtype, full))
-        read(self._path, parts, engine)
-        return whole
 
 
 def _shards(described: dict[str, Tensor], most: int) -> list[list[str]]:

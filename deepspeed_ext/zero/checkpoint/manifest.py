@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +51,21 @@ def encode(metadata: Metadata) -> bytes:
 
     Args:
         metadata: of DCP; storage_data has a Piece for each chunk.
+
+    Raises:
+        ValueError: the chunks of a tensor are not all of it, as when a process takes itself for the
+            only one.
     """
     rows = []
     for name, entry in metadata.state_dict_metadata.items():
         row: dict[str, Any] = {"name": name}
         if isinstance(entry, TensorStorageMetadata):
+            if not _are_whole(entry.chunks, entry.size):
+                count = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+                raise ValueError(
+                    f"zero.save: {name!r} has parts of {count} elements, expected all"
+                    f" {math.prod(entry.size)} of shape {list(entry.size)}, each once"
+                )
             row["dtype"] = dtype_name(entry.properties.dtype)
             row["shape"] = list(entry.size)
             row["chunks"] = [
@@ -135,10 +146,36 @@ def _add(metadata: Metadata, row: dict[str, Any], path: str) -> None:
             )
         chunks.append(ChunkStorageMetadata(offsets, sizes))
         metadata.storage_data[MetadataIndex(name, offsets)] = piece
-    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+    if not _are_whole(chunks, size):
         raise BadManifest(f"{path} has chunks of {name!r} that are not all of it, expected all")
     properties = TensorProperties(dtype=dtype)
     metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, size, chunks)
+
+
+def _are_whole(chunks: Sequence[ChunkStorageMetadata], size: torch.Size) -> bool:
+    """Tell whether chunks, which lie inside of a tensor, are all of it, each element once."""
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+        return False
+    filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    if len(filled) < 2:
+        return True
+    # Along the dimension with the most cuts, few of them are open at a time.
+    sweep = max(range(len(size)), key=lambda d: len({chunk.offsets[d] for chunk in filled}))
+    still: list[ChunkStorageMetadata] = []
+    for chunk in sorted(filled, key=lambda chunk: chunk.offsets[sweep]):
+        still = [s for s in still if s.offsets[sweep] + s.sizes[sweep] > chunk.offsets[sweep]]
+        if any(_overlap(chunk, other) for other in still):
+            return False
+        still.append(chunk)
+    return True
+
+
+def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
+    """Tell whether two chunks have an element in common."""
+    return all(
+        a < b + m and b < a + n
+        for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    )
 
 
 def _piece(row: dict[str, Any], name: str, path: str) -> Piece:

@@ -1,13 +1,18 @@
 """Plain values as text and back: what a checkpoint holds beside large tensors. Nothing is run."""
 
 import base64
+import importlib
+import io
 import json
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed_ext.io.tensors import byte_view, plain
+from deepspeed_ext.io.checkpoint.saved_tensors import TORCH_DTYPES
+from deepspeed_ext.io.tensors import bytes_of, check_kind, plain
 
 _DTYPES = {
     str(value).removeprefix("torch."): value
@@ -15,33 +20,44 @@ _DTYPES = {
     if isinstance(value, torch.dtype)
 }
 _SIMPLE = (bool, int, float, str, type(None))
+_OF_FILES = set(TORCH_DTYPES.values())
+_KINDS = "biufc"  # of NumPy's dtypes: numbers
+_LARGE = 1 << 16  # bytes of a tensor that a text need not have
+Fetch = Callable[[str], Tensor]
 
 
 class NotPlain(TypeError):
     """A value is an object that cannot be read back without running something."""
 
 
-def dumps(value: object) -> str:
-    """Return a value as text.
+def dumps(value: object, apart: dict[str, Tensor] | None = None, prefix: str = "") -> str:
+    """Return a value as text, in which later changes of the value are not seen.
 
     Args:
-        value: None, bool, int, float, str, bytes, a tensor, a dtype, or lists, tuples, sets of
-            such, or dicts with such as keys.
+        value: None, bool, int, float, str, bytes, a tensor, a dtype, an array or number of NumPy,
+            an io.BytesIO, or lists, tuples, sets of such, or dicts with such as keys.
+        apart: gets large tensors, by names of which the text has only these; None: it has all.
+        prefix: of these names.
 
     Raises:
         NotPlain: it is something else; the text says where.
     """
-    return json.dumps(_encoded(value, "value"), separators=(",", ":"))
+    encoder = _Encoder({} if apart is None else apart, prefix, has_all=apart is None)
+    return json.dumps(encoder.encoded(value, "value"), separators=(",", ":"))
 
 
-def loads(text: str | bytes) -> Any:
+def loads(text: str | bytes, fetch: Fetch | None = None) -> Any:
     """Return the value of a text.
+
+    Args:
+        text: of `dumps`.
+        fetch: returns what stands apart, by its name.
 
     Raises:
         ValueError: the text is not what `dumps` writes.
     """
     try:
-        return _decoded(json.loads(text))
+        return _decoded(json.loads(text), fetch)
     except (KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
         raise ValueError(f"plain value is {str(text)[:80]}, expected what dumps writes") from error
 
@@ -58,57 +74,117 @@ def dtype_of(name: object) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _encoded(value: object, where: str) -> Any:
-    """Return JSON; a list stands for a list, an object for anything that JSON lacks."""
-    if type(value) in _SIMPLE:
-        return value
-    if type(value) is list:
-        return [_encoded(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, tuple | set | frozenset):
-        kind = "tuple" if isinstance(value, tuple) else "set"
-        return {kind: [_encoded(item, f"{where}[{i}]") for i, item in enumerate(value)]}
-    if isinstance(value, dict):
-        return {
-            "dict": [
-                [_encoded(key, f"{where}'s key"), _encoded(item, f"{where}[{key!r}]")]
-                for key, item in value.items()
-            ]
-        }
+class _Encoder:
+    """Makes JSON of values: a list stands for a list, an object for anything that JSON lacks."""
+
+    def __init__(self, apart: dict[str, Tensor], prefix: str, has_all: bool) -> None:
+        self._apart = apart
+        self._prefix = prefix
+        self._has_all = has_all
+
+    def encoded(self, value: object, where: str) -> Any:
+        """Return JSON of a value, found there."""
+        if type(value) in _SIMPLE:
+            return value
+        if type(value) is list:
+            return [self.encoded(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        if isinstance(value, tuple | set | frozenset):
+            kind = "tuple" if isinstance(value, tuple) else "set"
+            return {kind: [self.encoded(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+        if isinstance(value, dict):
+            return {
+                "dict": [
+                    [self.encoded(key, f"{where}'s key"), self.encoded(item, f"{where}[{key!r}]")]
+                    for key, item in value.items()
+                ]
+            }
+        if isinstance(value, Tensor):
+            return self._tensor(value, where)
+        made = _bytes_or_array(value)
+        if made is None:
+            raise NotPlain(
+                f"{where} is a {type(value).__module__}.{type(value).__qualname__}, expected"
+                " numbers, text, tensors, and lists and dicts of them"
+            )
+        return made
+
+    def _tensor(self, value: Tensor, where: str) -> Any:
+        try:
+            value = check_kind(where, value)
+        except (TypeError, ValueError) as error:
+            raise NotPlain(str(error)) from None
+        if not self._has_all and value.nbytes >= _LARGE and value.dtype in _OF_FILES:
+            name = f"{self._prefix}.{len(self._apart)}"
+            self._apart[name] = value.detach()
+            return {"apart": name}
+        content = bytes_of(plain(value).cpu())
+        return {"tensor": [dtype_name(value.dtype), list(value.shape), _text(content)]}
+
+
+def _bytes_or_array(value: object) -> Any:
+    """Return JSON of what is bytes, or NumPy's; None of anything else."""
     if isinstance(value, bytes | bytearray):
-        return {"bytes": base64.b64encode(value).decode()}
+        return {"bytes": _text(value)}
+    if isinstance(value, io.BytesIO):
+        return {"file": _text(value.getvalue())}
     if isinstance(value, torch.dtype):
         return {"dtype": dtype_name(value)}
-    if type(value) is Tensor:
-        content = bytes(byte_view(plain(value).cpu()).tolist())
-        entry = [dtype_name(value.dtype), list(value.shape), base64.b64encode(content).decode()]
-        return {"tensor": entry}
-    raise NotPlain(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, expected numbers, text,"
-        " tensors, and lists and dicts of them"
-    )
+    numpy = sys.modules.get("numpy")  # without it there are no arrays
+    if numpy is None or not isinstance(value, numpy.ndarray | numpy.generic):
+        return None
+    if value.dtype.kind not in _KINDS:
+        return None
+    kind = "array" if isinstance(value, numpy.ndarray) else "number"
+    return {kind: [value.dtype.str, list(value.shape), _text(value.tobytes())]}
 
 
-def _decoded(value: Any) -> Any:
+def _text(content: bytes | bytearray) -> str:
+    return base64.b64encode(content).decode()
+
+
+def _decoded(value: Any, fetch: Fetch | None) -> Any:
     if isinstance(value, list):
-        return [_decoded(item) for item in value]
+        return [_decoded(item, fetch) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "tuple":
-        return tuple(_decoded(item) for item in content)
+        return tuple(_decoded(item, fetch) for item in content)
     if kind == "set":
-        return {_decoded(item) for item in content}
+        return {_decoded(item, fetch) for item in content}
     if kind == "dict":
-        return {_decoded(key): _decoded(item) for key, item in content}
-    if kind == "bytes":
-        return base64.b64decode(content, validate=True)
-    if kind == "dtype":
-        return dtype_of(content)
-    if kind == "tensor":
-        dtype, shape, text = content
-        raw = bytearray(base64.b64decode(text, validate=True))
-        flat = (
-            torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-        )
-        return flat.view(dtype_of(dtype)).view(shape)
+        return {_decoded(key, fetch): _decoded(item, fetch) for key, item in content}
+    if kind == "apart" and fetch is not None:
+        return fetch(content)
+    if kind in _SINGLE:
+        return _SINGLE[kind](content)
     raise ValueError(f"plain value has the kind {kind[:40]!r}, expected a known one")
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _tensor_of(content: Any) -> Tensor:
+    dtype, shape, text = content
+    raw = bytearray(_bytes(text))
+    flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    return flat.view(dtype_of(dtype)).view(shape)
+
+
+def _array_of(content: Any) -> Any:
+    numpy: Any = importlib.import_module("numpy")
+    dtype, shape, text = content
+    if numpy.dtype(dtype).kind not in _KINDS:
+        raise ValueError(f"plain value has an array of {str(dtype)[:40]!r}, expected numbers")
+    return numpy.frombuffer(_bytes(text), dtype=dtype).reshape(shape).copy()
+
+
+_SINGLE: dict[str, Callable[[Any], Any]] = {
+    "bytes": _bytes,
+    "file": lambda text: io.BytesIO(_bytes(text)),
+    "dtype": lambda name: dtype_of(name),
+    "tensor": _tensor_of,
+    "array": _array_of,
+    "number": lambda content: _array_of(content)[()],
+}

@@ -3,9 +3,9 @@
 import logging
 import os
 import random
+import sys
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,28 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
 
 from deepspeed_ext.io.regular_file import path_text
 from deepspeed_ext.zero.agreement import all_or_none, check_agreement
+from deepspeed_ext.zero.checkpoint.background import in_background
+from deepspeed_ext.zero.checkpoint.exchange import Exchange, made_for_saves, of_all
 from deepspeed_ext.zero.checkpoint.folder import checked_tag, folder_of, name_latest
 from deepspeed_ext.zero.checkpoint.plain_values import NotPlain, dumps
 from deepspeed_ext.zero.checkpoint.staging import staged
-from deepspeed_ext.zero.checkpoint.storage import Reader, Writer
-from deepspeed_ext.zero.checkpoint.training_state import Targets, options_of, state_of, tensors_of
+from deepspeed_ext.zero.checkpoint.storage import Encoded, Reader, Writer
+from deepspeed_ext.zero.checkpoint.training_state import (
+    Targets,
+    TrainingReader,
+    check_extra,
+    extra_of,
+    options_of,
+    state_of,
+    take_extra,
+    tensors_of,
+)
 from deepspeed_ext.zero.sharding import Sharding, sharding_of
 
 COMMON = "common"
@@ -45,8 +57,10 @@ def save(
 
     All processes call it. The checkpoint is there when all of it is on the disks, or not at all;
     one of the same tag is there until then. It holds the model, the state of the optimizer in a
-    form that any stage, mesh, tier and state format loads, each process's random numbers, and
-    client_state.
+    form that any stage, mesh, tier and state format loads, each process's random numbers (torch's,
+    Python's, NumPy's), and client_state, all as they are at the call. Of plain buffers, such as
+    the statistics of BatchNorm, which may differ, and of get_extra_state it holds those of process
+    0. Names are those of a model in which torch.compile and checkpoint_wrapper wrap nothing.
 
     Args:
         folder: that all processes see; made if it is not there.
@@ -54,8 +68,10 @@ def save(
         model: that zero.shard was called on, not between micro-steps.
         optimizer: of parameters of the model.
         wait: return when it is on the disk. False: copy all into host memory, which has to hold it,
-            and return; a thread does the rest, with a group of processes of its own, over gloo. The
-            next save waits for this one, and uses its memory again.
+            and return; a thread does the rest, with a group of processes of its own, over gloo,
+            which destroy_process_group() leaves alone, and Python waits for the thread at its end.
+            The next save and load wait for this one. If the last one fails and nobody asks the
+            Future, the program ends with an error in the log and status 120.
         client_state: of each process: numbers, text, tensors, lists and dicts of them; or objects
             with a state_dict of such, as schedulers, LossScaler and data loaders have.
 
@@ -65,44 +81,34 @@ def save(
     Raises:
         ValueError: the tag is no name, or not the same on all processes.
         TypeError: something in client_state is not plain.
-        RuntimeError: the model is between micro-steps.
-        OSError: a disk is full, or cannot be written.
+        RuntimeError: the model is between micro-steps, or there is no process group any more.
+        OSError: a disk is full, or cannot be written; BlockingIOError: another save writes there.
     """
     sharding = sharding_of(_SAVE, model)
+    _check_group(_SAVE)
     with all_or_none(_SAVE, sharding.mesh):
         tag = checked_tag(_SAVE, tag)
-        home = Path(path_text(_SAVE, folder))
+        home = Path(os.path.abspath(path_text(_SAVE, folder)))  # the working folder may change
         sharding.check_idle(_SAVE)
-        client = _plain(client_state)
+        own = _encoded(_name_of(dist.get_rank()), {"client": _plain(client_state), **_random()})
     lines = [f"tag {tag!r}", f"wait {wait}", *(f"client_state {name!r}" for name in client_state)]
     check_agreement(_SAVE, lines, sharding.mesh)
     _await_previous(sharding)
     with all_or_none(_SAVE, sharding.mesh):
-        content = _content(sharding, optimizer, client)
+        content = _content(sharding, optimizer) | own
         if not wait:
             tensors = {n: t for n, t in content.items() if isinstance(t, Tensor)}
             copies, sharding.staging = staged(tensors, sharding.staging)
             content |= copies
-    done: Future[None] = Future()
     if wait:
-        _write(content, home, tag, None)
+        _Save(content, home, tag, of_all(sharding.mesh.device_type)).write()
+        done: Future[None] = Future()
         done.set_result(None)
         return done
     if sharding.saves_by is None:
-        sharding.saves_by = dist.new_group(backend="gloo", timeout=_timeout(sharding))
-    threads = ThreadPoolExecutor(1, thread_name_prefix="zero.save")
-    done = threads.submit(_write, content, home, tag, sharding.saves_by)
-    threads.shutdown(wait=False)
-    sharding.saving = done
-    return done
-
-
-def _timeout(sharding: Sharding) -> timedelta | None:
-    """Return that of the default group: others would wait half an hour for who has ended."""
-    world: Any = dist.group.WORLD
-    backend = world._get_backend(torch.device(sharding.mesh.device_type))
-    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
-    return timeout
+        sharding.saves_by = made_for_saves(sharding.mesh.device_type)
+    sharding.saving = in_background(_Save(content, home, tag, sharding.saves_by).write)
+    return sharding.saving
 
 
 def load(
@@ -138,13 +144,15 @@ def load(
         RuntimeError: the model is between micro-steps, or another process failed.
     """
     sharding = sharding_of(_LOAD, model)
+    _check_group(_LOAD)
+    _await_previous(sharding)
     mesh = sharding.mesh
     with all_or_none(_LOAD, mesh):
         sharding.check_idle(_LOAD)
         path = folder_of(_LOAD, folder, tag)
     check_agreement(_LOAD, [f"checkpoint {path.name!r}"], mesh)
     with all_or_none(_LOAD, mesh):
-        reader = Reader(path)
+        reader = TrainingReader(path)
         metadata = reader.read_metadata()
         common = _fields(reader.value(metadata, COMMON), "processes", "groups")
         is_same = common["processes"] == dist.get_world_size()
@@ -152,11 +160,13 @@ def load(
         own = _fields(reader.value(metadata, name), "client", "random")
         targets = Targets(_LOAD, sharding.model, optimizer, common["groups"], metadata)
         _check_objects(objects, own["client"])
+        check_extra(_LOAD, sharding.model, common.get("extra"))
     _read(reader, targets.tensors)
     if targets.again:  # in all processes, or in none
         _read(reader, targets.again)
     with torch.no_grad():
         targets.take()
+        take_extra(sharding.model, common.get("extra", {}))
     if is_same:
         _set_random(own["random"])
     for name, value in objects.items():
@@ -204,34 +214,91 @@ def _await_previous(sharding: Sharding) -> None:
         _log.error("zero.save: the save before this one failed: %s", error)
 
 
-def _content(
-    sharding: Sharding, optimizer: torch.optim.Optimizer | None, client: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return all that is saved, flat."""
-    model = sharding.model
+def _content(sharding: Sharding, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Return all that is saved, flat, but what `save` was given beside."""
+    model, is_first = sharding.model, dist.get_rank() == 0
     groups: list[dict[str, Any]] = []
     content: dict[str, Any] = {}
     if optimizer is not None:
         state, groups = state_of(_SAVE, model, optimizer)  # first: it waits for the last step
         content |= state
-    content |= tensors_of(model)
+    # Of buffers that differ, such as statistics, DCP would take some from each process.
+    content |= tensors_of(_SAVE, model, with_buffers=is_first)
+    if is_first:
+        common = {
+            "processes": dist.get_world_size(),
+            "groups": options_of(groups),
+            "extra": extra_of(model),
+        }
+        content |= _encoded(COMMON, common)
+    return content
+
+
+def _encoded(name: str, value: object) -> dict[str, Any]:
+    """Return a plain value as it is now, and the large tensors in it, which may still change."""
+    apart: dict[str, Tensor] = {}
     try:
-        common = {"processes": dist.get_world_size(), "groups": options_of(groups)}
-        own = {"client": client, "random": _random()}
-        dumps([common, own])
-        return content | {COMMON: common, _name_of(dist.get_rank()): own}
+        return {name: Encoded(dumps(value, apart, name).encode()), **apart}
     except NotPlain as error:
         raise TypeError(f"{_SAVE}: {error}") from None
 
 
-def _write(content: dict[str, Any], home: Path, tag: str, group: dist.ProcessGroup | None) -> None:
-    writer = _Tagged(home, tag)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
-        dcp_save(content, storage_writer=writer, planner=planner, process_group=group)
-    except CheckpointException as error:
-        writer.abandon()
-        raise _first(error) from error
+class _Planner(DefaultSavePlanner):
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Return what is encoded already as it is."""
+        return (
+            object if isinstance(object, Encoded) else super().transform_object(write_item, object)
+        )
+
+
+class _Save:
+    """What a process does for a save: all that needs torch's groups now, the rest in `write`.
+
+    Args:
+        content: of this process.
+        home: folder of the checkpoints.
+        tag: of this one.
+        exchange: with the other processes.
+    """
+
+    def __init__(self, content: dict[str, Any], home: Path, tag: str, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._writer = _Tagged(home, tag)
+        self._planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._planner.set_up_planner(content, self._writer.storage_meta(), exchange.rank == 0)
+        self._plan = self._planner.create_local_plan()
+        self._metadata: Metadata | None = None
+
+    def write(self) -> None:
+        """Write the checkpoint, with all processes."""
+        try:
+            plan = self._exchange.step(
+                lambda: self._writer.prepare_local_plan(self._plan), self._decide
+            )
+            self._exchange.step(lambda: self._written(plan), self._finish)
+        finally:
+            self._writer.abandon()  # nothing, if it has come so far that all may be there
+
+    def _decide(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans, self._metadata = self._planner.create_global_plan(plans)
+        return self._writer.prepare_global_plan(plans)
+
+    def _written(self, plan: SavePlan) -> list[WriteResult]:
+        done = self._writer.write_data(self._planner.finish_plan(plan), self._planner)
+        results: list[WriteResult] = done.wait()
+        return results
+
+    def _finish(self, results: list[list[WriteResult]]) -> list[None]:
+        assert self._metadata is not None
+        _check_processes(self._metadata, self._exchange.processes)
+        self._writer.finish(self._metadata, results)
+        return [None] * len(results)
+
+
+def _check_processes(metadata: Metadata, processes: int) -> None:
+    for name in (COMMON, *map(_name_of, range(processes))):
+        if name not in metadata.state_dict_metadata:
+            raise RuntimeError(f"{_SAVE}: no process has given {name!r}, expected one of each")
 
 
 def _read(reader: Reader, tensors: dict[str, Any]) -> None:
@@ -256,7 +323,7 @@ def _plain(client_state: Mapping[str, Any]) -> dict[str, Any]:
     }
     for name, value in values.items():
         try:
-            dumps(value)
+            dumps(value, {})
         except NotPlain as error:
             raise TypeError(f"{_SAVE}: client_state[{name!r}]: {error}") from None
     return values
@@ -288,7 +355,10 @@ def _name_of(rank: int) -> str:
 
 def _random() -> dict[str, Any]:
     on_device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return {"cpu": torch.get_rng_state(), "cuda": on_device, "python": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    own = {"cpu": torch.get_rng_state(), "cuda": on_device, "python": random.getstate()}
+    return {"random": own | {"numpy": of_numpy}}
 
 
 def _set_random(state: Mapping[str, Any]) -> None:
@@ -296,3 +366,15 @@ def _set_random(state: Mapping[str, Any]) -> None:
     if state["cuda"] is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])
     random.setstate(state["python"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and state.get("numpy") is not None:  # none in older checkpoints
+        numpy.random.set_state(state["numpy"])
+
+
+def _check_group(op: str) -> None:
+    """Refuse to go on alone: torch would take this process for the only one."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"{op}: torch.distributed has no process group, expected the one that zero.shard was"
+            " called with; call destroy_process_group() after the last save or load"
+        )

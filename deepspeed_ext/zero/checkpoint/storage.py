@@ -1,6 +1,7 @@
 """Writer and Reader: torch's distributed checkpoint (DCP) over this package's I/O engine."""
 
 import contextlib
+import errno
 import fcntl
 import io
 import os
@@ -8,12 +9,18 @@ import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -29,7 +36,8 @@ from torch.futures import Future
 
 from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.io.checkpoint.new_file import NewFile
-from deepspeed_ext.io.regular_file import open_regular, path_text
+from deepspeed_ext.io.regular_file import open_regular, path_text, sync_folder
+from deepspeed_ext.io.tensors import bytes_of, empty
 from deepspeed_ext.zero.checkpoint import data_file, manifest
 from deepspeed_ext.zero.checkpoint.manifest import Piece
 from deepspeed_ext.zero.checkpoint.plain_values import dumps, loads
@@ -38,6 +46,10 @@ from deepspeed_ext.zero.checkpoint.reading import Wanted, read
 MANIFEST = "manifest.json"
 _DATA = re.compile(r"[0-9a-f]{16}-\d+\.safetensors")
 _MAX_MANIFEST_BYTES = 1 << 30
+
+
+class Encoded(io.BytesIO):
+    """A plain value as it is to be in the file."""
 
 
 class Writer(StorageWriter):
@@ -57,6 +69,8 @@ class Writer(StorageWriter):
         super().__init__()
         self._path = Path(path_text("zero.Writer", path))
         self._save_id = ""
+        self._held = contextlib.ExitStack()  # what keeps others from saving there
+        self._may_be_there = False  # the manifest that tells of the new files
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a checkpoint, in another folder if one is given."""
@@ -68,11 +82,18 @@ class Writer(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the folder."""
-        self._path.mkdir(parents=True, exist_ok=True)
+        _make_folder(self._path)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give all processes names of files that are nobody else's."""
+        """Give all processes names of files that are nobody else's.
+
+        Raises:
+            BlockingIOError: another program saves there.
+        """
+        self._held.close()
+        self._held.enter_context(_held(self._path))
+        self._may_be_there = False
         self._save_id = secrets.token_hex(8)
         return [
             replace(plan, storage_data=f"{self._save_id}-{i}.safetensors")
@@ -95,13 +116,18 @@ class Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the manifest, by which the checkpoint is there, and remove what is not in it."""
+        """Write the manifest, by which the checkpoint is there, and remove what is not in it.
+
+        Raises:
+            ValueError: processes have not given all of a tensor; what was there before stays.
+        """
         flat = [result for of_process in results for result in of_process]
         metadata.storage_data = {result.index: result.storage_data for result in flat}
         text = bytearray(manifest.encode(metadata))
         with NewFile(self._path / MANIFEST) as new, AsyncIO() as engine:
             new.reserve(len(text))
             engine.write(torch.frombuffer(text, dtype=torch.uint8), new.file).result()
+            self._may_be_there = True
             new.publish()
         used = {piece.file for piece in metadata.storage_data.values()}
         for name in _data_files(self._path):
@@ -110,12 +136,18 @@ class Writer(StorageWriter):
         for name in os.listdir(self._path):
             if name.startswith(".saving-"):
                 _remove_unlocked(self._path / name)
+        self._held.close()
 
     def abandon(self) -> None:
-        """Remove what processes wrote, after a failure; called by one, when all have ended."""
-        for name in _data_files(self._path):
-            if self._save_id and name.startswith(self._save_id):
-                (self._path / name).unlink(missing_ok=True)
+        """Remove what processes wrote, after a failure; called by one, when all have ended.
+
+        Not if the manifest may tell of it: then the next save removes what that does not.
+        """
+        if self._save_id and not self._may_be_there:
+            for name in _data_files(self._path):
+                if name.startswith(self._save_id):
+                    (self._path / name).unlink(missing_ok=True)
+        self._held.close()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -213,7 +245,7 @@ class Reader(StorageReader):
         )
 
     def value(self, metadata: Metadata, name: str) -> Any:
-        """Return a plain value of the checkpoint.
+        """Return a plain value of the checkpoint, with the tensors that stand apart from its text.
 
         Raises:
             ValueError: it has none of this name.
@@ -225,7 +257,28 @@ class Reader(StorageReader):
         whole = Wanted(piece, (piece.nbytes,), (0,), text, torch.uint8, name)
         with AsyncIO() as engine:
             read(os.fspath(self._path), [whole], engine)
-        return loads(bytes(text.tolist()))
+            return loads(bytes_of(text), partial(self.tensor, metadata, engine))
+
+    def tensor(self, metadata: Metadata, engine: AsyncIO, name: str) -> Tensor:
+        """Return a whole tensor of the checkpoint.
+
+        Raises:
+            ValueError: it has none of this name.
+        """
+        entry = metadata.state_dict_metadata.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise ValueError(f"zero.load: {self._path} has no {name[:80]!r}, expected a tensor")
+        whole = empty(entry.size, entry.properties.dtype)
+        parts = []
+        for chunk in entry.chunks:
+            into = whole
+            for i, (begin, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                into = into.narrow(i, begin, length)
+            piece = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            zeros = (0,) * len(chunk.sizes)
+            parts.append(Wanted(piece, tuple(chunk.sizes), zeros, into, whole.dtype, name))
+        read(os.fspath(self._path), parts, engine)
+        return whole
 
     def _value(self, item: ReadItem) -> io.BytesIO:
         """Return a plain value as DCP's planners want it, who unpickle: what is pickled here."""
@@ -248,10 +301,41 @@ def _content(item: WriteItem, planner: SavePlanner) -> Tensor:
         assert isinstance(data, Tensor)
         return data.detach()
     assert isinstance(data, io.BytesIO)
-    data.seek(0)
-    # DCP's planner has pickled it. What is not plain is refused here: nobody could load it.
-    text = dumps(torch.load(data, weights_only=True)).encode()
+    text = data.getvalue()
+    if not isinstance(data, Encoded):
+        # DCP's planner has pickled it. What is not plain is refused here: nobody could load it.
+        text = dumps(torch.load(io.BytesIO(text), weights_only=True)).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _make_folder(path: Path) -> None:
+    """Make a folder and those that it is in; their names are on the disk then."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        with contextlib.suppress(PermissionError):  # it can be written but not opened
+            sync_folder(folder.parent)
+
+
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """Have a folder alone: each save removes the files that are not its own.
+
+    A process that was forked meanwhile has the descriptor too, so closing it would not do.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno == errno.EWOULDBLOCK:  # others: a file system without locks
+                text = f"zero.save: {path} is written by another save, expected one at a time"
+                raise BlockingIOError(error.errno, text) from None
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
 
 
 def _remove_unlocked(path: Path) -> None:

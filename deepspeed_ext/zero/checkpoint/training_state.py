@@ -1,29 +1,103 @@
-"""Model and optimizer as flat state dicts, by names that say nothing of processes."""
+"""Model and optimizer as flat state dicts, by names that say nothing of processes or wrappers."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from deepspeed_ext.dtensors import is_dtensor, local, spread
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.ops.optimizers.state_formats import join_float32
 from deepspeed_ext.optim.base import SlabOptimizer
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
+from deepspeed_ext.zero.checkpoint.storage import Reader
+from deepspeed_ext.zero.names import by_plain_name, plain_name
 
+_log = logging.getLogger("deepspeed_ext")
 MODEL = "model."
 OPTIMIZER = "optimizer."
 Group = dict[str, Any]
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters, tied ones once, and the buffers that a state dict has, by name."""
-    found: dict[str, Tensor] = dict(model.named_parameters())
-    saved = model.state_dict()
-    found.update({name: buffer for name, buffer in model.named_buffers() if name in saved})
+class TrainingReader(Reader):
+    """A reader to whom names in models are plain, also in checkpoints of before they were."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what the checkpoint holds."""
+        metadata = super().read_metadata(*args, **kwargs)
+        entries = metadata.state_dict_metadata
+        metadata.state_dict_metadata = {_in_checkpoint(n): entry for n, entry in entries.items()}
+        metadata.storage_data = {
+            MetadataIndex(_in_checkpoint(index.fqn), index.offset): piece
+            for index, piece in metadata.storage_data.items()
+        }
+        return metadata
+
+
+def _in_checkpoint(name: str) -> str:
+    return plain_name(name) if name.startswith((MODEL, OPTIMIZER)) else name
+
+
+def tensors_of(op: str, model: nn.Module, *, with_buffers: bool = True) -> dict[str, Tensor]:
+    """Return parameters, tied ones once, and the buffers that a state dict has, by name.
+
+    Args:
+        op: for the text of an error.
+        model: with names that are plain here.
+        with_buffers: also plain ones, which each process has of its own.
+    """
+    found: dict[str, Tensor] = by_plain_name(op, dict(model.named_parameters()))
+    saved = set(map(plain_name, model.state_dict()))
+    buffers = by_plain_name(op, dict(model.named_buffers()))
+    found.update(
+        {n: b for n, b in buffers.items() if n in saved and (with_buffers or is_dtensor(b))}
+    )
     return {MODEL + name: _detached(tensor) for name, tensor in found.items()}
+
+
+def extra_of(model: nn.Module) -> dict[str, Any]:
+    """Return what a state dict has beside parameters and buffers, such as get_extra_state's."""
+    tensors: list[tuple[str, Tensor]] = [*model.named_parameters(remove_duplicate=False)]
+    tensors += model.named_buffers(remove_duplicate=False)
+    known = {plain_name(name) for name, _ in tensors}
+    memory = {_memory(tensor) for _, tensor in tensors} - {0}  # under whatever names
+    return {
+        plain_name(name): value
+        for name, value in model.state_dict().items()
+        if plain_name(name) not in known
+        and not (isinstance(value, Tensor) and _memory(value) in memory)
+    }
+
+
+def check_extra(op: str, model: nn.Module, saved: Mapping[str, Any] | None) -> None:
+    """Refuse a checkpoint whose model had extra state of other names; one of before says none."""
+    mine = extra_of(model)
+    if saved is None:
+        if mine:
+            _log.warning("%s: the checkpoint is of before %s was saved", op, sorted(mine))
+        return
+    for name in sorted(saved.keys() ^ mine.keys()):
+        whose = "the model" if name in mine else "the checkpoint"
+        raise ValueError(f"{op}: only {whose} has the extra state {name!r}, expected the same")
+
+
+def take_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:
+    """Give a model what `extra_of` returned."""
+    if not extra:
+        return
+    own = model.state_dict()
+    state = type(own)((name, extra[plain_name(name)]) for name in own if plain_name(name) in extra)
+    state._metadata = own._metadata  # type: ignore[attr-defined]
+    model.load_state_dict(state, strict=False)
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return where a tensor lies, 0 if nowhere."""
+    part = local(tensor)
+    return part.data_ptr() if part.numel() else 0
 
 
 def _detached(tensor: Tensor) -> Tensor:
@@ -59,7 +133,7 @@ def state_of(
 
 def check_model(op: str, model: nn.Module, metadata: Metadata) -> None:
     """Refuse a checkpoint of another model before anything is changed."""
-    saved, mine = metadata.state_dict_metadata, tensors_of(model)
+    saved, mine = metadata.state_dict_metadata, tensors_of(op, model)
     theirs = [name for name in saved if name.startswith(MODEL)]
     for name in (*mine, *theirs):
         shown = repr(name.removeprefix(MODEL))
@@ -106,9 +180,9 @@ class Targets:
     ) -> None:
         self._saved = metadata.state_dict_metadata
         check_model(op, model, metadata)
-        self.tensors = tensors_of(model)
+        self.tensors = tensors_of(op, model)
         self._optimizer = optimizer
-        self._params = dict(model.named_parameters())
+        self._params = by_plain_name(op, dict(model.named_parameters()))
         self.again: dict[str, Tensor] = {}
         self._join: list[tuple[Tensor, Tensor, Tensor]] = []
         self._restore_weights()
@@ -203,7 +277,7 @@ def _state_in_place(
 
 
 def _names_in(op: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    names = {param: name for name, param in model.named_parameters()}
+    names = {param: plain_name(name) for name, param in model.named_parameters()}
     found: list[list[str]] = []
     for i, group in enumerate(optimizer.param_groups):
         found.append([])
@@ -226,7 +300,7 @@ def _ordered(op: str, groups: list[Group], names: list[list[str]]) -> list[Group
         )
     made, count = [], 0
     for i, (group, mine) in enumerate(zip(groups, names, strict=True)):
-        for name in sorted(set(group["params"]) ^ set(mine)):
+        for name in sorted(set(map(plain_name, group["params"])) ^ set(mine)):
             whose = "the optimizer" if name in mine else "the checkpoint"
             raise ValueError(
                 f"{op}: group {i} has {name!r} in {whose} only, expected the same parameters"

@@ -132,9 +132,10 @@ def test_the_order_of_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(done) == 4, "nothing was new"
     done.clear()
     TensorStore(tmp_path / "s", durable=True).close()
-    assert done == [parent, "fsync s of 0"], "the manifest that it found is the one to stay"
+    again = [f"fsync manifest.json.tmp of {length}", replace, "fsync s of 0"]
+    assert done == [parent, *again], "the manifest that it found is the one to stay"
     TensorStore(tmp_path / "s", durable=True, read_only=True).close()
-    assert len(done) == 2, "a reader brings nothing to the disk"
+    assert len(done) == 4, "a reader brings nothing to the disk"
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -234,6 +235,47 @@ def test_a_commit_in_doubt_keeps_the_one_before(
             with TensorStore(lost, durable=True, read_only=True) as found:
                 assert holds(found, 1)
         monkeypatch.undo()
+
+
+def test_the_next_writer_does_not_believe_a_second_fsync(
+    tmp_path: Path, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one that failed, the kernel has nothing more to write and succeeds."""
+    path = tmp_path / "s"
+    store = TensorStore(path, durable=True)
+    put(store, 1)
+    fault("folder", OSError(errno.EIO, "injected"))
+    with pytest.raises(OSError, match="injected"):
+        store.commit()
+    monkeypatch.undo()
+    store.close()
+    before = os.stat(path / "manifest.json").st_ino
+    with TensorStore(path, durable=True) as store:
+        assert os.stat(path / "manifest.json").st_ino != before, "it is written anew"
+        assert holds(store, 1)
+
+
+def test_an_interrupted_fsync_proves_nothing(
+    tmp_path: Path, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C takes the place of its error; a repeated commit would succeed and sync nothing."""
+    path = tmp_path / "s"
+    store = TensorStore(path, durable=True)
+    put(store, 1)
+    store.commit()
+    put(store, 2)
+    fault("data", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        store.commit()
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="has no content"):
+        store.commit()
+    assert after_a_crash(path, tmp_path / "copy") == [1]
+    store.delete("only2")
+    put(store, 3)
+    store.commit()
+    assert after_a_crash(path, tmp_path / "copy") == [3]
+    store.close()
 
 
 def test_what_a_killed_writer_leaves_is_removed(tmp_path: Path) -> None:

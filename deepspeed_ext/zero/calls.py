@@ -1,0 +1,61 @@
+"""What of the calls that are under way counts: a model inside of itself, a loop that was left."""
+
+import inspect
+import sys
+from types import FrameType
+
+from torch import nn
+
+_CALL = nn.Module._call_impl.__code__
+
+
+class Loop:
+    """What is known of micro-steps that are under way.
+
+    Args:
+        steps: how many there are.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.at = 0  # the micro-step that it is in
+        self.last_backward: int | None = None  # the last one whose backward was over
+        self.caller: FrameType | None = None  # where the loop stands
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last micro-step."""
+        return self.at == self.steps - 1
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the backward of the last micro-step is over."""
+        return self.last_backward == self.steps - 1
+
+    def is_left(self) -> bool:
+        """Tell whether the function with the loop has ended, so that nobody goes on with it.
+
+        A generator may go on, as that of tqdm does.
+        """
+        caller, suspends = self.caller, inspect.CO_GENERATOR | inspect.CO_COROUTINE
+        if caller is None or caller.f_code.co_flags & (suspends | inspect.CO_ASYNC_GENERATOR):
+            return False
+        return not any(_is_in(caller, frame) for frame in sys._current_frames().values())
+
+    def __str__(self) -> str:
+        return f"micro-step {self.at + 1} of {self.steps}"
+
+
+def is_nested(model: nn.Module) -> bool:
+    """Tell, in a hook of a model, whether it is called inside of its own forward."""
+    calls, frame = 0, sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        calls += frame.f_code is _CALL and frame.f_locals.get("self") is model
+    return calls > 1
+
+
+def _is_in(wanted: FrameType, frame: FrameType | None) -> bool:
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return frame is not None

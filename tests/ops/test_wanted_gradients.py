@@ -1,0 +1,298 @@
+"""Every gradient that is asked for of every op: it is right, or an error names op and argument."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from functional_cases import CASES, Recorder, call_of
+from functional_cases import recorded as calls_of
+from kv_cases import make_kv, queries
+from norms_around_cases import NextNorm
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepspeed_ext import ops
+from deepspeed_ext.ops import *  # noqa: F403  # registers all
+from deepspeed_ext.ops._library import _tensors
+
+F32 = torch.float32
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+# Steps are none of autograd's business: parameters require gradients, and are written to.
+STEPS = ("adagrad", "adam", "lamb", "lars", "lion", "rmsprop", "sgd")
+# That a gradient goes straight through, as is documented; all others are compared with differences.
+STRAIGHT = {"fake_quantize.x"}
+
+
+def linear(bits: int) -> None:
+    """Call what multiplies with codes of so many bits."""
+    x, residual, bias = torch.randn(2, 16), torch.randn(2, 8), torch.randn(8)
+    format = "int8" if bits == 8 else "int4"
+    made = ops.quantize(torch.randn(8, 16), format, group_size=8, symmetric=False)
+    weight = ops.pack_weight(*made, format=format, group_size=8)
+    ops.quantize_packed_(torch.randn(8, 16), weight, torch.zeros(8, 2, dtype=torch.float64))
+    ops.quantized_linear(x, weight, bias, residual=residual)
+    norm = NextNorm(torch.randn(8))
+    _, normed = ops.quantized_linear_norm(x, weight, bias, residual=residual, norm=norm)
+    square = ops.pack_weight(*ops.quantize(torch.eye(8), format, group_size=8), format=format,
+                             group_size=8)  # fmt: skip
+    ops.quantized_linear_norm(normed, square, norm=norm)
+    ops.unpack_weight(weight)
+
+
+def cached(dtype: torch.dtype) -> None:
+    """Call what reads and writes a cache."""
+    kv, heads = make_kv([5, 3], 2, 16, dtype, "cpu"), torch.ones(2)
+    q = queries(2, 1, 2, 16, F32, "cpu")
+    options: dict[str, Any] = dict(frequencies=torch.ones(8), q_weight=q[0, 0, 0])
+    options |= dict(k_weight=q[0, 0, 1], slots=torch.tensor([1, 0], dtype=torch.int32))
+    options["counts"] = torch.ones(2, dtype=torch.int32)
+    ops.rope_append_(q.clone(), q, q, kv, **options)
+    ops.append_and_attend_(q, q, q, kv, **options, alibi_slopes=heads, sinks=heads)
+    for function in (ops.decode_attention, ops.prefill_attention):
+        some = dict(slots=options["slots"], counts=options["counts"])
+        function(q, kv, **some, alibi_slopes=heads, sinks=heads)
+
+
+def others() -> None:
+    """Call what is in no other table."""
+    x = torch.randn(2, 16)
+    weight, bias, residual = torch.randn(8, 16), torch.randn(8), torch.randn(2, 8)
+    ops.skinny_linear(x, weight, bias, residual=residual)
+    norm = NextNorm(torch.randn(8))
+    _, normed = ops.skinny_linear_norm(x, weight, bias, residual=residual, norm=norm)
+    ops.skinny_linear_norm(normed, torch.randn(8, 8), norm=norm)
+    made = ops.quantize(x, symmetric=False)
+    ops.dequantize(*made)
+    ops.fake_quantize(x)
+    ops.ds_quantizer(x.clone())
+    ops.squared_norms([x, bias])
+    q = torch.randn(3, 2, 16)
+    ops.rope_(q, q.clone(), torch.arange(3), torch.ones(8))
+    ops.rope(q, None, torch.arange(3), torch.ones(8))
+    leaf = torch.randn(3, 16, requires_grad=True)
+    loss = ops.cross_entropy(leaf * 1, torch.arange(3), inplace=True)
+    loss.backward()
+    gate = torch.randn(2, 16, requires_grad=True)
+    ops.swiglu(gate).sum().backward()
+    ops.rms_norm(gate, residual=x, return_sum=False).sum().backward()
+    ops.skinny_linear(gate, weight, activation="silu", gated=True).sum().backward()
+    raw, options = torch.ops.deepspeed_ext, dict(eps=1e-5, weight_offset=0.0)
+    vector = torch.randn(16)
+    raw.rms_norm(gate, vector, vector, **options).sum().backward()  # which has no function
+    raw.rms_norm.residual(gate, x, vector, vector, vector, **options, needs_sum=True)
+
+
+def make_all() -> None:
+    """Call all of these."""
+    others()
+    for bits in (4, 8):
+        linear(bits)
+    for dtype in (F32, torch.int8, torch.float8_e4m3fn):
+        cached(dtype)
+
+
+def all_calls() -> list[Call]:
+    """What all these come to, each op with each form of its arguments once."""
+    found = [call for case in CASES.values() for call in calls_of(call_of(case, 3, 8, F32, "cpu"))]
+    with Recorder() as recorder:
+        make_all()
+    with torch.no_grad():
+        x = torch.randn(2, 16)
+        _, again = ops.record(ops.rms_norm, x)
+        given = [x, *again._given]
+    replay = torch.ops.deepspeed_ext.replay_.default, (again._names, again._code, given), {}
+    found += [*recorder.calls, replay]
+    return list({(op, str(forms(op, args))): (op, args, kw) for op, args, kw in found}.values())
+
+
+def forms(op: Any, args: tuple[Any, ...]) -> list[tuple[str, torch.dtype]]:
+    names = [argument.name for argument in op._schema.arguments]
+    return [(name, t.dtype) for name, t in _tensors(dict(zip(names, args, strict=False)))]
+
+
+torch.manual_seed(0)
+CALLS = all_calls()
+
+
+def is_step(op: Any) -> bool:
+    return op.name().removeprefix("deepspeed_ext::").startswith(tuple(f"{s}_" for s in STEPS))
+
+
+def test_every_tensor_of_every_op_is_in_some_call() -> None:
+    """So that no argument is left out below; those are floating that are so in a call."""
+    seen = {
+        (op.name(), name.partition("[")[0]) for op, args, _ in CALLS for name, _ in forms(op, args)
+    }
+    for name in torch._C._dispatch_get_all_op_names():
+        if not name.startswith("deepspeed_ext::") or "test_" in name:
+            continue
+        packet, _, overload = name.removeprefix("deepspeed_ext::").partition(".")
+        op = getattr(getattr(torch.ops.deepspeed_ext, packet), overload or "default")
+        if is_step(op):
+            continue
+        for argument in op._schema.arguments:
+            is_of_codes = argument.name in ("key_scales", "value_scales") and not overload
+            if "Tensor" in str(argument.type) and not is_of_codes:
+                assert (op.name(), argument.name) in seen, f"{name} {argument.name}"
+
+
+def test_every_write_is_counted() -> None:
+    """By the version of each tensor that a schema says is written, or a stale one is used later."""
+
+    class Writes(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func.namespace == "deepspeed_ext":
+                for argument, value in zip(func._schema.arguments, args, strict=False):
+                    if argument.is_write and isinstance(value, Tensor):
+                        seen.append((f"{func.name()} {argument.name}", value, value._version))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[tuple[str, Tensor, int]] = []
+    with Writes():
+        make_all()
+    assert {"rope_ k", "quantize_packed_ errors", "append_and_attend_.int8 value_scales"} <= {
+        name.removeprefix("deepspeed_ext::") for name, _, _ in seen
+    }
+    assert [name for name, tensor, version in seen if tensor._version == version] == []
+
+
+FLOATING = [
+    pytest.param(call, name, id=f"{call[0].name().removeprefix('deepspeed_ext::')}-{name}")
+    for call in CALLS
+    for name, dtype in forms(call[0], call[1])
+    if dtype.is_floating_point
+]
+
+
+def fresh(call: Call, chosen: str) -> tuple[partial[Any], Tensor, str]:
+    """Return a call of copies, the argument that is chosen, and the name of the op."""
+    op, args, keywords = call
+    copies = [
+        [t.detach().clone() for t in arg] if isinstance(arg, list)
+        else arg.detach().clone() if isinstance(arg, Tensor) else arg
+        for arg in args
+    ]  # fmt: skip
+    names = [argument.name for argument in op._schema.arguments]
+    tensor = dict(_tensors(dict(zip(names, copies, strict=False))))[chosen]
+    public = op.name().removeprefix("deepspeed_ext::").partition(".")[0]
+    return partial(op, *copies, **keywords), tensor, public
+
+
+class Nothing(torch.autograd.Function):
+    """Has no gradient, and says so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        return None
+
+
+def results_of(function: Callable[[], Any]) -> list[Tensor]:
+    found = function()
+    return [] if found is None else [found] if isinstance(found, Tensor) else list(found)
+
+
+@pytest.mark.parametrize(("call", "name"), FLOATING)
+def test_a_gradient_is_right_or_an_error_says_what_has_none(call: Call, name: str) -> None:
+    function, tensor, public = fresh(call, name)
+    tensor.requires_grad_()
+    refusals = (
+        f"{public}: {name} requires a gradient, expected none, ",
+        f"{public}: the gradient of {name} is wanted, expected no use of it, ",
+    )
+    try:
+        results = [r for r in results_of(function) if r.is_floating_point()]
+        kept = [r for r in results if r.requires_grad]
+        assert kept, "what depends on the argument does not require a gradient"
+        weights = [torch.randn(r.shape).to(r.dtype) for r in kept]
+        (grad,) = torch.autograd.grad(kept, tensor, weights)
+    except RuntimeError as error:
+        assert str(error).startswith(refusals), error
+        with torch.no_grad():
+            fresh(call, name)[0]()
+        return
+    if f"{public}.{name}" in STRAIGHT:
+        assert torch.equal(grad, weights[0])
+        return
+    numbers = [i for i, r in enumerate(results) if r.requires_grad]
+    with torch.no_grad():
+        for i in range(tensor.numel()):
+            sums = []
+            for step in (0.01, -0.01):
+                flat = tensor.detach().view(-1)
+                before = flat[i].clone()
+                flat[i] += step
+                again = [r for r in results_of(function) if r.is_floating_point()]
+                terms = [again[n] * w for n, w in zip(numbers, weights, strict=True)]
+                sums.append(sum(term.double().sum() for term in terms))
+                flat[i] = before
+            torch.testing.assert_close(
+                grad.view(-1)[i].double(), (sums[0] - sums[1]) / 0.02, rtol=0.02, atol=0.01
+            )
+
+
+@pytest.mark.parametrize(("call", "name"), FLOATING)
+def test_what_comes_of_no_gradient_is_none(call: Call, name: str) -> None:
+    """As in torch, where a later function returns None; also from ops that refuse a gradient."""
+    function, tensor, public = fresh(call, name)
+    tensor.requires_grad_()
+    try:
+        results = [r for r in results_of(function) if r.requires_grad]
+    except RuntimeError as error:
+        assert f"{public}: {name} requires a gradient" in str(error)
+        return
+    torch.autograd.backward([Nothing.apply(r).sum() for r in results])
+    assert tensor.grad is None
+
+
+@pytest.mark.parametrize(("call", "name"), FLOATING)
+def test_transforms_are_told_what_to_do(call: Call, name: str) -> None:
+    function, tensor, public = fresh(call, name)
+    op, _, keywords = call
+
+    def of(x: Tensor) -> Tensor:
+        given = [
+            [x if each is tensor else each for each in arg] if isinstance(arg, list)
+            else x if arg is tensor else arg
+            for arg in function.args
+        ]  # fmt: skip
+        found = op(*given, **keywords)
+        return sum(r.sum() for r in ([found] if isinstance(found, Tensor) else found))
+
+    allowed = (
+        f"{public}: {name} is differentiated by a transform of torch.func, such as grad, vjp or",
+        f"{public}: {name} requires a gradient, expected none, as the op has none for it; detach",
+    )
+    for transform in (torch.func.grad(of), torch.func.jacrev(of), lambda x: torch.func.vjp(of, x)):
+        with pytest.raises(RuntimeError) as raised:
+            transform(tensor)
+        assert str(raised.value).startswith(allowed)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call[0].name())
+def test_vmap_is_right_or_an_error_says_what_to_do(call: Call) -> None:
+    op, args, keywords = call
+    schema = op._schema
+    function, *_ = fresh(call, forms(op, args)[0][0])
+    stacked = [torch.stack([arg, arg]) if isinstance(arg, Tensor) else arg for arg in function.args]
+    stacked = [
+        [torch.stack([t, t]) for t in arg] if isinstance(arg, list) else arg for arg in stacked
+    ]
+    in_dims = tuple(None if arg is None or isinstance(arg, int) else 0 for arg in stacked)
+    mapped = torch.func.vmap(lambda *given: op(*given, **keywords), in_dims=in_dims)
+    if schema.is_mutable or any("List" in str(a.type) for a in schema.arguments):
+        public = op.name().removeprefix("deepspeed_ext::").partition(".")[0]
+        text = f"^{public}: an argument is mapped by torch.func.vmap, expected none, as the op "
+        with pytest.raises(RuntimeError, match=text):
+            mapped(*stacked)
+        return
+    for got, want in zip(results_of(lambda: mapped(*stacked)), results_of(function), strict=True):
+        assert torch.equal(got.nan_to_num(), torch.stack([want, want]).nan_to_num())

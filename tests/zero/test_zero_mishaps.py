@@ -1,0 +1,303 @@
+"""What goes wrong in a step, and that the next one is that of plain PyTorch."""
+
+import itertools
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Case
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
+from zero_cases import Net, assert_close, loss_of, whole
+
+from deepspeed_ext import zero
+
+MICRO_STEPS = 3
+
+
+class Plain:
+    """The same training of one whole model, which sees the batches of all processes."""
+
+    def __init__(self):
+        self.model = Net()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+
+    def add(self, number):
+        for rank in range(dist.get_world_size()):
+            (loss_of(self.model, number, rank) / dist.get_world_size() / MICRO_STEPS).backward()
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def fail(*_):
+    raise MemoryError
+
+
+class Mishap:
+    """An error at a place of a model, in all processes."""
+
+    def __init__(self, model, where):
+        up = model.blocks[1].up
+        self.block, self.handle = None, None
+        if where == "recomputation":
+            self.block = model.blocks[1]
+            calls = []
+
+            def forward(x, inner=self.block.forward):
+                calls.append(x)
+                return inner(x) if len(calls) == 1 else fail()
+
+            self.block.forward = lambda x: checkpoint(forward, x, use_reentrant=False)
+        elif where == "forward":
+            self.handle = up.register_forward_hook(fail)
+        else:
+            self.handle = up.register_full_backward_hook(fail)
+
+    def remove(self):
+        if self.handle is not None:
+            self.handle.remove()
+        else:
+            del self.block.forward
+
+
+def assert_trains(model, optimizer, plain, what):
+    """Two whole steps more, and all weights are equal."""
+    for number in (10, 20):
+        for i in zero.accumulate(model, MICRO_STEPS):
+            (loss_of(model, number + i) / MICRO_STEPS).backward()
+            plain.add(number + i)
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.step()
+    for (name, ours), theirs in zip(
+        model.named_parameters(), plain.model.parameters(), strict=True
+    ):
+        assert_close(whole(ours), theirs.detach(), f"{name}, {what}")
+
+
+def made(stage):
+    logging.getLogger("deepspeed_ext").setLevel(logging.ERROR)
+    model = zero.shard(Net(), stage)
+    return model, torch.optim.SGD(model.parameters(), lr=0.5), Plain()
+
+
+def errors(row, folder):
+    """Caught where it was, in the loop or without one, in the first step and in a later one."""
+    for stage in range(4):
+        for where in ("forward", "backward", "recomputation"):
+            for in_loop in (False, True):
+                model, optimizer, plain = made(stage)
+                for at in (0, 1):  # of the micro-steps
+                    for i in zero.accumulate(model, MICRO_STEPS) if in_loop else range(2):
+                        mishap = Mishap(model, where) if i == at else None
+                        try:
+                            (loss_of(model, i) / MICRO_STEPS).backward()
+                            plain.add(i)
+                        except MemoryError:
+                            if where != "forward":  # a half gradient is none
+                                plain.optimizer.zero_grad()
+                        if mishap is not None:
+                            mishap.remove()
+                    if not in_loop:
+                        (loss_of(model, 2) / MICRO_STEPS).backward()
+                        plain.add(2)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    plain.step()
+                assert_trains(model, optimizer, plain, f"{stage} {where} {in_loop}")
+
+
+def left_loops(row, folder):
+    """Before a forward; kept by a traceback; in the last pass of one that is done."""
+    for stage in range(4):
+        model, optimizer, plain = made(stage)
+        for _ in zero.accumulate(model, 2):
+            break
+        kept = []
+
+        def fails(model, kept):
+            steps = zero.accumulate(model, 3)
+            for i in steps:
+                loss_of(model, i).backward()
+                if i == 1:
+                    fail()
+
+        try:
+            fails(model, kept)
+        except MemoryError as error:
+            kept.append(error)
+        optimizer.step()  # of no gradients
+        assert_trains(model, optimizer, plain, f"kept by a traceback, {stage}")
+        other = zero.shard(Net(), stage)
+        for i, j, k in zip(
+            range(3), zero.accumulate(model, 3), zero.accumulate(other, 3), strict=False
+        ):
+            assert i == j == k
+            (loss_of(model, 30 + i) / MICRO_STEPS).backward()
+            loss_of(other, i).backward()
+            plain.add(30 + i)
+        assert other.embedding.weight.grad is not None
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.step()
+        assert_trains(model, optimizer, plain, f"zip, {stage}")
+
+
+def no_last_backward(row, folder):
+    for stage in range(4):
+        model, optimizer, plain = made(stage)
+        with pytest.raises(
+            RuntimeError, match=r"^zero.accumulate: the backward of micro-step 3 of 3 is missing"
+        ):
+            for i in zero.accumulate(model, 3):
+                loss = loss_of(model, i)
+                if i != 2:
+                    loss.backward()
+        assert all(param.grad is None for param in model.parameters())
+        for _ in zero.accumulate(model, 2):
+            with torch.no_grad():
+                loss_of(model, 0)
+        assert_trains(model, optimizer, plain, f"{stage}")
+
+
+def steps_in_loops(row, folder):
+    """Refused before the last backward, fine after it; another model's are none of its."""
+    for stage in range(4):
+        model, optimizer, plain = made(stage)
+        other = nn.Linear(2, 2)
+        for i in zero.accumulate(model, MICRO_STEPS):
+            (loss_of(model, i) / MICRO_STEPS).backward()
+            plain.add(i)
+            torch.optim.SGD(other.parameters()).step()
+            if i < 2:
+                text = rf"^zero.accumulate: SGD is stepped in micro-step {i + 1} of 3, expected"
+                with pytest.raises(RuntimeError, match=text):
+                    optimizer.step()
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+        plain.step()
+        assert_trains(model, optimizer, plain, f"{stage}")
+        model.set_requires_gradient_sync(False)
+        loss_of(model, 0).backward()
+        with pytest.raises(RuntimeError, match=r"^zero: SGD finds no gradient, as those of the"):
+            optimizer.step()
+
+
+class Recursive(nn.Module):
+    """Calls itself, with gradients or without."""
+
+    def __init__(self, has_grad):
+        super().__init__()
+        torch.manual_seed(0)
+        self.has_grad = has_grad
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x, is_inner=False):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        if not is_inner:
+            with torch.set_grad_enabled(self.has_grad):
+                inner = self(x, True)
+            x = x + inner
+        return self.last(x)
+
+
+def models_that_call_themselves(row, folder):
+    for stage, has_grad in itertools.product(range(4), (False, True)):
+        model, plain = zero.shard(Recursive(has_grad), stage), Recursive(has_grad)
+        for i in range(2):
+            x = torch.full((2, 4), float(i + 1))
+            model(x).square().mean().backward()
+            plain(x).square().mean().backward()
+        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert_close(whole(ours.grad), theirs.grad, f"{name}, stage {stage}")
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x, which):
+        return self.experts[which](x)
+
+
+def experts(row, folder):
+    """Each process uses another one; of blocks by name, one that none uses."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return  # test_zero_parity has what is said then
+    world = dist.get_world_size()
+    for stage in range(4):
+        model, plain = zero.shard(Experts(), stage, reduce_unused=True), Experts()
+        for turn in range(2):
+            for rank in range(world):
+                x = torch.full((1, 3), 1.0 + rank + turn)
+                (plain(x, (rank + turn) % 4).sum() / world).backward()
+                if rank == dist.get_rank():
+                    model(x, (rank + turn) % 4).sum().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            want = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+            assert_close(whole(ours.grad), want, f"stage {stage}")
+        model = zero.shard(Experts(), stage, reduce_unused=True, blocks=["experts.*"])
+        model(torch.ones(1, 3), 2).sum().backward()
+        grads = [whole(expert.weight.grad).ne(0).any().item() for expert in model.experts]
+        assert grads == [False, False, True, False]
+
+
+def saved_pretrained(row, folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 11}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    zero.shard(model, 3)
+    text = "^save_pretrained: .* has shards, expected whole parameters; call it inside of zero.Gath"
+    with pytest.raises(RuntimeError, match=text):
+        model.save_pretrained(folder / "shards")
+    with zero.GatheredParameters(model):
+        model.save_pretrained(folder / "whole")
+    if dist.get_rank() == 0:  # which alone saves
+        loaded = LlamaForCausalLM.from_pretrained(folder / "whole").state_dict()
+        assert all(torch.equal(value, before[name]) for name, value in loaded.items())
+
+
+def error_in_one(row, folder):
+    """Others wait; the one goes on."""
+    model, optimizer, _ = made(int(row))
+    mishap = Mishap(model, "forward") if dist.get_rank() == 1 else None
+    for number in range(4):
+        try:
+            loss_of(model, number).backward()
+        except MemoryError:
+            mishap.remove()
+        optimizer.step()
+
+
+CASES = [
+    *(Case(world, "errors", "") for world in (1, 2)),
+    *(Case(world, "left_loops", "") for world in (1, 2)),
+    Case(2, "no_last_backward", ""),
+    Case(2, "steps_in_loops", ""),
+    *(Case(world, "models_that_call_themselves", "") for world in (1, 2)),
+    *(Case(world, "experts", "") for world in (1, 2, 4)),
+    Case(2, "saved_pretrained", ""),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
+def test_processes(case, groups):
+    groups.run(case, "cpu")
+
+
+@pytest.mark.parametrize("stage", ("1", "3"))
+def test_an_error_in_one_process_ends_the_others(stage, groups):
+    with pytest.raises(AssertionError):
+        groups.run(Case(2, "error_in_one", stage), "cpu")
