@@ -8,7 +8,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from deepspeed_ext.dtensors import is_dtensor, local, part_for
+from deepspeed_ext.dtensors import is_dtensor, local, part_for, same_layout
 from deepspeed_ext.offload.copies import AHEAD, ASKED, Copy, Event, Lanes
 from deepspeed_ext.offload.inner import HostSteps, pieces
 from deepspeed_ext.offload.seals import Marks, Question, Seal, marks_of, parts_of, seal
@@ -401,6 +401,15 @@ class HostBucket:
         """Return what changes when state is written."""
         slabs = [slab for [slab] in self.bucket.slabs.values()]
         return list(map(_version, (*slabs, *self.bucket.scales.values())))
+
+
+def is_plain(grad: Tensor | None, param: Tensor) -> bool:
+    """Return whether there is a gradient, and in this process what its parameter is."""
+    if grad is None:
+        return False
+    if is_dtensor(param):
+        return is_dtensor(grad) and same_layout(grad, param)
+    return grad.layout is torch.strided and not is_dtensor(grad)
 
 
 def source_of(grad: Tensor, param: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed_ext.dtensors import is_dtensor, local, same_layout
-from deepspeed_ext.offload.bucket import Ahead, HostBucket, go_on, source_of, use
+from deepspeed_ext.dtensors import is_dtensor, local
+from deepspeed_ext.offload.bucket import Ahead, HostBucket, go_on, is_plain, source_of, use
 from deepspeed_ext.offload.copies import Event, Lanes, Recorder
 from deepspeed_ext.offload.decision import Decision, decide
 from deepspeed_ext.offload.inner import HostSteps
@@ -103,7 +103,7 @@ class Pipeline:
     def _frees(self, param: Tensor) -> bool:
         """Return whether the gradient of a parameter does not stay on the device."""
         grad, copy = param.grad, self.links.copies.get(id(param), param)
-        return self._free_grads and copy is not param and _is_plain(grad, param)
+        return self._free_grads and copy is not param and is_plain(grad, param)
 
     def _advance(self, bucket: HostBucket, param: Tensor) -> None:
         """Do what can be done about a gradient of a bucket now."""
@@ -162,7 +162,7 @@ class Pipeline:
             self.counts["early"] += 1
             return True
         grads = bucket.grads()
-        if not all(map(_is_plain, grads, bucket.owners)):
+        if not all(map(is_plain, grads, bucket.owners)):
             return False
         if bucket.arrival is None or not bucket.looks_sealed(grads):
             self._give_up(bucket)
@@ -494,12 +494,3 @@ def _scaling_of(divisor: float) -> Scaling:
 def _look_of(param: Tensor) -> object:
     part = local(param)
     return (part.device.type == "meta", part.dtype, part.shape, part.stride())
-
-
-def _is_plain(grad: Tensor | None, param: Tensor) -> bool:
-    """Return whether there is a gradient, and in this process what its parameter is."""
-    if grad is None:
-        return False
-    if is_dtensor(param):
-        return is_dtensor(grad) and same_layout(grad, param)
-    return grad.layout is torch.strided and not is_dtensor(grad)

@@ -1,4 +1,4 @@
-"""Whether tensors are still what they were: marks show that some are not, fingerprints that all are.
+"""Whether tensors are what they were: marks show that some are not, fingerprints that all are.
 
 Much writes to a tensor without a trace: DTensors, `_foreach_*`, collectives, kernels of others and
 `.data` count no version, and an address is used again. So what was done ahead counts only where
