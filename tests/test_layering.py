@@ -47,7 +47,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "offload": (
         ("copies", "hooks", "inner", "stand_ins"),
-        ("links", "worker"),
+        ("links", "seals", "worker"),
         ("sums",),
         ("bucket",),
         ("decision",),

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, is_
+from operator import attrgetter
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from deepspeed_ext.dtensors import is_dtensor, local, part_for
+from deepspeed_ext.dtensors import is_dtensor, local, part_for, same_layout
 from deepspeed_ext.offload.copies import AHEAD, ASKED, Copy, Event, Lanes
 from deepspeed_ext.offload.inner import HostSteps, pieces
+from deepspeed_ext.offload.seals import Marks, Question, Seal, marks_of, parts_of, seal
 from deepspeed_ext.offload.stand_ins import put
 from deepspeed_ext.offload.sums import Sum
 from deepspeed_ext.offload.worker import Task
@@ -20,9 +21,7 @@ from deepspeed_ext.optim.slabs import STEP, Bucket, Work
 from deepspeed_ext.optim.traits import Group
 
 _version = attrgetter("_version")
-Marks = list[tuple[int, int, int]]
 Run = Callable[[], None]
-_UNKNOWN: Marks = [(-1, -1, -1)]  # of what may have been written by anybody
 
 
 @dataclass
@@ -54,24 +53,21 @@ class Arrival:
 
     Attributes:
         indices: of the parameters that had one.
-        grads: those of the parameters, kept until they have been copied.
-        marks: of the gradients, when they were taken.
-        work: the parts of the step, with gradients in host memory.
-        devices: the same parts where the parameters are.
-        events: when the gradients of each part are there.
-        squares: the sum of squares of each gradient, if it was wanted.
+        work: the step, with gradients in host memory.
+        parts: of the step.
+        there: the same step where the parameters are; it holds gradients until they are copied.
+        devices: parts of that.
+        events: when the gradients of each part are in host memory.
         needs: what adds up the gradients, where that is done in host memory.
         stepped: weights that are to be sent.
     """
 
     indices: list[int]
-    grads: list[Tensor]
-    marks: Marks
     work: Work
     parts: list[Work]
+    there: Work
     devices: list[Work]
     events: list[Event | None]
-    squares: Tensor | None
     needs: Sequence[Task] = ()
     stepped: list[Copy] = field(default_factory=list)
 
@@ -83,7 +79,7 @@ class Arrival:
 
     def release(self) -> None:
         """Let gradients on the device go: what has asked for them to be copied has come first."""
-        self.grads = []
+        self.there = self.there._replace(grads=[])
         self.devices = [part._replace(grads=[]) for part in self.devices]
 
 
@@ -102,21 +98,15 @@ class Ahead:
     task: Task
     options: Group
     divisor: float
-    weights: Marks
+    weights: Marks | None
     state: list[int]
 
-    def is_of(self, options: Group, divisor: float, weights: Marks, state: list[int]) -> bool:
+    def is_of(
+        self, options: Group, divisor: float, weights: Marks | None, state: list[int]
+    ) -> bool:
         """Return whether it is the step that is to be taken now."""
         now = (options, divisor, weights, state)
         return now == (self.options, self.divisor, self.weights, self.state)
-
-
-def marks_of(tensors: Sequence[Tensor]) -> Marks:
-    """Return what changes when a tensor is written, or gets other memory."""
-    parts = list(map(local, tensors))
-    return [
-        (t._version, part._version, part.data_ptr()) for t, part in zip(tensors, parts, strict=True)
-    ]
 
 
 class HostBucket:
@@ -145,12 +135,15 @@ class HostBucket:
         self.ahead: Ahead | None = None
         # Others may write to gradients after hooks have told of them, as DDP does in each step.
         self.is_steady = True  # nobody did so, the last time
-        self.seen: Marks | None = None  # of gradients that are only looked at, when hooks told
+        self.sealed: Seal | None = None  # gradients, when hooks told that all are there
         self.spare: Side | None = None
         self.task: Task | None = None  # what step() has asked for and nobody has waited for yet
         self.place = 0  # among the buckets whose weights are wanted next
         self.returned: tuple[Event, set[int]] | None = None  # and streams that have waited for it
-        self.weights = _UNKNOWN * len(owners)  # of the parameters when they were copied last
+        # Of the parameters, when they were what their host copies are; None: nobody knows.
+        self.weights: Marks | None = None
+        self.prints: Tensor | None = None
+        self.written: list[bool] = []  # which of them are not what they were then
         self.seconds = 0.0  # of steps in host memory
         self.bytes_out = self.bytes_back = 0
 
@@ -174,34 +167,26 @@ class HostBucket:
         ]
         self.inner.refuse([p for p, _ in both], [g for _, g in both], copies)
 
-    def grad_marks(self) -> Marks:
-        """Return what changes when a gradient is written, or is another one."""
-        return marks_of([grad for grad in self.grads() if grad is not None])
-
     def grad_bytes(self) -> int:
         """Return how many bytes of host memory the gradients take."""
         return sum(local(grad).nbytes for grad in self.grads() if grad is not None)
 
-    def take(self, grads: Sequence[Tensor | None], measures: bool) -> None:
-        """Begin to copy gradients; None where a parameter has none.
+    def seal(self, grads: Sequence[Tensor | None]) -> None:
+        """Take note of what gradients are, before anything is done with them."""
+        self.sealed = seal(grads)
 
-        Args:
-            grads: of the parameters.
-            measures: whether their norms are wanted.
-        """
+    def take(self, grads: Sequence[Tensor | None]) -> None:
+        """Begin to copy gradients; None where a parameter has none."""
         indices = [i for i, grad in enumerate(grads) if grad is not None]
-        taken = [grad for grad in grads if grad is not None]
-        sources = self._sources(taken, indices)
-        squares = squared_norms(sources) if measures else None
+        sources = self._sources(grads)
         work, there = self._work(indices, self.lanes.staged(sources), sources)
-        marks = marks_of(taken)
         parts, devices = pieces(work), pieces(there)
         events = [
             self.lanes.fetch(list(map(Copy, part.grads, device.grads)))
             for part, device in zip(parts, devices, strict=True)
         ]
         self.bytes_out += sum(source.nbytes for source in sources)
-        self.arrival = Arrival(indices, taken, marks, work, parts, devices, events, squares)
+        self.arrival = Arrival(indices, work, parts, there, devices, events)
 
     def take_sums(self, sums: Sequence[Sum]) -> None:
         """Go on with gradients that are added up in host memory."""
@@ -211,10 +196,14 @@ class HostBucket:
         parts, devices = pieces(work), pieces(there)
         events: list[Event | None] = [None] * len(parts)
         needs = [task for i in indices if (task := sums[i].last) is not None]
-        self.arrival = Arrival(indices, values, [], work, parts, devices, events, None, needs)
+        self.arrival = Arrival(indices, work, parts, there, devices, events, needs)
 
-    def _sources(self, grads: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
-        return [source_of(grad, self.owners[i]) for grad, i in zip(grads, indices, strict=True)]
+    def _sources(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return what this process holds of gradients."""
+        if self.sums is not None:  # which are of that already
+            return [grad for grad in grads if grad is not None]
+        both = zip(grads, self.owners, strict=True)
+        return [source_of(grad, owner) for grad, owner in both if grad is not None]
 
     def _work(
         self, indices: list[int], grads: list[Tensor], sources: list[Tensor]
@@ -224,36 +213,31 @@ class HostBucket:
         scales = list(bucket.scales.values())
         places = (bucket.slabs, scales, bucket.offsets, bucket.slots, bucket.noise)
         work = Work(copies, copies, *places, bucket.params).part(indices)._replace(grads=grads)
-        params = [local(self.owners[i]).detach() for i in indices]
-        return work, work._replace(params=params, grads=sources)
+        return work, work._replace(params=self._parts(indices), grads=sources)
+
+    def _parts(self, indices: Sequence[int]) -> list[Tensor]:
+        """Return the memory that parameters have now."""
+        return parts_of([self.owners[i] for i in indices])
 
     def aim(self, arrival: Arrival) -> None:
         """Let the weights of a step go to the memory that the parameters have now."""
-        params = [local(self.owners[i]).detach() for i in arrival.indices]
-        arrival.devices = pieces(arrival.work._replace(params=params))
+        arrival.there = arrival.there._replace(params=self._parts(arrival.indices))
+        arrival.devices = pieces(arrival.there)
 
-    def has_arrived(self, grads: Sequence[Tensor | None]) -> bool:
-        """Return whether exactly these gradients, as they are now, are the ones that were taken."""
-        arrival = self.arrival
-        if arrival is None:
-            return False
-        taken = [grad for grad in grads if grad is not None]
-        indices = [i for i, grad in enumerate(grads) if grad is not None]
-        return (
-            indices == arrival.indices
-            and all(map(is_, taken, arrival.grads))
-            and marks_of(taken) == arrival.marks
-        )
+    def looks_sealed(self, grads: Sequence[Tensor | None]) -> bool:
+        """Return whether nothing shows that these are not the gradients that were sealed."""
+        return self.sealed is not None and self.sealed.marks == marks_of(grads)
 
-    def add_squares(self, grads: Sequence[Tensor | None], squares: SquareSum) -> None:
-        """Add the squares of gradients, which are known if these were taken."""
-        indices = [i for i, grad in enumerate(grads) if grad is not None]
-        if not indices:
-            return
-        known = None if self.arrival is None else self.arrival.squares
-        if known is None:
-            known = squared_norms(self._sources([g for g in grads if g is not None], indices))
-        squares.add_squares(known, [self.owners[i] for i in indices])
+    def of_gradients(self) -> Question | None:
+        """Return what shows whether gradients are the ones that were sealed."""
+        return None if self.sealed is None else Question(parts_of(self.grads()), self.sealed.prints)
+
+    def add_squares(self, squares: SquareSum) -> None:
+        """Add the squares of gradients."""
+        grads = self.grads()
+        owners = [p for p, grad in zip(self.owners, grads, strict=True) if grad is not None]
+        if owners:
+            squares.add_squares(squared_norms(self._sources(grads)), owners)
 
     def _copies(self) -> list[Tensor]:
         """Return the host memory of the weights, as it is now."""
@@ -292,7 +276,7 @@ class HostBucket:
         """Send the weights of a step that have not been sent."""
         if arrival.stepped:
             self._send(arrival.stepped, after)
-        self._note_sent()
+        self._note_sent(arrival.indices, arrival.there.params)
 
     def adopt(self, spare: Side, after: Event | None) -> None:
         """Make what a step ahead has written the state, and send its weights."""
@@ -309,8 +293,10 @@ class HostBucket:
         for copy, shown in zip(self.bucket.params, spare.shown, strict=True):
             self.inner.state[copy].renew(shown)
         self.spare = old
-        self._send(list(map(Copy, map(local, self.owners), self._copies())), after)
-        self._note_sent()
+        everywhere = range(len(self.owners))
+        parts = self._parts(everywhere)
+        self._send(list(map(Copy, parts, self._copies())), after)
+        self._note_sent(everywhere, parts)
 
     def _entries(self) -> list[dict[str, Tensor]]:
         keys = self.bucket.shown(0).keys()
@@ -345,9 +331,14 @@ class HostBucket:
         self.returned = None if event is None else (event, set())
         self.bytes_back += sum(copy.source.nbytes for copy in copies)
 
-    def _note_sent(self) -> None:
+    def _note_sent(self, indices: Sequence[int], parts: list[Tensor]) -> None:
+        """Take note of what some parameters are, when all of the copies to them are queued."""
         if is_dtensor(self.owners[0]):  # copies count as writes, but of the local parts
             torch.autograd.graph.increment_version(self.owners)
+        others = self.prints if len(indices) < len(self.owners) else None
+        self.prints, event = self.lanes.fingerprint_sent(parts, indices, others)
+        if event is not None:
+            self.returned = (event, set())
         self.weights = marks_of(self.owners)
 
     def await_on_stream(self) -> None:
@@ -361,26 +352,36 @@ class HostBucket:
         """Return whether the parameters are where the lanes lead to."""
         return all(local(owner).device == self.lanes.device for owner in self.owners)
 
-    def was_written(self) -> bool:
-        """Return whether somebody else has written weights."""
+    def looks_written(self) -> bool:
+        """Return whether it shows that somebody else has written weights; it need not."""
         return marks_of(self.owners) != self.weights
 
+    def of_weights(self) -> Question | None:
+        """Return what shows whether somebody else has written weights."""
+        if self.prints is None:
+            return None
+        return Question(parts_of(self.owners), self.prints)
+
     def distrust(self) -> None:
-        """Take all weights for written by somebody else, as nothing tells of some writes."""
-        self.weights = _UNKNOWN * len(self.owners)
+        """Take all weights for written by somebody else."""
+        self.weights = self.prints = None
 
     def pull(self) -> bool:
         """Copy weights that somebody else has written; return whether there were any."""
-        now = marks_of(self.owners)
-        changed = [i for i, (a, b) in enumerate(zip(now, self.weights, strict=True)) if a != b]
+        now, known = marks_of(self.owners), self.weights
+        if known is None:
+            changed = list(range(len(now)))
+        else:
+            both = zip(now, known, self.written, strict=True)
+            changed = [i for i, (a, b, written) in enumerate(both) if written or a != b]
         if not changed:
             return False
         self.await_returned()
-        copies, owners = self._copies(), list(map(local, self.owners))
+        copies, owners = self._copies(), parts_of(self.owners)
+        self.weights, self.prints = seal(self.owners)
         event = self.lanes.fetch([Copy(copies[i], owners[i]) for i in changed])
         if event is not None:
             event.synchronize()
-        self.weights = now
         return True
 
     def make_spare(self, weights: list[Tensor]) -> None:
@@ -400,6 +401,15 @@ class HostBucket:
         """Return what changes when state is written."""
         slabs = [slab for [slab] in self.bucket.slabs.values()]
         return list(map(_version, (*slabs, *self.bucket.scales.values())))
+
+
+def is_plain(grad: Tensor | None, param: Tensor) -> bool:
+    """Return whether there is a gradient, and in this process what its parameter is."""
+    if grad is None:
+        return False
+    if is_dtensor(param):
+        return is_dtensor(grad) and same_layout(grad, param)
+    return grad.layout is torch.strided and not is_dtensor(grad)
 
 
 def source_of(grad: Tensor, param: Tensor) -> Tensor:

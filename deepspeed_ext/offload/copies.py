@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.io import PinnedPool
+from deepspeed_ext.ops.optimizers.fingerprint import fingerprints
 
 Event = torch.cuda.Event
 OUT, BACK = "gradients out", "weights in"  # what a timeline calls copies, and steps on the host
@@ -115,6 +116,30 @@ class Lanes:
             self._returning.append(event)
         return event
 
+    def fingerprint_sent(
+        self, parts: list[Tensor], rows: Sequence[int], others: Tensor | None
+    ) -> tuple[Tensor, Event | None]:
+        """Fingerprint what was sent, right behind it; the event is for streams.
+
+        Args:
+            parts: of some parameters, that were sent.
+            rows: which of the parameters these are.
+            others: fingerprints of all parameters, from before; None: all were sent.
+
+        Returns:
+            Fingerprints of all parameters, and when they are there.
+        """
+        with torch.no_grad(), self._inside(self._back):
+            made = fingerprints(parts)
+            if others is not None:
+                if self._back is not None:
+                    others.record_stream(self._back)
+                known = list(others)
+                for row, value in zip(rows, made, strict=True):
+                    known[row] = value
+                made = torch.stack(known)
+        return made, self._event(self._back)
+
     def has_room(self) -> bool:
         """Return whether what is sent now will not wait for many others."""
         while self._returning and self._returning[0].query():
@@ -138,11 +163,17 @@ class Lanes:
     ) -> Event | None:
         recorder = self.recorder
         recorded = nullcontext() if recorder is None else recorder.span(name, self.device)
-        # torch.cuda.stream(None) makes a context on CUDA, which a forked child cannot have.
-        inside = nullcontext() if stream is None else torch.cuda.stream(stream)
-        with torch.no_grad(), inside, recorded:
+        with torch.no_grad(), self._inside(stream), recorded:
             for target, source in copies:
                 target.copy_(source, non_blocking=stream is not None)
+        return self._event(stream)
+
+    def _inside(self, stream: "torch.cuda.Stream | None") -> AbstractContextManager[object]:
+        # torch.cuda.stream(None) makes a context on CUDA, which a forked child cannot have.
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def _event(self, stream: "torch.cuda.Stream | None") -> Event | None:
+        """Return an event of what a stream was given so far."""
         if stream is None:
             return None
         event = Event(blocking=True)  # a host that waits for it sleeps

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from deepspeed_ext.offload.bucket import HostBucket
-from deepspeed_ext.offload.copies import sleep_until
+from deepspeed_ext.offload.seals import Question, compare, read
 from deepspeed_ext.optim.clipping import Scaling, SquareSum, clip
 from deepspeed_ext.optim.slabs import Bucket
 
@@ -17,13 +16,17 @@ class Decision(NamedTuple):
 
     Attributes:
         norm: of the gradients, if they are clipped.
-        divisor: of the gradients.
+        scale: of the gradients, as GradScaler has set it.
+        divisor: of the gradients; that scale if they are not clipped.
         is_skip: nothing may be stepped.
+        answers: to each question, for each part if it differs.
     """
 
     norm: Tensor | None
+    scale: float
     divisor: float
     is_skip: bool
+    answers: list[list[bool]]
 
 
 def decide(
@@ -31,34 +34,40 @@ def decide(
     max_norm: float | None,
     buckets: Sequence[HostBucket],
     resident: Sequence[Bucket],
-) -> Decision | None:
-    """Return what the gradients are divided by, or None if by nothing.
+    questions: Sequence[Question],
+) -> Decision:
+    """Return what the gradients are divided by, and what has changed of what was done ahead.
 
-    Waits for the devices, once.
+    Waits for the devices once, or not at all if there is nothing to ask them.
 
     Args:
         scaling: as GradScaler has set it.
         max_norm: the largest norm to leave as it is; None: gradients are not clipped.
         buckets: of parameters that are stepped in host memory.
         resident: of those that are stepped where they are.
+        questions: about gradients and weights.
     """
+    differing = compare(questions)
+    given = [value for value in (scaling.grad_scale, scaling.found_inf) if value is not None]
+    clipped = None
     if max_norm is not None:
         clipped = clip(_sum_squares(buckets, resident), max_norm, scaling)
-        both = torch.stack([clipped.divisor.double(), clipped.found_inf.double()])
-        sleep_until(both.device)
-        divisor, found_inf = both.tolist()
-        return Decision(clipped.norm, divisor, found_inf != 0)
-    if scaling == Scaling():
-        return None
-    grad_scale, found_inf = scaling.grad_scale, scaling.found_inf
-    divisor = 1.0 if grad_scale is None else float(grad_scale)
-    return Decision(None, divisor, found_inf is not None and float(found_inf) != 0)
+        given += [clipped.divisor, clipped.found_inf]
+    found = read([*differing, *given])
+    answers = [list(map(bool, answer)) for answer in found[: len(differing)]]
+    numbers = [number for [number] in found[len(differing) :]]
+    scale = 1.0 if scaling.grad_scale is None else numbers[0]
+    if clipped is not None:
+        divisor, found_inf = numbers[-2:]
+        return Decision(clipped.norm, scale, divisor, found_inf != 0, answers)
+    is_skip = scaling.found_inf is not None and numbers[-1] != 0
+    return Decision(None, scale, scale, is_skip, answers)
 
 
 def _sum_squares(buckets: Sequence[HostBucket], resident: Sequence[Bucket]) -> Tensor:
     squares = SquareSum()
     for away in buckets:
-        away.add_squares(away.grads(), squares)
+        away.add_squares(squares)
     for bucket in resident:
         work = bucket.gather()
         if work is not None:

@@ -37,8 +37,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
     before step() is called lies apart: step() makes it count if gradients, weights, state and
     options are still what they were then, and otherwise steps anew.
 
-    What is written through `.data` after backward is not seen in gradients; in weights it is taken
-    by reset_master(). What GradScaler.unscale_ has written is seen if the step() of it follows.
+    Gradients and weights are compared by fingerprints of all their bits, as much writes to them
+    without counting a version: torch's clip_grad_norm_ and `_foreach_*` on DTensors, collectives,
+    `.data`. What is written before step() counts. Not seen is what is written through `.data` to
+    state between backward and step(); and weights that nothing has counted as written are no
+    reason to make masters anew, as in the optimizer class: reset_master() is.
 
     Args:
         params: float32, bfloat16 or float16 tensors on the CPU or on CUDA, DTensors among them; or
@@ -112,7 +115,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.defaults = dict(inner.defaults)
         self._inner = inner
         self._pipeline = Pipeline(inner, self.param_groups, links, needs.memory, free_grads)
-        self._pipeline.measures = max_grad_norm is not None
         self._take_options()
         self._model = model
         self._waiting = [] if model is None else before_forward(model, self._pipeline.before_use)
@@ -183,7 +185,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if not self._inner.state and self._pipeline.is_dry_step():
                 return loss
             max_norm = self.max_grad_norm if self._max_norm is None else self._max_norm
-            self._pipeline.measures = max_norm is not None  # in the next backward, too
             self.grad_norm = self._pipeline.step(scaling, max_norm)
             if self._model is None:
                 self._pipeline.finish()

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed_ext.dtensors import is_dtensor, local, same_layout
-from deepspeed_ext.offload.bucket import Ahead, HostBucket, go_on, source_of, use
+from deepspeed_ext.dtensors import is_dtensor, local
+from deepspeed_ext.offload.bucket import Ahead, HostBucket, go_on, is_plain, source_of, use
 from deepspeed_ext.offload.copies import Event, Lanes, Recorder
-from deepspeed_ext.offload.decision import decide
+from deepspeed_ext.offload.decision import Decision, decide
 from deepspeed_ext.offload.inner import HostSteps
 from deepspeed_ext.offload.links import Links
 from deepspeed_ext.offload.stand_ins import host_memory, remake
@@ -76,7 +76,6 @@ class Pipeline:
         self._expected: Counter[int] = Counter()  # the same when the last step was taken
         self._divisor = 1.0  # which the next step will divide by, if it is like the last one
         self._bites = False  # clipping did, in the last step
-        self.measures = False  # gradients, as they leave
         self.counts: Counter[str] = Counter()
 
     def _locked(self) -> AbstractContextManager[object]:
@@ -104,7 +103,7 @@ class Pipeline:
     def _frees(self, param: Tensor) -> bool:
         """Return whether the gradient of a parameter does not stay on the device."""
         grad, copy = param.grad, self.links.copies.get(id(param), param)
-        return self._free_grads and copy is not param and _is_plain(grad, param)
+        return self._free_grads and copy is not param and is_plain(grad, param)
 
     def _advance(self, bucket: HostBucket, param: Tensor) -> None:
         """Do what can be done about a gradient of a bucket now."""
@@ -145,7 +144,7 @@ class Pipeline:
         options = self._options(bucket)
         if spare is None or arrival is None or options is None or self._bites:
             return
-        if bucket.was_written():
+        if bucket.looks_written():
             return
         run = partial(bucket.step_ahead, arrival, options, _scaling_of(self._divisor), spare)
         # What arrives last is wanted first: the rest can hide behind the next forward.
@@ -163,16 +162,16 @@ class Pipeline:
             self.counts["early"] += 1
             return True
         grads = bucket.grads()
-        if not all(map(_is_plain, grads, bucket.owners)):
+        if not all(map(is_plain, grads, bucket.owners)):
             return False
-        if not bucket.has_arrived(grads):
+        if bucket.arrival is None or not bucket.looks_sealed(grads):
             self._give_up(bucket)
-            if not bucket.is_steady:
-                bucket.seen = bucket.grad_marks()
+            if bucket.is_steady and not self._has_room(bucket.grad_bytes()):
                 return False
-            if not self._has_room(bucket.grad_bytes()):
+            bucket.seal(grads)
+            if not bucket.is_steady:  # only to learn whether it would have been
                 return False
-            bucket.take(grads, self.measures)
+            bucket.take(grads)
             self.counts["early"] += 1
         return True
 
@@ -190,7 +189,7 @@ class Pipeline:
             self.worker.drop(bucket.ahead.task)
             bucket.ahead = None
             self.counts["rolled back"] += 1
-        bucket.arrival = bucket.seen = None
+        bucket.arrival = bucket.sealed = None
 
     def forget_gradients(self) -> None:
         """Begin anew: what was accumulated is not wanted any more."""
@@ -226,29 +225,41 @@ class Pipeline:
         self._prepare()
         with self._locked():
             after = {device: lanes.mark() for device, lanes in self._lanes.items()}
-            scale = 1.0 if scaling.grad_scale is None else float(scaling.grad_scale)
-            # GradScaler has unscaled gradients by itself, and no version counter tells of that.
-            unscaled = scaling.grad_scale is None and scaling.found_inf is not None
             for bucket in self._buckets:
                 bucket.check_grads()
-                self._drop_outdated(bucket, unscaled)
+                self._drop_outdated(bucket)
             if max_norm is not None:
                 self._sums.finish()  # the norm is one of sums
                 self._sums.check()
-            decision = decide(scaling, max_norm, self._buckets, [b for _, b in self._resident])
-            divisor = 1.0 if decision is None else decision.divisor
-            if decision is not None and decision.is_skip:
+            decision = self._decide(scaling, max_norm)
+            if decision.is_skip:
                 self.counts["skipped"] += max_norm is not None
                 for bucket in self._buckets:
                     self._give_up(bucket)
             else:
-                self._queue(divisor, after)
-                self._bites = divisor != scale
+                self._queue(decision.divisor, after)
+                self._bites = decision.divisor != decision.scale
             # The next step is taken to be like this one.
             self._expected, self._hits = self._hits, Counter()
-            self._divisor = scale
+            self._divisor = decision.scale
             self._sums.forget()
-        return None if decision is None else decision.norm
+        return decision.norm
+
+    def _decide(self, scaling: Scaling, max_norm: float | None) -> Decision:
+        """Ask the devices what the step has to know, once, and give up what was done in vain."""
+        sealed = {b: asked for b in self._buckets if (asked := b.of_gradients())}
+        stepped = [b for b in self._buckets if any(grad is not None for grad in b.grads())]
+        sent = {b: asked for b in stepped if (asked := b.of_weights())}
+        resident = [bucket for _, bucket in self._resident]
+        questions = [*sealed.values(), *sent.values()]
+        decision = decide(scaling, max_norm, self._buckets, resident, questions)
+        for bucket, differs in zip(sealed, decision.answers, strict=False):
+            bucket.is_steady = not any(differs)
+            if not bucket.is_steady:
+                self._give_up(bucket)
+        for bucket, differs in zip(sent, decision.answers[len(sealed) :], strict=True):
+            bucket.written = differs
+        return decision
 
     def _queue(self, divisor: float, after: dict[torch.device, Event | None]) -> None:
         """Queue the step of all that has gradients."""
@@ -262,21 +273,16 @@ class Pipeline:
             for lanes in self._lanes.values():
                 lanes.hold_back()  # whoever writes to them from now on
 
-    def _drop_outdated(self, bucket: HostBucket, all_of_it: bool) -> None:
-        """Forget what is there of gradients that are not the ones to be stepped by."""
+    def _drop_outdated(self, bucket: HostBucket) -> None:
+        """Forget what is there of gradients of which it shows that they are not those of now."""
         if bucket.sums is not None:
             left = [owner for owner in bucket.owners if owner.grad is not None]
             bucket.is_steady = not left
             for owner in left:
                 self._send_away(owner)
                 self._give_up(bucket)
-            return
-        is_current = not all_of_it and bucket.has_arrived(bucket.grads())
-        if bucket.arrival is not None:
-            bucket.is_steady = is_current
-        elif bucket.seen is not None:
-            bucket.is_steady = not all_of_it and bucket.seen == bucket.grad_marks()
-        if not is_current:
+        elif bucket.sealed is not None and not bucket.looks_sealed(bucket.grads()):
+            bucket.is_steady = False
             self._give_up(bucket)
 
     def _take_rest(self, bucket: HostBucket) -> None:
@@ -295,7 +301,7 @@ class Pipeline:
                     break
                 if other.task is not None:
                     self.worker.wait([other.task])
-            bucket.take(grads, self.measures)
+            bucket.take(grads)
             self.counts["late"] += 1
 
     def _settle(self, bucket: HostBucket, divisor: float, after: Event | None) -> None:
@@ -329,7 +335,7 @@ class Pipeline:
             self.worker.submit(taken)
             self.counts["rolled back"] += ahead is not None
         arrival.release()
-        bucket.ahead = bucket.arrival = None
+        bucket.ahead = bucket.arrival = bucket.sealed = None
         room = bucket.lanes.has_room
         task = Task(run, Urgency.RETURN, bucket.place, [after], [taken], room)
         bucket.task = self.worker.submit(task)  # if that fails, there is nothing to wait for
@@ -488,12 +494,3 @@ def _scaling_of(divisor: float) -> Scaling:
 def _look_of(param: Tensor) -> object:
     part = local(param)
     return (part.device.type == "meta", part.dtype, part.shape, part.stride())
-
-
-def _is_plain(grad: Tensor | None, param: Tensor) -> bool:
-    """Return whether there is a gradient, and in this process what its parameter is."""
-    if grad is None:
-        return False
-    if is_dtensor(param):
-        return is_dtensor(grad) and same_layout(grad, param)
-    return grad.layout is torch.strided and not is_dtensor(grad)

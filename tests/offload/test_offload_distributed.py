@@ -187,6 +187,75 @@ def fsdp_clips(device, folder):
         assert torch.equal(full(param), value)
 
 
+def fsdp_clipped_by_torch(device, folder):
+    """Writes to DTensors count no version of the parts that are here."""
+    net = sharded(device)
+    both = Both(net, device)
+    for step in range(4):
+        loss_of(net, step, device).backward()
+        await_ahead(both.ours)
+        nn.utils.clip_grad_norm_(both.params, 0.01)
+        both.step()
+
+
+def fsdp_written_untold(device, folder):
+    """Gradients and weights that change after backward, and no version with them."""
+    net = sharded(device)
+    both = Both(net, device)
+    for step in range(6):
+        loss_of(net, step, device).backward()
+        await_ahead(both.ours)
+        with torch.no_grad():
+            if step % 3 == 0:
+                for param in both.params:
+                    param.grad._local_tensor.data.mul_(3)
+            elif step % 3 == 1:
+                for params in (both.params, both.twins):
+                    torch._foreach_mul_(params, 0.5)
+            else:
+                for params in (both.params, both.twins):
+                    for param in params:
+                        param._local_tensor.data.neg_()
+        both.step()
+
+
+def collectives(device, folder):
+    """Gradients and weights that processes add up and send by themselves."""
+    torch.manual_seed(dist.get_rank())
+    net = Net().to(device)
+    both = Both(net, device)
+    for step in range(6):
+        loss_of(net, step, device).backward()
+        await_ahead(both.ours)
+        for param in both.params:
+            dist.all_reduce(param.grad)
+        for params in (both.params, both.twins) if step % 2 else ():
+            for param in params:
+                dist.broadcast(param.detach(), 0)
+        both.step()
+
+
+def fsdp_frees_and_clips(device, folder):
+    """The norm is that of the whole gradients, and inf in one process is seen by all."""
+    net = sharded(device)
+    seen, factor = {}, [1.0]
+
+    def note(param):
+        param.grad._local_tensor.mul_(factor[0])
+        seen[param] = param.grad.detach().clone()
+
+    for param in net.parameters():
+        param.register_post_accumulate_grad_hook(note)
+    both = Both(net, device, free_grads=True)
+    for step, max_norm in enumerate((1e6, 0.01, 1e6, 0.01)):
+        loss_of(net, step, device).backward()
+        both.step(max_norm, [seen[param] for param in both.params])
+    factor[0] = float("inf") if dist.get_rank() == 0 else 1.0
+    loss_of(net, 0, device).backward()
+    assert not both.ours.clip_and_step(1e6).isfinite()
+    assert_alike(both.ours, both.plain)
+
+
 def fsdp_without_synchronization(device, folder):
     """Micro-batches whose gradients are not reduced until the last one."""
     net = sharded(device)
@@ -379,6 +448,10 @@ FUNCTIONS = {
     fsdp_with_model: (*WORLDS, 4),
     fsdp_mixed_precision: (2,),
     fsdp_clips: (2,),
+    fsdp_clipped_by_torch: WORLDS,
+    fsdp_written_untold: WORLDS,
+    fsdp_frees_and_clips: WORLDS,
+    collectives: WORLDS,
     fsdp_without_synchronization: (2,),
     fsdp_accumulates_in_place: (2,),
     dtensors: WORLDS,

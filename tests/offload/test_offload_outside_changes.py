@@ -57,6 +57,30 @@ def test_weights_written_between_steps(device, change, name, when):
     finish(pair, validated=0)
 
 
+UNTOLD = {
+    "a gradient": lambda param: param.grad.data.mul_(0.5),
+    "an element of a gradient": lambda param: param.grad.data.view(-1)[-1:].neg_(),
+    "a weight": lambda param: param.data.mul_(0.5),
+    "an element of a weight": lambda param: param.data.view(-1)[-1:].neg_(),
+}
+
+
+@on_each_device
+@pytest.mark.parametrize("i", [0, 8])
+@pytest.mark.parametrize("max_norm", [None, 1e6])
+@pytest.mark.parametrize("write", UNTOLD.values(), ids=UNTOLD)
+def test_writes_that_no_version_tells_of(device, write, max_norm, i):
+    pair = warm(device)
+    for _ in range(2):
+        pair.backward()
+        await_ahead(pair.ours)
+        pair.give()
+        for _, params in pair.both():
+            write(params[i])
+        pair.step(max_norm)
+        pair.check()
+
+
 STATE_WRITES = {
     "in place": lambda entry: entry["exp_avg"].mul_(2),
     "one element": lambda entry: entry["exp_avg"].view(-1)[:1].fill_(2),

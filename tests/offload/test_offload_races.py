@@ -242,11 +242,11 @@ def test_an_exception_in_the_middle_of_a_step(monkeypatch):
         param.grad = param.grad.clone()
     take, taken, gate = HostBucket.take, [], Gate(monkeypatch, "step")
 
-    def broken(bucket, grads, measures):
+    def broken(bucket, grads):
         if len(taken) == 3:
             raise Full
         taken.extend(bucket.owners)
-        take(bucket, grads, measures)
+        take(bucket, grads)
 
     with monkeypatch.context() as patch:
         patch.setattr(HostBucket, "take", broken)
