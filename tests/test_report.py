@@ -5,8 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
