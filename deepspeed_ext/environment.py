@@ -202,7 +202,8 @@ def _try_nccl() -> str:
         return ", not tried: no CUDA device is visible"
     torch.cuda.set_device(0)
     group = torch.distributed
-    group.init_process_group("nccl", store=group.HashStore(), rank=0, world_size=1)
+    store = group.HashStore()  # type: ignore[attr-defined]
+    group.init_process_group("nccl", store=store, rank=0, world_size=1)
     number = torch.full((1,), 7.0, device="cuda")
     group.all_reduce(number)
     got = number.item()

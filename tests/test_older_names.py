@@ -181,6 +181,10 @@ def test_norms_and_scaling() -> None:
     again = torch.zeros(1, dtype=torch.int32)
     OPTIM.multi_tensor_l2norm(65536, again, [[torch.tensor([torch.nan])]])
     assert again.item() == 1
+    parameters = [nn.Parameter(t) for t in tensors]
+    assert not OPTIM.multi_tensor_l2norm(65536, again, [parameters])[0].requires_grad
+    OPTIM.multi_tensor_scale(65536, again, [parameters, parameters], 2.0)
+    assert all(p.is_leaf and p.requires_grad for p in parameters)
 
 
 def test_layernorm() -> None:

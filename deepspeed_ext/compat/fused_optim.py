@@ -208,6 +208,7 @@ def multi_tensor_lamb(
     lamb_apply_(params, exp_avgs, exp_avg_sqs, steps, coefficients, lr=lr, **options)
 
 
+@torch.no_grad()
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -228,6 +229,7 @@ def multi_tensor_l2norm(
     return found.norm.view(1), each
 
 
+@torch.no_grad()
 def multi_tensor_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float
 ) -> None:
@@ -243,9 +245,8 @@ def multi_tensor_scale(
     if not sources:
         return
     _note(noop_flag, l2_norm(sources).found_inf)
-    with torch.no_grad():
-        scaled = torch._foreach_mul([source.float() for source in sources], scale)
-        torch._foreach_copy_(list(targets), scaled)
+    scaled = torch._foreach_mul([source.float() for source in sources], scale)
+    torch._foreach_copy_(list(targets), scaled)
 
 
 class CPUAdamOptimizer:
