@@ -237,7 +237,8 @@ class HostBucket:
         grads = self.grads()
         owners = [p for p, grad in zip(self.owners, grads, strict=True) if grad is not None]
         if owners:
-            squares.add_squares(squared_norms(self._sources(grads)), owners)
+            known = squared_norms(self._sources(grads))  # of sums, in host memory
+            squares.add_squares(known.to(self.lanes.device), owners)
 
     def _copies(self) -> list[Tensor]:
         """Return the host memory of the weights, as it is now."""
