@@ -199,9 +199,9 @@ class HostBucket:
         self.arrival = Arrival(indices, work, parts, there, devices, events, needs)
 
     def _sources(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return what this process holds of gradients."""
-        if self.sums is not None:  # which are of that already
-            return [grad for grad in grads if grad is not None]
+        """Return what this process holds of gradients, where the parameters are."""
+        if self.sums is not None:  # which are of that already, in host memory
+            return [grad.to(self.lanes.device) for grad in grads if grad is not None]
         both = zip(grads, self.owners, strict=True)
         return [source_of(grad, owner) for grad, owner in both if grad is not None]
 
@@ -237,8 +237,7 @@ class HostBucket:
         grads = self.grads()
         owners = [p for p, grad in zip(self.owners, grads, strict=True) if grad is not None]
         if owners:
-            known = squared_norms(self._sources(grads))  # of sums, in host memory
-            squares.add_squares(known.to(self.lanes.device), owners)
+            squares.add_squares(squared_norms(self._sources(grads)), owners)
 
     def _copies(self) -> list[Tensor]:
         """Return the host memory of the weights, as it is now."""
