@@ -32,7 +32,8 @@ _INSTEAD = {
 }
 
 
-# The modules of libraries that have ops of several, by the file of their self-checks.
+# The modules of libraries that have ops of several, by the file of their self-checks or, where
+# others have theirs in it, by the name.
 _MODULES = {
     "kv_cache_checks": (
         "append_and_attend",
@@ -42,6 +43,7 @@ _MODULES = {
         "rope_append",
     ),
     "linear_checks": ("packed_weight", "quantized_linear"),
+    "one_number_each": ("fingerprint", "l2_norm"),
     "quantize_checks": (
         "dequantize",
         "ds_quantizer",
@@ -119,7 +121,7 @@ def interface_of(op: str) -> Interface:
 
     checks, _, name = spec_of(op).self_check.partition(":")
     family, _, file = checks.rpartition(".")
-    modules = _MODULES.get(file, (name,))  # beside it, under the same name
+    modules = _MODULES.get(file) or _MODULES.get(name, (name,))  # beside it
     homes = [f"{family}.{module}" for module in modules]
     names = [name for name in ops.__all__ if getattr(ops, name).__module__ in homes]
     return Interface(op, dict.fromkeys(names, ops.__name__) | older)
