@@ -8,13 +8,15 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from deepspeed_ext.dtensors import is_dtensor, local, part_for, same_layout
+from deepspeed_ext.dtensors import is_dtensor, local, same_layout
 from deepspeed_ext.offload.copies import AHEAD, ASKED, Copy, Event, Lanes
 from deepspeed_ext.offload.inner import HostSteps, pieces
 from deepspeed_ext.offload.seals import Marks, Question, Seal, marks_of, parts_of, seal
+from deepspeed_ext.offload.sent_gradients import sent
 from deepspeed_ext.offload.stand_ins import put
-from deepspeed_ext.offload.sums import Sum
+from deepspeed_ext.offload.sums import Sum, source_of
 from deepspeed_ext.offload.worker import Task
+from deepspeed_ext.ops.optimizers.fingerprint import fingerprints
 from deepspeed_ext.ops.optimizers.l2_norm import squared_norms
 from deepspeed_ext.optim.clipping import Scaling, SquareSum
 from deepspeed_ext.optim.slabs import STEP, Bucket, Work
@@ -92,7 +94,7 @@ class Ahead:
         options: of the group.
         divisor: of the gradients.
         weights: marks of the parameters.
-        state: versions of the slabs.
+        state: marks of the slabs.
     """
 
     task: Task
@@ -144,6 +146,7 @@ class HostBucket:
         self.weights: Marks | None = None
         self.prints: Tensor | None = None
         self.written: list[bool] = []  # which of them are not what they were then
+        self.is_state_shown = False  # to the user, since the last step()
         self.seconds = 0.0  # of steps in host memory
         self.bytes_out = self.bytes_back = 0
 
@@ -157,14 +160,12 @@ class HostBucket:
 
     def check_grads(self) -> None:
         """Raise ValueError if a gradient is not one that a step takes."""
-        both = [(p, p.grad) for p in self.owners if p.grad is not None]
+        here = [p for p in self.owners if p.grad is not None and sent(p.grad) is None]
+        both = [(p, p.grad) for p in here if p.grad is not None]
         if all(g.layout is torch.strided and g.shape == p.shape for p, g in both):
             return
-        copies = [
-            copy
-            for copy, p in zip(self.bucket.params, self.owners, strict=True)
-            if p.grad is not None
-        ]
+        copy_of = dict(zip(map(id, self.owners), self.bucket.params, strict=True))
+        copies = [copy_of[id(p)] for p in here]
         self.inner.refuse([p for p, _ in both], [g for _, g in both], copies)
 
     def grad_bytes(self) -> int:
@@ -398,9 +399,23 @@ class HostBucket:
         return Side(self._copies(), self.bucket.slabs, self.bucket.scales).nbytes
 
     def state_marks(self) -> list[int]:
-        """Return what changes when state is written."""
+        """Return what changes when state is written: versions, and all of it if it was shown.
+
+        Nobody but who was shown it can write to it, and looking at all of it takes time.
+        """
         slabs = [slab for [slab] in self.bucket.slabs.values()]
-        return list(map(_version, (*slabs, *self.bucket.scales.values())))
+        slabs += self.bucket.scales.values()
+        marks = list(map(_version, slabs))
+        return marks + fingerprints(slabs).tolist() if self.is_state_shown else marks
+
+    def show_state(self) -> None:
+        """Be ready for writes to state that no version tells of, until step() is called."""
+        if self.is_state_shown:
+            return
+        before = self.state_marks()
+        self.is_state_shown = True
+        if self.ahead is not None and self.ahead.state == before:
+            self.ahead.state = self.state_marks()
 
 
 def is_plain(grad: Tensor | None, param: Tensor) -> bool:
@@ -410,17 +425,6 @@ def is_plain(grad: Tensor | None, param: Tensor) -> bool:
     if is_dtensor(param):
         return is_dtensor(grad) and same_layout(grad, param)
     return grad.layout is torch.strided and not is_dtensor(grad)
-
-
-def source_of(grad: Tensor, param: Tensor) -> Tensor:
-    """Return what this process holds of a gradient, in the layout of its parameter."""
-    part, target = part_for(grad, param), local(param)
-    if part.stride() == target.stride() and part.device == target.device:
-        return part.detach()
-    made = torch.empty_strided(
-        target.shape, target.stride(), dtype=part.dtype, device=target.device
-    )
-    return made.copy_(part)
 
 
 def use(ahead: Task, await_room: Run, adopt: Run, step: Run, send: Run) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from deepspeed_ext.dtensors import is_dtensor, local
 from deepspeed_ext.io import PinnedPool
 from deepspeed_ext.ops.optimizers.fingerprint import fingerprints
 
@@ -37,6 +38,16 @@ def sleep_until(device: torch.device) -> None:
         event = Event(blocking=True)
         event.record(torch.cuda.current_stream(device))
         event.synchronize()
+
+
+def await_copy(grad: Tensor | None) -> None:
+    """Wait for a gradient whose copy to host memory the current stream has been given.
+
+    FSDP2's CPUOffloadPolicy tells of gradients before they have arrived in torch 2.11; since 2.13
+    it waits by itself.
+    """
+    if grad is not None and is_dtensor(grad) and local(grad).device.type == "cpu":
+        sleep_until(torch.device(grad.device_mesh.device_type))
 
 
 class Copy(NamedTuple):

@@ -14,6 +14,7 @@ from deepspeed_ext.optim.slabs import STEP, Bucket, Work
 from deepspeed_ext.optim.traits import Group
 
 PIECE = 2**25  # elements that travel, and are stepped, together; whole blocks of 8-bit codes
+_NO_OPTIONS = ("params", "param_names")
 _TITLE = "OffloadOptimizer"  # how errors call it
 
 Cut = Callable[[Sequence[Tensor]], Iterator[list[Tensor]]]
@@ -137,3 +138,11 @@ def flat_range(tensor: Tensor, begin: int) -> Tensor:
     """Return PIECE elements or fewer of a dense tensor, from one on, in the order of memory."""
     n = min(PIECE, tensor.numel() - begin)
     return tensor.as_strided((n,), (1,), tensor.storage_offset() + begin)
+
+
+def options_of(group: Group) -> Group:
+    """Return what a step is taken with, as it is now."""
+    options = {key: value for key, value in group.items() if key not in _NO_OPTIONS}
+    if isinstance(options["lr"], Tensor):
+        options["lr"] = float(options["lr"])  # it may change while a step is under way
+    return options

@@ -79,3 +79,9 @@ def weakly(links: Links) -> Callable[[Sequence[Tensor]], Iterator[list[Tensor]]]
         return known.cut(copies)
 
     return cut_by_links
+
+
+def look_of(param: Tensor) -> object:
+    """Return what a parameter and its host copy have in common, but for the device."""
+    part = local(param)
+    return (part.device.type == "meta", part.dtype, part.shape, part.stride())

@@ -39,9 +39,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     Gradients and weights are compared by fingerprints of all their bits, as much writes to them
     without counting a version: torch's clip_grad_norm_ and `_foreach_*` on DTensors, collectives,
-    `.data`. What is written before step() counts. Not seen is what is written through `.data` to
-    state between backward and step(); and weights that nothing has counted as written are no
-    reason to make masters anew, as in the optimizer class: reset_master() is.
+    `.data`. What is written before step() counts, with masters too, which are made anew from
+    weights that were written; the optimizer class by itself sees counted writes to those only. So
+    is state, in steps in which it is read: tensors of it are to be read anew after each step().
+    Not seen is what others still write to gradients and weights while step() is called, such as a
+    collective that nobody has waited for.
 
     Args:
         params: float32, bfloat16 or float16 tensors on the CPU or on CUDA, DTensors among them; or
@@ -57,8 +59,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
             taken ahead; None: three quarters of what there is beside weights and state go to the
             latter two, and processes that torchrun has started on one host share it evenly.
         free_grads: gradients are added up in host memory, in float32, and leave the device as soon
-            as they are there: `p.grad` is None after backward, so that torch's clip_grad_norm_ and
-            GradScaler do not work; use max_grad_norm. False: they stay on the device, as in torch.
+            as they are there. `p.grad` is a stand-in without memory then, until step(): who drops
+            it or writes zeros does so to the sum, who reads it, as torch's clip_grad_norm_ and
+            GradScaler do, is told to use max_grad_norm. What others write to a gradient after it
+            has left is lost; where a process group is there, as DDP does that, only DTensors leave
+            before step(). False: they stay on the device, as in torch.
         gpu_fraction: this share of the bytes of parameters, the first ones, is stepped where it
             is, and has its state there; from 0 to 1.
         kwargs: of the optimizer class: lr, betas, weight_decay, state_dtype, master ...
@@ -353,13 +358,16 @@ class State(MutableMapping[Tensor, Any]):
     """The state of an offloaded optimizer by parameter: what its host copies have."""
 
     def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
         self._state, self._links = pipeline.inner.state, pipeline.links
 
     def __getitem__(self, param: Tensor) -> Any:
+        self._pipeline.show_state(param)
         return self._state[self._copy_of(param)]
 
     def get(self, param: Tensor, default: Any = None) -> Any:
         """Return the state of a parameter, or the default if it has none."""
+        self._pipeline.show_state(param)
         return self._state.get(self._copy_of(param), default)
 
     def __setitem__(self, param: Tensor, entry: Any) -> None:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import is_dtensor, local
-from deepspeed_ext.offload.bucket import Ahead, HostBucket, go_on, is_plain, source_of, use
-from deepspeed_ext.offload.copies import Event, Lanes, Recorder
-from deepspeed_ext.offload.decision import Decision, decide
-from deepspeed_ext.offload.inner import HostSteps
-from deepspeed_ext.offload.links import Links
+from deepspeed_ext.offload.bucket import Ahead, HostBucket, go_on, is_plain, use
+from deepspeed_ext.offload.copies import Event, Lanes, Recorder, await_copy
+from deepspeed_ext.offload.decision import Decision, decide, scaling_of
+from deepspeed_ext.offload.inner import HostSteps, options_of
+from deepspeed_ext.offload.links import Links, look_of
 from deepspeed_ext.offload.stand_ins import host_memory, remake
 from deepspeed_ext.offload.sums import Sums
 from deepspeed_ext.offload.worker import Task, Urgency, Worker
@@ -24,8 +24,6 @@ from deepspeed_ext.op_builder.log import logger
 from deepspeed_ext.optim.clipping import Scaling
 from deepspeed_ext.optim.slabs import Bucket
 from deepspeed_ext.optim.traits import Group
-
-_NO_OPTIONS = ("params", "param_names")
 
 
 class Memory(NamedTuple):
@@ -86,6 +84,7 @@ class Pipeline:
 
     def note_gradient(self, param: Tensor) -> None:
         """Take note of a gradient that was accumulated; called by hooks, in threads of autograd."""
+        await_copy(param.grad)
         with self._locked():
             self._hits[id(param)] += 1
             if not self._may_hasten(param):
@@ -113,23 +112,30 @@ class Pipeline:
             self._hasten(bucket)
 
     def _may_hasten(self, param: Tensor) -> bool:
-        """Return whether nobody else will write to gradients unseen, as DDP does after hooks."""
+        """Return whether nobody else is known to write to gradients after hooks, as DDP does.
+
+        What is written to one that has left is lost, so none of those leaves early.
+        """
         alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
-        return alone or is_dtensor(param) or torch.distributed.get_world_size() == 1
+        if alone or is_dtensor(param):
+            return True
+        return not self._free_grads and torch.distributed.get_world_size() == 1
 
     def _send_away(self, param: Tensor) -> None:
         """Take a gradient from the device, and have it added to others in host memory."""
-        bucket, grad = self._bucket_of.get(id(param)), param.grad
-        assert grad is not None
+        bucket = self._bucket_of.get(id(param))
         if bucket is not None and (task := bucket.task) is not None:
             self.worker.wait([task])  # it may read the sum still
             if task.error is None:  # else that is for who can raise it
                 self.wait_for([bucket])
-        source = source_of(grad, param)
+        known = self._sums.of(param)
+        known.follow()
+        source = known.more()
+        if source is None:
+            return
         if not self._has_room(source.nbytes):
             self._sums.finish()
-        self._sums.take(param, source, self._lanes_of(param))
-        param.grad = None
+        self._sums.take(known, source, self._lanes_of(param))
 
     def _lanes_of(self, param: Tensor) -> Lanes:
         device = local(param).device
@@ -146,7 +152,7 @@ class Pipeline:
             return
         if bucket.looks_written():
             return
-        run = partial(bucket.step_ahead, arrival, options, _scaling_of(self._divisor), spare)
+        run = partial(bucket.step_ahead, arrival, options, scaling_of(self._divisor), spare)
         # What arrives last is wanted first: the rest can hide behind the next forward.
         task = Task(run, Urgency.AHEAD, bucket.place, arrival.events[:1], arrival.needs)
         bucket.ahead = Ahead(task, options, self._divisor, bucket.weights, bucket.state_marks())
@@ -156,7 +162,7 @@ class Pipeline:
     def _arrives_early(self, bucket: HostBucket) -> bool:
         """See that all gradients of a bucket are on their way, if they can be and there is room."""
         if bucket.sums is not None:
-            if not bucket.is_steady:
+            if not bucket.is_steady or not all(known.count for known in bucket.sums):
                 return False
             bucket.take_sums(bucket.sums)
             self.counts["early"] += 1
@@ -209,6 +215,7 @@ class Pipeline:
         return self.inner.changes_nothing(list(self.links.owners.values()))
 
     def _prepare(self) -> None:
+        self._sums.follow()
         self._follow_groups()
         self._push_options()
         self._follow_params()
@@ -265,7 +272,7 @@ class Pipeline:
         """Queue the step of all that has gradients."""
         try:
             for group, resident in self._resident:
-                self.inner.step_whole(group, resident, _scaling_of(divisor))
+                self.inner.step_whole(group, resident, scaling_of(divisor))
             for bucket in self._buckets:  # by place
                 self._take_rest(bucket)
                 self._settle(bucket, divisor, after[bucket.lanes.device])
@@ -276,10 +283,12 @@ class Pipeline:
     def _drop_outdated(self, bucket: HostBucket) -> None:
         """Forget what is there of gradients of which it shows that they are not those of now."""
         if bucket.sums is not None:
-            left = [owner for owner in bucket.owners if owner.grad is not None]
+            left = [known.param for known in bucket.sums if known.has_more()]
             bucket.is_steady = not left
             for owner in left:
                 self._send_away(owner)
+            there = [i for i, known in enumerate(bucket.sums) if known.count]
+            if left or (bucket.arrival is not None and bucket.arrival.indices != there):
                 self._give_up(bucket)
         elif bucket.sealed is not None and not bucket.looks_sealed(bucket.grads()):
             bucket.is_steady = False
@@ -309,14 +318,14 @@ class Pipeline:
         arrival, ahead = bucket.arrival, bucket.ahead
         if arrival is None:
             return
-        options = self._options(bucket) or _options_of(self.groups[bucket.group])
+        options = self._options(bucket) or options_of(self.groups[bucket.group])
         was_written = bucket.pull()
         if was_written:
             bucket.aim(arrival)
         if ahead is not None and self.worker.drop(ahead.task):  # nobody has begun it
             self.counts["ahead"] -= 1
             ahead = None
-        step = partial(bucket.step, arrival, options, _scaling_of(divisor), after)
+        step = partial(bucket.step, arrival, options, scaling_of(divisor), after)
         send = partial(bucket.send_rest, arrival, after)
         await_room = bucket.lanes.await_room
         if (
@@ -336,11 +345,19 @@ class Pipeline:
             self.counts["rolled back"] += ahead is not None
         arrival.release()
         bucket.ahead = bucket.arrival = bucket.sealed = None
+        bucket.is_state_shown = False
         room = bucket.lanes.has_room
         task = Task(run, Urgency.RETURN, bucket.place, [after], [taken], room)
         bucket.task = self.worker.submit(task)  # if that fails, there is nothing to wait for
 
     # Afterwards
+
+    def show_state(self, param: Tensor) -> None:
+        """Take note that the user is shown the state of a parameter."""
+        bucket = self._bucket_of.get(id(param))
+        if bucket is not None:
+            with self._locked():
+                bucket.show_state()
 
     def update_copies(self) -> None:
         """Give host copies the weights that somebody else has written, in whatever way."""
@@ -418,21 +435,21 @@ class Pipeline:
 
     def _push_options(self) -> None:
         for group, inner in zip(self.groups, self.inner.param_groups, strict=True):
-            inner.update(_options_of(group))
+            inner.update(options_of(group))
 
     def _options(self, bucket: HostBucket) -> Group | None:
         """Return the options of a step as they are now, or None if that would wait for a device."""
         lr = self.groups[bucket.group]["lr"]
         if isinstance(lr, Tensor) and lr.device.type != "cpu":
             return None
-        return _options_of(self.groups[bucket.group])
+        return options_of(self.groups[bucket.group])
 
     def _follow_params(self) -> None:
         """Give new host copies to parameters that have got another device, dtype or layout."""
         changed = False
         for copy, owner in [(c, self.links.owners[id(c)]) for c in self._copies()]:
-            look = _look_of(owner)
-            if copy is not owner and self._looks.setdefault(id(owner), _look_of(copy)) != look:
+            look = look_of(owner)
+            if copy is not owner and self._looks.setdefault(id(owner), look_of(copy)) != look:
                 remake(copy, owner)
                 changed = True
             self._looks[id(owner)] = look
@@ -476,21 +493,3 @@ class Pipeline:
 
     def _copies(self) -> Iterator[Tensor]:
         return itertools.chain.from_iterable(g["params"] for g in self.inner.param_groups)
-
-
-def _options_of(group: Group) -> Group:
-    options = {key: value for key, value in group.items() if key not in _NO_OPTIONS}
-    if isinstance(options["lr"], Tensor):
-        options["lr"] = float(options["lr"])  # it may change while a step is under way
-    return options
-
-
-def _scaling_of(divisor: float) -> Scaling:
-    if divisor == 1:
-        return Scaling()
-    return Scaling(torch.tensor(divisor, dtype=torch.float64, device="cpu"))
-
-
-def _look_of(param: Tensor) -> object:
-    part = local(param)
-    return (part.device.type == "meta", part.dtype, part.shape, part.stride())

@@ -5,23 +5,29 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deepspeed_ext.dtensors import local
+from deepspeed_ext.dtensors import local, part_for
 from deepspeed_ext.offload.copies import Copy, Event, Lanes
+from deepspeed_ext.offload.sent_gradients import SentGradient, sent, stand_in
 from deepspeed_ext.offload.worker import Task, Urgency, Worker
 
 
 class Sum:
     """The gradient of a parameter, in float32, in the layout of the parameter.
 
+    The parameter has a stand-in for it meanwhile: if that is gone, so is the sum.
+
     Attributes:
+        param: whose gradient it is.
         value: in host memory; meaningless while count is 0.
         count: of how many gradients, those included that are still on their way.
         last: adds the last of them; its error is that of whichever has failed first.
     """
 
     def __init__(self, param: Tensor) -> None:
+        self.param = param
         self.value = _empty_like(local(param))
         self.count = 0
+        self._begun = object()  # which sum it is, of all that there are one after the other
         self.last: Task | None = None
 
     def lie_as(self, param: Tensor) -> None:
@@ -29,6 +35,50 @@ class Sum:
         part = local(param)
         if self.value.shape != part.shape or self.value.stride() != part.stride():
             self.value = _empty_like(part).copy_(self.value.reshape(part.shape))
+
+    def follow(self) -> None:
+        """Begin anew if the user has dropped the gradient."""
+        left = sent(self.param.grad)
+        if left is None or left.since.of is not self._begun:
+            self.count = 0
+
+    def has_more(self) -> bool:
+        """Return whether the parameter has a gradient, or a part of it, that is not in the sum."""
+        left = sent(self.param.grad)
+        if left is None:
+            return self.param.grad is not None
+        return left.is_touched() or self._is_unknown(left)
+
+    def more(self) -> Tensor | None:
+        """Return what this process holds of that.
+
+        Raises:
+            RuntimeError: the gradient has left, and its sum is not there any more.
+        """
+        left, param = sent(self.param.grad), self.param
+        if left is None:
+            return None if param.grad is None else source_of(param.grad, param)
+        if self._is_unknown(left):
+            raise RuntimeError(
+                "OffloadOptimizer: p.grad is of a sum that was stepped or dropped, expected that of"
+                " the last backward, or None; gradients cannot be kept and put back, or stepped by"
+                " another optimizer, with free_grads=True"
+            )
+        value = left.added()
+        return None if value is None else laid_out_as(value, local(param))
+
+    def _is_unknown(self, left: SentGradient) -> bool:
+        return not self.count or left.since.of is not self._begun
+
+    def replace(self) -> None:
+        """Count what the parameter has more, and leave a stand-in for all."""
+        left = sent(self.param.grad)
+        if left is None or left.since.is_dropped:
+            self.count = 0
+        if not self.count:
+            self._begun = object()
+        self.count += 1
+        self.param.grad = stand_in(self.param, self._begun)
 
     def add(self, before: Task | None, grad: Tensor, arrives: Event | None, source: Tensor) -> None:
         """Add a gradient that is on its way; in the worker's thread.
@@ -68,31 +118,35 @@ class Sums:
             self._by_param[id(param)] = Sum(param)
         return self._by_param[id(param)]
 
+    def follow(self) -> None:
+        """Begin those anew whose gradients the user has dropped."""
+        for known in self._by_param.values():
+            known.follow()
+
     def has(self, param: Tensor) -> bool:
         """Return whether there are gradients of a parameter."""
         return id(param) in self._by_param and self._by_param[id(param)].count > 0
 
     def has_any(self) -> bool:
         """Return whether there are gradients of any."""
-        return any(known.count for known in self._by_param.values())
+        return any(known.count or known.has_more() for known in self._by_param.values())
 
-    def take(self, param: Tensor, source: Tensor, lanes: Lanes) -> None:
-        """Begin to copy what this process holds of a gradient, and have it added.
+    def take(self, known: Sum, source: Tensor, lanes: Lanes) -> None:
+        """Begin to copy what a parameter has more than is in its sum, and have it added.
 
         Args:
-            param: the parameter.
-            source: of its gradient, in its layout.
+            known: the sum of the parameter.
+            source: that part of its gradient.
             lanes: to its device.
         """
-        known = self.of(param)
         [memory] = lanes.staged([source])
         event = lanes.fetch([Copy(memory, source)])
-        before = known.last if known.count else None
+        known.replace()
+        before = known.last if known.count > 1 else None
         run = partial(known.add, before, memory, event, source)
         # In their order, which events do not tell: one may be over right after it was asked for.
         needs = [] if known.last is None else [known.last]
         known.last = self._worker.submit(Task(run, Urgency.ADD, events=[event], needs=needs))
-        known.count += 1
         self._adding = [*(task for task in self._adding if not task.done), known.last]
         self.bytes_out += source.nbytes
 
@@ -108,8 +162,27 @@ class Sums:
 
     def forget(self) -> None:
         """Begin anew: what was accumulated is not wanted any more."""
-        for known in self._by_param.values():
-            known.count = 0
+        # Without a wait for weights, should they be on their way.
+        with torch._C.DisableTorchFunctionSubclass():
+            for known in self._by_param.values():
+                known.count = 0
+                if sent(known.param.grad) is not None:
+                    known.param.grad = None
+
+
+def source_of(grad: Tensor, param: Tensor) -> Tensor:
+    """Return what this process holds of a gradient, in the layout of its parameter."""
+    return laid_out_as(part_for(grad, param), local(param))
+
+
+def laid_out_as(part: Tensor, target: Tensor) -> Tensor:
+    """Return this tensor, or a copy with the layout and on the device of another."""
+    if part.stride() == target.stride() and part.device == target.device:
+        return part.detach()
+    made = torch.empty_strided(
+        target.shape, target.stride(), dtype=part.dtype, device=target.device
+    )
+    return made.copy_(part)
 
 
 def _empty_like(part: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from optim_cases import BF16, assert_same_bits, make_params
 from torch import Tensor
 
 from deepspeed_ext.offload import OffloadOptimizer, bucket, inner, links
+from deepspeed_ext.offload.sent_gradients import sent
 from deepspeed_ext.optim import (
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
@@ -168,7 +169,7 @@ class Summed(Pair):
                     continue
                 grad = self.draw(param, factor)
                 torch.autograd.backward([param], [grad.clone()])
-                assert param.grad is None or param not in self.ours.state
+                assert sent(param.grad) is not None or param not in self.ours.state
                 had = self.sums[i]
                 self.sums[i] = grad.float() if had is None else had + grad.float()
 

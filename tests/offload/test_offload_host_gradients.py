@@ -8,6 +8,8 @@ from offload_cases import FORMATS, Gate, Pair, Summed, await_ahead, small_parts
 from optim_cases import BF16, F16, F32, make_params, on_each_device
 from torch import nn
 
+from deepspeed_ext.offload.sent_gradients import sent
+
 STEPS = 12
 
 
@@ -29,7 +31,7 @@ def test_the_first_gradients_leave_too(device, dtype):
     """Before any step: a model that fits only without gradients has to get through that."""
     pair = Summed(device, params=make_params(device, dtype), master="float32")
     pair.backward(times=3)
-    assert all(p.grad is None for p in pair.params)
+    assert all(sent(p.grad) is not None for p in pair.params)
     pair.step()
     pair.check()
 
@@ -104,21 +106,191 @@ def test_zero_grad_instead_of_step(device):
 
 @on_each_device
 def test_gradients_set_by_hand(device):
-    """They are added to those that have left, and go too."""
+    """They take the place of those that have left, as in torch, or are added, and go too."""
     pair = Summed(device)
     pair.train(3)
     for after_backward in (False, True):
         if after_backward:
             pair.backward()
             await_ahead(pair.ours)
-        for i in (3, 8):
+        for i in (3, 8, 2, 7):
             grad = pair.draw(pair.params[i])
-            pair.params[i].grad = grad.clone()
-            pair.sums[i] = grad if pair.sums[i] is None else pair.sums[i] + grad
+            if pair.sums[i] is not None and i in (2, 7):
+                pair.params[i].grad += grad
+                pair.sums[i] = pair.sums[i] + grad
+            else:
+                pair.params[i].grad = grad.clone()
+                pair.sums[i] = grad
         pair.step()
         assert all(p.grad is None for p in pair.params)
         pair.check()
         pair.train(3)
+
+
+def of_optimizer(pair, params):
+    pair.ours.zero_grad()
+
+
+def of_model(pair, params):
+    nn.ParameterList(params).zero_grad()
+
+
+def by_hand(pair, params):
+    for param in params:
+        param.grad = None
+
+
+@on_each_device
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("drop", [of_optimizer, of_model, by_hand], ids=lambda f: f.__name__)
+def test_gradients_that_are_dropped_do_not_come_back(device, drop, times, waits, monkeypatch):
+    small_parts(monkeypatch, most=192)
+    pair = Summed(device)
+    for _ in range(2):  # before the first step, and where steps are taken ahead
+        for _ in range(2):
+            pair.backward(times=times)
+            if waits:
+                await_ahead(pair.ours)
+            drop(pair, pair.params)
+            pair.sums = [None] * 9
+            pair.step()  # by nothing
+            pair.check()
+            pair.backward(times=times)
+            drop(pair, pair.params)
+            pair.sums = [None] * 9
+            pair.train(1, times=2, missing=0.3)
+        pair.train(4)
+    pair.backward()
+    if waits:
+        await_ahead(pair.ours)
+    some = pair.params[2:5] if drop is not of_optimizer else pair.params
+    drop(pair, some)
+    for i, param in enumerate(pair.params):
+        pair.sums[i] = None if any(param is p for p in some) else pair.sums[i]
+    pair.step()
+    pair.check()
+    pair.train(3)
+
+
+@on_each_device
+@pytest.mark.parametrize("then", [True, False])
+def test_gradients_that_are_filled_with_zeros(device, then):
+    """A step by zeros is one: of decay and moments."""
+    pair = Summed(device)
+    for _ in range(2):
+        pair.train(4)
+        pair.backward(times=2)
+        nn.ParameterList(pair.params).zero_grad(set_to_none=False)
+        pair.sums = [torch.zeros_like(p) for p in pair.params]
+        if then:
+            pair.backward()
+        pair.step()
+        pair.check()
+
+
+@on_each_device
+def test_gradients_that_are_overwritten(device):
+    pair = Summed(device)
+    pair.train(3)
+    pair.backward()
+    await_ahead(pair.ours)
+    pair.sums[8] = pair.draw(pair.params[8])
+    pair.params[8].grad.copy_(pair.sums[8])
+    pair.step()
+    pair.check()
+    pair.train(3)
+
+
+READS = {
+    "norm": lambda grad: grad.norm(),
+    "scaled": lambda grad: grad.mul_(2),
+    "element": lambda grad: grad[0].item(),
+    "foreach": lambda grad: torch._foreach_norm([grad]),
+    "to the other": lambda grad: torch.zeros_like(grad, device="cpu").copy_(grad),
+    "added to": lambda grad: torch.zeros(grad.shape, device=grad.device).add_(grad),
+}
+
+
+@on_each_device
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_who_reads_a_gradient_that_has_left_is_told(device, read):
+    pair = Summed(device)
+    pair.backward()
+    with pytest.raises(RuntimeError, match="max_grad_norm or clip_and_step"):
+        read(pair.params[8].grad)
+    with pytest.raises(RuntimeError, match="max_grad_norm or clip_and_step"):
+        nn.utils.clip_grad_norm_(pair.params, 1.0)
+    assert "in host memory" in repr(pair.params[8].grad)
+    pair.step()
+    pair.check()
+
+
+@on_each_device
+def test_gradients_that_were_kept_and_are_put_back(device):
+    """Their sum is gone: that is said, and nothing is stepped by what came since."""
+    pair = Summed(device)
+    pair.train(3)
+    pair.backward()
+    kept = [p.grad for p in pair.params]
+    pair.zero_grad()
+    pair.backward()
+    for param, grad in zip(pair.params, kept, strict=True):
+        param.grad = grad
+    with pytest.raises(RuntimeError, match="cannot be kept and put back"):
+        pair.ours.step()
+    pair.zero_grad()
+    pair.check()
+    pair.train(3)
+    pair.backward()
+    kept = pair.params[4].grad
+    pair.params[4].grad = None
+    pair.params[4].grad = kept  # before anybody could see
+    pair.step()
+    pair.check()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@on_each_device
+def test_a_backward_that_makes_a_graph(device):
+    pair = Summed(device)
+    pair.train(2)
+    grads = [pair.draw(p) for p in pair.params]
+    for _ in range(2):
+        torch.autograd.backward(pair.params, grads, create_graph=True)
+    pair.sums = [grad + grad for grad in grads]
+    pair.step()
+    pair.check()
+
+
+@on_each_device
+def test_gradients_that_others_hold_and_write_to(device):
+    """What was given to backward is copied before that goes on."""
+    pair = Summed(device)
+    pair.train(2)
+    for _ in range(3):
+        grads = [pair.draw(p) for p in pair.params]
+        torch.autograd.backward(pair.params, grads)
+        for i, grad in enumerate(grads):
+            pair.sums[i] = grad.clone() if pair.sums[i] is None else pair.sums[i] + grad
+            grad.fill_(9.0)
+    pair.step()
+    pair.check()
+
+
+@on_each_device
+def test_a_model_that_gets_another_dtype_between_two_backwards(device):
+    net = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 6)).to(device)
+    pair = Summed(device, params=net.parameters())
+    pair.train(3)
+    pair.backward()
+    for model in (net, nn.ParameterList(pair.twins)):
+        for param in model.parameters():
+            param.grad = None if model is not net else param.grad
+        model.to(BF16)
+    pair.backward()
+    pair.step()
+    pair.check()
 
 
 @on_each_device
@@ -157,7 +329,7 @@ def test_gradients_of_a_model(device):
             loss = net(x).square().sum()
             grads = torch.autograd.grad(loss, pair.params, retain_graph=True)
             loss.backward()
-            assert step == 0 or all(p.grad is None for p in pair.params)
+            assert all(sent(p.grad) is not None for p in pair.params)
             for i, grad in enumerate(grads):
                 had = pair.sums[i]
                 pair.sums[i] = grad.float() if had is None else had + grad.float()

@@ -68,14 +68,14 @@ def test_gradients_are_added_up_in_their_order(monkeypatch):
     sums, first, second = Sums(pair.ours._pipeline.worker), Told([False]), Told([True])
     lanes = pair.ours._pipeline._lanes[torch.device("cpu")]
     events += [first, second]
-    param = nn.Parameter(torch.zeros(3))
+    known = sums.of(nn.Parameter(torch.zeros(3)))
     for value in (1.0, 2.0):
-        sums.take(param, torch.full((3,), value), lanes)
+        sums.take(known, torch.full((3,), value), lanes)
     gate.open()
     closer.join()
     sums.finish()
     sums.check()
-    assert sums.of(param).value.tolist() == [3.0] * 3
+    assert known.value.tolist() == [3.0] * 3
 
 
 @pytest.mark.parametrize("clips", [False, True])

@@ -82,6 +82,12 @@ def test_writes_that_no_version_tells_of(device, write, max_norm, i):
 
 
 STATE_WRITES = {
+    "untold": lambda entry: entry["exp_avg"].data.mul_(2),
+    "an element, untold": lambda entry: entry["exp_avg_sq"].data.view(-1)[-1:].fill_(2),
+    "the master, untold": lambda entry: entry["master_param"].data.add_(1),
+    "by numpy": lambda entry: (
+        entry["exp_avg"].numpy().fill(2) if entry["exp_avg"].is_cpu else entry["exp_avg"].fill_(2)
+    ),
     "in place": lambda entry: entry["exp_avg"].mul_(2),
     "one element": lambda entry: entry["exp_avg"].view(-1)[:1].fill_(2),
     "the step": lambda entry: entry["step"].add_(10),
@@ -122,6 +128,18 @@ def test_state_written_between_steps(device, write, when):
     if when == "before backward":
         pair.backward()
     finish(pair, validated=0 if when == "after backward" else None)
+
+
+@on_each_device
+def test_state_written_after_backward_that_was_read_before(device):
+    pair = warm(device, params=make_params(device, BF16), master="float32")
+    for _ in range(2):
+        states = [optimizer.state[params[8]]["exp_avg"] for optimizer, params in pair.both()]
+        pair.backward()
+        await_ahead(pair.ours)
+        for state in states:
+            state.data.mul_(2)
+        finish(pair, validated=0)
 
 
 @on_each_device
