@@ -181,6 +181,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "looks at the gradients; zero.LossScaler does not"
             )
         with torch.no_grad():
+            self._pipeline.finish()
             self._watch()
             if not self._inner.state and self._pipeline.is_dry_step():
                 return loss

@@ -193,7 +193,8 @@ class Worker:
     def _work(self) -> None:
         while (task := self._take()) is not None:
             try:
-                with torch.no_grad():
+                # What is on its way is what it writes.
+                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                     task.run()
             except BaseException as error:
                 task.error = error
