@@ -27,8 +27,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn import Parameter
 
-from deepspeed_ext.dtensors import is_dtensor
-
 Wait = Callable[[], None]
 _WAIT = "_deepspeed_ext_wait"  # the attribute of a parameter
 _set_class = vars(object)["__class__"].__set__
@@ -52,7 +50,7 @@ class _Arriving:
     """
 
     __slots__ = ()  # else the class of a tensor could not become this
-    home: ClassVar[type[Tensor]]
+    home: ClassVar[Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make another parameter, as `type(param)(...)` does: nothing of it is on its way."""
@@ -79,38 +77,30 @@ class _Arriving:
     # What torch asks no class about
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _wait_for(self)
-        home: Any = self.home
-        return home.__deepcopy__(self, memo)
+        return _wait_for(self).__deepcopy__(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _wait_for(self)
-        home: Any = self.home
-        return home.__reduce_ex__(self, protocol)
+        return _wait_for(self).__reduce_ex__(self, protocol)
 
     def as_subclass(self, cls: type[Tensor]) -> Any:
         """Return the same value in another class."""
-        _wait_for(self)
-        return self.home.as_subclass(self, cls)  # type: ignore[arg-type]
+        return _wait_for(self).as_subclass(self, cls)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Take other memory."""
-        _wait_for(self)
-        return self.home.set_(self, *args, **kwargs)  # type: ignore[arg-type]
+        return _wait_for(self).set_(self, *args, **kwargs)
 
     def detach(self) -> Any:
         """Return the same value, apart from the graph."""
-        _wait_for(self)
-        home: Any = self.home
-        value = home.detach(self)
+        home = _wait_for(self)
         # It has found a class that is not Parameter, and wants that of the parameter back.
         if sys._getframe(1).f_code is Parameter.__new__.__code__ and home is Parameter:
-            return Tensor._make_subclass(Parameter, value, False)
-        return value
+            return Tensor._make_subclass(Parameter, home.detach(self), False)
+        return home.detach(self)
 
-    @property  # type: ignore[override]
-    def __class__(self) -> type:
-        return self.home
+    @property
+    def __class__(self) -> Any:
+        return _home(self)
 
     @__class__.setter
     def __class__(self, cls: type) -> None:
@@ -154,16 +144,8 @@ def arrive(params: Iterable[Tensor]) -> None:
     """Give parameters their class back."""
     for param in params:
         if isinstance(param, _Arriving):
-            _set_class(param, param.home)
+            _set_class(param, _home(param))
             param.__dict__.pop(_WAIT, None)
-
-
-def part_now(tensor: Tensor) -> Tensor:
-    """Return what this process holds of a tensor, whether or not its value has arrived."""
-    if not is_dtensor(tensor):
-        return tensor
-    part: Tensor = _slot().__get__(tensor)
-    return part
 
 
 def _arriving(cls: type[Tensor]) -> type[Tensor] | None:
@@ -176,10 +158,21 @@ def _arriving(cls: type[Tensor]) -> type[Tensor] | None:
     return _arriving_dtensor() if tensor is not None and cls is tensor.DTensor else None
 
 
-def _wait_for(param: Any) -> None:
-    """Wait until a parameter has its class back, if there is anything to wait for."""
-    while isinstance(param, _Arriving) and (wait := param.__dict__.get(_WAIT)) is not None:
+def _home(param: Any) -> Any:
+    """Return the class that a parameter has when its value has arrived, as it may have just now."""
+    cls: Any = type(param)
+    return cls.home if issubclass(cls, _Arriving) else cls
+
+
+def _wait_for(param: Any) -> Any:
+    """Wait until a parameter has its class back, if there is anything to wait for; return that."""
+    while (
+        isinstance(param, _Arriving)
+        and torch._C._is_torch_function_enabled()  # not in the thread that writes the value
+        and (wait := param.__dict__.get(_WAIT)) is not None
+    ):
         wait()
+    return _home(param)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -194,31 +187,26 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 @cache
-def _slot() -> Any:
-    """Return where a DTensor has its part."""
-    from torch.distributed.tensor import DTensor
-
-    return vars(DTensor)["_local_tensor"]
-
-
-@cache
 def _arriving_dtensor() -> type[Tensor]:
     from torch.distributed.tensor import DTensor
+
+    slot = vars(DTensor)["_local_tensor"]
 
     class _ArrivingDTensor(_Arriving, DTensor):
         __slots__ = ()
         home = DTensor
 
-        @property  # type: ignore[override]
+        @property
         def _local_tensor(self) -> Tensor:
             """What fully_shard looks at before it gathers, and all that torch does with a part."""
             _wait_for(self)
-            return part_now(self)
+            part: Tensor = slot.__get__(self)
+            return part
 
         @_local_tensor.setter
         def _local_tensor(self, part: Tensor) -> None:
             _wait_for(self)
-            _slot().__set__(self, part)
+            slot.__set__(self, part)
 
     return _ArrivingDTensor
 

@@ -119,7 +119,8 @@ class Worker:
 
         def work() -> None:
             torch.set_num_threads(threads)  # a new thread begins with the number of processors
-            self._work()
+            with torch._C.DisableTorchFunctionSubclass():  # it waits for no weight: it writes them
+                self._work()
 
         self._thread = AwaitedThread(work, "deepspeed_ext-offload", self._wake, self._drop_all)
         self._thread.start()
@@ -193,8 +194,7 @@ class Worker:
     def _work(self) -> None:
         while (task := self._take()) is not None:
             try:
-                # What is on its way is what it writes.
-                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                with torch.no_grad():
                     task.run()
             except BaseException as error:
                 task.error = error
