@@ -24,20 +24,22 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn import Parameter
 
 Wait = Callable[[], None]
 _WAIT = "_deepspeed_ext_wait"  # the attribute of a parameter
 _set_class = vars(object)["__class__"].__set__
+_tensor: Any = Tensor  # whose properties the type checker takes for values
 # These are about a parameter, not about its value, and are asked for between step() and forward.
 _VALUELESS = frozenset(
     (
-        Tensor.grad.__get__,
-        Tensor.grad.__set__,  # type: ignore[attr-defined]
-        Tensor.grad.__delete__,  # type: ignore[attr-defined]
-        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-        Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+        _tensor.grad.__get__,
+        _tensor.grad.__set__,
+        _tensor.grad.__delete__,
+        _tensor.requires_grad.__get__,
+        _tensor.is_leaf.__get__,
     )
 )
 
@@ -57,6 +59,7 @@ class _Arriving:
         return cls.home(*args, **kwargs)
 
     @classmethod
+    @_disable_dynamo
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -95,7 +98,7 @@ class _Arriving:
         home = _wait_for(self)
         # It has found a class that is not Parameter, and wants that of the parameter back.
         if sys._getframe(1).f_code is Parameter.__new__.__code__ and home is Parameter:
-            return Tensor._make_subclass(Parameter, home.detach(self), False)
+            return _tensor._make_subclass(Parameter, self, False)
         return home.detach(self)
 
     @property
@@ -128,15 +131,19 @@ def set_out(params: Iterable[Tensor], wait: Wait) -> bool:
     Returns:
         False if a parameter has a class of somebody else's, whose methods are to be left alone.
     """
+    classes = set()
     has_all = True
     for param in params:
-        _wait_for(param)  # for a step of another optimizer
+        if isinstance(param, _Arriving):
+            _wait_for(param)  # for a step of another optimizer
         cls = _arriving(type(param))
         if cls is None:
             has_all = False
             continue
+        classes.add(cls)
         param.__dict__[_WAIT] = wait
         _set_class(param, cls)
+    _tell_dynamo(classes)
     return has_all
 
 
@@ -146,6 +153,17 @@ def arrive(params: Iterable[Tensor]) -> None:
         if isinstance(param, _Arriving):
             _set_class(param, _home(param))
             param.__dict__.pop(_WAIT, None)
+
+
+def _tell_dynamo(classes: set[type[Tensor]]) -> None:
+    """Let compiled code leave tensors of these to Python, which waits each time it is run.
+
+    Tracing would wait itself, for values that it does not want, and again in each step: what it
+    makes is for the class that a parameter has then.
+    """
+    config: Any = sys.modules.get("torch._dynamo.config")
+    if config is not None and not classes <= config.nontraceable_tensor_subclasses:
+        config.nontraceable_tensor_subclasses |= classes
 
 
 def _arriving(cls: type[Tensor]) -> type[Tensor] | None:
@@ -164,6 +182,7 @@ def _home(param: Any) -> Any:
     return cls.home if issubclass(cls, _Arriving) else cls
 
 
+@_disable_dynamo
 def _wait_for(param: Any) -> Any:
     """Wait until a parameter has its class back, if there is anything to wait for; return that."""
     while (

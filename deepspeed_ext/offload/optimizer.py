@@ -220,7 +220,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or fill them with zeros, and forget what was stepped ahead."""
         self._pipeline.forget_gradients()
-        super().zero_grad(set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():  # it waits for no weight
+            super().zero_grad(set_to_none)
 
     def stats(self) -> dict[str, float]:
         """Return what was done so far.
