@@ -143,7 +143,7 @@ class Worker:
         if self.is_foreign():
             raise RuntimeError(
                 "OffloadOptimizer: this process is a fork of the one that made it, expected the "
-                "same; make an optimizer here"
+                "same; make one here, or call synchronize() before the fork to read weights"
             )
         if self._closing:
             raise RuntimeError("OffloadOptimizer: it is closed, expected to be open")

@@ -291,7 +291,7 @@ def in_child(run):
 
 FORK = (
     "RuntimeError: OffloadOptimizer: this process is a fork of the one that made it, expected the "
-    "same; make an optimizer here"
+    "same; make one here, or call synchronize() before the fork to read weights"
 )
 
 
