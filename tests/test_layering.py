@@ -46,7 +46,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("__main__",),
     ),
     "offload": (
-        ("copies", "hooks", "inner", "sent_gradients", "stand_ins"),
+        ("arriving", "copies", "hooks", "inner", "sent_gradients", "stand_ins"),
         ("links", "seals", "worker"),
         ("sums",),
         ("bucket",),

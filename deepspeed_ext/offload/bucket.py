@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import is_dtensor, local, same_layout
+from deepspeed_ext.offload.arriving import Wait, arrive, set_out
 from deepspeed_ext.offload.copies import AHEAD, ASKED, Copy, Event, Lanes
 from deepspeed_ext.offload.inner import HostSteps, pieces
 from deepspeed_ext.offload.seals import Marks, Question, Seal, marks_of, parts_of, seal
@@ -16,6 +17,7 @@ from deepspeed_ext.offload.sent_gradients import sent
 from deepspeed_ext.offload.stand_ins import put
 from deepspeed_ext.offload.sums import Sum, source_of
 from deepspeed_ext.offload.worker import Task
+from deepspeed_ext.op_builder.log import logger
 from deepspeed_ext.ops.optimizers.fingerprint import fingerprints
 from deepspeed_ext.ops.optimizers.l2_norm import squared_norms
 from deepspeed_ext.optim.clipping import Scaling, SquareSum
@@ -140,6 +142,7 @@ class HostBucket:
         self.sealed: Seal | None = None  # gradients, when hooks told that all are there
         self.spare: Side | None = None
         self.task: Task | None = None  # what step() has asked for and nobody has waited for yet
+        self.underway: list[Tensor] = []  # parameters whose weights have not been waited for
         self.place = 0  # among the buckets whose weights are wanted next
         self.returned: tuple[Event, set[int]] | None = None  # and streams that have waited for it
         # Of the parameters, when they were what their host copies are; None: nobody knows.
@@ -346,6 +349,31 @@ class HostBucket:
         """Let the current stream wait for the weights that were sent, if it has not yet."""
         if self.returned is not None:
             self.lanes.await_on_stream(*self.returned)
+
+    # Weights on their way
+
+    def set_out(self, arrival: Arrival, wait: Wait) -> bool:
+        """Let whoever touches a weight of a step wait; False: it has to be waited for at once."""
+        self.underway = [self.owners[i] for i in arrival.indices]
+        # They count as written from now on: a backward that has saved one would take either value.
+        torch.autograd.graph.increment_version(self.underway)
+        self.weights = marks_of(self.owners)
+        return set_out(self.underway, wait)
+
+    def arrive(self) -> None:
+        """Let weights that are there be touched: by this stream, and by the one of step()."""
+        self.task = None
+        arrive(self.underway)
+        self.underway = []
+
+    def end(self) -> None:
+        """Let weights be touched for good, by any stream; what has failed, nobody can raise."""
+        self.await_returned()
+        task = self.task
+        if task is not None and task.error is not None:
+            logger.error("OffloadOptimizer: its last step failed", exc_info=task.error)
+        if task is None or task.done:  # else this is the thread that is to do it
+            self.arrive()
 
     # Weights
 

@@ -75,6 +75,7 @@ class Lanes:
         # Whoever gets memory again gets it behind the copies to it that nobody wants any more.
         self._pool = PinnedPool()
         self._returning: deque[Event] = deque()
+        self._marked: int | None = None  # the stream of the last mark
         self._out: torch.cuda.Stream | None = None
         self._back: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -84,8 +85,9 @@ class Lanes:
         """Return an event of what the current stream has been given so far."""
         if self._out is None:
             return None
-        event = Event()
-        event.record(torch.cuda.current_stream(self.device))
+        event, stream = Event(), torch.cuda.current_stream(self.device)
+        event.record(stream)
+        self._marked = stream.cuda_stream
         return event
 
     def staged(self, sources: Sequence[Tensor]) -> list[Tensor]:
@@ -168,6 +170,8 @@ class Lanes:
         if stream.cuda_stream not in awaited:
             stream.wait_event(event)
             awaited.add(stream.cuda_stream)
+        if stream.cuda_stream != self._marked:
+            event.synchronize()  # that one may come next, and then nothing lets it wait
 
     def _run(
         self, copies: list[Copy], stream: "torch.cuda.Stream | None", name: str

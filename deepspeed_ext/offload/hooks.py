@@ -3,6 +3,7 @@
 Hooks only hasten: they hold no reference to the optimizer, and it is right without them.
 """
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,11 @@ from torch._compile import _disable_dynamo
 from deepspeed_ext.dtensors import is_dtensor
 
 Remove = Callable[[], None]
+_WITH_FAST_PATHS = (
+    torch.nn.MultiheadAttention,
+    torch.nn.TransformerEncoder,
+    torch.nn.TransformerEncoderLayer,
+)
 
 
 class _Tell:
@@ -40,7 +46,9 @@ class _Tell:
         """Tell of the parameters of a module."""
         told = self._method()
         if told is not None:
-            told(list(module.parameters(recurse=self._recurse)))
+            # Their fast paths, of inference, are not taken with a child's weight on its way.
+            whole = isinstance(module, _WITH_FAST_PATHS) and not module.training
+            told(list(module.parameters(recurse=self._recurse or whole)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _tell_nobody, ()
@@ -67,8 +75,9 @@ def on_gradient(param: Tensor, tell: Callable[[Tensor], None]) -> Remove:
 def before_forward(model: torch.nn.Module, tell: Callable[[list[Tensor]], None]) -> list[Remove]:
     """Call a method with the parameters that a module is about to use, or to save.
 
-    Modules tell of their own parameters one by one. A compiled module, and one with DTensors, which
-    FSDP2 gathers ahead of time, tell of all that they hold as soon as they begin.
+    Modules tell of their own parameters one by one. What does not call the modules in it as they
+    are tells of all that it holds as soon as it begins: a compiled module, one of TorchScript, and
+    one with DTensors, which FSDP2 gathers ahead of time.
     """
     removes: list[Remove] = []
 
@@ -80,19 +89,29 @@ def before_forward(model: torch.nn.Module, tell: Callable[[list[Tensor]], None])
             removes.append(module.register_forward_pre_hook(used, prepend=True).remove)
 
     def visit(module: torch.nn.Module) -> None:
-        if _is_opaque(module):
+        if _has_own_call(module):
             watch(module, recurse=True)
-            return
-        watch(module, recurse=False)
-        for child in module.children():
-            visit(child)
+        elif any(is_dtensor(param) for param in module.parameters()):
+            for block in dict.fromkeys((module, *filter(_is_sharded_block, module.modules()))):
+                watch(block, recurse=True)
+        else:
+            watch(module, recurse=False)
+            for child in module.children():
+                visit(child)
 
     visit(model)
     return removes
 
 
-def _is_opaque(module: torch.nn.Module) -> bool:
+def _is_sharded_block(module: torch.nn.Module) -> bool:
+    """Return whether this is called by itself, perhaps, and gathers what is in it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def _has_own_call(module: torch.nn.Module) -> bool:
+    """Return whether hooks of the modules in this one are compiled, or not called at all."""
     compiled = type(module).__name__ == "OptimizedModule" or getattr(
         module, "_compiled_call_impl", None
     )
-    return bool(compiled) or any(is_dtensor(param) for param in module.parameters())
+    return bool(compiled) or isinstance(module, torch.jit.ScriptModule)

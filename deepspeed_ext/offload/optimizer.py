@@ -50,9 +50,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
             groups, or (name, parameter) pairs.
         optimizer_class: DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion, FusedSGD or
             FusedRMSprop.
-        model: step() returns at once, and the modules of this model wait for their weights as they
-            begin. Whoever reads weights without calling a module waits with synchronize(). None:
-            step() returns when all weights are ordered before the current stream.
+        model: step() returns at once. Whoever touches a weight from Python waits for it, in
+            whatever way: forward, state_dict, `weight.data`, deepcopy, collectives; modules of this
+            model wait for theirs as they begin. Until then `type(weight)` is a class of its own.
+            What torch asks no class about is not seen, such as CUDA graphs, views that were there
+            before, `torch.tensor(weight)` and C++: it comes after synchronize(). None: step()
+            returns when all weights are ordered before the current stream.
         max_grad_norm: step() clips the gradients to this global norm, as clip_and_step does; None:
             it does not.
         memory_budget: most bytes of host memory for weights, state, gradients and steps that are
@@ -186,6 +189,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "looks at the gradients; zero.LossScaler does not"
             )
         with torch.no_grad():
+            self._pipeline.finish()
             self._watch()
             if not self._inner.state and self._pipeline.is_dry_step():
                 return loss
@@ -224,7 +228,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or fill them with zeros, and forget what was stepped ahead."""
         self._pipeline.forget_gradients()
-        super().zero_grad(set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():  # it waits for no weight
+            super().zero_grad(set_to_none)
 
     def stats(self) -> dict[str, float]:
         """Return what was done so far.

@@ -20,7 +20,6 @@ from deepspeed_ext.offload.links import Links, look_of
 from deepspeed_ext.offload.stand_ins import host_memory, remake
 from deepspeed_ext.offload.sums import Sums
 from deepspeed_ext.offload.worker import Task, Urgency, Worker
-from deepspeed_ext.op_builder.log import logger
 from deepspeed_ext.optim.clipping import Scaling
 from deepspeed_ext.optim.slabs import Bucket
 from deepspeed_ext.optim.traits import Group
@@ -85,7 +84,7 @@ class Pipeline:
     def note_gradient(self, param: Tensor) -> None:
         """Take note of a gradient that was accumulated; called by hooks, in threads of autograd."""
         await_copy(param.grad)
-        with self._locked():
+        with self._locked(), torch._C.DisableTorchFunctionSubclass():  # it waits for no weight
             self._hits[id(param)] += 1
             if not self._may_hasten(param):
                 return
@@ -341,14 +340,18 @@ class Pipeline:
         else:
             taken = Task(step, Urgency.STEP, bucket.place, arrival.events[:1], arrival.needs)
             run = partial(go_on, taken, await_room, send)
-            self.worker.submit(taken)
             self.counts["rolled back"] += ahead is not None
+        is_seen = bucket.set_out(arrival, partial(self.wait_for, (bucket,)))
+        if ahead is None or taken is not ahead.task:
+            bucket.task = self.worker.submit(taken)
         arrival.release()
         bucket.ahead = bucket.arrival = bucket.sealed = None
         bucket.is_state_shown = False
         room = bucket.lanes.has_room
         task = Task(run, Urgency.RETURN, bucket.place, [after], [taken], room)
         bucket.task = self.worker.submit(task)  # if that fails, there is nothing to wait for
+        if not is_seen:
+            self.wait_for([bucket])
 
     # Afterwards
 
@@ -398,24 +401,22 @@ class Pipeline:
         self.worker.close()
         if not self.worker.is_foreign():
             for bucket in self._buckets:
-                bucket.await_returned()
-                if bucket.task is not None and bucket.task.error is not None:  # nobody can raise it
-                    logger.error(
-                        "OffloadOptimizer: its last step failed", exc_info=bucket.task.error
-                    )
+                bucket.end()
 
     def wait_for(self, buckets: Iterable[HostBucket]) -> None:
         """Do this for some buckets."""
         errors = []
         for bucket in buckets:
-            task = bucket.task
+            with self._locked():  # else a step may be half queued
+                task = bucket.task
             if task is not None:
                 self.worker.wait([task])
-                with self._locked():  # another thread may have waited, too, and stepped since
-                    bucket.task = None if bucket.task is task else bucket.task
                 if task.error is not None:
                     errors.append(task.error)
             bucket.await_on_stream()
+            with self._locked():  # another thread may have waited, too, and stepped since
+                if bucket.task is task:
+                    bucket.arrive()
         if errors:
             raise errors[0]
 

@@ -119,7 +119,8 @@ class Worker:
 
         def work() -> None:
             torch.set_num_threads(threads)  # a new thread begins with the number of processors
-            self._work()
+            with torch._C.DisableTorchFunctionSubclass():  # it waits for no weight: it writes them
+                self._work()
 
         self._thread = AwaitedThread(work, "deepspeed_ext-offload", self._wake, self._drop_all)
         self._thread.start()
@@ -142,7 +143,7 @@ class Worker:
         if self.is_foreign():
             raise RuntimeError(
                 "OffloadOptimizer: this process is a fork of the one that made it, expected the "
-                "same; make an optimizer here"
+                "same; make one here, or call synchronize() before the fork to read weights"
             )
         if self._closing:
             raise RuntimeError("OffloadOptimizer: it is closed, expected to be open")

@@ -96,6 +96,12 @@ class Pair:
         for _ in range(times if present else 0):
             torch.autograd.backward(present, [self.draw(p, factor) for p in present])
 
+    def later(self):
+        """Return a backward of all parameters that touches none of them."""
+        outputs = [param * 1 for param in self.params]
+        grads = [self.draw(param) for param in self.params]
+        return lambda: torch.autograd.backward(outputs, grads)
+
     def draw(self, param, factor=1.0):
         """Return something of the shape of a parameter."""
         return (torch.randn(param.shape, generator=self.generator) * factor).to(

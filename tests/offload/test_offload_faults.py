@@ -291,7 +291,7 @@ def in_child(run):
 
 FORK = (
     "RuntimeError: OffloadOptimizer: this process is a fork of the one that made it, expected the "
-    "same; make an optimizer here"
+    "same; make one here, or call synchronize() before the fork to read weights"
 )
 
 
@@ -323,7 +323,12 @@ def test_a_fork_cannot_step_and_the_parent_goes_on(when, monkeypatch):
 
     assert in_child(child) == FORK
     if when == "under way":  # of which the child has a part
-        for read in (lambda: pair.ours.state_dict(), lambda: model(torch.ones(1, 6))):
+        reads = (
+            lambda: pair.ours.state_dict(),
+            lambda: model(torch.ones(1, 6)),
+            lambda: model.weight * 1,
+        )
+        for read in reads:
             assert in_child(lambda read=read: f"read {read()}") == FORK
     else:
         assert in_child(lambda: str(len(pair.ours.state_dict()))) == "2"
@@ -346,6 +351,9 @@ def test_a_fork_cannot_step_and_the_parent_goes_on(when, monkeypatch):
         gate.open()
     if when == "under way":
         pair.plain.step()
+        pair.ours._pipeline.worker.wait([b.task for b in pair.ours._pipeline._buckets])
+        wanted = str(pair.twins[0][0].tolist())  # it is whole, though nobody has waited for it
+        assert in_child(lambda: str((model.weight[0] * 1).tolist())) == wanted
         pair.zero_grad()
         pair.check()
         pair.train(3)
@@ -408,6 +416,7 @@ class CtrlC:
 
 
 WAITS = {
+    "touch": lambda pair: pair.params[0] * 1,
     "step": lambda pair: pair.ours.step(),
     "synchronize": lambda pair: pair.ours.synchronize(),
     "state": lambda pair: pair.ours.state,
