@@ -79,9 +79,6 @@ class _Arriving:
 
     # What torch asks no class about
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _wait_for(self).__deepcopy__(self, memo)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _wait_for(self).__reduce_ex__(self, protocol)
 
@@ -134,8 +131,6 @@ def set_out(params: Iterable[Tensor], wait: Wait) -> bool:
     classes = set()
     has_all = True
     for param in params:
-        if isinstance(param, _Arriving):
-            _wait_for(param)  # for a step of another optimizer
         cls = _arriving(type(param))
         if cls is None:
             has_all = False

@@ -127,8 +127,10 @@ def set_memory(net):
 
 def shared(net):
     """As a model is sent to a process that is to share its memory."""
-    made = pickle.loads(ForkingPickler.dumps(net.head.weight))
-    assert made.data_ptr() != 0 and made.is_shared() and net.head.weight.is_shared()
+    data = bytes(ForkingPickler.dumps(net.head.weight))
+    assert b"_rebuild_parameter" not in data  # which is by value
+    made = pickle.loads(data)
+    assert made.is_shared() and net.head.weight.is_shared()
     return made
 
 
@@ -191,6 +193,7 @@ TOUCHES = {
     "deepcopy": lambda net: copy.deepcopy(net.head.weight),
     "deepcopy of all": lambda net: list(copy.deepcopy(net).parameters()),
     "pickle": lambda net: pickle.loads(pickle.dumps(net.head.weight)),
+    "without attributes": lambda net: torch.tensor(len(net.head.weight.__reduce_ex__(2)[1])),
     "save": lambda net: saved([net.head.weight])[0],
     "save of a model": lambda net: saved(net.state_dict()),
     "state_dict": lambda net: dict(net.state_dict()),
