@@ -83,8 +83,8 @@ class Pipeline:
 
     def note_gradient(self, param: Tensor) -> None:
         """Take note of a gradient that was accumulated; called by hooks, in threads of autograd."""
-        await_copy(param.grad)
         with self._locked(), torch._C.DisableTorchFunctionSubclass():  # it waits for no weight
+            await_copy(param.grad)
             self._hits[id(param)] += 1
             if not self._may_hasten(param):
                 return
