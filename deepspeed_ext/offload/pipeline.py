@@ -407,14 +407,13 @@ class Pipeline:
         """Do this for some buckets."""
         errors = []
         for bucket in buckets:
-            with self._locked():  # else a step may be half queued
-                task = bucket.task
+            task = bucket.task
             if task is not None:
                 self.worker.wait([task])
                 if task.error is not None:
                     errors.append(task.error)
             bucket.await_on_stream()
-            with self._locked():  # another thread may have waited, too, and stepped since
+            with self._locked():  # another thread may have stepped since, or is about to
                 if bucket.task is task:
                     bucket.arrive()
         if errors:

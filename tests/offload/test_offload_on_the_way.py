@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from offload_cases import KINDS, PATIENCE, Gate, Pair, await_ahead, small_parts, warm
+from offload_cases import KINDS, PATIENCE, Gate, Pair, await_ahead, warm
 from optim_cases import assert_same_bits, make_params, needs_cuda
 from test_offload_arriving import UnderWay
 from torch import Tensor, nn
@@ -190,39 +190,58 @@ def test_classes_are_given_back_by_an_optimizer_that_ends(way, monkeypatch):
 
 
 def test_a_thread_that_reads_while_a_step_is_queued(monkeypatch):
-    """The weights of some buckets are on their way then; those of others will be."""
-    small_parts(monkeypatch, most=64)
-    pair = Pair(params=[Parameter(torch.randn(8, 8)) for _ in range(4)], model=nn.Module())
+    """The weights are on their way already, and there is no task to wait for yet."""
+    pair = Pair(params=[Parameter(torch.randn(8, 8))], model=nn.Module())
     pair.train(4)
-    pair.backward(times=2)  # so that none is ahead
+    pair.backward()
     pair.give()
-    reached, go_on = threading.Event(), threading.Event()
-    settle = type(pair.ours._pipeline)._settle
+    await_ahead(pair.ours)
+    worker, got = pair.ours._pipeline.worker, []
+    submit, thread = worker.submit, threading.Thread(target=lambda: got.append(pair.params[0] * 1))
 
-    def held(pipeline, bucket, *args):
-        settle(pipeline, bucket, *args)
-        if not reached.is_set():
-            reached.set()
-            assert go_on.wait(PATIENCE)
+    def late(task):
+        if not thread.ident:
+            assert type(pair.params[0]) is not Parameter
+            thread.start()
+            thread.join(0.05)  # no proof that it will wait longer, but it never fails wrongly
+        return submit(task)
 
-    monkeypatch.setattr(type(pair.ours._pipeline), "_settle", held)
-    got = {}
-
-    def read():
-        assert reached.wait(PATIENCE)
-        arriving = next(i for i, p in enumerate(pair.params) if type(p) is not Parameter)
-        threading.Timer(0.05, go_on.set).start()
-        got[arriving] = pair.params[arriving].detach().clone()
-
-    thread = threading.Thread(target=read)
-    thread.start()
+    monkeypatch.setattr(worker, "submit", late)
     pair.ours.step()
     thread.join(PATIENCE)
     pair.plain.step()
-    [(i, value)] = got.items()
-    assert torch.equal(value, pair.twins[i])
+    assert torch.equal(got[0], pair.twins[0])
     pair.zero_grad()
     pair.check()
+
+
+def test_a_thread_that_has_waited_for_the_step_before(monkeypatch):
+    """It gives nothing back that has set out since."""
+    under_way = UnderWay(monkeypatch)
+    worker = under_way.pair.ours._pipeline.worker
+    wait, waited, go_on = worker.wait, threading.Event(), threading.Event()
+
+    def slow(tasks):
+        wait(tasks)
+        if threading.current_thread() is thread:
+            waited.set()
+            assert go_on.wait(PATIENCE)
+
+    thread = threading.Thread(target=under_way.pair.ours.synchronize)
+    monkeypatch.setattr(worker, "wait", slow)
+    under_way.gate.open()
+    thread.start()
+    assert waited.wait(PATIENCE)
+    under_way.gate = Gate(monkeypatch, "adopt")
+    under_way.step()
+    first = next(iter(under_way.pair.ours._pipeline._buckets)).underway
+    assert first and all(type(param) is not Parameter for param in first)
+    monkeypatch.setattr(worker, "wait", wait)
+    go_on.set()
+    thread.join(0.05)  # it goes on to what is held now, or ends
+    assert first and all(type(param) is not Parameter for param in first)
+    under_way.finish()
+    thread.join(PATIENCE)
 
 
 def test_threads_that_touch_the_same_weight(monkeypatch):
