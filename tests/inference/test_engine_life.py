@@ -106,16 +106,17 @@ def test_interruptions_at_any_moment() -> None:
     prompts = [[i, 7] for i in range(9)]
     expected = engine.generate(prompts, **MANY)
     hits = 0
-    for i in range(60):
-        signal.setitimer(signal.ITIMER_REAL, 0.0007 * (i + 1))
-        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-        try:
-            engine.generate(prompts, **MANY)
-        except KeyboardInterrupt:
-            hits += 1
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)  # or it would end the program
+    try:
+        for i in range(60):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0007 * (i + 1))
+                engine.generate(prompts, **MANY)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                hits += 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
     assert hits > 10
     assert engine.generate(prompts, **MANY) == expected
     tiny.check_all_is_free(engine)
