@@ -106,7 +106,8 @@ def test_interruptions_at_any_moment() -> None:
     prompts = [[i, 7] for i in range(9)]
     expected = engine.generate(prompts, **MANY)
     hits = 0
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)  # or it would end the program
+    # Before the timer runs, or the signal ends the program.
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         for i in range(60):
             try:
