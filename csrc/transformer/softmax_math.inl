@@ -18,7 +18,7 @@ DSX_HOST_DEVICE inline V inverse_of(const V& sum) {
 // cap * tanh(score / cap), off by a few units in the last place.
 template <class V>
 DSX_HOST_DEVICE inline V capped(const V& score, float cap) {
-  return scaled_tanh(score, score * V(1.0f / cap), V(cap));
+  return scaled_tanh(score, score * V(1.0f / cap), cap);
 }
 
 // The derivative of that: 1 - tanh^2, as 1 / cosh^2, in which nothing cancels.

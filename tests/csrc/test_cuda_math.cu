@@ -12,7 +12,7 @@ constexpr const char* kNames[] = {"exp",       "sigmoid",      "rsqrt",         
                                   "tanh",      "distribution", "density",        "small sin",
                                   "small cos", "log",          "exp_of_negative"};
 // In units of the last place.
-constexpr double kBounds[] = {2, 5, 1.5, 3, 4, 10, 4, 2, 2, 1.5, 2};
+constexpr double kBounds[] = {2, 5, 1.5, 3, 7, 10, 4, 2, 2, 1.5, 2};
 // What is added to them for each 1 of the argument's square, and of its magnitude.
 constexpr __device__ double kGrowth[] = {0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0};
 constexpr __device__ double kSlope[] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2};

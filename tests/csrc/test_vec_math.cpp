@@ -52,7 +52,7 @@ const Function kFunctions[] = {
     {"sigmoid", RUN(sigmoid), [](double a) { return 1 / (1 + exp_of(-a)); }, 2.6, 0x1p-126},
     {"rsqrt", RUN(rsqrt), [](double a) { return 1 / std::sqrt(a); }, 1.5, 0},
     {"erf", RUN(erf), [](double a) { return std::erf(a); }, 3, 0},
-    {"tanh", RUN(tanh), [](double a) { return std::tanh(a); }, 2, 0},
+    {"tanh", RUN(tanh), [](double a) { return std::tanh(a); }, 5.2, 0},
     {"distribution", RUN(distribution), [](double a) { return std::erfc(-a / kRoot) / 2; }, 8, 0,
      0.5},
     {"small_sin", RUN(small_sin), [](double a) { return std::sin(a); }, 1.5, 0, 0, kEighth},

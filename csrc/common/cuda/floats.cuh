@@ -110,6 +110,10 @@ template <int kCount>
 __device__ inline Floats<kCount> at_most(const Floats<kCount>& a, float most) {
   return select(Floats<kCount>(most) < a, Floats<kCount>(most), a);
 }
+template <int kCount>
+__device__ inline Floats<kCount> at_least(const Floats<kCount>& a, float least) {
+  return select(a < Floats<kCount>(least), Floats<kCount>(least), a);
+}
 
 #include "common/special_functions.inl"
 
