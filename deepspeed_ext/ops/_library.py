@@ -117,6 +117,19 @@ def call_recording_nothing(op: torch._ops.OpOverload, *args: object, **keywords:
         return op(*args, **keywords)
 
 
+def call_on_tensors(op: torch._ops.OpOverload, *args: object, **options: object) -> Any:
+    """Call an op that takes no lists past autograd if no tensor requires a gradient, either.
+
+    The kernel that refuses gradients takes longer than a small op does.
+    """
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return op(*args, **options)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        return op(*args, **options)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op._op(*args, **options)
+
+
 def refuse_gradients(name: str, values: Values) -> None:
     """Refuse what would lose a gradient, if any is recorded.
 

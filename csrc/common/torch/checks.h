@@ -116,15 +116,13 @@ class SeparateTensors {
 
   void add(const Item& item, const TensorView& view, Use use) {
     check_memory(op_, item, view);
-    const auto bytes = int64_t(aoti_torch_dtype_element_size(view.dtype));
-    tensors_.push_back({{view.data, bytes, view.sizes, view.strides, view.dim}, use, item});
-    const Used& last = tensors_.back();
+    const Used added(item, view, use);
     for (const Used& before : tensors_) {
-      if (&before == &last) break;
       if (use == Use::read && before.use == Use::read) continue;
-      check(!overlap(before.bytes, last.bytes), op_, ": ", item, " is overlapping ", before.item,
+      check(!before.meets(added), op_, ": ", item, " is overlapping ", before.item,
             ", expected separate memory");
     }
+    tensors_.push_back(added);
   }
 
   // An optional one.
@@ -135,9 +133,35 @@ class SeparateTensors {
 
  private:
   struct Used {
-    StridedBytes bytes;
+    TensorView view;
+    int64_t element_bytes, reach;  // bytes from its first to behind its last one
     Use use;
     Item item;
+
+    Used(const Item& of, const TensorView& seen, Use used)
+        : view(seen),
+          element_bytes(int64_t(aoti_torch_dtype_element_size(seen.dtype))),
+          reach(element_bytes),
+          use(used),
+          item(of) {
+      for (int64_t i = 0; i < view.dim; ++i) {
+        reach += (view.sizes[i] - 1) * view.strides[i] * element_bytes;
+      }
+    }
+
+    // Looks closely only where one begins within what the other reaches over, as few do.
+    bool meets(const Used& other) const {
+      const auto begin = reinterpret_cast<uintptr_t>(view.data);
+      const auto other_begin = reinterpret_cast<uintptr_t>(other.view.data);
+      if (view.numel == 0 || other.view.numel == 0) return false;
+      if (begin >= other_begin + uintptr_t(other.reach)) return false;
+      if (other_begin >= begin + uintptr_t(reach)) return false;
+      return overlap(bytes(), other.bytes());
+    }
+
+    StridedBytes bytes() const {
+      return {view.data, element_bytes, view.sizes, view.strides, view.dim};
+    }
   };
   const char* op_;
   std::vector<Used> tensors_;

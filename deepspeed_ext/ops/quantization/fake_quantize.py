@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import call_recording_nothing, define
+from deepspeed_ext.ops._library import call_on_tensors, define
 from deepspeed_ext.ops.quantization.dequantize import dequantize_ref
 from deepspeed_ext.ops.quantization.formats import number_of
 from deepspeed_ext.ops.quantization.quantize import LIBRARIES, quantize_ref, seed_of
@@ -72,7 +72,7 @@ def fake_quantize(
 
 def fake_quantize_(x: Tensor, format: str, *, symmetric: bool, seed: int | None) -> None:
     """Write what the codes of each row of a contiguous tensor stand for over them."""
-    call_recording_nothing(
+    call_on_tensors(
         _op_,
         x,
         format=number_of("fake_quantize_", format),

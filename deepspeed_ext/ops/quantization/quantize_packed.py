@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import call_recording_nothing, define
+from deepspeed_ext.ops._library import call_on_tensors, define
 from deepspeed_ext.ops.quantization.formats import number_of
 from deepspeed_ext.ops.quantization.packed_weight import (
     PackedWeight,
@@ -46,7 +46,7 @@ def quantize_packed_(x: Tensor, weight: PackedWeight, errors: Tensor | None = No
     """
     _check_length("quantize_packed_", x, weight)
     codes, scales, offsets, format, group_size, _ = weight
-    call_recording_nothing(
+    call_on_tensors(
         _op,
         x,
         codes,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import call_recording_nothing, define
+from deepspeed_ext.ops._library import call_on_tensors, define
 from deepspeed_ext.ops.transformer.decode_attention import decode_attention_ref
 from deepspeed_ext.ops.transformer.paged_kv import PagedKV, kind_of, libraries_of
 from deepspeed_ext.ops.transformer.rope_append import count_writes, rope_append_ref_
@@ -94,7 +94,7 @@ def append_and_attend_(
 
     See: ``rope_append_``, ``decode_attention``. ``append_and_attend_ref_`` is the same in float64.
     """
-    out, lse = call_recording_nothing(
+    out, lse = call_on_tensors(
         _OPS[kind_of(kv)],
         q,
         k,

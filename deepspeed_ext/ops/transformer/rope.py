@@ -5,7 +5,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import call_recording_nothing, define
+from deepspeed_ext.ops._library import call_on_tensors, define
 
 _LIBRARIES = {"cpu": "cpu_rope", "cuda": "fused_rope"}
 _OPTIONS = "bool interleaved, bool heads_first, float scale"
@@ -164,7 +164,7 @@ def rope_(
     See: ``rope``.
     """
     options = dict(interleaved=interleaved, heads_first=heads_first, scale=scale)
-    call_recording_nothing(_in_place_op, q, k, positions, frequencies, **options)
+    call_on_tensors(_in_place_op, q, k, positions, frequencies, **options)
     if not torch.compiler.is_compiling():  # a native op does not count its writes
         torch.autograd.graph.increment_version([q] if k is None else [q, k])
 

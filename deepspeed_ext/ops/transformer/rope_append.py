@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import call_recording_nothing, define
+from deepspeed_ext.ops._library import call_on_tensors, define
 from deepspeed_ext.ops.transformer.paged_kv import PAGE, PagedKV, kind_of, libraries_of
 from deepspeed_ext.ops.transformer.rope import rope_ref
 
@@ -80,7 +80,7 @@ def rope_append_(
 
     See: ``rope``, ``rms_norm``. ``rope_append_ref_`` is the same in float64.
     """
-    call_recording_nothing(
+    call_on_tensors(
         _OPS[kind_of(kv)],
         q,
         k,
