@@ -17,9 +17,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
+import torch._dynamo  # by the first optimizer: it takes a second
+import torch.distributed as dist
+import torch.distributed.tensor
 
 from deepspeed_ext import op_builder
 from deepspeed_ext.io import AsyncIO
@@ -27,7 +29,7 @@ from deepspeed_ext.io._native import native
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.offload.worker import Task, Urgency
 
-PATIENCE = 60.0  # seconds, after which a program hangs
+PATIENCE = 300.0  # seconds, after which a program hangs: others may want all processors
 ELEMENTS = 100_000  # of a parameter: a step over all is long enough to be under way
 STATES: dict[str, tuple[Callable[[], object], int]] = {}
 kept: list[object] = []
@@ -72,6 +74,12 @@ class Training:
         self.optimizer.step()
 
 
+def go_on() -> None:
+    """Be in and out of torch for as long as Python takes to end."""
+    for _ in range(5000):
+        torch.ones(ELEMENTS // 10).add_(1)
+
+
 # A step under way
 
 
@@ -79,12 +87,6 @@ class Training:
 def idle() -> None:
     training = Training()
     training.optimizer.synchronize()
-
-
-@ends_with()
-def closed() -> None:
-    training = Training()
-    training.optimizer.close()
 
 
 @ends_with()
@@ -140,18 +142,18 @@ def collected_in_its_own_thread() -> None:
     worker = training.optimizer._pipeline.worker
     gc.collect()
     gc.disable()
-    may = threading.Event()
+    may, ending = threading.Event(), threading.Event()
+    threading._register_atexit(ending.set)
 
     def collect() -> None:
         may.wait()
         gc.collect()
-        for _ in range(500):
-            torch.ones(ELEMENTS).add_(1)
+        ending.wait()
+        go_on()
 
     worker.submit(Task(collect, Urgency.ADD))
     del training, worker
     may.set()
-    time.sleep(0.02)
 
 
 # Ways out
@@ -247,6 +249,7 @@ def interrupted_while_python_ends() -> None:
     for _ in range(4):
         kept[0].step()
     kept[0].backward()
+    kept[0].optimizer._pipeline.worker.submit(Task(go_on, Urgency.ADD))
     threading._register_atexit(press_ctrl_c, 20)  # called before ours
 
 
@@ -263,7 +266,7 @@ def made_in_atexit() -> None:
 
 @ends_with()
 def made_after_the_last_finalizer() -> None:
-    """Only what was registered before weakref's comes so late; nothing of ours is closed then."""
+    """Nothing of ours is closed so late, and torch has taken away the ops that were there."""
     import weakref
 
     def late() -> None:
@@ -313,8 +316,10 @@ def forked_child_trains() -> None:
 def child_outlives_the_parent() -> None:
     training = Training()
     training.step()
+    parent = os.getpid()
     if os.fork() == 0:
-        time.sleep(0.05)
+        while os.getppid() == parent:
+            time.sleep(0.001)
         Training().step()
 
 
@@ -403,21 +408,21 @@ def written_in_atexit() -> None:
 @ends_with()
 def engine_in_a_daemon_thread() -> None:
     """It makes engines and drops them, wherever Python ends it."""
+    begun = threading.Event()
 
     def run() -> None:
         while True:
             AsyncIO(queue_depth=1, backend="threads")
+            begun.set()
 
     threading.Thread(target=run, daemon=True).start()
-    time.sleep(0.02)
+    begun.wait()
 
 
 # Checkpoints
 
 
-def save_ahead(**how: Any) -> None:
-    import torch.distributed as dist
-
+def save_ahead() -> None:
     from deepspeed_ext import zero
 
     torch.set_num_threads(1)
@@ -471,6 +476,7 @@ def main() -> Callable[[], object] | None:
     parser.add_argument("states", nargs="*", default=[], help=", ".join(STATES))
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     op_builder.load("cpu_adam")
     native()
     gc.freeze()
