@@ -5,6 +5,7 @@ a destructor which lets no exception through, so the process aborts: "terminate 
 active exception". The same happens to any thread when Ctrl-C ends Python's wait for it.
 """
 
+import atexit
 import functools
 import threading
 from collections.abc import Callable
@@ -79,6 +80,9 @@ def _end() -> threading.Event:
         threading._register_atexit(_await_all, end)  # type: ignore[attr-defined]
     except RuntimeError:  # Python is ending already
         end.set()
+    # Ctrl-C in what others have registered ends all that, and Python waits for no thread: then
+    # atexit is in time.
+    atexit.register(_await_all, end)
     return end
 
 

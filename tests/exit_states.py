@@ -27,7 +27,7 @@ from deepspeed_ext import op_builder
 from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.io._native import native
 from deepspeed_ext.offload import OffloadOptimizer
-from deepspeed_ext.offload.worker import Task, Urgency
+from deepspeed_ext.offload.worker import Task, Urgency, Worker
 
 PATIENCE = 300.0  # seconds, after which a program hangs: others may want all processors
 ELEMENTS = 100_000  # of a parameter: a step over all is long enough to be under way
@@ -81,12 +81,6 @@ def go_on() -> None:
 
 
 # A step under way
-
-
-@ends_with()
-def idle() -> None:
-    training = Training()
-    training.optimizer.synchronize()
 
 
 @ends_with()
@@ -203,13 +197,6 @@ def first_step_when_the_main_thread_is_over() -> None:
     threading.Thread(target=run).start()
 
 
-@ends_with(5)
-def os_exit() -> None:
-    training = Training()
-    training.step()
-    os._exit(5)
-
-
 @ends_with(-signal.SIGTERM)
 def terminated() -> None:
     training = Training()
@@ -243,14 +230,30 @@ def press_ctrl_c(times: int) -> None:
     threading.Thread(target=press, daemon=True).start()
 
 
-@ends_with()
-def interrupted_while_python_ends() -> None:
+def go_on_in_the_end() -> None:
     kept.append(Training())
     for _ in range(4):
         kept[0].step()
     kept[0].backward()
     kept[0].optimizer._pipeline.worker.submit(Task(go_on, Urgency.ADD))
+
+
+@ends_with()
+def interrupted_while_python_ends() -> None:
+    go_on_in_the_end()
     threading._register_atexit(press_ctrl_c, 20)  # called before ours
+
+
+@ends_with()
+def interrupted_while_others_end() -> None:
+    """Python leaves out ours, then, and waits for no thread."""
+
+    def end() -> None:
+        press_ctrl_c(20)
+        raise KeyboardInterrupt
+
+    go_on_in_the_end()
+    threading._register_atexit(end)
 
 
 @ends_with()
@@ -271,9 +274,8 @@ def made_after_the_last_finalizer() -> None:
 
     def late() -> None:
         weakref.finalize._exitfunc()
-        training = Training()
-        training.step()
-        kept.append(training)
+        Worker().submit(Task(go_on, Urgency.ADD))
+        kept.append(Files())
 
     atexit.register(late)
 
@@ -375,12 +377,6 @@ def writing_with_callbacks_interrupted() -> None:
 def writing_and_an_exception() -> None:
     kept.append(Files())
     raise ValueError("mine")
-
-
-@ends_with(-signal.SIGTERM)
-def writing_and_terminated() -> None:
-    kept.append(Files())
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @ends_with()
