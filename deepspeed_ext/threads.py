@@ -9,7 +9,11 @@ import atexit
 import functools
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class AwaitedThread(threading.Thread):
@@ -57,6 +61,16 @@ class AwaitedThread(threading.Thread):
                 self.hurry()
         if interrupt is not None:
             raise interrupt
+
+
+def answer(future: "Future[T]", work: Callable[[], T]) -> None:
+    """Do work, and give a Future what it returns or raises."""
+    try:
+        result = work()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 def is_ending() -> bool:

@@ -17,6 +17,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch._dynamo  # by the first optimizer: it takes a second
@@ -24,6 +26,7 @@ import torch.distributed as dist
 import torch.distributed.tensor
 
 from deepspeed_ext import op_builder
+from deepspeed_ext.inference.folder import FolderTensors
 from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.io._native import native
 from deepspeed_ext.offload import OffloadOptimizer
@@ -118,13 +121,6 @@ def after_step_of_one_that_never_goes() -> None:
     training = Training()
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(training))
     training.step()
-
-
-@ends_with()
-def many_optimizers() -> None:
-    for _ in range(4):
-        kept.append(Training())
-        kept[-1].step()
 
 
 @ends_with()
@@ -373,12 +369,6 @@ def writing_with_callbacks_interrupted() -> None:
     threading._register_atexit(press_ctrl_c, 20)
 
 
-@ends_with(1)
-def writing_and_an_exception() -> None:
-    kept.append(Files())
-    raise ValueError("mine")
-
-
 @ends_with()
 def writing_interrupted_while_python_ends() -> None:
     kept.append(Files())
@@ -424,7 +414,7 @@ def save_ahead() -> None:
     torch.set_num_threads(1)
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    model = zero.shard(torch.nn.Linear(1000, 1000), stage=3)
+    model = zero.shard(torch.nn.Linear(4000, 2000), stage=3)
     zero.save("saved", "one", model, wait=False)
     kept.append(model)
 
@@ -438,6 +428,24 @@ def saving() -> None:
 def saving_and_sys_exit() -> None:
     save_ahead()
     sys.exit(3)
+
+
+@ends_with()
+def saving_interrupted() -> None:
+    save_ahead()
+    press_ctrl_c(20)
+
+
+@ends_with(-signal.SIGINT)
+def loading_interrupted() -> None:
+    def load(names: list[str], *_: object) -> dict[str, torch.Tensor]:
+        go_on()
+        return dict.fromkeys(names, torch.ones(1))
+
+    shards: Any = SimpleNamespace(tensors={}, load=load)
+    with FolderTensors(shards, ["0.weight", "1.weight"], torch.device("cpu")) as tensors:
+        press_ctrl_c(20)
+        tensors["0.weight"]
 
 
 def run(state: str) -> str | None:
