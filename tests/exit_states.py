@@ -424,12 +424,6 @@ def saving() -> None:
     save_ahead()
 
 
-@ends_with(3)
-def saving_and_sys_exit() -> None:
-    save_ahead()
-    sys.exit(3)
-
-
 @ends_with()
 def saving_interrupted() -> None:
     save_ahead()
