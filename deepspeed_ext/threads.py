@@ -5,10 +5,15 @@ a destructor which lets no exception through, so the process aborts: "terminate 
 active exception". The same happens to any thread when Ctrl-C ends Python's wait for it.
 """
 
+import atexit
 import functools
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class AwaitedThread(threading.Thread):
@@ -58,6 +63,16 @@ class AwaitedThread(threading.Thread):
             raise interrupt
 
 
+def answer(future: "Future[T]", work: Callable[[], T]) -> None:
+    """Do work, and give a Future what it returns or raises."""
+    try:
+        result = work()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
 def is_ending() -> bool:
     """Return whether the main thread is over, and Python waits for the others to be."""
     return _end().is_set()
@@ -79,6 +94,9 @@ def _end() -> threading.Event:
         threading._register_atexit(_await_all, end)  # type: ignore[attr-defined]
     except RuntimeError:  # Python is ending already
         end.set()
+    # Ctrl-C in what others have registered ends all that, and Python waits for no thread: then
+    # atexit is in time.
+    atexit.register(_await_all, end)
     return end
 
 

@@ -20,12 +20,20 @@ namespace py = pybind11;
 namespace dsx::aio {
 namespace {
 
-// Lets other Python threads run. When Python ends, it ends a daemon thread that comes back for the
-// lock, by an exception of a kind that must get through this destructor.
+// Lets other Python threads run. When Python has ended, no daemon thread gets the lock back: before
+// 3.14 it is ended where it asks, by an exception that nobody may keep. That would end the process
+// where a destructor is on its way out, and elsewhere run destructors of Python objects without the
+// lock. So the thread stays here until the process is over, as it does from 3.14 on.
 class Unlocked {
  public:
   Unlocked() : state_(PyEval_SaveThread()) {}
-  ~Unlocked() noexcept(false) { PyEval_RestoreThread(state_); }
+  ~Unlocked() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) {
+      for (;;) pause();
+    }
+  }
   Unlocked(const Unlocked&) = delete;
   Unlocked& operator=(const Unlocked&) = delete;
 

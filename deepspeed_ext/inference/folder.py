@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,6 +14,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from deepspeed_ext.io import AsyncIO, SavedTensor
 from deepspeed_ext.io.checkpoint.shards import Shards, read_json
+from deepspeed_ext.threads import AwaitedThread, answer
 
 _OP = "init_inference"
 _ADAPTER = "adapter_config.json"  # transformers loads what it names on top of the weights
@@ -130,7 +132,7 @@ class FolderTensors(Mapping[str, Tensor]):
         self._ahead: Future[dict[str, Tensor]] | None = None  # of the next group
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._engine = AsyncIO(threads=2)  # memory is fresh: each thread has it cleared
-        self._reader = ThreadPoolExecutor(1, "deepspeed_ext.inference.folder")
+        self._reader: AwaitedThread | None = None  # the last one; there is one at a time
         self._bar = _bar(sum(shards.tensors[n].nbytes for n in names)) if progress else None
 
     def __enter__(self) -> "FolderTensors":
@@ -142,12 +144,14 @@ class FolderTensors(Mapping[str, Tensor]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._reader.shutdown(cancel_futures=True)
-        self._ahead = None
-        self._held.clear()
-        self._engine.close()
-        if self._bar is not None:
-            self._bar.close()
+        try:
+            self._await_reader()
+        finally:
+            self._ahead = None
+            self._held.clear()
+            self._engine.close()
+            if self._bar is not None:
+                self._bar.close()
 
     def __getitem__(self, name: str) -> Tensor:
         number = self._group_of[name]
@@ -155,7 +159,7 @@ class FolderTensors(Mapping[str, Tensor]):
             self._take_next()
         if name in self._held:
             return self._held.pop(name)
-        return self._reader.submit(self._load, [name]).result()[name]  # once more
+        return self._begin([name]).result()[name]  # once more
 
     def __contains__(self, name: object) -> bool:
         return name in self._shards.tensors
@@ -171,13 +175,26 @@ class FolderTensors(Mapping[str, Tensor]):
         names = self._groups[self._taken]
         ahead, self._ahead = self._ahead, None
         if ahead is None:
-            ahead = self._reader.submit(self._load, names)
+            ahead = self._begin(names)
         self._held.update(ahead.result())
         self._taken += 1
         if self._bar is not None:
             self._bar.update(sum(self._shards.tensors[name].nbytes for name in names))
         if self._taken < len(self._groups):
-            self._ahead = self._reader.submit(self._load, self._groups[self._taken])
+            self._ahead = self._begin(self._groups[self._taken])
+
+    def _begin(self, names: Sequence[str]) -> Future[dict[str, Tensor]]:
+        """Have tensors read by a thread, when the one before is over."""
+        self._await_reader()
+        future: Future[dict[str, Tensor]] = Future()
+        work = partial(answer, future, partial(self._load, names))
+        self._reader = AwaitedThread(work, "deepspeed_ext.inference.folder")
+        self._reader.start()
+        return future
+
+    def _await_reader(self) -> None:
+        if self._reader is not None and self._reader.ident:  # else it could not be started
+            self._reader.await_end()
 
     def _load(self, names: Sequence[str]) -> dict[str, Tensor]:
         with torch.cuda.stream(self._stream):  # that of who asks; of the CPU there is none

@@ -59,9 +59,12 @@ class SlabOptimizer(torch.optim.Optimizer):
             dict has the codes, uint8, and their scales, `<key>_scale`.
         master: "float32": keep float32 originals of 16-bit parameters, state `master_param`, 4
             bytes; step on those and round into the parameters. A parameter that is written between
-            steps gets a new original. "remainder": keep the 16 bits that bfloat16 parameters lack,
-            state `master_remainder`, 2 bytes: with them a parameter is its float32 original, bit
-            for bit. It is rounded half up, not half to even. None: step on the parameters.
+            steps gets a new original where its version counter or address tells of that, as it does
+            of most writes; what they do not tell of, the next step undoes: see `reset_master`.
+            "remainder": keep the 16 bits that bfloat16 parameters lack, state `master_remainder`, 2
+            bytes: with them a parameter is its float32 original, bit for bit. It is rounded half
+            up, not half to even. Each step reads the parameters, so it sees every write to them.
+            None: step on the parameters.
         master_weights: True: the same as master="float32".
         seed: of the random rounding, which depends on it, the number of the parameter, its step,
             and the index of the element, but not on how a DTensor is sharded (by rows, or not).
@@ -318,9 +321,17 @@ class SlabOptimizer(torch.optim.Optimizer):
         """Make the fp32 masters exact copies of the parameters, and remainders zeros.
 
         A step does so by itself with masters whose parameters somebody has written since the last
-        one, if the version counter or the address of the parameter tells. A write through
-        `param.data`, a replayed CUDA graph, and a torch._foreach function on a DTensor leave both
-        as they are.
+        one, if the version counter or the address of the parameter tells. These leave both as they
+        are, so that the next step would undo what they wrote; call this between them and that:
+
+            a write in place through `param.data`, or to memory that was taken from it;
+            a collective, such as `dist.broadcast(param, 0)` or `dist.all_reduce(param)`;
+            a torch._foreach function on a DTensor;
+            a kernel of somebody else's, and a replayed CUDA graph.
+
+        With master="remainder" none of that matters: parameters are read in each step. To look for
+        such writes a step with float32 masters would have to read 2 bytes more for each element
+        that it steps: of 28, with gradients of 16 bits and Adam's state in float32.
         """
         with torch.no_grad():
             for bucket in self._fitting_buckets():

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from offload_cases import FORMATS, Gate, Pair, Summed, await_ahead, small_parts
-from optim_cases import BF16, F16, F32, make_params, on_each_device
+from optim_cases import BF16, F16, F32, assert_same_bits, make_params, on_each_device
 from torch import nn
 
 from deepspeed_ext.offload.sent_gradients import sent
@@ -197,6 +197,43 @@ def test_gradients_that_are_overwritten(device):
     await_ahead(pair.ours)
     pair.sums[8] = pair.draw(pair.params[8])
     pair.params[8].grad.copy_(pair.sums[8])
+    pair.step()
+    pair.check()
+    pair.train(3)
+
+
+@on_each_device
+@pytest.mark.parametrize("alpha", [1, 2])
+def test_gradients_that_are_added_to_by_hand(device, alpha):
+    """What is added is copied, as others hold it."""
+    pair = Summed(device)
+    pair.train(3)
+    pair.backward()
+    await_ahead(pair.ours)
+    others = [pair.draw(p) for p in pair.params]
+    before = [other.clone() for other in others]
+    for i, (param, other) in enumerate(zip(pair.params, others, strict=True)):
+        param.grad.add_(other, alpha=alpha)
+        param.grad.add_(other, alpha=-3)
+        pair.sums[i] = pair.sums[i] + (other * alpha).add_(other, alpha=-3)
+    assert_same_bits(others, before)
+    pair.step()
+    pair.check()
+    pair.train(3)
+
+
+@on_each_device
+@pytest.mark.parametrize(
+    "fill", [torch._foreach_zero_, lambda grads: [grad.zero_() for grad in grads]]
+)
+def test_gradients_that_are_added_to_and_filled_with_zeros(device, fill):
+    pair = Summed(device)
+    pair.train(3)
+    pair.backward()
+    for param in pair.params:
+        param.grad.add_(pair.draw(param))
+    fill([param.grad for param in pair.params])
+    pair.sums = [torch.zeros_like(p) for p in pair.params]
     pair.step()
     pair.check()
     pair.train(3)

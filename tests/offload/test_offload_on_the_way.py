@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from deepspeed_ext.offload import OffloadOptimizer
+from deepspeed_ext.offload.arriving import arrive, set_out
 from deepspeed_ext.offload.bucket import HostBucket
 from deepspeed_ext.optim import DeepSpeedCPUAdam
 
@@ -242,6 +243,27 @@ def test_a_thread_that_has_waited_for_the_step_before(monkeypatch):
     assert first and all(type(param) is not Parameter for param in first)
     under_way.finish()
     thread.join(PATIENCE)
+
+
+def test_a_weight_that_sets_out_again_as_it_arrives():
+    """Whoever touches it waits for that, too: another thread may have queued the next step."""
+    param = Parameter(torch.zeros(2))
+    came = []
+
+    def arrive_twice():
+        arrive([param])
+        came.append("first")
+        set_out([param], arrive_at_last)
+
+    def arrive_at_last():
+        arrive([param])
+        came.append("second")
+        param.fill_(7.0)
+
+    with torch.no_grad():
+        assert set_out([param], arrive_twice)
+        assert (param + 1).tolist() == [8.0, 8.0]
+    assert came == ["first", "second"] and type(param) is Parameter
 
 
 def test_threads_that_touch_the_same_weight(monkeypatch):

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 from building import build
 
-from deepspeed_ext.op_builder import BuildError, cache, cuda, loading, toolchain, wanted
-from deepspeed_ext.op_builder.wanted import Wanted, digest_of, files_of
+from deepspeed_ext.op_builder import BuildError, cache, loading, toolchain
+from deepspeed_ext.op_builder.wanted import digest_of, files_of
 
 if TYPE_CHECKING:
     from conftest import Tiny
@@ -74,25 +74,6 @@ def test_one_source_serves_rows_that_define_different_macros(tiny: Tiny) -> None
     (tiny.csrc / "tiny" / "one.h").write_text("constexpr int kOne = 1;\n")
     assert digest_of(rows[0], tiny.csrc) != before
     assert "-DMORE=1" in toolchain.nvcc_flags(rows[2])
-
-
-def test_the_key_follows_flags_targets_and_platform(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = {tiny.wanted.entry}
-    keys.add(Wanted.of(replace(tiny.spec, links=("m",)), tiny.csrc).entry)
-    gpu = replace(tiny.spec, needs=("cuda",))
-    for targets in ("9.0", "9.0a", "9.0 10.0"):
-        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", targets)
-        keys.add(Wanted.of(gpu, tiny.csrc).entry)
-    monkeypatch.setattr(cuda, "toolkit_version", lambda root: "99.9")
-    monkeypatch.setattr(cuda, "toolkit", Path)
-    keys.add(Wanted.of(gpu, tiny.csrc).entry)
-    monkeypatch.setattr(toolchain, "platform_key", lambda: "another machine")
-    keys.add(tiny.wanted.entry)
-    monkeypatch.setattr(wanted, "_package_version", lambda: "another version")
-    keys.add(tiny.wanted.entry)
-    assert len(keys) == 8
 
 
 def test_finding_a_library_starts_no_process_and_needs_no_compiler(

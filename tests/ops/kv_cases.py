@@ -139,7 +139,7 @@ def assert_attends(op: Any, q: Tensor, kv: PagedKV, terms: float, **options: Any
     total, _ = decode_attention_ref(q.cpu(), magnitude, return_lse=True, **wide)
     largest_key = there.keys.double().nan_to_num().abs().max() if there.keys.numel() else 0
     if there.key_scales is not None:
-        largest_key = largest_key * there.key_scales.nan_to_num().max()
+        largest_key = largest_key * there.key_scales.nan_to_num().abs().max()
     norm = q.cpu().double().abs().sum(-1) * largest_key
     scale = options.get("scale") or 1 / math.sqrt(q.shape[-1])
     of_score = (terms + 24) * ROUNDING * norm * abs(scale)

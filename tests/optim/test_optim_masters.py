@@ -121,6 +121,28 @@ def test_reset_master_sees_what_version_counters_do_not():
     assert torch.equal(params[0], torch.full_like(params[0], 3.0))
 
 
+@on_each_device
+@pytest.mark.parametrize("write", [lambda data: data.mul_(4), lambda data: data[0].fill_(3.0)])
+@pytest.mark.parametrize("master", ["float32", "remainder"])
+def test_writes_that_nothing_tells_of(device, master, write):
+    """Remainders need nobody to tell: a step reads what is there. Masters have to be told."""
+    params = [p for p in make_params(device, BF16) if p.dim() and len(p)]
+    optimizer = adam(params, device, lr=1e-3, master=master)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(3):
+        give_grads(generator, params)
+        optimizer.step()
+    versions = [p._version for p in params]
+    for param in params:
+        write(param.data)
+    assert [p._version for p in params] == versions
+    if master == "float32":
+        optimizer.reset_master()
+    wanted = [p.float() for p in params]
+    still_step(params, optimizer)
+    assert_same_bits([p.float() for p in params], wanted)
+
+
 def test_a_checkpoint_without_masters_or_with_old_ones():
     params, optimizer = stepped()
     saved = optimizer.state_dict()

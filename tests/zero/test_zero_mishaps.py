@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from unittest import TestCase
 
 import pytest
 import torch
@@ -117,6 +118,13 @@ def left_loops(row, folder):
         model, optimizer, plain = made(stage)
         for _ in zero.accumulate(model, 2):
             break
+        steps = zero.accumulate(model, 3)
+        loss_of(model, next(steps)).backward()
+        with TestCase().assertLogs("deepspeed_ext", "WARNING") as logs:
+            steps.close()  # which raises nothing
+        text = "zero.accumulate: left in micro-step 1 of 3; its gradients are dropped"
+        assert [record.getMessage() for record in logs.records] == [text]
+        assert all(param.grad is None for param in model.parameters())
         kept = []
 
         def fails(model, kept):

@@ -95,6 +95,46 @@ def test_a_scale_stays_until_all_have_stepped():
         scaler.step(two)
 
 
+def test_an_optimizer_that_is_stepped_no_more_holds_nothing_up():
+    """Its last iteration ends when another one, given the scale again, steps again."""
+    (first, one), (second, two) = one_parameter(), one_parameter()
+    scaler = zero.LossScaler(8.0, growth_interval=1)
+    scaler.scale((first * second).sum()).backward()
+    scaler.step(one)
+    scaler.step(two)
+    used = []
+    for _ in range(5):
+        used.append(float(scaler.scale(torch.ones(()))))
+        scaler.step(one)
+    assert used == [16.0, 16.0, 64.0, 128.0, 256.0]
+
+
+def test_steps_without_a_new_scale_are_iterations_of_their_own():
+    param = nn.Parameter(torch.ones(3))
+    optimizer = FusedSGD([param], lr=1.0)
+    scaler = zero.LossScaler(8.0, growth_interval=1)
+    scaler.scale(param.sum()).backward()
+    for scale in (8.0, 16.0, 32.0):
+        before = param.detach().clone()
+        param.grad.fill_(scale)
+        assert scaler.step(optimizer)
+        assert torch.equal(before - param, torch.ones(3)), scale
+        assert scaler.get_scale() == 2 * scale
+
+
+def test_a_loaded_state_has_no_part_of_the_steps_before():
+    param, optimizer = one_parameter()
+    options = {"growth_interval": 2, "hysteresis": 1}
+    scaler = zero.LossScaler(8.0, **options)
+    kept = scaler.state_dict()
+    for value in (8.0, math.inf):
+        param.grad = torch.full((3,), value)
+        scaler.step(optimizer)
+        scaler.load_state_dict(kept)
+        assert scaler.state_dict() == kept and scaler.get_scale() == 8.0
+        assert float(scaler.scale(torch.ones(()))) == 8.0
+
+
 @pytest.mark.parametrize("free_grads", (False, True))
 @pytest.mark.parametrize("own", (None, 0.5))
 def test_the_norm_of_the_optimizer_stays(own, free_grads):

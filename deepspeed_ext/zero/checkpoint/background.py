@@ -6,11 +6,13 @@ import logging
 import multiprocessing
 import os
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
+
+from deepspeed_ext.threads import AwaitedThread, answer
 
 _STATUS = 120  # Python's, of a program that could not end as it should
 _log = logging.getLogger("deepspeed_ext")
@@ -46,24 +48,15 @@ class Saving(Future[None]):
 
 
 def in_background(work: Callable[[], None]) -> Saving:
-    """Do work in a thread, which Python waits for when the program ends."""
+    """Do work in a thread, which Python waits for when the program ends, also after Ctrl-C."""
     saving = Saving()
     saving.set_running_or_notify_cancel()
     if multiprocessing.parent_process() is not None and not any(s.is_here() for s in _untold):
         # One that was forked ends without Python's last steps.
         Finalize(None, _end_worker, exitpriority=-1000)
-    threading.Thread(target=_run, args=(saving, work), name="zero.save").start()
+    AwaitedThread(partial(answer, saving, work), "zero.save").start()
     _untold.add(saving)
     return saving
-
-
-def _run(saving: Saving, work: Callable[[], None]) -> None:
-    try:
-        work()
-    except BaseException as error:
-        saving.set_exception(error)
-    else:
-        saving.set_result(None)
 
 
 def _tell() -> bool:

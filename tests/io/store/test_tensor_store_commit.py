@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from store_engines import LazyIO
 
 from deepspeed_ext import io
 from deepspeed_ext.io._native import native
@@ -136,6 +137,40 @@ def test_the_order_of_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert done == [parent, *again], "the manifest that it found is the one to stay"
     TensorStore(tmp_path / "s", durable=True, read_only=True).close()
     assert len(done) == 4, "a reader brings nothing to the disk"
+
+
+def test_a_commit_waits_for_each_write(tmp_path: Path) -> None:
+    with LazyIO() as engine, TensorStore(tmp_path / "s", durable=True, engine=engine) as store:
+        for number, name in enumerate("abc"):
+            store.put_async(name, torch.full((3000,), float(number)))
+        assert engine.ran() == []
+        store.commit()
+        assert engine.ran() == ["write"] * 3
+        shutil.copytree(tmp_path / "s", tmp_path / "copy")
+    with TensorStore(tmp_path / "copy", durable=True, read_only=True) as store:
+        for number, name in enumerate("abc"):
+            assert torch.equal(store.get(name), torch.full((3000,), float(number)))
+
+
+def test_nothing_that_a_failed_fsync_may_have_lost_is_read(
+    tmp_path: Path, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first, the last, and all between; what an earlier commit has stays."""
+    with TensorStore(tmp_path / "s", durable=True) as store:
+        store.put("kept", torch.ones(3000))
+        store.commit()
+        for name in "abc":
+            store.put(name, torch.ones(3000))
+        fault("data", OSError(errno.EIO, "injected"))
+        with pytest.raises(OSError, match="injected"):
+            store.commit()
+        monkeypatch.undo()
+        for name in "abc":
+            with pytest.raises(OSError, match="injected"):
+                store.get(name)
+            store.delete(name)
+        assert torch.equal(store.get("kept"), torch.ones(3000))
+        assert store.stats()["used_bytes"] == 12_288
 
 
 @pytest.mark.parametrize("step", STEPS)

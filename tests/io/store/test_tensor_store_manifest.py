@@ -70,6 +70,18 @@ def test_every_cut_is_found(cut: int) -> None:
         decode(text[: cut % len(text)], LENGTH)
 
 
+def test_the_last_tensor_may_end_with_the_file() -> None:
+    """Whatever its place among the names, and of a file that ends within its last page."""
+    entries = {
+        "last": ManifestEntry(TensorInfo(torch.uint8, (2 * PAGE,), 2 * PAGE, 1), 3 * PAGE),
+        "first": ManifestEntry(TensorInfo(torch.uint8, (3 * PAGE,), 3 * PAGE, 2), 0),
+    }
+    assert decode(encode(entries), 5 * PAGE) == entries
+    for length in (5 * PAGE - 1, 3 * PAGE, 0):
+        with pytest.raises(BadManifest, match=f"but the data file has {length}$"):
+            decode(encode(entries), length)
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
     | st.sampled_from([2**63, -1, 1 << 40, "float32", "a", 2**70, 10**30]),
