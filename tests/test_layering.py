@@ -32,7 +32,8 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("__main__", "environment", "self_checks"),
     ),
     "inference": (
-        ("float8", "folder", "graphs", "pages", "policy", "ragged", "sampling", "sending", "text"),
+        ("float8", "folder", "graphs", "pages", "policy", "prompts", "ragged", "sampling"),
+        ("sending", "text"),
         ("turns", "weight_memory"),
         ("kv_cache", "policies", "requests", "rotation"),
         ("architecture", "arguments", "stream"),

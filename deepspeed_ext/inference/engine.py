@@ -1,45 +1,31 @@
 """InferenceEngine: a model with our kernels inside, that continues prompts."""
 
-import operator
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Protocol, SupportsIndex, overload
+from typing import Any, Literal, NoReturn, SupportsIndex, overload
 
 import torch
-from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from deepspeed_ext.inference.decoder import Decoder
 from deepspeed_ext.inference.kv_cache import KVCache
+from deepspeed_ext.inference.prompts import Mask, PromptReader, Prompts, Tokenizer
 from deepspeed_ext.inference.requests import Call, Completion, Prompt, Request
 from deepspeed_ext.inference.room import check_positions
 from deepspeed_ext.inference.sampling import SamplingOptions, key_of
 from deepspeed_ext.inference.scheduler import Scheduler
 from deepspeed_ext.inference.steps import Steps
 from deepspeed_ext.inference.stream import Stream
-from deepspeed_ext.inference.text import Text
+from deepspeed_ext.inference.text import Text, run_byte_of
 from deepspeed_ext.inference.turns import Turns
 
-Ids = Sequence[int] | Tensor
-Prompts = str | Ids | Sequence[str] | Sequence[Ids]
 Options = SamplingOptions | Sequence[SamplingOptions]
-_NO_NUMBERS = (bytes, bytearray, Mapping, Set)  # of tokens, although numbers may come out of them
 _NAMES = tuple(field.name for field in fields(SamplingOptions))
-
-
-class Tokenizer(Protocol):
-    """What an engine needs for text."""
-
-    def encode(self, text: str, /) -> list[int]:
-        """Return the tokens of a text."""
-
-    def decode(self, ids: list[int], /) -> str:
-        """Return the text of tokens."""
 
 
 class InferenceEngine:
@@ -64,6 +50,7 @@ class InferenceEngine:
             With fewer, completions wait until there is room for all that they may become.
         tokenizer: None, or for prompts that are text, and completions: `encode` and `decode`.
         stop_tokens: that end completions, where a call says nothing else.
+        pad_tokens: that rows of one length are filled up with; see `generate`.
         cuda_graphs: whether steps are recorded once and replayed, on CUDA.
         pack_prefill: whether parts of prompts, 1024 tokens at most, are taken in together, and
             those that go on take their step with them, so that weights are read once for all.
@@ -85,6 +72,7 @@ class InferenceEngine:
         pages: int | None = None,
         tokenizer: Tokenizer | None = None,
         stop_tokens: Sequence[int] = (),
+        pad_tokens: Sequence[int] = (),
         cuda_graphs: bool = True,
         pack_prefill: bool = False,
         report: Any = None,
@@ -93,7 +81,8 @@ class InferenceEngine:
         check_positions(of, decoder.weights.positions, max_tokens)
         self.decoder, self.device = decoder, embedding.device
         self.max_batch, self.max_tokens = max_batch, max_tokens
-        self.tokenizer, self.stop_tokens = tokenizer, tuple(stop_tokens)
+        self.tokenizer = tokenizer
+        self.stop_tokens, self.pad_tokens = tuple(stop_tokens), tuple(pad_tokens)
         self.cuda_graphs, self.report = cuda_graphs, report
         self.cache = KVCache(
             max_batch,
@@ -117,7 +106,9 @@ class InferenceEngine:
             packs=pack_prefill,
         )
         self._turns = Turns()
-        self._process, self._vocabulary = os.getpid(), of.vocabulary
+        self._process = os.getpid()
+        self._vocabulary = of.vocabulary
+        self._asked: tuple[Tokenizer, int | None] | None = None
         self._is_open, self._has_given_back = True, False
 
     @overload
@@ -126,6 +117,7 @@ class InferenceEngine:
         prompts: Prompts,
         options: Options | None = None,
         *,
+        attention_mask: Mask | None = None,
         stream: Literal[False] = False,
         progress: bool = False,
         **changes: Any,
@@ -137,6 +129,7 @@ class InferenceEngine:
         prompts: Prompts,
         options: Options | None = None,
         *,
+        attention_mask: Mask | None = None,
         stream: Literal[True],
         progress: bool = False,
         **changes: Any,
@@ -147,6 +140,7 @@ class InferenceEngine:
         prompts: Prompts,
         options: Options | None = None,
         *,
+        attention_mask: Mask | None = None,
         stream: bool = False,
         progress: bool = False,
         **changes: Any,
@@ -158,7 +152,14 @@ class InferenceEngine:
 
         Args:
             prompts: text, or the numbers of tokens; or several of either, or none, as an empty
-                list is. A prompt itself has a token at least.
+                list is. A prompt itself has a token at least. Each token of a list counts. So does
+                each of a tensor, but for one of several rows with padding, which is refused
+                without a mask: if a row begins or ends in a pad token. Such are those that the
+                generation config, the config and the tokenizer name, or, where none does, the stop
+                tokens of the engine, as many tokenizers have no other; that each row begins with
+                one stop token is no padding. Without any of these nothing can be told from padding.
+            attention_mask: 1 or True for each token of prompts that counts, wherever it is, and 0
+                or False for the others, which are left out; None if all count.
             options: for all prompts, or a sequence of them, one for each.
             stream: whether to return an iterator of pieces at once, in place of completions in the
                 end. Closing it, or letting go of it, cancels what is not done, and waits for
@@ -180,7 +181,8 @@ class InferenceEngine:
                 All completions of the call are cancelled.
         """
         self._check_usable()
-        some, call = self._numbers(prompts), Call()
+        reader = PromptReader(self.tokenizer, self._vocabulary, self.stop_tokens, self.pad_tokens)
+        some, call = reader.tokens_of(prompts, attention_mask), Call()
         wanted = self._options(options, changes, len(some))
         self._ask(call, some, wanted, stream)
         running = Stream(call, self._advance, self._scheduler.cancel, self._sweep)
@@ -200,46 +202,6 @@ class InferenceEngine:
             return running.completions()
         finally:
             running.close()
-
-    def _numbers(self, prompts: Prompts) -> list[list[int]]:
-        """Return the tokens of each prompt."""
-        given = _plain("prompts", prompts)
-        if not isinstance(given, Iterable) or isinstance(given, _NO_NUMBERS):
-            raise TypeError(
-                f"generate: prompts is {given!r:.60}, expected text, numbers of tokens, or several"
-                " of either"
-            )
-        each_given = enumerate([given] if isinstance(given, str) else given)
-        some: list[Any] = [_plain(f"prompt {i}", each) for i, each in each_given]
-        if some and not any(isinstance(each, Sequence) for each in some):
-            some = [some]
-        return [self._numbers_of(i, each) for i, each in enumerate(some)]
-
-    def _numbers_of(self, i: int, prompt: Any) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(
-                    f"generate: prompt {i} is text, expected numbers of tokens, as the engine has"
-                    " no tokenizer"
-                )
-            prompt = self.tokenizer.encode(prompt)
-        try:
-            if isinstance(prompt, _NO_NUMBERS):
-                raise TypeError
-            tokens = [operator.index(token) for token in prompt]
-            if any(type(token) is bool for token in prompt):  # as a mask has
-                raise TypeError
-        except TypeError:
-            raise TypeError(
-                f"generate: prompt {i} is {prompt!r:.60}, expected text, or numbers of tokens"
-            ) from None
-        if not tokens:
-            raise ValueError(f"generate: prompt {i} is empty, expected at least one token")
-        last = self._vocabulary - 1
-        if min(tokens) < 0 or max(tokens) > last:
-            wrong = next(token for token in tokens if not 0 <= token <= last)
-            raise ValueError(f"generate: prompt {i} has token {wrong}, expected 0 to {last}")
-        return tokens
 
     def _options(
         self, options: Options | None, changes: dict[str, Any], count: int
@@ -275,10 +237,17 @@ class InferenceEngine:
             for sample in range(wanted.n):
                 text = None
                 if self.tokenizer is not None:
-                    text = Text(self.tokenizer.decode, wanted.stop, in_pieces=stream)
+                    decode, byte = self.tokenizer.decode, self._run_byte(self.tokenizer)
+                    text = Text(decode, wanted.stop, in_pieces=stream, run_byte=byte)
                 key, news = key_of(seed, sample), deque[tuple[int, str]]() if stream else None
                 one = Request(call, prompt, wanted, sample, seed, key, frozenset(stop), text, news)
                 self._scheduler.check(one, self.max_tokens)
+
+    def _run_byte(self, tokenizer: Tokenizer) -> int | None:
+        """Return what `run_byte_of` does, which is asked once for a tokenizer."""
+        if self._asked is None or self._asked[0] is not tokenizer:
+            self._asked = tokenizer, run_byte_of(tokenizer.encode, tokenizer.decode)
+        return self._asked[1]
 
     def _advance(self, is_enough: Callable[[], bool]) -> None:
         """Compute a step for all, or wait for another thread to; not if it is enough by then."""
@@ -364,15 +333,6 @@ class InferenceEngine:
 def _bar(total: int) -> Any:
     """Return a bar of tokens, on stderr if that is a terminal."""
     return tqdm(total=total, unit="token", disable=None)
-
-
-def _plain(name: str, value: Any) -> Any:
-    """Return lists in place of a tensor or an array, which may be one of no floats."""
-    if not hasattr(value, "tolist"):
-        return value
-    if "float" in str(getattr(value, "dtype", "")):
-        raise TypeError(f"generate: {name} has dtype {value.dtype}, expected whole numbers")
-    return value.tolist()
 
 
 def _several(options: Options, count: int) -> list[SamplingOptions]:

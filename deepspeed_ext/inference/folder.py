@@ -48,13 +48,17 @@ class ModelFolder:
         self._check_adapter()
         self.config = _fields(path / "config.json")
         self._check_quantization()
-        generation = path / "generation_config.json"
-        self.generation_config = _fields(generation) if generation.exists() else {}
+        self.generation_config = self.fields_of("generation_config.json")
         self.shards = Shards(_OP, path)
 
     def described(self) -> "Described":
         """Return the tensors without values."""
         return Described(self.shards.tensors)
+
+    def fields_of(self, name: str) -> dict[str, Any]:
+        """Return what a file of the folder says, nothing if it is not there."""
+        path = self.path / name
+        return _fields(path) if path.exists() else {}
 
     def _check_adapter(self) -> None:
         if (self.path / _ADAPTER).exists():  # of which the other files say nothing

@@ -80,8 +80,8 @@ def init_inference(
     all tensors, what the table reads of the configuration, and whether all has room, are checked
     before the first is read.
 
-    Of a generation config the tokens that end a text count, and nothing else: how tokens are chosen
-    is said by each call, see ``SamplingOptions``.
+    Of a generation config the tokens that end a text and that for padding count, and nothing else:
+    how tokens are chosen is said by each call, see ``SamplingOptions``.
 
     Args:
         model: a module with a `config` as Hugging Face's have, or any mapping; or a folder with
@@ -138,6 +138,7 @@ def init_inference(
             kv_quantized=settings.kv_dtype,
             tokenizer=text_tokens,
             stop_tokens=stop_tokens,
+            pad_tokens=source.pad_tokens(policy),
             cuda_graphs=settings.cuda_graphs,
             pack_prefill=settings.pack_prefill,
             report=report,
@@ -199,14 +200,24 @@ class _Source:
 
     def stop_tokens(self, policy: Policy) -> tuple[int, ...]:
         """Return the tokens that end a text."""
-        places = self._generation, self.config, policy.part_of(self.config)
-        said = (place.get("eos_token_id") for place in places)
-        found = next((each for each in said if each is not None), None)
-        tokens = found if isinstance(found, list) else [] if found is None else [found]
+        said = self._said(policy, "eos_token_id")
+        found = said[0] if said else []
+        tokens = found if isinstance(found, list) else [found]
         for token in tokens:
             if type(token) is not int:
                 raise ValueError(f"{_OP}: eos_token_id is {found!r:.60}, expected whole numbers")
         return tuple(tokens)
+
+    def pad_tokens(self, policy: Policy) -> tuple[int, ...]:
+        """Return the tokens that rows may have been filled up with; old files say -1 for none."""
+        said = self._said(policy, "pad_token_id")
+        return tuple(dict.fromkeys(each for each in said if type(each) is int and each >= 0))
+
+    def _said(self, policy: Policy, key: str) -> list[Any]:
+        """Return what is said of a key, that which counts first."""
+        places = self._generation, self.config, policy.part_of(self.config)
+        said = (place.get(key) for place in places)
+        return [each for each in said if each is not None]
 
 
 class _Loading:

@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.inference.engine import Tokenizer
 from deepspeed_ext.inference.folder import ModelFolder
+from deepspeed_ext.inference.prompts import Tokenizer
 
 _OP = "init_inference"
 _logger = logging.getLogger("deepspeed_ext")
@@ -16,9 +16,19 @@ class _OfLibrary:
     """One of the package tokenizers, whose `encode` returns more than numbers.
 
     What a file says of padding and of a greatest length is for training: a prompt is taken whole.
+
+    Args:
+        tokenizer: of the package.
+        pad_token: the text of that for padding, or None for what the tokenizer itself says.
+
+    Attributes:
+        pad_token_id: the number of it, or None.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, pad_token: str | None = None) -> None:
+        padding = tokenizer.padding or {}
+        named = None if pad_token is None else tokenizer.token_to_id(pad_token)
+        self.pad_token_id: int | None = padding.get("pad_id") if named is None else named
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
@@ -65,7 +75,7 @@ def tokenizer_of(folder: ModelFolder | None, given: Any) -> Tokenizer | None:
         return None
     file = folder.path / "tokenizer.json"
     if file.exists() and _has("tokenizers"):
-        return _read(file)
+        return _read(folder, file)
     if any(folder.path.glob("tokenizer*")) and _has("transformers"):
         return _by_transformers(folder.path)
     if any(folder.path.glob("tokenizer*")):
@@ -88,13 +98,16 @@ def _copied(tokenizer: Any) -> Any:
     return Library.from_str(tokenizer.to_str())  # others of the package are around one of these
 
 
-def _read(file: Path) -> Tokenizer:
+def _read(folder: ModelFolder, file: Path) -> Tokenizer:
     from tokenizers import Tokenizer as Library
 
     try:
-        return _OfLibrary(Library.from_file(str(file)))
+        tokenizer = Library.from_file(str(file))
     except Exception as error:  # the package raises nothing more special
         raise ValueError(f"{_OP}: {file} is no tokenizer: {error}") from None
+    pad = folder.fields_of("tokenizer_config.json").get("pad_token")  # the file itself seldom says
+    text = pad.get("content") if isinstance(pad, dict) else pad  # with how it is split off
+    return _OfLibrary(tokenizer, text if isinstance(text, str) else None)
 
 
 def _by_transformers(path: Path) -> Tokenizer:

@@ -1,5 +1,7 @@
 """A completion has the same tokens and log-probabilities alone and in any company."""
 
+import itertools
+import math
 import random
 from typing import Any
 
@@ -90,6 +92,38 @@ def test_among_others(slots: int, padded: bool, ahead: bool, device: str) -> Non
         assert found == [expected[i] for i in order]
         tiny.check_all_is_free(engine)
     engine.cache.check()
+
+
+def mixed(word: int) -> int:
+    """The mixing of SplitMix64, by its constants."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        word = (word ^ (word >> shift)) * factor % 2**64
+    return word ^ (word >> 31)
+
+
+@ON_BOTH
+@AHEAD
+def test_each_token_is_drawn_by_one_number_of_its_place(ahead: bool, device: str) -> None:
+    """Of seed, sample and place, in plain ints: as many draws as tokens, whatever else runs."""
+    wanted = dict(max_new_tokens=12, temperature=0.8, top_k=5, seed=11, n=3, logprobs=20)
+    others = asked(9, seed=4, longest=20, most=20)
+    engine = make(device, ahead, max_batch=6)
+    for before in ([], others[:5], others):
+        rest = others[len(before) :] if before else []
+        some = [*before, ([5, 6], SamplingOptions(**wanted)), *rest]
+        found = engine.generate([prompt for prompt, _ in some], [options for _, options in some])
+        for one in (each for each in found if each.prompt == len(before)):
+            assert one.top_logprobs is not None and len(one.tokens) == 12
+            key = mixed((mixed(11) + one.sample) % 2**64)
+            for i, (token, top) in enumerate(zip(one.tokens, one.top_logprobs, strict=True)):
+                state = (key + (i + 1) * 0x9E3779B97F4A7C15) % 2**64
+                share = (mixed(state) >> 11) * 2.0**-53
+                kept = sorted(top[:5])  # in the order of tokens
+                weights = [math.exp(logprob / 0.8) for _, logprob in kept]
+                ends = list(itertools.accumulate(weights))
+                assert token == next(
+                    t for (t, _), end in zip(kept, ends, strict=True) if end > share * ends[-1]
+                )
 
 
 @ON_BOTH

@@ -155,6 +155,44 @@ def test_stop_tokens_are_those_of_the_folder(
 
 
 @pytest.mark.parametrize(
+    ("of_config", "of_generation", "of_tokenizer", "expected"),
+    [
+        (None, None, None, ()),
+        (3, None, None, (3,)),
+        (-1, 4, None, (4,)),
+        (3, 4, "!", (4, 3, 1)),
+        (None, None, {"content": "!", "lstrip": False}, (1,)),
+        (None, None, "nowhere", ()),
+        (0, 0, None, (0,)),
+    ],
+)
+def test_pad_tokens_are_all_that_are_named(
+    of_config: Any, of_generation: Any, of_tokenizer: Any, expected: Any, tmp_path: Path
+) -> None:
+    import tokenizers
+
+    tiny_folder.write(tmp_path, {**tiny_folder.CONFIG, "pad_token_id": of_config})
+    (tmp_path / "generation_config.json").write_text(json.dumps({"pad_token_id": of_generation}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pad_token": of_tokenizer}))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "!": 1}, unk_token="a"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    engine = init_inference(tmp_path)
+    rows = torch.tensor([[5, 6], [5, 6], [5, 6]])
+    for pad in expected or (2,):  # the stop token, where there is no other
+        rows[1, 1] = pad
+        with pytest.raises(ValueError, match=f"^generate: prompt 1 ends with token {pad}, which"):
+            engine.generate(rows)
+    for token in {0, 1, 2, 3, 4} - set(expected or (2,)):
+        rows[1, 1] = token
+        assert len(engine.generate(rows, max_new_tokens=0)) == 3
+    tokenizer.enable_padding(pad_id=7)
+    given = init_inference(tmp_path, tokenizer=tokenizer)
+    rows[1, 1] = 7
+    with pytest.raises(ValueError, match=r"^generate: prompt 1 ends with token 7, which"):
+        given.generate(rows)
+
+
+@pytest.mark.parametrize(
     ("of_whole", "of_part", "expected"),
     [(None, [1, 50], (1, 50)), (3, [1, 50], (3,)), (None, None, ())],
 )

@@ -129,6 +129,100 @@ def test_what_cannot_be_is_refused(
     check_all_is_free(engine)
 
 
+PADDED = "which is for padding, expected attention_mask beside a tensor of several rows with"
+
+
+@pytest.mark.parametrize(
+    ("pads", "rows", "text"),
+    [
+        ([0], [[5, 6, 7], [8, 0, 0]], "prompt 1 ends with token 0"),
+        ([0], [[5, 6, 7], [0, 0, 8]], "prompt 1 begins with token 0"),
+        ([0], [[5, 6, 0], [5, 7, 0]], "prompt 0 ends with token 0"),
+        ([0], [[0, 5], [0, 6]], "prompt 0 begins with token 0"),
+        ([0, 3], [[5, 6], [5, 3]], "prompt 1 ends with token 3"),
+        ([2], [[5, 6, 7], [8, 2, 2]], "prompt 1 ends with token 2"),
+        ([2], [[2, 6, 7], [2, 2, 7]], "prompt 1 begins with token 2"),
+        ([2], [[5, 6, 7], [2, 6, 7]], "prompt 1 begins with token 2"),
+        ([], [[5, 6, 7], [5, 6, 2]], "prompt 1 ends with token 2"),
+        ([0], [[5, 0, 6], [6, 0, 7]], None),
+        ([0], [[5, 6, 2], [5, 7, 2]], None),  # a stop token where there is one for padding
+        ([2], [[2, 6, 7], [2, 8, 9]], None),
+        ([0], [[5, 0, 0]], None),
+    ],
+)
+def test_padding_is_not_gone_on_from(pads: list[int], rows: list[list[int]], text: Any) -> None:
+    """In a tensor of several rows, unless a mask says that it counts; in lists each token does."""
+    engine = tiny.engine(pad_tokens=pads, stop_tokens=[2])
+    tensor, options = torch.tensor(rows), dict(max_new_tokens=3, stop_tokens=())
+    expected = engine.generate(rows, **options)
+    for given in (tensor, tensor.numpy(), tensor.int()):
+        if text is None:
+            assert tokens_of(engine.generate(given, **options)) == tokens_of(expected)
+            continue
+        with pytest.raises(ValueError) as error:
+            engine.generate(given, **options)
+        assert str(error.value).startswith(f"generate: {text}, {PADDED}")
+    ones = torch.ones_like(tensor)
+    for given in (list(tensor), rows):
+        assert tokens_of(engine.generate(given, **options)) == tokens_of(expected)
+    assert tokens_of(engine.generate(tensor, attention_mask=ones, **options)) == tokens_of(expected)
+    unknown = tiny.engine().generate(tensor, **options)  # of an engine that knows of no such token
+    assert tokens_of(unknown) == tokens_of(expected)
+
+
+def test_a_tokenizer_may_be_told_its_pad_token_late() -> None:
+    engine = tiny.engine(stop_tokens=[2])
+    engine.tokenizer = tiny.Bytes()
+    rows = torch.tensor([[5, 6], [5, 7]])
+    engine.generate(rows, max_new_tokens=1)
+    engine.tokenizer.pad_token_id = 7
+    with pytest.raises(ValueError, match=r"^generate: prompt 1 ends with token 7, which is for"):
+        engine.generate(rows)
+
+
+def tokens_of(completions: list[Completion]) -> list[list[int]]:
+    return [each.tokens for each in completions]
+
+
+def test_a_mask_says_which_tokens_count() -> None:
+    """To the left, to the right and in between, of tensors and lists."""
+    engine = tiny.engine(pad_tokens=[0])
+    rows, mask = [[0, 0, 5, 6], [7, 0, 8, 0], [1, 2, 3, 4]], [[0, 0, 1, 1], [1, 0, 1, 0], [1] * 4]
+    expected = engine.generate([[5, 6], [7, 8], [1, 2, 3, 4]], max_new_tokens=5)
+    tensor, counts = torch.tensor(rows), torch.tensor(mask)
+    for prompts in (rows, tensor, list(tensor)):
+        for given in (mask, counts, counts.bool(), counts.float(), list(counts)):
+            found = engine.generate(prompts, attention_mask=given, max_new_tokens=5)
+            assert tokens_of(found) == tokens_of(expected)
+    for one, given in ((rows[0], mask[0]), (tensor[0], counts[0])):
+        found = engine.generate(one, attention_mask=given, max_new_tokens=5)
+        assert tokens_of(found) == tokens_of(expected[:1])
+    assert engine.generate([], attention_mask=[]) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "mask", "text"),
+    [
+        ([[1, 2], [3]], [[1, 1]], "has 1 rows, expected 2, one for each prompt"),
+        ([[1, 2], [3]], [[1, 1], [1, 1]], "has length 2 for prompt 1, expected 1, that of the pr"),
+        ([[1, 2], [3]], [[1, 1], [0]], "counts no token of prompt 1, expected at least one"),
+        ([[1, 2]], [[1, -1]], "has -1, expected 0 or 1"),
+        ([[1, 2]], torch.tensor([[0.0, float("nan")]]), "has nan, expected 0 or 1"),
+        (["ab"], [[1, 1]], "is given and prompt 0 is text, expected None, or numbers of tokens"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(prompts: Any, mask: Any, text: str) -> None:
+    with pytest.raises(ValueError) as error:
+        with_text().generate(prompts, attention_mask=mask)
+    assert str(error.value).startswith(f"generate: attention_mask {text}")
+
+
+@pytest.mark.parametrize("mask", [1, torch.tensor(1), {"a": 1}, [[1], 1]])
+def test_a_mask_of_another_kind_is_refused(mask: Any) -> None:
+    with pytest.raises(TypeError, match=r"^generate: attention_mask is .*, expected 0 or 1 for"):
+        tiny.engine().generate([[1], [1]], attention_mask=mask)
+
+
 def test_text_takes_a_tokenizer() -> None:
     engine = tiny.engine()
     with pytest.raises(ValueError) as error:
@@ -197,6 +291,35 @@ def test_pieces_are_the_completions(ahead: bool) -> None:
             assert tokens[each.prompt, each.sample] == each.tokens
             assert texts[each.prompt, each.sample] == (each.text or "")
         check_all_is_free(engine)
+
+
+@pytest.mark.parametrize("stop", [(), ("\n",)], ids=["to the end", "with a stop string"])
+def test_pieces_end_within_a_character_as_the_whole_does(stop: tuple[str, ...]) -> None:
+    """Where a run of bytes is unknown as a whole, too, which the engine finds out."""
+    table = [*range(10, 42), *range(0xBB, 0xC4), *range(0xC4, 0xE0), *range(0x80, 0x9A), 0xF4, 0xBD]
+
+    class Runs:
+        def encode(self, text: str) -> list[int]:
+            return [table.index(byte) for byte in text.encode()]
+
+        def decode(self, ids: list[int]) -> str:
+            try:
+                return bytes(table[i] for i in ids).decode()
+            except UnicodeDecodeError:
+                return "\ufffd" * len(ids)
+
+    engine = tiny.engine(tokenizer=Runs())
+    for seed in range(3):
+        for count in range(1, 30, 7):
+            options = dict(max_new_tokens=count, temperature=3.0, seed=seed, n=4, stop=stop)
+            whole = engine.generate([table.index(0xC3)], **options)
+            stream = engine.generate([table.index(0xC3)], **options, stream=True)
+            texts = [""] * 4
+            for piece in stream:
+                texts[piece.sample] += piece.text
+            assert texts == [each.text for each in whole]
+            assert whole == stream.completions()
+            assert stop or texts == [Runs().decode(each.tokens) for each in whole]
 
 
 def test_the_first_piece_comes_before_the_last_token_is_made() -> None:

@@ -1,13 +1,17 @@
 """KVCache: ten thousand random operations against a dict of tensors; every error."""
 
+import queue
 import random
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from deepspeed_ext.inference import KVCache
+from deepspeed_ext.inference.pages import Pages
 
 HEADS, WIDTH = 1, 2
 
@@ -248,6 +252,81 @@ def test_threads_take_different_pages() -> None:
         thread.join()
     tables = [page for table in cache._pages.tables for page in table]
     assert sorted(tables) == list(range(80)) and cache.layer(0).lengths.tolist() == [640] * 8
+
+
+CHANGES: dict[str, Callable[[KVCache], None]] = {  # of a cache whose slot 0 has two pages
+    "reserve": lambda cache: cache.reserve([0, 1], 64),
+    "fork": lambda cache: cache.fork(0, 1),
+    "reorder": lambda cache: cache.reorder([1, 0], [0, 0]),
+    "truncate": lambda cache: cache.truncate(0, 3),
+    "free": lambda cache: cache.free(0),
+    "clear": lambda cache: cache.clear(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_who_changes_the_tables_has_the_lock(name: str) -> None:
+    """From the first look at them to the last, so that two threads never take the same page."""
+
+    class Watched(Pages):
+        def __getattribute__(self, attribute: str) -> Any:
+            assert cache._lock.locked()
+            seen.append(attribute)
+            return super().__getattribute__(attribute)
+
+    cache, seen = KVCache(3, 200, HEADS, WIDTH, dtype=torch.float32), list[str]()
+    cache.reserve(0, 70)
+    cache._pages.__class__ = Watched
+    CHANGES[name](cache)
+    assert seen and not cache._lock.locked()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_thread_waits_until_another_has_changed_the_tables(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held up in the middle, it lets no other thread look for free pages."""
+    cache = KVCache(3, 200, HEADS, WIDTH, dtype=torch.float32)
+    cache.reserve(0, 70)
+    events, is_inside, may_go_on = queue.Queue[str](), threading.Event(), threading.Event()
+    lock, send, plan = cache._lock, KVCache._send_lengths, Pages.plan
+
+    class Asked:
+        def __enter__(self) -> None:
+            if threading.current_thread() is second:
+                events.put("asks for the lock")
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    def held_up(self: KVCache) -> None:
+        if threading.current_thread() is first:
+            is_inside.set()
+            assert may_go_on.wait(60)
+        send(self)
+
+    def noted(self: Pages, *arguments: Any) -> Any:
+        if threading.current_thread() is second:
+            events.put("looks for pages")
+        return plan(self, *arguments)
+
+    first = threading.Thread(target=CHANGES[name], args=(cache,), daemon=True)
+    second = threading.Thread(target=cache.reserve, args=(2, 65), daemon=True)
+    monkeypatch.setattr(cache, "_lock", Asked())
+    monkeypatch.setattr(KVCache, "_send_lengths", held_up)
+    monkeypatch.setattr(Pages, "plan", noted)
+    first.start()
+    assert is_inside.wait(60)
+    second.start()
+    assert events.get(timeout=60) == "asks for the lock" and events.empty()
+    may_go_on.set()
+    first.join(60)
+    second.join(60)
+    assert events.get(timeout=60) == "looks for pages" and cache.length(2) == 65
+    holders = [sum(page in table for table in cache._pages.tables) for page in range(12)]
+    assert holders == cache._pages.holders and holders.count(0) == cache.free_pages
+    assert cache.layer(0).lengths.tolist() == cache._pages.lengths
 
 
 def test_a_step_without_a_new_page_touches_no_table() -> None:

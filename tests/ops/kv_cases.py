@@ -26,6 +26,8 @@ def make_kv(
 ) -> PagedKV:
     """Make the cache of these slots, float or int8 or float8_e4m3fn codes.
 
+    Behind its last page is one more in memory, of finite numbers, which no op is to read or write.
+
     Args:
         lengths: of the slots.
         heads: of keys.
@@ -47,7 +49,8 @@ def make_kv(
         table[slot, :count] = order[begin : begin + count]
         begin += count
     step = max(1, 16 // dtype.itemsize)
-    shape = (pages, heads, PAGE, -(-width // step) * step)
+    behind = pages + 1  # of the memory, so that there is a page that the cache has not
+    shape = (behind, heads, PAGE, -(-width // step) * step)
     stored, scales = [], []
     for i in range(2):
         floats = torch.randn(shape, generator=random)
@@ -63,19 +66,20 @@ def make_kv(
                 values.transpose(1, 2).flatten(0, 1)[length:] = torch.nan
                 keep = torch.arange(len(places) * PAGE).view(-1, 1, PAGE, 1) < length
                 made[places] = torch.where(keep, values, torch.nan).to(dtype)
-            stored.append(made.to(device)[..., :width])
+            made[pages] = 0
+            stored.append(made.to(device)[:pages, ..., :width])
         else:
             codes = floats.mul(60 if dtype == torch.int8 else 100)
             largest = 127 if dtype == torch.int8 else torch.finfo(dtype).max
             least = -128 if dtype == torch.int8 else -largest  # whoever wrote the cache may use it
             codes = codes.clamp(least, largest)  # torch 2.11 makes NaN of more
-            stored.append(codes.to(dtype).to(device)[..., :width])
+            stored.append(codes.to(dtype).to(device)[:pages, ..., :width])
             scale = torch.rand(shape[:3], generator=random) * 0.02 + 0.01
             for slot, length in enumerate(lengths):  # NaN where no token is
                 places = table[slot, : of_slot[slot]].long()
                 keep = torch.arange(len(places) * PAGE).view(-1, 1, PAGE) < length
                 scale[places] = torch.where(keep, scale[places], torch.nan)
-            scales.append(scale.to(device))
+            scales.append(scale.to(device)[:pages])
     return PagedKV(
         stored[0],
         stored[1],

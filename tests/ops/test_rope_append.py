@@ -207,6 +207,7 @@ WRONG = {
     "length below 0": lambda kv: kv.lengths.__setitem__(1, -3),
     "no length, as a free slot": lambda kv: kv.lengths.__setitem__(1, 0),
     "page beyond": lambda kv: kv.table.__setitem__((1, 4), 10_000),
+    "page behind the last": lambda kv: kv.table.__setitem__((1, 4), len(kv.keys)),
     "page below": lambda kv: kv.table.__setitem__((1, 4), -1),
 }
 

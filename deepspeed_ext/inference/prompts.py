@@ -1,0 +1,156 @@
+"""What `generate` takes as prompts, and the numbers of tokens that it comes to."""
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+Ids = Sequence[int] | Tensor
+Prompts = str | Ids | Sequence[str] | Sequence[Ids]
+Mask = Ids | Sequence[Ids]
+_NO_NUMBERS = (bytes, bytearray, Mapping, Set)  # of tokens, although numbers may come out of them
+
+
+class Tokenizer(Protocol):
+    """What an engine needs for text."""
+
+    def encode(self, text: str, /) -> list[int]:
+        """Return the tokens of a text."""
+
+    def decode(self, ids: list[int], /) -> str:
+        """Return the text of tokens."""
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Makes tokens of prompts, or says what is wrong with them.
+
+    Args:
+        tokenizer: for text, or None.
+        vocabulary: how many tokens there are.
+        stop_tokens: of the engine.
+        pad_tokens: likewise, beside the tokenizer's; where there are none, stop tokens are mostly
+            used for it.
+    """
+
+    tokenizer: Tokenizer | None
+    vocabulary: int
+    stop_tokens: tuple[int, ...]
+    pad_tokens: tuple[int, ...]
+
+    def tokens_of(self, prompts: Prompts, mask: Mask | None = None) -> list[list[int]]:
+        """Return the tokens of each prompt; see `InferenceEngine.generate`."""
+        given = _plain("prompts", prompts)
+        if not isinstance(given, Iterable) or isinstance(given, _NO_NUMBERS):
+            raise TypeError(
+                f"generate: prompts is {given!r:.60}, expected text, numbers of tokens, or several"
+                " of either"
+            )
+        each_given = enumerate([given] if isinstance(given, str) else given)
+        some: list[Any] = [_plain(f"prompt {i}", each) for i, each in each_given]
+        if some and not any(isinstance(each, Sequence) for each in some):
+            some = [some]
+        found = [self._tokens(i, each) for i, each in enumerate(some)]
+        if mask is not None:
+            return _counted(some, found, mask)
+        if given is not prompts and len(found) > 1:  # a tensor, or an array
+            self._check_padding(found)
+        return found
+
+    def _tokens(self, i: int, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(
+                    f"generate: prompt {i} is text, expected numbers of tokens, as the engine has"
+                    " no tokenizer"
+                )
+            prompt = self.tokenizer.encode(prompt)
+        try:
+            if isinstance(prompt, _NO_NUMBERS):
+                raise TypeError
+            tokens = [operator.index(token) for token in prompt]
+            if any(type(token) is bool for token in prompt):  # as a mask has
+                raise TypeError
+        except TypeError:
+            raise TypeError(
+                f"generate: prompt {i} is {prompt!r:.60}, expected text, or numbers of tokens"
+            ) from None
+        if not tokens:
+            raise ValueError(f"generate: prompt {i} is empty, expected at least one token")
+        last = self.vocabulary - 1
+        if min(tokens) < 0 or max(tokens) > last:
+            wrong = next(token for token in tokens if not 0 <= token <= last)
+            raise ValueError(f"generate: prompt {i} has token {wrong}, expected 0 to {last}")
+        return tokens
+
+    def _check_padding(self, rows: list[list[int]]) -> None:
+        """Raise if rows of one length are filled up, as the model would go on from that."""
+        of_tokenizer = getattr(self.tokenizer, "pad_token_id", None)  # now: it is often set late
+        pads = {*self.pad_tokens, *([] if of_tokenizer is None else [of_tokenizer])}
+        for pad in pads or self.stop_tokens:
+            begins = [row[0] == pad for row in rows]
+            if pad in self.stop_tokens and all(begins):  # texts of GPT-2 begin with it
+                begins = [row[:2] == [pad, pad] for row in rows]
+            for i, (row, begin) in enumerate(zip(rows, begins, strict=True)):
+                if begin or row[-1] == pad:
+                    raise ValueError(
+                        f"generate: prompt {i} {'begins' if begin else 'ends'} with token {pad},"
+                        " which is for padding, expected attention_mask beside a tensor of several"
+                        " rows with padding; or lists, of which each token counts"
+                    )
+
+
+def _counted(prompts: list[Any], tokens: list[list[int]], mask: Mask) -> list[list[int]]:
+    """Return those tokens of each prompt that a mask counts."""
+    rows = _rows_of(mask)
+    if len(rows) != len(tokens):
+        raise ValueError(
+            f"generate: attention_mask has {len(rows)} rows, expected {len(tokens)}, one for each"
+            " prompt"
+        )
+    found = []
+    for i, (prompt, each, row) in enumerate(zip(prompts, tokens, rows, strict=True)):
+        if isinstance(prompt, str):
+            raise ValueError(
+                f"generate: attention_mask is given and prompt {i} is text, expected None, or"
+                " numbers of tokens"
+            )
+        if len(row) != len(each):
+            raise ValueError(
+                f"generate: attention_mask has length {len(row)} for prompt {i}, expected"
+                f" {len(each)}, that of the prompt"
+            )
+        wrong = [value for value in row if value not in (0, 1)]
+        if wrong:
+            raise ValueError(f"generate: attention_mask has {wrong[0]!r:.60}, expected 0 or 1")
+        kept = [token for token, counts in zip(each, row, strict=True) if counts]
+        if not kept:
+            raise ValueError(
+                f"generate: attention_mask counts no token of prompt {i}, expected at least one"
+            )
+        found.append(kept)
+    return found
+
+
+def _rows_of(mask: Mask) -> list[Any]:
+    """Return a row for each prompt, of which there may be one."""
+    given = _plain("attention_mask", mask, floats=True)
+    some = isinstance(given, Sequence) and not isinstance(given, str)
+    rows = [_plain("attention_mask", row, floats=True) for row in given] if some else []
+    of_rows = [isinstance(row, Sequence) for row in rows]
+    if not some or (any(of_rows) and not all(of_rows)):
+        raise TypeError(
+            f"generate: attention_mask is {given!r:.60}, expected 0 or 1 for each token"
+        )
+    return rows if all(of_rows) else [rows]
+
+
+def _plain(name: str, value: Any, *, floats: bool = False) -> Any:
+    """Return lists in place of a tensor or an array, which may be one of no floats."""
+    if not hasattr(value, "tolist"):
+        return value
+    if not floats and "float" in str(getattr(value, "dtype", "")):
+        raise TypeError(f"generate: {name} has dtype {value.dtype}, expected whole numbers")
+    return value.tolist()
