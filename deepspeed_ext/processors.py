@@ -115,17 +115,17 @@ class Share:
         """
         import torch  # here, as a report has to work without
 
-        if self.is_bound:
-            try:
-                os.sched_setaffinity(0, self.processors)  # its team inherits it
-            except OSError as error:  # what forbids that, or took a processor away
-                logger.warning("threads cannot be kept on %s: %s", self, error)
         of_all = torch.get_num_threads()
         if threads != of_all:
             torch.set_num_threads(threads)
             # New threads begin with the number that was set last, in whatever thread.
             with contextlib.suppress(RuntimeError):  # there is no thread to be had
                 _in_thread(partial(torch.set_num_threads, of_all))
+        if self.is_bound:  # after the former, which starts threads of a pool that is for all
+            try:
+                os.sched_setaffinity(0, self.processors)  # the team inherits it
+            except OSError as error:  # what forbids that, or took a processor away
+                logger.warning("threads cannot be kept on %s: %s", self, error)
 
     def touching(self, nbytes: int, make: Callable[[], Made]) -> Made:
         """Return memory that is made, and touched first, where the threads run."""

@@ -1,5 +1,6 @@
 """Which processors a process takes, on machines that are made up."""
 
+import contextlib
 import itertools
 import os
 import threading
@@ -297,22 +298,43 @@ def of_new_thread() -> tuple[int, set[int]]:
     return found[0]
 
 
+def tasks() -> set[int]:
+    """Return all threads of this process."""
+    return set(map(int, os.listdir("/proc/self/task")))
+
+
+def masks_of(threads: set[int]) -> list[set[int]]:
+    """Return where some threads may run, but for those that are over."""
+    found = []
+    for thread in threads:
+        with contextlib.suppress(ProcessLookupError):
+            found.append(os.sched_getaffinity(thread))
+    return found
+
+
 def test_a_thread_that_enters_leaves_all_others_as_they_are() -> None:
     mask = os.sched_getaffinity(0)
     one = min(mask)
     share = Share(frozenset({one}), is_bound=True, wanted=3)
     before = torch.get_num_threads(), of_new_thread()
     inside: list[tuple[int, set[int]]] = []
+    team: list[set[int]] = []
+    others: list[set[int]] = []
 
     def enter() -> None:
         share.enter(share.threads(1))
-        torch.zeros(2**18).add_(1)  # makes the team
+        there = tasks() - {threading.get_native_id()}
+        torch.zeros(2**18).add_(1)
+        team.extend(masks_of(tasks() - there - {threading.get_native_id()}))
+        others.extend(masks_of(there))
         inside.append((torch.get_num_threads(), os.sched_getaffinity(0)))
 
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
     assert inside == [(3, {one})]
+    assert team == [{one}] * 2  # beside the thread itself
+    assert others and all(other == mask for other in others)  # torch's pools too
     assert (torch.get_num_threads(), of_new_thread()) == before
     assert os.sched_getaffinity(0) == mask
 
