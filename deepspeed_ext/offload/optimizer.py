@@ -70,10 +70,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             before step(). False: they stay on the device, as in torch.
         gpu_fraction: this share of the bytes of parameters, the first ones, is stepped where it
             is, and has its state there; from 0 to 1.
-        threads: that step in host memory; None: one for each processor that this process may run
-            on, divided by the processes that torchrun has started on the host, which each keep to
-            their own then; no more than torch.get_num_threads(), but where that is the one thread
-            that torchrun sets. See `deepspeed_ext.processors`.
+        threads: that step in host memory. None: one on each processor that this process may use;
+            processes that torchrun has started divide those of their host, and keep to their part.
+            Fewer if torch.get_num_threads() is less, but for the 1 that torchrun sets. See
+            `deepspeed_ext.processors`.
         kwargs: of the optimizer class: lr, betas, weight_decay, state_dtype, master ...
 
     Raises:
