@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -22,6 +23,7 @@ from benchmarks.harness import ROUNDS, WARM_UP, seconds_on_cpu
 from benchmarks.results import Result, Timing, add_option, introduced, keep, show
 from benchmarks.stream import NAME, Stream
 from deepspeed_ext.offload.worker import Task, Urgency, Worker
+from deepspeed_ext.op_builder import load
 from deepspeed_ext.optim import DeepSpeedCPUAdam
 from deepspeed_ext.processors import ranges, share_here
 
@@ -89,7 +91,7 @@ def _serve(pipe: Connection, meeting: str, elements: int, threads: int | None) -
     rank, count = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=count)
     share = share_here(threads)
-    worker = Worker(share)
+    worker = Worker(share, partial(load, "cpu_adam"))
     made: list[DeepSpeedCPUAdam] = []
 
     def do(run: object) -> None:

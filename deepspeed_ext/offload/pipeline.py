@@ -20,6 +20,7 @@ from deepspeed_ext.offload.links import Links, look_of
 from deepspeed_ext.offload.stand_ins import host_memory, remake
 from deepspeed_ext.offload.sums import Sums
 from deepspeed_ext.offload.worker import Task, Urgency, Worker
+from deepspeed_ext.op_builder import load
 from deepspeed_ext.optim.clipping import Scaling
 from deepspeed_ext.optim.slabs import Bucket
 from deepspeed_ext.optim.traits import Group
@@ -60,7 +61,7 @@ class Pipeline:
     ) -> None:
         self.inner, self.groups, self.links = inner, groups, links
         self._memory, self._free_grads = memory, free_grads
-        self.worker = Worker(links.share)
+        self.worker = Worker(links.share, partial(load, inner.traits.op.libraries["cpu"]))
         self._lanes: dict[torch.device, Lanes] = {}
         self._sums = Sums(self.worker)  # of gradients that left the device at once
         self._buckets: list[HostBucket] = []

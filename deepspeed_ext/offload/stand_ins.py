@@ -17,6 +17,7 @@ def host_memory(tensors: Sequence[Tensor], share: Share) -> list[Tensor]:
     """Return pinned host memory in the shape, dtype and layout of each of these, in one piece."""
     sizes = list(map(_padded, tensors))
     nbytes = sum(sizes)
+    PinnedBuffer(0)  # compiles what it needs, here, where it may use all processors
     memory = share.touching(nbytes, partial(PinnedBuffer, nbytes)).tensor()
     made = []
     for tensor, size, begin in zip(tensors, sizes, _begins(sizes), strict=True):

@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from functools import partial
 
@@ -89,10 +90,12 @@ class Worker:
 
     Args:
         share: where it runs, with its team.
+        load: gets what tasks will need, before the thread goes there: compilers may take all
+            processors. Whatever it raises a task will raise.
     """
 
-    def __init__(self, share: Share) -> None:
-        self.share = share
+    def __init__(self, share: Share, load: Callable[[], object]) -> None:
+        self.share, self._load = share, load
         self._threads: int | None = None
         self._changed = threading.Condition()
         self._queue: list[Task] = []
@@ -131,6 +134,8 @@ class Worker:
         logger.info("OffloadOptimizer: threads that step: %d, on %s", threads, self.share)
 
         def work() -> None:
+            with suppress(Exception):
+                self._load()
             self.share.enter(threads)
             with torch._C.DisableTorchFunctionSubclass():  # it waits for no weight: it writes them
                 self._work()

@@ -15,8 +15,9 @@ from optim_cases import assert_same_bits, on_each_device
 from processes import Case
 
 from deepspeed_ext.io import PinnedBuffer
-from deepspeed_ext.offload import OffloadOptimizer, inner, stand_ins
+from deepspeed_ext.offload import OffloadOptimizer, inner, pipeline, stand_ins
 from deepspeed_ext.offload.worker import Task, Urgency
+from deepspeed_ext.op_builder import BuildError
 from deepspeed_ext.optim.slabs import zeros
 
 LARGE = 2**20 + 5  # elements, whose state is touched first by whoever steps it
@@ -100,20 +101,45 @@ def test_it_is_said_once(caplog):
     assert text.startswith("OffloadOptimizer: threads that step: 1, on any of processors ")
 
 
+@pytest.mark.parametrize("error", [None, BuildError("cpu_adam", "no compiler", "install one")])
+def test_a_library_is_compiled_on_all_processors(error, monkeypatch):
+    """If that fails, the step says so: it tries again."""
+    mask, loaded = os.sched_getaffinity(0), []
+
+    def load(name):
+        loaded.append((name, os.sched_getaffinity(0)))
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(pipeline, "load", load)
+    for name, value in as_torchrun(0, 2).items():
+        monkeypatch.setenv(name, value)
+    pair = large()
+    pair.train(1)
+    assert loaded == [("cpu_adam", mask)]
+    worker = worker_of(pair.ours)._thread.native_id
+    assert os.sched_getaffinity(worker) == set(pair.ours.stats()["processors"])
+
+
 # Two processes, started as torchrun does
+
+
+def as_torchrun(rank, count):
+    return {"LOCAL_WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
 
 
 def divides(device, folder):
     """Each has its own processors, all of them together, and they keep to these alone."""
     rank, mask = dist.get_rank(), os.sched_getaffinity(0)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("LOCAL_WORLD_SIZE", 2), ("LOCAL_RANK", rank), ("OMP_NUM_THREADS", 1)):
-            patch.setenv(name, str(value))
+        for name, value in as_torchrun(rank, 2).items():
+            patch.setenv(name, value)
         made = watch_memory(patch)
         pair = large(device)
         pair.train(3)
         own = pair.ours.stats()["processors"]
         assert threads_of(pair.ours) == pair.ours.stats()["threads"] == len(own)
+        assert made[0] == (0, mask)  # before all others: it may have to be compiled
         large_ones = [where for nbytes, where in made if nbytes > 4 * LARGE]
         assert large_ones == [set(own)] * 6  # weights and two moments, and those of steps ahead
         assert [where for nbytes, where in made if 0 < nbytes < LARGE] == [mask] * 2  # counts
