@@ -199,8 +199,9 @@ def _total(wanted: Iterable[str], steps: int) -> int:
 
 
 def _stats(optimizer: Any) -> Mapping[str, float]:
-    counts: Mapping[str, float] = optimizer.stats() if hasattr(optimizer, "stats") else {}
-    return counts
+    """Return what an optimizer has counted, if it does."""
+    found: Mapping[str, Any] = optimizer.stats() if hasattr(optimizer, "stats") else {}
+    return {key: found[key] for key in found if key not in ("threads", "processors")}
 
 
 def _allocated() -> int:

@@ -36,6 +36,7 @@ from benchmarks.zero_contenders import (
 from benchmarks.zero_disk import checkpoints, fills
 from benchmarks.zero_memory import memory
 from deepspeed_ext.offload import OffloadOptimizer
+from deepspeed_ext.processors import ranges
 
 SIZES = {
     "1b": Size(layers=16, width=2304, batch=4),
@@ -88,7 +89,8 @@ def steps(
         found = optimizer.stats()
         count = _IN_A_ROW * (rounds + _WARM_UP)
         notes.append(
-            f"the host's step takes {found['step_seconds'] / count * 1e3:.0f} ms; of"
+            f"the host's step takes {found['step_seconds'] / count * 1e3:.0f} ms, with"
+            f" {found['threads']} threads on processors {ranges(found['processors'])}; of"
             f" {found['ahead']} taken ahead {found['validated']} counted; {found['late']} came late"
         )
     notes.append(f"ours is {fastest / timings[OURS].median:.3f}x as fast as the fastest other")
@@ -124,12 +126,15 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(ROWS), help="which, by commas")
     parser.add_argument("--disk-rounds", type=int, default=3, help="of checkpoint and init")
     parser.add_argument("--folder", type=Path, help="for files; default: a temporary one")
+    threads = len(os.sched_getaffinity(0))  # torchrun would give torch one
+    parser.add_argument("--threads", type=int, default=threads, help="of torch in each process")
     parser.add_argument("--picture", type=Path, help="draw a step of each stage into this file")
     add_option(parser)
     options = parser.parse_args()
     unknown = set(options.rows.split(",")) - set(ROWS)
     if unknown:
         parser.error(f"--rows has {sorted(unknown)}, expected some of {', '.join(ROWS)}")
+    torch.set_num_threads(options.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

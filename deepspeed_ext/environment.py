@@ -40,9 +40,9 @@ def describe() -> dict[str, str]:
         "CPU": lambda: _cpu_line("model name") or platform.machine(),
         "CPU features": lambda: " ".join(_features()) or "none that the kernels use",
         "CPU kernels": _isa,
-        "threads": _threads,
         "NCCL": _nccl,  # before this process uses CUDA, which its children then cannot
         "CUDA devices": _devices,
+        "threads": _threads,  # those near the GPUs
         "locked memory": _locked_memory,
         "I/O backends": lambda: str(_io().backends()),
         "direct I/O": lambda: str(_io().direct_io()),
@@ -142,8 +142,12 @@ def _threads() -> str:
     _check_torch()
     import torch
 
-    cores = len(os.sched_getaffinity(0))
-    return f"{torch.get_num_threads()} in torch, {cores} cores for this process"
+    from deepspeed_ext.processors import share_here
+
+    cores, share = len(os.sched_getaffinity(0)), share_here()
+    of_torch = torch.get_num_threads()
+    offload = f"{share.threads(of_torch)} in OffloadOptimizer, on {share}"
+    return f"{of_torch} in torch, {cores} cores for this process; {offload}"
 
 
 def _devices() -> str:

@@ -16,6 +16,7 @@ CPP_SUFFIXES = {".h", ".inl", ".cuh", ".cpp", ".cu"}
 SOURCES = {".py", *CPP_SUFFIXES}
 PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("op_builder", "dtensors", "dtypes", "threads"),
+    ("processors",),
     ("ops",),
     ("optim", "io"),
     ("quantization",),

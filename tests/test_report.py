@@ -15,6 +15,7 @@ import warm_python
 
 from deepspeed_ext import environment, report
 from deepspeed_ext.op_builder import OPS, OpSpec, cuda, probe
+from deepspeed_ext.processors import ranges, share_here
 
 CPU_ADAM, CPU_NORM = (
     next(spec for spec in OPS if spec.name == n) for n in ("cpu_adam", "cpu_norm")
@@ -348,3 +349,19 @@ def test_instruction_sets_are_those_of_the_kernels(isa):
     found = json.loads(done.stdout)
     works = found["ops"]["cpu_norm"]["state"] == "works"
     assert found["environment"]["CPU kernels"].startswith(f"{isa}, forced" if works else "none: ")
+
+
+def test_the_threads_of_a_process_beside_others(monkeypatch):
+    """As torchrun starts it; the report says what OffloadOptimizer would take."""
+    mask = sorted(os.sched_getaffinity(0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    before = f"1 in torch, {len(mask)} cores for this process; "
+    found = environment._threads()
+    alone = f"1 in OffloadOptimizer, on any of processors {ranges(mask)}"
+    assert found == before + alone
+    count = len(mask)  # so that each has one
+    for name, value in (("LOCAL_WORLD_SIZE", count), ("LOCAL_RANK", 0), ("OMP_NUM_THREADS", 1)):
+        monkeypatch.setenv(name, str(value))
+    assert environment._threads() == before + f"1 in OffloadOptimizer, on {share_here()}"
+    monkeypatch.setenv("LOCAL_RANK", str(count))  # no such process
+    assert environment._threads() == before + alone

@@ -417,9 +417,12 @@ class HostBucket:
         """Get memory for steps that are taken ahead."""
         bucket = self.bucket
         # Written to at once: the first touch of so much memory would be in the middle of a step.
-        slabs = {key: [torch.empty_like(slab).zero_()] for key, [slab] in bucket.slabs.items()}
-        scales = {key: torch.empty_like(slab).zero_() for key, slab in bucket.scales.items()}
+        slabs = {key: [self._zeros_like(slab)] for key, [slab] in bucket.slabs.items()}
+        scales = {key: self._zeros_like(slab) for key, slab in bucket.scales.items()}
         self.spare = Side(weights, slabs, scales)
+
+    def _zeros_like(self, slab: Tensor) -> Tensor:
+        return self.inner.traits.zeros(slab.numel(), slab.dtype, slab.device)
 
     @property
     def nbytes(self) -> int:

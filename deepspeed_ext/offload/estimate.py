@@ -3,7 +3,6 @@
 The optimizer is planned with parameters that have no memory, so what is counted is what it makes.
 """
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from deepspeed_ext.optim.base import SlabOptimizer
 from deepspeed_ext.optim.formats import SCALE
 from deepspeed_ext.optim.plans import dtypes_of
 from deepspeed_ext.optim.slabs import Bucket
+from deepspeed_ext.processors import local_processes
 
 WEIGHTS, GRADIENTS, SUMS, AHEAD = "weights", "gradients", "sums of gradients", "steps ahead"
 _ADVICE = "compact state takes less: state_dtype=torch.uint8, master='remainder'"
@@ -141,7 +141,7 @@ def estimate(
     plan = _Plan(gpu_fraction, dtype or torch.get_default_dtype())
     given = model.parameters() if isinstance(model, nn.Module) else model
     groups = list(plan.without_memory(given))
-    inner = offloaded(optimizer_class, plan.links.cut)(groups, **kwargs)
+    inner = offloaded(optimizer_class, plan.links.cut, plan.links.share)(groups, **kwargs)
     device: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
     host: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
     for params in _group_params(inner):
@@ -161,7 +161,7 @@ def estimate(
     if free_grads:
         host[SUMS] = sum(4 * local(p).numel() for bucket in buckets for p in bucket.params)
     available = free_memory()
-    share = available // _processes_here()
+    share = available // local_processes()
     memory = _shared(sum(host.values()), largest, memory_budget, share)
     host[GRADIENTS] = largest if free_grads else min(sum(gradients), memory.gradients or 0)
     host[AHEAD] = _ahead_bytes(buckets, memory.spare)
@@ -174,12 +174,6 @@ def estimate(
         memory_budget,
         available,
     )
-
-
-def _processes_here() -> int:
-    """Return how many processes torchrun has started on this host, which share its memory."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(text)) if text.isdecimal() else 1
 
 
 def bytes_of(param: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,8 +11,9 @@ from deepspeed_ext.optim.base import SlabOptimizer, scalars_of
 from deepspeed_ext.optim.checks import explain, name_refused
 from deepspeed_ext.optim.clipping import Scaling
 from deepspeed_ext.optim.formats import masters_in
-from deepspeed_ext.optim.slabs import STEP, Bucket, Work
+from deepspeed_ext.optim.slabs import STEP, Bucket, Work, zeros
 from deepspeed_ext.optim.traits import Group
+from deepspeed_ext.processors import Share
 
 PIECE = 2**25  # elements that travel, and are stepped, together; whole blocks of 8-bit codes
 _NO_OPTIONS = ("params", "param_names")
@@ -70,8 +72,13 @@ class HostSteps(SlabOptimizer):
         return {name: named[name] for name in op.written}
 
 
-def offloaded(cls: type[SlabOptimizer], cut: Cut) -> type[HostSteps]:
+def offloaded(cls: type[SlabOptimizer], cut: Cut, share: Share) -> type[HostSteps]:
     """Return a class that steps as this one does, on the CPU and on CUDA, with given buckets.
+
+    Args:
+        cls: one of the optimizers.
+        cut: makes the buckets.
+        share: where what is in host memory is stepped, which touches its state first.
 
     Raises:
         TypeError: it is no class of deepspeed_ext.optim that steps each element by itself.
@@ -90,9 +97,15 @@ def offloaded(cls: type[SlabOptimizer], cut: Cut) -> type[HostSteps]:
         elsewhere={},
         grad_layouts=(torch.strided,),
         cut=cut,
+        zeros=partial(_zeros, share),
     )
     made: type[HostSteps] = type(_TITLE, (HostSteps, cls), {"traits": traits})
     return made
+
+
+def _zeros(share: Share, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    make = partial(zeros, elements, dtype, device)
+    return share.touching(elements * dtype.itemsize, make) if device.type == "cpu" else make()
 
 
 def pieces(work: Work) -> list[Work]:

@@ -11,6 +11,7 @@ from deepspeed_ext.dtensors import local
 from deepspeed_ext.offload.stand_ins import stand_ins
 from deepspeed_ext.ops.optimizers.state_formats import is_dense
 from deepspeed_ext.optim.slabs import cut
+from deepspeed_ext.processors import Share
 
 BUCKET = 2**25  # elements of parameters that travel and are stepped together: less than a block
 
@@ -22,9 +23,11 @@ class Links:
         copies: by the identity of the parameter.
         owners: parameters, by the identity of the copy.
         resident: identities of parameters that are to be stepped where they are.
+        share: where copies are stepped, which touches their memory first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share: Share | None = None) -> None:
+        self.share = share or Share()
         self.copies: dict[int, Tensor] = {}
         self.owners: dict[int, Tensor] = {}
         self.resident: set[int] = set()
@@ -32,7 +35,7 @@ class Links:
     def copies_of(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return the host copies of parameters, made now for those that have none."""
         new = [param for param in params if self._lacks_copy(param)]
-        for param, copy in zip(new, stand_ins(new), strict=True):
+        for param, copy in zip(new, stand_ins(new, self.share), strict=True):
             self.add(param, copy)
         for param in params:
             if id(param) not in self.copies:

@@ -24,6 +24,7 @@ from deepspeed_ext.optim.base import SlabOptimizer
 from deepspeed_ext.optim.checkpoint import portable_state
 from deepspeed_ext.optim.checks import check_once
 from deepspeed_ext.optim.clipping import Scaling
+from deepspeed_ext.processors import check_threads, share_here
 
 Group = dict[str, Any]
 
@@ -69,6 +70,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             before step(). False: they stay on the device, as in torch.
         gpu_fraction: this share of the bytes of parameters, the first ones, is stepped where it
             is, and has its state there; from 0 to 1.
+        threads: that step in host memory. None: one on each processor that this process may use;
+            processes that torchrun has started divide those of their host, and keep to their part.
+            Fewer if torch.get_num_threads() is less, but for the 1 that torchrun sets. See
+            `deepspeed_ext.processors`.
         kwargs: of the optimizer class: lr, betas, weight_decay, state_dtype, master ...
 
     Raises:
@@ -94,6 +99,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         memory_budget: int | None = None,
         free_grads: bool = False,
         gpu_fraction: float = 0.0,
+        threads: int | None = None,
         **kwargs: Any,
     ) -> None:
         name = type(self).__name__
@@ -101,23 +107,25 @@ class OffloadOptimizer(torch.optim.Optimizer):
             max_grad_norm = checked_norm(name, "max_grad_norm", max_grad_norm)
         if not 0 <= gpu_fraction <= 1:
             raise ValueError(f"{name}: gpu_fraction is {gpu_fraction}, expected 0 to 1")
+        check_threads(name, threads)
         self.max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
-        self._settings = {
+        planned = {
             "optimizer_class": optimizer_class,
             "memory_budget": memory_budget,
             "free_grads": free_grads,
             "gpu_fraction": gpu_fraction,
             **kwargs,
         }
+        self._settings = {"threads": threads, **planned}
         self._hooks: dict[int, Remove] = {}
-        links = Links()
-        made = offloaded(optimizer_class, weakly(links))
+        links = Links(share_here(threads))
+        made = offloaded(optimizer_class, weakly(links), links.share)
         super().__init__(params, {})  # which makes groups of them
         self._resident_bytes = gpu_fraction * sum(map(bytes_of, self._params()))
         for group in self.param_groups:
             check_once(self, group["params"])
-        needs = estimate(self.param_groups, **self._settings)
+        needs = estimate(self.param_groups, **planned)
         needs.check(name)
         inner = made([self._inner_group(group, links) for group in self.param_groups], **kwargs)
         self.defaults = dict(inner.defaults)
@@ -231,13 +239,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         with torch._C.DisableTorchFunctionSubclass():  # it waits for no weight
             super().zero_grad(set_to_none)
 
-    def stats(self) -> dict[str, float]:
-        """Return what was done so far.
+    def stats(self) -> dict[str, Any]:
+        """Return what was done so far, and by what.
 
         Returns:
             `early` buckets whose gradients left before step(), and `late` ones; steps taken
             `ahead`, of which `validated` counted and `rolled back` did not; `bytes_out` and
-            `bytes_back` between device and host; `step_seconds` in host memory.
+            `bytes_back` between device and host; `step_seconds` in host memory; the number of
+            `threads` that step there, and the list of `processors` that these may run on.
         """
         return self._pipeline.stats()
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from deepspeed_ext.offload.links import Links, look_of
 from deepspeed_ext.offload.stand_ins import host_memory, remake
 from deepspeed_ext.offload.sums import Sums
 from deepspeed_ext.offload.worker import Task, Urgency, Worker
+from deepspeed_ext.op_builder import load
 from deepspeed_ext.optim.clipping import Scaling
 from deepspeed_ext.optim.slabs import Bucket
 from deepspeed_ext.optim.traits import Group
@@ -60,7 +61,7 @@ class Pipeline:
     ) -> None:
         self.inner, self.groups, self.links = inner, groups, links
         self._memory, self._free_grads = memory, free_grads
-        self.worker = Worker()
+        self.worker = Worker(links.share, partial(load, inner.traits.op.libraries["cpu"]))
         self._lanes: dict[torch.device, Lanes] = {}
         self._sums = Sums(self.worker)  # of gradients that left the device at once
         self._buckets: list[HostBucket] = []
@@ -373,14 +374,16 @@ class Pipeline:
             bucket.pull()
         self.links.update_others(owner for bucket in self._buckets for owner in bucket.owners)
 
-    def stats(self) -> dict[str, float]:
-        """Return counts, bytes and seconds so far."""
+    def stats(self) -> dict[str, Any]:
+        """Return counts, bytes and seconds so far, and where the steps are taken."""
         names = ("early", "late", "ahead", "validated", "rolled back")
         return {
             **{name: self.counts[name] for name in names},
             "bytes_out": self._sums.bytes_out + sum(b.bytes_out for b in self._buckets),
             "bytes_back": sum(bucket.bytes_back for bucket in self._buckets),
             "step_seconds": sum(bucket.seconds for bucket in self._buckets),
+            "threads": self.worker.threads,
+            "processors": sorted(self.worker.share.processors),
         }
 
     def record(self, recorder: Recorder | None) -> None:
@@ -450,7 +453,7 @@ class Pipeline:
         for copy, owner in [(c, self.links.owners[id(c)]) for c in self._copies()]:
             look = look_of(owner)
             if copy is not owner and self._looks.setdefault(id(owner), look_of(copy)) != look:
-                remake(copy, owner)
+                remake(copy, owner, self.links.share)
                 changed = True
             self._looks[id(owner)] = look
         if changed:
@@ -489,7 +492,7 @@ class Pipeline:
         for made in reversed(self._buckets):  # whose gradients come first
             left -= made.nbytes
             if left >= 0:
-                made.make_spare(host_memory(made.bucket.parts()))
+                made.make_spare(host_memory(made.bucket.parts(), self.links.share))
 
     def _copies(self) -> Iterator[Tensor]:
         return itertools.chain.from_iterable(g["params"] for g in self.inner.param_groups)

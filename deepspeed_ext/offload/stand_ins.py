@@ -1,20 +1,24 @@
 """Host copies of parameters: what the optimizer in host memory takes for its parameters."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import is_dtensor, local, spread
 from deepspeed_ext.io import PinnedBuffer
+from deepspeed_ext.processors import Share
 
 _ALIGNMENT = 128  # bytes
 
 
-def host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
+def host_memory(tensors: Sequence[Tensor], share: Share) -> list[Tensor]:
     """Return pinned host memory in the shape, dtype and layout of each of these, in one piece."""
     sizes = list(map(_padded, tensors))
-    memory = PinnedBuffer(sum(sizes)).tensor()
+    nbytes = sum(sizes)
+    PinnedBuffer(0)  # compiles what it needs, here, where it may use all processors
+    memory = share.touching(nbytes, partial(PinnedBuffer, nbytes)).tensor()
     made = []
     for tensor, size, begin in zip(tensors, sizes, _begins(sizes), strict=True):
         flat = memory[begin : begin + size].view(tensor.dtype)
@@ -28,21 +32,21 @@ def host_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(map(_padded, tensors))
 
 
-def stand_ins(params: Sequence[Tensor]) -> list[Tensor]:
+def stand_ins(params: Sequence[Tensor], share: Share) -> list[Tensor]:
     """Return host copies of parameters: parameters in pinned memory; of DTensors, DTensors."""
     parts = [local(param).detach() for param in params]
     made: list[Tensor] = []
-    for param, part, memory in zip(params, parts, host_memory(parts), strict=True):
+    for param, part, memory in zip(params, parts, host_memory(parts, share), strict=True):
         copy = memory.copy_(part)
         whole = spread(copy, param) if is_dtensor(param) else copy
         made.append(torch.nn.Parameter(whole, requires_grad=param.requires_grad))
     return made
 
 
-def remake(copy: Tensor, param: Tensor) -> None:
+def remake(copy: Tensor, param: Tensor, share: Share) -> None:
     """Make a host copy what its parameter is by now."""
     part = local(param).detach()
-    [memory] = host_memory([part])
+    [memory] = host_memory([part], share)
     put(copy, memory.copy_(part))
 
 

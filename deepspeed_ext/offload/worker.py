@@ -3,12 +3,15 @@
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from functools import partial
 
 import torch
 
 from deepspeed_ext.offload.copies import Event
+from deepspeed_ext.op_builder.log import logger
+from deepspeed_ext.processors import Share
 from deepspeed_ext.threads import AwaitedThread, is_awaited, is_ending
 
 _SLICE = 1.0  # seconds
@@ -84,9 +87,16 @@ class Worker:
 
     It knows none of the objects whose tasks it runs, so that they can go, and close it. Python
     waits for it when it ends; what comes after that is done by whoever submits it.
+
+    Args:
+        share: where it runs, with its team.
+        load: gets what tasks will need, before the thread goes there: compilers may take all
+            processors. Whatever it raises a task will raise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share: Share, load: Callable[[], object]) -> None:
+        self.share, self._load = share, load
+        self._threads: int | None = None
         self._changed = threading.Condition()
         self._queue: list[Task] = []
         self._thread: threading.Thread | None = None
@@ -114,11 +124,19 @@ class Worker:
             self._work()
         return task
 
+    @property
+    def threads(self) -> int:
+        """How many step, or would if it began now."""
+        return self._threads or self.share.threads(torch.get_num_threads())
+
     def _start(self) -> None:
-        threads = torch.get_num_threads()
+        threads = self._threads = self.threads
+        logger.info("OffloadOptimizer: threads that step: %d, on %s", threads, self.share)
 
         def work() -> None:
-            torch.set_num_threads(threads)  # a new thread begins with the number of processors
+            with suppress(Exception):
+                self._load()
+            self.share.enter(threads)
             with torch._C.DisableTorchFunctionSubclass():  # it waits for no weight: it writes them
                 self._work()
 

@@ -175,8 +175,9 @@ class Plans:
                 noise_keys = [keys[id(param)] for param in part] if keys else None
                 given = [traits.completed(group, optimizer.state.get(p, {})) for p in part]
                 ready = next((b for b in self._ready if b.holds(part, dtypes, given)), None)
+                may_move = len(traits.devices) > 1
                 bucket = ready or Bucket(
-                    part, dtypes, traits.signed, noise_keys, len(traits.devices) > 1
+                    part, dtypes, traits.signed, noise_keys, may_move, traits.zeros
                 )
                 for i, (param, values) in enumerate(zip(part, given, strict=True)):
                     others = {k: v for k, v in values.items() if not is_of_format(k, dtypes)}

@@ -1,6 +1,6 @@
 """Keep the state of many parameters in a few flat tensors, and find the part of each parameter."""
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,6 +41,12 @@ _version = attrgetter("_version")
 _spec = attrgetter("_spec")
 
 Marks = tuple[list[Any], list[int]]  # of a bucket: version and address of each parameter
+Zeros = Callable[[int, torch.dtype, torch.device], Tensor]
+
+
+def zeros(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a flat tensor of zeros."""
+    return torch.zeros(elements, dtype=dtype, device=device)
 
 
 class Work(NamedTuple):
@@ -118,6 +124,7 @@ class Bucket:
         signed: keys of state that may be negative.
         noise_keys: of the parameters, if their state is rounded at random.
         may_move: whether some of the parameters may go to another device.
+        make: returns a slab of so many zeros, given its dtype and device.
     """
 
     def __init__(
@@ -127,6 +134,7 @@ class Bucket:
         signed: Container[str],
         noise_keys: Sequence[int] | None = None,
         may_move: bool = False,
+        make: Zeros = zeros,
     ) -> None:
         self.params = params
         self._signed = signed
@@ -140,12 +148,10 @@ class Bucket:
         *begins, end = accumulate((_padded(part, alignment) for part in parts), initial=0)
         self.offsets = torch.tensor(begins, device="cpu")
         self.slots = torch.arange(len(params), device="cpu")
-        self.slabs = {STEP: [torch.zeros(len(params), device=self.device, dtype=torch.float32)]}
+        self.slabs = {STEP: [make(len(params), torch.float32, self.device)]}
         for key, dtype in dtypes.items():
-            self.slabs[key] = [torch.zeros(end, device=self.device, dtype=dtype)]
-        self.scales = {
-            key: torch.zeros(end // BLOCK, device=self.device, dtype=torch.float32) for key in coded
-        }
+            self.slabs[key] = [make(end, dtype, self.device)]
+        self.scales = {key: make(end // BLOCK, torch.float32, self.device) for key in coded}
         self.noise = None
         if noise_keys is not None:
             rows = list(zip(noise_keys, map(first_index, params), strict=True))

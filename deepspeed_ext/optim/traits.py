@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepspeed_ext.ops.optimizers.step_op import Flag, Number, StepOp
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
-from deepspeed_ext.optim.slabs import cut
+from deepspeed_ext.optim.slabs import Zeros, cut, zeros
 
 Group = dict[str, Any]
 
@@ -32,6 +32,7 @@ class Traits:
             with what it lacks and must not begin as zeros.
         grad_layouts: of gradients.
         cut: puts parameters of one group, device and dtype, in their order, into buckets.
+        zeros: makes the slabs of a bucket.
     """
 
     op: StepOp
@@ -42,6 +43,7 @@ class Traits:
     completed: Callable[[Group, Mapping[str, Any]], Mapping[str, Any]] = _as_found
     grad_layouts: tuple[torch.layout, ...] = (torch.strided,)
     cut: Callable[[Sequence[Tensor]], Iterator[list[Tensor]]] = cut
+    zeros: Zeros = zeros
 
     @property
     def all_options(self) -> tuple[Number | Flag, ...]:

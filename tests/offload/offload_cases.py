@@ -62,7 +62,14 @@ FORMATS = {
     "remainder": {"master": "remainder"},
     "compact": {"state_dtype": torch.uint8, "master": "remainder"},
 }
-OF_OFFLOAD = ("model", "max_grad_norm", "memory_budget", "gpu_fraction", "free_grads")
+OF_OFFLOAD = (
+    "model",
+    "max_grad_norm",
+    "memory_budget",
+    "gpu_fraction",
+    "free_grads",
+    "threads",
+)
 
 
 class Pair:

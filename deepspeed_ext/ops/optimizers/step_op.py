@@ -139,6 +139,11 @@ class StepOp:
     measures: bool = False
 
     @property
+    def libraries(self) -> dict[str, str]:
+        """The op libraries that have its kernels, by the type of the device."""
+        return {"cpu": f"cpu_{self.library}", "cuda": f"fused_{self.library}"}
+
+    @property
     def usual_states(self) -> tuple[State, ...]:
         """Those of most calls: those that always are there, or all if none is."""
         return tuple(state for state in self.states if state.when is None) or self.states
@@ -217,11 +222,10 @@ def step_function(op: StepOp) -> Callable[[Callable[P, R]], Callable[P, R]]:
     pairs = {option.name for option in op.options if isinstance(option, Number) and option.is_pair}
     written = op.written
 
-    libraries = {"cpu": f"cpu_{op.library}", "cuda": f"fused_{op.library}"}
     fake = _squares_of if op.measures else None
 
     def define_one(schema: str) -> torch._ops.OpOverload:
-        return define(schema, libraries, fake=fake, is_step=True, on_host=_ON_HOST)
+        return define(schema, op.libraries, fake=fake, is_step=True, on_host=_ON_HOST)
 
     native = define_one(op.schema)
     native_out = define_one(op.out_schema) if written else native  # which is not called then
