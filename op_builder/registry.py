@@ -19,7 +19,7 @@ def _op(library: str, op: str, *more: str) -> OpSpec:
     return OpSpec(
         name=library,
         device="cuda",
-        sources=(f"{op}_cuda.cu", *more, f"{op}_ops_cuda.cpp"),
+        sources=(f"{op}_cuda.cu", *more, f"{op}_ops.cpp"),
         needs=("torch", "cuda"),
         self_check=check,
     )
@@ -29,7 +29,7 @@ def _one_number_each(library: str) -> OpSpec:
     """Return the library of the ops that make one number of each tensor: a norm, a fingerprint."""
     check = "deepspeed_ext.ops.optimizers.self_checks:one_number_each"
     on_cpu = library.startswith("cpu")
-    ends = ("cpu.cpp", "ops.cpp") if on_cpu else ("cuda.cu", "ops_cuda.cpp")
+    ends = ("cpu.cpp", "ops.cpp") if on_cpu else ("cuda.cu", "ops.cpp")
     more = (f"optimizers/fingerprint_{end}" for end in ends)
     return replace(_op(library, "optimizers/l2_norm", *more), self_check=check)
 
@@ -53,7 +53,7 @@ def _quantizer(library: str) -> OpSpec:
     """Return the library of the ops that make floats codes, and codes floats."""
     check = "deepspeed_ext.ops.quantization.quantize_checks:quantizer"
     on_cpu = library.startswith("cpu")
-    ends = ("cpu.cpp", "ops.cpp") if on_cpu else ("cuda.cu", "ops_cuda.cpp")
+    ends = ("cpu.cpp", "ops.cpp") if on_cpu else ("cuda.cu", "ops.cpp")
     more = (f"quantization/quantize_packed_{end}" for end in ends)
     return replace(_op(library, "quantization/quantize", *more), self_check=check)
 
@@ -66,7 +66,7 @@ def _kv_cache(kind: str, rule: str) -> tuple[OpSpec, OpSpec]:
     made = []
     for prefix in ("cpu", "fused"):
         on_cpu = prefix == "cpu"
-        ends = ("cpu.cpp", "ops.cpp") if on_cpu else ("cuda.cu", "ops_cuda.cpp")
+        ends = ("cpu.cpp", "ops.cpp") if on_cpu else ("cuda.cu", "ops.cpp")
         types = () if on_cpu else ("bfloat16", "float16")  # of queries, side by side
         shared = _op(
             f"{prefix}_kv_cache{kind}",

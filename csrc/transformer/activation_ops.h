@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/torch/activation.h"
+#include "common/torch/device.h"
 #include "common/torch/rows.h"
 
 namespace dsx {
@@ -26,5 +27,16 @@ void join_rows(Call& call, std::initializer_list<const Rows*> all) {
   call.length *= call.rows;
   call.rows = 1;
 }
+
+#ifndef USE_CUDA
+constexpr int64_t kElementsPerThread = 32768;  // some 10 us: less is not worth a thread
+
+// Calls function(isa, call, begin, end) for all elements of all rows.
+template <class Call>
+void run_elements(const Call& call, void (*function)(Isa, const Call&, int64_t, int64_t)) {
+  in_parallel(call.rows * call.length, 1, kElementsPerThread,
+              [&](Isa isa, int64_t begin, int64_t end) { function(isa, call, begin, end); });
+}
+#endif
 
 }  // namespace dsx

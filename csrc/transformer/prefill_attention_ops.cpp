@@ -1,26 +1,45 @@
-// Registers the CPU kernel of prefill_attention; the schemas are in
+// The torch side of prefill_attention, for the device that this is compiled for. The schemas are in
 // deepspeed_ext/ops/transformer/prefill_attention.py.
-#include "transformer/prefill_attention_ops.h"
-
-#include <torch/csrc/stable/ops.h>
+#include "common/torch/device.h"
+#include "transformer/attention_ops.h"
+#include "transformer/prefill_attention.h"
 
 namespace dsx {
 namespace {
 
-struct Cpu {
-  static void run(const PrefillAttention& call, int /*device*/) {
-    const Isa isa = current_isa();  // may throw, and nothing may throw in a parallel region
-    const int64_t strips = strips_of(call) * call.news.batches * call.kv.heads;
-    torch::stable::parallel_for(0, strips, 1, [&](int64_t begin, int64_t end) {
-      prefill_attention_cpu(isa, call, begin, end);
-    });
-  }
-};
+using torch::stable::Tensor;
+
+constexpr int64_t kMostChunkTokens = 1 << 24;
+
+#ifdef USE_CUDA
+void run(const PrefillAttention& call, int device) {
+  const OnDevice on(device);
+  prefill_attention_cuda(call, on.stream);
+}
+#else
+void run(const PrefillAttention& call, int /*device*/) {
+  const int64_t strips = strips_of(call) * call.news.batches * call.kv.heads;
+  in_parallel(strips, 1, 1, [&](Isa isa, int64_t begin, int64_t end) {
+    prefill_attention_cpu(isa, call, begin, end);
+  });
+}
+#endif
+
+std::tuple<Tensor, Tensor> prefill_attention(
+    const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& table,
+    const Tensor& lengths, const OptionalTensor& key_scales, const OptionalTensor& value_scales,
+    const OptionalTensor& slots, const OptionalTensor& counts, const OptionalTensor& alibi_slopes,
+    const OptionalTensor& sinks, double scale, int64_t window, double softcap) {
+  const PagedKvTensors tensors{keys,       values,       table, lengths,
+                               key_scales, value_scales, slots, counts};
+  const AttentionOptions options{alibi_slopes, sinks, scale, window, softcap};
+  return attend("prefill_attention", kMostChunkTokens, q, tensors, options, &run);
+}
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(deepspeed_ext, CPU, library) {
-  library.impl(DSX_KV::kPrefill, &boxed<&prefill_attention<Cpu>>);
+STABLE_TORCH_LIBRARY_IMPL(deepspeed_ext, DSX_DEVICE, library) {
+  library.impl(DSX_KV::kPrefill, &boxed<&prefill_attention>);
 }
 
 }  // namespace dsx

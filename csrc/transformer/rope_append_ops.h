@@ -1,11 +1,11 @@
-// The torch side of rope_append_ that both devices share: checks, then tensors into the struct.
-// `Device` is what rope_append_ops.cpp and rope_append_ops_cuda.cpp have one of each:
-// run(RopeAppend, device) works it out, or queues that.
+// The torch side of rope_append_, also as a part of append_and_attend_: checks, tensors into the
+// struct, the run on the device that this is compiled for.
 #pragma once
 
 #include <cmath>
 #include <limits>
 
+#include "common/torch/device.h"
 #include "transformer/paged_kv_ops.h"
 #include "transformer/rope_append.h"
 
@@ -152,22 +152,17 @@ inline RopeAppendReader read_append(const char* op, const Tensor& q, const Tenso
   return reader;
 }
 
-template <class Device>
-void rope_append(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys,
-                 const Tensor& values, const Tensor& violations, const OptionalTensor& key_scales,
-                 const OptionalTensor& value_scales, const Tensor& table, const Tensor& lengths,
-                 const OptionalTensor& slots, const OptionalTensor& counts,
-                 const OptionalTensor& frequencies, const OptionalTensor& q_weight,
-                 const OptionalTensor& k_weight, bool interleaved, double scale, double eps,
-                 double weight_offset) {
-  const PagedKvTensors tensors{keys,       values,       table, lengths,
-                               key_scales, value_scales, slots, counts};
-  const RopeAppendOptions options{frequencies, q_weight, k_weight, interleaved,
-                                  "scale",     scale,    eps,      weight_offset};
-  const auto reader = read_append("rope_append_", q, k, v, violations, tensors, options, true);
-  const RopeAppend& call = reader.call;
-  const TensorView view(q.get());
-  if (call.news.batches * call.news.tokens > 0) Device::run(call, view.device_index);
+#ifdef USE_CUDA
+inline void run(const RopeAppend& call, int device) {
+  rope_append_cuda(call, OnDevice(device).stream);
 }
+#else
+inline void run(const RopeAppend& call, int /*device*/) {
+  constexpr int64_t kElementsPerThread = 32768;  // some 10 us: less is not worth a thread
+  const int64_t elements = (call.q.heads + 2 * call.kv.heads) * call.kv.width;  // of a token
+  in_parallel(call.news.batches * call.news.tokens, elements, kElementsPerThread,
+              [&](Isa isa, int64_t begin, int64_t end) { rope_append_cpu(isa, call, begin, end); });
+}
+#endif
 
 }  // namespace dsx

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
 
 #include <cstdint>
 
@@ -14,6 +15,14 @@ inline void* current_cuda_stream(int32_t device) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   return stream;
 }
+
+// Makes a device the current one for as long as it lives, and knows its stream.
+struct OnDevice {
+  torch::stable::accelerator::DeviceGuard guard;
+  void* stream;
+
+  explicit OnDevice(int32_t device) : guard(device), stream(current_cuda_stream(device)) {}
+};
 
 // Uninitialised memory. It may be let go of as soon as the work that uses it is queued: the
 // allocator hands it out again in the order of the stream, also in a CUDA graph.
