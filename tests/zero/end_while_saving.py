@@ -25,6 +25,7 @@ from torch import nn
 
 from deepspeed_ext import zero
 from deepspeed_ext.io.checkpoint.new_file import NewFile
+from deepspeed_ext.threads import is_ending
 from deepspeed_ext.zero.checkpoint.storage import Writer
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -36,6 +37,7 @@ def hold_back() -> None:
     """Let no save write before the program ends, or says that it may."""
     write = Writer.write_data
     Writer.write_data = lambda *a: go.wait(60) and write(*a)  # type: ignore[method-assign]
+    is_ending()  # registers ours, which waits for the save: what comes after is called before
     threading._register_atexit(go.set)  # type: ignore[attr-defined]
 
 
