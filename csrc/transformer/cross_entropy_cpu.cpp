@@ -20,9 +20,9 @@ void cross_entropy_backward_cpu(Isa isa, const CrossEntropy& call, int64_t begin
   }, call.logits, call.grad);
 }
 
-void scale_rows_cpu(Isa isa, Rows rows, int64_t length, const float* factors, int64_t factor_pitch,
-                    int64_t begin, int64_t end) {
-  DSX_DISPATCH_ISA(isa, scale_rows(rows, length, factors, factor_pitch, begin, end));
+void scale_rows_cpu(Isa isa, Rows rows, int64_t length, RowFactors factors, int64_t begin,
+                    int64_t end) {
+  DSX_DISPATCH_ISA(isa, scale_rows(rows, length, factors, begin, end));
 }
 
 }  // namespace dsx

@@ -88,10 +88,9 @@ inline void gradients_of_rows(const CrossEntropy& call, int64_t begin, int64_t e
   }
 }
 
-inline void scale_rows(Rows rows, int64_t length, const float* factors, int64_t factor_pitch,
-                       int64_t begin, int64_t end) {
+inline void scale_rows(Rows rows, int64_t length, RowFactors factors, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
-    const float factor = factors[row * factor_pitch];
+    const float factor = factors.of(row);
     if (factor == 1) continue;
     const Pointer<Any> elements = rows.row<Any>(row);
     for_each_vector(0, length, [&](int64_t i, int count) {

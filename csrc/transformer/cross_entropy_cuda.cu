@@ -133,16 +133,25 @@ __device__ Number sum_of_block(Number mine) {
   return of_threads[0];
 }
 
-__global__ void __launch_bounds__(kThreads)
-    count_kernel(const int64_t* targets, int64_t rows, int64_t ignored, float* divisor) {
-  unsigned long long mine = 0;
-#pragma unroll 4  // loads in flight
-  for (int64_t row = threadIdx.x; row < rows; row += kThreads) mine += targets[row] != ignored;
-  const unsigned long long count = sum_of_block(mine);
-  if (threadIdx.x == 0) *divisor = float(count);
+__device__ void set_divisor(const CrossEntropy& call, float value, float* divisor) {
+  *divisor = value;
+  if (call.magnification != nullptr) *call.magnification = magnification_of(call, value);
 }
 
-__global__ void set_kernel(float* target, float value) { *target = value; }
+__global__ void __launch_bounds__(kThreads)
+    count_kernel(const __grid_constant__ CrossEntropy call, float* divisor) {
+  unsigned long long mine = 0;
+#pragma unroll 4  // loads in flight
+  for (int64_t row = threadIdx.x; row < call.rows; row += kThreads) {
+    mine += call.targets[row] != call.ignored;
+  }
+  const unsigned long long count = sum_of_block(mine);
+  if (threadIdx.x == 0) set_divisor(call, float(count), divisor);
+}
+
+__global__ void set_kernel(const __grid_constant__ CrossEntropy call, float* divisor) {
+  set_divisor(call, 1.0f, divisor);
+}
 
 __global__ void __launch_bounds__(kThreads)
     add_losses_kernel(const float* losses, int64_t rows, const float* divisor, float* loss) {
@@ -157,10 +166,9 @@ constexpr int kScaleThreads = 256;
 
 // A block for each row, and then for another: most often there is nothing to do.
 __global__ void __launch_bounds__(kScaleThreads)
-    scale_kernel(Rows rows, int64_t count, int64_t length, const float* factors,
-                 int64_t factor_pitch, bool aligned) {
+    scale_kernel(Rows rows, int64_t count, int64_t length, RowFactors factors, bool aligned) {
   for (int64_t row = blockIdx.x; row < count; row += gridDim.x) {
-    const float factor = factors[row * factor_pitch];
+    const float factor = factors.of(row);
     if (factor == 1) continue;
     const Pointer<Any> elements = rows.row<Any>(row);
     for (int64_t i = int64_t(threadIdx.x) * kRowVector; i < length;
@@ -195,10 +203,9 @@ void count_targets_cuda(const CrossEntropy& call, Reduction reduction, float* di
                         void* stream) {
   cuda::check(cudaPeekAtLastError(), kOp);
   if (reduction == Reduction::mean) {
-    count_kernel<<<1, kThreads, 0, cudaStream_t(stream)>>>(call.targets, call.rows, call.ignored,
-                                                           divisor);
+    count_kernel<<<1, kThreads, 0, cudaStream_t(stream)>>>(call, divisor);
   } else {
-    set_kernel<<<1, 1, 0, cudaStream_t(stream)>>>(divisor, 1.0f);
+    set_kernel<<<1, 1, 0, cudaStream_t(stream)>>>(call, divisor);
   }
   cuda::check(cudaGetLastError(), kOp);
 }
@@ -218,14 +225,13 @@ void add_losses_cuda(const CrossEntropy& call, float* loss, void* stream) {
   cuda::check(cudaGetLastError(), kOp);
 }
 
-void scale_rows_cuda(Rows rows, int64_t count, int64_t length, const float* factors,
-                     int64_t factor_pitch, void* stream) {
+void scale_rows_cuda(Rows rows, int64_t count, int64_t length, RowFactors factors, void* stream) {
   constexpr const char* op = "cross_entropy_scale_";
   if (count == 0 || length == 0) return;
   cuda::check(cudaPeekAtLastError(), op);
   const unsigned blocks = unsigned(std::min<int64_t>(count, 1 << 14));
-  scale_kernel<<<blocks, kScaleThreads, 0, cudaStream_t(stream)>>>(
-      rows, count, length, factors, factor_pitch, cuda::all_aligned({rows}));
+  scale_kernel<<<blocks, kScaleThreads, 0, cudaStream_t(stream)>>>(rows, count, length, factors,
+                                                                   cuda::all_aligned({rows}));
   cuda::check(cudaGetLastError(), op);
 }
 

@@ -85,10 +85,9 @@ void run_backward(const CrossEntropy& call, int device) {
   cross_entropy_backward_cuda(call, on.stream);
 }
 
-void scale(Rows rows, int64_t count, int64_t length, const float* factors, int64_t pitch,
-           int device) {
+void scale(Rows rows, int64_t count, int64_t length, RowFactors factors, int device) {
   const OnDevice on(device);
-  scale_rows_cuda(rows, count, length, factors, pitch, on.stream);
+  scale_rows_cuda(rows, count, length, factors, on.stream);
 }
 #else
 constexpr int64_t kElementsPerThread = 16384;  // some 5 us: less is not worth a thread
@@ -110,6 +109,7 @@ void run(const CrossEntropy& call, Reduction reduction, float* divisor, float* l
   if (reduction == Reduction::mean) {
     *divisor = float(call.rows - std::count(call.targets, call.targets + call.rows, call.ignored));
   }
+  if (call.magnification != nullptr) *call.magnification = magnification_of(call, *divisor);
   torch::stable::parallel_for(
       0, call.rows, grain_of(call.length, kElementsPerThread),
       [&](int64_t begin, int64_t end) { cross_entropy_cpu(isa, call, begin, end); });
@@ -126,10 +126,9 @@ void run_backward(const CrossEntropy& call, int /*device*/) {
   });
 }
 
-void scale(Rows rows, int64_t count, int64_t length, const float* factors, int64_t pitch,
-           int /*device*/) {
+void scale(Rows rows, int64_t count, int64_t length, RowFactors factors, int /*device*/) {
   in_parallel(count, length, kElementsPerThread, [&](Isa isa, int64_t begin, int64_t end) {
-    scale_rows_cpu(isa, rows, length, factors, pitch, begin, end);
+    scale_rows_cpu(isa, rows, length, factors, begin, end);
   });
 }
 #endif
@@ -172,9 +171,10 @@ void check_in_place(const char* op, const Item& item, const TensorView& view, co
         ", expected rows in one piece each, at equal distances and apart");
 }
 
-// Overwrites the logits with their gradients.
-Tensor cross_entropy_in_place(const Tensor& logits, const Tensor& target, int64_t ignored,
-                              double label_smoothing, double z_loss, int64_t reduction) {
+// Overwrites the logits with their gradients times what is returned beside the loss.
+std::tuple<Tensor, Tensor> cross_entropy_in_place(const Tensor& logits, const Tensor& target,
+                                                  int64_t ignored, double label_smoothing,
+                                                  double z_loss, int64_t reduction) {
   CrossEntropyReader arguments(kCrossEntropy, logits, target, ignored, label_smoothing, z_loss);
   const Reduction kind = reduction_of(kCrossEntropy, reduction);
   CrossEntropy& call = arguments.call;
@@ -183,15 +183,26 @@ Tensor cross_entropy_in_place(const Tensor& logits, const Tensor& target, int64_
   tensors.add({"logits"}, arguments.view, Use::write);
   tensors.add({"target"}, TensorView(target.get()), Use::read);
   call.grad = call.logits;
-  return std::move(losses_of(arguments, kind).loss);
+  Tensor magnification = new_floats(nullptr, 0, arguments.view);
+  call.grad_loss = call.magnification = static_cast<float*>(magnification.data_ptr());
+  return {std::move(losses_of(arguments, kind).loss), std::move(magnification)};
+}
+
+void check_floats(const char* op, const Item& item, const TensorView& got,
+                  const TensorView& beside) {
+  check_device(op, item, got, beside);
+  check_dtype(op, item, got, Dtype::float32);
+  check_memory(op, item, got);
+}
+
+void check_one_number(const char* op, const Item& item, const TensorView& view) {
+  check(view.numel == 1, op, ": ", item, " has shape ", Integers{view.sizes, view.dim},
+        ", expected []");
 }
 
 // A number for each row, or one for all.
 int64_t pitch_of_factors(const char* op, const TensorView& got, const TensorView& rows) {
-  const Item item{"grad_loss"};
-  check_device(op, item, got, rows);
-  check_dtype(op, item, got, Dtype::float32);
-  check_memory(op, item, got);
+  check_floats(op, {"grad_loss"}, got, rows);
   if (got.dim == 0) return 0;
   bool same = got.dim == rows.dim - 1;
   for (int64_t i = 0; same && i < got.dim; ++i) same = got.sizes[i] == rows.sizes[i];
@@ -217,18 +228,13 @@ Tensor cross_entropy_backward(const Tensor& grad_loss, const Tensor& logits, con
   CrossEntropy& call = arguments.call;
   const TensorView& view = arguments.view;
   const TensorView of_stats(stats.get()), of_divisor(divisor.get());
-  for (const TensorView* each : {&of_stats, &of_divisor}) {
-    const Item item{each == &of_stats ? "stats" : "divisor"};
-    check_device(op, item, *each, view);
-    check_dtype(op, item, *each, Dtype::float32);
-    check_memory(op, item, *each);
-  }
+  check_floats(op, {"stats"}, of_stats, view);
+  check_floats(op, {"divisor"}, of_divisor, view);
   check(of_stats.dim == 2 && of_stats.sizes[0] == 2 && of_stats.sizes[1] == call.rows &&
             of_stats.is_dense() && (call.rows < 2 || of_stats.strides[1] == 1),
         op, ": stats has shape ", Integers{of_stats.sizes, of_stats.dim}, ", expected [2, ",
         call.rows, "], contiguous");
-  check(of_divisor.numel == 1, op, ": divisor has shape ",
-        Integers{of_divisor.sizes, of_divisor.dim}, ", expected []");
+  check_one_number(op, {"divisor"}, of_divisor);
   Tensor factors = divisor;
   call.grad_loss = read_factors(op, grad_loss, view, call.grad_loss_pitch, factors);
   call.stats = reinterpret_cast<float*>(of_stats.data);
@@ -239,21 +245,25 @@ Tensor cross_entropy_backward(const Tensor& grad_loss, const Tensor& logits, con
   return std::move(grad.tensor);
 }
 
-void cross_entropy_scale(const Tensor& grad, const Tensor& grad_loss) {
+void cross_entropy_scale(const Tensor& grad, const Tensor& grad_loss, const Tensor& magnification) {
   constexpr const char* op = "cross_entropy_scale_";
   const TensorView view(grad.get());
   const RowShape shape(op, {"grad"}, view);
   RowReader reader(op);
   const Rows rows = reader.read({"grad"}, view);
   check_in_place(op, {"grad"}, view, rows, shape.rows, shape.length);
-  int64_t pitch = 0;
+  const TensorView divisor(magnification.get());
+  check_floats(op, {"magnification"}, divisor, view);
+  check_one_number(op, {"magnification"}, divisor);
   Tensor kept = grad;
-  const float* factors = read_factors(op, grad_loss, view, pitch, kept);
-  SeparateTensors tensors(op, 2);
+  RowFactors factors{nullptr, 0, reinterpret_cast<const float*>(divisor.data)};
+  factors.numbers = read_factors(op, grad_loss, view, factors.pitch, kept);
+  SeparateTensors tensors(op, 3);
   tensors.add({"grad"}, view, Use::write);
   tensors.add({"grad_loss"}, TensorView(grad_loss.get()), Use::read);
+  tensors.add({"magnification"}, divisor, Use::read);
   if (view.numel > 0) {
-    scale(rows, shape.rows, shape.length, factors, pitch, view.device_index);
+    scale(rows, shape.rows, shape.length, factors, view.device_index);
   }
 }
 

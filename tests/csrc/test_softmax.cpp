@@ -190,11 +190,11 @@ struct EntropyCase {
     cross_entropy_cpu(isa, call, cut, kRows);
     call.logits = logits.rows(n);
     call.grad = grad.rows(n);
-    const float two = 2;
+    const float one = 1, two = 2;
     call.grad_loss = &two;
     cross_entropy_backward_cpu(isa, call, 0, kRows);
     const float halves[kRows] = {1, 0.5f, 0.5f, 0.5f, 0.5f, 0.5f};
-    scale_rows_cpu(isa, grad.rows(n), n, halves, 1, 0, kRows);
+    scale_rows_cpu(isa, grad.rows(n), n, {halves, 1, &one}, 0, kRows);
   }
 
   void check() const {

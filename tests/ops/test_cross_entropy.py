@@ -201,6 +201,24 @@ def test_inplace_has_the_same_bits(dtype: torch.dtype, name: str, device: str) -
         assert (room[:, [0, -1, -2]] == 0).all()
 
 
+@pytest.mark.parametrize("options", [{}, dict(reduction="sum"), dict(z_loss=0.03)], ids=str)
+def test_inplace_keeps_what_a_loss_scale_is_for(options: dict[str, Any], device: str) -> None:
+    """The float16 gradients of a mean, which vanish unless they are multiplied before rounding."""
+    logits, target = make((4096, 64), F16, 0, device), torch.arange(4096, device=device) % 64
+    logits[7, 5] = 60_000  # z-loss makes its gradients a thousand times as large
+    for ignored in (0, 4090):
+        target[:ignored] = -100
+        for scale in (65_536.0 if not options else 8.0, 1.0, 3.7e-3):
+            both = [
+                of_both(logits, target, torch.tensor(scale), inplace=inplace, **options)[1].double()
+                for inplace in (True, False)
+            ]
+            rounded = 2.0**-24 if scale >= 1 else 2.0**-10 * both[1].abs() + 2.0**-24
+            assert ((both[0] - both[1]).abs() <= rounded).all()
+            if scale > 8:
+                assert torch.equal(*both) and ((both[0] == 0).sum(-1) > 0).sum() <= ignored + 1
+
+
 def test_inplace_is_for_once(device: str) -> None:
     leaf, target = make((5, 40), F32, 0, device).requires_grad_(), targets(5, 40, device)
     loss = cross_entropy(leaf * 1, target, inplace=True)
@@ -393,7 +411,8 @@ def test_opcheck(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> Non
         args = (loss, make(shape, dtype, 0, device), target, stats, divisor)
         check = torch.library.opcheck(ops.cross_entropy_backward.default, args, options)
         assert set(check.values()) == {"SUCCESS"}
-        check = torch.library.opcheck(ops.cross_entropy_scale_.default, (logits, loss))
+        args = (logits, loss, torch.ones((), device=device))
+        check = torch.library.opcheck(ops.cross_entropy_scale_.default, args)
         assert set(check.values()) == {"SUCCESS"}
 
 

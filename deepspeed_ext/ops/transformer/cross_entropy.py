@@ -17,7 +17,10 @@ _backward_op = define(
     _LIBRARIES,
     fake=lambda grad_loss, logits, *others, **options: logits.new_empty(logits.shape),
 )
-_scale_op_ = define("cross_entropy_scale_(Tensor(a!) grad, Tensor grad_loss) -> ()", _LIBRARIES)
+_scale_op_ = define(
+    "cross_entropy_scale_(Tensor(a!) grad, Tensor grad_loss, Tensor magnification) -> ()",
+    _LIBRARIES,
+)
 
 
 def _loss_fake(logits: Tensor, target: Tensor, reduction: int) -> Tensor:
@@ -61,9 +64,13 @@ _cross_entropy_op = define(
     setup_context=_save,
 )
 _cross_entropy_op_ = define(
-    f"cross_entropy_(Tensor(a!) logits, Tensor target, {_OPTIONS}, int reduction) -> Tensor",
+    f"cross_entropy_(Tensor(a!) logits, Tensor target, {_OPTIONS}, int reduction)"
+    " -> (Tensor loss, Tensor magnification)",
     _LIBRARIES,
-    fake=lambda logits, target, *, reduction, **options: _loss_fake(logits, target, reduction),
+    fake=lambda logits, target, *, reduction, **options: (
+        _loss_fake(logits, target, reduction),
+        logits.new_empty((), dtype=torch.float32),
+    ),
 )
 
 
@@ -75,10 +82,11 @@ class _InPlace(torch.autograd.Function):
         is_traced = torch.compiler.is_compiling()
         # The compiler makes no copy unless there are later writes, of which it would be told last.
         grad = logits.clone() if is_traced else logits.detach()
-        loss: Tensor = call_recording_nothing(_cross_entropy_op_, grad, target, **options)
+        loss: Tensor
+        loss, magnification = call_recording_nothing(_cross_entropy_op_, grad, target, **options)
         if not is_traced:
             torch.autograd.graph.increment_version(logits)
-        ctx.save_for_backward(grad)
+        ctx.save_for_backward(grad, magnification)
         ctx.set_materialize_grads(False)
         ctx.is_handed_over = False
         return loss
@@ -97,9 +105,9 @@ class _InPlace(torch.autograd.Function):
                 "cross_entropy: backward is called a second time, expected once, as with inplace"
                 " the gradients of the logits are handed over"
             )
-        (grad,) = ctx.saved_tensors
+        grad, magnification = ctx.saved_tensors
         ctx.is_handed_over = True
-        call_recording_nothing(_scale_op_, grad, grad_loss)
+        call_recording_nothing(_scale_op_, grad, grad_loss, magnification)
         if not torch.compiler.is_compiling():
             torch.autograd.graph.increment_version(grad)
         return grad, None, None
@@ -121,15 +129,18 @@ def cross_entropy(
     numbers are kept. With inplace, both come from one pass that reads the logits once and writes
     their gradients over them, which halves the traffic of memory, and no second tensor of this size
     exists: the logits must not be used afterwards, and backward can be called once. It multiplies
-    the gradients by that of the loss only where that is not 1. A write to the logits before
+    the gradients by that of the loss only where that is not 1. Those of float16 wait for it times a
+    power of two, so that a loss scale finds the small ones still there, and are multiplied in any
+    case. A write to the logits before
     backward, or to what they share memory with, another call in place included, is torch's error
     "modified by an inplace operation"; one that counts no version, as through `.data`, a collective
     or a kernel of one's own, is not seen, and spoils the gradients. Compiled, logits that are an
     input of the graph are copied, and a write within the graph does no harm.
 
     A row has the same bits alone, in any batch and at any place in it; on the CPU also with any
-    number of threads and any instruction set. Gradients too, with inplace or without. Arithmetic is
-    in float32; how many rows count is found out on the device. A row with NaN or inf among its
+    number of threads and any instruction set. Gradients too, and with inplace the same as without
+    where that of the loss is 1, or any power of two, and none is below the normal numbers of its
+    dtype; else they are rounded once more. Arithmetic is in float32; how many rows count is found out on the device. A row with NaN or inf among its
     logits, or only -inf, has the loss NaN, and so are its gradients. There is no gradient of a
     gradient.
 
