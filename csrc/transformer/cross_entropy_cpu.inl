@@ -26,7 +26,7 @@ inline void gradients_of_row(const CrossEntropy& call, int64_t row, float larges
       call.grad_loss == nullptr ? 1.0f : call.grad_loss[row * call.grad_loss_pitch];
   const Vec factor(grad_loss / *call.divisor), inverse = Vec(1.0f) / Vec(sum), shift(largest);
   const Vec boost = boost_of_row(Vec(largest), Vec(sum), call.z_loss);
-  const Vec share(call.label_smoothing / float(n)), hit(1.0f - call.label_smoothing);
+  const Vec share(share_of_class(call.label_smoothing, n)), hit(1.0f - call.label_smoothing);
   const auto gradient = [&](Vec logit, Vec hits) {
     return grad_of_logit(exp_of_negative(logit - shift) * inverse, boost, share, hits, factor);
   };
@@ -43,7 +43,7 @@ inline void loss_of_row(const CrossEntropy& call, int64_t row) {
   const Pointer<T> logits = call.logits.row<T>(row);
   const bool is_smooth = call.label_smoothing > 0;
   Largest largest;
-  RowSums<1> logit_sums, power_sums;
+  RowSums<1> smoothing_sums, power_sums;
   for_each_vector(0, n, [&](int64_t i, int count) {
     Vec logit = Vec::load(logits + i, count);
     largest.take(first_lanes(logit, count), i);
@@ -53,16 +53,19 @@ inline void loss_of_row(const CrossEntropy& call, int64_t row) {
   power_sums.add(0, n, [&](int64_t i, int count, Vec(&terms)[1]) {
     terms[0] = exp_of_negative(first_lanes(Vec::load(logits + i, count), count) - shift);
   });
-  float sum[1], logit_sum[1] = {0.0f};
+  float sum[1], smoothing[1] = {0.0f};
   power_sums.store(sum);
   if (is_smooth) {
-    logit_sums.add(0, n, [&](int64_t i, int count, Vec(&terms)[1]) {
-      terms[0] = Vec::load(logits + i, count);
+    const Vec share(share_of_class(call.label_smoothing, n));
+    smoothing_sums.add(0, n, [&](int64_t i, int count, Vec(&terms)[1]) {
+      const Vec logit = Vec::load(logits + i, count);
+      terms[0] = first_lanes(smoothing_of_class(Vec(most), logit, share), count, 0.0f);
     });
-    logit_sums.store(logit_sum);
+    smoothing_sums.store(smoothing);
   }
-  const Vec mean = Vec(logit_sum[0]) / Vec(float(n)), of_target(element_of(logits, target));
-  loss_of_row(Vec(most), Vec(sum[0]), of_target, mean, call.label_smoothing, call.z_loss)
+  const Vec of_target(element_of(logits, target));
+  loss_of_row(Vec(most), Vec(sum[0]), of_target, Vec(smoothing[0]), call.label_smoothing,
+              call.z_loss)
       .store(call.losses + row, 1);
   call.stats[row] = most;
   call.stats[call.rows + row] = sum[0];

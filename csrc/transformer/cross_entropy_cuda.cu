@@ -32,7 +32,7 @@ struct Gradients {
     shift = largest;
     inverse = 1.0f / sum;
     boost = boost_of_row(Floats<1>(largest), Floats<1>(sum), call.z_loss).lanes[0];
-    share = call.label_smoothing / float(call.length);
+    share = share_of_class(call.label_smoothing, call.length);
     hit = 1.0f - call.label_smoothing;
   }
 
@@ -55,13 +55,37 @@ __device__ float element_of(Pointer<T> row, int64_t i) {
 }
 
 __device__ void write_loss(const CrossEntropy& call, int64_t row, float largest, float sum,
-                           float of_target, float mean) {
+                           float of_target, float smoothing) {
   const Floats<1> loss = loss_of_row(Floats<1>(largest), Floats<1>(sum), Floats<1>(of_target),
-                                     Floats<1>(mean), call.label_smoothing, call.z_loss);
+                                     Floats<1>(smoothing), call.label_smoothing, call.z_loss);
   call.losses[row] = call.targets[row] == call.ignored ? 0.0f : loss.lanes[0];
   call.stats[row] = largest;
   call.stats[call.rows + row] = sum;
 }
+
+// The sum over classes of what label smoothing adds, in the pass that finds the largest logit:
+// relative to the largest one so far. It only grows, so nothing cancels.
+struct Smoothing {
+  float share;
+  float sum[1] = {};
+  float shares = 0;  // of the classes so far
+
+  // What was relative to one number is relative to a larger one then.
+  __device__ void raise(float largest, float larger) {
+    if (larger > largest && shares > 0) sum[0] += shares * (larger - largest);
+  }
+
+  // `before` was the largest one, `largest` is.
+  __device__ void add(const Values& logits, int count, float before, float largest) {
+    raise(before, largest);
+    shares += share * float(count);
+    if (largest == -INFINITY) return;  // they are infinitely far from the first one that is more
+    Values terms = smoothing_of_class(Values(largest), logits, Values(share));
+#pragma unroll
+    for (int k = 0; k < kRowVector; ++k) terms.lanes[k] = k < count ? terms.lanes[k] : 0.0f;
+    sum[0] += cuda::sum_of_lanes(terms);
+  }
+};
 
 template <class Team, class T, Wanted kWanted>
 __global__ void __launch_bounds__(Team::kMostThreads, 2)
@@ -91,27 +115,31 @@ __global__ void __launch_bounds__(Team::kMostThreads, 2)
   if (is_writer && is_in_row) of_target = element_of(logits, target);
   __syncwarp();
   cuda::RowPowers powers;
-  float logit_sums[1] = {};
+  Smoothing smoothing{share_of_class(call.label_smoothing, call.length)};
   const bool is_smooth = call.label_smoothing > 0;
   constexpr Kept kKept = kWanted == Wanted::losses ? Kept::no : Kept::yes;
   reader.template read_first<kKept>([&](int, Column, int count, const Values(&x)[1], bool is_read) {
     if (!is_read) return;
     Values scores = x[0];
-    if (is_smooth) logit_sums[0] += cuda::sum_of_lanes(scores);  // 0 beyond the row
     if (count < kRowVector) {
 #pragma unroll
       for (int k = 0; k < kRowVector; ++k) {
         if (k >= count) scores.lanes[k] = -INFINITY;
       }
     }
+    const float before = powers.largest;
     powers.add(scores);
+    if (is_smooth) smoothing.add(x[0], count, before, powers.largest);
   });
+  const float of_thread = powers.largest;
   powers.template add_over_team<Team>();
-  if (is_smooth) cuda::add_over_team<Team>(logit_sums, 0);
+  if (is_smooth) {
+    smoothing.raise(of_thread, powers.largest);
+    cuda::add_over_team<Team>(smoothing.sum, 0);
+  }
   const float sum = is_ignored ? 0.0f : is_in_row ? powers.sum : NAN;
-  const float mean = logit_sums[0] / float(call.length);
   if (is_writer) {
-    write_loss(call, row, is_ignored ? 0.0f : powers.largest, sum, of_target, mean);
+    write_loss(call, row, is_ignored ? 0.0f : powers.largest, sum, of_target, smoothing.sum[0]);
   }
   if constexpr (kWanted == Wanted::losses_and_gradients) {
     reader.read_again(put_with(Gradients(call, row, powers.largest, sum)));

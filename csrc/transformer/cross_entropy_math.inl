@@ -8,12 +8,25 @@ DSX_HOST_DEVICE inline V log_sum_exp(const V& largest, const V& sum) {
   return largest + log(sum);
 }
 
+// What label smoothing takes from the target for each of n classes.
+DSX_HOST_DEVICE inline float share_of_class(float label_smoothing, int64_t n) {
+  return label_smoothing / float(n);
+}
+
+// What one class adds to the loss by label smoothing. A sum of logits would lose the digits in
+// which they differ, or be too large.
+template <class V>
+DSX_HOST_DEVICE inline V smoothing_of_class(const V& largest, const V& logit, const V& share) {
+  return share * (largest - logit);
+}
+
 // Of one row. Logits are taken from the largest one first: a loss is often small beside both.
+// `smoothing` is the sum over the classes.
 template <class V>
 DSX_HOST_DEVICE inline V loss_of_row(const V& largest, const V& sum, const V& of_target,
-                                     const V& mean, float label_smoothing, float z_loss) {
+                                     const V& smoothing, float label_smoothing, float z_loss) {
   V loss = log(sum) + V(1.0f - label_smoothing) * (largest - of_target);
-  if (label_smoothing > 0) loss = loss + V(label_smoothing) * (largest - mean);
+  if (label_smoothing > 0) loss = loss + smoothing;
   if (z_loss > 0) {
     const V whole = log_sum_exp(largest, sum);
     loss = loss + V(z_loss) * whole * whole;

@@ -6,10 +6,10 @@ inline Vec lane_numbers() {
   return Vec::load(kLanes, Vec::size);
 }
 
-// -inf in lanes beyond `count`.
-inline Vec first_lanes(Vec scores, int count) {
+// The first `count` lanes, and what there is to be beyond them.
+inline Vec first_lanes(Vec scores, int count, float beyond = -INFINITY) {
   if (count == Vec::size) return scores;
-  return select(lane_numbers() < Vec(float(count)), scores, Vec(-INFINITY));
+  return select(lane_numbers() < Vec(float(count)), scores, Vec(beyond));
 }
 
 // The largest of some scores, not counting NaN; -inf if there is none.

@@ -121,15 +121,19 @@ def test_no_rows_and_none_that_counts(device: str) -> None:
                 assert torch.equal(grad_x, torch.zeros_like(logits))
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e4])
-def test_huge_and_tiny(size: float, device: str) -> None:
-    logits = make((9, 300), F32, 0, device).clamp(-1, 1) * size
-    logits[:, 7] = size
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("far", [0.0, -1e5, 1e34, -2e38])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e4])
+def test_huge_and_tiny(size: float, far: float, smoothing: float, device: str) -> None:
+    """Digits are those of the differences, however far from 0, and with a logit far below."""
+    logits = make((9, 300), F32, 0, device).clamp(-1, 1) * size + far
+    logits[:, 7], logits[0, 0] = size + far, -1e9 + min(far, 0)
+    options: dict[str, Any] = dict(reduction="none", label_smoothing=smoothing)
     target = torch.full((9,), 7, device=device)
     grad = torch.ones(9, device=device)
-    got = of_both(logits, target, grad, reduction="none")
+    got = of_both(logits, target, grad, **options)
     wide = logits.double().requires_grad_()
-    want = cross_entropy_ref(wide, target, reduction="none")
+    want = cross_entropy_ref(wide, target, **options)
     torch.testing.assert_close(got[0].double(), want.detach(), rtol=1e-5, atol=1e-6)
     (right,) = torch.autograd.grad(want, wide, grad.double())
     torch.testing.assert_close(got[1].double(), right, rtol=1e-4, atol=1e-6)
