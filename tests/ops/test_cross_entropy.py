@@ -230,6 +230,12 @@ def test_inplace_is_for_once(device: str) -> None:
         torch.autograd.grad(loss, leaf)
     with pytest.raises(ValueError, match=r"^cross_entropy: logits is a leaf that requires a grad"):
         cross_entropy(leaf, target, inplace=True)
+    before = leaf.detach().clone()
+    for view in (leaf.view(5, 40), leaf[:], leaf[:, :].view(-1, 40), leaf.t().t()):
+        with pytest.raises(ValueError, match=r"^cross_entropy: logits is a view of a leaf that "):
+            cross_entropy(view, target, inplace=True)
+    assert torch.equal(leaf, before)
+    cross_entropy((leaf * 1).view(-1, 40), target, inplace=True)
     inner = leaf * 1
     other = inner.square().sum()
     cross_entropy(inner, target, inplace=True)

@@ -154,7 +154,8 @@ def cross_entropy(
         reduction: "mean" over the rows that count (NaN if none does), "sum" or "none".
         label_smoothing: how much of the target's probability goes to all classes alike, 0 to 1.
         z_loss: adds z_loss * log(sum of e^logit)^2 to the loss of each row.
-        inplace: see above. Logits that are a leaf and require a gradient are refused.
+        inplace: see above. Logits that are a leaf and require a gradient are refused, and views of
+            one.
 
     Returns:
         float32: a number, or with reduction="none" the shape of target.
@@ -181,11 +182,14 @@ def cross_entropy(
     if not inplace:
         found: tuple[Tensor, ...] = _cross_entropy_op(logits, target, **options)
         return found[0]
-    if logits.requires_grad and logits.is_leaf:
-        raise ValueError(
-            "cross_entropy: logits is a leaf that requires a gradient, expected the result of an"
-            " op, as inplace overwrites it; leave inplace out"
-        )
+    # What is compiled writes to copies.
+    base = None if torch.compiler.is_compiling() else logits._base
+    for tensor, what in ((logits, "a leaf"), (base, "a view of a leaf")):
+        if tensor is not None and tensor.requires_grad and tensor.is_leaf:
+            raise ValueError(
+                f"cross_entropy: logits is {what} that requires a gradient, expected the result of"
+                " an op, as inplace overwrites it; leave inplace out"
+            )
     refuse_tangents("cross_entropy", {"logits": logits})
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
