@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rms_norm_cases import BF16, F32, make
+from rms_norm_cases import BF16, DTYPES, F32, make
 
 from deepspeed_ext.ops import FusedLayerNorm, FusedRMSNorm
 
@@ -51,6 +51,18 @@ def test_parameters_of_another_dtype(
     torch.testing.assert_close(
         out.float(), theirs(64, device=device)(x.float()), rtol=1e-2, atol=1e-2
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_eps_of_none_is_that_of_the_arithmetic(dtype: torch.dtype, device: str) -> None:
+    """As in torch; beside small rows that of 16 bits would be most of the sum."""
+    x = make((3, 64), dtype, 0, device) * 0.01
+    eps = torch.finfo(F32).eps
+    want = torch.nn.functional.rms_norm(x.double(), (64,), eps=eps)
+    got = FusedRMSNorm(64, device=device, dtype=dtype)(x)
+    torch.testing.assert_close(got.double(), want, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+    theirs = torch.nn.RMSNorm(64, device=device, dtype=dtype)(x)
+    torch.testing.assert_close(got, theirs, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 def test_without_bias(device: str) -> None:
