@@ -150,6 +150,31 @@ def refuse_gradients(name: str, values: Values) -> None:
             )
 
 
+def check_numbers(name: str, **values: object) -> None:
+    """Refuse what is no number, and a tensor whose gradient would be lost as torch makes a float.
+
+    For arguments that are not simply floats, so that these cost a call nothing:
+    `if type(scale) is not float: check_numbers("softmax", scale=scale)`.
+
+    Args:
+        name: of the op.
+        values: its arguments by name.
+
+    Raises:
+        RuntimeError: a tensor requires a gradient, and gradients are recorded.
+        TypeError: one is no number.
+    """
+    for argument, value in values.items():
+        if isinstance(value, Tensor):
+            if value.requires_grad and torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"{name}: {argument} requires a gradient, expected a number, as the op has none"
+                    f" for it; detach it, or compute with it in plain torch, as {name}_ref does"
+                )
+        elif not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+            raise TypeError(f"{name}: {argument} is {value!r}, expected a number")
+
+
 def refuse_tangents(name: str, values: Values, instead: str = "detach it") -> None:
     """Refuse what would lose a tangent of forward-mode AD, with torch.func.jvp or dual numbers.
 

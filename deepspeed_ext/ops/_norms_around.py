@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deepspeed_ext.ops._library import check_numbers
+
 _SQUARED = 8  # neighbours whose squares are added up first: see few_rows.h
 
 
@@ -51,12 +53,15 @@ def fake_results(out: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tenso
     return out, torch.empty_like(out), squares
 
 
-def options_of(x: Tensor | Undivided, norm: NextNorm | None) -> dict[str, Any]:
-    """Return the numbers that an op takes of the norms around it."""
-    return {
+def options_of(op: str, x: Tensor | Undivided, norm: NextNorm | None) -> dict[str, Any]:
+    """Return the numbers that an op, which errors name, takes of the norms around it."""
+    options = {
         "eps": x.eps if isinstance(x, Undivided) else 0.0,
         "weight_offset": 0.0 if norm is None else norm.weight_offset,
     }
+    if type(options["eps"]) is not float or type(options["weight_offset"]) is not float:
+        check_numbers(op, **options)
+    return options
 
 
 def divided_ref(x: Tensor | Undivided) -> Tensor:

@@ -299,3 +299,71 @@ def test_vmap_is_right_or_an_error_says_what_to_do(call: Call) -> None:
         return
     for got, want in zip(results_of(lambda: mapped(*stacked)), results_of(function), strict=True):
         assert torch.equal(got.nan_to_num(), torch.stack([want, want]).nan_to_num())
+
+
+X, Q, TARGET = torch.randn(3, 16), torch.randn(3, 2, 16), torch.arange(3)
+NUMBERS: dict[str, Callable[..., Any]] = {
+    "softmax scale": lambda n: ops.softmax(X, scale=n),
+    "softmax softcap": lambda n: ops.softmax(X, softcap=n),
+    "scaled_masked_softmax scale": lambda n: ops.scaled_masked_softmax(X, None, n),
+    "softmax scale through another":
+        lambda n: ops.scaled_upper_triang_masked_softmax(X, n),
+    "cross_entropy label_smoothing": lambda n: ops.cross_entropy(X, TARGET, label_smoothing=n),
+    "cross_entropy z_loss": lambda n: ops.cross_entropy(X.clone(), TARGET, z_loss=n, inplace=True),
+    "rms_norm eps": lambda n: ops.rms_norm(X, eps=n),
+    "rms_norm weight_offset": lambda n: ops.rms_norm(X, X[0], residual=X, weight_offset=n),
+    "layer_norm eps": lambda n: ops.layer_norm(X, eps=n),
+    "rope scale": lambda n: ops.rope(Q, None, TARGET, torch.ones(8), scale=n),
+    "rope_ scale": lambda n: ops.rope_(Q.clone(), None, TARGET, torch.ones(8), scale=n),
+    "skinny_linear_norm weight_offset":
+        lambda n: ops.skinny_linear_norm(
+            X, Q.view(6, 16)[[0] * 8], norm=NextNorm(X[0, :8], weight_offset=n)
+        ),
+    **{
+        f"{name} {argument}": lambda n, name=name, argument=argument: getattr(ops, name)(
+            *[queries(2, 1, 2, 16, F32, "cpu") for _ in range(1 if name.endswith("n") else 3)],
+            make_kv([5, 3], 2, 16, F32, "cpu"), **{argument: n},
+        )
+        for name, arguments in {
+            "decode_attention": ("scale", "softcap"),
+            "prefill_attention": ("scale", "softcap"),
+            "rope_append_": ("scale", "eps", "weight_offset"),
+            "append_and_attend_": ("scale", "softcap", "rotation_scale", "eps", "weight_offset"),
+        }.items()
+        for argument in arguments
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_tensor_in_place_of_a_number_loses_no_gradient(name: str) -> None:
+    """Torch makes a float of it, without its gradient; what is no number is named."""
+    call, (op, argument, *_) = NUMBERS[name], name.split()
+    with pytest.raises(RuntimeError, match=f"^{op}: {argument} requires a gradient, expected a n"):
+        call(torch.nn.Parameter(torch.tensor(0.5)))
+    with pytest.raises(TypeError, match=f"^{op}: {argument} is 'x', expected a number$"):
+        call("x")
+    call(torch.tensor(0.5))
+    call(1)
+    with torch.no_grad():
+        call(torch.nn.Parameter(torch.tensor(0.5)))
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda t: ops.split_float32(t), "split_float32: values"),
+        (lambda t: ops.encode_blocks(t, signed=True), "encode_blocks: values"),
+        (lambda t: ops.join_float32(t.bfloat16(), TARGET.short()), "join_float32: upper"),
+    ],
+)
+def test_forms_of_state_lose_no_gradient(call: Callable[[Tensor], Any], name: str) -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match=f"^{name} requires a gradient, expected none, as the "):
+        call(leaf)
+    with torch.no_grad():
+        call(leaf)
+    scales = torch.ones(1, requires_grad=True)
+    codes = torch.full((3,), 90, dtype=torch.uint8)
+    ops.decode_blocks(codes, scales, signed=True).sum().backward()
+    assert scales.grad is not None and scales.grad.item() > 0

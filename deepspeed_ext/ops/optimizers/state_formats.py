@@ -7,6 +7,8 @@ state from one form to another. Elements count in the order in which a dense ten
 import torch
 from torch import Tensor
 
+from deepspeed_ext.ops._library import refuse_gradients
+
 BLOCK = 256  # elements that share a scale
 _RANDOM_BITS = 19  # of a float's bits, what a code leaves out
 _SIGNED_FLOOR, _UNSIGNED_FLOOR = 2.0**-7, 2.0**-15
@@ -37,7 +39,11 @@ def encode_blocks(
     Returns:
         The codes, uint8, in the shape and layout of values; the scales, float32, (blocks,). A block
         with inf or NaN in it, or magnitudes from 2^125 on, has the scale NaN.
+
+    Raises:
+        RuntimeError: values require a gradient, which codes have none of.
     """
+    refuse_gradients("encode_blocks", {"values": values})
     flat = in_memory_order(values).float()
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
     largest = padded.abs().amax(1) if padded.numel() else padded.new_zeros(0)
@@ -114,7 +120,9 @@ def split_float32(values: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises:
         ValueError: values are not float32.
+        RuntimeError: they require a gradient, which would be lost.
     """
+    refuse_gradients("split_float32", {"values": values})
     if values.dtype != torch.float32:
         raise ValueError(f"split_float32: values is {values.dtype}, expected float32")
     bits = torch.where(values.isnan(), float("nan"), values).view(torch.int32)
@@ -126,7 +134,11 @@ def join_float32(upper: Tensor, lower: Tensor) -> Tensor:
     """Return the float32 values that `split_float32` made two tensors of, bit for bit.
 
     A zero in `upper` with a negative `lower`, which it never makes, stands for itself.
+
+    Raises:
+        RuntimeError: upper requires a gradient, which would be lost.
     """
+    refuse_gradients("join_float32", {"upper": upper})
     bits = (upper.view(torch.int16).long() << 16) + lower.long()
     signed = (bits & _MASK32) - ((bits & 0x80000000) << 1)
     joined = signed.to(torch.int32).view(torch.float32)

@@ -293,7 +293,7 @@ def _with_norms(
         squares,
         None if norm is None else norm.weight,
         **numbers,
-        **options_of(x, norm),
+        **options_of("quantized_linear_norm", x, norm),
     )
     return results
 

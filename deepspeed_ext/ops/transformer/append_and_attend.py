@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import call_on_tensors, define
+from deepspeed_ext.ops._library import call_on_tensors, check_numbers, define
 from deepspeed_ext.ops.transformer.decode_attention import decode_attention_ref
 from deepspeed_ext.ops.transformer.paged_kv import PagedKV, kind_of, libraries_of
 from deepspeed_ext.ops.transformer.rope_append import count_writes, rope_append_ref_
@@ -94,6 +94,16 @@ def append_and_attend_(
 
     See: ``rope_append_``, ``decode_attention``. ``append_and_attend_ref_`` is the same in float64.
     """
+    numbers = {
+        "rotation_scale": rotation_scale,
+        "eps": eps,
+        "weight_offset": weight_offset,
+        "scale": 1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        "softcap": softcap,
+    }
+    for number in numbers.values():
+        if type(number) is not float:
+            check_numbers("append_and_attend_", **numbers)
     out, lse = call_on_tensors(
         _OPS[kind_of(kv)],
         q,
@@ -114,12 +124,8 @@ def append_and_attend_(
         alibi_slopes,
         sinks,
         interleaved=interleaved,
-        rotation_scale=rotation_scale,
-        eps=eps,
-        weight_offset=weight_offset,
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
         window=window,
-        softcap=softcap,
+        **numbers,
     )
     count_writes(kv)
     return (out, lse) if return_lse else out

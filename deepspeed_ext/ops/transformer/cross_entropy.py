@@ -5,7 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import call_recording_nothing, define, refuse_tangents
+from deepspeed_ext.ops._library import (
+    call_recording_nothing,
+    check_numbers,
+    define,
+    refuse_tangents,
+)
 
 _LIBRARIES = {"cpu": "cpu_cross_entropy", "cuda": "fused_cross_entropy"}
 _OPTIONS = "*, int ignore_index, float label_smoothing, float z_loss"
@@ -140,9 +145,9 @@ def cross_entropy(
     A row has the same bits alone, in any batch and at any place in it; on the CPU also with any
     number of threads and any instruction set. Gradients too, and with inplace the same as without
     where that of the loss is 1, or any power of two, and none is below the normal numbers of its
-    dtype; else they are rounded once more. Arithmetic is in float32; how many rows count is found out on the device. A row with NaN or inf among its
-    logits, or only -inf, has the loss NaN, and so are its gradients. There is no gradient of a
-    gradient.
+    dtype; else they are rounded once more. Arithmetic is in float32; how many rows count is found
+    out on the device. A row with NaN or inf among its logits, or only -inf, has the loss NaN, and
+    so are its gradients. There is no gradient of a gradient.
 
     Args:
         logits: (..., classes), float32, bfloat16 or float16, on the CPU or on CUDA. Rows that lie
@@ -173,6 +178,8 @@ def cross_entropy(
         raise ValueError(
             f"cross_entropy: reduction is {reduction!r}, expected 'mean', 'sum' or 'none'"
         )
+    if type(label_smoothing) is not float or type(z_loss) is not float:
+        check_numbers("cross_entropy", label_smoothing=label_smoothing, z_loss=z_loss)
     options = {
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._library import check_numbers, define
 from deepspeed_ext.ops.transformer.paged_kv import PAGE, PagedKV, kind_of, libraries_of
 
 
@@ -87,6 +87,9 @@ def decode_attention(
     See: Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018, section 3.
     ``decode_attention_ref`` is the same in float64.
     """
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if type(scale) is not float or type(softcap) is not float:
+        check_numbers("decode_attention", scale=scale, softcap=softcap)
     op = _OPS[kind_of(kv)]
     out, lse = op(
         q,
@@ -100,7 +103,7 @@ def decode_attention(
         counts,
         alibi_slopes,
         sinks,
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        scale=scale,
         window=window,
         softcap=softcap,
     )

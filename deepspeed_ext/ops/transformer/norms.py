@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._library import check_numbers, define
 
 _OPTIONS = "*, float eps, float weight_offset"
 
@@ -57,6 +57,8 @@ class Norm:
         options: dict[str, float],
     ) -> Any:
         """Return the normed tensor; with a residual and `return_sum` also what was normalized."""
+        if type(options["eps"]) is not float or type(options["weight_offset"]) is not float:
+            check_numbers(self._name, **options)
         if residual is None:
             if x_bias is not None:
                 raise ValueError(f"{self._name}: x_bias is given, expected a residual beside it")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define, refuse_gradients
+from deepspeed_ext.ops._library import check_numbers, define, refuse_gradients
 from deepspeed_ext.ops.transformer.decode_attention import decode_attention_ref
 from deepspeed_ext.ops.transformer.paged_kv import PagedKV, kind_of, libraries_of
 
@@ -108,6 +108,9 @@ def prefill_attention(
                 queries, keys, values, is_causal=True, scale=scale, enable_gqa=True
             )
             return out.transpose(1, 2).contiguous()
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if type(scale) is not float or type(softcap) is not float:
+        check_numbers("prefill_attention", scale=scale, softcap=softcap)
     op = _OPS[kind_of(kv)]
     out, lse = op(
         q,
@@ -121,7 +124,7 @@ def prefill_attention(
         counts,
         alibi_slopes,
         sinks,
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        scale=scale,
         window=window,
         softcap=softcap,
     )

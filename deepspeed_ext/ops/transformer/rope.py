@@ -5,7 +5,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import call_on_tensors, define
+from deepspeed_ext.ops._library import call_on_tensors, check_numbers, define
 
 _LIBRARIES = {"cpu": "cpu_rope", "cuda": "fused_rope"}
 _OPTIONS = "bool interleaved, bool heads_first, float scale"
@@ -126,6 +126,8 @@ def rope(
     See: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equations
     15 and 34. ``rope_ref`` is the same in float64.
     """
+    if type(scale) is not float:
+        check_numbers("rope", scale=scale)
     options = dict(interleaved=interleaved, heads_first=heads_first, scale=scale, negative=False)
     if k is None:
         out: Tensor = _op(q, positions, frequencies, **options)
@@ -163,6 +165,8 @@ def rope_(
 
     See: ``rope``.
     """
+    if type(scale) is not float:
+        check_numbers("rope_", scale=scale)
     options = dict(interleaved=interleaved, heads_first=heads_first, scale=scale)
     call_on_tensors(_in_place_op, q, k, positions, frequencies, **options)
     if not torch.compiler.is_compiling():  # a native op does not count its writes

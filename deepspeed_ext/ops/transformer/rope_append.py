@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import call_on_tensors, define
+from deepspeed_ext.ops._library import call_on_tensors, check_numbers, define
 from deepspeed_ext.ops.transformer.paged_kv import PAGE, PagedKV, kind_of, libraries_of
 from deepspeed_ext.ops.transformer.rope import rope_ref
 
@@ -80,6 +80,8 @@ def rope_append_(
 
     See: ``rope``, ``rms_norm``. ``rope_append_ref_`` is the same in float64.
     """
+    if type(scale) is not float or type(eps) is not float or type(weight_offset) is not float:
+        check_numbers("rope_append_", scale=scale, eps=eps, weight_offset=weight_offset)
     call_on_tensors(
         _OPS[kind_of(kv)],
         q,

@@ -226,7 +226,7 @@ def _with_norms(
         None if norm is None else norm.weight,
         activation=activation,
         gated=gated,
-        **options_of(x, norm),
+        **options_of("skinny_linear_norm", x, norm),
     )
     return results
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._library import check_numbers, define
 
 _LIBRARIES = {"cpu": "cpu_softmax", "cuda": "fused_softmax"}
 _OPTIONS = "*, float scale, float softcap, int before, int after, int? offset"
@@ -104,6 +104,8 @@ def softmax(
     See: Vaswani et al., "Attention Is All You Need", 2017, section 3.2.1; Press, Smith & Lewis,
     "Train Short, Test Long", 2022, for ALiBi. ``softmax_ref`` is the same in float64.
     """
+    if type(scale) is not float or type(softcap) is not float:
+        check_numbers("softmax", scale=scale, softcap=softcap)
     before, after = _keys_seen(causal, window)
     out: Tensor = _softmax_op(
         x,
@@ -132,6 +134,8 @@ def scaled_masked_softmax(x: Tensor, mask: Tensor | None, scale: float = 1.0) ->
             queries, keys): what is not 0 is left out, contrary to softmax.
         scale: finite.
     """
+    if type(scale) is not float:
+        check_numbers("scaled_masked_softmax", scale=scale)
     out: Tensor = _softmax_op(
         x,
         mask,
