@@ -22,7 +22,7 @@ from deepspeed_ext.ops.optimizers.clip import checked_norm
 from deepspeed_ext.optim import DeepSpeedCPUAdam
 from deepspeed_ext.optim.base import SlabOptimizer
 from deepspeed_ext.optim.checkpoint import portable_state
-from deepspeed_ext.optim.checks import check_once
+from deepspeed_ext.optim.checks import check_group_keys, check_once
 from deepspeed_ext.optim.clipping import Scaling
 from deepspeed_ext.processors import check_threads, share_here
 
@@ -293,7 +293,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: an option or a parameter is not as it must be; nothing was added.
+            TypeError: the group has an argument of the constructor that is no option of groups.
         """
+        if isinstance(param_group, dict):
+            check_group_keys(self, param_group)
         super().add_param_group(param_group)
         if "_pipeline" not in self.__dict__:
             return

@@ -16,6 +16,7 @@ from deepspeed_ext.ops.optimizers.clip import checked_norm
 from deepspeed_ext.optim.checkpoint import hide_entries, portable_state, show_entries
 from deepspeed_ext.optim.checks import (
     check_flags,
+    check_group_keys,
     check_no_capture,
     check_once,
     check_options,
@@ -72,6 +73,9 @@ class SlabOptimizer(torch.optim.Optimizer):
     A state dict of any format loads into any other; torch's classes load float state. A remainder
     is made of a float32 master for the weight that is there: load the model first. Of DTensors,
     codes are float32 in a state dict and remainders int32, which any other sharding can load.
+
+    Groups have the options of the class; these arguments hold for all groups, and one in a group is
+    refused.
 
     A subclass defines `traits`, `_call_op` or `_apply`, and the rest where it needs to.
 
@@ -361,8 +365,11 @@ class SlabOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: an option or a parameter is not as it must be; nothing was added.
-            TypeError: a parameter wraps other tensors and is no DTensor; nothing was added.
+            TypeError: a parameter wraps other tensors and is no DTensor, or the group has an
+                argument of the constructor that is no option of groups; nothing was added.
         """
+        if isinstance(param_group, dict):
+            check_group_keys(self, param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

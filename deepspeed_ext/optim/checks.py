@@ -1,6 +1,8 @@
 """What the optimizers refuse, and in which words: class, number of the parameter, fix."""
 
-from collections.abc import Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +15,13 @@ from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.ops.optimizers.clip import renamed
 from deepspeed_ext.ops.optimizers.state_formats import blocks_of, is_dense
 from deepspeed_ext.ops.optimizers.step_op import Flag, Number
-from deepspeed_ext.optim.formats import MASTER, REMAINDER, SCALE
+from deepspeed_ext.optim.formats import MASTER, REMAINDER, SCALE, FormatOptions
 from deepspeed_ext.optim.slabs import STEP, Work
 
 if TYPE_CHECKING:
     from deepspeed_ext.optim.base import SlabOptimizer
 
+_DECOUPLED = "decoupled_weight_decay"
 COUNT = "a finite number, at least 0"  # what errors say that steps must be
 
 
@@ -40,6 +43,34 @@ def check_flags(optimizer: "SlabOptimizer", options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if not (isinstance(value, int) and value in (0, 1)):  # a bool is an int
             raise TypeError(f"{type(optimizer).__name__}: {name} is {value!r}, expected a bool")
+
+
+def check_group_keys(optimizer: torch.optim.Optimizer, group: Iterable[str]) -> None:
+    """Raise TypeError if a group has an argument of the constructor that is no option of groups.
+
+    It would be ignored. What no constructor here knows is the user's own, as in torch.
+    """
+    name = type(optimizer).__name__
+    arguments = _arguments_of(type(optimizer))
+    for key in group:
+        if key in arguments and key not in optimizer.defaults:
+            is_mode = key in ("adam_w_mode", "adamw_mode") and _DECOUPLED in optimizer.defaults
+            instead = f"; give the group {_DECOUPLED}" if is_mode else ""
+            raise TypeError(
+                f"{name}: param_group has {key}, expected it as an argument of {name}, as it is for"
+                f" all groups{instead}"
+            )
+
+
+@functools.cache
+def _arguments_of(kind: type) -> frozenset[str]:
+    """Return the names of what constructors of ours take, one of the user's above them or not."""
+    found = {"adam_w_mode", "adamw_mode", *FormatOptions.__optional_keys__}
+    for each in kind.__mro__:
+        if "__init__" in vars(each) and each.__module__.startswith("deepspeed_ext."):
+            named = inspect.signature(each.__init__).parameters.values()  # type: ignore[misc]
+            found |= {p.name for p in named if p.kind is not p.VAR_KEYWORD}
+    return frozenset(found - {"self", "params", "defaults"})
 
 
 def check_options(optimizer: "SlabOptimizer", group: dict[str, Any]) -> None:

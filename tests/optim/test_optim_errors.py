@@ -7,6 +7,7 @@ import torch
 from optim_cases import BF16, adam, needs_cuda
 from torch.nn import Parameter
 
+from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim import (
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
@@ -120,6 +121,40 @@ def test_amsgrad_is_no_option_of_adagrad():
         "DeepSpeedCPUAdagrad: amsgrad is True, expected False: Adagrad has no such variant"
     ):
         DeepSpeedCPUAdagrad([Parameter(torch.ones(2))], amsgrad=True)
+
+
+IGNORED = [
+    (DeepSpeedCPUAdam, "adamw_mode", False),
+    (DeepSpeedCPUAdam, "adam_w_mode", False),
+    (HybridAdam, "adamw_mode", True),
+    (HybridAdam, "nvme_offload_fraction", 0.0),
+    (DeepSpeedCPULion, "fp32_optimizer_states", False),
+    (FusedSGD, "state_dtype", torch.uint8),
+    (FusedRMSprop, "master", "float32"),
+    (DeepSpeedCPUAdagrad, "master_weights", True),
+    (DeepSpeedCPUAdam, "seed", 1),
+    (OffloadOptimizer, "free_grads", True),
+    (OffloadOptimizer, "state_dtype", torch.uint8),
+    (OffloadOptimizer, "adamw_mode", False),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), IGNORED)
+def test_groups_take_no_arguments_that_hold_for_all(kind, name, value):
+    """They would be ignored; what is the user's own is kept."""
+    group = {"params": [Parameter(torch.ones(2))], name: value}
+    text = (
+        f"{kind.__name__}: param_group has {name}, expected it as an argument of {kind.__name__}, "
+        "as it is for all groups"
+    )
+    optimizer = kind([{"params": [Parameter(torch.ones(2))], "of_user": 3}])
+    for make in (lambda: kind([group]), lambda: optimizer.add_param_group(group)):
+        with pytest.raises(TypeError) as raised:
+            make()
+        instead = "; give the group decoupled_weight_decay"
+        assert str(raised.value) in (text, text + instead)
+        assert (str(raised.value) == text) or name.startswith("adam")
+    assert len(optimizer.param_groups) == 1 and optimizer.param_groups[0]["of_user"] == 3
 
 
 def complex_param():
