@@ -271,17 +271,16 @@ class QuantizedLinear(nn.Module):
         return {name: self.get_buffer(name) for name in self.layout.tensors()}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
-        """Move all, and cast what may be cast."""
-        kept = {name: self._buffers.pop(name) for name in self.layout.tensors()}
-        try:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        finally:
-            self._buffers.update(kept)
-        for name, tensor in kept.items():
-            assert tensor is not None
+        """Move all, and cast what may be cast; none is gone meanwhile, as others compute."""
+        packed = list(self._tensors().values())
+
+        def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            is_cast = moved.dtype != tensor.dtype
-            self._buffers[name] = tensor.to(moved.device) if is_cast else moved
+            if moved.dtype != tensor.dtype and any(tensor is each for each in packed):
+                return tensor.to(moved.device)
+            return moved
+
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
         dtype = fn(torch.empty(0, dtype=self.dtype, device=self.codes.device)).dtype
         self.dtype = dtype if dtype in DTYPES else self.dtype
         return self

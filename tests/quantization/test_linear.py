@@ -175,6 +175,24 @@ def test_moves_leave_codes_and_scales(move: Any, kind: tuple[str, int | None, bo
     assert torch.equal(after.dequantize(F32), before.dequantize(F32))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_moves_while_another_thread_computes(kind: tuple[str, int | None, bool]) -> None:
+    """Between any two tensors: as torch's layer, it has all of them at any time."""
+    layer, x = made(*kind), rows((3, 70))
+    want, calls = layer(x), 0
+
+    def same(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        assert torch.equal(layer(x), want) and len(layer.state_dict()) == count
+        return tensor.clone()
+
+    count = len(layer.state_dict())
+    layer._apply(same)
+    assert calls == len(list(layer.buffers())) + 2  # the bias, and to see what becomes of a dtype
+    assert torch.equal(layer(x), want)
+
+
 def test_dtype_is_that_of_casts() -> None:
     layer = QuantizedLinear.from_linear(nn.Linear(8, 4, bias=False).bfloat16())
     assert layer.dtype == layer.weight.dtype == BF16
