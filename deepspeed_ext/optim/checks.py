@@ -1,6 +1,5 @@
 """What the optimizers refuse, and in which words: class, number of the parameter, fix."""
 
-import functools
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -62,15 +61,14 @@ def check_group_keys(optimizer: torch.optim.Optimizer, group: Iterable[str]) -> 
             )
 
 
-@functools.cache
-def _arguments_of(kind: type) -> frozenset[str]:
+def _arguments_of(kind: type) -> set[str]:
     """Return the names of what constructors of ours take, one of the user's above them or not."""
     found = {"adam_w_mode", "adamw_mode", *FormatOptions.__optional_keys__}
     for each in kind.__mro__:
         if "__init__" in vars(each) and each.__module__.startswith("deepspeed_ext."):
             named = inspect.signature(each.__init__).parameters.values()  # type: ignore[misc]
             found |= {p.name for p in named if p.kind is not p.VAR_KEYWORD}
-    return frozenset(found - {"self", "params", "defaults"})
+    return found - {"self", "params", "defaults"}
 
 
 def check_options(optimizer: "SlabOptimizer", group: dict[str, Any]) -> None:
