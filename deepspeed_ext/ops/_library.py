@@ -100,6 +100,8 @@ def define(
         _FRAGMENT.impl(full_name, torch.library.fallthrough_kernel, "Autograd")
     else:
         _register_refusal(full_name, op)
+    if parsed.is_mutable:
+        _resolve_negated(full_name, op)
     if parsed.is_mutable or any(is_tensorlist_like_type(a.type) for a in parsed.arguments):
         _refuse_vmap(full_name)  # of others torch makes a loop
     return op
@@ -150,7 +152,7 @@ def refuse_gradients(name: str, values: Values) -> None:
             )
 
 
-def check_numbers(name: str, **values: object) -> None:
+def check_numbers(name: str, whole: bool = False, /, **values: object) -> None:
     """Refuse what is no number, and a tensor whose gradient would be lost as torch makes a float.
 
     For arguments that are not simply floats, so that these cost a call nothing:
@@ -158,12 +160,14 @@ def check_numbers(name: str, **values: object) -> None:
 
     Args:
         name: of the op.
+        whole: whether they are to be whole numbers.
         values: its arguments by name.
 
     Raises:
         RuntimeError: a tensor requires a gradient, and gradients are recorded.
         TypeError: one is no number.
     """
+    kinds = (int, torch.SymInt) if whole else (int, float, torch.SymInt, torch.SymFloat)
     for argument, value in values.items():
         if isinstance(value, Tensor):
             if value.requires_grad and torch.is_grad_enabled():
@@ -171,8 +175,9 @@ def check_numbers(name: str, **values: object) -> None:
                     f"{name}: {argument} requires a gradient, expected a number, as the op has none"
                     f" for it; detach it, or compute with it in plain torch, as {name}_ref does"
                 )
-        elif not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-            raise TypeError(f"{name}: {argument} is {value!r}, expected a number")
+        elif not isinstance(value, kinds):
+            want = "a whole number" if whole else "a number"
+            raise TypeError(f"{name}: {argument} is {value!r}, expected {want}")
 
 
 def refuse_tangents(name: str, values: Values, instead: str = "detach it") -> None:
@@ -216,11 +221,15 @@ def _register_gradient(
     arguments = [argument.name for argument in op._schema.arguments]
     lost = [(argument, arguments.index(argument)) for argument in without_gradient]
 
+    way_out = "call the op under torch.no_grad(), or detach what it takes"
+    if public.endswith("_backward"):  # whose gradients come of create_graph=True alone
+        forward = public.removesuffix("_backward")
+        way_out = f"for gradients of gradients use {forward}_ref, which is plain torch"
+
     def refuse(ctx: Any, *grads: Tensor | None) -> NoReturn:
         raise RuntimeError(
             f"{public}: the gradient of {_first_wanted(arguments, ctx.needs_input_grad)} is wanted,"
-            " expected no use of it, as the op has none; call the op under torch.no_grad(), or"
-            " detach what it takes"
+            f" expected no use of it, as the op has none; {way_out}"
         )
 
     def refuse_transform(values: Values) -> NoReturn:
@@ -286,6 +295,30 @@ def _refuse_vmap(name: str) -> None:
         )
 
     _FRAGMENT.impl(name, refuse, "FuncTorchBatched")
+
+
+def _resolve_negated(name: str, op: torch._ops.OpOverload) -> None:
+    """Do what torch does for ops that write to nothing: give kernels memory, not its negative.
+
+    Views such as `x.conj().imag` have elements that are those of the memory with another sign.
+    """
+    written = [a.name for a in op._schema.arguments if a.is_write]
+
+    def resolved(value: object) -> object:
+        if isinstance(value, Tensor):
+            return value.resolve_neg()
+        return [resolved(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+    def kernel(*args: object, **keywords: object) -> Any:
+        for argument, tensor in _tensors(_values(op, args, keywords)):
+            if tensor.is_neg() and argument.partition("[")[0] in written:
+                raise ValueError(
+                    f"{name.partition('.')[0]}: {argument} is the negative of its memory, expected"
+                    " a tensor that can be written to; use resolve_neg() first"
+                )
+        return op(*map(resolved, args), **{k: resolved(v) for k, v in keywords.items()})
+
+    _FRAGMENT.impl(name, kernel, "Negative")
 
 
 def _first_wanted(arguments: Sequence[str], wanted: Sequence[bool | Sequence[bool]]) -> str:

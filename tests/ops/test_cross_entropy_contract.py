@@ -44,6 +44,18 @@ def test_refuses(text: str) -> None:
         cross_entropy(**(arguments | REFUSED[text]()))
 
 
+def test_hooks_may_save_other_strides(device: str) -> None:
+    leaf, target = make((5, 40), F32, 0, device).requires_grad_(), targets(5, 40, device)
+    (want,) = torch.autograd.grad(cross_entropy(leaf, target), leaf)
+
+    def turned(tensor: Tensor) -> Tensor:
+        return tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(turned, lambda tensor: tensor):
+        loss = cross_entropy(leaf, target)
+    assert torch.equal(*torch.autograd.grad(loss, leaf), want)
+
+
 @pytest.mark.parametrize("name", ["by columns", "one row for all", "every other element"])
 def test_inplace_refuses_what_it_cannot_write_to(name: str) -> None:
     logits = LAYOUTS[name](make((48, 200), F32, 0))

@@ -50,8 +50,8 @@ def test_keyword_only_arguments_overloads_and_several_results(loaded: list[str])
 
 def test_an_op_without_backward_says_so_when_a_gradient_is_wanted(loaded: list[str]) -> None:
     op = define(
-        "test_no_backward(Tensor a, Tensor b) -> Tensor",
-        {"cpu": "test_no_backward=lambda a, b: a + b"},
+        "test_no_gradient(Tensor a, Tensor b) -> Tensor",
+        {"cpu": "test_no_gradient=lambda a, b: a + b"},
         fake=lambda a, b: torch.empty_like(a),
     )
     a, b = torch.ones(3, requires_grad=True), torch.ones(3)
@@ -63,7 +63,7 @@ def test_an_op_without_backward_says_so_when_a_gradient_is_wanted(loaded: list[s
         with pytest.raises(RuntimeError) as raised:
             (result + a).sum().backward()
         assert str(raised.value) == (
-            f"test_no_backward: the gradient of {name} is wanted, expected no use of it, as the op"
+            f"test_no_gradient: the gradient of {name} is wanted, expected no use of it, as the op"
             " has none;"
             " call the op under torch.no_grad(), or detach what it takes"
         )

@@ -87,6 +87,19 @@ def test_a_window_is_a_pair(window: Any) -> None:
     assert torch.equal(softmax(torch.ones(2, 4), window=[0, 0]), torch.eye(4)[2:])
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (dict(window=(1.5, 2)), "window[0] is 1.5, expected a whole number"),
+        (dict(window=(1, "2")), "window[1] is '2', expected a whole number"),
+        (dict(offset=1.0), "offset is 1.0, expected a whole number"),
+    ],
+)
+def test_places_are_whole_numbers(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=rf"^softmax: {re.escape(text)}$"):
+        softmax(torch.ones(2, 4), **options)
+
+
 def test_slopes_have_no_gradient() -> None:
     x, alibi_slopes = torch.ones(2, 3, 4), torch.ones(2).requires_grad_()
     with pytest.raises(RuntimeError, match=r"^softmax: alibi_slopes requires a gradient, "):

@@ -1,5 +1,6 @@
 """Every gradient that is asked for of every op: it is right, or an error names op and argument."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -278,6 +279,37 @@ def test_transforms_are_told_what_to_do(call: Call, name: str) -> None:
         with pytest.raises(RuntimeError) as raised:
             transform(tensor)
         assert str(raised.value).startswith(allowed)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        each
+        for each in FLOATING
+        if dict(forms(each.values[0][0], each.values[0][1]))[each.values[1]].itemsize > 1
+    ],
+)
+def test_a_negative_view_is_read_as_what_it_is(call: Call, name: str) -> None:
+    """Or refused, where it is to be written."""
+    function, tensor, public = fresh(call, name)
+    op, _, keywords = call
+    negative = torch._neg_view(-tensor)
+    given = [
+        [negative if each is tensor else each for each in arg] if isinstance(arg, list)
+        else negative if arg is tensor else arg
+        for arg in function.args
+    ]  # fmt: skip
+    written = {argument.name for argument in op._schema.arguments if argument.is_write}
+    with torch.no_grad():
+        if name.partition("[")[0] in written:
+            text = f"^{public}: {re.escape(name)} is the negative of its memory, expected a tensor"
+            with pytest.raises(ValueError, match=text):
+                op(*given, **keywords)
+            return
+        got = results_of(lambda: op(*given, **keywords))
+        want = results_of(fresh(call, name)[0])
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call[0].name())

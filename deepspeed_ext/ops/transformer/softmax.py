@@ -106,6 +106,8 @@ def softmax(
     """
     if type(scale) is not float or type(softcap) is not float:
         check_numbers("softmax", scale=scale, softcap=softcap)
+    if offset is not None and type(offset) is not int:
+        check_numbers("softmax", True, offset=offset)
     before, after = _keys_seen(causal, window)
     out: Tensor = _softmax_op(
         x,
@@ -189,6 +191,8 @@ def _keys_seen(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
             " position, such as (5, 0), or (-1, -1) for all"
         )
     before, after = window
+    if type(before) is not int or type(after) is not int:
+        check_numbers("softmax", True, **{"window[0]": before, "window[1]": after})
     return before, 0 if causal else after
 
 
