@@ -70,9 +70,12 @@ class SlabOptimizer(torch.optim.Optimizer):
         seed: of the random rounding, which depends on it, the number of the parameter, its step,
             and the index of the element, but not on how a DTensor is sharded (by rows, or not).
 
-    A state dict of any format loads into any other; torch's classes load float state. A remainder
-    is made of a float32 master for the weight that is there: load the model first. Of DTensors,
-    codes are float32 in a state dict and remainders int32, which any other sharding can load.
+    A state dict of any format loads into any other of these classes. **Torch's classes load float
+    state only: they take 8-bit codes for moments, in silence.** For them make float32 state of it
+    first: load it into an optimizer without state_dtype, and take the state dict of that. A
+    remainder is made of a float32 master for the weight that is there: load the model first. Of
+    DTensors, codes are float32 in a state dict and remainders int32, which any other sharding, and
+    torch, can load.
 
     Groups have the options of the class; these arguments hold for all groups, and one in a group is
     refused.

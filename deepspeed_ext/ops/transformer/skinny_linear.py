@@ -111,7 +111,8 @@ def skinny_linear(
     With over 64 rows, or where torch.compile does not know that there are fewer, torch multiplies:
     `F.linear`, then ``bias_activation`` or ``gated_activation``, then the sum, each rounded to the
     dtype, and nothing is promised about bits. `torch.compiler.mark_dynamic(x, 0, max=64)` lets it
-    know. Gradients are by torch's multiplications; for them the arguments are kept.
+    know. Gradients are by torch's multiplications; for them the arguments are kept. Under autocast
+    nothing is cast, neither x nor the others: dtypes that differ are refused, so cast them to one.
 
     Args:
         x: (..., k), float32, bfloat16 or float16, on the CPU, or on CUDA with compute capability
