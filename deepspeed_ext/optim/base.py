@@ -378,9 +378,10 @@ class SlabOptimizer(torch.optim.Optimizer):
 
         Values are copied, to the device of the parameter and in the dtype that this optimizer was
         made with (torch would cast moments to the dtype of the parameter). Missing options have
-        their defaults, unknown ones are kept. If something does not fit, nothing is changed. State
-        that is this optimizer's own, where it lies, is checked and not copied: so what was read
-        into the tensors of state_dict is loaded.
+        their defaults, unknown ones are kept, and so is state under keys of your own, but not under
+        those of other classes here or in torch: a state dict names no class but by them. If
+        something does not fit, nothing is changed. State that is this optimizer's own, where it
+        lies, is checked and not copied: so what was read into the tensors of state_dict is loaded.
 
         A mean or sum of squares, or a block of 8-bit codes, that has become NaN is saved as it is,
         as looking would wait for the device. It is not loaded, as steps would go on with it in

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import Agreement, is_dtensor, local
-from deepspeed_ext.optim.checks import check_entry, check_no_capture, check_param, check_state
+from deepspeed_ext.optim.checks import (
+    check_entry,
+    check_kind,
+    check_no_capture,
+    check_param,
+    check_state,
+)
 from deepspeed_ext.optim.entry import Entry
 from deepspeed_ext.optim.formats import is_of_format
 from deepspeed_ext.optim.numbers import Numbers
@@ -145,6 +151,9 @@ class Plans:
             [param for param in group["params"] if _has_state(optimizer, group, param)]
             for group in groups
         ]
+        if numbers is not None:
+            for param in (param for group in groups for param in group["params"]):
+                check_kind(optimizer, param, state.get(param, {}))
         agree()  # before elements are exchanged
         self._plans, self._entries = None, []  # so that an old slab goes when its last state moves
         plans = [
