@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
@@ -16,6 +16,7 @@ from deepspeed_ext.ops.optimizers.clip import checked_norm
 from deepspeed_ext.optim.checkpoint import hide_entries, portable_state, show_entries
 from deepspeed_ext.optim.checks import (
     check_flags,
+    check_kind,
     check_no_capture,
     check_once,
     check_options,
@@ -27,7 +28,7 @@ from deepspeed_ext.optim.checks import (
 from deepspeed_ext.optim.clipping import Clip, Scaling, SquareSum, clip, moved
 from deepspeed_ext.optim.entry import Entry
 from deepspeed_ext.optim.formats import FormatOptions, StateFormat, is_of_format
-from deepspeed_ext.optim.plans import Plans, dtypes_of, follow_shapes
+from deepspeed_ext.optim.plans import Plans, dtypes_of, follow_shapes, is_state
 from deepspeed_ext.optim.slabs import STEP, Bucket, Work
 from deepspeed_ext.optim.traits import Group, Traits
 
@@ -409,6 +410,21 @@ class SlabOptimizer(torch.optim.Optimizer):
         finally:
             del self._agreement
             hook.remove()
+
+    def check_given(self, state: Mapping[Tensor, dict[str, Any]], options: Sequence[Group]) -> None:
+        """Raise what load_state_dict would of keys, shapes, dtypes and options, before all is read.
+
+        Args:
+            state: of parameters; tensors may be on meta.
+            options: of each group.
+        """
+        for group, given in zip(self.param_groups, options, strict=True):
+            changed = {**self.defaults, **given}
+            self._check_group(changed)
+            for param in group["params"]:
+                entry = state.get(param, {})
+                is_state(self, changed, param, entry, or_meta=True)
+                check_kind(self, param, entry)
 
     def __getstate__(self) -> dict[str, Any]:
         follow_shapes(self)

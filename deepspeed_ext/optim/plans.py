@@ -238,7 +238,18 @@ def follow_shapes(optimizer: "SlabOptimizer") -> None:
 
 def _has_state(optimizer: "SlabOptimizer", group: dict[str, Any], param: Tensor) -> bool:
     """Return whether a parameter has state, after checking that it is right."""
-    entry = optimizer.state.get(param, {})
+    return is_state(optimizer, group, param, optimizer.state.get(param, {}))
+
+
+def is_state(
+    optimizer: "SlabOptimizer",
+    group: dict[str, Any],
+    param: Tensor,
+    entry: dict[str, Any],
+    *,
+    or_meta: bool = False,
+) -> bool:
+    """Return whether this has state of a parameter in it, after checking that it is right."""
     check_entry(optimizer, param, entry)
     if not entry:
         return False
@@ -246,7 +257,7 @@ def _has_state(optimizer: "SlabOptimizer", group: dict[str, Any], param: Tensor)
     if STEP not in entry and dtypes.keys().isdisjoint(entry):
         return False  # only what somebody else keeps there
     check_param(optimizer, param)
-    check_state(optimizer, param, entry, dtypes)
+    check_state(optimizer, param, entry, dtypes, or_meta=or_meta)
     return True
 
 
