@@ -3,7 +3,7 @@
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -331,6 +331,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._take_options()
         for told in self._optimizer_load_state_dict_post_hooks.values():
             told(self)
+
+    def check_given(
+        self, state: Mapping[Tensor, dict[str, Any]], options: Sequence[dict[str, Any]]
+    ) -> None:
+        """See `SlabOptimizer.check_given`."""
+        self._pipeline.finish()
+        self._pipeline.update_copies()
+        copies = self._pipeline.links.copies
+        self._inner.check_given({copies[id(p)]: entry for p, entry in state.items()}, options)
 
     def give_state(self, params: Sequence[Tensor]) -> None:
         """Make state for parameters that have none, as a first step does."""

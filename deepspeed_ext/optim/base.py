@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
@@ -17,6 +17,7 @@ from deepspeed_ext.optim.checkpoint import hide_entries, portable_state, show_en
 from deepspeed_ext.optim.checks import (
     check_flags,
     check_group_keys,
+    check_kind,
     check_no_capture,
     check_once,
     check_options,
@@ -28,7 +29,7 @@ from deepspeed_ext.optim.checks import (
 from deepspeed_ext.optim.clipping import Clip, Scaling, SquareSum, clip, moved
 from deepspeed_ext.optim.entry import Entry
 from deepspeed_ext.optim.formats import FormatOptions, StateFormat, is_of_format
-from deepspeed_ext.optim.plans import Plans, dtypes_of, follow_shapes
+from deepspeed_ext.optim.plans import Plans, dtypes_of, follow_shapes, is_state
 from deepspeed_ext.optim.slabs import STEP, Bucket, Work
 from deepspeed_ext.optim.traits import Group, Traits
 
@@ -399,9 +400,10 @@ class SlabOptimizer(torch.optim.Optimizer):
 
         Values are copied, to the device of the parameter and in the dtype that this optimizer was
         made with (torch would cast moments to the dtype of the parameter). Missing options have
-        their defaults, unknown ones are kept. If something does not fit, nothing is changed. State
-        that is this optimizer's own, where it lies, is checked and not copied: so what was read
-        into the tensors of state_dict is loaded.
+        their defaults, unknown ones are kept, and so is state under keys of your own, but not under
+        those of other classes here or in torch: a state dict names no class but by them. If
+        something does not fit, nothing is changed. State that is this optimizer's own, where it
+        lies, is checked and not copied: so what was read into the tensors of state_dict is loaded.
 
         A mean or sum of squares, or a block of 8-bit codes, that has become NaN is saved as it is,
         as looking would wait for the device. It is not loaded, as steps would go on with it in
@@ -429,6 +431,21 @@ class SlabOptimizer(torch.optim.Optimizer):
         finally:
             del self._agreement
             hook.remove()
+
+    def check_given(self, state: Mapping[Tensor, dict[str, Any]], options: Sequence[Group]) -> None:
+        """Raise what load_state_dict would of keys, shapes, dtypes and options, before all is read.
+
+        Args:
+            state: of parameters; tensors may be on meta.
+            options: of each group.
+        """
+        for group, given in zip(self.param_groups, options, strict=True):
+            changed = {**self.defaults, **given}
+            self._check_group(changed)
+            for param in group["params"]:
+                entry = state.get(param, {})
+                is_state(self, changed, param, entry, or_meta=True)
+                check_kind(self, param, entry)
 
     def __getstate__(self) -> dict[str, Any]:
         follow_shapes(self)

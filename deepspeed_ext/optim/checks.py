@@ -14,6 +14,7 @@ from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.ops.optimizers.clip import renamed
 from deepspeed_ext.ops.optimizers.state_formats import blocks_of, is_dense
 from deepspeed_ext.ops.optimizers.step_op import Flag, Number
+from deepspeed_ext.optim.foreign_state import refused_key
 from deepspeed_ext.optim.formats import MASTER, REMAINDER, SCALE, FormatOptions
 from deepspeed_ext.optim.slabs import STEP, Work
 
@@ -188,8 +189,18 @@ def check_state(
     param: Tensor,
     entry: Mapping[str, Any],
     dtypes: Mapping[str, torch.dtype],
+    *,
+    or_meta: bool = False,
 ) -> None:
-    """Raise ValueError unless the state of a parameter is complete and of its shape."""
+    """Raise ValueError unless the state of a parameter is complete and of its shape.
+
+    Args:
+        optimizer: names itself and its parameters in the text.
+        param: of which it is the state.
+        entry: the state.
+        dtypes: of what this optimizer keeps for it.
+        or_meta: also accept tensors without memory, of which only shape and dtype are known.
+    """
     masters = [key for key in (MASTER, REMAINDER) if key in entry and key not in dtypes]
     for key in (STEP, *dtypes, *masters):
         value = entry.get(key)
@@ -198,11 +209,22 @@ def check_state(
                 title = title_of_state(optimizer, param)
                 raise ValueError(f"{title} has keys {sorted(entry)}, expected {key} among them")
             continue
-        reason = _wrong_with(key, value, torch.Size() if key == STEP else param.shape)
+        reason = _wrong_with(key, value, torch.Size() if key == STEP else param.shape, or_meta)
         if reason is None and isinstance(value, Tensor) and value.dtype == torch.uint8:
-            key, reason = key + SCALE, _wrong_with_scales(entry.get(key + SCALE), value)
+            key, reason = key + SCALE, _wrong_with_scales(entry.get(key + SCALE), value, or_meta)
         if reason:
             raise ValueError(f"{title_of_state(optimizer, param)}: {key} {reason}")
+
+
+def check_kind(optimizer: "SlabOptimizer", param: Tensor, entry: Mapping[str, Any]) -> None:
+    """Raise ValueError if state that is given to an optimizer is of another class."""
+    states = optimizer.traits.op.states
+    known = [state.key for state in states]
+    is_any = any(entry.get(key) is not None for key in known)
+    needed = [state.key for state in states if state.when is None and is_any]
+    reason = refused_key(entry, needed, known)
+    if reason:
+        raise ValueError(f"{title_of_state(optimizer, param)} {reason}")
 
 
 def check_entry(optimizer: "SlabOptimizer", param: Tensor, entry: object) -> None:
@@ -212,7 +234,7 @@ def check_entry(optimizer: "SlabOptimizer", param: Tensor, entry: object) -> Non
         raise ValueError(f"{title} is a {type(entry).__name__}, expected a dict")
 
 
-def _wrong_with(key: str, value: object, shape: torch.Size) -> str | None:
+def _wrong_with(key: str, value: object, shape: torch.Size, or_meta: bool) -> str | None:
     """Return why this can be no state of a parameter of this shape; its numbers are not looked at.
 
     Those of tensors are on the device; see `Numbers`.
@@ -230,29 +252,32 @@ def _wrong_with(key: str, value: object, shape: torch.Size) -> str | None:
     else:
         fits = value.is_floating_point() or (value.dtype == torch.uint8 and key != MASTER)
         want = "a floating dtype"
-    return _without_memory(value) or (None if fits else f"is {value.dtype}, expected {want}")
+    wrong = None if fits else f"is {value.dtype}, expected {want}"
+    return _without_memory(value, or_meta) or wrong
 
 
-def _without_memory(value: Tensor) -> str | None:
+def _without_memory(value: Tensor, or_meta: bool) -> str | None:
     """Return why the elements of a tensor cannot be copied."""
     part = local(value)
     if part.layout is not torch.strided:
         return "is sparse, expected dense"
     if part.is_meta:
-        return "is on meta, expected a device with memory"
+        return None if or_meta else "is on meta, expected a device with memory"
     if part.numel() and not part.data_ptr():
         return f"has no memory, expected {part.numel()} elements"
     return None
 
 
-def _wrong_with_scales(scales: object, codes: Tensor) -> str | None:
+def _wrong_with_scales(scales: object, codes: Tensor, or_meta: bool) -> str | None:
     """Return why these can be no scales of 8-bit codes."""
     want = blocks_of(local(codes).numel())
     got = list(scales.shape) if isinstance(scales, Tensor) else None
     if not isinstance(scales, Tensor) or got != [want]:
         return f"has shape {got}, expected [{want}]"
     ok = scales.is_floating_point()
-    return _without_memory(scales) or (None if ok else f"is {scales.dtype}, expected float32")
+    return _without_memory(scales, or_meta) or (
+        None if ok else f"is {scales.dtype}, expected float32"
+    )
 
 
 def explain(optimizer: "SlabOptimizer", work: Work, error: Exception) -> None:
@@ -307,7 +332,7 @@ def check_shards(optimizer: "SlabOptimizer", work: Work) -> None:
             raise ValueError(f"{_title_of_grad(optimizer, param)} {reason}")
 
 
-def title_of_state(optimizer: "SlabOptimizer", param: Tensor) -> str:
+def title_of_state(optimizer: torch.optim.Optimizer, param: Tensor) -> str:
     """Return how errors call the state of a parameter."""
     return f"{type(optimizer).__name__}: state of {_name(optimizer, param)}"
 

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import Agreement, is_dtensor, local
-from deepspeed_ext.optim.checks import check_entry, check_no_capture, check_param, check_state
+from deepspeed_ext.optim.checks import (
+    check_entry,
+    check_kind,
+    check_no_capture,
+    check_param,
+    check_state,
+)
 from deepspeed_ext.optim.entry import Entry
 from deepspeed_ext.optim.formats import is_of_format
 from deepspeed_ext.optim.numbers import Numbers
@@ -145,6 +151,9 @@ class Plans:
             [param for param in group["params"] if _has_state(optimizer, group, param)]
             for group in groups
         ]
+        if numbers is not None:
+            for param in (param for group in groups for param in group["params"]):
+                check_kind(optimizer, param, state.get(param, {}))
         agree()  # before elements are exchanged
         self._plans, self._entries = None, []  # so that an old slab goes when its last state moves
         plans = [
@@ -230,7 +239,18 @@ def follow_shapes(optimizer: "SlabOptimizer") -> None:
 
 def _has_state(optimizer: "SlabOptimizer", group: dict[str, Any], param: Tensor) -> bool:
     """Return whether a parameter has state, after checking that it is right."""
-    entry = optimizer.state.get(param, {})
+    return is_state(optimizer, group, param, optimizer.state.get(param, {}))
+
+
+def is_state(
+    optimizer: "SlabOptimizer",
+    group: dict[str, Any],
+    param: Tensor,
+    entry: dict[str, Any],
+    *,
+    or_meta: bool = False,
+) -> bool:
+    """Return whether this has state of a parameter in it, after checking that it is right."""
     check_entry(optimizer, param, entry)
     if not entry:
         return False
@@ -238,7 +258,7 @@ def _has_state(optimizer: "SlabOptimizer", group: dict[str, Any], param: Tensor)
     if STEP not in entry and dtypes.keys().isdisjoint(entry):
         return False  # only what somebody else keeps there
     check_param(optimizer, param)
-    check_state(optimizer, param, entry, dtypes)
+    check_state(optimizer, param, entry, dtypes, or_meta=or_meta)
     return True
 
 

@@ -10,7 +10,7 @@ from optim_cases import BF16, F32, assert_same_bits, state_tensors
 from test_optim_formats import CLASSES, U8, each_class, needs_cuda
 
 from deepspeed_ext import dtensors
-from deepspeed_ext.optim import FusedRMSprop
+from deepspeed_ext.optim import FusedRMSprop, FusedSGD, Lars
 
 INF, NAN = float("inf"), float("nan")
 GONE_WRONG = "; it was so when it was saved: load an earlier one"
@@ -65,6 +65,68 @@ def test_an_entry_that_is_no_dict(name, entry, kind):
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][1] = entry
     assert_refused(params, optimizer, saved, f" is a {kind}, expected a dict")
+
+
+def state_of_torch(kind, **options):
+    param = torch.nn.Parameter(torch.ones(4, 7))
+    param.grad = torch.ones(4, 7)
+    optimizer = kind([param], lr=0.1, **options)
+    optimizer.step()
+    return {key: torch.ones(7) for key in optimizer.state[param]}
+
+
+OF_TORCH = {
+    **{kind: {} for kind in ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax")},
+    **{kind: {} for kind in ("NAdam", "RMSprop", "Rprop")},
+    "SGD": {"momentum": 0.9},
+}
+
+
+@pytest.mark.parametrize("theirs", OF_TORCH)
+@each_class
+def test_state_of_another_class(name, theirs):
+    """Also where all that this one needs is there, as Lion's is in Adam's, or nothing is needed."""
+    params, optimizer = trained(name)
+    saved = copy.deepcopy(optimizer.state_dict())
+    own, entry = saved["state"][1], state_of_torch(getattr(torch.optim, theirs), **OF_TORCH[theirs])
+    if entry.keys() <= own.keys():
+        return  # Adam's is LAMB's too
+    entry["step"] = torch.tensor(1.0)
+    for state in (entry, {**entry, **own}):
+        saved["state"][1] = state
+        refused = r" has keys \[.*\], expected (none of \[.*\], which ano|\w+ among them)"
+        with pytest.raises(ValueError, match=rf"state of params\[1\]{refused}"):
+            optimizer.load_state_dict(saved)
+    foreign = sorted(entry.keys() - own.keys())
+    saved["state"][1] = {**entry, **own}
+    text = f"{sorted(saved['state'][1])}, expected none of {foreign}, which another class"
+    text += " of optimizers keeps; load it into the one that saved it"
+    assert_refused(params, optimizer, saved, f" has keys {text}")
+
+
+@each_class
+def test_momentum_alone(name):
+    """It is all that torch's SGD has, and would be none of these."""
+    if CLASSES[name][0] in (FusedSGD, Lars):
+        return
+    _, optimizer = trained(name)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"] = {i: {"momentum_buffer": torch.ones(s)} for i, s in enumerate(((40, 30), 7))}
+    with pytest.raises(ValueError, match=r"params\[0\] has keys \['momentum_buffer'\], expected"):
+        optimizer.load_state_dict(saved)
+
+
+@each_class
+def test_state_of_a_user_is_kept(name):
+    """Also under what is a name of other state elsewhere, but not alone."""
+    _, optimizer = trained(name)
+    saved = copy.deepcopy(optimizer.state_dict())
+    mine = {"mine": 3, "prev": torch.ones(7), "mu": 0.5, "mask": None}
+    saved["state"][1] |= mine
+    optimizer.load_state_dict(saved)
+    entry = optimizer.state_dict()["state"][1]
+    assert mine.items() <= {**entry, "prev": mine["prev"]}.items()
+    assert torch.equal(entry["prev"], mine["prev"])
 
 
 @pytest.mark.parametrize("as_tensor", [True, False])

@@ -15,6 +15,8 @@ from zero_cases import whole
 
 from deepspeed_ext import io, zero
 from deepspeed_ext.io.checkpoint.shards import Shards
+from deepspeed_ext.offload import OffloadOptimizer
+from deepspeed_ext.optim import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedSGD
 from deepspeed_ext.zero.checkpoint import saving
 from deepspeed_ext.zero.checkpoint.background import Saving
 from deepspeed_ext.zero.checkpoint.manifest import BLOCK
@@ -188,6 +190,69 @@ class Stop(Exception):
     """What ends a consolidate."""
 
 
+KINDS = {
+    "lion": lambda params: DeepSpeedCPULion(params, lr=0.1),
+    "adam": lambda params: DeepSpeedCPUAdam(params, lr=0.1),
+    "sgd": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
+    "adagrad": lambda params: DeepSpeedCPUAdagrad(params, lr=0.1),
+    "lion on the host": lambda params: OffloadOptimizer(params, DeepSpeedCPULion, lr=0.1),
+    "adam on the host": lambda params: OffloadOptimizer(params, lr=0.1),
+    "torch's adam": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "torch's sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+SAME = {name: name.split()[-1] if "torch" in name else name.split()[0] for name in KINDS}
+
+
+def stepped(name, steps=1):
+    torch.manual_seed(steps)
+    model = zero.shard(net(False), 3)
+    optimizer = KINDS[name](model.parameters())
+    for _ in range(steps):
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def everything(model, optimizer):
+    """Tensors by name, as they are."""
+    packed = optimizer.state_dict()
+    found = {(i, k): v for i, entry in packed["state"].items() for k, v in entry.items()}
+    return {**buffers(model), **dict(model.named_parameters()), **found, "x": model[2].seen["last"]}
+
+
+def other_classes(row, folder):
+    """State of another class of optimizers, or options that this one refuses: nothing changes."""
+    for saved in ("lion", "adam", "torch's sgd"):
+        home = folder / f"state of {saved}"
+        zero.save(home, "a", *stepped(saved, 2))
+        for name in KINDS:
+            model, optimizer = stepped(name)
+            before = everything(model, optimizer)
+            values = {key: whole(value).clone() for key, value in before.items()}
+            if SAME[name] == SAME[saved]:
+                zero.load(home, None, model, optimizer)
+                changed = everything(model, optimizer)
+                assert not torch.equal(whole(changed["1.weight"]), values["1.weight"])
+                continue
+            title = rf"{type(optimizer).__name__}: state of params\[0\] has keys .*, expected"
+            with pytest.raises(ValueError, match=title):
+                zero.load(home, None, model, optimizer)
+            after = everything(model, optimizer)
+            assert after.keys() == values.keys(), (saved, name)
+            for key, value in after.items():
+                assert torch.equal(whole(value), values[key]), (saved, name, key)
+    model, optimizer = stepped("adam")
+    for group in optimizer.param_groups:
+        group["eps"] = -1.0
+    zero.save(folder / "options", "a", model, optimizer)
+    model, optimizer = stepped("adam", 2)
+    before = whole(model[1].weight).clone()
+    with pytest.raises(ValueError, match="DeepSpeedCPUAdam: eps is"):
+        zero.load(folder / "options", "a", model, optimizer)
+    assert torch.equal(whole(model[1].weight), before)
+
+
 def replaces_results(row, folder):
     """Killed or not, readers find one model or none, and nothing is left of the older."""
     home, out = folder / "results", folder / "result"
@@ -259,7 +324,7 @@ def flip(path, offset):
 
 
 CASES = [Case(2, "wrapped", ""), Case(2, "captured", ""), Case(2, "blocks", "")]
-CASES += [Case(1, "replaces_results", "")]
+CASES += [Case(1, "replaces_results", ""), Case(2, "other_classes", "")]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")

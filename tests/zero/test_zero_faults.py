@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import warm_python
 from processes import Case
+from torch.distributed.checkpoint.api import CheckpointException
 from zero_cases import Net, loss_of, whole
 
 from deepspeed_ext import zero
 from deepspeed_ext.io.checkpoint.new_file import NewFile
 from deepspeed_ext.optim import DeepSpeedCPUAdam
-from deepspeed_ext.zero.checkpoint import plain_values, storage
+from deepspeed_ext.zero.checkpoint import data_file, plain_values, storage
 from deepspeed_ext.zero.checkpoint.manifest import BadManifest, decode
 from deepspeed_ext.zero.checkpoint.storage import MANIFEST
 
@@ -90,6 +92,62 @@ def in_doubt(row, folder):
     dist.barrier()
 
 
+def own_folders(row, folder):
+    """Nothing is written into folders that are not the same, and what was there stays."""
+    rank, shared, good = dist.get_rank(), folder / "shared", folder / "own0"
+    model, optimizer = trained()
+    zero.save(shared, "a", model, optimizer, step=1)
+    dist.barrier()
+    if rank == 0:
+        shared.rename(good)
+    dist.barrier()
+    own, before = folder / f"own{rank}", {p: p.read_bytes() for p in (good / "a").iterdir()}
+    text = "folder is not the same for all processes: .*own1/a of process 1 is not that of proc"
+    for wait in (True, False):
+        with pytest.raises(OSError, match=text):
+            zero.save(own, "a", model, optimizer, wait=wait, step=2).result()
+    with pytest.raises(CheckpointException, match=text):
+        dcp.save({"a": torch.ones(3)}, storage_writer=zero.Writer(own / "a"))
+    dist.barrier()
+    assert list((folder / "own1" / "a").iterdir()) == []
+    assert before.items() <= {p: p.read_bytes() for p in (good / "a").iterdir()}.items()
+    assert zero.load(good, "a", model, optimizer) == {"step": 1}
+    zero.save(good, "a", model, optimizer, step=3)  # what DCP has left of its own goes
+    dist.barrier()
+    assert len(list((good / "a").iterdir())) == dist.get_world_size() + 1
+
+
+def lost_files(row, folder):
+    """A file that goes, or gets shorter, while others write."""
+    home, write = folder / "lost", data_file.write
+    model, optimizer = trained()
+    zero.save(home, "a", model, optimizer, step=1)
+    dist.barrier()
+    before = sorted((home / "a").iterdir())
+    cases = {
+        "is not there": os.unlink,
+        "has 8 bytes": lambda path: os.truncate(path, 8),
+        "has 0 bytes": lambda path: os.truncate(path, 0),
+    }
+    for lost in range(dist.get_world_size()):
+        for what, change in cases.items():
+
+            def changed(path, *arguments, change=change, lost=lost):
+                pieces = write(path, *arguments)
+                if dist.get_rank() == lost:
+                    change(path)
+                return pieces
+
+            data_file.write = changed
+            with pytest.raises(OSError, match=f"-{lost}.safetensors of process {lost} {what}, exp"):
+                zero.save(home, "a", model, optimizer, step=2)
+            data_file.write = write
+            dist.barrier()
+            assert sorted((home / "a").iterdir()) == before
+            assert zero.load(home, "a", model, optimizer) == {"step": 1}
+            dist.barrier()
+
+
 def flipped_bits(row, folder):
     """Every byte that counts is checked, and all processes are told."""
     home = folder / "flipped"
@@ -159,6 +217,8 @@ def dies(row, folder):
 CASES = [
     Case(2, "full_disk", ""),
     Case(2, "in_doubt", ""),
+    Case(2, "own_folders", ""),
+    Case(2, "lost_files", ""),
     Case(2, "flipped_bits", ""),
     Case(1, "nothing_runs", ""),
 ]

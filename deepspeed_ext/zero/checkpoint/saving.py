@@ -139,8 +139,10 @@ def load(
 
     Raises:
         OSError: there is no such checkpoint, or EBADMSG: its bytes are not what was saved.
-        ValueError: it is of another model, or of other groups of parameters, named in the text;
-            nothing has changed then.
+        ValueError: it is of another model, of other groups of parameters, or has state or options
+            that the optimizer's class does not take, named in the text; nothing has changed then.
+            What is known only when all is read comes later: NaN in state, and what objects and
+            set_extra_state raise.
         RuntimeError: the model is between micro-steps, or another process failed.
     """
     sharding = sharding_of(_LOAD, model)

@@ -44,7 +44,8 @@ from deepspeed_ext.zero.checkpoint.plain_values import dumps, loads
 from deepspeed_ext.zero.checkpoint.reading import Wanted, read
 
 MANIFEST = "manifest.json"
-_DATA = re.compile(r"[0-9a-f]{16}-\d+\.safetensors")
+_DATA = re.compile(r"([0-9a-f]{16})-(\d+)\.safetensors")  # save, process
+_ASIDE = ".saving-"  # begins the names of what is there during a save only
 _MAX_MANIFEST_BYTES = 1 << 30
 
 
@@ -86,7 +87,7 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give all processes names of files that are nobody else's.
+        """Give all processes names of files that are nobody else's, and a mark to be seen by all.
 
         Raises:
             BlockingIOError: another program saves there.
@@ -95,13 +96,19 @@ class Writer(StorageWriter):
         self._held.enter_context(_held(self._path))
         self._may_be_there = False
         self._save_id = secrets.token_hex(8)
+        _mark(self._path, self._save_id).touch(exist_ok=False)
         return [
             replace(plan, storage_data=f"{self._save_id}-{i}.safetensors")
             for i, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what this process has to, to the disk."""
+        """Write what this process has to, to the disk.
+
+        Raises:
+            OSError: it cannot; or the folder is not that of the process which decides.
+        """
+        _check_is_shared(self._path, str(plan.storage_data))
         items = {_name_in_file(item.index): item for item in plan.items}
         tensors = {name: _content(item, planner) for name, item in items.items()}
         pieces: dict[str, Piece] = {}
@@ -120,10 +127,13 @@ class Writer(StorageWriter):
 
         Raises:
             ValueError: processes have not given all of a tensor; what was there before stays.
+            OSError: a file that a process has written is not there; likewise.
         """
         flat = [result for of_process in results for result in of_process]
         metadata.storage_data = {result.index: result.storage_data for result in flat}
         text = bytearray(manifest.encode(metadata))
+        for of_process in results:
+            _check_is_there(self._path, of_process)
         with NewFile(self._path / MANIFEST) as new, AsyncIO() as engine:
             new.reserve(len(text))
             engine.write(torch.frombuffer(text, dtype=torch.uint8), new.file).result()
@@ -134,9 +144,9 @@ class Writer(StorageWriter):
             if name not in used:
                 (self._path / name).unlink(missing_ok=True)
         for name in os.listdir(self._path):
-            if name.startswith(".saving-"):
+            if name.startswith(_ASIDE):
                 _remove_unlocked(self._path / name)
-        self._held.close()
+        self._end()
 
     def abandon(self) -> None:
         """Remove what processes wrote, after a failure; called by one, when all have ended.
@@ -147,6 +157,12 @@ class Writer(StorageWriter):
             for name in _data_files(self._path):
                 if name.startswith(self._save_id):
                     (self._path / name).unlink(missing_ok=True)
+        self._end()
+
+    def _end(self) -> None:
+        """Let others save there."""
+        if self._save_id:
+            _mark(self._path, self._save_id).unlink(missing_ok=True)
         self._held.close()
 
     @classmethod
@@ -336,6 +352,56 @@ def _held(path: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
+
+
+def _mark(path: Path, save_id: str) -> Path:
+    """Return what the process that decides makes, by which others know that they see its folder."""
+    return path / f"{_ASIDE}{save_id}"
+
+
+def _check_is_shared(path: Path, file: str) -> None:
+    """Raise OSError if this is not the folder of the process that decides; nothing is written yet.
+
+    Args:
+        path: the folder, as this process sees it.
+        file: that this process was told to write.
+    """
+    save_id, process = _parts(file)
+    if not _mark(path, save_id).exists():
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"zero.save: folder is not the same for all processes: {os.path.abspath(path)} of"
+            f" process {process} is not that of process 0, expected one folder that all see; give"
+            " an absolute path on a file system that they share",
+        )
+
+
+def _check_is_there(path: Path, results: list[WriteResult]) -> None:
+    """Raise OSError unless what a process has written can be read by the one that decides."""
+    ends: dict[str, int] = {}
+    for result in results:
+        piece: Piece = result.storage_data
+        ends[piece.file] = max(ends.get(piece.file, 0), piece.offset + piece.nbytes)
+    for name, end in ends.items():
+        try:
+            found = (path / name).stat().st_size
+        except FileNotFoundError:
+            found = None
+        if found != end:
+            what = "is not there" if found is None else f"has {found} bytes"
+            raise OSError(
+                errno.ENOENT if found is None else errno.EBADMSG,
+                f"zero.save: {path / name} of process {_parts(name)[1]} {what}, expected the {end}"
+                " bytes that were written, in one folder that is the same for all processes and"
+                " that nobody else changes; there is no new checkpoint",
+            )
+
+
+def _parts(file: str) -> tuple[str, str]:
+    """Return of which save a data file is, and of which process."""
+    found = _DATA.fullmatch(file)
+    assert found is not None
+    return found[1], found[2]
 
 
 def _remove_unlocked(path: Path) -> None:

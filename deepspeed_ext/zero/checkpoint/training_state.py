@@ -12,6 +12,8 @@ from deepspeed_ext.dtensors import is_dtensor, local, spread
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.ops.optimizers.state_formats import join_float32
 from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.checks import title_of_state
+from deepspeed_ext.optim.foreign_state import refused_by_torch
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
 from deepspeed_ext.zero.checkpoint.storage import Reader
 from deepspeed_ext.zero.names import by_plain_name, plain_name
@@ -196,6 +198,8 @@ class Targets:
             if full.startswith(OPTIMIZER):
                 name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
                 keys.setdefault(name, []).append(key)
+        entries = {self._params[name]: self._described(name, keys[name]) for name in keys}
+        _check_given(op, optimizer, entries, self._groups)
         self._own = _state_in_place(optimizer, [self._params[name] for name in keys])
         self._state = {
             number: self._entry(name, keys[name])
@@ -225,6 +229,15 @@ class Targets:
             master = self._like(param, torch.float32) if master is None else _detached(master)
             entry[MASTER] = self.again[MODEL + name] = master
         return entry
+
+    def _described(self, name: str, keys: Iterable[str]) -> dict[str, Any]:
+        """Return the state of a parameter on meta."""
+        found = {}
+        for key in keys:
+            entry = self._saved[f"{OPTIMIZER}{name}.{key}"]
+            assert isinstance(entry, TensorStorageMetadata)
+            found[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        return found
 
     def _restore_weights(self) -> None:
         """Read float32 weights from the masters of those that were saved in fewer bits."""
@@ -263,6 +276,22 @@ class Targets:
         entry = self._saved[full]
         assert isinstance(entry, TensorStorageMetadata)
         return entry.properties.dtype
+
+
+def _check_given(
+    op: str,
+    optimizer: torch.optim.Optimizer,
+    entries: Mapping[Tensor, dict[str, Any]],
+    groups: list[Group],
+) -> None:
+    """Refuse what an optimizer will not take, or cannot step with, before anything is changed."""
+    if isinstance(optimizer, OffloadOptimizer | SlabOptimizer):
+        optimizer.check_given(entries, groups)
+        return
+    for param, entry in entries.items():
+        reason = refused_by_torch(optimizer, entry)
+        if reason:
+            raise ValueError(f"{op}: {title_of_state(optimizer, param)} {reason}")
 
 
 def _state_in_place(
