@@ -3,7 +3,7 @@
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -26,20 +26,12 @@ from deepspeed_ext.optim.checks import (
     explain,
     name_refused,
 )
-from deepspeed_ext.optim.clipping import Clip, Scaling, SquareSum, clip, moved
+from deepspeed_ext.optim.clipping import Clip, Scalars, Scaling, SquareSum, clip, scalars_of
 from deepspeed_ext.optim.entry import Entry
 from deepspeed_ext.optim.formats import FormatOptions, StateFormat, is_of_format
 from deepspeed_ext.optim.plans import Plans, dtypes_of, follow_shapes, is_state
 from deepspeed_ext.optim.slabs import STEP, Bucket, Work
 from deepspeed_ext.optim.traits import Group, Traits
-
-
-class Scalars(NamedTuple):
-    """The numbers of a step that may be on the device."""
-
-    lr: float | Tensor
-    grad_scale: Tensor | None
-    found_inf: Tensor | None
 
 
 class SlabOptimizer(torch.optim.Optimizer):
@@ -503,11 +495,3 @@ class SlabOptimizer(torch.optim.Optimizer):
 def _elements(grad: Tensor) -> Tensor:
     """Return a gradient without the zeros that a sparse one has only in name."""
     return grad.coalesce().values() if grad.is_sparse else grad
-
-
-def scalars_of(group: Group, device: torch.device, scaling: Scaling) -> Scalars:
-    """Return the numbers of a step of a group on this device."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.device != device:
-        lr = float(lr) if "cpu" in (lr.device.type, device.type) else moved(lr, device)
-    return Scalars(lr if isinstance(lr, Tensor) else float(lr), *scaling.on(device))

@@ -1,8 +1,8 @@
 """Clip as part of a step: the norm of all gradients, and what the step divides them by."""
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, overload
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -37,6 +37,22 @@ class Scaling(NamedTuple):
             number = torch.full((), self.div_scale, dtype=torch.float64, device=device)
             divisor = number if divisor is None else number * divisor.reshape(())
         return divisor, moved(self.found_inf, device)
+
+
+class Scalars(NamedTuple):
+    """The numbers of a step that may be on the device."""
+
+    lr: float | Tensor
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+
+def scalars_of(group: Mapping[str, Any], device: torch.device, scaling: Scaling) -> Scalars:
+    """Return the numbers of a step of a group on this device."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.device != device:
+        lr = float(lr) if "cpu" in (lr.device.type, device.type) else moved(lr, device)
+    return Scalars(lr if isinstance(lr, Tensor) else float(lr), *scaling.on(device))
 
 
 class Clip(NamedTuple):

@@ -16,9 +16,9 @@ from deepspeed_ext.ops.optimizers.lamb import (
     lamb_moments_,
 )
 from deepspeed_ext.ops.optimizers.step_op import Number
-from deepspeed_ext.optim.base import Scalars, SlabOptimizer
+from deepspeed_ext.optim.base import SlabOptimizer
 from deepspeed_ext.optim.checks import check_flags, check_value
-from deepspeed_ext.optim.clipping import Scaling, moved
+from deepspeed_ext.optim.clipping import Scalars, Scaling, moved
 from deepspeed_ext.optim.formats import FormatOptions
 from deepspeed_ext.optim.slabs import Work
 from deepspeed_ext.optim.traits import Group, Traits

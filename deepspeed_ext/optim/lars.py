@@ -13,7 +13,8 @@ from deepspeed_ext.ops.optimizers.lars import (
     lars_norms,
 )
 from deepspeed_ext.ops.optimizers.step_op import Number
-from deepspeed_ext.optim.base import Scalars, SlabOptimizer
+from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.clipping import Scalars
 from deepspeed_ext.optim.formats import FormatOptions
 from deepspeed_ext.optim.slabs import Work
 from deepspeed_ext.optim.traits import Group, Traits

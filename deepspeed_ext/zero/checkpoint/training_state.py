@@ -198,7 +198,9 @@ class Targets:
             if full.startswith(OPTIMIZER):
                 name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
                 keys.setdefault(name, []).append(key)
-        entries = {self._params[name]: self._described(name, keys[name]) for name in keys}
+        entries: dict[Tensor, dict[str, Any]] = {
+            self._params[name]: self._described(name, keys[name]) for name in keys
+        }
         _check_given(op, optimizer, entries, self._groups)
         self._own = _state_in_place(optimizer, [self._params[name] for name in keys])
         self._state = {
