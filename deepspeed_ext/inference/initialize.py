@@ -75,7 +75,9 @@ def init_inference(
     It continues prompts; that of an encoder is called as the model is, and keeps nothing, so that
     max_batch, max_tokens, cuda_graphs and pack_prefill mean nothing to it.
 
-    The weights are copied; a module stays as it is. Those of a folder are read a layer at a time
+    The weights are copied; a module stays as it is. Its tensors and its config are read, and no code
+    of it runs: hooks and a forward of its own are refused by name, but other attributes that were
+    changed, such as an activation or a scale, are not seen. Those of a folder are read a layer at a time
     and quantized on the way, so that two layers as floats lie about at most. Names and shapes of
     all tensors, what the table reads of the configuration, and whether all has room, are checked
     before the first is read.
@@ -146,6 +148,7 @@ def init_inference(
 
 
 _NAMES = frozenset(field.name for field in fields(Settings))
+_KNOWN = ("torch", "transformers", "transformers_modules")  # packages whose modules tables describe
 
 
 class _Source:
@@ -340,6 +343,26 @@ def _check_layers(model: nn.Module) -> None:
                 f"{_OP}: {name} is a QuantizedLinear, expected floats; give the model of before"
                 " quantize_model, with quantize='int4' or 'int8'"
             )
+        lost = _lost_with(layer)
+        if lost is not None:
+            raise ValueError(
+                f"{_OP}: {name or 'the model'} has {lost}, expected none, as the engine reads"
+                " tensors and the config, and calls no module; remove it, or make it part of the"
+                " weights"
+            )
+
+
+def _lost_with(layer: nn.Module) -> str | None:
+    """Return what else than tensors a result of this module depends on; None: nothing known."""
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        return "forward hooks"
+    if "forward" in vars(layer) and not hasattr(layer, "_hf_hook"):  # accelerate's move tensors
+        return "a forward of its own"
+    forwards = [kind for kind in type(layer).__mro__ if "forward" in vars(kind)]
+    known = [kind for kind in forwards if kind.__module__.partition(".")[0] in _KNOWN]
+    if forwards[0] not in known and known[0] is not nn.Module:
+        return f"a forward of its own, of {forwards[0].__qualname__}"
+    return None
 
 
 def _check_tensors(tensors: Mapping[str, Tensor]) -> None:

@@ -276,6 +276,32 @@ def test_refuses_a_model_that_was_quantized() -> None:
         init_inference(model)
 
 
+def _doubled(*parts: Any) -> Any:
+    return 2 * parts[-1]
+
+
+class _Louder(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+CHANGES: dict[str, Callable[[nn.Linear], object]] = {
+    "forward hooks": lambda layer: layer.register_forward_hook(_doubled),
+    "forward hooks, expected": lambda layer: layer.register_forward_pre_hook(_doubled),
+    "a forward of its own": lambda layer: setattr(layer, "forward", _doubled),
+    "a forward of its own, of _Louder": lambda layer: setattr(layer, "__class__", _Louder),
+}
+
+
+@pytest.mark.parametrize("lost", CHANGES)
+def test_refuses_code_that_would_not_run(lost: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    model.config = tiny_folder.CONFIG  # type: ignore[assignment]
+    CHANGES[lost](model[0])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"^init_inference: 0 has {lost}.* calls no module"):
+        init_inference(model)
+
+
 @pytest.mark.parametrize(
     ("device", "there"),
     [
