@@ -72,8 +72,13 @@ def save(
             which destroy_process_group() leaves alone, and Python waits for the thread at its end.
             The next save and load wait for this one. If the last one fails and nobody asks the
             Future, the program ends with an error in the log and status 120.
-        client_state: of each process: numbers, text, tensors, lists and dicts of them; or objects
-            with a state_dict of such, as schedulers, LossScaler and data loaders have.
+        client_state: of each process: None, numbers, text, bytes, tensors, dtypes, arrays of NumPy,
+            and lists, tuples, sets and dicts of them, not nested deeper than some hundred levels;
+            or objects with a state_dict of such, as schedulers, LossScaler and data loaders have.
+            Those of other classes come back as the plain type: an OrderedDict or a Counter as a dict, a named
+            tuple or a torch.Size as a tuple, a frozenset as a set, a bytearray as bytes, a
+            Parameter as a tensor. Tensors come back on the CPU, and contiguous; two that share
+            memory come back apart.
 
     Returns:
         A Future of the save, of which result() raises what has failed.
@@ -123,8 +128,9 @@ def load(
     All processes call it. Each reads its own rows, and checks what it reads; nothing in the files
     is run. It is read to where weights and state are, which are of no use after an error in that.
     With as many processes as saved, random numbers go on as they would have, and so does
-    all training, bit for bit; otherwise they are left alone, and client_state is that of the first
-    process.
+    all training, bit for bit, but where plain buffers differ between processes, as the running
+    statistics of BatchNorm do: after a load all have those of process 0. Otherwise random numbers
+    are left alone, and client_state is that of the first process.
 
     Args:
         folder: that `save` was given.
