@@ -75,8 +75,8 @@ def save(
         client_state: of each process: None, numbers, text, bytes, tensors, dtypes, arrays of NumPy,
             and lists, tuples, sets and dicts of them, not nested deeper than some hundred levels;
             or objects with a state_dict of such, as schedulers, LossScaler and data loaders have.
-            Those of other classes come back as the plain type: an OrderedDict or a Counter as a dict, a named
-            tuple or a torch.Size as a tuple, a frozenset as a set, a bytearray as bytes, a
+            Other classes come back as the plain type: an OrderedDict or a Counter as a dict, a
+            named tuple or a torch.Size as a tuple, a frozenset as a set, a bytearray as bytes, a
             Parameter as a tensor. Tensors come back on the CPU, and contiguous; two that share
             memory come back apart.
 
