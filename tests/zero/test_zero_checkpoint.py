@@ -334,6 +334,10 @@ def consolidates(row, folder):
             for key, value in found.items():
                 same = value.bfloat16().float() if name == "remainder" else value.float()
                 assert torch.equal(same, weights[key]), key
+            for dtype in (torch.int8, torch.float64, "float16"):
+                with pytest.raises(ValueError, match=f"dtype is {dtype}, expected float32, bfloat"):
+                    zero.consolidate(home, out / "no", dtype=dtype)
+            assert not (out / "no").exists()
             files = zero.consolidate(home, out / "low", dtype=torch.float16, max_shard_bytes=200)
             index = json.loads(files[-1].read_text())
             assert len(files) > 5 and index["weight_map"].keys() == weights.keys()

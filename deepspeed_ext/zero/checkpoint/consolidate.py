@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.io.checkpoint.format import make_header
 from deepspeed_ext.io.checkpoint.new_file import NewFile
@@ -61,8 +62,10 @@ def consolidate(
 
     Raises:
         OSError: a file cannot be read or written, or EBADMSG: bytes are not what was saved.
-        ValueError: the checkpoint is not one of zero.save.
+        ValueError: the checkpoint is not one of zero.save, or dtype is none for weights.
     """
+    if dtype not in (None, *DTYPES):
+        raise ValueError(f"{_OP}: dtype is {dtype}, expected float32, bfloat16, float16 or None")
     if max_shard_bytes < 1:
         raise ValueError(f"{_OP}: max_shard_bytes is {max_shard_bytes}, expected 1 or more")
     path = folder_of(_OP, folder, tag)
