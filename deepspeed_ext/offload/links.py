@@ -1,7 +1,7 @@
 """Which host copy stands for which parameter."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -54,6 +54,19 @@ class Links:
         self.owners.pop(id(self.copies.get(id(param))), None)
         self.copies[id(param)] = copy
         self.owners[id(copy)] = param
+
+    def forget(self, wanted: Iterable[int], state: Container[Tensor]) -> list[int]:
+        """Let go of parameters that are in no group and have no state, and return what they were.
+
+        Args:
+            wanted: identities of those in groups.
+            state: of copies.
+        """
+        gone = [key for key in self.copies.keys() - set(wanted) if self.copies[key] not in state]
+        for key in gone:
+            del self.owners[id(self.copies.pop(key))]
+            self.resident.discard(key)
+        return gone
 
     def update_others(self, known: Iterable[Tensor]) -> None:
         """Give copies the weights of parameters that are in no bucket, as they have no state."""

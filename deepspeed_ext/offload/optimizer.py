@@ -150,6 +150,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _watch(self) -> None:
         """See that all parameters tell of their gradients, those added or thawed since too."""
+        for key in self._hooks.keys() - set(map(id, self._params())):
+            self._hooks.pop(key)()
         for param in self._params():
             has_memory = not (is_lazy(param) or param.is_meta)
             # What swaps tensors, as FSDP2's `to` does, takes hooks away with the old one.

@@ -435,6 +435,17 @@ class Pipeline:
             copies = self.links.copies_of(group["params"])
             if list(map(id, copies)) != list(map(id, inner["params"])):
                 inner["params"] = copies
+                state = self.inner.state  # which has by itself what had no copy when it was given
+                for param, copy in zip(group["params"], copies, strict=True):
+                    if param is not copy and param in state:
+                        state[copy] = state.pop(param)
+        known = [id(param) for group in self.groups for param in group["params"]]
+        if len(known) == len(self.links.copies):
+            return
+        for key in self.links.forget(known, self.inner.state):
+            self._sums.drop(key)
+            for kept in (self._looks, self._hits, self._expected):
+                kept.pop(key, None)
 
     def _push_options(self) -> None:
         for group, inner in zip(self.groups, self.inner.param_groups, strict=True):
