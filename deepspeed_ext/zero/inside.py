@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from deepspeed_ext.dtensors import is_dtensor
+
 
 def groups_of(model: nn.Module) -> Iterator[Any]:
     """The groups of parameters of a model that are gathered and reduced as one."""
@@ -108,6 +110,16 @@ def is_in_forward(model: nn.Module) -> bool:
     return next(_states(model))._state_ctx.iter_forward_root is not None
 
 
+def allow_whole_loads(model: nn.Module) -> None:
+    """Let load_state_dict fill whole parameters that stand in the places of shards.
+
+    Torch takes what is there after a load for a shard.
+    """
+    for group in groups_of(model):
+        for param in group.fsdp_params:
+            param.reset_sharded_param = partial(_reset, param.reset_sharded_param, param)
+
+
 def know_whole_parameters(model: nn.Module) -> None:
     """Gather each group once: parameters of one that never was have no gradient of 0 if unused.
 
@@ -142,6 +154,12 @@ def _unshard(
         else:
             group._to_sharded()
     unshard(async_op)
+
+
+def _reset(reset: Any, param: Any) -> None:
+    home = param._module_info
+    if is_dtensor(home.module._parameters[home.param_name]):
+        reset()
 
 
 def _shows_kept(group: Any) -> bool:

@@ -19,6 +19,7 @@ from deepspeed_ext.zero.borrowing import name_borrowed
 from deepspeed_ext.zero.calls import Loop, calls_of
 from deepspeed_ext.zero.inside import (
     after_backward,
+    allow_whole_loads,
     forget_step,
     groups_of,
     has_unreduced,
@@ -78,6 +79,7 @@ class Sharding:
             block.register_forward_hook(partial(_after_block, me))
         after_backward(model, partial(_after_backward, me))
         keep_for_backward(model)
+        allow_whole_loads(model)
         if hasattr(model, "save_pretrained"):  # of transformers, diffusers, peft
             object.__setattr__(model, "save_pretrained", partial(_save_pretrained, self._model))
         # Torch knows no other way to hear of the steps of an optimizer that is made later.
