@@ -57,7 +57,7 @@ class GatheredParameters:
         for name, param in self._params.items():
             _check(name, param, modifier_rank)
         self._own: list[Tensor] = []  # shards that were gathered here, not by another one around it
-        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._places: list[tuple[nn.Module, str, Any]] = []  # and the shard
 
     def __enter__(self) -> Tensor | list[Tensor]:
         """Gather, unless another one that is under way has.
