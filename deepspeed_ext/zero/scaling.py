@@ -220,7 +220,9 @@ class LossScaler:
         """Return whether an optimizer has gradients of the scale that is, to be stepped later."""
         if len(self._known) == 1:
             return False  # its steps alone tell
-        for optimizer in self._known - {left_out}:
+        for optimizer in self._known:
+            if optimizer is left_out:
+                continue
             marks = self._consumed.get(optimizer, {})
             for param, grad in _grads(optimizer):
                 known, version = marks.get(id(param), (None, 0))
