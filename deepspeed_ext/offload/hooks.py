@@ -72,11 +72,23 @@ def on_gradient(param: Tensor, tell: Callable[[Tensor], None]) -> Remove:
     return remove
 
 
+def check_model(op: str, model: torch.nn.Module) -> None:
+    """Raise TypeError if a module in a model can tell of nothing, and reads weights unseen."""
+    jit: Any = torch.jit  # whose stubs leave the class out
+    for name, module in model.named_modules():
+        if isinstance(module, jit.RecursiveScriptModule):
+            what = f"model has {name!r}, a module" if name else "model is one"
+            raise TypeError(
+                f"{op}: {what} of TorchScript, which reads weights that are on their way, expected"
+                " modules of Python; leave model out, and step() waits for all weights"
+            )
+
+
 def before_forward(model: torch.nn.Module, tell: Callable[[list[Tensor]], None]) -> list[Remove]:
     """Call a method with the parameters that a module is about to use, or to save.
 
     Modules tell of their own parameters one by one. What does not call the modules in it as they
-    are tells of all that it holds as soon as it begins: a compiled module, one of TorchScript, and
+    are tells of all that it holds as soon as it begins: a compiled module, a traced one, and
     one with DTensors, which FSDP2 gathers ahead of time.
     """
     removes: list[Remove] = []

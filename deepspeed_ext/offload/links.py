@@ -1,7 +1,8 @@
 """Which host copy stands for which parameter."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from deepspeed_ext.dtensors import local
 from deepspeed_ext.offload.stand_ins import stand_ins
 from deepspeed_ext.ops.optimizers.state_formats import is_dense
 from deepspeed_ext.optim.slabs import cut
+from deepspeed_ext.optim.traits import Group
 from deepspeed_ext.processors import Share
 
 BUCKET = 2**25  # elements of parameters that travel and are stepped together: less than a block
@@ -54,6 +56,29 @@ class Links:
         self.owners.pop(id(self.copies.get(id(param))), None)
         self.copies[id(param)] = copy
         self.owners[id(copy)] = param
+
+    def move_state(self, params: Sequence[Tensor], state: MutableMapping[Tensor, Any]) -> None:
+        """Give copies the state that parameters got by themselves, as they had no copy then."""
+        for param in params:
+            copy = self.copies[id(param)]
+            if copy is not param and param in state:
+                state[copy] = state.pop(param)
+
+    def forget(self, groups: Sequence[Group], state: Container[Tensor]) -> list[int]:
+        """Let go of parameters that are in no group and have no state, and return their ids.
+
+        Args:
+            groups: of parameters.
+            state: of copies.
+        """
+        wanted = [id(param) for group in groups for param in group["params"]]
+        if len(wanted) == len(self.copies):
+            return []
+        gone = [key for key in self.copies.keys() - wanted if self.copies[key] not in state]
+        for key in gone:
+            del self.owners[id(self.copies.pop(key))]
+            self.resident.discard(key)
+        return gone
 
     def update_others(self, known: Iterable[Tensor]) -> None:
         """Give copies the weights of parameters that are in no bucket, as they have no state."""

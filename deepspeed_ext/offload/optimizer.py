@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from deepspeed_ext.offload.copies import Recorder
 from deepspeed_ext.offload.estimate import bytes_of, estimate, stays
-from deepspeed_ext.offload.hooks import Remove, before_forward, on_gradient
+from deepspeed_ext.offload.hooks import Remove, before_forward, check_model, on_gradient
 from deepspeed_ext.offload.inner import offloaded
 from deepspeed_ext.offload.links import Links, weakly
 from deepspeed_ext.offload.pipeline import Pipeline
@@ -55,8 +55,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             whatever way: forward, state_dict, `weight.data`, deepcopy, collectives; modules of this
             model wait for theirs as they begin. Until then `type(weight)` is a class of its own.
             What torch asks no class about is not seen, such as CUDA graphs, views that were there
-            before, `torch.tensor(weight)` and C++: it comes after synchronize(). None: step()
-            returns when all weights are ordered before the current stream.
+            before, `torch.tensor(weight)`, C++ and modules that torch.jit.script has made of this
+            one: it comes after synchronize(). None: step() returns when all weights are ordered
+            before the current stream.
         max_grad_norm: step() clips the gradients to this global norm, as clip_and_step does; None:
             it does not.
         memory_budget: most bytes of host memory for weights, state, gradients and steps that are
@@ -65,9 +66,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         free_grads: gradients are added up in host memory, in float32, and leave the device as soon
             as they are there. `p.grad` is a stand-in without memory then, until step(): who drops
             it or writes zeros does so to the sum, who reads it, as torch's clip_grad_norm_ and
-            GradScaler do, is told to use max_grad_norm. What others write to a gradient after it
-            has left is lost; where a process group is there, as DDP does that, only DTensors leave
-            before step(). False: they stay on the device, as in torch.
+            GradScaler do, is told to use max_grad_norm. zero_grad(set_to_none=False) leaves None,
+            too, and a step without a new gradient does nothing then. What others write to a
+            gradient after it has left is lost; where a process group is there, as DDP does that,
+            only DTensors leave before step(). False: they stay on the device, as in torch.
         gpu_fraction: this share of the bytes of parameters, the first ones, is stepped where it
             is, and has its state there; from 0 to 1.
         threads: that step in host memory. None: one on each processor that this process may use;
@@ -80,7 +82,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         ValueError: an option or a parameter is out of range, named in the text; or memory_budget
             does not hold weights and state.
         MemoryError: host memory does not hold them; the text has the numbers of `estimate`.
-        TypeError: optimizer_class needs norms of whole tensors, as LAMB does, or is none of ours.
+        TypeError: optimizer_class needs norms of whole tensors, as LAMB does, or is none of ours;
+            or model is, or has in it, what torch.jit.script returned.
 
     See: Ren et al., "ZeRO-Offload", 2021; Lian et al., "SuperOffload", 2025, section 4.
     """
@@ -108,6 +111,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if not 0 <= gpu_fraction <= 1:
             raise ValueError(f"{name}: gpu_fraction is {gpu_fraction}, expected 0 to 1")
         check_threads(name, threads)
+        if model is not None:
+            check_model(name, model)
         self.max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
         planned = {
@@ -150,6 +155,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _watch(self) -> None:
         """See that all parameters tell of their gradients, those added or thawed since too."""
+        for key in self._hooks.keys() - set(map(id, self._params())):
+            self._hooks.pop(key)()
         for param in self._params():
             has_memory = not (is_lazy(param) or param.is_meta)
             # What swaps tensors, as FSDP2's `to` does, takes hooks away with the old one.

@@ -217,7 +217,6 @@ class Pipeline:
     def _prepare(self) -> None:
         self._sums.follow()
         self._follow_groups()
-        self._push_options()
         self._follow_params()
         self._place()
 
@@ -366,7 +365,6 @@ class Pipeline:
     def update_copies(self) -> None:
         """Give host copies the weights that somebody else has written, in whatever way."""
         self._follow_groups()
-        self._push_options()
         self._follow_params()
         for bucket in self._buckets:
             self._give_up(bucket)
@@ -430,15 +428,17 @@ class Pipeline:
     # Buckets
 
     def _follow_groups(self) -> None:
-        """Take parameters that have come into groups, or got memory, and let go of others."""
+        """Take options and parameters that have come into groups, and let go of others."""
         for group, inner in zip(self.groups, self.inner.param_groups, strict=True):
             copies = self.links.copies_of(group["params"])
             if list(map(id, copies)) != list(map(id, inner["params"])):
                 inner["params"] = copies
-
-    def _push_options(self) -> None:
-        for group, inner in zip(self.groups, self.inner.param_groups, strict=True):
+                self.links.move_state(group["params"], self.inner.state)
             inner.update(options_of(group))
+        for key in self.links.forget(self.groups, self.inner.state):
+            self._sums.drop(key)
+            for kept in (self._looks, self._hits, self._expected):
+                kept.pop(key, None)
 
     def _options(self, bucket: HostBucket) -> Group | None:
         """Return the options of a step as they are now, or None if that would wait for a device."""

@@ -118,6 +118,10 @@ class Sums:
             self._by_param[id(param)] = Sum(param)
         return self._by_param[id(param)]
 
+    def drop(self, key: int) -> None:
+        """Let go of a parameter, by its identity."""
+        self._by_param.pop(key, None)
+
     def follow(self) -> None:
         """Begin those anew whose gradients the user has dropped."""
         for known in self._by_param.values():

@@ -329,9 +329,11 @@ class SlabOptimizer(torch.optim.Optimizer):
             a torch._foreach function on a DTensor;
             a kernel of somebody else's, and a replayed CUDA graph.
 
-        With master="remainder" none of that matters: parameters are read in each step. To look for
-        such writes a step with float32 masters would have to read 2 bytes more for each element
-        that it steps: of 28, with gradients of 16 bits and Adam's state in float32.
+        With master="remainder" none of that matters: parameters are read in each step, and the
+        lower bits that a written one has are those of the weight before, at most half a unit of its
+        last place, until this is called. To look for such writes a step with float32 masters would
+        have to read 2 bytes more for each element that it steps: of 28, with gradients of 16 bits
+        and Adam's state in float32.
         """
         with torch.no_grad():
             for bucket in self._fitting_buckets():

@@ -46,13 +46,13 @@ class Loop:
         return f"micro-step {self.at + 1} of {self.steps}"
 
 
-def is_nested(model: nn.Module) -> bool:
-    """Tell, in a hook of a model, whether it is called inside of its own forward."""
+def calls_of(model: nn.Module) -> int:
+    """Count the calls of a model that are under way in this thread."""
     calls, frame = 0, sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
         calls += frame.f_code is _CALL and frame.f_locals.get("self") is model
-    return calls > 1
+    return calls
 
 
 def _is_in(wanted: FrameType, frame: FrameType | None) -> bool:

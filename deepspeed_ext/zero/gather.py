@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from deepspeed_ext.dtensors import is_dtensor, local, part_for
 
 _OP = "zero.GatheredParameters"
+_WHOLE, _SHARD = "_deepspeed_ext_whole", "_deepspeed_ext_shard"  # attributes of parameters
 
 
 class GatheredParameters:
@@ -23,7 +25,8 @@ class GatheredParameters:
             print(weight.norm())
 
     All processes that hold shards enter and leave it together, also when the body raises. Do not
-    call the model inside.
+    call the model inside. One inside of another one, for the same parameter, shows the same whole
+    tensor, and what its modifier_rank writes is there on all processes when it ends.
 
     Args:
         params: a parameter; several; or a module, whose parameters, those of modules in it too, are
@@ -48,27 +51,29 @@ class GatheredParameters:
         else:
             several = [params] if isinstance(params, Tensor) else list(params)
             named = {f"params[{i}]": param for i, param in enumerate(several)}
-        self._params = named
+        # What another one shows in a module is of a shard, too.
+        self._params = {name: _shard_of(param) for name, param in named.items()}
         self._rank = modifier_rank
-        for name, param in named.items():
+        for name, param in self._params.items():
             _check(name, param, modifier_rank)
-        self._whole: dict[Tensor, Tensor] = {}
-        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._own: list[Tensor] = []  # shards that were gathered here, not by another one around it
+        self._places: list[tuple[nn.Module, str, Any]] = []  # and the shard
 
     def __enter__(self) -> Tensor | list[Tensor]:
-        """Gather.
+        """Gather, unless another one that is under way has.
 
         Returns:
             The whole tensor, or a list of them, in the order of the parameters.
         """
         with torch.no_grad():
             for param in self._params.values():
-                if param not in self._whole:
-                    self._whole[param] = _full(param)
-        self._versions = {param: whole._version for param, whole in self._whole.items()}
+                if _WHOLE not in vars(param):
+                    vars(param)[_WHOLE] = _Whole(_full(param))
+                    self._own.append(param)
+        tensors = [_whole(param).value for param in self._params.values()]
+        self._before = [_whole(param).version() for param in self._params.values()]
         if self._module is not None:
             self._show_in(self._module)
-        tensors = [self._whole[param] for param in self._params.values()]
         return tensors[0] if self._is_one else tensors
 
     def __exit__(
@@ -78,33 +83,88 @@ class GatheredParameters:
         trace: TracebackType | None,
     ) -> None:
         for module, name, shard in self._places:
-            module._parameters[name] = shard
+            shown, module._parameters[name] = module._parameters[name], shard
+            _take(shown, shard)
         self._places = []
-        whole, self._whole = self._whole, {}
-        if self._rank is not None:
-            with torch.no_grad():
-                for param, value in whole.items():
-                    _spread(value, param, self._rank)
-        elif kind is None:
-            for name, param in self._params.items():
-                if whole[param]._version != self._versions[param]:
-                    raise RuntimeError(
-                        f"{_OP}: {name} was written to, expected no change while modifier_rank is"
-                        " None; name the rank whose values count"
-                    )
+        known = [(name, param, _whole(param)) for name, param in self._params.items()]
+        for param in self._own:
+            del vars(param)[_WHOLE]
+        self._own = []
+        for (name, param, whole), before in zip(known, self._before, strict=True):
+            if self._rank is not None:
+                with torch.no_grad():
+                    _spread(whole.value, param, self._rank)
+                whole.excused += whole.version() - before
+            elif kind is None and whole.version() != before:
+                raise RuntimeError(
+                    f"{_OP}: {name} was written to, expected no change while modifier_rank is"
+                    " None; name the rank whose values count"
+                )
 
     def _show_in(self, model: nn.Module) -> None:
-        shown: dict[Tensor, nn.Parameter] = {
-            param: nn.Parameter(whole, requires_grad=param.requires_grad)
-            for param, whole in self._whole.items()
-        }
-        # nn.Parameter makes another tensor of the same memory and the same version counter.
+        shown: dict[Tensor, nn.Parameter] = {}
         for module in model.modules():
             for name, param in module._parameters.items():
-                if param is not None:
+                if param is not None and is_dtensor(param):
+                    if param not in shown:
+                        # Another tensor of the same memory and the same version counter.
+                        whole = nn.Parameter(_whole(param).value, requires_grad=param.requires_grad)
+                        vars(whole)[_SHARD] = _Link(param)
+                        shown[param] = whole
                     self._places.append((module, name, param))
                     module._parameters[name] = shown[param]
-        self._whole = {param: shown[param].detach() for param in self._whole}
+
+
+class _Whole:
+    """What is gathered of a shard.
+
+    Attributes:
+        value: the whole tensor.
+        excused: counts of its version that are writes of processes that were named.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+        self.excused = 0
+
+    def version(self) -> int:
+        """Count writes, those left out that were allowed."""
+        return self.value._version - self.excused
+
+
+class _Link:
+    """From what is shown in a module to its shard; a copy or a pickle of it leads nowhere."""
+
+    def __init__(self, shard: Tensor | None = None) -> None:
+        self.shard = shard
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Link, ()
+
+
+def _shard_of(param: Any) -> Any:
+    link = vars(param).get(_SHARD) if isinstance(param, Tensor) else None
+    shard = None if link is None else link.shard
+    return shard if shard is not None and _WHOLE in vars(shard) else param
+
+
+def _whole(param: Tensor) -> _Whole:
+    whole: _Whole = vars(param)[_WHOLE]
+    return whole
+
+
+def _take(shown: Tensor | None, shard: Tensor) -> None:
+    """Take the value of what was put in the place of a whole parameter, as by assign=True."""
+    value = _whole(shard).value
+    if shown is None or shown.data_ptr() == value.data_ptr():
+        return
+    if shown.shape != value.shape:
+        raise ValueError(
+            f"{_OP}: a parameter of {list(value.shape)} has got the shape {list(shown.shape)},"
+            " expected the same"
+        )
+    with torch.no_grad():
+        value.copy_(shown)
 
 
 def _check(name: str, param: object, rank: int | None) -> None:

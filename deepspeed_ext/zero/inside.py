@@ -1,5 +1,6 @@
 """What is known of the insides of fully_shard in torch 2.11 and 2.13; nothing else knows any."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+
+from deepspeed_ext.dtensors import is_dtensor
 
 
 def groups_of(model: nn.Module) -> Iterator[Any]:
@@ -85,12 +88,48 @@ def after_backward(model: nn.Module, told: Callable[[], None]) -> None:
         state._root_post_backward_final_callback = over
 
 
+def show_shards(model: nn.Module) -> None:
+    """Show shards where whole parameters are kept for a backward, which alone uses them then."""
+    for group in groups_of(model):
+        if group.is_unsharded:
+            for param in group.fsdp_params:
+                param._setattr_on_modules(param.sharded_param)
+
+
+def keep_for_backward(model: nn.Module) -> None:
+    """Let a backward find what is kept where shards are shown, and a forward gather anew.
+
+    Shards may be written to while they are shown, in whatever way.
+    """
+    for group in groups_of(model):
+        group.unshard = partial(_unshard, group.unshard, group, weakref.ref(model))
+
+
+def is_in_forward(model: nn.Module) -> bool:
+    """Tell whether a forward of a model, or of a block that was called by itself, is under way."""
+    return next(_states(model))._state_ctx.iter_forward_root is not None
+
+
+def allow_whole_loads(model: nn.Module) -> None:
+    """Let load_state_dict fill whole parameters that stand in the places of shards.
+
+    Torch takes what is there after a load for a shard.
+    """
+    for group in groups_of(model):
+        for param in group.fsdp_params:
+            param.reset_sharded_param = partial(_reset, param.reset_sharded_param, param)
+
+
 def know_whole_parameters(model: nn.Module) -> None:
-    """Gather each group once: unused parameters of one that never was have no gradient of 0."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
-            module.reshard()
+    """Gather each group once: parameters of one that never was have no gradient of 0 if unused.
+
+    Nor can they be trained after that was in torch.inference_mode, to whose tensors nobody writes.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+                module.reshard()
 
 
 def is_in_backward() -> bool:
@@ -100,6 +139,36 @@ def is_in_backward() -> bool:
 
 def _states(model: nn.Module) -> Iterator[Any]:
     return (m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
+
+
+def _unshard(
+    unshard: Any, group: Any, of: "weakref.ref[nn.Module]", async_op: bool = False
+) -> None:
+    model = of()
+    if model is not None and _shows_kept(group):
+        if is_in_backward():
+            # All, as what is run anew may use those of a group whose own backward does not begin.
+            for other in filter(_shows_kept, groups_of(model)):
+                for param in other.fsdp_params:
+                    param._setattr_on_modules(param._unsharded_param)
+        else:
+            group._to_sharded()
+    unshard(async_op)
+
+
+def _reset(reset: Any, param: Any) -> None:
+    home = param._module_info
+    if is_dtensor(home.module._parameters[home.param_name]):
+        reset()
+
+
+def _shows_kept(group: Any) -> bool:
+    """Return whether a group is whole, and its modules have shards."""
+    if not group.is_unsharded or not group.fsdp_params:
+        return False
+    param = group.fsdp_params[0]
+    home = param._module_info
+    return home.module._parameters.get(home.param_name) is param.sharded_param
 
 
 def _is_unreduced(param: Any) -> bool:

@@ -1,8 +1,10 @@
 """LossScaler: gradients of float16 that neither vanish nor overflow."""
 
+import logging
 import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim.base import SlabOptimizer
 
 _OP = "zero.LossScaler"
+_log = logging.getLogger("deepspeed_ext")
+Marks = dict[int, tuple[ref[Tensor], int]]  # by the identity of the parameter
 
 
 class LossScaler:
@@ -25,7 +29,8 @@ class LossScaler:
     and the host reads once a step. The scale that gradients were made with is the one that they are
     divided by: with several optimizers it moves once in an iteration, and inf in any counts. The
     next one begins where `scale` is called when all that stepped in the one before have stepped,
-    or, with no call of it in between, where one of them steps again.
+    or, with no call of it in between, where one of them steps again; and not while one of them
+    has gradients that it has not stepped. An optimizer is known from its first step on.
 
     Args:
         init_scale: the first scale.
@@ -35,6 +40,7 @@ class LossScaler:
         hysteresis: a step with inf shrinks the scale if hysteresis - 1 others had inf since the
             scale last grew; those were skipped only.
         min_scale: it shrinks to this at least.
+        optimizers: that will step, where the first step of one comes after several of another.
 
     Raises:
         ValueError: an argument is out of range.
@@ -51,6 +57,7 @@ class LossScaler:
         backoff_factor: float = 0.5,
         hysteresis: int = 2,
         min_scale: float = 1.0,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
     ) -> None:
         _check("growth_factor", growth_factor, "a number above 1", 1 < growth_factor < math.inf)
         _check("backoff_factor", backoff_factor, "a number between 0 and 1", 0 < backoff_factor < 1)
@@ -72,6 +79,19 @@ class LossScaler:
         self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()  # in this iteration
         self._expected: WeakSet[torch.optim.Optimizer] = WeakSet()  # those of the one before
         self._is_given = False  # the scale was, since the last step
+        self._known = WeakSet(optimizers)
+        # Gradients as the last step has seen them, which are not to be stepped again.
+        self._consumed: WeakKeyDictionary[torch.optim.Optimizer, Marks] = WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy goes on with: of no optimizers, which it has not stepped."""
+        scale, good, left = self._next()
+        kept = {"_scale": scale, "_good_steps": good, "_left": left, "_is_given": False}
+        state = {**vars(self), **kept, "_found": []}
+        return {key: value for key, value in state.items() if key not in _OF_OPTIMIZERS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, **{key: made() for key, made in _OF_OPTIMIZERS.items()})
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale, in float32 or more, without waiting for the device.
@@ -83,7 +103,8 @@ class LossScaler:
             ValueError: the scale is static and does not fit.
         """
         self._move(loss.device)
-        if all(optimizer in self._stepped for optimizer in self._expected):
+        is_over = all(optimizer in self._stepped for optimizer in self._expected)
+        if is_over and not self._is_awaited():
             self._begin_iteration()
         self._is_given = True
         if loss.dtype is torch.float16 and self.growth_interval is None:
@@ -114,8 +135,9 @@ class LossScaler:
                 f"{_OP}: optimizer is a {type(optimizer).__name__}, expected one of deepspeed_ext;"
                 " torch's work with torch.amp.GradScaler"
             )
-        if optimizer in self._stepped:
-            if self._is_given:  # not all others have stepped: gradients are of the scale that is
+        steps_again = optimizer in self._stepped
+        if steps_again:
+            if self._is_given or self._is_awaited(optimizer):  # gradients are of the scale that is
                 self._expected = WeakSet(self._stepped)
                 self._stepped.clear()
             else:
@@ -137,12 +159,22 @@ class LossScaler:
         else:
             self._found[-1] = self._found[-1].to(norm.device).logical_or(found_inf)
         self._stepped.add(optimizer)
+        self._known.add(optimizer)
+        self._consumed[optimizer] = {
+            id(p): (ref(grad), grad._version) for p, grad in _grads(optimizer)
+        }
         self._is_given = False
         skipped, stuck = torch.stack((found_inf, is_stuck)).tolist()  # the one host read
         if stuck:
             raise FloatingPointError(
                 f"{_OP}: a gradient is inf or NaN, expected finite ones with the smallest scale,"
                 f" {self._scale.item()}; nothing was stepped: the loss itself may be NaN"
+            )
+        if skipped and steps_again and self._is_awaited(optimizer):
+            _log.warning(
+                "%s: inf or NaN again, and the scale cannot shrink before another optimizer has"
+                " stepped its gradients; drop those that are not wanted by zero_grad()",
+                _OP,
             )
         return not skipped
 
@@ -184,6 +216,20 @@ class LossScaler:
             return torch.zeros_like(self._scale, dtype=torch.bool)
         return self._scale <= self.min_scale
 
+    def _is_awaited(self, left_out: torch.optim.Optimizer | None = None) -> bool:
+        """Return whether an optimizer has gradients of the scale that is, to be stepped later."""
+        if len(self._known) == 1:
+            return False  # its steps alone tell
+        for optimizer in self._known:
+            if optimizer is left_out:
+                continue
+            marks = self._consumed.get(optimizer, {})
+            for param, grad in _grads(optimizer):
+                known, version = marks.get(id(param), (None, 0))
+                if known is None or known() is not grad or grad._version != version:
+                    return True
+        return False
+
     def _begin_iteration(self) -> None:
         """Move the scale, if an iteration has ended."""
         if self._stepped:
@@ -220,7 +266,20 @@ class LossScaler:
             self._left = self._left.to(device)
 
 
+_OF_OPTIMIZERS: dict[str, Callable[[], object]] = {
+    "_stepped": WeakSet,
+    "_expected": WeakSet,
+    "_known": WeakSet,
+    "_consumed": WeakKeyDictionary,
+}
 _LARGEST = 2.0**126  # its inverse is a normal float32
+
+
+def _grads(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                yield param, param.grad
 
 
 def _is_count(value: object) -> bool:

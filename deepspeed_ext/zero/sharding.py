@@ -16,18 +16,22 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.zero.agreement import check_agreement
 from deepspeed_ext.zero.borrowing import name_borrowed
-from deepspeed_ext.zero.calls import Loop, is_nested
+from deepspeed_ext.zero.calls import Loop, calls_of
 from deepspeed_ext.zero.inside import (
     after_backward,
+    allow_whole_loads,
     forget_step,
     groups_of,
     has_unreduced,
     interruption,
     is_in_backward,
+    is_in_forward,
     is_settled,
+    keep_for_backward,
     know_whole_parameters,
     settle,
     shards_of,
+    show_shards,
 )
 
 _log = logging.getLogger("deepspeed_ext")
@@ -71,7 +75,11 @@ class Sharding:
         object.__setattr__(model, _NAME, self)
         model.register_forward_pre_hook(_before_forward, prepend=True)
         model.register_forward_hook(_after_forward, always_call=True)
+        for block in map(model.get_submodule, self.blocks):
+            block.register_forward_hook(partial(_after_block, me))
         after_backward(model, partial(_after_backward, me))
+        keep_for_backward(model)
+        allow_whole_loads(model)
         if hasattr(model, "save_pretrained"):  # of transformers, diffusers, peft
             object.__setattr__(model, "save_pretrained", partial(_save_pretrained, self._model))
         # Torch knows no other way to hear of the steps of an optimizer that is made later.
@@ -112,6 +120,7 @@ class Sharding:
                 "zero.accumulate: model is between the micro-steps of another accumulate, expected"
                 " one at a time; if that loop was left, close() its iterator"
             )
+        self.reshard()  # what a forward has left may have been stepped since
         self._loop = loop
 
     def micro_step(self, loop: Loop, at: int) -> None:
@@ -171,6 +180,10 @@ class Sharding:
         if self.mesh.ndim == 2 and self.stage > 1:  # replicas add up once a step
             root.set_requires_all_reduce(is_last)
 
+    def _keeps_whole(self) -> bool:
+        """Return whether weights stay gathered, and shown, for the next micro-step."""
+        return self.stage < 3 and self._loop is not None and not self._loop.is_done
+
     def after_backward(self) -> None:
         """Take note that a backward is over."""
         if self._loop is not None:
@@ -207,27 +220,36 @@ class Sharding:
 
     def before_forward(self) -> None:
         """Look whether the model is what was sharded; gather anew what may have been stepped."""
-        if is_in_backward() or is_nested(self.model):
+        if is_in_backward() or calls_of(self.model) > 1:
             return
         self._end_left_loop()
         self._settle()
-        if self._loop is not None and self.stage < 3:
-            return  # weights stay gathered
+        if self._keeps_whole():
+            return
         self.reshard()
         known = {name: id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
         if self._known is None:
             # After the first forward: fully_shard lets parameters be replaced before it.
             _check_all_sharded(self.model)
             self._known = known
-            if self._reduces_unused:
+            if self._reduces_unused or torch.is_inference_mode_enabled():
                 know_whole_parameters(self.model)
         elif known != self._known:
             self._refuse_change(known)
 
     def after_forward(self) -> None:
-        """Leave no gathered weights behind where no backward will come."""
-        if not torch.is_grad_enabled() and not is_in_backward() and not is_nested(self.model):
+        """Leave no gathered weights behind where no backward will come, else keep them for it."""
+        if is_in_backward() or calls_of(self.model) > 1:
+            return
+        if not torch.is_grad_enabled():
             self.reshard()
+        elif not self._keeps_whole():
+            show_shards(self.model)
+
+    def after_block(self) -> None:
+        """Do the same after a block that was called by itself."""
+        if not is_in_forward(self.model) and calls_of(self.model) == 0:
+            self.after_forward()
 
     def _settle(self) -> None:
         """See that nothing is left of a forward or backward that an error has ended.
@@ -298,6 +320,13 @@ def _after_forward(model: nn.Module, _inputs: object, output: object) -> None:
         sharding.after_forward()
     else:
         name_borrowed(error, model, sharding.blocks)
+
+
+@_disable_dynamo
+def _after_block(sharding: "weakref.ref[Sharding]", *_: object) -> None:
+    found = sharding()
+    if found is not None and found._model() is not None:
+        found.after_block()
 
 
 def _save_pretrained(of: "weakref.ref[nn.Module]", *args: Any, **kwargs: Any) -> Any:

@@ -52,7 +52,10 @@ def shard(
     embeddings, is a group of its own, which stage 3 gathers m times, as it is wanted again where
     forward ends; what is being gathered lies beside the block that it becomes. On a mesh of r rows
     of n, what is reduced is also all-reduced among r processes, 1 / n of it, once a step. A forward
-    without gradients gathers once, and keeps nothing.
+    without gradients gathers once, and keeps nothing. What is kept from forward to backward serves
+    that backward alone: as soon as forward ends parameters are shards again, for clipping,
+    zero_grad and all that writes them; a loss that wants whole weights is computed in forward, or
+    takes them by `param.full_tensor()`. Only between micro-steps of `accumulate` are they whole.
 
     What does it, in torch 2.11 and 2.13: `fully_shard` on each block and on the model, with
     reshard_after_forward only in stage 3; stage 0 is a mesh of n rows of 1. `accumulate` calls

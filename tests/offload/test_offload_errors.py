@@ -1,6 +1,7 @@
 """What OffloadOptimizer refuses, and in which words; what was refused has changed nothing."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -94,6 +95,23 @@ def test_parameters(name):
         pair.ours.add_param_group({"params": [param]})
     assert len(pair.ours.param_groups) == len(pair.ours._inner.param_groups) == 1
     pair.train(2)
+
+
+def test_modules_of_torch_script():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(torch.nn.Linear(2, 2))
+    for model, what in (
+        (scripted, "model is one"),
+        (torch.nn.Sequential(torch.nn.Linear(2, 2), scripted), "model has '1', a module"),
+    ):
+        with pytest.raises(TypeError) as caught:
+            OffloadOptimizer(model.parameters(), model=model)
+        assert str(caught.value) == (
+            f"OffloadOptimizer: {what} of TorchScript, which reads weights that are on their way,"
+            " expected modules of Python; leave model out, and step() waits for all weights"
+        )
+        OffloadOptimizer(model.parameters()).close()
 
 
 def test_the_same_parameter_twice():

@@ -1,9 +1,11 @@
 """What torch promises of every optimizer, and the plain classes too, holds when it is offloaded."""
 
 import copy
+import gc
 import io
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from offload_cases import (
     finish,
     warm,
 )
-from optim_cases import BF16, assert_close, assert_same_bits, make_params, on_each_device
+from optim_cases import BF16, adam, assert_close, assert_same_bits, make_params, on_each_device
 from torch import nn
 from torch.nn import Parameter
 
@@ -209,6 +211,47 @@ def test_parameters_of_a_group_edited(device, edit):
         pair.backward()
         pair.step()
         assert_same_bits(pair.params, pair.twins)
+
+
+@on_each_device
+@pytest.mark.parametrize("options", ({}, {"free_grads": True}, {"gpu_fraction": 0.5}), ids=str)
+def test_a_parameter_that_is_replaced_keeps_the_state_that_is_moved(device, options):
+    """As Gaussians are split and vocabularies grow: before the group knows it, or after."""
+
+    def train(made):
+        params = [Parameter(torch.linspace(-1, 1, n * 4, device=device).view(n, 4)) for n in (9, 5)]
+        optimizer = made(params)
+        gone = weakref.WeakSet()
+        for number in range(8):
+            for param in params:
+                param.grad = torch.full_like(param, 0.1 + number % 3)
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 2:
+                for i in range(2):
+                    old, more = params[i], params[i].detach()[:3] * 2
+                    new = params[i] = Parameter(torch.cat((old.detach(), more)))
+                    state = optimizer.state.pop(old)
+                    for key in ("exp_avg", "exp_avg_sq"):
+                        state[key] = torch.cat((state[key], state[key][:3] * 0.5))
+                    if i:
+                        optimizer.state[new] = state
+                    optimizer.param_groups[0]["params"][i] = new
+                    if not i:
+                        optimizer.state[new] = state
+                    gone.add(old)
+                    del old
+        optimizer.zero_grad()
+        state = [optimizer.state[param] for param in params]
+        return params, state, gone
+
+    ours, our_state, gone = train(lambda params: OffloadOptimizer(params, lr=0.1, **options))
+    plain, state, _ = train(lambda params: adam(params, device, lr=0.1))
+    assert_same_bits(ours, plain)
+    for mine, theirs in zip(our_state, state, strict=True):
+        assert_same_bits([mine[key].cpu() for key in theirs], [v.cpu() for v in theirs.values()])
+    gc.collect()
+    assert len(gone) <= 2  # those of the last step, until the next one
 
 
 @on_each_device

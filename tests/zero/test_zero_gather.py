@@ -1,6 +1,7 @@
 """zero.GatheredParameters: whole parameters inside, what one process writes is everywhere after."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from processes import Case
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from zero_cases import Net, loss_of, whole
+from zero_cases import Net, assert_close, loss_of, whole
 
 from deepspeed_ext import zero
 
@@ -41,6 +42,55 @@ def gathers(row, folder):
                 assert all(torch.equal(weight, each) for each in everywhere)
         loss_of(model, 0).backward()
         assert isinstance(model.head.weight.grad, DTensor)
+
+
+def nested(row, folder):
+    """One value, seen and written by all of them; a write without a rank is still refused."""
+    rank = dist.get_rank()
+    model = zero.shard(Net(), 3)
+    weight = model.head.weight
+    for outer, of_all in itertools.product((None, 0, 1), (False, True)):
+        with zero.GatheredParameters(model if of_all else weight, outer):
+            for inner in (0, 1):
+                again = model.head.weight if inner else weight
+                with zero.GatheredParameters(again, inner) as value, torch.no_grad():
+                    if inner == rank:
+                        value[inner] = 3.0 + inner
+                with zero.GatheredParameters(model.head) as [value]:
+                    assert value[inner].eq(3.0 + inner).all()
+                    assert type(model.head.weight) is nn.Parameter
+        assert model.head.weight is weight and whole(weight)[:2].sum(1).tolist() == [18, 24]
+        with zero.GatheredParameters(weight, 1) as value:
+            value.zero_()
+    text = "^zero.GatheredParameters: params.0. was written to"
+    with pytest.raises(RuntimeError, match=text), zero.GatheredParameters(weight):
+        with zero.GatheredParameters(weight, 0) as value:
+            value.add_(1)
+        with zero.GatheredParameters(weight) as value:
+            value.add_(1)
+    with pytest.raises(RuntimeError, match=text), zero.GatheredParameters(weight) as value:
+        value.add_(1)
+        with zero.GatheredParameters(weight, 0):
+            pass
+
+
+def loads(row, folder):
+    """On the process that has the values, as DeepSpeed's users load; it trains on."""
+    for stage, assign in itertools.product((0, 2, 3), (False, True)):
+        model, plain = zero.shard(Net(), stage), Net(seed=5)
+        with zero.GatheredParameters(model, modifier_rank=0):
+            if dist.get_rank() == 0:
+                model.load_state_dict(plain.state_dict(), assign=assign)
+        with zero.GatheredParameters(model.blocks[0], modifier_rank=1):
+            if dist.get_rank() == 1:
+                model.blocks[0].up.bias.data = torch.ones(9)
+        nn.init.ones_(plain.blocks[0].up.bias)
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(whole(ours), theirs)
+        loss_of(model, 0).backward()
+        for rank in range(2):
+            (loss_of(plain, 0, rank) / 2).backward()
+        assert_close(whole(model.head.weight.grad), plain.head.weight.grad, "gradient")
 
 
 def bodies_that_raise(row, folder):
@@ -93,6 +143,8 @@ CASES = [
     Case(1, "gathers", ""),
     Case(2, "gathers", ""),
     Case(4, "gathers", "hybrid"),
+    Case(2, "nested", ""),
+    Case(2, "loads", ""),
     Case(2, "bodies_that_raise", ""),
     Case(2, "refusals", ""),
 ]

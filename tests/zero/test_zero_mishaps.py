@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from functools import partial
 from unittest import TestCase
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from processes import Case
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from zero_cases import Net, assert_close, loss_of, whole
 
@@ -196,6 +198,78 @@ def steps_in_loops(row, folder):
             optimizer.step()
 
 
+def graded_forwards(row, folder):
+    """A metric with gradients, anywhere: clipping, zero_grad and all that writes meet shards."""
+
+    def metric(model, number):
+        loss_of(model, number)
+        model.blocks[0](torch.ones(1, 6))  # a block by itself
+
+    for stage, times, where in itertools.product(range(4), (None, 2), ("in", "after", "next")):
+        model, optimizer, plain = made(stage)
+        for at in range(3):
+            loop = range(1) if times is None else zero.accumulate(model, times)
+            for i in loop:
+                loss = loss_of(model, 3 * at + i) / MICRO_STEPS
+                if where == "next" and times is None:
+                    model.zero_grad()  # between a forward and its backward
+                loss.backward()
+                plain.add(3 * at + i)
+                if where == "in" and i + 1 == (times or 1):
+                    metric(model, 0)
+                    assert all(isinstance(param, DTensor) for param in model.parameters())
+            if where == "after":
+                metric(model, 0)
+            norms = [
+                nn.utils.clip_grad_norm_(each.parameters(), 0.05) for each in (model, plain.model)
+            ]
+            assert_close(whole(norms[0]), norms[1], f"norm, {stage} {times} {where}")
+            optimizer.step()
+            plain.step()
+            if where == "next" and times is None:
+                continue
+            metric(model, 0)
+            model.zero_grad()
+            with torch.no_grad():  # as weights are clamped
+                for param in (*model.parameters(), *plain.model.parameters()):
+                    param.data.mul_(0.9)
+            block, theirs = model.blocks[0], plain.model.blocks[0]
+            x = torch.ones(1, 6)
+            assert_close(block(x).detach(), theirs(x).detach(), f"block, {stage} {times} {where}")
+            with zero.GatheredParameters(model.head.weight, modifier_rank=0) as weight:
+                weight.mul_(0.5)
+            plain.model.head.weight.data.mul_(0.5)
+        model.zero_grad()
+        assert_trains(model, optimizer, plain, f"{stage} {times} {where}")
+
+
+def recomputed(row, folder):
+    """Blocks and what is in none, some in a loss of its own; the first forward has no gradients."""
+    for stage in range(4):
+        model, optimizer, plain = made(stage)
+        with torch.inference_mode():
+            loss_of(model, 0)
+        for each in (model, plain.model):
+            for inner in (each.blocks[0], each.head):
+                forward = partial(checkpoint, inner.forward, use_reentrant=False)
+                inner.forward = forward
+            each.side = []
+            each.blocks[2].register_forward_hook(
+                lambda block, args, x, each=each: each.side.append(x.square().mean())
+            )
+        assert_trains(model, optimizer, plain, f"{stage}")
+        model.side.clear()
+        loss_of(model, 0)
+        model.side.pop().backward()  # not from what the model returns
+        plain.model.side.clear()
+        for rank in range(dist.get_world_size()):
+            loss_of(plain.model, 0, rank)
+        sum(plain.model.side).div(dist.get_world_size()).backward()
+        for ours, theirs in zip(model.parameters(), plain.model.parameters(), strict=True):
+            if theirs.grad is not None:
+                assert_close(whole(ours.grad), theirs.grad, f"side, {stage}")
+
+
 class Recursive(nn.Module):
     """Calls itself, with gradients or without."""
 
@@ -294,6 +368,8 @@ CASES = [
     *(Case(world, "left_loops", "") for world in (1, 2)),
     Case(2, "no_last_backward", ""),
     Case(2, "steps_in_loops", ""),
+    *(Case(world, "graded_forwards", "") for world in (1, 2)),
+    Case(2, "recomputed", ""),
     *(Case(world, "models_that_call_themselves", "") for world in (1, 2)),
     *(Case(world, "experts", "") for world in (1, 2, 4)),
     Case(2, "saved_pretrained", ""),

@@ -1,6 +1,8 @@
 """zero.LossScaler: when the scale changes, and that no process steps what another one skips."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -133,6 +135,46 @@ def test_a_loaded_state_has_no_part_of_the_steps_before():
         scaler.load_state_dict(kept)
         assert scaler.state_dict() == kept and scaler.get_scale() == 8.0
         assert float(scaler.scale(torch.ones(()))) == 8.0
+
+
+@pytest.mark.parametrize("period", (2, 3))
+@pytest.mark.parametrize("is_first", (False, True))
+@pytest.mark.parametrize("free_grads", (False, True))
+def test_optimizers_of_different_periods(period, is_first, free_grads):
+    """One accumulates, or has its gradient first and steps last, while the other steps."""
+    often, seldom = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    one = OffloadOptimizer([often], FusedSGD, lr=1.0, free_grads=free_grads)
+    two = OffloadOptimizer([seldom], FusedSGD, lr=1.0, free_grads=free_grads)
+    scaler = zero.LossScaler(4.0, growth_interval=1, optimizers=[one, two])
+    for number in range(12):
+        if not is_first or number % period == 0:
+            scaler.scale(seldom.sum()).backward()
+        scaler.scale(often.sum()).backward()
+        assert scaler.step(one)
+        one.zero_grad()
+        assert often.eq(-1 - number).all()
+        if number % period == period - 1:
+            assert scaler.step(two)
+            two.zero_grad()
+            assert seldom.eq(-(number // period + 1) * (1 if is_first else period)).all()
+    assert scaler.get_scale() > 16
+    for each in (one, two):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    "copied", (copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler)))
+)
+def test_copies_go_on_alike(copied):
+    param, optimizer = one_parameter()
+    scaler = zero.LossScaler(4.0, growth_interval=3)
+    for _ in range(4):
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+    other = copied(scaler)
+    assert other.state_dict() == scaler.state_dict() and other.growth_interval == 3
+    assert other.scale(torch.ones(())) == scaler.get_scale()
+    assert other.step(optimizer)
 
 
 @pytest.mark.parametrize("free_grads", (False, True))
