@@ -115,7 +115,10 @@ def test_attention(dtype: torch.dtype, op: object, scale: str, device: str) -> N
             keys = keys * (signs(keys, 1) > 0)
             values = values * (signs(values, 2) > 0)
         elif scale == "below normal ones":
-            keys, values = keys * 1e-38, values * 1e-38
+            keys = keys * 1e-38
+            # Prefill on CUDA multiplies values as 16 bits, of which few are below normal ones.
+            if device == "cpu" or op is decode_attention:
+                values = values * 1e-38
         else:
             values = values * 1e34
         kv = kv._replace(key_scales=keys, value_scales=values)
