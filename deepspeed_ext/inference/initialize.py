@@ -353,9 +353,18 @@ def _check_layers(model: nn.Module) -> None:
             )
 
 
+def _looks_only(hook: Any) -> bool:
+    """Return whether a hook is of a package whose hooks move and record, and change no result."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    module: str = getattr(hook, "__module__", None) or type(hook).__module__
+    return module.partition(".")[0] in (*_KNOWN, "accelerate", "deepspeed_ext")
+
+
 def _lost_with(layer: nn.Module) -> str | None:
     """Return what else than tensors a result of this module depends on; None: nothing known."""
-    if layer._forward_hooks or layer._forward_pre_hooks:
+    hooks = (*layer._forward_hooks.values(), *layer._forward_pre_hooks.values())
+    if not all(map(_looks_only, hooks)):
         return "forward hooks"
     if "forward" in vars(layer) and not hasattr(layer, "_hf_hook"):  # accelerate's move tensors
         return "a forward of its own"
