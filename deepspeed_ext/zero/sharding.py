@@ -3,7 +3,6 @@
 import logging
 import sys
 import weakref
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -65,7 +64,7 @@ class Sharding:
         self._loop: Loop | None = None  # micro-steps that are declared
         self._stopped = ""  # what an error has ended, if other processes were not asked yet
         self._known: dict[str, int] | None = None  # ids of parameters by name
-        self.saving: Future[None] | None = None  # a checkpoint that is under way
+        self.saving: Any = None  # a checkpoint that is under way
         self.staging: torch.Tensor | None = None  # memory for its copies, kept for the next one
         self.saves_by: Any = None  # what it talks by, made when it is wanted
 

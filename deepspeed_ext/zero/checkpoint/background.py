@@ -42,6 +42,10 @@ class Saving(Future[None]):
         _untold.discard(self)
         return error
 
+    def is_told(self) -> bool:
+        """Tell whether somebody was told how it ended."""
+        return self not in _untold
+
     def is_here(self) -> bool:
         """Tell whether its thread is one of this process, not of one that has forked this one."""
         return self._process == os.getpid()

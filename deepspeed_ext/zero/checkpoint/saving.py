@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from deepspeed_ext.io.regular_file import path_text
 from deepspeed_ext.zero.agreement import all_or_none, check_agreement
-from deepspeed_ext.zero.checkpoint.background import in_background
+from deepspeed_ext.zero.checkpoint.background import Saving, in_background
 from deepspeed_ext.zero.checkpoint.exchange import Exchange, made_for_saves, of_all
 from deepspeed_ext.zero.checkpoint.folder import checked_tag, folder_of, name_latest
 from deepspeed_ext.zero.checkpoint.plain_values import NotPlain, dumps
@@ -98,7 +98,7 @@ def save(
         own = _encoded(_name_of(dist.get_rank()), {"client": _plain(client_state), **_random()})
     lines = [f"tag {tag!r}", f"wait {wait}", *(f"client_state {name!r}" for name in client_state)]
     check_agreement(_SAVE, lines, sharding.mesh)
-    _await_previous(sharding)
+    _await_previous(_SAVE, sharding)
     with all_or_none(_SAVE, sharding.mesh):
         content = _content(sharding, optimizer) | own
         if not wait:
@@ -112,8 +112,9 @@ def save(
         return done
     if sharding.saves_by is None:
         sharding.saves_by = made_for_saves(sharding.mesh.device_type)
-    sharding.saving = in_background(_Save(content, home, tag, sharding.saves_by).write)
-    return sharding.saving
+    saving = in_background(_Save(content, home, tag, sharding.saves_by).write)
+    sharding.saving = saving
+    return saving
 
 
 def load(
@@ -153,7 +154,7 @@ def load(
     """
     sharding = sharding_of(_LOAD, model)
     _check_group(_LOAD)
-    _await_previous(sharding)
+    _await_previous(_LOAD, sharding)
     mesh = sharding.mesh
     with all_or_none(_LOAD, mesh):
         sharding.check_idle(_LOAD)
@@ -214,11 +215,23 @@ class _Tagged(Writer):
         name_latest(self._home, self._tag)
 
 
-def _await_previous(sharding: Sharding) -> None:
-    """Wait for a save that is under way; whoever has its Future is told of its failure."""
-    saving, sharding.saving = sharding.saving, None
-    error = None if saving is None else saving.exception()
-    if error is not None:
+def _await_previous(op: str, sharding: Sharding) -> None:
+    """Wait for a save that is under way, and log its failure, unless its Future was asked.
+
+    Raises:
+        RuntimeError: this process was forked while it was under way, and does not have its thread.
+    """
+    saving: Saving | None = sharding.saving
+    if saving is None:
+        return
+    if not saving.is_here():
+        raise RuntimeError(
+            f"{op}: this process is a fork of the one whose save is under way, expected the same;"
+            " wait for the save before the fork, or leave checkpoints to that process"
+        )
+    sharding.saving, is_told = None, saving.is_told()
+    error = saving.exception()
+    if error is not None and not is_told:
         _log.error("zero.save: the save before this one failed: %s", error)
 
 

@@ -8,6 +8,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,6 +136,18 @@ def test_folders_that_will_not_do(open_folder: Path, as_nobody: AsNobody, tempor
     with as_nobody(), pytest.raises(PermissionError, match=r"replacing .*/file failed: Permiss"):
         save(OLD, open_folder / "file")
     assert files_in(open_folder) == ["file"]
+
+
+def test_a_file_of_a_read_only_file_system(
+    open_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (open_folder / "file").touch()
+    known = os.statvfs(open_folder)
+    flags = SimpleNamespace(f_flag=known.f_flag | os.ST_RDONLY)
+    monkeypatch.setattr(os, "statvfs", lambda path: flags)
+    with pytest.raises(OSError, match=r"replacing .*/file failed: Read-only file system") as caught:
+        save(OLD, open_folder / "file")
+    assert caught.value.errno == errno.EROFS
 
 
 def test_a_read_only_file_is_not_replaced(open_folder: Path, as_nobody: AsNobody) -> None:
