@@ -76,8 +76,8 @@ def init_inference(
     max_batch, max_tokens, cuda_graphs and pack_prefill mean nothing to it.
 
     The weights are copied; a module stays as it is. Its tensors and its config are read, and no
-    code of it runs: hooks and a forward of its own are refused by name, but other attributes that
-    were changed, such as an activation or a scale, are not seen.
+    code of it runs: your hooks and a forward of its own are refused by name, but other attributes
+    that were changed, such as an activation or a scale, are not seen.
 
     Tensors of a folder are read a layer at a time and quantized on the way, so that two layers as
     floats lie about at most. Names and shapes of all tensors, what the table reads of the

@@ -147,8 +147,8 @@ def quantized_linear(
     torch.compile does not know that there are fewer, the weight is made floats of the dtype of x in
     one pass, and torch multiplies. So it is for gradients, which there are of x, bias and residual.
     That of the rounding of x is taken as 1. Floats of the weight are made anew for the gradient to
-    x, and none are kept until then. Under autocast
-    nothing is cast, neither x nor the others: dtypes that differ are refused, so cast them to one.
+    x, and none are kept until then. Under autocast nothing is cast, neither x nor the others:
+    dtypes that differ are refused, so cast them to one.
 
     Args:
         x: (..., length), float32, bfloat16 or float16. Or what ``skinny_linear_norm`` or

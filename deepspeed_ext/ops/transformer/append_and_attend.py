@@ -101,9 +101,8 @@ def append_and_attend_(
         "scale": 1 / math.sqrt(q.shape[-1]) if scale is None else scale,
         "softcap": softcap,
     }
-    for number in numbers.values():
-        if type(number) is not float:
-            check_numbers("append_and_attend_", **numbers)
+    if set(map(type, numbers.values())) != {float}:
+        check_numbers("append_and_attend_", **numbers)
     out, lse = call_on_tensors(
         _OPS[kind_of(kv)],
         q,

@@ -136,11 +136,11 @@ def cross_entropy(
     exists: the logits must not be used afterwards, and backward can be called once. It multiplies
     the gradients by that of the loss only where that is not 1. Those of float16 wait for it times a
     power of two, so that a loss scale finds the small ones still there, and are multiplied in any
-    case. A write to the logits before
-    backward, or to what they share memory with, another call in place included, is torch's error
-    "modified by an inplace operation"; one that counts no version, as through `.data`, a collective
-    or a kernel of one's own, is not seen, and spoils the gradients. Compiled, logits that are an
-    input of the graph are copied, and a write within the graph does no harm.
+    case. A write to the logits before backward, or to what they share memory with, another call in
+    place included, is torch's error "modified by an inplace operation"; one that counts no version,
+    as through `.data`, a collective or a kernel of one's own, is not seen, and spoils the
+    gradients. Compiled, logits that are an input of the graph are copied, and a write within the
+    graph does no harm.
 
     A row has the same bits alone, in any batch and at any place in it; on the CPU also with any
     number of threads and any instruction set. Gradients too, and with inplace the same as without
