@@ -12,6 +12,7 @@ import torch
 LONGEST_TEST = 120.0  # seconds; what takes longer hangs
 
 sys.path.append(str(Path(__file__).parents[1] / "optim"))
+import processes  # noqa: E402
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -50,3 +51,15 @@ def threads_that_take_turns() -> Iterator[None]:
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
+
+
+@pytest.fixture(scope="module")
+def groups(request, tmp_path_factory):
+    """Return groups of processes for each device, that call functions of the test's module."""
+    groups = {
+        device: processes.Groups(request.module.__name__, tmp_path_factory.mktemp(device))
+        for device in ("cpu", "cuda")
+    }
+    yield groups
+    for each in groups.values():
+        each.end()

@@ -2,7 +2,6 @@
 
 import copy
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -465,17 +464,6 @@ CASES = [
     for device in ("cpu", "cuda")
     for world in worlds
 ]
-
-
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory):
-    groups = {
-        device: processes.Groups(__name__, tmp_path_factory.mktemp(device))
-        for device in ("cpu", "cuda")
-    }
-    yield groups
-    for each in groups.values():
-        each.end()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")

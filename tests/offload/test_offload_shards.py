@@ -3,7 +3,6 @@
 import copy
 from unittest import mock
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -170,17 +169,6 @@ CASES = [
     for world in worlds
     if (function, device) != (copies_that_are_late, "cuda")
 ]
-
-
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory):
-    groups = {
-        device: processes.Groups(__name__, tmp_path_factory.mktemp(device))
-        for device in ("cpu", "cuda")
-    }
-    yield groups
-    for each in groups.values():
-        each.end()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")

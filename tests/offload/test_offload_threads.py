@@ -6,7 +6,6 @@ import os
 import pickle
 import threading
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -178,17 +177,6 @@ def watch_memory(patch):
 
 
 CASES = [Case(2, "divides", "cpu"), Case(2, "divides", "cuda")]
-
-
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory):
-    groups = {
-        device: processes.Groups(__name__, tmp_path_factory.mktemp(device))
-        for device in ("cpu", "cuda")
-    }
-    yield groups
-    for each in groups.values():
-        each.end()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
