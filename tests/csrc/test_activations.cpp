@@ -6,8 +6,8 @@
 
 #include "dtypes.h"
 #include "expect.h"
-#include "transformer/bias_activation.h"
-#include "transformer/gated_activation.h"
+#include "elementwise/bias_activation.h"
+#include "elementwise/gated_activation.h"
 
 namespace {
 

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from deepspeed_ext import ops
-from deepspeed_ext.ops.transformer import self_checks
+from deepspeed_ext.ops import self_checks
 
 NAMES = [
     name
