@@ -265,7 +265,7 @@ ROWS: tuple[StepOp | FunctionalOp, ...] = (
         ),
         kernels=("quantization/quantize", "quantization/quantize_packed"),
         bits="row",
-        sanitizer="quantize_packed_on_cpu",
+        sanitizer="quantize",
         benchmark="quantize",
         self_checks="quantization.self_checks",
     ),

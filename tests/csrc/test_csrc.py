@@ -16,7 +16,7 @@ import torch
 
 from deepspeed_ext.op_builder import OpSpec, cuda, toolchain
 from deepspeed_ext.op_builder.errors import Unavailable
-from deepspeed_ext.op_builder.registry import OPS
+from deepspeed_ext.op_builder.registry import OPS, ROWS, FunctionalOp, StepOp
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
@@ -43,6 +43,7 @@ PROGRAMS = {  # with the sources that each is linked with; an op library stands 
     "sum": [ISA],
     "l2_norm": [ISA, "optimizers/l2_norm_cpu.cpp"],
     "fingerprint": [ISA, "optimizers/fingerprint_cpu.cpp"],
+    "quantize": [ISA, "quantization/quantize_cpu.cpp"],
     "norms": [ISA, "cpu_rms_norm", "cpu_layer_norm"],
     "softmax": [ISA, "softmax/softmax_cpu.cpp", "softmax/cross_entropy_cpu.cpp"],
     "activations": [
@@ -247,6 +248,19 @@ def run(command: list[str], force_isa: str = "") -> subprocess.CompletedProcess[
         text=True,
         timeout=600,
     )
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_every_row_has_a_program(row: StepOp | FunctionalOp) -> None:
+    """A row of the registry names one that is linked with its kernels."""
+    program = row.sanitizer if isinstance(row, FunctionalOp) else "steps"
+    linked = PROGRAMS[program]
+    library, _ = row.libraries()
+    if isinstance(row, StepOp):  # all rules share the loop, and two measure
+        assert library.name in linked or row.measuring_rule
+    else:
+        kernels = [source for source in library.sources if source.endswith("_cpu.cpp")]
+        assert library.name in linked or set(kernels) & set(linked)
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
