@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import is_not
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +17,10 @@ from deepspeed_ext.optim.checks import (
     check_state,
 )
 from deepspeed_ext.optim.formats import is_of_format
+from deepspeed_ext.optim.owner import Owner
 from deepspeed_ext.optim.slabs import STEP, Bucket
 from deepspeed_ext.optim.state_entry import Entry
 from deepspeed_ext.optim.state_values import Numbers
-
-if TYPE_CHECKING:
-    from deepspeed_ext.optim.base import SlabOptimizer
 
 _MAX_SMALL_BUCKETS = 16  # of a group; more are merged
 
@@ -75,7 +73,7 @@ class Plans:
         if self._plans is not None:
             self._plans.append(Plan(group, []))
 
-    def current(self, optimizer: "SlabOptimizer") -> list[Plan]:
+    def current(self, optimizer: Owner) -> list[Plan]:
         """Return plans that hold every parameter with a gradient or with state.
 
         Whether the parameters of a bucket still look the same is for the bucket to say: see `fits`.
@@ -101,7 +99,7 @@ class Plans:
                 self._entries = list(optimizer.state.values())
         return plans
 
-    def _is_current(self, plans: list[Plan], optimizer: "SlabOptimizer") -> bool:
+    def _is_current(self, plans: list[Plan], optimizer: Owner) -> bool:
         groups = optimizer.param_groups
         if _differ(self._entries, optimizer.state.values()) or len(plans) != len(groups):
             return False
@@ -111,7 +109,7 @@ class Plans:
             for group, plan in zip(groups, plans, strict=True)
         )
 
-    def rebuild(self, optimizer: "SlabOptimizer") -> None:
+    def rebuild(self, optimizer: Owner) -> None:
         """Copy all state into slabs.
 
         Raises:
@@ -119,7 +117,7 @@ class Plans:
         """
         self._build(optimizer, None, lambda: None)
 
-    def load(self, optimizer: "SlabOptimizer", agreement: Agreement, old: "Plans") -> None:
+    def load(self, optimizer: Owner, agreement: Agreement, old: "Plans") -> None:
         """Copy state of unknown origin into slabs, but for what is in those of old plans already.
 
         Raises:
@@ -142,9 +140,7 @@ class Plans:
         numbers.check(optimizer)
         agree()
 
-    def _build(
-        self, optimizer: "SlabOptimizer", numbers: Numbers | None, agree: Callable[[], None]
-    ) -> None:
+    def _build(self, optimizer: Owner, numbers: Numbers | None, agree: Callable[[], None]) -> None:
         groups, state = optimizer.param_groups, optimizer.state
         follow_shapes(optimizer)
         stateful = [
@@ -164,7 +160,7 @@ class Plans:
 
     def _make_buckets(
         self,
-        optimizer: "SlabOptimizer",
+        optimizer: Owner,
         group: dict[str, Any],
         params: Sequence[Tensor],
         numbers: Numbers | None = None,
@@ -176,6 +172,7 @@ class Plans:
             kind = (local(param).device, param.dtype, is_dtensor(param))
             by_kind.setdefault(kind, []).append(param)
         keys, traits = self._noise_keys(optimizer), optimizer.traits
+        look = None if numbers is None else numbers.look_at_source
         buckets = []
         for (device, dtype, _), members in by_kind.items():
             check_no_capture(optimizer, device, "step before, which creates the state")
@@ -190,7 +187,7 @@ class Plans:
                 )
                 for i, (param, values) in enumerate(zip(part, given, strict=True)):
                     others = {k: v for k, v in values.items() if not is_of_format(k, dtypes)}
-                    state = bucket.shown(i) if ready else bucket.fill(i, values, numbers)
+                    state = bucket.shown(i) if ready else bucket.fill(i, values, look)
                     entry = {**others, **state}
                     optimizer.state[param] = Entry(
                         entry, param.shape, weakref.WeakMethod(self.drop)
@@ -200,16 +197,14 @@ class Plans:
                     numbers.look_at(bucket)
         return buckets
 
-    def _noise_keys(self, optimizer: "SlabOptimizer") -> dict[int, int]:
+    def _noise_keys(self, optimizer: Owner) -> dict[int, int]:
         """Return the key of the random bits of every parameter, by its identity."""
         if not optimizer.state_format.rounds_at_random:
             return {}
         params = [param for group in optimizer.param_groups for param in group["params"]]
         return {id(param): optimizer.state_format.key_of(i) for i, param in enumerate(params)}
 
-    def _merge_small_buckets(
-        self, optimizer: "SlabOptimizer", group: dict[str, Any], plan: Plan
-    ) -> None:
+    def _merge_small_buckets(self, optimizer: Owner, group: dict[str, Any], plan: Plan) -> None:
         """Keep the calls per step few when parameters get their first gradients one by one."""
         small = [bucket for bucket in plan.buckets if bucket.is_small]
         if len(small) > _MAX_SMALL_BUCKETS:
@@ -219,13 +214,13 @@ class Plans:
 
 
 def dtypes_of(
-    optimizer: "SlabOptimizer", group: dict[str, Any], param_dtype: torch.dtype
+    optimizer: Owner, group: dict[str, Any], param_dtype: torch.dtype
 ) -> dict[str, torch.dtype]:
     """Return the dtype of each slab for parameters of a group, except that of steps."""
     return optimizer.state_format.dtypes(optimizer.traits.state_keys(group), param_dtype)
 
 
-def follow_shapes(optimizer: "SlabOptimizer") -> None:
+def follow_shapes(optimizer: Owner) -> None:
     """Give state the shapes of parameters that have got others, as by `p.data = p.data.view(-1)`.
 
     A DTensor's is another sharding too: its state does not follow.
@@ -237,13 +232,13 @@ def follow_shapes(optimizer: "SlabOptimizer") -> None:
                 entry.take_shape(param, dtypes_of(optimizer, group, param.dtype))
 
 
-def _has_state(optimizer: "SlabOptimizer", group: dict[str, Any], param: Tensor) -> bool:
+def _has_state(optimizer: Owner, group: dict[str, Any], param: Tensor) -> bool:
     """Return whether a parameter has state, after checking that it is right."""
     return is_state(optimizer, group, param, optimizer.state.get(param, {}))
 
 
 def is_state(
-    optimizer: "SlabOptimizer",
+    optimizer: Owner,
     group: dict[str, Any],
     param: Tensor,
     entry: dict[str, Any],

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import attrgetter, is_not
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from deepspeed_ext.optim.formats import (
     restored,
     store,
 )
-
-if TYPE_CHECKING:
-    from deepspeed_ext.optim.state_values import Numbers
 
 STEP = "step"
 
@@ -42,6 +39,7 @@ _spec = attrgetter("_spec")
 
 Marks = tuple[list[Any], list[int]]  # of a bucket: version and address of each parameter
 Zeros = Callable[[int, torch.dtype, torch.device], Tensor]
+LookAt = Callable[[str, Tensor, Tensor], None]  # given a state key, a parameter and values
 
 
 def zeros(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -243,7 +241,7 @@ class Bucket:
         return {key: spread(v, param) if key in self.dtypes else v for key, v in views.items()}
 
     def fill(
-        self, i: int, values: Mapping[str, Any], numbers: "Numbers | None" = None
+        self, i: int, values: Mapping[str, Any], look_at_source: LookAt | None = None
     ) -> dict[str, Tensor]:
         """Copy state of parameter i into the slabs and return what users see of it.
 
@@ -251,7 +249,7 @@ class Bucket:
             values: tensors of the parameter's shape, any dtype, device and sharding; "step" may be
                 a number. A missing master becomes a copy of the parameter; what else is missing
                 stays zero.
-            numbers: takes note of what is converted, so that it cannot be seen in the slabs.
+            look_at_source: is called with what is converted, so that no slab shows it as it was.
         """
         param, views = self.params[i], self.views(i)
         if isinstance(step := values.get(STEP), Tensor):
@@ -266,16 +264,16 @@ class Bucket:
             signed = key in self._signed
             value = restored(key, values, param, signed=signed)
             if value is not None:
-                if numbers is not None:
-                    self._note_source(numbers, key, param, values, value)
+                if look_at_source is not None:
+                    self._show_source(look_at_source, key, param, values, value)
                 store(views[key], views.get(key + SCALE), value, signed=signed)
             elif key == MASTER:
                 views[key].copy_(local(param))
         return self.shown(i)
 
-    def _note_source(
+    def _show_source(
         self,
-        numbers: "Numbers",
+        look_at: LookAt,
         key: str,
         param: Tensor,
         values: Mapping[str, Any],
@@ -283,9 +281,9 @@ class Bucket:
     ) -> None:
         source = values.get(key)
         if isinstance(source, Tensor) and source.dtype == torch.uint8:
-            numbers.look_at_source(key + SCALE, param, values[key + SCALE])
+            look_at(key + SCALE, param, values[key + SCALE])
         if key in self.scales or value.dtype == torch.int32:
-            numbers.look_at_source(key, param, value)
+            look_at(key, param, value)
 
     def gather(self, done: Container[int] = ()) -> Work | None:
         """Return the parameters that have a gradient now, or None if there are none.

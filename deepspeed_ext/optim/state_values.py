@@ -2,17 +2,14 @@
 
 import math
 from collections.abc import Container
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from deepspeed_ext.optim.checks import COUNT, title_of_state
 from deepspeed_ext.optim.formats import MASTER, REMAINDER, SCALE
+from deepspeed_ext.optim.owner import Owner
 from deepspeed_ext.optim.slabs import STEP, Bucket
-
-if TYPE_CHECKING:
-    from deepspeed_ext.optim.base import SlabOptimizer
 
 
 class Numbers:
@@ -46,7 +43,7 @@ class Numbers:
         if key.endswith(SCALE) or key == REMAINDER or self._is_unsigned(key, value):
             self._queue(key, param, value)
 
-    def check(self, optimizer: "SlabOptimizer") -> None:
+    def check(self, optimizer: Owner) -> None:
         """Wait for the devices, once each, and raise ValueError if some number must not be."""
         places: dict[torch.device, list[int]] = {}
         for place, verdict in enumerate(self._verdicts):
@@ -87,7 +84,7 @@ def _are_powers(scales: Tensor) -> Tensor:
     return (bits & ~0x7F800000 == 0) & (bits != 0x7F800000)
 
 
-def _refuse(optimizer: "SlabOptimizer", key: str, whose: Bucket | Tensor, values: Tensor) -> None:
+def _refuse(optimizer: Owner, key: str, whose: Bucket | Tensor, values: Tensor) -> None:
     """Raise ValueError for the first parameter with such a number."""
     if isinstance(whose, Bucket):
         for i, param in enumerate(whose.params):
