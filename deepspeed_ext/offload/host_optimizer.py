@@ -41,7 +41,10 @@ class HostSteps(SlabOptimizer):
 
     def step_whole(self, group: Group, bucket: Bucket, scaling: Scaling) -> None:
         """Step a bucket that stays where it is, by the gradients that its parameters have."""
-        self._step_bucket(group, bucket, frozenset(), scaling)
+        work = self._gather(bucket)
+        if work is not None:
+            bucket.refresh_masters()
+            self._step_bucket(group, bucket, work, scaling)
 
     def step_part(self, group: Group, work: Work, scaling: Scaling, out: Out | None = None) -> None:
         """Step parameters or ranges of them, to other memory if that is given."""

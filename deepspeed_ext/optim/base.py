@@ -27,7 +27,7 @@ from deepspeed_ext.optim.checks import (
 )
 from deepspeed_ext.optim.clipping import Clip, Scalars, Scaling, SquareSum, clip, scalars_of
 from deepspeed_ext.optim.formats import FormatOptions, StateFormat, is_of_format
-from deepspeed_ext.optim.plans import Plans, dtypes_of, follow_shapes, is_state
+from deepspeed_ext.optim.plans import Change, Plans, dtypes_of, follow_shapes, is_state
 from deepspeed_ext.optim.slabs import STEP, Bucket, Work
 from deepspeed_ext.optim.spec import Group, Traits
 from deepspeed_ext.optim.state_dict import hide_entries, portable_state, show_entries
@@ -198,20 +198,19 @@ class SlabOptimizer(torch.optim.Optimizer):
         done = frozenset(map(id, stepped))
         for group, plan in zip(self.param_groups, self._plans.current(self), strict=True):
             for bucket in plan.buckets:
-                if not bucket.fits():
+                change = self._plans.changes(self, bucket)
+                if change is Change.LOOKS:
                     return False
-                self._step_bucket(group, bucket, done, scaling)
+                work = self._gather(bucket, done)
+                if work is not None:
+                    if change is Change.WEIGHTS:
+                        bucket.refresh_masters()
+                    self._step_bucket(group, bucket, work, scaling)
                 stepped += bucket.params
         return True
 
-    def _step_bucket(
-        self, group: Group, bucket: Bucket, done: frozenset[int], scaling: Scaling
-    ) -> None:
-        work = self._gather(bucket, done)
-        if work is None:
-            return
+    def _step_bucket(self, group: Group, bucket: Bucket, work: Work, scaling: Scaling) -> None:
         scalars = scalars_of(group, bucket.device, scaling)
-        bucket.refresh_masters()
         try:
             self._apply(group, work, scalars)
         except (ValueError, TypeError, RuntimeError) as error:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from operator import is_not
 from typing import Any
 
@@ -41,22 +42,22 @@ class Plan:
         self.buckets = buckets
 
 
+class Change(Enum):
+    """What somebody may have changed from outside, as `Plans.changes` finds it."""
+
+    VALUES = "a value in the state of a parameter"
+    STATE = "the state of a parameter as a whole"
+    GROUPS = "the list of groups, or of the parameters of one"
+    OPTIONS = "an option that says which state there is, or in which dtype"
+    LOOKS = "what a parameter of a bucket looks like"
+    WEIGHTS = "a parameter that has a master"
+
+
 class Plans:
     """A plan for each group, made again when state, groups or parameters were changed from outside.
 
-    There are three ways of finding out, and what each sees is for the others to leave alone:
-
-    - State tells of itself. The state of a parameter is an `Entry`, a dict that calls `drop` before
-      one of its values is replaced or goes, so that no value is compared before a step.
-    - Plans compare by identity, once a step, what cannot tell: the entries of `state`, the list of
-      each group's parameters, and the dtypes that a group's options ask for (`_is_current`); and
-      each bucket compares what its parameters look like, right before its step (`Bucket.fits`).
-      A change found there, or told by an entry, makes all plans again: `rebuild`.
-    - Masters know when the parameter that they are the original of was written, by its version
-      counter and address (`Bucket.refresh_masters`). That makes no new plan, but a new original.
-
-    The second costs about a tenth of a microsecond per parameter and step. Keeps no reference to
-    the optimizer: a cycle would hold its memory until the next garbage collection.
+    `changes` is what finds that out. Keeps no reference to the optimizer: a cycle would hold its
+    memory until the next garbage collection.
     """
 
     def __init__(self) -> None:
@@ -76,9 +77,10 @@ class Plans:
     def current(self, optimizer: Owner) -> list[Plan]:
         """Return plans that hold every parameter with a gradient or with state.
 
-        Whether the parameters of a bucket still look the same is for the bucket to say: see `fits`.
+        Whether the parameters of a bucket still look the same is for `changes` to say, bucket by
+        bucket.
         """
-        if self._plans is None or not self._is_current(self._plans, optimizer):
+        if self.changes(optimizer) is not None:
             self.rebuild(optimizer)
         plans = self._plans or []
         for group, plan in zip(optimizer.param_groups, plans, strict=True):
@@ -99,14 +101,59 @@ class Plans:
                 self._entries = list(optimizer.state.values())
         return plans
 
-    def _is_current(self, plans: list[Plan], optimizer: Owner) -> bool:
+    def changes(self, optimizer: Owner, bucket: Bucket | None = None) -> Change | None:
+        """Return what was changed from outside since the plans were made, the first that is found.
+
+        The checks stand in the order of what they cost: the first nothing, as state tells of
+        itself; the next three about a tenth of a microsecond for each parameter, once a step, for
+        what cannot tell, by identity; the last two somewhat more, right before the step of each
+        bucket, so that its parameters are still in the processor's cache then. What one of them
+        sees is not looked for by those after it. WEIGHTS wants new masters, all others new plans.
+
+        Args:
+            optimizer: whose plans they are.
+            bucket: of a plan that is current but for what this looks for; None: look at all else.
+        """
+        if bucket is not None:
+            if not bucket.fits():
+                return Change.LOOKS
+            return Change.WEIGHTS if bucket.is_written() else None
+        if self._plans is None:
+            return Change.VALUES
+        if self._has_other_state(optimizer):
+            return Change.STATE
+        if self._has_other_groups(self._plans, optimizer):
+            return Change.GROUPS
+        return Change.OPTIONS if self._wants_other_state(self._plans, optimizer) else None
+
+    def _has_other_state(self, optimizer: Owner) -> bool:
+        """Return whether state of a parameter was put in the place of other, added or taken away.
+
+        Values in it are not looked at: those of an `Entry` tell (it calls `drop` before one goes).
+        Nobody sees what is written into a tensor, which is in the slab then and needs no notice,
+        nor a tensor that gets other memory through `.data =` or `set_`.
+        """
+        return _differ(self._entries, optimizer.state.values())
+
+    def _has_other_groups(self, plans: list[Plan], optimizer: Owner) -> bool:
+        """Return whether groups, or parameters in one, were added, taken away or moved.
+
+        Options are not looked at here, nor what a parameter is like.
+        """
         groups = optimizer.param_groups
-        if _differ(self._entries, optimizer.state.values()) or len(plans) != len(groups):
-            return False
-        return all(
-            not _differ(plan.params, group["params"])
-            and all(b.dtypes == dtypes_of(optimizer, group, b.dtype) for b in plan.buckets)
-            for group, plan in zip(groups, plans, strict=True)
+        return len(plans) != len(groups) or any(
+            _differ(plan.params, group["params"]) for group, plan in zip(groups, plans, strict=True)
+        )
+
+    def _wants_other_state(self, plans: list[Plan], optimizer: Owner) -> bool:
+        """Return whether options of a group, such as amsgrad, want state that buckets do not have.
+
+        All other options are read in each step.
+        """
+        return any(
+            bucket.dtypes != dtypes_of(optimizer, group, bucket.dtype)
+            for group, plan in zip(optimizer.param_groups, plans, strict=True)
+            for bucket in plan.buckets
         )
 
     def rebuild(self, optimizer: Owner) -> None:

@@ -37,7 +37,7 @@ _shape = attrgetter("shape")
 _version = attrgetter("_version")
 _spec = attrgetter("_spec")
 
-Marks = tuple[list[Any], list[int]]  # of a bucket: version and address of each parameter
+Stamps = tuple[list[Any], list[int]]  # of a bucket: version and address of each parameter
 Zeros = Callable[[int, torch.dtype, torch.device], Tensor]
 LookAt = Callable[[str, Tensor, Tensor], None]  # given a state key, a parameter and values
 
@@ -158,7 +158,7 @@ class Bucket:
         # parameters are sharded, while the sizes of the parts need not be.
         few = end < _SMALL_ELEMENTS and 2 * len(params) < _MAX_PARAMS
         self.is_small = few and not self.is_sharded
-        self._masters_written: Marks = ([], [])
+        self._stamps_of_masters: Stamps = ([], [])
         self._describe_layout()
 
     def parts(self) -> list[Tensor]:
@@ -185,8 +185,10 @@ class Bucket:
     def fits(self) -> bool:
         """Return whether the parameters still look as they did when the bucket was made.
 
-        All are looked at, as a step may be for any of them; only their devices not, unless they
-        `may_move`: an op refuses what is not where the slabs are.
+        Sees another class, dtype, device, shape, order in memory or sharding, of any of them, as a
+        step may be for any; of devices only that of the first, unless they `may_move`: an op
+        refuses what is not where the slabs are. Does not see another address, which a step reads
+        anyway, nor other values.
         """
         if list(map(type, self.params)) != self._types:
             return False
@@ -316,32 +318,38 @@ class Bucket:
             return None
         return all_of_them.part(chosen)
 
+    def is_written(self) -> bool:
+        """Return whether parameters that have masters may have been written since the last step.
+
+        Sees what version counters and addresses tell. Does not see a write through `.data`, a
+        collective, or a kernel of somebody else's: `SlabOptimizer.reset_master` lists them.
+        """
+        return MASTER in self.slabs and self._stamps() != self._stamps_of_masters
+
     def refresh_masters(self) -> None:
         """Give masters the values of parameters that somebody else has written since the last step.
 
         Where a parameter is its rounded master, the master keeps the bits that the parameter lacks:
         so loading a checkpoint, in whichever order, or moving a model away and back loses nothing.
         """
-        if MASTER not in self.slabs:
+        if not self.is_written():
             return
-        marks = self._write_marks()
-        if marks == self._masters_written:
-            return
-        before = dict(enumerate(zip(*self._masters_written, strict=True)))
-        for i, mark in enumerate(zip(*marks, strict=True)):
-            if mark != before.get(i):
+        stamps = self._stamps()
+        before = dict(enumerate(zip(*self._stamps_of_masters, strict=True)))
+        for i, stamp in enumerate(zip(*stamps, strict=True)):
+            if stamp != before.get(i):
                 param, master = local(self.params[i]), self.views(i)[MASTER]
                 changed = master.to(param.dtype) != param
                 master.copy_(torch.where(changed, param, master))
-        self._masters_written = marks
+        self._stamps_of_masters = stamps
 
     def note_own_write(self) -> None:
         """Take the parameters as they are now for rounded masters, after refresh and op."""
         if MASTER in self.slabs:
-            _, addresses = self._masters_written
-            self._masters_written = self._versions(), addresses
+            _, addresses = self._stamps_of_masters
+            self._stamps_of_masters = self._versions(), addresses
 
-    def _write_marks(self) -> Marks:
+    def _stamps(self) -> Stamps:
         """Return values of which one changes when a parameter is written or gets other memory."""
         return self._versions(), list(map(Tensor.data_ptr, self.parts()))
 
@@ -355,7 +363,7 @@ class Bucket:
         """Go on with other slabs, which hold the state of the parameters as they are now."""
         self.slabs, self.scales = slabs, scales
         if MASTER in self.slabs:
-            self._masters_written = self._write_marks()
+            self._stamps_of_masters = self._stamps()
 
     def reset_masters(self) -> None:
         """Make every master an exact copy of its parameter."""

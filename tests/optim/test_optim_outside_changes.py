@@ -22,6 +22,8 @@ from optim_cases import (
 from torch import nn
 from torch.nn import Parameter
 
+from deepspeed_ext.optim.plans import Change
+
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 
 
@@ -274,6 +276,70 @@ def test_size_changed_is_an_error():
         with pytest.raises(ValueError, match=text):
             optimizer.step()
         assert torch.equal(param, torch.ones(size))
+
+
+def replace_a_value(optimizer, params):
+    optimizer.state[params[1]]["exp_avg"] = optimizer.state[params[1]]["exp_avg"].clone()
+
+
+def replace_state(optimizer, params):
+    optimizer.state[params[1]] = dict(optimizer.state[params[1]])
+
+
+def reverse_a_group(optimizer, params):
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def want_other_state(optimizer, params):
+    optimizer.param_groups[0]["amsgrad"] = True
+
+
+def turn_a_matrix(optimizer, params):
+    matrix = next(p for p in params if p.dim() == 2 and min(p.shape) > 1)
+    matrix.data = matrix.data.t().contiguous().t()
+
+
+def write_a_weight(optimizer, params):
+    with torch.no_grad():
+        params[1] += 1
+
+
+CHANGES = [
+    (Change.VALUES, replace_a_value),
+    (Change.STATE, replace_state),
+    (Change.GROUPS, reverse_a_group),
+    (Change.OPTIONS, want_other_state),
+    (Change.LOOKS, turn_a_matrix),
+    (Change.WEIGHTS, write_a_weight),
+]
+
+
+@pytest.mark.parametrize(("change", "make"), CHANGES)
+def test_each_change_is_found_by_its_own_check(change, make):
+    """The others see nothing, so that this fails without the one; a step is told no more of it."""
+    params = make_params("cpu", BF16)
+    optimizer = adam(params, "cpu", **OPTIONS, master_weights=True)
+    generator = torch.Generator().manual_seed(1)
+    give_grads(generator, params)
+    optimizer.step()
+    assert found_in(optimizer) == set()
+    make(optimizer, params)
+    assert found_in(optimizer) == {change}
+    optimizer.step()
+    assert found_in(optimizer) == set()
+
+
+def found_in(optimizer):
+    """Return what plans say has changed; what is seen in buckets only if they are current."""
+    change = optimizer._plans.changes(optimizer)
+    if change is not None:
+        return {change}
+    buckets = [bucket for plan in optimizer._plans._plans for bucket in plan.buckets]
+    return {optimizer._plans.changes(optimizer, bucket) for bucket in buckets} - {None}
+
+
+def test_every_change_has_a_test():
+    assert [change for change, _ in CHANGES] == list(Change)
 
 
 def test_nothing_is_made_again_without_need():
