@@ -422,7 +422,7 @@ class HostBucket:
         self.spare = Side(weights, slabs, scales)
 
     def _zeros_like(self, slab: Tensor) -> Tensor:
-        return self.inner.traits.zeros(slab.numel(), slab.dtype, slab.device)
+        return self.inner.spec.zeros(slab.numel(), slab.dtype, slab.device)
 
     @property
     def nbytes(self) -> int:

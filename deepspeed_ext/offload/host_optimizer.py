@@ -68,7 +68,7 @@ class HostSteps(SlabOptimizer):
         self, params: list[Tensor], slabs: dict[str, list[Tensor]], scales: Sequence[Tensor]
     ) -> dict[str, list[Tensor]]:
         """Return memory by the names that the op has for what it writes."""
-        op = self.traits.op
+        op = self.spec.op
         named = {name: slabs.get(key, []) for name, key in op.state_keys.items()}
         named |= {"params": params, "steps": slabs[STEP], "scales": list(scales)}
         named["master_params"] = masters_in(slabs)
@@ -94,15 +94,15 @@ def offloaded(cls: type[SlabOptimizer], cut: Cut, share: Share) -> type[HostStep
             f"{_TITLE}: optimizer_class is {name}, expected DeepSpeedCPUAdam, DeepSpeedCPUAdagrad,"
             f" DeepSpeedCPULion, FusedRMSprop or FusedSGD{why}"
         )
-    traits = replace(
-        cls.traits,
+    spec = replace(
+        cls.spec,
         devices=("cpu", "cuda"),
         elsewhere={},
         grad_layouts=(torch.strided,),
         cut=cut,
         zeros=partial(_zeros, share),
     )
-    made: type[HostSteps] = type(_TITLE, (HostSteps, cls), {"traits": traits})
+    made: type[HostSteps] = type(_TITLE, (HostSteps, cls), {"spec": spec})
     return made
 
 

@@ -271,7 +271,7 @@ def _buckets(inner: HostSteps, links: Links) -> Iterator[Bucket]:
                 kinds.setdefault((param.dtype, is_dtensor(param)), []).append(param)
         for (dtype, _), members in kinds.items():
             for part in links.cut(members):
-                yield Bucket(part, dtypes_of(inner, group, dtype), inner.traits.signed)
+                yield Bucket(part, dtypes_of(inner, group, dtype), inner.spec.signed)
 
 
 def _state_bytes(bucket: Bucket) -> Counter[str]:

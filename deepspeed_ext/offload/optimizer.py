@@ -322,7 +322,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         They are those of the optimizer itself: nothing is copied.
         """
-        return portable_state(super().state_dict(), self._inner.traits.signed)
+        return portable_state(super().state_dict(), self._inner.spec.signed)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict of this class, the optimizer class or torch's counterpart returned.

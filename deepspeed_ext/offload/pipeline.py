@@ -61,7 +61,7 @@ class Pipeline:
     ) -> None:
         self.inner, self.groups, self.links = inner, groups, links
         self._memory, self._free_grads = memory, free_grads
-        self.worker = Worker(links.share, partial(load, inner.traits.op.libraries["cpu"]))
+        self.worker = Worker(links.share, partial(load, inner.spec.op.libraries["cpu"]))
         self._lanes: dict[torch.device, Lanes] = {}
         self._sums = Sums(self.worker)  # of gradients that left the device at once
         self._buckets: list[HostBucket] = []

@@ -21,7 +21,7 @@ from deepspeed_ext.optim.formats import CompactOptions, FormatOptions, masters_i
 from deepspeed_ext.optim.plans import dtypes_of
 from deepspeed_ext.optim.set_grad_none import SetGradNone
 from deepspeed_ext.optim.slabs import STEP, Work
-from deepspeed_ext.optim.spec import Group, Traits
+from deepspeed_ext.optim.spec import Group, OptimizerSpec
 
 _is_sparse = attrgetter("is_sparse")
 
@@ -30,7 +30,7 @@ def _completed(group: Group, values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**values, "sum": values.get("sum", group["initial_accumulator_value"])}
 
 
-_TRAITS = Traits(
+_TRAITS = OptimizerSpec(
     ADAGRAD, options=(Number("initial_accumulator_value", least=0),), completed=_completed
 )
 
@@ -94,7 +94,7 @@ class DeepSpeedCPUAdagrad(_Adagrad):
     The formula is that of `deepspeed_ext.ops.adagrad_step_`.
     """
 
-    traits = replace(
+    spec = replace(
         _TRAITS,
         devices=("cpu",),
         elsewhere={"cuda": "FusedAdagrad"},
@@ -117,7 +117,7 @@ class DeepSpeedCPUAdagrad(_Adagrad):
     ) -> None:
         check_flags(self, {"amsgrad": amsgrad})
         check_value(self, "amsgrad", amsgrad, not amsgrad, "False: Adagrad has no such variant")
-        defaults = self.traits.defaults(locals())
+        defaults = self.spec.defaults(locals())
         super().__init__(
             model_params, defaults, fp32_optimizer_states=fp32_optimizer_states, **formats
         )
@@ -205,7 +205,7 @@ class FusedAdagrad(SetGradNone, _Adagrad):
         TypeError: a parameter wraps other tensors and is no DTensor.
     """
 
-    traits = replace(_TRAITS, devices=("cuda",), elsewhere={"cpu": "DeepSpeedCPUAdagrad"})
+    spec = replace(_TRAITS, devices=("cuda",), elsewhere={"cpu": "DeepSpeedCPUAdagrad"})
 
     def __init__(
         self,
@@ -222,5 +222,5 @@ class FusedAdagrad(SetGradNone, _Adagrad):
     ) -> None:
         check_flags(self, {"set_grad_none": set_grad_none})
         self.set_grad_none = set_grad_none
-        defaults = self.traits.defaults(locals())
+        defaults = self.spec.defaults(locals())
         super().__init__(params, defaults, **formats)

@@ -17,9 +17,9 @@ from deepspeed_ext.optim.base import SlabOptimizer
 from deepspeed_ext.optim.checks import check_flags, check_value
 from deepspeed_ext.optim.formats import CompactOptions, FormatOptions
 from deepspeed_ext.optim.set_grad_none import SetGradNone
-from deepspeed_ext.optim.spec import Traits
+from deepspeed_ext.optim.spec import OptimizerSpec
 
-_TRAITS = Traits(ADAM, options=(Flag("amsgrad"),))
+_TRAITS = OptimizerSpec(ADAM, options=(Flag("amsgrad"),))
 _SMALLEST_SCALE = 2.0**-126  # its inverse, and that of all above, is a normal float32
 
 
@@ -100,7 +100,7 @@ class DeepSpeedCPUAdam(_Adam):
     Regularization", 2019, Algorithm 2. The formula is that of `deepspeed_ext.ops.adam_step_`.
     """
 
-    traits = replace(_TRAITS, devices=("cpu",), elsewhere={"cuda": "FusedAdam"})
+    spec = replace(_TRAITS, devices=("cpu",), elsewhere={"cuda": "FusedAdam"})
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class DeepSpeedCPUAdam(_Adam):
         **formats: Unpack[CompactOptions],
     ) -> None:
         check_flags(self, {"adamw_mode": adamw_mode})
-        defaults = self.traits.defaults(locals(), decoupled_weight_decay=adamw_mode)
+        defaults = self.spec.defaults(locals(), decoupled_weight_decay=adamw_mode)
         super().__init__(
             model_params, defaults, fp32_optimizer_states=fp32_optimizer_states, **formats
         )
@@ -152,7 +152,7 @@ class FusedAdam(SetGradNone, _Adam):
         TypeError: a parameter wraps other tensors and is no DTensor.
     """
 
-    traits = replace(_TRAITS, devices=("cuda",), elsewhere={"cpu": "DeepSpeedCPUAdam"})
+    spec = replace(_TRAITS, devices=("cuda",), elsewhere={"cpu": "DeepSpeedCPUAdam"})
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class FusedAdam(SetGradNone, _Adam):
     ) -> None:
         check_flags(self, {"adam_w_mode": adam_w_mode, "set_grad_none": set_grad_none})
         self.set_grad_none = set_grad_none
-        defaults = self.traits.defaults(locals(), decoupled_weight_decay=adam_w_mode)
+        defaults = self.spec.defaults(locals(), decoupled_weight_decay=adam_w_mode)
         super().__init__(params, defaults, **formats)
 
 
@@ -204,7 +204,7 @@ class HybridAdam(_Adam):
         TypeError: a parameter wraps other tensors and is no DTensor.
     """
 
-    traits = _TRAITS
+    spec = _TRAITS
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class HybridAdam(_Adam):
             "0; state_dtype=torch.uint8 makes state smaller, and "
             "deepspeed_ext.io.TensorStore keeps tensors on disk",
         )
-        defaults = self.traits.defaults(locals(), decoupled_weight_decay=adamw_mode)
+        defaults = self.spec.defaults(locals(), decoupled_weight_decay=adamw_mode)
         super().__init__(model_params, defaults, **formats)
 
 

@@ -29,9 +29,9 @@ from deepspeed_ext.optim.clipping import Clip, Scalars, Scaling, SquareSum, clip
 from deepspeed_ext.optim.formats import FormatOptions, StateFormat, is_of_format
 from deepspeed_ext.optim.plans import Change, Plans, dtypes_of, follow_shapes, is_state
 from deepspeed_ext.optim.slabs import STEP, Bucket, Work
-from deepspeed_ext.optim.spec import Group, Traits
+from deepspeed_ext.optim.spec import Group, OptimizerSpec
 from deepspeed_ext.optim.state_dict import hide_entries, portable_state, show_entries
-from deepspeed_ext.optim.state_entry import Entry
+from deepspeed_ext.optim.state_entry import StateEntry
 
 
 class SlabOptimizer(torch.optim.Optimizer):
@@ -73,7 +73,7 @@ class SlabOptimizer(torch.optim.Optimizer):
     Groups have the options of the class; these arguments hold for all groups, and one in a group is
     refused.
 
-    A subclass defines `traits`, `_call_op` or `_apply`, and the rest where it needs to.
+    A subclass defines `spec`, `_call_op` or `_apply`, and the rest where it needs to.
 
     Args:
         params: parameters, groups, or (name, parameter) pairs.
@@ -81,7 +81,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         formats: see above.
     """
 
-    traits: ClassVar[Traits]  # what the class takes and keeps
+    spec: ClassVar[OptimizerSpec]  # what the class takes and keeps
     _call_op: ClassVar[Callable[..., None]]  # refuses bad arguments before it writes anything
     _settings: ClassVar[tuple[str, ...]] = ("state_format",)
     _agreement: Agreement | None = None  # of the processes while they load
@@ -101,7 +101,7 @@ class SlabOptimizer(torch.optim.Optimizer):
 
     def _arguments(self, group: Group, work: Work, scalars: Scalars) -> dict[str, Any]:
         """Return all that a step may need by the names that the arguments of ops have."""
-        op = self.traits.op
+        op = self.spec.op
         return {
             "params": work.params,
             "grads": work.grads,
@@ -386,7 +386,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         once, but writes all of it even for one tensor; clone what you want to save by itself.
         """
         follow_shapes(self)
-        return portable_state(super().state_dict(), self.traits.signed)
+        return portable_state(super().state_dict(), self.spec.signed)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict of this class or of its torch counterpart returned.
@@ -444,7 +444,9 @@ class SlabOptimizer(torch.optim.Optimizer):
         follow_shapes(self)
         settings = {name: getattr(self, name) for name in self._settings}
         state: defaultdict[Any, Any] = defaultdict(dict)
-        state.update((k, dict(v) if isinstance(v, Entry) else v) for k, v in self.state.items())
+        state.update(
+            (k, dict(v) if isinstance(v, StateEntry) else v) for k, v in self.state.items()
+        )
         return {**super().__getstate__(), **settings, "state": state}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SlabOptimizer":
@@ -458,7 +460,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 entry = kept.get(param)
-                if isinstance(self.state.get(param), Entry):
+                if isinstance(self.state.get(param), StateEntry):
                     del kept[param]
                     dtypes = dtypes_of(self, group, param.dtype)
                     state[copy.deepcopy(param, memo)] = {

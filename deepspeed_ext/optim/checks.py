@@ -75,7 +75,7 @@ def check_options(optimizer: Owner, group: dict[str, Any]) -> None:
 
     A pair becomes a tuple of floats.
     """
-    options = optimizer.traits.all_options
+    options = optimizer.spec.all_options
     numbers = [option for option in options if isinstance(option, Number)]
     single = [number for number in numbers if not number.is_pair]
     for number in single:
@@ -150,13 +150,13 @@ def _why_not(optimizer: Owner, param: Tensor, or_meta: bool) -> str | None:
             "is an inference tensor, expected one that counts how often it is written, for its "
             "master; make it outside of torch.inference_mode()"
         )
-    if device not in optimizer.traits.devices:
+    if device not in optimizer.spec.devices:
         hint = ""
-        if device in optimizer.traits.elsewhere:
-            hint = f"; use {optimizer.traits.elsewhere[device]} for {device.upper()} parameters"
+        if device in optimizer.spec.elsewhere:
+            hint = f"; use {optimizer.spec.elsewhere[device]} for {device.upper()} parameters"
         if device == "meta":
             hint = "; give it memory before the first step"
-        return f"is on {param.device}, expected {' or '.join(optimizer.traits.devices)}{hint}"
+        return f"is on {param.device}, expected {' or '.join(optimizer.spec.devices)}{hint}"
     if not is_dense(param):
         return (
             f"has shape {list(param.shape)} and strides {list(param.stride())}, "
@@ -201,7 +201,7 @@ def check_state(
     for key in (STEP, *dtypes, *masters):
         value = entry.get(key)
         if value is None:
-            if not optimizer.traits.may_lack(key):
+            if not optimizer.spec.may_lack(key):
                 title = title_of_state(optimizer, param)
                 raise ValueError(f"{title} has keys {sorted(entry)}, expected {key} among them")
             continue
@@ -214,7 +214,7 @@ def check_state(
 
 def check_kind(optimizer: Owner, param: Tensor, entry: Mapping[str, Any]) -> None:
     """Raise ValueError if state that is given to an optimizer is of another class."""
-    states = optimizer.traits.op.states
+    states = optimizer.spec.op.states
     known = [state.key for state in states]
     is_any = any(entry.get(key) is not None for key in known)
     needed = [state.key for state in states if state.when is None and is_any]
@@ -233,7 +233,7 @@ def check_entry(optimizer: Owner, param: Tensor, entry: object) -> None:
 def _wrong_with(key: str, value: object, shape: torch.Size, or_meta: bool) -> str | None:
     """Return why this can be no state of a parameter of this shape; its numbers are not looked at.
 
-    Those of tensors are on the device; see `Numbers`.
+    Those of tensors are on the device; see `StateValidation`.
     """
     if not isinstance(value, Tensor):
         if key != STEP or not isinstance(value, (int, float)):
@@ -286,7 +286,7 @@ def explain(optimizer: Owner, work: Work, error: Exception) -> None:
         reason = None
         if _is_wrapper(grad):
             reason = f"is a {type(grad).__name__}, expected a plain tensor, as its parameter is"
-        elif grad.layout not in optimizer.traits.grad_layouts:
+        elif grad.layout not in optimizer.spec.grad_layouts:
             reason = "is sparse, expected dense; use torch.optim.SparseAdam for it"
         elif grad.dtype not in DTYPES:
             reason = f"is {grad.dtype}, expected float32, bfloat16 or float16"

@@ -21,7 +21,7 @@ from deepspeed_ext.optim.checks import check_flags, check_value
 from deepspeed_ext.optim.clipping import Scalars, Scaling, moved
 from deepspeed_ext.optim.formats import FormatOptions
 from deepspeed_ext.optim.slabs import Work
-from deepspeed_ext.optim.spec import Group, Traits
+from deepspeed_ext.optim.spec import Group, OptimizerSpec
 
 
 class FusedLamb(SlabOptimizer):
@@ -63,7 +63,7 @@ class FusedLamb(SlabOptimizer):
     2020, Algorithm 2. The formula is that of `deepspeed_ext.ops.lamb_moments_` and `lamb_apply_`.
     """
 
-    traits = Traits(LAMB_MOMENTS, options=(Number("max_coeff"), Number("min_coeff", least=0)))
+    spec = OptimizerSpec(LAMB_MOMENTS, options=(Number("max_coeff"), Number("min_coeff", least=0)))
     _settings = (*SlabOptimizer._settings, "max_grad_norm")
     # Of the last step: for each call of the ops the parameters, and a tensor of coefficients.
     _coefficients: Sequence[tuple[list[Tensor], Tensor]] = ()
@@ -89,7 +89,7 @@ class FusedLamb(SlabOptimizer):
         check_value(self, "amsgrad", amsgrad, not amsgrad, "False")
         self.max_grad_norm = max_grad_norm
         self._checked_max_grad_norm()
-        super().__init__(params, self.traits.defaults(locals()), **formats)
+        super().__init__(params, self.spec.defaults(locals()), **formats)
 
     def get_lamb_coeffs(self) -> list[float]:
         """Return the coefficients of the last step, in the order of the parameters stepped in it.

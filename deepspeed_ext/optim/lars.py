@@ -17,7 +17,7 @@ from deepspeed_ext.optim.base import SlabOptimizer
 from deepspeed_ext.optim.clipping import Scalars
 from deepspeed_ext.optim.formats import FormatOptions
 from deepspeed_ext.optim.slabs import Work
-from deepspeed_ext.optim.spec import Group, Traits
+from deepspeed_ext.optim.spec import Group, OptimizerSpec
 
 
 class Lars(SlabOptimizer):
@@ -51,7 +51,7 @@ class Lars(SlabOptimizer):
     Algorithm 1. The formula is that of `deepspeed_ext.ops.lars_norms` and `lars_apply_`.
     """
 
-    traits = Traits(LARS_APPLY, options=(Number("eeta", least=0), Number("epsilon", least=0)))
+    spec = OptimizerSpec(LARS_APPLY, options=(Number("eeta", least=0), Number("epsilon", least=0)))
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Lars(SlabOptimizer):
         maximize: bool = False,
         **formats: Unpack[FormatOptions],
     ) -> None:
-        super().__init__(params, self.traits.defaults(locals()), **formats)
+        super().__init__(params, self.spec.defaults(locals()), **formats)
 
     def _apply(self, group: Group, work: Work, scalars: Scalars) -> None:
         arguments = self._arguments(group, work, scalars)

@@ -10,21 +10,21 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from deepspeed_ext.optim.formats import StateFormat
-from deepspeed_ext.optim.spec import Traits
+from deepspeed_ext.optim.spec import OptimizerSpec
 
 
 class Owner(Protocol):
     """An optimizer, as far as its parts use it.
 
     Attributes:
-        traits: what its class takes and keeps.
+        spec: what its class takes and keeps.
         state_format: how it stores state.
         param_groups: the options and parameters of each group, as in every torch optimizer.
         state: of each parameter, a dict; may be read and written by users.
     """
 
     @property
-    def traits(self) -> Traits: ...
+    def spec(self) -> OptimizerSpec: ...
 
     @property
     def state_format(self) -> StateFormat: ...

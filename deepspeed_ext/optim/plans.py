@@ -20,8 +20,8 @@ from deepspeed_ext.optim.checks import (
 from deepspeed_ext.optim.formats import is_of_format
 from deepspeed_ext.optim.owner import Owner
 from deepspeed_ext.optim.slabs import STEP, Bucket
-from deepspeed_ext.optim.state_entry import Entry
-from deepspeed_ext.optim.state_values import Numbers
+from deepspeed_ext.optim.state_entry import StateEntry
+from deepspeed_ext.optim.state_values import StateValidation
 
 _MAX_SMALL_BUCKETS = 16  # of a group; more are merged
 
@@ -129,7 +129,7 @@ class Plans:
     def _has_other_state(self, optimizer: Owner) -> bool:
         """Return whether state of a parameter was put in the place of other, added or taken away.
 
-        Values in it are not looked at: those of an `Entry` tell (it calls `drop` before one goes).
+        Values in it are not looked at: a `StateEntry` calls `drop` before one of them goes.
         Nobody sees what is written into a tensor, which is in the slab then and needs no notice,
         nor a tensor that gets other memory through `.data =` or `set_`.
         """
@@ -180,27 +180,29 @@ class Plans:
                     "its error says why"
                 )
 
-        numbers = Numbers(optimizer.traits.signed)
+        validation = StateValidation(optimizer.spec.signed)
         self._ready = [bucket for plan in old._plans or () for bucket in plan.buckets]
-        self._build(optimizer, numbers, agree)
+        self._build(optimizer, validation, agree)
         self._ready = []
-        numbers.check(optimizer)
+        validation.check(optimizer)
         agree()
 
-    def _build(self, optimizer: Owner, numbers: Numbers | None, agree: Callable[[], None]) -> None:
+    def _build(
+        self, optimizer: Owner, validation: StateValidation | None, agree: Callable[[], None]
+    ) -> None:
         groups, state = optimizer.param_groups, optimizer.state
         follow_shapes(optimizer)
         stateful = [
             [param for param in group["params"] if _has_state(optimizer, group, param)]
             for group in groups
         ]
-        if numbers is not None:
+        if validation is not None:
             for param in (param for group in groups for param in group["params"]):
                 check_kind(optimizer, param, state.get(param, {}))
         agree()  # before elements are exchanged
         self._plans, self._entries = None, []  # so that an old slab goes when its last state moves
         plans = [
-            Plan(group, self._make_buckets(optimizer, group, params, numbers))
+            Plan(group, self._make_buckets(optimizer, group, params, validation))
             for group, params in zip(groups, stateful, strict=True)
         ]
         self._plans, self._entries = plans, list(state.values())
@@ -210,7 +212,7 @@ class Plans:
         optimizer: Owner,
         group: dict[str, Any],
         params: Sequence[Tensor],
-        numbers: Numbers | None = None,
+        validation: StateValidation | None = None,
     ) -> list[Bucket]:
         """Put parameters of one group into buckets, with the state that they have, if any."""
         by_kind: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
@@ -218,30 +220,30 @@ class Plans:
             check_param(optimizer, param)
             kind = (local(param).device, param.dtype, is_dtensor(param))
             by_kind.setdefault(kind, []).append(param)
-        keys, traits = self._noise_keys(optimizer), optimizer.traits
-        look = None if numbers is None else numbers.look_at_source
+        keys, spec = self._noise_keys(optimizer), optimizer.spec
+        look = None if validation is None else validation.look_at_source
         buckets = []
         for (device, dtype, _), members in by_kind.items():
             check_no_capture(optimizer, device, "step before, which creates the state")
             dtypes = dtypes_of(optimizer, group, dtype)
-            for part in traits.cut(members):
+            for part in spec.cut(members):
                 noise_keys = [keys[id(param)] for param in part] if keys else None
-                given = [traits.completed(group, optimizer.state.get(p, {})) for p in part]
+                given = [spec.completed(group, optimizer.state.get(p, {})) for p in part]
                 ready = next((b for b in self._ready if b.holds(part, dtypes, given)), None)
-                may_move = len(traits.devices) > 1
+                may_move = len(spec.devices) > 1
                 bucket = ready or Bucket(
-                    part, dtypes, traits.signed, noise_keys, may_move, traits.zeros
+                    part, dtypes, spec.signed, noise_keys, may_move, spec.zeros
                 )
                 for i, (param, values) in enumerate(zip(part, given, strict=True)):
                     others = {k: v for k, v in values.items() if not is_of_format(k, dtypes)}
                     state = bucket.shown(i) if ready else bucket.fill(i, values, look)
                     entry = {**others, **state}
-                    optimizer.state[param] = Entry(
+                    optimizer.state[param] = StateEntry(
                         entry, param.shape, weakref.WeakMethod(self.drop)
                     )
                 buckets.append(bucket)
-                if numbers is not None:
-                    numbers.look_at(bucket)
+                if validation is not None:
+                    validation.look_at(bucket)
         return buckets
 
     def _noise_keys(self, optimizer: Owner) -> dict[int, int]:
@@ -264,7 +266,7 @@ def dtypes_of(
     optimizer: Owner, group: dict[str, Any], param_dtype: torch.dtype
 ) -> dict[str, torch.dtype]:
     """Return the dtype of each slab for parameters of a group, except that of steps."""
-    return optimizer.state_format.dtypes(optimizer.traits.state_keys(group), param_dtype)
+    return optimizer.state_format.dtypes(optimizer.spec.state_keys(group), param_dtype)
 
 
 def follow_shapes(optimizer: Owner) -> None:
@@ -275,7 +277,11 @@ def follow_shapes(optimizer: Owner) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             entry = optimizer.state.get(param)
-            if isinstance(entry, Entry) and entry.shape != param.shape and not is_dtensor(param):
+            if (
+                isinstance(entry, StateEntry)
+                and entry.shape != param.shape
+                and not is_dtensor(param)
+            ):
                 entry.take_shape(param, dtypes_of(optimizer, group, param.dtype))
 
 

@@ -19,7 +19,7 @@ def _as_found(group: Group, values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
-class Traits:
+class OptimizerSpec:
     """What is known of a class of optimizers.
 
     Attributes:

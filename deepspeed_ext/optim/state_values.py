@@ -1,4 +1,4 @@
-"""What numbers in state must be, or a step would destroy: looked at when state is loaded."""
+"""State validation: what values of loaded state must be, or a step would destroy."""
 
 import math
 from collections.abc import Container
@@ -12,8 +12,8 @@ from deepspeed_ext.optim.owner import Owner
 from deepspeed_ext.optim.slabs import STEP, Bucket
 
 
-class Numbers:
-    """Checks of loaded numbers: queued for whole slabs, and read by the host all at once.
+class StateValidation:
+    """Checks of loaded values: queued for whole slabs, and read by the host all at once.
 
     Args:
         signed: keys of state that may be negative.
