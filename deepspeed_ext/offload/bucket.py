@@ -20,8 +20,8 @@ from deepspeed_ext.offload.worker import Task
 from deepspeed_ext.op_builder.log import logger
 from deepspeed_ext.ops.optimizers.fingerprint import fingerprints
 from deepspeed_ext.ops.optimizers.l2_norm import squared_norms
+from deepspeed_ext.optim.buckets import STEP, Bucket, Work
 from deepspeed_ext.optim.clipping import Scaling, SquareSum
-from deepspeed_ext.optim.slabs import STEP, Bucket, Work
 from deepspeed_ext.optim.spec import Group
 
 _version = attrgetter("_version")

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from deepspeed_ext.dtensors import local
 from deepspeed_ext.offload.host_tensors import stand_ins
 from deepspeed_ext.ops.optimizers.state_formats import is_dense
-from deepspeed_ext.optim.slabs import cut
+from deepspeed_ext.optim.buckets import cut
 from deepspeed_ext.optim.spec import Group
 from deepspeed_ext.processors import Share
 

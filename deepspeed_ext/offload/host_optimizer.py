@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.buckets import STEP, Bucket, Work, zeros
 from deepspeed_ext.optim.checks import explain, name_refused
 from deepspeed_ext.optim.clipping import Scaling, scalars_of
 from deepspeed_ext.optim.formats import masters_in
-from deepspeed_ext.optim.slabs import STEP, Bucket, Work, zeros
 from deepspeed_ext.optim.spec import Group
 from deepspeed_ext.processors import Share
 

@@ -20,9 +20,9 @@ from deepspeed_ext.offload.pipeline import Memory
 from deepspeed_ext.op_builder.toolchain import free_memory
 from deepspeed_ext.optim import DeepSpeedCPUAdam
 from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.buckets import Bucket
 from deepspeed_ext.optim.formats import SCALE
 from deepspeed_ext.optim.plans import dtypes_of
-from deepspeed_ext.optim.slabs import Bucket
 from deepspeed_ext.processors import local_processes
 
 WEIGHTS, GRADIENTS, SUMS, AHEAD = "weights", "gradients", "sums of gradients", "steps ahead"

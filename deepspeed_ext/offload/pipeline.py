@@ -21,8 +21,8 @@ from deepspeed_ext.offload.host_tensors import host_memory, remake
 from deepspeed_ext.offload.verdict import Decision, decide, scaling_of
 from deepspeed_ext.offload.worker import Task, Urgency, Worker
 from deepspeed_ext.op_builder import load
+from deepspeed_ext.optim.buckets import Bucket
 from deepspeed_ext.optim.clipping import Scaling
-from deepspeed_ext.optim.slabs import Bucket
 from deepspeed_ext.optim.spec import Group
 
 

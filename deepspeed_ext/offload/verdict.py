@@ -8,8 +8,8 @@ from torch import Tensor
 
 from deepspeed_ext.offload.bucket import HostBucket
 from deepspeed_ext.offload.seals import Question, compare, read
+from deepspeed_ext.optim.buckets import Bucket
 from deepspeed_ext.optim.clipping import Scaling, SquareSum, clip
-from deepspeed_ext.optim.slabs import Bucket
 
 
 class Decision(NamedTuple):

@@ -15,12 +15,12 @@ from deepspeed_ext.dtensors import local
 from deepspeed_ext.ops.optimizers.adagrad import ADAGRAD, adagrad_step_
 from deepspeed_ext.ops.optimizers.step_op import Number
 from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.buckets import STEP, Work
 from deepspeed_ext.optim.checks import check_flags, check_value, explain
 from deepspeed_ext.optim.clipping import Scalars
 from deepspeed_ext.optim.formats import CompactOptions, FormatOptions, masters_in
 from deepspeed_ext.optim.plans import dtypes_of
 from deepspeed_ext.optim.set_grad_none import SetGradNone
-from deepspeed_ext.optim.slabs import STEP, Work
 from deepspeed_ext.optim.spec import Group, OptimizerSpec
 
 _is_sparse = attrgetter("is_sparse")

@@ -14,10 +14,10 @@ from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.ops.optimizers.clip import renamed
 from deepspeed_ext.ops.optimizers.state_formats import blocks_of, is_dense
 from deepspeed_ext.ops.optimizers.step_op import Flag, Number
+from deepspeed_ext.optim.buckets import STEP, Work
 from deepspeed_ext.optim.foreign_state import refused_key
 from deepspeed_ext.optim.formats import MASTER, REMAINDER, SCALE, FormatOptions
 from deepspeed_ext.optim.owner import Owner
-from deepspeed_ext.optim.slabs import STEP, Work
 
 _DECOUPLED = "decoupled_weight_decay"
 COUNT = "a finite number, at least 0"  # what errors say that steps must be

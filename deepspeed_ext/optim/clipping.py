@@ -10,7 +10,7 @@ from torch import Tensor
 from deepspeed_ext.dtensors import is_dtensor, sum_over_shards
 from deepspeed_ext.ops.optimizers.clip import norm_in_float32
 from deepspeed_ext.ops.optimizers.l2_norm import squared_norms, sum_in_order
-from deepspeed_ext.optim.slabs import Work
+from deepspeed_ext.optim.buckets import Work
 
 # Below the largest float32 by more than what rounding can add.
 _LARGEST = 2.0**127

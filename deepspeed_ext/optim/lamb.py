@@ -17,10 +17,10 @@ from deepspeed_ext.ops.optimizers.lamb import (
 )
 from deepspeed_ext.ops.optimizers.step_op import Number
 from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.buckets import Work
 from deepspeed_ext.optim.checks import check_flags, check_value
 from deepspeed_ext.optim.clipping import Scalars, Scaling, moved
 from deepspeed_ext.optim.formats import FormatOptions
-from deepspeed_ext.optim.slabs import Work
 from deepspeed_ext.optim.spec import Group, OptimizerSpec
 
 

@@ -14,9 +14,9 @@ from deepspeed_ext.ops.optimizers.lars import (
 )
 from deepspeed_ext.ops.optimizers.step_op import Number
 from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.buckets import Work
 from deepspeed_ext.optim.clipping import Scalars
 from deepspeed_ext.optim.formats import FormatOptions
-from deepspeed_ext.optim.slabs import Work
 from deepspeed_ext.optim.spec import Group, OptimizerSpec
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import Agreement, is_dtensor, local
+from deepspeed_ext.optim.buckets import STEP, Bucket
 from deepspeed_ext.optim.checks import (
     check_entry,
     check_kind,
@@ -19,7 +20,6 @@ from deepspeed_ext.optim.checks import (
 )
 from deepspeed_ext.optim.formats import is_of_format
 from deepspeed_ext.optim.owner import Owner
-from deepspeed_ext.optim.slabs import STEP, Bucket
 from deepspeed_ext.optim.state_entry import StateEntry
 from deepspeed_ext.optim.state_values import StateValidation
 

@@ -9,9 +9,9 @@ from typing_extensions import Unpack
 
 from deepspeed_ext.ops.optimizers.sgd import SGD, sgd_step_
 from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.buckets import STEP
 from deepspeed_ext.optim.checks import check_value
 from deepspeed_ext.optim.formats import FormatOptions
-from deepspeed_ext.optim.slabs import STEP
 from deepspeed_ext.optim.spec import Group, OptimizerSpec
 
 _BUFFER = "momentum_buffer"

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.ops.optimizers.step_op import Flag, Number, StepOp
+from deepspeed_ext.optim.buckets import Zeros, cut, zeros
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
-from deepspeed_ext.optim.slabs import Zeros, cut, zeros
 
 Group = dict[str, Any]
 

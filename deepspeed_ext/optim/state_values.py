@@ -6,10 +6,10 @@ from collections.abc import Container
 import torch
 from torch import Tensor
 
+from deepspeed_ext.optim.buckets import STEP, Bucket
 from deepspeed_ext.optim.checks import COUNT, title_of_state
 from deepspeed_ext.optim.formats import MASTER, REMAINDER, SCALE
 from deepspeed_ext.optim.owner import Owner
-from deepspeed_ext.optim.slabs import STEP, Bucket
 
 
 class StateValidation:

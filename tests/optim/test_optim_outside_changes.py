@@ -362,7 +362,7 @@ def test_nothing_is_made_again_without_need():
 @pytest.mark.parametrize("changed", [0, 3, 6])
 def test_a_change_noticed_in_the_middle_of_a_step_repeats_nothing(monkeypatch, changed):
     """Buckets before the changed one have been stepped by then; those after it have not."""
-    monkeypatch.setattr("deepspeed_ext.optim.slabs._MAX_PARAMS", 2)
+    monkeypatch.setattr("deepspeed_ext.optim.buckets._MAX_PARAMS", 2)
     params = [Parameter(torch.randn(4, 6)) for _ in range(7)]
     exact = twins(params, torch.float64)
     ours, theirs = adam(params, **OPTIONS), torch_adam(exact, **OPTIONS)

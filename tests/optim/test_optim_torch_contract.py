@@ -223,7 +223,7 @@ def test_named_parameters_and_groups():
 
 
 def test_big_parameters_get_slabs_of_bounded_size(monkeypatch):
-    monkeypatch.setattr("deepspeed_ext.optim.slabs._MAX_ELEMENTS", 512)
+    monkeypatch.setattr("deepspeed_ext.optim.buckets._MAX_ELEMENTS", 512)
     params = [Parameter(torch.randn(n)) for n in (100, 1000, 300, 200, 10, 0)]
     exact = twins(params, torch.float64)
     optimizer, theirs = adam(params), torch_adam(exact)
