@@ -20,7 +20,7 @@ from deepspeed_ext.offload.worker import Task
 from deepspeed_ext.op_builder.log import logger
 from deepspeed_ext.ops.optimizers.fingerprint import fingerprints
 from deepspeed_ext.ops.optimizers.l2_norm import squared_norms
-from deepspeed_ext.optim.buckets import STEP, Bucket, Work
+from deepspeed_ext.optim.buckets import STEP, Bucket, BucketView
 from deepspeed_ext.optim.clipping import Scaling, SquareSum
 from deepspeed_ext.optim.spec import Group
 
@@ -34,21 +34,21 @@ class Side:
 
     Attributes:
         weights: of each parameter, in its layout.
-        slabs: state, as a Bucket has it.
+        buffers: state, as a Bucket has it.
         scales: of state in codes.
         shown: for each parameter its state as users see it.
     """
 
     weights: list[Tensor]
-    slabs: dict[str, list[Tensor]]
+    buffers: dict[str, list[Tensor]]
     scales: dict[str, Tensor]
     shown: list[dict[str, Tensor]] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of it."""
-        slabs = [slab for [slab] in self.slabs.values()]
-        return sum(t.nbytes for t in (*self.weights, *slabs, *self.scales.values()))
+        buffers = [buffer for [buffer] in self.buffers.values()]
+        return sum(t.nbytes for t in (*self.weights, *buffers, *self.scales.values()))
 
 
 @dataclass
@@ -67,10 +67,10 @@ class Arrival:
     """
 
     indices: list[int]
-    work: Work
-    parts: list[Work]
-    there: Work
-    devices: list[Work]
+    work: BucketView
+    parts: list[BucketView]
+    there: BucketView
+    devices: list[BucketView]
     events: list[Event | None]
     needs: Sequence[Task] = ()
     stepped: list[Copy] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Ahead:
         options: of the group.
         divisor: of the gradients.
         weights: marks of the parameters.
-        state: marks of the slabs.
+        state: marks of the flat buffers.
     """
 
     task: Task
@@ -211,12 +211,14 @@ class HostBucket:
 
     def _work(
         self, indices: list[int], grads: list[Tensor], sources: list[Tensor]
-    ) -> tuple[Work, Work]:
+    ) -> tuple[BucketView, BucketView]:
         """Return the work on some parameters in host memory, and the same where they are."""
         bucket, copies = self.bucket, self._copies()
         scales = list(bucket.scales.values())
-        places = (bucket.slabs, scales, bucket.offsets, bucket.slots, bucket.noise)
-        work = Work(copies, copies, *places, bucket.params).part(indices)._replace(grads=grads)
+        places = (bucket.buffers, scales, bucket.offsets, bucket.slots, bucket.noise)
+        work = (
+            BucketView(copies, copies, *places, bucket.params).part(indices)._replace(grads=grads)
+        )
         return work, work._replace(params=self._parts(indices), grads=sources)
 
     def _parts(self, indices: Sequence[int]) -> list[Tensor]:
@@ -254,20 +256,20 @@ class HostBucket:
         arrival.check()
         work = arrival.work._replace(params=[spare.weights[i] for i in arrival.indices])
         for part, target, event in zip(arrival.parts, pieces(work), arrival.events, strict=True):
-            out = self.inner.out_of(target.params, spare.slabs, list(spare.scales.values()))
+            out = self.inner.out_of(target.params, spare.buffers, list(spare.scales.values()))
             self._step_part(AHEAD, part, event, options, scaling, out)
 
     def step(self, arrival: Arrival, options: Group, scaling: Scaling, after: Event | None) -> None:
         """Take a step; weights go back as soon as nobody needs the old ones any more."""
         arrival.check()
         self.await_returned()
-        self.bucket.refresh_masters()
-        counts = self.bucket.slabs[STEP][0]
+        self.bucket.refresh_master_weights()
+        counts = self.bucket.buffers[STEP][0]
         # A parameter in several parts has its step counted once, when all of them are done.
         counted = counts.clone()
         for part, there, event in zip(arrival.parts, arrival.devices, arrival.events, strict=True):
-            slabs = {**self.bucket.slabs, STEP: [counted]}
-            out = self.inner.out_of(part.params, slabs, part.scales)
+            buffers = {**self.bucket.buffers, STEP: [counted]}
+            out = self.inner.out_of(part.params, buffers, part.scales)
             self._step_part(ASKED, part, event, options, scaling, out)
             arrival.stepped += map(Copy, there.params, part.params)
             if after is None or after.query():
@@ -285,13 +287,13 @@ class HostBucket:
     def adopt(self, spare: Side, after: Event | None) -> None:
         """Make what a step ahead has written the state, and send its weights."""
         self.await_returned()
-        self.bucket.refresh_masters()
+        self.bucket.refresh_master_weights()
         # Without the version counter, which goes on with the parameter.
         weights = [copy.data for copy in self._copies()]
-        old = Side(weights, self.bucket.slabs, self.bucket.scales, self._entries())
+        old = Side(weights, self.bucket.buffers, self.bucket.scales, self._entries())
         for copy, weight in zip(self.bucket.params, spare.weights, strict=True):
             put(copy, weight)
-        self.bucket.take(spare.slabs, spare.scales)
+        self.bucket.take(spare.buffers, spare.scales)
         if spare.shown is None:
             spare.shown = [self.bucket.shown(i) for i in range(len(self.owners))]
         for copy, shown in zip(self.bucket.params, spare.shown, strict=True):
@@ -310,7 +312,7 @@ class HostBucket:
     def _step_part(
         self,
         name: str,
-        part: Work,
+        part: BucketView,
         event: Event | None,
         options: Group,
         scaling: Scaling,
@@ -417,27 +419,27 @@ class HostBucket:
         """Get memory for steps that are taken ahead."""
         bucket = self.bucket
         # Written to at once: the first touch of so much memory would be in the middle of a step.
-        slabs = {key: [self._zeros_like(slab)] for key, [slab] in bucket.slabs.items()}
-        scales = {key: self._zeros_like(slab) for key, slab in bucket.scales.items()}
-        self.spare = Side(weights, slabs, scales)
+        buffers = {key: [self._zeros_like(buffer)] for key, [buffer] in bucket.buffers.items()}
+        scales = {key: self._zeros_like(buffer) for key, buffer in bucket.scales.items()}
+        self.spare = Side(weights, buffers, scales)
 
-    def _zeros_like(self, slab: Tensor) -> Tensor:
-        return self.inner.spec.zeros(slab.numel(), slab.dtype, slab.device)
+    def _zeros_like(self, buffer: Tensor) -> Tensor:
+        return self.inner.spec.zeros(buffer.numel(), buffer.dtype, buffer.device)
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory for weights and state."""
-        return Side(self._copies(), self.bucket.slabs, self.bucket.scales).nbytes
+        return Side(self._copies(), self.bucket.buffers, self.bucket.scales).nbytes
 
     def state_marks(self) -> list[int]:
         """Return what changes when state is written: versions, and all of it if it was shown.
 
         Nobody but who was shown it can write to it, and looking at all of it takes time.
         """
-        slabs = [slab for [slab] in self.bucket.slabs.values()]
-        slabs += self.bucket.scales.values()
-        marks = list(map(_version, slabs))
-        return marks + fingerprints(slabs).tolist() if self.is_state_shown else marks
+        buffers = [buffer for [buffer] in self.bucket.buffers.values()]
+        buffers += self.bucket.scales.values()
+        marks = list(map(_version, buffers))
+        return marks + fingerprints(buffers).tolist() if self.is_state_shown else marks
 
     def show_state(self) -> None:
         """Be ready for writes to state that no version tells of, until step() is called."""

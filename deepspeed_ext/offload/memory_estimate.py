@@ -19,7 +19,7 @@ from deepspeed_ext.offload.host_tensors import host_bytes
 from deepspeed_ext.offload.pipeline import Memory
 from deepspeed_ext.op_builder.toolchain import free_memory
 from deepspeed_ext.optim import DeepSpeedCPUAdam
-from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
 from deepspeed_ext.optim.buckets import Bucket
 from deepspeed_ext.optim.formats import SCALE
 from deepspeed_ext.optim.plans import dtypes_of
@@ -109,7 +109,7 @@ class Estimate:
 
 def estimate(
     model: nn.Module | Iterable[Any],
-    optimizer_class: type[SlabOptimizer] = DeepSpeedCPUAdam,
+    optimizer_class: type[FlatStateOptimizer] = DeepSpeedCPUAdam,
     *,
     memory_budget: int | None = None,
     free_grads: bool = False,
@@ -258,7 +258,7 @@ def _params_of(item: Any) -> list[Tensor]:
     return [item[1]] if isinstance(item, tuple) else [item]
 
 
-def _group_params(inner: SlabOptimizer) -> Iterator[list[Tensor]]:
+def _group_params(inner: FlatStateOptimizer) -> Iterator[list[Tensor]]:
     return (group["params"] for group in inner.param_groups)
 
 
@@ -275,7 +275,7 @@ def _buckets(inner: HostSteps, links: Links) -> Iterator[Bucket]:
 
 
 def _state_bytes(bucket: Bucket) -> Counter[str]:
-    found = Counter({key: slab.nbytes for key, [slab] in bucket.slabs.items()})
+    found = Counter({key: buffer.nbytes for key, [buffer] in bucket.buffers.items()})
     found.update({key + SCALE: scale.nbytes for key, scale in bucket.scales.items()})
     return found
 

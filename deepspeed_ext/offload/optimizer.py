@@ -20,7 +20,7 @@ from deepspeed_ext.offload.memory_estimate import bytes_of, estimate, stays
 from deepspeed_ext.offload.pipeline import Pipeline
 from deepspeed_ext.ops.optimizers.clip import checked_norm
 from deepspeed_ext.optim import DeepSpeedCPUAdam
-from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
 from deepspeed_ext.optim.checks import check_group_keys, check_once
 from deepspeed_ext.optim.clipping import Scaling
 from deepspeed_ext.optim.state_dict import portable_state
@@ -95,7 +95,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: ParamsT,
-        optimizer_class: type[SlabOptimizer] = DeepSpeedCPUAdam,
+        optimizer_class: type[FlatStateOptimizer] = DeepSpeedCPUAdam,
         *,
         model: torch.nn.Module | None = None,
         max_grad_norm: float | None = None,
@@ -216,7 +216,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @_disable_dynamo
     def clip_and_step(self, max_norm: float) -> Tensor:
-        """Clip the gradients by their global norm and step; see `SlabOptimizer.clip_and_step`.
+        """Clip the gradients by their global norm and step; see `FlatStateOptimizer.clip_and_step`.
 
         Args:
             max_norm: the largest norm to leave as it is, above 0; inf to measure only.
@@ -327,7 +327,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict of this class, the optimizer class or torch's counterpart returned.
 
-        See `SlabOptimizer.load_state_dict`.
+        See `FlatStateOptimizer.load_state_dict`.
         """
         self._pipeline.finish()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -342,7 +342,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def check_given(
         self, state: Mapping[Tensor, dict[str, Any]], options: Sequence[dict[str, Any]]
     ) -> None:
-        """See `SlabOptimizer.check_given`."""
+        """See `FlatStateOptimizer.check_given`."""
         self._pipeline.finish()
         self._pipeline.update_copies()
         copies = self._pipeline.links.copies
@@ -355,7 +355,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._inner.give_state([self._pipeline.links.copies[id(param)] for param in params])
 
     def reset_master(self) -> None:
-        """Make the fp32 masters exact copies of the parameters, and remainders zeros."""
+        """Make master weights copies of the parameters; see `FlatStateOptimizer.reset_master`."""
         self._pipeline.finish()
         self._pipeline.update_copies()
         self._inner.reset_master()

@@ -208,7 +208,7 @@ class Pipeline:
     # The step
 
     def is_dry_step(self) -> bool:
-        """Make the state, and return whether that is all; see `SlabOptimizer.step`."""
+        """Make the state, and return whether that is all; see `FlatStateOptimizer.step`."""
         self._prepare()
         if self._sums.has_any():
             return False

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from deepspeed_ext.ops.optimizers.adam import ADAM, adam_step_
 from deepspeed_ext.ops.optimizers.step_op import Flag
-from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
 from deepspeed_ext.optim.checks import check_flags, check_value
 from deepspeed_ext.optim.formats import CompactOptions, FormatOptions
 from deepspeed_ext.optim.set_grad_none import SetGradNone
@@ -23,7 +23,7 @@ _TRAITS = OptimizerSpec(ADAM, options=(Flag("amsgrad"),))
 _SMALLEST_SCALE = 2.0**-126  # its inverse, and that of all above, is a normal float32
 
 
-class _Adam(SlabOptimizer):
+class _Adam(FlatStateOptimizer):
     """Adam and AdamW on the devices that a subclass names."""
 
     _call_op = staticmethod(adam_step_)
@@ -43,7 +43,7 @@ class _Adam(SlabOptimizer):
     def step(
         self, closure: Callable[[], float] | None = None, div_scale: float = -1
     ) -> float | None:
-        """Update every parameter that has a gradient; see `SlabOptimizer.step`.
+        """Update every parameter that has a gradient; see `FlatStateOptimizer.step`.
 
         Args:
             closure: computes the loss anew, and the gradients.
@@ -54,7 +54,7 @@ class _Adam(SlabOptimizer):
             What the closure returned.
 
         Raises:
-            ValueError: as `SlabOptimizer.step`, and if div_scale is something else.
+            ValueError: as `FlatStateOptimizer.step`, and if div_scale is something else.
             TypeError: div_scale is no number.
         """
         if isinstance(div_scale, bool) or not isinstance(div_scale, Real):
@@ -90,7 +90,7 @@ class DeepSpeedCPUAdam(_Adam):
         fp32_optimizer_states: keep moments in float32, else in the dtype of the parameter.
         maximize: step up the gradient instead of down.
         formats: state_dtype, master, master_weights, seed: how state is stored; see
-            `SlabOptimizer`.
+            `FlatStateOptimizer`.
 
     Raises:
         ValueError: an option or a parameter is out of range, named in the text.

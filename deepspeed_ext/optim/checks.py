@@ -14,7 +14,7 @@ from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.ops.optimizers.clip import renamed
 from deepspeed_ext.ops.optimizers.state_formats import blocks_of, is_dense
 from deepspeed_ext.ops.optimizers.step_op import Flag, Number
-from deepspeed_ext.optim.buckets import STEP, Work
+from deepspeed_ext.optim.buckets import STEP, BucketView
 from deepspeed_ext.optim.foreign_state import refused_key
 from deepspeed_ext.optim.formats import MASTER, REMAINDER, SCALE, FormatOptions
 from deepspeed_ext.optim.owner import Owner
@@ -197,8 +197,8 @@ def check_state(
         dtypes: of what this optimizer keeps for it.
         or_meta: also accept tensors without memory, of which only shape and dtype are known.
     """
-    masters = [key for key in (MASTER, REMAINDER) if key in entry and key not in dtypes]
-    for key in (STEP, *dtypes, *masters):
+    other_masters = [key for key in (MASTER, REMAINDER) if key in entry and key not in dtypes]
+    for key in (STEP, *dtypes, *other_masters):
         value = entry.get(key)
         if value is None:
             if not optimizer.spec.may_lack(key):
@@ -276,12 +276,12 @@ def _wrong_with_scales(scales: object, codes: Tensor, or_meta: bool) -> str | No
     )
 
 
-def explain(optimizer: Owner, work: Work, error: Exception) -> None:
+def explain(optimizer: Owner, view: BucketView, error: Exception) -> None:
     """Raise a clearer error if a parameter or gradient explains why the op refused the call.
 
     Not if only dtypes differ from one to the other: then the call can be made in parts.
     """
-    for owner, param, grad in zip(work.owners, work.params, work.grads, strict=True):
+    for owner, param, grad in zip(view.owners, view.params, view.grads, strict=True):
         check_param(optimizer, owner)
         reason = None
         if _is_wrapper(grad):
@@ -296,16 +296,16 @@ def explain(optimizer: Owner, work: Work, error: Exception) -> None:
             raise ValueError(f"{_title_of_grad(optimizer, owner)} {reason}") from error
 
 
-def name_refused(optimizer: Owner, work: Work, error: Exception) -> None:
+def name_refused(optimizer: Owner, view: BucketView, error: Exception) -> None:
     """Raise the error of an op again, if it tells of tensors, with the names that users know.
 
     An op counts the tensors of a call, and calls them params, grads or tensors.
     """
 
     def name_of(kind: str, i: int) -> str:
-        if i >= len(work.owners):
+        if i >= len(view.owners):
             return f"{kind}[{i}]"
-        name = _name(optimizer, work.owners[i])
+        name = _name(optimizer, view.owners[i])
         return name if kind == "params" else f"gradient of {name}"
 
     told = renamed(error, type(optimizer).__name__, name_of)
@@ -313,12 +313,12 @@ def name_refused(optimizer: Owner, work: Work, error: Exception) -> None:
         raise told from error
 
 
-def check_shards(optimizer: Owner, work: Work) -> None:
+def check_shards(optimizer: Owner, view: BucketView) -> None:
     """Raise ValueError unless the gradients of DTensors are DTensors on the same mesh.
 
     Other placements are no error: torch's optimizers, too, redistribute such a gradient.
     """
-    for param, grad in zip(work.owners, work.grads, strict=True):
+    for param, grad in zip(view.owners, view.grads, strict=True):
         reason = None
         if not is_dtensor(grad):
             reason = f"is a {type(grad).__name__}, expected a DTensor, as its parameter is"

@@ -16,15 +16,15 @@ from deepspeed_ext.ops.optimizers.lamb import (
     lamb_moments_,
 )
 from deepspeed_ext.ops.optimizers.step_op import Number
-from deepspeed_ext.optim.base import SlabOptimizer
-from deepspeed_ext.optim.buckets import Work
+from deepspeed_ext.optim.base import FlatStateOptimizer
+from deepspeed_ext.optim.buckets import BucketView
 from deepspeed_ext.optim.checks import check_flags, check_value
 from deepspeed_ext.optim.clipping import Scalars, Scaling, moved
 from deepspeed_ext.optim.formats import FormatOptions
 from deepspeed_ext.optim.spec import Group, OptimizerSpec
 
 
-class FusedLamb(SlabOptimizer):
+class FusedLamb(FlatStateOptimizer):
     """LAMB for parameters on the CPU and on CUDA: two passes over memory, a few launches per step.
 
     A plain torch optimizer with the arguments of DeepSpeed's. Each parameter moves at a learning
@@ -64,7 +64,7 @@ class FusedLamb(SlabOptimizer):
     """
 
     spec = OptimizerSpec(LAMB_MOMENTS, options=(Number("max_coeff"), Number("min_coeff", least=0)))
-    _settings = (*SlabOptimizer._settings, "max_grad_norm")
+    _settings = (*FlatStateOptimizer._settings, "max_grad_norm")
     # Of the last step: for each call of the ops the parameters, and a tensor of coefficients.
     _coefficients: Sequence[tuple[list[Tensor], Tensor]] = ()
 
@@ -132,10 +132,10 @@ class FusedLamb(SlabOptimizer):
         title, value = type(self).__name__, self.max_grad_norm  # which anybody may have set
         return checked_norm(title, "max_grad_norm", value, or_zero=True)
 
-    def _apply(self, group: Group, work: Work, scalars: Scalars) -> None:
-        arguments = self._arguments(group, work, scalars)
+    def _apply(self, group: Group, view: BucketView, scalars: Scalars) -> None:
+        arguments = self._arguments(group, view, scalars)
         squares = lamb_moments_(**LAMB_MOMENTS.taken_from(arguments))
-        squares = sum_over_shards(squares, work.owners)
+        squares = sum_over_shards(squares, view.owners)
         coefficients = lamb_coefficients(squares, group["min_coeff"], group["max_coeff"])
         lamb_apply_(**LAMB_APPLY.taken_from(arguments), coefficients=coefficients)
-        self._coefficients = [*self._coefficients, (work.owners, coefficients)]
+        self._coefficients = [*self._coefficients, (view.owners, coefficients)]

@@ -5,14 +5,14 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from deepspeed_ext.ops.optimizers.lion import LION, lion_step_
-from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
 from deepspeed_ext.optim.checks import check_flags
 from deepspeed_ext.optim.formats import CompactOptions, FormatOptions
 from deepspeed_ext.optim.set_grad_none import SetGradNone
 from deepspeed_ext.optim.spec import OptimizerSpec
 
 
-class _Lion(SlabOptimizer):
+class _Lion(FlatStateOptimizer):
     """Lion on the devices that a subclass names."""
 
     _call_op = staticmethod(lion_step_)

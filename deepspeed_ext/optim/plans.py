@@ -50,7 +50,7 @@ class Change(Enum):
     GROUPS = "the list of groups, or of the parameters of one"
     OPTIONS = "an option that says which state there is, or in which dtype"
     LOOKS = "what a parameter of a bucket looks like"
-    WEIGHTS = "a parameter that has a master"
+    WEIGHTS = "a parameter that has a master weight"
 
 
 class Plans:
@@ -66,7 +66,7 @@ class Plans:
         self._ready: list[Bucket] = []  # which may hold what is being loaded
 
     def drop(self) -> None:
-        """Forget everything, slabs included; the state still has views of them."""
+        """Forget everything, flat buffers included; the state still has views of them."""
         self._plans = None
 
     def add_group(self, group: dict[str, Any]) -> None:
@@ -108,7 +108,8 @@ class Plans:
         itself; the next three about a tenth of a microsecond for each parameter, once a step, for
         what cannot tell, by identity; the last two somewhat more, right before the step of each
         bucket, so that its parameters are still in the processor's cache then. What one of them
-        sees is not looked for by those after it. WEIGHTS wants new masters, all others new plans.
+        sees is not looked for by those after it. WEIGHTS wants new master weights, all others new
+        plans.
 
         Args:
             optimizer: whose plans they are.
@@ -130,8 +131,8 @@ class Plans:
         """Return whether state of a parameter was put in the place of other, added or taken away.
 
         Values in it are not looked at: a `StateEntry` calls `drop` before one of them goes.
-        Nobody sees what is written into a tensor, which is in the slab then and needs no notice,
-        nor a tensor that gets other memory through `.data =` or `set_`.
+        Nobody sees what is written into a tensor, which is in the flat buffer then and needs no
+        notice, nor a tensor that gets other memory through `.data =` or `set_`.
         """
         return _differ(self._entries, optimizer.state.values())
 
@@ -157,7 +158,7 @@ class Plans:
         )
 
     def rebuild(self, optimizer: Owner) -> None:
-        """Copy all state into slabs.
+        """Copy all state into flat buffers.
 
         Raises:
             ValueError: some state does not fit; nothing was changed.
@@ -165,7 +166,7 @@ class Plans:
         self._build(optimizer, None, lambda: None)
 
     def load(self, optimizer: Owner, agreement: Agreement, old: "Plans") -> None:
-        """Copy state of unknown origin into slabs, but for what is in those of old plans already.
+        """Copy state of unknown origin into buffers, but for what is in those of old plans already.
 
         Raises:
             ValueError: some state does not fit, or holds numbers that would destroy, here or in
@@ -200,7 +201,7 @@ class Plans:
             for param in (param for group in groups for param in group["params"]):
                 check_kind(optimizer, param, state.get(param, {}))
         agree()  # before elements are exchanged
-        self._plans, self._entries = None, []  # so that an old slab goes when its last state moves
+        self._plans, self._entries = None, []  # so that an old buffer goes when its last state does
         plans = [
             Plan(group, self._make_buckets(optimizer, group, params, validation))
             for group, params in zip(groups, stateful, strict=True)
@@ -265,7 +266,7 @@ class Plans:
 def dtypes_of(
     optimizer: Owner, group: dict[str, Any], param_dtype: torch.dtype
 ) -> dict[str, torch.dtype]:
-    """Return the dtype of each slab for parameters of a group, except that of steps."""
+    """Return the dtype of each flat buffer for parameters of a group, except that of steps."""
     return optimizer.state_format.dtypes(optimizer.spec.state_keys(group), param_dtype)
 
 

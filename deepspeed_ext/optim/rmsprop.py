@@ -7,13 +7,13 @@ from typing_extensions import Unpack
 
 from deepspeed_ext.ops.optimizers.rmsprop import RMSPROP, rmsprop_step_
 from deepspeed_ext.ops.optimizers.step_op import Flag
-from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
 from deepspeed_ext.optim.checks import check_value
 from deepspeed_ext.optim.formats import FormatOptions
 from deepspeed_ext.optim.spec import Group, OptimizerSpec
 
 
-class FusedRMSprop(SlabOptimizer):
+class FusedRMSprop(FlatStateOptimizer):
     """RMSprop for parameters on the CPU and on CUDA: one pass over memory.
 
     A plain torch optimizer with the arguments and the state of `torch.optim.RMSprop`; state dicts

@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from deepspeed_ext.ops.optimizers.sgd import SGD, sgd_step_
-from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
 from deepspeed_ext.optim.buckets import STEP
 from deepspeed_ext.optim.checks import check_value
 from deepspeed_ext.optim.formats import FormatOptions
@@ -26,7 +26,7 @@ def _completed(group: Group, values: Mapping[str, Any]) -> Mapping[str, Any]:
     return values if values.get(STEP) is not None else {**values, STEP: 1}
 
 
-class FusedSGD(SlabOptimizer):
+class FusedSGD(FlatStateOptimizer):
     """SGD with momentum for parameters on the CPU and on CUDA: one pass over memory.
 
     A plain torch optimizer with the arguments of Apex's and the state of `torch.optim.SGD`; state

@@ -32,7 +32,7 @@ class OptimizerSpec:
             with what it lacks and must not begin as zeros.
         grad_layouts: of gradients.
         cut: puts parameters of one group, device and dtype, in their order, into buckets.
-        zeros: makes the slabs of a bucket.
+        zeros: makes the flat buffers of a bucket.
     """
 
     op: StepOp

@@ -13,7 +13,7 @@ from deepspeed_ext.optim.owner import Owner
 
 
 class StateValidation:
-    """Checks of loaded values: queued for whole slabs, and read by the host all at once.
+    """Checks of loaded values: queued for whole flat buffers, and read by the host all at once.
 
     Args:
         signed: keys of state that may be negative.
@@ -25,15 +25,15 @@ class StateValidation:
         self._subjects: list[tuple[str, Bucket | Tensor, Tensor]] = []
 
     def look_at(self, bucket: Bucket) -> None:
-        """Queue the checks of what is in the slabs of a bucket."""
-        for key, [slab] in bucket.slabs.items():
-            if key == STEP or self._is_unsigned(key, slab):
-                self._queue(key, bucket, slab)
+        """Queue the checks of what is in the flat buffers of a bucket."""
+        for key, [buffer] in bucket.buffers.items():
+            if key == STEP or self._is_unsigned(key, buffer):
+                self._queue(key, bucket, buffer)
         for key, scales in bucket.scales.items():
             self._queue(key + SCALE, bucket, scales)
 
     def look_at_source(self, key: str, param: Tensor, value: Tensor) -> None:
-        """Queue the check of state that no slab takes as it is.
+        """Queue the check of state that no flat buffer takes as it is.
 
         Args:
             key: which state of the parameter; or, of its scales, with their ending.

@@ -70,7 +70,7 @@ def memory_of(tensors: list[Tensor]) -> int:
 
 
 def state_of(bucket: Any) -> Counter[str]:
-    found = Counter({key: slab.nbytes for key, [slab] in bucket.slabs.items()})
+    found = Counter({key: buffer.nbytes for key, [buffer] in bucket.buffers.items()})
     found.update({f"{key}_scale": scale.nbytes for key, scale in bucket.scales.items()})
     return found
 
@@ -87,8 +87,8 @@ def allocated(made: OffloadOptimizer) -> tuple[Counter[str], Counter[str]]:
     for bucket in work._buckets:
         host += state_of(bucket.bucket)
         if bucket.spare is not None:
-            slabs = [slab for [slab] in bucket.spare.slabs.values()]
-            host["steps ahead"] += sum(t.nbytes for t in (*slabs, *bucket.spare.scales.values()))
+            buffers = [buffer for [buffer] in bucket.spare.buffers.values()]
+            host["steps ahead"] += sum(t.nbytes for t in (*buffers, *bucket.spare.scales.values()))
             host["steps ahead"] += memory_of(bucket.spare.weights)
     return gpu, host
 

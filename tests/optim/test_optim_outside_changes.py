@@ -11,7 +11,7 @@ from optim_cases import (
     F32,
     adam,
     assert_close,
-    assert_in_slabs,
+    assert_in_buffers,
     give_grads,
     make_params,
     needs_cuda,
@@ -49,18 +49,18 @@ class Beside:
     def check(self):
         self.step(3)
         assert_close(self.params, self.exact, self.steps)
-        assert_in_slabs(self.ours)
+        assert_in_buffers(self.ours)
 
 
 @on_each_device
 def test_state_moved_away_and_back(device):
     both = Beside(device)
-    slabs = weakref.ref(both.ours._plans._plans[0].buckets[0])
+    buffers = weakref.ref(both.ours._plans._plans[0].buckets[0])
     for there in ("cpu", device):  # as trainers do that share a GPU with inference
         for entry in both.ours.state.values():
             for key, value in entry.items():
                 entry[key] = value.to(there, copy=True)
-    assert slabs() is None  # or the memory would not be free for others
+    assert buffers() is None  # or the memory would not be free for others
     both.check()
 
 
@@ -375,4 +375,4 @@ def test_a_change_noticed_in_the_middle_of_a_step_repeats_nothing(monkeypatch, c
         theirs.step()
     assert_close(params, exact, 4)
     assert [ours.state[param]["step"].item() for param in params] == [4] * 7
-    assert_in_slabs(ours)
+    assert_in_buffers(ours)
