@@ -42,6 +42,22 @@ def _norm(library: str, name: str, kind: str) -> OpSpec:
     return replace(shared, defines=(("DSX_NORM", kind),), self_check=check)
 
 
+def _elementwise(library: str, name: str) -> OpSpec:
+    """Return the library of an elementwise op; they share their loops, and have their own rules."""
+    shared = _op(library, "elementwise/elementwise")
+    kernels = (source for source in shared.sources if not source.endswith("_ops.cpp"))
+    defines = (
+        ("DSX_RULE_HEADER", f'"elementwise/{name}.h"'),
+        ("DSX_FORMULA", f'"elementwise/{name}_math.inl"'),
+    )
+    return replace(
+        shared,
+        sources=(f"elementwise/{name}_ops.cpp", *kernels),
+        defines=defines,
+        self_check=f"deepspeed_ext.ops.transformer.self_checks:{name}",
+    )
+
+
 def _quantized_linear(library: str, bits: int) -> OpSpec:
     """Return the library of the ops on weights of so many bits, which share their sources."""
     check = f"deepspeed_ext.ops.quantization.linear_checks:quantized_linear_w{bits}"
@@ -131,10 +147,10 @@ OPS: tuple[OpSpec, ...] = (
     _norm("fused_rms_norm", "rms_norm", "RmsNorm"),
     _norm("cpu_layer_norm", "layer_norm", "LayerNorm"),
     _norm("fused_layer_norm", "layer_norm", "LayerNorm"),
-    _op("cpu_bias_activation", "transformer/bias_activation"),
-    _op("fused_bias_activation", "transformer/bias_activation"),
-    _op("cpu_gated_activation", "transformer/gated_activation"),
-    _op("fused_gated_activation", "transformer/gated_activation"),
+    _elementwise("cpu_bias_activation", "bias_activation"),
+    _elementwise("fused_bias_activation", "bias_activation"),
+    _elementwise("cpu_gated_activation", "gated_activation"),
+    _elementwise("fused_gated_activation", "gated_activation"),
     _op("cpu_rope", "transformer/rope"),
     _op("fused_rope", "transformer/rope"),
     _op("cpu_softmax", "transformer/softmax"),

@@ -1,13 +1,14 @@
-// Tests bias_activation_cpu.cpp and gated_activation_cpu.cpp in every ISA that this CPU has: rows
-// that end where memory ends, against double, and bit for bit against the scalar ISA.
+// Tests the rules of activations by elementwise_cpu.cpp, in every ISA that this CPU has: rows that
+// end where memory ends, against double, and bit for bit against the scalar ISA.
 #include <cmath>
 #include <cstring>
 #include <vector>
 
 #include "dtypes.h"
+#include "elementwise/bias_activation.h"
+#undef DSX_RULES  // for a library, which has those of one op
+#include "elementwise/gated_activation.h"
 #include "expect.h"
-#include "transformer/bias_activation.h"
-#include "transformer/gated_activation.h"
 
 namespace {
 
@@ -67,26 +68,37 @@ struct Case {
         partials(size_t(3 * n)) {}
 
   void run(Isa isa, int64_t cut) {
+    using dsx::Elementwise;
     const int64_t all = kRows * n;
-    const dsx::BiasActivation forward{kRows, n, activation, x.rows(n), bias.rows(0), out.rows(n)};
-    bias_activation_cpu(isa, forward, 0, cut);
-    bias_activation_cpu(isa, forward, cut, all);
-    const dsx::BiasActivationBackward back{kRows,          n,
-                                           activation,     grad.rows(n),
-                                           x.rows(n),      bias.rows(0),
-                                           grad_x.rows(n), {partials.data(), n, Dtype::float32}};
-    bias_activation_backward_cpu(isa, back, 0, 1);
-    bias_activation_backward_cpu(isa, back, 1, 3);
-    add_bias_partials_cpu(isa, partials.data(), 3, n, 0, n / 2, grad_bias.rows(0));
-    add_bias_partials_cpu(isa, partials.data(), 3, n, n / 2, n, grad_bias.rows(0));
-    const dsx::GatedActivation gate{kRows, n, activation, x.rows(n), up.rows(n), gated.rows(n)};
-    gated_activation_cpu(isa, gate, 0, cut);
-    gated_activation_cpu(isa, gate, cut, all);
-    const dsx::GatedActivationBackward gate_back{
-        kRows,     n,          activation,        grad.rows(n),
-        x.rows(n), up.rows(n), grad_gate.rows(n), grad_up.rows(n)};
-    gated_activation_backward_cpu(isa, gate_back, 0, cut);
-    gated_activation_backward_cpu(isa, gate_back, cut, all);
+    const Elementwise<dsx::BiasActivation> forward{
+        kRows, n, {activation}, {x.rows(n)}, {bias.rows(0)}, {out.rows(n)}, {}};
+    elementwise_cpu(isa, forward, 0, cut);
+    elementwise_cpu(isa, forward, cut, all);
+    const Elementwise<dsx::BiasActivationBackward> back{kRows,
+                                                        n,
+                                                        {activation},
+                                                        {grad.rows(n), x.rows(n)},
+                                                        {{}, bias.rows(0)},
+                                                        {grad_x.rows(n)},
+                                                        {{partials.data(), n, Dtype::float32}}};
+    elementwise_tiles_cpu(isa, back, 0, 1);
+    elementwise_tiles_cpu(isa, back, 1, 3);
+    const auto add = dsx::add_groups_cpu<dsx::BiasActivationBackward>;
+    add(isa, partials.data(), 3, n, 0, n / 2, grad_bias.rows(0));
+    add(isa, partials.data(), 3, n, n / 2, n, grad_bias.rows(0));
+    const Elementwise<dsx::GatedActivation> gate{
+        kRows, n, {activation}, {x.rows(n), up.rows(n)}, {}, {gated.rows(n)}, {}};
+    elementwise_cpu(isa, gate, 0, cut);
+    elementwise_cpu(isa, gate, cut, all);
+    const Elementwise<dsx::GatedActivationBackward> gate_back{kRows,
+                                                              n,
+                                                              {activation},
+                                                              {x.rows(n), up.rows(n), grad.rows(n)},
+                                                              {},
+                                                              {grad_gate.rows(n), grad_up.rows(n)},
+                                                              {}};
+    elementwise_cpu(isa, gate_back, 0, cut);
+    elementwise_cpu(isa, gate_back, cut, all);
   }
 
   std::vector<float> results() const {

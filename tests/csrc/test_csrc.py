@@ -45,11 +45,7 @@ PROGRAMS = {  # with the sources that each is linked with; an op library stands 
     "fingerprint": [ISA, "optimizers/fingerprint_cpu.cpp"],
     "norms": [ISA, "cpu_rms_norm", "cpu_layer_norm"],
     "softmax": [ISA, "transformer/softmax_cpu.cpp", "transformer/cross_entropy_cpu.cpp"],
-    "activations": [
-        ISA,
-        "transformer/bias_activation_cpu.cpp",
-        "transformer/gated_activation_cpu.cpp",
-    ],
+    "activations": [ISA, "cpu_bias_activation", "cpu_gated_activation"],
     "rope": [ISA, "transformer/rope_cpu.cpp"],
     "skinny_linear": [ISA, "transformer/skinny_linear_cpu.cpp"],
     "quantized_linear_w4": [ISA, "cpu_quantized_linear_w4"],
