@@ -85,20 +85,20 @@ __device__ inline void put_all(const Elementwise<Rule>& call, const Place& at, b
 }
 
 template <class Rule>
-constexpr bool has_bias() {
-  for (int i = 0; i < Rule::kIn; ++i) {
-    if (Rule::is_biased(i)) return true;
-  }
-  return false;
+constexpr int count_biased() {
+  int count = 0;
+  for (int i = 0; i < Rule::kIn; ++i) count += Rule::is_biased(i);
+  return count;
 }
 template <class Rule>
-constexpr bool kHasBias = has_bias<Rule>();
+constexpr int kBiased = count_biased<Rule>();
 
 // Fewer registers make more blocks, whose loads hide each other's wait; of biases, too. 0 leaves it
 // to the compiler, and 1 would not: it would take more registers than it does alone.
 template <class Rule, class T>
 constexpr int blocks_of() {
-  if (!kHasBias<Rule>) return 0;
+  if (kBiased<Rule> == 0) return 0;
+  if (kBiased<Rule> > 1) return 3;  // with fewer registers it would spill
   if (std::is_same_v<T, float> && Rule::kIn == 1) return 6;
   return Rule::kIn > 1 && std::is_same_v<T, Any> ? 4 : 5;
 }
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocks<Rule, T>))
     const Place& at = places[k] = cuda::place_of_vector<T>(call.rows, call.length, k);
     if (at.count > 0) inputs[k].fetch(call, at, aligned);
   }
-  if constexpr (kHasBias<Rule>) {
+  if constexpr (kBiased<Rule> > 0) {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       const Place& at = places[k];
@@ -241,8 +241,10 @@ void elementwise_cuda(const Elementwise<Rule>& call, void* stream) {
         return;
       }
     }
-    elements_kernel<Rule, T>
-        <<<launch.blocks, launch.threads, 0, cudaStream_t(stream)>>>(call, aligned, bias_aligned);
+    if constexpr (kHasOut<Rule>) {
+      elements_kernel<Rule, T>
+          <<<launch.blocks, launch.threads, 0, cudaStream_t(stream)>>>(call, aligned, bias_aligned);
+    }
   });
 }
 
