@@ -151,6 +151,8 @@ OPS: tuple[OpSpec, ...] = (
     _elementwise("fused_bias_activation", "bias_activation"),
     _elementwise("cpu_gated_activation", "gated_activation"),
     _elementwise("fused_gated_activation", "gated_activation"),
+    _elementwise("cpu_nhwc_bias_add", "nhwc_bias_add"),
+    _elementwise("fused_nhwc_bias_add", "nhwc_bias_add"),
     _op("cpu_rope", "transformer/rope"),
     _op("fused_rope", "transformer/rope"),
     _op("cpu_softmax", "transformer/softmax"),

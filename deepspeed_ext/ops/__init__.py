@@ -79,6 +79,7 @@ _NAMES = {
         "swiglu_ref",
     ),
     "transformer.layer_norm": ("FusedLayerNorm", "layer_norm", "layer_norm_ref"),
+    "transformer.nhwc_bias_add": ("nhwc_bias_add", "nhwc_bias_add_ref"),
     "transformer.paged_kv": ("PagedKV",),
     "transformer.prefill_attention": ("prefill_attention", "prefill_attention_ref"),
     "transformer.rms_norm": ("FusedRMSNorm", "rms_norm", "rms_norm_ref"),
@@ -201,6 +202,8 @@ if TYPE_CHECKING:  # the same for type checkers
     from deepspeed_ext.ops.transformer.layer_norm import FusedLayerNorm as FusedLayerNorm
     from deepspeed_ext.ops.transformer.layer_norm import layer_norm as layer_norm
     from deepspeed_ext.ops.transformer.layer_norm import layer_norm_ref as layer_norm_ref
+    from deepspeed_ext.ops.transformer.nhwc_bias_add import nhwc_bias_add as nhwc_bias_add
+    from deepspeed_ext.ops.transformer.nhwc_bias_add import nhwc_bias_add_ref as nhwc_bias_add_ref
     from deepspeed_ext.ops.transformer.paged_kv import PagedKV as PagedKV
     from deepspeed_ext.ops.transformer.prefill_attention import (
         prefill_attention as prefill_attention,

@@ -80,6 +80,14 @@ groups BiasActivationBackward Any 72 0
 groups BiasActivationBackward BFloat16 93 0
 groups BiasActivationBackward Half 94 0
 groups BiasActivationBackward f 80 0
+elements NhwcBiasAdd Any 74 0
+elements NhwcBiasAdd BFloat16 63 0
+elements NhwcBiasAdd Half 63 0
+elements NhwcBiasAdd f 50 0
+groups NhwcBiasAddBackward Any 44 0
+groups NhwcBiasAddBackward BFloat16 60 0
+groups NhwcBiasAddBackward Half 60 0
+groups NhwcBiasAddBackward f 52 0
 """
 
 

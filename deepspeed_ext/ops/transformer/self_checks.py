@@ -58,6 +58,12 @@ def gated_activation(device: str) -> None:
             _check("gated_activation", device, op, reference, shapes)
 
 
+def nhwc_bias_add(device: str) -> None:
+    """Run `_check` on nhwc_bias_add with everything that it takes."""
+    shapes = [(5, 300), (300,)] * 2
+    _check("nhwc_bias_add", device, ops.nhwc_bias_add, ops.nhwc_bias_add_ref, shapes)
+
+
 def rope(device: str) -> None:
     """Run `_check` on both layouts of pairs, at positions that float32 cannot turn to."""
     positions = torch.tensor([-3, 0, 1_000_000, 1_000_003], device=device)
