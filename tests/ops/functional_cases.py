@@ -118,8 +118,9 @@ CASES = {
         lambda x, other, bias, other_bias: nhwc_bias_add(x, bias, other, other_bias),
         lambda n: [(n,), (n,)],
         lambda n: [(n,), (n,)],
+        twice=True,  # of x and other, whose gradient is that of the result
     ),
-    "nhwc_bias_add of x": Case(nhwc_bias_add, lambda n: [(n,)], lambda n: [(n,)]),
+    "nhwc_bias_add of x": Case(nhwc_bias_add, lambda n: [(n,)], lambda n: [(n,)], twice=True),
     "rope": Case(rope, lambda n: [(4, n), (2, n)], **_turned),
     "rope of q": Case(
         lambda q, *others: rope(q, None, *others, interleaved=True, scale=0.7),
