@@ -188,7 +188,7 @@ def _text(content: bytes | bytearray) -> str:
 
 
 def _decoded(value: Any, fetch: Fetch | None, is_hashed: bool = False) -> Any:
-    """Return what JSON stands for; is_hashed: within a set or a dict's key, where sets are frozen."""
+    """Return what JSON stands for; `is_hashed`: in a set or a key, where sets are frozen."""
     if isinstance(value, list):
         return [_decoded(item, fetch) for item in value]
     if not isinstance(value, dict):
