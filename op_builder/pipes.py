@@ -96,7 +96,7 @@ class _Output:
 def _say(text: str) -> int:
     """Say in a line what is the matter with standard output, and return the status for it."""
     if sys.stderr is not None:
-        print(f"standard output {text}", file=sys.stderr)
+        sys.stderr.write(f"standard output {text}\n")
         _drop_what_cannot_be_written(sys.stderr)
     return _UNWRITTEN
 
