@@ -159,6 +159,7 @@ FORMULAS = {
 
 # That have tests of their own for all of this: what has more rows than they take is not theirs.
 WITHOUT_CASE = {
+    *(f"deepspeed_ext::{op}" for op in ("quantize", "dequantize", "fake_quantize")),
     "deepspeed_ext::skinny_linear",
     "deepspeed_ext::skinny_linear_norm",
     *(
