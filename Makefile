@@ -2,7 +2,8 @@
 PYTHON ?= python3
 OUT ?= out/demo
 ARGS ?=
-BENCH ?= steps clip norm lamb rms_norm layer_norm swiglu activation rope softmax cross_entropy decode prefill aio
+BENCHES := print(*dict.fromkeys(row.benchmark for row in ROWS if hasattr(row, "benchmark")))
+BENCH ?= steps clip lamb $(shell $(PYTHON) -c 'from op_builder.registry import ROWS; $(BENCHES)') prefill aio
 
 BIN := .venv/bin
 SOURCES := benchmarks deepspeed_ext op_builder tests setup.py

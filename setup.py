@@ -119,7 +119,8 @@ setup(
     package_dir={"deepspeed_ext.csrc": "csrc", "deepspeed_ext.op_builder": "op_builder"},
     package_data={
         "deepspeed_ext": ["py.typed"],
-        "deepspeed_ext.inference.policies": ["README.md"],
+        "deepspeed_ext.ops": ["__init__.pyi"],
+        "deepspeed_ext.inference.model.policies": ["README.md"],
         "deepspeed_ext.csrc": [f"**/*.{kind}" for kind in ("h", "inl", "cuh", "cpp", "cu", "md")],
     },
     include_package_data=False,

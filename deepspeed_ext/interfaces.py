@@ -32,28 +32,6 @@ _INSTEAD = {
 }
 
 
-# The modules of libraries that have ops of several, by the file of their self-checks or, where
-# others have theirs in it, by the name.
-_MODULES = {
-    "kv_cache_checks": (
-        "append_and_attend",
-        "decode_attention",
-        "paged_kv",
-        "prefill_attention",
-        "rope_append",
-    ),
-    "linear_checks": ("packed_weight", "quantized_linear"),
-    "one_number_each": ("fingerprint", "l2_norm"),
-    "quantize_checks": (
-        "dequantize",
-        "ds_quantizer",
-        "fake_quantize",
-        "quantize",
-        "quantize_packed",
-    ),
-}
-
-
 # What older libraries call in a module of this name, and where it is.
 _FUSED_OPTIM = "deepspeed_ext.compat.fused_optim"
 _OLDER = {
@@ -119,9 +97,6 @@ def interface_of(op: str) -> Interface:
         return Interface(op, {n: each._homes[n] for each in members for n in each.__all__} | older)
     from deepspeed_ext import ops
 
-    checks, _, name = spec_of(op).self_check.partition(":")
-    family, _, file = checks.rpartition(".")
-    modules = _MODULES.get(file) or _MODULES.get(name, (name,))  # beside it
-    homes = [f"{family}.{module}" for module in modules]
+    homes = spec_of(op).modules
     names = [name for name in ops.__all__ if getattr(ops, name).__module__ in homes]
     return Interface(op, dict.fromkeys(names, ops.__name__) | older)

@@ -1,208 +1,313 @@
 """The only list of op libraries; everything else that names them is derived from it."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from .errors import BuildError
 from .spec import OpSpec
 
+_ISA = "common/simd/isa.cpp"
 
-def _op(library: str, op: str, *more: str) -> OpSpec:
-    """Return the library of one op, such as optimizers/adam, for the device that its name says.
 
-    `more` sources are compiled beside the usual ones.
+@dataclass(frozen=True)
+class FunctionalOp:
+    """An op, or a few that belong together, with a library for each device.
+
+    One row gives both libraries, cpu_<name> and fused_<name>, what a builder's `load` returns, the
+    self-check of ds_report, which is called `name` in deepspeed_ext.ops.self_checks or in
+    `self_checks`, the table of ops, and the benchmark that `make bench` runs.
+
+    Args:
+        name: of the libraries, behind what they begin with.
+        modules: what declares the ops: schema, function, fake, backward and reference; below
+            deepspeed_ext.ops. It is imported on first use.
+        kernels: "elementwise" for rules that share its loop, with rule, formula and ops in files of
+            the row's name; else the sources of kernels and ops, without _cpu, _cuda and _ops.
+        bits: what is promised of results. "same": the same bits from every instruction set, and for
+            any split and number of threads. "row": that, and a row has the same bits in any batch.
+        sanitizer: the program of tests/csrc that tries the kernels under the sanitizers.
+        benchmark: benchmarks/bench_<benchmark>.py measures it.
+        ops: sources of ops without kernels of their own, without _ops.
+        more_cuda: sources of kernels for CUDA alone, without _cuda.
+        defines: macros for all sources; so some serve several libraries.
+        self_checks: the module below deepspeed_ext.ops that has the self-check.
     """
-    family, _, name = op.partition("/")
-    check = f"deepspeed_ext.ops.{family}.self_checks:{name}"
-    if library.startswith("cpu"):
-        sources = (f"{op}_ops.cpp", f"{op}_cpu.cpp", "common/simd/isa.cpp", *more)
-        return OpSpec(name=library, device="cpu", sources=sources, self_check=check)
-    return OpSpec(
-        name=library,
-        device="cuda",
-        sources=(f"{op}_cuda.cu", *more, f"{op}_ops.cpp"),
-        needs=("torch", "cuda"),
-        self_check=check,
-    )
 
+    name: str
+    modules: tuple[str, ...]
+    kernels: Literal["elementwise"] | tuple[str, ...]
+    bits: Literal["same", "row"]
+    sanitizer: str
+    benchmark: str
+    ops: tuple[str, ...] = ()
+    more_cuda: tuple[str, ...] = ()
+    defines: tuple[tuple[str, str], ...] = ()
+    self_checks: str = "self_checks"
 
-def _one_number_each(library: str) -> OpSpec:
-    """Return the library of the ops that make one number of each tensor: a norm, a fingerprint."""
-    check = "deepspeed_ext.ops.optimizers.self_checks:one_number_each"
-    on_cpu = library.startswith("cpu")
-    ends = ("cpu.cpp", "ops.cpp") if on_cpu else ("cuda.cu", "ops.cpp")
-    more = (f"optimizers/fingerprint_{end}" for end in ends)
-    return replace(_op(library, "optimizers/l2_norm", *more), self_check=check)
-
-
-def _norm(library: str, name: str, kind: str) -> OpSpec:
-    """Return the library of a norm; both kinds share their sources."""
-    more = () if library.startswith("cpu") else ("transformer/norm_backward_cuda.cu",)
-    shared = _op(library, "transformer/norm", *more)
-    check = f"deepspeed_ext.ops.transformer.self_checks:{name}"
-    return replace(shared, defines=(("DSX_NORM", kind),), self_check=check)
-
-
-def _elementwise(library: str, name: str) -> OpSpec:
-    """Return the library of an elementwise op; they share their loops, and have their own rules."""
-    shared = _op(library, "elementwise/elementwise")
-    kernels = (source for source in shared.sources if not source.endswith("_ops.cpp"))
-    defines = (
-        ("DSX_RULE_HEADER", f'"elementwise/{name}.h"'),
-        ("DSX_FORMULA", f'"elementwise/{name}_math.inl"'),
-    )
-    return replace(
-        shared,
-        sources=(f"elementwise/{name}_ops.cpp", *kernels),
-        defines=defines,
-        self_check=f"deepspeed_ext.ops.transformer.self_checks:{name}",
-    )
-
-
-def _quantized_linear(library: str, bits: int) -> OpSpec:
-    """Return the library of the ops on weights of so many bits, which share their sources."""
-    check = f"deepspeed_ext.ops.quantization.linear_checks:quantized_linear_w{bits}"
-    shared = _op(library, "quantization/quantized_linear")
-    return replace(shared, defines=(("DSX_BITS", str(bits)),), self_check=check)
-
-
-def _quantizer(library: str) -> OpSpec:
-    """Return the library of the ops that make floats codes, and codes floats."""
-    check = "deepspeed_ext.ops.quantization.quantize_checks:quantizer"
-    on_cpu = library.startswith("cpu")
-    ends = ("cpu.cpp", "ops.cpp") if on_cpu else ("cuda.cu", "ops.cpp")
-    more = (f"quantization/quantize_packed_{end}" for end in ends)
-    return replace(_op(library, "quantization/quantize", *more), self_check=check)
-
-
-def _kv_cache(kind: str, rule: str) -> tuple[OpSpec, OpSpec]:
-    """Return the libraries of the ops on a cache of keys and values of one kind, for both devices.
-
-    The ops share their sources, which are compiled for the kind.
-    """
-    made = []
-    for prefix in ("cpu", "fused"):
-        on_cpu = prefix == "cpu"
-        ends = ("cpu.cpp", "ops.cpp") if on_cpu else ("cuda.cu", "ops.cpp")
-        types = () if on_cpu else ("bfloat16", "float16")  # of queries, side by side
-        shared = _op(
-            f"{prefix}_kv_cache{kind}",
-            "transformer/decode_attention",
-            *(
-                f"transformer/{op}_{end}"
-                for op in ("prefill_attention", "rope_append")
-                for end in ends
-            ),
-            f"transformer/append_and_attend_{ends[1]}",
-            *(f"transformer/prefill_mma_{name}_cuda.cu" for name in types),
-            *(() if on_cpu else ("transformer/decode_cluster_cuda.cu",)),
+    def libraries(self) -> tuple[OpSpec, OpSpec]:
+        """Return the libraries, for the CPU and for CUDA."""
+        stems, ops, defines = self.kernels, self.ops, self.defines
+        if stems == "elementwise":
+            stems, ops = ("elementwise/elementwise",), (f"elementwise/{self.name}",)
+            defines = _rule(f"elementwise/{self.name}")
+        else:
+            ops = (*stems, *ops)
+        of_ops = [f"{op}_ops.cpp" for op in ops]
+        return _both(
+            self.name,
+            [*of_ops, *(f"{stem}_cpu.cpp" for stem in stems), _ISA],
+            [*(f"{stem}_cuda.cu" for stem in (*stems, *self.more_cuda)), *of_ops],
+            defines=defines,
+            self_check=f"deepspeed_ext.ops.{self.self_checks}:{self.name}",
+            modules=self.modules,
         )
-        check = f"deepspeed_ext.ops.transformer.kv_cache_checks:kv_cache{kind}"
-        made.append(replace(shared, defines=(("DSX_KV", rule),), self_check=check))
-    return made[0], made[1]
 
 
-def _optimizer(library: str, name: str, rule: str, measuring_rule: str = "") -> OpSpec:
-    """Return the library of one optimizer, for the device that its name says.
+@dataclass(frozen=True)
+class StepOp:
+    """An optimizer's op; all share their sources, which are compiled for the rules of each.
 
-    Optimizers share their sources, which are compiled for the rules in the header of that name: one
-    that updates, and for some one that measures before.
+    Args:
+        name: of the header in csrc/optimizers with its rules, of its module and its self-check.
+        rule: the one that updates.
+        measuring_rule: the one that measures before, if there is one.
     """
-    defines = [
-        ("DSX_RULE_HEADER", f'"optimizers/{name}.h"'),
-        ("DSX_FORMULA", f'"optimizers/{name}_math.inl"'),
-        ("DSX_RULE", rule),
-    ]
-    if measuring_rule:
-        defines.append(("DSX_MEASURING_RULE", measuring_rule))
-    on_cpu = library.startswith("cpu")
-    kernels = ("optimizers/step_cpu.cpp", "common/simd/isa.cpp")
-    return OpSpec(
-        name=library,
-        device="cpu" if on_cpu else "cuda",
-        sources=("optimizers/step_ops.cpp", *(kernels if on_cpu else ("optimizers/step_cuda.cu",))),
-        needs=("torch",) if on_cpu else ("torch", "cuda"),
-        defines=tuple(defines),
-        self_check=f"deepspeed_ext.ops.optimizers.self_checks:{name}",
+
+    name: str
+    rule: str
+    measuring_rule: str = ""
+
+    def libraries(self) -> tuple[OpSpec, OpSpec]:
+        """Return the libraries, for the CPU and for CUDA."""
+        defines = (*_rule(f"optimizers/{self.name}"), ("DSX_RULE", self.rule))
+        if self.measuring_rule:
+            defines = (*defines, ("DSX_MEASURING_RULE", self.measuring_rule))
+        ops = "optimizers/step_ops.cpp"
+        return _both(
+            self.name,
+            [ops, "optimizers/step_cpu.cpp", _ISA],
+            [ops, "optimizers/step_cuda.cu"],
+            defines=defines,
+            self_check=f"deepspeed_ext.ops.optimizers.self_checks:{self.name}",
+            modules=(f"optimizers.{self.name}",),
+        )
+
+
+def _rule(path: str) -> tuple[tuple[str, str], ...]:
+    """Return the macros that bring a rule and its formula into the loop that many share."""
+    return ("DSX_RULE_HEADER", f'"{path}.h"'), ("DSX_FORMULA", f'"{path}_math.inl"')
+
+
+def _both(
+    name: str,
+    on_cpu: list[str],
+    on_cuda: list[str],
+    *,
+    defines: tuple[tuple[str, str], ...],
+    self_check: str,
+    modules: tuple[str, ...],
+) -> tuple[OpSpec, OpSpec]:
+    """Return the libraries of a row, from the sources of each."""
+    cpu = OpSpec(
+        name=f"cpu_{name}",
+        device="cpu",
+        sources=tuple(on_cpu),
+        defines=defines,
+        self_check=self_check,
+        modules=tuple(f"deepspeed_ext.ops.{module}" for module in modules),
+    )
+    cuda = replace(
+        cpu,
+        name=f"fused_{name}",
+        device="cuda",
+        sources=tuple(on_cuda),
+        needs=("torch", "cuda"),
+    )
+    return cpu, cuda
+
+
+def _kv_cache(kind: str, rule: str) -> FunctionalOp:
+    """Return the ops on a cache of keys and values of one kind; the sources are of all kinds."""
+    return FunctionalOp(
+        f"kv_cache{kind}",
+        modules=(
+            "attention.append_and_attend",
+            "attention.decode_attention",
+            "attention.paged_kv",
+            "attention.prefill_attention",
+            "attention.rope_append",
+        ),
+        kernels=(
+            "attention/decode/decode",
+            "attention/prefill/prefill",
+            "attention/cache/rope_append",
+        ),
+        ops=("attention/decode/append_and_attend",),
+        more_cuda=(
+            "attention/prefill/prefill_mma_bfloat16",  # by types of queries, side by side
+            "attention/prefill/prefill_mma_float16",
+            "attention/decode/decode_cluster",
+        ),
+        defines=(("DSX_KV", rule),),
+        bits="row",
+        sanitizer=f"kv_cache{kind}",
+        benchmark="decode",
+        self_checks="attention.self_checks",
     )
 
+
+def _norm(name: str, kind: str) -> FunctionalOp:
+    """Return a norm; both kinds share their sources."""
+    return FunctionalOp(
+        name,
+        modules=(f"norm.{name}",),
+        kernels=("norm/norm",),
+        more_cuda=("norm/norm_backward",),
+        defines=(("DSX_NORM", kind),),
+        bits="row",
+        sanitizer="norms",
+        benchmark=name,
+    )
+
+
+def _quantized_linear(bits: int) -> FunctionalOp:
+    """Return the ops on weights of so many bits, which share their sources."""
+    return FunctionalOp(
+        f"quantized_linear_w{bits}",
+        modules=("quantization.packed_weight", "linear.quantized_linear"),
+        kernels=("linear/quantized_linear",),
+        defines=(("DSX_BITS", str(bits)),),
+        bits="row",
+        sanitizer=f"quantized_linear_w{bits}",
+        benchmark="quantized_linear",
+        self_checks="linear.self_checks",
+    )
+
+
+ROWS: tuple[StepOp | FunctionalOp, ...] = (
+    StepOp("adam", "Adam"),
+    StepOp("lion", "Lion"),
+    StepOp("adagrad", "Adagrad"),
+    StepOp("sgd", "Sgd"),
+    StepOp("rmsprop", "Rmsprop"),
+    StepOp("lamb", "LambApply", "LambMoments"),
+    StepOp("lars", "LarsApply", "LarsNorms"),
+    FunctionalOp(
+        "norm",
+        modules=("optimizers.fingerprint", "optimizers.l2_norm"),
+        kernels=("optimizers/l2_norm", "optimizers/fingerprint"),
+        bits="same",
+        sanitizer="l2_norm",
+        benchmark="norm",
+        self_checks="optimizers.self_checks",
+    ),
+    _norm("rms_norm", "RmsNorm"),
+    _norm("layer_norm", "LayerNorm"),
+    FunctionalOp(
+        "bias_activation",
+        modules=("elementwise.bias_activation",),
+        kernels="elementwise",
+        bits="same",
+        sanitizer="activations",
+        benchmark="activation",
+    ),
+    FunctionalOp(
+        "gated_activation",
+        modules=("elementwise.gated_activation",),
+        kernels="elementwise",
+        bits="same",
+        sanitizer="activations",
+        benchmark="swiglu",
+    ),
+    FunctionalOp(
+        "nhwc_bias_add",
+        modules=("elementwise.nhwc_bias_add",),
+        kernels="elementwise",
+        bits="same",
+        sanitizer="activations",
+        benchmark="activation",
+    ),
+    FunctionalOp(
+        "rope",
+        modules=("attention.rope",),
+        kernels=("attention/cache/rope",),
+        bits="row",
+        sanitizer="rope",
+        benchmark="rope",
+    ),
+    FunctionalOp(
+        "softmax",
+        modules=("softmax_and_loss.softmax",),
+        kernels=("softmax/softmax",),
+        more_cuda=("softmax/softmax_masked", "softmax/softmax_backward"),
+        bits="row",
+        sanitizer="softmax",
+        benchmark="softmax",
+    ),
+    FunctionalOp(
+        "cross_entropy",
+        modules=("softmax_and_loss.cross_entropy",),
+        kernels=("softmax/cross_entropy",),
+        bits="row",
+        sanitizer="softmax",
+        benchmark="cross_entropy",
+    ),
+    FunctionalOp(
+        "skinny_linear",
+        modules=("linear.skinny_linear",),
+        kernels=("linear/skinny_linear",),
+        bits="row",
+        sanitizer="skinny_linear",
+        benchmark="skinny_linear",
+    ),
+    _quantized_linear(4),
+    _quantized_linear(8),
+    FunctionalOp(
+        "quantizer",
+        modules=(
+            "quantization.dequantize",
+            "quantization.ds_quantizer",
+            "quantization.fake_quantize",
+            "quantization.quantize",
+            "quantization.quantize_packed",
+        ),
+        kernels=("quantization/quantize", "quantization/quantize_packed"),
+        bits="row",
+        sanitizer="quantize",
+        benchmark="quantize",
+        self_checks="quantization.self_checks",
+    ),
+    _kv_cache("", "FloatKv"),
+    _kv_cache("_int8", "Int8Kv"),
+    _kv_cache("_fp8", "Fp8Kv"),
+)
 
 OPS: tuple[OpSpec, ...] = (
-    _optimizer("cpu_adam", "adam", "Adam"),
-    _optimizer("fused_adam", "adam", "Adam"),
-    _optimizer("cpu_lion", "lion", "Lion"),
-    _optimizer("fused_lion", "lion", "Lion"),
-    _optimizer("cpu_adagrad", "adagrad", "Adagrad"),
-    _optimizer("fused_adagrad", "adagrad", "Adagrad"),
-    _optimizer("cpu_sgd", "sgd", "Sgd"),
-    _optimizer("fused_sgd", "sgd", "Sgd"),
-    _optimizer("cpu_rmsprop", "rmsprop", "Rmsprop"),
-    _optimizer("fused_rmsprop", "rmsprop", "Rmsprop"),
-    _optimizer("cpu_lamb", "lamb", "LambApply", "LambMoments"),
-    _optimizer("fused_lamb", "lamb", "LambApply", "LambMoments"),
-    _optimizer("cpu_lars", "lars", "LarsApply", "LarsNorms"),
-    _optimizer("fused_lars", "lars", "LarsApply", "LarsNorms"),
-    _one_number_each("cpu_norm"),
-    _one_number_each("fused_norm"),
-    _norm("cpu_rms_norm", "rms_norm", "RmsNorm"),
-    _norm("fused_rms_norm", "rms_norm", "RmsNorm"),
-    _norm("cpu_layer_norm", "layer_norm", "LayerNorm"),
-    _norm("fused_layer_norm", "layer_norm", "LayerNorm"),
-    _elementwise("cpu_bias_activation", "bias_activation"),
-    _elementwise("fused_bias_activation", "bias_activation"),
-    _elementwise("cpu_gated_activation", "gated_activation"),
-    _elementwise("fused_gated_activation", "gated_activation"),
-    _elementwise("cpu_nhwc_bias_add", "nhwc_bias_add"),
-    _elementwise("fused_nhwc_bias_add", "nhwc_bias_add"),
-    _op("cpu_rope", "transformer/rope"),
-    _op("fused_rope", "transformer/rope"),
-    _op("cpu_softmax", "transformer/softmax"),
-    _op(
-        "fused_softmax",
-        "transformer/softmax",
-        "transformer/softmax_masked_cuda.cu",
-        "transformer/softmax_backward_cuda.cu",
-    ),
-    _op("cpu_cross_entropy", "transformer/cross_entropy"),
-    _op("fused_cross_entropy", "transformer/cross_entropy"),
-    _op("cpu_skinny_linear", "transformer/skinny_linear"),
-    _op("fused_skinny_linear", "transformer/skinny_linear"),
-    _quantized_linear("cpu_quantized_linear_w4", 4),
-    _quantized_linear("fused_quantized_linear_w4", 4),
-    _quantized_linear("cpu_quantized_linear_w8", 8),
-    _quantized_linear("fused_quantized_linear_w8", 8),
-    _quantizer("cpu_quantizer"),
-    _quantizer("fused_quantizer"),
-    *_kv_cache("", "FloatKv"),
-    *_kv_cache("_int8", "Int8Kv"),
-    *_kv_cache("_fp8", "Fp8Kv"),
+    *(library for row in ROWS for library in row.libraries()),
     OpSpec(
         name="cpu_replay",
         device="cpu",
         sources=("replay/replay_ops.cpp",),
-        self_check="deepspeed_ext.ops.replay_checks:replay",
+        self_check="deepspeed_ext.ops.self_checks:replay",
+        modules=("deepspeed_ext.ops.replay",),
     ),
     OpSpec(
         name="async_io",
         device="cpu",
         sources=(
             "aio/io_bindings.cpp",
-            "aio/engine.cpp",
-            "aio/queue.cpp",
-            "aio/opening.cpp",
-            "aio/error_text.cpp",
-            "aio/regions.cpp",
-            "aio/worker.cpp",
-            "aio/file.cpp",
-            "aio/page_buffer.cpp",
-            "aio/backend.cpp",
-            "aio/backend_factory.cpp",
-            "aio/backend_threads.cpp",
-            "aio/backend_uring.cpp",
-            "aio/backend_libaio.cpp",
-            "aio/checksum.cpp",
+            *(
+                f"aio/{name}.cpp"
+                for name in (
+                    *("engine", "queue", "opening", "error_text", "regions", "worker", "file"),
+                    *("page_buffer", "backend", "backend_factory", "backend_threads"),
+                    *("backend_uring", "backend_libaio", "checksum"),
+                )
+            ),
         ),
         needs=("pybind11",),
         self_check="deepspeed_ext.io.self_checks:async_io",
+        modules=("deepspeed_ext.io",),
     ),
 )
 
@@ -222,6 +327,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "layernorm": ("fused_layer_norm",),
     "scaled_masked_softmax": ("fused_softmax",),
     "scaled_upper_triangle_masked_softmax": ("fused_softmax",),
+    "spatial_inference": ("fused_nhwc_bias_add",),
     "utils": (),
 }
 

@@ -18,6 +18,7 @@ class OpSpec:
         defines: macros that every source is compiled with, name and value; a value may be the name
             of a header, in quotes. So one source serves several libraries.
         self_check: "module:function", called with device=device; raises when the op is wrong.
+        modules: the Python modules whose functions it does the work of.
         fused_multiply_add: lets nvcc fuse a*b+c; False gives the same bits on every device.
     """
 
@@ -28,4 +29,5 @@ class OpSpec:
     links: tuple[str, ...] = ()
     defines: tuple[tuple[str, str], ...] = ()
     self_check: str = ""
+    modules: tuple[str, ...] = ()
     fused_multiply_add: bool = False

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.distributed.tensor
 
 from deepspeed_ext import op_builder
-from deepspeed_ext.inference.folder import FolderTensors
+from deepspeed_ext.inference.model.checkpoint_folder import FolderTensors
 from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.io._native import native
 from deepspeed_ext.offload import OffloadOptimizer

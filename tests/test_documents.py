@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "csrc/README.md"),
-    "deepspeed_ext/inference/policies/README.md",
+    "deepspeed_ext/inference/model/policies/README.md",
 ]
 
 

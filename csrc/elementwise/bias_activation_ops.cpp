@@ -1,5 +1,5 @@
 // The torch side of bias_activation, for the device that this is compiled for. The schemas are in
-// deepspeed_ext/ops/transformer/bias_activation.py.
+// deepspeed_ext/ops/elementwise/bias_activation.py.
 #include "common/torch/activation.h"
 #include "elementwise/bias_activation.h"
 #include "elementwise/elementwise_ops.h"

@@ -5,7 +5,7 @@
 #include DSX_RULE_HEADER
 
 #include "common/cuda/add_partials.cuh"
-#include "common/cuda/row_list.cuh"
+#include "elementwise/row_list_cuda.cuh"
 #include "elementwise/elementwise.h"
 
 namespace dsx {

@@ -2,7 +2,7 @@
 // stored as floats, or all of it as bfloat16, is worked on where it lies; of any other mixture, and
 // of the end of a row, a block is copied as floats from and to where it lies. So a formula is
 // compiled twice for each instruction set, not once for each mixture of dtypes.
-#include "common/simd/twice.inl"
+#include "elementwise/twice_cpu.inl"
 
 constexpr int kBlock = 512;
 

@@ -1,5 +1,5 @@
 // The torch side of gated_activation, for the device that this is compiled for. The schemas are in
-// deepspeed_ext/ops/transformer/gated_activation.py.
+// deepspeed_ext/ops/elementwise/gated_activation.py.
 #include "common/torch/activation.h"
 #include "elementwise/elementwise_ops.h"
 #include "elementwise/gated_activation.h"

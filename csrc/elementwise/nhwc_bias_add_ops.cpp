@@ -1,5 +1,5 @@
 // Registers nhwc_bias_add, for the device that this is compiled for; the schemas are in
-// deepspeed_ext/ops/transformer/nhwc_bias_add.py.
+// deepspeed_ext/ops/elementwise/nhwc_bias_add.py.
 #include "elementwise/elementwise_ops.h"
 #include "elementwise/nhwc_bias_add.h"
 

@@ -32,8 +32,8 @@ struct Bytes {
 };
 
 // Adds to the fingerprints what the range [begin, end) of the row that the tensors form has
-// (common/chunks.h), whose chunks are blocks. Disjoint ranges may run on different threads. Never
-// throws.
+// (optimizers/chunks.h), whose chunks are blocks. Disjoint ranges may run on different threads.
+// Never throws.
 void add_fingerprints_cpu(Isa isa, const Bytes* tensors,
                           const int64_t* tensor_begin,  // [count + 1] in bytes
                           int64_t count, int64_t begin, int64_t end,

@@ -3,7 +3,7 @@
 
 #include <atomic>
 
-#include "common/chunks.h"
+#include "optimizers/chunks.h"
 #include "common/simd/prefetch.h"
 
 #define DSX_KERNEL_SOURCE "optimizers/fingerprint_cpu.inl"

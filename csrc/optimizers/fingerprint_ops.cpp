@@ -1,6 +1,6 @@
 // The torch side of fingerprints, for the device that this is compiled for. The schema is in
 // deepspeed_ext/ops/optimizers/fingerprint.py.
-#include "common/chunks.h"
+#include "optimizers/chunks.h"
 #include "common/torch/arguments.h"
 #include "common/torch/device.h"
 #include "optimizers/dense_elements_ops.h"

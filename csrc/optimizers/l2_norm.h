@@ -16,8 +16,8 @@ struct NormTensor {
 };
 
 // Writes the sum of squares of each chunk (kReductionChunk elements) of the range [begin, end) of
-// the row that the tensors form (common/chunks.h). Disjoint ranges may run on different threads;
-// the result depends neither on how the row is cut nor on the ISA. Never throws.
+// the row that the tensors form (optimizers/chunks.h). Disjoint ranges may run on different
+// threads; the result depends neither on how the row is cut nor on the ISA. Never throws.
 void squares_of_chunks_cpu(Isa isa, const NormTensor* tensors,
                            const int64_t* tensor_begin,  // [count + 1] in elements
                            const int64_t* first_chunk,   // [count + 1] of each tensor, then the end

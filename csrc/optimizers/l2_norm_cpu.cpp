@@ -1,7 +1,7 @@
 // Sums of squares on the CPU: walks a range of the tensor row and hands out each chunk.
 #include "optimizers/l2_norm.h"
 
-#include "common/chunks.h"
+#include "optimizers/chunks.h"
 
 #define DSX_KERNEL_SOURCE "optimizers/l2_norm_cpu.inl"
 #include "common/simd/foreach_isa.h"

@@ -4,10 +4,10 @@
 
 #include <algorithm>
 
-#include "common/chunks.h"
+#include "optimizers/chunks.h"
 #include "common/cuda/check.h"
 #include "common/cuda/launch.cuh"
-#include "common/cuda/reduce.cuh"
+#include "optimizers/reduce_cuda.cuh"
 #include "common/cuda/vector_io.cuh"
 
 namespace dsx {

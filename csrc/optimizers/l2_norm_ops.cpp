@@ -1,6 +1,6 @@
 // The torch side of squared_norms, for the device that this is compiled for. The schema is in
 // deepspeed_ext/ops/optimizers/l2_norm.py.
-#include "common/chunks.h"
+#include "optimizers/chunks.h"
 #include "common/torch/arguments.h"
 #include "common/torch/device.h"
 #include "optimizers/dense_elements_ops.h"

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "common/power.h"
+#include "optimizers/power.h"
 #include "optimizers/step.h"
 
 namespace dsx {

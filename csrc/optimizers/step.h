@@ -35,7 +35,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/scalar.h"
+#include "optimizers/scalar.h"
 #include "common/simd/isa.h"
 #include "common/noise.h"
 #include "optimizers/storage.h"
@@ -191,7 +191,7 @@ DSX_HOST_DEVICE typename Rule::Constants constants_of_loop(typename Rule::Consta
 
 // The kernels of every rule, which step_cpu.cpp and step_cuda.cu are compiled to.
 
-// Updates elements [begin, end) of the row that the tensors form (common/chunks.h), whose step
+// Updates elements [begin, end) of the row that the tensors form (optimizers/chunks.h), whose step
 // counts have been advanced; found_inf is not looked at. Disjoint ranges may run on different
 // threads; the result does not depend on how the row is cut. Never throws.
 template <class Rule>

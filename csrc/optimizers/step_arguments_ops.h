@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "common/math.h"
-#include "common/scalar.h"
+#include "optimizers/scalar.h"
 #include "common/torch/arguments.h"
 #include "common/torch/new_tensor.h"
 #include "optimizers/storage.h"

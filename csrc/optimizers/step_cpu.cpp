@@ -3,7 +3,7 @@
 // defines them. Picks the instruction set and walks a range of the row that the tensors form.
 #include <limits>
 
-#include "common/chunks.h"
+#include "optimizers/chunks.h"
 #include "common/simd/prefetch.h"
 #include "optimizers/padded.h"
 #include "optimizers/streamed.h"

@@ -4,10 +4,10 @@
 // on them, then every block of the main kernel updates one chunk of one tensor.
 #include <algorithm>
 
-#include "common/chunks.h"
+#include "optimizers/chunks.h"
 #include "common/cuda/check.h"
 #include "common/cuda/launch.cuh"
-#include "common/cuda/reduce.cuh"
+#include "optimizers/reduce_cuda.cuh"
 #include "optimizers/skipped.h"
 #include DSX_RULE_HEADER
 

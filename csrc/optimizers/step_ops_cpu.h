@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "common/chunks.h"
+#include "optimizers/chunks.h"
 #include "optimizers/shared_for_ops.h"
 #include "optimizers/skipped.h"
 #include "optimizers/step.h"

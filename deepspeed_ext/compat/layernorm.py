@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.ops import layer_norm
-from deepspeed_ext.ops.transformer.layer_norm import layer_norm_gradients
+from deepspeed_ext.ops.norm.layer_norm import layer_norm_gradients
 
 
 def forward_affine(

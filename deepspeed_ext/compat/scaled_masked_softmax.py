@@ -7,7 +7,7 @@ zeros, where theirs has equal probabilities.
 from torch import Tensor
 
 from deepspeed_ext.ops import scaled_masked_softmax
-from deepspeed_ext.ops.transformer.softmax import softmax_gradient
+from deepspeed_ext.ops.softmax_and_loss.softmax import softmax_gradient
 
 
 def forward(input: Tensor, mask: Tensor, scale: float) -> Tensor:

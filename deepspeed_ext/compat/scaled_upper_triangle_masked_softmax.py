@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from deepspeed_ext.ops import scaled_upper_triang_masked_softmax
-from deepspeed_ext.ops.transformer.softmax import softmax_gradient
+from deepspeed_ext.ops.softmax_and_loss.softmax import softmax_gradient
 
 
 def forward(input: Tensor, scale: float) -> Tensor:

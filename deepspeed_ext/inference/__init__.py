@@ -7,14 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deepspeed_ext.inference.encoder_engine import EncoderEngine
-    from deepspeed_ext.inference.engine import InferenceEngine
+    from deepspeed_ext.inference.execution.kv_cache import KVCache
+    from deepspeed_ext.inference.execution.sampling import SamplingOptions
     from deepspeed_ext.inference.initialize import init_inference
-    from deepspeed_ext.inference.kv_cache import KVCache
-    from deepspeed_ext.inference.policy import Key, Names, Policy, Sizes, Windows
-    from deepspeed_ext.inference.requests import Completion
-    from deepspeed_ext.inference.sampling import SamplingOptions
-    from deepspeed_ext.inference.stream import Piece, Stream
+    from deepspeed_ext.inference.model.policy import Key, Names, Policy, Sizes, Windows
+    from deepspeed_ext.inference.requests.request import Completion
+    from deepspeed_ext.inference.requests.stream import Piece, Stream
+    from deepspeed_ext.inference.serving.encoder_engine import EncoderEngine
+    from deepspeed_ext.inference.serving.engine import InferenceEngine
 
 __all__ = [
     "Completion",
@@ -33,13 +33,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Completion": "requests",
-    "EncoderEngine": "encoder_engine",
-    "InferenceEngine": "engine",
-    "KVCache": "kv_cache",
-    **dict.fromkeys(("Key", "Names", "Policy", "Sizes", "Windows"), "policy"),
-    **dict.fromkeys(("Piece", "Stream"), "stream"),
-    "SamplingOptions": "sampling",
+    "Completion": "requests.request",
+    "EncoderEngine": "serving.encoder_engine",
+    "InferenceEngine": "serving.engine",
+    "KVCache": "execution.kv_cache",
+    **dict.fromkeys(("Key", "Names", "Policy", "Sizes", "Windows"), "model.policy"),
+    **dict.fromkeys(("Piece", "Stream"), "requests.stream"),
+    "SamplingOptions": "execution.sampling",
     "init_inference": "initialize",
 }
 

@@ -6,14 +6,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.inference.engine import InferenceEngine
-from deepspeed_ext.inference.folder import ModelFolder
+from deepspeed_ext.inference.execution.sampling import SamplingOptions
 from deepspeed_ext.inference.initialize import init_inference
-from deepspeed_ext.inference.policies import policy_of
-from deepspeed_ext.inference.sampling import SamplingOptions
-from deepspeed_ext.inference.speed import bytes_per_token, memory_speed
-from deepspeed_ext.inference.stream import Piece
-from deepspeed_ext.inference.tokens import tokenizer_of
+from deepspeed_ext.inference.model.checkpoint_folder import ModelFolder
+from deepspeed_ext.inference.model.policies import policy_of
+from deepspeed_ext.inference.requests.stream import Piece
+from deepspeed_ext.inference.requests.tokenizer import tokenizer_of
+from deepspeed_ext.inference.serving.engine import InferenceEngine
+from deepspeed_ext.inference.serving.roofline import bytes_per_token, memory_speed
 from deepspeed_ext.op_builder import BuildError, program
 
 _SAMPLING = (  # the options of a call of generate, with their types and what they mean

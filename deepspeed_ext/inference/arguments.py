@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from deepspeed_ext.inference.policy import Policy
+from deepspeed_ext.inference.model.policy import Policy
 
 _OP = "init_inference"
 _DTYPES = {
@@ -183,7 +183,7 @@ def _group(**rules: Only) -> As:
 
 _ONE = "a model is on one device; models that need several are not supported"
 _DENSE = "mixtures of experts are not supported"
-_TABLE = "give a table as policy; see deepspeed_ext.inference.policies"
+_TABLE = "give a table as policy; see deepspeed_ext.inference.model.policies"
 _FOLDER = "give the folder with config.json and safetensors as model"
 _TRITON = "there are no Triton kernels; those that are there are always used"
 _anything = (True, False)

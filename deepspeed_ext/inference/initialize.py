@@ -12,37 +12,37 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_ext.dtensors import is_dtensor
-from deepspeed_ext.inference.architecture import architecture_of
 from deepspeed_ext.inference.arguments import Settings, dtype_of, settings_of, usual
-from deepspeed_ext.inference.decoder import Decoder
-from deepspeed_ext.inference.encoder import Encoder
-from deepspeed_ext.inference.encoder_engine import EncoderEngine
-from deepspeed_ext.inference.engine import InferenceEngine
-from deepspeed_ext.inference.folder import (
-    Described,
-    FolderTensors,
-    ModelFolder,
-    reading_bytes,
-)
-from deepspeed_ext.inference.policies import policy_of
-from deepspeed_ext.inference.policy import Config, Policy
-from deepspeed_ext.inference.quantizing import (
-    Quantizer,
-    bytes_of,
-    report_of,
-    with_activations,
-)
-from deepspeed_ext.inference.room import (
+from deepspeed_ext.inference.execution.decoder import Decoder
+from deepspeed_ext.inference.execution.encoder import Encoder
+from deepspeed_ext.inference.execution.memory_budget import (
     Need,
     cache_bytes,
     check_positions,
     check_room,
     working_bytes,
 )
-from deepspeed_ext.inference.scheduler import CHUNK, PACKED
-from deepspeed_ext.inference.tokens import tokenizer_of
-from deepspeed_ext.inference.weight_memory import WeightMemory
-from deepspeed_ext.inference.weights import Taker, Weights
+from deepspeed_ext.inference.model.architecture import architecture_of
+from deepspeed_ext.inference.model.checkpoint_folder import (
+    Described,
+    FolderTensors,
+    ModelFolder,
+    reading_bytes,
+)
+from deepspeed_ext.inference.model.policies import policy_of
+from deepspeed_ext.inference.model.policy import Config, Policy
+from deepspeed_ext.inference.requests.tokenizer import tokenizer_of
+from deepspeed_ext.inference.serving.encoder_engine import EncoderEngine
+from deepspeed_ext.inference.serving.engine import InferenceEngine
+from deepspeed_ext.inference.serving.scheduler import CHUNK, PACKED
+from deepspeed_ext.inference.weights.host_memory import WeightMemory
+from deepspeed_ext.inference.weights.loader import Taker, Weights
+from deepspeed_ext.inference.weights.quantize_on_load import (
+    Quantizer,
+    bytes_of,
+    report_of,
+    with_activations,
+)
 from deepspeed_ext.io import SavedTensor
 from deepspeed_ext.quantization.linear import QuantizedLinear
 from deepspeed_ext.quantization.report import Report

@@ -11,18 +11,18 @@ from torch import Tensor
 from deepspeed_ext.dtensors import is_dtensor, local, same_layout
 from deepspeed_ext.offload.arriving import Wait, arrive, set_out
 from deepspeed_ext.offload.copies import AHEAD, ASKED, Copy, Event, Lanes
-from deepspeed_ext.offload.inner import HostSteps, pieces
+from deepspeed_ext.offload.host_gradients import Sum, source_of
+from deepspeed_ext.offload.host_optimizer import HostSteps, pieces
+from deepspeed_ext.offload.host_tensors import put
 from deepspeed_ext.offload.seals import Marks, Question, Seal, marks_of, parts_of, seal
 from deepspeed_ext.offload.sent_gradients import sent
-from deepspeed_ext.offload.stand_ins import put
-from deepspeed_ext.offload.sums import Sum, source_of
 from deepspeed_ext.offload.worker import Task
 from deepspeed_ext.op_builder.log import logger
 from deepspeed_ext.ops.optimizers.fingerprint import fingerprints
 from deepspeed_ext.ops.optimizers.l2_norm import squared_norms
 from deepspeed_ext.optim.clipping import Scaling, SquareSum
 from deepspeed_ext.optim.slabs import STEP, Bucket, Work
-from deepspeed_ext.optim.traits import Group
+from deepspeed_ext.optim.spec import Group
 
 _version = attrgetter("_version")
 Run = Callable[[], None]

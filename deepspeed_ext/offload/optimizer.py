@@ -13,17 +13,17 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
 from deepspeed_ext.offload.copies import Recorder
-from deepspeed_ext.offload.estimate import bytes_of, estimate, stays
 from deepspeed_ext.offload.hooks import Remove, before_forward, check_model, on_gradient
-from deepspeed_ext.offload.inner import offloaded
-from deepspeed_ext.offload.links import Links, weakly
+from deepspeed_ext.offload.host_copies import Links, weakly
+from deepspeed_ext.offload.host_optimizer import offloaded
+from deepspeed_ext.offload.memory_estimate import bytes_of, estimate, stays
 from deepspeed_ext.offload.pipeline import Pipeline
 from deepspeed_ext.ops.optimizers.clip import checked_norm
 from deepspeed_ext.optim import DeepSpeedCPUAdam
 from deepspeed_ext.optim.base import SlabOptimizer
-from deepspeed_ext.optim.checkpoint import portable_state
 from deepspeed_ext.optim.checks import check_group_keys, check_once
 from deepspeed_ext.optim.clipping import Scaling
+from deepspeed_ext.optim.state_dict import portable_state
 from deepspeed_ext.processors import check_threads, share_here
 
 Group = dict[str, Any]

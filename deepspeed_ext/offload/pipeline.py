@@ -14,16 +14,16 @@ from torch import Tensor
 from deepspeed_ext.dtensors import is_dtensor, local
 from deepspeed_ext.offload.bucket import Ahead, HostBucket, go_on, is_plain, use
 from deepspeed_ext.offload.copies import Event, Lanes, Recorder, await_copy
-from deepspeed_ext.offload.decision import Decision, decide, scaling_of
-from deepspeed_ext.offload.inner import HostSteps, options_of
-from deepspeed_ext.offload.links import Links, look_of
-from deepspeed_ext.offload.stand_ins import host_memory, remake
-from deepspeed_ext.offload.sums import Sums
+from deepspeed_ext.offload.host_copies import Links, look_of
+from deepspeed_ext.offload.host_gradients import Sums
+from deepspeed_ext.offload.host_optimizer import HostSteps, options_of
+from deepspeed_ext.offload.host_tensors import host_memory, remake
+from deepspeed_ext.offload.verdict import Decision, decide, scaling_of
 from deepspeed_ext.offload.worker import Task, Urgency, Worker
 from deepspeed_ext.op_builder import load
 from deepspeed_ext.optim.clipping import Scaling
 from deepspeed_ext.optim.slabs import Bucket
-from deepspeed_ext.optim.traits import Group
+from deepspeed_ext.optim.spec import Group
 
 
 class Memory(NamedTuple):

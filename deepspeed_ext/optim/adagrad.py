@@ -21,7 +21,7 @@ from deepspeed_ext.optim.formats import CompactOptions, FormatOptions, masters_i
 from deepspeed_ext.optim.plans import dtypes_of
 from deepspeed_ext.optim.set_grad_none import SetGradNone
 from deepspeed_ext.optim.slabs import STEP, Work
-from deepspeed_ext.optim.traits import Group, Traits
+from deepspeed_ext.optim.spec import Group, Traits
 
 _is_sparse = attrgetter("is_sparse")
 

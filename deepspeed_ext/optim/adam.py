@@ -17,7 +17,7 @@ from deepspeed_ext.optim.base import SlabOptimizer
 from deepspeed_ext.optim.checks import check_flags, check_value
 from deepspeed_ext.optim.formats import CompactOptions, FormatOptions
 from deepspeed_ext.optim.set_grad_none import SetGradNone
-from deepspeed_ext.optim.traits import Traits
+from deepspeed_ext.optim.spec import Traits
 
 _TRAITS = Traits(ADAM, options=(Flag("amsgrad"),))
 _SMALLEST_SCALE = 2.0**-126  # its inverse, and that of all above, is a normal float32

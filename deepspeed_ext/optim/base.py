@@ -13,7 +13,6 @@ from typing_extensions import Unpack
 
 from deepspeed_ext.dtensors import Agreement, all_zero, is_partial
 from deepspeed_ext.ops.optimizers.clip import checked_norm
-from deepspeed_ext.optim.checkpoint import hide_entries, portable_state, show_entries
 from deepspeed_ext.optim.checks import (
     check_flags,
     check_group_keys,
@@ -27,11 +26,12 @@ from deepspeed_ext.optim.checks import (
     name_refused,
 )
 from deepspeed_ext.optim.clipping import Clip, Scalars, Scaling, SquareSum, clip, scalars_of
-from deepspeed_ext.optim.entry import Entry
 from deepspeed_ext.optim.formats import FormatOptions, StateFormat, is_of_format
 from deepspeed_ext.optim.plans import Plans, dtypes_of, follow_shapes, is_state
 from deepspeed_ext.optim.slabs import STEP, Bucket, Work
-from deepspeed_ext.optim.traits import Group, Traits
+from deepspeed_ext.optim.spec import Group, Traits
+from deepspeed_ext.optim.state_dict import hide_entries, portable_state, show_entries
+from deepspeed_ext.optim.state_entry import Entry
 
 
 class SlabOptimizer(torch.optim.Optimizer):

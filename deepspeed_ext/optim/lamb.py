@@ -21,7 +21,7 @@ from deepspeed_ext.optim.checks import check_flags, check_value
 from deepspeed_ext.optim.clipping import Scalars, Scaling, moved
 from deepspeed_ext.optim.formats import FormatOptions
 from deepspeed_ext.optim.slabs import Work
-from deepspeed_ext.optim.traits import Group, Traits
+from deepspeed_ext.optim.spec import Group, Traits
 
 
 class FusedLamb(SlabOptimizer):

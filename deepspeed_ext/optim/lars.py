@@ -17,7 +17,7 @@ from deepspeed_ext.optim.base import SlabOptimizer
 from deepspeed_ext.optim.clipping import Scalars
 from deepspeed_ext.optim.formats import FormatOptions
 from deepspeed_ext.optim.slabs import Work
-from deepspeed_ext.optim.traits import Group, Traits
+from deepspeed_ext.optim.spec import Group, Traits
 
 
 class Lars(SlabOptimizer):

@@ -9,7 +9,7 @@ from deepspeed_ext.optim.base import SlabOptimizer
 from deepspeed_ext.optim.checks import check_flags
 from deepspeed_ext.optim.formats import CompactOptions, FormatOptions
 from deepspeed_ext.optim.set_grad_none import SetGradNone
-from deepspeed_ext.optim.traits import Traits
+from deepspeed_ext.optim.spec import Traits
 
 
 class _Lion(SlabOptimizer):

@@ -16,10 +16,10 @@ from deepspeed_ext.optim.checks import (
     check_param,
     check_state,
 )
-from deepspeed_ext.optim.entry import Entry
 from deepspeed_ext.optim.formats import is_of_format
-from deepspeed_ext.optim.numbers import Numbers
 from deepspeed_ext.optim.slabs import STEP, Bucket
+from deepspeed_ext.optim.state_entry import Entry
+from deepspeed_ext.optim.state_values import Numbers
 
 if TYPE_CHECKING:
     from deepspeed_ext.optim.base import SlabOptimizer

@@ -10,7 +10,7 @@ from deepspeed_ext.ops.optimizers.step_op import Flag
 from deepspeed_ext.optim.base import SlabOptimizer
 from deepspeed_ext.optim.checks import check_value
 from deepspeed_ext.optim.formats import FormatOptions
-from deepspeed_ext.optim.traits import Group, Traits
+from deepspeed_ext.optim.spec import Group, Traits
 
 
 class FusedRMSprop(SlabOptimizer):

@@ -21,7 +21,7 @@ from deepspeed_ext.optim.formats import (
 )
 
 if TYPE_CHECKING:
-    from deepspeed_ext.optim.numbers import Numbers
+    from deepspeed_ext.optim.state_values import Numbers
 
 STEP = "step"
 

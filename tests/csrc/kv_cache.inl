@@ -1,4 +1,4 @@
-// Tests rope_append_cpu.cpp, decode_attention_cpu.cpp and prefill_attention_cpu.cpp, compiled for
+// Tests rope_append_cpu.cpp, decode_cpu.cpp and prefill_cpu.cpp, compiled for
 // the kind of storage `Kind`, in every ISA that this CPU has: tokens are appended to slots whose
 // pages end where memory ends, then attended to, against double, and bit for bit against the scalar
 // ISA, however the work is cut.
@@ -9,9 +9,9 @@
 
 #include "dtypes.h"
 #include "expect.h"
-#include "transformer/decode_attention.h"
-#include "transformer/prefill_attention.h"
-#include "transformer/rope_append.h"
+#include "attention/decode/decode.h"
+#include "attention/prefill/prefill.h"
+#include "attention/cache/rope_append.h"
 
 namespace {
 

@@ -7,7 +7,7 @@
 
 #include "dtypes.h"
 #include "expect.h"
-#include "quantization/quantized_linear.h"
+#include "linear/quantized_linear.h"
 
 namespace {
 

@@ -1,6 +1,6 @@
-// Tests common/chunks.h: whatever the tensors and the cuts, every element is visited exactly once,
-// and no chunk, counted from the start of its tensor, is ever cut.
-#include "common/chunks.h"
+// Tests optimizers/chunks.h: whatever the tensors and the cuts, every element is visited exactly
+// once, and no chunk, counted from the start of its tensor, is ever cut.
+#include "optimizers/chunks.h"
 
 #include <algorithm>
 #include <random>

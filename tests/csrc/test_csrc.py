@@ -16,7 +16,7 @@ import torch
 
 from deepspeed_ext.op_builder import OpSpec, cuda, toolchain
 from deepspeed_ext.op_builder.errors import Unavailable
-from deepspeed_ext.op_builder.registry import OPS
+from deepspeed_ext.op_builder.registry import OPS, ROWS, FunctionalOp, StepOp
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
@@ -43,11 +43,15 @@ PROGRAMS = {  # with the sources that each is linked with; an op library stands 
     "sum": [ISA],
     "l2_norm": [ISA, "optimizers/l2_norm_cpu.cpp"],
     "fingerprint": [ISA, "optimizers/fingerprint_cpu.cpp"],
+    "quantize": [ISA, "quantization/quantize_cpu.cpp"],
     "norms": [ISA, "cpu_rms_norm", "cpu_layer_norm"],
-    "softmax": [ISA, "transformer/softmax_cpu.cpp", "transformer/cross_entropy_cpu.cpp"],
-    "activations": [ISA, "cpu_bias_activation", "cpu_gated_activation"],
-    "rope": [ISA, "transformer/rope_cpu.cpp"],
-    "skinny_linear": [ISA, "transformer/skinny_linear_cpu.cpp"],
+    "softmax": [ISA, "softmax/softmax_cpu.cpp", "softmax/cross_entropy_cpu.cpp"],
+    "activations": [
+        ISA,
+        *("cpu_bias_activation", "cpu_gated_activation", "cpu_nhwc_bias_add"),
+    ],
+    "rope": [ISA, "attention/cache/rope_cpu.cpp"],
+    "skinny_linear": [ISA, "linear/skinny_linear_cpu.cpp"],
     "quantized_linear_w4": [ISA, "cpu_quantized_linear_w4"],
     "quantized_linear_w8": [ISA, "cpu_quantized_linear_w8"],
     "kv_cache": [ISA, "cpu_kv_cache"],
@@ -243,6 +247,19 @@ def run(command: list[str], force_isa: str = "") -> subprocess.CompletedProcess[
         text=True,
         timeout=600,
     )
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_every_row_has_a_program(row: StepOp | FunctionalOp) -> None:
+    """A row of the registry names one that is linked with its kernels."""
+    program = row.sanitizer if isinstance(row, FunctionalOp) else "steps"
+    linked = PROGRAMS[program]
+    library, _ = row.libraries()
+    if isinstance(row, StepOp):  # all rules share the loop, and two measure
+        assert library.name in linked or row.measuring_rule
+    else:
+        kernels = [source for source in library.sources if source.endswith("_cpu.cpp")]
+        assert library.name in linked or set(kernels) & set(linked)
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)

@@ -1,5 +1,5 @@
 // Tests the kernels of a cache of floats.
-#include "transformer/paged_kv.h"
+#include "attention/cache/paged_kv.h"
 
 using Kind = dsx::FloatKv;
 

@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "common/chunks.h"
+#include "optimizers/chunks.h"
 #include "dtypes.h"
 #include "expect.h"
 #include "flush.h"

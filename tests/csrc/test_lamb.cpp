@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "common/chunks.h"
+#include "optimizers/chunks.h"
 #include "expect.h"
 #include "optimizers/lamb.h"
 

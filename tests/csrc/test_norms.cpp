@@ -7,7 +7,7 @@
 
 #include "dtypes.h"
 #include "expect.h"
-#include "transformer/norm.h"
+#include "norm/norm.h"
 
 namespace {
 

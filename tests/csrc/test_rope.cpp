@@ -6,7 +6,7 @@
 
 #include "dtypes.h"
 #include "expect.h"
-#include "transformer/rope.h"
+#include "attention/cache/rope.h"
 
 namespace {
 

@@ -1,6 +1,6 @@
 // Tests skinny_linear_cpu.cpp in every ISA that this CPU has: rows that end where memory ends,
 // against double, and bit for bit against the scalar ISA, however the columns are cut.
-#include "transformer/skinny_linear.h"
+#include "linear/skinny_linear.h"
 
 #include <cmath>
 #include <cstring>

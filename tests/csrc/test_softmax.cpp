@@ -8,8 +8,8 @@
 
 #include "dtypes.h"
 #include "expect.h"
-#include "transformer/cross_entropy.h"
-#include "transformer/softmax.h"
+#include "softmax/cross_entropy.h"
+#include "softmax/softmax.h"
 
 namespace {
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.inference.policies.bert import BERT
-from deepspeed_ext.inference.policy import Policy
+from deepspeed_ext.inference.model.policies.bert import BERT
+from deepspeed_ext.inference.model.policy import Policy
 
 VOCABULARY, PLACES = 97, 80
 LENGTHS = (33, 7, 1, 33, 20, 0, 40, 2)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from deepspeed_ext.inference import KVCache
-from deepspeed_ext.inference.architecture import architecture_of
-from deepspeed_ext.inference.decoder import Decoder
-from deepspeed_ext.inference.policies import policy_of
-from deepspeed_ext.inference.policy import Config
-from deepspeed_ext.inference.weights import Taker
+from deepspeed_ext.inference.execution.decoder import Decoder
+from deepspeed_ext.inference.model.architecture import architecture_of
+from deepspeed_ext.inference.model.policies import policy_of
+from deepspeed_ext.inference.model.policy import Config
+from deepspeed_ext.inference.weights.loader import Taker
 
 VOCABULARY = 97
 _COMMON = dict(

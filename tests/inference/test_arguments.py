@@ -9,7 +9,7 @@ import torch
 
 from deepspeed_ext.inference.arguments import DEEPSPEED, Settings, settings_of, usual
 from deepspeed_ext.inference.initialize import init_inference
-from deepspeed_ext.inference.policies import POLICIES
+from deepspeed_ext.inference.model.policies import POLICIES
 
 # All that DeepSpeed's DeepSpeedInferenceConfig has, with its aliases.
 NAMES = {

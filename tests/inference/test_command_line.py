@@ -14,10 +14,10 @@ import tiny_folder
 import torch
 
 from deepspeed_ext.inference import __main__ as command_line
-from deepspeed_ext.inference import room
+from deepspeed_ext.inference.execution import memory_budget as room
 from deepspeed_ext.inference.initialize import init_inference
-from deepspeed_ext.inference.quantizing import bytes_of
-from deepspeed_ext.inference.speed import bytes_per_token, memory_speed
+from deepspeed_ext.inference.serving.roofline import bytes_per_token, memory_speed
+from deepspeed_ext.inference.weights.quantize_on_load import bytes_of
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -158,7 +158,7 @@ def test_no_room(
         patch.setattr(room, "free_bytes", lambda device: 1000)
         assert command_line.main([str(folder), "--prompt", "abc"]) == 2
     assert "; nothing fits, not even quantize='int4'" in capsys.readouterr().err
-    monkeypatch.setattr("deepspeed_ext.inference.speed.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("deepspeed_ext.inference.serving.roofline.free_bytes", lambda device: 1000)
     assert command_line.main([str(folder), "--prompt", "abc", "--max-new-tokens", "3"]) == 0
     assert re.fullmatch(r"3 tokens, \S+ a second\n", capsys.readouterr().err)
 

@@ -9,10 +9,10 @@ import pytest
 import tiny
 import torch
 
-from deepspeed_ext.inference.engine import InferenceEngine
-from deepspeed_ext.inference.requests import Completion
-from deepspeed_ext.inference.sampling import SamplingOptions
-from deepspeed_ext.inference.scheduler import CHUNK
+from deepspeed_ext.inference.execution.sampling import SamplingOptions
+from deepspeed_ext.inference.requests.request import Completion
+from deepspeed_ext.inference.serving.engine import InferenceEngine
+from deepspeed_ext.inference.serving.scheduler import CHUNK
 
 _NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=_NEEDS_GPU)])

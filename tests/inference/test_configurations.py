@@ -10,12 +10,12 @@ import torch
 from family_cases import CASES, InDouble, config_of
 from older_configs import OLDER
 
-from deepspeed_ext.inference.architecture import Architecture, architecture_of
-from deepspeed_ext.inference.policies import POLICIES, policy_of
-from deepspeed_ext.inference.policies.gpt_neox import GPT_NEOX
-from deepspeed_ext.inference.policies.llama import LLAMA
-from deepspeed_ext.inference.policy import Config, Key, Policy, Windows
-from deepspeed_ext.inference.rotation import Rotation, alibi_slopes
+from deepspeed_ext.inference.model.architecture import Architecture, architecture_of
+from deepspeed_ext.inference.model.policies import POLICIES, policy_of
+from deepspeed_ext.inference.model.policies.gpt_neox import GPT_NEOX
+from deepspeed_ext.inference.model.policies.llama import LLAMA
+from deepspeed_ext.inference.model.policy import Config, Key, Policy, Windows
+from deepspeed_ext.inference.model.positions import Rotation, alibi_slopes
 
 Comparable = dict[str, Any]
 

@@ -12,14 +12,14 @@ from encoder_cases import LENGTHS, gated_encoder, make, texts
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from deepspeed_ext.inference import encoder_engine
-from deepspeed_ext.inference.architecture import architecture_of
-from deepspeed_ext.inference.encoder import Encoder
-from deepspeed_ext.inference.encoder_engine import Encoded, EncoderEngine
+from deepspeed_ext.inference.execution.encoder import Encoder
+from deepspeed_ext.inference.execution.varlen_batch import batch_of
 from deepspeed_ext.inference.initialize import init_inference
-from deepspeed_ext.inference.policies import policy_of
-from deepspeed_ext.inference.ragged import batch_of
-from deepspeed_ext.inference.weights import Taker
+from deepspeed_ext.inference.model.architecture import architecture_of
+from deepspeed_ext.inference.model.policies import policy_of
+from deepspeed_ext.inference.serving import encoder_engine
+from deepspeed_ext.inference.serving.encoder_engine import Encoded, EncoderEngine
+from deepspeed_ext.inference.weights.loader import Taker
 from deepspeed_ext.io import save
 from deepspeed_ext.ops import PackedWeight, pack_weight, quantize, unpack_weight
 

@@ -10,8 +10,8 @@ from encoder_cases import PLACES, make
 
 from deepspeed_ext.inference import init_inference
 from deepspeed_ext.inference.__main__ import main
-from deepspeed_ext.inference.policies.bert import ROBERTA
-from deepspeed_ext.inference.policy import Windows
+from deepspeed_ext.inference.model.policies.bert import ROBERTA
+from deepspeed_ext.inference.model.policy import Windows
 
 IDS = torch.ones(2, 3, dtype=torch.int64)
 WRONG: tuple[tuple[tuple[Any, ...], str], ...] = (

@@ -13,9 +13,9 @@ import pytest
 import tiny
 import torch
 
-from deepspeed_ext.inference.engine import InferenceEngine
-from deepspeed_ext.inference.sampling import SamplingOptions
-from deepspeed_ext.inference.steps import Steps
+from deepspeed_ext.inference.execution.runner import Steps
+from deepspeed_ext.inference.execution.sampling import SamplingOptions
+from deepspeed_ext.inference.serving.engine import InferenceEngine
 
 _NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=_NEEDS_GPU)])
@@ -76,7 +76,7 @@ def test_an_interruption_in_the_middle_of_a_table(
     where: str, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Ctrl-C may come after any line; pages are not lost, even if their table is half done."""
-    from deepspeed_ext.inference.pages import Pages
+    from deepspeed_ext.inference.execution.page_table import Pages
 
     engine = make(max_batch=4, pages=9)
     prompts = [[i] * 40 for i in range(6)]
@@ -367,7 +367,7 @@ def test_an_engine_stays_in_its_process() -> None:
 
 def test_an_interruption_while_a_stream_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was cancelled while it waited stays so."""
-    from deepspeed_ext.inference.requests import Request
+    from deepspeed_ext.inference.requests.request import Request
 
     engine = make(max_batch=1)
     first = engine.generate([[1]], max_new_tokens=20, stream=True)
@@ -390,7 +390,7 @@ def test_an_interruption_while_a_stream_is_ended(monkeypatch: pytest.MonkeyPatch
 
 def test_an_interruption_between_a_request_and_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other thread whose request ended just then does not wait for ever."""
-    from deepspeed_ext.inference.requests import Request
+    from deepspeed_ext.inference.requests.request import Request
 
     engine = make(max_batch=4)
     other = engine.generate([[1], [2]], max_new_tokens=5, stream=True)

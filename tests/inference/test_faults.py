@@ -13,7 +13,7 @@ import tiny_folder
 import torch
 from torch import nn
 
-from deepspeed_ext.inference import room
+from deepspeed_ext.inference.execution import memory_budget as room
 from deepspeed_ext.inference.initialize import init_inference
 from deepspeed_ext.io.checkpoint.shards import Shards
 from deepspeed_ext.quantization import quantize_model

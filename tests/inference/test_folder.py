@@ -15,9 +15,9 @@ from family_cases import model_of
 from torch import Tensor
 
 import deepspeed_ext
-from deepspeed_ext.inference import folder as folder_module
-from deepspeed_ext.inference.engine import InferenceEngine
 from deepspeed_ext.inference.initialize import init_inference
+from deepspeed_ext.inference.model import checkpoint_folder as folder_module
+from deepspeed_ext.inference.serving.engine import InferenceEngine
 from deepspeed_ext.io.checkpoint.shards import Shards
 
 PROMPT = [3, 5, 7, 11, 13, 17]
@@ -268,7 +268,7 @@ MEMORY = """
 import re, sys
 from pathlib import Path
 from deepspeed_ext.inference.initialize import init_inference
-from deepspeed_ext.inference.quantizing import bytes_of
+from deepspeed_ext.inference.weights.quantize_on_load import bytes_of
 
 def memory(name):
     return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10

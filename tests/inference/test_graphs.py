@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_ext.inference.graphs import Graphs
+from deepspeed_ext.inference.execution.graphs import Graphs
 
 
 def doubled(graphs: Graphs, x: Tensor, before: Callable[[], object]) -> Tensor:

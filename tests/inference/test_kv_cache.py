@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.inference import KVCache
-from deepspeed_ext.inference.pages import Pages
+from deepspeed_ext.inference.execution.page_table import Pages
 
 HEADS, WIDTH = 1, 2
 

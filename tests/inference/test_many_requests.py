@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import tiny
 
-from deepspeed_ext.inference.engine import InferenceEngine
-from deepspeed_ext.inference.requests import Completion
-from deepspeed_ext.inference.sampling import SamplingOptions
-from deepspeed_ext.inference.stream import Piece, Stream
+from deepspeed_ext.inference.execution.sampling import SamplingOptions
+from deepspeed_ext.inference.requests.request import Completion
+from deepspeed_ext.inference.requests.stream import Piece, Stream
+from deepspeed_ext.inference.serving.engine import InferenceEngine
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ext.inference import policies
 from deepspeed_ext.inference.initialize import init_inference
+from deepspeed_ext.inference.model import policies
 
 PAGE = (Path(policies.__file__).parent / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

@@ -22,10 +22,10 @@ from test_company import AHEAD, ON_BOTH, make, result
 from torch import Tensor
 
 from deepspeed_ext import init_inference
-from deepspeed_ext.inference.requests import Completion
-from deepspeed_ext.inference.sampling import SamplingOptions
-from deepspeed_ext.inference.scheduler import CHUNK, PACKED
-from deepspeed_ext.inference.steps import ROWS, Steps
+from deepspeed_ext.inference.execution.runner import ROWS, Steps
+from deepspeed_ext.inference.execution.sampling import SamplingOptions
+from deepspeed_ext.inference.requests.request import Completion
+from deepspeed_ext.inference.serving.scheduler import CHUNK, PACKED
 
 LENGTHS = (300, 3, 64, 900, 1, 1500, 5, 5, 5, 130, 700, 12)
 GREEDY = SamplingOptions(max_new_tokens=12, logprobs=0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_ext.inference.sampling import (
+from deepspeed_ext.inference.execution.sampling import (
     Kind,
     Parameters,
     SamplingOptions,

@@ -10,12 +10,12 @@ import torch
 from family_cases import CASES, cache_for, decoder_of, model_of, run
 from torch import Tensor
 
-from deepspeed_ext.inference.architecture import architecture_of
-from deepspeed_ext.inference.policies import policy_of
-from deepspeed_ext.inference.policies.gpt_neox import GPT_NEOX
-from deepspeed_ext.inference.policies.llama import LLAMA
-from deepspeed_ext.inference.policy import Policy
-from deepspeed_ext.inference.weights import Taker, Weights
+from deepspeed_ext.inference.model.architecture import architecture_of
+from deepspeed_ext.inference.model.policies import policy_of
+from deepspeed_ext.inference.model.policies.gpt_neox import GPT_NEOX
+from deepspeed_ext.inference.model.policies.llama import LLAMA
+from deepspeed_ext.inference.model.policy import Policy
+from deepspeed_ext.inference.weights.loader import Taker, Weights
 
 EACH = pytest.mark.parametrize("case", CASES)
 State = dict[str, Tensor]

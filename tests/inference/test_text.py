@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from deepspeed_ext.inference.text import Text, run_byte_of
+from deepspeed_ext.inference.requests.detokenizer import Text, run_byte_of
 
 SAMPLE = "naïve 日本語 ÷ 𝄞🙂 ~ end.\n"
 RULES = "do n't , x ? 's a ' b ' ! we 've \ufffd yes กขค \n\n 🙂🙂🙂 "

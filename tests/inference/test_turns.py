@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import tiny
 
-from deepspeed_ext.inference.engine import InferenceEngine
-from deepspeed_ext.inference.steps import Steps
-from deepspeed_ext.inference.turns import Turns
+from deepspeed_ext.inference.execution.runner import Steps
+from deepspeed_ext.inference.serving.engine import InferenceEngine
+from deepspeed_ext.inference.serving.fair_lock import Turns
 
 MANY: dict[str, Any] = dict(max_new_tokens=40, temperature=1.0, seed=1, logprobs=0)
 PROMPTS = [[1, 2], [3]]

@@ -10,8 +10,8 @@ import torch
 from page_flags import flags_at
 
 from deepspeed_ext import init_inference
-from deepspeed_ext.inference import weight_memory
-from deepspeed_ext.inference.weight_memory import WeightMemory
+from deepspeed_ext.inference.weights import host_memory as weight_memory
+from deepspeed_ext.inference.weights.host_memory import WeightMemory
 from deepspeed_ext.quantization.layout import TensorLayout
 
 KIB = 1 << 10

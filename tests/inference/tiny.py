@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.inference.architecture import Architecture, architecture_of
-from deepspeed_ext.inference.decoder import Decoder
-from deepspeed_ext.inference.engine import InferenceEngine
-from deepspeed_ext.inference.policies import policy_of
-from deepspeed_ext.inference.weights import Taker
+from deepspeed_ext.inference.execution.decoder import Decoder
+from deepspeed_ext.inference.model.architecture import Architecture, architecture_of
+from deepspeed_ext.inference.model.policies import policy_of
+from deepspeed_ext.inference.serving.engine import InferenceEngine
+from deepspeed_ext.inference.weights.loader import Taker
 
 VOCABULARY = 97
 CONFIG = dict(

@@ -13,8 +13,7 @@ import torch
 from file_systems import TMPFS, file_system_of
 
 from deepspeed_ext import environment, io
-from deepspeed_ext.io import environment as io_environment
-from deepspeed_ext.io import self_checks
+from deepspeed_ext.io import environment as io_environment, self_checks
 from deepspeed_ext.io._native import native
 from deepspeed_ext.io.engine.arguments import BACKENDS, Settings
 from deepspeed_ext.io.tuning.settings import save

@@ -8,7 +8,12 @@ import torch
 from optim_cases import BF16, assert_same_bits, make_params
 from torch import Tensor
 
-from deepspeed_ext.offload import OffloadOptimizer, bucket, inner, links
+from deepspeed_ext.offload import (
+    OffloadOptimizer,
+    bucket,
+    host_copies as links,
+    host_optimizer as inner,
+)
 from deepspeed_ext.offload.sent_gradients import sent
 from deepspeed_ext.optim import (
     DeepSpeedCPUAdagrad,

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from deepspeed_ext.offload import Estimate, OffloadOptimizer, estimate, links
+from deepspeed_ext.offload import (
+    Estimate,
+    OffloadOptimizer,
+    host_copies as links,
+    memory_estimate as estimate,
+)
 from deepspeed_ext.offload.pipeline import Memory
 from deepspeed_ext.optim import (
     DeepSpeedCPUAdagrad,
@@ -33,7 +38,7 @@ CASES = [
     (DeepSpeedCPULion, {"state_dtype": torch.uint8}, F32),
     (FusedSGD, {"momentum": 0.9, "lr": 0.1}, BF16),
 ]
-MODULE = sys.modules["deepspeed_ext.offload.estimate"]  # its function has the same name
+MODULE = sys.modules["deepspeed_ext.offload.memory_estimate"]  # its function has the same name
 
 
 @pytest.fixture(autouse=True)

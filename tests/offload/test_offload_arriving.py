@@ -10,8 +10,7 @@ import torch
 from offload_cases import WARM, Gate, Pair, await_ahead, small_parts
 from optim_cases import assert_same_bits
 from torch import Tensor, nn
-from torch.nn import Parameter
-from torch.nn import functional as F
+from torch.nn import Parameter, functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel
 

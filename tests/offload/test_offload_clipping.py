@@ -15,7 +15,7 @@ from optim_cases import (
 )
 from waiting_scaler import waiting_scaler
 
-from deepspeed_ext.offload import decision
+from deepspeed_ext.offload import verdict as decision
 from deepspeed_ext.optim.clipping import clip
 
 STEPS = 20

@@ -10,7 +10,7 @@ from offload_cases import Gate, Summed, await_ahead
 from optim_cases import BF16, assert_same_bits, make_params
 from torch import nn
 
-from deepspeed_ext.offload.sums import Sums
+from deepspeed_ext.offload.host_gradients import Sums
 
 pytestmark = pytest.mark.usefixtures("threads_that_take_turns")
 

@@ -10,7 +10,7 @@ from offload_cases import FORMATS, Pair, count_calls, small_parts
 from optim_cases import BF16, F16, F32, make_params, on_each_device
 from torch.nn import Parameter
 
-from deepspeed_ext.offload.inner import HostSteps
+from deepspeed_ext.offload.host_optimizer import HostSteps
 
 STEPS = 20
 # Each class with each format at least once, and each format with all dtypes that it is for.

@@ -14,7 +14,12 @@ from optim_cases import assert_same_bits, on_each_device
 from processes import Case
 
 from deepspeed_ext.io import PinnedBuffer
-from deepspeed_ext.offload import OffloadOptimizer, inner, pipeline, stand_ins
+from deepspeed_ext.offload import (
+    OffloadOptimizer,
+    host_optimizer as inner,
+    host_tensors as stand_ins,
+    pipeline,
+)
 from deepspeed_ext.offload.worker import Task, Urgency
 from deepspeed_ext.op_builder import BuildError
 from deepspeed_ext.optim.slabs import zeros

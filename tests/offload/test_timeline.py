@@ -7,7 +7,7 @@ import torch
 from matplotlib.image import imread
 from torch import nn
 
-from deepspeed_ext.offload import OffloadOptimizer, Timeline, links
+from deepspeed_ext.offload import OffloadOptimizer, Timeline, host_copies as links
 from deepspeed_ext.offload.timeline import Span
 
 DEVICES = [

@@ -15,6 +15,7 @@ from building import build
 from deepspeed_ext.op_builder import (
     BuildError,
     cache,
+    compile as compiling,
     jit,
     load,
     loading,
@@ -22,7 +23,6 @@ from deepspeed_ext.op_builder import (
     toolchain,
     wanted,
 )
-from deepspeed_ext.op_builder import compile as compiling
 from deepspeed_ext.op_builder.__main__ import main
 from deepspeed_ext.op_builder.errors import Unavailable
 from deepspeed_ext.op_builder.lock import held

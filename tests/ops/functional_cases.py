@@ -24,6 +24,7 @@ from deepspeed_ext.ops import (
     rope_frequencies,
     softmax,
 )
+from deepspeed_ext.ops._activations import NAMES
 
 Shapes = Sequence[tuple[int, ...]]
 
@@ -148,8 +149,25 @@ CASES = {
     ),
 }
 
+# More forms, of which only the bits are compared: what these cases run is another formula alone.
+FORMULAS = {
+    **{
+        f"bias_activation of {name}": Case(
+            partial(bias_activation, activation=name), lambda n: [(n,)], lambda n: [(n,)]
+        )
+        for name in NAMES
+    },
+    **{
+        f"gated_activation of {name}": Case(
+            partial(gated_activation, activation=name), lambda n: [(n,), (n,)]
+        )
+        for name in NAMES
+    },
+}
+
 # That have tests of their own for all of this: what has more rows than they take is not theirs.
 WITHOUT_CASE = {
+    *(f"deepspeed_ext::{op}" for op in ("quantize", "dequantize", "fake_quantize")),
     "deepspeed_ext::skinny_linear",
     "deepspeed_ext::skinny_linear_norm",
     *(

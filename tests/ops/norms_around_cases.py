@@ -25,7 +25,7 @@ from deepspeed_ext.ops import (
     skinny_linear_ref,
     unpack_weight_ref,
 )
-from deepspeed_ext.ops._norms_around import divided_ref
+from deepspeed_ext.ops.linear.norms_around import divided_ref
 
 __all__ = ["BF16", "EVERYTHING", "F32", "LAYERS", "Layer", "layer_of", "norm_of", "undivided"]
 EVERYTHING = skinny_linear_cases.EVERYTHING

@@ -20,7 +20,7 @@ from deepspeed_ext.ops import (
     rope_append_,
     rope_frequencies,
 )
-from deepspeed_ext.ops.transformer.append_and_attend import _OPS
+from deepspeed_ext.ops.attention.append_and_attend import _OPS
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 STORED = [F32, BF16, F16, INT8, FP8]

@@ -20,10 +20,10 @@ from deepspeed_ext.ops import (
     rope_append_,
     rope_frequencies,
 )
-from deepspeed_ext.ops.transformer import kv_cache_checks
-from deepspeed_ext.ops.transformer.decode_attention import _OPS as DECODE_OPS
-from deepspeed_ext.ops.transformer.prefill_attention import _OPS as PREFILL_OPS
-from deepspeed_ext.ops.transformer.rope_append import _OPS as APPEND_OPS
+from deepspeed_ext.ops.attention import self_checks
+from deepspeed_ext.ops.attention.decode_attention import _OPS as DECODE_OPS
+from deepspeed_ext.ops.attention.prefill_attention import _OPS as PREFILL_OPS
+from deepspeed_ext.ops.attention.rope_append import _OPS as APPEND_OPS
 
 STORED = [F32, BF16, torch.int8, torch.float8_e4m3fn]
 Change = Callable[[Tensor, PagedKV], tuple[Tensor, PagedKV, dict[str, Any]]]
@@ -301,12 +301,12 @@ def test_any_number_of_threads() -> None:
 @pytest.mark.parametrize("op", ["append_and_attend_", "decode_attention", "prefill_attention"])
 @pytest.mark.parametrize("name", ["kv_cache", "kv_cache_int8", "kv_cache_fp8"])
 def test_self_checks(name: str, op: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    getattr(kv_cache_checks, name)(device)
-    right = getattr(kv_cache_checks.ops, op)
+    getattr(self_checks, name)(device)
+    right = getattr(self_checks.ops, op)
     changed: Any = lambda *args, **options: right(*args, **options) * 1.05  # noqa: E731
-    monkeypatch.setattr(kv_cache_checks.ops, op, changed)
+    monkeypatch.setattr(self_checks.ops, op, changed)
     with pytest.raises(RuntimeError, match=rf"^{op}: out on .* has .*, expected "):
-        getattr(kv_cache_checks, name)(device)
+        getattr(self_checks, name)(device)
 
 
 if __name__ == "__main__":

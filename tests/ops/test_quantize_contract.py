@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from deepspeed_ext.ops import dequantize, ds_quantizer, fake_quantize, quantize
-from deepspeed_ext.ops.quantization import quantize_checks
+from deepspeed_ext.ops.quantization import self_checks
 from deepspeed_ext.ops.quantization.formats import NAMES
 
 OPS = torch.ops.deepspeed_ext
@@ -356,11 +356,11 @@ def test_what_is_refused_is_not_changed(device: str) -> None:
 def test_self_check_passes_and_finds_what_is_wrong(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quantize_checks.quantizer(device)
-    right = quantize_checks.ops.dequantize
-    monkeypatch.setattr(quantize_checks.ops, "dequantize", lambda *a, **o: right(*a, **o) * 1.01)
+    self_checks.quantizer(device)
+    right = self_checks.ops.dequantize
+    monkeypatch.setattr(self_checks.ops, "dequantize", lambda *a, **o: right(*a, **o) * 1.01)
     with pytest.raises(RuntimeError, match=rf"^quantizer: int8 on {device} has "):
-        quantize_checks.quantizer(device)
+        self_checks.quantizer(device)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@ import pytest
 from torch import Tensor
 
 from deepspeed_ext import ops
-from deepspeed_ext.ops.quantization import linear_checks
+from deepspeed_ext.ops.linear import self_checks
 
 each_bits = pytest.mark.parametrize("bits", [4, 8])
 
 
 @each_bits
 def test_passes(bits: int, device: str) -> None:
-    getattr(linear_checks, f"quantized_linear_w{bits}")(device)
+    getattr(self_checks, f"quantized_linear_w{bits}")(device)
 
 
 @pytest.mark.parametrize("name", ["quantized_linear", "unpack_weight"])
@@ -25,6 +25,6 @@ def test_finds(bits: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         found: Tensor = op(*arguments, **options)
         return found * 1.02
 
-    monkeypatch.setattr(linear_checks.ops, name, changed)
+    monkeypatch.setattr(self_checks.ops, name, changed)
     with pytest.raises(RuntimeError, match=rf"^{name}: int\d .*on cpu has .*, expected "):
-        getattr(linear_checks, f"quantized_linear_w{bits}")("cpu")
+        getattr(self_checks, f"quantized_linear_w{bits}")("cpu")

@@ -10,7 +10,7 @@ from rms_norm_cases import BF16, DTYPES, F16, F32, make
 from row_norm_cases import KINDS, LAYER, Kind, digest, results_and_gradients
 from torch import Tensor
 
-from deepspeed_ext.ops.transformer import self_checks
+from deepspeed_ext.ops import self_checks
 
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm_python
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from step_cases import (
     BF16,
     F16,

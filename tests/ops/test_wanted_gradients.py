@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from functional_cases import CASES, Recorder, call_of
-from functional_cases import recorded as calls_of
+from functional_cases import CASES, Recorder, call_of, recorded as calls_of
 from kv_cases import make_kv, queries
 from norms_around_cases import NextNorm
 from torch import Tensor

@@ -9,8 +9,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from deepspeed_ext.io.checkpoint.format import (
     DTYPE_BITS,

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from aio_cases import bytes_of, payload
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from deepspeed_ext import io
 

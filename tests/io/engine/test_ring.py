@@ -8,8 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from aio_cases import bytes_of, payload
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from deepspeed_ext.io.engine.pinned import PinnedBuffer

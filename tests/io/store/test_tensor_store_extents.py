@@ -1,8 +1,7 @@
 """Extents: every page is taken or free, once; best fit; neighbours merge."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from deepspeed_ext.io.extents import PAGE, Extent, Extents, whole_pages
 

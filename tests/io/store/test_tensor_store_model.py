@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from aio_cases import payload
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from deepspeed_ext import io
 from deepspeed_ext.io.extents import whole_pages

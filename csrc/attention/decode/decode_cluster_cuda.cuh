@@ -1,0 +1,218 @@
+// decode_attention by tensor cores in one kernel, where a slot has few chunks: a cluster of blocks
+// has a row of the batch and a head of keys. Its blocks take a chunk in turn, and send what each
+// row has found there to the block that finishes the row.
+#pragma once
+
+#include "attention/decode/cluster_cuda.cuh"
+#include "attention/decode/decode_append_cuda.cuh"
+#include "attention/decode/decode_mma_cuda.cuh"
+
+namespace dsx::cuda {
+
+constexpr int kMostCluster = 8, kBlockChunks = 8;  // blocks; chunks of a block
+
+struct ClusterShare {
+  int batch, head, rank, blocks;
+
+  __device__ ClusterShare(const DecodeAttention& call, int blocks)
+      : rank(int(rank_in_cluster())), blocks(blocks) {
+    const int cluster = int(blockIdx.x) / blocks;
+    batch = cluster / int(call.kv.heads);
+    head = cluster - batch * int(call.kv.heads);
+  }
+};
+
+// The units of a block, one by one, as Units.
+class ClusterUnits {
+ public:
+  __device__ ClusterUnits(const DecodeAttention& call, const ClusterShare& share)
+      : call_(&call), share_(share), index_(share.rank) {
+    sequence_ = sequence_ahead(call, share.batch);
+    const Chunks chunks = chunks_of(sequence_, call.window);
+    first_ = int(chunks.first), count_ = int(chunks.end - chunks.first);
+  }
+
+  __device__ bool are_still_so() const {
+    const Sequence now = sequence_again(*call_, share_.batch, sequence_.slot);
+    return now.slot == sequence_.slot && now.length == sequence_.length &&
+           now.count == sequence_.count && now.wrong == sequence_.wrong;
+  }
+
+  __device__ Unit next() {
+    Unit unit = {};
+    unit.there = index_ < count_;
+    if (!unit.there) return unit;
+    unit.slot = int(sequence_.slot);
+    unit.length = int(sequence_.length);
+    unit.count = int(sequence_.count);
+    unit.seen_begin = int(seen_at(unit.position(0), call_->window).begin);
+    unit.seen_by_last = int(seen_at(unit.length - 1, call_->window).begin);
+    unit.batch = share_.batch;
+    unit.head = share_.head;
+    unit.index = index_;
+    unit.chunk = first_ + index_;
+    index_ += share_.blocks;
+    return unit;
+  }
+
+  __device__ const Sequence& sequence() const { return sequence_; }
+  __device__ int chunks() const { return count_; }  // of the whole cluster
+
+ private:
+  const DecodeAttention* call_;
+  ClusterShare share_;
+  Sequence sequence_;
+  int first_, count_, index_;
+};
+
+// What the warp that reads tells each of the others, beside units.
+struct ClusterWork {
+  int chunks, count;  // of the cluster; of tokens
+  bool wrong;
+  NewPlace place;
+};
+
+// What rows have found in each chunk, in the block that finishes them: those of every so many.
+template <int kWidth>
+struct ClusterRows {
+  float4 powers[kBlockChunks * kUnitRows];
+  float values[kBlockChunks * kUnitRows][kWidth];  // as many as `bytes` says
+
+  static int bytes(int64_t chunks, int blocks) {
+    const int rows = int(chunks) * (kUnitRows / blocks);
+    return int(offsetof(ClusterRows, values)) + rows * kWidth * int(sizeof(float));
+  }
+  __device__ static int place(int index, int row, int blocks) {
+    return index * (kUnitRows / blocks) + row / blocks;
+  }
+
+  // All threads that multiply have the chunk. What lies behind the rows is not sent.
+  __device__ void send(const Unit& unit, int rows, int blocks, const Found<kWidth>& found) {
+    using Row = RowOfChunks<kWidth>;
+    const int row = Row::row(), i = place(unit.index, row, blocks);
+    if (row >= rows) return;
+    Row mine;
+    mine.merge_pages(found);
+    const unsigned to = unsigned(row % blocks);
+#pragma unroll
+    for (int k = 0; k < Row::kFours; ++k) {
+      float4* const near = reinterpret_cast<float4*>(values[i] + Row::element(k));
+      write_in_cluster(near, blocks, to, mine.values[k]);
+    }
+    if (Row::is_first_thread()) {
+      const Powers& found_of_row = mine.powers;
+      write_in_cluster(powers + i, blocks, to, {found_of_row.sum, found_of_row.largest, 0, 0});
+    }
+  }
+
+  // Puts together, in the order of the chunks, and writes the results of this block's rows, of type
+  // Q: all of them at once, and in few instructions, as each is read from memory for one use.
+  template <class Q>
+  __device__ void finish(const DecodeAttention& call, const ClusterShare& share,
+                         const ClusterWork& work) const {
+    using Row = RowOfChunks<kWidth>;
+    constexpr int kStep = Row::kThreads, kCount = kWidth / kStep, kRun = 4;
+    const int row = share.rank + Row::row() * share.blocks;
+    if (row >= int(call.rows())) return;
+    const ResultRow result(call, share.batch, share.head, row);
+    const float sink = result.sink(call);
+    const int thread = int(threadIdx.x) % kStep;
+    if (result.put_none<Q, kStep, kRun, kCount>(call, thread, work.wrong, work.count)) return;
+    ElementsOfRow<kCount> mine = {{-INFINITY, 0}, {}};
+#pragma unroll 1
+    for (int index = 0; index < work.chunks; ++index) {
+      const int i = place(index, row, share.blocks);
+      float found[kCount];
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        found[k] = values[i][ResultRow::element<kStep, kRun>(thread, k)];
+      }
+      const Powers of_chunk = {powers[i].y, powers[i].x};
+      if (index == 0) {
+        mine.powers = of_chunk;
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) mine.values[k] = found[k];
+      } else {
+        mine.add(of_chunk, found);
+      }
+    }
+    mine.template put<Q, kStep, kRun>(call, result, thread, sink);
+  }
+};
+
+// What the warp that reads does, of a block.
+template <bool kAppends, class Reader>
+__device__ inline void read_units(const DecodeAttention& call, const RopeAppend& append,
+                                  const ClusterShare& share, Reader& reader,
+                                  ClusterWork (&works)[kPageWarps]) {
+  ClusterUnits units = reader.template find_first<ClusterUnits>(share);
+  const Sequence& sequence = units.sequence();
+  const int last = units.chunks() - 1, position = int(sequence.length) - 1;
+  const bool here = kAppends && last >= 0 && last % share.blocks == share.rank;
+  int page = -1;
+  if (here) page = reader.page_beside_first(position / kPageTokens);
+  if (page >= call.kv.pages) page = -1;
+  const int lane = int(threadIdx.x) % 32;
+  if (lane % kGroup == 0) {
+    works[lane / kGroup] = {last + 1, int(sequence.count), sequence.wrong, {here, page, position}};
+  }
+  const bool wrong = sequence.wrong || (here && page < 0);
+  if (lane == 0 && wrong && kAppends) *append.violations = 1;
+  reader.show_first();
+  // Before the others wait for what is read: the sanitizer keeps all threads here until the last.
+  wait_till_all_have_begun(share.blocks);
+  reader.run(units);
+}
+
+// `append` counts with kAppends only. The blocks of a cluster are a power of 2.
+template <class Q, class Kind, int kWidth, bool kAppends>
+__global__ void __launch_bounds__(kRingThreads, 2)
+    decode_cluster_kernel(const __grid_constant__ DecodeAttention call,
+                          const __grid_constant__ RopeAppend append,
+                          const __grid_constant__ Boxes boxes, int blocks) {
+#if __CUDA_ARCH__ >= 900  // see can_chain
+  using Reader = cuda::Reader<Kind, kWidth, true>;
+  using Found = cuda::Found<kWidth>;
+  extern __shared__ __align__(128) char shared_bytes[];
+  __shared__ Ring ring;
+  __shared__ ClusterWork works[kPageWarps];
+  __shared__ NewToken<kWidth> token;
+  const unsigned begin = unsigned(__cvta_generic_to_shared(shared_bytes));
+  char* const slots = shared_bytes + (0u - begin) % kBoxAlignment;
+  Found& found = *reinterpret_cast<Found*>(slots + boxes.slots * of_slot<Kind, kWidth>());
+  auto& rows = *reinterpret_cast<ClusterRows<kWidth>*>(&found + 1);
+  let_next_begin();
+  if (threadIdx.x == 32 * kReadingWarp) Reader::begin(boxes, ring);
+  __syncthreads();
+  say_begun_in_cluster(blocks);
+  const ClusterShare share(call, blocks);
+  const int warp = int(threadIdx.x) / 32;
+  if (warp == kReadingWarp) {
+    Reader reader(call, boxes, ring, slots);
+    read_units<kAppends>(call, append, share, reader, works);
+  } else {
+    if (kAppends && warp == 0) Append<Q, Kind, kWidth>::ask_ahead(append);
+    wait_for_previous();
+    if constexpr (kAppends) {
+      Append<Q, Kind, kWidth> appending(append, int(call.group), found.values[0][0], token);
+      appending.run(share.batch, share.head, &ring.begun[warp], works[warp].place);
+      meet_page_warps();
+    } else {
+      wait_for(&ring.begun[warp], 0);
+    }
+    wait_till_all_have_begun(blocks);
+    PageAttention<Q, Kind, kWidth, kAppends> attention(call, ring, slots, boxes.slots, found,
+                                                       &token);
+    attention.read_first();
+    for (int i = 0; ring.unit(warp, i).there; ++i) {
+      const Unit& unit = ring.unit(warp, i);
+      attention.run(i, 0, 1);
+      rows.send(unit, unit.count * int(call.group), blocks, found);
+    }
+  }
+  meet_in_cluster(blocks);
+  if (warp != kReadingWarp) rows.template finish<Q>(call, share, works[warp]);
+#endif
+}
+
+}  // namespace dsx::cuda

@@ -1,0 +1,28 @@
+// decode_attention on the CPU: picks the storage type of keys and the instruction set.
+#include "attention/decode/decode.h"
+
+#include <algorithm>
+
+#define DSX_KERNEL_SOURCE "attention/decode/decode_cpu.inl"
+#include "common/simd/foreach_isa.h"
+
+namespace dsx {
+
+void decode_chunks_cpu(Isa isa, const DecodeAttention& call, const DecodeUnits& units,
+                       int64_t begin, int64_t end) {
+  if constexpr (DSX_KV::kQuantized) {
+    DSX_DISPATCH_ISA(isa, decode_units<DSX_KV, DSX_KV>(call, units, begin, end));
+  } else {
+    with_storage_type(call.kv.dtype, [&](auto storage) {
+      using T = decltype(storage);
+      DSX_DISPATCH_ISA(isa, decode_units<DSX_KV, T>(call, units, begin, end));
+    });
+  }
+}
+
+void merge_chunks_cpu(Isa isa, const DecodeAttention& call, const DecodeUnits& units, int64_t begin,
+                      int64_t end) {
+  DSX_DISPATCH_ISA(isa, merge_rows(call, units, begin, end));
+}
+
+}  // namespace dsx

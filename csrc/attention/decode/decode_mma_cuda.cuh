@@ -1,0 +1,222 @@
+// decode_attention on CUDA by tensor cores, for keys and values that can be read 16 bytes at a
+// time. A block takes a chunk, each of its warps a page of it, and 8 rows of a head; another warp
+// reads the pages, ahead of them.
+#pragma once
+
+#include "common/cuda/device.cuh"
+#include "attention/decode/decode_page_cuda.cuh"
+
+namespace dsx::cuda {
+
+// What a row has found in a chunk, or in several: sixteen threads have it.
+template <int kWidth>
+struct RowOfChunks {
+  static constexpr int kThreads = 32 * kPageWarps / kUnitRows, kFours = kWidth / 4 / kThreads;
+  Powers powers;
+  float4 values[kFours];
+
+  __device__ static int row() { return threadIdx.x / kThreads; }
+  __device__ static bool is_first_thread() { return threadIdx.x % kThreads == 0; }
+  __device__ static int element(int k) { return (k * kThreads + threadIdx.x % kThreads) * 4; }
+
+  // Puts together what the warps have found, page by page.
+  __device__ void merge_pages(const Found<kWidth>& found) {
+    powers = {-INFINITY, 0};
+#pragma unroll
+    for (int page = 0; page < kPageWarps; ++page) {
+      powers.largest = larger(powers.largest, found.powers[page][row()].largest);
+    }
+    const float shift = shift_of_largest(powers.largest);
+#pragma unroll
+    for (float4& each : values) each = {};
+#pragma unroll
+    for (int page = 0; page < kPageWarps; ++page) {
+      const Powers of_page = found.powers[page][row()];
+      const Powers::Factors factors = {1, fast_exp_of_negative(of_page.largest - shift)};
+      powers.sum = factors.of(powers.sum, of_page.sum);
+      add(factors, [&](int k) {
+        return *reinterpret_cast<const float4*>(found.values[page][row()] + element(k));
+      });
+    }
+  }
+  // Those of later keys.
+  __device__ void add(const RowOfChunks& later) {
+    add(powers.add(later.powers), [&](int k) { return later.values[k]; });
+  }
+
+ private:
+  template <class Others>
+  __device__ void add(const Powers::Factors& factors, const Others& others) {
+#pragma unroll
+    for (int k = 0; k < kFours; ++k) {
+      const float4 a = values[k], b = others(k);
+      values[k] = {factors.of(a.x, b.x), factors.of(a.y, b.y), factors.of(a.z, b.z),
+                   factors.of(a.w, b.w)};
+    }
+  }
+};
+
+// Puts together what the warps have found, and goes on through the chunks as long as they are of
+// the same rows, if the first of them is among them.
+template <int kWidth>
+class Merge {
+  using Row = RowOfChunks<kWidth>;
+
+ public:
+  __device__ Merge(const DecodeAttention& call, const Partials& partials)
+      : call_(call), partials_(partials) {}
+
+  __device__ void run(const Unit& unit, const Unit& next, int part, int parts,
+                      const Found<kWidth>& found) {
+    const int row = part * kUnitRows + Row::row();
+    const bool follows = chunks_ > 0;
+    const bool goes_on = parts == 1 && (follows || unit.index == 0);
+    chunks_ = goes_on ? chunks_ + 1 : 1;
+    const bool last = !goes_on || !unit.goes_on_in(next);
+    if (row < unit.count * int(call_.group)) {
+      Row of_chunk;
+      of_chunk.merge_pages(found);
+      if (follows) {
+        row_.add(of_chunk);
+      } else {
+        row_ = of_chunk;
+      }
+      if (last) store(unit, row);
+    }
+    if (last) chunks_ = 0;
+  }
+
+ private:
+  __device__ void store(const Unit& unit, int row) const {
+    const int64_t padded = padded_width(call_.kv.width);
+    float* const partial =
+        partials_.at(unit.batch, call_.kv.heads, unit.head, unit.index - (chunks_ - 1), row);
+#pragma unroll
+    for (int k = 0; k < Row::kFours; ++k) {
+      const int element = Row::element(k);
+      if (element < padded) *reinterpret_cast<float4*>(partial + element) = row_.values[k];
+    }
+    if (Row::is_first_thread()) row_.powers.store(partial + padded, chunks_);
+  }
+
+  const DecodeAttention& call_;
+  const Partials& partials_;
+  int chunks_ = 0;  // that it has put together
+  Row row_;
+};
+
+// Shared memory: slots, then scales, then what is found.
+template <class Kind, int kWidth>
+__device__ __host__ constexpr int of_slot() {
+  return kPageWarps * (Slot<Kind, kWidth>::kSize + Slot<Kind, kWidth>::kScales * 4);
+}
+
+template <class Q, class Kind, int kWidth>
+__global__ void __launch_bounds__(kRingThreads)
+    decode_mma_kernel(const __grid_constant__ DecodeAttention call,
+                      const __grid_constant__ Partials partials,
+                      const __grid_constant__ Boxes boxes) {
+  using Reader = cuda::Reader<Kind, kWidth, false>;
+  using Found = cuda::Found<kWidth>;
+  extern __shared__ __align__(128) char shared_bytes[];
+  __shared__ Ring ring;
+  const unsigned place = unsigned(__cvta_generic_to_shared(shared_bytes));
+  char* const slots = shared_bytes + (0u - place) % kBoxAlignment;
+  Found& found = *reinterpret_cast<Found*>(slots + boxes.slots * of_slot<Kind, kWidth>());
+  if (threadIdx.x == 32 * kReadingWarp) Reader::begin(boxes, ring);
+  __syncthreads();
+  if (threadIdx.x / 32 == kReadingWarp) {
+    Reader reader(call, boxes, ring, slots);
+    Units units = reader.template find_first<Units>();
+    reader.show_first();
+    reader.run(units);
+    return;
+  }
+  const int warp = int(threadIdx.x) / 32;
+  wait_for_previous();
+  let_next_begin();
+  wait_for(&ring.begun[warp], 0);
+  PageAttention<Q, Kind, kWidth, false> attention(call, ring, slots, boxes.slots, found, nullptr);
+  Merge<kWidth> merge(call, partials);
+  attention.read_first();
+  for (int i = 0; ring.unit(warp, i).there; ++i) {
+    const Unit& unit = ring.unit(warp, i);
+    const int parts = parts_of(call, unit);
+    for (int part = 0; part < parts; ++part) {
+      attention.run(i, part, parts);
+      merge.run(unit, ring.unit(warp, i + 1), part, parts, found);
+    }
+  }
+}
+
+template <class Kind, int kWidth>
+int mma_shared_bytes(int slots) {
+  return kBoxAlignment + int(sizeof(Found<kWidth>)) + slots * of_slot<Kind, kWidth>();
+}
+// What a block takes beside that, whatever its launch says.
+template <class... Parameters>
+int static_shared_bytes(void (*kernel)(Parameters...), const char* op) {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, kernel), op);
+  return int(attributes.sharedSizeBytes);
+}
+// How many slots there is memory for if a block takes so many bytes besides, alone on a processor
+// or, if that leaves enough of them, beside another one.
+template <class Kind, int kWidth>
+int slots_in(const Device& device, bool beside, int besides) {
+  constexpr int kEnough = 4;
+  const auto slots = [&](int bytes) {
+    const int left = bytes - besides - mma_shared_bytes<Kind, kWidth>(0);
+    return std::min(left / of_slot<Kind, kWidth>(), kMostSlots);
+  };
+  const int of_two = slots(
+      std::min(device.shared_of_processor / 2 - device.shared_reserved, device.shared_of_block));
+  return beside && of_two >= kEnough ? of_two : slots(device.shared_of_block);
+}
+template <class Kind, int kWidth>
+Boxes boxes_of(const PagedKv& kv, int slots) {
+  using Slot = cuda::Slot<Kind, kWidth>;
+  Boxes boxes;
+  boxes.slots = slots;
+  const auto make = [&](CUtensorMap& map, const void* data) {
+    return make_map(map, kv, data, Slot::kBytes, Slot::kRow, kSlotTokens);
+  };
+  boxes.there = make(boxes.keys, kv.keys) && make(boxes.values, kv.values);
+  return boxes;
+}
+
+// Whether all of keys, values and scales can be read 16 bytes at a time.
+template <class Kind>
+bool are_aligned(const PagedKv& kv) {
+  const uint64_t bytes = Kind::kQuantized ? 1 : uint64_t(bytes_of(kv.dtype));
+  uint64_t all = uint64_t(kv.of_page | kv.of_head | kv.of_token | kv.width) * bytes;
+  for (const void* data :
+       {static_cast<const void*>(kv.keys), static_cast<const void*>(kv.values),
+        static_cast<const void*>(kv.key_scales), static_cast<const void*>(kv.value_scales)}) {
+    all |= reinterpret_cast<uintptr_t>(data);
+  }
+  return all % 16 == 0;
+}
+
+// Calls body with the type of queries and the width that the code is for, and returns what it does;
+// false if tensor cores cannot take the call.
+template <class Kind, class Body>
+bool with_mma(const DecodeAttention& call, const Body& body) {
+  if (!Kind::kQuantized && call.q.dtype != call.kv.dtype) return false;
+  if (!are_aligned<Kind>(call.kv)) return false;
+  const auto with_width = [&](auto q) {
+    if (call.kv.width <= 64) return body(q, std::integral_constant<int, 64>{});
+    if (call.kv.width <= 128) return body(q, std::integral_constant<int, 128>{});
+    return body(q, std::integral_constant<int, 256>{});
+  };
+  switch (call.q.dtype) {
+    case Dtype::bfloat16: return with_width(BFloat16{});
+    case Dtype::float16: return with_width(Half{});
+    case Dtype::float32: return false;
+  }
+  return false;
+}
+
+constexpr int64_t kMuch = 16;  // units of a processor
+
+}  // namespace dsx::cuda

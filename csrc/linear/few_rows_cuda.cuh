@@ -1,0 +1,329 @@
+// Matrix multiplications on few rows on CUDA: where a block has what of the weight and of x, and
+// how that comes near.
+//
+// The length is cut into shares, which are lines of 128 bytes of each row of the weight, beside
+// each of which there are one or more lines of x. Stage by stage a block has the next lines of some
+// shares near, of rows of the weight and of all rows of x, while those of the stages after it are
+// on their way.
+//
+// A multiplication is a Kind, a struct with
+//   Call                    a struct derived from FewRows
+//   T                       the storage type of x and of the results
+//   Weight, X               the types that rows of the weight and of x are made of here
+//   kXLines                 lines of x beside one of the weight
+//   kScaled                 whether groups of elements of the weight have scales
+//   kMostWarps<tiles>       that multiply in a block
+//   kTogether               of these multiply together, with code for all columns of kColumnTiles
+//   weight(call), x(call)   both as Operands
+//   scales(call)            only if kScaled: as Scales
+//   Products<column tiles>  what a warp has to do; kInOrder: shares one after the other, not in
+//   pairs; kFillsRegisters: sums of shares that wait for others are better in memory
+#pragma once
+
+#include "common/cuda/tma_tiles.cuh"
+#include "common/cuda/chain.cuh"
+#include "common/cuda/fetch.cuh"
+#include "common/cuda/rows.cuh"
+#include "linear/few_rows.h"
+
+namespace dsx::cuda {
+
+constexpr int kShares = 4, kLevels = 2;  // of the length; 2^kLevels of them
+constexpr int kTileRows = 16;            // of the weight, that a warp multiplies with
+constexpr int kColumnTile = 8;           // rows of x, which are columns to the tensor cores
+constexpr int kMostStages = 12;
+static_assert(kShares == 1 << kLevels);
+
+// Rows of a matrix as bytes.
+template <class T>
+struct Operand {
+  Rows rows;  // of which only the places count
+  int64_t count, length;
+
+  __device__ const T* row(int64_t i) const {
+    return static_cast<const T*>(rows.data) + rows.place_of(i);
+  }
+  Matrix matrix() const {
+    const int64_t pitch = count > 1 ? rows.pitch : length;
+    return {rows.data, count, length, pitch * int64_t(sizeof(T)), int(sizeof(T))};
+  }
+  bool is_aligned() const {
+    const uint64_t bits = uint64_t(reinterpret_cast<uintptr_t>(rows.data)) |
+                          uint64_t(rows.pitch | rows.group_pitch) * sizeof(T);
+    return bits % 16 == 0;
+  }
+};
+
+// Scales, and maybe offsets behind them: [groups][pitch] floats, one for each row of the weight.
+struct Scales {
+  const float* scales;
+  const float* offsets;  // or null
+  int64_t groups, pitch;
+  int line_parts;   // groups of a line, if there is more than one
+  int part_units;   // 16 bytes each, of such a part or of a line
+  int group_lines;  // lines of a group, else
+
+  // Of a line, or of its first part.
+  DSX_HOST_DEVICE int group_of(int line) const {
+    return line_parts > 1 ? line * line_parts : line / group_lines;
+  }
+};
+
+// How the work is shared out. No sum depends on it.
+struct Geometry {
+  int cluster;        // blocks that have the same rows of the weight, and as many shares each
+  int groups;         // of warps of a block, which have as many of its shares each
+  int tiles;          // of rows of the weight: warps of a group
+  int lines;          // of a share in a stage
+  int share_lines;    // of a share; of the last ones there may be fewer in the rows
+  int x_rows;         // near: those of x, and more to a multiple of 8
+  int x_lines;        // beside a line of the weight
+  int scale_lines;    // of scales, beside a line of the weight
+  int scale_tiles;    // of scales in a stage: for each part of the weight, and the same of offsets
+  int stages;         // that are near, or on their way
+  int columns;        // of the results, that a block finishes
+  int finished_rows;  // of x: of as many all threads finish these columns at a time
+  uint32_t column_magic;  // 2^32 / columns, rounded up
+  int sums_pitch;         // floats, from one row of x to the next in the sums of these columns
+  int asked;              // stages of the first share to ask for before the kernel may read
+  bool by_engine;         // lines come near as boxes
+  bool weight_aligned, x_aligned;  // to 16 bytes, if not by_engine
+  // What follows from these, as divisions take long. Bytes are those of a stage.
+  int group_shares, share_stages;
+  // A group has its rows of the weight, then those of x, then scales.
+  int x_place, scale_place, scale_bytes, scale_step, group_bytes, stage_bytes;
+
+  DSX_HOST_DEVICE int rows() const { return tiles * kTileRows; }
+  DSX_HOST_DEVICE int threads() const { return (groups * tiles + 1) * kWarp; }
+  // Both without a division, which takes long: the group of a warp, and i / columns.
+  __device__ int group_of(int warp) const {
+    return (warp >= tiles) + (warp >= 2 * tiles) + (warp >= 3 * tiles);
+  }
+  __device__ int rank_of(int i) const { return int(__umulhi(uint32_t(i), column_magic)); }
+
+  void set_lines(int count) {
+    lines = count;
+    group_shares = kShares / (cluster * groups);
+    share_stages = int(ceil_div(share_lines, lines));
+    x_place = rows() * lines * kLineBytes;
+    scale_place = x_place + x_rows * x_lines * lines * kLineBytes;
+    scale_bytes = scale_lines * lines * columns * cluster * int(sizeof(float));
+    scale_step = int(ceil_div(scale_bytes, kLineBytes)) * kLineBytes;
+    const int scales = scale_tiles * scale_step;
+    group_bytes = scale_place + int(ceil_div(scales, kBoxAlignment)) * kBoxAlignment;
+    stage_bytes = group_bytes * groups;
+  }
+};
+
+template <bool kScaled>
+struct Maps {
+  CUtensorMap weight, x;
+};
+template <>
+struct Maps<true> : Maps<false> {
+  CUtensorMap scales, offsets;
+};
+
+// Which rows of the weight the blocks of a cluster have: consecutive ones, or in a first part gates
+// and in a second one what those gate.
+struct WeightRows {
+  int parts, columns;  // results of each row of x, which are the rows of a part
+  int64_t first;       // of the columns
+
+  __device__ WeightRows(const FewRows& call, const Geometry& geometry)
+      : parts(call.gated ? 2 : 1),
+        columns(geometry.rows() / parts),
+        first(int64_t(blockIdx.x >> geometry.cluster / 2) * columns) {}  // 1, 2 or 4 blocks
+
+  // Where a part begins in the weight.
+  __device__ int64_t begin(const FewRows& call, int part) const {
+    return part * call.columns + first;
+  }
+  // Row number i of the cluster; beyond the end of the part, its last one again.
+  __device__ int64_t row(const FewRows& call, int i) const {
+    const int part = i >= columns;
+    return ::min(begin(call, part) + i - part * columns, (part + 1) * call.columns - 1);
+  }
+  // Which line of its group row i has; those of the same row are `columns` further each.
+  __device__ int line(const Geometry& geometry, int i) const {
+    const int part = i >= columns;
+    return part * geometry.lines * columns + i - part * columns;
+  }
+};
+
+// Copies by one warp of what a stage has: all of its threads call it.
+template <class Kind>
+class Copies {
+  using Weight = typename Kind::Weight;
+  using X = typename Kind::X;
+
+ public:
+  __device__ Copies(const typename Kind::Call& call, const Geometry& geometry,
+                    const Maps<Kind::kScaled>& maps, const WeightRows& rows, char* ring,
+                    Barrier* here)
+      : call_(call), geometry_(geometry), maps_(maps), rows_(rows), ring_(ring), here_(here) {}
+
+  // How many arrive at the barrier of a stage.
+  __device__ static int arrivals(const Geometry& geometry) {
+    return geometry.by_engine ? 1 : 2 * kWarp;
+  }
+
+  // What may be done before anything may be read.
+  __device__ void ask_ahead(int rank) const {
+    if (!geometry_.by_engine || threadIdx.x % kWarp != 0) return;
+    ask_for_map(maps_.weight);
+    ask_for_map(maps_.x);
+    if constexpr (Kind::kScaled) ask_for_map(maps_.scales);
+#pragma unroll 1  // instructions are read from memory, too
+    for (int stage = 0; stage < geometry_.asked; ++stage) {
+#pragma unroll 1
+      for (int group = 0; group < geometry_.groups; ++group) {
+#pragma unroll 1
+        for (int part = 0; part < rows_.parts; ++part) {
+          ask_for_boxes(maps_.weight, int(rows_.begin(call_, part)), line(rank, group, 0, stage));
+        }
+      }
+    }
+  }
+
+  // Begins to copy a stage of the share that all groups are at, to place `slot`.
+  __device__ void begin(int rank, int share, int stage, int slot) const {
+    Barrier* const barrier = here_ + slot;
+    char* near = ring_ + slot * geometry_.stage_bytes;
+    if (!geometry_.by_engine) {
+      const int count = ::min(geometry_.lines, geometry_.share_lines - stage * geometry_.lines);
+      for (int group = 0; group < geometry_.groups; ++group) {
+        copy_lines(line(rank, group, share, stage), count, near + group * geometry_.group_bytes);
+      }
+      arrive_after_fetches(barrier);
+      arrive(barrier);
+    } else if (threadIdx.x % kWarp == 0) {
+      arrive_expecting(barrier, bytes_of_stage());
+#pragma unroll 1  // instructions are read from memory, too
+      for (int group = 0; group < geometry_.groups; ++group) {
+        fetch_group(line(rank, group, share, stage), near, barrier);
+        near += geometry_.group_bytes;
+      }
+    }
+  }
+
+ private:
+  // The first one of a stage, in the rows.
+  __device__ int line(int rank, int group, int share, int stage) const {
+    const int number = (rank * geometry_.groups + group) * geometry_.group_shares + share;
+    return number * geometry_.share_lines + stage * geometry_.lines;
+  }
+
+  __device__ int bytes_of_stage() const {
+    return geometry_.groups *
+           (geometry_.scale_place + geometry_.scale_tiles * geometry_.scale_bytes);
+  }
+
+  __device__ void fetch_group(int from, char* near, Barrier* barrier) const {
+    fetch_boxes(near, maps_.weight, int(rows_.begin(call_, 0)), from, barrier, policy_);
+    if (rows_.parts > 1) {
+      fetch_boxes(near + geometry_.x_place / 2, maps_.weight, int(rows_.begin(call_, 1)), from,
+                  barrier, policy_);
+    }
+    fetch_boxes(near + geometry_.x_place, maps_.x, 0, from * Kind::kXLines, barrier);
+    if constexpr (Kind::kScaled) {
+      const Scales& scales = Kind::scales(call_);
+      near += geometry_.scale_place;
+#pragma unroll 1
+      for (int tile = 0; tile < geometry_.scale_tiles; ++tile, near += geometry_.scale_step) {
+        const bool second = rows_.parts > 1 && tile % 2 == 1, offsets = tile >= rows_.parts;
+        fetch_tile(near, offsets ? maps_.offsets : maps_.scales, int(rows_.begin(call_, second)),
+                   scales.group_of(from), barrier, policy_);
+      }
+    }
+  }
+
+  __device__ void copy_lines(int from, int count, char* near) const {
+    const int lane = threadIdx.x % kWarp;
+    const auto weight = Kind::weight(call_);
+    const auto x = Kind::x(call_);
+    for (int l = 0; l < count; ++l) {
+      for (int i = lane; i < geometry_.rows() * kUnitsOfLine; i += kWarp) {
+        const int row = i / kUnitsOfLine, at = rows_.line(geometry_, row) + l * rows_.columns;
+        copy_unit(near + place_in_box(at, i % kUnitsOfLine), weight.row(rows_.row(call_, row)),
+                  weight.length, from + l, i % kUnitsOfLine, geometry_.weight_aligned);
+      }
+    }
+    for (int l = 0; l < count * Kind::kXLines; ++l) {
+      for (int i = lane; i < int(call_.rows) * kUnitsOfLine; i += kWarp) {
+        const int row = i / kUnitsOfLine, at = row + l * geometry_.x_rows;
+        copy_unit(near + geometry_.x_place + place_in_box(at, i % kUnitsOfLine), x.row(row),
+                  x.length, from * Kind::kXLines + l, i % kUnitsOfLine, geometry_.x_aligned);
+      }
+    }
+    if constexpr (Kind::kScaled) copy_scales(from, near + geometry_.scale_place);
+  }
+
+  // 16 bytes of a row, of that line; with zeros beyond the end.
+  template <class T>
+  __device__ void copy_unit(char* near, const T* row, int64_t length, int line, int unit,
+                            bool aligned) const {
+    constexpr int kCount = kUnitBytes / int(sizeof(T));
+    const int64_t k = (int64_t(line) * kUnitsOfLine + unit) * kCount;
+    const int there = int(::max(int64_t(0), ::min(length - k, int64_t(kCount))));
+    if (aligned) return fetch_part(near, there > 0 ? row + k : row, there * int(sizeof(T)));
+    alignas(16) T elements[kCount] = {};
+    for (int i = 0; i < there; ++i) elements[i] = row[k + i];
+    *reinterpret_cast<uint4*>(near) = *reinterpret_cast<const uint4*>(elements);
+  }
+
+  // As fetch_tile places them.
+  __device__ void copy_scales(int from, char* near) const {
+    const Scales& scales = Kind::scales(call_);
+    const int lines = geometry_.scale_lines * geometry_.lines, lane = threadIdx.x % kWarp;
+    for (int tile = 0; tile < geometry_.scale_tiles; ++tile, near += geometry_.scale_step) {
+      const bool second = rows_.parts > 1 && tile % 2 == 1, offsets = tile >= rows_.parts;
+      const float* const source = offsets ? scales.offsets : scales.scales;
+      const int64_t first = rows_.begin(call_, second);
+      for (int i = lane; i < lines * rows_.columns; i += kWarp) {
+        const int64_t group = scales.group_of(from) + i / rows_.columns;
+        const int64_t row = ::min(first + i % rows_.columns, scales.pitch - 1);
+        const bool there = group < scales.groups;
+        reinterpret_cast<float*>(near)[i] = there ? source[group * scales.pitch + row] : 0;
+      }
+    }
+  }
+
+  const typename Kind::Call& call_;
+  const Geometry& geometry_;
+  const Maps<Kind::kScaled>& maps_;
+  const WeightRows& rows_;
+  char* const ring_;
+  Barrier* const here_;
+  const uint64_t policy_ = read_once();
+};
+
+// Sums of 2^n shares in the order of pairs: neighbours, then neighbouring pairs, and so on.
+template <int kCount, bool kInMemory>
+class Pairwise {
+ public:
+  // Takes the next values; after number 2^n they have become the sums of all.
+  __device__ void add(float (&values)[kCount]) {
+    bool goes_on = true;
+#pragma unroll(kInMemory ? 1 : kLevels)  // at a number that is not known before there is memory
+    for (int level = 0; level < kLevels; ++level) {
+      if (!goes_on) continue;
+      goes_on = count_ >> level & 1;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (goes_on) {
+          values[i] = kept_[level][i] + values[i];
+        } else {
+          kept_[level][i] = values[i];
+        }
+      }
+    }
+    ++count_;
+  }
+
+ private:
+  int count_ = 0;
+  float kept_[kLevels][kCount];
+};
+
+}  // namespace dsx::cuda

@@ -1,0 +1,264 @@
+// The gradients of a norm where the teams that have the rows also add up what these add to the
+// gradients of vectors: each takes one row after the other, which come through shared memory, and a
+// thread's columns are added up in its registers.
+#pragma once
+
+#include "common/cuda/fetch.cuh"
+#include "norm/norm_cuda.cuh"
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#include <cooperative_groups.h>
+#define DSX_HAS_CLUSTERS
+#endif
+
+namespace dsx::cuda {
+
+// Blocks that can read each other's shared memory; one where there are no clusters.
+class Cluster {
+ public:
+#if defined(DSX_HAS_CLUSTERS) && defined(__CUDA_ARCH__)
+  __device__ int blocks() const { return int(group_.num_blocks()); }
+  __device__ int rank() const { return int(group_.block_rank()); }
+  __device__ void meet() const { group_.sync(); }
+  template <class T>
+  __device__ const T* of_block(T* mine, int rank) const {
+    return group_.map_shared_rank(mine, rank);
+  }
+
+ private:
+  cooperative_groups::cluster_group group_ = cooperative_groups::this_cluster();
+#else
+  __device__ int blocks() const { return 1; }
+  __device__ int rank() const { return 0; }
+  __device__ void meet() const { __syncthreads(); }
+  template <class T>
+  __device__ const T* of_block(T* mine, int) const {
+    return mine;
+  }
+#endif
+};
+
+// Several of them share a block.
+template <class Team>
+using TeamOfBlock = RowTeam<Team::kLength, false>;
+
+// Threads of a block: as many as there is memory for.
+template <class Team, class T>
+constexpr int kAddingThreads = Team::kShort ? 256 : kMostOfTeam * 2 / int(sizeof(T));
+
+// The memory of a block. While a row is worked on, the next one is on its way: of x and of the
+// gradient there are two stages, of the gradient of the sum one. Each thread has its own places,
+// and each half warp one for the first vector of a row; the weight is there for all, as floats.
+template <class Kind, class Team, class T>
+struct Ring {
+  using Vector = RowVector<T>;
+  static constexpr int kVectors = Team::kVectors, kStages = 2, kHalfWarp = kWarp / 2;
+
+  const Team& team;
+  // Of this thread: [stages, x and gradient, kVectors], then those of the gradient of the sum.
+  Vector* rows;
+  Vector* firsts;  // of this half warp: [stages]
+  float* weight;   // [length]
+  int length;
+
+  static int64_t bytes(int threads, const NormBackward& norm) {
+    const int of_thread = (2 * kStages + (norm.grad_sum.data != nullptr)) * kVectors;
+    const int firsts = threads / kHalfWarp * kStages;
+    const int64_t of_rows = int64_t(threads * of_thread + firsts) * int(sizeof(Vector));
+    return of_rows + norm.length * int(sizeof(float));
+  }
+
+  __device__ Ring(const Team& of, const NormBackward& norm, void* memory)
+      : team(of), length(int(norm.length)) {
+    const int of_thread = (2 * kStages + (norm.grad_sum.data != nullptr)) * kVectors;
+    rows = static_cast<Vector*>(memory) + threadIdx.x;
+    firsts = static_cast<Vector*>(memory) + of_thread * int(blockDim.x);
+    weight = reinterpret_cast<float*>(firsts + int(blockDim.x) / kHalfWarp * kStages);
+    firsts += int(threadIdx.x) / kHalfWarp * kStages;
+  }
+
+  // All threads of the block call it.
+  __device__ void fetch_weight(const NormBackward& norm) const {
+#pragma unroll 4  // loads at once
+    for (int i = int(threadIdx.x) * kRowVector; i < length; i += int(blockDim.x) * kRowVector) {
+      Values values(1.0f);
+      if (norm.weight.data != nullptr) {
+        values = floats_of(fetch(norm.weight.even_row<Any>(0), i, kRowVector, true)) +
+                 Values(norm.weight_offset);
+      }
+      store<Access::vector>(Pointer<float>{weight + i}, values, kRowVector);
+    }
+    __syncthreads();
+  }
+
+  __device__ Vector& x(int stage, int v) const {
+    return rows[(stage * 2 * kVectors + v) * int(blockDim.x)];
+  }
+  __device__ Vector& grad_out(int stage, int v) const { return x(stage, kVectors + v); }
+  __device__ Vector& grad_sum(int v) const { return x(kStages, v); }
+
+  // Calls body(v, i) for each vector.
+  template <class Body>
+  __device__ void for_each(const Body& body) const {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int i = (v * team.threads + team.thread) * kRowVector;
+      if (i < length) body(v, i);
+    }
+  }
+
+  __device__ void ask(int stage, Pointer<T> x_row, Pointer<T> grad_row) const {
+    for_each([&](int v, int i) {
+      fetch_bytes<int(sizeof(Vector))>(&x(stage, v), x_row.address + i);
+      fetch_bytes<int(sizeof(Vector))>(&grad_out(stage, v), grad_row.address + i);
+    });
+    if constexpr (Kind::kCentered) {
+      if (int(threadIdx.x) % kHalfWarp == 0) {
+        fetch_bytes<int(sizeof(Vector))>(firsts + stage, x_row.address);
+      }
+    }
+  }
+  __device__ void ask_for_grad_sum(Pointer<T> row) const {
+    for_each(
+        [&](int v, int i) { fetch_bytes<int(sizeof(Vector))>(&grad_sum(v), row.address + i); });
+  }
+
+  __device__ Values weight_at(int i) const {
+    return load<Access::vector, kRowVector>(Pointer<float>{weight + i}, kRowVector);
+  }
+};
+
+// A row of the ring, as Moments reads it.
+template <class RingOfTeam>
+struct RingRow {
+  const RingOfTeam& ring;
+  int stage;
+  bool is_there;
+
+  // All threads of a warp call it.
+  __device__ float near() const {
+    __syncwarp();  // with the thread that has fetched the first vector
+    return is_there ? sum_of_lanes(floats_of(ring.firsts[stage])) / kRowVector : 0.0f;
+  }
+
+  // Calls body(i, count, vectors), with those of x and of the gradient.
+  template <class Body>
+  __device__ void for_each_vector(const Body& body) const {
+    if (!is_there) return;
+    ring.for_each([&](int v, int i) {
+      const typename RingOfTeam::Vector vectors[] = {ring.x(stage, v), ring.grad_out(stage, v)};
+      body(i, kRowVector, vectors);
+    });
+  }
+};
+
+// Each team takes rows_of_team rows; its cluster adds up.
+template <class Kind, class Team, class T>
+__global__ void __launch_bounds__(kAddingThreads<Team, T>, Team::kShort ? 3 : 1)
+    adding_kernel(const __grid_constant__ NormBackward norm, float inverse_n, int team_threads,
+                  int rows_of_team,
+                  OfVectors<float*> partials) {  // [clusters, length] written; null: not wanted
+  constexpr int kVectors = Team::kVectors;
+  extern __shared__ __align__(16) uint4 ring_memory[];
+  __shared__ float meeting[kMeetingFloats<Kind, Team, true>];
+  using RingOfTeam = Ring<Kind, Team, T>;
+  const Team team(team_threads);
+  const RingOfTeam ring(team, norm, ring_memory);
+  const bool has_grad_sum = norm.grad_sum.data != nullptr;
+  const auto weighted = [&](int i, const auto& vectors) {
+    return floats_of(vectors[1]) * ring.weight_at(i);
+  };
+
+  // Every team does as many turns, as its lanes may share a warp with those of another. What is
+  // asked for in a turn comes in two groups, in the order in which it is needed.
+  const int64_t first = team.row() * rows_of_team;
+  const auto is_row = [&](int turn) { return turn < rows_of_team && first + turn < norm.rows; };
+  const auto ask = [&](int turn) {
+    if (Kind::kCentered) __syncwarp();  // with those that read the first vector of another row
+    if (is_row(turn)) {
+      ring.ask(turn % RingOfTeam::kStages, norm.x.row<T>(first + turn),
+               norm.grad_out.row<T>(first + turn));
+    }
+    end_fetches();
+  };
+  const auto ask_for_grad_sum = [&](int turn) {
+    if (has_grad_sum && is_row(turn)) ring.ask_for_grad_sum(norm.grad_sum.row<T>(first + turn));
+    end_fetches();
+  };
+  Values of_weight[kVectors], of_bias[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) of_weight[v] = of_bias[v] = Values(0.0f);
+  Moments<Kind, Team, T, true> moments(team, meeting);
+  float near = 0;
+  const auto put = [&](int turn) {
+    wait_for_fetches<2>();
+    const RingRow<RingOfTeam> row{ring, turn % RingOfTeam::kStages, is_row(turn)};
+    if (Kind::kCentered) near = row.near();
+    moments.put(row, near, weighted);
+  };
+  ask(0);
+  ask_for_grad_sum(0);
+  ask(1);
+  ring.fetch_weight(norm);
+  put(0);
+#pragma unroll 1
+  for (int turn = 0; turn < rows_of_team; ++turn) {
+    const RingRow<RingOfTeam> row{ring, turn % RingOfTeam::kStages, is_row(turn)};
+    const RowMoments<Kind> found = moments.find(row, near, inverse_n, norm.eps, weighted);
+    wait_for_fetches<1>();
+    if (row.is_there) {
+      const Pointer<T> grad_x = norm.grad_x.even_row<T>(first + turn);
+      ring.for_each([&](int v, int i) {
+        const Values grad = floats_of(ring.grad_out(row.stage, v));
+        const Values value = found.standardized_of(floats_of(ring.x(row.stage, v)));
+        Values result = found.gradient(value, grad, ring.weight_at(i));
+        if (has_grad_sum) result = result + floats_of(ring.grad_sum(v));
+        cuda::put<Stored::streamed>(grad_x, i, kRowVector, true, result);
+        of_weight[v] = add_grad_of_weight(value, grad, of_weight[v]);
+        if constexpr (Kind::kCentered) of_bias[v] = of_bias[v] + grad;
+      });
+    }
+    ask_for_grad_sum(turn + 1);
+    ask(turn + 2);
+    if (turn + 1 < rows_of_team) put(turn + 1);
+  }
+  wait_for_fetches<0>();
+
+  // The teams of all blocks of a cluster, in their order; each team adds up a part of the columns.
+  const Cluster cluster;
+  const int teams = int(blockDim.x) / team.threads;
+  const auto finish = [&](const Values(&sums)[kVectors], float* of_all) {
+    float4* const places = reinterpret_cast<float4*>(ring_memory);  // [2 kVectors, threads]
+    cluster.meet();                                                 // nobody needs what was there
+#pragma unroll
+    for (int part = 0; part < 2 * kVectors; ++part) {
+      const float* four = sums[part / 2].lanes + part % 2 * 4;
+      places[part * int(blockDim.x) + threadIdx.x] = {four[0], four[1], four[2], four[3]};
+    }
+    cluster.meet();
+    if (of_all == nullptr) return;
+    float* const target = of_all + int64_t(blockIdx.x) / cluster.blocks() * norm.length;
+    for (int part = cluster.rank() * teams + team.number; part < 2 * kVectors;
+         part += cluster.blocks() * teams) {
+      const int i = (part / 2 * team.threads + team.thread) * kRowVector + part % 2 * 4;
+      if (i >= ring.length) continue;
+      float4 sum = {0, 0, 0, 0};
+      for (int rank = 0; rank < cluster.blocks(); ++rank) {
+        const float4* there = cluster.of_block(places, rank);
+        for (int each = 0; each < teams; ++each) {
+          const float4 four = there[part * int(blockDim.x) + each * team.threads + team.thread];
+          sum.x += four.x;
+          sum.y += four.y;
+          sum.z += four.z;
+          sum.w += four.w;
+        }
+      }
+      *reinterpret_cast<float4*>(target + i) = sum;
+    }
+  };
+  finish(of_weight, partials.weight);
+  if constexpr (Kind::kCentered) finish(of_bias, partials.bias);
+  cluster.meet();  // before the memory of a block that others read is gone
+}
+
+}  // namespace dsx::cuda

@@ -1,0 +1,248 @@
+// The gradients of a norm on CUDA. Those of vectors are added up by the teams that have the rows,
+// then by a small kernel; or, of few rows and of long ones, by a kernel that goes down the columns.
+// A file of its own, so that both directions compile side by side.
+#include "common/cuda/add_partials.cuh"
+#include "norm/norm_adding_cuda.cuh"
+#include "norm/norm_columns_cuda.cuh"
+#include "norm/norm_layout_cuda.cuh"
+
+namespace dsx {
+namespace {
+
+using cuda::is_there;
+using cuda::kRowVector;
+using cuda::Layout;
+using cuda::RowLength;
+using cuda::RowMoments;
+using cuda::Values;
+
+// Each team takes a row, which is held if kHeld.
+template <class Kind, class Team, class T, bool kHeld>
+__global__ void __launch_bounds__(Team::kMostThreads)
+    rows_kernel(const __grid_constant__ NormBackward norm,
+                RowMoments<Kind>* of_rows,  // [rows] written; null: not wanted
+                float inverse_n, int team_threads, bool is_aligned) {
+  __shared__ float meeting[cuda::kMeetingFloats<Kind, Team, true>];
+  const bool aligned = !std::is_same_v<T, Any> || is_aligned;
+  const Team team(team_threads);
+  const int64_t number = team.row(), place = ::min(number, norm.rows - 1);
+  const int64_t length = number < norm.rows ? norm.length : 0;
+  const Pointer<T> x = norm.x.row<T>(place), grad_out = norm.grad_out.row<T>(place);
+  const Pointer<T> grad_sum = norm.grad_sum.row<T>(place);
+  const Pointer<T> grad_x = norm.grad_x.even_row<T>(place);
+  const auto weight_at = [&](int64_t i, int count) {
+    if (norm.weight.data == nullptr) return Values(1.0f);
+    const auto weight = cuda::fetch(norm.weight.even_row<Any>(0), i, count, is_aligned);
+    return floats_of(weight) + Values(norm.weight_offset);
+  };
+  const auto weighted = [&](auto i, const auto& vectors) {
+    return floats_of(vectors[1]) * weight_at(i, cuda::count_at<T>(i, cuda::Column<T>(length)));
+  };
+  const auto run = [&](const auto& row) {
+    const float near = Kind::kCentered ? cuda::mean_of_first(x, length, aligned) : 0.0f;
+    cuda::Moments<Kind, Team, T, true> moments(team, meeting);
+    moments.put(row, near, weighted);
+    const RowMoments<Kind> found = moments.find(row, near, inverse_n, norm.eps, weighted);
+    row.for_each_vector([&](auto i, int count, const auto& vectors) {
+      const Values value = found.standardized_of(floats_of(vectors[0]));
+      Values result = found.gradient(value, floats_of(vectors[1]), weight_at(i, count));
+      if (grad_sum) result = result + floats_of(cuda::fetch(grad_sum, i, count, aligned));
+      cuda::put(grad_x, i, count, aligned, result);
+    });
+    if (of_rows != nullptr && team.thread == 0 && length > 0) of_rows[number] = found;
+  };
+  if constexpr (kHeld) {
+    cuda::HeldRow<Team, T, 2> row{team, int(length), {}};
+    row.fetch_all({x, grad_out});
+    run(row);
+  } else {
+    run(cuda::ReadRow<Team, T, 2>{team, length, aligned, {x, grad_out}});
+  }
+}
+
+int wanted(const OfVectors<Rows>& grads) {
+  return is_there(grads.weight) + is_there(grads.bias) + is_there(grads.x_bias);
+}
+
+// How a backward pass goes about its sums over rows.
+struct Plan {
+  static constexpr int kCluster = 2;  // more of them do not fill a device
+  static constexpr int64_t kOfCache = 32 << 20;
+
+  Layout layout;
+  bool adds_up;     // the teams that have the rows do, else a kernel that goes down the columns
+  int threads = 0;  // of a block that adds up
+  int cluster = 1;  // its blocks add up together
+  int rows_of_team = 1;
+  int64_t blocks = 0;
+  int64_t groups;  // of rows that have sums
+  int ring_bytes = 0;
+
+  template <class Kind>
+  static Plan of(const NormBackward& norm, const OfVectors<Rows>& grads) {
+    Plan plan(norm);
+    // A thread has registers for so many sums.
+    const bool fits = plan.layout.whole && norm.length <= cuda::kUsualRow && norm.rows > 0 &&
+                      !is_there(grads.x_bias) && (Kind::kCentered || !is_there(grads.bias));
+    plan.adds_up = fits && wanted(grads) > 0 && plan.can_add_up<Kind>(norm, grads);
+    if (!plan.adds_up) plan.groups = cuda::ColumnsGrid(norm.rows, norm.length).groups;
+    return plan;
+  }
+
+  // One group goes to where the gradients are wanted.
+  bool has_partials() const { return adds_up || groups > 1; }
+
+ private:
+  explicit Plan(const NormBackward& norm)
+      : layout(norm.rows, norm.length, {norm.x, norm.grad_out, norm.grad_sum, norm.grad_x},
+               {norm.weight}) {}
+
+  template <class Kind>
+  bool can_add_up(const NormBackward& norm, const OfVectors<Rows>& grads) {
+    const cuda::Device device(Kind::kBackwardOp);
+    cuda::with_row_length(norm.length, [&](auto team) {
+      using Team = cuda::TeamOfBlock<typename decltype(team)::type>;
+      if constexpr (Team::kLength != RowLength::is_long) {
+        with_storage_type(layout.dtype, [&](auto storage) {
+          using T = decltype(storage);
+          threads = cuda::kAddingThreads<Team, T> / layout.team * layout.team;
+          ring_bytes = int(cuda::Ring<Kind, Team, T>::bytes(threads, norm));
+          const auto kernel = cuda::adding_kernel<Kind, Team, T>;
+          cudaFuncAttributes found = {};
+          cuda::check(cudaFuncGetAttributes(&found, kernel), Kind::kBackwardOp);
+          // PTX for older devices has no clusters, wherever it runs.
+          if (!Team::kShort && found.ptxVersion >= 90) cluster = kCluster;
+        });
+      }
+    });
+    if (threads == 0 || ring_bytes > device.shared_bytes) return false;
+    // As many blocks as run at once. What fits into the cache is soon read again, so sums of it
+    // need not take more than 1 % of its memory; of more, what they take is less than the time.
+    const int64_t teams = threads / layout.team;
+    const int64_t resident = int64_t(device.multiprocessors) * (layout.team < cuda::kWarp ? 3 : 1);
+    const int64_t of_row = bytes_of(norm.x.dtype) + bytes_of(norm.grad_out.dtype);
+    const bool is_cached = norm.rows * norm.length * of_row <= kOfCache;
+    const int64_t most_groups =
+        norm.rows * of_row / (is_cached ? 100 : 24) / (wanted(grads) * int64_t(sizeof(float)));
+    const int64_t most = std::min(most_groups, resident / cluster) * cluster;
+    if (most * 8 < resident) return false;
+    rows_of_team = int(ceil_div(norm.rows, most * teams));
+    blocks = ceil_div(ceil_div(norm.rows, rows_of_team * teams), cluster) * cluster;
+    groups = blocks / cluster;
+    return true;
+  }
+};
+
+// The vectors whose gradients are wanted have partial sums one after the other.
+OfVectors<float*> partials_in(float* workspace, const OfVectors<Rows>& grads, int64_t floats) {
+  const auto next = [&](const Rows& grad) -> float* {
+    if (!is_there(grad)) return nullptr;
+    float* partial = workspace;
+    workspace += floats;
+    return partial;
+  };
+  OfVectors<float*> partials;
+  partials.weight = next(grads.weight);
+  partials.bias = next(grads.bias);
+  partials.x_bias = next(grads.x_bias);
+  return partials;
+}
+
+template <class Kind, class Team>
+void run_adding(const NormBackward& norm, const Plan& plan, const OfVectors<float*>& partials,
+                cudaStream_t stream) {
+  constexpr const char* op = Kind::kBackwardOp;
+  with_storage_type(plan.layout.dtype, [&](auto storage) {
+    const auto kernel = cuda::adding_kernel<Kind, Team, decltype(storage)>;
+    cuda::allow_shared(kernel, plan.ring_bytes, op);
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(unsigned(plan.blocks));
+    config.blockDim = dim3(unsigned(plan.threads));
+    config.dynamicSmemBytes = size_t(plan.ring_bytes);
+    config.stream = stream;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {unsigned(plan.cluster), 1, 1};
+    config.attrs = &attribute;
+    config.numAttrs = plan.cluster > 1 ? 1 : 0;
+    cuda::check(cudaLaunchKernelEx(&config, kernel, norm, 1.0f / float(norm.length),
+                                   plan.layout.team, plan.rows_of_team, partials),
+                op);
+  });
+}
+
+template <class Kind, class Team>
+void run_rows(const NormBackward& norm, const Layout& layout, RowMoments<Kind>* of_rows,
+              cudaStream_t stream) {
+  const auto launch = [&](auto kernel) {
+    kernel<<<unsigned(layout.blocks), layout.block, 0, stream>>>(
+        norm, of_rows, 1.0f / float(norm.length), layout.team, layout.aligned);
+  };
+  if (!layout.whole) return launch(rows_kernel<Kind, Team, Any, false>);
+  with_storage_type(layout.dtype, [&](auto storage) {
+    using T = decltype(storage);
+    if constexpr (Team::kLength != RowLength::is_long) {
+      launch(rows_kernel<Kind, Team, T, true>);
+    } else {  // long rows of float16 are rare
+      using Long = std::conditional_t<std::is_same_v<T, Half>, Any, T>;
+      launch(rows_kernel<Kind, Team, Long, false>);
+    }
+  });
+}
+
+}  // namespace
+
+template <class Kind>
+int64_t norm_backward_workspace(const NormBackward& norm, const OfVectors<Rows>& grads) {
+  if (wanted(grads) == 0) return 0;
+  const Plan plan = Plan::of<Kind>(norm, grads);
+  const int64_t moments =
+      plan.adds_up ? 0 : norm.rows * int64_t(sizeof(RowMoments<Kind>) / sizeof(float));
+  return (plan.has_partials() ? wanted(grads) * plan.groups * norm.length : 0) + moments;
+}
+
+template <class Kind>
+void norm_backward_cuda(const NormBackward& norm, const OfVectors<Rows>& grads, float* workspace,
+                        void* stream) {
+  if (norm.length == 0) return;
+  constexpr const char* op = Kind::kBackwardOp;
+  const cudaStream_t queue = cudaStream_t(stream);
+  cuda::check(cudaPeekAtLastError(), op);
+  const Plan plan = Plan::of<Kind>(norm, grads);
+  const int64_t floats = plan.has_partials() ? plan.groups * norm.length : 0;
+  const OfVectors<float*> partials =
+      plan.has_partials() ? partials_in(workspace, grads, floats) : OfVectors<float*>{};
+  const bool in_columns = wanted(grads) > 0 && !plan.adds_up;
+  float* behind = workspace + wanted(grads) * floats;
+  RowMoments<Kind>* of_rows = in_columns ? reinterpret_cast<RowMoments<Kind>*>(behind) : nullptr;
+  if (norm.rows > 0) {
+    cuda::with_row_length(norm.length, [&](auto team) {
+      using Team = typename decltype(team)::type;
+      if constexpr (Team::kLength != RowLength::is_long) {
+        if (plan.adds_up) {
+          return run_adding<Kind, cuda::TeamOfBlock<Team>>(norm, plan, partials, queue);
+        }
+      }
+      run_rows<Kind, Team>(norm, plan.layout, of_rows, queue);
+      cuda::check(cudaGetLastError(), op);
+    });
+  }
+  if (in_columns) {
+    cuda::add_columns<Kind>(norm, of_rows, partials, grads, plan.layout.whole, plan.layout.aligned,
+                            op, queue);
+  }
+  if (!plan.has_partials()) return;
+  const auto add = [&](const float* partial, const Rows& grad) {
+    if (!is_there(grad)) return;
+    cuda::add_partials(partial, plan.groups, norm.length, grad, op, queue);
+  };
+  add(partials.weight, grads.weight);
+  add(partials.bias, grads.bias);
+  add(partials.x_bias, grads.x_bias);
+}
+
+template int64_t norm_backward_workspace<DSX_NORM>(const NormBackward&, const OfVectors<Rows>&);
+template void norm_backward_cuda<DSX_NORM>(const NormBackward&, const OfVectors<Rows>&, float*,
+                                           void*);
+
+}  // namespace dsx

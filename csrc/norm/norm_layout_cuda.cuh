@@ -1,0 +1,62 @@
+// How the rows of one call of a norm lie, and which teams of threads take them.
+#pragma once
+
+#include "norm/norm_cuda.cuh"
+
+namespace dsx::cuda {
+
+struct Layout {
+  int64_t rows, length;
+  Dtype dtype;
+  bool aligned, whole;  // whole: they can be accessed as vectors of `dtype`
+  int team, block;      // threads
+  int64_t blocks;       // if each team takes a row
+
+  Layout(int64_t count, int64_t n, std::initializer_list<Rows> all,
+         std::initializer_list<Rows> vectors)
+      : rows(count),
+        length(n),
+        dtype(all.begin()->dtype),
+        aligned(all_aligned(all) && all_aligned(vectors)),
+        whole(aligned && n % kRowVector == 0 && n < int64_t(1) << 30 && are_of(all, dtype)),
+        team(threads_of_team(n)),
+        block(n <= kShortRow ? 256 : team),
+        blocks(ceil_div(rows, block / team)) {}
+
+  static bool are_of(std::initializer_list<Rows> some, Dtype type) {
+    return std::all_of(some.begin(), some.end(),
+                       [&](const Rows& each) { return !is_there(each) || each.dtype == type; });
+  }
+};
+
+// Calls body with the type of the team, as std::type_identity.
+template <class Body>
+void with_row_length(int64_t length, const Body& body) {
+  if (length <= kShortRow) return body(std::type_identity<RowTeam<RowLength::is_short>>{});
+  if (length <= kUsualRow) return body(std::type_identity<RowTeam<RowLength::is_usual>>{});
+  body(std::type_identity<RowTeam<RowLength::is_long>>{});
+}
+
+// How many multiprocessors this device has; a block can have at most so many
+// bytes of shared memory beside 2 KiB that kernels declare.
+struct Device {
+  int multiprocessors = 0, shared_bytes = 0;
+
+  explicit Device(const char* op) {
+    int device = 0;
+    check(cudaGetDevice(&device), op);
+    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), op);
+    check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+          op);
+    shared_bytes -= 2 << 10;
+  }
+};
+
+// Allows a kernel so much shared memory.
+template <class Kernel>
+void allow_shared(Kernel kernel, int bytes, const char* op) {
+  if (bytes <= 40 << 10) return;  // every device has that
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
+}
+
+}  // namespace dsx::cuda

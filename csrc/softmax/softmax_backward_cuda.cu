@@ -1,0 +1,68 @@
+// The gradient of softmax on CUDA: likewise. A file of its own, so that both compile side by side.
+#include "softmax/softmax.h"
+
+#include "common/cuda/check.h"
+#include "softmax/twice_read_cuda.cuh"
+
+namespace dsx {
+
+#include "common/softmax_math.inl"
+
+namespace {
+
+using cuda::Floats;
+using cuda::kRowVector;
+using Values = Floats<kRowVector>;
+
+template <class Team, class T>
+__global__ void __launch_bounds__(Team::kMostThreads, 2)
+    backward_kernel(const __grid_constant__ SoftmaxBackward softmax, bool aligned) {
+  using Column = cuda::Column<T>;
+  const int64_t row = ::min(Team::row(), softmax.rows - 1);
+  const Keys keys = keys_of(softmax.scores, row, softmax.length);
+  const Pointer<T> x = softmax.x.row<T>(row), grad_x = softmax.grad_x.row<T>(row);
+  const cuda::TwiceRead<Team, T, 2> reader{{softmax.out.row<T>(row), softmax.grad_out.row<T>(row)},
+                                           Column(keys.first),
+                                           Column(keys.end),
+                                           Column(Team::row() < softmax.rows ? softmax.length : 0),
+                                           aligned};
+  float dots[1] = {};
+  reader.template read_first<cuda::Kept::yes>(
+      [&](int, Column, int, const Values(&values)[2], bool is_read) {
+    if (is_read) dots[0] += cuda::sum_of_lanes(grad_term(values[0], values[1]));
+  });
+  cuda::add_over_team<Team>(dots, 0);
+  const Values dot = dots[0], scale = softmax.scores.scale;
+  reader.read_again([&](int, Column i, int count, const Values(&values)[2], bool is_read) {
+    Values result = 0.0f;
+    if (is_read) {
+      result = grad_of_score(values[0], values[1], dot) * scale;
+      if (x) {
+        const Values score = floats_of(cuda::fetch(x, i, count, aligned)) * scale;
+        const Values slope = slope_under_cap(score, softmax.scores.soft_cap);
+        result = select(values[0] == Values(0.0f), Values(0.0f), result * slope);
+      }
+    }
+    cuda::put<cuda::Stored::streamed>(grad_x, i, count, aligned, result);
+  });
+}
+
+constexpr const char* kBackwardOp = "softmax_backward";
+
+}  // namespace
+
+void softmax_backward_cuda(const SoftmaxBackward& softmax, void* stream) {
+  if (softmax.rows == 0 || softmax.length == 0) return;
+  cuda::check(cudaPeekAtLastError(), kBackwardOp);
+  const auto rows = {softmax.out, softmax.grad_out, softmax.x, softmax.grad_x};
+  const bool whole = cuda::are_whole(rows, softmax.length, softmax.out.dtype);
+  const bool aligned = cuda::all_aligned(rows);
+  cuda::with_turn_team<2>(softmax.rows, softmax.length, whole, softmax.out.dtype, kBackwardOp,
+                          [&](auto team, auto storage, const cuda::TurnLaunch& launch) {
+    backward_kernel<decltype(team), decltype(storage)>
+        <<<launch.blocks, launch.threads, 0, cudaStream_t(stream)>>>(softmax, aligned);
+  });
+  cuda::check(cudaGetLastError(), kBackwardOp);
+}
+
+}  // namespace dsx

@@ -1,0 +1,195 @@
+// softmax on CUDA: a team of threads for each row. What is only scaled, most often, and all else
+// are compiled side by side.
+#pragma once
+
+#include "softmax/softmax.h"
+
+#include "common/cuda/check.h"
+#include "softmax/twice_read_cuda.cuh"
+#include "softmax/row_powers_cuda.cuh"
+
+namespace dsx {
+
+#include "common/softmax_math.inl"
+
+namespace {
+
+using cuda::Floats;
+using cuda::kRowVector;
+using Values = Floats<kRowVector>;
+
+// What takes part in one row, and its score. kPlain: all keys of the row do, scaled.
+template <class T, bool kPlain>
+struct RowScores {
+  const Scores& scores;
+  cuda::Column<T> first, end;  // keys
+  float slope = 0;
+  int64_t position = 0, mask_place = 0;
+
+  __device__ RowScores(const Scores& all, int64_t row, const Keys& keys)
+      : scores(all), first(cuda::Column<T>(keys.first)), end(cuda::Column<T>(keys.end)) {
+    if constexpr (kPlain) return;
+    if (scores.slopes != nullptr) {
+      slope = scores.slopes[scores.slope_rows.place(row)];
+      position = scores.position(row);
+    }
+    if (scores.mask.kind != SoftmaxMask::Kind::none) mask_place = scores.mask.rows.place(row);
+  }
+
+  // -inf for what takes no part, and in lanes beyond the row.
+  __device__ Values of(const Values& x, cuda::Column<T> i, int count) const {
+    Values score = x * Values(scores.scale);
+    if constexpr (!kPlain) {
+      if (scores.soft_cap > 0) score = capped(score, scores.soft_cap);
+      if (scores.slopes != nullptr) {
+        Values ahead;  // of the key
+        const float from = float(position - i);
+#pragma unroll
+        for (int k = 0; k < kRowVector; ++k) ahead.lanes[k] = from - float(k);
+        score = biased(score, abs(ahead), slope);
+      }
+      if (scores.mask.kind != SoftmaxMask::Kind::none) score = masked(score, i, count);
+    }
+    if (i < first || i + kRowVector > end) {
+#pragma unroll
+      for (int k = 0; k < kRowVector; ++k) {
+        if (i + k < first || i + k >= end) score.lanes[k] = -INFINITY;
+      }
+    }
+    return score;
+  }
+
+  __device__ Values masked(Values score, int64_t i, int count) const {
+    const SoftmaxMask& mask = scores.mask;
+    const int64_t place = mask_place + i * mask.column_stride;
+    if (mask.kind == SoftmaxMask::Kind::added) {
+      return with_mask_added(score, added_mask(place, count));
+    }
+    const uint8_t* bytes = static_cast<const uint8_t*>(mask.data) + place;
+    const bool zero_is_out = mask.kind == SoftmaxMask::Kind::takes_part;
+    uint2 words{0, 0};
+    if (mask.column_stride == 1 && count == kRowVector &&
+        reinterpret_cast<uintptr_t>(bytes) % sizeof(words) == 0) {
+      words = *reinterpret_cast<const uint2*>(bytes);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kRowVector; ++k) {
+        const uint32_t byte = k < count ? bytes[k * mask.column_stride] : 0;
+        (k < 4 ? words.x : words.y) |= byte << (8 * (k % 4));
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kRowVector; ++k) {
+      const bool is_zero = (((k < 4 ? words.x : words.y) >> (8 * (k % 4))) & 0xff) == 0;
+      if (is_zero == zero_is_out) score.lanes[k] = -INFINITY;
+    }
+    return score;
+  }
+
+  __device__ Values added_mask(int64_t place, int count) const {
+    const SoftmaxMask& mask = scores.mask;
+    const Pointer<Any> first = Pointer<Any>{const_cast<void*>(mask.data), mask.dtype} + place;
+    const int bytes = bytes_of(mask.dtype);
+    if (mask.column_stride == 1 && count == kRowVector &&
+        cuda::is_aligned<kRowVector>(first.address, bytes)) {
+      return cuda::load<cuda::Access::vector, kRowVector>(first, count);
+    }
+    Values values(0.0f);
+    const char* address = static_cast<const char*>(first.address);
+#pragma unroll
+    for (int k = 0; k < kRowVector; ++k, address += mask.column_stride * bytes) {
+      if (k >= count) continue;
+      if (mask.dtype == Dtype::float32) {
+        values.lanes[k] = *reinterpret_cast<const float*>(address);
+        continue;
+      }
+      const uint16_t bits = *reinterpret_cast<const uint16_t*>(address);
+      values.lanes[k] =
+          mask.dtype == Dtype::bfloat16 ? cuda::widen(BFloat16{bits}) : cuda::widen(Half{bits});
+    }
+    return values;
+  }
+};
+
+// Where a row is of one turn, the powers of its scores stay in registers, relative to the largest
+// score that there was when they were made.
+template <class Team, class T, bool kPlain>
+__global__ void __launch_bounds__(Team::kMostThreads, kPlain ? 2 : 1)
+    softmax_kernel(const __grid_constant__ Softmax softmax, bool aligned) {
+  using Column = cuda::Column<T>;
+  constexpr bool kHeld = Team::kOneTurn && !std::is_same_v<T, Any>;
+  constexpr auto kKept = kHeld ? cuda::Kept::no : cuda::Kept::yes;
+  const int64_t row = ::min(Team::row(), softmax.rows - 1);
+  const Keys keys = keys_of(softmax.scores, row, softmax.length);
+  const RowScores<T, kPlain> scores(softmax.scores, row, keys);
+  const Pointer<T> out = softmax.out.row<T>(row);
+  const cuda::TwiceRead<Team, T, 1> reader{{softmax.x.row<T>(row)},
+                                           Column(keys.first),
+                                           Column(keys.end),
+                                           Column(Team::row() < softmax.rows ? softmax.length : 0),
+                                           aligned};
+  const auto put = [&](Column i, int count, const Values& result) {
+    cuda::put<cuda::Stored::streamed>(out, i, count, aligned, result);
+  };
+  Values held[kHeld ? Team::kVectors : 1];
+  float largest[kHeld ? Team::kVectors : 1] = {};
+  cuda::RowPowers powers;
+  reader.template read_first<kKept>(
+      [&](int v, Column i, int count, const Values(&x)[1], bool is_read) {
+    if (!is_read) return put(i, count, 0.0f);  // early, as it waits for nothing
+    const Values power = powers.add(scores.of(x[0], i, count));
+    if constexpr (kHeld) {
+      held[v] = power;
+      largest[v] = powers.largest;
+    }
+  });
+  cuda::RowPowers all = powers;
+  all.add_over_team<Team>();
+  const float inverse = inverse_of(Floats<1>(all.sum)).lanes[0];
+  const bool is_finite = inverse >= 0;  // otherwise a score is NaN or inf
+  const auto put_power = [&](Column i, int count, const Values& power, float relative_to) {
+    put(i, count, power * Values(cuda::RowPowers::factor(relative_to, all.largest) * inverse));
+  };
+  cuda::RowPowers again;
+  const auto put_again = [&](int, Column i, int count, const Values(&x)[1], bool is_read) {
+    if (!is_read) return;
+    const Values score = scores.of(x[0], i, count);
+    if (!is_finite) {
+      put(i, count, select(score == Values(-INFINITY), Values(0.0f), Values(inverse)));
+    } else if constexpr (Team::kOneTurn) {  // the same bits as of those that were held
+      const Values power = again.add(score);
+      put_power(i, count, power, again.largest);
+    } else {
+      const Values shift = cuda::RowPowers::shift(all.largest);
+      put(i, count, exp_of_negative(score - shift) * Values(inverse));
+    }
+  };
+  if constexpr (!kHeld) return reader.read_again(put_again);
+  if (!is_finite) return reader.read_slowly(put_again);
+  reader.for_each_place([&](int v, Column i, int count, bool is_read) {
+    if (is_read) put_power(i, count, held[v], largest[v]);
+  });
+}
+
+// Launches the kernel of one of both kinds; only what is not plain may be Any.
+template <bool kPlain>
+void launch_softmax(const Softmax& softmax, bool whole, void* stream) {
+  constexpr const char* op = "softmax";
+  const bool aligned = cuda::all_aligned({softmax.x, softmax.out});
+  cuda::with_turn_team<4>(softmax.rows, softmax.length, whole, softmax.x.dtype, op,
+                          [&](auto team, auto storage, const cuda::TurnLaunch& launch) {
+    using T = decltype(storage);
+    if constexpr (!kPlain || !std::is_same_v<T, Any>) {
+      softmax_kernel<decltype(team), T, kPlain>
+          <<<launch.blocks, launch.threads, 0, cudaStream_t(stream)>>>(softmax, aligned);
+    }
+  });
+  cuda::check(cudaGetLastError(), op);
+}
+
+}  // namespace
+
+// Scores that are capped, biased or masked, or rows that are not whole.
+void masked_softmax_cuda(const Softmax& softmax, bool whole, void* stream);
+
+}  // namespace dsx

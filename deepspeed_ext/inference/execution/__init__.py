@@ -1,0 +1,1 @@
+"""Running a model: steps of prefill and decode, cache, sampling."""

@@ -1,0 +1,146 @@
+"""Whether a model fits a device, which is told before anything of it is read."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.inference.execution.kv_cache import KVCache
+from deepspeed_ext.inference.model.architecture import Architecture
+from deepspeed_ext.op_builder.toolchain import free_memory
+from deepspeed_ext.ops.attention.paged_kv import PAGE
+
+MOST_ROWS = 64  # of a step
+_BYTES_OF_LOGIT = 24  # with what is made of it where a token is drawn
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Need:
+    """The bytes that an engine takes.
+
+    Args:
+        weights: of all tensors, as they will be.
+        cache: of keys and values.
+        reading: of what lies about while weights are made; the cache comes after that.
+        working: of what a step makes and lets go.
+    """
+
+    weights: int
+    cache: int
+    reading: int = 0
+    working: int = 0
+
+    @property
+    def most(self) -> int:
+        """Those of the moment when there are most."""
+        return self.weights + max(self.cache + self.working, self.reading)
+
+
+def cache_bytes(
+    of: Architecture, max_batch: int, max_tokens: int, dtype: torch.dtype, kv_dtype: str | None
+) -> int:
+    """Return the bytes of the cache of a decoder."""
+    cache = KVCache(
+        max_batch,
+        max_tokens,
+        of.kv_heads,
+        of.head_dim,
+        layers=of.layers,
+        dtype=dtype,
+        quantized=kv_dtype,
+        device="meta",
+    )
+    return cache.nbytes
+
+
+def working_bytes(
+    of: Architecture,
+    max_batch: int,
+    tokens: int,
+    dtype: torch.dtype,
+    is_quantized: bool,
+    packed: int,
+) -> int:
+    """Return about how many bytes a step makes and lets go.
+
+    Args:
+        of: the model.
+        max_batch: of the engine.
+        tokens: of a prompt that are taken in at once.
+        dtype: of hidden states.
+        is_quantized: whether weights are made floats, one at a time, for many tokens.
+        packed: tokens, with padding, that attention has copies of.
+    """
+    wide = of.intermediate * (2 if of.gated else 1)
+    states = tokens * (wide + 6 * of.hidden) * dtype.itemsize
+    states += packed * 2 * (of.heads + of.kv_heads) * of.head_dim * dtype.itemsize
+    floats = wide * of.hidden * dtype.itemsize if is_quantized and tokens > MOST_ROWS else 0
+    choice = min(max_batch, MOST_ROWS) * of.vocabulary * _BYTES_OF_LOGIT
+    return max(states + floats, choice)
+
+
+def check_positions(of: Architecture, positions: Tensor | None, max_tokens: int) -> None:
+    """Refuse more tokens than a model has learned positions for, those of this table."""
+    most = of.context or max_tokens
+    if positions is not None:
+        most = min(most, len(positions) - of.position_offset)
+    if of.position == "learned" and max_tokens > most:
+        raise ValueError(
+            f"inference: max_tokens is {max_tokens}, expected at most {most}, as the model has no"
+            " more positions"
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes of a device that this process may still use."""
+    if device.type != "cuda":
+        return free_memory()
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def check_room(
+    device: torch.device,
+    quantize: str | None,
+    max_batch: int,
+    max_tokens: int,
+    need_of: Callable[[str | None], Need],
+) -> None:
+    """Refuse a model that has no room.
+
+    Args:
+        device: where it is to be.
+        quantize: as of ``init_inference``, as are max_batch and max_tokens.
+        need_of: returns the need with a value of quantize.
+
+    Raises:
+        MemoryError: the device has fewer bytes free than the engine takes; says what would fit.
+    """
+    need, free = need_of(quantize), free_bytes(device)
+    if need.most <= free:
+        return
+    whole, part = [], []
+    for kind in dict.fromkeys((quantize, "int8", "int4")):
+        other = need if kind == quantize else need_of(kind)
+        room = free - other.weights - other.working
+        pages = room * max_batch * max_tokens // max(other.cache, 1) // PAGE
+        if other.most <= free:
+            whole.append(f"quantize={kind!r}")
+        elif other.weights + other.reading <= free and pages > 0:
+            batch = min(max_batch, pages)
+            tokens = pages // batch * PAGE
+            part.append(f"quantize={kind!r} with max_batch={batch} and max_tokens={tokens}")
+    fits = " or ".join(part[:1] + whole[:1])
+    raise MemoryError(
+        f"init_inference: {device} has {_shown(free)} free, expected {_shown(need.most)}:"
+        f" {_shown(need.weights)} of weights, {_shown(need.cache)} of keys and values for"
+        f" max_batch {max_batch} x max_tokens {max_tokens}, and {_shown(need.working)} to work"
+        f" with; "
+        + (f"what fits is {fits}" if fits else f"nothing fits, not even quantize={kind!r}")
+    )
+
+
+def _shown(count: int) -> str:
+    return f"{count / _GIB:.2f} GiB" if count >= _GIB else f"{count / (1 << 20):.1f} MiB"

@@ -1,0 +1,220 @@
+"""The device's side of generation: steps that neither wait for the host nor tell it what they do.
+
+All that a step reads and writes is in tensors that stay where they are, one row for each slot, and
+one more for rows of a batch that are nobody's.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from deepspeed_ext.inference.execution.decoder import Decoder, Pack
+from deepspeed_ext.inference.execution.graphs import Graphs, Recordings
+from deepspeed_ext.inference.execution.kv_cache import KVCache
+from deepspeed_ext.inference.execution.sampling import Kind, Parameters, SamplingOptions, sample
+from deepspeed_ext.inference.execution.to_device import ready_to_send
+
+ROWS = 64  # of a step at most, up to which each has the same bits as alone
+
+
+class Answer:
+    """What a step finds, on its way to the host.
+
+    Args:
+        rows: see `sample`.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows, self._event = rows, None
+        if rows.is_cuda:
+            self._rows = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
+            self._rows.copy_(rows, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[list[float]]:
+        """Wait for the step, and return its rows."""
+        if self._event is not None:
+            self._event.synchronize()
+        rows: list[list[float]] = self._rows.tolist()
+        return rows
+
+
+class Inputs(NamedTuple):
+    """What a step reads of the host's: memory that stays, one for each number of rows.
+
+    Args:
+        slots: (batch,), int32: of the cache, -1 for none.
+        places: (batch,), int64: the rows of the tensors of `Steps`; the last one for none.
+        uniforms: (batch,), float64: see `sample`.
+    """
+
+    slots: Tensor
+    places: Tensor
+    uniforms: Tensor
+
+
+class Steps:
+    """Computes steps of a model.
+
+    Args:
+        decoder: the model.
+        cache: has the keys and values; whoever calls reserves first.
+        slots: of the cache.
+        cuda_graphs: whether steps are recorded and replayed, on CUDA.
+    """
+
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, slots: int, cuda_graphs: bool = True
+    ) -> None:
+        self._decoder, self._cache, self._slots = decoder, cache, slots
+        self._device = device = decoder.weights.embedding.device
+        self._tokens = torch.zeros(slots + 1, dtype=torch.int64, device=device)  # the last ones
+        shape = (slots + 1, len(Parameters._fields))
+        self._parameters = torch.ones(shape, dtype=torch.float64, device=device)
+        self._true = torch.ones((), dtype=torch.bool, device=device)
+        self._seen: Tensor | None = None  # as penalties need; most requests have none
+        self._inputs: dict[int, Inputs] = {}
+        self._now: dict[int, list[int]] = {}  # the slots that inputs have
+        self.pads = device.type == "cuda"  # as a graph is for one number of rows
+        self._graphs = Graphs(device) if self.pads and cuda_graphs else None
+        self._recordings = Recordings() if device.type == "cpu" else None
+
+    def start(self, slot: int, prompt: list[int], options: SamplingOptions) -> None:
+        """Let a slot be for another request."""
+        row = ready_to_send(Parameters.row(options), torch.float64, self._device)
+        self._parameters[slot].copy_(row, non_blocking=True)
+        if options.kind.penalized:
+            if self._seen is None:
+                shape = (self._slots + 1, self._decoder.of.vocabulary)
+                self._seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
+            self._seen[slot] = False
+            self._seen[slot, self._sent(prompt, torch.int64)] = True
+
+    def take_in(self, slot: int, tokens: list[int], pad_to: int) -> Tensor:
+        """Put a part of a prompt into the cache; return its last hidden state, (1, hidden).
+
+        Args:
+            slot: has room for it, reserved.
+            tokens: of the prompt, after those that the slot has.
+            pad_to: a multiple of this many is computed.
+        """
+        count = len(tokens)
+        padded = tokens + [0] * (-count % pad_to)
+        counts = None if len(padded) == count else self._sent([count], torch.int32)
+        slots = self._sent([slot], torch.int32)
+        part = self._sent(padded, torch.int64)[None]
+        hidden = self._decoder.hidden(part, self._cache, slots, counts)
+        return hidden[:, count - 1].clone()  # or those of all tokens would be kept as well
+
+    def take_in_pack(
+        self, going: list[int], slots: list[int], parts: list[list[int]], pad_to: int
+    ) -> Tensor:
+        """Put parts of prompts into the cache, and the last tokens of slots that go on.
+
+        Args:
+            going: slots that go on, with room for a token reserved.
+            slots: of the parts, which they have room for, reserved. No slot is there twice.
+            parts: of prompts; see `take_in`.
+            pad_to: a multiple of this many tokens is computed.
+
+        Returns:
+            (rows, hidden): the last hidden states of those that go on, then of the parts.
+        """
+        longest, before = max(map(len, parts)), len(going)
+        tokens, back, begins, last = list[int](), list[int](), list[int](), list(range(before))
+        for i, part in enumerate(parts):
+            begins.append(before + len(tokens))
+            tokens += part
+            back += range(i * longest, i * longest + len(part))
+            last.append(before + len(tokens) - 1)
+        nobody = -(before + len(tokens)) % pad_to
+        tokens, back = tokens + [0] * nobody, back + [0] * nobody
+        places = torch.arange(longest, device=self._device)
+        spread = (self._sent(begins, torch.int64)[:, None] + places).clamp(max=last[-1])
+        pack = Pack(self._sent(going, torch.int32), spread, self._sent(back, torch.int64))
+        counts = self._sent([len(part) for part in parts], torch.int32)
+        own = self._tokens[self._sent(going, torch.int64)]
+        sent = torch.cat([own, self._sent(tokens, torch.int64)])[None]
+        slots_of_parts = self._sent(slots, torch.int32)
+        hidden = self._decoder.hidden(sent, self._cache, slots_of_parts, counts, pack)
+        return hidden[0, self._sent(last, torch.int64)]
+
+    def choose(self, slots: list[int], hidden: Tensor, uniforms: list[float], kind: Kind) -> Answer:
+        """Choose the next token of each slot, of which the last hidden states are known.
+
+        Args:
+            slots: up to 64.
+            hidden: (batch, hidden).
+            uniforms: for each; none if nothing is drawn.
+            kind: of all together.
+        """
+        inputs = self._inputs_for(slots, uniforms)
+        nobody = len(inputs.slots) - len(slots)
+        padded = F.pad(hidden, (0, 0, 0, nobody)) if nobody else hidden
+        return Answer(self._choose(inputs, self._decoder.logits(padded), kind))
+
+    def decode(self, slots: list[int], uniforms: list[float], kind: Kind) -> Answer:
+        """Choose the next token of each slot, with room for the one before reserved.
+
+        Args:
+            slots: up to 64.
+            uniforms: for each; none if nothing is drawn.
+            kind: of all together.
+        """
+        inputs = self._inputs_for(slots, uniforms)
+        if self._graphs is None:
+            return Answer(self._decode(inputs, kind))
+        key = len(inputs.slots), kind
+        return Answer(self._graphs.run(key, lambda: self._decode(inputs, kind)))
+
+    def _decode(self, inputs: Inputs, kind: Kind) -> Tensor:
+        """Queue a step, from memory that stays to memory that stays, as a graph has to."""
+        decoder, cache, slots = self._decoder, self._cache, inputs.slots
+        x = decoder.embedded(self._tokens[inputs.places][:, None], cache, slots)
+        step = partial(decoder.step, cache=cache, slots=slots)
+        logits = step(x) if self._recordings is None else self._recordings.run(len(x), step, x)
+        return self._choose(inputs, logits, kind)
+
+    def _choose(self, inputs: Inputs, logits: Tensor, kind: Kind) -> Tensor:
+        """Choose tokens, and keep them for the next step."""
+        places, parameters, seen = inputs.places, None, None
+        if kind.drawn or kind.penalized:
+            parameters = Parameters(*self._parameters[places].split(1, -1))
+        if kind.penalized:
+            assert self._seen is not None
+            seen = self._seen[places]
+        rows = sample(logits, kind, parameters, inputs.uniforms, seen)
+        tokens = rows[:, 0].long()
+        self._tokens[places] = tokens
+        if self._seen is not None and kind.penalized:
+            self._seen.index_put_((places, tokens), self._true)
+        return rows
+
+    def _inputs_for(self, slots: list[int], uniforms: list[float]) -> Inputs:
+        """Return inputs with these in them; what they have already is not sent again."""
+        batch = 1 << (len(slots) - 1).bit_length() if self.pads else len(slots)
+        inputs = self._inputs.get(batch)
+        if inputs is None:
+            inputs = self._inputs[batch] = Inputs(
+                torch.empty(batch, dtype=torch.int32, device=self._device),
+                torch.empty(batch, dtype=torch.int64, device=self._device),
+                torch.zeros(batch, dtype=torch.float64, device=self._device),
+            )
+        if self._now.get(batch) != slots:
+            self._now.pop(batch, None)
+            nobody = batch - len(slots)
+            inputs.slots.copy_(self._sent(slots + [-1] * nobody, torch.int32))
+            inputs.places.copy_(self._sent(slots + [self._slots] * nobody, torch.int64))
+            self._now[batch] = list(slots)
+        if uniforms:
+            sent = ready_to_send(uniforms, torch.float64, self._device)
+            inputs.uniforms[: len(slots)].copy_(sent, non_blocking=True)
+        return inputs
+
+    def _sent(self, numbers: list[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor on the device."""
+        return ready_to_send(numbers, dtype, self._device).to(self._device, non_blocking=True)

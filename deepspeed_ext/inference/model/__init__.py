@@ -1,0 +1,1 @@
+"""What a model is: sizes, names of weights, positions, the folder that it came in."""

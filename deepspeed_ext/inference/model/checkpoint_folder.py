@@ -1,0 +1,243 @@
+"""A model's folder: what it says of itself, and its tensors, read a layer at a time."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from deepspeed_ext.io import AsyncIO, SavedTensor
+from deepspeed_ext.io.checkpoint.shards import Shards, read_json
+from deepspeed_ext.threads import AwaitedThread, answer
+
+_OP = "init_inference"
+_ADAPTER = "adapter_config.json"  # transformers loads what it names on top of the weights
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class ModelFolder:
+    """A folder as Hugging Face's libraries save it; nothing of it is run, and nothing downloaded.
+
+    Args:
+        path: of the folder.
+
+    Attributes:
+        path: likewise.
+        config: of config.json.
+        generation_config: of generation_config.json; empty if there is none.
+        shards: the files with tensors.
+
+    Raises:
+        ValueError: a file is not what it should be.
+        OSError: a file is missing or cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_dir():
+            raise FileNotFoundError(
+                f"{_OP}: model is {str(path)!r}, expected a module, or a folder with config.json"
+                " and safetensors files; nothing is downloaded"
+            )
+        self.path = path
+        self._check_adapter()
+        self.config = _fields(path / "config.json")
+        self._check_quantization()
+        self.generation_config = self.fields_of("generation_config.json")
+        self.shards = Shards(_OP, path)
+
+    def described(self) -> "Described":
+        """Return the tensors without values."""
+        return Described(self.shards.tensors)
+
+    def fields_of(self, name: str) -> dict[str, Any]:
+        """Return what a file of the folder says, nothing if it is not there."""
+        path = self.path / name
+        return _fields(path) if path.exists() else {}
+
+    def _check_adapter(self) -> None:
+        if (self.path / _ADAPTER).exists():  # of which the other files say nothing
+            raise ValueError(
+                f"{_OP}: {self.path} has {_ADAPTER}, expected a model without an adapter beside it;"
+                " merge it into the weights (merge_and_unload of peft) and save those, or remove it"
+            )
+
+    def _check_quantization(self) -> None:
+        settings = self.config.get("quantization_config")
+        if settings is not None:
+            method = settings.get("quant_method") if isinstance(settings, dict) else settings
+            raise ValueError(
+                f"{_OP}: {self.path} has weights quantized by {method!r:.60}, expected floats; give"
+                " the folder of the model before that, with quantize='int4' or 'int8', or see"
+                " deepspeed_ext.quantization.load_int4_checkpoint"
+            )
+
+
+class Described(Mapping[str, Tensor]):
+    """Tensors on meta in the place of others; it notes which were asked for.
+
+    Args:
+        tensors: those others.
+
+    Attributes:
+        asked: names, in the order in which they were asked for.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor] | Mapping[str, SavedTensor]) -> None:
+        self._tensors = tensors
+        self.asked: dict[str, None] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        of = self._tensors[name]
+        if of.dtype not in _FLOATS:
+            dtype = of.format_dtype if isinstance(of, SavedTensor) else of.dtype
+            raise ValueError(
+                f"{_OP}: {name} has dtype {dtype}, expected float32, bfloat16, float16 or float64"
+            )
+        self.asked[name] = None
+        return torch.empty(of.shape, dtype=of.dtype, device="meta")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+class FolderTensors(Mapping[str, Tensor]):
+    """The tensors of files, read when they are asked for, each once.
+
+    Those of a layer are read together, and the next layer while this one is worked on, so that no
+    more than two layers lie about. Use it as a context: it has a thread and an I/O engine.
+
+    Args:
+        shards: the files.
+        names: of all tensors that will be asked for, in this order.
+        device: where they are to be; cuda with its number.
+        progress: whether a bar is drawn on stderr, where that is a terminal.
+    """
+
+    def __init__(
+        self, shards: Shards, names: Sequence[str], device: torch.device, progress: bool = False
+    ) -> None:
+        self._shards, self._device = shards, device
+        self._groups = _by_layer(names)
+        self._group_of = {name: i for i, group in enumerate(self._groups) for name in group}
+        self._held: dict[str, Tensor] = {}
+        self._taken = 0  # groups, of which all before were taken, too
+        self._ahead: Future[dict[str, Tensor]] | None = None  # of the next group
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._engine = AsyncIO(threads=2)  # memory is fresh: each thread has it cleared
+        self._reader: AwaitedThread | None = None  # the last one; there is one at a time
+        self._bar = _bar(sum(shards.tensors[n].nbytes for n in names)) if progress else None
+
+    def __enter__(self) -> "FolderTensors":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._await_reader()
+        finally:
+            self._ahead = None
+            self._held.clear()
+            self._engine.close()
+            if self._bar is not None:
+                self._bar.close()
+
+    def __getitem__(self, name: str) -> Tensor:
+        number = self._group_of[name]
+        while name not in self._held and self._taken <= number:
+            self._take_next()
+        if name in self._held:
+            return self._held.pop(name)
+        return self._begin([name]).result()[name]  # once more
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shards.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards.tensors)
+
+    def __len__(self) -> int:
+        return len(self._shards.tensors)
+
+    def _take_next(self) -> None:
+        """Hold the tensors of the next group, and have the one after it read."""
+        names = self._groups[self._taken]
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            ahead = self._begin(names)
+        self._held.update(ahead.result())
+        self._taken += 1
+        if self._bar is not None:
+            self._bar.update(sum(self._shards.tensors[name].nbytes for name in names))
+        if self._taken < len(self._groups):
+            self._ahead = self._begin(self._groups[self._taken])
+
+    def _begin(self, names: Sequence[str]) -> Future[dict[str, Tensor]]:
+        """Have tensors read by a thread, when the one before is over."""
+        self._await_reader()
+        future: Future[dict[str, Tensor]] = Future()
+        work = partial(answer, future, partial(self._load, names))
+        self._reader = AwaitedThread(work, "deepspeed_ext.inference.model.checkpoint_folder")
+        self._reader.start()
+        return future
+
+    def _await_reader(self) -> None:
+        if self._reader is not None and self._reader.ident:  # else it could not be started
+            self._reader.await_end()
+
+    def _load(self, names: Sequence[str]) -> dict[str, Tensor]:
+        with torch.cuda.stream(self._stream):  # that of who asks; of the CPU there is none
+            return self._shards.load(names, self._device, self._engine)
+
+
+def _bar(total: int) -> Any:
+    """Return a bar of bytes; it comes with a thread, also where it is not drawn."""
+    return tqdm(total=total, desc="loading", unit="B", unit_scale=True, disable=None, leave=False)
+
+
+def reading_bytes(shards: Shards, names: Sequence[str]) -> int:
+    """Return how many bytes of files lie about at most while all are taken."""
+    sizes = [sum(shards.tensors[name].nbytes for name in group) for group in _by_layer(names)]
+    return max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
+
+
+def _by_layer(names: Sequence[str]) -> list[list[str]]:
+    """Cut names into those of a layer, alike up to their first number, and single ones."""
+    groups: list[list[str]] = []
+    last = None
+    for name in dict.fromkeys(names):
+        found = re.match(r"(?:[^.]*\.)*?\d+\.", name)
+        layer = found.group() if found else None
+        if layer is not None and layer == last:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+        last = layer
+    return groups
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{_OP}: {path.parent} has no {path.name}, expected the folder of a model, as"
+            " save_pretrained writes it"
+        )
+    fields = read_json(_OP, path)
+    if not isinstance(fields, dict):
+        raise ValueError(f"{_OP}: {path} has {fields!r:.60}, expected an object")
+    return fields

@@ -1,0 +1,1 @@
+"""What was asked and what is answered: prompts, requests, text, streams."""

@@ -1,0 +1,244 @@
+"""What is asked of an engine, how far it is, and what comes of it."""
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from deepspeed_ext.inference.execution.sampling import SamplingOptions
+from deepspeed_ext.inference.requests.detokenizer import Text
+from deepspeed_ext.ops.attention.paged_kv import PAGE
+
+FinishReason = Literal["length", "stop", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What follows a prompt.
+
+    Args:
+        tokens: without the stop token that ended them.
+        text: of the tokens, up to the stop string that ended it; None without a tokenizer.
+        finish_reason: "length" after max_new_tokens; "stop" at a stop string or token; "cancelled".
+        stop: the string or token that ended it, or None.
+        logprobs: None, or of each token the logarithm of its probability by the model: without
+            penalty, temperature and filters.
+        top_logprobs: None, or for each token the likeliest tokens, with their logprobs.
+        prompt: its number in the call.
+        sample: the number of the completion of that prompt.
+        seed: of its draws.
+    """
+
+    tokens: list[int]
+    text: str | None
+    finish_reason: FinishReason
+    stop: str | int | None
+    logprobs: list[float] | None
+    top_logprobs: list[list[tuple[int, float]]] | None
+    prompt: int
+    sample: int
+    seed: int
+
+    def __str__(self) -> str:
+        return str(self.tokens) if self.text is None else self.text
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A prompt, of which there may be several completions, and what they share while they run.
+
+    Args:
+        number: in the call.
+        tokens: of the prompt.
+        slots: those that hold it now.
+        hidden: its last hidden state, once there is one, (1, hidden).
+    """
+
+    number: int
+    tokens: list[int]
+    slots: list[int] = field(default_factory=list)
+    hidden: Tensor | None = None
+
+    @property
+    def last_hidden(self) -> Tensor:
+        """The last hidden state of a prompt that is taken in."""
+        assert self.hidden is not None
+        return self.hidden
+
+    @property
+    def shared_pages(self) -> int:
+        """Pages that all completions read and none writes."""
+        return len(self.tokens) // PAGE
+
+
+@dataclass(eq=False)
+class Call:
+    """What the requests of one call have come to, so that nobody has to look at each.
+
+    Args:
+        requests: all, their order that of the completions.
+        open: how many are not done.
+        tokens: of all.
+        error: of the first that failed.
+        ready: those that have told something since, if that is wanted; some more than once.
+    """
+
+    requests: "list[Request]" = field(default_factory=list)
+    open: int = 0
+    tokens: int = 0
+    error: Exception | None = None
+    ready: "deque[Request]" = field(default_factory=deque)
+
+    def recount(self) -> None:
+        """Find out again what an interruption may have left wrong."""
+        self.open = sum(not request.is_done for request in self.requests)
+        self.ready.extend(request for request in self.requests if request.news is not None)
+
+
+@dataclass(eq=False)
+class Request:
+    """One completion on its way; only the scheduler changes it.
+
+    Args:
+        call: that it is part of.
+        prompt: that it follows.
+        options: of the caller.
+        sample: its number among those of the prompt.
+        seed: of the caller, or drawn.
+        key: of its draws.
+        stop_tokens: those of the options, or of the engine.
+        text: None without a tokenizer.
+        news: tokens and pieces of text that nobody has taken yet; None if nobody will.
+        taken_in: tokens of the prompt that have been.
+        queued: tokens whose computation is.
+    """
+
+    call: Call
+    prompt: Prompt
+    options: SamplingOptions
+    sample: int
+    seed: int
+    key: int
+    stop_tokens: frozenset[int]
+    text: Text | None
+    news: deque[tuple[int, str]] | None
+    slot: int = -1
+    taken_in: int = 0
+    queued: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop: str | int | None = None
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.call.requests.append(self)
+        self.call.open += 1
+        if self.options.max_new_tokens == 0:
+            self._finish("length")
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def left(self) -> int:
+        """How many tokens of the prompt are still to be taken in."""
+        return len(self.prompt.tokens) - self.taken_in
+
+    @property
+    def kept_tokens(self) -> int:
+        """How many tokens its slot will have: the last new one is not put in."""
+        return len(self.prompt.tokens) + max(self.options.max_new_tokens - 1, 0)
+
+    @property
+    def own_pages(self) -> int:
+        """Pages that it needs beside those that it shares."""
+        return -(-self.kept_tokens // PAGE) - self.prompt.shared_pages
+
+    def accept(self, row: list[float]) -> None:
+        """Take the next token, which may be the last; see `sample` for the row."""
+        token, best = int(row[0]), row[1]
+        if not math.isfinite(best):
+            self.fail(
+                f"generate: the logits for token {len(self.tokens)} after prompt"
+                f" {self.prompt.number} have {best} as the largest, expected finite ones;"
+                " a weight is not finite, or numbers become too large for the dtype"
+            )
+            return
+        if token in self.stop_tokens:
+            self.stop = token
+            self._finish("stop")
+            return
+        self.tokens.append(token)
+        self.call.tokens += 1
+        if self.options.logprobs is not None:
+            self._tell_logprobs(row)
+        piece = "" if self.text is None else self.text.add(token)
+        self._tell(token, piece)
+        if self.text is not None and self.text.stopped is not None:
+            self._finish("stop")
+        elif len(self.tokens) == self.options.max_new_tokens:
+            self._finish("length")
+
+    def cancel(self) -> None:
+        """End it as it is."""
+        if not self.is_done:
+            self._finish("cancelled")
+
+    def fail(self, error: Exception | str) -> None:
+        """End it with an error, whose text may be given alone."""
+        if not self.is_done:
+            self.error = RuntimeError(error) if isinstance(error, str) else error
+            self.call.error = self.call.error or self.error
+            self._end()
+
+    def _tell(self, token: int, piece: str) -> None:
+        """Add to the news; -1 is no token."""
+        if self.news is not None:
+            self.news.append((token, piece))
+            self.call.ready.append(self)
+
+    def _end(self) -> None:
+        self.call.open -= 1
+        if self.news is not None:
+            self.call.ready.append(self)
+
+    def _tell_logprobs(self, row: list[float]) -> None:
+        whole = math.log(row[3])  # less the largest logit
+        self.logprobs.append(row[2] + whole)
+        count = self.options.logprobs or 0
+        half = (len(row) - 4) // 2
+        tokens, logits = row[4 : 4 + half], row[4 + half :]
+        pairs = zip(tokens[:count], logits[:count], strict=True)
+        self.top_logprobs.append([(int(token), logit + whole) for token, logit in pairs])
+
+    def _finish(self, reason: FinishReason) -> None:
+        if self.text is not None:
+            rest = self.text.finish()
+            if rest:
+                self._tell(-1, rest)
+            if self.text.stopped is not None:
+                reason, self.stop = "stop", self.text.stopped
+        self.finish_reason = reason
+        self._end()
+
+    def completion(self) -> Completion:
+        """Return what came of it."""
+        assert self.finish_reason is not None
+        wants = self.options.logprobs
+        return Completion(
+            self.tokens,
+            None if self.text is None else self.text.value,
+            self.finish_reason,
+            self.stop,
+            None if wants is None else self.logprobs,
+            None if not wants else self.top_logprobs,
+            self.prompt.number,
+            self.sample,
+            self.seed,
+        )

@@ -1,0 +1,1 @@
+"""Engines: who runs when, and what a caller holds."""

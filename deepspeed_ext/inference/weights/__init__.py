@@ -1,0 +1,1 @@
+"""Taking a model's weights: loading, quantizing, memory."""

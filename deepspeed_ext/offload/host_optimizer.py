@@ -1,0 +1,161 @@
+"""The optimizer that steps host copies: one of the plain classes, with parts of a step apart."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.checks import explain, name_refused
+from deepspeed_ext.optim.clipping import Scaling, scalars_of
+from deepspeed_ext.optim.formats import masters_in
+from deepspeed_ext.optim.slabs import STEP, Bucket, Work, zeros
+from deepspeed_ext.optim.spec import Group
+from deepspeed_ext.processors import Share
+
+PIECE = 2**25  # elements that travel, and are stepped, together; whole blocks of 8-bit codes
+_NO_OPTIONS = ("params", "param_names")
+_TITLE = "OffloadOptimizer"  # how errors call it
+
+Cut = Callable[[Sequence[Tensor]], Iterator[list[Tensor]]]
+Out = Mapping[str, list[Tensor]]
+
+
+class HostSteps(SlabOptimizer):
+    """What an optimizer class has to be able to do beside its own, to be offloaded."""
+
+    def buckets(self) -> list[tuple[int, Bucket]]:
+        """Return all buckets, each with the number of its group."""
+        plans = self._plans.current(self)
+        return [(group, bucket) for group, plan in enumerate(plans) for bucket in plan.buckets]
+
+    def forget_buckets(self) -> None:
+        """Make them anew when they are wanted next."""
+        self._plans.drop()
+
+    def changes_nothing(self, params: Sequence[Tensor]) -> bool:
+        """Return whether learning rates, and the gradients of these, are all 0."""
+        return self._changes_nothing(params)
+
+    def step_whole(self, group: Group, bucket: Bucket, scaling: Scaling) -> None:
+        """Step a bucket that stays where it is, by the gradients that its parameters have."""
+        self._step_bucket(group, bucket, frozenset(), scaling)
+
+    def step_part(self, group: Group, work: Work, scaling: Scaling, out: Out | None = None) -> None:
+        """Step parameters or ranges of them, to other memory if that is given."""
+        scalars = scalars_of(group, work.params[0].device, scaling)
+        elsewhere = {} if out is None else {"out": out}
+        try:
+            self._call_op(**self._arguments(group, work, scalars), **elsewhere)
+        except (ValueError, TypeError, RuntimeError) as error:
+            explain(self, work, error)
+            name_refused(self, work, error)
+            raise
+
+    def refuse(self, params: list[Tensor], grads: list[Tensor], copies: list[Tensor]) -> None:
+        """Raise ValueError that says what is wrong with one of these gradients."""
+        slabs: dict[str, list[Tensor]] = {}
+        nowhere = torch.empty(0, device="cpu")
+        work = Work(params, grads, slabs, [], nowhere, nowhere, None, copies)
+        explain(self, work, ValueError("gradients are checked before they are copied"))
+
+    def out_of(
+        self, params: list[Tensor], slabs: dict[str, list[Tensor]], scales: Sequence[Tensor]
+    ) -> dict[str, list[Tensor]]:
+        """Return memory by the names that the op has for what it writes."""
+        op = self.traits.op
+        named = {name: slabs.get(key, []) for name, key in op.state_keys.items()}
+        named |= {"params": params, "steps": slabs[STEP], "scales": list(scales)}
+        named["master_params"] = masters_in(slabs)
+        return {name: named[name] for name in op.written}
+
+
+def offloaded(cls: type[SlabOptimizer], cut: Cut, share: Share) -> type[HostSteps]:
+    """Return a class that steps as this one does, on the CPU and on CUDA, with given buckets.
+
+    Args:
+        cls: one of the optimizers.
+        cut: makes the buckets.
+        share: where what is in host memory is stepped, which touches its state first.
+
+    Raises:
+        TypeError: it is no class of deepspeed_ext.optim that steps each element by itself.
+    """
+    known = isinstance(cls, type) and issubclass(cls, SlabOptimizer)
+    if not known or not hasattr(cls, "_call_op"):
+        name = getattr(cls, "__name__", repr(cls))
+        why = "; it needs the norm of each whole tensor in the middle of a step" if known else ""
+        raise TypeError(
+            f"{_TITLE}: optimizer_class is {name}, expected DeepSpeedCPUAdam, DeepSpeedCPUAdagrad,"
+            f" DeepSpeedCPULion, FusedRMSprop or FusedSGD{why}"
+        )
+    traits = replace(
+        cls.traits,
+        devices=("cpu", "cuda"),
+        elsewhere={},
+        grad_layouts=(torch.strided,),
+        cut=cut,
+        zeros=partial(_zeros, share),
+    )
+    made: type[HostSteps] = type(_TITLE, (HostSteps, cls), {"traits": traits})
+    return made
+
+
+def _zeros(share: Share, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    make = partial(zeros, elements, dtype, device)
+    return share.touching(elements * dtype.itemsize, make) if device.type == "cpu" else make()
+
+
+def pieces(work: Work) -> list[Work]:
+    """Cut the work of a bucket into pieces of a bounded number of elements.
+
+    A piece is some whole parameters, or a range of a large one in the order of memory.
+    """
+    if len({grad.dtype for grad in work.grads}) > 1:  # an op takes one
+        return [piece for part in work.split_by_grad_dtype() for piece in pieces(part)]
+    cut: list[Work] = []
+    some: list[int] = []
+    elements = 0
+    for i, param in enumerate(work.params):
+        n = param.numel()
+        if some and elements + n > PIECE:
+            cut.append(work.part(some))
+            some, elements = [], 0
+        if n > PIECE:
+            cut += (_range(work, i, begin) for begin in range(0, n, PIECE))
+        else:
+            some.append(i)
+            elements += n
+    if len(some) == len(work.params):
+        return [work]
+    return [*cut, work.part(some)] if some else cut
+
+
+def _range(work: Work, i: int, begin: int) -> Work:
+    """Return the work on a range of one parameter, of PIECE elements or fewer."""
+    one = work.part([i])
+    noise = None
+    if one.noise is not None:
+        noise = one.noise + torch.tensor([[0, begin]], device="cpu")
+    return one._replace(
+        params=[flat_range(work.params[i], begin)],
+        grads=[flat_range(work.grads[i], begin)],
+        offsets=one.offsets + begin,
+        noise=noise,
+    )
+
+
+def flat_range(tensor: Tensor, begin: int) -> Tensor:
+    """Return PIECE elements or fewer of a dense tensor, from one on, in the order of memory."""
+    n = min(PIECE, tensor.numel() - begin)
+    return tensor.as_strided((n,), (1,), tensor.storage_offset() + begin)
+
+
+def options_of(group: Group) -> Group:
+    """Return what a step is taken with, as it is now."""
+    options = {key: value for key, value in group.items() if key not in _NO_OPTIONS}
+    if isinstance(options["lr"], Tensor):
+        options["lr"] = float(options["lr"])  # it may change while a step is under way
+    return options

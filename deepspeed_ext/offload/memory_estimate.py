@@ -1,0 +1,317 @@
+"""How much memory an offloaded optimizer takes, by kind, before anything of it is allocated.
+
+The optimizer is planned with parameters that have no memory, so what is counted is what it makes.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from deepspeed_ext.dtensors import is_dtensor, local, spread
+from deepspeed_ext.offload.host_copies import Links
+from deepspeed_ext.offload.host_optimizer import HostSteps, offloaded
+from deepspeed_ext.offload.host_tensors import host_bytes
+from deepspeed_ext.offload.pipeline import Memory
+from deepspeed_ext.op_builder.toolchain import free_memory
+from deepspeed_ext.optim import DeepSpeedCPUAdam
+from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.formats import SCALE
+from deepspeed_ext.optim.plans import dtypes_of
+from deepspeed_ext.optim.slabs import Bucket
+from deepspeed_ext.processors import local_processes
+
+WEIGHTS, GRADIENTS, SUMS, AHEAD = "weights", "gradients", "sums of gradients", "steps ahead"
+_ADVICE = "compact state takes less: state_dtype=torch.uint8, master='remainder'"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The bytes that training with an OffloadOptimizer takes, beside activations.
+
+    As text it is a table.
+
+    Attributes:
+        title: of the table.
+        elements: of all parameters in this process.
+        gpu: bytes where the parameters are, by kind: "weights", "gradients", and the state of those
+            that are stepped there by its key.
+        host: bytes of host memory by kind: copies of weights, gradients on their way, at the most,
+            with free_grads also "sums of gradients", state by its key, and "steps ahead", which
+            get memory only while there is room.
+        memory: most bytes for gradients and steps ahead.
+        memory_budget: as it was given.
+        available: bytes of host memory that were to be had.
+    """
+
+    title: str
+    elements: int
+    gpu: Mapping[str, int]
+    host: Mapping[str, int]
+    memory: Memory
+    memory_budget: int | None
+    available: int
+
+    @property
+    def gpu_bytes(self) -> int:
+        """All bytes where the parameters are."""
+        return sum(self.gpu.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """All bytes of host memory."""
+        return sum(self.host.values())
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of host memory without which it does not work: all but steps ahead."""
+        return self.host_bytes - self.host[AHEAD]
+
+    def check(self, name: str) -> None:
+        """Refuse what cannot work.
+
+        Args:
+            name: of who asks, for errors.
+
+        Raises:
+            ValueError: the budget does not hold weights and state.
+            MemoryError: there is not so much host memory.
+        """
+        kept = self.needed_bytes - self.host[GRADIENTS]
+        if self.memory_budget is not None and self.memory_budget < kept:
+            raise ValueError(
+                f"{name}: memory_budget is {self.memory_budget}, expected at least {kept} for"
+                f" weights and state; {_ADVICE}\n{self}"
+            )
+        if self.needed_bytes > self.available:
+            raise MemoryError(
+                f"{name}: available host memory is {self.available} bytes, expected at least"
+                f" {self.needed_bytes}; {_ADVICE}\n{self}"
+            )
+
+    def __str__(self) -> str:
+        kinds = dict.fromkeys((*self.gpu, *self.host))
+        lines = [(kind, self.gpu.get(kind), self.host.get(kind)) for kind in kinds]
+        lines += [("total", self.gpu_bytes, self.host_bytes), ("available", None, self.available)]
+        if self.memory_budget is not None:
+            lines.append(("memory_budget", None, self.memory_budget))
+        if self.needed_bytes > self.available:
+            lines.append(("lacking", None, self.needed_bytes - self.available))
+        width = max(len(kind) for kind, *_ in lines)
+        table = [f"{kind:{width}}{_size(gpu):>12}{_size(host):>12}" for kind, gpu, host in lines]
+        head = f"{'':{width}}{'GPU':>12}{'host':>12}"
+        return "\n".join([f"{self.title}, {self.elements:,} parameters", head, *table])
+
+
+def estimate(
+    model: nn.Module | Iterable[Any],
+    optimizer_class: type[SlabOptimizer] = DeepSpeedCPUAdam,
+    *,
+    memory_budget: int | None = None,
+    free_grads: bool = False,
+    gpu_fraction: float = 0.0,
+    dtype: torch.dtype | None = None,
+    **kwargs: Any,
+) -> Estimate:
+    """Return how much memory training with an OffloadOptimizer would take; allocates nothing.
+
+    Gradients are taken to have the dtype of their parameters. Frozen parameters have neither
+    gradients nor state.
+
+    Args:
+        model: a model, on any device, `meta` too; or what an optimizer takes: parameters, groups,
+            (name, parameter) pairs; or shapes.
+        optimizer_class: as OffloadOptimizer has it.
+        memory_budget: likewise.
+        free_grads: likewise.
+        gpu_fraction: likewise.
+        dtype: of parameters that are given by their shape; None: torch's default.
+        kwargs: of the optimizer class.
+
+    Raises:
+        ValueError: an option or a parameter is out of range, named in the text.
+        TypeError: optimizer_class cannot be offloaded.
+    """
+    if not 0 <= gpu_fraction <= 1:
+        raise ValueError(f"estimate: gpu_fraction is {gpu_fraction}, expected 0 to 1")
+    plan = _Plan(gpu_fraction, dtype or torch.get_default_dtype())
+    given = model.parameters() if isinstance(model, nn.Module) else model
+    groups = list(plan.without_memory(given))
+    inner = offloaded(optimizer_class, plan.links.cut, plan.links.share)(groups, **kwargs)
+    device: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
+    host: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
+    for params in _group_params(inner):
+        device[WEIGHTS] += sum(local(p).nbytes for p in params)
+        host[WEIGHTS] += host_bytes([local(p) for p in params if not plan.stays(p)])
+    buckets = []
+    for bucket in _buckets(inner, plan.links):
+        if plan.stays(bucket.params[0]):
+            device.update(_state_bytes(bucket))
+            device[GRADIENTS] += _weight_bytes(bucket)
+        else:
+            host.update(_state_bytes(bucket))
+            buckets.append(bucket)
+    gradients = list(map(_weight_bytes, buckets))
+    largest = max(gradients, default=0)
+    device[GRADIENTS] += largest if free_grads else sum(gradients)
+    if free_grads:
+        host[SUMS] = sum(4 * local(p).numel() for bucket in buckets for p in bucket.params)
+    available = free_memory()
+    share = available // local_processes()
+    memory = _shared(sum(host.values()), largest, memory_budget, share)
+    host[GRADIENTS] = largest if free_grads else min(sum(gradients), memory.gradients or 0)
+    host[AHEAD] = _ahead_bytes(buckets, memory.spare)
+    return Estimate(
+        f"OffloadOptimizer of {optimizer_class.__name__}",
+        sum(local(p).numel() for params in _group_params(inner) for p in params),
+        dict(device),
+        dict(host),
+        memory,
+        memory_budget,
+        available,
+    )
+
+
+def bytes_of(param: Tensor) -> int:
+    """Return the bytes of a parameter; of one that has no shape yet, none."""
+    return 0 if is_lazy(param) else param.nbytes
+
+
+def stays(params: Sequence[Tensor], bytes_left: float) -> tuple[list[bool], float]:
+    """Return which parameters are stepped where they are: the first ones, by their bytes.
+
+    Args:
+        params: in their order.
+        bytes_left: how many may stay.
+
+    Returns:
+        For each whether it does; and how many bytes are left for those that come after.
+    """
+    found = []
+    for param in params:
+        bytes_left -= bytes_of(param)
+        found.append(bytes_left >= 0)
+    return found, bytes_left
+
+
+class _Plan:
+    """Parameters without memory in the place of others."""
+
+    def __init__(self, gpu_fraction: float, dtype: torch.dtype) -> None:
+        self.links = Links()
+        self._fraction, self._dtype = gpu_fraction, dtype
+        self._made: dict[int, tuple[Tensor, object]] = {}  # with what it is for, which is kept
+
+    def without_memory(self, given: Iterable[Any]) -> Iterator[Any]:
+        """Return what an optimizer takes, in the same form."""
+        items = [_with_list(item) for item in given]
+        made = [self._item(item) for item in items]
+        params = [param for item in made for param in _params_of(item)]
+        chosen, _ = stays(params, self._fraction * sum(param.nbytes for param in params))
+        for param, does_stay in zip(params, chosen, strict=True):
+            owner, _ = self._made[id(param)]
+            self.links.add(param if does_stay else owner, param)
+        return iter(made)
+
+    def stays(self, param: Tensor) -> bool:
+        """Return whether a parameter is stepped where it is."""
+        return self.links.owners[id(param)] is param
+
+    def _item(self, item: Any) -> Any:
+        if isinstance(item, dict):
+            return {**item, "params": [self._item(param) for param in item["params"]]}
+        if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Tensor):
+            return item[0], self._param(item[1])
+        return self._param(item)
+
+    def _param(self, given: Any) -> Tensor:
+        owner = given
+        if not isinstance(given, Tensor):
+            owner = torch.empty(tuple(given), dtype=self._dtype, device="meta", requires_grad=True)
+        if is_lazy(owner):  # nothing is known of it yet
+            owner = torch.empty(0, dtype=owner.dtype, device="meta", requires_grad=True)
+        part = local(owner).detach()
+        memory = torch.empty(part.shape, dtype=part.dtype, device="meta")
+        if part.layout is torch.strided:
+            memory = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device="meta")
+        whole = spread(memory, owner) if is_dtensor(owner) else memory
+        made = nn.Parameter(whole, requires_grad=owner.requires_grad)
+        self._made[id(made)] = owner, made
+        return made
+
+
+def _with_list(item: Any) -> Any:
+    """Return a group with its parameters in a list; anything else as it is."""
+    if not isinstance(item, dict):
+        return item
+    params = item["params"]
+    return {**item, "params": [params] if isinstance(params, Tensor) else list(params)}
+
+
+def _params_of(item: Any) -> list[Tensor]:
+    if isinstance(item, dict):
+        return [param for part in item["params"] for param in _params_of(part)]
+    return [item[1]] if isinstance(item, tuple) else [item]
+
+
+def _group_params(inner: SlabOptimizer) -> Iterator[list[Tensor]]:
+    return (group["params"] for group in inner.param_groups)
+
+
+def _buckets(inner: HostSteps, links: Links) -> Iterator[Bucket]:
+    """Return the buckets that the first step makes."""
+    for group in inner.param_groups:
+        kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
+        for param in group["params"]:
+            if param.requires_grad:
+                kinds.setdefault((param.dtype, is_dtensor(param)), []).append(param)
+        for (dtype, _), members in kinds.items():
+            for part in links.cut(members):
+                yield Bucket(part, dtypes_of(inner, group, dtype), inner.traits.signed)
+
+
+def _state_bytes(bucket: Bucket) -> Counter[str]:
+    found = Counter({key: slab.nbytes for key, [slab] in bucket.slabs.items()})
+    found.update({key + SCALE: scale.nbytes for key, scale in bucket.scales.items()})
+    return found
+
+
+def _weight_bytes(bucket: Bucket) -> int:
+    return sum(part.nbytes for part in bucket.parts())
+
+
+def _shared(kept: int, largest: int, memory_budget: int | None, available: int) -> Memory:
+    """Return how much host memory gradients and steps ahead may take beside weights and state.
+
+    Args:
+        kept: bytes of the latter.
+        largest: bytes of the gradients of a bucket, which must have room.
+        memory_budget: as the optimizer has it.
+        available: bytes that there are for this process.
+    """
+    left = 3 * (available - kept) // 4 if memory_budget is None else memory_budget - kept
+    gradients = max(left - left // 2, largest)
+    return Memory(spare=max(0, left - gradients), gradients=gradients)
+
+
+def _ahead_bytes(buckets: Sequence[Bucket], most: int) -> int:
+    """Return what steps ahead take of buckets, the last ones first, as long as there is room."""
+    total = 0
+    for bucket in reversed(buckets):
+        state = sum(_state_bytes(bucket).values())
+        most -= state + _weight_bytes(bucket)
+        if most >= 0:
+            total += state + host_bytes(bucket.parts())
+    return total
+
+
+def _size(nbytes: int | None) -> str:
+    if nbytes is None:
+        return ""
+    power = max(0, min(3, (nbytes.bit_length() - 1) // 10))
+    unit = ("B", "KiB", "MiB", "GiB")[power]
+    return f"{nbytes} B" if power == 0 else f"{nbytes / 1024**power:.2f} {unit}"

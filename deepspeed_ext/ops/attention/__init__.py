@@ -1,0 +1,1 @@
+"""Rotary embedding, the paged cache of keys and values, attention to it."""

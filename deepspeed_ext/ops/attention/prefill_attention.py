@@ -1,0 +1,181 @@
+"""Attention of a chunk of new tokens of each slot over the keys and values in a cache."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepspeed_ext.ops._library import check_numbers, define, refuse_gradients
+from deepspeed_ext.ops.attention.decode_attention import decode_attention_ref
+from deepspeed_ext.ops.attention.paged_kv import PagedKV, kind_of, libraries_of
+
+
+def _define(kind: str) -> Any:
+    name = f"prefill_attention.{kind}" if kind else "prefill_attention"
+    return define(
+        f"{name}(Tensor q, Tensor keys, Tensor values, Tensor table, Tensor lengths,"
+        " Tensor? key_scales, Tensor? value_scales, Tensor? slots, Tensor? counts,"
+        " Tensor? alibi_slopes, Tensor? sinks, *, float scale, int window, float softcap)"
+        " -> (Tensor out, Tensor lse)",
+        libraries_of(kind),
+        fake=lambda q, *others, **options: (
+            q.new_empty(q.shape),
+            q.new_empty(q.shape[:-1], dtype=torch.float32),
+        ),
+    )
+
+
+_OPS = {kind: _define(kind) for kind in ("", "int8", "fp8")}
+
+
+def prefill_attention(
+    q: Tensor,
+    kv: PagedKV,
+    *,
+    slots: Tensor | None = None,
+    counts: Tensor | None = None,
+    scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    first_chunk: tuple[Tensor, Tensor] | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Let a chunk of new tokens of each slot attend to all tokens of the slot up to themselves.
+
+    It is ``decode_attention`` for chunks of a prompt: the same arguments and results, and the same
+    in all that cannot be, with any number of tokens. Keys and values are read where they are, in
+    their pages and as they are stored, once for a strip of tokens; nothing is put together, and
+    there is no mask in memory.
+
+    A query has the same bits alone, in any batch, however a prompt is cut into chunks, whatever
+    pages its slot has and whatever capacity; on the CPU also with any number of threads and any
+    instruction set; on CUDA in every run. They are not the bits of ``decode_attention``. Arithmetic
+    is in float32; on CUDA, queries, keys and values of 16 bits or codes, and weights rounded to
+    16 bits, are multiplied as they are. What a query does not see has no part in its result, NaN
+    included. On CUDA an infinite value that it sees, but whose weight rounds to 0, makes NaN or
+    infinity, which may depend on the cut.
+
+    Args:
+        q: (batch, tokens, heads, head_dim), float32, bfloat16 or float16: tokens that are the last
+            ones of their slots, in their order. Slices of a projection are no copies.
+        kv: a layer of a ``KVCache``, with the keys and values of these tokens in it already.
+            Head_dim is 1 to 256; heads of q are a multiple of its heads, neighbours share one.
+        slots: (batch,), int32: the slot of each row of q, or -1 for none, whose results are 0.
+            None: row i is slot i, and there are as many.
+        counts: (batch,), int32: how many of a row's tokens there are; the results of those behind
+            them are 0. None: all.
+        scale: of the scores; None for 1 / sqrt(head_dim).
+        alibi_slopes: (heads,), float32, times a key's distance: taken from its score.
+        window: how many keys a query sees at most, itself included; 0 for all.
+        softcap: scores become softcap * tanh(score / softcap), before slopes; 0 for none, or more
+            than 1e-30.
+        sinks: (heads,), float32: the score of one more key, whose value is 0.
+        return_lse: whether to return the logarithm of the sum of exponentials, too.
+        first_chunk: the keys and values of these tokens, (batch, tokens, kv_heads, head_dim) each,
+            as they were appended: says that no slot has any others. On CUDA, where torch's
+            attention does what is asked for (16 bits throughout, head_dim a multiple of 8; no
+            counts, slopes, window, cap, sinks or logarithms), it then reads these instead of the
+            cache, in up to half of the time; what is promised of bits, NaN and what cannot be is
+            then torch's. None: it is not known.
+
+    Returns:
+        The shape of q, contiguous, of its dtype; and with return_lse (batch, tokens, heads),
+        float32, -inf where nothing is seen, as the result is 0 there. All of a row is NaN if its
+        slot, count or length cannot be, or a page of the table, as the host cannot look at them.
+
+    Raises:
+        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
+        BuildError: the native library of the device could not be built or loaded.
+        RuntimeError: a gradient is wanted: there is none.
+
+    See: Dao, "FlashAttention-2", 2023, section 3.1. ``prefill_attention_ref`` is the same in
+    float64.
+    """
+    if first_chunk is not None:
+        _check_first_chunk(q, kv, first_chunk)
+        refuse_gradients("prefill_attention", {"first_chunk": first_chunk})
+        is_plain = counts is None and alibi_slopes is None and sinks is None and softcap == 0
+        is_plain = is_plain and not 0 < window < q.shape[1] and not return_lse
+        # A gradient is the op's to refuse: torch's would leave out what is in the cache.
+        is_plain = is_plain and not (torch.is_grad_enabled() and q.requires_grad)
+        if is_plain and _is_for_torch(q, kv, *first_chunk):
+            queries, keys, values = (t.transpose(1, 2) for t in (q, *first_chunk))
+            out = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, scale=scale, enable_gqa=True
+            )
+            return out.transpose(1, 2).contiguous()
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if type(scale) is not float or type(softcap) is not float:
+        check_numbers("prefill_attention", scale=scale, softcap=softcap)
+    op = _OPS[kind_of(kv)]
+    out, lse = op(
+        q,
+        kv.keys,
+        kv.values,
+        kv.table,
+        kv.lengths,
+        kv.key_scales,
+        kv.value_scales,
+        slots,
+        counts,
+        alibi_slopes,
+        sinks,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )
+    return (out, lse) if return_lse else out
+
+
+def _check_first_chunk(q: Tensor, kv: PagedKV, first_chunk: tuple[Tensor, Tensor]) -> None:
+    """Raise unless they can be keys and values of the tokens of q; no kernel looks at them."""
+    want = [*q.shape[:2], kv.keys.shape[1], q.shape[-1]]
+    for i, tensor in enumerate(first_chunk):
+        if list(tensor.shape) != want:
+            raise ValueError(
+                f"prefill_attention: first_chunk[{i}] has shape {list(tensor.shape)},"
+                f" expected {want}"
+            )
+
+
+def _is_for_torch(q: Tensor, kv: PagedKV, keys: Tensor, values: Tensor) -> bool:
+    """Tell whether torch has a kernel for these that has no mask or scores in memory."""
+    is_one_dtype = q.dtype == kv.keys.dtype == keys.dtype == values.dtype
+    is_usual = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.numel() > 0
+    return q.is_cuda and is_one_dtype and is_usual
+
+
+def prefill_attention_ref(
+    q: Tensor,
+    kv: PagedKV,
+    *,
+    slots: Tensor | None = None,
+    counts: Tensor | None = None,
+    scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    first_chunk: tuple[Tensor, Tensor] | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Do what prefill_attention does, in float64: what decode_attention_ref does.
+
+    The cache has what first_chunk has.
+    """
+    return decode_attention_ref(
+        q,
+        kv,
+        slots=slots,
+        counts=counts,
+        scale=scale,
+        alibi_slopes=alibi_slopes,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        return_lse=return_lse,
+    )

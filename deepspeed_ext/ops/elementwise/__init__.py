@@ -1,0 +1,1 @@
+"""Elementwise ops: activations and sums with biases."""

@@ -1,0 +1,1 @@
+"""Linear layers on few rows, of floats and of codes."""

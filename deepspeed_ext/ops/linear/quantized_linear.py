@@ -1,0 +1,426 @@
+"""A linear layer whose weight is of few bits: on few rows as fast as these are read."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import register_flop_formula
+
+from deepspeed_ext.ops import _activations
+from deepspeed_ext.ops._library import define, refuse_gradients
+from deepspeed_ext.ops.linear.few_rows import (
+    are_few,
+    are_many,
+    by_torch,
+    check_many,
+    flops,
+    grad_of_sums,
+    linear_ref,
+    without_autocast,
+)
+from deepspeed_ext.ops.linear.norms_around import (
+    NextNorm,
+    Undivided,
+    divided_ref,
+    fake_results,
+    next_norm_ref,
+    options_of,
+)
+from deepspeed_ext.ops.quantization.fake_quantize import fake_quantize
+from deepspeed_ext.ops.quantization.formats import FORMATS, LEAST_SCALE, number_of
+from deepspeed_ext.ops.quantization.packed_weight import (
+    PackedWeight,
+    libraries_of,
+    lines_of_bytes,
+    row_bytes,
+    unpack_weight,
+    unpack_weight_ref,
+)
+from deepspeed_ext.ops.quantization.quantize import quantize
+
+_EXACT_LENGTH, _UNIT = 65536, 16  # see quantized_linear.h; bytes that are read at once
+
+
+def _fake(x: Tensor, codes: Tensor, *others: Tensor | None, gated: bool, **options: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], codes.shape[0] // (2 if gated else 1))
+
+
+def _fake_norm(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    squares: Tensor | None,
+    norm_weight: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return fake_results(_fake(x, codes, gated=options["gated"]), norm_weight)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.options = dict(keyword_only_inputs)
+
+
+def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients through the weight as floats, which is made for as long as it takes."""
+    x, codes, scales, offsets, bias = ctx.saved_tensors
+    needs_x, _, _, _, needs_bias, needs_residual = ctx.needs_input_grad
+    options = ctx.options
+    weight = unpack_weight(
+        PackedWeight(
+            codes,
+            scales,
+            offsets,
+            FORMATS[options["format"]].name,
+            options["group_size"],
+            x.shape[-1],
+        ),
+        x.dtype,
+    )
+    if options["integer"]:
+        x = fake_quantize(x)
+    grad = grad_of_sums(grad_out, x, weight, bias, options["activation"], options["gated"])
+    rows = grad.reshape(-1, grad.shape[-1])
+    return (
+        grad @ weight if needs_x else None,
+        None,
+        None,
+        None,
+        rows.sum(0) if needs_bias else None,
+        grad_out if needs_residual else None,
+    )
+
+
+_OPS = {
+    bits: define(
+        f"quantized_linear.w{bits}(Tensor x, Tensor codes, Tensor scales, Tensor? offsets,"
+        " Tensor? bias, Tensor? residual, *, int format, int group_size, int? activation,"
+        " bool gated, bool integer) -> Tensor",
+        libraries_of(bits),
+        fake=_fake,
+        backward=_backward,
+        setup_context=_save,
+        without_gradient=("scales", "offsets"),
+    )
+    for bits in (4, 8)
+}
+
+
+_NORM_OPS = {
+    bits: define(
+        f"quantized_linear_norm.w{bits}(Tensor x, Tensor codes, Tensor scales, Tensor? offsets,"
+        " Tensor? bias, Tensor? residual, Tensor? squares, Tensor? norm_weight, *, int format,"
+        " int group_size, int? activation, bool gated, bool integer, float eps,"
+        " float weight_offset) -> (Tensor, Tensor, Tensor)",
+        libraries_of(bits),
+        fake=_fake_norm,
+    )
+    for bits in (4, 8)
+}
+
+
+@register_flop_formula([ops[4].overloadpacket for ops in (_OPS, _NORM_OPS)])
+def _flops(x: Any, codes: Any, *others: Any, out_shape: Any = None, **options: Any) -> int:
+    return flops(x, codes[0])
+
+
+def quantized_linear(
+    x: Tensor | Undivided,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+    activations: str | None = None,
+) -> Tensor:
+    """Return residual + activation(x @ w.T + bias), w being what the packed weight stands for.
+
+    A row of x has the same bits alone and among up to 63 others, at any place, whatever these hold;
+    on the CPU also with any number of threads and any instruction set. With over 64 rows, or where
+    torch.compile does not know that there are fewer, the weight is made floats of the dtype of x in
+    one pass, and torch multiplies. So it is for gradients, which there are of x, bias and residual.
+    That of the rounding of x is taken as 1. Floats of the weight are made anew for the gradient to
+    x, and none are kept until then. Under autocast nothing is cast, neither x nor the others:
+    dtypes that differ are refused, so cast them to one.
+
+    Args:
+        x: (..., length), float32, bfloat16 or float16. Or what ``skinny_linear_norm`` or
+            ``quantized_linear_norm`` has left of a norm, of up to 64 rows: the sums are divided by
+            the rms before bias is added. There are no gradients then.
+        weight: of ``pack_weight``, for n columns, with `gated` 2 n, gates first.
+        bias: None, or (n,), with `gated` (2 n,), of the dtype of x.
+        activation: None, or one that ``bias_activation`` knows.
+        gated: whether weight has the rows of a gate first; needs an activation.
+        residual: None, or (..., n), of the dtype of x: added in the end.
+        activations: None: codes and x are multiplied as floats. "int8": each row of x is rounded to
+            8-bit codes with a scale of its own, as by ``quantize``; not nf4. Products are summed up
+            as integers; with over 64 rows so only on CUDA, of "int8" without offsets whose group is
+            the whole row, if the weight has a multiple of 8 rows and x needs no gradient. Else what
+            the codes stand for is rounded to the dtype of x, and multiplied.
+
+    Returns:
+        (..., n), contiguous, of the dtype of x.
+
+    Raises:
+        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
+        RuntimeError: the compute capability is below 8.0, torch refuses the arguments, or the
+            gradient of scales or offsets is wanted.
+        BuildError: the native library of the device could not be built or loaded.
+
+    See: ``quantized_linear_ref`` is the same in float64; csrc/quantization/packed_weight.h.
+    """
+    numbers = _numbers(weight, activation, gated, activations)
+    _check_length("quantized_linear", x, weight)
+    if isinstance(x, Undivided):
+        return _with_norms(x, weight, bias, residual, None, numbers)[0]
+    if are_few(x):
+        out: Tensor = _OPS[FORMATS[numbers["format"]].bits](
+            x, *weight[:3], bias, residual, **numbers
+        )
+        return out
+    refuse_gradients("quantized_linear", {"scales": weight.scales, "offsets": weight.offsets})
+    check_many(
+        "quantized_linear",
+        x,
+        "codes",
+        weight.codes,
+        torch.uint8,
+        bias,
+        activation,
+        gated,
+        residual,
+    )
+    with without_autocast(x):
+        if activations is not None and _takes_integers(x, weight):
+            product = partial(_integer_product, x, weight)
+        else:
+            factors = x if activations is None else fake_quantize(x)
+            product = partial(_float_product, factors, weight)
+        return by_torch(product, bias, activation, gated, residual)
+
+
+def quantized_linear_norm(
+    x: Tensor | Undivided,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    norm: NextNorm,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    activations: str | None = None,
+) -> tuple[Tensor, Undivided]:
+    """Do what quantized_linear does on few rows, and begin the RMS norm that comes after it.
+
+    As ``skinny_linear_norm`` does, with the same results for the layers that read the norm's. With
+    `activations` such a layer rounds rows that are not divided yet, by a scale of their own.
+
+    Args:
+        x, weight, bias, activation, residual, activations: as of ``quantized_linear``; x has up to
+            64 rows, and is float32 or bfloat16. n is a multiple of 8.
+        norm: its weight has shape (n,), and the dtype of x.
+
+    Returns:
+        What quantized_linear returns, and that on its way through the norm.
+
+    Raises:
+        ValueError: an argument breaks a rule above, or that of ``quantized_linear``.
+        RuntimeError: a gradient is wanted, or the compute capability is below 8.0.
+        BuildError: the native library of the device could not be built or loaded.
+
+    See: ``rms_norm``. ``quantized_linear_norm_ref`` is the same in float64.
+    """
+    numbers = _numbers(weight, activation, False, activations)
+    _check_length("quantized_linear_norm", x, weight)
+    out, scaled, squares = _with_norms(x, weight, bias, residual, norm, numbers)
+    return out, Undivided(scaled, squares, norm.eps)
+
+
+def _numbers(
+    weight: PackedWeight, activation: str | None, gated: bool, activations: str | None
+) -> dict[str, Any]:
+    """Return the options of a call as the ops take them."""
+    number = number_of("quantized_linear", weight.format)
+    if activations not in (None, "int8"):
+        raise ValueError(
+            f"quantized_linear: activations is {activations!r}, expected None or 'int8'"
+        )
+    if activations is not None and weight.format == "nf4":
+        raise ValueError(
+            f"quantized_linear: activations is {activations!r}, expected None with nf4, whose"
+            " levels are no integers"
+        )
+    return {
+        "format": number,
+        "group_size": weight.group_size,
+        "activation": (
+            None if activation is None else _activations.number_of("quantized_linear", activation)
+        ),
+        "gated": gated,
+        "integer": activations is not None,
+    }
+
+
+def _check_length(op: str, x: Tensor | Undivided, weight: PackedWeight) -> None:
+    """Refuse rows of another length, which the ops would take for that of the weight.
+
+    They cannot tell: the bytes of a row of codes are padded.
+    """
+    rows = x.x if isinstance(x, Undivided) else x
+    if rows.dim() == 0 or rows.shape[-1] != weight.length:
+        raise ValueError(f"{op}: x has shape {list(rows.shape)}, expected [..., {weight.length}]")
+
+
+def _with_norms(
+    x: Tensor | Undivided,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm: NextNorm | None,
+    numbers: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, squares = (x.x, x.squares) if isinstance(x, Undivided) else (x, None)
+    results: tuple[Tensor, Tensor, Tensor] = _NORM_OPS[FORMATS[numbers["format"]].bits](
+        rows,
+        *weight[:3],
+        bias,
+        residual,
+        squares,
+        None if norm is None else norm.weight,
+        **numbers,
+        **options_of("quantized_linear_norm", x, norm),
+    )
+    return results
+
+
+def _takes_integers(x: Tensor, weight: PackedWeight) -> bool:
+    """Tell whether torch multiplies the codes as they lie; what is wrong with them others say."""
+    n, bytes = weight.codes.shape[0], row_bytes(weight.length, 8)
+    return (
+        x.is_cuda
+        and are_many(x)
+        and not (x.requires_grad and torch.is_grad_enabled())
+        and weight.format == "int8"
+        and weight.offsets is None
+        and weight.group_size == weight.length == x.shape[-1] <= _EXACT_LENGTH
+        and n > 0
+        and n % 8 == 0
+        and weight.codes.shape == (n, bytes)
+        and weight.codes.dtype == torch.uint8
+        and weight.codes.is_contiguous()
+        and (torch.compiler.is_compiling() or weight.codes.storage_offset() % _UNIT == 0)
+        and weight.scales.shape == (1, n)
+        and weight.scales.dtype == torch.float32
+    )
+
+
+class _FloatProduct(torch.autograd.Function):
+    """x @ w.T + bias; the gradient to x makes the floats of the weight anew, and none are kept."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        offsets: Tensor | None,
+        bias: Tensor | None,
+        format: str,
+        group_size: int,
+    ) -> Tensor:
+        weight = PackedWeight(codes, scales, offsets, format, group_size, x.shape[-1])
+        return F.linear(x, unpack_weight(weight, x.dtype), bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, codes, scales, offsets, _, format, group_size = inputs
+        ctx.save_for_backward(codes, scales, offsets)
+        ctx.numbers = format, group_size, x.shape[-1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad, weight = grads[0], PackedWeight(*ctx.saved_tensors, *ctx.numbers)
+        of_x = grad @ unpack_weight(weight, grad.dtype) if ctx.needs_input_grad[0] else None
+        of_bias = grad.sum(tuple(range(grad.dim() - 1))) if ctx.needs_input_grad[4] else None
+        return of_x, None, None, None, of_bias, None, None
+
+
+def _unpacked(*parts: Any) -> Tensor:
+    return unpack_weight(PackedWeight(*parts[:-1]), parts[-1])
+
+
+def _float_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """Return x @ w.T + bias, by the weight as floats for as long as it takes."""
+    tensors = weight.codes, weight.scales, weight.offsets
+    wanted = x.requires_grad and torch.is_grad_enabled()
+    if wanted and torch.compiler.is_compiling():
+        # The compiler would find that a function as below makes the same floats twice, and keep the
+        # first ones; of what is checkpointed it is told not to.
+        again: dict[str, Any] = dict(use_reentrant=False, preserve_rng_state=False)
+        return F.linear(x, checkpoint(_unpacked, *weight, x.dtype, **again), bias)
+    # What cannot be kept goes the plain way.
+    if not wanted or any(each is not None and each.is_inference() for each in tensors):
+        return F.linear(x, unpack_weight(weight, x.dtype), bias)
+    out: Tensor = _FloatProduct.apply(  # type: ignore[no-untyped-call]
+        x, *tensors, bias, weight.format, weight.group_size
+    )
+    return out
+
+
+def _integer_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """Return x @ w.T + bias by sums of integers, which do not mind the order of the codes."""
+    rows = quantize(x.reshape(-1, weight.length))
+    lines = lines_of_bytes(rows.codes, 8, weight.length, "int8", False).view(torch.int8)
+    sums = torch._int_mm(lines, weight.codes.view(torch.int8).t())
+    out = sums * weight.scales * rows.scales
+    if bias is not None:
+        out = out + bias
+    return out.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def quantized_linear_ref(
+    x: Tensor | Undivided,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+    activations: str | None = None,
+) -> Tensor:
+    """Do what quantized_linear does, in float64 and plain torch: its definition, for tests."""
+    if activations is not None:
+        x = x._replace(x=_rounded_rows(x.x)) if isinstance(x, Undivided) else _rounded_rows(x)
+    floats = unpack_weight_ref(weight)
+    return linear_ref(divided_ref(x), floats, bias, activation, gated, residual)
+
+
+def quantized_linear_norm_ref(
+    x: Tensor | Undivided,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    norm: NextNorm,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    activations: str | None = None,
+) -> tuple[Tensor, Undivided]:
+    """Do what quantized_linear_norm does, in float64 and plain torch: its definition, for tests."""
+    out = quantized_linear_ref(
+        x, weight, bias, activation=activation, residual=residual, activations=activations
+    )
+    return out, next_norm_ref(out, norm)
+
+
+def _rounded_rows(x: Tensor) -> Tensor:
+    """Return x as 8-bit codes times a scale for each row stand for it, as float64."""
+    largest = F.pad(x.float().abs(), (0, 1)).amax(-1, keepdim=True)  # of nothing: 0
+    scale = (largest / 127).clamp_min(LEAST_SCALE).double()
+    return (x.double() / scale).round() * scale

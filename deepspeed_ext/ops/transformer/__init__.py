@@ -1,1 +1,0 @@
-"""The ops that transformers are made of."""
