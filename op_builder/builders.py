@@ -19,7 +19,6 @@ COMING = {
     "MultiHeadAttnBuilder": "transformer",
     "RandomLTDBuilder": "random_ltd",
     "SparseAttnBuilder": "sparse_attn",
-    "SpatialInferenceBuilder": "spatial_inference",
     "StochasticTransformerBuilder": "transformer",
     "TransformerBuilder": "transformer",
 }

@@ -206,7 +206,7 @@ ROWS: tuple[StepOp | FunctionalOp, ...] = (
     FunctionalOp(
         "bias_activation",
         modules=("elementwise.bias_activation",),
-        kernels=("elementwise/bias_activation",),
+        kernels="elementwise",
         bits="same",
         sanitizer="activations",
         benchmark="activation",
@@ -214,10 +214,18 @@ ROWS: tuple[StepOp | FunctionalOp, ...] = (
     FunctionalOp(
         "gated_activation",
         modules=("elementwise.gated_activation",),
-        kernels=("elementwise/gated_activation",),
+        kernels="elementwise",
         bits="same",
         sanitizer="activations",
         benchmark="swiglu",
+    ),
+    FunctionalOp(
+        "nhwc_bias_add",
+        modules=("elementwise.nhwc_bias_add",),
+        kernels="elementwise",
+        bits="same",
+        sanitizer="activations",
+        benchmark="activation",
     ),
     FunctionalOp(
         "rope",
@@ -322,6 +330,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "layernorm": ("fused_layer_norm",),
     "scaled_masked_softmax": ("fused_softmax",),
     "scaled_upper_triangle_masked_softmax": ("fused_softmax",),
+    "spatial_inference": ("fused_nhwc_bias_add",),
     "utils": (),
     **{earlier: (name,) for earlier, name in EARLIER_NAMES.items()},
 }
