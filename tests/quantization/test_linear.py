@@ -176,8 +176,8 @@ def test_moves_leave_codes_and_scales(move: Any, kind: tuple[str, int | None, bo
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_moves_while_another_thread_computes(kind: tuple[str, int | None, bool]) -> None:
-    """Between any two tensors: as torch's layer, it has all of them at any time."""
+def test_all_tensors_are_there_during_a_move(kind: tuple[str, int | None, bool]) -> None:
+    """As of torch's layer: a layer that is asked between any two tensors computes the same."""
     layer, x = made(*kind), rows((3, 70))
     want, calls = layer(x), 0
 
@@ -191,6 +191,17 @@ def test_moves_while_another_thread_computes(kind: tuple[str, int | None, bool])
     layer._apply(same)
     assert calls == len(list(layer.buffers())) + 2  # the bias, and to see what becomes of a dtype
     assert torch.equal(layer(x), want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_casts_leave_a_layer_without_bias_as_it_is(kind: tuple[str, int | None, bool]) -> None:
+    """So that other threads may compute with it meanwhile, which its documentation says."""
+    layer = made(*kind)
+    layer.bias = None
+    before = dict(layer.named_buffers())
+    for cast in (layer.half, layer.float, layer.bfloat16):
+        cast()
+        assert all(layer.get_buffer(name) is tensor for name, tensor in before.items())
 
 
 def test_dtype_is_that_of_casts() -> None:
