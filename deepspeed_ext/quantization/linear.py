@@ -20,7 +20,7 @@ from deepspeed_ext.quantization.packing import (
     packed,
     quantize_weight,
 )
-from deepspeed_ext.quantization.weight_view import view_of
+from deepspeed_ext.quantization.weight_view import refuse_write, view_of
 
 NOTE = "_extra_state"  # what torch calls what get_extra_state returns
 
@@ -220,6 +220,12 @@ class QuantizedLinear(nn.Module):
     def weight(self) -> Tensor:
         """Shape, dtype and device of the floats; their values when they are read, not before."""
         return view_of(self.layout, self._tensors(), self.dtype)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse another weight, which torch does by texts about names that are taken."""
+        if name == "weight":
+            refuse_write("is assigned")
+        super().__setattr__(name, value)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the floats that the weight stands for: (out, in).

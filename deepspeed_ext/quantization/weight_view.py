@@ -134,9 +134,14 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 
 def _refuse(writer: str) -> NoReturn:
+    refuse_write(f"is an argument that {writer} writes to")
+
+
+def refuse_write(what: str) -> NoReturn:
+    """Refuse what would change a weight, of which no floats are kept."""
     raise RuntimeError(
-        f"QuantizedLinear: weight is an argument that {writer} writes to, expected it to be"
-        " read only; make a new layer by QuantizedLinear.from_linear"
+        f"QuantizedLinear: weight {what}, expected it to be read only; make a new layer by"
+        " QuantizedLinear.from_linear"
     )
 
 

@@ -268,6 +268,16 @@ def test_weight_cannot_be_written(write: Any) -> None:
     assert torch.equal(layer.dequantize(), before) and torch.equal(layer.weight + 0, before)
 
 
+@pytest.mark.parametrize("kind", [nn.Parameter, Tensor.clone])
+def test_weight_cannot_be_assigned(kind: Callable[[Tensor], Tensor]) -> None:
+    """Which torch refuses of a parameter because the name is taken."""
+    layer = made("int8")
+    text = "^QuantizedLinear: weight is assigned, expected it to be read only; make a new layer by"
+    with pytest.raises(RuntimeError, match=text):
+        layer.weight = kind(torch.zeros(33, 70))
+    assert layer.weight.shape == (33, 70) and "weight" not in layer._parameters
+
+
 def test_weight_has_no_address() -> None:
     """Null would be read by kernels that take it."""
     with pytest.raises(
