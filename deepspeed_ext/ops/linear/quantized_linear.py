@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import register_flop_formula
 
 from deepspeed_ext.ops import _activations
+from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import define, refuse_gradients
 from deepspeed_ext.ops.linear.few_rows import (
     are_few,
@@ -176,6 +177,9 @@ def quantized_linear(
 
     See: ``quantized_linear_ref`` is the same in float64; csrc/quantization/packed_weight.h.
     """
+    if type(x) is not Tensor or type(weight) is not PackedWeight:
+        rows = x.x if isinstance(x, Undivided) else x
+        check_kinds("quantized_linear", x=(rows, Tensor), weight=(weight, PackedWeight))
     numbers = _numbers(weight, activation, gated, activations)
     _check_length("quantized_linear", x, weight)
     if isinstance(x, Undivided):

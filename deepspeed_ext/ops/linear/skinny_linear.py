@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from deepspeed_ext.ops._activations import number_of
+from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import define
 from deepspeed_ext.ops.linear.few_rows import (
     are_few,
@@ -142,6 +143,8 @@ def skinny_linear(
     number = None if activation is None else number_of("skinny_linear", activation)
     if isinstance(x, Undivided):
         return _with_norms(x, weight, bias, residual, None, number, gated)[0]
+    if type(x) is not Tensor:
+        check_kinds("skinny_linear", x=(x, Tensor))
     if are_few(x):
         out: Tensor = _op(x, weight, bias, residual, activation=number, gated=gated)
         return out
