@@ -149,7 +149,8 @@ def quantized_linear(
     one pass, and torch multiplies. So it is for gradients, which there are of x, bias and residual.
     That of the rounding of x is taken as 1. Floats of the weight are made anew for the gradient to
     x, and none are kept until then. Under autocast nothing is cast, neither x nor the others:
-    dtypes that differ are refused, so cast them to one.
+    dtypes that differ are refused, so cast them to one. A backward that is called inside of
+    autocast casts, as that of torch's layer does.
 
     Args:
         x: (..., length), float32, bfloat16 or float16. Or what ``skinny_linear_norm`` or

@@ -114,6 +114,7 @@ def skinny_linear(
     dtype, and nothing is promised about bits. `torch.compiler.mark_dynamic(x, 0, max=64)` lets it
     know. Gradients are by torch's multiplications; for them the arguments are kept. Under autocast
     nothing is cast, neither x nor the others: dtypes that differ are refused, so cast them to one.
+    A backward that is called inside of autocast casts, as that of torch's layer does.
 
     Args:
         x: (..., k), float32, bfloat16 or float16, on the CPU, or on CUDA with compute capability
