@@ -20,7 +20,7 @@ from deepspeed_ext.quantization.packing import (
     packed,
     quantize_weight,
 )
-from deepspeed_ext.quantization.weight_view import refuse_write, view_of
+from deepspeed_ext.quantization.weight_view import read_only, view_of
 
 NOTE = "_extra_state"  # what torch calls what get_extra_state returns
 
@@ -224,7 +224,7 @@ class QuantizedLinear(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse another weight, which torch does by texts about names that are taken."""
         if name == "weight":
-            refuse_write("is assigned")
+            raise AttributeError(read_only("is assigned"))
         super().__setattr__(name, value)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
