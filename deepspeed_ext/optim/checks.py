@@ -139,6 +139,8 @@ def _why_not(optimizer: Owner, param: Tensor, or_meta: bool) -> str | None:
             f"is a {type(param).__name__}, expected a plain tensor or a DTensor; "
             "use torch.optim.AdamW for it"
         )
+    if param.layout is not torch.strided:  # which has no strides to ask for
+        return f"is sparse, {param.layout}, expected dense; use param.to_dense()"
     if param.dtype not in DTYPES:
         takes_it = param.is_floating_point() or param.is_complex()
         hint = "; use torch.optim.AdamW for it" if takes_it else ""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import call_recording_nothing, define
 
 _squared_norms_op = define(
@@ -46,6 +47,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     See: ``squared_norms_ref`` is the same in plain torch.
     """
     if not tensors:  # so no device to dispatch on
+        check_kinds("squared_norms", tensors=(tensors, Sequence))
         return torch.zeros(0, dtype=torch.float64, device="cpu")
     squares: Tensor = call_recording_nothing(_squared_norms_op, tensors)
     return squares
