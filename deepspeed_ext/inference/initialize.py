@@ -16,10 +16,10 @@ from deepspeed_ext.inference.arguments import Settings, dtype_of, settings_of, u
 from deepspeed_ext.inference.execution.decoder import Decoder
 from deepspeed_ext.inference.execution.encoder import Encoder
 from deepspeed_ext.inference.execution.memory_budget import (
-    Need,
+    MemoryBudget,
     cache_bytes,
+    check_capacity,
     check_positions,
-    check_room,
     working_bytes,
 )
 from deepspeed_ext.inference.model.architecture import architecture_of
@@ -34,7 +34,7 @@ from deepspeed_ext.inference.model.policy import Config, Policy
 from deepspeed_ext.inference.requests.tokenizer import tokenizer_of
 from deepspeed_ext.inference.serving.encoder_engine import EncoderEngine
 from deepspeed_ext.inference.serving.engine import InferenceEngine
-from deepspeed_ext.inference.serving.scheduler import CHUNK, PACKED
+from deepspeed_ext.inference.serving.step_plan import CHUNK, PACKED
 from deepspeed_ext.inference.weights.host_memory import WeightMemory
 from deepspeed_ext.inference.weights.loader import Taker, Weights
 from deepspeed_ext.inference.weights.quantize_on_load import (
@@ -252,7 +252,9 @@ class _Loading:
             As init_inference.
         """
         settings, source = self._settings, self._source
-        check_room(self._device, settings.quantize, settings.max_batch, self.max_tokens, self._need)
+        check_capacity(
+            self._device, settings.quantize, settings.max_batch, self.max_tokens, self._budget
+        )
         memory = WeightMemory() if self._device.type == "cpu" else None
         quantizers = self._quantizers(settings.quantize, settings.activations, memory)
         if source.folder is None:
@@ -267,7 +269,7 @@ class _Loading:
         some = [quantizer for quantizer in quantizers if quantizer is not None]
         return weights, report_of(weights, some) if some else None
 
-    def _need(self, quantize: str | None) -> Need:
+    def _budget(self, quantize: str | None) -> MemoryBudget:
         """Go through all of it without values, and return the bytes that it comes to."""
         settings, source = self._settings, self._source
         described = Described(source.tensors)
@@ -278,10 +280,10 @@ class _Loading:
         if source.folder is not None:
             reading = reading_bytes(source.folder.shards, self._asked)
         if not self.of.causal:  # what it works with depends on its calls
-            return Need(bytes_of(weights), 0, reading)
+            return MemoryBudget(bytes_of(weights), 0, reading)
         check_positions(self.of, weights.positions, self.max_tokens)
         batch, tokens = settings.max_batch, self.max_tokens
-        return Need(
+        return MemoryBudget(
             bytes_of(weights),
             cache_bytes(self.of, batch, tokens, self._dtype, settings.kv_dtype),
             reading,

@@ -9,7 +9,7 @@ import tiny
 import tiny_folder
 import torch
 
-from deepspeed_ext.inference.execution.memory_budget import Need
+from deepspeed_ext.inference.execution.memory_budget import MemoryBudget
 from deepspeed_ext.inference.initialize import init_inference
 from deepspeed_ext.inference.weights import float8
 from deepspeed_ext.inference.weights.float8 import Float8Weight, float8_layer
@@ -61,10 +61,10 @@ def test_no_element_is_further_off_than_half_a_scale(
 def test_bytes_are_known_before(
     kind: str | None, kv: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[Need] = []
+    found: list[MemoryBudget] = []
     monkeypatch.setattr(
-        "deepspeed_ext.inference.initialize.check_room",
-        lambda device, quantize, batch, tokens, need_of: found.append(need_of(quantize)),
+        "deepspeed_ext.inference.initialize.check_capacity",
+        lambda device, quantize, batch, tokens, budget_of: found.append(budget_of(quantize)),
     )
     tiny_folder.write(tmp_path, CONFIG)
     options: dict[str, Any] = dict(kv_dtype=kv, max_batch=3, max_tokens=100)

@@ -1,6 +1,6 @@
-"""How the next token is chosen: what a caller may ask for, and the choice itself.
+"""How the next token is sampled: what a caller may ask for, and the sampling itself.
 
-The choice for a request must not depend on which others it is made with. Sums of floats would, as
+Sampling is batch-invariant: a token does not depend on others of the batch. Sums of floats do, as
 their order may change with the shape of a batch. So probabilities, which our softmax gives each row
 alone, become integers: those add up to the same whatever the order.
 """
@@ -105,7 +105,7 @@ class SamplingOptions:
 
     @property
     def kind(self) -> "Kind":
-        """What the choice of tokens takes."""
+        """What sampling takes."""
         drawn = self.temperature > 0
         candidates = None
         if drawn and self.top_k > 0:

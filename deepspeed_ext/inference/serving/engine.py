@@ -15,13 +15,13 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from deepspeed_ext.inference.execution.decoder import Decoder
 from deepspeed_ext.inference.execution.kv_cache import KVCache
 from deepspeed_ext.inference.execution.memory_budget import check_positions
-from deepspeed_ext.inference.execution.runner import Steps
+from deepspeed_ext.inference.execution.runner import ModelRunner
 from deepspeed_ext.inference.execution.sampling import SamplingOptions, key_of
-from deepspeed_ext.inference.requests.detokenizer import Text, run_byte_of
+from deepspeed_ext.inference.requests.detokenizer import Detokenizer, run_byte_of
 from deepspeed_ext.inference.requests.prompts import Mask, PromptReader, Prompts, Tokenizer
 from deepspeed_ext.inference.requests.request import Call, Completion, Prompt, Request
 from deepspeed_ext.inference.requests.stream import Stream
-from deepspeed_ext.inference.serving.fair_lock import Turns
+from deepspeed_ext.inference.serving.fair_lock import FairLock
 from deepspeed_ext.inference.serving.scheduler import Scheduler
 
 Options = SamplingOptions | Sequence[SamplingOptions]
@@ -98,14 +98,14 @@ class InferenceEngine:
         is_cuda = self.device.type == "cuda"
         self._stream = torch.cuda.current_stream(self.device) if is_cuda else None
         self._scheduler = Scheduler(
-            Steps(decoder, self.cache, max_batch, cuda_graphs),
+            ModelRunner(decoder, self.cache, max_batch, cuda_graphs),
             self.cache,
             max_batch,
             self.cache.free_pages,
             ahead=is_cuda,
             packs=pack_prefill,
         )
-        self._turns = Turns()
+        self._lock = FairLock()
         self._process = os.getpid()
         self._vocabulary = of.vocabulary
         self._asked: tuple[Tokenizer, int | None] | None = None
@@ -238,10 +238,11 @@ class InferenceEngine:
                 text = None
                 if self.tokenizer is not None:
                     decode, byte = self.tokenizer.decode, self._run_byte(self.tokenizer)
-                    text = Text(decode, wanted.stop, in_pieces=stream, run_byte=byte)
+                    text = Detokenizer(decode, wanted.stop, in_pieces=stream, run_byte=byte)
                 key, news = key_of(seed, sample), deque[tuple[int, str]]() if stream else None
-                one = Request(call, prompt, wanted, sample, seed, key, frozenset(stop), text, news)
-                self._scheduler.check(one, self.max_tokens)
+                one = Request(prompt, wanted, sample, seed, key, frozenset(stop), text, news)
+                self._scheduler.check_capacity(one, self.max_tokens)
+                call.add(one)
 
     def _run_byte(self, tokenizer: Tokenizer) -> int | None:
         """Return what `run_byte_of` does, which is asked once for a tokenizer."""
@@ -252,12 +253,12 @@ class InferenceEngine:
     def _advance(self, is_enough: Callable[[], bool]) -> None:
         """Compute a step for all, or wait for another thread to; not if it is enough by then."""
         self._check_usable()  # as a fork may have left the turn with nobody
-        if self._turns.is_mine:
+        if self._lock.is_mine:
             raise RuntimeError(
                 "generate: the engine computes a step, expected no other within it, as a signal"
                 " handler, a finalizer or a tokenizer may ask for"
             )
-        self._turns.run(self._step, is_enough)
+        self._lock.run(self._step, is_enough)
 
     def _step(self) -> None:
         self._check_usable()  # once more, as it may have been closed meanwhile
@@ -266,8 +267,8 @@ class InferenceEngine:
 
     def _sweep(self, is_enough: Callable[[], bool] = lambda: False) -> None:
         """Take slots back from what was cancelled, or failed, unless it is enough before."""
-        if self._process == os.getpid() and not self._turns.is_mine:
-            self._turns.run(self._sweep_now, is_enough)
+        if self._process == os.getpid() and not self._lock.is_mine:
+            self._lock.run(self._sweep_now, is_enough)
 
     def _sweep_now(self) -> None:
         if self._is_open:
@@ -299,12 +300,12 @@ class InferenceEngine:
         """
         if self._process != os.getpid():
             return
-        if self._turns.is_mine:
+        if self._lock.is_mine:
             raise RuntimeError(
                 "close: the engine computes a step in this thread, expected it to be over"
             )
         self._is_open = False  # no thread begins another step
-        self._turns.run(self._give_back, lambda: self._has_given_back)
+        self._lock.run(self._give_back, lambda: self._has_given_back)
 
     def _give_back(self) -> None:
         self._scheduler.close()
