@@ -84,7 +84,7 @@ def init_inference(
     configuration, and whether all has room, are checked before the first is read.
 
     Of a generation config the tokens that end a text and that for padding count, and nothing else:
-    how tokens are chosen is said by each call, see ``SamplingOptions``.
+    how tokens are sampled is said by each call, see ``SamplingOptions``.
 
     Args:
         model: a module with a `config` as Hugging Face's have, or any mapping; or a folder with
@@ -104,9 +104,9 @@ def init_inference(
         max_tokens: of a request, those of its prompt and new ones; None: what the model was made
             for, 4096 at most.
         cuda_graphs: whether steps are recorded once and replayed, on CUDA.
-        pack_prefill: whether prompts are taken in together, and with the steps of others: faster
-            for many requests, but rounding then depends on which they are. A completion is no more
-            the same bit by bit alone and beside others.
+        pack_prefill: whether prompts are prefilled together, and running requests decoded with
+            them: faster for many requests, but not batch-invariant: how a completion is rounded
+            then depends on which others are beside it.
         policy: the table of the model's family; None: one of those that are built in.
         tokenizer: has encode(text) and decode(ids); None: that of the folder, if there is one.
         device: where to; None: that of the module; for a folder cuda if there is one, else cpu.

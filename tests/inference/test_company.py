@@ -1,4 +1,4 @@
-"""A completion has the same tokens and log-probabilities alone and in any company."""
+"""Batch invariance: the same tokens and log-probabilities alone and in any batch."""
 
 import itertools
 import math
@@ -157,7 +157,7 @@ def test_whenever_they_come(device: str) -> None:
 @ON_BOTH
 @PADDED
 def test_prompts_longer_than_a_part(padded: bool, device: str) -> None:
-    """Taken in part by part while others go on; the last parts have all kinds of lengths."""
+    """Prefilled part by part while others run; the last parts have all kinds of lengths."""
     lengths = CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + 64, CHUNK + 70, 2 * CHUNK + 500, 3
     draw = random.Random(3)
     wanted = SamplingOptions(max_new_tokens=30, temperature=1.0, seed=5, logprobs=0)

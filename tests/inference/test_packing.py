@@ -1,4 +1,4 @@
-"""Prompts that are taken in together: as right as alone, within bounds, none touching another."""
+"""Packed prefill: as right as prompts alone, within bounds, none touching another."""
 
 import random
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ GREEDY = SamplingOptions(max_new_tokens=12, logprobs=0)
 
 
 class Pack(NamedTuple):
-    """What is taken in at once."""
+    """What goes through the model at once."""
 
     running: list[int]
     slots: list[int]
@@ -53,7 +53,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def packs(monkeypatch: pytest.MonkeyPatch) -> Packs:
-    """All packs that are taken in."""
+    """All packs that are prefilled."""
     found, real = Packs(), ModelRunner.prefill_packed
 
     def noted(runner: ModelRunner, *of_pack: Any) -> Tensor:

@@ -111,7 +111,7 @@ def test_a_tied_head_counts_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [{"quantize": "int8"}, {"quantize": "int4", "activations": "int8"}]
 )
-def test_generates_the_same_alone_and_in_company(options: dict[str, Any], tmp_path: Path) -> None:
+def test_quantized_weights_are_batch_invariant(options: dict[str, Any], tmp_path: Path) -> None:
     tiny_folder.write(tmp_path, CONFIG)
     engine = init_inference(tmp_path, kv_dtype="int8", max_batch=4, **options)
     prompts = [[1, 2, 3], [5, 6], [7, 8, 9, 10, 11]]
@@ -163,7 +163,7 @@ def test_products_of_8_bit_floats(rows: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_row_of_8_bit_floats_is_the_same_in_company(device: str) -> None:
+def test_8_bit_floats_are_batch_invariant(device: str) -> None:
     weight = float8_weight(96, 128, device)
     x = torch.randn(64, 128, device=device, dtype=torch.bfloat16)
     together = float8_layer(x, weight, activation="gelu")

@@ -205,7 +205,7 @@ def sample(
     uniforms: Tensor | None = None,
     seen: Tensor | None = None,
 ) -> Tensor:
-    """Choose a token for each row, as if it were alone; nothing is read by the host on CUDA.
+    """Sample a token for each row, as if it were alone; nothing is read by the host on CUDA.
 
     Args:
         logits: (batch, vocabulary), float32, bfloat16 or float16.
@@ -216,7 +216,7 @@ def sample(
 
     Returns:
         (batch, 4 + 2 logprobs), float64: the token; the largest logit, which is not finite if no
-        token can be chosen; with log-probabilities the logit of the token less the largest one of
+        token can be sampled; with log-probabilities the logit of the token less the largest one of
         the model, and the probability of that; then the likeliest tokens, and their logits less
         the largest one.
     """

@@ -18,9 +18,10 @@ from deepspeed_ext.inference.execution.memory_budget import check_positions
 from deepspeed_ext.inference.execution.runner import ModelRunner
 from deepspeed_ext.inference.execution.sampling import SamplingOptions, key_of
 from deepspeed_ext.inference.requests.detokenizer import Detokenizer, run_byte_of
-from deepspeed_ext.inference.requests.prompts import Mask, PromptReader, Prompts, Tokenizer
+from deepspeed_ext.inference.requests.prompts import Mask, PromptReader, Prompts
 from deepspeed_ext.inference.requests.request import Call, Completion, Prompt, Request
 from deepspeed_ext.inference.requests.stream import Stream
+from deepspeed_ext.inference.requests.tokenizer import Tokenizer
 from deepspeed_ext.inference.serving.fair_lock import FairLock
 from deepspeed_ext.inference.serving.scheduler import Scheduler
 
@@ -31,12 +32,12 @@ _NAMES = tuple(field.name for field in fields(SamplingOptions))
 class InferenceEngine:
     """Continue prompts, many at a time.
 
-    A completion has the same tokens and log-probabilities alone and beside any others, whenever
-    they come and whichever slot it has; with pack_prefill it has not. Several threads may call one
-    engine: whoever waits for tokens computes a step for all, and an engine that nobody waits for
-    rests. If a step fails, or Ctrl-C interrupts it, the completions under way are given up, and the
-    engine takes others. Within a step, as in a signal handler that comes then, streams may be
-    closed, but nothing can be computed.
+    Batch-invariant: a completion has the same tokens and log-probabilities alone and beside any
+    others, whenever they come and whichever slot it has; not with pack_prefill. Several threads may
+    call one engine: whoever waits for tokens computes a step for all, and an engine that nobody
+    waits for rests. If a step fails, or Ctrl-C interrupts it, the completions under way are given
+    up, and the engine takes others. Within a step, as in a signal handler that comes then, streams
+    may be closed, but nothing can be computed.
 
     An engine holds the weights and the cache; `close`, or letting go of it, gives the memory back.
     It belongs to its process and to the stream that was current when it was made.
@@ -52,10 +53,10 @@ class InferenceEngine:
         stop_tokens: that end completions, where a call says nothing else.
         pad_tokens: that rows of one length are filled up with; see `generate`.
         cuda_graphs: whether steps are recorded once and replayed, on CUDA.
-        pack_prefill: whether parts of prompts, 1024 tokens at most, are taken in together, and
-            those that go on take their step with them, so that weights are read once for all.
-            That is faster where prompts come all the time; but how the floats of a completion are
-            rounded then depends on which others it meets.
+        pack_prefill: whether parts of prompts, 1024 tokens at most, are prefilled together, and
+            running requests decoded in the same pass, so that weights are read once for all. That
+            is faster where prompts come all the time, but not batch-invariant: how the floats of a
+            completion are rounded then depends on which others it meets.
         report: what quantizing has done to the weights, or None.
 
     Raises:
