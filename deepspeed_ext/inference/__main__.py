@@ -13,7 +13,7 @@ from deepspeed_ext.inference.model.policies import policy_of
 from deepspeed_ext.inference.requests.stream import Piece
 from deepspeed_ext.inference.requests.tokenizer import tokenizer_of
 from deepspeed_ext.inference.serving.engine import InferenceEngine
-from deepspeed_ext.inference.serving.roofline import bytes_per_token, memory_speed
+from deepspeed_ext.inference.serving.roofline import bytes_per_token, memory_bandwidth
 from deepspeed_ext.op_builder import BuildError, program
 
 _SAMPLING = (  # the options of a call of generate, with their types and what they mean
@@ -138,13 +138,13 @@ def _shown(piece: Piece, is_text: bool) -> str:
 
 def _share(engine: InferenceEngine, length: float, seconds: float) -> str:
     """Say how near a token was to the time that reading takes."""
-    speed = memory_speed(engine.device)
-    if speed is None:
+    bandwidth = memory_bandwidth(engine.device)
+    if bandwidth is None:
         return ""
     nbytes = bytes_per_token(engine.decoder, engine.cache, length)
     return (
-        f": {nbytes / speed / seconds:.0%} of the limit, {nbytes / 1e9:.3g} GB to read for each at"
-        f" {speed / 1e9:.4g} GB/s"
+        f": {nbytes / bandwidth / seconds:.0%} of the limit, {nbytes / 1e9:.3g} GB to read for each"
+        f" at {bandwidth / 1e9:.4g} GB/s"
     )
 
 

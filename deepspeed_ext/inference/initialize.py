@@ -18,10 +18,10 @@ from deepspeed_ext.inference.arguments import Settings, dtype_of, settings_of, u
 from deepspeed_ext.inference.execution.decoder import Decoder
 from deepspeed_ext.inference.execution.encoder import Encoder
 from deepspeed_ext.inference.execution.memory_budget import (
-    Need,
+    MemoryBudget,
     cache_bytes,
+    check_capacity,
     check_positions,
-    check_room,
     working_bytes,
 )
 from deepspeed_ext.inference.model.architecture import architecture_of
@@ -37,7 +37,7 @@ from deepspeed_ext.inference.model.policy import Config, Policy
 from deepspeed_ext.inference.requests.tokenizer import tokenizer_of
 from deepspeed_ext.inference.serving.encoder_engine import EncoderEngine
 from deepspeed_ext.inference.serving.engine import InferenceEngine
-from deepspeed_ext.inference.serving.scheduler import CHUNK, PACKED
+from deepspeed_ext.inference.serving.step_plan import CHUNK, PACKED
 from deepspeed_ext.inference.weights.host_memory import WeightMemory
 from deepspeed_ext.inference.weights.loader import Taker, Weights
 from deepspeed_ext.inference.weights.quantize_on_load import (
@@ -88,7 +88,7 @@ def init_inference(
     configuration, and whether all has room, are checked before the first is read.
 
     Of a generation config the tokens that end a text and that for padding count, and nothing else:
-    how tokens are chosen is said by each call, see ``SamplingOptions``.
+    how tokens are sampled is said by each call, see ``SamplingOptions``.
 
     Args:
         model: a module with a `config` as Hugging Face's have, or any mapping; or a folder with
@@ -108,9 +108,9 @@ def init_inference(
         max_tokens: of a request, those of its prompt and new ones; None: what the model was made
             for, 4096 at most.
         cuda_graphs: whether steps are recorded once and replayed, on CUDA.
-        pack_prefill: whether prompts are taken in together, and with the steps of others: faster
-            for many requests, but rounding then depends on which they are. A completion is no more
-            the same bit by bit alone and beside others.
+        pack_prefill: whether prompts are prefilled together, and running requests decoded with
+            them: faster for many requests, but not batch-invariant: how a completion is rounded
+            then depends on which others are beside it.
         policy: the table of the model's family; None: one of those that are built in.
         tokenizer: has encode(text) and decode(ids); None: that of the folder, if there is one.
         device: where to; None: that of the module; for a folder cuda if there is one, else cpu.
@@ -261,7 +261,9 @@ class _Loading:
             As init_inference.
         """
         settings, source = self._settings, self._source
-        check_room(self._device, settings.quantize, settings.max_batch, self.max_tokens, self._need)
+        check_capacity(
+            self._device, settings.quantize, settings.max_batch, self.max_tokens, self._budget
+        )
         memory = WeightMemory() if self._device.type == "cpu" else None
         quantizers = self._quantizers(settings.quantize, settings.activations, memory)
         if source.folder is None:
@@ -276,7 +278,7 @@ class _Loading:
         some = [quantizer for quantizer in quantizers if quantizer is not None]
         return weights, report_of(weights, some) if some else None
 
-    def _need(self, quantize: str | None) -> Need:
+    def _budget(self, quantize: str | None) -> MemoryBudget:
         """Go through all of it without values, and return the bytes that it comes to."""
         settings, source = self._settings, self._source
         described = Described(source.tensors)
@@ -287,10 +289,10 @@ class _Loading:
         if source.folder is not None:
             reading = reading_bytes(source.folder.shards, self._asked)
         if not self.of.causal:  # what it works with depends on its calls
-            return Need(bytes_of(weights), 0, reading)
+            return MemoryBudget(bytes_of(weights), 0, reading)
         check_positions(self.of, weights.positions, self.max_tokens)
         batch, tokens = settings.max_batch, self.max_tokens
-        return Need(
+        return MemoryBudget(
             bytes_of(weights),
             cache_bytes(self.of, batch, tokens, self._dtype, settings.kv_dtype),
             reading,

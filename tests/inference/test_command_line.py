@@ -16,7 +16,7 @@ import torch
 from deepspeed_ext.inference import __main__ as command_line
 from deepspeed_ext.inference.execution import memory_budget as room
 from deepspeed_ext.inference.initialize import init_inference
-from deepspeed_ext.inference.serving.roofline import bytes_per_token, memory_speed
+from deepspeed_ext.inference.serving.roofline import bytes_per_token, memory_bandwidth
 from deepspeed_ext.inference.weights.quantize_on_load import bytes_of
 
 
@@ -191,5 +191,5 @@ def test_bytes_of_a_token(folder: Path) -> None:
     read = bytes_of(weights) - weights.embedding.nbytes
     per_token = 3 * 2 * 2 * (16 + 4)  # layers, keys and values, heads
     assert bytes_per_token(engine.decoder, engine.cache, 10) == read + 10 * per_token
-    speed = memory_speed(torch.device("cpu"))
-    assert speed is None or 1e8 < speed < 1e13
+    bandwidth = memory_bandwidth(torch.device("cpu"))
+    assert bandwidth is None or 1e8 < bandwidth < 1e13

@@ -1,4 +1,4 @@
-"""A completion has the same tokens and log-probabilities alone and in any company."""
+"""Batch invariance: the same tokens and log-probabilities alone and in any batch."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ import torch
 from deepspeed_ext.inference.execution.sampling import SamplingOptions
 from deepspeed_ext.inference.requests.request import Completion
 from deepspeed_ext.inference.serving.engine import InferenceEngine
-from deepspeed_ext.inference.serving.scheduler import CHUNK
+from deepspeed_ext.inference.serving.step_plan import CHUNK
 
 _NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=_NEEDS_GPU)])
@@ -50,7 +50,7 @@ def make(
     if ahead is not None:
         engine._scheduler._ahead = ahead
     if padded:
-        engine._scheduler._steps.pads, engine._scheduler._pad_to = True, 64
+        engine._scheduler._runner.pads, engine._scheduler._pad_to = True, 64
     return engine
 
 
@@ -157,7 +157,7 @@ def test_whenever_they_come(device: str) -> None:
 @ON_BOTH
 @PADDED
 def test_prompts_longer_than_a_part(padded: bool, device: str) -> None:
-    """Taken in part by part while others go on; the last parts have all kinds of lengths."""
+    """Prefilled part by part while others run; the last parts have all kinds of lengths."""
     lengths = CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + 64, CHUNK + 70, 2 * CHUNK + 500, 3
     draw = random.Random(3)
     wanted = SamplingOptions(max_new_tokens=30, temperature=1.0, seed=5, logprobs=0)
@@ -262,7 +262,7 @@ def test_shared_pages_are_shared() -> None:
     stream = engine.generate([[1] * 192], max_new_tokens=10, temperature=1.0, n=8, stream=True)
     most = 0
     for _ in stream:
-        most = max(most, len(engine._scheduler._active))
+        most = max(most, len(engine._scheduler._table.requests))
     assert most == 8
 
 

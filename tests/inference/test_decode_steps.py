@@ -154,7 +154,7 @@ def test_what_is_freed_is_not_written(device: str) -> None:
     out = step(cache, qkv)
     with pytest.raises(RuntimeError, match="was to write outside"):
         cache.check()
-    page = cache._pages.tables[0][0]
+    page = cache._page_table.tables[0][0]
     others = [i for i in range(len(keys)) if i != page]
     bits = [t[others].view(torch.int16) for t in (keys, cache.layer(0).keys)]
     assert torch.equal(*bits) and out[1].isnan().all() and out[0].isfinite().all()

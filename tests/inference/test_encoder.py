@@ -129,7 +129,7 @@ def test_the_pooled_state_is_that_of_the_first_token_that_counts() -> None:
 
 
 @ON_BOTH
-def test_company_and_padding_change_nothing_but_rounding(device: str) -> None:
+def test_the_batch_and_padding_change_nothing_but_rounding(device: str) -> None:
     model = make("bert")
     batch = texts(model)
     engine = init_inference(model.to(device))

@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 
-from deepspeed_ext.inference.execution.runner import Steps
+from deepspeed_ext.inference.execution.runner import ModelRunner
 from deepspeed_ext.inference.execution.sampling import SamplingOptions
 from deepspeed_ext.inference.serving.engine import InferenceEngine
 
@@ -35,15 +35,15 @@ class Failing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, after: int, what: Any) -> None:
         self.left = after
-        real = getattr(Steps, name)
+        real = getattr(ModelRunner, name)
 
-        def step(steps: Steps, *arguments: Any) -> Any:
+        def step(runner: ModelRunner, *arguments: Any) -> Any:
             self.left -= 1
             if self.left == 0:
                 what()
-            return real(steps, *arguments)
+            return real(runner, *arguments)
 
-        monkeypatch.setattr(Steps, name, step)
+        monkeypatch.setattr(ModelRunner, name, step)
 
 
 def fail() -> None:
@@ -53,7 +53,7 @@ def fail() -> None:
 @ON_BOTH
 @AHEAD
 @pytest.mark.parametrize(
-    ("name", "after"), [("decode", 1), ("decode", 7), ("take_in", 2), ("choose", 2), ("start", 4)]
+    ("name", "after"), [("decode", 1), ("decode", 7), ("prefill", 2), ("sample", 2), ("start", 4)]
 )
 def test_a_step_that_fails(
     name: str, after: int, ahead: bool, device: str, monkeypatch: pytest.MonkeyPatch
@@ -76,14 +76,14 @@ def test_an_interruption_in_the_middle_of_a_table(
     where: str, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Ctrl-C may come after any line; pages are not lost, even if their table is half done."""
-    from deepspeed_ext.inference.execution.page_table import Pages
+    from deepspeed_ext.inference.execution.page_table import PageTable
 
     engine = make(max_batch=4, pages=9)
     prompts = [[i] * 40 for i in range(6)]
     expected = engine.generate(prompts, **MANY, n=2)
-    left, real = after, getattr(Pages, where)
+    left, real = after, getattr(PageTable, where)
 
-    def broken(pages: Pages, *arguments: Any, **others: Any) -> Any:
+    def broken(pages: PageTable, *arguments: Any, **others: Any) -> Any:
         nonlocal left
         left -= 1
         if left == 0:
@@ -93,7 +93,7 @@ def test_an_interruption_in_the_middle_of_a_table(
         return real(pages, *arguments, **others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Pages, where, broken)
+        patch.setattr(PageTable, where, broken)
         with pytest.raises(KeyboardInterrupt):
             engine.generate(prompts, **MANY, n=2)
     tiny.check_all_is_free(engine)

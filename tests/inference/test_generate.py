@@ -23,7 +23,7 @@ def with_text(**options: Any) -> Any:
 
 def check_all_is_free(engine: Any) -> None:
     engine._sweep()
-    assert engine._scheduler.free_slots == engine.max_batch
+    assert len(engine._scheduler._table.free) == engine.max_batch
     assert engine.cache.free_pages == engine._scheduler._pages
 
 
@@ -326,7 +326,7 @@ def test_the_first_piece_comes_before_the_last_token_is_made() -> None:
     engine = tiny.engine()
     stream = engine.generate([1, 2], max_new_tokens=100, stream=True)
     assert len(next(stream).tokens) == 1
-    assert engine.cache.length(next(iter(engine._scheduler._active))) == 2
+    assert engine.cache.length(next(iter(engine._scheduler._table.requests))) == 2
 
 
 @pytest.mark.parametrize("ahead", [False, True])

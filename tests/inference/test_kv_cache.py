@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.inference import KVCache
-from deepspeed_ext.inference.execution.page_table import Pages
+from deepspeed_ext.inference.execution.page_table import PageTable
 
 HEADS, WIDTH = 1, 2
 
@@ -112,7 +112,7 @@ def test_random_operations(seed: int) -> None:
     assert model.refused > 50
     for slot in list(model.held):
         model.cache.free(slot)
-    assert model.cache.free_pages == 18 and not any(model.cache._pages.holders)
+    assert model.cache.free_pages == 18 and not any(model.cache._page_table.holders)
     assert (model.cache.layer(0).table == -1).all()
 
 
@@ -150,10 +150,10 @@ def test_a_fork_that_writes_has_its_own_last_page_and_copies_nothing_else() -> N
     cache = small()
     cache.reserve(0, 70)
     cache.fork(0, 1)
-    first, second = cache._pages.tables[0]
-    assert cache._pages.tables[1] == [first, second]
+    first, second = cache._page_table.tables[0]
+    assert cache._page_table.tables[1] == [first, second]
     cache.reserve([0, 1], 1)  # one of both copies, the other is alone then
-    tables = cache._pages.tables
+    tables = cache._page_table.tables
     assert tables[0][0] == tables[1][0] == first and tables[0][1] != tables[1][1]
     assert second in (tables[0][1], tables[1][1])
     cache.truncate(0, 64)
@@ -250,7 +250,7 @@ def test_threads_take_different_pages() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    tables = [page for table in cache._pages.tables for page in table]
+    tables = [page for table in cache._page_table.tables for page in table]
     assert sorted(tables) == list(range(80)) and cache.layer(0).lengths.tolist() == [640] * 8
 
 
@@ -268,7 +268,7 @@ CHANGES: dict[str, Callable[[KVCache], None]] = {  # of a cache whose slot 0 has
 def test_who_changes_the_tables_has_the_lock(name: str) -> None:
     """From the first look at them to the last, so that two threads never take the same page."""
 
-    class Watched(Pages):
+    class Watched(PageTable):
         def __getattribute__(self, attribute: str) -> Any:
             assert cache._lock.locked()
             seen.append(attribute)
@@ -276,7 +276,7 @@ def test_who_changes_the_tables_has_the_lock(name: str) -> None:
 
     cache, seen = KVCache(3, 200, HEADS, WIDTH, dtype=torch.float32), list[str]()
     cache.reserve(0, 70)
-    cache._pages.__class__ = Watched
+    cache._page_table.__class__ = Watched
     CHANGES[name](cache)
     assert seen and not cache._lock.locked()
 
@@ -289,7 +289,7 @@ def test_a_thread_waits_until_another_has_changed_the_tables(
     cache = KVCache(3, 200, HEADS, WIDTH, dtype=torch.float32)
     cache.reserve(0, 70)
     events, is_inside, may_go_on = queue.Queue[str](), threading.Event(), threading.Event()
-    lock, send, plan = cache._lock, KVCache._send_lengths, Pages.plan
+    lock, send, plan = cache._lock, KVCache._send_lengths, PageTable.plan
 
     class Asked:
         def __enter__(self) -> None:
@@ -306,7 +306,7 @@ def test_a_thread_waits_until_another_has_changed_the_tables(
             assert may_go_on.wait(60)
         send(self)
 
-    def noted(self: Pages, *arguments: Any) -> Any:
+    def noted(self: PageTable, *arguments: Any) -> Any:
         if threading.current_thread() is second:
             events.put("looks for pages")
         return plan(self, *arguments)
@@ -315,7 +315,7 @@ def test_a_thread_waits_until_another_has_changed_the_tables(
     second = threading.Thread(target=cache.reserve, args=(2, 65), daemon=True)
     monkeypatch.setattr(cache, "_lock", Asked())
     monkeypatch.setattr(KVCache, "_send_lengths", held_up)
-    monkeypatch.setattr(Pages, "plan", noted)
+    monkeypatch.setattr(PageTable, "plan", noted)
     first.start()
     assert is_inside.wait(60)
     second.start()
@@ -324,30 +324,30 @@ def test_a_thread_waits_until_another_has_changed_the_tables(
     first.join(60)
     second.join(60)
     assert events.get(timeout=60) == "looks for pages" and cache.length(2) == 65
-    holders = [sum(page in table for table in cache._pages.tables) for page in range(12)]
-    assert holders == cache._pages.holders and holders.count(0) == cache.free_pages
-    assert cache.layer(0).lengths.tolist() == cache._pages.lengths
+    holders = [sum(page in table for table in cache._page_table.tables) for page in range(12)]
+    assert holders == cache._page_table.holders and holders.count(0) == cache.free_pages
+    assert cache.layer(0).lengths.tolist() == cache._page_table.lengths
 
 
 def test_a_step_without_a_new_page_touches_no_table() -> None:
     """Whatever is done for each page of each slot would be done in each step."""
     cache = KVCache(2, 640, 1, 8)
     cache.reserve([0, 1], [130, 5])
-    tables = list(cache._pages.tables)
+    tables = list(cache._page_table.tables)
     cache.reserve([0, 1], 1)
-    assert all(a is b for a, b in zip(cache._pages.tables, tables, strict=True))
+    assert all(a is b for a, b in zip(cache._page_table.tables, tables, strict=True))
     assert (cache.length(0), cache.length(1)) == (131, 6)
     cache.reserve(1, 59)
-    assert len(cache._pages.tables[1]) == 2 and len(tables[1]) == 1
+    assert len(cache._page_table.tables[1]) == 2 and len(tables[1]) == 1
 
 
 def test_clear_frees_everything() -> None:
     cache = KVCache(3, 640, 1, 8)
     cache.reserve([0, 1], [130, 5])
     cache.fork(0, 2)
-    cache._pages.free.pop()  # as an interruption may leave it
+    cache._page_table.free.pop()  # as an interruption may leave it
     cache.clear()
-    assert cache.free_pages == 30 and sorted(cache._pages.free) == list(range(30))
+    assert cache.free_pages == 30 and sorted(cache._page_table.free) == list(range(30))
     assert [cache.length(i) for i in range(3)] == [0, 0, 0]
     kv = cache.layer(0)
     assert bool((kv.table == -1).all()) and bool((kv.lengths == 0).all())

@@ -124,10 +124,10 @@ def test_ten_thousand_requests() -> None:
     gc.collect()
     assert asked == done >= 10000
     engine._sweep()
-    scheduler = engine._scheduler
-    assert scheduler.free_slots == 24 and scheduler._promised == 0 and not scheduler._active
-    assert sorted(engine.cache._pages.free) == list(range(60))
-    assert engine.cache._pages.holders == [0] * 60
+    table = engine._scheduler._table
+    assert len(table.free) == 24 and table.promised == 0 and not table.requests
+    assert sorted(engine.cache._page_table.free) == list(range(60))
+    assert engine.cache._page_table.holders == [0] * 60
     engine.cache.check()
     (blocks, memory), (last_blocks, last_memory) = sizes[1], sizes[-1]
     assert last_blocks < blocks + 20000  # those that are running differ

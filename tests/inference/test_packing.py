@@ -1,4 +1,4 @@
-"""Prompts that are taken in together: as right as alone, within bounds, none touching another."""
+"""Packed prefill: as right as prompts alone, within bounds, none touching another."""
 
 import random
 from collections.abc import Iterator
@@ -22,19 +22,19 @@ from test_company import AHEAD, ON_BOTH, make, result
 from torch import Tensor
 
 from deepspeed_ext import init_inference
-from deepspeed_ext.inference.execution.runner import ROWS, Steps
+from deepspeed_ext.inference.execution.runner import ROWS, ModelRunner
 from deepspeed_ext.inference.execution.sampling import SamplingOptions
 from deepspeed_ext.inference.requests.request import Completion
-from deepspeed_ext.inference.serving.scheduler import CHUNK, PACKED
+from deepspeed_ext.inference.serving.step_plan import CHUNK, PACKED
 
 LENGTHS = (300, 3, 64, 900, 1, 1500, 5, 5, 5, 130, 700, 12)
 GREEDY = SamplingOptions(max_new_tokens=12, logprobs=0)
 
 
 class Pack(NamedTuple):
-    """What is taken in at once."""
+    """What goes through the model at once."""
 
-    going: list[int]
+    running: list[int]
     slots: list[int]
     parts: list[list[int]]
 
@@ -53,14 +53,14 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def packs(monkeypatch: pytest.MonkeyPatch) -> Packs:
-    """All packs that are taken in."""
-    found, real = Packs(), Steps.take_in_pack
+    """All packs that are prefilled."""
+    found, real = Packs(), ModelRunner.prefill_packed
 
-    def noted(steps: Steps, *of_pack: Any) -> Tensor:
+    def noted(runner: ModelRunner, *of_pack: Any) -> Tensor:
         found.append(Pack(*of_pack[:3]))
-        return real(steps, *of_pack)
+        return real(runner, *of_pack)
 
-    monkeypatch.setattr(Steps, "take_in_pack", noted)
+    monkeypatch.setattr(ModelRunner, "prefill_packed", noted)
     return found
 
 
@@ -90,17 +90,17 @@ def test_the_logits_are_as_right_as_those_of_transformers(case: str, device: str
     cache = cache_for(decoder, 5)
     for tensor in (cache._keys, cache._values):
         tensor.fill_(torch.nan)  # as memory may hold
-    steps, done = Steps(decoder, cache, 5), [0, 0, 0, 0]
-    for going, counts in (([], {2: 1, 0: 40, 1: 20}), ([2], {3: 30, 0: 35})):
-        slots = [which + 1 for which in (*going, *counts)]
-        cache.reserve(slots, [1] * len(going) + list(counts.values()))
+    steps, done = ModelRunner(decoder, cache, 5), [0, 0, 0, 0]
+    for running, counts in (([], {2: 1, 0: 40, 1: 20}), ([2], {3: 30, 0: 35})):
+        slots = [which + 1 for which in (*running, *counts)]
+        cache.reserve(slots, [1] * len(running) + list(counts.values()))
         parts = [prompts[i][done[i] : done[i] + count] for i, count in counts.items()]
-        for i in going:
+        for i in running:
             steps._tokens[i + 1] = prompts[i][done[i]]
-        here, rest = slots[: len(going)], slots[len(going) :]
+        here, rest = slots[: len(running)], slots[len(running) :]
         with torch.no_grad():
-            got = decoder.logits(steps.take_in_pack(here, rest, parts, 64)).cpu()
-        for i, ours in zip((*going, *counts), got, strict=True):
+            got = decoder.logits(steps.prefill_packed(here, rest, parts, 64)).cpu()
+        for i, ours in zip((*running, *counts), got, strict=True):
             done[i] += counts.get(i, 1)
             usual = states_of(model, prompts[i][: done[i]])[-1]
             with InDouble():
@@ -168,10 +168,10 @@ def test_others_go_on_beside_a_pack(ahead: bool, device: str, packs: Packs) -> N
         expected = make(device, max_batch=slots).generate(some, wanted)
         engine = make(device, ahead, max_batch=slots, pack_prefill=True)
         check_alike(engine.generate(some, wanted), expected)
-        assert max(len(pack.going) for pack in packs) > most // 2
-        for going, slots_of_parts, parts in packs:
-            assert not set(going) & set(slots_of_parts) and len(going) < most
-            assert len(going) + sum(map(len, parts)) <= CHUNK
+        assert max(len(pack.running) for pack in packs) > most // 2
+        for running, slots_of_parts, parts in packs:
+            assert not set(running) & set(slots_of_parts) and len(running) < most
+            assert len(running) + sum(map(len, parts)) <= CHUNK
         packs.clear()
         tiny.check_all_is_free(engine)
         engine.cache.check()
@@ -264,7 +264,7 @@ def test_a_pack_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MemoryError("no memory for this pack")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Steps, "take_in_pack", fail)
+        patch.setattr(ModelRunner, "prefill_packed", fail)
         with pytest.raises(MemoryError, match="no memory for this pack"):
             engine.generate(some, GREEDY)
     tiny.check_all_is_free(engine)

@@ -9,7 +9,7 @@ import tiny
 import tiny_folder
 import torch
 
-from deepspeed_ext.inference.execution.memory_budget import Need
+from deepspeed_ext.inference.execution.memory_budget import MemoryBudget
 from deepspeed_ext.inference.initialize import init_inference
 from deepspeed_ext.inference.weights import float8
 from deepspeed_ext.inference.weights.float8 import Float8Weight, float8_layer
@@ -61,10 +61,10 @@ def test_no_element_is_further_off_than_half_a_scale(
 def test_bytes_are_known_before(
     kind: str | None, kv: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[Need] = []
+    found: list[MemoryBudget] = []
     monkeypatch.setattr(
-        "deepspeed_ext.inference.initialize.check_room",
-        lambda device, quantize, batch, tokens, need_of: found.append(need_of(quantize)),
+        "deepspeed_ext.inference.initialize.check_capacity",
+        lambda device, quantize, batch, tokens, budget_of: found.append(budget_of(quantize)),
     )
     tiny_folder.write(tmp_path, CONFIG)
     options: dict[str, Any] = dict(kv_dtype=kv, max_batch=3, max_tokens=100)
@@ -111,7 +111,7 @@ def test_a_tied_head_counts_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [{"quantize": "int8"}, {"quantize": "int4", "activations": "int8"}]
 )
-def test_generates_the_same_alone_and_in_company(options: dict[str, Any], tmp_path: Path) -> None:
+def test_quantized_weights_are_batch_invariant(options: dict[str, Any], tmp_path: Path) -> None:
     tiny_folder.write(tmp_path, CONFIG)
     engine = init_inference(tmp_path, kv_dtype="int8", max_batch=4, **options)
     prompts = [[1, 2, 3], [5, 6], [7, 8, 9, 10, 11]]
@@ -163,7 +163,7 @@ def test_products_of_8_bit_floats(rows: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_row_of_8_bit_floats_is_the_same_in_company(device: str) -> None:
+def test_8_bit_floats_are_batch_invariant(device: str) -> None:
     weight = float8_weight(96, 128, device)
     x = torch.randn(64, 128, device=device, dtype=torch.bfloat16)
     together = float8_layer(x, weight, activation="gelu")

@@ -1,4 +1,4 @@
-"""The choice of a token: against plain float64, against transformers, and alone as in company."""
+"""How a token is sampled: against plain float64, against transformers, and in any batch."""
 
 import math
 import random
@@ -160,7 +160,7 @@ def test_a_penalty_is_that_of_transformers() -> None:
 
 @ON_BOTH
 @DTYPES
-def test_a_row_is_chosen_alone_as_in_company(device: str, dtype: torch.dtype) -> None:
+def test_sampling_is_batch_invariant(device: str, dtype: torch.dtype) -> None:
     """With its own kind of work, and with that which all rows take together."""
     draw = random.Random(0)
     options = [

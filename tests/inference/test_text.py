@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from deepspeed_ext.inference.requests.detokenizer import Text, run_byte_of
+from deepspeed_ext.inference.requests.detokenizer import Detokenizer, run_byte_of
 
 SAMPLE = "naïve 日本語 ÷ 𝄞🙂 ~ end.\n"
 RULES = "do n't , x ? 's a ' b ' ! we 've \ufffd yes กขค \n\n 🙂🙂🙂 "
@@ -48,7 +48,7 @@ def of_runs(ids: list[int]) -> str:
 
 @pytest.mark.parametrize("decode", [of_bytes, of_broken_bytes])
 def test_a_character_comes_whole(decode: Decode) -> None:
-    text, data = Text(decode, in_pieces=True), SAMPLE.encode() * 3
+    text, data = Detokenizer(decode, in_pieces=True), SAMPLE.encode() * 3
     told = ""
     for end, byte in enumerate(data, 1):
         told += text.add(byte)
@@ -113,10 +113,10 @@ def test_pieces_are_what_the_library_makes_of_the_whole(make: Any, cleans: bool)
             ids[begin : begin + count],
             [draw.randrange(made.get_vocab_size()) for _ in range(count)],
         ):
-            text = Text(decode, in_pieces=True, run_byte=run_byte)
+            text = Detokenizer(decode, in_pieces=True, run_byte=run_byte)
             pieces = [*map(text.add, some), text.finish()]
             assert "".join(pieces) == text.value == decode(some)
-    text = Text(decode, in_pieces=True, run_byte=run_byte)  # and nothing waits for the end
+    text = Detokenizer(decode, in_pieces=True, run_byte=run_byte)  # and nothing waits for the end
     assert "".join(text.add(i) for i in made.encode("a 日🙂a n d").ids) == "a 日🙂a n d"
 
 
@@ -133,7 +133,7 @@ def test_a_run_of_bytes_waits_until_it_is_over(before: str) -> None:
     assert run_byte == 0xF4
     for rest in ([], [0xE2], [0xE2, 0x82], [word, 65], [0xE2, word, 65, 0xC3]):
         ids = [word, *f"{before}abc".encode(), *rest]
-        text = Text(decode, in_pieces=True, run_byte=run_byte)
+        text = Detokenizer(decode, in_pieces=True, run_byte=run_byte)
         told = ""
         for end in range(len(ids)):
             told += text.add(ids[end])
@@ -143,7 +143,7 @@ def test_a_run_of_bytes_waits_until_it_is_over(before: str) -> None:
 
 
 def test_a_stop_string_within_a_run_of_bytes() -> None:
-    text = Text(of_runs, ("\n",), in_pieces=True, run_byte=0xF4)
+    text = Detokenizer(of_runs, ("\n",), in_pieces=True, run_byte=0xF4)
     assert [text.add(byte) for byte in "日\n".encode()] == ["", "", "", "日"]
     assert (text.value, text.stopped) == ("日", "\n")
 
@@ -165,7 +165,7 @@ def test_a_tokenizer_without_runs_of_bytes(encode: Any, decode: Decode) -> None:
 
 def test_text_that_was_told_stays() -> None:
     """Whatever a tokenizer makes of it later."""
-    text = Text(lambda ids: "abc"[len(ids) :] + "d" * len(ids), in_pieces=True)
+    text = Detokenizer(lambda ids: "abc"[len(ids) :] + "d" * len(ids), in_pieces=True)
     told = "".join([*map(text.add, range(5)), text.finish()])
     assert told == text.value
 
@@ -174,7 +174,7 @@ def test_bytes_that_are_no_text_come_late_but_come() -> None:
     draw = random.Random(0)
     for _ in range(200):
         data = [draw.choice([65, 0xE2, 0x82, 0xAC, 0xFF, 0xF0, 0x9F]) for _ in range(40)]
-        text = Text(of_bytes, in_pieces=True)
+        text = Detokenizer(of_bytes, in_pieces=True)
         pieces = [text.add(byte) for byte in data] + [text.finish()]
         assert "".join(pieces) == text.value == of_bytes(data)
 
@@ -183,7 +183,7 @@ def test_words_keep_their_spaces_when_the_window_moves() -> None:
     draw = random.Random(0)
     for most in (7, 8):
         ids = [draw.randint(0, most) for _ in range(400)]
-        text = Text(of_words, in_pieces=True)
+        text = Detokenizer(of_words, in_pieces=True)
         assert "".join([*(text.add(i) for i in ids), text.finish()]) == of_words(ids)
 
 
@@ -200,7 +200,7 @@ def test_only_the_last_tokens_are_decoded_again(run_byte: int | None) -> None:
         runs = itertools.groupby(ids, lambda byte: byte < 128)
         return "".join(of_bytes([*run]) if word else of_runs([*run]) for word, run in runs)
 
-    text = Text(decode, in_pieces=True, run_byte=run_byte)
+    text = Detokenizer(decode, in_pieces=True, run_byte=run_byte)
     for byte in (SAMPLE + "𝄞 日 𝄞 日 ").encode() * 20:
         text.add(byte)
     assert most <= 32
@@ -225,7 +225,7 @@ def test_a_stop_string_ends_text_across_tokens(
     whole = "one two EEND more."
     for width in (1, 2, 3, 5, 30):
         parts = [whole[i : i + width] for i in range(0, len(whole), width)]
-        text = Text(lambda ids: "".join(parts[i] for i in ids), stop, in_pieces=False)  # noqa: B023
+        text = Detokenizer(lambda ids: "".join(parts[i] for i in ids), stop, in_pieces=False)  # noqa: B023
         told = ""
         for i in range(len(parts)):
             told += text.add(i)
@@ -237,12 +237,12 @@ def test_a_stop_string_ends_text_across_tokens(
 
 
 def test_what_may_be_the_beginning_of_a_stop_string_is_held_back() -> None:
-    text = Text(of_bytes, ("abcd",), in_pieces=True)
+    text = Detokenizer(of_bytes, ("abcd",), in_pieces=True)
     assert [text.add(byte) for byte in b"xabababc"] == ["x", "", "", "ab", "", "ab", "", ""]
     assert text.finish() == "abc"
 
 
 def test_a_stop_string_may_be_whole_only_in_the_end() -> None:
-    text = Text(of_bytes, ("\ufffd",), in_pieces=True)
+    text = Detokenizer(of_bytes, ("\ufffd",), in_pieces=True)
     assert [text.add(65), text.add(0xE2), text.finish()] == ["A", "", ""]
     assert (text.value, text.stopped) == ("A", "\ufffd")

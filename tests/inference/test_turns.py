@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import tiny
 
-from deepspeed_ext.inference.execution.runner import Steps
+from deepspeed_ext.inference.execution.runner import ModelRunner
 from deepspeed_ext.inference.serving.engine import InferenceEngine
-from deepspeed_ext.inference.serving.fair_lock import Turns
+from deepspeed_ext.inference.serving.fair_lock import FairLock
 
 MANY: dict[str, Any] = dict(max_new_tokens=40, temperature=1.0, seed=1, logprobs=0)
 PROMPTS = [[1, 2], [3]]
@@ -41,17 +41,17 @@ class Client:
 @contextmanager
 def within_a_step(monkeypatch: pytest.MonkeyPatch, what: Any, after: int = 7) -> Iterator[None]:
     """Let something be called in the middle of a step."""
-    real, left = Steps.decode, after
+    real, left = ModelRunner.decode, after
 
-    def step(steps: Steps, *arguments: Any) -> Any:
+    def step(runner: ModelRunner, *arguments: Any) -> Any:
         nonlocal left
         left -= 1
         if left == 0:
             what()
-        return real(steps, *arguments)
+        return real(runner, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Steps, "decode", step)
+        patch.setattr(ModelRunner, "decode", step)
         yield
 
 
@@ -220,15 +220,15 @@ class Busy:
         self._may_stop, self._may_go, self._is_held = (threading.Event() for _ in range(3))
         self._may_go.set()
         self._thread = threading.Thread(target=self._work, daemon=True)
-        real = Steps.decode
+        real = ModelRunner.decode
 
-        def step(steps: Steps, *arguments: Any) -> Any:
+        def step(runner: ModelRunner, *arguments: Any) -> Any:
             if threading.current_thread() is self._thread and not self._may_go.is_set():
                 self._is_held.set()
                 self._may_go.wait(60)
-            return real(steps, *arguments)
+            return real(runner, *arguments)
 
-        monkeypatch.setattr(Steps, "decode", step)
+        monkeypatch.setattr(ModelRunner, "decode", step)
 
     def _work(self) -> None:
         while not self._may_stop.is_set():
@@ -352,23 +352,23 @@ def test_a_fork_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_whoever_waits_looks_again_when_nobody_wakes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an interruption may stop a thread that has just ended its turn."""
-    turns, began, may_end = Turns(), threading.Event(), threading.Event()
+    lock, began, may_end = FairLock(), threading.Event(), threading.Event()
     done: list[int] = []
 
     def work() -> None:
         began.set()
         assert may_end.wait(60)
 
-    first = threading.Thread(target=turns.run, args=(work, lambda: False))
+    first = threading.Thread(target=lock.run, args=(work, lambda: False))
     first.start()
     assert began.wait(60)
-    second = threading.Thread(target=turns.run, args=(lambda: done.append(2), lambda: False))
+    second = threading.Thread(target=lock.run, args=(lambda: done.append(2), lambda: False))
     second.start()
-    monkeypatch.setattr(turns, "_wake", lambda: None)
+    monkeypatch.setattr(lock, "_wake", lambda: None)
     may_end.set()
     first.join(60)
     second.join(60)
-    assert done == [2] and not turns.is_mine
+    assert done == [2] and not lock.is_mine
 
 
 def test_a_generator_that_is_left_at_exit() -> None:

@@ -94,8 +94,8 @@ class Bytes:
 def check_all_is_free(engine: InferenceEngine) -> None:
     """Nothing is left of requests that are done, once what was cancelled is swept, as by a step."""
     engine._sweep()
-    scheduler = engine._scheduler
-    assert scheduler.free_slots == engine.max_batch and scheduler._promised == 0
-    assert engine.cache.free_pages == scheduler._pages
-    assert not scheduler._active and not scheduler._waiting and not scheduler._unread
+    scheduler, table = engine._scheduler, engine._scheduler._table
+    assert len(table.free) == engine.max_batch and table.promised == 0
+    assert engine.cache.free_pages == table.pages
+    assert not table.requests and not scheduler._waiting and not scheduler._unread
     engine.cache.check()

@@ -1,4 +1,4 @@
-"""A decoder: from tokens that a cache has room for to the logits of the next ones."""
+"""A decoder: from tokens that a cache has reserved to the logits of the next ones."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,24 +24,24 @@ from deepspeed_ext.ops import (
 from deepspeed_ext.ops.linear.few_rows import are_few
 
 
-class Pack(NamedTuple):
-    """Tokens that lie end to end, first some that go on by one, then parts of prompts.
+class PackedPrefill(NamedTuple):
+    """Tokens that lie end to end: the next one of each running request, then parts of prompts.
 
-    Only attention looks at them apart: those that go on as rows of one token, parts as rows of
-    as many as the longest has.
+    Only attention looks at them apart: running requests are rows of one token, parts are rows
+    padded to the length of the longest.
 
     Args:
-        going: (rows,), int32: the slots of those that go on.
-        spread: (batch, n), int64: which token is each of a part; any for those behind its end.
-        back: (tokens of parts,), int64: where in all rows of parts each token is.
+        running: (rows,), int32: the slots of running requests.
+        to_padded: (batch, n), int64: which packed token is each of a part; any behind its end.
+        to_packed: (tokens of parts,), int64: where in all rows of parts each packed token is.
     """
 
-    going: Tensor
-    spread: Tensor
-    back: Tensor
+    running: Tensor
+    to_padded: Tensor
+    to_packed: Tensor
 
 
-class _Place(NamedTuple):
+class _LayerContext(NamedTuple):
     """Where a layer works: its number, its keys and values, and whose tokens there are.
 
     Args:
@@ -53,12 +53,12 @@ class _Place(NamedTuple):
     kv: PagedKV
     slots: Tensor
     counts: Tensor | None
-    pack: Pack | None
+    pack: PackedPrefill | None
     has_few_rows: bool
     next_norm: NormWeights | None
 
 
-class _Between(NamedTuple):
+class _HiddenState(NamedTuple):
     """What a half of a layer leaves to the next one.
 
     Args:
@@ -115,12 +115,12 @@ class Decoder:
         linears = [
             part for each in weights.layers for part in (each.qkv, each.out, each.up, each.down)
         ]
-        self._joins_norms = (
+        self._fuses_norms = (
             of.norm == "rms"
             and of.norm_place == "before"
             and of.hidden % 8 == 0
             and dtype in (torch.float32, torch.bfloat16)
-            and all(linear.joins_norms for linear in linears)
+            and all(linear.fuses_norms for linear in linears)
         )
         self._embedding_scale = torch.tensor(of.embedding_scale, dtype=dtype, device="cpu").item()
 
@@ -130,13 +130,13 @@ class Decoder:
         cache: KVCache,
         slots: Tensor,
         counts: Tensor | None = None,
-        pack: Pack | None = None,
+        pack: PackedPrefill | None = None,
     ) -> Tensor:
         """Return the last hidden states of new tokens, whose keys and values go to the cache.
 
         Args:
             tokens: (batch, n), int64: the last n of their slots; or of a pack, (1, tokens).
-            cache: has room for them: see `KVCache.reserve`.
+            cache: has them reserved: see `KVCache.reserve`.
             slots: (batch,), int32, -1 for none; of the parts of a pack.
             counts: (batch,), int32: how many of them there are; None: all.
             pack: how its tokens belong together; None: rows are as they are.
@@ -175,8 +175,8 @@ class Decoder:
         """
         weights = self.weights
         assert weights.head is not None
-        joins = weights.project_out is None and weights.head.joins_norms
-        last_norm = weights.final_norm if joins else None
+        fuses = weights.project_out is None and weights.head.fuses_norms
+        last_norm = weights.final_norm if fuses else None
         state = self._after_layers(x, cache, slots, None, None, last_norm)
         if state.normed is not None:
             x, squares, eps = state.normed
@@ -189,18 +189,18 @@ class Decoder:
         cache: KVCache,
         slots: Tensor,
         counts: Tensor | None,
-        pack: Pack | None,
+        pack: PackedPrefill | None,
         last_norm: NormWeights | None,
-    ) -> _Between:
+    ) -> _HiddenState:
         """Return what the layers leave to whoever reads last_norm, or to nobody."""
         block = self._parallel_block if self.of.parallel else self._block
         if self.of.norm_place == "after":
             block = self._block_with_norms_after
-        state, has_few_rows, layers = _Between(x), are_few(x), self.weights.layers
+        state, has_few_rows, layers = _HiddenState(x), are_few(x), self.weights.layers
         for i, layer in enumerate(layers):
             next_norm = layers[i + 1].attention_norm if i + 1 < len(layers) else last_norm
-            place = _Place(i, cache.layer(i), slots, counts, pack, has_few_rows, next_norm)
-            state = block(layer, state, place)
+            context = _LayerContext(i, cache.layer(i), slots, counts, pack, has_few_rows, next_norm)
+            state = block(layer, state, context)
         return state
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ class Decoder:
         cache: KVCache,
         slots: Tensor,
         counts: Tensor | None,
-        pack: Pack | None,
+        pack: PackedPrefill | None,
     ) -> Tensor:
         """Return the first hidden states."""
         weights = self.weights
@@ -244,8 +244,8 @@ class Decoder:
             if pack is None:
                 x = x + looked(tokens.shape[1], slots, counts)
             else:
-                parts = looked(pack.spread.shape[1], slots, counts)
-                x = x + _packed(looked(1, pack.going, None), parts, pack)
+                parts = looked(pack.to_padded.shape[1], slots, counts)
+                x = x + _packed(looked(1, pack.running, None), parts, pack)
         return self._normed(x, weights.embedding_norm)
 
     def _positions(
@@ -272,31 +272,35 @@ class Decoder:
         rows = begins.unsqueeze(1) + steps
         return F.embedding(rows.clamp(0, len(table) - 1), table)
 
-    def _block(self, layer: Layer, state: _Between, place: _Place) -> _Between:
+    def _block(self, layer: Layer, state: _HiddenState, context: _LayerContext) -> _HiddenState:
         """Return hidden states after a layer."""
-        h, x = self._normed_sum(state, layer.attention_norm)
-        mixed, post_norm = self._attention(layer, h, place), layer.attention_post_norm
-        state = self._added(layer.out, mixed, x, post_norm, place, layer.mlp_norm)
-        h, x = self._normed_sum(state, layer.mlp_norm)
+        h, x = self._norm_of_state(state, layer.attention_norm)
+        mixed, post_norm = self._attention(layer, h, context), layer.attention_post_norm
+        state = self._added(layer.out, mixed, x, post_norm, context, layer.mlp_norm)
+        h, x = self._norm_of_state(state, layer.mlp_norm)
         wide, post_norm = self._widened(layer, h), layer.mlp_post_norm
-        return self._added(layer.down, wide, x, post_norm, place, place.next_norm)
+        return self._added(layer.down, wide, x, post_norm, context, context.next_norm)
 
-    def _parallel_block(self, layer: Layer, state: _Between, place: _Place) -> _Between:
+    def _parallel_block(
+        self, layer: Layer, state: _HiddenState, context: _LayerContext
+    ) -> _HiddenState:
         """Return the same where attention and feed-forward block read the same."""
-        h, x = self._sum_normed(state.x, state.left, layer.attention_norm)
-        mixed = self._attention(layer, h, place)
+        h, x = self._add_and_norm(state.x, state.left, layer.attention_norm)
+        mixed = self._attention(layer, h, context)
         if layer.mlp_norm is not None:
             h = self._normed(x, layer.mlp_norm)
         x = layer.out(mixed, residual=x)
-        return self._added(layer.down, self._widened(layer, h), x, None, place)
+        return self._added(layer.down, self._widened(layer, h), x, None, context)
 
-    def _block_with_norms_after(self, layer: Layer, state: _Between, place: _Place) -> _Between:
+    def _block_with_norms_after(
+        self, layer: Layer, state: _HiddenState, context: _LayerContext
+    ) -> _HiddenState:
         """Return the same where each norm is over a sum; nothing is left."""
-        mixed = self._attention(layer, state.x, place)
-        state = self._added(layer.out, mixed, state.x, None, place)
-        x, _ = self._sum_normed(state.x, state.left, layer.attention_norm)
-        state = self._added(layer.down, self._widened(layer, x), x, None, place)
-        return _Between(self._sum_normed(state.x, state.left, layer.mlp_norm)[0])
+        mixed = self._attention(layer, state.x, context)
+        state = self._added(layer.out, mixed, state.x, None, context)
+        x, _ = self._add_and_norm(state.x, state.left, layer.attention_norm)
+        state = self._added(layer.down, self._widened(layer, x), x, None, context)
+        return _HiddenState(self._add_and_norm(state.x, state.left, layer.mlp_norm)[0])
 
     def _widened(self, layer: Layer, h: Tensor | Undivided) -> Tensor:
         return layer.up(h, activation=self.of.activation, gated=self.of.gated)
@@ -307,36 +311,43 @@ class Decoder:
         h: Tensor,
         x: Tensor,
         post_norm: NormWeights | None,
-        place: _Place,
+        context: _LayerContext,
         next_norm: NormWeights | None = None,
-    ) -> _Between:
+    ) -> _HiddenState:
         """Return x + post_norm(linear(h)), and what is known of next_norm of that."""
-        if post_norm is not None or not place.has_few_rows:
-            return _Between(x, self._normed(linear(h), post_norm))
-        if next_norm is None or not self._joins_norms:
-            return _Between(linear(h, residual=x))
+        if post_norm is not None or not context.has_few_rows:
+            return _HiddenState(x, self._normed(linear(h), post_norm))
+        if next_norm is None or not self._fuses_norms:
+            return _HiddenState(linear(h, residual=x))
         norm = NextNorm(next_norm.weight, self.of.eps, self.of.norm_offset)
         total, normed = linear.before_norm(h, norm, residual=x)
-        return _Between(total, None, normed)
+        return _HiddenState(total, None, normed)
 
-    def _attention(self, layer: Layer, h: Tensor | Undivided, place: _Place) -> Tensor:
-        qkv, pack = layer.qkv(h), place.pack
+    def _attention(self, layer: Layer, h: Tensor | Undivided, context: _LayerContext) -> Tensor:
+        qkv, pack = layer.qkv(h), context.pack
         if pack is None:
-            return self._attended(layer, qkv, place.slots, place.counts, place)
-        going = qkv[0, : len(pack.going), None]
-        going = self._attended(layer, going, pack.going, None, place)
-        parts = F.embedding(pack.spread, qkv[0])
-        return _packed(going, self._attended(layer, parts, place.slots, place.counts, place), pack)
+            return self._attended(layer, qkv, context.slots, context.counts, context)
+        running = qkv[0, : len(pack.running), None]
+        running = self._attended(layer, running, pack.running, None, context)
+        parts = F.embedding(pack.to_padded, qkv[0])
+        return _packed(
+            running, self._attended(layer, parts, context.slots, context.counts, context), pack
+        )
 
     def _attended(
-        self, layer: Layer, qkv: Tensor, slots: Tensor, counts: Tensor | None, place: _Place
+        self,
+        layer: Layer,
+        qkv: Tensor,
+        slots: Tensor,
+        counts: Tensor | None,
+        context: _LayerContext,
     ) -> Tensor:
         """Return what attention makes of the projections of some rows, which are written."""
         of = self.of
         batch, n, _ = qkv.shape
         qkv = qkv.view(batch, n, of.heads + 2 * of.kv_heads, of.head_dim)
         q, k, v = qkv.split((of.heads, of.kv_heads, of.kv_heads), 2)
-        frequencies, scale = self._rotations[place.i]
+        frequencies, scale = self._rotations[context.i]
         appending: dict[str, Any] = dict(
             slots=slots,
             counts=counts,
@@ -349,31 +360,31 @@ class Decoder:
         attending: dict[str, Any] = dict(
             scale=of.attention_scale,
             alibi_slopes=self._slopes,
-            window=of.windows[place.i],
+            window=of.windows[context.i],
             softcap=of.softcap,
         )
         if n == 1:
             mixed = append_and_attend_(
-                q, k, v, place.kv, frequencies, rotation_scale=scale, **appending, **attending
+                q, k, v, context.kv, frequencies, rotation_scale=scale, **appending, **attending
             )
         else:
-            rope_append_(q, k, v, place.kv, frequencies, scale=scale, **appending)
-            mixed = prefill_attention(q, place.kv, slots=slots, counts=counts, **attending)
+            rope_append_(q, k, v, context.kv, frequencies, scale=scale, **appending)
+            mixed = prefill_attention(q, context.kv, slots=slots, counts=counts, **attending)
         assert isinstance(mixed, Tensor)
         return mixed.view(batch, n, of.heads * of.head_dim)
 
     def _normed(self, x: Tensor, norm: NormWeights | None) -> Tensor:
-        return self._sum_normed(x, None, norm)[0]
+        return self._add_and_norm(x, None, norm)[0]
 
-    def _normed_sum(
-        self, state: _Between, norm: NormWeights | None
+    def _norm_of_state(
+        self, state: _HiddenState, norm: NormWeights | None
     ) -> tuple[Tensor | Undivided, Tensor]:
         """Return norm(x + left), maybe but for the division, and x + left."""
         if state.normed is not None:
             return state.normed, state.x
-        return self._sum_normed(state.x, state.left, norm)
+        return self._add_and_norm(state.x, state.left, norm)
 
-    def _sum_normed(
+    def _add_and_norm(
         self, x: Tensor, left: Tensor | None, norm: NormWeights | None
     ) -> tuple[Tensor, Tensor]:
         """Return norm(x + left), and x + left."""
@@ -398,6 +409,6 @@ class Decoder:
         return (out, x) if isinstance(out, Tensor) else out
 
 
-def _packed(going: Tensor, parts: Tensor, pack: Pack) -> Tensor:
+def _packed(running: Tensor, parts: Tensor, pack: PackedPrefill) -> Tensor:
     """Return rows, (rows, 1, width) and (batch, n, width), end to end without what is none."""
-    return torch.cat([going[:, 0], F.embedding(pack.back, parts.flatten(0, 1))])[None]
+    return torch.cat([running[:, 0], F.embedding(pack.to_packed, parts.flatten(0, 1))])[None]

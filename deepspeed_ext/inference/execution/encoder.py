@@ -85,7 +85,7 @@ class Encoder:
         """Let the tokens of each text see one another; (n, heads * head_dim)."""
         of = self.of
         heads = qkv.view(len(qkv), of.heads + 2 * of.kv_heads, of.head_dim)
-        if self._has_ragged_kernel(qkv) and len(part.groups) > 1:
+        if self._has_varlen_kernel(qkv) and len(part.groups) > 1:
             return self._attention_at_once(heads, part)
         mixed, begin = [], 0
         for texts, length in part.groups:
@@ -99,7 +99,7 @@ class Encoder:
             begin = end
         return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
 
-    def _has_ragged_kernel(self, qkv: Tensor) -> bool:
+    def _has_varlen_kernel(self, qkv: Tensor) -> bool:
         """Tell whether torch has a kernel for texts of different lengths."""
         of = self.of
         return (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtypes import DTYPES
-from deepspeed_ext.inference.execution.page_table import Pages
+from deepspeed_ext.inference.execution.page_table import PageTable
 from deepspeed_ext.inference.execution.to_device import ready_to_send
 from deepspeed_ext.ops.attention.paged_kv import PAGE, PagedKV
 
@@ -88,7 +88,7 @@ class KVCache:
         self._lengths = torch.zeros(slots, dtype=torch.int32, device=device)
         self._violations = torch.zeros(1, dtype=torch.int32, device=device)
         is_real = not self._table.is_meta  # or it is there to tell its bytes, however many
-        self._pages = Pages(slots * is_real, capacity, pages * is_real)
+        self._page_table = PageTable(slots * is_real, capacity, pages * is_real)
         self._lock = threading.Lock()
 
     def layer(self, i: int) -> PagedKV:
@@ -99,8 +99,8 @@ class KVCache:
 
     def length(self, slot: int) -> int:
         """Return how many tokens the slot has, those that are reserved included."""
-        self._pages.check_slot("length", slot)
-        return self._pages.lengths[slot]
+        self._page_table.check_slot("length", slot)
+        return self._page_table.lengths[slot]
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +112,7 @@ class KVCache:
     @property
     def free_pages(self) -> int:
         """How many pages no slot has."""
-        return len(self._pages.free)
+        return len(self._page_table.free)
 
     def reserve(self, slots: int | Sequence[int], n: int | Sequence[int]) -> None:
         """Make room for the next n tokens of one slot, or of several: of all, or of none.
@@ -132,9 +132,9 @@ class KVCache:
             raise ValueError(f"kv_cache.reserve: n has length {len(counts)}, expected {len(some)}")
         with self._lock:
             self._check_no_capture("reserve")
-            changes = self._pages.plan(some, counts)
+            changes = self._page_table.plan(some, counts)
             for change in changes:
-                before = self._pages.tables[change.slot]
+                before = self._page_table.tables[change.slot]
                 same = len(before) - (change.copied is not None)
                 if change.copied is not None:
                     self._copy_page(change.copied, change.pages[same])
@@ -149,9 +149,11 @@ class KVCache:
         """
         with self._lock:
             self._check_no_capture("fork")
-            self._pages.check_slot("fork", source, in_use=True)
-            self._pages.check_slot("fork", target, in_use=False)
-            self._set(target, self._pages.lengths[source], list(self._pages.tables[source]))
+            self._page_table.check_slot("fork", source, in_use=True)
+            self._page_table.check_slot("fork", target, in_use=False)
+            self._set(
+                target, self._page_table.lengths[source], list(self._page_table.tables[source])
+            )
             self._send_lengths()
 
     def reorder(self, slots: Sequence[int], sources: Sequence[int]) -> None:
@@ -173,9 +175,9 @@ class KVCache:
         with self._lock:
             self._check_no_capture("reorder")
             for slot, source in zip(slots, sources, strict=True):
-                self._pages.check_slot("reorder", slot)
-                self._pages.check_slot("reorder", source, in_use=True)
-            state = self._pages
+                self._page_table.check_slot("reorder", slot)
+                self._page_table.check_slot("reorder", source, in_use=True)
+            state = self._page_table
             after = [(state.lengths[source], list(state.tables[source])) for source in sources]
             kept = [page for _, pages in after for page in pages]
             for page in kept:  # while slots change one by one
@@ -194,13 +196,13 @@ class KVCache:
         """
         with self._lock:
             self._check_no_capture("truncate")
-            self._pages.check_slot("truncate", slot, in_use=True)
-            if not 0 <= length <= self._pages.lengths[slot]:
+            self._page_table.check_slot("truncate", slot, in_use=True)
+            if not 0 <= length <= self._page_table.lengths[slot]:
                 raise ValueError(
                     f"kv_cache.truncate: length is {length}, expected 0 to"
-                    f" {self._pages.lengths[slot]}, that of slot {slot}"
+                    f" {self._page_table.lengths[slot]}, that of slot {slot}"
                 )
-            pages = self._pages.tables[slot][: -(-length // PAGE)]
+            pages = self._page_table.tables[slot][: -(-length // PAGE)]
             self._set(slot, length, pages, len(pages))
             self._send_lengths()
 
@@ -212,17 +214,17 @@ class KVCache:
         """
         with self._lock:
             self._check_no_capture("free")
-            self._pages.check_slot("free", slot, in_use=True)
+            self._page_table.check_slot("free", slot, in_use=True)
             self._set(slot, 0, [])
-            self._pages.used[slot] = False
+            self._page_table.used[slot] = False
             self._send_lengths()
 
     def clear(self) -> None:
         """Free all slots, whatever an interruption has left of the tables."""
         with self._lock:
             self._check_no_capture("clear")
-            old = self._pages
-            self._pages = Pages(len(old.lengths), old.capacity, len(old.holders))
+            old = self._page_table
+            self._page_table = PageTable(len(old.lengths), old.capacity, len(old.holders))
             self._table.fill_(-1)
             self._send_lengths()
 
@@ -242,14 +244,14 @@ class KVCache:
 
     def _set(self, slot: int, length: int, pages: list[int], same: int = 0) -> None:
         """Change one slot, whose first `same` pages stay, on the host and on the device."""
-        end = max(len(pages), len(self._pages.tables[slot]))
-        self._pages.set(slot, length, pages)
+        end = max(len(pages), len(self._page_table.tables[slot]))
+        self._page_table.set(slot, length, pages)
         if same < end:
             row = pages[same:] + [-1] * (end - max(len(pages), same))
             self._send(row, self._table[slot, same:end])
 
     def _send_lengths(self) -> None:
-        self._send(self._pages.lengths, self._lengths)
+        self._send(self._page_table.lengths, self._lengths)
 
     @staticmethod
     def _send(numbers: list[int], target: Tensor) -> None:

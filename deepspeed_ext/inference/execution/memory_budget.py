@@ -1,4 +1,4 @@
-"""Whether a model fits a device, which is told before anything of it is read."""
+"""The memory budget of an engine, and whether a device has it, before anything is read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.inference.execution.kv_cache import KVCache
+from deepspeed_ext.inference.execution.runner import ROWS
 from deepspeed_ext.inference.model.architecture import Architecture
 from deepspeed_ext.op_builder.toolchain import free_memory
 from deepspeed_ext.ops.attention.paged_kv import PAGE
 
-MOST_ROWS = 64  # of a step
 _BYTES_OF_LOGIT = 24  # with what is made of it where a token is drawn
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Need:
-    """The bytes that an engine takes.
+class MemoryBudget:
+    """The bytes that an engine takes of a device.
 
     Args:
         weights: of all tensors, as they will be.
@@ -33,7 +33,7 @@ class Need:
     working: int = 0
 
     @property
-    def most(self) -> int:
+    def peak(self) -> int:
         """Those of the moment when there are most."""
         return self.weights + max(self.cache + self.working, self.reading)
 
@@ -68,7 +68,7 @@ def working_bytes(
     Args:
         of: the model.
         max_batch: of the engine.
-        tokens: of a prompt that are taken in at once.
+        tokens: of a prompt that are prefilled at once.
         dtype: of hidden states.
         is_quantized: whether weights are made floats, one at a time, for many tokens.
         packed: tokens, with padding, that attention has copies of.
@@ -76,8 +76,8 @@ def working_bytes(
     wide = of.intermediate * (2 if of.gated else 1)
     states = tokens * (wide + 6 * of.hidden) * dtype.itemsize
     states += packed * 2 * (of.heads + of.kv_heads) * of.head_dim * dtype.itemsize
-    floats = wide * of.hidden * dtype.itemsize if is_quantized and tokens > MOST_ROWS else 0
-    choice = min(max_batch, MOST_ROWS) * of.vocabulary * _BYTES_OF_LOGIT
+    floats = wide * of.hidden * dtype.itemsize if is_quantized and tokens > ROWS else 0
+    choice = min(max_batch, ROWS) * of.vocabulary * _BYTES_OF_LOGIT
     return max(states + floats, choice)
 
 
@@ -101,32 +101,32 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
-def check_room(
+def check_capacity(
     device: torch.device,
     quantize: str | None,
     max_batch: int,
     max_tokens: int,
-    need_of: Callable[[str | None], Need],
+    budget_of: Callable[[str | None], MemoryBudget],
 ) -> None:
-    """Refuse a model that has no room.
+    """Refuse a model whose memory budget the device has not.
 
     Args:
         device: where it is to be.
         quantize: as of ``init_inference``, as are max_batch and max_tokens.
-        need_of: returns the need with a value of quantize.
+        budget_of: returns the memory budget with a value of quantize.
 
     Raises:
         MemoryError: the device has fewer bytes free than the engine takes; says what would fit.
     """
-    need, free = need_of(quantize), free_bytes(device)
-    if need.most <= free:
+    budget, free = budget_of(quantize), free_bytes(device)
+    if budget.peak <= free:
         return
     whole, part = [], []
     for kind in dict.fromkeys((quantize, "int8", "int4")):
-        other = need if kind == quantize else need_of(kind)
-        room = free - other.weights - other.working
-        pages = room * max_batch * max_tokens // max(other.cache, 1) // PAGE
-        if other.most <= free:
+        other = budget if kind == quantize else budget_of(kind)
+        left = free - other.weights - other.working
+        pages = left * max_batch * max_tokens // max(other.cache, 1) // PAGE
+        if other.peak <= free:
             whole.append(f"quantize={kind!r}")
         elif other.weights + other.reading <= free and pages > 0:
             batch = min(max_batch, pages)
@@ -134,9 +134,9 @@ def check_room(
             part.append(f"quantize={kind!r} with max_batch={batch} and max_tokens={tokens}")
     fits = " or ".join(part[:1] + whole[:1])
     raise MemoryError(
-        f"init_inference: {device} has {_shown(free)} free, expected {_shown(need.most)}:"
-        f" {_shown(need.weights)} of weights, {_shown(need.cache)} of keys and values for"
-        f" max_batch {max_batch} x max_tokens {max_tokens}, and {_shown(need.working)} to work"
+        f"init_inference: {device} has {_shown(free)} free, expected {_shown(budget.peak)}:"
+        f" {_shown(budget.weights)} of weights, {_shown(budget.cache)} of keys and values for"
+        f" max_batch {max_batch} x max_tokens {max_tokens}, and {_shown(budget.working)} to work"
         f" with; "
         + (f"what fits is {fits}" if fits else f"nothing fits, not even quantize={kind!r}")
     )

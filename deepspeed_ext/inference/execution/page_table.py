@@ -23,8 +23,8 @@ class Change:
     copied: int | None
 
 
-class Pages:
-    """Tables of pages, with a count of the slots that have each.
+class PageTable:
+    """The pages of each slot, and how many slots have each page.
 
     Args:
         slots: how many.

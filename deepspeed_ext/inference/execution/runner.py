@@ -1,4 +1,4 @@
-"""The device's side of generation: steps that neither wait for the host nor tell it what they do.
+"""ModelRunner: the device's side of generation, in steps that never wait for the host.
 
 All that a step reads and writes is in tensors that stay where they are, one row for each slot, and
 one more for rows of a batch that are nobody's.
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepspeed_ext.inference.execution.decoder import Decoder, Pack
+from deepspeed_ext.inference.execution.decoder import Decoder, PackedPrefill
 from deepspeed_ext.inference.execution.graphs import Graphs, Recordings
 from deepspeed_ext.inference.execution.kv_cache import KVCache
 from deepspeed_ext.inference.execution.sampling import Kind, Parameters, SamplingOptions, sample
 from deepspeed_ext.inference.execution.to_device import ready_to_send
 
-ROWS = 64  # of a step at most, up to which each has the same bits as alone
+ROWS = 64  # of a step at most: up to so many, a row has the same bits in any batch
 
 
 class Answer:
@@ -48,7 +48,7 @@ class Inputs(NamedTuple):
 
     Args:
         slots: (batch,), int32: of the cache, -1 for none.
-        places: (batch,), int64: the rows of the tensors of `Steps`; the last one for none.
+        places: (batch,), int64: the rows of the tensors of `ModelRunner`; the last one for none.
         uniforms: (batch,), float64: see `sample`.
     """
 
@@ -57,8 +57,8 @@ class Inputs(NamedTuple):
     uniforms: Tensor
 
 
-class Steps:
-    """Computes steps of a model.
+class ModelRunner:
+    """Computes steps of a model: parts of prompts are prefilled, running requests decoded.
 
     Args:
         decoder: the model.
@@ -94,11 +94,11 @@ class Steps:
             self._seen[slot] = False
             self._seen[slot, self._sent(prompt, torch.int64)] = True
 
-    def take_in(self, slot: int, tokens: list[int], pad_to: int) -> Tensor:
-        """Put a part of a prompt into the cache; return its last hidden state, (1, hidden).
+    def prefill(self, slot: int, tokens: list[int], pad_to: int) -> Tensor:
+        """Prefill a part of a prompt, and return its last hidden state, (1, hidden).
 
         Args:
-            slot: has room for it, reserved.
+            slot: of the cache, which has reserved it.
             tokens: of the prompt, after those that the slot has.
             pad_to: a multiple of this many is computed.
         """
@@ -110,41 +110,44 @@ class Steps:
         hidden = self._decoder.hidden(part, self._cache, slots, counts)
         return hidden[:, count - 1].clone()  # or those of all tokens would be kept as well
 
-    def take_in_pack(
-        self, going: list[int], slots: list[int], parts: list[list[int]], pad_to: int
+    def prefill_packed(
+        self, running: list[int], slots: list[int], parts: list[list[int]], pad_to: int
     ) -> Tensor:
-        """Put parts of prompts into the cache, and the last tokens of slots that go on.
+        """Prefill parts of prompts, and decode the next token of running requests, in one pass.
 
         Args:
-            going: slots that go on, with room for a token reserved.
-            slots: of the parts, which they have room for, reserved. No slot is there twice.
-            parts: of prompts; see `take_in`.
+            running: slots of running requests, with a token reserved in each.
+            slots: of the parts, reserved likewise. No slot is there twice.
+            parts: of prompts; see `prefill`.
             pad_to: a multiple of this many tokens is computed.
 
         Returns:
-            (rows, hidden): the last hidden states of those that go on, then of the parts.
+            (rows, hidden): the last hidden states of running requests, then of the parts.
         """
-        longest, before = max(map(len, parts)), len(going)
-        tokens, back, begins, last = list[int](), list[int](), list[int](), list(range(before))
+        longest, before = max(map(len, parts)), len(running)
+        tokens, to_packed, begins = list[int](), list[int](), list[int]()
+        last = list(range(before))
         for i, part in enumerate(parts):
             begins.append(before + len(tokens))
             tokens += part
-            back += range(i * longest, i * longest + len(part))
+            to_packed += range(i * longest, i * longest + len(part))
             last.append(before + len(tokens) - 1)
         nobody = -(before + len(tokens)) % pad_to
-        tokens, back = tokens + [0] * nobody, back + [0] * nobody
+        tokens, to_packed = tokens + [0] * nobody, to_packed + [0] * nobody
         places = torch.arange(longest, device=self._device)
-        spread = (self._sent(begins, torch.int64)[:, None] + places).clamp(max=last[-1])
-        pack = Pack(self._sent(going, torch.int32), spread, self._sent(back, torch.int64))
+        to_padded = (self._sent(begins, torch.int64)[:, None] + places).clamp(max=last[-1])
+        pack = PackedPrefill(
+            self._sent(running, torch.int32), to_padded, self._sent(to_packed, torch.int64)
+        )
         counts = self._sent([len(part) for part in parts], torch.int32)
-        own = self._tokens[self._sent(going, torch.int64)]
+        own = self._tokens[self._sent(running, torch.int64)]
         sent = torch.cat([own, self._sent(tokens, torch.int64)])[None]
         slots_of_parts = self._sent(slots, torch.int32)
         hidden = self._decoder.hidden(sent, self._cache, slots_of_parts, counts, pack)
         return hidden[0, self._sent(last, torch.int64)]
 
-    def choose(self, slots: list[int], hidden: Tensor, uniforms: list[float], kind: Kind) -> Answer:
-        """Choose the next token of each slot, of which the last hidden states are known.
+    def sample(self, slots: list[int], hidden: Tensor, uniforms: list[float], kind: Kind) -> Answer:
+        """Sample the next token of each slot, of which the last hidden states are known.
 
         Args:
             slots: up to 64.
@@ -155,10 +158,10 @@ class Steps:
         inputs = self._inputs_for(slots, uniforms)
         nobody = len(inputs.slots) - len(slots)
         padded = F.pad(hidden, (0, 0, 0, nobody)) if nobody else hidden
-        return Answer(self._choose(inputs, self._decoder.logits(padded), kind))
+        return Answer(self._sample_logits(inputs, self._decoder.logits(padded), kind))
 
     def decode(self, slots: list[int], uniforms: list[float], kind: Kind) -> Answer:
-        """Choose the next token of each slot, with room for the one before reserved.
+        """Decode: sample the next token of each slot, which has the one before reserved.
 
         Args:
             slots: up to 64.
@@ -177,10 +180,10 @@ class Steps:
         x = decoder.embedded(self._tokens[inputs.places][:, None], cache, slots)
         step = partial(decoder.step, cache=cache, slots=slots)
         logits = step(x) if self._recordings is None else self._recordings.run(len(x), step, x)
-        return self._choose(inputs, logits, kind)
+        return self._sample_logits(inputs, logits, kind)
 
-    def _choose(self, inputs: Inputs, logits: Tensor, kind: Kind) -> Tensor:
-        """Choose tokens, and keep them for the next step."""
+    def _sample_logits(self, inputs: Inputs, logits: Tensor, kind: Kind) -> Tensor:
+        """Sample tokens, and keep them for the next step."""
         places, parameters, seen = inputs.places, None, None
         if kind.drawn or kind.penalized:
             parameters = Parameters(*self._parameters[places].split(1, -1))

@@ -1,6 +1,6 @@
-"""How the next token is chosen: what a caller may ask for, and the choice itself.
+"""How the next token is sampled: what a caller may ask for, and the sampling itself.
 
-The choice for a request must not depend on which others it is made with. Sums of floats would, as
+Sampling is batch-invariant: a token does not depend on others of the batch. Sums of floats do, as
 their order may change with the shape of a batch. So probabilities, which our softmax gives each row
 alone, become integers: those add up to the same whatever the order.
 """
@@ -105,7 +105,7 @@ class SamplingOptions:
 
     @property
     def kind(self) -> "Kind":
-        """What the choice of tokens takes."""
+        """What sampling takes."""
         drawn = self.temperature > 0
         candidates = None
         if drawn and self.top_k > 0:
@@ -205,7 +205,7 @@ def sample(
     uniforms: Tensor | None = None,
     seen: Tensor | None = None,
 ) -> Tensor:
-    """Choose a token for each row, as if it were alone; nothing is read by the host on CUDA.
+    """Sample a token for each row, as if it were alone; nothing is read by the host on CUDA.
 
     Args:
         logits: (batch, vocabulary), float32, bfloat16 or float16.
@@ -216,7 +216,7 @@ def sample(
 
     Returns:
         (batch, 4 + 2 logprobs), float64: the token; the largest logit, which is not finite if no
-        token can be chosen; with log-probabilities the logit of the token less the largest one of
+        token can be sampled; with log-probabilities the logit of the token less the largest one of
         the model, and the probability of that; then the likeliest tokens, and their logits less
         the largest one.
     """

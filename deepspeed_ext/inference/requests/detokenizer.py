@@ -11,7 +11,7 @@ _RARE = "\U0010fffd"  # a character that no vocabulary has, only its bytes
 _SPACE = re.compile(r" (?:n'?|'[vr]?)?\Z")
 
 
-class Text:
+class Detokenizer:
     """Makes text of tokens one by one.
 
     Text is what `decode` makes of all tokens at once, and pieces put together are that text: one is

@@ -3,24 +3,16 @@
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
+
+from deepspeed_ext.inference.requests.tokenizer import Tokenizer
 
 Ids = Sequence[int] | Tensor
 Prompts = str | Ids | Sequence[str] | Sequence[Ids]
 Mask = Ids | Sequence[Ids]
 _NO_NUMBERS = (bytes, bytearray, Mapping, Set)  # of tokens, although numbers may come out of them
-
-
-class Tokenizer(Protocol):
-    """What an engine needs for text."""
-
-    def encode(self, text: str, /) -> list[int]:
-        """Return the tokens of a text."""
-
-    def decode(self, ids: list[int], /) -> str:
-        """Return the text of tokens."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Literal
 from torch import Tensor
 
 from deepspeed_ext.inference.execution.sampling import SamplingOptions
-from deepspeed_ext.inference.requests.detokenizer import Text
+from deepspeed_ext.inference.requests.detokenizer import Detokenizer
+from deepspeed_ext.inference.requests.state import NEXT, State
 from deepspeed_ext.ops.attention.paged_kv import PAGE
 
 FinishReason = Literal["length", "stop", "cancelled"]
@@ -63,7 +64,7 @@ class Prompt:
 
     @property
     def last_hidden(self) -> Tensor:
-        """The last hidden state of a prompt that is taken in."""
+        """The last hidden state of a prompt that is prefilled."""
         assert self.hidden is not None
         return self.hidden
 
@@ -91,41 +92,54 @@ class Call:
     error: Exception | None = None
     ready: "deque[Request]" = field(default_factory=deque)
 
+    def add(self, request: "Request") -> None:
+        """Make a request part of the call; one for no tokens is done at once."""
+        request.call = self
+        self.requests.append(request)
+        self.open += 1
+        if request.options.max_new_tokens == 0:
+            request._finish("length")
+
     def recount(self) -> None:
         """Find out again what an interruption may have left wrong."""
-        self.open = sum(not request.is_done for request in self.requests)
         self.ready.extend(request for request in self.requests if request.news is not None)
+        self.open = sum(not request.is_done for request in self.requests)
 
 
 @dataclass(eq=False)
 class Request:
-    """One completion on its way; only the scheduler changes it.
+    """One completion on its way, in one of four states; only the scheduler changes it.
+
+    Its methods are what may happen to it. What may not happen in its state raises RuntimeError, but
+    for what would end it once more: the first end stays.
 
     Args:
-        call: that it is part of.
         prompt: that it follows.
         options: of the caller.
         sample: its number among those of the prompt.
         seed: of the caller, or drawn.
         key: of its draws.
         stop_tokens: those of the options, or of the engine.
-        text: None without a tokenizer.
+        detokenizer: None without a tokenizer.
         news: tokens and pieces of text that nobody has taken yet; None if nobody will.
-        taken_in: tokens of the prompt that have been.
+        call: that it is part of; see `Call.add`.
+        state: how far it is.
+        prefilled: tokens of the prompt that have been.
         queued: tokens whose computation is.
     """
 
-    call: Call
     prompt: Prompt
     options: SamplingOptions
     sample: int
     seed: int
     key: int
     stop_tokens: frozenset[int]
-    text: Text | None
+    detokenizer: Detokenizer | None
     news: deque[tuple[int, str]] | None
+    call: Call = field(init=False, repr=False)
+    state: State = State.WAITING
     slot: int = -1
-    taken_in: int = 0
+    prefilled: int = 0
     queued: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -134,21 +148,20 @@ class Request:
     stop: str | int | None = None
     error: Exception | None = None
 
-    def __post_init__(self) -> None:
-        self.call.requests.append(self)
-        self.call.open += 1
-        if self.options.max_new_tokens == 0:
-            self._finish("length")
-
     @property
     def is_done(self) -> bool:
         """Whether nothing more will come of it."""
-        return self.finish_reason is not None or self.error is not None
+        return self.state is State.DONE
 
     @property
     def left(self) -> int:
-        """How many tokens of the prompt are still to be taken in."""
-        return len(self.prompt.tokens) - self.taken_in
+        """How many tokens of the prompt are still to be prefilled."""
+        return len(self.prompt.tokens) - self.prefilled
+
+    @property
+    def wants_token(self) -> bool:
+        """Whether fewer tokens are queued than it may have."""
+        return self.queued < self.options.max_new_tokens
 
     @property
     def kept_tokens(self) -> int:
@@ -160,8 +173,30 @@ class Request:
         """Pages that it needs beside those that it shares."""
         return -(-self.kept_tokens // PAGE) - self.prompt.shared_pages
 
+    def next_tokens(self, count: int) -> list[int]:
+        """Return so many tokens of the prompt, after those that are prefilled."""
+        return self.prompt.tokens[self.prefilled : self.prefilled + count]
+
+    def admit(self, slot: int) -> None:
+        """Let it have a slot, after which it may be prefilled."""
+        self._become(State.PREFILLING)
+        self.slot = slot
+
+    def prefill(self, count: int) -> None:
+        """Note that so many more tokens of the prompt are in its slot."""
+        self._expect(State.PREFILLING)
+        self.prefilled += count
+
+    def queue_token(self) -> None:
+        """Note that its next token is queued: the first one as soon as all of its prompt is."""
+        if self.state is State.PREFILLING and self.left == 0:
+            self._become(State.RUNNING)
+        self._expect(State.RUNNING)
+        self.queued += 1
+
     def accept(self, row: list[float]) -> None:
         """Take the next token, which may be the last; see `sample` for the row."""
+        self._expect(State.RUNNING)
         token, best = int(row[0]), row[1]
         if not math.isfinite(best):
             self.fail(
@@ -178,9 +213,9 @@ class Request:
         self.call.tokens += 1
         if self.options.logprobs is not None:
             self._tell_logprobs(row)
-        piece = "" if self.text is None else self.text.add(token)
+        piece = "" if self.detokenizer is None else self.detokenizer.add(token)
         self._tell(token, piece)
-        if self.text is not None and self.text.stopped is not None:
+        if self.detokenizer is not None and self.detokenizer.stopped is not None:
             self._finish("stop")
         elif len(self.tokens) == self.options.max_new_tokens:
             self._finish("length")
@@ -204,9 +239,22 @@ class Request:
             self.call.ready.append(self)
 
     def _end(self) -> None:
-        self.call.open -= 1
+        self._become(State.DONE)
         if self.news is not None:
             self.call.ready.append(self)
+        self.call.open -= 1  # last: whoever finds that none is open has been told of all
+
+    def _become(self, state: State) -> None:
+        if state not in NEXT[self.state]:
+            before = " or ".join(each.name for each in State if state in NEXT[each])
+            raise RuntimeError(
+                f"request: state is {self.state.name}, expected {before}, to become {state.name}"
+            )
+        self.state = state
+
+    def _expect(self, state: State) -> None:
+        if self.state is not state:
+            raise RuntimeError(f"request: state is {self.state.name}, expected {state.name}")
 
     def _tell_logprobs(self, row: list[float]) -> None:
         whole = math.log(row[3])  # less the largest logit
@@ -218,12 +266,12 @@ class Request:
         self.top_logprobs.append([(int(token), logit + whole) for token, logit in pairs])
 
     def _finish(self, reason: FinishReason) -> None:
-        if self.text is not None:
-            rest = self.text.finish()
+        if self.detokenizer is not None:
+            rest = self.detokenizer.finish()
             if rest:
                 self._tell(-1, rest)
-            if self.text.stopped is not None:
-                reason, self.stop = "stop", self.text.stopped
+            if self.detokenizer.stopped is not None:
+                reason, self.stop = "stop", self.detokenizer.stopped
         self.finish_reason = reason
         self._end()
 
@@ -233,7 +281,7 @@ class Request:
         wants = self.options.logprobs
         return Completion(
             self.tokens,
-            None if self.text is None else self.text.value,
+            None if self.detokenizer is None else self.detokenizer.value,
             self.finish_reason,
             self.stop,
             None if wants is None else self.logprobs,

@@ -77,7 +77,7 @@ class Stream(Iterator[Piece]):
             token, piece = request.news.popleft()
             tokens += [token] if token >= 0 else []
             text += piece
-        if text or (tokens and (request.text is None or was_done)):
+        if text or (tokens and (request.detokenizer is None or was_done)):
             return Piece(request.prompt.number, request.sample, tokens, text)
         if tokens:
             self._held[request] = tokens

@@ -3,13 +3,22 @@
 import logging
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from deepspeed_ext.inference.model.checkpoint_folder import ModelFolder
-from deepspeed_ext.inference.requests.prompts import Tokenizer
 
 _OP = "init_inference"
 _logger = logging.getLogger("deepspeed_ext")
+
+
+class Tokenizer(Protocol):
+    """What an engine needs for text."""
+
+    def encode(self, text: str, /) -> list[int]:
+        """Return the tokens of a text."""
+
+    def decode(self, ids: list[int], /) -> str:
+        """Return the text of tokens."""
 
 
 class _OfLibrary:

@@ -27,7 +27,7 @@ class EncoderEngine:
     """Call it as the model is called.
 
     Padding costs nothing: only tokens that count are computed with, and padding changes the others
-    by rounding at most, as the company of other texts does. The engine holds nothing but weights,
+    by rounding at most, as other texts of the batch do. The engine holds nothing but weights,
     so several threads may call it at a time. Results have no gradients.
 
     Args:

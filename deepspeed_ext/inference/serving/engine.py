@@ -15,13 +15,14 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from deepspeed_ext.inference.execution.decoder import Decoder
 from deepspeed_ext.inference.execution.kv_cache import KVCache
 from deepspeed_ext.inference.execution.memory_budget import check_positions
-from deepspeed_ext.inference.execution.runner import Steps
+from deepspeed_ext.inference.execution.runner import ModelRunner
 from deepspeed_ext.inference.execution.sampling import SamplingOptions, key_of
-from deepspeed_ext.inference.requests.detokenizer import Text, run_byte_of
-from deepspeed_ext.inference.requests.prompts import Mask, PromptReader, Prompts, Tokenizer
+from deepspeed_ext.inference.requests.detokenizer import Detokenizer, run_byte_of
+from deepspeed_ext.inference.requests.prompts import Mask, PromptReader, Prompts
 from deepspeed_ext.inference.requests.request import Call, Completion, Prompt, Request
 from deepspeed_ext.inference.requests.stream import Stream
-from deepspeed_ext.inference.serving.fair_lock import Turns
+from deepspeed_ext.inference.requests.tokenizer import Tokenizer
+from deepspeed_ext.inference.serving.fair_lock import FairLock
 from deepspeed_ext.inference.serving.scheduler import Scheduler
 
 Options = SamplingOptions | Sequence[SamplingOptions]
@@ -31,12 +32,12 @@ _NAMES = tuple(field.name for field in fields(SamplingOptions))
 class InferenceEngine:
     """Continue prompts, many at a time.
 
-    A completion has the same tokens and log-probabilities alone and beside any others, whenever
-    they come and whichever slot it has; with pack_prefill it has not. Several threads may call one
-    engine: whoever waits for tokens computes a step for all, and an engine that nobody waits for
-    rests. If a step fails, or Ctrl-C interrupts it, the completions under way are given up, and the
-    engine takes others. Within a step, as in a signal handler that comes then, streams may be
-    closed, but nothing can be computed.
+    Batch-invariant: a completion has the same tokens and log-probabilities alone and beside any
+    others, whenever they come and whichever slot it has; not with pack_prefill. Several threads may
+    call one engine: whoever waits for tokens computes a step for all, and an engine that nobody
+    waits for rests. If a step fails, or Ctrl-C interrupts it, the completions under way are given
+    up, and the engine takes others. Within a step, as in a signal handler that comes then, streams
+    may be closed, but nothing can be computed.
 
     An engine holds the weights and the cache; `close`, or letting go of it, gives the memory back.
     It belongs to its process and to the stream that was current when it was made.
@@ -52,10 +53,10 @@ class InferenceEngine:
         stop_tokens: that end completions, where a call says nothing else.
         pad_tokens: that rows of one length are filled up with; see `generate`.
         cuda_graphs: whether steps are recorded once and replayed, on CUDA.
-        pack_prefill: whether parts of prompts, 1024 tokens at most, are taken in together, and
-            those that go on take their step with them, so that weights are read once for all.
-            That is faster where prompts come all the time; but how the floats of a completion are
-            rounded then depends on which others it meets.
+        pack_prefill: whether parts of prompts, 1024 tokens at most, are prefilled together, and
+            running requests decoded in the same pass, so that weights are read once for all. That
+            is faster where prompts come all the time, but not batch-invariant: how the floats of a
+            completion are rounded then depends on which others it meets.
         report: what quantizing has done to the weights, or None.
 
     Raises:
@@ -98,14 +99,14 @@ class InferenceEngine:
         is_cuda = self.device.type == "cuda"
         self._stream = torch.cuda.current_stream(self.device) if is_cuda else None
         self._scheduler = Scheduler(
-            Steps(decoder, self.cache, max_batch, cuda_graphs),
+            ModelRunner(decoder, self.cache, max_batch, cuda_graphs),
             self.cache,
             max_batch,
             self.cache.free_pages,
             ahead=is_cuda,
             packs=pack_prefill,
         )
-        self._turns = Turns()
+        self._lock = FairLock()
         self._process = os.getpid()
         self._vocabulary = of.vocabulary
         self._asked: tuple[Tokenizer, int | None] | None = None
@@ -238,10 +239,11 @@ class InferenceEngine:
                 text = None
                 if self.tokenizer is not None:
                     decode, byte = self.tokenizer.decode, self._run_byte(self.tokenizer)
-                    text = Text(decode, wanted.stop, in_pieces=stream, run_byte=byte)
+                    text = Detokenizer(decode, wanted.stop, in_pieces=stream, run_byte=byte)
                 key, news = key_of(seed, sample), deque[tuple[int, str]]() if stream else None
-                one = Request(call, prompt, wanted, sample, seed, key, frozenset(stop), text, news)
-                self._scheduler.check(one, self.max_tokens)
+                one = Request(prompt, wanted, sample, seed, key, frozenset(stop), text, news)
+                self._scheduler.check_capacity(one, self.max_tokens)
+                call.add(one)
 
     def _run_byte(self, tokenizer: Tokenizer) -> int | None:
         """Return what `run_byte_of` does, which is asked once for a tokenizer."""
@@ -252,12 +254,12 @@ class InferenceEngine:
     def _advance(self, is_enough: Callable[[], bool]) -> None:
         """Compute a step for all, or wait for another thread to; not if it is enough by then."""
         self._check_usable()  # as a fork may have left the turn with nobody
-        if self._turns.is_mine:
+        if self._lock.is_mine:
             raise RuntimeError(
                 "generate: the engine computes a step, expected no other within it, as a signal"
                 " handler, a finalizer or a tokenizer may ask for"
             )
-        self._turns.run(self._step, is_enough)
+        self._lock.run(self._step, is_enough)
 
     def _step(self) -> None:
         self._check_usable()  # once more, as it may have been closed meanwhile
@@ -266,8 +268,8 @@ class InferenceEngine:
 
     def _sweep(self, is_enough: Callable[[], bool] = lambda: False) -> None:
         """Take slots back from what was cancelled, or failed, unless it is enough before."""
-        if self._process == os.getpid() and not self._turns.is_mine:
-            self._turns.run(self._sweep_now, is_enough)
+        if self._process == os.getpid() and not self._lock.is_mine:
+            self._lock.run(self._sweep_now, is_enough)
 
     def _sweep_now(self) -> None:
         if self._is_open:
@@ -299,12 +301,12 @@ class InferenceEngine:
         """
         if self._process != os.getpid():
             return
-        if self._turns.is_mine:
+        if self._lock.is_mine:
             raise RuntimeError(
                 "close: the engine computes a step in this thread, expected it to be over"
             )
         self._is_open = False  # no thread begins another step
-        self._turns.run(self._give_back, lambda: self._has_given_back)
+        self._lock.run(self._give_back, lambda: self._has_given_back)
 
     def _give_back(self) -> None:
         self._scheduler.close()

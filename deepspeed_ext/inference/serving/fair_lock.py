@@ -1,4 +1,4 @@
-"""Turns: one thread at a time works, and the others wait until they are wanted."""
+"""FairLock: one thread at a time works, and the others wait until they are wanted."""
 
 import threading
 from collections import deque
@@ -7,7 +7,7 @@ from collections.abc import Callable
 _PATIENCE = 1.0  # seconds until a thread looks again, as an interruption may stop who would wake it
 
 
-class Turns:
+class FairLock:
     """Let one thread at a time work.
 
     An interruption, as by Ctrl-C, may come between any two lines, and ends the turn of its thread.

@@ -1,4 +1,4 @@
-"""How fast tokens could come: what each has to read, and how fast memory is read."""
+"""The roofline of decoding: the bytes that a token reads, and the bandwidth of memory."""
 
 import time
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def bytes_per_token(decoder: Decoder, cache: KVCache, length: float) -> float:
     return read + seen * of_token
 
 
-def memory_speed(device: torch.device) -> float | None:
+def memory_bandwidth(device: torch.device) -> float | None:
     """Return how many bytes of memory a second a device reads, or copies, in some milliseconds.
 
     Returns:

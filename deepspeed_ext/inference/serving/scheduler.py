@@ -1,44 +1,26 @@
-"""Which request has which slot when, and what is computed next: continuous batching.
+"""Scheduler: which request has a slot when, and what is computed next: continuous batching.
 
 Requests wait in a line until there are a slot and pages for all that they may become; so none is
-stopped on its way for want of memory. A prompt is taken in alone, in parts that are cut from its
-beginning, between steps in which all others go on by a token. So whatever shapes a request meets
-are its own: only rows of up to 64, which do not depend on each other, are computed in company.
-Packs give that up: several prompts are taken in at once, end to end, and with them the next tokens
-of all others, so that weights are read once for both.
+stopped on its way for want of memory. A prompt is prefilled alone, in parts that are cut from its
+beginning, between steps in which all running requests are decoded. So whatever shapes a request
+meets are its own, and it is batch-invariant: only rows of up to 64, which do not depend on each
+other, are computed together. Packed prefill gives that up: several prompts are prefilled at once,
+end to end, and with them running requests are decoded, so that weights are read once for both.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from deepspeed_ext.inference.execution.kv_cache import KVCache
-from deepspeed_ext.inference.execution.runner import ROWS, Answer, Steps
-from deepspeed_ext.inference.execution.sampling import Kind, uniform
+from deepspeed_ext.inference.execution.runner import Answer, ModelRunner
 from deepspeed_ext.inference.requests.request import Request
+from deepspeed_ext.inference.serving.slot_table import Batch, SlotTable
+from deepspeed_ext.inference.serving.step_plan import PrefillPass, StepPlan, plan_step
 from deepspeed_ext.ops.attention.paged_kv import PAGE
-
-CHUNK = 1024  # tokens of a prompt that are taken in at once, and of all between two steps
-PACKED = 4 * CHUNK  # tokens that the rows of a pack have together in attention, padding included
-_LEAST = 256  # tokens that fewer cost as much as, as all weights are read for them
-
-
-class _Batch:
-    """Requests that go on together, and what is the same for each of their steps."""
-
-    def __init__(self, requests: list[Request]) -> None:
-        self.requests = requests
-        self.slots = [request.slot for request in requests]
-        self.kind = Kind()
-        for request in requests:
-            self.kind |= request.options.kind
-
-    def drawn(self) -> list[float]:
-        """Return the number that the next token of each is drawn by; none if none is drawn."""
-        return [uniform(each.key, each.queued) for each in self.requests] if self.kind.drawn else []
-
 
 Queued = list[tuple[list[Request], Answer]]
 
@@ -48,28 +30,28 @@ class Scheduler:
     `cancel`, which anybody may call at any moment.
 
     Args:
-        steps: computes.
-        cache: of the steps.
+        runner: computes.
+        cache: of the runner.
         slots: of the cache.
         pages: of the cache.
         ahead: whether a step is queued before the one before it is read, as a device wants that
             goes on meanwhile. A request that ends is then found out to have one step too late,
             which is computed in vain.
-        packs: whether prompts are taken in together.
+        packs: whether prompts are prefilled together.
     """
 
     def __init__(
         self,
-        steps: Steps,
+        runner: ModelRunner,
         cache: KVCache,
         slots: int,
         pages: int,
         ahead: bool,
         packs: bool = False,
     ) -> None:
-        self._steps, self._cache, self._ahead, self._packs = steps, cache, ahead, packs
+        self._runner, self._cache, self._ahead, self._packs = runner, cache, ahead, packs
         self._slots, self._pages = slots, pages
-        self._pad_to = PAGE if steps.pads else 1
+        self._pad_to = PAGE if runner.pads else 1
         self._incoming: deque[Request] = deque()  # anybody may add to it
         self._unwanted: deque[Request] = deque()  # likewise
         self._waiting: deque[Request] = deque()
@@ -77,24 +59,20 @@ class Scheduler:
         self._begin()
 
     def _begin(self) -> None:
-        self._free = list(range(self._slots - 1, -1, -1))  # the next one at the end
-        self._active: dict[int, Request] = {}  # by slot
-        self._beginning: deque[Request] = deque()  # their prompts are not taken in
-        self._batches: list[_Batch] | None = None  # to be found out again
-        self._promised = 0  # pages that active requests have, or may ask for
+        self._table = SlotTable(self._slots, self._pages)
         self._unread: deque[Queued] = deque()
 
-    def check(self, request: Request, capacity: int) -> None:
-        """Raise unless it fits when it is alone.
+    def check_capacity(self, request: Request, max_tokens: int) -> None:
+        """Raise unless a request fits when it is alone.
 
         Raises:
             ValueError: it does not.
         """
         prompt, new = request.prompt, request.options.max_new_tokens
-        if len(prompt.tokens) + new > capacity:
+        if len(prompt.tokens) + new > max_tokens:
             raise ValueError(
                 f"generate: prompt {prompt.number} has {len(prompt.tokens)} tokens and"
-                f" max_new_tokens is {new}, expected at most {capacity} together, the max_tokens"
+                f" max_new_tokens is {new}, expected at most {max_tokens} together, the max_tokens"
                 " of the engine"
             )
         pages = prompt.shared_pages + request.own_pages
@@ -113,69 +91,35 @@ class Scheduler:
         """Let a request end as it is, as soon as there is time for it: at `sweep`."""
         self._unwanted.append(request)
 
-    @property
-    def free_slots(self) -> int:
-        """How many slots no request has."""
-        return len(self._free)
-
     def step(self) -> None:
-        """Let all requests go on by a token, and some prompts by a part.
+        """Decode a token of all running requests, and prefill a part of some prompts.
 
-        Whatever is raised, `sweep` gives those requests an error that had a slot; the next step
-        begins with that, and is one of others.
+        Whatever is raised, those requests get an error that had a slot, as soon as there is time
+        for it: at `sweep`, or the next step, which is one of others.
         """
-        self.sweep()
-        self._is_whole = False
-        self._admit()
-        assert self._active or not self._waiting  # or nothing would ever happen
-        if self._packs and self._beginning:
-            queued = self._take_in_pack()
-        else:
-            queued = self._decode()
-            self._take_in_each()
-        queued += self._first()
-        if queued:
-            self._unread.append(queued)
-        while len(self._unread) > (1 if self._ahead and queued else 0):
-            for requests, answer in self._unread[0]:
-                for request, row in zip(requests, answer.read(), strict=False):
-                    self._accept(request, row)
-            self._unread.popleft()
-        self._is_whole = True
+        with self._begun_anew_if_interrupted():
+            self._end_unwanted()
+            self._admit()
+            assert self._table.requests or not self._waiting  # or nothing would ever happen
+            plan = plan_step(self._table.by_state(), self._packs)
+            self._read(self._queue(plan))
 
     def sweep(self) -> None:
         """Take slots back from requests that were cancelled, or were in a step that failed."""
-        was_whole, self._is_whole = self._is_whole, False
-        while self._incoming:
-            self._waiting.append(self._incoming[0])
-            self._incoming.popleft()
-        if not was_whole:
-            self._give_up()
-        is_one_waiting = False
-        while self._unwanted:
-            request = self._unwanted[0]  # it stays there, should an interruption come
-            if not request.is_done:
-                self._end(request)
-                if self._active.get(request.slot) is request:
-                    self._release(request)
-                else:
-                    is_one_waiting = True
-            self._unwanted.popleft()
-        if is_one_waiting:
-            self._waiting = deque(each for each in self._waiting if not each.is_done)
-        self._is_whole = True
+        with self._begun_anew_if_interrupted():
+            self._end_unwanted()
 
     def close(self) -> None:
         """Let everything that is not done fail, and go of what computes."""
         while self._unwanted:
             self._end(self._unwanted.popleft())
-        for request in [*self._incoming, *self._waiting, *self._active.values()]:
+        for request in [*self._incoming, *self._waiting, *self._table.requests.values()]:
             request.fail(
                 f"generate: prompt {request.prompt.number} was given up, as the engine was closed"
             )
             request.prompt.hidden = None
         self._unread.clear()
-        for name in ("_steps", "_cache"):
+        for name in ("_runner", "_cache"):
             vars(self).pop(name, None)  # an interruption may have come in between once before
 
     @staticmethod
@@ -186,9 +130,22 @@ class Scheduler:
         except Exception as error:  # of the tokenizer
             request.fail(error)
 
+    @contextmanager
+    def _begun_anew_if_interrupted(self) -> Iterator[None]:
+        """Around all that changes requests: what did not come to its end is given up here."""
+        was_whole, self._is_whole = self._is_whole, False
+        while self._incoming:
+            self._waiting.append(self._incoming[0])
+            self._incoming.popleft()
+        if not was_whole:
+            self._give_up()
+        yield
+        self._is_whole = True
+
     def _give_up(self) -> None:
         """Begin anew after a step that did not end; nothing is known of what it left behind."""
-        for request in self._active.values():
+        active = list(self._table.requests.values())
+        for request in active:
             request.fail(
                 f"generate: prompt {request.prompt.number} was given up, as a step that it was part"
                 " of was interrupted, or failed for the caller that took it"
@@ -196,137 +153,92 @@ class Scheduler:
             request.prompt.slots.clear()
             request.prompt.hidden = None
         here = dict.fromkeys(self._waiting)  # one may be there twice
-        for call in {request.call for request in [*self._active.values(), *here]}:
+        for call in {request.call for request in [*active, *here]}:
             call.recount()
         self._waiting = deque(each for each in here if not each.is_done)
         self._cache.clear()
         self._begin()
 
+    def _end_unwanted(self) -> None:
+        """End what was cancelled as it is."""
+        is_one_waiting = False
+        while self._unwanted:
+            request = self._unwanted[0]  # it stays there, should an interruption come
+            if not request.is_done:
+                self._end(request)
+                if self._table.requests.get(request.slot) is request:
+                    self._release(request)
+                else:
+                    is_one_waiting = True
+            self._unwanted.popleft()
+        if is_one_waiting:
+            self._waiting = deque(each for each in self._waiting if not each.is_done)
+
     def _admit(self) -> None:
         """Give slots to those that wait, in their order, as long as there is room for the first."""
-        while self._waiting and self._free:
+        while self._waiting and self._table.has_room_for(self._waiting[0]):
             request = self._waiting[0]
             prompt = request.prompt
-            is_shared = bool(prompt.slots)
-            if is_shared and prompt.hidden is None:
-                return  # it is being taken in
-            pages = request.own_pages + (0 if is_shared else prompt.shared_pages)
-            if self._promised + pages > self._pages:
-                return
-            request.slot = self._free[-1]
-            self._active[request.slot] = request
-            self._free.pop()
+            source = prompt.slots[0] if prompt.slots else None
+            if source is not None and prompt.hidden is None:
+                return  # it is being prefilled
+            self._table.admit(request)
             self._waiting.popleft()
-            self._promised += pages
-            self._steps.start(request.slot, prompt.tokens, request.options)
-            if is_shared:
-                self._cache.fork(prompt.slots[0], request.slot)
+            self._runner.start(request.slot, prompt.tokens, request.options)
+            if source is not None:
+                self._cache.fork(source, request.slot)
                 self._cache.truncate(request.slot, len(prompt.tokens))
-                request.taken_in = len(prompt.tokens)
-            prompt.slots.append(request.slot)
-            self._beginning.append(request)
+                request.prefill(len(prompt.tokens))
 
-    def _take_in_each(self) -> None:
-        """Take in some prompts, or a part of one, each by itself."""
-        cost = 0
-        for request in self._beginning:
-            if request.left > 0:
-                cost += max(_LEAST, min(request.left, CHUNK))
-                if cost > CHUNK:
-                    return
-                self._take_in([request], [min(request.left, CHUNK)])
+    def _queue(self, plan: StepPlan) -> Queued:
+        """Queue all of a step; return what is to be read of it."""
+        queued = [self._decode(batch) for batch in plan.decode]
+        for each in plan.prefill:
+            queued += self._prefill(each)
+        for batch in plan.first:
+            hidden = torch.cat([request.prompt.last_hidden for request in batch.requests])
+            queued.append(self._sample(batch, hidden))
+        return queued
 
-    def _take_in_pack(self) -> Queued:
-        """Let all go on, and take in parts of prompts together with that."""
-        batches = self._going()
-        batch = batches[0] if len(batches) == 1 else None
-        requests, counts = self._pack(CHUNK - (0 if batch is None else len(batch.slots)))
-        if batch is None or not requests:
-            queued = self._decode()
-            if requests:
-                self._take_in(requests, counts)
-            return queued
-        hidden = self._take_in(requests, counts, batch.slots)
-        return [self._chosen(batch, hidden)]
+    def _decode(self, batch: Batch) -> tuple[list[Request], Answer]:
+        """Compute the next token of each of a batch."""
+        self._cache.reserve(batch.slots, 1)
+        answer = self._runner.decode(batch.slots, batch.uniforms(), batch.kind)
+        self._table.queue_tokens(batch)
+        return batch.requests, answer
 
-    def _pack(self, most: int) -> tuple[list[Request], list[int]]:
-        """Return prompts in the order in which they came, and how many tokens to take of each."""
-        requests, counts = list[Request](), list[int]()
-        left, longest = most, 0
-        for request in self._beginning:
-            count = min(request.left, left)
-            longest = max(longest, count)
-            if left == 0 or len(requests) == ROWS or longest * (len(requests) + 1) > PACKED:
-                break
-            if count > 0:
-                requests.append(request)
-                counts.append(count)
-                left -= count
-        return requests, counts
-
-    def _take_in(
-        self, requests: list[Request], counts: list[int], going: Sequence[int] = ()
-    ) -> Tensor:
-        """Take in so many more tokens of prompts; return the hidden states of what goes on."""
-        slots, parts = [request.slot for request in requests], []
-        for request, count in zip(requests, counts, strict=True):
-            parts.append(request.prompt.tokens[request.taken_in : request.taken_in + count])
-        self._cache.reserve([*going, *slots], [1] * len(going) + counts)
-        if len(parts) == 1 and not going:
-            hidden = self._steps.take_in(slots[0], parts[0], self._pad_to)
+    def _prefill(self, one: PrefillPass) -> Queued:
+        """Prefill parts of prompts; with them, compute the next token of each of a batch."""
+        slots = [request.slot for request, _ in one.parts]
+        counts = [count for _, count in one.parts]
+        tokens = [request.next_tokens(count) for request, count in one.parts]
+        running = [] if one.running is None else one.running.slots
+        self._cache.reserve([*running, *slots], [1] * len(running) + counts)
+        if len(slots) == 1 and not running:
+            hidden = self._runner.prefill(slots[0], tokens[0], self._pad_to)
         else:
-            hidden = self._steps.take_in_pack(list(going), slots, parts, self._pad_to)
-        for i, (request, count) in enumerate(zip(requests, counts, strict=True), len(going)):
-            request.taken_in += count
+            hidden = self._runner.prefill_packed(running, slots, tokens, self._pad_to)
+        for i, (request, count) in enumerate(one.parts, len(running)):
+            request.prefill(count)
             if request.left == 0:
                 request.prompt.hidden = hidden[i : i + 1]
-        return hidden[: len(going)]
+        return [] if one.running is None else [self._sample(one.running, hidden[: len(running)])]
 
-    def _first(self) -> Queued:
-        """Choose the first token after each prompt that is there as a whole."""
-        some = [request for request in self._beginning if request.left == 0]
-        answers = []
-        for i in range(0, len(some), ROWS):
-            batch = _Batch(some[i : i + ROWS])
-            hidden = torch.cat([each.prompt.last_hidden for each in batch.requests])
-            answers.append(self._chosen(batch, hidden))
-        if some:
-            self._beginning = deque(each for each in self._beginning if each.left > 0)
-            self._batches = None
-        return answers
-
-    def _chosen(self, batch: _Batch, hidden: Tensor) -> tuple[list[Request], Answer]:
-        """Choose the next token of each of a batch."""
-        answer = self._steps.choose(batch.slots, hidden, batch.drawn(), batch.kind)
-        return self._queued(batch, answer)
-
-    def _going(self) -> list[_Batch]:
-        """Return all whose next token is not queued yet, and is not one too many."""
-        if self._batches is None:
-            some = [
-                request
-                for request in self._active.values()
-                if 0 < request.queued < request.options.max_new_tokens
-            ]
-            self._batches = [_Batch(some[i : i + ROWS]) for i in range(0, len(some), ROWS)]
-        return self._batches
-
-    def _decode(self) -> Queued:
-        """Let all go on by a token."""
-        answers = []
-        for batch in self._going():
-            self._cache.reserve(batch.slots, 1)
-            answer = self._steps.decode(batch.slots, batch.drawn(), batch.kind)
-            answers.append(self._queued(batch, answer))
-        return answers
-
-    def _queued(self, batch: _Batch, answer: Answer) -> tuple[list[Request], Answer]:
-        """Note that the next token of each of a batch is queued."""
-        for request in batch.requests:
-            request.queued += 1
-            if request.queued == request.options.max_new_tokens:
-                self._batches = None
+    def _sample(self, batch: Batch, hidden: Tensor) -> tuple[list[Request], Answer]:
+        """Sample the next token of each of a batch."""
+        answer = self._runner.sample(batch.slots, hidden, batch.uniforms(), batch.kind)
+        self._table.queue_tokens(batch)
         return batch.requests, answer
+
+    def _read(self, queued: Queued) -> None:
+        """Wait for what is queued, but for the last step where the device is to go on meanwhile."""
+        if queued:
+            self._unread.append(queued)
+        while len(self._unread) > (1 if self._ahead and queued else 0):
+            for requests, answer in self._unread[0]:
+                for request, row in zip(requests, answer.read(), strict=False):
+                    self._accept(request, row)
+            self._unread.popleft()
 
     def _accept(self, request: Request, row: list[float]) -> None:
         if request.is_done:  # it is the step that was one too many
@@ -340,16 +252,6 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Take a slot back. What is queued for it comes before whatever it is used for next."""
-        prompt, slot = request.prompt, request.slot
-        prompt.slots.remove(slot)
-        self._promised -= request.own_pages
-        if not prompt.slots:
-            self._promised -= prompt.shared_pages
-            prompt.hidden = None
-        if self._cache.length(slot) > 0:
-            self._cache.free(slot)
-        if request in self._beginning:
-            self._beginning.remove(request)
-        del self._active[slot]
-        self._free.append(slot)
-        self._batches = None
+        self._table.release(request)
+        if self._cache.length(request.slot) > 0:
+            self._cache.free(request.slot)

@@ -38,8 +38,8 @@ def float8_layer(
 ) -> Tensor:
     """Return residual + activation(x @ weight.T + bias), x rounded to e4m3 row by row.
 
-    Fewer rows than 64 are padded to 64, so that the library that multiplies goes the same way for a
-    row that is alone and for one in company.
+    Batch-invariant: fewer rows than 64 are padded to 64, so that the library that multiplies goes
+    the same way for a row that is alone and for one of a batch.
 
     Args:
         x: (..., in), float32, bfloat16 or float16.

@@ -45,8 +45,8 @@ class Linear:
     activations: str | None = None
 
     @property
-    def joins_norms(self) -> bool:
-        """Whether it takes part in the RMS norms around it, on few rows."""
+    def fuses_norms(self) -> bool:
+        """Whether RMS norms around it are fused into it, on few rows."""
         return not isinstance(self.weight, Float8Weight)
 
     def __call__(
@@ -63,7 +63,7 @@ class Linear:
             kind = self.activations
             return quantized_linear(x, self.weight, self.bias, **options, activations=kind)
         if isinstance(self.weight, Float8Weight):
-            assert isinstance(x, Tensor), "it does not join norms"
+            assert isinstance(x, Tensor), "it fuses no norms"
             return float8_layer(x, self.weight, self.bias, **options)
         return skinny_linear(x, self.weight, self.bias, **options)
 
@@ -72,7 +72,7 @@ class Linear:
     ) -> tuple[Tensor, Undivided]:
         """Return residual + x @ weight.T + bias, and what the norm of it is up to a division.
 
-        Only if it joins norms, with up to 64 rows.
+        Only if it fuses norms, with up to 64 rows.
         """
         if isinstance(self.weight, PackedWeight):
             return quantized_linear_norm(
@@ -83,7 +83,7 @@ class Linear:
                 residual=residual,
                 activations=self.activations,
             )
-        assert isinstance(self.weight, Tensor), "it does not join norms"
+        assert isinstance(self.weight, Tensor), "it fuses no norms"
         return skinny_linear_norm(x, self.weight, self.bias, norm=norm, residual=residual)
 
 
