@@ -20,11 +20,11 @@ class Part(NamedTuple):
 
     Args:
         request: is PREFILLING.
-        count: how many.
+        tokens: how many.
     """
 
     request: Request
-    count: int
+    tokens: int
 
 
 class PrefillPass(NamedTuple):
