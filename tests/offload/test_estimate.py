@@ -10,12 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from deepspeed_ext.offload import (
-    Estimate,
-    OffloadOptimizer,
-    host_copies as links,
-    memory_estimate as estimate,
-)
+from deepspeed_ext.offload import Estimate, OffloadOptimizer, estimate, host_copies as links
 from deepspeed_ext.offload.pipeline import Memory
 from deepspeed_ext.optim import (
     DeepSpeedCPUAdagrad,
