@@ -44,8 +44,9 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "offload": (
         ("arriving", "copies", "hooks", "host_optimizer", "sent_gradients", "host_tensors"),
-        ("host_copies", "seals", "worker"),
+        ("seals", "worker"),
         ("host_gradients",),
+        ("param_table",),
         ("bucket",),
         ("verdict",),
         ("pipeline",),

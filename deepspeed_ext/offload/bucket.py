@@ -14,6 +14,7 @@ from deepspeed_ext.offload.copies import AHEAD, ASKED, Copy, Event, Lanes
 from deepspeed_ext.offload.host_gradients import Sum, source_of
 from deepspeed_ext.offload.host_optimizer import HostSteps, pieces
 from deepspeed_ext.offload.host_tensors import put
+from deepspeed_ext.offload.param_table import Row
 from deepspeed_ext.offload.seals import Marks, Question, Seal, marks_of, parts_of, seal
 from deepspeed_ext.offload.sent_gradients import sent
 from deepspeed_ext.offload.worker import Task
@@ -120,7 +121,7 @@ class HostBucket:
         inner: steps the copies.
         group: the number of its group.
         bucket: of the inner optimizer; its parameters are the copies.
-        owners: the parameters themselves.
+        rows: of the parameters themselves, in their order.
         lanes: to their device.
     """
 
@@ -129,11 +130,11 @@ class HostBucket:
         inner: HostSteps,
         group: int,
         bucket: Bucket,
-        owners: list[Tensor],
+        rows: "list[Row[HostBucket]]",
         lanes: Lanes,
     ) -> None:
-        self.inner, self.group, self.bucket, self.owners = inner, group, bucket, owners
-        self.lanes = lanes
+        self.inner, self.group, self.bucket = inner, group, bucket
+        self.rows, self.owners, self.lanes = rows, [row.param for row in rows], lanes
         self.arrival: Arrival | None = None
         self.sums: list[Sum] | None = None  # of gradients that do not stay on the device
         self.ahead: Ahead | None = None
@@ -163,13 +164,12 @@ class HostBucket:
 
     def check_grads(self) -> None:
         """Raise ValueError if a gradient is not one that a step takes."""
-        here = [p for p in self.owners if p.grad is not None and sent(p.grad) is None]
-        both = [(p, p.grad) for p in here if p.grad is not None]
-        if all(g.layout is torch.strided and g.shape == p.shape for p, g in both):
+        grads = [(row, row.param.grad) for row in self.rows]
+        here = [(row, g) for row, g in grads if g is not None and sent(g) is None]
+        if all(g.layout is torch.strided and g.shape == row.param.shape for row, g in here):
             return
-        copy_of = dict(zip(map(id, self.owners), self.bucket.params, strict=True))
-        copies = [copy_of[id(p)] for p in here]
-        self.inner.refuse([p for p, _ in both], [g for _, g in both], copies)
+        copies = [row.copy for row, _ in here]
+        self.inner.refuse([row.param for row, _ in here], [g for _, g in here], copies)
 
     def grad_bytes(self) -> int:
         """Return how many bytes of host memory the gradients take."""

@@ -3,7 +3,7 @@
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,10 +14,10 @@ from torch import Tensor
 from deepspeed_ext.dtensors import is_dtensor, local
 from deepspeed_ext.offload.bucket import Ahead, HostBucket, go_on, is_plain, use
 from deepspeed_ext.offload.copies import Event, Lanes, Recorder, await_copy
-from deepspeed_ext.offload.host_copies import Links, look_of
-from deepspeed_ext.offload.host_gradients import Sums
+from deepspeed_ext.offload.host_gradients import Adder
 from deepspeed_ext.offload.host_optimizer import HostSteps, options_of
 from deepspeed_ext.offload.host_tensors import host_memory, remake
+from deepspeed_ext.offload.param_table import ParamTable, Row
 from deepspeed_ext.offload.verdict import Decision, decide, scaling_of
 from deepspeed_ext.offload.worker import Task, Urgency, Worker
 from deepspeed_ext.op_builder import load
@@ -46,7 +46,7 @@ class Pipeline:
     Args:
         inner: steps the host copies.
         groups: of the optimizer, with the options that count.
-        links: between parameters and copies.
+        table: of the parameters.
         memory: that it may take beside weights and state.
         free_grads: gradients are added up in host memory, and leave the device at once.
     """
@@ -55,23 +55,19 @@ class Pipeline:
         self,
         inner: HostSteps,
         groups: list[Group],
-        links: Links,
+        table: ParamTable[HostBucket],
         memory: Memory,
         free_grads: bool,
     ) -> None:
-        self.inner, self.groups, self.links = inner, groups, links
+        self.inner, self.groups, self.table = inner, groups, table
         self._memory, self._free_grads = memory, free_grads
-        self.worker = Worker(links.share, partial(load, inner.traits.op.libraries["cpu"]))
+        self.worker = Worker(table.share, partial(load, inner.traits.op.libraries["cpu"]))
         self._lanes: dict[torch.device, Lanes] = {}
-        self._sums = Sums(self.worker)  # of gradients that left the device at once
+        self._adder = Adder(self.worker)
         self._buckets: list[HostBucket] = []
         self._resident: list[tuple[Group, Bucket]] = []
         self._known: list[Bucket] = []  # of the inner optimizer, that the former are for
-        self._bucket_of: dict[int, HostBucket] = {}
-        self._looks: dict[int, object] = {}
         self._lock = threading.RLock()  # autograd has threads of its own
-        self._hits: Counter[int] = Counter()  # gradients accumulated since the last step
-        self._expected: Counter[int] = Counter()  # the same when the last step was taken
         self._divisor = 1.0  # which the next step will divide by, if it is like the last one
         self._bites = False  # clipping did, in the last step
         self.counts: Counter[str] = Counter()
@@ -86,29 +82,27 @@ class Pipeline:
         """Take note of a gradient that was accumulated; called by hooks, in threads of autograd."""
         with self._locked(), torch._C.DisableTorchFunctionSubclass():  # it waits for no weight
             await_copy(param.grad)
-            self._hits[id(param)] += 1
+            row = self.table.get(param)
+            if row is None:  # it has come into a group, and is known from the next step on
+                return
+            row.hits += 1
             if not self._may_hasten(param):
                 return
-            bucket = self._bucket_of.get(id(param))
+            bucket = row.bucket
             try:
-                if self._frees(param):
-                    self._send_away(param)
+                if self._free_grads and row.is_copied and is_plain(param.grad, param):
+                    self._send_away(row)
                 if bucket is not None and bucket.task is None:
-                    self._advance(bucket, param)
+                    self._advance(bucket, row)
             except Exception:  # it would end backward; if it persists, step() raises it
                 if bucket is not None:
                     self._give_up(bucket)
 
-    def _frees(self, param: Tensor) -> bool:
-        """Return whether the gradient of a parameter does not stay on the device."""
-        grad, copy = param.grad, self.links.copies.get(id(param), param)
-        return self._free_grads and copy is not param and is_plain(grad, param)
-
-    def _advance(self, bucket: HostBucket, param: Tensor) -> None:
+    def _advance(self, bucket: HostBucket, row: Row[HostBucket]) -> None:
         """Do what can be done about a gradient of a bucket now."""
-        if self._hits[id(param)] > self._expected[id(param)]:
+        if row.hits > row.expected:
             self._give_up(bucket)
-        elif all(self._hits[id(p)] == self._expected[id(p)] > 0 for p in bucket.owners):
+        elif all(row.hits == row.expected > 0 for row in bucket.rows):
             self._hasten(bucket)
 
     def _may_hasten(self, param: Tensor) -> bool:
@@ -121,21 +115,21 @@ class Pipeline:
             return True
         return not self._free_grads and torch.distributed.get_world_size() == 1
 
-    def _send_away(self, param: Tensor) -> None:
+    def _send_away(self, row: Row[HostBucket]) -> None:
         """Take a gradient from the device, and have it added to others in host memory."""
-        bucket = self._bucket_of.get(id(param))
+        bucket = row.bucket
         if bucket is not None and (task := bucket.task) is not None:
             self.worker.wait([task])  # it may read the sum still
             if task.error is None:  # else that is for who can raise it
                 self.wait_for([bucket])
-        known = self._sums.of(param)
+        known = row.summed()
         known.follow()
         source = known.more()
         if source is None:
             return
         if not self._has_room(source.nbytes):
-            self._sums.finish()
-        self._sums.take(known, source, self._lanes_of(param))
+            self._adder.finish()
+        self._adder.take(known, source, self._lanes_of(row.param))
 
     def _lanes_of(self, param: Tensor) -> Lanes:
         device = local(param).device
@@ -200,22 +194,30 @@ class Pipeline:
     def forget_gradients(self) -> None:
         """Begin anew: what was accumulated is not wanted any more."""
         with self._locked():
-            self._hits.clear()
+            for row in self.table:
+                row.hits = 0
             for bucket in self._buckets:
                 self._give_up(bucket)
-            self._sums.forget()
+            self._forget_sums()
+
+    def _forget_sums(self) -> None:
+        # Without a wait for weights, should they be on their way.
+        with torch._C.DisableTorchFunctionSubclass():
+            for known in self.table.sums():
+                known.forget()
 
     # The step
 
     def is_dry_step(self) -> bool:
         """Make the state, and return whether that is all; see `SlabOptimizer.step`."""
         self._prepare()
-        if self._sums.has_any():
+        if any(known.count or known.has_more() for known in self.table.sums()):
             return False
-        return self.inner.changes_nothing(list(self.links.owners.values()))
+        return self.inner.changes_nothing([row.param for row in self.table])
 
     def _prepare(self) -> None:
-        self._sums.follow()
+        for known in self.table.sums():
+            known.follow()
         self._follow_groups()
         self._follow_params()
         self._place()
@@ -235,8 +237,9 @@ class Pipeline:
                 bucket.check_grads()
                 self._drop_outdated(bucket)
             if max_norm is not None:
-                self._sums.finish()  # the norm is one of sums
-                self._sums.check()
+                self._adder.finish()  # the norm is one of sums
+                for known in self.table.sums():
+                    known.check()
             decision = self._decide(scaling, max_norm)
             if decision.is_skip:
                 self.counts["skipped"] += max_norm is not None
@@ -246,9 +249,10 @@ class Pipeline:
                 self._queue(decision.divisor, after)
                 self._bites = decision.divisor != decision.scale
             # The next step is taken to be like this one.
-            self._expected, self._hits = self._hits, Counter()
+            for row in self.table:
+                row.expected, row.hits = row.hits, 0
             self._divisor = decision.scale
-            self._sums.forget()
+            self._forget_sums()
         return decision.norm
 
     def _decide(self, scaling: Scaling, max_norm: float | None) -> Decision:
@@ -282,10 +286,10 @@ class Pipeline:
     def _drop_outdated(self, bucket: HostBucket) -> None:
         """Forget what is there of gradients of which it shows that they are not those of now."""
         if bucket.sums is not None:
-            left = [known.param for known in bucket.sums if known.has_more()]
+            left = [row for row in bucket.rows if row.summed().has_more()]
             bucket.is_steady = not left
-            for owner in left:
-                self._send_away(owner)
+            for row in left:
+                self._send_away(row)
             there = [i for i, known in enumerate(bucket.sums) if known.count]
             if left or (bucket.arrival is not None and bucket.arrival.indices != there):
                 self._give_up(bucket)
@@ -357,10 +361,10 @@ class Pipeline:
 
     def show_state(self, param: Tensor) -> None:
         """Take note that the user is shown the state of a parameter."""
-        bucket = self._bucket_of.get(id(param))
-        if bucket is not None:
+        row = self.table.get(param)
+        if row is not None and row.bucket is not None:
             with self._locked():
-                bucket.show_state()
+                row.bucket.show_state()
 
     def update_copies(self) -> None:
         """Give host copies the weights that somebody else has written, in whatever way."""
@@ -370,14 +374,14 @@ class Pipeline:
             self._give_up(bucket)
             bucket.distrust()
             bucket.pull()
-        self.links.update_others(owner for bucket in self._buckets for owner in bucket.owners)
+        self.table.update_others()
 
     def stats(self) -> dict[str, Any]:
         """Return counts, bytes and seconds so far, and where the steps are taken."""
         names = ("early", "late", "ahead", "validated", "rolled back")
         return {
             **{name: self.counts[name] for name in names},
-            "bytes_out": self._sums.bytes_out + sum(b.bytes_out for b in self._buckets),
+            "bytes_out": self._adder.bytes_out + sum(b.bytes_out for b in self._buckets),
             "bytes_back": sum(bucket.bytes_back for bucket in self._buckets),
             "step_seconds": sum(bucket.seconds for bucket in self._buckets),
             "threads": self.worker.threads,
@@ -422,7 +426,7 @@ class Pipeline:
 
     def before_use(self, params: Sequence[Tensor]) -> None:
         """Wait for the weights that a module is about to use, and take note of the order."""
-        found = dict.fromkeys(map(self._bucket_of.get, map(id, params)))
+        found = dict.fromkeys(row.bucket for row in map(self.table.get, params) if row is not None)
         self.wait_for(bucket for bucket in found if bucket is not None)
 
     # Buckets
@@ -430,15 +434,12 @@ class Pipeline:
     def _follow_groups(self) -> None:
         """Take options and parameters that have come into groups, and let go of others."""
         for group, inner in zip(self.groups, self.inner.param_groups, strict=True):
-            copies = self.links.copies_of(group["params"])
+            copies = self.table.copies_of(group["params"])
             if list(map(id, copies)) != list(map(id, inner["params"])):
                 inner["params"] = copies
-                self.links.move_state(group["params"], self.inner.state)
+                self.table.move_state(group["params"], self.inner.state)
             inner.update(options_of(group))
-        for key in self.links.forget(self.groups, self.inner.state):
-            self._sums.drop(key)
-            for kept in (self._looks, self._hits, self._expected):
-                kept.pop(key, None)
+        self.table.forget(self.groups, self.inner.state)
 
     def _options(self, bucket: HostBucket) -> Group | None:
         """Return the options of a step as they are now, or None if that would wait for a device."""
@@ -449,20 +450,16 @@ class Pipeline:
 
     def _follow_params(self) -> None:
         """Give new host copies to parameters that have got another device, dtype or layout."""
-        changed = False
-        for copy, owner in [(c, self.links.owners[id(c)]) for c in self._copies()]:
-            look = look_of(owner)
-            if copy is not owner and self._looks.setdefault(id(owner), look_of(copy)) != look:
-                remake(copy, owner, self.links.share)
-                changed = True
-            self._looks[id(owner)] = look
+        changed = [row for row in self._rows() if row.has_new_look()]
+        for row in changed:
+            remake(row.copy, row.param, self.table.share)
         if changed:
             self.inner.forget_buckets()
 
     def _place(self) -> None:
         """See that all parameters with a gradient or with state are in buckets."""
-        both = [(copy, self.links.owners[id(copy)]) for copy in self._copies()]
-        self.inner.give_state([c for c, p in both if p.grad is not None or self._sums.has(p)])
+        rows = self._rows()
+        self.inner.give_state([r.copy for r in rows if r.param.grad is not None or r.has_sum])
         stay = all(bucket.stays() for bucket in self._buckets)
         if not stay or not all(bucket.fits() for _, bucket in self._resident):
             self.inner.forget_buckets()
@@ -472,27 +469,32 @@ class Pipeline:
         self._known = [bucket for _, bucket in found]
         for made in self._buckets:
             self._give_up(made)
+        for row in self.table:
+            row.bucket = None
         self._resident, self._buckets = [], []
         for group, bucket in found:
-            owners = [self.links.owners[id(copy)] for copy in bucket.params]
-            if owners[0] is bucket.params[0]:
+            rows = list(map(self.table.of_copy, bucket.params))
+            if not rows[0].is_copied:
                 self._resident.append((self.inner.param_groups[group], bucket))
                 continue
-            lanes = self._lanes_of(owners[0])
-            made = HostBucket(self.inner, group, bucket, owners, lanes)
+            lanes = self._lanes_of(rows[0].param)
+            made = HostBucket(self.inner, group, bucket, rows, lanes)
             made.place = len(self._buckets)
             if self._free_grads:
-                self._sums.finish()
-                made.sums = list(map(self._sums.of, owners))
-                for known, owner in zip(made.sums, owners, strict=True):
-                    known.lie_as(owner)
+                self._adder.finish()
+                made.sums = [row.summed() for row in rows]
+                for row in rows:
+                    row.summed().lie_as(row.param)
             self._buckets.append(made)
-        self._bucket_of = {id(owner): b for b in self._buckets for owner in b.owners}
+            for row in rows:
+                row.bucket = made
         left = self._memory.spare
         for made in reversed(self._buckets):  # whose gradients come first
             left -= made.nbytes
             if left >= 0:
-                made.make_spare(host_memory(made.bucket.parts(), self.links.share))
+                made.make_spare(host_memory(made.bucket.parts(), self.table.share))
 
-    def _copies(self) -> Iterator[Tensor]:
-        return itertools.chain.from_iterable(g["params"] for g in self.inner.param_groups)
+    def _rows(self) -> list[Row[HostBucket]]:
+        """Return the rows of parameters that are in groups."""
+        copies = itertools.chain.from_iterable(g["params"] for g in self.inner.param_groups)
+        return list(map(self.table.of_copy, copies))

@@ -11,8 +11,8 @@ from torch import Tensor
 from deepspeed_ext.offload import (
     OffloadOptimizer,
     bucket,
-    host_copies as links,
     host_optimizer as inner,
+    param_table,
 )
 from deepspeed_ext.offload.sent_gradients import sent
 from deepspeed_ext.optim import (
@@ -229,7 +229,7 @@ def await_ahead(optimizer):
 def small_parts(monkeypatch, piece=512, most=1024):
     """Let buckets and the pieces of their steps be so small that many are under way."""
     monkeypatch.setattr(inner, "PIECE", piece)
-    monkeypatch.setattr(links, "BUCKET", most)
+    monkeypatch.setattr(param_table, "BUCKET", most)
 
 
 def count_calls(monkeypatch, owner, method):
