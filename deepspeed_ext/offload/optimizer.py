@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
-from deepspeed_ext.offload.bucket import HostBucket
+from deepspeed_ext.offload.bucket_states import OffloadedBucket
 from deepspeed_ext.offload.copies import Recorder
 from deepspeed_ext.offload.hooks import Remove, before_forward, check_model, on_gradient
 from deepspeed_ext.offload.host_optimizer import offloaded
@@ -125,7 +125,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         }
         self._settings = {"threads": threads, **planned}
         self._hooks: dict[Tensor, Remove] = {}
-        table = ParamTable[HostBucket](share_here(threads))
+        table = ParamTable[OffloadedBucket](share_here(threads))
         made = offloaded(optimizer_class, weakly(table), table.share)
         super().__init__(params, {})  # which makes groups of them
         self._resident_bytes = gpu_fraction * sum(map(bytes_of, self._params()))
@@ -146,7 +146,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _params(self) -> Iterable[Tensor]:
         return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
 
-    def _inner_group(self, group: Group, table: ParamTable[HostBucket]) -> Group:
+    def _inner_group(self, group: Group, table: ParamTable[OffloadedBucket]) -> Group:
         """Return a group of host copies, and of those parameters that stay where they are."""
         check_once(self, group["params"])
         stay, self._resident_bytes = stays(group["params"], self._resident_bytes)

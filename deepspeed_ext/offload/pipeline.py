@@ -12,14 +12,20 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import is_dtensor, local
-from deepspeed_ext.offload.bucket import Ahead, HostBucket, go_on, is_plain, use
+from deepspeed_ext.offload.bucket_states import BucketState, OffloadedBucket
 from deepspeed_ext.offload.copies import Event, Lanes, Recorder, await_copy
+from deepspeed_ext.offload.gradient_sources import (
+    DeviceGradients,
+    GradientSource,
+    SummedGradients,
+    is_plain,
+)
 from deepspeed_ext.offload.host_gradients import Adder
-from deepspeed_ext.offload.host_optimizer import HostSteps, options_of
+from deepspeed_ext.offload.host_optimizer import HostSteps, options_of, scaling_of
 from deepspeed_ext.offload.host_tensors import host_memory, remake
 from deepspeed_ext.offload.param_table import ParamTable, Row
-from deepspeed_ext.offload.verdict import Decision, decide, scaling_of
-from deepspeed_ext.offload.worker import Task, Urgency, Worker
+from deepspeed_ext.offload.verdict import Decision, decide
+from deepspeed_ext.offload.worker import Worker
 from deepspeed_ext.op_builder import load
 from deepspeed_ext.optim.clipping import Scaling
 from deepspeed_ext.optim.slabs import Bucket
@@ -55,7 +61,7 @@ class Pipeline:
         self,
         inner: HostSteps,
         groups: list[Group],
-        table: ParamTable[HostBucket],
+        table: ParamTable[OffloadedBucket],
         memory: Memory,
         free_grads: bool,
     ) -> None:
@@ -64,7 +70,7 @@ class Pipeline:
         self.worker = Worker(table.share, partial(load, inner.traits.op.libraries["cpu"]))
         self._lanes: dict[torch.device, Lanes] = {}
         self._adder = Adder(self.worker)
-        self._buckets: list[HostBucket] = []
+        self._buckets: list[OffloadedBucket] = []
         self._resident: list[tuple[Group, Bucket]] = []
         self._known: list[Bucket] = []  # of the inner optimizer, that the former are for
         self._lock = threading.RLock()  # autograd has threads of its own
@@ -96,12 +102,12 @@ class Pipeline:
                     self._advance(bucket, row)
             except Exception:  # it would end backward; if it persists, step() raises it
                 if bucket is not None:
-                    self._give_up(bucket)
+                    bucket.discard()
 
-    def _advance(self, bucket: HostBucket, row: Row[HostBucket]) -> None:
+    def _advance(self, bucket: OffloadedBucket, row: Row[OffloadedBucket]) -> None:
         """Do what can be done about a gradient of a bucket now."""
         if row.hits > row.expected:
-            self._give_up(bucket)
+            bucket.discard()
         elif all(row.hits == row.expected > 0 for row in bucket.rows):
             self._hasten(bucket)
 
@@ -115,7 +121,7 @@ class Pipeline:
             return True
         return not self._free_grads and torch.distributed.get_world_size() == 1
 
-    def _send_away(self, row: Row[HostBucket]) -> None:
+    def _send_away(self, row: Row[OffloadedBucket]) -> None:
         """Take a gradient from the device, and have it added to others in host memory."""
         bucket = row.bucket
         if bucket is not None and (task := bucket.task) is not None:
@@ -137,59 +143,36 @@ class Pipeline:
             self._lanes[device] = Lanes(device)
         return self._lanes[device]
 
-    def _hasten(self, bucket: HostBucket) -> None:
-        if not self._arrives_early(bucket):
+    def _hasten(self, bucket: OffloadedBucket) -> None:
+        """Take gradients that are all there, and take a step by them, if nothing is against it."""
+        if not self._takes_early(bucket):
             return
-        spare, arrival = bucket.spare, bucket.arrival
         options = self._options(bucket)
-        if spare is None or arrival is None or options is None or self._bites:
-            return
-        if bucket.looks_written():
-            return
-        run = partial(bucket.step_ahead, arrival, options, scaling_of(self._divisor), spare)
-        # What arrives last is wanted first: the rest can hide behind the next forward.
-        task = Task(run, Urgency.AHEAD, bucket.place, arrival.events[:1], arrival.needs)
-        bucket.ahead = Ahead(task, options, self._divisor, bucket.weights, bucket.state_marks())
-        self.worker.submit(task)
-        self.counts["ahead"] += 1
+        if options is not None and not self._bites:
+            bucket.start_ahead(options, self._divisor)
 
-    def _arrives_early(self, bucket: HostBucket) -> bool:
+    def _takes_early(self, bucket: OffloadedBucket) -> bool:
         """See that all gradients of a bucket are on their way, if they can be and there is room."""
-        if bucket.sums is not None:
-            if not bucket.is_steady or not all(known.count for known in bucket.sums):
-                return False
-            bucket.take_sums(bucket.sums)
-            self.counts["early"] += 1
-            return True
-        grads = bucket.grads()
-        if not all(map(is_plain, grads, bucket.owners)):
+        gradients = bucket.gradients
+        if not gradients.are_complete():
             return False
-        if bucket.arrival is None or not bucket.looks_sealed(grads):
-            self._give_up(bucket)
-            if bucket.is_steady and not self._has_room(bucket.grad_bytes()):
-                return False
-            bucket.seal(grads)
-            if not bucket.is_steady:  # only to learn whether it would have been
-                return False
-            bucket.take(grads)
-            self.counts["early"] += 1
+        bucket.discard()
+        if gradients.are_final and not self._has_room(gradients.staged_bytes()):
+            return False
+        bucket.watch()
+        if not gradients.are_final:  # it is watched only to learn whether they would have been
+            return False
+        bucket.take()
+        self.counts["early"] += 1
         return True
 
     def _has_room(self, nbytes: int) -> bool:
         """Return whether gradients fit beside those that are in host memory."""
         most = self._memory.gradients
-        if most is None:
+        if most is None or not nbytes:
             return True
         in_use = sum(lanes.staged_bytes for lanes in self._lanes.values())
         return not in_use or in_use + nbytes <= most
-
-    def _give_up(self, bucket: HostBucket) -> None:
-        """Forget a step that was taken ahead, and gradients that are not those of the step."""
-        if bucket.ahead is not None:
-            self.worker.drop(bucket.ahead.task)
-            bucket.ahead = None
-            self.counts["rolled back"] += 1
-        bucket.arrival = bucket.sealed = None
 
     def forget_gradients(self) -> None:
         """Begin anew: what was accumulated is not wanted any more."""
@@ -197,7 +180,7 @@ class Pipeline:
             for row in self.table:
                 row.hits = 0
             for bucket in self._buckets:
-                self._give_up(bucket)
+                bucket.discard()
             self._forget_sums()
 
     def _forget_sums(self) -> None:
@@ -244,7 +227,7 @@ class Pipeline:
             if decision.is_skip:
                 self.counts["skipped"] += max_norm is not None
                 for bucket in self._buckets:
-                    self._give_up(bucket)
+                    bucket.discard()
             else:
                 self._queue(decision.divisor, after)
                 self._bites = decision.divisor != decision.scale
@@ -257,18 +240,16 @@ class Pipeline:
 
     def _decide(self, scaling: Scaling, max_norm: float | None) -> Decision:
         """Ask the devices what the step has to know, once, and give up what was done in vain."""
-        sealed = {b: asked for b in self._buckets if (asked := b.of_gradients())}
-        stepped = [b for b in self._buckets if any(grad is not None for grad in b.grads())]
+        sealed = {b: asked for b in self._buckets if (asked := b.gradients.question())}
+        stepped = [b for b in self._buckets if any(g is not None for g in b.gradients.current())]
         sent = {b: asked for b in stepped if (asked := b.of_weights())}
         resident = [bucket for _, bucket in self._resident]
         questions = [*sealed.values(), *sent.values()]
         decision = decide(scaling, max_norm, self._buckets, resident, questions)
         for bucket, differs in zip(sealed, decision.answers, strict=False):
-            bucket.is_steady = not any(differs)
-            if not bucket.is_steady:
-                self._give_up(bucket)
+            bucket.discard_differing(differs)
         for bucket, differs in zip(sent, decision.answers[len(sealed) :], strict=True):
-            bucket.written = differs
+            bucket.note_written(differs)
         return decision
 
     def _queue(self, divisor: float, after: dict[torch.device, Event | None]) -> None:
@@ -278,83 +259,36 @@ class Pipeline:
                 self.inner.step_whole(group, resident, scaling_of(divisor))
             for bucket in self._buckets:  # by place
                 self._take_rest(bucket)
-                self._settle(bucket, divisor, after[bucket.lanes.device])
+                if bucket.has_taken:
+                    self._commit(bucket, divisor, after[bucket.lanes.device])
         finally:  # what was queued before an error, too, reads gradients
             for lanes in self._lanes.values():
                 lanes.hold_back()  # whoever writes to them from now on
 
-    def _drop_outdated(self, bucket: HostBucket) -> None:
+    def _drop_outdated(self, bucket: OffloadedBucket) -> None:
         """Forget what is there of gradients of which it shows that they are not those of now."""
-        if bucket.sums is not None:
-            left = [row for row in bucket.rows if row.summed().has_more()]
-            bucket.is_steady = not left
-            for row in left:
-                self._send_away(row)
-            there = [i for i, known in enumerate(bucket.sums) if known.count]
-            if left or (bucket.arrival is not None and bucket.arrival.indices != there):
-                self._give_up(bucket)
-        elif bucket.sealed is not None and not bucket.looks_sealed(bucket.grads()):
-            bucket.is_steady = False
-            self._give_up(bucket)
+        late = bucket.gradients.late()
+        for row in late:
+            self._send_away(row)
+        bucket.discard_changed(were_late=bool(late))
 
-    def _take_rest(self, bucket: HostBucket) -> None:
+    def _take_rest(self, bucket: OffloadedBucket) -> None:
         """See that the gradients of a bucket are on their way, when there is room for them."""
-        if bucket.arrival is not None:
+        gradients = bucket.gradients
+        if bucket.has_taken or all(grad is None for grad in gradients.current()):
             return
-        if bucket.sums is not None:
-            if any(known.count for known in bucket.sums):
-                bucket.take_sums(bucket.sums)
-                self.counts["late"] += 1
-            return
-        grads = bucket.grads()
-        if any(grad is not None for grad in grads):
-            for other in self._buckets:
-                if self._has_room(bucket.grad_bytes()):
-                    break
-                if other.task is not None:
-                    self.worker.wait([other.task])
-            bucket.take(grads)
-            self.counts["late"] += 1
+        for other in self._buckets:
+            if self._has_room(gradients.staged_bytes()):
+                break
+            if other.task is not None:
+                self.worker.wait([other.task])
+        bucket.take()
+        self.counts["late"] += 1
 
-    def _settle(self, bucket: HostBucket, divisor: float, after: Event | None) -> None:
-        """Make the step ahead count, or queue one."""
-        arrival, ahead = bucket.arrival, bucket.ahead
-        if arrival is None:
-            return
+    def _commit(self, bucket: OffloadedBucket, divisor: float, after: Event | None) -> None:
+        """Queue the step of a bucket, and wait for it if users of its weights cannot."""
         options = self._options(bucket) or options_of(self.groups[bucket.group])
-        was_written = bucket.pull()
-        if was_written:
-            bucket.aim(arrival)
-        if ahead is not None and self.worker.drop(ahead.task):  # nobody has begun it
-            self.counts["ahead"] -= 1
-            ahead = None
-        step = partial(bucket.step, arrival, options, scaling_of(divisor), after)
-        send = partial(bucket.send_rest, arrival, after)
-        await_room = bucket.lanes.await_room
-        if (
-            ahead is not None
-            and bucket.spare is not None
-            and not was_written
-            and ahead.task.error is None
-            and ahead.is_of(options, divisor, bucket.weights, bucket.state_marks())
-        ):
-            taken, adopt = ahead.task, partial(bucket.adopt, bucket.spare, after)
-            run = partial(use, taken, await_room, adopt, step, send)
-            self.counts["validated"] += 1
-        else:
-            taken = Task(step, Urgency.STEP, bucket.place, arrival.events[:1], arrival.needs)
-            run = partial(go_on, taken, await_room, send)
-            self.counts["rolled back"] += ahead is not None
-        is_seen = bucket.set_out(arrival, partial(self.wait_for, (bucket,)))
-        if ahead is None or taken is not ahead.task:
-            bucket.task = self.worker.submit(taken)
-        arrival.release()
-        bucket.ahead = bucket.arrival = bucket.sealed = None
-        bucket.is_state_shown = False
-        room = bucket.lanes.has_room
-        task = Task(run, Urgency.RETURN, bucket.place, [after], [taken], room)
-        bucket.task = self.worker.submit(task)  # if that fails, there is nothing to wait for
-        if not is_seen:
+        if not bucket.commit(options, divisor, after, partial(self.wait_for, (bucket,))):
             self.wait_for([bucket])
 
     # Afterwards
@@ -371,7 +305,7 @@ class Pipeline:
         self._follow_groups()
         self._follow_params()
         for bucket in self._buckets:
-            self._give_up(bucket)
+            bucket.discard()
             bucket.distrust()
             bucket.pull()
         self.table.update_others()
@@ -381,7 +315,7 @@ class Pipeline:
         names = ("early", "late", "ahead", "validated", "rolled back")
         return {
             **{name: self.counts[name] for name in names},
-            "bytes_out": self._adder.bytes_out + sum(b.bytes_out for b in self._buckets),
+            "bytes_out": self._adder.bytes_out + sum(b.gradients.bytes_out for b in self._buckets),
             "bytes_back": sum(bucket.bytes_back for bucket in self._buckets),
             "step_seconds": sum(bucket.seconds for bucket in self._buckets),
             "threads": self.worker.threads,
@@ -408,7 +342,7 @@ class Pipeline:
             for bucket in self._buckets:
                 bucket.end()
 
-    def wait_for(self, buckets: Iterable[HostBucket]) -> None:
+    def wait_for(self, buckets: Iterable[OffloadedBucket]) -> None:
         """Do this for some buckets."""
         errors = []
         for bucket in buckets:
@@ -419,8 +353,8 @@ class Pipeline:
                     errors.append(task.error)
             bucket.await_on_stream()
             with self._locked():  # another thread may have stepped since, or is about to
-                if bucket.task is task:
-                    bucket.arrive()
+                if bucket.task is task and bucket.state is BucketState.RETURNING:
+                    bucket.returned()
         if errors:
             raise errors[0]
 
@@ -441,7 +375,7 @@ class Pipeline:
             inner.update(options_of(group))
         self.table.forget(self.groups, self.inner.state)
 
-    def _options(self, bucket: HostBucket) -> Group | None:
+    def _options(self, bucket: OffloadedBucket) -> Group | None:
         """Return the options of a step as they are now, or None if that would wait for a device."""
         lr = self.groups[bucket.group]["lr"]
         if isinstance(lr, Tensor) and lr.device.type != "cpu":
@@ -468,7 +402,7 @@ class Pipeline:
             return
         self._known = [bucket for _, bucket in found]
         for made in self._buckets:
-            self._give_up(made)
+            made.discard()
         for row in self.table:
             row.bucket = None
         self._resident, self._buckets = [], []
@@ -478,13 +412,14 @@ class Pipeline:
                 self._resident.append((self.inner.param_groups[group], bucket))
                 continue
             lanes = self._lanes_of(rows[0].param)
-            made = HostBucket(self.inner, group, bucket, rows, lanes)
-            made.place = len(self._buckets)
+            gradients: GradientSource
             if self._free_grads:
                 self._adder.finish()
-                made.sums = [row.summed() for row in rows]
-                for row in rows:
-                    row.summed().lie_as(row.param)
+                gradients = SummedGradients(rows, lanes.device)
+            else:
+                gradients = DeviceGradients([row.param for row in rows], lanes)
+            ours = (self.worker, self.counts, len(self._buckets))
+            made = OffloadedBucket(self.inner, group, bucket, rows, lanes, gradients, *ours)
             self._buckets.append(made)
             for row in rows:
                 row.bucket = made
@@ -494,7 +429,7 @@ class Pipeline:
             if left >= 0:
                 made.make_spare(host_memory(made.bucket.parts(), self.table.share))
 
-    def _rows(self) -> list[Row[HostBucket]]:
+    def _rows(self) -> list[Row[OffloadedBucket]]:
         """Return the rows of parameters that are in groups."""
         copies = itertools.chain.from_iterable(g["params"] for g in self.inner.param_groups)
         return list(map(self.table.of_copy, copies))

@@ -223,7 +223,7 @@ def assert_same_state(one, other):
 def await_ahead(optimizer):
     """Return when all steps that are taken ahead are over, so that step() finds them done."""
     found = optimizer._pipeline
-    found.worker.wait([b.ahead.task for b in found._buckets if b.ahead is not None])
+    found.worker.wait([b.task_ahead for b in found._buckets if b.task_ahead is not None])
 
 
 def small_parts(monkeypatch, piece=512, most=1024):
