@@ -113,7 +113,7 @@ class HostBucket:
         # Of the parameters, when they were what their host copies are; None: nobody knows.
         self.weights: Marks | None = None
         self.prints: Tensor | None = None
-        self._written: list[bool] = []  # which of them are not what they were then
+        self._written = [False] * len(owners)  # which of them are not what they were then
         self.seconds = 0.0  # of steps in host memory
         self.bytes_back = 0
 

@@ -300,12 +300,17 @@ class OffloadedBucket(HostBucket):
         self._state = state  # whatever fails from here on, weights may be under way
         waits = self._set_out(arrival, wait)
         if ahead is None:
-            self._task = self._worker.submit(taken)
+            self._ask(taken)
         arrival.release()
         room = self.lanes.has_room
-        task = Task(run, Urgency.RETURN, self.place, [after], [taken], room)
-        self._task = self._worker.submit(task)  # if that fails, there is nothing to wait for
+        self._ask(Task(run, Urgency.RETURN, self.place, [after], [taken], room))
         return waits
+
+    def _ask(self, task: Task) -> None:
+        """Queue a task of a step; if that fails, there is nothing more to wait for."""
+        self._task = self._worker.submit(task)
+        # When Python ends, that has run it: and as it touched a weight, it has waited for itself.
+        self._state = BucketState.RETURNING
 
     def _begun(self) -> Ahead | None:
         """Return the step that is ahead, if it is, or else take it back."""

@@ -411,15 +411,7 @@ class Pipeline:
             if not rows[0].is_copied:
                 self._resident.append((self.inner.param_groups[group], bucket))
                 continue
-            lanes = self._lanes_of(rows[0].param)
-            gradients: GradientSource
-            if self._free_grads:
-                self._adder.finish()
-                gradients = SummedGradients(rows, lanes.device)
-            else:
-                gradients = DeviceGradients([row.param for row in rows], lanes)
-            ours = (self.worker, self.counts, len(self._buckets))
-            made = OffloadedBucket(self.inner, group, bucket, rows, lanes, gradients, *ours)
+            made = self._made(group, bucket, rows)
             self._buckets.append(made)
             for row in rows:
                 row.bucket = made
@@ -428,6 +420,20 @@ class Pipeline:
             left -= made.nbytes
             if left >= 0:
                 made.make_spare(host_memory(made.bucket.parts(), self.table.share))
+
+    def _made(
+        self, group: int, bucket: Bucket, rows: list[Row[OffloadedBucket]]
+    ) -> OffloadedBucket:
+        """Return the bucket of some parameters, to come behind those that there are."""
+        lanes = self._lanes_of(rows[0].param)
+        gradients: GradientSource
+        if self._free_grads:
+            self._adder.finish()
+            gradients = SummedGradients(rows, lanes.device)
+        else:
+            gradients = DeviceGradients([row.param for row in rows], lanes)
+        ours = (self.worker, self.counts, len(self._buckets))
+        return OffloadedBucket(self.inner, group, bucket, rows, lanes, gradients, *ours)
 
     def _rows(self) -> list[Row[OffloadedBucket]]:
         """Return the rows of parameters that are in groups."""
