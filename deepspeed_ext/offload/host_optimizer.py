@@ -158,6 +158,13 @@ def flat_range(tensor: Tensor, begin: int) -> Tensor:
     return tensor.as_strided((n,), (1,), tensor.storage_offset() + begin)
 
 
+def scaling_of(divisor: float) -> Scaling:
+    """Return what the host's step divides gradients by."""
+    if divisor == 1:
+        return Scaling()
+    return Scaling(torch.tensor(divisor, dtype=torch.float64, device="cpu"))
+
+
 def options_of(group: Group) -> Group:
     """Return what a step is taken with, as it is now."""
     options = {key: value for key, value in group.items() if key not in _NO_OPTIONS}
