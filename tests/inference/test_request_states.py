@@ -145,7 +145,7 @@ def test_a_plan_says_all_of_a_step_before_any_of_it() -> None:
         plan = plan_step(table.by_state(), packs)
         (only,) = plan.prefill
         assert [part.request for part in only.parts] == ([short, long] if packs else [short])
-        assert sum(part.count for part in only.parts) == (CHUNK - 1 if packs else 3)
+        assert sum(part.tokens for part in only.parts) == (CHUNK - 1 if packs else 3)
         batches = [only.running] if packs else plan.decode
         assert [batch.requests for batch in batches if batch is not None] == [[running]]
         assert [batch.requests for batch in plan.first] == [[forked, short]]
@@ -187,4 +187,15 @@ def test_states_say_where_a_request_is(
             stream.cancel(11)
     assert seen == set(State)
     assert [each.finish_reason for each in stream.completions()].count("cancelled") == 2
+    tiny.check_all_is_free(engine)
+
+
+def test_a_request_that_was_cancelled_before_a_step_saw_it() -> None:
+    """As another thread ends it after it has looked for new ones, and before it looks again."""
+    engine = tiny.engine(max_batch=2)
+    request = request_in(WAITING)
+    engine._scheduler.add([request])
+    request.cancel()
+    engine._scheduler.step()
+    assert not engine._scheduler._waiting and not engine._scheduler._table.requests
     tiny.check_all_is_free(engine)

@@ -305,7 +305,8 @@ def test_interrupted_at_any_moment_beside_another_thread(monkeypatch: pytest.Mon
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.signal(signal.SIGALRM, before)
     assert hits > 10
-    assert all(each == busy.expected or "was given up" in each for each in busy.found)
+    odd = [each for each in busy.found if each != busy.expected and "was given up" not in each]
+    assert odd == []
     assert engine.generate(PROMPTS, **MANY) == busy.expected
     tiny.check_all_is_free(engine)
 

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from processes import Case
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.utils.checkpoint import checkpoint
 from zero_cases import Net, assert_close, loss_of, whole
 
@@ -333,6 +334,31 @@ def experts(row, folder):
         assert grads == [False, False, True, False]
 
 
+def losses_of_whole_weights(row, folder):
+    """Of a weight that forward uses too, as the docstring of shard says: gradients are averaged."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if row == "replicas":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+
+    def loss(model, number, rank):
+        weight = model.embedding.weight
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor(grad_placements=[Partial("avg")] * mesh.ndim)
+        return loss_of(model, number, rank) + weight[rank].pow(2).sum()
+
+    for stage in (2, 3) if row == "replicas" else range(4):
+        model, plain = zero.shard(Net(), stage, mesh=mesh), Net()
+        for number in zero.accumulate(model, MICRO_STEPS):
+            (loss(model, number, dist.get_rank()) / MICRO_STEPS).backward()
+            for rank in range(dist.get_world_size()):
+                (loss(plain, number, rank) / dist.get_world_size() / MICRO_STEPS).backward()
+        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            if theirs.grad is None:  # of what the loss does not use
+                assert ours.grad is None, name
+            else:
+                assert_close(whole(ours.grad), theirs.grad, f"stage {stage}, {name}")
+
+
 def saved_pretrained(row, folder):
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -372,6 +398,8 @@ CASES = [
     Case(2, "recomputed", ""),
     *(Case(world, "models_that_call_themselves", "") for world in (1, 2)),
     *(Case(world, "experts", "") for world in (1, 2, 4)),
+    Case(2, "losses_of_whole_weights", ""),
+    Case(4, "losses_of_whole_weights", "replicas"),
     Case(2, "saved_pretrained", ""),
 ]
 

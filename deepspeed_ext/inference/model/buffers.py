@@ -56,9 +56,9 @@ def _expected(buffers: Mapping[str, Tensor], of: Architecture) -> Iterator[tuple
     for name, buffer in buffers.items():
         last = name.rpartition(".")[2]
         if last == "embed_scale":
-            yield name, torch.tensor(of.embedding_scale)
+            yield name, torch.tensor(of.embedding_scale, device="cpu")
         elif not of.causal and last == "position_ids":
-            yield name, torch.arange(buffer.shape[-1]).expand(buffer.shape)
+            yield name, torch.arange(buffer.shape[-1], device="cpu").expand(buffer.shape)
         elif not of.causal and last == "token_type_ids":
             yield name, torch.zeros_like(buffer, device="cpu")
 

@@ -135,7 +135,8 @@ class Scheduler:
         """Around all that changes requests: what did not come to its end is given up here."""
         was_whole, self._is_whole = self._is_whole, False
         while self._incoming:
-            self._waiting.append(self._incoming[0])
+            if not self._incoming[0].is_done:  # cancelled before it was seen here
+                self._waiting.append(self._incoming[0])
             self._incoming.popleft()
         if not was_whole:
             self._give_up()
