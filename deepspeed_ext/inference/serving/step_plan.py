@@ -20,11 +20,11 @@ class Part(NamedTuple):
 
     Args:
         request: is PREFILLING.
-        count: how many.
+        length: how many.
     """
 
     request: Request
-    count: int
+    length: int
 
 
 class PrefillPass(NamedTuple):
