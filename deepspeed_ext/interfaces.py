@@ -26,8 +26,8 @@ _INSTEAD = {
     "fused_lars": "deepspeed_ext.optim.Lars",
     "quantizer": "deepspeed_ext.ops.ds_quantizer",
     "transformer_inference": "deepspeed_ext.inference.KVCache",
-    "cpu_norm": "deepspeed_ext.ops.clip_grad_norm_",
-    "fused_norm": "deepspeed_ext.ops.clip_grad_norm_",
+    "cpu_l2_norm": "deepspeed_ext.ops.clip_grad_norm_",
+    "fused_l2_norm": "deepspeed_ext.ops.clip_grad_norm_",
     "async_io": "deepspeed_ext.io.AsyncIO",
 }
 

@@ -19,9 +19,22 @@ COMING = {
     "MultiHeadAttnBuilder": "transformer",
     "RandomLTDBuilder": "random_ltd",
     "SparseAttnBuilder": "sparse_attn",
-    "SpatialInferenceBuilder": "spatial_inference",
     "StochasticTransformerBuilder": "transformer",
     "TransformerBuilder": "transformer",
+}
+# Those that do not come, and what does their work.
+INSTEAD = {
+    "CCLCommBuilder": "torch.distributed",
+    "DeepCompileBuilder": "torch.compile",
+    "EvoformerAttnBuilder": "torch's scaled_dot_product_attention with attn_mask",
+    "FPQuantizerBuilder": "deepspeed_ext.ops.quantize with an fp8 format",
+    "GDSBuilder": "AsyncIOBuilder, whose engine takes CUDA tensors",
+    "GPTQBuilder": "deepspeed_ext.quantization.load_int4_checkpoint",
+    "InferenceCoreBuilder": "deepspeed_ext.init_inference",
+    "InferenceCutlassBuilder": "deepspeed_ext.init_inference",
+    "RaggedOpsBuilder": "deepspeed_ext.init_inference",
+    "RaggedUtilsBuilder": "deepspeed_ext.init_inference",
+    "ShareMemCommBuilder": "torch.distributed",
 }
 
 
@@ -77,4 +90,6 @@ def __getattr__(name: str) -> type[OpBuilder]:
     text = f"module {__name__!r} has no attribute {name!r}"
     if name in COMING:
         text += f"; it comes with the op {COMING[name]}, which is not there yet"
+    if name in INSTEAD:
+        text += f", as its ops are not here; use {INSTEAD[name]}"
     raise AttributeError(text)

@@ -13,7 +13,7 @@ from types import ModuleType
 from . import cache, probe, toolchain, trust
 from .errors import BuildError, Unavailable
 from .jit import compile_into_cache
-from .registry import spec_of
+from .registry import EARLIER_NAMES, spec_of
 from .spec import OpSpec
 from .trust import Untrusted
 from .wanted import CSRC, ROOT, Wanted
@@ -115,7 +115,10 @@ def _find_or_compile(spec: OpSpec) -> Path:
 
 def _override(wanted: Wanted) -> Path | None:
     """Return the library that the environment names, or None; raise when it does not fit."""
-    variable = f"DS_EXT_LIBRARY_{wanted.spec.name.upper()}"
+    name = wanted.spec.name
+    names = (name, *(earlier for earlier, of in EARLIER_NAMES.items() if of == name))
+    variables = [f"DS_EXT_LIBRARY_{name.upper()}" for name in names]
+    variable = next(filter(os.environ.get, variables), variables[0])
     text = os.environ.get(variable, "")
     if not text:
         return None

@@ -193,7 +193,7 @@ ROWS: tuple[StepOp | FunctionalOp, ...] = (
     StepOp("lamb", "LambApply", "LambMoments"),
     StepOp("lars", "LarsApply", "LarsNorms"),
     FunctionalOp(
-        "norm",
+        "l2_norm",
         modules=("optimizers.fingerprint", "optimizers.l2_norm"),
         kernels=("optimizers/l2_norm", "optimizers/fingerprint"),
         bits="same",
@@ -206,7 +206,7 @@ ROWS: tuple[StepOp | FunctionalOp, ...] = (
     FunctionalOp(
         "bias_activation",
         modules=("elementwise.bias_activation",),
-        kernels=("elementwise/bias_activation",),
+        kernels="elementwise",
         bits="same",
         sanitizer="activations",
         benchmark="activation",
@@ -214,10 +214,18 @@ ROWS: tuple[StepOp | FunctionalOp, ...] = (
     FunctionalOp(
         "gated_activation",
         modules=("elementwise.gated_activation",),
-        kernels=("elementwise/gated_activation",),
+        kernels="elementwise",
         bits="same",
         sanitizer="activations",
         benchmark="swiglu",
+    ),
+    FunctionalOp(
+        "nhwc_bias_add",
+        modules=("elementwise.nhwc_bias_add",),
+        kernels="elementwise",
+        bits="same",
+        sanitizer="activations",
+        benchmark="activation",
     ),
     FunctionalOp(
         "rope",
@@ -304,6 +312,9 @@ OPS: tuple[OpSpec, ...] = (
 )
 
 
+# What two rows were called before: builders, DS_BUILD_<OP>, ds_report and `load` know them still.
+EARLIER_NAMES = {"cpu_norm": "cpu_l2_norm", "fused_norm": "fused_l2_norm"}
+
 # One name, that older libraries have, for rows on CUDA. Without it `is_compatible` of these
 # builders is False, as theirs is; the rows of the CPU have builders of their own. What utils has is
 # plain torch, and needs no row.
@@ -315,18 +326,20 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "fused_skinny_linear",
     ),
     "quantizer": ("fused_quantizer",),
-    "fused_optim": ("fused_adam", "fused_sgd", "fused_lamb", "fused_norm"),
+    "fused_optim": ("fused_adam", "fused_sgd", "fused_lamb", "fused_l2_norm"),
     "layernorm": ("fused_layer_norm",),
     "scaled_masked_softmax": ("fused_softmax",),
     "scaled_upper_triangle_masked_softmax": ("fused_softmax",),
+    "spatial_inference": ("fused_nhwc_bias_add",),
     "utils": (),
+    **{earlier: (name,) for earlier, name in EARLIER_NAMES.items()},
 }
 
 
 def spec_of(name: str) -> OpSpec:
-    """Return the row of an op."""
+    """Return the row of an op, by its name or an earlier one."""
     for spec in OPS:
-        if spec.name == name:
+        if spec.name == EARLIER_NAMES.get(name, name):
             return spec
     raise BuildError(
         name,

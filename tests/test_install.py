@@ -24,10 +24,10 @@ ROOT = Path(__file__).parent.parent
 EVERY_OP = {spec.name for spec in OPS}
 NAME = re.search(r'__version__ = "(.+)"', (ROOT / "deepspeed_ext/__init__.py").read_text())[1]
 NOT_SOURCES = (".*", "build", "dist", "out", "prebuilt", "*.egg-info", "__pycache__", "*.so")
-LEFT_OUT = {spec.name for spec in OPS if spec.name.startswith("cpu_")} - {"cpu_norm"}
+LEFT_OUT = {spec.name for spec in OPS if spec.name.startswith("cpu_")} - {"cpu_l2_norm"}
 # All on CUDA would take 10 minutes: an optimizer, and what is none.
 LEFT_OUT |= {spec.name for spec in OPS if spec.device == "cuda"}
-LEFT_OUT -= {"fused_adam", "fused_norm"}
+LEFT_OUT -= {"fused_adam", "fused_l2_norm"}
 CUDA_WORD = re.compile(r"cuda|cublas|curand|nvrtc", re.IGNORECASE)
 
 # Torch's number for the device type, which every libtorch_cpu.so defines; error texts compare it.
@@ -252,7 +252,7 @@ def test_compiled_cpu_library_has_nothing_of_cuda(compiled_wheel, tmp_path):
         if shutil.which(tool) is None:
             pytest.skip(f"there is no {tool} on PATH")
     cpu = [spec for spec in OPS if spec.device == "cpu" and spec.name in compilable()]
-    assert {"cpu_adam", "cpu_norm"} <= {spec.name for spec in cpu}
+    assert {"cpu_adam", "cpu_l2_norm"} <= {spec.name for spec in cpu}
     for name, needs in ((spec.name, spec.needs) for spec in cpu):
         member = f"deepspeed_ext/prebuilt/{name}.so"
         wheel = zipfile.ZipFile(compiled_wheel)
@@ -273,7 +273,7 @@ def test_compiled_wheel_works_without_a_compiler(compiled_wheel, tmp_path):
         PATH=tmp_path, DS_EXT_CACHE=tmp_path / "cache", DS_EXT_JIT="0", CXX="no-such-compiler"
     )
     program = python.with_name("ds_report")
-    names = compilable() & {"cpu_norm", "async_io"}
+    names = compilable() & {"cpu_l2_norm", "async_io"}
     done = run(program, *names, "--json", env=variables, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)["ops"]
@@ -339,6 +339,8 @@ def compiled(monkeypatch, tmp_path):
         ({"OPS": "1", "FUSED_ADAM": "0"}, EVERY_OP - {"fused_adam"}),
         ({"OPS": "0", "FUSED_ADAM": "1"}, {"fused_adam"}),
         ({"FUSED_ADAM": "1"}, {"fused_adam"}),
+        ({"CPU_NORM": "1"}, {"cpu_l2_norm"}),  # what it was called before
+        ({"OPS": "1", "FUSED_NORM": "0"}, EVERY_OP - {"fused_l2_norm"}),
         ({"OPS": "1", "CPU_ADAM": ""}, EVERY_OP),
         ({"TRANSFORMER_INFERENCE": "1"}, set(GROUPS["transformer_inference"])),
         (

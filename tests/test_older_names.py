@@ -1,6 +1,7 @@
 """The builders and native functions of older libraries: there, by what plain torch gives, or said
 to come."""
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from deepspeed_ext import interfaces, op_builder
 from deepspeed_ext.compat.fused_optim import multi_tensor_applier
 from deepspeed_ext.op_builder import builders
 
-# Every builder that DeepSpeed or Colossal-AI has, and what callers use of what its load gives, as
-# far as it is there under their name.
+# Builders that DeepSpeed or Colossal-AI has, and what callers use of what its load gives, as far as
+# it is there under their name.
 OLDER: dict[str, tuple[str, ...]] = {
     "AsyncIOBuilder": ("aio_handle",),
     "CPUAdagradBuilder": (),
@@ -56,6 +57,25 @@ def test_every_builder_is_there_or_comes_with_an_op(name: str) -> None:
     module = interfaces.interface_of(builder.NAME)
     assert set(OLDER[name]) <= set(dir(module))
     assert all(callable(getattr(module, each)) for each in OLDER[name])
+
+
+@pytest.mark.parametrize("name", builders.INSTEAD)
+def test_a_builder_that_does_not_come_says_what_to_use(name: str) -> None:
+    for module in (op_builder, builders):
+        text = f"has no attribute '{name}', as its ops are not here; use {builders.INSTEAD[name]}$"
+        with pytest.raises(AttributeError, match=text):
+            getattr(module, name)
+
+
+def test_what_is_to_be_used_in_place_of_builders_is_there() -> None:
+    """Of what is ours."""
+    for use in builders.INSTEAD.values():
+        place = use.split()[0].rstrip(",")
+        if place.startswith("deepspeed_ext."):
+            module, _, name = place.rpartition(".")
+            assert callable(getattr(import_module(module), name)), use
+        elif place.endswith("Builder"):
+            assert place in builders.BUILDERS
 
 
 def test_utils_need_nothing() -> None:

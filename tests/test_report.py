@@ -17,8 +17,8 @@ from deepspeed_ext import environment, report
 from deepspeed_ext.op_builder import OPS, OpSpec, cuda, probe
 from deepspeed_ext.processors import ranges, share_here
 
-CPU_ADAM, CPU_NORM = (
-    next(spec for spec in OPS if spec.name == n) for n in ("cpu_adam", "cpu_norm")
+CPU_ADAM, CPU_L2_NORM = (
+    next(spec for spec in OPS if spec.name == n) for n in ("cpu_adam", "cpu_l2_norm")
 )
 ISAS = ("scalar", "sse2", "neon", "avx2", "avx512")
 
@@ -293,7 +293,7 @@ def test_nccl_is_tried_in_a_child(answer, text, monkeypatch):
 def test_nccl_works_where_there_is_a_gpu():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
-    done = ds_report("--json", "cpu_norm")
+    done = ds_report("--json", "cpu_l2_norm")
     version = ".".join(map(str, torch.cuda.nccl.version()))
     assert json.loads(done.stdout)["environment"]["NCCL"] == f"{version} works"
 
@@ -318,36 +318,37 @@ def test_locked_memory_limit_has_human_units(monkeypatch):
 
 
 @pytest.fixture
-def cpu_norm():
+def cpu_l2_norm():
     """The op that compiles fastest."""
-    reasons = probe.why_not(CPU_NORM)
+    reasons = probe.why_not(CPU_L2_NORM)
     if reasons:
-        pytest.skip(f"cpu_norm cannot be compiled here: {reasons[0]}")
+        pytest.skip(f"cpu_l2_norm cannot be compiled here: {reasons[0]}")
 
 
-@pytest.mark.usefixtures("cpu_norm")
+@pytest.mark.usefixtures("cpu_l2_norm")
 def test_real_report_as_json(tmp_path):
-    done = ds_report("--build", "cpu_norm", DS_EXT_CACHE=str(tmp_path))
+    done = ds_report("--build", "cpu_l2_norm", DS_EXT_CACHE=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert list(tmp_path.glob("cpu_norm-*/cpu_norm.so"))
+    assert list(tmp_path.glob("cpu_l2_norm-*/cpu_l2_norm.so"))
+    # By its earlier name, too.
     done = ds_report("--json", "cpu_norm", DS_EXT_CACHE=str(tmp_path), CXX="no-such-compiler")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
-    assert found["ops"]["cpu_norm"]["state"] == "works"
-    assert found["ops"]["cpu_norm"]["milliseconds"] > 0
-    assert found["ops"]["cpu_norm"]["library"].startswith(str(tmp_path))
+    assert found["ops"]["cpu_l2_norm"]["state"] == "works"
+    assert found["ops"]["cpu_l2_norm"]["milliseconds"] > 0
+    assert found["ops"]["cpu_l2_norm"]["library"].startswith(str(tmp_path))
     assert found["environment"]["op cache"] == str(tmp_path)
     assert found["environment"]["torch"].startswith(torch.__version__)
 
 
-@pytest.mark.usefixtures("cpu_norm")
+@pytest.mark.usefixtures("cpu_l2_norm")
 @pytest.mark.parametrize("isa", ISAS)
 def test_instruction_sets_are_those_of_the_kernels(isa):
     code = "from deepspeed_ext.report import main; raise SystemExit(main())"
     environ = {**os.environ, "DSX_FORCE_ISA": isa}
-    done = warm_python.run("-c", code, "--json", "--build", "cpu_norm", env=environ)
+    done = warm_python.run("-c", code, "--json", "--build", "cpu_l2_norm", env=environ)
     found = json.loads(done.stdout)
-    works = found["ops"]["cpu_norm"]["state"] == "works"
+    works = found["ops"]["cpu_l2_norm"]["state"] == "works"
     assert found["environment"]["CPU kernels"].startswith(f"{isa}, forced" if works else "none: ")
 
 

@@ -1,6 +1,7 @@
 // What went wrong with a file: an errno and one sentence.
 #pragma once
 
+#include <cerrno>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -22,7 +23,11 @@ class IoError : public std::runtime_error {
   int code_;
 };
 
-// What the system says of an errno, such as "No space left on device".
-inline std::string message_of(int code) { return std::generic_category().message(code); }
+// What the system says of an errno, such as "No space left on device". We seek nowhere: ESPIPE is
+// said of what has no offsets.
+inline std::string message_of(int code) {
+  if (code == ESPIPE) return "it is a pipe or a socket, expected a file";
+  return std::generic_category().message(code);
+}
 
 }  // namespace dsx::aio

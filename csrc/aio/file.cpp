@@ -43,8 +43,21 @@ int flags_of(Mode mode) {
   return O_RDONLY;
 }
 
+// -1 of a file system that has no blocks, and says 0 of them: /proc, memfd_create, tmpfs without
+// size.
 int64_t free_bytes_of(const struct statvfs& system) {
+  if (system.f_blocks == 0) return -1;
   return static_cast<int64_t>(system.f_bavail) * static_cast<int64_t>(system.f_frsize);
+}
+
+bool is_stream(mode_t mode) { return S_ISFIFO(mode) || S_ISSOCK(mode); }
+
+// Of a pipe that nobody reads, and of a socket, the kernel says that there is no such device.
+void refuse_stream(const std::string& path, int code) {
+  struct stat kind{};
+  if (code == ENXIO && stat(path.c_str(), &kind) == 0 && is_stream(kind.st_mode)) {
+    fail("opening", path, ESPIPE);
+  }
 }
 
 bool is_power_of_two(int64_t value) { return value > 0 && (value & (value - 1)) == 0; }
@@ -66,12 +79,16 @@ std::shared_ptr<File> File::open(const std::string& path, Mode mode) {
   const int flags = flags_of(mode) | O_CLOEXEC;
   // A pipe would wait for somebody at its other end, and has no offsets anyway.
   const int fd = retried([&] { return ::open(path.c_str(), flags | O_NONBLOCK, 0666); });
-  if (fd == -1) fail("opening", path);
+  if (fd == -1) {
+    const int code = errno;
+    refuse_stream(path, code);
+    fail("opening", path, code);
+  }
   auto file = std::shared_ptr<File>(new File(path, fd, flags));
   struct stat kind{};
   if (fstat(fd, &kind) == -1) fail("opening", path);
   if (S_ISDIR(kind.st_mode)) fail("opening", path, EISDIR);
-  if (S_ISFIFO(kind.st_mode) || S_ISSOCK(kind.st_mode)) fail("opening", path, ESPIPE);
+  if (is_stream(kind.st_mode)) fail("opening", path, ESPIPE);
   if (fcntl(fd, F_SETFL, flags & ~O_CREAT) == -1) fail("opening", path);
   return file;
 }

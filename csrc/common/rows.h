@@ -15,6 +15,8 @@ struct Rows {
   int64_t group = 0;
   int64_t group_pitch = 0;  // elements from one group to the next
 
+  DSX_HOST_DEVICE bool is_present() const { return data != nullptr; }
+
   // T is the storage type that holds the dtype, or Any.
   template <class T>
   DSX_HOST_DEVICE Pointer<T> row(int64_t i) const {

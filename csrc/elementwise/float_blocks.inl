@@ -27,18 +27,6 @@ constexpr int kLeastLanes = 16;
 constexpr int kLeastLanes = 4;
 #endif
 
-// Calls body with a value of the type that `count` elements of each of these rows are worked on as.
-template <class Body, class... Others>
-inline void with_block_type(int count, const Body& body, const Others&... rows) {
-  if constexpr (Vec::size >= kLeastLanes) {
-    const auto fits = [](const Rows& each) {
-      return each.data == nullptr || each.dtype == Dtype::bfloat16;
-    };
-    if (are_whole(count) && (fits(rows) && ...)) return body(BFloat16{});
-  }
-  body(float{});
-}
-
 // `count` elements of a row: where they lie, or in the block with zeros behind them; null if
 // absent.
 template <class T>

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <algorithm>
+#include <span>
+#include <vector>
 
 #include "common/cuda/check.h"
 #include "common/cuda/launch.cuh"
@@ -61,7 +63,7 @@ struct ListLaunch {
 // Calls launch(storage, ListLaunch, aligned): with a value of the storage type of all rows if
 // nothing is in the way of whole vectors, else of Any.
 template <class Launch>
-void launch_over_list(int64_t rows, int64_t length, std::initializer_list<Rows> all, const char* op,
+void launch_over_list(int64_t rows, int64_t length, std::span<const Rows> all, const char* op,
                       const Launch& launch) {
   cuda::check(cudaPeekAtLastError(), op);  // of somebody before
   const bool aligned = all_aligned(all);

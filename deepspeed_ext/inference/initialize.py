@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.optim.swa_utils import AveragedModel
 
 from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.inference.arguments import Settings, dtype_of, settings_of, usual
@@ -23,6 +25,7 @@ from deepspeed_ext.inference.execution.memory_budget import (
     working_bytes,
 )
 from deepspeed_ext.inference.model.architecture import architecture_of
+from deepspeed_ext.inference.model.buffers import check_buffers
 from deepspeed_ext.inference.model.checkpoint_folder import (
     Described,
     FolderTensors,
@@ -76,8 +79,9 @@ def init_inference(
     max_batch, max_tokens, cuda_graphs and pack_prefill mean nothing to it.
 
     The weights are copied; a module stays as it is. Its tensors and its config are read, and no
-    code of it runs: your hooks and a forward of its own are refused by name, but other attributes
-    that were changed, such as an activation or a scale, are not seen.
+    code of it runs: your hooks, those of all modules too, and a forward of its own are refused by
+    name. So are buffers that say something else than the config, such as rotary frequencies. Other
+    attributes that were changed, such as an activation or a scale, are not seen.
 
     Tensors of a folder are read a layer at a time and quantized on the way, so that two layers as
     floats lie about at most. Names and shapes of all tensors, what the table reads of the
@@ -159,17 +163,21 @@ class _Source:
         config: of the model.
         tensors: without values in the case of a folder.
         folder: None for a module.
+        buffers: of a module, those too that are no part of its state dict.
     """
 
     def __init__(self, model: nn.Module | str | os.PathLike[str]) -> None:
         self.folder: ModelFolder | None = None
         self.tensors: Mapping[str, Tensor] | Mapping[str, SavedTensor]
+        self.buffers: Mapping[str, Tensor] = {}
         if isinstance(model, nn.Module):
+            _check_wrapper(model)
             self.config = _as_dict(getattr(model, "config", None))
             self._generation = _as_dict(getattr(model, "generation_config", None) or {})
             _check_layers(model)
             self.tensors = model.state_dict()
             _check_tensors(self.tensors)
+            self.buffers = dict(model.named_buffers())
         elif isinstance(model, str | os.PathLike):
             self.folder = ModelFolder(Path(model))
             self.config = self.folder.config
@@ -230,6 +238,7 @@ class _Loading:
     def __init__(self, source: _Source, settings: Settings, policy: Policy) -> None:
         self._source, self._settings, self._policy = source, settings, policy
         self.of = architecture_of(policy, source.config)
+        check_buffers(source.buffers, self.of)
         self._dtype = settings.dtype or source.dtype()
         self._device = _checked(settings.device) if settings.device else source.device()
         if self._device.type == "cuda" and self._device.index is None:
@@ -339,7 +348,26 @@ def _as_dict(config: Any) -> Config:
     return found
 
 
+def _check_wrapper(model: nn.Module) -> None:
+    """Refuse what stands around a model for training or compiling, whose names are others."""
+    kind = type(model)
+    inside = "_orig_mod" if kind.__name__ == "OptimizedModule" else "module"
+    wrappers = nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel
+    if inside == "_orig_mod" or isinstance(model, wrappers):
+        raise TypeError(
+            f"{_OP}: model is {kind.__name__}, expected the module inside of it; give"
+            f" model.{inside}"
+        )
+
+
 def _check_layers(model: nn.Module) -> None:
+    everywhere = _global_forward_hooks, _global_forward_pre_hooks
+    if not all(_looks_only(hook) for hooks in everywhere for hook in hooks.values()):
+        raise ValueError(
+            f"{_OP}: torch has forward hooks for all modules, expected none, as the engine reads"
+            " tensors and the config, and calls no module; remove what"
+            " register_module_forward_hook or register_module_forward_pre_hook returned"
+        )
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLinear):
             raise ValueError(

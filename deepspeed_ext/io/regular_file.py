@@ -91,11 +91,16 @@ def open_regular(
         kind = stat.S_IFMT(os.fstat(fd).st_mode)
         if kind != stat.S_IFREG:
             code = errno.EISDIR if kind == stat.S_IFDIR else errno.EINVAL
-            raise _refused(op, name, code, _KINDS.get(kind, "something else"))
+            raise _refused(op, name, code, kind_of(kind))
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def kind_of(mode: int) -> str:
+    """Return what a file that has this mode is, for texts of errors."""
+    return _KINDS.get(stat.S_IFMT(mode), "something else")
 
 
 def sync_folder(path: str | os.PathLike[str]) -> None:

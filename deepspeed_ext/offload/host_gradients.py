@@ -80,6 +80,17 @@ class Sum:
         self.count += 1
         self.param.grad = stand_in(self.param, self._begun)
 
+    def check(self) -> None:
+        """Raise what went wrong as gradients were added, when that is over."""
+        if self.count and self.last is not None and self.last.error is not None:
+            raise self.last.error
+
+    def forget(self) -> None:
+        """Begin anew: what was accumulated is not wanted any more."""
+        self.count = 0
+        if sent(self.param.grad) is not None:
+            self.param.grad = None
+
     def add(self, before: Task | None, grad: Tensor, arrives: Event | None, source: Tensor) -> None:
         """Add a gradient that is on its way; in the worker's thread.
 
@@ -99,41 +110,17 @@ class Sum:
             self.value.add_(grad)
 
 
-class Sums:
-    """Those of all parameters that have had one.
+class Adder:
+    """Has gradients added to their sums, by a worker.
 
-    Args:
-        worker: adds gradients.
+    Attributes:
+        bytes_out: that were copied for that, so far.
     """
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._by_param: dict[int, Sum] = {}
         self._adding: list[Task] = []
         self.bytes_out = 0
-
-    def of(self, param: Tensor) -> Sum:
-        """Return the sum of a parameter, which may be of no gradient yet."""
-        if id(param) not in self._by_param:
-            self._by_param[id(param)] = Sum(param)
-        return self._by_param[id(param)]
-
-    def drop(self, key: int) -> None:
-        """Let go of a parameter, by its identity."""
-        self._by_param.pop(key, None)
-
-    def follow(self) -> None:
-        """Begin those anew whose gradients the user has dropped."""
-        for known in self._by_param.values():
-            known.follow()
-
-    def has(self, param: Tensor) -> bool:
-        """Return whether there are gradients of a parameter."""
-        return id(param) in self._by_param and self._by_param[id(param)].count > 0
-
-    def has_any(self) -> bool:
-        """Return whether there are gradients of any."""
-        return any(known.count or known.has_more() for known in self._by_param.values())
 
     def take(self, known: Sum, source: Tensor, lanes: Lanes) -> None:
         """Begin to copy what a parameter has more than is in its sum, and have it added.
@@ -157,21 +144,6 @@ class Sums:
     def finish(self) -> None:
         """Wait until all gradients are added that are on their way."""
         self._worker.wait(self._adding)
-
-    def check(self) -> None:
-        """Raise what went wrong with a sum, after that."""
-        for known in self._by_param.values():
-            if known.count and known.last is not None and known.last.error is not None:
-                raise known.last.error
-
-    def forget(self) -> None:
-        """Begin anew: what was accumulated is not wanted any more."""
-        # Without a wait for weights, should they be on their way.
-        with torch._C.DisableTorchFunctionSubclass():
-            for known in self._by_param.values():
-                known.count = 0
-                if sent(known.param.grad) is not None:
-                    known.param.grad = None
 
 
 def source_of(grad: Tensor, param: Tensor) -> Tensor:

@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
+from deepspeed_ext.optim.buckets import STEP, Bucket, BucketView, zeros
 from deepspeed_ext.optim.checks import explain, name_refused
 from deepspeed_ext.optim.clipping import Scaling, scalars_of
-from deepspeed_ext.optim.formats import masters_in
-from deepspeed_ext.optim.slabs import STEP, Bucket, Work, zeros
+from deepspeed_ext.optim.formats import master_weights_in
 from deepspeed_ext.optim.spec import Group
 from deepspeed_ext.processors import Share
 
@@ -23,7 +23,7 @@ Cut = Callable[[Sequence[Tensor]], Iterator[list[Tensor]]]
 Out = Mapping[str, list[Tensor]]
 
 
-class HostSteps(SlabOptimizer):
+class HostSteps(FlatStateOptimizer):
     """What an optimizer class has to be able to do beside its own, to be offloaded."""
 
     def buckets(self) -> list[tuple[int, Bucket]]:
@@ -41,9 +41,14 @@ class HostSteps(SlabOptimizer):
 
     def step_whole(self, group: Group, bucket: Bucket, scaling: Scaling) -> None:
         """Step a bucket that stays where it is, by the gradients that its parameters have."""
-        self._step_bucket(group, bucket, frozenset(), scaling)
+        work = self._gather(bucket)
+        if work is not None:
+            bucket.refresh_master_weights()
+            self._step_bucket(group, bucket, work, scaling)
 
-    def step_part(self, group: Group, work: Work, scaling: Scaling, out: Out | None = None) -> None:
+    def step_part(
+        self, group: Group, work: BucketView, scaling: Scaling, out: Out | None = None
+    ) -> None:
         """Step parameters or ranges of them, to other memory if that is given."""
         scalars = scalars_of(group, work.params[0].device, scaling)
         elsewhere = {} if out is None else {"out": out}
@@ -56,23 +61,23 @@ class HostSteps(SlabOptimizer):
 
     def refuse(self, params: list[Tensor], grads: list[Tensor], copies: list[Tensor]) -> None:
         """Raise ValueError that says what is wrong with one of these gradients."""
-        slabs: dict[str, list[Tensor]] = {}
+        buffers: dict[str, list[Tensor]] = {}
         nowhere = torch.empty(0, device="cpu")
-        work = Work(params, grads, slabs, [], nowhere, nowhere, None, copies)
+        work = BucketView(params, grads, buffers, [], nowhere, nowhere, None, copies)
         explain(self, work, ValueError("gradients are checked before they are copied"))
 
     def out_of(
-        self, params: list[Tensor], slabs: dict[str, list[Tensor]], scales: Sequence[Tensor]
+        self, params: list[Tensor], buffers: dict[str, list[Tensor]], scales: Sequence[Tensor]
     ) -> dict[str, list[Tensor]]:
         """Return memory by the names that the op has for what it writes."""
-        op = self.traits.op
-        named = {name: slabs.get(key, []) for name, key in op.state_keys.items()}
-        named |= {"params": params, "steps": slabs[STEP], "scales": list(scales)}
-        named["master_params"] = masters_in(slabs)
+        op = self.spec.op
+        named = {name: buffers.get(key, []) for name, key in op.state_keys.items()}
+        named |= {"params": params, "steps": buffers[STEP], "scales": list(scales)}
+        named["master_params"] = master_weights_in(buffers)
         return {name: named[name] for name in op.written}
 
 
-def offloaded(cls: type[SlabOptimizer], cut: Cut, share: Share) -> type[HostSteps]:
+def offloaded(cls: type[FlatStateOptimizer], cut: Cut, share: Share) -> type[HostSteps]:
     """Return a class that steps as this one does, on the CPU and on CUDA, with given buckets.
 
     Args:
@@ -83,7 +88,7 @@ def offloaded(cls: type[SlabOptimizer], cut: Cut, share: Share) -> type[HostStep
     Raises:
         TypeError: it is no class of deepspeed_ext.optim that steps each element by itself.
     """
-    known = isinstance(cls, type) and issubclass(cls, SlabOptimizer)
+    known = isinstance(cls, type) and issubclass(cls, FlatStateOptimizer)
     if not known or not hasattr(cls, "_call_op"):
         name = getattr(cls, "__name__", repr(cls))
         why = "; it needs the norm of each whole tensor in the middle of a step" if known else ""
@@ -91,15 +96,15 @@ def offloaded(cls: type[SlabOptimizer], cut: Cut, share: Share) -> type[HostStep
             f"{_TITLE}: optimizer_class is {name}, expected DeepSpeedCPUAdam, DeepSpeedCPUAdagrad,"
             f" DeepSpeedCPULion, FusedRMSprop or FusedSGD{why}"
         )
-    traits = replace(
-        cls.traits,
+    spec = replace(
+        cls.spec,
         devices=("cpu", "cuda"),
         elsewhere={},
         grad_layouts=(torch.strided,),
         cut=cut,
         zeros=partial(_zeros, share),
     )
-    made: type[HostSteps] = type(_TITLE, (HostSteps, cls), {"traits": traits})
+    made: type[HostSteps] = type(_TITLE, (HostSteps, cls), {"spec": spec})
     return made
 
 
@@ -108,14 +113,14 @@ def _zeros(share: Share, elements: int, dtype: torch.dtype, device: torch.device
     return share.touching(elements * dtype.itemsize, make) if device.type == "cpu" else make()
 
 
-def pieces(work: Work) -> list[Work]:
+def pieces(work: BucketView) -> list[BucketView]:
     """Cut the work of a bucket into pieces of a bounded number of elements.
 
     A piece is some whole parameters, or a range of a large one in the order of memory.
     """
     if len({grad.dtype for grad in work.grads}) > 1:  # an op takes one
         return [piece for part in work.split_by_grad_dtype() for piece in pieces(part)]
-    cut: list[Work] = []
+    cut: list[BucketView] = []
     some: list[int] = []
     elements = 0
     for i, param in enumerate(work.params):
@@ -133,7 +138,7 @@ def pieces(work: Work) -> list[Work]:
     return [*cut, work.part(some)] if some else cut
 
 
-def _range(work: Work, i: int, begin: int) -> Work:
+def _range(work: BucketView, i: int, begin: int) -> BucketView:
     """Return the work on a range of one parameter, of PIECE elements or fewer."""
     one = work.part([i])
     noise = None
@@ -151,6 +156,13 @@ def flat_range(tensor: Tensor, begin: int) -> Tensor:
     """Return PIECE elements or fewer of a dense tensor, from one on, in the order of memory."""
     n = min(PIECE, tensor.numel() - begin)
     return tensor.as_strided((n,), (1,), tensor.storage_offset() + begin)
+
+
+def scaling_of(divisor: float) -> Scaling:
+    """Return what the host's step divides gradients by."""
+    if divisor == 1:
+        return Scaling()
+    return Scaling(torch.tensor(divisor, dtype=torch.float64, device="cpu"))
 
 
 def options_of(group: Group) -> Group:

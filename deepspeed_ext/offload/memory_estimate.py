@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.dtensors import is_dtensor, local, spread
-from deepspeed_ext.offload.host_copies import Links
 from deepspeed_ext.offload.host_optimizer import HostSteps, offloaded
 from deepspeed_ext.offload.host_tensors import host_bytes
+from deepspeed_ext.offload.param_table import ParamTable
 from deepspeed_ext.offload.pipeline import Memory
 from deepspeed_ext.op_builder.toolchain import free_memory
 from deepspeed_ext.optim import DeepSpeedCPUAdam
-from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
+from deepspeed_ext.optim.buckets import Bucket
 from deepspeed_ext.optim.formats import SCALE
 from deepspeed_ext.optim.plans import dtypes_of
-from deepspeed_ext.optim.slabs import Bucket
 from deepspeed_ext.processors import local_processes
 
 WEIGHTS, GRADIENTS, SUMS, AHEAD = "weights", "gradients", "sums of gradients", "steps ahead"
@@ -109,7 +109,7 @@ class Estimate:
 
 def estimate(
     model: nn.Module | Iterable[Any],
-    optimizer_class: type[SlabOptimizer] = DeepSpeedCPUAdam,
+    optimizer_class: type[FlatStateOptimizer] = DeepSpeedCPUAdam,
     *,
     memory_budget: int | None = None,
     free_grads: bool = False,
@@ -141,14 +141,14 @@ def estimate(
     plan = _Plan(gpu_fraction, dtype or torch.get_default_dtype())
     given = model.parameters() if isinstance(model, nn.Module) else model
     groups = list(plan.without_memory(given))
-    inner = offloaded(optimizer_class, plan.links.cut, plan.links.share)(groups, **kwargs)
+    inner = offloaded(optimizer_class, plan.table.cut, plan.table.share)(groups, **kwargs)
     device: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
     host: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
     for params in _group_params(inner):
         device[WEIGHTS] += sum(local(p).nbytes for p in params)
         host[WEIGHTS] += host_bytes([local(p) for p in params if not plan.stays(p)])
     buckets = []
-    for bucket in _buckets(inner, plan.links):
+    for bucket in _buckets(inner, plan.table):
         if plan.stays(bucket.params[0]):
             device.update(_state_bytes(bucket))
             device[GRADIENTS] += _weight_bytes(bucket)
@@ -202,9 +202,9 @@ class _Plan:
     """Parameters without memory in the place of others."""
 
     def __init__(self, gpu_fraction: float, dtype: torch.dtype) -> None:
-        self.links = Links()
+        self.table = ParamTable[Any]()
         self._fraction, self._dtype = gpu_fraction, dtype
-        self._made: dict[int, tuple[Tensor, object]] = {}  # with what it is for, which is kept
+        self._made: dict[Tensor, Tensor] = {}  # and what it is for
 
     def without_memory(self, given: Iterable[Any]) -> Iterator[Any]:
         """Return what an optimizer takes, in the same form."""
@@ -213,13 +213,12 @@ class _Plan:
         params = [param for item in made for param in _params_of(item)]
         chosen, _ = stays(params, self._fraction * sum(param.nbytes for param in params))
         for param, does_stay in zip(params, chosen, strict=True):
-            owner, _ = self._made[id(param)]
-            self.links.add(param if does_stay else owner, param)
+            self.table.add(param if does_stay else self._made[param], param)
         return iter(made)
 
     def stays(self, param: Tensor) -> bool:
         """Return whether a parameter is stepped where it is."""
-        return self.links.owners[id(param)] is param
+        return not self.table.of_copy(param).is_copied
 
     def _item(self, item: Any) -> Any:
         if isinstance(item, dict):
@@ -240,7 +239,7 @@ class _Plan:
             memory = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device="meta")
         whole = spread(memory, owner) if is_dtensor(owner) else memory
         made = nn.Parameter(whole, requires_grad=owner.requires_grad)
-        self._made[id(made)] = owner, made
+        self._made[made] = owner
         return made
 
 
@@ -258,11 +257,11 @@ def _params_of(item: Any) -> list[Tensor]:
     return [item[1]] if isinstance(item, tuple) else [item]
 
 
-def _group_params(inner: SlabOptimizer) -> Iterator[list[Tensor]]:
+def _group_params(inner: FlatStateOptimizer) -> Iterator[list[Tensor]]:
     return (group["params"] for group in inner.param_groups)
 
 
-def _buckets(inner: HostSteps, links: Links) -> Iterator[Bucket]:
+def _buckets(inner: HostSteps, table: ParamTable[Any]) -> Iterator[Bucket]:
     """Return the buckets that the first step makes."""
     for group in inner.param_groups:
         kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
@@ -270,12 +269,12 @@ def _buckets(inner: HostSteps, links: Links) -> Iterator[Bucket]:
             if param.requires_grad:
                 kinds.setdefault((param.dtype, is_dtensor(param)), []).append(param)
         for (dtype, _), members in kinds.items():
-            for part in links.cut(members):
-                yield Bucket(part, dtypes_of(inner, group, dtype), inner.traits.signed)
+            for part in table.cut(members):
+                yield Bucket(part, dtypes_of(inner, group, dtype), inner.spec.signed)
 
 
 def _state_bytes(bucket: Bucket) -> Counter[str]:
-    found = Counter({key: slab.nbytes for key, [slab] in bucket.slabs.items()})
+    found = Counter({key: buffer.nbytes for key, [buffer] in bucket.buffers.items()})
     found.update({key + SCALE: scale.nbytes for key, scale in bucket.scales.items()})
     return found
 

@@ -12,15 +12,16 @@ from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
+from deepspeed_ext.offload.bucket_states import OffloadedBucket
 from deepspeed_ext.offload.copies import Recorder
 from deepspeed_ext.offload.hooks import Remove, before_forward, check_model, on_gradient
-from deepspeed_ext.offload.host_copies import Links, weakly
 from deepspeed_ext.offload.host_optimizer import offloaded
 from deepspeed_ext.offload.memory_estimate import bytes_of, estimate, stays
+from deepspeed_ext.offload.param_table import ParamTable, weakly
 from deepspeed_ext.offload.pipeline import Pipeline
 from deepspeed_ext.ops.optimizers.clip import checked_norm
 from deepspeed_ext.optim import DeepSpeedCPUAdam
-from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
 from deepspeed_ext.optim.checks import check_group_keys, check_once
 from deepspeed_ext.optim.clipping import Scaling
 from deepspeed_ext.optim.state_dict import portable_state
@@ -95,7 +96,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: ParamsT,
-        optimizer_class: type[SlabOptimizer] = DeepSpeedCPUAdam,
+        optimizer_class: type[FlatStateOptimizer] = DeepSpeedCPUAdam,
         *,
         model: torch.nn.Module | None = None,
         max_grad_norm: float | None = None,
@@ -123,19 +124,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
             **kwargs,
         }
         self._settings = {"threads": threads, **planned}
-        self._hooks: dict[int, Remove] = {}
-        links = Links(share_here(threads))
-        made = offloaded(optimizer_class, weakly(links), links.share)
+        self._hooks: dict[Tensor, Remove] = {}
+        table = ParamTable[OffloadedBucket](share_here(threads))
+        made = offloaded(optimizer_class, weakly(table), table.share)
         super().__init__(params, {})  # which makes groups of them
         self._resident_bytes = gpu_fraction * sum(map(bytes_of, self._params()))
         for group in self.param_groups:
             check_once(self, group["params"])
         needs = estimate(self.param_groups, **planned)
         needs.check(name)
-        inner = made([self._inner_group(group, links) for group in self.param_groups], **kwargs)
+        inner = made([self._inner_group(group, table) for group in self.param_groups], **kwargs)
         self.defaults = dict(inner.defaults)
         self._inner = inner
-        self._pipeline = Pipeline(inner, self.param_groups, links, needs.memory, free_grads)
+        self._pipeline = Pipeline(inner, self.param_groups, table, needs.memory, free_grads)
         self._take_options()
         self._model = model
         self._waiting = [] if model is None else before_forward(model, self._pipeline.before_use)
@@ -145,24 +146,24 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _params(self) -> Iterable[Tensor]:
         return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
 
-    def _inner_group(self, group: Group, links: Links) -> Group:
+    def _inner_group(self, group: Group, table: ParamTable[OffloadedBucket]) -> Group:
         """Return a group of host copies, and of those parameters that stay where they are."""
         check_once(self, group["params"])
         stay, self._resident_bytes = stays(group["params"], self._resident_bytes)
         both = zip(group["params"], stay, strict=True)
-        links.resident |= {id(param) for param, is_resident in both if is_resident}
-        return {**group, "params": links.copies_of(group["params"])}
+        table.let_stay(param for param, does_stay in both if does_stay)
+        return {**group, "params": table.copies_of(group["params"])}
 
     def _watch(self) -> None:
         """See that all parameters tell of their gradients, those added or thawed since too."""
-        for key in self._hooks.keys() - set(map(id, self._params())):
-            self._hooks.pop(key)()
+        for gone in self._hooks.keys() - set(self._params()):
+            self._hooks.pop(gone)()
         for param in self._params():
             has_memory = not (is_lazy(param) or param.is_meta)
             # What swaps tensors, as FSDP2's `to` does, takes hooks away with the old one.
-            watched = id(param) in self._hooks and param._post_accumulate_grad_hooks
+            watched = param in self._hooks and param._post_accumulate_grad_hooks
             if has_memory and not watched and param.requires_grad and param.is_leaf:
-                self._hooks[id(param)] = on_gradient(param, self._pipeline.note_gradient)
+                self._hooks[param] = on_gradient(param, self._pipeline.note_gradient)
 
     def _take_options(self, first: int = 0) -> None:
         """Give groups, from one on, the options that those in host memory have."""
@@ -216,7 +217,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @_disable_dynamo
     def clip_and_step(self, max_norm: float) -> Tensor:
-        """Clip the gradients by their global norm and step; see `SlabOptimizer.clip_and_step`.
+        """Clip the gradients by their global norm and step; see `FlatStateOptimizer.clip_and_step`.
 
         Args:
             max_norm: the largest norm to leave as it is, above 0; inf to measure only.
@@ -310,7 +311,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             self._pipeline.finish()
-            self._inner.add_param_group(self._inner_group(group, self._pipeline.links))
+            self._inner.add_param_group(self._inner_group(group, self._pipeline.table))
         except Exception:
             self.param_groups.pop()
             raise
@@ -322,12 +323,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         They are those of the optimizer itself: nothing is copied.
         """
-        return portable_state(super().state_dict(), self._inner.traits.signed)
+        return portable_state(super().state_dict(), self._inner.spec.signed)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict of this class, the optimizer class or torch's counterpart returned.
 
-        See `SlabOptimizer.load_state_dict`.
+        See `FlatStateOptimizer.load_state_dict`.
         """
         self._pipeline.finish()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -342,20 +343,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def check_given(
         self, state: Mapping[Tensor, dict[str, Any]], options: Sequence[dict[str, Any]]
     ) -> None:
-        """See `SlabOptimizer.check_given`."""
+        """See `FlatStateOptimizer.check_given`."""
         self._pipeline.finish()
         self._pipeline.update_copies()
-        copies = self._pipeline.links.copies
-        self._inner.check_given({copies[id(p)]: entry for p, entry in state.items()}, options)
+        table = self._pipeline.table
+        self._inner.check_given({table[p].copy: entry for p, entry in state.items()}, options)
 
     def give_state(self, params: Sequence[Tensor]) -> None:
         """Make state for parameters that have none, as a first step does."""
         self._pipeline.finish()
         self._pipeline.update_copies()
-        self._inner.give_state([self._pipeline.links.copies[id(param)] for param in params])
+        self._inner.give_state([self._pipeline.table[param].copy for param in params])
 
     def reset_master(self) -> None:
-        """Make the fp32 masters exact copies of the parameters, and remainders zeros."""
+        """Make master weights copies of the parameters; see `FlatStateOptimizer.reset_master`."""
         self._pipeline.finish()
         self._pipeline.update_copies()
         self._inner.reset_master()
@@ -378,7 +379,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return _rebuilt, (type(self), self.param_groups, *settings, self.state_dict())
 
 
-def _let_go(pipeline: Pipeline, hooks: dict[int, Remove], waiting: list[Remove]) -> None:
+def _let_go(pipeline: Pipeline, hooks: dict[Tensor, Remove], waiting: list[Remove]) -> None:
     """End the thread, and have nothing call an optimizer that is closed or gone."""
     for remove in (*hooks.values(), *waiting):
         remove()
@@ -392,34 +393,31 @@ class State(MutableMapping[Tensor, Any]):
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._state, self._links = pipeline.inner.state, pipeline.links
+        self._state, self._table = pipeline.inner.state, pipeline.table
 
     def __getitem__(self, param: Tensor) -> Any:
         self._pipeline.show_state(param)
-        return self._state[self._copy_of(param)]
+        return self._state[self._table.copy_of(param)]
 
     def get(self, param: Tensor, default: Any = None) -> Any:
         """Return the state of a parameter, or the default if it has none."""
         self._pipeline.show_state(param)
-        return self._state.get(self._copy_of(param), default)
+        return self._state.get(self._table.copy_of(param), default)
 
     def __setitem__(self, param: Tensor, entry: Any) -> None:
-        self._state[self._copy_of(param)] = entry
+        self._state[self._table.copy_of(param)] = entry
 
     def __delitem__(self, param: Tensor) -> None:
-        del self._state[self._copy_of(param)]
+        del self._state[self._table.copy_of(param)]
 
     def __contains__(self, param: object) -> bool:
-        return self._links.copies.get(id(param), param) in self._state
+        return self._table.copy_of(param) in self._state
 
     def __iter__(self) -> Iterator[Any]:
-        return (self._links.owners.get(id(copy), copy) for copy in list(self._state))
+        return map(self._table.param_of, list(self._state))
 
     def __len__(self) -> int:
         return len(self._state)
-
-    def _copy_of(self, param: Any) -> Any:
-        return self._links.copies.get(id(param), param)
 
 
 def _rebuilt(

@@ -3,7 +3,7 @@
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,17 +12,23 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import is_dtensor, local
-from deepspeed_ext.offload.bucket import Ahead, HostBucket, go_on, is_plain, use
+from deepspeed_ext.offload.bucket_states import BucketState, OffloadedBucket
 from deepspeed_ext.offload.copies import Event, Lanes, Recorder, await_copy
-from deepspeed_ext.offload.host_copies import Links, look_of
-from deepspeed_ext.offload.host_gradients import Sums
-from deepspeed_ext.offload.host_optimizer import HostSteps, options_of
+from deepspeed_ext.offload.gradient_sources import (
+    DeviceGradients,
+    GradientSource,
+    SummedGradients,
+    is_plain,
+)
+from deepspeed_ext.offload.host_gradients import Adder
+from deepspeed_ext.offload.host_optimizer import HostSteps, options_of, scaling_of
 from deepspeed_ext.offload.host_tensors import host_memory, remake
-from deepspeed_ext.offload.verdict import Decision, decide, scaling_of
-from deepspeed_ext.offload.worker import Task, Urgency, Worker
+from deepspeed_ext.offload.param_table import ParamTable, Row
+from deepspeed_ext.offload.verdict import Decision, decide
+from deepspeed_ext.offload.worker import Worker
 from deepspeed_ext.op_builder import load
+from deepspeed_ext.optim.buckets import Bucket
 from deepspeed_ext.optim.clipping import Scaling
-from deepspeed_ext.optim.slabs import Bucket
 from deepspeed_ext.optim.spec import Group
 
 
@@ -46,7 +52,7 @@ class Pipeline:
     Args:
         inner: steps the host copies.
         groups: of the optimizer, with the options that count.
-        links: between parameters and copies.
+        table: of the parameters.
         memory: that it may take beside weights and state.
         free_grads: gradients are added up in host memory, and leave the device at once.
     """
@@ -55,23 +61,19 @@ class Pipeline:
         self,
         inner: HostSteps,
         groups: list[Group],
-        links: Links,
+        table: ParamTable[OffloadedBucket],
         memory: Memory,
         free_grads: bool,
     ) -> None:
-        self.inner, self.groups, self.links = inner, groups, links
+        self.inner, self.groups, self.table = inner, groups, table
         self._memory, self._free_grads = memory, free_grads
-        self.worker = Worker(links.share, partial(load, inner.traits.op.libraries["cpu"]))
+        self.worker = Worker(table.share, partial(load, inner.spec.op.libraries["cpu"]))
         self._lanes: dict[torch.device, Lanes] = {}
-        self._sums = Sums(self.worker)  # of gradients that left the device at once
-        self._buckets: list[HostBucket] = []
+        self._adder = Adder(self.worker)
+        self._buckets: list[OffloadedBucket] = []
         self._resident: list[tuple[Group, Bucket]] = []
         self._known: list[Bucket] = []  # of the inner optimizer, that the former are for
-        self._bucket_of: dict[int, HostBucket] = {}
-        self._looks: dict[int, object] = {}
         self._lock = threading.RLock()  # autograd has threads of its own
-        self._hits: Counter[int] = Counter()  # gradients accumulated since the last step
-        self._expected: Counter[int] = Counter()  # the same when the last step was taken
         self._divisor = 1.0  # which the next step will divide by, if it is like the last one
         self._bites = False  # clipping did, in the last step
         self.counts: Counter[str] = Counter()
@@ -86,29 +88,27 @@ class Pipeline:
         """Take note of a gradient that was accumulated; called by hooks, in threads of autograd."""
         with self._locked(), torch._C.DisableTorchFunctionSubclass():  # it waits for no weight
             await_copy(param.grad)
-            self._hits[id(param)] += 1
+            row = self.table.get(param)
+            if row is None:  # it has come into a group, and is known from the next step on
+                return
+            row.hits += 1
             if not self._may_hasten(param):
                 return
-            bucket = self._bucket_of.get(id(param))
+            bucket = row.bucket
             try:
-                if self._frees(param):
-                    self._send_away(param)
+                if self._free_grads and row.is_copied and is_plain(param.grad, param):
+                    self._send_away(row)
                 if bucket is not None and bucket.task is None:
-                    self._advance(bucket, param)
+                    self._advance(bucket, row)
             except Exception:  # it would end backward; if it persists, step() raises it
                 if bucket is not None:
-                    self._give_up(bucket)
+                    bucket.discard()
 
-    def _frees(self, param: Tensor) -> bool:
-        """Return whether the gradient of a parameter does not stay on the device."""
-        grad, copy = param.grad, self.links.copies.get(id(param), param)
-        return self._free_grads and copy is not param and is_plain(grad, param)
-
-    def _advance(self, bucket: HostBucket, param: Tensor) -> None:
+    def _advance(self, bucket: OffloadedBucket, row: Row[OffloadedBucket]) -> None:
         """Do what can be done about a gradient of a bucket now."""
-        if self._hits[id(param)] > self._expected[id(param)]:
-            self._give_up(bucket)
-        elif all(self._hits[id(p)] == self._expected[id(p)] > 0 for p in bucket.owners):
+        if row.hits > row.expected:
+            bucket.discard()
+        elif all(row.hits == row.expected > 0 for row in bucket.rows):
             self._hasten(bucket)
 
     def _may_hasten(self, param: Tensor) -> bool:
@@ -121,21 +121,21 @@ class Pipeline:
             return True
         return not self._free_grads and torch.distributed.get_world_size() == 1
 
-    def _send_away(self, param: Tensor) -> None:
+    def _send_away(self, row: Row[OffloadedBucket]) -> None:
         """Take a gradient from the device, and have it added to others in host memory."""
-        bucket = self._bucket_of.get(id(param))
+        bucket = row.bucket
         if bucket is not None and (task := bucket.task) is not None:
             self.worker.wait([task])  # it may read the sum still
             if task.error is None:  # else that is for who can raise it
                 self.wait_for([bucket])
-        known = self._sums.of(param)
+        known = row.summed()
         known.follow()
         source = known.more()
         if source is None:
             return
         if not self._has_room(source.nbytes):
-            self._sums.finish()
-        self._sums.take(known, source, self._lanes_of(param))
+            self._adder.finish()
+        self._adder.take(known, source, self._lanes_of(row.param))
 
     def _lanes_of(self, param: Tensor) -> Lanes:
         device = local(param).device
@@ -143,79 +143,64 @@ class Pipeline:
             self._lanes[device] = Lanes(device)
         return self._lanes[device]
 
-    def _hasten(self, bucket: HostBucket) -> None:
-        if not self._arrives_early(bucket):
+    def _hasten(self, bucket: OffloadedBucket) -> None:
+        """Take gradients that are all there, and take a step by them, if nothing is against it."""
+        if not self._takes_early(bucket):
             return
-        spare, arrival = bucket.spare, bucket.arrival
         options = self._options(bucket)
-        if spare is None or arrival is None or options is None or self._bites:
-            return
-        if bucket.looks_written():
-            return
-        run = partial(bucket.step_ahead, arrival, options, scaling_of(self._divisor), spare)
-        # What arrives last is wanted first: the rest can hide behind the next forward.
-        task = Task(run, Urgency.AHEAD, bucket.place, arrival.events[:1], arrival.needs)
-        bucket.ahead = Ahead(task, options, self._divisor, bucket.weights, bucket.state_marks())
-        self.worker.submit(task)
-        self.counts["ahead"] += 1
+        if options is not None and not self._bites:
+            bucket.start_ahead(options, self._divisor)
 
-    def _arrives_early(self, bucket: HostBucket) -> bool:
+    def _takes_early(self, bucket: OffloadedBucket) -> bool:
         """See that all gradients of a bucket are on their way, if they can be and there is room."""
-        if bucket.sums is not None:
-            if not bucket.is_steady or not all(known.count for known in bucket.sums):
-                return False
-            bucket.take_sums(bucket.sums)
-            self.counts["early"] += 1
-            return True
-        grads = bucket.grads()
-        if not all(map(is_plain, grads, bucket.owners)):
+        gradients = bucket.gradients
+        if not gradients.are_complete():
             return False
-        if bucket.arrival is None or not bucket.looks_sealed(grads):
-            self._give_up(bucket)
-            if bucket.is_steady and not self._has_room(bucket.grad_bytes()):
-                return False
-            bucket.seal(grads)
-            if not bucket.is_steady:  # only to learn whether it would have been
-                return False
-            bucket.take(grads)
-            self.counts["early"] += 1
+        bucket.discard()
+        if gradients.are_final and not self._has_room(gradients.staged_bytes()):
+            return False
+        bucket.watch()
+        if not gradients.are_final:  # it is watched only to learn whether they would have been
+            return False
+        bucket.take()
+        self.counts["early"] += 1
         return True
 
     def _has_room(self, nbytes: int) -> bool:
         """Return whether gradients fit beside those that are in host memory."""
         most = self._memory.gradients
-        if most is None:
+        if most is None or not nbytes:
             return True
         in_use = sum(lanes.staged_bytes for lanes in self._lanes.values())
         return not in_use or in_use + nbytes <= most
 
-    def _give_up(self, bucket: HostBucket) -> None:
-        """Forget a step that was taken ahead, and gradients that are not those of the step."""
-        if bucket.ahead is not None:
-            self.worker.drop(bucket.ahead.task)
-            bucket.ahead = None
-            self.counts["rolled back"] += 1
-        bucket.arrival = bucket.sealed = None
-
     def forget_gradients(self) -> None:
         """Begin anew: what was accumulated is not wanted any more."""
         with self._locked():
-            self._hits.clear()
+            for row in self.table:
+                row.hits = 0
             for bucket in self._buckets:
-                self._give_up(bucket)
-            self._sums.forget()
+                bucket.discard()
+            self._forget_sums()
+
+    def _forget_sums(self) -> None:
+        # Without a wait for weights, should they be on their way.
+        with torch._C.DisableTorchFunctionSubclass():
+            for known in self.table.sums():
+                known.forget()
 
     # The step
 
     def is_dry_step(self) -> bool:
-        """Make the state, and return whether that is all; see `SlabOptimizer.step`."""
+        """Make the state, and return whether that is all; see `FlatStateOptimizer.step`."""
         self._prepare()
-        if self._sums.has_any():
+        if any(known.count or known.has_more() for known in self.table.sums()):
             return False
-        return self.inner.changes_nothing(list(self.links.owners.values()))
+        return self.inner.changes_nothing([row.param for row in self.table])
 
     def _prepare(self) -> None:
-        self._sums.follow()
+        for known in self.table.sums():
+            known.follow()
         self._follow_groups()
         self._follow_params()
         self._place()
@@ -235,36 +220,36 @@ class Pipeline:
                 bucket.check_grads()
                 self._drop_outdated(bucket)
             if max_norm is not None:
-                self._sums.finish()  # the norm is one of sums
-                self._sums.check()
+                self._adder.finish()  # the norm is one of sums
+                for known in self.table.sums():
+                    known.check()
             decision = self._decide(scaling, max_norm)
             if decision.is_skip:
                 self.counts["skipped"] += max_norm is not None
                 for bucket in self._buckets:
-                    self._give_up(bucket)
+                    bucket.discard()
             else:
                 self._queue(decision.divisor, after)
                 self._bites = decision.divisor != decision.scale
             # The next step is taken to be like this one.
-            self._expected, self._hits = self._hits, Counter()
+            for row in self.table:
+                row.expected, row.hits = row.hits, 0
             self._divisor = decision.scale
-            self._sums.forget()
+            self._forget_sums()
         return decision.norm
 
     def _decide(self, scaling: Scaling, max_norm: float | None) -> Decision:
         """Ask the devices what the step has to know, once, and give up what was done in vain."""
-        sealed = {b: asked for b in self._buckets if (asked := b.of_gradients())}
-        stepped = [b for b in self._buckets if any(grad is not None for grad in b.grads())]
+        sealed = {b: asked for b in self._buckets if (asked := b.gradients.question())}
+        stepped = [b for b in self._buckets if any(g is not None for g in b.gradients.current())]
         sent = {b: asked for b in stepped if (asked := b.of_weights())}
         resident = [bucket for _, bucket in self._resident]
         questions = [*sealed.values(), *sent.values()]
         decision = decide(scaling, max_norm, self._buckets, resident, questions)
         for bucket, differs in zip(sealed, decision.answers, strict=False):
-            bucket.is_steady = not any(differs)
-            if not bucket.is_steady:
-                self._give_up(bucket)
+            bucket.discard_differing(differs)
         for bucket, differs in zip(sent, decision.answers[len(sealed) :], strict=True):
-            bucket.written = differs
+            bucket.note_written(differs)
         return decision
 
     def _queue(self, divisor: float, after: dict[torch.device, Event | None]) -> None:
@@ -274,110 +259,63 @@ class Pipeline:
                 self.inner.step_whole(group, resident, scaling_of(divisor))
             for bucket in self._buckets:  # by place
                 self._take_rest(bucket)
-                self._settle(bucket, divisor, after[bucket.lanes.device])
+                if bucket.has_taken:
+                    self._commit(bucket, divisor, after[bucket.lanes.device])
         finally:  # what was queued before an error, too, reads gradients
             for lanes in self._lanes.values():
                 lanes.hold_back()  # whoever writes to them from now on
 
-    def _drop_outdated(self, bucket: HostBucket) -> None:
+    def _drop_outdated(self, bucket: OffloadedBucket) -> None:
         """Forget what is there of gradients of which it shows that they are not those of now."""
-        if bucket.sums is not None:
-            left = [known.param for known in bucket.sums if known.has_more()]
-            bucket.is_steady = not left
-            for owner in left:
-                self._send_away(owner)
-            there = [i for i, known in enumerate(bucket.sums) if known.count]
-            if left or (bucket.arrival is not None and bucket.arrival.indices != there):
-                self._give_up(bucket)
-        elif bucket.sealed is not None and not bucket.looks_sealed(bucket.grads()):
-            bucket.is_steady = False
-            self._give_up(bucket)
+        late = bucket.gradients.late()
+        for row in late:
+            self._send_away(row)
+        bucket.discard_changed(were_late=bool(late))
 
-    def _take_rest(self, bucket: HostBucket) -> None:
+    def _take_rest(self, bucket: OffloadedBucket) -> None:
         """See that the gradients of a bucket are on their way, when there is room for them."""
-        if bucket.arrival is not None:
+        gradients = bucket.gradients
+        if bucket.has_taken or all(grad is None for grad in gradients.current()):
             return
-        if bucket.sums is not None:
-            if any(known.count for known in bucket.sums):
-                bucket.take_sums(bucket.sums)
-                self.counts["late"] += 1
-            return
-        grads = bucket.grads()
-        if any(grad is not None for grad in grads):
-            for other in self._buckets:
-                if self._has_room(bucket.grad_bytes()):
-                    break
-                if other.task is not None:
-                    self.worker.wait([other.task])
-            bucket.take(grads)
-            self.counts["late"] += 1
+        for other in self._buckets:
+            if self._has_room(gradients.staged_bytes()):
+                break
+            if other.task is not None:
+                self.worker.wait([other.task])
+        bucket.take()
+        self.counts["late"] += 1
 
-    def _settle(self, bucket: HostBucket, divisor: float, after: Event | None) -> None:
-        """Make the step ahead count, or queue one."""
-        arrival, ahead = bucket.arrival, bucket.ahead
-        if arrival is None:
-            return
+    def _commit(self, bucket: OffloadedBucket, divisor: float, after: Event | None) -> None:
+        """Queue the step of a bucket, and wait for it if users of its weights cannot."""
         options = self._options(bucket) or options_of(self.groups[bucket.group])
-        was_written = bucket.pull()
-        if was_written:
-            bucket.aim(arrival)
-        if ahead is not None and self.worker.drop(ahead.task):  # nobody has begun it
-            self.counts["ahead"] -= 1
-            ahead = None
-        step = partial(bucket.step, arrival, options, scaling_of(divisor), after)
-        send = partial(bucket.send_rest, arrival, after)
-        await_room = bucket.lanes.await_room
-        if (
-            ahead is not None
-            and bucket.spare is not None
-            and not was_written
-            and ahead.task.error is None
-            and ahead.is_of(options, divisor, bucket.weights, bucket.state_marks())
-        ):
-            taken, adopt = ahead.task, partial(bucket.adopt, bucket.spare, after)
-            run = partial(use, taken, await_room, adopt, step, send)
-            self.counts["validated"] += 1
-        else:
-            taken = Task(step, Urgency.STEP, bucket.place, arrival.events[:1], arrival.needs)
-            run = partial(go_on, taken, await_room, send)
-            self.counts["rolled back"] += ahead is not None
-        is_seen = bucket.set_out(arrival, partial(self.wait_for, (bucket,)))
-        if ahead is None or taken is not ahead.task:
-            bucket.task = self.worker.submit(taken)
-        arrival.release()
-        bucket.ahead = bucket.arrival = bucket.sealed = None
-        bucket.is_state_shown = False
-        room = bucket.lanes.has_room
-        task = Task(run, Urgency.RETURN, bucket.place, [after], [taken], room)
-        bucket.task = self.worker.submit(task)  # if that fails, there is nothing to wait for
-        if not is_seen:
+        if not bucket.commit(options, divisor, after, partial(self.wait_for, (bucket,))):
             self.wait_for([bucket])
 
     # Afterwards
 
     def show_state(self, param: Tensor) -> None:
         """Take note that the user is shown the state of a parameter."""
-        bucket = self._bucket_of.get(id(param))
-        if bucket is not None:
+        row = self.table.get(param)
+        if row is not None and row.bucket is not None:
             with self._locked():
-                bucket.show_state()
+                row.bucket.show_state()
 
     def update_copies(self) -> None:
         """Give host copies the weights that somebody else has written, in whatever way."""
         self._follow_groups()
         self._follow_params()
         for bucket in self._buckets:
-            self._give_up(bucket)
+            bucket.discard()
             bucket.distrust()
             bucket.pull()
-        self.links.update_others(owner for bucket in self._buckets for owner in bucket.owners)
+        self.table.update_others()
 
     def stats(self) -> dict[str, Any]:
         """Return counts, bytes and seconds so far, and where the steps are taken."""
         names = ("early", "late", "ahead", "validated", "rolled back")
         return {
             **{name: self.counts[name] for name in names},
-            "bytes_out": self._sums.bytes_out + sum(b.bytes_out for b in self._buckets),
+            "bytes_out": self._adder.bytes_out + sum(b.gradients.bytes_out for b in self._buckets),
             "bytes_back": sum(bucket.bytes_back for bucket in self._buckets),
             "step_seconds": sum(bucket.seconds for bucket in self._buckets),
             "threads": self.worker.threads,
@@ -404,7 +342,7 @@ class Pipeline:
             for bucket in self._buckets:
                 bucket.end()
 
-    def wait_for(self, buckets: Iterable[HostBucket]) -> None:
+    def wait_for(self, buckets: Iterable[OffloadedBucket]) -> None:
         """Do this for some buckets."""
         errors = []
         for bucket in buckets:
@@ -415,14 +353,14 @@ class Pipeline:
                     errors.append(task.error)
             bucket.await_on_stream()
             with self._locked():  # another thread may have stepped since, or is about to
-                if bucket.task is task:
-                    bucket.arrive()
+                if bucket.task is task and bucket.state is BucketState.RETURNING:
+                    bucket.returned()
         if errors:
             raise errors[0]
 
     def before_use(self, params: Sequence[Tensor]) -> None:
         """Wait for the weights that a module is about to use, and take note of the order."""
-        found = dict.fromkeys(map(self._bucket_of.get, map(id, params)))
+        found = dict.fromkeys(row.bucket for row in map(self.table.get, params) if row is not None)
         self.wait_for(bucket for bucket in found if bucket is not None)
 
     # Buckets
@@ -430,17 +368,14 @@ class Pipeline:
     def _follow_groups(self) -> None:
         """Take options and parameters that have come into groups, and let go of others."""
         for group, inner in zip(self.groups, self.inner.param_groups, strict=True):
-            copies = self.links.copies_of(group["params"])
+            copies = self.table.copies_of(group["params"])
             if list(map(id, copies)) != list(map(id, inner["params"])):
                 inner["params"] = copies
-                self.links.move_state(group["params"], self.inner.state)
+                self.table.move_state(group["params"], self.inner.state)
             inner.update(options_of(group))
-        for key in self.links.forget(self.groups, self.inner.state):
-            self._sums.drop(key)
-            for kept in (self._looks, self._hits, self._expected):
-                kept.pop(key, None)
+        self.table.forget(self.groups, self.inner.state)
 
-    def _options(self, bucket: HostBucket) -> Group | None:
+    def _options(self, bucket: OffloadedBucket) -> Group | None:
         """Return the options of a step as they are now, or None if that would wait for a device."""
         lr = self.groups[bucket.group]["lr"]
         if isinstance(lr, Tensor) and lr.device.type != "cpu":
@@ -449,20 +384,16 @@ class Pipeline:
 
     def _follow_params(self) -> None:
         """Give new host copies to parameters that have got another device, dtype or layout."""
-        changed = False
-        for copy, owner in [(c, self.links.owners[id(c)]) for c in self._copies()]:
-            look = look_of(owner)
-            if copy is not owner and self._looks.setdefault(id(owner), look_of(copy)) != look:
-                remake(copy, owner, self.links.share)
-                changed = True
-            self._looks[id(owner)] = look
+        changed = [row for row in self._rows() if row.has_new_look()]
+        for row in changed:
+            remake(row.copy, row.param, self.table.share)
         if changed:
             self.inner.forget_buckets()
 
     def _place(self) -> None:
         """See that all parameters with a gradient or with state are in buckets."""
-        both = [(copy, self.links.owners[id(copy)]) for copy in self._copies()]
-        self.inner.give_state([c for c, p in both if p.grad is not None or self._sums.has(p)])
+        rows = self._rows()
+        self.inner.give_state([r.copy for r in rows if r.param.grad is not None or r.has_sum])
         stay = all(bucket.stays() for bucket in self._buckets)
         if not stay or not all(bucket.fits() for _, bucket in self._resident):
             self.inner.forget_buckets()
@@ -471,28 +402,40 @@ class Pipeline:
             return
         self._known = [bucket for _, bucket in found]
         for made in self._buckets:
-            self._give_up(made)
+            made.discard()
+        for row in self.table:
+            row.bucket = None
         self._resident, self._buckets = [], []
         for group, bucket in found:
-            owners = [self.links.owners[id(copy)] for copy in bucket.params]
-            if owners[0] is bucket.params[0]:
+            rows = list(map(self.table.of_copy, bucket.params))
+            if not rows[0].is_copied:
                 self._resident.append((self.inner.param_groups[group], bucket))
                 continue
-            lanes = self._lanes_of(owners[0])
-            made = HostBucket(self.inner, group, bucket, owners, lanes)
-            made.place = len(self._buckets)
-            if self._free_grads:
-                self._sums.finish()
-                made.sums = list(map(self._sums.of, owners))
-                for known, owner in zip(made.sums, owners, strict=True):
-                    known.lie_as(owner)
+            made = self._made(group, bucket, rows)
             self._buckets.append(made)
-        self._bucket_of = {id(owner): b for b in self._buckets for owner in b.owners}
+            for row in rows:
+                row.bucket = made
         left = self._memory.spare
         for made in reversed(self._buckets):  # whose gradients come first
             left -= made.nbytes
             if left >= 0:
-                made.make_spare(host_memory(made.bucket.parts(), self.links.share))
+                made.make_spare(host_memory(made.bucket.parts(), self.table.share))
 
-    def _copies(self) -> Iterator[Tensor]:
-        return itertools.chain.from_iterable(g["params"] for g in self.inner.param_groups)
+    def _made(
+        self, group: int, bucket: Bucket, rows: list[Row[OffloadedBucket]]
+    ) -> OffloadedBucket:
+        """Return the bucket of some parameters, to come behind those that there are."""
+        lanes = self._lanes_of(rows[0].param)
+        gradients: GradientSource
+        if self._free_grads:
+            self._adder.finish()
+            gradients = SummedGradients(rows, lanes.device)
+        else:
+            gradients = DeviceGradients([row.param for row in rows], lanes)
+        ours = (self.worker, self.counts, len(self._buckets))
+        return OffloadedBucket(self.inner, group, bucket, rows, lanes, gradients, *ours)
+
+    def _rows(self) -> list[Row[OffloadedBucket]]:
+        """Return the rows of parameters that are in groups."""
+        copies = itertools.chain.from_iterable(g["params"] for g in self.inner.param_groups)
+        return list(map(self.table.of_copy, copies))

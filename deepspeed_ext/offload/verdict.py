@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from deepspeed_ext.offload.bucket import HostBucket
 from deepspeed_ext.offload.seals import Question, compare, read
+from deepspeed_ext.optim.buckets import Bucket
 from deepspeed_ext.optim.clipping import Scaling, SquareSum, clip
-from deepspeed_ext.optim.slabs import Bucket
 
 
 class Decision(NamedTuple):
@@ -63,13 +62,6 @@ def decide(
         return Decision(clipped.norm, scale, divisor, found_inf != 0, answers)
     is_skip = scaling.found_inf is not None and numbers[-1] != 0
     return Decision(None, scale, scale, is_skip, answers)
-
-
-def scaling_of(divisor: float) -> Scaling:
-    """Return what the host's step divides gradients by."""
-    if divisor == 1:
-        return Scaling()
-    return Scaling(torch.tensor(divisor, dtype=torch.float64, device="cpu"))
 
 
 def _sum_squares(buckets: Sequence[HostBucket], resident: Sequence[Bucket]) -> Tensor:

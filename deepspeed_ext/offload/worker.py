@@ -17,6 +17,9 @@ from deepspeed_ext.threads import AwaitedThread, is_awaited, is_ending
 _SLICE = 1.0  # seconds
 
 
+Run = Callable[[], None]
+
+
 class Urgency(IntEnum):
     """What goes first; tasks of one urgency go by their place, then in the order they came in."""
 
@@ -46,7 +49,7 @@ class Task:
 
     def __init__(
         self,
-        run: Callable[[], None],
+        run: Run,
         urgency: Urgency,
         place: int = 0,
         events: Sequence[Event | None] = (),

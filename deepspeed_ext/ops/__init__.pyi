@@ -46,6 +46,10 @@ from deepspeed_ext.ops.elementwise.gated_activation import (
     swiglu as swiglu,
     swiglu_ref as swiglu_ref,
 )
+from deepspeed_ext.ops.elementwise.nhwc_bias_add import (
+    nhwc_bias_add as nhwc_bias_add,
+    nhwc_bias_add_ref as nhwc_bias_add_ref,
+)
 from deepspeed_ext.ops.linear.norms_around import (
     NextNorm as NextNorm,
     Undivided as Undivided,

@@ -156,6 +156,10 @@ gated_activation = _Check(
     *(_Call(dict(gate=_X, up=_X), dict(activation=name)) for name in NAMES),
     *(_Call(dict(gate=_X), dict(activation=name)) for name in NAMES),
 )
+nhwc_bias_add = _Check(
+    "nhwc_bias_add",
+    _Call(dict(x=_X, bias=_VECTOR, other=_X, other_bias=_VECTOR)),
+)
 rope = _Check(
     "rope",
     *(

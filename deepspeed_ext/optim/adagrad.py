@@ -14,14 +14,14 @@ from typing_extensions import Unpack
 from deepspeed_ext.dtensors import local
 from deepspeed_ext.ops.optimizers.adagrad import ADAGRAD, adagrad_step_
 from deepspeed_ext.ops.optimizers.step_op import Number
-from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
+from deepspeed_ext.optim.buckets import STEP, BucketView
 from deepspeed_ext.optim.checks import check_flags, check_value, explain
 from deepspeed_ext.optim.clipping import Scalars
-from deepspeed_ext.optim.formats import CompactOptions, FormatOptions, masters_in
+from deepspeed_ext.optim.formats import CompactOptions, FormatOptions, master_weights_in
 from deepspeed_ext.optim.plans import dtypes_of
 from deepspeed_ext.optim.set_grad_none import SetGradNone
-from deepspeed_ext.optim.slabs import STEP, Work
-from deepspeed_ext.optim.spec import Group, Traits
+from deepspeed_ext.optim.spec import Group, OptimizerSpec
 
 _is_sparse = attrgetter("is_sparse")
 
@@ -30,12 +30,12 @@ def _completed(group: Group, values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**values, "sum": values.get("sum", group["initial_accumulator_value"])}
 
 
-_TRAITS = Traits(
+_TRAITS = OptimizerSpec(
     ADAGRAD, options=(Number("initial_accumulator_value", least=0),), completed=_completed
 )
 
 
-class _Adagrad(SlabOptimizer):
+class _Adagrad(FlatStateOptimizer):
     """Adagrad on the devices that a subclass names."""
 
     _call_op = staticmethod(adagrad_step_)
@@ -44,8 +44,9 @@ class _Adagrad(SlabOptimizer):
         """Return options and state as torch's optimizers do: parameters numbered, plain dicts.
 
         As in torch.optim.Adagrad, every parameter has state, also those without a gradient so far.
-        The tensors are those of the optimizer, parts of its slabs: torch.save writes each slab
-        once, but writes all of it even for one tensor; clone what you want to save by itself.
+        The tensors are those of the optimizer, parts of its flat buffers: torch.save writes each
+        flat buffer once, but writes all of it even for one tensor; clone what you want to save by
+        itself.
         """
         packed = super().state_dict()
         for group, packed_group in zip(self.param_groups, packed["param_groups"], strict=True):
@@ -94,7 +95,7 @@ class DeepSpeedCPUAdagrad(_Adagrad):
     The formula is that of `deepspeed_ext.ops.adagrad_step_`.
     """
 
-    traits = replace(
+    spec = replace(
         _TRAITS,
         devices=("cpu",),
         elsewhere={"cuda": "FusedAdagrad"},
@@ -117,67 +118,67 @@ class DeepSpeedCPUAdagrad(_Adagrad):
     ) -> None:
         check_flags(self, {"amsgrad": amsgrad})
         check_value(self, "amsgrad", amsgrad, not amsgrad, "False: Adagrad has no such variant")
-        defaults = self.traits.defaults(locals())
+        defaults = self.spec.defaults(locals())
         super().__init__(
             model_params, defaults, fp32_optimizer_states=fp32_optimizer_states, **formats
         )
 
-    def _apply(self, group: Group, work: Work, scalars: Scalars) -> None:
-        is_sparse = list(map(_is_sparse, work.grads))
+    def _apply(self, group: Group, view: BucketView, scalars: Scalars) -> None:
+        is_sparse = list(map(_is_sparse, view.grads))
         if not any(is_sparse):
-            super()._apply(group, work, scalars)
+            super()._apply(group, view, scalars)
             return
         numbers = range(len(is_sparse))
-        sparse = work.part([i for i in numbers if is_sparse[i]])
+        sparse = view.part([i for i in numbers if is_sparse[i]])
         self._check_sparse(group, sparse)
-        dense = work.part([i for i in numbers if not is_sparse[i]])
+        dense = view.part([i for i in numbers if not is_sparse[i]])
         for part in dense.split_by_grad_dtype():
             self._apply_part(group, part, scalars)
         for part in sparse.split_by_grad_dtype():
             self._step_rows(group, part, scalars)
 
-    def _check_sparse(self, group: Group, work: Work) -> None:
+    def _check_sparse(self, group: Group, view: BucketView) -> None:
         """Raise ValueError if there is a reason why rows cannot be stepped."""
         decay = group["weight_decay"]
         check_value(self, "weight_decay", decay, decay == 0, "0 with sparse gradients")
         stored = self.state_format.state_dtype
         ok = stored in (None, torch.float32)
         check_value(self, "state_dtype", stored, ok, "float32 or None with sparse gradients")
-        explain(self, work, ValueError("a gradient does not fit its parameter"))
+        explain(self, view, ValueError("a gradient does not fit its parameter"))
 
-    def _step_rows(self, group: Group, work: Work, scalars: Scalars) -> None:
+    def _step_rows(self, group: Group, view: BucketView, scalars: Scalars) -> None:
         """Step the rows that sparse gradients have, on copies that then go back to their places."""
-        grads = [grad.coalesce() for grad in work.grads]
+        grads = [grad.coalesce() for grad in view.grads]
         rows = [tuple(grad.indices()) for grad in grads]
-        keys = [key for key in work.slabs if key != STEP]
-        wholes = {key: _views(work, key) for key in keys}
-        wholes["params"] = work.params
+        keys = [key for key in view.buffers if key != STEP]
+        wholes = {key: _views(view, key) for key in keys}
+        wholes["params"] = view.params
         taken = {
             key: [whole[index].contiguous() for whole, index in zip(tensors, rows, strict=True)]
             for key, tensors in wholes.items()
         }
-        steps = [work.slabs[STEP][0][slot] for slot in work.slots.tolist()]
+        steps = [view.buffers[STEP][0][slot] for slot in view.slots.tolist()]
         values = [grad.values() for grad in grads]
         arguments = dict(
             params=taken["params"],
             grads=values,
             sums=taken["sum"],
             steps=steps,
-            master_params=masters_in(taken),
+            master_params=master_weights_in(taken),
             offsets=None,
             slots=None,
         )
-        self._call_op(**{**self._arguments(group, work, scalars), **arguments})
+        self._call_op(**{**self._arguments(group, view, scalars), **arguments})
         for key, tensors in wholes.items():
             for whole, index, part in zip(tensors, rows, taken[key], strict=True):
                 whole[index] = part
 
 
-def _views(work: Work, key: str) -> list[Tensor]:
-    """Return the parts of a slab that belong to the parameters, in their shapes."""
+def _views(view: BucketView, key: str) -> list[Tensor]:
+    """Return the parts of a flat buffer that belong to the parameters, in their shapes."""
     return [
-        work.slabs[key][0].as_strided(param.shape, param.stride(), offset)
-        for param, offset in zip(work.params, work.offsets.tolist(), strict=True)
+        view.buffers[key][0].as_strided(param.shape, param.stride(), offset)
+        for param, offset in zip(view.params, view.offsets.tolist(), strict=True)
     ]
 
 
@@ -205,7 +206,7 @@ class FusedAdagrad(SetGradNone, _Adagrad):
         TypeError: a parameter wraps other tensors and is no DTensor.
     """
 
-    traits = replace(_TRAITS, devices=("cuda",), elsewhere={"cpu": "DeepSpeedCPUAdagrad"})
+    spec = replace(_TRAITS, devices=("cuda",), elsewhere={"cpu": "DeepSpeedCPUAdagrad"})
 
     def __init__(
         self,
@@ -222,5 +223,5 @@ class FusedAdagrad(SetGradNone, _Adagrad):
     ) -> None:
         check_flags(self, {"set_grad_none": set_grad_none})
         self.set_grad_none = set_grad_none
-        defaults = self.traits.defaults(locals())
+        defaults = self.spec.defaults(locals())
         super().__init__(params, defaults, **formats)

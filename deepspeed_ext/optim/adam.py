@@ -13,17 +13,17 @@ from typing_extensions import Unpack
 
 from deepspeed_ext.ops.optimizers.adam import ADAM, adam_step_
 from deepspeed_ext.ops.optimizers.step_op import Flag
-from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
 from deepspeed_ext.optim.checks import check_flags, check_value
 from deepspeed_ext.optim.formats import CompactOptions, FormatOptions
 from deepspeed_ext.optim.set_grad_none import SetGradNone
-from deepspeed_ext.optim.spec import Traits
+from deepspeed_ext.optim.spec import OptimizerSpec
 
-_TRAITS = Traits(ADAM, options=(Flag("amsgrad"),))
+_TRAITS = OptimizerSpec(ADAM, options=(Flag("amsgrad"),))
 _SMALLEST_SCALE = 2.0**-126  # its inverse, and that of all above, is a normal float32
 
 
-class _Adam(SlabOptimizer):
+class _Adam(FlatStateOptimizer):
     """Adam and AdamW on the devices that a subclass names."""
 
     _call_op = staticmethod(adam_step_)
@@ -43,7 +43,7 @@ class _Adam(SlabOptimizer):
     def step(
         self, closure: Callable[[], float] | None = None, div_scale: float = -1
     ) -> float | None:
-        """Update every parameter that has a gradient; see `SlabOptimizer.step`.
+        """Update every parameter that has a gradient; see `FlatStateOptimizer.step`.
 
         Args:
             closure: computes the loss anew, and the gradients.
@@ -54,7 +54,7 @@ class _Adam(SlabOptimizer):
             What the closure returned.
 
         Raises:
-            ValueError: as `SlabOptimizer.step`, and if div_scale is something else.
+            ValueError: as `FlatStateOptimizer.step`, and if div_scale is something else.
             TypeError: div_scale is no number.
         """
         if isinstance(div_scale, bool) or not isinstance(div_scale, Real):
@@ -90,7 +90,7 @@ class DeepSpeedCPUAdam(_Adam):
         fp32_optimizer_states: keep moments in float32, else in the dtype of the parameter.
         maximize: step up the gradient instead of down.
         formats: state_dtype, master, master_weights, seed: how state is stored; see
-            `SlabOptimizer`.
+            `FlatStateOptimizer`.
 
     Raises:
         ValueError: an option or a parameter is out of range, named in the text.
@@ -100,7 +100,7 @@ class DeepSpeedCPUAdam(_Adam):
     Regularization", 2019, Algorithm 2. The formula is that of `deepspeed_ext.ops.adam_step_`.
     """
 
-    traits = replace(_TRAITS, devices=("cpu",), elsewhere={"cuda": "FusedAdam"})
+    spec = replace(_TRAITS, devices=("cpu",), elsewhere={"cuda": "FusedAdam"})
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class DeepSpeedCPUAdam(_Adam):
         **formats: Unpack[CompactOptions],
     ) -> None:
         check_flags(self, {"adamw_mode": adamw_mode})
-        defaults = self.traits.defaults(locals(), decoupled_weight_decay=adamw_mode)
+        defaults = self.spec.defaults(locals(), decoupled_weight_decay=adamw_mode)
         super().__init__(
             model_params, defaults, fp32_optimizer_states=fp32_optimizer_states, **formats
         )
@@ -152,7 +152,7 @@ class FusedAdam(SetGradNone, _Adam):
         TypeError: a parameter wraps other tensors and is no DTensor.
     """
 
-    traits = replace(_TRAITS, devices=("cuda",), elsewhere={"cpu": "DeepSpeedCPUAdam"})
+    spec = replace(_TRAITS, devices=("cuda",), elsewhere={"cpu": "DeepSpeedCPUAdam"})
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class FusedAdam(SetGradNone, _Adam):
     ) -> None:
         check_flags(self, {"adam_w_mode": adam_w_mode, "set_grad_none": set_grad_none})
         self.set_grad_none = set_grad_none
-        defaults = self.traits.defaults(locals(), decoupled_weight_decay=adam_w_mode)
+        defaults = self.spec.defaults(locals(), decoupled_weight_decay=adam_w_mode)
         super().__init__(params, defaults, **formats)
 
 
@@ -204,7 +204,7 @@ class HybridAdam(_Adam):
         TypeError: a parameter wraps other tensors and is no DTensor.
     """
 
-    traits = _TRAITS
+    spec = _TRAITS
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class HybridAdam(_Adam):
             "0; state_dtype=torch.uint8 makes state smaller, and "
             "deepspeed_ext.io.TensorStore keeps tensors on disk",
         )
-        defaults = self.traits.defaults(locals(), decoupled_weight_decay=adamw_mode)
+        defaults = self.spec.defaults(locals(), decoupled_weight_decay=adamw_mode)
         super().__init__(model_params, defaults, **formats)
 
 

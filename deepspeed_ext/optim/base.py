@@ -1,4 +1,4 @@
-"""The optimizer base: everything but the formula. Stepping, groups, checkpoints; state in slabs."""
+"""The optimizer base, all but the formula: stepping, groups, checkpoints; state in flat buffers."""
 
 import copy
 from collections import defaultdict
@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 
 from deepspeed_ext.dtensors import Agreement, all_zero, is_partial
 from deepspeed_ext.ops.optimizers.clip import checked_norm
+from deepspeed_ext.optim.buckets import STEP, Bucket, BucketView
 from deepspeed_ext.optim.checks import (
     check_flags,
     check_group_keys,
@@ -27,20 +28,19 @@ from deepspeed_ext.optim.checks import (
 )
 from deepspeed_ext.optim.clipping import Clip, Scalars, Scaling, SquareSum, clip, scalars_of
 from deepspeed_ext.optim.formats import FormatOptions, StateFormat, is_of_format
-from deepspeed_ext.optim.plans import Plans, dtypes_of, follow_shapes, is_state
-from deepspeed_ext.optim.slabs import STEP, Bucket, Work
-from deepspeed_ext.optim.spec import Group, Traits
+from deepspeed_ext.optim.plans import Change, Plans, dtypes_of, follow_shapes, is_state
+from deepspeed_ext.optim.spec import Group, OptimizerSpec
 from deepspeed_ext.optim.state_dict import hide_entries, portable_state, show_entries
-from deepspeed_ext.optim.state_entry import Entry
+from deepspeed_ext.optim.state_entry import StateEntry
 
 
-class SlabOptimizer(torch.optim.Optimizer):
+class FlatStateOptimizer(torch.optim.Optimizer):
     """Base of the optimizers here. A subclass says what state it keeps and calls its op.
 
     `state` is the truth, as in every torch optimizer: `state[p]` is a dict of tensors, which here
-    are views of slabs. It may be read and written from outside, and values may be replaced; the
-    next step notices. Only a tensor that gets other memory through `.data =` or `set_` leaves the
-    slab unnoticed: put another tensor in its place instead.
+    are views of flat buffers. It may be read and written from outside, and values may be replaced;
+    the next step notices. Only a tensor that gets other memory through `.data =` or `set_` leaves
+    the flat buffer unnoticed: put another tensor in its place instead.
 
     All take these keyword arguments, which say how state is stored. Bytes are for each element of
     a parameter and state tensor; Adam has two of these, Lion, Adagrad and momentum one.
@@ -51,29 +51,30 @@ class SlabOptimizer(torch.optim.Optimizer):
             2 bytes, rounded at random with the exact expected value. torch.uint8: 1 byte and 1/64:
             8-bit codes with a scale for each block of 256 elements, rounded likewise; the state
             dict has the codes, uint8, and their scales, `<key>_scale`.
-        master: "float32": keep float32 originals of 16-bit parameters, state `master_param`, 4
-            bytes; step on those and round into the parameters. A parameter that is written between
-            steps gets a new original where its version counter or address tells of that, as it does
-            of most writes; what they do not tell of, the next step undoes: see `reset_master`.
-            "remainder": keep the 16 bits that bfloat16 parameters lack, state `master_remainder`, 2
-            bytes: with them a parameter is its float32 original, bit for bit. It is rounded half
-            up, not half to even. Each step reads the parameters, so it sees every write to them.
-            None: step on the parameters.
+        master: "float32": keep master weights, float32 originals of 16-bit parameters, state
+            `master_param`, 4 bytes; step on those and round into the parameters. A parameter that
+            is written between steps gets a new original where its version counter or address tells
+            of that, as it does of most writes; what they do not, the next step undoes: see
+            `reset_master`.
+            "remainder": split them: the upper 16 bits are the bfloat16 parameter, the lower ones
+            state `master_remainder`, 2 bytes: together they are the original, bit for bit. It is
+            rounded half up, not half to even. Each step reads the parameters, so it sees every
+            write to them. None: step on the parameters.
         master_weights: True: the same as master="float32".
         seed: of the random rounding, which depends on it, the number of the parameter, its step,
             and the index of the element, but not on how a DTensor is sharded (by rows, or not).
 
     A state dict of any format loads into any other of these classes. **Torch's classes load float
     state only: they take 8-bit codes for moments, in silence.** For them make float32 state of it
-    first: load it into an optimizer without state_dtype, and take the state dict of that. A
-    remainder is made of a float32 master for the weight that is there: load the model first. Of
-    DTensors, codes are float32 in a state dict and remainders int32, which any other sharding, and
-    torch, can load.
+    first: load it into an optimizer without state_dtype, and take the state dict of that. The lower
+    bits of split master weights are made of float32 ones for the weight that is there: load the
+    model first. Of DTensors, codes are float32 in a state dict and lower bits int32, which any
+    other sharding, and torch, can load.
 
     Groups have the options of the class; these arguments hold for all groups, and one in a group is
     refused.
 
-    A subclass defines `traits`, `_call_op` or `_apply`, and the rest where it needs to.
+    A subclass defines `spec`, `_call_op` or `_apply`, and the rest where it needs to.
 
     Args:
         params: parameters, groups, or (name, parameter) pairs.
@@ -81,7 +82,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         formats: see above.
     """
 
-    traits: ClassVar[Traits]  # what the class takes and keeps
+    spec: ClassVar[OptimizerSpec]  # what the class takes and keeps
     _call_op: ClassVar[Callable[..., None]]  # refuses bad arguments before it writes anything
     _settings: ClassVar[tuple[str, ...]] = ("state_format",)
     _agreement: Agreement | None = None  # of the processes while they load
@@ -95,19 +96,19 @@ class SlabOptimizer(torch.optim.Optimizer):
         self._skipped: dict[torch.device, Tensor] = {}
         super().__init__(params, defaults)
 
-    def _apply(self, group: Group, work: Work, scalars: Scalars) -> None:
+    def _apply(self, group: Group, view: BucketView, scalars: Scalars) -> None:
         """Step parameters of one bucket."""
-        self._call_op(**self._arguments(group, work, scalars))
+        self._call_op(**self._arguments(group, view, scalars))
 
-    def _arguments(self, group: Group, work: Work, scalars: Scalars) -> dict[str, Any]:
+    def _arguments(self, group: Group, view: BucketView, scalars: Scalars) -> dict[str, Any]:
         """Return all that a step may need by the names that the arguments of ops have."""
-        op = self.traits.op
+        op = self.spec.op
         return {
-            "params": work.params,
-            "grads": work.grads,
-            **{name: work.slabs.get(key, ()) for name, key in op.state_keys.items()},
-            "steps": work.slabs[STEP],
-            **work.places,
+            "params": view.params,
+            "grads": view.grads,
+            **{name: view.buffers.get(key, ()) for name, key in op.state_keys.items()},
+            "steps": view.buffers[STEP],
+            **view.places,
             **{name: group[key] for name, key in op.option_keys.items()},
             "maximize": group["maximize"],
             **scalars._asdict(),
@@ -198,49 +199,50 @@ class SlabOptimizer(torch.optim.Optimizer):
         done = frozenset(map(id, stepped))
         for group, plan in zip(self.param_groups, self._plans.current(self), strict=True):
             for bucket in plan.buckets:
-                if not bucket.fits():
+                change = self._plans.changes(self, bucket)
+                if change is Change.LOOKS:
                     return False
-                self._step_bucket(group, bucket, done, scaling)
+                view = self._gather(bucket, done)
+                if view is not None:
+                    if change is Change.WEIGHTS:
+                        bucket.refresh_master_weights()
+                    self._step_bucket(group, bucket, view, scaling)
                 stepped += bucket.params
         return True
 
     def _step_bucket(
-        self, group: Group, bucket: Bucket, done: frozenset[int], scaling: Scaling
+        self, group: Group, bucket: Bucket, view: BucketView, scaling: Scaling
     ) -> None:
-        work = self._gather(bucket, done)
-        if work is None:
-            return
         scalars = scalars_of(group, bucket.device, scaling)
-        bucket.refresh_masters()
         try:
-            self._apply(group, work, scalars)
+            self._apply(group, view, scalars)
         except (ValueError, TypeError, RuntimeError) as error:
-            explain(self, work, error)
-            parts = work.split_by_grad_dtype()  # an op takes one, and has not written anything yet
+            explain(self, view, error)
+            parts = view.split_by_grad_dtype()  # an op takes one, and has not written anything yet
             if len(parts) == 1:
-                name_refused(self, work, error)
+                name_refused(self, view, error)
                 raise
             for part in parts:
                 self._apply_part(group, part, scalars)
         if bucket.is_sharded:  # ops count their writes, but of the local parts
-            torch.autograd.graph.increment_version(work.owners)
+            torch.autograd.graph.increment_version(view.owners)
         bucket.note_own_write()
 
-    def _apply_part(self, group: Group, work: Work, scalars: Scalars) -> None:
+    def _apply_part(self, group: Group, view: BucketView, scalars: Scalars) -> None:
         """Call the op for some of the parameters of a bucket, which errors are to name."""
         try:
-            self._apply(group, work, scalars)
+            self._apply(group, view, scalars)
         except (ValueError, TypeError, RuntimeError) as error:
-            name_refused(self, work, error)
+            name_refused(self, view, error)
             raise
 
-    def _gather(self, bucket: Bucket, done: frozenset[int] = frozenset()) -> Work | None:
+    def _gather(self, bucket: Bucket, done: frozenset[int] = frozenset()) -> BucketView | None:
         """Return the parameters of a bucket that have a gradient; of DTensors, the parts here."""
-        work = bucket.gather(done)
-        if work is not None and bucket.is_sharded:
-            check_shards(self, work)
-            work = work.of_this_process()
-        return work
+        view = bucket.gather(done)
+        if view is not None and bucket.is_sharded:
+            check_shards(self, view)
+            view = view.of_this_process()
+        return view
 
     @_disable_dynamo
     def clip_and_step(self, max_norm: float) -> Tensor:
@@ -290,16 +292,16 @@ class SlabOptimizer(torch.optim.Optimizer):
         """Return what makes the global norm of the gradients at most max_norm."""
         squares = SquareSum()
         for bucket in self._fitting_buckets():
-            work = self._gather(bucket)
-            if work is None:
+            view = self._gather(bucket)
+            if view is None:
                 continue
             try:
-                squares.add(work)
+                squares.add(view)
             except (ValueError, TypeError, RuntimeError) as error:
-                explain(self, work, error)
-                if not any(grad.is_sparse for grad in work.grads):
-                    name_refused(self, work, error)
-                squares.add(work._replace(grads=list(map(_elements, work.grads))))
+                explain(self, view, error)
+                if not any(grad.is_sparse for grad in view.grads):
+                    name_refused(self, view, error)
+                squares.add_sparse(view)
         return clip(squares.total(), max_norm, scaling)
 
     @property
@@ -318,9 +320,9 @@ class SlabOptimizer(torch.optim.Optimizer):
         self._skipped[device] += found_inf
 
     def reset_master(self) -> None:
-        """Make the fp32 masters exact copies of the parameters, and remainders zeros.
+        """Make master weights exact copies of the parameters.
 
-        A step does so by itself with masters whose parameters somebody has written since the last
+        A step does so by itself with those whose parameters somebody has written since the last
         one, if the version counter or the address of the parameter tells. These leave both as they
         are, so that the next step would undo what they wrote; call this between them and that:
 
@@ -331,13 +333,12 @@ class SlabOptimizer(torch.optim.Optimizer):
 
         With master="remainder" none of that matters: parameters are read in each step, and the
         lower bits that a written one has are those of the weight before, at most half a unit of its
-        last place, until this is called. To look for such writes a step with float32 masters would
-        have to read 2 bytes more for each element that it steps: of 28, with gradients of 16 bits
-        and Adam's state in float32.
+        last place, until this makes them zeros. To look for such writes a step with float32 ones
+        would read 2 bytes more for each element: of 28, with 16-bit gradients and state in float32.
         """
         with torch.no_grad():
             for bucket in self._fitting_buckets():
-                bucket.reset_masters()
+                bucket.reset_master_weights()
 
     def _fitting_buckets(self) -> list[Bucket]:
         """Return buckets that hold all parameters with a gradient or with state, as they are."""
@@ -383,11 +384,11 @@ class SlabOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return options and state as torch's optimizers do: parameters numbered, plain dicts.
 
-        The tensors are those of the optimizer, parts of its slabs: torch.save writes each slab
-        once, but writes all of it even for one tensor; clone what you want to save by itself.
+        The tensors are those of the optimizer, parts of its flat buffers: torch.save writes each of
+        these once, but all of it even for one tensor; clone what you want to save by itself.
         """
         follow_shapes(self)
-        return portable_state(super().state_dict(), self.traits.signed)
+        return portable_state(super().state_dict(), self.spec.signed)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict of this class or of its torch counterpart returned.
@@ -445,11 +446,13 @@ class SlabOptimizer(torch.optim.Optimizer):
         follow_shapes(self)
         settings = {name: getattr(self, name) for name in self._settings}
         state: defaultdict[Any, Any] = defaultdict(dict)
-        state.update((k, dict(v) if isinstance(v, Entry) else v) for k, v in self.state.items())
+        state.update(
+            (k, dict(v) if isinstance(v, StateEntry) else v) for k, v in self.state.items()
+        )
         return {**super().__getstate__(), **settings, "state": state}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SlabOptimizer":
-        """Copy as by way of a pickle, but state once only: __setstate__ copies it into slabs."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FlatStateOptimizer":
+        """Copy as by way of a pickle, but state once only, by __setstate__ into flat buffers."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         contents = self.__getstate__()
@@ -459,7 +462,7 @@ class SlabOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 entry = kept.get(param)
-                if isinstance(self.state.get(param), Entry):
+                if isinstance(self.state.get(param), StateEntry):
                     del kept[param]
                     dtypes = dtypes_of(self, group, param.dtype)
                     state[copy.deepcopy(param, memo)] = {
@@ -492,8 +495,3 @@ class SlabOptimizer(torch.optim.Optimizer):
             self.__dict__.clear()
             self.__dict__.update(before)
             raise
-
-
-def _elements(grad: Tensor) -> Tensor:
-    """Return a gradient without the zeros that a sparse one has only in name."""
-    return grad.coalesce().values() if grad.is_sparse else grad

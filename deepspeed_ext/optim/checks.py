@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,31 +14,29 @@ from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.ops.optimizers.clip import renamed
 from deepspeed_ext.ops.optimizers.state_formats import blocks_of, is_dense
 from deepspeed_ext.ops.optimizers.step_op import Flag, Number
+from deepspeed_ext.optim.buckets import STEP, BucketView
 from deepspeed_ext.optim.foreign_state import refused_key
 from deepspeed_ext.optim.formats import MASTER, REMAINDER, SCALE, FormatOptions
-from deepspeed_ext.optim.slabs import STEP, Work
-
-if TYPE_CHECKING:
-    from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.owner import Owner
 
 _DECOUPLED = "decoupled_weight_decay"
 COUNT = "a finite number, at least 0"  # what errors say that steps must be
 
 
-def check_value(optimizer: "SlabOptimizer", name: str, value: object, ok: Any, want: str) -> None:
+def check_value(optimizer: Owner, name: str, value: object, ok: Any, want: str) -> None:
     """Raise ValueError if an option is not what it must be."""
     if not ok:
         raise ValueError(f"{type(optimizer).__name__}: {name} is {value}, expected {want}")
 
 
-def check_no_capture(optimizer: "SlabOptimizer", device: torch.device, want: str) -> None:
+def check_no_capture(optimizer: Owner, device: torch.device, want: str) -> None:
     """Raise RuntimeError if memory that must outlive a CUDA graph would be allocated in one."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         title = type(optimizer).__name__
         raise RuntimeError(f"{title}: a CUDA graph is being captured, expected at least one {want}")
 
 
-def check_flags(optimizer: "SlabOptimizer", options: Mapping[str, Any]) -> None:
+def check_flags(optimizer: Owner, options: Mapping[str, Any]) -> None:
     """Raise TypeError if an option that is on or off is something else: any text would be on."""
     for name, value in options.items():
         if not (isinstance(value, int) and value in (0, 1)):  # a bool is an int
@@ -72,12 +70,12 @@ def _arguments_of(kind: type) -> set[str]:
     return found - {"self", "params", "defaults"}
 
 
-def check_options(optimizer: "SlabOptimizer", group: dict[str, Any]) -> None:
+def check_options(optimizer: Owner, group: dict[str, Any]) -> None:
     """Raise TypeError or ValueError if an option of a group is not what the table of it says.
 
     A pair becomes a tuple of floats.
     """
-    options = optimizer.traits.all_options
+    options = optimizer.spec.all_options
     numbers = [option for option in options if isinstance(option, Number)]
     single = [number for number in numbers if not number.is_pair]
     for number in single:
@@ -98,9 +96,7 @@ def check_options(optimizer: "SlabOptimizer", group: dict[str, Any]) -> None:
             group[number.key] = _checked_pair(optimizer, number, group[number.key])
 
 
-def _checked_pair(
-    optimizer: "SlabOptimizer", number: Number, values: Sequence[Any]
-) -> tuple[float, ...]:
+def _checked_pair(optimizer: Owner, number: Number, values: Sequence[Any]) -> tuple[float, ...]:
     name = number.key
     try:
         pair = tuple(map(float, values))
@@ -112,7 +108,7 @@ def _checked_pair(
     return pair
 
 
-def check_param(optimizer: "SlabOptimizer", param: Tensor, *, or_meta: bool = False) -> None:
+def check_param(optimizer: Owner, param: Tensor, *, or_meta: bool = False) -> None:
     """Raise TypeError or ValueError if the optimizer cannot update this parameter.
 
     Args:
@@ -126,7 +122,7 @@ def check_param(optimizer: "SlabOptimizer", param: Tensor, *, or_meta: bool = Fa
         raise kind(f"{type(optimizer).__name__}: {_name(optimizer, param)} {reason}")
 
 
-def _why_not(optimizer: "SlabOptimizer", param: Tensor, or_meta: bool) -> str | None:
+def _why_not(optimizer: Owner, param: Tensor, or_meta: bool) -> str | None:
     if is_dtensor(param):
         if is_partial(param):
             return f"is a DTensor with placements {param.placements}, expected Shard or Replicate"
@@ -143,6 +139,8 @@ def _why_not(optimizer: "SlabOptimizer", param: Tensor, or_meta: bool) -> str | 
             f"is a {type(param).__name__}, expected a plain tensor or a DTensor; "
             "use torch.optim.AdamW for it"
         )
+    if param.layout is not torch.strided:  # which has no strides to ask for
+        return f"is sparse, {param.layout}, expected dense; use param.to_dense()"
     if param.dtype not in DTYPES:
         takes_it = param.is_floating_point() or param.is_complex()
         hint = "; use torch.optim.AdamW for it" if takes_it else ""
@@ -154,13 +152,13 @@ def _why_not(optimizer: "SlabOptimizer", param: Tensor, or_meta: bool) -> str | 
             "is an inference tensor, expected one that counts how often it is written, for its "
             "master; make it outside of torch.inference_mode()"
         )
-    if device not in optimizer.traits.devices:
+    if device not in optimizer.spec.devices:
         hint = ""
-        if device in optimizer.traits.elsewhere:
-            hint = f"; use {optimizer.traits.elsewhere[device]} for {device.upper()} parameters"
+        if device in optimizer.spec.elsewhere:
+            hint = f"; use {optimizer.spec.elsewhere[device]} for {device.upper()} parameters"
         if device == "meta":
             hint = "; give it memory before the first step"
-        return f"is on {param.device}, expected {' or '.join(optimizer.traits.devices)}{hint}"
+        return f"is on {param.device}, expected {' or '.join(optimizer.spec.devices)}{hint}"
     if not is_dense(param):
         return (
             f"has shape {list(param.shape)} and strides {list(param.stride())}, "
@@ -185,7 +183,7 @@ def check_once(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> No
 
 
 def check_state(
-    optimizer: "SlabOptimizer",
+    optimizer: Owner,
     param: Tensor,
     entry: Mapping[str, Any],
     dtypes: Mapping[str, torch.dtype],
@@ -201,11 +199,11 @@ def check_state(
         dtypes: of what this optimizer keeps for it.
         or_meta: also accept tensors without memory, of which only shape and dtype are known.
     """
-    masters = [key for key in (MASTER, REMAINDER) if key in entry and key not in dtypes]
-    for key in (STEP, *dtypes, *masters):
+    other_masters = [key for key in (MASTER, REMAINDER) if key in entry and key not in dtypes]
+    for key in (STEP, *dtypes, *other_masters):
         value = entry.get(key)
         if value is None:
-            if not optimizer.traits.may_lack(key):
+            if not optimizer.spec.may_lack(key):
                 title = title_of_state(optimizer, param)
                 raise ValueError(f"{title} has keys {sorted(entry)}, expected {key} among them")
             continue
@@ -216,9 +214,9 @@ def check_state(
             raise ValueError(f"{title_of_state(optimizer, param)}: {key} {reason}")
 
 
-def check_kind(optimizer: "SlabOptimizer", param: Tensor, entry: Mapping[str, Any]) -> None:
+def check_kind(optimizer: Owner, param: Tensor, entry: Mapping[str, Any]) -> None:
     """Raise ValueError if state that is given to an optimizer is of another class."""
-    states = optimizer.traits.op.states
+    states = optimizer.spec.op.states
     known = [state.key for state in states]
     is_any = any(entry.get(key) is not None for key in known)
     needed = [state.key for state in states if state.when is None and is_any]
@@ -227,7 +225,7 @@ def check_kind(optimizer: "SlabOptimizer", param: Tensor, entry: Mapping[str, An
         raise ValueError(f"{title_of_state(optimizer, param)} {reason}")
 
 
-def check_entry(optimizer: "SlabOptimizer", param: Tensor, entry: object) -> None:
+def check_entry(optimizer: Owner, param: Tensor, entry: object) -> None:
     """Raise ValueError unless the state of a parameter is a dict, as all state is."""
     if not isinstance(entry, dict):
         title = title_of_state(optimizer, param)
@@ -237,7 +235,7 @@ def check_entry(optimizer: "SlabOptimizer", param: Tensor, entry: object) -> Non
 def _wrong_with(key: str, value: object, shape: torch.Size, or_meta: bool) -> str | None:
     """Return why this can be no state of a parameter of this shape; its numbers are not looked at.
 
-    Those of tensors are on the device; see `Numbers`.
+    Those of tensors are on the device; see `StateValidation`.
     """
     if not isinstance(value, Tensor):
         if key != STEP or not isinstance(value, (int, float)):
@@ -280,17 +278,17 @@ def _wrong_with_scales(scales: object, codes: Tensor, or_meta: bool) -> str | No
     )
 
 
-def explain(optimizer: "SlabOptimizer", work: Work, error: Exception) -> None:
+def explain(optimizer: Owner, view: BucketView, error: Exception) -> None:
     """Raise a clearer error if a parameter or gradient explains why the op refused the call.
 
     Not if only dtypes differ from one to the other: then the call can be made in parts.
     """
-    for owner, param, grad in zip(work.owners, work.params, work.grads, strict=True):
+    for owner, param, grad in zip(view.owners, view.params, view.grads, strict=True):
         check_param(optimizer, owner)
         reason = None
         if _is_wrapper(grad):
             reason = f"is a {type(grad).__name__}, expected a plain tensor, as its parameter is"
-        elif grad.layout not in optimizer.traits.grad_layouts:
+        elif grad.layout not in optimizer.spec.grad_layouts:
             reason = "is sparse, expected dense; use torch.optim.SparseAdam for it"
         elif grad.dtype not in DTYPES:
             reason = f"is {grad.dtype}, expected float32, bfloat16 or float16"
@@ -300,16 +298,16 @@ def explain(optimizer: "SlabOptimizer", work: Work, error: Exception) -> None:
             raise ValueError(f"{_title_of_grad(optimizer, owner)} {reason}") from error
 
 
-def name_refused(optimizer: "SlabOptimizer", work: Work, error: Exception) -> None:
+def name_refused(optimizer: Owner, view: BucketView, error: Exception) -> None:
     """Raise the error of an op again, if it tells of tensors, with the names that users know.
 
     An op counts the tensors of a call, and calls them params, grads or tensors.
     """
 
     def name_of(kind: str, i: int) -> str:
-        if i >= len(work.owners):
+        if i >= len(view.owners):
             return f"{kind}[{i}]"
-        name = _name(optimizer, work.owners[i])
+        name = _name(optimizer, view.owners[i])
         return name if kind == "params" else f"gradient of {name}"
 
     told = renamed(error, type(optimizer).__name__, name_of)
@@ -317,12 +315,12 @@ def name_refused(optimizer: "SlabOptimizer", work: Work, error: Exception) -> No
         raise told from error
 
 
-def check_shards(optimizer: "SlabOptimizer", work: Work) -> None:
+def check_shards(optimizer: Owner, view: BucketView) -> None:
     """Raise ValueError unless the gradients of DTensors are DTensors on the same mesh.
 
     Other placements are no error: torch's optimizers, too, redistribute such a gradient.
     """
-    for param, grad in zip(work.owners, work.grads, strict=True):
+    for param, grad in zip(view.owners, view.grads, strict=True):
         reason = None
         if not is_dtensor(grad):
             reason = f"is a {type(grad).__name__}, expected a DTensor, as its parameter is"
@@ -332,16 +330,16 @@ def check_shards(optimizer: "SlabOptimizer", work: Work) -> None:
             raise ValueError(f"{_title_of_grad(optimizer, param)} {reason}")
 
 
-def title_of_state(optimizer: torch.optim.Optimizer, param: Tensor) -> str:
+def title_of_state(optimizer: Owner | torch.optim.Optimizer, param: Tensor) -> str:
     """Return how errors call the state of a parameter."""
     return f"{type(optimizer).__name__}: state of {_name(optimizer, param)}"
 
 
-def _title_of_grad(optimizer: "SlabOptimizer", param: Tensor) -> str:
+def _title_of_grad(optimizer: Owner, param: Tensor) -> str:
     return f"{type(optimizer).__name__}: gradient of {_name(optimizer, param)}"
 
 
-def _name(optimizer: torch.optim.Optimizer, param: Tensor) -> str:
+def _name(optimizer: Owner | torch.optim.Optimizer, param: Tensor) -> str:
     """Return how errors call a parameter: its number, as in a state dict, and its name if known."""
     groups = optimizer.param_groups
     names = chain.from_iterable(

@@ -10,7 +10,7 @@ from torch import Tensor
 from deepspeed_ext.dtensors import is_dtensor, sum_over_shards
 from deepspeed_ext.ops.optimizers.clip import norm_in_float32
 from deepspeed_ext.ops.optimizers.l2_norm import squared_norms, sum_in_order
-from deepspeed_ext.optim.slabs import Work
+from deepspeed_ext.optim.buckets import BucketView
 
 # Below the largest float32 by more than what rounding can add.
 _LARGEST = 2.0**127
@@ -76,9 +76,13 @@ class SquareSum:
         self._whole: list[Tensor] = []
         self._shards: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
 
-    def add(self, work: Work) -> None:
+    def add(self, view: BucketView) -> None:
         """Take in the gradients of a bucket, one read of them; nothing waits for the device."""
-        self.add_squares(squared_norms(work.grads), work.owners)
+        self.add_squares(squared_norms(view.grads), view.owners)
+
+    def add_sparse(self, view: BucketView) -> None:
+        """Do the same where some gradients are sparse, which the op does not take."""
+        self.add_squares(squared_norms(list(map(_elements, view.grads))), view.owners)
 
     def add_squares(self, squares: Tensor, owners: Sequence[Tensor]) -> None:
         """Take in sums of squares that are known: float64, one for each of these parameters."""
@@ -152,3 +156,8 @@ def moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     if tensor is None or tensor.device == device:
         return tensor
     return tensor.to(device, non_blocking=device.type != "cpu")  # the host must not read too early
+
+
+def _elements(grad: Tensor) -> Tensor:
+    """Return a gradient without the zeros that a sparse one has only in name."""
+    return grad.coalesce().values() if grad.is_sparse else grad

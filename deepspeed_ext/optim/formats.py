@@ -16,15 +16,15 @@ from deepspeed_ext.ops.optimizers.state_formats import (
     split_float32,
 )
 
-MASTER = "master_param"
-REMAINDER = "master_remainder"
+MASTER = "master_param"  # float32 master weights
+REMAINDER = "master_remainder"  # the lower 16 bits of split ones; the parameter has the upper
 SCALE = "_scale"  # ends the key of the scales of a state tensor in 8-bit codes
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
 
 class CompactOptions(TypedDict, total=False):
-    """Keyword arguments that every optimizer here takes; `SlabOptimizer` says what they mean."""
+    """Keyword arguments that every optimizer here takes; see `FlatStateOptimizer`."""
 
     state_dtype: torch.dtype | None
     master: Literal["float32", "remainder"] | None
@@ -40,7 +40,7 @@ class FormatOptions(CompactOptions, total=False):
 
 @dataclass(frozen=True)
 class StateFormat:
-    """The format of one optimizer's state; see `SlabOptimizer` for the arguments."""
+    """The format of one optimizer's state; see `FlatStateOptimizer` for the arguments."""
 
     fp32_optimizer_states: bool = True
     state_dtype: torch.dtype | None = None
@@ -88,7 +88,7 @@ class StateFormat:
         return self.state_dtype in (torch.bfloat16, torch.uint8)
 
     def dtypes(self, keys: Iterable[str], param_dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Return the dtype of each state tensor of a parameter, its master included."""
+        """Return the dtype of each state tensor of a parameter, its master weight included."""
         dtype = self.state_dtype
         if dtype is None:
             dtype = torch.float32 if self.fp32_optimizer_states else param_dtype
@@ -108,8 +108,8 @@ class StateFormat:
         return self.seed << 32 | number
 
 
-def masters_in(state: Mapping[str, list[Tensor]]) -> list[Tensor]:
-    """Return the tensors of masters, or of their lower halves, as the ops take them."""
+def master_weights_in(state: Mapping[str, list[Tensor]]) -> list[Tensor]:
+    """Return master weights, or the lower bits of split ones, as the ops take them."""
     return state.get(MASTER) or state.get(REMAINDER) or []
 
 
@@ -142,15 +142,15 @@ def restored(key: str, values: Mapping[str, Any], param: Tensor, *, signed: bool
         signed: whether values may be negative.
 
     Returns:
-        Floating, or integers for remainders.
+        Floating, or integers for the lower bits of split master weights.
     """
     value = values.get(key)
     if value is None and key == REMAINDER and isinstance(values.get(MASTER), Tensor):
         master = part_for(values[MASTER], param).to(local(param).device)
-        return remainder_of(master, local(param))
+        return lower_bits_of(master, local(param))
     if value is None and key == MASTER and isinstance(values.get(REMAINDER), Tensor):
-        remainder = part_for(values[REMAINDER], param).to(local(param).device)
-        return join_float32(local(param), remainder)
+        lower = part_for(values[REMAINDER], param).to(local(param).device)
+        return join_float32(local(param), lower)
     if not isinstance(value, Tensor):
         return None if value is None else torch.full_like(local(param), value, dtype=torch.float32)
     if value.dtype == torch.uint8:
@@ -164,7 +164,7 @@ def restored(key: str, values: Mapping[str, Any], param: Tensor, *, signed: bool
 
 
 def store(view: Tensor, scale: Tensor | None, value: Tensor, *, signed: bool) -> None:
-    """Put a state tensor into a slab.
+    """Put a state tensor into a flat buffer.
 
     Args:
         view: its place, in the layout of the parameter: float, codes, or int16.
@@ -186,7 +186,8 @@ def portable(entry: Mapping[str, Any], signed: Container[str]) -> dict[str, Any]
     """Return the state of a parameter in a form that any other sharding can load.
 
     Codes have scales for the blocks of one process, so sharded ones become float32. Encoding those
-    gives the same values again. Remainders become int32, which gloo can exchange.
+    gives the same values again. Lower bits of split master weights become int32, which gloo can
+    exchange.
 
     Args:
         entry: the state.
@@ -206,11 +207,11 @@ def portable(entry: Mapping[str, Any], signed: Container[str]) -> dict[str, Any]
     return made
 
 
-def remainder_of(master: Tensor, param: Tensor) -> Tensor:
-    """Return the lower halves that make a float32 master of a bfloat16 parameter.
+def lower_bits_of(master: Tensor, param: Tensor) -> Tensor:
+    """Return the lower 16 bits that make a float32 master weight of a bfloat16 parameter.
 
-    Where the parameter is not the rounded master, it is taken to be the original. A master half
-    way between two of bfloat16, of which the parameter is the lower one, loses its last bit.
+    Where the parameter is not the rounded master weight, it is taken to be the original. A master
+    half way between two of bfloat16, of which the parameter is the lower one, loses its last bit.
     """
     upper, lower = split_float32(master.float())
     same = upper == param

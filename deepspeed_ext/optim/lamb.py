@@ -16,15 +16,15 @@ from deepspeed_ext.ops.optimizers.lamb import (
     lamb_moments_,
 )
 from deepspeed_ext.ops.optimizers.step_op import Number
-from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
+from deepspeed_ext.optim.buckets import BucketView
 from deepspeed_ext.optim.checks import check_flags, check_value
 from deepspeed_ext.optim.clipping import Scalars, Scaling, moved
 from deepspeed_ext.optim.formats import FormatOptions
-from deepspeed_ext.optim.slabs import Work
-from deepspeed_ext.optim.spec import Group, Traits
+from deepspeed_ext.optim.spec import Group, OptimizerSpec
 
 
-class FusedLamb(SlabOptimizer):
+class FusedLamb(FlatStateOptimizer):
     """LAMB for parameters on the CPU and on CUDA: two passes over memory, a few launches per step.
 
     A plain torch optimizer with the arguments of DeepSpeed's. Each parameter moves at a learning
@@ -63,8 +63,8 @@ class FusedLamb(SlabOptimizer):
     2020, Algorithm 2. The formula is that of `deepspeed_ext.ops.lamb_moments_` and `lamb_apply_`.
     """
 
-    traits = Traits(LAMB_MOMENTS, options=(Number("max_coeff"), Number("min_coeff", least=0)))
-    _settings = (*SlabOptimizer._settings, "max_grad_norm")
+    spec = OptimizerSpec(LAMB_MOMENTS, options=(Number("max_coeff"), Number("min_coeff", least=0)))
+    _settings = (*FlatStateOptimizer._settings, "max_grad_norm")
     # Of the last step: for each call of the ops the parameters, and a tensor of coefficients.
     _coefficients: Sequence[tuple[list[Tensor], Tensor]] = ()
 
@@ -89,7 +89,7 @@ class FusedLamb(SlabOptimizer):
         check_value(self, "amsgrad", amsgrad, not amsgrad, "False")
         self.max_grad_norm = max_grad_norm
         self._checked_max_grad_norm()
-        super().__init__(params, self.traits.defaults(locals()), **formats)
+        super().__init__(params, self.spec.defaults(locals()), **formats)
 
     def get_lamb_coeffs(self) -> list[float]:
         """Return the coefficients of the last step, in the order of the parameters stepped in it.
@@ -132,10 +132,10 @@ class FusedLamb(SlabOptimizer):
         title, value = type(self).__name__, self.max_grad_norm  # which anybody may have set
         return checked_norm(title, "max_grad_norm", value, or_zero=True)
 
-    def _apply(self, group: Group, work: Work, scalars: Scalars) -> None:
-        arguments = self._arguments(group, work, scalars)
+    def _apply(self, group: Group, view: BucketView, scalars: Scalars) -> None:
+        arguments = self._arguments(group, view, scalars)
         squares = lamb_moments_(**LAMB_MOMENTS.taken_from(arguments))
-        squares = sum_over_shards(squares, work.owners)
+        squares = sum_over_shards(squares, view.owners)
         coefficients = lamb_coefficients(squares, group["min_coeff"], group["max_coeff"])
         lamb_apply_(**LAMB_APPLY.taken_from(arguments), coefficients=coefficients)
-        self._coefficients = [*self._coefficients, (work.owners, coefficients)]
+        self._coefficients = [*self._coefficients, (view.owners, coefficients)]

@@ -13,14 +13,14 @@ from deepspeed_ext.ops.optimizers.lars import (
     lars_norms,
 )
 from deepspeed_ext.ops.optimizers.step_op import Number
-from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
+from deepspeed_ext.optim.buckets import BucketView
 from deepspeed_ext.optim.clipping import Scalars
 from deepspeed_ext.optim.formats import FormatOptions
-from deepspeed_ext.optim.slabs import Work
-from deepspeed_ext.optim.spec import Group, Traits
+from deepspeed_ext.optim.spec import Group, OptimizerSpec
 
 
-class Lars(SlabOptimizer):
+class Lars(FlatStateOptimizer):
     """LARS for parameters on the CPU and on CUDA: two passes over memory, a few launches per step.
 
     A plain torch optimizer. Each parameter moves at a learning rate of its own: lr times eeta * |w|
@@ -51,7 +51,7 @@ class Lars(SlabOptimizer):
     Algorithm 1. The formula is that of `deepspeed_ext.ops.lars_norms` and `lars_apply_`.
     """
 
-    traits = Traits(LARS_APPLY, options=(Number("eeta", least=0), Number("epsilon", least=0)))
+    spec = OptimizerSpec(LARS_APPLY, options=(Number("eeta", least=0), Number("epsilon", least=0)))
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class Lars(SlabOptimizer):
         maximize: bool = False,
         **formats: Unpack[FormatOptions],
     ) -> None:
-        super().__init__(params, self.traits.defaults(locals()), **formats)
+        super().__init__(params, self.spec.defaults(locals()), **formats)
 
-    def _apply(self, group: Group, work: Work, scalars: Scalars) -> None:
-        arguments = self._arguments(group, work, scalars)
+    def _apply(self, group: Group, view: BucketView, scalars: Scalars) -> None:
+        arguments = self._arguments(group, view, scalars)
         squares = lars_norms(**LARS_NORMS.taken_from(arguments))
-        squares = sum_over_shards(squares, work.owners)
+        squares = sum_over_shards(squares, view.owners)
         coefficients = lars_coefficients(
             squares, group["eeta"], group["weight_decay"], group["epsilon"]
         )

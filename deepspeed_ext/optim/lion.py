@@ -5,14 +5,14 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from deepspeed_ext.ops.optimizers.lion import LION, lion_step_
-from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
 from deepspeed_ext.optim.checks import check_flags
 from deepspeed_ext.optim.formats import CompactOptions, FormatOptions
 from deepspeed_ext.optim.set_grad_none import SetGradNone
-from deepspeed_ext.optim.spec import Traits
+from deepspeed_ext.optim.spec import OptimizerSpec
 
 
-class _Lion(SlabOptimizer):
+class _Lion(FlatStateOptimizer):
     """Lion on the devices that a subclass names."""
 
     _call_op = staticmethod(lion_step_)
@@ -44,7 +44,7 @@ class DeepSpeedCPULion(_Lion):
     formula is that of `deepspeed_ext.ops.lion_step_`.
     """
 
-    traits = Traits(LION, devices=("cpu",), elsewhere={"cuda": "FusedLion"})
+    spec = OptimizerSpec(LION, devices=("cpu",), elsewhere={"cuda": "FusedLion"})
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class DeepSpeedCPULion(_Lion):
         maximize: bool = False,
         **formats: Unpack[CompactOptions],
     ) -> None:
-        defaults = self.traits.defaults(locals())
+        defaults = self.spec.defaults(locals())
         super().__init__(
             model_params, defaults, fp32_optimizer_states=fp32_optimizer_states, **formats
         )
@@ -85,7 +85,7 @@ class FusedLion(SetGradNone, _Lion):
         TypeError: a parameter wraps other tensors and is no DTensor.
     """
 
-    traits = Traits(LION, devices=("cuda",), elsewhere={"cpu": "DeepSpeedCPULion"})
+    spec = OptimizerSpec(LION, devices=("cuda",), elsewhere={"cpu": "DeepSpeedCPULion"})
 
     def __init__(
         self,
@@ -100,5 +100,5 @@ class FusedLion(SetGradNone, _Lion):
     ) -> None:
         check_flags(self, {"set_grad_none": set_grad_none})
         self.set_grad_none = set_grad_none
-        defaults = self.traits.defaults(locals())
+        defaults = self.spec.defaults(locals())
         super().__init__(params, defaults, **formats)

@@ -2,13 +2,15 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from operator import is_not
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import Agreement, is_dtensor, local
+from deepspeed_ext.optim.buckets import STEP, Bucket
 from deepspeed_ext.optim.checks import (
     check_entry,
     check_kind,
@@ -17,12 +19,9 @@ from deepspeed_ext.optim.checks import (
     check_state,
 )
 from deepspeed_ext.optim.formats import is_of_format
-from deepspeed_ext.optim.slabs import STEP, Bucket
-from deepspeed_ext.optim.state_entry import Entry
-from deepspeed_ext.optim.state_values import Numbers
-
-if TYPE_CHECKING:
-    from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.owner import Owner
+from deepspeed_ext.optim.state_entry import StateEntry
+from deepspeed_ext.optim.state_values import StateValidation
 
 _MAX_SMALL_BUCKETS = 16  # of a group; more are merged
 
@@ -43,22 +42,22 @@ class Plan:
         self.buckets = buckets
 
 
+class Change(Enum):
+    """What somebody may have changed from outside, as `Plans.changes` finds it."""
+
+    VALUES = "a value in the state of a parameter"
+    STATE = "the state of a parameter as a whole"
+    GROUPS = "the list of groups, or of the parameters of one"
+    OPTIONS = "an option that says which state there is, or in which dtype"
+    LOOKS = "what a parameter of a bucket looks like"
+    WEIGHTS = "a parameter that has a master weight"
+
+
 class Plans:
     """A plan for each group, made again when state, groups or parameters were changed from outside.
 
-    There are three ways of finding out, and what each sees is for the others to leave alone:
-
-    - State tells of itself. The state of a parameter is an `Entry`, a dict that calls `drop` before
-      one of its values is replaced or goes, so that no value is compared before a step.
-    - Plans compare by identity, once a step, what cannot tell: the entries of `state`, the list of
-      each group's parameters, and the dtypes that a group's options ask for (`_is_current`); and
-      each bucket compares what its parameters look like, right before its step (`Bucket.fits`).
-      A change found there, or told by an entry, makes all plans again: `rebuild`.
-    - Masters know when the parameter that they are the original of was written, by its version
-      counter and address (`Bucket.refresh_masters`). That makes no new plan, but a new original.
-
-    The second costs about a tenth of a microsecond per parameter and step. Keeps no reference to
-    the optimizer: a cycle would hold its memory until the next garbage collection.
+    `changes` is what finds that out. Keeps no reference to the optimizer: a cycle would hold its
+    memory until the next garbage collection.
     """
 
     def __init__(self) -> None:
@@ -67,7 +66,7 @@ class Plans:
         self._ready: list[Bucket] = []  # which may hold what is being loaded
 
     def drop(self) -> None:
-        """Forget everything, slabs included; the state still has views of them."""
+        """Forget everything, flat buffers included; the state still has views of them."""
         self._plans = None
 
     def add_group(self, group: dict[str, Any]) -> None:
@@ -75,12 +74,13 @@ class Plans:
         if self._plans is not None:
             self._plans.append(Plan(group, []))
 
-    def current(self, optimizer: "SlabOptimizer") -> list[Plan]:
+    def current(self, optimizer: Owner) -> list[Plan]:
         """Return plans that hold every parameter with a gradient or with state.
 
-        Whether the parameters of a bucket still look the same is for the bucket to say: see `fits`.
+        Whether the parameters of a bucket still look the same is for `changes` to say, bucket by
+        bucket.
         """
-        if self._plans is None or not self._is_current(self._plans, optimizer):
+        if self.changes(optimizer) is not None:
             self.rebuild(optimizer)
         plans = self._plans or []
         for group, plan in zip(optimizer.param_groups, plans, strict=True):
@@ -101,26 +101,72 @@ class Plans:
                 self._entries = list(optimizer.state.values())
         return plans
 
-    def _is_current(self, plans: list[Plan], optimizer: "SlabOptimizer") -> bool:
+    def changes(self, optimizer: Owner, bucket: Bucket | None = None) -> Change | None:
+        """Return what was changed from outside since the plans were made, the first that is found.
+
+        The checks stand in the order of what they cost: the first nothing, as state tells of
+        itself; the next three about a tenth of a microsecond for each parameter, once a step, for
+        what cannot tell, by identity; the last two somewhat more, right before the step of each
+        bucket, so that its parameters are still in the processor's cache then. What one of them
+        sees is not looked for by those after it. WEIGHTS wants new master weights, all others new
+        plans.
+
+        Args:
+            optimizer: whose plans they are.
+            bucket: of a plan that is current but for what this looks for; None: look at all else.
+        """
+        if bucket is not None:
+            if not bucket.fits():
+                return Change.LOOKS
+            return Change.WEIGHTS if bucket.is_written() else None
+        if self._plans is None:
+            return Change.VALUES
+        if self._has_other_state(optimizer):
+            return Change.STATE
+        if self._has_other_groups(self._plans, optimizer):
+            return Change.GROUPS
+        return Change.OPTIONS if self._wants_other_state(self._plans, optimizer) else None
+
+    def _has_other_state(self, optimizer: Owner) -> bool:
+        """Return whether state of a parameter was put in the place of other, added or taken away.
+
+        Values in it are not looked at: a `StateEntry` calls `drop` before one of them goes.
+        Nobody sees what is written into a tensor, which is in the flat buffer then and needs no
+        notice, nor a tensor that gets other memory through `.data =` or `set_`.
+        """
+        return _differ(self._entries, optimizer.state.values())
+
+    def _has_other_groups(self, plans: list[Plan], optimizer: Owner) -> bool:
+        """Return whether groups, or parameters in one, were added, taken away or moved.
+
+        Options are not looked at here, nor what a parameter is like.
+        """
         groups = optimizer.param_groups
-        if _differ(self._entries, optimizer.state.values()) or len(plans) != len(groups):
-            return False
-        return all(
-            not _differ(plan.params, group["params"])
-            and all(b.dtypes == dtypes_of(optimizer, group, b.dtype) for b in plan.buckets)
-            for group, plan in zip(groups, plans, strict=True)
+        return len(plans) != len(groups) or any(
+            _differ(plan.params, group["params"]) for group, plan in zip(groups, plans, strict=True)
         )
 
-    def rebuild(self, optimizer: "SlabOptimizer") -> None:
-        """Copy all state into slabs.
+    def _wants_other_state(self, plans: list[Plan], optimizer: Owner) -> bool:
+        """Return whether options of a group, such as amsgrad, want state that buckets do not have.
+
+        All other options are read in each step.
+        """
+        return any(
+            bucket.dtypes != dtypes_of(optimizer, group, bucket.dtype)
+            for group, plan in zip(optimizer.param_groups, plans, strict=True)
+            for bucket in plan.buckets
+        )
+
+    def rebuild(self, optimizer: Owner) -> None:
+        """Copy all state into flat buffers.
 
         Raises:
             ValueError: some state does not fit; nothing was changed.
         """
         self._build(optimizer, None, lambda: None)
 
-    def load(self, optimizer: "SlabOptimizer", agreement: Agreement, old: "Plans") -> None:
-        """Copy state of unknown origin into slabs, but for what is in those of old plans already.
+    def load(self, optimizer: Owner, agreement: Agreement, old: "Plans") -> None:
+        """Copy state of unknown origin into buffers, but for what is in those of old plans already.
 
         Raises:
             ValueError: some state does not fit, or holds numbers that would destroy, here or in
@@ -135,15 +181,15 @@ class Plans:
                     "its error says why"
                 )
 
-        numbers = Numbers(optimizer.traits.signed)
+        validation = StateValidation(optimizer.spec.signed)
         self._ready = [bucket for plan in old._plans or () for bucket in plan.buckets]
-        self._build(optimizer, numbers, agree)
+        self._build(optimizer, validation, agree)
         self._ready = []
-        numbers.check(optimizer)
+        validation.check(optimizer)
         agree()
 
     def _build(
-        self, optimizer: "SlabOptimizer", numbers: Numbers | None, agree: Callable[[], None]
+        self, optimizer: Owner, validation: StateValidation | None, agree: Callable[[], None]
     ) -> None:
         groups, state = optimizer.param_groups, optimizer.state
         follow_shapes(optimizer)
@@ -151,23 +197,23 @@ class Plans:
             [param for param in group["params"] if _has_state(optimizer, group, param)]
             for group in groups
         ]
-        if numbers is not None:
+        if validation is not None:
             for param in (param for group in groups for param in group["params"]):
                 check_kind(optimizer, param, state.get(param, {}))
         agree()  # before elements are exchanged
-        self._plans, self._entries = None, []  # so that an old slab goes when its last state moves
+        self._plans, self._entries = None, []  # so that an old buffer goes when its last state does
         plans = [
-            Plan(group, self._make_buckets(optimizer, group, params, numbers))
+            Plan(group, self._make_buckets(optimizer, group, params, validation))
             for group, params in zip(groups, stateful, strict=True)
         ]
         self._plans, self._entries = plans, list(state.values())
 
     def _make_buckets(
         self,
-        optimizer: "SlabOptimizer",
+        optimizer: Owner,
         group: dict[str, Any],
         params: Sequence[Tensor],
-        numbers: Numbers | None = None,
+        validation: StateValidation | None = None,
     ) -> list[Bucket]:
         """Put parameters of one group into buckets, with the state that they have, if any."""
         by_kind: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
@@ -175,41 +221,40 @@ class Plans:
             check_param(optimizer, param)
             kind = (local(param).device, param.dtype, is_dtensor(param))
             by_kind.setdefault(kind, []).append(param)
-        keys, traits = self._noise_keys(optimizer), optimizer.traits
+        keys, spec = self._noise_keys(optimizer), optimizer.spec
+        look = None if validation is None else validation.look_at_source
         buckets = []
         for (device, dtype, _), members in by_kind.items():
             check_no_capture(optimizer, device, "step before, which creates the state")
             dtypes = dtypes_of(optimizer, group, dtype)
-            for part in traits.cut(members):
+            for part in spec.cut(members):
                 noise_keys = [keys[id(param)] for param in part] if keys else None
-                given = [traits.completed(group, optimizer.state.get(p, {})) for p in part]
+                given = [spec.completed(group, optimizer.state.get(p, {})) for p in part]
                 ready = next((b for b in self._ready if b.holds(part, dtypes, given)), None)
-                may_move = len(traits.devices) > 1
+                may_move = len(spec.devices) > 1
                 bucket = ready or Bucket(
-                    part, dtypes, traits.signed, noise_keys, may_move, traits.zeros
+                    part, dtypes, spec.signed, noise_keys, may_move, spec.zeros
                 )
                 for i, (param, values) in enumerate(zip(part, given, strict=True)):
                     others = {k: v for k, v in values.items() if not is_of_format(k, dtypes)}
-                    state = bucket.shown(i) if ready else bucket.fill(i, values, numbers)
+                    state = bucket.shown(i) if ready else bucket.fill(i, values, look)
                     entry = {**others, **state}
-                    optimizer.state[param] = Entry(
+                    optimizer.state[param] = StateEntry(
                         entry, param.shape, weakref.WeakMethod(self.drop)
                     )
                 buckets.append(bucket)
-                if numbers is not None:
-                    numbers.look_at(bucket)
+                if validation is not None:
+                    validation.look_at(bucket)
         return buckets
 
-    def _noise_keys(self, optimizer: "SlabOptimizer") -> dict[int, int]:
+    def _noise_keys(self, optimizer: Owner) -> dict[int, int]:
         """Return the key of the random bits of every parameter, by its identity."""
         if not optimizer.state_format.rounds_at_random:
             return {}
         params = [param for group in optimizer.param_groups for param in group["params"]]
         return {id(param): optimizer.state_format.key_of(i) for i, param in enumerate(params)}
 
-    def _merge_small_buckets(
-        self, optimizer: "SlabOptimizer", group: dict[str, Any], plan: Plan
-    ) -> None:
+    def _merge_small_buckets(self, optimizer: Owner, group: dict[str, Any], plan: Plan) -> None:
         """Keep the calls per step few when parameters get their first gradients one by one."""
         small = [bucket for bucket in plan.buckets if bucket.is_small]
         if len(small) > _MAX_SMALL_BUCKETS:
@@ -219,13 +264,13 @@ class Plans:
 
 
 def dtypes_of(
-    optimizer: "SlabOptimizer", group: dict[str, Any], param_dtype: torch.dtype
+    optimizer: Owner, group: dict[str, Any], param_dtype: torch.dtype
 ) -> dict[str, torch.dtype]:
-    """Return the dtype of each slab for parameters of a group, except that of steps."""
-    return optimizer.state_format.dtypes(optimizer.traits.state_keys(group), param_dtype)
+    """Return the dtype of each flat buffer for parameters of a group, except that of steps."""
+    return optimizer.state_format.dtypes(optimizer.spec.state_keys(group), param_dtype)
 
 
-def follow_shapes(optimizer: "SlabOptimizer") -> None:
+def follow_shapes(optimizer: Owner) -> None:
     """Give state the shapes of parameters that have got others, as by `p.data = p.data.view(-1)`.
 
     A DTensor's is another sharding too: its state does not follow.
@@ -233,17 +278,21 @@ def follow_shapes(optimizer: "SlabOptimizer") -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             entry = optimizer.state.get(param)
-            if isinstance(entry, Entry) and entry.shape != param.shape and not is_dtensor(param):
+            if (
+                isinstance(entry, StateEntry)
+                and entry.shape != param.shape
+                and not is_dtensor(param)
+            ):
                 entry.take_shape(param, dtypes_of(optimizer, group, param.dtype))
 
 
-def _has_state(optimizer: "SlabOptimizer", group: dict[str, Any], param: Tensor) -> bool:
+def _has_state(optimizer: Owner, group: dict[str, Any], param: Tensor) -> bool:
     """Return whether a parameter has state, after checking that it is right."""
     return is_state(optimizer, group, param, optimizer.state.get(param, {}))
 
 
 def is_state(
-    optimizer: "SlabOptimizer",
+    optimizer: Owner,
     group: dict[str, Any],
     param: Tensor,
     entry: dict[str, Any],

@@ -7,13 +7,13 @@ from typing_extensions import Unpack
 
 from deepspeed_ext.ops.optimizers.rmsprop import RMSPROP, rmsprop_step_
 from deepspeed_ext.ops.optimizers.step_op import Flag
-from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
 from deepspeed_ext.optim.checks import check_value
 from deepspeed_ext.optim.formats import FormatOptions
-from deepspeed_ext.optim.spec import Group, Traits
+from deepspeed_ext.optim.spec import Group, OptimizerSpec
 
 
-class FusedRMSprop(SlabOptimizer):
+class FusedRMSprop(FlatStateOptimizer):
     """RMSprop for parameters on the CPU and on CUDA: one pass over memory.
 
     A plain torch optimizer with the arguments and the state of `torch.optim.RMSprop`; state dicts
@@ -44,7 +44,7 @@ class FusedRMSprop(SlabOptimizer):
     is that of `deepspeed_ext.ops.rmsprop_step_`.
     """
 
-    traits = Traits(RMSPROP, options=(Flag("centered"),))
+    spec = OptimizerSpec(RMSPROP, options=(Flag("centered"),))
     _call_op = staticmethod(rmsprop_step_)
 
     def __init__(
@@ -60,7 +60,7 @@ class FusedRMSprop(SlabOptimizer):
         maximize: bool = False,
         **formats: Unpack[FormatOptions],
     ) -> None:
-        super().__init__(params, self.traits.defaults(locals()), **formats)
+        super().__init__(params, self.spec.defaults(locals()), **formats)
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)

@@ -1,12 +1,12 @@
 """The set_grad_none of DeepSpeed's fused optimizers."""
 
-from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
 
 
-class SetGradNone(SlabOptimizer):
+class SetGradNone(FlatStateOptimizer):
     """Base of a class whose constructor says what zero_grad() does by default."""
 
-    _settings = (*SlabOptimizer._settings, "set_grad_none")
+    _settings = (*FlatStateOptimizer._settings, "set_grad_none")
     set_grad_none: bool
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

@@ -8,11 +8,11 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from deepspeed_ext.ops.optimizers.sgd import SGD, sgd_step_
-from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
+from deepspeed_ext.optim.buckets import STEP
 from deepspeed_ext.optim.checks import check_value
 from deepspeed_ext.optim.formats import FormatOptions
-from deepspeed_ext.optim.slabs import STEP
-from deepspeed_ext.optim.spec import Group, Traits
+from deepspeed_ext.optim.spec import Group, OptimizerSpec
 
 _BUFFER = "momentum_buffer"
 
@@ -26,7 +26,7 @@ def _completed(group: Group, values: Mapping[str, Any]) -> Mapping[str, Any]:
     return values if values.get(STEP) is not None else {**values, STEP: 1}
 
 
-class FusedSGD(SlabOptimizer):
+class FusedSGD(FlatStateOptimizer):
     """SGD with momentum for parameters on the CPU and on CUDA: one pass over memory.
 
     A plain torch optimizer with the arguments of Apex's and the state of `torch.optim.SGD`; state
@@ -55,7 +55,7 @@ class FusedSGD(SlabOptimizer):
     2013, Equations 3 and 4. The formula is that of `deepspeed_ext.ops.sgd_step_`.
     """
 
-    traits = Traits(SGD, unsaved=frozenset({STEP}), completed=_completed)
+    spec = OptimizerSpec(SGD, unsaved=frozenset({STEP}), completed=_completed)
     _call_op = staticmethod(sgd_step_)
 
     def __init__(
@@ -71,7 +71,7 @@ class FusedSGD(SlabOptimizer):
         maximize: bool = False,
         **formats: Unpack[FormatOptions],
     ) -> None:
-        super().__init__(params, self.traits.defaults(locals()), **formats)
+        super().__init__(params, self.spec.defaults(locals()), **formats)
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.ops.optimizers.step_op import Flag, Number, StepOp
+from deepspeed_ext.optim.buckets import Zeros, cut, zeros
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
-from deepspeed_ext.optim.slabs import Zeros, cut, zeros
 
 Group = dict[str, Any]
 
@@ -19,7 +19,7 @@ def _as_found(group: Group, values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
-class Traits:
+class OptimizerSpec:
     """What is known of a class of optimizers.
 
     Attributes:
@@ -32,7 +32,7 @@ class Traits:
             with what it lacks and must not begin as zeros.
         grad_layouts: of gradients.
         cut: puts parameters of one group, device and dtype, in their order, into buckets.
-        zeros: makes the slabs of a bucket.
+        zeros: makes the flat buffers of a bucket.
     """
 
     op: StepOp

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.optim.formats import portable
-from deepspeed_ext.optim.state_entry import Entry
+from deepspeed_ext.optim.state_entry import StateEntry
 
 
 class _Hidden:
@@ -38,7 +38,7 @@ def portable_state(packed: dict[str, Any], signed: frozenset[str]) -> dict[str, 
         signed: keys of state that may be negative.
     """
     state = {
-        key: portable(value, signed) if isinstance(value, Entry) else value
+        key: portable(value, signed) if isinstance(value, StateEntry) else value
         for key, value in packed["state"].items()
     }
     return {**packed, "state": state}

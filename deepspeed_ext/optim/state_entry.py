@@ -11,7 +11,7 @@ from torch import Tensor
 
 def _announced(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def announce(self: "Entry", *args: Any, **kwargs: Any) -> Any:
+    def announce(self: "StateEntry", *args: Any, **kwargs: Any) -> Any:
         on_change = self._on_change()
         if on_change is not None:
             on_change()
@@ -20,12 +20,12 @@ def _announced(method: Callable[..., Any]) -> Callable[..., Any]:
     return announce
 
 
-class Entry(dict[str, Any]):
+class StateEntry(dict[str, Any]):
     """A dict that calls `on_change` before a value goes; a copy or a pickle of it is a plain dict.
 
-    An optimizer steps on slabs, of which the values here are views. Users do put other tensors in
-    their place (to move state between devices, to prune), and comparing every value before every
-    step would cost a tenth of a step over small parameters.
+    An optimizer steps on flat buffers, of which the values here are views. Users do put other
+    tensors in their place (to move state between devices, to prune), and comparing every value
+    before every step would cost a tenth of a step over small parameters.
 
     Args:
         values: what the dict holds at first.

@@ -1,22 +1,19 @@
-"""What numbers in state must be, or a step would destroy: looked at when state is loaded."""
+"""State validation: what values of loaded state must be, or a step would destroy."""
 
 import math
 from collections.abc import Container
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from deepspeed_ext.optim.buckets import STEP, Bucket
 from deepspeed_ext.optim.checks import COUNT, title_of_state
 from deepspeed_ext.optim.formats import MASTER, REMAINDER, SCALE
-from deepspeed_ext.optim.slabs import STEP, Bucket
-
-if TYPE_CHECKING:
-    from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.owner import Owner
 
 
-class Numbers:
-    """Checks of loaded numbers: queued for whole slabs, and read by the host all at once.
+class StateValidation:
+    """Checks of loaded values: queued for whole flat buffers, and read by the host all at once.
 
     Args:
         signed: keys of state that may be negative.
@@ -28,15 +25,15 @@ class Numbers:
         self._subjects: list[tuple[str, Bucket | Tensor, Tensor]] = []
 
     def look_at(self, bucket: Bucket) -> None:
-        """Queue the checks of what is in the slabs of a bucket."""
-        for key, [slab] in bucket.slabs.items():
-            if key == STEP or self._is_unsigned(key, slab):
-                self._queue(key, bucket, slab)
+        """Queue the checks of what is in the flat buffers of a bucket."""
+        for key, [buffer] in bucket.buffers.items():
+            if key == STEP or self._is_unsigned(key, buffer):
+                self._queue(key, bucket, buffer)
         for key, scales in bucket.scales.items():
             self._queue(key + SCALE, bucket, scales)
 
     def look_at_source(self, key: str, param: Tensor, value: Tensor) -> None:
-        """Queue the check of state that no slab takes as it is.
+        """Queue the check of state that no flat buffer takes as it is.
 
         Args:
             key: which state of the parameter; or, of its scales, with their ending.
@@ -46,7 +43,7 @@ class Numbers:
         if key.endswith(SCALE) or key == REMAINDER or self._is_unsigned(key, value):
             self._queue(key, param, value)
 
-    def check(self, optimizer: "SlabOptimizer") -> None:
+    def check(self, optimizer: Owner) -> None:
         """Wait for the devices, once each, and raise ValueError if some number must not be."""
         places: dict[torch.device, list[int]] = {}
         for place, verdict in enumerate(self._verdicts):
@@ -87,7 +84,7 @@ def _are_powers(scales: Tensor) -> Tensor:
     return (bits & ~0x7F800000 == 0) & (bits != 0x7F800000)
 
 
-def _refuse(optimizer: "SlabOptimizer", key: str, whose: Bucket | Tensor, values: Tensor) -> None:
+def _refuse(optimizer: Owner, key: str, whose: Bucket | Tensor, values: Tensor) -> None:
     """Raise ValueError for the first parameter with such a number."""
     if isinstance(whose, Bucket):
         for i, param in enumerate(whose.params):

@@ -20,7 +20,7 @@ from deepspeed_ext.quantization.packing import (
     packed,
     quantize_weight,
 )
-from deepspeed_ext.quantization.weight_view import view_of
+from deepspeed_ext.quantization.weight_view import read_only, view_of
 
 NOTE = "_extra_state"  # what torch calls what get_extra_state returns
 
@@ -36,6 +36,11 @@ class QuantizedLinear(nn.Module):
 
     A row of x has the same bits alone and among up to 63 others, as `quantized_linear` says, but
     not in the fp8 formats: these torch multiplies, and sums go in another order in company.
+
+    A layer without a bias may be cast while other threads compute with it, as that leaves codes and
+    scales as they are. One with a bias may be neither cast nor moved then, as no layer of torch:
+    the bias stays one parameter, whose memory torch changes below whoever reads it. Nor may any
+    layer be moved to another device, where its tensors arrive one by one.
 
     `weight` has shape, dtype and device of the floats, and their values when something computes
     with it: see `WeightView`.
@@ -216,6 +221,12 @@ class QuantizedLinear(nn.Module):
         """Shape, dtype and device of the floats; their values when they are read, not before."""
         return view_of(self.layout, self._tensors(), self.dtype)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse another weight, which torch does by texts about names that are taken."""
+        if name == "weight":
+            raise AttributeError(read_only("is assigned"))
+        super().__setattr__(name, value)
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the floats that the weight stands for: (out, in).
 
@@ -271,7 +282,7 @@ class QuantizedLinear(nn.Module):
         return {name: self.get_buffer(name) for name in self.layout.tensors()}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
-        """Move all, and cast what may be cast; none is gone meanwhile, as others compute."""
+        """Move all, and cast what may be cast; codes and scales stay the tensors that they are."""
         packed = list(self._tensors().values())
 
         def move(tensor: Tensor) -> Tensor:

@@ -134,9 +134,14 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 
 def _refuse(writer: str) -> NoReturn:
-    raise RuntimeError(
-        f"QuantizedLinear: weight is an argument that {writer} writes to, expected it to be"
-        " read only; make a new layer by QuantizedLinear.from_linear"
+    raise RuntimeError(read_only(f"is an argument that {writer} writes to"))
+
+
+def read_only(what: str) -> str:
+    """Return the text of an error about what would change a weight, of which no floats are kept."""
+    return (
+        f"QuantizedLinear: weight {what}, expected it to be read only; make a new layer by"
+        " QuantizedLinear.from_linear"
     )
 
 

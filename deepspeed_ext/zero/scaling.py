@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.offload import OffloadOptimizer
-from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
 
 _OP = "zero.LossScaler"
 _log = logging.getLogger("deepspeed_ext")
@@ -130,7 +130,7 @@ class LossScaler:
             TypeError: the optimizer has no clip_and_step that unscales.
             FloatingPointError: nothing was stepped, and the scale cannot shrink.
         """
-        if not isinstance(optimizer, SlabOptimizer | OffloadOptimizer):
+        if not isinstance(optimizer, FlatStateOptimizer | OffloadOptimizer):
             raise TypeError(
                 f"{_OP}: optimizer is a {type(optimizer).__name__}, expected one of deepspeed_ext;"
                 " torch's work with torch.amp.GradScaler"

@@ -1,13 +1,17 @@
-// Tests bias_activation_cpu.cpp and gated_activation_cpu.cpp in every ISA that this CPU has: rows
-// that end where memory ends, against double, and bit for bit against the scalar ISA.
+// Tests the rules of activations and of sums with biases by elementwise_cpu.cpp, in every ISA that
+// this CPU has: rows that end where memory ends, against double, and bit for bit against the scalar
+// ISA.
 #include <cmath>
 #include <cstring>
 #include <vector>
 
 #include "dtypes.h"
-#include "expect.h"
 #include "elementwise/bias_activation.h"
+#undef DSX_RULES  // for a library, which has those of one op
 #include "elementwise/gated_activation.h"
+#undef DSX_RULES
+#include "elementwise/nhwc_bias_add.h"
+#include "expect.h"
 
 namespace {
 
@@ -49,6 +53,7 @@ struct Case {
   int64_t n;
   Storage x, bias, grad;                                          // inputs; x is the gate too
   Storage out, grad_x, grad_bias, gated, grad_gate, grad_up, up;  // results, and an input
+  Storage sum, grads;                                             // of nhwc_bias_add
   std::vector<float> partials;
 
   Case(Activation which, Dtype of, Dtype others, int64_t length)
@@ -64,34 +69,57 @@ struct Case {
         grad_gate(of, kRows * n, 7),
         grad_up(others, kRows * n, 8),
         up(others, kRows * n, 9),
+        sum(of, kRows * n, 10),
+        grads(others, n, 11),
         partials(size_t(3 * n)) {}
 
   void run(Isa isa, int64_t cut) {
+    using dsx::Elementwise;
     const int64_t all = kRows * n;
-    const dsx::BiasActivation forward{kRows, n, activation, x.rows(n), bias.rows(0), out.rows(n)};
-    bias_activation_cpu(isa, forward, 0, cut);
-    bias_activation_cpu(isa, forward, cut, all);
-    const dsx::BiasActivationBackward back{kRows,          n,
-                                           activation,     grad.rows(n),
-                                           x.rows(n),      bias.rows(0),
-                                           grad_x.rows(n), {partials.data(), n, Dtype::float32}};
-    bias_activation_backward_cpu(isa, back, 0, 1);
-    bias_activation_backward_cpu(isa, back, 1, 3);
-    add_bias_partials_cpu(isa, partials.data(), 3, n, 0, n / 2, grad_bias.rows(0));
-    add_bias_partials_cpu(isa, partials.data(), 3, n, n / 2, n, grad_bias.rows(0));
-    const dsx::GatedActivation gate{kRows, n, activation, x.rows(n), up.rows(n), gated.rows(n)};
-    gated_activation_cpu(isa, gate, 0, cut);
-    gated_activation_cpu(isa, gate, cut, all);
-    const dsx::GatedActivationBackward gate_back{
-        kRows,     n,          activation,        grad.rows(n),
-        x.rows(n), up.rows(n), grad_gate.rows(n), grad_up.rows(n)};
-    gated_activation_backward_cpu(isa, gate_back, 0, cut);
-    gated_activation_backward_cpu(isa, gate_back, cut, all);
+    const Elementwise<dsx::BiasActivation> forward{
+        kRows, n, {activation}, {x.rows(n)}, {bias.rows(0)}, {out.rows(n)}, {}};
+    elementwise_cpu(isa, forward, 0, cut);
+    elementwise_cpu(isa, forward, cut, all);
+    const Elementwise<dsx::BiasActivationBackward> back{kRows,
+                                                        n,
+                                                        {activation},
+                                                        {grad.rows(n), x.rows(n)},
+                                                        {{}, bias.rows(0)},
+                                                        {grad_x.rows(n)},
+                                                        {{partials.data(), n, Dtype::float32}}};
+    elementwise_tiles_cpu(isa, back, 0, 1);
+    elementwise_tiles_cpu(isa, back, 1, 3);
+    const auto add = dsx::add_groups_cpu<dsx::BiasActivationBackward>;
+    add(isa, partials.data(), 3, n, 0, n / 2, grad_bias.rows(0));
+    add(isa, partials.data(), 3, n, n / 2, n, grad_bias.rows(0));
+    const Elementwise<dsx::GatedActivation> gate{
+        kRows, n, {activation}, {x.rows(n), up.rows(n)}, {}, {gated.rows(n)}, {}};
+    elementwise_cpu(isa, gate, 0, cut);
+    elementwise_cpu(isa, gate, cut, all);
+    const Elementwise<dsx::GatedActivationBackward> gate_back{kRows,
+                                                              n,
+                                                              {activation},
+                                                              {x.rows(n), up.rows(n), grad.rows(n)},
+                                                              {},
+                                                              {grad_gate.rows(n), grad_up.rows(n)},
+                                                              {}};
+    elementwise_cpu(isa, gate_back, 0, cut);
+    elementwise_cpu(isa, gate_back, cut, all);
+    const Elementwise<dsx::NhwcBiasAdd> add_up{
+        kRows, n, {}, {x.rows(n), up.rows(n)}, {bias.rows(0), bias.rows(0)}, {sum.rows(n)}, {}};
+    elementwise_cpu(isa, add_up, 0, cut);
+    elementwise_cpu(isa, add_up, cut, all);
+    const Elementwise<dsx::NhwcBiasAddBackward> sums{
+        kRows, n, {}, {grad.rows(n)}, {}, {}, {{partials.data(), n, Dtype::float32}}};
+    elementwise_tiles_cpu(isa, sums, 0, 2);
+    elementwise_tiles_cpu(isa, sums, 2, 3);
+    dsx::add_groups_cpu<dsx::NhwcBiasAddBackward>(isa, partials.data(), 3, n, 0, n, grads.rows(0));
   }
 
   std::vector<float> results() const {
     std::vector<float> found;
-    for (const Storage* s : {&out, &grad_x, &grad_bias, &gated, &grad_gate, &grad_up}) {
+    for (const Storage* s :
+         {&out, &grad_x, &grad_bias, &gated, &grad_gate, &grad_up, &sum, &grads}) {
       for (int64_t i = 0; i < s->count; ++i) found.push_back(s->elements[i]);
     }
     return found;
@@ -109,7 +137,7 @@ struct Case {
   }
 
   void check() const {
-    std::vector<double> bias_grads(size_t(n), 0);
+    std::vector<double> bias_grads(size_t(n), 0), sums(size_t(n), 0);
     for (int64_t i = 0; i < kRows * n; ++i) {
       const double a = double(x.elements[i]), b = double(bias.elements[i % n]);
       const double g = double(grad.elements[i]), u = double(up.elements[i]);
@@ -119,9 +147,12 @@ struct Case {
       compare("gated", gated, i, value_of(activation, a) * u, 10);
       compare("grad_gate", grad_gate, i, g * u * slope_of(activation, a), 16);
       compare("grad_up", grad_up, i, g * value_of(activation, a), 16);
+      compare("sum", sum, i, a + u + 2 * b, 12);
+      sums[size_t(i % n)] += g;
     }
     for (int64_t i = 0; i < n; ++i) {
       compare("grad_bias", grad_bias, i, bias_grads[size_t(i)], 4 * kRows);
+      compare("grads", grads, i, sums[size_t(i)], 3 * kRows);
     }
   }
 };

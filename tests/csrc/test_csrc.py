@@ -48,8 +48,7 @@ PROGRAMS = {  # with the sources that each is linked with; an op library stands 
     "softmax": [ISA, "softmax/softmax_cpu.cpp", "softmax/cross_entropy_cpu.cpp"],
     "activations": [
         ISA,
-        "elementwise/bias_activation_cpu.cpp",
-        "elementwise/gated_activation_cpu.cpp",
+        *("cpu_bias_activation", "cpu_gated_activation", "cpu_nhwc_bias_add"),
     ],
     "rope": [ISA, "attention/cache/rope_cpu.cpp"],
     "skinny_linear": [ISA, "linear/skinny_linear_cpu.cpp"],

@@ -12,6 +12,7 @@ import pytest
 import tiny_folder
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from deepspeed_ext.inference.execution import memory_budget as room
 from deepspeed_ext.inference.initialize import init_inference
@@ -300,6 +301,39 @@ def test_refuses_code_that_would_not_run(lost: str) -> None:
     CHANGES[lost](model[0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"^init_inference: 0 has {lost}.* calls no module"):
         init_inference(model)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_forward_pre_hook,
+    ],
+)
+def test_refuses_hooks_of_all_modules(register: Callable[[Any], Any]) -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    model.config = tiny_folder.CONFIG  # type: ignore[assignment]
+    handle = register(_doubled)
+    try:
+        with pytest.raises(ValueError, match="torch has forward hooks for all modules"):
+            init_inference(model)
+    finally:
+        handle.remove()
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "OptimizedModule, expected the module inside of it; give model._orig_mod": torch.compile,
+    "DataParallel, expected the module inside of it; give model.module": nn.DataParallel,
+    "AveragedModel, expected the module inside of it; give model.module": AveragedModel,
+}
+
+
+@pytest.mark.parametrize("told", WRAPPERS)
+def test_refuses_what_stands_around_a_model(told: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    model.config = tiny_folder.CONFIG  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=f"^init_inference: model is {told}$"):
+        init_inference(WRAPPERS[told](model))
 
 
 @pytest.mark.parametrize(

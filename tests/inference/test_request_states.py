@@ -145,7 +145,7 @@ def test_a_plan_says_all_of_a_step_before_any_of_it() -> None:
         plan = plan_step(table.by_state(), packs)
         (only,) = plan.prefill
         assert [part.request for part in only.parts] == ([short, long] if packs else [short])
-        assert sum(part.length for part in only.parts) == (CHUNK - 1 if packs else 3)
+        assert sum(part.tokens for part in only.parts) == (CHUNK - 1 if packs else 3)
         batches = [only.running] if packs else plan.decode
         assert [batch.requests for batch in batches if batch is not None] == [[running]]
         assert [batch.requests for batch in plan.first] == [[forked, short]]

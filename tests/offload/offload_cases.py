@@ -11,8 +11,8 @@ from torch import Tensor
 from deepspeed_ext.offload import (
     OffloadOptimizer,
     bucket,
-    host_copies as links,
     host_optimizer as inner,
+    param_table,
 )
 from deepspeed_ext.offload.sent_gradients import sent
 from deepspeed_ext.optim import (
@@ -223,13 +223,13 @@ def assert_same_state(one, other):
 def await_ahead(optimizer):
     """Return when all steps that are taken ahead are over, so that step() finds them done."""
     found = optimizer._pipeline
-    found.worker.wait([b.ahead.task for b in found._buckets if b.ahead is not None])
+    found.worker.wait([b.task_ahead for b in found._buckets if b.task_ahead is not None])
 
 
 def small_parts(monkeypatch, piece=512, most=1024):
     """Let buckets and the pieces of their steps be so small that many are under way."""
     monkeypatch.setattr(inner, "PIECE", piece)
-    monkeypatch.setattr(links, "BUCKET", most)
+    monkeypatch.setattr(param_table, "BUCKET", most)
 
 
 def count_calls(monkeypatch, owner, method):

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from deepspeed_ext.offload import (
     Estimate,
     OffloadOptimizer,
-    host_copies as links,
-    memory_estimate as estimate,
+    estimate,
+    param_table,
 )
 from deepspeed_ext.offload.pipeline import Memory
 from deepspeed_ext.optim import (
@@ -45,7 +45,7 @@ MODULE = sys.modules["deepspeed_ext.offload.memory_estimate"]  # its function ha
 def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have memory for everything; buckets that hold some of the parameters only."""
     monkeypatch.setattr(MODULE, "free_memory", lambda: 64 * GIB)
-    monkeypatch.setattr(links, "BUCKET", 5000)
+    monkeypatch.setattr(param_table, "BUCKET", 5000)
 
 
 def parameters(dtype: torch.dtype, device: str = "cpu") -> list[nn.Parameter]:
@@ -70,7 +70,7 @@ def memory_of(tensors: list[Tensor]) -> int:
 
 
 def state_of(bucket: Any) -> Counter[str]:
-    found = Counter({key: slab.nbytes for key, [slab] in bucket.slabs.items()})
+    found = Counter({key: buffer.nbytes for key, [buffer] in bucket.buffers.items()})
     found.update({f"{key}_scale": scale.nbytes for key, scale in bucket.scales.items()})
     return found
 
@@ -80,15 +80,15 @@ def allocated(made: OffloadOptimizer) -> tuple[Counter[str], Counter[str]]:
     work = made._pipeline
     gpu, host = Counter[str](), Counter[str]()
     params = [param for group in made.param_groups for param in group["params"]]
-    copies = [work.links.copies[id(param)] for param in params]
+    copies = [work.table[param].copy for param in params]
     host["weights"] = memory_of([c for c, p in zip(copies, params, strict=True) if c is not p])
     for _, resident in work._resident:
         gpu += state_of(resident)
     for bucket in work._buckets:
         host += state_of(bucket.bucket)
         if bucket.spare is not None:
-            slabs = [slab for [slab] in bucket.spare.slabs.values()]
-            host["steps ahead"] += sum(t.nbytes for t in (*slabs, *bucket.spare.scales.values()))
+            buffers = [buffer for [buffer] in bucket.spare.buffers.values()]
+            host["steps ahead"] += sum(t.nbytes for t in (*buffers, *bucket.spare.scales.values()))
             host["steps ahead"] += memory_of(bucket.spare.weights)
     return gpu, host
 
@@ -142,7 +142,7 @@ def test_frozen_parameters_have_a_copy_and_nothing_else() -> None:
 def test_freed_gradients_are_added_up_in_float32() -> None:
     found = estimate(parameters(BF16), free_grads=True)
     with stepped(parameters(BF16), free_grads=True) as made:
-        sums = [known.value.nbytes for known in made._pipeline._sums._by_param.values()]
+        sums = [known.value.nbytes for known in made._pipeline.table.sums()]
     assert found.host["sums of gradients"] == sum(sums)
     assert found.gpu["gradients"] < found.gpu["weights"]
 
@@ -184,7 +184,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_allocated(
 ) -> None:
     found = estimate(parameters(F32))
     kept = found.needed_bytes - found.host["gradients"]
-    monkeypatch.setattr(links, "stand_ins", refuse_to_allocate)
+    monkeypatch.setattr(param_table, "stand_ins", refuse_to_allocate)
     with pytest.raises(ValueError, match="OffloadOptimizer: memory_budget is 1000, expected") as e:
         OffloadOptimizer(parameters(F32), memory_budget=1000)
     assert f"at least {kept} for weights and state" in str(e.value)

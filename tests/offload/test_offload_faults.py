@@ -111,7 +111,7 @@ def test_an_exception_in_a_hook_of_the_user(device, where):
 def test_an_exception_while_gradients_leave(device, monkeypatch):
     """Hooks only hasten: no backward fails because of them, and step() does it all again."""
     pair = warm(device)
-    breaking(monkeypatch, "take")
+    breaking(monkeypatch, "fetch")
     pair.backward()
     finish(pair, validated=0)
 
@@ -124,7 +124,7 @@ def test_an_exception_while_a_step_begins(device, monkeypatch):
     pair.backward()
     await_ahead(pair.ours)
     same_values(pair)
-    breaking(monkeypatch, "take")
+    breaking(monkeypatch, "fetch")
     with pytest.raises(Broken):
         pair.ours.step()
     assert_same_bits(pair.params, weights)

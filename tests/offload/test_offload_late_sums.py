@@ -10,7 +10,7 @@ from offload_cases import Gate, Summed, await_ahead
 from optim_cases import BF16, assert_same_bits, make_params
 from torch import nn
 
-from deepspeed_ext.offload.host_gradients import Sums
+from deepspeed_ext.offload.host_gradients import Adder, Sum
 
 pytestmark = pytest.mark.usefixtures("threads_that_take_turns")
 
@@ -65,16 +65,16 @@ def test_gradients_are_added_up_in_their_order(monkeypatch):
     closer = threading.Thread(target=pair.ours.step)
     closer.start()
     gate.await_thread()
-    sums, first, second = Sums(pair.ours._pipeline.worker), Told([False]), Told([True])
+    adder, first, second = Adder(pair.ours._pipeline.worker), Told([False]), Told([True])
     lanes = pair.ours._pipeline._lanes[torch.device("cpu")]
     events += [first, second]
-    known = sums.of(nn.Parameter(torch.zeros(3)))
+    known = Sum(nn.Parameter(torch.zeros(3)))
     for value in (1.0, 2.0):
-        sums.take(known, torch.full((3,), value), lanes)
+        adder.take(known, torch.full((3,), value), lanes)
     gate.open()
     closer.join()
-    sums.finish()
-    sums.check()
+    adder.finish()
+    known.check()
     assert known.value.tolist() == [3.0] * 3
 
 

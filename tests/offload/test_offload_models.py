@@ -139,7 +139,7 @@ def test_forward_waits_module_by_module(opaque, monkeypatch):
     watched = torch.compile(model, backend="eager") if opaque else model
     pair = Pair(params=model.parameters(), model=watched)
     pair.train(WARM)
-    held = pair.ours._pipeline._bucket_of[id(layers[3].weight)]
+    held = pair.ours._pipeline.table[layers[3].weight].bucket
     seen = []
     for i, layer in enumerate(layers):
         layer.register_forward_pre_hook(lambda *_, i=i: seen.append((i, held.task is None)))

@@ -235,7 +235,7 @@ def test_a_thread_that_has_waited_for_the_step_before(monkeypatch):
     assert waited.wait(PATIENCE)
     under_way.gate = Gate(monkeypatch, "adopt")
     under_way.step()
-    first = next(iter(under_way.pair.ours._pipeline._buckets)).underway
+    first = next(iter(under_way.pair.ours._pipeline._buckets))._underway
     assert first and all(type(param) is not Parameter for param in first)
     monkeypatch.setattr(worker, "wait", wait)
     go_on.set()

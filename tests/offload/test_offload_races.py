@@ -241,16 +241,16 @@ def test_an_exception_in_the_middle_of_a_step(monkeypatch):
     pair.give()
     for param in pair.params:
         param.grad = param.grad.clone()
-    take, taken, gate = HostBucket.take, [], Gate(monkeypatch, "step")
+    fetch, taken, gate = HostBucket.fetch, [], Gate(monkeypatch, "step")
 
-    def broken(bucket, grads):
+    def broken(bucket):
         if len(taken) == 3:
             raise Full
         taken.extend(bucket.owners)
-        take(bucket, grads)
+        return fetch(bucket)
 
     with monkeypatch.context() as patch:
-        patch.setattr(HostBucket, "take", broken)
+        patch.setattr(HostBucket, "fetch", broken)
         with pytest.raises(Full):
             pair.ours.step()
     for param in pair.params:

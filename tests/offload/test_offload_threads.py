@@ -22,7 +22,7 @@ from deepspeed_ext.offload import (
 )
 from deepspeed_ext.offload.worker import Task, Urgency
 from deepspeed_ext.op_builder import BuildError
-from deepspeed_ext.optim.slabs import zeros
+from deepspeed_ext.optim.buckets import zeros
 
 LARGE = 2**20 + 5  # elements, whose state is touched first by whoever steps it
 

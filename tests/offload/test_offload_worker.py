@@ -181,7 +181,7 @@ def test_buckets_are_stepped_as_their_gradients_appear(device, monkeypatch):
 def test_gradients_are_read_once(device, monkeypatch):
     """What left early is not copied again, and a step that counts is not taken again."""
     pair = warm(device)
-    takes = count_calls(monkeypatch, HostBucket, "take")
+    takes = count_calls(monkeypatch, HostBucket, "fetch")
     steps = count_calls(monkeypatch, HostBucket, "step")
     pair.train(3)
     assert len(takes) == 3 and not steps

@@ -7,7 +7,7 @@ import torch
 from matplotlib.image import imread
 from torch import nn
 
-from deepspeed_ext.offload import OffloadOptimizer, Timeline, host_copies as links
+from deepspeed_ext.offload import OffloadOptimizer, Timeline, param_table
 from deepspeed_ext.offload.timeline import Span
 
 DEVICES = [
@@ -34,7 +34,7 @@ def take_steps(model: nn.Module, optimizer: OffloadOptimizer, timeline: Timeline
 
 
 def recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Timeline, list[Span]]:
-    monkeypatch.setattr(links, "BUCKET", 64 * 64 + 64)  # a bucket for each parameter
+    monkeypatch.setattr(param_table, "BUCKET", 64 * 64 + 64)  # a bucket for each parameter
     model = model_on(device)
     with OffloadOptimizer(model.parameters(), model=model) as optimizer:
         take_steps(model, optimizer, Timeline(optimizer), 2)

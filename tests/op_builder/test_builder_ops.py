@@ -1,5 +1,6 @@
 """The rows of the registry compile, the CPU one loads; builder classes; the command line."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -29,13 +30,14 @@ def test_a_cpu_row_compiles_and_loads_and_knows_no_cuda(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DS_EXT_WERROR", "1")
-    row = registry.spec_of("cpu_norm")  # which compiles fastest
+    row = registry.spec_of("cpu_l2_norm")  # which compiles fastest
     library = compile_library(Wanted.of(row), tmp_path / "a folder")
     assert Wanted.of(row).fits(library)
     assert not any("cuda" in name or "cublas" in name for name in undefined_libraries(library))
     assert json.loads((tmp_path / "a folder" / "build.json").read_text())["cxx"]
+    # Its earlier names are known, too.
     monkeypatch.setenv("DS_EXT_LIBRARY_CPU_NORM", str(library))
-    code = "from deepspeed_ext.op_builder import load; print(*map(load, ['cpu_norm'] * 2))"
+    code = "from deepspeed_ext.op_builder import load as l; print(l('cpu_l2_norm'), l('cpu_norm'))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == f"{library} {library}\n"
 
@@ -43,7 +45,7 @@ def test_a_cpu_row_compiles_and_loads_and_knows_no_cuda(
 def test_a_cuda_row_compiles_where_there_is_nvcc(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = registry.spec_of("fused_norm")
+    row = registry.spec_of("fused_l2_norm")
     reasons = probe.why_not(row)
     if reasons:
         pytest.skip(reasons[0])
@@ -94,6 +96,21 @@ def test_a_builder_loads_its_op_and_gives_what_belongs_to_it(
     monkeypatch.setattr(op_builder.OpBuilder, "interface_of", lambda name: done.append(name) or 5)
     assert op_builder.CPUAdamBuilder().load(verbose=False) == 5
     assert done == ["load cpu_adam", "cpu_adam"]
+
+
+def test_builders_have_their_earlier_names_too() -> None:
+    for earlier, name in registry.EARLIER_NAMES.items():
+        assert registry.specs_of(earlier) == (registry.spec_of(name),)
+        assert registry.spec_of(earlier) is registry.spec_of(name)
+    functions = dir(op_builder.CPUL2NormBuilder().load())
+    assert functions == dir(op_builder.CPUNormBuilder().load()) and "l2_norm" in functions
+    assert op_builder.FusedNormBuilder.NAME == "fused_norm"
+
+
+def test_every_self_check_is_there() -> None:
+    for spec in registry.OPS:
+        module, _, name = spec.self_check.partition(":")
+        assert callable(getattr(importlib.import_module(module), name)), spec.name
 
 
 def test_a_builder_of_a_group_loads_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

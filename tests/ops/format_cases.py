@@ -68,13 +68,13 @@ def halved(arguments: Arguments, masters: list[Tensor]) -> Arguments:
     return arguments | dict(params=params, master_params=[lower for _, lower in pairs])
 
 
-def slabs(arguments: Arguments) -> Arguments:
-    """The same coded step with all state in slabs, parameters at multiples of 256."""
+def buffers(arguments: Arguments) -> Arguments:
+    """The same coded step with all state in flat buffers, parameters at multiples of 256."""
     numels = [param.numel() for param in arguments["params"]]
     offsets = [256 * sum(map(blocks_of, numels[:i])) for i in range(len(numels))]
     end = 256 * sum(map(blocks_of, numels))
 
-    def slab(tensors: list[Tensor]) -> list[Tensor]:
+    def buffer(tensors: list[Tensor]) -> list[Tensor]:
         if not tensors:
             return []
         made = tensors[0].new_zeros(end)
@@ -82,7 +82,7 @@ def slabs(arguments: Arguments) -> Arguments:
             made[offset : offset + tensor.numel()] = in_memory_order(tensor)
         return [made]
 
-    changed = {name: slab(arguments.get(name, [])) for name in (*STATES, "master_params")}
+    changed = {name: buffer(arguments.get(name, [])) for name in (*STATES, "master_params")}
     n, scales = len(numels), []
     for j in range(len(arguments["scales"]) // n):
         scales.append(torch.cat(arguments["scales"][j * n : (j + 1) * n]))
@@ -134,7 +134,7 @@ def everything() -> list[Arguments]:
         coded(with_max),
         coded(usual),
         coded(halved(usual, masters)),
-        slabs(coded(halved(usual, masters))),
+        buffers(coded(halved(usual, masters))),
         halved(usual, masters),
         usual | low,
         {**plain(grad=BF16), **low},

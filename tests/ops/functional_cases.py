@@ -18,6 +18,7 @@ from deepspeed_ext.ops import (
     cross_entropy,
     gated_activation,
     layer_norm,
+    nhwc_bias_add,
     rms_norm,
     rope,
     rope_frequencies,
@@ -114,6 +115,13 @@ CASES = {
         partial(gated_activation, activation="gelu", gate_last=True), lambda n: [(2 * n,)]
     ),
     "gated_activation of halves": Case(_halves_gated, lambda n: [(2 * n,)]),
+    "nhwc_bias_add": Case(
+        lambda x, other, bias, other_bias: nhwc_bias_add(x, bias, other, other_bias),
+        lambda n: [(n,), (n,)],
+        lambda n: [(n,), (n,)],
+        twice=True,  # of x and other, whose gradient is that of the result
+    ),
+    "nhwc_bias_add of x": Case(nhwc_bias_add, lambda n: [(n,)], lambda n: [(n,)], twice=True),
     "rope": Case(rope, lambda n: [(4, n), (2, n)], **_turned),
     "rope of q": Case(
         lambda q, *others: rope(q, None, *others, interleaved=True, scale=0.7),
@@ -159,6 +167,7 @@ FORMULAS = {
 
 # That have tests of their own for all of this: what has more rows than they take is not theirs.
 WITHOUT_CASE = {
+    *(f"deepspeed_ext::{op}" for op in ("quantize", "dequantize", "fake_quantize")),
     "deepspeed_ext::skinny_linear",
     "deepspeed_ext::skinny_linear_norm",
     *(

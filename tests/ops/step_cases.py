@@ -316,13 +316,13 @@ def integers(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def as_slabs(arguments: Arguments, gap: int = 0) -> Arguments:
-    """The same step with all state in slabs, `gap` elements between parameters."""
+def as_buffers(arguments: Arguments, gap: int = 0) -> Arguments:
+    """The same step with all state in flat buffers, `gap` elements between parameters."""
     numels = [param.numel() for param in arguments["params"]]
     offsets = [sum(numels[:i]) + i * gap for i in range(len(numels))]
     slots = [i * (gap + 1) for i in range(len(numels))]
 
-    def slab(tensors: list[Tensor], places: list[int]) -> list[Tensor]:
+    def buffer(tensors: list[Tensor], places: list[int]) -> list[Tensor]:
         if not tensors:
             return []
         made = tensors[0].new_full([places[-1] + tensors[-1].numel()], 3)
@@ -330,14 +330,14 @@ def as_slabs(arguments: Arguments, gap: int = 0) -> Arguments:
             made[place : place + tensor.numel()] = in_memory_order(tensor)
         return [made]
 
-    state = {name: slab(arguments[name], offsets) for name in states_of(arguments)}
-    steps = slab(arguments["steps"], slots)
+    state = {name: buffer(arguments[name], offsets) for name in states_of(arguments)}
+    steps = buffer(arguments["steps"], slots)
     places = dict(offsets=integers(offsets), slots=integers(slots))
     return arguments | state | dict(steps=steps) | places
 
 
 def as_lists(arguments: Arguments) -> Arguments:
-    """The lists of tensors that the slabs of `as_slabs` were made from."""
+    """The lists of tensors that the flat buffers of `as_slabs` were made from."""
     params, offsets, slots = (arguments[name] for name in ("params", "offsets", "slots"))
     state = {
         name: [

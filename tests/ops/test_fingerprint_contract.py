@@ -145,14 +145,14 @@ def test_all_on_meta_or_fake_is_legal() -> None:
 
 
 def test_self_check_passes(device: str) -> None:
-    self_checks.one_number_each(device)
+    self_checks.l2_norm(device)
 
 
 def test_self_check_finds_a_wrong_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_checks, "fingerprints", lambda tensors: fingerprints(tensors) + 1)
     text = r"^fingerprints: result\[0\] on cpu is -?\d+, expected -?\d+$"
     with pytest.raises(RuntimeError, match=text):
-        self_checks.one_number_each("cpu")
+        self_checks.l2_norm("cpu")
 
 
 def test_a_gradient_is_refused_where_one_is_recorded(device: str) -> None:

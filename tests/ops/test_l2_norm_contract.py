@@ -152,7 +152,7 @@ def test_all_on_meta_or_fake_is_legal() -> None:
 
 
 def test_self_check_passes(device: str) -> None:
-    self_checks.l2_norm(device)
+    self_checks.sums_of_squares(device)
 
 
 def test_self_check_finds_a_wrong_op(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_self_check_finds_a_wrong_op(monkeypatch: pytest.MonkeyPatch) -> None:
         self_checks, "squared_norms", lambda tensors: squared_norms(tensors) * 1.001
     )
     with pytest.raises(RuntimeError, match=r"^squared_norms: result on cpu has .*, expected "):
-        self_checks.l2_norm("cpu")
+        self_checks.sums_of_squares("cpu")
 
 
 def test_a_gradient_is_refused_where_one_is_recorded(device: str) -> None:

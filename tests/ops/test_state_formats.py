@@ -16,6 +16,7 @@ from format_cases import (
     NUMBERS,
     STATES,
     Arguments,
+    buffers,
     coded,
     digest,
     everything,
@@ -24,7 +25,6 @@ from format_cases import (
     plain,
     random_bits,
     rounded,
-    slabs,
     to,
     written,
 )
@@ -312,21 +312,21 @@ def test_split_params_are_their_float32_masters(form: str, device: str) -> None:
             assert torch.equal(got[name][i], exact[name][i])
 
 
-def test_slabs_are_as_lists(device: str) -> None:
+def test_buffers_are_as_lists(device: str) -> None:
     lists = coded(plain(grad=BF16))
-    in_slabs = to(device, slabs(lists))
+    in_buffers = to(device, buffers(lists))
     lists = to(device, lists)
     noise = noise_for(lists)
     adam_step_(**lists, **NUMBERS, noise=noise)
-    adam_step_(**in_slabs, **NUMBERS, noise=noise)
+    adam_step_(**in_buffers, **NUMBERS, noise=noise)
     for name in STATES:
         for i, codes in enumerate(lists[name]):
-            begin = int(in_slabs["offsets"][i])
-            piece = in_slabs[name][0][begin : begin + codes.numel()]
+            begin = int(in_buffers["offsets"][i])
+            piece = in_buffers[name][0][begin : begin + codes.numel()]
             assert torch.equal(piece, in_memory_order(codes)), (name, i)
     n = len(lists["params"])
     for j in range(3):
-        assert torch.equal(torch.cat(lists["scales"][j * n : (j + 1) * n]), in_slabs["scales"][j])
+        assert torch.equal(torch.cat(lists["scales"][j * n : (j + 1) * n]), in_buffers["scales"][j])
 
 
 expected = cache(digest)  # the bits of the widest ISA
@@ -372,9 +372,9 @@ def changed(name: str, change: Callable[[list[Tensor]], object]) -> Callable[[],
     return make
 
 
-def in_slabs(name: str, change: Callable[[Tensor], object]) -> Callable[[], Arguments]:
+def in_buffers(name: str, change: Callable[[Tensor], object]) -> Callable[[], Arguments]:
     def make() -> Arguments:
-        arguments = slabs(coded(plain([300, 4]) | dict(max_exp_avg_sqs=[])))
+        arguments = buffers(coded(plain([300, 4]) | dict(max_exp_avg_sqs=[])))
         value = arguments[name]
         return arguments | {name: [change(value[0]), *value[1:]] if name == "scales"
                             else change(value)}  # fmt: skip
@@ -394,9 +394,9 @@ REFUSED = {
     "exp_avg_sqs[0] is float32, expected uint8":
         changed("exp_avg_sqs", lambda x: [t.float() for t in x]),
     "offsets[1] is 513, expected a multiple of 256":
-        in_slabs("offsets", lambda x: x + torch.tensor([0, 1])),
-    "scales[0] has 2 elements, expected at least 3": in_slabs("scales", lambda x: x[:2]),
-    "scales has length 1, expected 2": lambda: (a := in_slabs("slots", lambda x: x)()) | dict(
+        in_buffers("offsets", lambda x: x + torch.tensor([0, 1])),
+    "scales[0] has 2 elements, expected at least 3": in_buffers("scales", lambda x: x[:2]),
+    "scales has length 1, expected 2": lambda: (a := in_buffers("slots", lambda x: x)()) | dict(
         scales=a["scales"][:1]),
     "noise is int32, expected int64":
         changed("noise", lambda _: torch.zeros(2, 2, dtype=torch.int32)),

@@ -21,8 +21,8 @@ from step_cases import (
     Arguments,
     Dtypes,
     Step,
+    as_buffers,
     as_lists,
-    as_slabs,
     assert_same,
     clone,
     digest,
@@ -75,11 +75,11 @@ def test_any_dense_layout(step: Step, layout: str, device: str) -> None:
     for dtypes in (Dtypes(), Dtypes(F16, BF16, F16, True)):
         want = make(step, [shape] * 3, dtypes, device, step.most_states)
         got = relaid_arguments(want, order)
-        slabs = as_slabs(clone(got), gap=5)
-        for arguments in (want, got, slabs):
+        buffers = as_buffers(clone(got), gap=5)
+        for arguments in (want, got, buffers):
             step(**arguments, **step.base)
         assert_same(got, want)
-        assert_same(as_lists(slabs), want)
+        assert_same(as_lists(buffers), want)
 
 
 @each_step
@@ -103,19 +103,19 @@ def test_gradients_in_another_layout_than_their_param(step: Step, layout: str, d
 
 
 @each_step_and_dtypes()
-def test_slabs_as_lists(step: Step, dtypes: Dtypes, device: str) -> None:
+def test_buffers_as_lists(step: Step, dtypes: Dtypes, device: str) -> None:
     for change, gap in itertools.product(step.changes, (0, 3)):
         lists = make(step, SIZES, dtypes, device, change.get("states"))
-        slabs = as_slabs(clone(lists), gap)
+        buffers = as_buffers(clone(lists), gap)
         step(**lists, **options(step, change, device))
-        step(**slabs, **options(step, change, device))
-        assert_same(as_lists(slabs), lists)
+        step(**buffers, **options(step, change, device))
+        assert_same(as_lists(buffers), lists)
         for name in [*states_of(lists), "steps"]:  # what lies between is not touched
-            places = slabs["slots" if name == "steps" else "offsets"].tolist()
+            places = buffers["slots" if name == "steps" else "offsets"].tolist()
             if lists[name]:
                 ends = [a + t.numel() for a, t in zip(places, lists[name], strict=True)]
                 for end, begin in zip(ends, places[1:], strict=False):
-                    assert (slabs[name][0][end:begin] == 3).all()
+                    assert (buffers[name][0][end:begin] == 3).all()
 
 
 @each_step_and_dtypes()
@@ -176,10 +176,10 @@ def digests(device: str) -> list[str]:
 @given(
     cuts=st.lists(st.integers(0, 200_003), max_size=20),
     count=st.sampled_from([1, 2, 3]),
-    slabs=st.booleans(),
+    buffers=st.booleans(),
 )
 def test_any_sharding_and_thread_count(
-    step: Step, cuts: list[int], count: int, slabs: bool
+    step: Step, cuts: list[int], count: int, buffers: bool
 ) -> None:
     dtypes = Dtypes(F16, BF16, F32, True)
     whole, shards = make(step, [200_003], dtypes), make(step, [200_003], dtypes)
@@ -190,25 +190,25 @@ def test_any_sharding_and_thread_count(
         name: [tensors[0][a:b] for a, b in itertools.pairwise(bounds)] if tensors else []
         for name, tensors in (shards | dict(steps=[])).items()
     } | dict(steps=[torch.zeros(()) for _ in bounds[1:]])
-    split = as_slabs(split) if slabs else split
+    split = as_buffers(split) if buffers else split
     with threads(count):
         step(**split, **step.base)
-    split = as_lists(split) if slabs else split
+    split = as_lists(split) if buffers else split
     for name in ("params", *states_of(whole)):
         assert torch.equal(torch.cat(split[name]), whole[name][0]), name
 
 
 @each_step
-@pytest.mark.parametrize("slabs", [False, True])
-def test_one_call_for_all_as_one_for_each(step: Step, slabs: bool, device: str) -> None:
+@pytest.mark.parametrize("buffers", [False, True])
+def test_one_call_for_all_as_one_for_each(step: Step, buffers: bool, device: str) -> None:
     shapes = SIZES * 90  # several launches
     together, apart = (make(step, shapes, Dtypes(), device) for _ in range(2))
     for i in range(len(together["params"])):
         one = {name: tensors[i : i + 1] for name, tensors in apart.items()}
         step(**one, **step.base)
-    together = as_slabs(together) if slabs else together
+    together = as_buffers(together) if buffers else together
     step(**together, **step.base)
-    assert_same(as_lists(together) if slabs else together, apart)
+    assert_same(as_lists(together) if buffers else together, apart)
 
 
 @each_step

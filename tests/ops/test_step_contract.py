@@ -16,7 +16,7 @@ from step_cases import (
     Arguments,
     Dtypes,
     Step,
-    as_slabs,
+    as_buffers,
     assert_same,
     clone,
     each_step,
@@ -33,7 +33,7 @@ OPCHECKED: dict[str, Callable[[Step], Arguments]] = {
     "lists": lambda step: make(step, [0, 17]),
     "most states": lambda step: make(step, [17, 1], states=step.most_states),
     "masters": lambda step: make(step, [5], Dtypes(BF16, F16, F32, True)),
-    "slabs": lambda step: as_slabs(make(step, [5, 17], Dtypes(F16, F16, F16))),
+    "buffers": lambda step: as_buffers(make(step, [5, 17], Dtypes(F16, F16, F16))),
 }
 
 
@@ -86,10 +86,10 @@ def test_backward_notices_that_a_param_changed(step: Step, device: str) -> None:
 
 
 @each_step
-@pytest.mark.parametrize("slabs", [False, True])
-def test_counts_every_write(step: Step, slabs: bool) -> None:
+@pytest.mark.parametrize("buffers", [False, True])
+def test_counts_every_write(step: Step, buffers: bool) -> None:
     arguments = make(step, [4, 0], Dtypes(BF16, BF16, F32, True), states=step.most_states)
-    arguments = as_slabs(arguments) if slabs else arguments
+    arguments = as_buffers(arguments) if buffers else arguments
     versions = {
         name: [t._version for t in arguments[name]] for name in [*written(arguments), "grads"]
     }
@@ -210,7 +210,7 @@ def test_cuda_graph_takes_new_scalars_at_every_replay(step: Step, cuda: str) -> 
     scalars = {name: torch.tensor(x, device=cuda) for name, x in numbers.items()}
     dtypes = Dtypes(BF16, BF16, F32, True)
     sizes = [1, 1000, 8193] * 300  # several launches
-    got, want = (as_slabs(make(step, sizes, dtypes, cuda)) for _ in range(2))
+    got, want = (as_buffers(make(step, sizes, dtypes, cuda)) for _ in range(2))
     step(**make(step, [4], dtypes, cuda), **(step.base | scalars))  # loads the library
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -28,7 +28,7 @@ from two_pass_cases import LAMB, TWO_PASS, TwoPass
 
 BLOCK = 256
 SIZES = [0, 1, 17, 256, 1000, 4097, (5, 7), 33_000]
-FORMS = ("float32", "bfloat16", "float16", "masters", "codes", "slabs")
+FORMS = ("float32", "bfloat16", "float16", "masters", "codes", "buffers")
 READ_ONLY = ("grads", "offsets", "slots", "noise")
 Out = dict[str, list[Tensor]]
 each = pytest.mark.parametrize("step", [*STEPS, *TWO_PASS], ids=str)
@@ -42,20 +42,20 @@ def arguments_of(step: Step, form: str, device: str, sizes: Sequence[Any] = SIZE
         "float16": Dtypes(F16, F32, F16),
         "masters": Dtypes(BF16, BF16, F32, True),
         "codes": Dtypes(BF16, BF16, F32, True),
-        "slabs": Dtypes(BF16, BF16, F32, True),
+        "buffers": Dtypes(BF16, BF16, F32, True),
     }.get(form, Dtypes())
     made = make(step, sizes, dtypes, device, step.most_states)
-    if form in ("codes", "slabs"):
+    if form in ("codes", "buffers"):
         made = compact(step, made)
-    if form == "slabs":
-        made = in_slabs(made)
-    if form in ("bfloat16", "codes", "slabs"):
+    if form == "buffers":
+        made = in_buffers(made)
+    if form in ("bfloat16", "codes", "buffers"):
         made["noise"] = torch.tensor([[77 * i + 5, 1000 * i] for i in range(len(sizes))])
     return made
 
 
-def in_slabs(arguments: Arguments) -> Arguments:
-    """The same state in slabs, parameters at multiples of a block."""
+def in_buffers(arguments: Arguments) -> Arguments:
+    """The same state in flat buffers, parameters at multiples of a block."""
     numels = [param.numel() for param in arguments["params"]]
     starts = [0, *itertools.accumulate(-(-n // BLOCK) * BLOCK for n in numels)]
     n = len(numels)
@@ -63,10 +63,10 @@ def in_slabs(arguments: Arguments) -> Arguments:
     for name in arguments:
         if name in ("params", "grads", "scales", "steps") or not arguments[name]:
             continue
-        slab = arguments[name][0].new_zeros(starts[-1])
+        buffer = arguments[name][0].new_zeros(starts[-1])
         for start, tensor in zip(starts, arguments[name], strict=False):
-            slab[start : start + tensor.numel()] = tensor.flatten()
-        made[name] = [slab]
+            buffer[start : start + tensor.numel()] = tensor.flatten()
+        made[name] = [buffer]
     scales = arguments["scales"]
     made["scales"] = [torch.cat(scales[j : j + n]) for j in range(0, len(scales), n)]
     made["steps"] = [torch.cat([step.flatten() for step in arguments["steps"]])]
@@ -87,7 +87,7 @@ def other_memory(arguments: Arguments, names: Sequence[str]) -> Out:
 
 
 def with_gaps_of(want: Arguments, out: Out) -> Arguments:
-    """What is wanted of slabs: between parameters what was there before."""
+    """What is wanted of flat buffers: between parameters what was there before."""
     if "offsets" not in want:
         return want
     made = dict(want)
@@ -228,7 +228,7 @@ def part_of(arguments: Arguments, begin: int, end: int, blocks: bool) -> Argumen
 
 
 @pytest.mark.parametrize("step", STEPS, ids=str)
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "slabs"])
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "buffers"])
 @settings(deadline=None, max_examples=20)
 @given(cuts=st.lists(st.integers(0, 10_007), max_size=8), threads=st.booleans())
 def test_ranges_on_any_thread(step: Step, form: str, cuts: list[int], threads: bool) -> None:

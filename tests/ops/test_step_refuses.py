@@ -22,7 +22,7 @@ from step_cases import (
     Arguments,
     Dtypes,
     Step,
-    as_slabs,
+    as_buffers,
     each_step,
     integers,
     make,
@@ -42,9 +42,9 @@ def lists(name: str, change: Callable[[list[Tensor]], Any], dtypes: Dtypes = Dty
     return made
 
 
-def slabs(name: str, value: Any) -> Make:
-    """Two tensors of shape [4] with one argument replaced; state in slabs."""
-    return lambda step: as_slabs(make(step, [4, 4])) | {name: value}
+def buffers(name: str, value: Any) -> Make:
+    """Two tensors of shape [4] with one argument replaced; state in flat buffers."""
+    return lambda step: as_buffers(make(step, [4, 4])) | {name: value}
 
 
 def second(change: Callable[[Tensor], Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
@@ -102,9 +102,9 @@ def refused_by_every_op(state: str) -> dict[str, Make]:
         f"{state} has length 3, expected 2": lists(state, lambda x: [*x, x[0]]),
         "master_params has length 1, expected 2": lists("master_params", lambda x: x[:1], MASTERS),
         "steps has length 1, expected 2": lists("steps", lambda x: x[:1]),
-        "offsets has length 0, expected 2": slabs("offsets", integers([])),
-        "slots has length 1, expected 2": slabs("slots", integers([0])),
-        f"{state} has length 2, expected 1": slabs(state, [torch.ones(8), torch.ones(8)]),
+        "offsets has length 0, expected 2": buffers("offsets", integers([])),
+        "slots has length 1, expected 2": buffers("slots", integers([0])),
+        f"{state} has length 2, expected 1": buffers(state, [torch.ones(8), torch.ones(8)]),
         # shapes and layouts
         "grads[1] has shape [2, 2], expected [4]": lists("grads", second(lambda x: x.view(2, 2))),
         f"{state}[1] has shape [], expected [4]": lists(state, second(lambda x: x[0])),
@@ -145,18 +145,18 @@ def refused_by_every_op(state: str) -> dict[str, Make]:
         "lr is bfloat16, expected float32 or float64": option("lr", torch.ones(1, dtype=BF16)),
         "grad_scale is int64, expected float32 or float64": option("grad_scale", torch.tensor(2)),
         "found_inf has 0 elements, expected 1": option("found_inf", torch.ones(0)),
-        # slabs
-        "offsets is float32, expected int64": slabs("offsets", torch.zeros(2)),
-        "slots has shape [1, 2] and strides [2, 1], expected one contiguous dimension": slabs(
+        # flat buffers
+        "offsets is float32, expected int64": buffers("offsets", torch.zeros(2)),
+        "slots has shape [1, 2] and strides [2, 1], expected one contiguous dimension": buffers(
             "slots", integers([[0, 1]])
         ),
-        "offsets[0] is -1, expected at least 0": slabs("offsets", integers([-1, 4])),
-        "offsets[1] is 3, expected at least 4": slabs("offsets", integers([0, 3])),
-        "slots[1] is 0, expected at least 1": slabs("slots", integers([0, 0])),
-        f"{state}[0] has 7 elements, expected at least 8": slabs(state, [torch.ones(7)]),
-        "steps[0] has 1 elements, expected at least 2": slabs("steps", [torch.ones(1)]),
+        "offsets[0] is -1, expected at least 0": buffers("offsets", integers([-1, 4])),
+        "offsets[1] is 3, expected at least 4": buffers("offsets", integers([0, 3])),
+        "slots[1] is 0, expected at least 1": buffers("slots", integers([0, 0])),
+        f"{state}[0] has 7 elements, expected at least 8": buffers(state, [torch.ones(7)]),
+        "steps[0] has 1 elements, expected at least 2": buffers("steps", [torch.ones(1)]),
         f"{state}[0] has shape [8] and strides [2], expected one contiguous dimension":
-            slabs(state, [torch.ones(16)[::2]]),
+            buffers(state, [torch.ones(16)[::2]]),
         # memory
         f"{state}[0] is overlapping params[0], {NOT_SEPARATE}": overlap(state, "params", 2),
         f"grads[0] is overlapping params[0], {NOT_SEPARATE}": overlap("grads", "params", 3),
@@ -170,7 +170,7 @@ def refused_by_every_op(state: str) -> dict[str, Make]:
         "params[1] has no memory, expected 4 elements": lists("params", second(freed)),
         "grads[0] has no memory, expected 4 elements": lists("grads", each(freed)),
         f"{state}[1] has no memory, expected 4 elements": lists(state, second(freed)),
-        f"{state}[0] has no memory, expected 8 elements": slabs(state, [freed(torch.ones(8))]),
+        f"{state}[0] has no memory, expected 8 elements": buffers(state, [freed(torch.ones(8))]),
         "lr has no memory, expected 1 elements": option("lr", freed(torch.ones(1))),
         f"steps[1] is overlapping steps[0], {NOT_SEPARATE}": lists("steps", lambda x: [x[0]] * 2),
     }  # fmt: skip
@@ -186,7 +186,7 @@ REFUSED_BY_ONE: dict[Step, dict[str, Make]] = {
         "max_exp_avg_sqs[0] is bfloat16, expected float32":
             lists("max_exp_avg_sqs", lambda _: [torch.ones(4, dtype=BF16)] * 2),
         "exp_avg_sqs[0] has shape [2, 4] and strides [4, 1], expected one contiguous dimension":
-            slabs("exp_avg_sqs", [torch.ones(2, 4)]),
+            buffers("exp_avg_sqs", [torch.ones(2, 4)]),
         f"max_exp_avg_sqs[0] is overlapping grads[0], {NOT_SEPARATE}":
             overlap("max_exp_avg_sqs", "grads", 1),
     },
@@ -265,7 +265,7 @@ def test_refuses_places_beyond_int64(name: str) -> None:
     end = 2**63 - 1
     text = f"{name}[1] is {end}, expected at most"
     with pytest.raises(ValueError, match=f"^adam_step_: {re.escape(text)} "):
-        ADAM(**(ADAM.base | as_slabs(make(ADAM, [4, 4])) | {name: integers([0, end])}))
+        ADAM(**(ADAM.base | as_buffers(make(ADAM, [4, 4])) | {name: integers([0, end])}))
 
 
 @each_step

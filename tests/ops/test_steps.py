@@ -19,7 +19,7 @@ from step_cases import (
     Arguments,
     Dtypes,
     Step,
-    as_slabs,
+    as_buffers,
     clone,
     compact,
     each_step,
@@ -144,15 +144,15 @@ def test_an_infinite_param_without_weight_decay_leaves_state_finite(
 
 
 @each_step
-@pytest.mark.parametrize("slabs", [False, True])
+@pytest.mark.parametrize("buffers", [False, True])
 @pytest.mark.parametrize("found", [1.0, float("inf"), float("nan"), -1e-30])
 def test_found_inf_leaves_everything_as_it_is(
-    step: Step, slabs: bool, found: float, device: str
+    step: Step, buffers: bool, found: float, device: str
 ) -> None:
     for dtypes in (Dtypes(), Dtypes(BF16, F16, BF16, True)):
         arguments = make(step, [0, 1, 1000, 5000], dtypes, device, step.most_states)
-        if slabs:
-            arguments = as_slabs(arguments)
+        if buffers:
+            arguments = as_buffers(arguments)
         kept = {
             name: [t.clone() for t in arguments[name]] for name in [*written(arguments), "grads"]
         }

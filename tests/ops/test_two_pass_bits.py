@@ -15,8 +15,8 @@ from step_cases import (
     SIZES,
     Arguments,
     Dtypes,
+    as_buffers,
     as_lists,
-    as_slabs,
     assert_same,
     clone,
     make,
@@ -32,13 +32,13 @@ def test_any_dense_layout(step: TwoPass, layout: str, device: str) -> None:
     shape, order = LAYOUTS[layout]
     numbers = step.base
     got = relaid_arguments(make(step, [shape] * 3, Dtypes(F16, BF16, F16, True), device), order)
-    slabs = as_slabs(clone(got), gap=5)
+    buffers = as_buffers(clone(got), gap=5)
     flat = clone(got)
     for name in ("params", "grads", *step.states, "master_params"):
         flat[name] = [t.as_strided((t.numel(),), (1,)) for t in flat[name]]
-    squares = [step.both(arguments, numbers) for arguments in (got, slabs, flat)]
+    squares = [step.both(arguments, numbers) for arguments in (got, buffers, flat)]
     assert torch.equal(squares[0], squares[1]) and torch.equal(squares[0], squares[2])
-    assert_same(as_lists(slabs), got)
+    assert_same(as_lists(buffers), got)
     for name in written(got):
         for a, b in zip(got[name], flat[name], strict=True):
             assert torch.equal(a.as_strided((a.numel(),), (1,)), b.flatten()), name
@@ -112,9 +112,9 @@ def test_any_sharding_with_the_coefficients_of_the_whole(step: TwoPass) -> None:
         assert torch.equal(torch.cat(shards[name]), whole[name][0]), name
 
 
-@pytest.mark.parametrize("slabs", [False, True])
+@pytest.mark.parametrize("buffers", [False, True])
 @each_two_pass
-def test_one_call_for_all_as_one_for_each(step: TwoPass, slabs: bool, device: str) -> None:
+def test_one_call_for_all_as_one_for_each(step: TwoPass, buffers: bool, device: str) -> None:
     together, apart = (make(step, SIZES * 40, device=device) for _ in range(2))  # several launches
     for taken in (*together["steps"], *apart["steps"]):
         taken.fill_(5)  # all the same, and yet each has a coefficient of its own
@@ -122,9 +122,9 @@ def test_one_call_for_all_as_one_for_each(step: TwoPass, slabs: bool, device: st
     for i in range(len(together["params"])):
         one = {name: tensors[i : i + 1] for name, tensors in apart.items()}
         rows.append(step.both(one, step.base))
-    together = as_slabs(together) if slabs else together
+    together = as_buffers(together) if buffers else together
     assert torch.equal(step.both(together, step.base), torch.cat(rows))
-    assert_same(as_lists(together) if slabs else together, apart)
+    assert_same(as_lists(together) if buffers else together, apart)
 
 
 @each_two_pass

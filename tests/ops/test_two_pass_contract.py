@@ -12,7 +12,7 @@ from step_cases import (
     F32,
     Arguments,
     Dtypes,
-    as_slabs,
+    as_buffers,
     assert_same,
     clone,
     make,
@@ -27,7 +27,7 @@ from deepspeed_ext.ops.optimizers import self_checks
 OPCHECKED: dict[str, Callable[[TwoPass], Arguments]] = {
     "lists": lambda step: make(step, [0, 17]),
     "masters": lambda step: make(step, [5, 3], Dtypes(BF16, F16, F32, True)),
-    "slabs": lambda step: as_slabs(make(step, [5, 17], Dtypes(F16, F16, F16))),
+    "buffers": lambda step: as_buffers(make(step, [5, 17], Dtypes(F16, F16, F16))),
 }
 
 
@@ -71,11 +71,11 @@ def test_can_be_compiled(step: TwoPass) -> None:
         assert got["params"][0]._version > version
 
 
-@pytest.mark.parametrize("slabs", [False, True])
+@pytest.mark.parametrize("buffers", [False, True])
 @each_two_pass
-def test_counts_every_write(step: TwoPass, slabs: bool) -> None:
+def test_counts_every_write(step: TwoPass, buffers: bool) -> None:
     arguments = make(step, [4, 0], Dtypes(BF16, BF16, F32, True))
-    arguments = as_slabs(arguments) if slabs else arguments
+    arguments = as_buffers(arguments) if buffers else arguments
     names = [*written(arguments), "grads"]
     versions = {name: [t._version for t in arguments[name]] for name in names}
     step.both(arguments, step.base)
@@ -141,7 +141,7 @@ def test_cuda_graph_takes_new_scalars_at_every_replay(step: TwoPass, cuda: str) 
     scalars = {name: torch.tensor(x, device=cuda) for name, x in numbers.items()}
     dtypes = Dtypes(BF16, BF16, F32, True)
     sizes = [1, 1000, 8193] * 300  # several launches
-    got, want = (as_slabs(make(step, sizes, dtypes, cuda)) for _ in range(2))
+    got, want = (as_buffers(make(step, sizes, dtypes, cuda)) for _ in range(2))
     step.both(make(step, [4], dtypes, cuda), step.base | scalars)  # loads the library
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -12,8 +12,8 @@ from step_cases import (
     SIZES,
     Arguments,
     Dtypes,
+    as_buffers,
     as_lists,
-    as_slabs,
     clone,
     make,
     map_tensors,
@@ -216,14 +216,14 @@ def test_huge_params_and_tiny_ones_have_finite_squares(step: TwoPass, device: st
 
 
 @pytest.mark.parametrize("dtypes", [Dtypes(), Dtypes(BF16, F16, BF16, True)], ids=str)
-@pytest.mark.parametrize("slabs", [False, True])
+@pytest.mark.parametrize("buffers", [False, True])
 @pytest.mark.parametrize("found", [1.0, float("inf"), float("nan"), -1e-30])
 @each_two_pass
 def test_found_inf_leaves_everything_as_it_is(
-    step: TwoPass, dtypes: Dtypes, slabs: bool, found: float, device: str
+    step: TwoPass, dtypes: Dtypes, buffers: bool, found: float, device: str
 ) -> None:
     arguments = make(step, [0, 1, 1000, 5000], dtypes, device)
-    arguments = as_slabs(arguments) if slabs else arguments
+    arguments = as_buffers(arguments) if buffers else arguments
     names = [*written(arguments), "grads"]
     kept = {name: [t.clone() for t in arguments[name]] for name in names}
     flag = torch.tensor([found], device=device)
@@ -237,14 +237,14 @@ def test_found_inf_leaves_everything_as_it_is(
 
 
 @each_with_dtypes
-def test_slabs_as_lists(step: TwoPass, dtypes: Dtypes, device: str) -> None:
+def test_buffers_as_lists(step: TwoPass, dtypes: Dtypes, device: str) -> None:
     for gap in (0, 3):
         lists = make(step, SIZES, dtypes, device)
-        slabs = as_slabs(clone(lists), gap)
+        buffers = as_buffers(clone(lists), gap)
         squares = step.both(lists, step.base)
-        assert torch.equal(step.both(slabs, step.base), squares)
+        assert torch.equal(step.both(buffers, step.base), squares)
         for name in written(lists):
-            for a, b in zip(as_lists(slabs)[name], lists[name], strict=True):
+            for a, b in zip(as_lists(buffers)[name], lists[name], strict=True):
                 assert torch.equal(a.flatten(), b.flatten()), name
 
 

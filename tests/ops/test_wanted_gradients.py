@@ -398,3 +398,74 @@ def test_forms_of_state_lose_no_gradient(call: Callable[[Tensor], Any], name: st
     codes = torch.full((3,), 90, dtype=torch.uint8)
     ops.decode_blocks(codes, scales, signed=True).sum().backward()
     assert scales.grad is not None and scales.grad.item() > 0
+
+
+WEIGHT = torch.linspace(-1, 1, 32).view(4, 8)
+OF_GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "skinny_linear": (
+        lambda x: ops.skinny_linear(x, WEIGHT),
+        lambda x: ops.skinny_linear_ref(x, WEIGHT),
+    ),
+    "quantized_linear": (
+        lambda x: ops.quantized_linear(x, _packed()),
+        lambda x: ops.quantized_linear_ref(x, _packed()),
+    ),
+    "rope": (
+        lambda x: ops.rope(x[:, None, None], None, torch.tensor([3]), ops.rope_frequencies(8)),
+        lambda x: ops.rope_ref(x[:, None, None], None, torch.tensor([3]), ops.rope_frequencies(8)),
+    ),
+}
+
+
+def _packed() -> ops.PackedWeight:
+    made = ops.quantize(WEIGHT, "int8", group_size=8)
+    return ops.pack_weight(*made, format="int8", group_size=8)
+
+
+@pytest.mark.parametrize("rows", [3, 100])
+@pytest.mark.parametrize("name", OF_GRADIENTS)
+def test_gradients_of_gradients(name: str, rows: int) -> None:
+    """Of the ops that have them; the README says which."""
+    values = torch.randn(rows, 8, generator=torch.Generator().manual_seed(0))
+    twice = []
+    for function, dtype in zip(OF_GRADIENTS[name], (torch.float32, torch.float64), strict=True):
+        x = values.to(dtype).requires_grad_()
+        out = function(x)
+        loss = (out[0] if isinstance(out, tuple) else out).pow(3).sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        (of_grad,) = torch.autograd.grad(grad.square().sum(), x)
+        twice.append(of_grad.double())
+    torch.testing.assert_close(*twice, rtol=1e-4, atol=1e-4 * float(twice[1].abs().max()))
+
+
+NO_SECOND: dict[str, Callable[[Tensor], Tensor]] = {
+    "rms_norm": ops.rms_norm,
+    "layer_norm": ops.layer_norm,
+    "softmax": ops.softmax,
+    "bias_activation": lambda x: ops.bias_activation(x, None, activation="gelu"),
+    "gated_activation": ops.swiglu,
+    "cross_entropy": lambda x: ops.cross_entropy(x, torch.zeros(3, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("name", NO_SECOND)
+def test_ops_that_refuse_gradients_of_gradients(name: str) -> None:
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    (grad,) = torch.autograd.grad(NO_SECOND[name](x).square().sum(), x, create_graph=True)
+    text = f"^{name}_backward: .*; for gradients of gradients use {name}_ref, which is plain torch$"
+    with pytest.raises(RuntimeError, match=text):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("rows", [3, 100])
+@pytest.mark.parametrize("name", ["skinny_linear", "quantized_linear"])
+def test_a_backward_outside_of_autocast_casts_nothing(name: str, rows: int) -> None:
+    values = torch.randn(rows, 8, generator=torch.Generator().manual_seed(0))
+    grads = []
+    for is_cast in (False, True):
+        x = values.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            out = OF_GRADIENTS[name][0](x)
+        assert out.dtype == torch.float32
+        grads += torch.autograd.grad(out.square().sum(), x)
+    assert torch.equal(*grads)

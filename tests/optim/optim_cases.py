@@ -99,7 +99,7 @@ def state_tensors(optimizer):
     ]
 
 
-def assert_in_slabs(optimizer):
+def assert_in_buffers(optimizer):
     """What users see in the state is what the next step reads and writes."""
     plans = optimizer._plans.current(optimizer)
     for bucket in (bucket for plan in plans for bucket in plan.buckets):

@@ -12,7 +12,7 @@ from optim_cases import (
     F32,
     adam,
     assert_close,
-    assert_in_slabs,
+    assert_in_buffers,
     assert_same_bits,
     give_grads,
     make_params,
@@ -71,7 +71,7 @@ def test_exchange_with_torch_at_step_50(device, kind, options, route):
     assert_close(second, exact, 100)
     assert ours.param_groups[0].keys() >= ours.defaults.keys()
     assert ours.param_groups[0].get("fused") in (taken.get("fused"), False)
-    assert_in_slabs(ours)
+    assert_in_buffers(ours)
 
 
 @on_each_device
@@ -106,7 +106,7 @@ def test_resumes_to_the_same_bits(device, kind, dtype, way):
     train(generator, [optimizer, resumed], [params, resumed_params], 5)
     assert_same_bits(resumed_params, params)
     assert_same_bits(state_tensors(resumed), state_tensors(optimizer))
-    assert_in_slabs(resumed)
+    assert_in_buffers(resumed)
 
 
 @pytest.mark.parametrize("empty", [{}, {"momentum_buffer": None}, {"step": 4.0}], ids=str)
@@ -132,7 +132,7 @@ def test_sgd_whose_momentum_comes_and_goes(device):
             optimizer.param_groups[0]["momentum"] = momentum
         train(generator, [ours, theirs], [first, second], 3)
     assert_close(first, second, 12)
-    assert_in_slabs(ours)
+    assert_in_buffers(ours)
 
 
 def test_adagrad_gives_torch_the_state_of_parameters_without_gradients():
@@ -305,7 +305,7 @@ def test_copies_are_independent(device, way):
     train(generator, [optimizer, optimizer2], [params, params2], 3)
     assert_same_bits(params2, params)
     assert_same_bits(state_tensors(optimizer2), state_tensors(optimizer))
-    assert_in_slabs(optimizer2)
+    assert_in_buffers(optimizer2)
 
 
 def test_a_state_dict_is_made_of_plain_dicts():
@@ -344,7 +344,7 @@ def test_loading_something_else_changes_nothing():
             optimizer.load_state_dict(bad)
     assert optimizer.param_groups[0]["lr"] == 1e-3
     assert_same_bits(state_tensors(optimizer), state_tensors(adam_with(good, params, "cpu")))
-    assert_in_slabs(optimizer)
+    assert_in_buffers(optimizer)
 
 
 @on_each_device
@@ -375,13 +375,13 @@ def test_state_that_is_in_its_place_is_not_copied(device, kind):
     places = [t.data_ptr() for t in state_tensors(ours)]
     ours.load_state_dict(packed)
     assert [t.data_ptr() for t in state_tensors(ours)] == places
-    assert_in_slabs(ours)
+    assert_in_buffers(ours)
     give_grads(generator, *models, missing=0)
     ours.step()
     other.step()
     assert_same_bits(*models)
     assert_same_bits(state_tensors(ours), state_tensors(other))
-    # One tensor of somebody else's, and all of its slab is new.
+    # One tensor of somebody else's, and all of its flat buffer is new.
     packed = ours.state_dict()
     packed["state"][0] = {key: t.clone() for key, t in packed["state"][0].items()}
     before = [t.clone() for t in state_tensors(ours)]

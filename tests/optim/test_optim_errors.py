@@ -177,6 +177,14 @@ def integer_param():
             lambda: Parameter(torch.ones(2).double()),
             "is torch.float64, expected float32, bfloat16 or float16; use torch.optim.AdamW for it",
         ),
+        (
+            lambda: Parameter(torch.eye(3).to_sparse()),
+            "is sparse, torch.sparse_coo, expected dense; use param.to_dense()",
+        ),
+        (
+            lambda: Parameter(torch.eye(3).to_sparse_csr()),
+            "is sparse, torch.sparse_csr, expected dense; use param.to_dense()",
+        ),
         (integer_param, "is torch.int32, expected float32, bfloat16 or float16"),
         (
             lambda: Parameter(torch.ones(4, 4)[:, ::2]),

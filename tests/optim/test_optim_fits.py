@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from optim_cases import BF16, F32, assert_in_slabs, assert_same_bits, twins
+from optim_cases import BF16, F32, assert_in_buffers, assert_same_bits, twins
 from torch.nn import Parameter
 
 from deepspeed_ext.optim import (
@@ -82,7 +82,7 @@ def test_another_dtype_of_the_same_shape(name, changed):
     optimizer.step()
     reference.step()
     assert_same_bits(tensors_of(params, optimizer), tensors_of(expected, reference))
-    assert_in_slabs(optimizer)
+    assert_in_buffers(optimizer)
 
 
 @each_class
@@ -107,7 +107,7 @@ def test_state_takes_the_shape_of_a_reshaped_parameter(name, changed, options):
     entry = optimizer.state[params[changed]]
     key = next(key for key in sorted(entry) if key != "step" and not key.endswith("_scale"))
     assert optimizer.state[params[changed]][key].shape == (3, 2)
-    assert_in_slabs(optimizer)
+    assert_in_buffers(optimizer)
     optimizer.load_state_dict(optimizer.state_dict())
     step()
     value = optimizer.state[params[changed]][key].clone()
@@ -138,7 +138,7 @@ def test_a_reshaped_parameter_before_its_next_step(changed, use):
     assert torch.equal(optimizer.state[param]["exp_avg"], value.view(2, 3))
     assert optimizer.state[param]["exp_avg_sq"].shape == (2, 3)
     assert optimizer.state[param]["step"].shape == ()
-    assert_in_slabs(optimizer)
+    assert_in_buffers(optimizer)
 
 
 def test_a_value_of_a_wrong_shape_is_none_of_a_reshaped_parameter():

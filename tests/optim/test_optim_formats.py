@@ -361,16 +361,16 @@ def test_every_class_and_state_has_a_row() -> None:
         found = rows.setdefault(kind, set())
         found.update(
             state.key
-            for state in kind.traits.op.states
+            for state in kind.spec.op.states
             if state.when is None or options.get(state.when)
         )
     classes = {getattr(optim, name) for name in optim.__all__} - {CPUAdam}  # a name of HybridAdam
     assert set(rows) == classes
     by_op: dict[str, set[str]] = {}
     for kind, keys in rows.items():
-        by_op.setdefault(kind.traits.op.name, set()).update(keys)
+        by_op.setdefault(kind.spec.op.name, set()).update(keys)
     for kind in rows:
-        op = kind.traits.op
+        op = kind.spec.op
         in_float32 = {"grad_avg"}  # of which there are no codes
         assert by_op[op.name] == set(op.state_keys.values()) - in_float32
 
@@ -407,7 +407,7 @@ def test_state_that_may_be_negative_has_a_sign_and_no_other_has(name: str, way: 
     keys = [key for key, value in reference.state[exact].items() if value.dim()]
     assert keys
     for key in keys:
-        want, signed = reference.state[exact][key], key in kind.traits.signed
+        want, signed = reference.state[exact][key], key in kind.spec.signed
         got = values(optimizer.state[param], key, signed)
         assert signed == bool((want < 0).any())
         floor = want.abs().max() * 1.04 * (2.0**-7 if signed else 2.0**-15)

@@ -11,7 +11,7 @@ from optim_cases import (
     F16,
     F32,
     assert_close,
-    assert_in_slabs,
+    assert_in_buffers,
     assert_same_bits,
     give_grads,
     make_params,
@@ -101,7 +101,7 @@ def test_random_steps(device, name):
         assert ours.state[p].keys() == {"step", "exp_avg", "exp_avg_sq"}
         assert ours.state[p]["step"].item() == theirs.state[e]["step"]
         assert ours.state[p]["exp_avg"].stride() == p.stride()
-    assert_in_slabs(ours)
+    assert_in_buffers(ours)
 
 
 @on_each_device

@@ -6,7 +6,7 @@ from optim_cases import (
     BF16,
     F16,
     assert_close,
-    assert_in_slabs,
+    assert_in_buffers,
     assert_same_bits,
     give_grads,
     make_params,
@@ -75,7 +75,7 @@ def test_random_steps(device, name):
     assert_close(params, exact, STEPS)
     keys = {"step", "momentum_buffer"} if "momentum" in OPTIONS[name] else {"step"}
     assert all(ours.state[p].keys() == keys for p in params)
-    assert_in_slabs(ours)
+    assert_in_buffers(ours)
 
 
 @on_each_device
@@ -99,7 +99,7 @@ def test_groups_have_options_of_their_own_and_may_change_them(device):
         theirs.step()
     assert_close(params, exact, 10)
     assert all(ours.state[p]["step"].item() == 6 for p in params)
-    assert_in_slabs(ours)
+    assert_in_buffers(ours)
 
 
 @on_each_device

@@ -11,7 +11,7 @@ from optim_cases import (
     F32,
     adam,
     assert_close,
-    assert_in_slabs,
+    assert_in_buffers,
     give_grads,
     make_params,
     on_each_device,
@@ -50,7 +50,7 @@ def test_options(device, kind, options):
         for key in kind.state:
             if key in ours.state[p]:
                 assert ours.state[p][key].stride() == p.stride()
-    assert_in_slabs(ours)
+    assert_in_buffers(ours)
 
 
 @on_each_device
@@ -78,7 +78,7 @@ def test_frozen_thawed_and_added_parameters_and_a_schedule(device, kind):
     assert_close(params, exact, STEPS)
     assert ours.state[params[0]]["step"].item() == STEPS - 20
     assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
-    assert_in_slabs(ours)
+    assert_in_buffers(ours)
 
 
 @on_each_device
@@ -130,7 +130,7 @@ def test_16_bit_parameters(device, kind, dtype, fp32_states):
         assert_close(params, exact, dtype=dtype)
     state = F32 if fp32_states else dtype
     assert all(ours.state[p][key].dtype == state for p in params for key in kind.state)
-    assert_in_slabs(ours)
+    assert_in_buffers(ours)
 
 
 @on_each_device
@@ -176,7 +176,7 @@ def test_first_gradients_one_by_one_do_not_make_a_call_each(device):
         theirs.step()
     assert_close(params, exact, 50)
     assert len(ours._plans.current(ours)[0].buckets) <= 17
-    assert_in_slabs(ours)
+    assert_in_buffers(ours)
 
 
 def test_wd_after_momentum():

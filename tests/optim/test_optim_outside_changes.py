@@ -11,7 +11,7 @@ from optim_cases import (
     F32,
     adam,
     assert_close,
-    assert_in_slabs,
+    assert_in_buffers,
     give_grads,
     make_params,
     needs_cuda,
@@ -21,6 +21,8 @@ from optim_cases import (
 )
 from torch import nn
 from torch.nn import Parameter
+
+from deepspeed_ext.optim.plans import Change
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -47,18 +49,18 @@ class Beside:
     def check(self):
         self.step(3)
         assert_close(self.params, self.exact, self.steps)
-        assert_in_slabs(self.ours)
+        assert_in_buffers(self.ours)
 
 
 @on_each_device
 def test_state_moved_away_and_back(device):
     both = Beside(device)
-    slabs = weakref.ref(both.ours._plans._plans[0].buckets[0])
+    buffers = weakref.ref(both.ours._plans._plans[0].buckets[0])
     for there in ("cpu", device):  # as trainers do that share a GPU with inference
         for entry in both.ours.state.values():
             for key, value in entry.items():
                 entry[key] = value.to(there, copy=True)
-    assert slabs() is None  # or the memory would not be free for others
+    assert buffers() is None  # or the memory would not be free for others
     both.check()
 
 
@@ -276,6 +278,70 @@ def test_size_changed_is_an_error():
         assert torch.equal(param, torch.ones(size))
 
 
+def replace_a_value(optimizer, params):
+    optimizer.state[params[1]]["exp_avg"] = optimizer.state[params[1]]["exp_avg"].clone()
+
+
+def replace_state(optimizer, params):
+    optimizer.state[params[1]] = dict(optimizer.state[params[1]])
+
+
+def reverse_a_group(optimizer, params):
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def want_other_state(optimizer, params):
+    optimizer.param_groups[0]["amsgrad"] = True
+
+
+def turn_a_matrix(optimizer, params):
+    matrix = next(p for p in params if p.dim() == 2 and min(p.shape) > 1)
+    matrix.data = matrix.data.t().contiguous().t()
+
+
+def write_a_weight(optimizer, params):
+    with torch.no_grad():
+        params[1] += 1
+
+
+CHANGES = [
+    (Change.VALUES, replace_a_value),
+    (Change.STATE, replace_state),
+    (Change.GROUPS, reverse_a_group),
+    (Change.OPTIONS, want_other_state),
+    (Change.LOOKS, turn_a_matrix),
+    (Change.WEIGHTS, write_a_weight),
+]
+
+
+@pytest.mark.parametrize(("change", "make"), CHANGES)
+def test_each_change_is_found_by_its_own_check(change, make):
+    """The others see nothing, so that this fails without the one; a step is told no more of it."""
+    params = make_params("cpu", BF16)
+    optimizer = adam(params, "cpu", **OPTIONS, master_weights=True)
+    generator = torch.Generator().manual_seed(1)
+    give_grads(generator, params)
+    optimizer.step()
+    assert found_in(optimizer) == set()
+    make(optimizer, params)
+    assert found_in(optimizer) == {change}
+    optimizer.step()
+    assert found_in(optimizer) == set()
+
+
+def found_in(optimizer):
+    """Return what plans say has changed; what is seen in buckets only if they are current."""
+    change = optimizer._plans.changes(optimizer)
+    if change is not None:
+        return {change}
+    buckets = [bucket for plan in optimizer._plans._plans for bucket in plan.buckets]
+    return {optimizer._plans.changes(optimizer, bucket) for bucket in buckets} - {None}
+
+
+def test_every_change_has_a_test():
+    assert [change for change, _ in CHANGES] == list(Change)
+
+
 def test_nothing_is_made_again_without_need():
     """The plans of a steady loop stay; so this is the fast path."""
     both = Beside()
@@ -296,7 +362,7 @@ def test_nothing_is_made_again_without_need():
 @pytest.mark.parametrize("changed", [0, 3, 6])
 def test_a_change_noticed_in_the_middle_of_a_step_repeats_nothing(monkeypatch, changed):
     """Buckets before the changed one have been stepped by then; those after it have not."""
-    monkeypatch.setattr("deepspeed_ext.optim.slabs._MAX_PARAMS", 2)
+    monkeypatch.setattr("deepspeed_ext.optim.buckets._MAX_PARAMS", 2)
     params = [Parameter(torch.randn(4, 6)) for _ in range(7)]
     exact = twins(params, torch.float64)
     ours, theirs = adam(params, **OPTIONS), torch_adam(exact, **OPTIONS)
@@ -309,4 +375,4 @@ def test_a_change_noticed_in_the_middle_of_a_step_repeats_nothing(monkeypatch, c
         theirs.step()
     assert_close(params, exact, 4)
     assert [ours.state[param]["step"].item() for param in params] == [4] * 7
-    assert_in_slabs(ours)
+    assert_in_buffers(ours)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from optim_cases import BF16, F32, assert_close, assert_in_slabs, assert_same_bits, snapshot
+from optim_cases import BF16, F32, assert_close, assert_in_buffers, assert_same_bits, snapshot
 from torch.nn import Parameter
 
 from deepspeed_ext.optim import DeepSpeedCPUAdagrad
@@ -68,7 +68,7 @@ def test_matches_torch(maximize):
     for p, e in zip(params, exact, strict=True):
         assert ours.state[p]["step"].item() == 30
         assert_close([ours.state[p]["sum"]], [theirs.state[e]["sum"]], 30)
-    assert_in_slabs(ours)
+    assert_in_buffers(ours)
 
 
 def test_touches_only_the_rows_of_the_gradient():
@@ -105,7 +105,7 @@ def test_masters_and_gradients_of_another_dtype(grad_dtype):
     for p, d in zip(sparse_params, dense_params, strict=True):
         for key, value in same.state[d].items():
             assert torch.equal(ours.state[p][key], value), key
-    assert_in_slabs(ours)
+    assert_in_buffers(ours)
 
 
 def test_scaled_gradients_and_skipped_steps():
@@ -157,7 +157,7 @@ def test_refuses(options, grad, text):
 
 
 def test_a_first_step_on_sparse_gradients_counts_although_lr_is_0():
-    """Only one of dense zeros is taken for none; see SlabOptimizer._is_dry_step."""
+    """Only one of dense zeros is taken for none; see FlatStateOptimizer._is_dry_step."""
     param = Parameter(torch.ones(4, 2))
     param.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (4, 2))
     optimizer = DeepSpeedCPUAdagrad([param], lr=0.0)

@@ -14,7 +14,7 @@ from optim_cases import (
     BF16,
     adam,
     assert_close,
-    assert_in_slabs,
+    assert_in_buffers,
     assert_same_bits,
     give_grads,
     make_params,
@@ -134,10 +134,10 @@ def test_memory_goes_with_the_last_reference():
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.step()
         entry = optimizer.state[params[0]]
-        slab = weakref.ref(optimizer._plans._plans[0].buckets[0])
+        buffer = weakref.ref(optimizer._plans._plans[0].buckets[0])
         alive = weakref.ref(optimizer)
         del optimizer
-        assert alive() is None and slab() is None
+        assert alive() is None and buffer() is None
         entry["exp_avg"] = None  # an entry that has outlived its optimizer is just a dict
     finally:
         gc.enable()
@@ -222,8 +222,8 @@ def test_named_parameters_and_groups():
     assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight"]
 
 
-def test_big_parameters_get_slabs_of_bounded_size(monkeypatch):
-    monkeypatch.setattr("deepspeed_ext.optim.slabs._MAX_ELEMENTS", 512)
+def test_big_parameters_get_buffers_of_bounded_size(monkeypatch):
+    monkeypatch.setattr("deepspeed_ext.optim.buckets._MAX_ELEMENTS", 512)
     params = [Parameter(torch.randn(n)) for n in (100, 1000, 300, 200, 10, 0)]
     exact = twins(params, torch.float64)
     optimizer, theirs = adam(params), torch_adam(exact)
@@ -233,8 +233,8 @@ def test_big_parameters_get_slabs_of_bounded_size(monkeypatch):
         optimizer.step()
         theirs.step()
     assert_close(params, exact, 3)
-    assert_in_slabs(optimizer)
+    assert_in_buffers(optimizer)
     optimizer.load_state_dict(optimizer.state_dict())
     [plan] = optimizer._plans.current(optimizer)
-    lengths = [bucket.slabs["exp_avg"][0].numel() for bucket in plan.buckets]
+    lengths = [bucket.buffers["exp_avg"][0].numel() for bucket in plan.buckets]
     assert lengths == [128, 1024, 320, 320]

@@ -31,6 +31,9 @@ from deepspeed_ext.zero.checkpoint.storage import Writer
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 SIZE = 5001
 go = threading.Event()  # for what is held back
+# Of both processes, by no connection of theirs: one that dies while the other still makes one
+# fails the other's call of save, not the save. Each waits for this before it kills itself.
+both_have_begun = multiprocessing.get_context("fork").Barrier(2, timeout=60)
 
 
 def hold_back() -> None:
@@ -134,12 +137,14 @@ def no_disk_and_fail(home: Path) -> None:
 
 def one_is_killed(home: Path) -> None:
     fall_off(home)
+    both_have_begun.wait()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def all_are_terminated(home: Path) -> None:
     fall_off(home)
+    both_have_begun.wait()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -227,7 +232,7 @@ def take_part(way: Callable[[Path], None], home: Path, rank: int) -> None:
 
 def join(way: Callable[[Path], None], home: Path, rank: int) -> None:
     group = f"file://{home}/group"
-    dist.init_process_group("gloo", group, timedelta(seconds=15), rank=rank, world_size=2)
+    dist.init_process_group("gloo", group, timedelta(seconds=60), rank=rank, world_size=2)
     way(home)
 
 

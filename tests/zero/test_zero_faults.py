@@ -2,9 +2,11 @@
 
 import contextlib
 import errno
+import inspect
 import json
 import os
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -187,6 +189,13 @@ def nothing_runs(row, folder):
     model, optimizer = trained()
     with pytest.raises(TypeError, match="expected numbers, text"):
         zero.save(home, "a", model, optimizer, bomb=Bomb(mark))
+    text = r"zero.save: client_state\['mine'\]: value\['k'\]\['k'\].*deeper than 200 levels"
+    with pytest.raises(ValueError, match=text):
+        zero.save(home, "a", model, optimizer, mine=nested(201, lambda value: {"k": value}))
+    optimizer.param_groups[0]["mine"] = nested(5000, lambda value: [value])
+    with pytest.raises(ValueError, match=r"zero.save: value\['groups'\]\[0\]\['mine'\]\[0\]"):
+        zero.save(home, "a", model, optimizer)
+    del optimizer.param_groups[0]["mine"]
     zero.save(home, "a", model, optimizer)
     files = [*(home / "a").iterdir(), home / "latest"]
     for path in files:
@@ -257,7 +266,7 @@ def test_killed_savers_leave_a_whole_checkpoint(tmp_path):
 def test_programs_that_end_while_a_save_is_under_way(ways, tmp_path):
     """What was saved is there, or what was before, and a failure is not missed."""
     program = Path(__file__).with_name("end_while_saving.py")
-    done = warm_python.run(program, tmp_path, *ways)
+    done = warm_python.run(program, tmp_path, *ways, timeout=600)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) == (len(ways) or 15)
 
@@ -267,6 +276,7 @@ VALUES = (
     [1, -(2**70), 0.1, float("inf"), True, "a\n\u00e9"],
     (1, (2,), [], {}),
     {"a": {1: b"\0\xff", (2, 3): None}, 4: {5, 6}},
+    {frozenset((1, (frozenset(), 2))): {frozenset((3,)), (4, frozenset((5,)))}},
     torch.bfloat16,
 )
 
@@ -275,6 +285,72 @@ VALUES = (
 def test_plain_values_are_restored(value):
     restored = plain_values.loads(plain_values.dumps(value))
     assert restored == value and type(restored) is type(value)
+
+
+def nested(levels, outer):
+    value = 1
+    for _ in range(levels):
+        value = outer(value)
+    return value
+
+
+OUTER = {
+    "list": lambda value: [value],
+    "tuple": lambda value: (value,),
+    "dict": lambda value: {"k": value},
+    "set": lambda value: frozenset((value,)),
+}
+
+
+@pytest.mark.parametrize("outer", OUTER.values(), ids=OUTER)
+def test_values_are_nested_only_so_deep(outer):
+    """What is taken can be read, from some functions further down as well."""
+
+    def further_down(calls):
+        return further_down(calls - 1) if calls else plain_values.loads(text)
+
+    text = plain_values.dumps(nested(202, outer))
+    restored = further_down(100)
+    while isinstance(restored, list | tuple | dict | set | frozenset):
+        (restored,) = restored.values() if isinstance(restored, dict) else restored
+    assert restored == 1
+    for levels in (203, 900, 10_000):
+        value = nested(levels, outer)
+        for broken in (value, [value], [{1: value}]):
+            with pytest.raises(
+                ValueError, match=r"^value.*\.\.\. is nested deeper than 202 levels"
+            ):
+                plain_values.dumps(broken)
+    with pytest.raises(ValueError, match="deeper than 200 levels"):
+        plain_values.dumps(nested(201, outer), within=2)
+
+
+def test_values_that_could_not_be_read():
+    around = []
+    around.append({"again": around})
+    with pytest.raises(ValueError, match=r"^value\[0\]\['again'\]\[0\].*or contains itself"):
+        plain_values.dumps(around)
+    assert plain_values.loads(plain_values.dumps(-(2**13_999))) == -(2**13_999)
+    with pytest.raises(
+        ValueError, match=r"^value\['a'\] is an int of 14001 bits, expected at most"
+    ):
+        plain_values.dumps({"a": 2**14_000})
+
+
+def test_values_where_the_stack_has_no_room():
+    """As deep in functions as a value may be in others: it says so, and not that it is damaged."""
+    value = nested(200, OUTER["dict"])
+    text = plain_values.dumps(value)
+
+    def further_down(function, argument, calls):
+        if calls == 0:
+            return function(argument)
+        return further_down(function, argument, calls - 1)
+
+    room = sys.getrecursionlimit() - len(inspect.stack(0)) - 150
+    for function, argument in ((plain_values.dumps, value), (plain_values.loads, text)):
+        with pytest.raises(ValueError, match="than there is room for on Python's stack here"):
+            further_down(function, argument, room)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.bool, torch.int64))

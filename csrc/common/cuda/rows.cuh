@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <span>
 #include <type_traits>
 
 #include "common/cuda/vector_io.cuh"
@@ -158,7 +159,7 @@ __device__ inline Floats<kRowVector> first_lanes(Floats<kRowVector> values, int 
 }
 
 // Whether all vectors of these rows may be accessed 16 bytes at a time. Absent ones do not count.
-inline bool all_aligned(std::initializer_list<Rows> all) {
+inline bool all_aligned(std::span<const Rows> all) {
   for (const Rows& rows : all) {
     const uint64_t bytes = uint64_t(bytes_of(rows.dtype));
     const uint64_t bits = uint64_t(reinterpret_cast<uintptr_t>(rows.data)) |
@@ -166,6 +167,10 @@ inline bool all_aligned(std::initializer_list<Rows> all) {
     if (rows.data != nullptr && bits % 16 != 0) return false;
   }
   return true;
+}
+
+inline bool all_aligned(std::initializer_list<Rows> all) {
+  return all_aligned(std::span(all.begin(), all.size()));
 }
 
 // The sum of the lanes in a fixed tree.

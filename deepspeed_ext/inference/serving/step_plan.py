@@ -20,11 +20,11 @@ class Part(NamedTuple):
 
     Args:
         request: is PREFILLING.
-        length: how many.
+        tokens: how many.
     """
 
     request: Request
-    length: int
+    tokens: int
 
 
 class PrefillPass(NamedTuple):

@@ -7,6 +7,7 @@ files of the first versions, which are known by their layout.
 """
 
 import json
+import reprlib
 from collections.abc import Container, Mapping
 
 from deepspeed_ext.io.checkpoint.format import Header
@@ -35,7 +36,8 @@ def texts_with_ties(
     """
     for name, text in metadata.items():
         if not isinstance(name, str) or not isinstance(text, str):
-            raise TypeError(f"io.save: metadata has {name!r}: {text!r}, expected strings")
+            got = f"{reprlib.repr(name)}: {reprlib.repr(text)}"  # may be large, or contain itself
+            raise TypeError(f"io.save: metadata has {got}, expected strings")
         if name in ties:
             raise ValueError(
                 f"io.save: metadata[{name!r}] is another name of a tensor, expected something else:"

@@ -306,7 +306,7 @@ class Future(concurrent.futures.Future[Tensor]):
                 return
             self._is_watched = True
             watcher = self._watcher = self._watcher or Watcher()
-        watcher.watch(self)
+        watcher.watch(self.tell, self.announce)
 
     def _call(self, call: Callable[[], object], logged: type[BaseException] = Exception) -> None:
         try:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import threading
 from functools import partial
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from deepspeed_ext.io.engine.async_io import AsyncIO
 from deepspeed_ext.io.engine.future import Future
 from deepspeed_ext.io.engine.pinned import PinnedBuffer
+from deepspeed_ext.io.regular_file import kind_of
 from deepspeed_ext.io.tensors import Memory, a, byte_view, plain
 
 _FAMILIAR_ALIGNMENT = 512  # bytes, for each thread
@@ -262,7 +264,7 @@ class aio_handle:
         validate: bool,
     ) -> Future:
         file = _file(filename, fd)
-        path = f"/proc/self/fd/{file}" if isinstance(file, int) else file
+        path = _path_of(file) if isinstance(file, int) else file
         memory = (Memory(buffer.detach()),) if validate else ()
         begin = self._engine.write if write else self._engine.read
         future = begin(buffer, path, file_offset)
@@ -300,6 +302,24 @@ def _file(filename: FileName | None, fd: int | None) -> FileName:
     if type(fd) is not int:
         raise TypeError(f"aio_handle: fd is {a(fd)}, expected an int")
     return fd
+
+
+def _path_of(fd: int) -> str:
+    """Return a path of what is open as a descriptor, which has to be a file."""
+    if type(fd) is not int:
+        raise TypeError(f"aio_handle: filename is {a(fd)}, expected a path or descriptor")
+    try:
+        mode = os.fstat(fd).st_mode
+    except (OSError, OverflowError):
+        raise OSError(
+            errno.EBADF, f"aio_handle: fd is {fd}, which is not open, expected an open descriptor"
+        ) from None
+    kind = kind_of(mode)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, f"aio_handle: fd {fd} is {kind}, expected a file")
+    if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode) or stat.S_ISCHR(mode)):
+        raise OSError(errno.ESPIPE, f"aio_handle: fd {fd} is {kind}, expected a file")
+    return f"/proc/self/fd/{fd}"
 
 
 def _compare(engine: AsyncIO, tensor: Tensor, path: str | os.PathLike[str], offset: int) -> Tensor:

@@ -2,17 +2,16 @@
 
 import itertools
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from deepspeed_ext.io._native import native
 from deepspeed_ext.threads import AwaitedThread
 
-if TYPE_CHECKING:
-    from deepspeed_ext.io.engine.future import Future
-
 _LINGER = 0.02  # seconds that the thread stays for more
 _LONG = 3600.0
 _NOBODY = -1  # a number that no future has
+Announce = Callable[[], None]
 
 
 class Watcher:
@@ -25,22 +24,27 @@ class Watcher:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may begin a transfer, too
         self._numbers = itertools.count()
-        self._watched: dict[int, Future] = {}
+        self._watched: dict[int, Announce] = {}  # by number
         self._mailbox: Any = None
         self._thread: threading.Thread | None = None
 
-    def watch(self, future: "Future") -> None:
-        """Call `future.announce` when its job is done."""
+    def watch(self, tell: Callable[[Any, int], None], announce: Announce) -> None:
+        """Call a function of a future when its job is done.
+
+        Args:
+            tell: given a mailbox and a number, has that put there once the job is done.
+            announce: the function.
+        """
         with self._lock:
             if self._mailbox is None:
                 self._mailbox = native().Mailbox()
         number = next(self._numbers)
         try:
             with self._lock:
-                self._watched[number] = future
+                self._watched[number] = announce
                 if self._thread is None:
                     AwaitedThread(self._run, "deepspeed_ext-futures", hurry=self._hurry).start()
-            future.tell(self._mailbox, number)
+            tell(self._mailbox, number)
         except BaseException:  # Ctrl-C, or Python is about to end
             self._mailbox.put(number)  # or a thread would wait for it for ever
             raise
@@ -66,6 +70,6 @@ class Watcher:
             goes_on = bool(numbers or self._watched)
             if not goes_on:
                 self._thread = None
-        for future in ended:
-            future.announce()
+        for announce in ended:
+            announce()
         return goes_on

@@ -12,6 +12,8 @@ from deepspeed_ext.io.store.ledger import Ledger
 from deepspeed_ext.io.store.manifest import BadManifest, ManifestEntry, decode, encode
 from deepspeed_ext.io.store.space import Slot, extent_of
 
+_FULL = errno.ENOSPC, errno.EDQUOT
+
 
 def open_durable(folder: StoreFolder) -> tuple[File, list[Extent], dict[str, Record]]:
     """Return the data file, the extents in use and the records of a locked folder.
@@ -66,7 +68,7 @@ def commit(folder: StoreFolder, file: File, ledger: Ledger) -> None:
         text = encode(ledger.wait_for(snapshot))
         with naming("TensorStore", _doing(folder)):
             _sync(folder, file, ledger)
-            folder.prepare(text)
+            _prepare(folder, text, ledger)
     except BaseException:
         ledger.release(snapshot)
         raise
@@ -75,6 +77,17 @@ def commit(folder: StoreFolder, file: File, ledger: Ledger) -> None:
         folder.publish()
         folder.sync()
     ledger.published()
+
+
+def _prepare(folder: StoreFolder, text: bytes, ledger: Ledger) -> None:
+    """Write the next manifest, on a full disk where the data file has something to spare."""
+    try:
+        folder.prepare(text)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        ledger.cut_unused()
+        folder.prepare(text)
 
 
 def _sync(folder: StoreFolder, file: File, ledger: Ledger) -> None:
@@ -96,7 +109,13 @@ def _publish_again(folder: StoreFolder, text: bytes) -> None:
     failed, after which the next fsync has nothing to write and succeeds. What only the manifest
     before needs is going to be overwritten, so that one must not come back.
     """
-    folder.prepare(text)
+    try:
+        folder.prepare(text)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        why = f"{error.strerror}, expected room for a manifest; read_only=True reads the store"
+        raise OSError(error.errno, why) from error
     folder.publish()
     folder.sync()
 

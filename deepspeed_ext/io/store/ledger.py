@@ -174,6 +174,11 @@ class Ledger:
         with self._lock:
             self._closed = True
 
+    def cut_unused(self) -> None:
+        """Leave to the disk what is free at the end of the file and was not reserved."""
+        with self._lock:
+            self._space.cut_unused()
+
     def give_back(self) -> None:
         """Drop all that is not committed, and cut the file off behind the rest."""
         with self._lock:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import resource
 from collections.abc import Iterable
 from typing import Any
 
@@ -99,13 +100,19 @@ class Space:
         if not slot.owners and not slot.users:
             self._extents.give_back(slot.extent)
             # As much as is in use may stay: what was freed is often needed again at once.
-            tail = min(self._extents.tail, self._extents.end - self._floor)
-            if tail > self._extents.used:
-                self._cut(tail)
+            if self._unused_end() > self._extents.used:
+                self.cut_unused()
+
+    def cut_unused(self) -> None:
+        """Cut off what is free at the end of the file and was not reserved."""
+        self._cut(self._unused_end())
 
     def trim(self) -> None:
         """Cut off all that is free at the end of the file, also what was reserved."""
         self._cut(self._extents.tail)
+
+    def _unused_end(self) -> int:
+        return min(self._extents.tail, self._extents.end - self._floor)
 
     def _surplus(self) -> int:
         unused = self._extents.end - self._extents.used
@@ -131,6 +138,13 @@ class Space:
             self._extents.cut(nbytes)
 
     def _shortage(self, what: str, missing: int, free: int, code: int) -> str:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        if code == errno.EFBIG and limit != resource.RLIM_INFINITY:
+            return (
+                f"TensorStore: {what} needs {missing} bytes more than the {self._extents.end} of"
+                f" {self._file.path}, expected at most {limit} in all, the file size limit of this"
+                " process (ulimit -f); raise it"
+            )
         reason = "" if code == errno.ENOSPC else f" ({os.strerror(code)})"
         has = f"has {free} free" if free >= 0 else "does not say what it has free"
         unused = self._extents.end - self._extents.used

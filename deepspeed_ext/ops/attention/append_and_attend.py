@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import call_on_tensors, check_numbers, define
 from deepspeed_ext.ops.attention.decode_attention import decode_attention_ref
 from deepspeed_ext.ops.attention.paged_kv import PagedKV, kind_of, libraries_of
@@ -94,6 +95,8 @@ def append_and_attend_(
 
     See: ``rope_append_``, ``decode_attention``. ``append_and_attend_ref_`` is the same in float64.
     """
+    if type(q) is not Tensor or type(kv) is not PagedKV:
+        check_kinds("append_and_attend_", q=(q, Tensor), kv=(kv, PagedKV))
     numbers = {
         "rotation_scale": rotation_scale,
         "eps": eps,

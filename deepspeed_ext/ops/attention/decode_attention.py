@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import check_numbers, define
 from deepspeed_ext.ops.attention.paged_kv import PAGE, PagedKV, kind_of, libraries_of
 
@@ -87,6 +88,8 @@ def decode_attention(
     See: Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018, section 3.
     ``decode_attention_ref`` is the same in float64.
     """
+    if type(q) is not Tensor or type(kv) is not PagedKV:
+        check_kinds("decode_attention", q=(q, Tensor), kv=(kv, PagedKV))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if type(scale) is not float or type(softcap) is not float:
         check_numbers("decode_attention", scale=scale, softcap=softcap)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import check_numbers, define, refuse_gradients
 from deepspeed_ext.ops.attention.decode_attention import decode_attention_ref
 from deepspeed_ext.ops.attention.paged_kv import PagedKV, kind_of, libraries_of
@@ -95,6 +96,8 @@ def prefill_attention(
     See: Dao, "FlashAttention-2", 2023, section 3.1. ``prefill_attention_ref`` is the same in
     float64.
     """
+    if type(q) is not Tensor or type(kv) is not PagedKV:
+        check_kinds("prefill_attention", q=(q, Tensor), kv=(kv, PagedKV))
     if first_chunk is not None:
         _check_first_chunk(q, kv, first_chunk)
         refuse_gradients("prefill_attention", {"first_chunk": first_chunk})

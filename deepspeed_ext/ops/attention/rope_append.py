@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import call_on_tensors, check_numbers, define
 from deepspeed_ext.ops.attention.paged_kv import PAGE, PagedKV, kind_of, libraries_of
 from deepspeed_ext.ops.attention.rope import rope_ref
@@ -80,6 +81,8 @@ def rope_append_(
 
     See: ``rope``, ``rms_norm``. ``rope_append_ref_`` is the same in float64.
     """
+    if type(kv) is not PagedKV:
+        check_kinds("rope_append_", kv=(kv, PagedKV))
     if type(scale) is not float or type(eps) is not float or type(weight_offset) is not float:
         check_numbers("rope_append_", scale=scale, eps=eps, weight_offset=weight_offset)
     call_on_tensors(

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import register_flop_formula
 
 from deepspeed_ext.ops import _activations
+from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import define, refuse_gradients
 from deepspeed_ext.ops.linear.few_rows import (
     are_few,
@@ -148,7 +149,8 @@ def quantized_linear(
     one pass, and torch multiplies. So it is for gradients, which there are of x, bias and residual.
     That of the rounding of x is taken as 1. Floats of the weight are made anew for the gradient to
     x, and none are kept until then. Under autocast nothing is cast, neither x nor the others:
-    dtypes that differ are refused, so cast them to one.
+    dtypes that differ are refused, so cast them to one. A backward that is called inside of
+    autocast casts, as that of torch's layer does.
 
     Args:
         x: (..., length), float32, bfloat16 or float16. Or what ``skinny_linear_norm`` or
@@ -176,6 +178,9 @@ def quantized_linear(
 
     See: ``quantized_linear_ref`` is the same in float64; csrc/quantization/packed_weight.h.
     """
+    if type(x) is not Tensor or type(weight) is not PackedWeight:
+        rows = x.x if isinstance(x, Undivided) else x
+        check_kinds("quantized_linear", x=(rows, Tensor), weight=(weight, PackedWeight))
     numbers = _numbers(weight, activation, gated, activations)
     _check_length("quantized_linear", x, weight)
     if isinstance(x, Undivided):

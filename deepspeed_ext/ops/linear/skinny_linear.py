@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from deepspeed_ext.ops._activations import number_of
+from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import define
 from deepspeed_ext.ops.linear.few_rows import (
     are_few,
@@ -113,6 +114,7 @@ def skinny_linear(
     dtype, and nothing is promised about bits. `torch.compiler.mark_dynamic(x, 0, max=64)` lets it
     know. Gradients are by torch's multiplications; for them the arguments are kept. Under autocast
     nothing is cast, neither x nor the others: dtypes that differ are refused, so cast them to one.
+    A backward that is called inside of autocast casts, as that of torch's layer does.
 
     Args:
         x: (..., k), float32, bfloat16 or float16, on the CPU, or on CUDA with compute capability
@@ -142,6 +144,8 @@ def skinny_linear(
     number = None if activation is None else number_of("skinny_linear", activation)
     if isinstance(x, Undivided):
         return _with_norms(x, weight, bias, residual, None, number, gated)[0]
+    if type(x) is not Tensor:
+        check_kinds("skinny_linear", x=(x, Tensor))
     if are_few(x):
         out: Tensor = _op(x, weight, bias, residual, activation=number, gated=gated)
         return out

@@ -63,10 +63,11 @@ def adam_step_(
 
     Item i of `params` and `grads` belongs to parameter i. The other tensors are state, in one of
     two forms. As lists: item i has the shape and strides of parameter i, and `steps[i]` has one
-    element. As slabs, when `offsets` and `slots` are given: each argument is a list of one flat
-    tensor, in which parameter i takes the elements from `offsets[i]` on, in the order in which the
-    parameter lies in memory, and `steps[0][slots[i]]` is its step. Handling a list costs more than
-    the arithmetic of a small tensor, so slabs make a step over many small parameters much faster.
+    element. As flat buffers, when `offsets` and `slots` are given: each argument is a list of one
+    flat tensor, in which parameter i takes the elements from `offsets[i]` on, in the order in which
+    the parameter lies in memory, and `steps[0][slots[i]]` is its step. Handling a list costs more
+    than the arithmetic of a small tensor, so flat buffers make a step over many small parameters
+    much faster.
 
     All other tensors are on one device, and no written one shares memory with another. Parameters
     have any dense layout (contiguous, transposed, channels_last: no gaps, no overlap). Arithmetic
@@ -87,15 +88,15 @@ def adam_step_(
         scales: empty, or with state in 8-bit codes (`encode_blocks`) float32 scales of its blocks
             of 256 elements, at first 0, then the powers of two that steps write (with others, which
             no class loads, bits depend on the instruction set). As lists: for each parameter those
-            of exp_avgs, (blocks,), then for each those of exp_avg_sqs, and so on. As slabs: one for
-            each state argument, in which parameter i begins at offsets[i] / 256, a whole number.
-            Updated.
+            of exp_avgs, (blocks,), then for each those of exp_avg_sqs, and so on. As flat buffers:
+            one for each state argument, in which parameter i begins at offsets[i] / 256, a whole
+            number. Updated.
         master_params: empty, or float32 originals of 16-bit params: the step is computed on them,
             and params receive them rounded. Or int16: the lower halves of originals of which
             bfloat16 params are the upper ones (`split_float32`). Updated.
-        offsets: None, or where each parameter begins in the slabs, in elements, ascending: (n,),
-            int64, on the CPU.
-        slots: None, or the place of each parameter in the slab of steps, as offsets.
+        offsets: None, or where each parameter begins in the flat buffers, in elements, ascending:
+            (n,), int64, on the CPU.
+        slots: None, or the place of each parameter in the flat buffer of steps, as offsets.
         noise: None: state is rounded to the nearest. Or int64 on the CPU, (n, 2): for each
             parameter a key, and the index of its first element here in the whole parameter. State
             in bfloat16 or codes is then rounded up or down at random, with the exact expected
@@ -112,11 +113,11 @@ def adam_step_(
             the loss scale.
         found_inf: None, or one float32 or float64; when it is not 0, nothing at all is modified.
         out: None, or what to write to instead of arguments that are updated, by their names: lists
-            like theirs, of tensors with the same shapes, strides and dtypes (slabs may be longer).
-            Each is the very memory of its argument or shares none with anything. What is left out
-            is updated in place. When found_inf is not 0, what was read is copied. A step of a part
-            of a parameter is one of views, in any cut (of state in codes at multiples of 256
-            elements), with the index of its first element in `noise`; its bits are the same.
+            like theirs, of tensors with the same shapes, strides and dtypes (flat buffers may be
+            longer). Each is the very memory of its argument or shares none with anything. What is
+            left out is updated in place. When found_inf is not 0, what was read is copied. A step
+            of a part of a parameter is one of views, in any cut (of state in codes at multiples of
+            256 elements), with the index of its first element in `noise`; its bits are the same.
 
     Raises:
         ValueError: an argument breaks a rule above; the text names it, its value and the rule.

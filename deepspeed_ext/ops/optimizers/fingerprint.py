@@ -9,7 +9,7 @@ from deepspeed_ext.ops._library import call_recording_nothing, define
 
 _fingerprints_op = define(
     "fingerprints(Tensor[] tensors) -> Tensor",
-    {"cpu": "cpu_norm", "cuda": "fused_norm"},
+    {"cpu": "cpu_l2_norm", "cuda": "fused_l2_norm"},
     fake=lambda tensors: tensors[0].new_empty(len(tensors), dtype=torch.int64),
 )
 

@@ -6,11 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import call_recording_nothing, define
 
 _squared_norms_op = define(
     "squared_norms(Tensor[] tensors) -> Tensor",
-    {"cpu": "cpu_norm", "cuda": "fused_norm"},
+    {"cpu": "cpu_l2_norm", "cuda": "fused_l2_norm"},
     fake=lambda tensors: tensors[0].new_empty(len(tensors), dtype=torch.float64),
 )
 
@@ -46,6 +47,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     See: ``squared_norms_ref`` is the same in plain torch.
     """
     if not tensors:  # so no device to dispatch on
+        check_kinds("squared_norms", tensors=(tensors, Sequence))
         return torch.zeros(0, dtype=torch.float64, device="cpu")
     squares: Tensor = call_recording_nothing(_squared_norms_op, tensors)
     return squares

@@ -68,10 +68,10 @@ def lamb_moments_(
 ) -> Tensor:
     """Take the first half of a LAMB step: advance the moments, and measure parameters and updates.
 
-    Tensors, their two forms (lists or slabs), dtypes and devices are as in `adam_step_`, and so are
-    all arguments that are not listed here. Moments are bitwise independent of the device, the
-    instruction set, the number of threads and how tensors are split. The sums are in float64; on
-    the CPU they depend neither on the number of threads nor on the instruction set, on CUDA they
+    Tensors, their two forms (lists or flat buffers), dtypes and devices are as in `adam_step_`, and
+    so are all arguments that are not listed here. Moments are bitwise independent of the device,
+    the instruction set, the number of threads and how tensors are split. The sums are in float64;
+    on the CPU they depend neither on the number of threads nor on the instruction set, on CUDA they
     are the same in every run. Nothing waits for the device. The result does not require grad,
     whatever params do.
 

@@ -38,9 +38,10 @@ def lion_step_(
 ) -> None:
     """Take one Lion step for every parameter, in a single pass over memory.
 
-    Tensors, their two forms (lists or slabs), dtypes and devices are as in `adam_step_`, and so are
-    all arguments that are not listed here; results are bitwise independent of the device, the
-    instruction set, the number of threads and how tensors are split, but for the payload of a NaN.
+    Tensors, their two forms (lists or flat buffers), dtypes and devices are as in `adam_step_`, and
+    so are all arguments that are not listed here; results are bitwise independent of the device,
+    the instruction set, the number of threads and how tensors are split, but for the payload of a
+    NaN.
 
     Args:
         params: float32, bfloat16 or float16, all the same. Updated.

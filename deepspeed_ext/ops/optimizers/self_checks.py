@@ -131,7 +131,7 @@ def _check_step(
                 compare(title, tensor, want[name][i], bound)
 
 
-def l2_norm(device: str) -> None:
+def sums_of_squares(device: str) -> None:
     """Compare squared_norms with its reference, for each dtype, and beyond float32.
 
     Args:
@@ -167,7 +167,7 @@ def fingerprint(device: str) -> None:
             raise RuntimeError(f"fingerprints: result[{i}] on {device} is {value}, expected {want}")
 
 
-def one_number_each(device: str) -> None:
-    """Run `l2_norm` and `fingerprint`, which have a library together."""
-    l2_norm(device)
+def l2_norm(device: str) -> None:
+    """Run `sums_of_squares` and `fingerprint`, which have a library together."""
+    sums_of_squares(device)
     fingerprint(device)

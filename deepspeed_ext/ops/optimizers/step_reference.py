@@ -135,9 +135,9 @@ class StepReference:
     def _piece(self, state: Sequence[Tensor], i: int) -> Tensor:
         if self.offsets is None:
             return state[i]
-        slab, param = state[0], self.params[i]
-        start = slab.storage_offset() + int(self.offsets[i])
-        return slab.as_strided(param.shape, param.stride(), start)
+        buffer, param = state[0], self.params[i]
+        start = buffer.storage_offset() + int(self.offsets[i])
+        return buffer.as_strided(param.shape, param.stride(), start)
 
     def _scales(self, i: int, j: int) -> Tensor:
         if self.offsets is None:

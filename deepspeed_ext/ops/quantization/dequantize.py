@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtypes import DTYPES
+from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import define
 from deepspeed_ext.ops.quantization.formats import FORMATS, NF4_LEVELS, number_of, unpack_nibbles
 from deepspeed_ext.ops.quantization.quantize import LIBRARIES, group_numbers
@@ -60,6 +61,7 @@ def dequantize(
 
     See: csrc/quantization/formats.h; ``dequantize_ref`` is the same in float64.
     """
+    check_kinds("dequantize", codes=(codes, Tensor))
     number = number_of("dequantize", format)
     if dtype not in DTYPES:
         raise ValueError(f"dequantize: dtype is {dtype}, expected float32, bfloat16 or float16")

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtypes import DTYPES
+from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import refuse_tangents
 from deepspeed_ext.ops.quantization.fake_quantize import fake_quantize_
 
@@ -32,6 +33,7 @@ def ds_quantizer(
 
     See: ``fake_quantize``, which makes a new tensor and has a gradient.
     """
+    check_kinds("ds_quantizer", input=(input, Tensor))
     if bit_num not in _FORMATS:
         raise ValueError(f"ds_quantizer: bit_num is {bit_num}, expected 8 or 4")
     if input.dtype not in DTYPES:

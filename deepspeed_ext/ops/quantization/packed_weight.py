@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepspeed_ext.dtypes import DTYPES
+from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import define
 from deepspeed_ext.ops.quantization.formats import (
     FORMATS,
@@ -72,6 +73,9 @@ def pack_weight(
     Raises:
         ValueError: an argument breaks a rule above; the text names it, its value and the rule.
     """
+    check_kinds("pack_weight", codes=(codes, Tensor), scales=(scales, Tensor))
+    if offsets is not None:
+        check_kinds("pack_weight", offsets=(offsets, Tensor))
     bits = FORMATS[number_of("pack_weight", format)].bits
     if FORMATS[number_of("pack_weight", format)].float8 is not None:
         raise ValueError(f"pack_weight: format is {format!r}, expected int8, int4 or nf4")

@@ -23,6 +23,10 @@ _SIMPLE = (bool, int, float, str, type(None))
 _OF_FILES = set(TORCH_DTYPES.values())
 _KINDS = "biufc"  # of NumPy's dtypes: numbers
 _LARGE = 1 << 16  # bytes of a tensor that a text need not have
+_LEVELS = 202  # of values in values: each takes three of the 1,000 calls that Python allows
+_BITS = 14_000  # of an int: Python reads no more than 4,300 digits
+_NO_ROOM = "here, expected more room; call it from fewer functions, or see sys.setrecursionlimit"
+_SHOWN = 60  # characters of where something was found
 Fetch = Callable[[str], Tensor]
 
 
@@ -30,7 +34,13 @@ class NotPlain(TypeError):
     """A value is an object that cannot be read back without running something."""
 
 
-def dumps(value: object, apart: dict[str, Tensor] | None = None, prefix: str = "") -> str:
+class OutOfRange(ValueError):
+    """A value is plain, but nested so deep or so large that it may not be read back."""
+
+
+def dumps(
+    value: object, apart: dict[str, Tensor] | None = None, prefix: str = "", within: int = 0
+) -> str:
     """Return a value as text, in which later changes of the value are not seen.
 
     Args:
@@ -38,12 +48,21 @@ def dumps(value: object, apart: dict[str, Tensor] | None = None, prefix: str = "
             an io.BytesIO, or lists, tuples, sets of such, or dicts with such as keys.
         apart: gets large tensors, by names of which the text has only these; None: it has all.
         prefix: of these names.
+        within: so many values it will be saved.
 
     Raises:
         NotPlain: it is something else; the text says where.
+        OutOfRange: it is nested deeper than 202 levels with those that it is within, contains
+            itself, has an int of more than 14,000 bits, or there is no room on the stack for it.
     """
-    encoder = _Encoder({} if apart is None else apart, prefix, has_all=apart is None)
-    return json.dumps(encoder.encoded(value, "value"), separators=(",", ":"))
+    has_all = apart is None
+    encoder = _Encoder({} if apart is None else apart, prefix, has_all, _LEVELS - within)
+    try:
+        return json.dumps(encoder.encoded(value, "value", 0), separators=(",", ":"))
+    except RecursionError:
+        raise OutOfRange(
+            f"value is nested deeper than there is room for on Python's stack {_NO_ROOM}"
+        ) from None
 
 
 def loads(text: str | bytes, fetch: Fetch | None = None) -> Any:
@@ -58,7 +77,12 @@ def loads(text: str | bytes, fetch: Fetch | None = None) -> Any:
     """
     try:
         return _decoded(json.loads(text), fetch)
-    except (KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
+    except RecursionError:
+        raise ValueError(
+            "zero.load: a value of the checkpoint is nested deeper than there is room for on"
+            f" Python's stack {_NO_ROOM}"
+        ) from None
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"plain value is {str(text)[:80]}, expected what dumps writes") from error
 
 
@@ -77,24 +101,35 @@ def dtype_of(name: object) -> torch.dtype:
 class _Encoder:
     """Makes JSON of values: a list stands for a list, an object for anything that JSON lacks."""
 
-    def __init__(self, apart: dict[str, Tensor], prefix: str, has_all: bool) -> None:
+    def __init__(self, apart: dict[str, Tensor], prefix: str, has_all: bool, levels: int) -> None:
         self._apart = apart
         self._prefix = prefix
         self._has_all = has_all
+        self._levels = levels
 
-    def encoded(self, value: object, where: str) -> Any:
-        """Return JSON of a value, found there."""
+    def encoded(self, value: object, where: str, level: int) -> Any:
+        """Return JSON of a value, found there, in so many others."""
         if type(value) in _SIMPLE:
-            return value
+            return _checked(value, where)
+        if isinstance(value, list | tuple | set | frozenset | dict) and level >= self._levels:
+            raise OutOfRange(
+                f"{where[:_SHOWN]}... is nested deeper than {self._levels} levels, or contains"
+                " itself, expected fewer levels; flatten it, or save it as text or bytes"
+            )
+        level += 1
         if type(value) is list:
-            return [self.encoded(item, f"{where}[{i}]") for i, item in enumerate(value)]
+            return [self.encoded(item, f"{where}[{i}]", level) for i, item in enumerate(value)]
         if isinstance(value, tuple | set | frozenset):
             kind = "tuple" if isinstance(value, tuple) else "set"
-            return {kind: [self.encoded(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+            items = enumerate(value)
+            return {kind: [self.encoded(item, f"{where}[{i}]", level) for i, item in items]}
         if isinstance(value, dict):
             return {
                 "dict": [
-                    [self.encoded(key, f"{where}'s key"), self.encoded(item, f"{where}[{key!r}]")]
+                    [
+                        self.encoded(key, f"{where}'s key", level),
+                        self.encoded(item, f"{where}[{key!r}]", level),
+                    ]
                     for key, item in value.items()
                 ]
             }
@@ -121,6 +156,16 @@ class _Encoder:
         return {"tensor": [dtype_name(value.dtype), list(value.shape), _text(content)]}
 
 
+def _checked(value: object, where: str) -> object:
+    """Return a value that JSON has; raise if it is a number that Python would not read."""
+    if type(value) is int and value.bit_length() > _BITS:
+        raise OutOfRange(
+            f"{where} is an int of {value.bit_length()} bits, expected at most {_BITS}; save it as"
+            " bytes"
+        )
+    return value
+
+
 def _bytes_or_array(value: object) -> Any:
     """Return JSON of what is bytes, or NumPy's; None of anything else."""
     if isinstance(value, bytes | bytearray):
@@ -142,18 +187,20 @@ def _text(content: bytes | bytearray) -> str:
     return base64.b64encode(content).decode()
 
 
-def _decoded(value: Any, fetch: Fetch | None) -> Any:
+def _decoded(value: Any, fetch: Fetch | None, is_hashed: bool = False) -> Any:
+    """Return what JSON stands for; `is_hashed`: in a set or a key, where sets are frozen."""
     if isinstance(value, list):
         return [_decoded(item, fetch) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "tuple":
-        return tuple(_decoded(item, fetch) for item in content)
+        return tuple(_decoded(item, fetch, is_hashed) for item in content)
     if kind == "set":
-        return {_decoded(item, fetch) for item in content}
+        made = frozenset if is_hashed else set
+        return made(_decoded(item, fetch, True) for item in content)
     if kind == "dict":
-        return {_decoded(key, fetch): _decoded(item, fetch) for key, item in content}
+        return {_decoded(key, fetch, True): _decoded(item, fetch) for key, item in content}
     if kind == "apart" and fetch is not None:
         return fetch(content)
     if kind in _SINGLE:

@@ -24,7 +24,7 @@ from deepspeed_ext.zero.agreement import all_or_none, check_agreement
 from deepspeed_ext.zero.checkpoint.background import Saving, in_background
 from deepspeed_ext.zero.checkpoint.exchange import Exchange, made_for_saves, of_all
 from deepspeed_ext.zero.checkpoint.folder import checked_tag, folder_of, name_latest
-from deepspeed_ext.zero.checkpoint.plain_values import NotPlain, dumps
+from deepspeed_ext.zero.checkpoint.plain_values import NotPlain, OutOfRange, dumps
 from deepspeed_ext.zero.checkpoint.staging import staged
 from deepspeed_ext.zero.checkpoint.storage import Encoded, Reader, Writer
 from deepspeed_ext.zero.checkpoint.training_state import (
@@ -73,18 +73,19 @@ def save(
             The next save and load wait for this one. If the last one fails and nobody asks the
             Future, the program ends with an error in the log and status 120.
         client_state: of each process: None, numbers, text, bytes, tensors, dtypes, arrays of NumPy,
-            and lists, tuples, sets and dicts of them, not nested deeper than some hundred levels;
+            and lists, tuples, sets and dicts of them, not nested deeper than 200 levels;
             or objects with a state_dict of such, as schedulers, LossScaler and data loaders have.
             Other classes come back as the plain type: an OrderedDict or a Counter as a dict, a
-            named tuple or a torch.Size as a tuple, a frozenset as a set, a bytearray as bytes, a
-            Parameter as a tensor. Tensors come back on the CPU, and contiguous; two that share
-            memory come back apart.
+            named tuple or a torch.Size as a tuple, a frozenset as a set (not in a set or a key),
+            a bytearray as bytes, a Parameter as a tensor. Tensors come back on the CPU, and
+            contiguous; two that share memory come back apart.
 
     Returns:
         A Future of the save, of which result() raises what has failed.
 
     Raises:
-        ValueError: the tag is no name, or not the same on all processes.
+        ValueError: the tag is no name, or not the same on all processes; something in client_state
+            is nested too deep, contains itself, or is an int of more than 14,000 bits.
         TypeError: something in client_state is not plain.
         RuntimeError: the model is between micro-steps, or there is no process group any more.
         OSError: a disk is full, or cannot be written; BlockingIOError: another save writes there.
@@ -260,8 +261,8 @@ def _encoded(name: str, value: object) -> dict[str, Any]:
     apart: dict[str, Tensor] = {}
     try:
         return {name: Encoded(dumps(value, apart, name).encode()), **apart}
-    except NotPlain as error:
-        raise TypeError(f"{_SAVE}: {error}") from None
+    except (NotPlain, OutOfRange) as error:
+        raise type(error)(f"{_SAVE}: {error}") from None
 
 
 class _Planner(DefaultSavePlanner):
@@ -344,9 +345,9 @@ def _plain(client_state: Mapping[str, Any]) -> dict[str, Any]:
     }
     for name, value in values.items():
         try:
-            dumps(value, {})
-        except NotPlain as error:
-            raise TypeError(f"{_SAVE}: client_state[{name!r}]: {error}") from None
+            dumps(value, {}, within=2)  # what client_state is in, and it itself
+        except (NotPlain, OutOfRange) as error:
+            raise type(error)(f"{_SAVE}: client_state[{name!r}]: {error}") from None
     return values
 
 

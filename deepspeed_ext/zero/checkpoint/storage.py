@@ -40,7 +40,7 @@ from deepspeed_ext.io.regular_file import open_regular, path_text, sync_folder
 from deepspeed_ext.io.tensors import bytes_of, empty
 from deepspeed_ext.zero.checkpoint import data_file, manifest
 from deepspeed_ext.zero.checkpoint.manifest import Piece
-from deepspeed_ext.zero.checkpoint.plain_values import dumps, loads
+from deepspeed_ext.zero.checkpoint.plain_values import NotPlain, OutOfRange, dumps, loads
 from deepspeed_ext.zero.checkpoint.reading import Wanted, read
 
 MANIFEST = "manifest.json"
@@ -320,7 +320,10 @@ def _content(item: WriteItem, planner: SavePlanner) -> Tensor:
     text = data.getvalue()
     if not isinstance(data, Encoded):
         # DCP's planner has pickled it. What is not plain is refused here: nobody could load it.
-        text = dumps(torch.load(io.BytesIO(text), weights_only=True)).encode()
+        try:
+            text = dumps(torch.load(io.BytesIO(text), weights_only=True)).encode()
+        except (NotPlain, OutOfRange) as error:
+            raise type(error)(f"zero.Writer: {item.index.fqn!r}: {error}") from None
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from deepspeed_ext.dtensors import is_dtensor, local, spread
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.ops.optimizers.state_formats import join_float32
-from deepspeed_ext.optim.base import SlabOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
 from deepspeed_ext.optim.checks import title_of_state
 from deepspeed_ext.optim.foreign_state import refused_by_torch
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
@@ -287,7 +287,7 @@ def _check_given(
     groups: list[Group],
 ) -> None:
     """Refuse what an optimizer will not take, or cannot step with, before anything is changed."""
-    if isinstance(optimizer, OffloadOptimizer | SlabOptimizer):
+    if isinstance(optimizer, OffloadOptimizer | FlatStateOptimizer):
         optimizer.check_given(entries, groups)
         return
     for param, entry in entries.items():
@@ -300,7 +300,7 @@ def _state_in_place(
     optimizer: torch.optim.Optimizer, params: list[Tensor]
 ) -> Mapping[Tensor, dict[str, Any]]:
     """Return the state of parameters, made if there is none, that can be read to where it is."""
-    if not isinstance(optimizer, OffloadOptimizer | SlabOptimizer):
+    if not isinstance(optimizer, OffloadOptimizer | FlatStateOptimizer):
         return {}
     with torch.no_grad():
         optimizer.give_state(params)

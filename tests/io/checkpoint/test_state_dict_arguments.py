@@ -79,6 +79,11 @@ def test_other_arguments_are_checked(path: Path) -> None:
         save([one], path)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"io.save: state_dict has the key 1, expected strings"):
         save({1: one}, path)  # type: ignore[dict-item]
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(TypeError, match=r"io.save: metadata has 'a': \[.{5,60}, expected strings"):
+        save({"w": one}, path, metadata={"a": deep})  # type: ignore[dict-item]
     with pytest.raises(TypeError, match=r"io.save: metadata has 'a': 1, expected strings"):
         save({"w": one}, path, metadata={"a": 1})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"metadata\['v'\] is another name of a tensor"):

@@ -4,6 +4,7 @@ import errno
 import inspect
 import os
 import re
+import socket
 import stat
 import subprocess
 import threading
@@ -415,3 +416,53 @@ def test_a_single_element_of_any_stride_is_compared(handle: aio_handle, tmp_path
     assert tensor.stride() == (2,)
     assert handle.write(tensor, tmp_path / "file", validate=True) == 0
     assert (tmp_path / "file").read_bytes() == bytes_of(tensor)
+
+
+def test_what_is_no_file_is_called_what_it_is(handle: aio_handle, tmp_path: Path) -> None:
+    """Before anything moves, in each call, by descriptor and by path."""
+    fifo, sock = tmp_path / "fifo", tmp_path / "socket"
+    os.mkfifo(fifo)
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(sock))
+    pipe, folder, event = os.pipe(), os.open(tmp_path, os.O_RDONLY), os.eventfd(0)
+    closed = os.dup(event)
+    os.close(closed)
+    called: dict[object, tuple[int, str]] = {
+        **{fd: (errno.EBADF, f"fd is {fd}, which is not open") for fd in (-1, closed, 2**70)},
+        **{fd: (errno.ESPIPE, f"aio_handle: fd {fd} is a pipe, expected a file") for fd in pipe},
+        server.fileno(): (errno.ESPIPE, f"fd {server.fileno()} is a socket, expected a file"),
+        event: (errno.ESPIPE, f"fd {event} is something else, expected a file"),
+        folder: (errno.EISDIR, f"fd {folder} is a folder, expected a file"),
+        str(fifo): (errno.ESPIPE, f"{fifo} failed: it is a pipe or a socket, expected a file"),
+        str(sock): (errno.ESPIPE, f"{sock} failed: it is a pipe or a socket, expected a file"),
+        str(tmp_path): (errno.EISDIR, f"{tmp_path} failed: Is a directory"),
+    }
+    try:
+        for name, (code, text) in called.items():
+            for call in (WRITES | READS).values():
+                with pytest.raises(OSError, match=re.escape(text)) as caught:
+                    call(handle, torch.zeros(8192).byte(), name)  # type: ignore[arg-type]
+                    handle.wait()
+                assert caught.value.errno == code
+        for call in (WRITES | READS).values():
+            with pytest.raises(TypeError, match="filename is a bool, expected a path or desc"):
+                call(handle, torch.zeros(1), True)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match=r"path is 'a\\x00b', expected one without zero"):
+                call(handle, torch.zeros(1), "a\0b")
+    finally:
+        server.close()
+        for fd in (*pipe, folder, event):
+            os.close(fd)
+
+
+def test_a_file_in_memory_takes_more_than_it_has(handle: aio_handle) -> None:
+    """Its file system says that 0 of 0 blocks are free."""
+    fd = os.memfd_create("file")
+    try:
+        tensor = payload(100_000)
+        handle.write(tensor, fd)
+        got = torch.zeros_like(tensor)
+        handle.read(got, fd)
+        assert torch.equal(got, tensor)
+    finally:
+        os.close(fd)

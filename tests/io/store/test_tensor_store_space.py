@@ -119,8 +119,14 @@ def test_a_file_that_may_not_grow(tmp_path: Path, durable: bool) -> None:
     with TensorStore(tmp_path / "s" if durable else tmp_path, durable=durable) as store:
         store.put("x", content(MIB))
         with longest_file(2 * MIB):
-            with pytest.raises(OSError, match=r"put of 'y' needs 2097152 bytes.*File too large"):
+            with pytest.raises(OSError) as caught:
                 store.put("y", content(2 * MIB))
+            assert caught.value.errno == errno.EFBIG
+            assert caught.value.strerror == (
+                f"TensorStore: put of 'y' needs {2 * MIB} bytes more than the {MIB} of"
+                f" {store._file.path}, expected at most {2 * MIB} in all, the file size limit of"
+                " this process (ulimit -f); raise it"
+            )
             store.put("y", content(MIB // 2, 2))
         assert store.names() == ["x", "y"]
         assert torch.equal(store.get("y"), content(MIB // 2, 2))
@@ -137,6 +143,50 @@ def test_a_full_disk_waits_for_what_will_be_free(small_disk: Path) -> None:
         assert torch.equal(store.get("y"), content(9 * MIB, 2))
 
 
+def fill_up(disk: Path) -> Path:
+    """Fill a file system up, and return the file that does."""
+    filler = disk / "filler"
+    with open(filler, "wb", buffering=0) as file:
+        for nbytes in (65536, 512):
+            with pytest.raises(OSError, match="No space"):
+                while True:
+                    file.write(bytes(nbytes))
+    return filler
+
+
+def test_a_full_disk_and_a_commit_that_frees(small_disk: Path) -> None:
+    """What the data file has at its end, and needs no more, is room for the manifest."""
+    path = small_disk / "s"
+    with TensorStore(path, durable=True) as store:
+        store.put("x", content(MIB, 1))
+        store.commit()
+        store.put("y", content(MIB, 2))
+        fill_up(small_disk)
+        store.delete("y")
+        store.delete("x")
+        store.put("z", content(1, 3))
+        store.commit()
+    with TensorStore(path, durable=True, read_only=True) as store:
+        assert store.names() == ["z"] and torch.equal(store.get("z"), content(1, 3))
+
+
+def test_a_full_disk_and_a_store_that_is_opened(small_disk: Path) -> None:
+    path = small_disk / "s"
+    with TensorStore(path, durable=True) as store:
+        store.put("x", content(MIB))
+        store.commit()
+    filler = fill_up(small_disk)
+    with pytest.raises(
+        OSError, match=r"expected room .*; read_only=True reads the store$"
+    ) as caught:
+        TensorStore(path, durable=True)
+    assert caught.value.errno == errno.ENOSPC
+    with TensorStore(path, durable=True, read_only=True) as store:
+        assert torch.equal(store.get("x"), content(MIB))
+    filler.unlink()
+    TensorStore(path, durable=True).close()
+
+
 def test_a_full_disk_at_the_commit(small_disk: Path) -> None:
     path = small_disk / "s"
     with TensorStore(path, durable=True) as store:
@@ -144,10 +194,8 @@ def test_a_full_disk_at_the_commit(small_disk: Path) -> None:
         store.commit()
         store.put("x", content(MIB, 2))
         store.put("y" * 200_000, content(1))
-        filler = small_disk / "filler"
-        with open(filler, "wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
-            while True:
-                file.write(bytes(4096))
+        store.reserve(1)  # which keeps what the file has for tensors
+        filler = fill_up(small_disk)
         with pytest.raises(OSError) as caught:
             store.commit()
         assert caught.value.errno == errno.ENOSPC

@@ -8,7 +8,7 @@ from optim_cases import (
     F32,
     adam,
     assert_close,
-    assert_in_slabs,
+    assert_in_buffers,
     assert_same_bits,
     give_grads,
     make_params,
@@ -42,7 +42,7 @@ def test_is_fp32_adamw_and_rounding(device, dtype):
     assert_close(masters(ours, params), exact, 100)
     assert_same_bits(params, [m.to(dtype) for m in masters(ours, params)])
     assert {m.dtype for m in masters(ours, params)} == {F32}
-    assert_in_slabs(ours)
+    assert_in_buffers(ours)
 
 
 def stepped(device="cpu", steps=3, **options):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import attrgetter, is_not
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,18 +15,15 @@ from deepspeed_ext.optim.formats import (
     REMAINDER,
     SCALE,
     has_same_codes,
-    masters_in,
+    master_weights_in,
     restored,
     store,
 )
 
-if TYPE_CHECKING:
-    from deepspeed_ext.optim.state_values import Numbers
-
 STEP = "step"
 
 _ALIGNMENT = 64  # elements between the beginnings of parameters: whole cache lines in every dtype
-_MAX_ELEMENTS = 2**28  # of a slab, so that large state can move, and be freed, slab by slab
+_MAX_ELEMENTS = 2**28  # of a flat buffer, so that large state can move, and be freed, in parts
 # Of a bucket. Python and torch look at about 1 KB of a parameter and its gradient: those of so many
 # stay in the processor's cache from the first look to the last, which makes a step over small ones
 # up to a fifth faster than going over all of them each time; three CUDA launches take them.
@@ -40,8 +37,9 @@ _shape = attrgetter("shape")
 _version = attrgetter("_version")
 _spec = attrgetter("_spec")
 
-Marks = tuple[list[Any], list[int]]  # of a bucket: version and address of each parameter
+Stamps = tuple[list[Any], list[int]]  # of a bucket: version and address of each parameter
 Zeros = Callable[[int, torch.dtype, torch.device], Tensor]
+LookAt = Callable[[str, Tensor, Tensor], None]  # given a state key, a parameter and values
 
 
 def zeros(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -49,16 +47,16 @@ def zeros(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(elements, dtype=dtype, device=device)
 
 
-class Work(NamedTuple):
+class BucketView(NamedTuple):
     """What an optimizer op takes: parameters that have gradients, and where their state lies.
 
     Attributes:
         params: of one device and dtype.
         grads: their gradients.
-        slabs: for each state key a list of one flat tensor, as the ops take it.
-        scales: of state in 8-bit codes, a slab for each state key.
-        offsets: where each parameter begins in the slabs, in elements, ascending.
-        slots: place of each parameter in the slab of steps, ascending.
+        buffers: for each state key a list of one flat tensor, as the ops take it.
+        scales: of state in 8-bit codes, a flat buffer for each state key.
+        offsets: where each parameter begins in the flat buffers, in elements, ascending.
+        slots: place of each parameter in the flat buffer of steps, ascending.
         noise: how the ops round state at random, or None.
         owners: the parameters of the optimizer; params are those themselves, or what this process
             holds of them, and so are grads.
@@ -68,7 +66,7 @@ class Work(NamedTuple):
 
     params: list[Tensor]
     grads: list[Tensor]
-    slabs: dict[str, list[Tensor]]
+    buffers: dict[str, list[Tensor]]
     scales: list[Tensor]
     offsets: Tensor
     slots: Tensor
@@ -80,31 +78,31 @@ class Work(NamedTuple):
         """The arguments of a step op that say where state is and how it is stored."""
         return dict(
             scales=self.scales,
-            master_params=masters_in(self.slabs),
+            master_params=master_weights_in(self.buffers),
             offsets=self.offsets,
             slots=self.slots,
             noise=self.noise,
         )
 
-    def of_this_process(self) -> "Work":
+    def of_this_process(self) -> "BucketView":
         """Return the same for parameters and gradients that are DTensors: the parts held here."""
         parts = map(part_for, self.grads, self.owners)
         grads = [part.to(p.device) for part, p in zip(parts, map(local, self.owners), strict=True)]
         return self._replace(params=list(map(local, self.owners)), grads=grads)
 
-    def split_by_grad_dtype(self) -> list["Work"]:
+    def split_by_grad_dtype(self) -> list["BucketView"]:
         """Return one part for each dtype among the gradients."""
         indices: dict[torch.dtype, list[int]] = {}
         for i, grad in enumerate(self.grads):
             indices.setdefault(grad.dtype, []).append(i)
         return list(map(self.part, indices.values()))
 
-    def part(self, indices: list[int]) -> "Work":
+    def part(self, indices: list[int]) -> "BucketView":
         """Return the same for some of the parameters, in ascending order."""
-        return Work(
+        return BucketView(
             [self.params[i] for i in indices],
             [self.grads[i] for i in indices],
-            self.slabs,
+            self.buffers,
             self.scales,
             self.offsets[indices],
             self.slots[indices],
@@ -114,17 +112,18 @@ class Work(NamedTuple):
 
 
 class Bucket:
-    """Parameters of one group, device and dtype, and the slabs of their state, zeros at first.
+    """Parameters of one group, device and dtype, and flat buffers of their state, zeros at first.
 
-    Of DTensors, the slabs hold the state of the parts that are in this process.
+    Of DTensors, the flat buffers hold the state of the parts that are in this process.
 
     Args:
         params: at least one; dense, in any order of dimensions; all of them DTensors, or none.
-        dtypes: for each state key except "step", the dtype of its slab; uint8 for 8-bit codes.
+        dtypes: for each state key except "step", the dtype of its flat buffer; uint8 for 8-bit
+            codes.
         signed: keys of state that may be negative.
         noise_keys: of the parameters, if their state is rounded at random.
         may_move: whether some of the parameters may go to another device.
-        make: returns a slab of so many zeros, given its dtype and device.
+        make: returns a flat buffer of so many zeros, given its dtype and device.
     """
 
     def __init__(
@@ -148,9 +147,9 @@ class Bucket:
         *begins, end = accumulate((_padded(part, alignment) for part in parts), initial=0)
         self.offsets = torch.tensor(begins, device="cpu")
         self.slots = torch.arange(len(params), device="cpu")
-        self.slabs = {STEP: [make(len(params), torch.float32, self.device)]}
+        self.buffers = {STEP: [make(len(params), torch.float32, self.device)]}
         for key, dtype in dtypes.items():
-            self.slabs[key] = [make(end, dtype, self.device)]
+            self.buffers[key] = [make(end, dtype, self.device)]
         self.scales = {key: make(end // BLOCK, torch.float32, self.device) for key in coded}
         self.noise = None
         if noise_keys is not None:
@@ -160,7 +159,7 @@ class Bucket:
         # parameters are sharded, while the sizes of the parts need not be.
         few = end < _SMALL_ELEMENTS and 2 * len(params) < _MAX_PARAMS
         self.is_small = few and not self.is_sharded
-        self._masters_written: Marks = ([], [])
+        self._stamps_seen: Stamps = ([], [])
         self._describe_layout()
 
     def parts(self) -> list[Tensor]:
@@ -187,8 +186,10 @@ class Bucket:
     def fits(self) -> bool:
         """Return whether the parameters still look as they did when the bucket was made.
 
-        All are looked at, as a step may be for any of them; only their devices not, unless they
-        `may_move`: an op refuses what is not where the slabs are.
+        Sees another class, dtype, device, shape, order in memory or sharding, of any of them, as a
+        step may be for any; of devices only that of the first, unless they `may_move`: an op
+        refuses what is not where the flat buffers are. Does not see another address, which a step
+        reads anyway, nor other values.
         """
         if list(map(type, self.params)) != self._types:
             return False
@@ -209,7 +210,7 @@ class Bucket:
         dtypes: Mapping[str, torch.dtype],
         values: Sequence[Mapping[str, Any]],
     ) -> bool:
-        """Return whether these are the parameters, and this state of them the views of slabs."""
+        """Return whether these are the parameters, and this state of them views of flat buffers."""
         if len(params) != len(self.params) or self.dtypes != dtypes:
             return False
         if any(map(is_not, params, self.params)) or not self.fits():
@@ -221,14 +222,14 @@ class Bucket:
         )
 
     def views(self, i: int) -> dict[str, Tensor]:
-        """Return the state of parameter i: parts of the slabs with its shape and strides."""
+        """Return the state of parameter i: parts of the flat buffers with its shape and strides."""
         part, offset = local(self.params[i]), int(self.offsets[i])
         shape, strides = part.shape, part.stride()
         views = {
-            key: slab.as_strided((), (), i)
+            key: buffer.as_strided((), (), i)
             if key == STEP
-            else slab.as_strided(shape, strides, offset)
-            for key, [slab] in self.slabs.items()
+            else buffer.as_strided(shape, strides, offset)
+            for key, [buffer] in self.buffers.items()
         }
         for key, scales in self.scales.items():
             begin = offset // BLOCK
@@ -243,15 +244,15 @@ class Bucket:
         return {key: spread(v, param) if key in self.dtypes else v for key, v in views.items()}
 
     def fill(
-        self, i: int, values: Mapping[str, Any], numbers: "Numbers | None" = None
+        self, i: int, values: Mapping[str, Any], look_at_source: LookAt | None = None
     ) -> dict[str, Tensor]:
-        """Copy state of parameter i into the slabs and return what users see of it.
+        """Copy state of parameter i into the flat buffers and return what users see of it.
 
         Args:
             values: tensors of the parameter's shape, any dtype, device and sharding; "step" may be
-                a number. A missing master becomes a copy of the parameter; what else is missing
-                stays zero.
-            numbers: takes note of what is converted, so that it cannot be seen in the slabs.
+                a number. A missing master weight becomes a copy of the parameter; what else is
+                missing stays zero.
+            look_at_source: is called with what is converted: no buffer shows it as it was.
         """
         param, views = self.params[i], self.views(i)
         if isinstance(step := values.get(STEP), Tensor):
@@ -266,16 +267,16 @@ class Bucket:
             signed = key in self._signed
             value = restored(key, values, param, signed=signed)
             if value is not None:
-                if numbers is not None:
-                    self._note_source(numbers, key, param, values, value)
+                if look_at_source is not None:
+                    self._show_source(look_at_source, key, param, values, value)
                 store(views[key], views.get(key + SCALE), value, signed=signed)
             elif key == MASTER:
                 views[key].copy_(local(param))
         return self.shown(i)
 
-    def _note_source(
+    def _show_source(
         self,
-        numbers: "Numbers",
+        look_at: LookAt,
         key: str,
         param: Tensor,
         values: Mapping[str, Any],
@@ -283,24 +284,24 @@ class Bucket:
     ) -> None:
         source = values.get(key)
         if isinstance(source, Tensor) and source.dtype == torch.uint8:
-            numbers.look_at_source(key + SCALE, param, values[key + SCALE])
+            look_at(key + SCALE, param, values[key + SCALE])
         if key in self.scales or value.dtype == torch.int32:
-            numbers.look_at_source(key, param, value)
+            look_at(key, param, value)
 
-    def gather(self, done: Container[int] = ()) -> Work | None:
+    def gather(self, done: Container[int] = ()) -> BucketView | None:
         """Return the parameters that have a gradient now, or None if there are none.
 
-        Of DTensors, these are the parameters: see Work.of_this_process.
+        Of DTensors, these are the parameters: see BucketView.of_this_process.
 
         Args:
             done: identities of parameters to leave out.
         """
         grads = list(map(_grad, self.params))
         scales = list(self.scales.values())
-        all_of_them = Work(
+        all_of_them = BucketView(
             self.params,
             grads,
-            self.slabs,
+            self.buffers,
             scales,
             self.offsets,
             self.slots,
@@ -318,32 +319,40 @@ class Bucket:
             return None
         return all_of_them.part(chosen)
 
-    def refresh_masters(self) -> None:
-        """Give masters the values of parameters that somebody else has written since the last step.
+    def is_written(self) -> bool:
+        """Return whether parameters with master weights may have been written since the last step.
 
-        Where a parameter is its rounded master, the master keeps the bits that the parameter lacks:
-        so loading a checkpoint, in whichever order, or moving a model away and back loses nothing.
+        Sees what version counters and addresses tell. Does not see a write through `.data`, a
+        collective, or a kernel of somebody else's: `FlatStateOptimizer.reset_master` lists them.
         """
-        if MASTER not in self.slabs:
+        return MASTER in self.buffers and self._stamps() != self._stamps_seen
+
+    def refresh_master_weights(self) -> None:
+        """Give master weights the values of parameters that somebody has written since the last
+        step.
+
+        Where a parameter is its rounded master weight, that keeps the bits that the parameter
+        lacks: so loading a checkpoint, in whichever order, or moving a model away and back loses
+        nothing.
+        """
+        if not self.is_written():
             return
-        marks = self._write_marks()
-        if marks == self._masters_written:
-            return
-        before = dict(enumerate(zip(*self._masters_written, strict=True)))
-        for i, mark in enumerate(zip(*marks, strict=True)):
-            if mark != before.get(i):
+        stamps = self._stamps()
+        before = dict(enumerate(zip(*self._stamps_seen, strict=True)))
+        for i, stamp in enumerate(zip(*stamps, strict=True)):
+            if stamp != before.get(i):
                 param, master = local(self.params[i]), self.views(i)[MASTER]
                 changed = master.to(param.dtype) != param
                 master.copy_(torch.where(changed, param, master))
-        self._masters_written = marks
+        self._stamps_seen = stamps
 
     def note_own_write(self) -> None:
-        """Take the parameters as they are now for rounded masters, after refresh and op."""
-        if MASTER in self.slabs:
-            _, addresses = self._masters_written
-            self._masters_written = self._versions(), addresses
+        """Take the parameters as they are now for rounded master weights, after refresh and op."""
+        if MASTER in self.buffers:
+            _, addresses = self._stamps_seen
+            self._stamps_seen = self._versions(), addresses
 
-    def _write_marks(self) -> Marks:
+    def _stamps(self) -> Stamps:
         """Return values of which one changes when a parameter is written or gets other memory."""
         return self._versions(), list(map(Tensor.data_ptr, self.parts()))
 
@@ -353,17 +362,17 @@ class Bucket:
             return list(zip(versions, map(_version, self.parts()), strict=True))
         return versions
 
-    def take(self, slabs: dict[str, list[Tensor]], scales: dict[str, Tensor]) -> None:
-        """Go on with other slabs, which hold the state of the parameters as they are now."""
-        self.slabs, self.scales = slabs, scales
-        if MASTER in self.slabs:
-            self._masters_written = self._write_marks()
+    def take(self, buffers: dict[str, list[Tensor]], scales: dict[str, Tensor]) -> None:
+        """Go on with other flat buffers, which hold the state of the parameters as they are now."""
+        self.buffers, self.scales = buffers, scales
+        if MASTER in self.buffers:
+            self._stamps_seen = self._stamps()
 
-    def reset_masters(self) -> None:
-        """Make every master an exact copy of its parameter."""
-        if REMAINDER in self.slabs:
-            self.slabs[REMAINDER][0].zero_()
-        if MASTER in self.slabs:
+    def reset_master_weights(self) -> None:
+        """Make every master weight an exact copy of its parameter."""
+        if REMAINDER in self.buffers:
+            self.buffers[REMAINDER][0].zero_()
+        if MASTER in self.buffers:
             for i, part in enumerate(self.parts()):
                 self.views(i)[MASTER].copy_(part)
 
@@ -375,7 +384,7 @@ def cut(params: Sequence[Tensor], most: int | None = None) -> Iterator[list[Tens
 
     Args:
         params: in their order.
-        most: elements of a bucket; None: as many as a slab may have.
+        most: elements of a bucket; None: as many as a flat buffer may have.
     """
     most = _MAX_ELEMENTS if most is None else most
     part: list[Tensor] = []

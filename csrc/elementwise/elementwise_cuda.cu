@@ -1,0 +1,264 @@
+// The CUDA kernels of one elementwise op: of the rules that DSX_RULE_HEADER declares, of which
+// DSX_FORMULA has the formulas; the row in op_builder/registry.py defines both. Where sums are
+// wanted, a block takes a few columns of a group of rows, and adds them up over those; a small
+// kernel then adds the groups.
+#include DSX_RULE_HEADER
+
+#include "common/cuda/add_partials.cuh"
+#include "elementwise/row_list_cuda.cuh"
+#include "elementwise/elementwise.h"
+
+namespace dsx {
+
+#include "common/activation_math.inl"
+#include "elementwise/elementwise_math.inl"
+#include DSX_FORMULA
+
+namespace {
+
+using cuda::Floats;
+using cuda::kCount;
+using cuda::kThreads;
+using cuda::kVectors;
+using cuda::kWarp;
+using cuda::Place;
+using cuda::Vector;
+
+// What a thread has of all inputs at one place: as they lie, or as floats with a bias.
+template <class Rule, class T>
+struct Inputs {
+  Vector<T> stored[Rule::kIn];
+  Floats<kCount<T>> biased[Rule::kIn];
+
+  __device__ void fetch(const Elementwise<Rule>& call, const Place& at, bool aligned) {
+#pragma unroll
+    for (int i = 0; i < Rule::kIn; ++i) {
+      if (is_optional<Rule>(i) && !call.in[i].is_present()) {
+        stored[i] = {};
+      } else {
+        stored[i] = cuda::fetch_at<T>(call.in[i], at, aligned);
+      }
+    }
+  }
+
+  // `bias` has what belongs to these columns. Once, ahead of whatever formula is chosen.
+  __device__ void add(const Elementwise<Rule>& call, const Floats<kCount<T>> (&bias)[Rule::kIn]) {
+#pragma unroll
+    for (int i = 0; i < Rule::kIn; ++i) {
+      if (!Rule::is_biased(i)) continue;
+      biased[i] = floats_of(stored[i]);
+      if (call.bias[i].is_present()) biased[i] = biased[i] + bias[i];
+    }
+  }
+
+  template <class Option>
+  __device__ void evaluate(const Elementwise<Rule>& call, Option option,
+                           Floats<kCount<T>> (&out)[Rule::kOut]) const {
+    Floats<kCount<T>> in[Rule::kIn];
+#pragma unroll
+    for (int i = 0; i < Rule::kIn; ++i) {
+      in[i] = Rule::is_biased(i) ? biased[i] : floats_of(stored[i]);
+    }
+    formula(call.rule, option, in, out);
+  }
+};
+
+// `count` elements of each bias, from number i on. They are in the cache after the first row.
+template <class T, class Rule>
+__device__ inline void fetch_biases(const Elementwise<Rule>& call, int64_t i, int count,
+                                    bool aligned, Floats<kCount<T>> (&bias)[Rule::kIn]) {
+#pragma unroll
+  for (int k = 0; k < Rule::kIn; ++k) {
+    if (!Rule::is_biased(k) || !call.bias[k].is_present()) continue;
+    bias[k] = cuda::fetch<kCount<T>>(call.bias[k].template row<Any>(0), i, count, aligned).elements;
+  }
+}
+
+template <class Rule, class T>
+__device__ inline void put_all(const Elementwise<Rule>& call, const Place& at, bool aligned,
+                               const Floats<kCount<T>> (&out)[Rule::kOut]) {
+#pragma unroll
+  for (int k = 0; k < Rule::kOut; ++k) {
+    cuda::put<cuda::Stored::streamed>(call.out[k].template row<T>(at.row), at.i, at.count, aligned,
+                                      out[k]);
+  }
+}
+
+template <class Rule>
+constexpr int count_biased() {
+  int count = 0;
+  for (int i = 0; i < Rule::kIn; ++i) count += Rule::is_biased(i);
+  return count;
+}
+template <class Rule>
+constexpr int kBiased = count_biased<Rule>();
+
+// Fewer registers make more blocks, whose loads hide each other's wait; of biases, too. 0 leaves it
+// to the compiler, and 1 would not: it would take more registers than it does alone.
+template <class Rule, class T>
+constexpr int blocks_of() {
+  if (kBiased<Rule> == 0) return 0;
+  if (kBiased<Rule> > 1) return 3;  // with fewer registers it would spill
+  if (std::is_same_v<T, float> && Rule::kIn == 1) return 6;
+  return Rule::kIn > 1 && std::is_same_v<T, Any> ? 4 : 5;
+}
+template <class Rule, class T>
+constexpr int kBlocks = blocks_of<Rule, T>();
+
+template <class Rule, class T>
+__global__ void __launch_bounds__(kThreads, (kBlocks<Rule, T>))
+    elements_kernel(const __grid_constant__ Elementwise<Rule> call, bool aligned,
+                    bool bias_aligned) {
+  Place places[kVectors];
+  Inputs<Rule, T> inputs[kVectors];
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const Place& at = places[k] = cuda::place_of_vector<T>(call.rows, call.length, k);
+    if (at.count > 0) inputs[k].fetch(call, at, aligned);
+  }
+  if constexpr (kBiased<Rule> > 0) {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const Place& at = places[k];
+      if (at.count == 0) continue;
+      Floats<kCount<T>> bias[Rule::kIn];
+      fetch_biases<T>(call, at.i, at.count, bias_aligned, bias);
+      inputs[k].add(call, bias);
+    }
+  }
+  with_option(call.rule, [&](auto option) {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      if (places[k].count == 0) continue;
+      Floats<kCount<T>> out[Rule::kOut];
+      inputs[k].evaluate(call, option, out);
+      put_all<Rule, T>(call, places[k], aligned, out);
+    }
+  });
+}
+
+// A warp takes neighbouring vectors of a row, each warp of a block another row: row by row those of
+// the group, kWarps apart, some of them at a time so that their loads are under way together.
+constexpr int kWarps = kThreads / kWarp;
+template <class T>
+constexpr int kAtATime = std::is_same_v<T, Any> ? 1 : 4;
+
+// Depends on the number of rows alone, so sums are the same on any device. Those of groups of 128
+// rows take 1 % of what 16 bits of two tensors take.
+int rows_of_warp(int64_t rows) {
+  return int(std::clamp<int64_t>(ceil_div(rows, kWarps * 64), 16, 32));
+}
+
+template <class Rule, class T>
+__global__ void __launch_bounds__(kThreads)
+    groups_kernel(const __grid_constant__ Elementwise<Rule> call, int rows_of_warp, bool aligned,
+                  bool bias_aligned) {
+  constexpr int kColumns = kWarp * kCount<T>;  // of a block
+  const int64_t strips = ceil_div(call.length, kColumns);
+  const int64_t group = blockIdx.x / strips, first_column = blockIdx.x % strips * kColumns;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int64_t i = first_column + lane * kCount<T>;
+  const int64_t left = call.length - i;  // negative beyond the row
+  const int count = int(::max(int64_t(0), ::min(left, int64_t(kCount<T>))));
+  Floats<kCount<T>> sums[Rule::kOut];
+  for (auto& sum : sums) sum = Floats<kCount<T>>(0.0f);
+  Floats<kCount<T>> bias[Rule::kIn];
+  fetch_biases<T>(call, i, count, bias_aligned, bias);
+  const int64_t first_row = group * rows_of_warp * kWarps + warp;
+  for (int turn = 0; turn < rows_of_warp && count > 0; turn += kAtATime<T>) {
+    Inputs<Rule, T> inputs[kAtATime<T>];
+    const auto place = [&](int k) { return Place{first_row + (turn + k) * kWarps, i, count}; };
+    const auto is_there = [&](int k) {
+      return turn + k < rows_of_warp && place(k).row < call.rows;
+    };
+#pragma unroll
+    for (int k = 0; k < kAtATime<T>; ++k) {
+      if (is_there(k)) inputs[k].fetch(call, place(k), aligned);
+    }
+    with_option(call.rule, [&](auto option) {
+#pragma unroll
+      for (int k = 0; k < kAtATime<T>; ++k) {
+        if (!is_there(k)) continue;
+        Floats<kCount<T>> out[Rule::kOut];
+        inputs[k].add(call, bias);
+        inputs[k].evaluate(call, option, out);
+        if (kHasOut<Rule>) put_all<Rule, T>(call, place(k), aligned, out);
+#pragma unroll
+        for (int o = 0; o < Rule::kOut; ++o) sums[o] = sums[o] + out[o];
+      }
+    });
+  }
+  __shared__ float of_warps[Rule::kOut][kWarps][kColumns];
+#pragma unroll
+  for (int o = 0; o < Rule::kOut; ++o) {
+#pragma unroll
+    for (int k = 0; k < kCount<T>; ++k) {
+      of_warps[o][warp][lane * kCount<T> + k] = sums[o].lanes[k];
+    }
+  }
+  __syncthreads();
+  const int64_t column = first_column + threadIdx.x;
+  if (int(threadIdx.x) >= kColumns || column >= call.length) return;
+#pragma unroll
+  for (int o = 0; o < Rule::kOut; ++o) {
+    if (!call.sums[o].is_present()) continue;
+    float total = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) total += of_warps[o][w][threadIdx.x];
+    cuda::store<cuda::Access::single>(call.sums[o].template row<Any>(group) + column,
+                                      Floats<1>(total), 1);
+  }
+}
+
+}  // namespace
+
+template <class Rule>
+int64_t groups_cuda(int64_t rows) {
+  return ceil_div(rows, kWarps * rows_of_warp(rows));
+}
+
+template <class Rule>
+void elementwise_cuda(const Elementwise<Rule>& call, void* stream) {
+  if (call.rows == 0 || call.length == 0) return;
+  bool bias_aligned = true;
+  for (const Rows& each : call.bias) bias_aligned &= cuda::all_aligned({each});
+  std::vector<Rows> all;
+  for (const Rows& each : call.in) {
+    if (each.is_present()) all.push_back(each);
+  }
+  for (const Rows& each : call.out) {
+    if (each.is_present()) all.push_back(each);
+  }
+  cuda::launch_over_list(call.rows, call.length, all, Rule::kOp,
+                         [&](auto storage, const cuda::ListLaunch& launch, bool aligned) {
+    using T = decltype(storage);
+    if constexpr (kHasSums<Rule>) {
+      if (call.has_sums()) {
+        const int64_t strips = ceil_div(call.length, kWarp * kCount<T>);
+        const unsigned blocks = unsigned(groups_cuda<Rule>(call.rows) * strips);
+        groups_kernel<Rule, T><<<blocks, kThreads, 0, cudaStream_t(stream)>>>(
+            call, rows_of_warp(call.rows), aligned, bias_aligned);
+        return;
+      }
+    }
+    if constexpr (kHasOut<Rule>) {
+      elements_kernel<Rule, T>
+          <<<launch.blocks, launch.threads, 0, cudaStream_t(stream)>>>(call, aligned, bias_aligned);
+    }
+  });
+}
+
+template <class Rule>
+void add_groups_cuda(const float* partials, int64_t groups, int64_t length, Rows target,
+                     void* stream) {
+  if (length == 0) return;
+  cuda::add_partials(partials, groups, length, target, Rule::kOp, cudaStream_t(stream));
+}
+
+#define DSX_INSTANTIATE(Rule)                                      \
+  template void elementwise_cuda(const Elementwise<Rule>&, void*); \
+  template int64_t groups_cuda<Rule>(int64_t);                     \
+  template void add_groups_cuda<Rule>(const float*, int64_t, int64_t, Rows, void*);
+DSX_RULES(DSX_INSTANTIATE)
+
+}  // namespace dsx

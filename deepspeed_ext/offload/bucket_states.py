@@ -1,0 +1,386 @@
+"""Where the gradients and weights of a bucket are between two steps, and what may happen then.
+
+    IDLE       nothing is under way: the gradients are the user's, the weights on the device too
+    WATCHED    it is noted what the gradients were as hooks told of them, and nothing is done yet
+    ARRIVING   gradients are in host memory, or on their way there
+    AHEAD      a step by them is taken that nobody has asked for, to memory of its own
+    RETURNING  step() has asked for one, and nobody has waited for its weights yet
+
+`RULES` says what may happen in which state. A step that nothing hastens goes from IDLE through
+ARRIVING to RETURNING and back; at best it is AHEAD when step() comes. Whoever calls has the lock of
+the pipeline; the worker's thread changes no state.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from deepspeed_ext.offload.arriving import Wait, arrive, set_out
+from deepspeed_ext.offload.bucket import Arrival, HostBucket, Side
+from deepspeed_ext.offload.copies import Event, Lanes
+from deepspeed_ext.offload.gradient_sources import GradientSource
+from deepspeed_ext.offload.host_optimizer import HostSteps, scaling_of
+from deepspeed_ext.offload.param_table import Row
+from deepspeed_ext.offload.seals import Marks
+from deepspeed_ext.offload.worker import Run, Task, Urgency, Worker
+from deepspeed_ext.op_builder.log import logger
+from deepspeed_ext.optim.buckets import Bucket
+from deepspeed_ext.optim.spec import Group
+
+
+class BucketState(Enum):
+    """See the module's docstring."""
+
+    IDLE = auto()
+    WATCHED = auto()
+    ARRIVING = auto()
+    AHEAD = auto()
+    RETURNING = auto()
+
+
+class Awaited(Enum):
+    """What is waited for because something happens; all but WEIGHTS by the worker's thread."""
+
+    GRADIENTS = "gradients, on their way to host memory"
+    AHEAD = "the step that is ahead"
+    READERS = "what the device was given before step(), which reads the old weights"
+    WEIGHTS = "the step, and weights on their way to the device: by the caller, before it calls"
+
+
+class Rule(NamedTuple):
+    """One thing that may happen to a bucket.
+
+    Attributes:
+        state: in which it may.
+        event: the name of the method.
+        next: the state after it.
+        awaits: what is waited for because of it.
+    """
+
+    state: BucketState
+    event: str
+    next: BucketState
+    awaits: frozenset[Awaited] = frozenset()
+
+
+def _rules() -> tuple[Rule, ...]:
+    idle, watched, arriving, ahead, returning = BucketState
+    step = frozenset((Awaited.GRADIENTS, Awaited.READERS))
+    return (
+        Rule(idle, "watch", watched),
+        Rule(idle, "take", arriving),
+        Rule(watched, "take", arriving),
+        Rule(arriving, "start_ahead", ahead, frozenset((Awaited.GRADIENTS,))),
+        Rule(arriving, "commit", returning, step),
+        Rule(ahead, "commit", returning, frozenset((Awaited.AHEAD, Awaited.READERS))),
+        Rule(returning, "returned", idle, frozenset((Awaited.WEIGHTS,))),
+        # What is on its way then goes on, and is of no use to anybody.
+        Rule(idle, "discard", idle),
+        Rule(watched, "discard", idle),
+        Rule(arriving, "discard", idle),
+        Rule(ahead, "discard", idle),
+        Rule(returning, "discard", returning),  # what was asked for is no speculation
+    )
+
+
+RULES = _rules()
+_NEXT = {(rule.state, rule.event): rule.next for rule in RULES}
+
+
+@dataclass
+class Ahead:
+    """A step that was taken before anybody asked for it, to be used if all is as it was then.
+
+    Attributes:
+        task: takes it.
+        target: memory that it writes to.
+        options: of the group.
+        divisor: of the gradients.
+        weights: marks of the parameters.
+        state: marks of the flat buffers.
+    """
+
+    task: Task
+    target: Side
+    options: Group
+    divisor: float
+    weights: Marks | None
+    state: list[int]
+
+    def is_of(
+        self, options: Group, divisor: float, weights: Marks | None, state: list[int]
+    ) -> bool:
+        """Return whether it has not failed, and is the step that is to be taken now."""
+        now = (options, divisor, weights, state)
+        known = (self.options, self.divisor, self.weights, self.state)
+        return self.task.error is None and now == known
+
+
+class OffloadedBucket(HostBucket):
+    """A bucket that is in one of the states above. The rules' events are its methods.
+
+    Args:
+        inner: steps the host copies.
+        group: the number of its group.
+        bucket: of the inner optimizer; its parameters are the copies.
+        rows: of the parameters themselves, in their order.
+        lanes: to their device.
+        gradients: of the parameters.
+        worker: takes the steps.
+        counts: of steps `ahead`, those `validated` and those `rolled back`; others count there,
+            too.
+        place: among the buckets whose weights are wanted next.
+    """
+
+    def __init__(
+        self,
+        inner: HostSteps,
+        group: int,
+        bucket: Bucket,
+        rows: "list[Row[OffloadedBucket]]",
+        lanes: Lanes,
+        gradients: GradientSource,
+        worker: Worker,
+        counts: Counter[str],
+        place: int,
+    ) -> None:
+        super().__init__(inner, group, bucket, [row.param for row in rows], lanes, gradients)
+        self.rows, self.place = rows, place
+        self._worker, self._counts = worker, counts
+        self._state = BucketState.IDLE
+        self._arrival: Arrival | None = None
+        self._ahead: Ahead | None = None
+        self._task: Task | None = None
+        self._underway: list[Tensor] = []  # parameters whose weights have not been waited for
+        self._is_state_shown = False  # to the user, since the last step()
+
+    @property
+    def state(self) -> BucketState:
+        """Where it is."""
+        return self._state
+
+    @property
+    def task(self) -> Task | None:
+        """What step() has asked for, and nobody has waited for yet."""
+        return self._task
+
+    @property
+    def task_ahead(self) -> Task | None:
+        """What nobody has asked for yet."""
+        return None if self._ahead is None else self._ahead.task
+
+    @property
+    def has_taken(self) -> bool:
+        """Whether gradients are in host memory, or on their way there."""
+        return self._arrival is not None
+
+    def _next(self, event: str) -> BucketState:
+        """Return the state after an event.
+
+        Raises:
+            RuntimeError: that may not happen now.
+        """
+        after = _NEXT.get((self._state, event))
+        if after is None:
+            states = [rule.state.name for rule in RULES if rule.event == event]
+            raise RuntimeError(
+                f"OffloadOptimizer: {event} of a bucket is called when it is {self._state.name},"
+                f" expected {' or '.join(states)}; call synchronize() and zero_grad() to begin anew"
+            )
+        return after
+
+    # Before step()
+
+    def watch(self) -> None:
+        """Take note of what gradients are, before anything is done with them."""
+        after = self._next("watch")
+        self.gradients.watch()
+        self._state = after
+
+    def take(self) -> None:
+        """Begin to move gradients to host memory."""
+        after = self._next("take")
+        self._arrival = self.fetch()
+        self._state = after
+
+    def start_ahead(self, options: Group, divisor: float) -> bool:
+        """Take a step that nobody has asked for, if there is memory for it and no sign against it.
+
+        Args:
+            options: of the group.
+            divisor: of the gradients, as step() is likely to want it.
+
+        Returns:
+            Whether it did; if not, the state is what it was.
+        """
+        after, arrival, target = self._next("start_ahead"), self._arrival, self.spare
+        assert arrival is not None
+        if target is None or self.looks_written():
+            return False
+        run = partial(self.step_ahead, arrival, options, scaling_of(divisor), target)
+        # What arrives last is wanted first: the rest can hide behind the next forward.
+        task = Task(run, Urgency.AHEAD, self.place, arrival.events[:1], arrival.needs)
+        made = Ahead(task, target, options, divisor, self.weights, self._state_marks())
+        self._worker.submit(task)
+        self._ahead, self._state = made, after
+        self._counts["ahead"] += 1
+        return True
+
+    def discard(self) -> None:
+        """Forget a step that was taken ahead, and gradients that are not those of the step."""
+        after = self._next("discard")
+        if self._ahead is not None:
+            self._worker.drop(self._ahead.task)
+            self._counts["rolled back"] += 1
+        self._clear()
+        self._state = after
+
+    def _clear(self) -> None:
+        self._ahead = self._arrival = None
+        self.gradients.forget()
+
+    def discard_changed(self, were_late: bool) -> None:
+        """Do that if it shows that the gradients are not the ones that were noted or taken.
+
+        Args:
+            were_late: some were not in their sums yet.
+        """
+        taken = None if self._arrival is None else self._arrival.indices
+        if self.gradients.have_changed(taken, were_late):
+            self.discard()
+
+    def discard_differing(self, differs: Sequence[bool]) -> None:
+        """Do that if one differs, by the answers to the question about them."""
+        if not self.gradients.answer(differs):
+            self.discard()
+
+    # The step
+
+    def commit(self, options: Group, divisor: float, after: Event | None, wait: Wait) -> bool:
+        """Make the step ahead count if it is the one that is asked for now, or queue that one.
+
+        Args:
+            options: of the group.
+            divisor: of the gradients.
+            after: what reads the weights that there are.
+            wait: returns when `returned` was called.
+
+        Returns:
+            Whether all who touch a weight will wait by themselves; else it is to be waited for now.
+        """
+        state, arrival = self._next("commit"), self._arrival
+        assert arrival is not None
+        was_written = self.pull()
+        if was_written:
+            self.aim(arrival)
+        ahead = self._begun()
+        step = partial(self.step, arrival, options, scaling_of(divisor), after)
+        send = partial(self.send_rest, arrival, after)
+        await_room = self.lanes.await_room
+        if (
+            ahead is not None
+            and not was_written
+            and ahead.is_of(options, divisor, self.weights, self._state_marks())
+        ):
+            taken, adopt = ahead.task, partial(self.adopt, ahead.target, after)
+            run = partial(_use, taken, await_room, adopt, step, send)
+            self._counts["validated"] += 1
+        else:
+            taken = Task(step, Urgency.STEP, self.place, arrival.events[:1], arrival.needs)
+            run = partial(_go_on, taken, await_room, send)
+            self._counts["rolled back"] += ahead is not None
+            ahead = None
+        self._clear()
+        self._is_state_shown = False
+        self._state = state  # whatever fails from here on, weights may be under way
+        waits = self._set_out(arrival, wait)
+        if ahead is None:
+            self._ask(taken)
+        arrival.release()
+        room = self.lanes.has_room
+        self._ask(Task(run, Urgency.RETURN, self.place, [after], [taken], room))
+        return waits
+
+    def _ask(self, task: Task) -> None:
+        """Queue a task of a step; if that fails, there is nothing more to wait for."""
+        self._task = self._worker.submit(task)
+        # When Python ends, that has run it: and as it touched a weight, it has waited for itself.
+        self._state = BucketState.RETURNING
+
+    def _begun(self) -> Ahead | None:
+        """Return the step that is ahead, if it is, or else take it back."""
+        ahead = self._ahead
+        if ahead is not None and self._worker.drop(ahead.task):
+            self._counts["ahead"] -= 1
+            return None
+        return ahead
+
+    def _set_out(self, arrival: Arrival, wait: Wait) -> bool:
+        """Let whoever touches a weight of a step wait; False: it has to be waited for at once."""
+        self._underway = [self.owners[i] for i in arrival.indices]
+        self.count_write(self._underway)
+        return set_out(self._underway, wait)
+
+    def returned(self) -> None:
+        """Let weights that are there be touched: by this stream, and by the one of step()."""
+        after = self._next("returned")
+        if self._task is not None and not self._task.done:
+            raise RuntimeError(
+                f"OffloadOptimizer: returned of a bucket is called when it is {self._state.name},"
+                " and its step not over, expected one that was waited for"
+            )
+        self._task = None
+        arrive(self._underway)
+        self._underway = []
+        self._state = after
+
+    def end(self) -> None:
+        """Let weights be touched for good, by any stream; what has failed, nobody can raise."""
+        self.await_returned()
+        task = self._task
+        if task is not None and task.error is not None:
+            logger.error("OffloadOptimizer: its last step failed", exc_info=task.error)
+        is_over = task is None or task.done  # else this is the thread that is to do it
+        if is_over and self._state is BucketState.RETURNING:
+            self.returned()
+
+    # State that users are shown
+
+    def show_state(self) -> None:
+        """Be ready for writes to state that no version tells of, until step() is called."""
+        if self._is_state_shown:
+            return
+        before = self._state_marks()
+        self._is_state_shown = True
+        if self._ahead is not None and self._ahead.state == before:
+            self._ahead.state = self._state_marks()
+
+    def _state_marks(self) -> list[int]:
+        """Return what changes when state is written: versions, and all of it if it was shown.
+
+        Nobody but who was shown it can write to it, and looking at all of it takes time.
+        """
+        return self.state_marks(has_prints=self._is_state_shown)
+
+
+def _use(task: Task, await_room: Run, adopt: Run, step: Run, send: Run) -> None:
+    """Make a step ahead count; one that has failed was speculation, and is taken anew."""
+    await_room()
+    if task.error is None:
+        adopt()
+    else:
+        step()
+        send()
+
+
+def _go_on(task: Task, await_room: Run, send: Run) -> None:
+    """Send what a step has made."""
+    if task.error is not None:
+        raise task.error
+    await_room()
+    send()

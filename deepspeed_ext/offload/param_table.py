@@ -1,0 +1,216 @@
+"""What an optimizer knows of each of its parameters: a row for each, all of it in one table."""
+
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from deepspeed_ext.dtensors import local
+from deepspeed_ext.offload.host_gradients import Sum
+from deepspeed_ext.offload.host_tensors import stand_ins
+from deepspeed_ext.ops.optimizers.state_formats import is_dense
+from deepspeed_ext.optim.buckets import cut
+from deepspeed_ext.optim.spec import Group
+from deepspeed_ext.processors import Share
+
+BUCKET = 2**25  # elements of parameters that travel and are stepped together: less than a block
+
+B = TypeVar("B")  # a bucket, which is made of rows
+
+
+class Row(Generic[B]):
+    """What is known of one parameter.
+
+    Attributes:
+        param: the parameter.
+        copy: its host copy; the parameter itself if it is stepped where it is.
+        stays: it is to be stepped where it is.
+        sum: of its gradients that left the device at once; None: none did so far.
+        look: of the parameter, when the copy was seen to fit it; None: it was not looked at.
+        hits: gradients accumulated since the last step.
+        expected: the same when the last step was taken.
+    """
+
+    __slots__ = ("_bucket", "copy", "expected", "hits", "look", "param", "stays", "sum")
+
+    def __init__(self, param: Tensor) -> None:
+        self.param = self.copy = param
+        self.stays = False
+        self._bucket: weakref.ref[B] | None = None  # it holds its rows
+        self.sum: Sum | None = None
+        self.look: object = None
+        self.hits = self.expected = 0
+
+    @property
+    def bucket(self) -> B | None:
+        """What steps it in host memory; None: nothing does, or not yet."""
+        return None if self._bucket is None else self._bucket()
+
+    @bucket.setter
+    def bucket(self, bucket: B | None) -> None:
+        self._bucket = None if bucket is None else weakref.ref(bucket)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the host copy is another tensor."""
+        return self.copy is not self.param
+
+    @property
+    def has_sum(self) -> bool:
+        """Whether there are gradients that have left."""
+        return self.sum is not None and self.sum.count > 0
+
+    def summed(self) -> Sum:
+        """Return the sum of gradients, which may be of none yet."""
+        if self.sum is None:
+            self.sum = Sum(self.param)
+        return self.sum
+
+    def lacks_copy(self) -> bool:
+        """Return whether a parameter is to have a copy, and has memory to copy by now."""
+        if self.is_copied or self.stays:
+            return False
+        param = self.param
+        has_memory = not is_lazy(param) and local(param).device.type in ("cpu", "cuda")
+        return has_memory and is_dense(local(param))
+
+    def has_new_look(self) -> bool:
+        """Return whether the copy does not fit the parameter as it is now, and remember that."""
+        now = look_of(self.param)
+        before = look_of(self.copy) if self.look is None else self.look
+        self.look = now
+        return self.is_copied and before != now
+
+
+class ParamTable(Generic[B]):
+    """The rows of all parameters of an optimizer, found by the parameter or by its host copy.
+
+    A row goes when `forget` finds that nothing is left of its parameter: no group has it, and it
+    has no state. The table holds parameters and copies until then, as torch's `Optimizer.state`
+    does: so no other tensor can have got the identity that a row is found by. It cannot hold them
+    weakly: `torch.utils.swap_tensors`, by which `Module.to` moves DTensors, refuses a tensor that
+    somebody has a weak reference to.
+
+    Attributes:
+        share: where copies are stepped, which touches their memory first.
+    """
+
+    def __init__(self, share: Share | None = None) -> None:
+        self.share = share or Share()
+        self._rows: dict[Tensor, Row[B]] = {}  # tensors are hashed, and found, by identity
+        self._by_copy: dict[Tensor, Row[B]] = {}
+
+    def __iter__(self) -> Iterator[Row[B]]:
+        return iter(self._rows.values())
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, param: Tensor) -> Row[B]:
+        return self._rows[param]
+
+    def get(self, param: Tensor) -> Row[B] | None:
+        """Return the row of a parameter, if it has one."""
+        return self._rows.get(param)
+
+    def of_copy(self, copy: Tensor) -> Row[B]:
+        """Return the row of the parameter that a host copy is of."""
+        return self._by_copy[copy]
+
+    def param_of(self, copy: Any) -> Any:
+        """Return the parameter that a host copy is of; anything else as it is."""
+        row = self._by_copy.get(copy)
+        return copy if row is None else row.param
+
+    def copy_of(self, param: Any) -> Any:
+        """Return the host copy of a parameter; anything else as it is."""
+        row = self._rows.get(param)
+        return param if row is None else row.copy
+
+    def sums(self) -> Iterator[Sum]:
+        """Yield the sums of gradients that there are."""
+        return (row.sum for row in self if row.sum is not None)
+
+    def add(self, param: Tensor, copy: Tensor) -> Row[B]:
+        """Take note of the host copy of a parameter, known or not."""
+        row = self._rows.get(param)
+        if row is None:
+            row = self._rows[param] = Row(param)
+        else:
+            del self._by_copy[row.copy]
+        row.copy, row.look = copy, None
+        self._by_copy[copy] = row
+        return row
+
+    def let_stay(self, params: Iterable[Tensor]) -> None:
+        """Take note of parameters that are to be stepped where they are."""
+        for param in params:
+            self._row_of(param).stays = True
+
+    def copies_of(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return the host copies of parameters, made now for those that have none."""
+        rows = list(map(self._row_of, params))
+        bare = [row.param for row in rows if row.lacks_copy()]
+        for param, copy in zip(bare, stand_ins(bare, self.share), strict=True):
+            self.add(param, copy)
+        return [row.copy for row in rows]
+
+    def _row_of(self, param: Tensor) -> Row[B]:
+        return self._rows.get(param) or self.add(param, param)
+
+    def move_state(self, params: Sequence[Tensor], state: MutableMapping[Tensor, Any]) -> None:
+        """Give copies the state that parameters got by themselves, as they had no copy then."""
+        for param in params:
+            copy = self._rows[param].copy
+            if copy is not param and param in state:
+                state[copy] = state.pop(param)
+
+    def forget(self, groups: Sequence[Group], state: Container[Tensor]) -> None:
+        """Let go of parameters that are in no group and have no state.
+
+        Args:
+            groups: of parameters.
+            state: of copies.
+        """
+        wanted = {param for group in groups for param in group["params"]}
+        if len(wanted) == len(self._rows):  # it has a row for each of them
+            return
+        for param in self._rows.keys() - wanted:
+            if self._rows[param].copy not in state:
+                del self._by_copy[self._rows.pop(param).copy]
+
+    def update_others(self) -> None:
+        """Give copies the weights of parameters that are in no bucket, as they have no state."""
+        for row in self:
+            if row.is_copied and row.bucket is None:
+                local(row.copy).detach().copy_(local(row.param).detach())
+
+    def cut(self, copies: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Put copies into buckets whose parameters are on one device; a huge one gets its own."""
+        kinds: dict[tuple[torch.device, bool], list[Tensor]] = {}
+        for copy in copies:
+            row = self._by_copy[copy]
+            kinds.setdefault((local(row.param).device, row.is_copied), []).append(copy)
+        for (_, is_copied), members in kinds.items():
+            yield from cut(members, BUCKET) if is_copied else cut(members)
+
+
+def weakly(table: ParamTable[Any]) -> Callable[[Sequence[Tensor]], Iterator[list[Tensor]]]:
+    """Return the cut of a table for a class, which is garbage long after the table could go."""
+    reference = weakref.ref(table)
+
+    def cut_by_table(copies: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        known = reference()
+        assert known is not None  # an optimizer with parameters has one
+        return known.cut(copies)
+
+    return cut_by_table
+
+
+def look_of(param: Tensor) -> object:
+    """Return what a parameter and its host copy have in common, but for the device."""
+    part = local(param)
+    return (part.device.type == "meta", part.dtype, part.shape, part.stride())

@@ -1,0 +1,73 @@
+"""What errors say of arguments of a wrong kind."""
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+_REFUSED = re.compile(r"Expected a value of type '.+' for argument '(\w+)' but")
+_WORDS = (  # how the type of an argument begins in a schema, and what that is called
+    ("List[Tensor]", "a list of tensors"),
+    ("List[Optional[Tensor]]", "a list of tensors, or None for some"),
+    ("List[int]", "whole numbers"),
+    ("Tensor", "a tensor"),
+    ("int", "a whole number"),
+    ("float", "a number"),
+    ("bool", "True or False"),
+)
+
+
+def check_kinds(name: str, **values: tuple[object, type]) -> None:
+    """Refuse what is of another kind than a function reads, before it does.
+
+    For arguments of which it reads attributes; of others the op does it. Where each call counts:
+    `if type(q) is not Tensor: check_kinds("decode_attention", q=(q, Tensor))`.
+
+    Args:
+        name: of the op.
+        values: its arguments by name, and the class of each.
+
+    Raises:
+        TypeError: one is not of its class.
+    """
+    for argument, (value, kind) in values.items():
+        if not isinstance(value, kind):
+            want = "a tensor" if kind is Tensor else f"a {kind.__name__}"
+            raise TypeError(f"{name}: {argument} is {_told(value)}, expected {want}")
+
+
+def kind_problem(op: torch._ops.OpOverload, values: Mapping[str, object], error: str) -> str | None:
+    """Say which argument of a call that failed is of a kind that the op does not take.
+
+    Args:
+        op: that was called.
+        values: its arguments by name.
+        error: the text of what was raised.
+
+    Returns:
+        What is wrong, or None: another thing.
+    """
+    refused = _REFUSED.search(error)
+    for argument in op._schema.arguments:
+        kind, value = str(argument.type), values.get(argument.name, argument.default_value)
+        is_optional = kind.startswith("Optional[")
+        inner = kind.removeprefix("Optional[")
+        want = next((told for begin, told in _WORDS if inner.startswith(begin)), kind)
+        if value is None and not is_optional:
+            return f"{argument.name} is None, expected {want}"
+        if isinstance(value, (list, tuple)) and inner.startswith("List[Tensor]"):
+            for i, item in enumerate(value):
+                if not isinstance(item, Tensor):
+                    return f"{argument.name}[{i}] is {_told(item)}, expected a tensor"
+        if refused is not None and refused[1] == argument.name:
+            return f"{argument.name} is {_told(value)}, expected {want}" + " or None" * is_optional
+    return None
+
+
+def _told(value: object) -> str:
+    """Say what an argument is: itself if that is short, else its class."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 40 else f"a {type(value).__name__}"
