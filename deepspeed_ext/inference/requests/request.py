@@ -230,6 +230,7 @@ class Request:
         if not self.is_done:
             self.error = RuntimeError(error) if isinstance(error, str) else error
             self.call.error = self.call.error or self.error
+            self._become(State.DONE)
             self._end()
 
     def _tell(self, token: int, piece: str) -> None:
@@ -239,7 +240,7 @@ class Request:
             self.call.ready.append(self)
 
     def _end(self) -> None:
-        self._become(State.DONE)
+        """Let the call know that it is done."""
         if self.news is not None:
             self.call.ready.append(self)
         self.call.open -= 1  # last: whoever finds that none is open has been told of all
@@ -273,6 +274,7 @@ class Request:
             if self.detokenizer.stopped is not None:
                 reason, self.stop = "stop", self.detokenizer.stopped
         self.finish_reason = reason
+        self._become(State.DONE)
         self._end()
 
     def completion(self) -> Completion:
