@@ -1,4 +1,4 @@
-"""Write the table of ops into docs/ops.md, from the rows of the registry: `python docs/ops_table.py`.
+"""Write the table of docs/ops.md from the rows of the registry: `python docs/ops_table.py`.
 
 It stands between `<!-- ops -->` and `<!-- end -->`. `--check` writes nothing, and fails if the page
 has another one.
