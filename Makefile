@@ -6,7 +6,7 @@ BENCHES := print(*dict.fromkeys(row.benchmark for row in ROWS if hasattr(row, "b
 BENCH ?= steps clip lamb $(shell $(PYTHON) -c 'from op_builder.registry import ROWS; $(BENCHES)') prefill aio
 
 BIN := .venv/bin
-SOURCES := benchmarks deepspeed_ext op_builder tests setup.py
+SOURCES := benchmarks deepspeed_ext docs op_builder tests setup.py
 DONE := .venv/done
 TORCH := $(shell grep '^torch==' requirements/dev.txt)
 HAS_TORCH := import sys, torch; from importlib.metadata import version; \

@@ -1,7 +1,7 @@
 """What was measured: as a table on the terminal, and kept as JSON, a file for each machine.
 
 `--save` of every benchmark puts its rows into `benchmarks/results/<machine>.json`, in the place of
-earlier rows of the same work; `python -m benchmarks.tables` makes the README's tables from them.
+earlier rows of the same work; `python -m benchmarks.tables` makes the tables of docs from them.
 A file holds the machine's `name`, as the tables call it, and a list of `runs`:
 
     command      what was run

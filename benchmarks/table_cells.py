@@ -1,4 +1,4 @@
-"""What the README's tables are made of: lines, columns, and the texts of cells."""
+"""What the tables of docs/benchmarks.md are made of: lines, columns, and the texts of cells."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,7 @@
-"""The README's tables, from what was kept of the benchmarks: `python -m benchmarks.tables`.
+"""The tables of docs/benchmarks.md, from what was kept: `python -m benchmarks.tables`.
 
 Each stands between `<!-- table NAME -->` and `<!-- end -->`. Below it stand the commands that have
-measured it, on what and when. `--check` writes nothing, and fails if the README has other figures.
+measured it, on what and when. `--check` writes nothing, and fails if the page has other figures.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from benchmarks.table_cells import (
     terabytes,
 )
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 _MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 ZEN_5, ZEN_3 = "amd-epyc-zen-5", "amd-epyc-family-25-model-1"
@@ -319,10 +319,10 @@ def _zero() -> Table:
 
 
 TABLES = {
-    "offload": _offload(),
-    "zero": _zero(),
     "cpu-steps": _cpu_steps(),
     "cuda-steps": _cuda_steps(),
+    "offload": _offload(),
+    "zero": _zero(),
     "cuda-functional": _cuda_functional(),
     "cpu-functional": _cpu_functional(),
     "cuda-inference": _cuda_inference(),
@@ -353,12 +353,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing, fail if it would")
     options = parser.parse_args()
-    old = README.read_text()
+    old = PAGE.read_text()
     new = replaced(old, machines_in(FOLDER))
     if options.check and new != old:
-        print("README.md has other figures; run: python -m benchmarks.tables", file=sys.stderr)
+        print(f"{PAGE} has other figures; run: python -m benchmarks.tables", file=sys.stderr)
         return 1
-    README.write_text(new)
+    PAGE.write_text(new)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Results of benchmarks: the README has what is kept, and a new run replaces older rows."""
+"""Results of benchmarks: docs/benchmarks.md has what is kept, and a new run replaces older rows."""
 
 import importlib
 import json
@@ -14,19 +14,19 @@ from benchmarks.harness import Contender
 from benchmarks.results import FOLDER, Result, Timing
 
 MACHINES = tables.machines_in(FOLDER)
-README = tables.README.read_text()
+PAGE = tables.PAGE.read_text()
 ROW = {"bench": "steps", "work": "fp32", "threads": 1, "elements": 4, "bytes": 28}
 
 
-def test_the_readme_has_the_figures_that_are_kept():
-    marked = [name for _, name, *_ in tables._MARKED.findall(README)]
+def test_the_page_has_the_figures_that_are_kept():
+    marked = [name for _, name, *_ in tables._MARKED.findall(PAGE)]
     assert marked == list(tables.TABLES)
-    assert tables.replaced(README, MACHINES) == README, "run: python -m benchmarks.tables"
+    assert tables.replaced(PAGE, MACHINES) == PAGE, "run: python -m benchmarks.tables"
 
 
 def test_another_figure_is_noticed():
-    figure = re.search(r"\| Adam fp32, 64 x 1 Mi \| (\d+\.\d)", README)[1]
-    changed = README.replace(figure, "1.23")
+    figure = re.search(r"\| Adam fp32, 64 x 1 Mi \| (\d+\.\d)", PAGE)[1]
+    changed = PAGE.replace(figure, "1.23")
     assert tables.replaced(changed, MACHINES) != changed
 
 
