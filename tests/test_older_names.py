@@ -29,6 +29,7 @@ OLDER: dict[str, tuple[str, ...]] = {
     "QuantizerBuilder": ("ds_quantizer",),
     "ScaledMaskedSoftmaxBuilder": ("forward", "backward", "get_batch_per_block"),
     "ScaledUpperTrainglemaskedSoftmaxBuilder": ("forward", "backward"),
+    "SpatialInferenceBuilder": ("nhwc_bias_add",),
     "UtilsBuilder": ("flatten", "unflatten"),
 }
 COMING = {
@@ -36,7 +37,6 @@ COMING = {
     "MultiHeadAttnBuilder": "transformer",
     "RandomLTDBuilder": "random_ltd",
     "SparseAttnBuilder": "sparse_attn",
-    "SpatialInferenceBuilder": "spatial_inference",
     "StochasticTransformerBuilder": "transformer",
     "TransformerBuilder": "transformer",
 }
