@@ -152,6 +152,15 @@ def test_a_plan_says_all_of_a_step_before_any_of_it() -> None:
     assert plan_step(ByState([], []), packs=True) == ([], [], [])
 
 
+def test_who_has_left_a_slot_is_in_no_group() -> None:
+    table, request = SlotTable(1, 8), request_in(WAITING)
+    table.admit(request)
+    assert table.by_state() == ([request], [])
+    request.cancel()
+    table.release(request)
+    assert table.by_state() == ([], []) and (table.free, table.promised) == ([0], 0)
+
+
 @pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_states_say_where_a_request_is(
