@@ -203,7 +203,7 @@ def test_a_request_that_was_cancelled_before_a_step_saw_it() -> None:
     """As another thread ends it after it has looked for new ones, and before it looks again."""
     engine = tiny.engine(max_batch=2)
     request = request_in(WAITING)
-    engine._scheduler.add([request])
+    engine._scheduler.submit([request])
     request.cancel()
     engine._scheduler.step()
     assert not engine._scheduler._waiting and not engine._scheduler._table.requests
