@@ -1,5 +1,6 @@
 """What goes wrong in a step, and that the next one is that of plain PyTorch."""
 
+import contextlib
 import itertools
 import logging
 from functools import partial
@@ -24,8 +25,8 @@ MICRO_STEPS = 3
 class Plain:
     """The same training of one whole model, which sees the batches of all processes."""
 
-    def __init__(self):
-        self.model = Net()
+    def __init__(self, kind=Net):
+        self.model = kind()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
 
     def add(self, number):
@@ -83,18 +84,27 @@ def assert_trains(model, optimizer, plain, what):
         assert_close(whole(ours), theirs.detach(), f"{name}, {what}")
 
 
-def made(stage):
+def made(stage, kind=Net, mesh=None):
     logging.getLogger("deepspeed_ext").setLevel(logging.ERROR)
-    model = zero.shard(Net(), stage)
-    return model, torch.optim.SGD(model.parameters(), lr=0.5), Plain()
+    model = zero.shard(kind(), stage, mesh=mesh)
+    return model, torch.optim.SGD(model.parameters(), lr=0.5), Plain(kind)
 
 
 def errors(row, folder):
     """Caught where it was, in the loop or without one, in the first step and in a later one."""
-    for stage in range(4):
-        for where in ("forward", "backward", "recomputation"):
-            for in_loop in (False, True):
-                model, optimizer, plain = made(stage)
+    stages, places, loops, mesh = (
+        range(4),
+        ("forward", "backward", "recomputation"),
+        (False, True),
+        None,
+    )
+    if row == "replicas":  # what they have not added up yet outlives an error in a forward
+        stages, places, loops = (2, 3), ("forward",), (True,)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    for stage in stages:
+        for where in places:
+            for in_loop in loops:
+                model, optimizer, plain = made(stage, mesh=mesh)
                 for at in (0, 1):  # of the micro-steps
                     for i in zero.accumulate(model, MICRO_STEPS) if in_loop else range(2):
                         mishap = Mishap(model, where) if i == at else None
@@ -113,6 +123,37 @@ def errors(row, folder):
                     optimizer.zero_grad()
                     plain.step()
                 assert_trains(model, optimizer, plain, f"{stage} {where} {in_loop}")
+
+
+class Forgiving(Net):
+    """Goes on without a block that fails."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            with contextlib.suppress(MemoryError):
+                x = block(x)
+        return self.head(x)
+
+
+def caught_inside(row, folder):
+    """A block that has failed in a forward without a backward is gathered anew after the step."""
+    for stage, has_grad in itertools.product(range(4), (False, True)):
+        model, optimizer, plain = made(stage, Forgiving)
+        for at in range(2):
+            loss_of(model, at).div(MICRO_STEPS).backward()
+            plain.add(at)
+            mishap = Mishap(model, "forward")
+            with torch.set_grad_enabled(has_grad):
+                loss_of(model, 7)
+            mishap.remove()
+            optimizer.step()
+            optimizer.zero_grad()
+            plain.step()
+            with torch.no_grad():
+                ours, theirs = loss_of(model, 7), loss_of(plain.model, 7)
+            assert_close(ours, theirs, f"loss, {stage} {has_grad} {at}")
+        assert_trains(model, optimizer, plain, f"caught inside, {stage} {has_grad}")
 
 
 def left_loops(row, folder):
@@ -391,6 +432,8 @@ def error_in_one(row, folder):
 
 CASES = [
     *(Case(world, "errors", "") for world in (1, 2)),
+    Case(4, "errors", "replicas"),
+    *(Case(world, "caught_inside", "") for world in (1, 2)),
     *(Case(world, "left_loops", "") for world in (1, 2)),
     Case(2, "no_last_backward", ""),
     Case(2, "steps_in_loops", ""),
