@@ -28,7 +28,7 @@ GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 
 
 @dataclass(frozen=True)
-class Place:
+class DiskUnderTest:
     """Where to work, on how much, and the loop to compare with."""
 
     folder: Path
@@ -88,9 +88,9 @@ def _small_pages() -> Iterator[None]:
         libc.prctl(set_huge_pages_off, 0, 0, 0, 0)
 
 
-def _written(place: Place, tensor: Tensor) -> Path:
+def _written(disk: DiskUnderTest, tensor: Tensor) -> Path:
     """Return a file with these bytes, on the disk: later writes overwrite."""
-    path = place.folder / "data"
+    path = disk.folder / "data"
     with io.AsyncIO() as engine:
         engine.write(tensor, path, truncate=True).result()
     _evict(path)
@@ -124,25 +124,25 @@ def _doing(write: bool, what: str) -> str:
     return f"{'write' if write else 'read'} {what}"
 
 
-def large(place: Place, resources: ExitStack, write: bool) -> Row:
+def large(disk: DiskUnderTest, resources: ExitStack, write: bool) -> Row:
     """One tensor, against fio with the same block and depth, and the loop in the same memory."""
     engine = resources.enter_context(io.AsyncIO())
-    size = place.scaled(GIB, MIB)
+    size = disk.scaled(GIB, MIB)
     tensor = _pinned([engine], size)
-    path = _written(place, tensor)
+    path = _written(disk, tensor)
     file = native().File(str(path), "update")
-    rivals = place.ceiling(path, write, size, tensor)
+    rivals = disk.ceiling(path, write, size, tensor)
     ours = {f"AsyncIO {engine.backend}, pinned": timed(partial(_move, engine, write, tensor, file))}
     title = _doing(write, f"a tensor of {size >> 20} MiB")
     return Row(title, size, ours | rivals, [Bar((tuple(rivals),), 0.95, is_ceiling=True)])
 
 
-def pageable(place: Place, resources: ExitStack, write: bool) -> Row:
+def pageable(disk: DiskUnderTest, resources: ExitStack, write: bool) -> Row:
     """An ordinary tensor at an odd address, against ours in pinned memory."""
     engine = resources.enter_context(io.AsyncIO())
-    size = place.scaled(GIB, MIB)
+    size = disk.scaled(GIB, MIB)
     pinned = _pinned([engine], size)
-    path = _written(place, pinned)
+    path = _written(disk, pinned)
     file = native().File(str(path), "update")
     ordinary = torch.empty(size + 1, dtype=torch.uint8)[1:].copy_(pinned)
     ways = {
@@ -162,20 +162,20 @@ def _move_all(engine: io.AsyncIO, write: bool, tensors: list[Tensor], file: Any)
     engine.wait()
 
 
-def medium(place: Place, resources: ExitStack, write: bool) -> Row:
+def medium(disk: DiskUnderTest, resources: ExitStack, write: bool) -> Row:
     """Many tensors in flight, against fio in blocks of the better size, and the loop."""
-    return _many(place, resources, write, place.scaled(256), 4 * MIB)
+    return _many(disk, resources, write, disk.scaled(256), 4 * MIB)
 
 
-def small(place: Place, resources: ExitStack, write: bool) -> Row:
+def small(disk: DiskUnderTest, resources: ExitStack, write: bool) -> Row:
     """Very many small tensors, against a plain loop on one thread."""
-    return _many(place, resources, write, place.scaled(10_000), 64 * KIB)
+    return _many(disk, resources, write, disk.scaled(10_000), 64 * KIB)
 
 
-def _many(place: Place, resources: ExitStack, write: bool, count: int, each: int) -> Row:
+def _many(disk: DiskUnderTest, resources: ExitStack, write: bool, count: int, each: int) -> Row:
     engine = resources.enter_context(io.AsyncIO())
     whole = _pinned([engine], count * each)
-    path = _written(place, whole)
+    path = _written(disk, whole)
     file = native().File(str(path), "update")
     pinned = list(whole.split(each))
     ordinary = [tensor.clone() for tensor in pinned]
@@ -184,11 +184,11 @@ def _many(place: Place, resources: ExitStack, write: bool, count: int, each: int
     }
     if each < MIB:
         address = whole.data_ptr()
-        loop = partial(place.plain, path, write, address, whole.nbytes, count, each, 1)
+        loop = partial(disk.plain, path, write, address, whole.nbytes, count, each, 1)
         rivals: dict[str, Way] = {"plain direct loop, one thread": loop}
         times = 2.0
     else:
-        rivals = place.ceiling(path, write, whole.nbytes, whole)
+        rivals = disk.ceiling(path, write, whole.nbytes, whole)
         rivals |= fio_ways(path, write, whole.nbytes, block=each, note=f", {each >> 20} MiB")
         times = 0.90
     # An extra: memory that nobody prepared is copied on its way.
@@ -198,7 +198,7 @@ def _many(place: Place, resources: ExitStack, write: bool, count: int, each: int
     return Row(title, whole.nbytes, ways | rivals | extra, [bar])
 
 
-def cpu(place: Place, resources: ExitStack, huge: bool) -> Row | str:
+def cpu(disk: DiskUnderTest, resources: ExitStack, huge: bool) -> Row | str:
     """The CPU that reading takes, against the libaio backend; several times, as it is little."""
     engines, times = [], 4
     for backend in ("io_uring", "libaio"):
@@ -206,9 +206,9 @@ def cpu(place: Place, resources: ExitStack, huge: bool) -> Row | str:
             engines.append(resources.enter_context(io.AsyncIO(backend=backend)))
         except OSError as error:
             return f"there is no {backend} here: {error}"
-    size = place.scaled(GIB, MIB)
+    size = disk.scaled(GIB, MIB)
     tensor = _pinned(engines, size, huge)
-    file = native().File(str(_written(place, tensor)), "read")
+    file = native().File(str(_written(disk, tensor)), "read")
     names = ("AsyncIO io_uring, registered", "AsyncIO libaio")
 
     def reads(engine: io.AsyncIO) -> None:
@@ -221,9 +221,9 @@ def cpu(place: Place, resources: ExitStack, huge: bool) -> Row | str:
     return Row(title, size * times, ways, [Bar((names[1:],), 0.7, of_cpu=True)])
 
 
-def _state_dict(place: Place) -> dict[str, Tensor]:
+def _state_dict(disk: DiskUnderTest) -> dict[str, Tensor]:
     """Return a state dict as of a model: big matrices, small vectors."""
-    rows = place.scaled(2048)
+    rows = disk.scaled(2048)
     made = {}
     for layer in range(32):
         made[f"layers.{layer}.weight"] = torch.randn(rows, 8192)
@@ -235,11 +235,11 @@ def _size_of(state: dict[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in state.values())
 
 
-def state_save(place: Place, resources: ExitStack) -> Row:
+def state_save(disk: DiskUnderTest, resources: ExitStack) -> Row:
     """A state dict into a fresh file, on the disk in the end."""
-    state = _state_dict(place)
+    state = _state_dict(disk)
     size = _size_of(state)
-    path = place.folder / "state"
+    path = disk.folder / "state"
 
     def fresh(work: Callable[[], None]) -> Spent:
         path.unlink(missing_ok=True)
@@ -256,7 +256,7 @@ def state_save(place: Place, resources: ExitStack) -> Row:
         with path.open("rb") as file:
             os.fsync(file.fileno())
 
-    rivals = fio_fresh_ways(place.folder / "fio", size // MIB * MIB)
+    rivals = fio_fresh_ways(disk.folder / "fio", size // MIB * MIB)
     ways: dict[str, Way] = {"io.save": partial(fresh, save_ours), **rivals}
     torchs = ("torch.save + fsync", "torch.save + fsync, no CRC-32")
     for name, checksums in zip(torchs, (True, False), strict=True):
@@ -265,11 +265,11 @@ def state_save(place: Place, resources: ExitStack) -> Row:
     return Row(f"save a state dict of {size >> 20} MiB durably into a fresh file", size, ways, bars)
 
 
-def state_load(place: Place, resources: ExitStack) -> Row:
+def state_load(disk: DiskUnderTest, resources: ExitStack) -> Row:
     """A state dict from the disk, nothing of it in memory."""
-    state = _state_dict(place)
+    state = _state_dict(disk)
     size = _size_of(state)
-    ours, torchs = place.folder / "ours", place.folder / "torchs"
+    ours, torchs = disk.folder / "ours", disk.folder / "torchs"
     save(state, ours)
     torch.save(state, torchs)
     name, loaded = next(iter(state)), load(ours)
@@ -282,21 +282,23 @@ def state_load(place: Place, resources: ExitStack) -> Row:
         _warm_memory(2 * size)
         return timed(work)()
 
-    rivals = place.ceiling(ours, False, size // MIB * MIB)
+    rivals = disk.ceiling(ours, False, size // MIB * MIB)
     ways: dict[str, Way] = {"io.load": partial(cold, ours, partial(load, ours)), **rivals}
     ways["torch.load"] = partial(cold, torchs, partial(torch.load, torchs, weights_only=True))
     bars = [Bar((tuple(rivals),), 0.90, is_ceiling=True), Bar((("torch.load",),), 3.0)]
     return Row(f"load a state dict of {size >> 20} MiB", size, ways, bars)
 
 
-def state_touch(place: Place, resources: ExitStack, cold: bool = True, fresh: bool = False) -> Row:
+def state_touch(
+    disk: DiskUnderTest, resources: ExitStack, cold: bool = True, fresh: bool = False
+) -> Row:
     """A state dict whose bytes are all used, against mapping the file.
 
     Cached ones are for information; fresh memory is what a process finds on a machine that was
     idle, with what a hypervisor may have taken back.
     """
-    state = {f"layers.{i}": torch.randn(place.scaled(2048), 8192) for i in range(16)}
-    size, path, torchs = _size_of(state), place.folder / "ours", place.folder / "torchs"
+    state = {f"layers.{i}": torch.randn(disk.scaled(2048), 8192) for i in range(16)}
+    size, path, torchs = _size_of(state), disk.folder / "ours", disk.folder / "torchs"
     save(state, path)
     torch.save(state, torchs)
     del state
@@ -323,14 +325,14 @@ def state_touch(place: Place, resources: ExitStack, cold: bool = True, fresh: bo
     return Row(title, size, ways, [Bar(((name,),), 1.05)] if cold else [])
 
 
-def cuda(place: Place, resources: ExitStack, write: bool) -> Row | str:
+def cuda(disk: DiskUnderTest, resources: ExitStack, write: bool) -> Row | str:
     """A tensor of the GPU, against the same bytes from host memory, and against the link."""
     if not torch.cuda.is_available():
         return "there is no GPU that torch can use"
-    size = place.scaled(8 * GIB, MIB)
+    size = disk.scaled(8 * GIB, MIB)
     tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
     tensor[: size // 8 * 8].view(torch.int64).random_()
-    path = _written(place, tensor)
+    path = _written(disk, tensor)
     engine = resources.enter_context(io.AsyncIO())
     file = native().File(str(path), "update")
     host = torch.empty(min(size, 256 * MIB), dtype=torch.uint8, pin_memory=True)
@@ -345,15 +347,15 @@ def cuda(place: Place, resources: ExitStack, write: bool) -> Row | str:
         _move(engine, write, tensor, file)
         torch.cuda.synchronize()
 
-    disk = place.ceiling(path, write, size)
-    ways = {"AsyncIO, CUDA tensor": timed(ours), **disk, "copies over the link": timed(link)}
-    bar = Bar((tuple(disk), ("copies over the link",)), 0.90)
+    ceiling = disk.ceiling(path, write, size)
+    ways = {"AsyncIO, CUDA tensor": timed(ours), **ceiling, "copies over the link": timed(link)}
+    bar = Bar((tuple(ceiling), ("copies over the link",)), 0.90)
     return Row(_doing(write, f"a CUDA tensor of {size >> 20} MiB"), size, ways, [bar])
 
 
-Work = Callable[[Place, ExitStack], Row | str]
+DiskWorkload = Callable[[DiskUnderTest, ExitStack], Row | str]
 
-WORKS: dict[str, Work] = {
+WORKLOADS: dict[str, DiskWorkload] = {
     "large-read": partial(large, write=False),
     "large-write": partial(large, write=True),
     "pageable-read": partial(pageable, write=False),

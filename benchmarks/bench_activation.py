@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.functional import Form, Shape, works
-from benchmarks.works import BF16, F32, Work, main
+from benchmarks.functional import Form, Shape, workloads
+from benchmarks.workloads import BF16, F32, Workload, main
 from deepspeed_ext.ops import bias_activation, gated_activation
 
 THEIRS = {
@@ -60,17 +60,17 @@ def both(shape: Shape, dtype: torch.dtype, device: str) -> list[Tensor]:
     return alone((*shape[:-1], 2 * shape[-1]), dtype, device)
 
 
-def made(activation: str, shape: Shape, dtype: torch.dtype, calls: int = 1) -> list[Work]:
+def made(activation: str, shape: Shape, dtype: torch.dtype, calls: int = 1) -> list[Workload]:
     """Return the work of one activation, alone, with a bias, and as a gate."""
     plain = [Form(activation, alone, 2, 3), Form(f"{activation}, bias", with_bias, 2, 3)]
     gated = [Form(f"{activation}, gated", both, 3, 5)]
     return [
-        *works(partial(ways, activation), plain, shape, dtype, calls),
-        *works(partial(gated_ways, activation), gated, shape, dtype, calls),
+        *workloads(partial(ways, activation), plain, shape, dtype, calls),
+        *workloads(partial(gated_ways, activation), gated, shape, dtype, calls),
     ]
 
 
-WORKS = {
+WORKLOADS = {
     "cpu": [
         work
         for activation in THEIRS
@@ -88,4 +88,4 @@ WORKS = {
 }
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

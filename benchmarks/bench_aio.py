@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.aio_works import WORKS, Place
+from benchmarks.aio_workloads import WORKLOADS, DiskUnderTest
 from benchmarks.disk_rivals import PlainLoop, fio_version
 from benchmarks.disk_rows import measure
 from benchmarks.harness import ROUNDS
@@ -39,30 +39,32 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--path", type=Path, default=Path("/var/tmp"), help="a folder on the disk")
     parser.add_argument(
-        "--rows", default=",".join(WORKS), help=f"such as large,cpu; all are {', '.join(WORKS)}"
+        "--rows",
+        default=",".join(WORKLOADS),
+        help=f"such as large,cpu; all are {', '.join(WORKLOADS)}",
     )
     parser.add_argument("--scale", type=float, default=1.0, help="of all sizes, such as 0.1")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     add_option(parser)
     options = parser.parse_args(arguments)
     wanted = options.rows.split(",")
-    unknown = [word for word in wanted if not any(name.startswith(word) for name in WORKS)]
+    unknown = [word for word in wanted if not any(name.startswith(word) for name in WORKLOADS)]
     if unknown:
-        parser.error(f"rows are {unknown}, expected some of {', '.join(WORKS)}")
+        parser.error(f"rows are {unknown}, expected some of {', '.join(WORKLOADS)}")
     if device_of(options.path).file_system in ("tmpfs", "ramfs"):
         parser.error(f"path {options.path} is in memory, expected a folder on a disk")
     described = introduced("cpu", **_described(options.path, options.scale))
-    chosen = [name for name in WORKS if name.startswith(tuple(wanted))]
+    chosen = [name for name in WORKLOADS if name.startswith(tuple(wanted))]
     results: list[Result] = []
     try:
         with (
             tempfile.TemporaryDirectory(prefix="bench-aio-", dir=options.path) as folder,
             tqdm(total=len(chosen) * options.rounds, desc="rounds", disable=None) as progress,
         ):
-            place = Place(Path(folder), options.scale, PlainLoop())
+            disk = DiskUnderTest(Path(folder), options.scale, PlainLoop())
             for name in chosen:
                 with ExitStack() as resources:
-                    row = WORKS[name](place, resources)
+                    row = WORKLOADS[name](disk, resources)
                     if isinstance(row, str):
                         tqdm.write(f"\n{name}: skipped, {row}")
                         progress.update(options.rounds)

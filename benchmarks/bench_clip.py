@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.bench_steps import LOSS_SCALE, TORCH, divide_gradients, ours, step_of, theirs
 from benchmarks.harness import Contender
-from benchmarks.works import BF16, BIG, F32, Shapes, Work, leaves, llama, main
+from benchmarks.workloads import BF16, BIG, F32, Shapes, Workload, leaves, llama, main
 
 MAX_NORM = 1.0
 
@@ -83,16 +83,16 @@ def compact(shapes: Shapes, device: str) -> list[Contender]:
     ]
 
 
-WORKS = {
+WORKLOADS = {
     "cpu": [
-        Work("clipped step, 64 x 1,048,576", BIG, 30, clipped),
-        Work("compact step, 64 x 1,048,576", BIG, 14, compact),
+        Workload("clipped step, 64 x 1,048,576", BIG, 30, clipped),
+        Workload("compact step, 64 x 1,048,576", BIG, 14, compact),
     ],
     "cuda": [
-        Work("clipped step, Llama shapes", llama(8, embedding=True), 30, clipped),
-        Work("compact step, Llama shapes", llama(8, embedding=True), 14, compact),
+        Workload("clipped step, Llama shapes", llama(8, embedding=True), 30, clipped),
+        Workload("compact step, Llama shapes", llama(8, embedding=True), 14, compact),
     ],
 }
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

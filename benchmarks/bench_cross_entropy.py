@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.functional import Shape, captured, copy_contender
 from benchmarks.harness import Contender
-from benchmarks.works import BF16, F32, Shapes, Work, main
+from benchmarks.workloads import BF16, F32, Shapes, Workload, main
 from deepspeed_ext.ops import cross_entropy
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -58,14 +58,14 @@ def contenders(shapes: Shapes, device: str, dtype: torch.dtype, calls: int) -> l
     return [*made, copy_contender(2, shape, dtype, device, calls)]
 
 
-def made(shape: Shape, dtype: torch.dtype, calls: int = 1) -> Work:
+def made(shape: Shape, dtype: torch.dtype, calls: int = 1) -> Workload:
     name = f"loss and gradient, {str(dtype).partition('.')[2]}, {shape[0]:,} x {shape[1]:,}"
     name += f", {calls} times" * (calls > 1)
     run = partial(contenders, dtype=dtype, calls=calls)
-    return Work(name, [shape], 2 * dtype.itemsize * calls, run)
+    return Workload(name, [shape], 2 * dtype.itemsize * calls, run)
 
 
-WORKS = {
+WORKLOADS = {
     "cpu": [made((128, 128256), F32), made((128, 128256), BF16), made((4096, 4096), BF16)],
     "cuda": [
         made((8192, 128256), BF16, calls=5),
@@ -77,4 +77,4 @@ WORKS = {
 }
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

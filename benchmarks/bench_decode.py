@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.functional import CACHE, captured, in_turn
 from benchmarks.harness import Contender
-from benchmarks.works import BF16, F32, Shapes, Work, main
+from benchmarks.workloads import BF16, F32, Shapes, Workload, main
 from deepspeed_ext.ops import PagedKV, decode_attention
 
 GROUP = 4
@@ -95,15 +95,17 @@ def contenders(
 
 def work(
     slots: int, tokens: int, dtype: torch.dtype, stored: str = "", width: int = 128, calls: int = 1
-) -> Work:
+) -> Workload:
     kind = CODES.get(stored, dtype)
     name = f"{stored or str(dtype).partition('.')[2]}, {slots} x {tokens:,}"
     name += f", {calls} times" * (calls > 1)
     made = partial(contenders, dtype=dtype, stored=kind, calls=calls)
-    return Work(name, [(slots, tokens, 8, width)], 2 * kind.itemsize * calls, made, only_reads=True)
+    return Workload(
+        name, [(slots, tokens, 8, width)], 2 * kind.itemsize * calls, made, only_reads=True
+    )
 
 
-WORKS = {
+WORKLOADS = {
     "cpu": [
         work(1, 4096, BF16),
         work(8, 4096, BF16),
@@ -122,4 +124,4 @@ WORKS = {
 }
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.harness import Contender
-from benchmarks.works import BF16, F32, Shapes, Work, main
+from benchmarks.workloads import BF16, F32, Shapes, Workload, main
 from deepspeed_ext.inference import init_inference
 
 LEAST, MOST, SORTED = 8, 128, 8
@@ -100,14 +100,14 @@ def contenders(
     return [*made, Contender("multiplications alone", alone, is_ceiling=True)]
 
 
-def work(model: str, count: int, dtype: torch.dtype) -> Work:
+def work(model: str, count: int, dtype: torch.dtype) -> Workload:
     how_many = f"{count} texts" if count > 1 else "1 text"
     name = f"{model}, {how_many}, {str(dtype).removeprefix('torch.')}"
     make = partial(contenders, model, count, dtype)
-    return Work(name, shapes_of(model), dtype.itemsize, make, only_reads=True)
+    return Workload(name, shapes_of(model), dtype.itemsize, make, only_reads=True)
 
 
-WORKS = {
+WORKLOADS = {
     "cpu": [
         *[work("MiniLM", count, dtype) for dtype in (F32, BF16) for count in (1, 64)],
         *[work("BERT base", 16, dtype) for dtype in (F32, BF16)],
@@ -118,4 +118,4 @@ WORKS = {
 }
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

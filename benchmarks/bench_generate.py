@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.harness import Contender
 from benchmarks.plain_llama import Parts, PlainLlama
-from benchmarks.works import BF16, Shapes, Work, main
+from benchmarks.workloads import BF16, Shapes, Workload, main
 from deepspeed_ext.inference import init_inference
 
 PROMPT = {"cpu": 8, "cuda": 128}  # tokens; a CPU takes long ones in at a fraction of this rate
@@ -97,13 +97,13 @@ def contenders(
     return [Contender(name, ways[name]()) for name in ("deepspeed_ext", *rivals)]
 
 
-def work(model: str, count: int, *rivals: str) -> Work:
+def work(model: str, count: int, *rivals: str) -> Workload:
     name = f"{model}, {count} tokens"
     make = partial(contenders, model, count, rivals)
-    return Work(name, shapes_of(model), 2, make, only_reads=True, times=count, warm_up=1)
+    return Workload(name, shapes_of(model), 2, make, only_reads=True, times=count, warm_up=1)
 
 
-WORKS = {
+WORKLOADS = {
     "cpu": [
         work("0.5 B", 32, "deepspeed_ext int4, int8 activations", "torch compiled", "transformers")
     ],
@@ -114,4 +114,4 @@ WORKS = {
 }
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Contender
-from benchmarks.works import BIG, F32, Shapes, Work, leaves, main
+from benchmarks.workloads import BIG, F32, Shapes, Workload, leaves, main
 from deepspeed_ext.optim import FusedLamb
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
@@ -63,13 +63,13 @@ def lamb(shapes: Shapes, device: str) -> list[Contender]:
     return [Contender("FusedLamb.step()", ours.step), Contender("torch, foreach", theirs.step)]
 
 
-WORKS = {
-    "cpu": [Work("fp32, 64 x 1,048,576", BIG, BYTES, lamb)],
+WORKLOADS = {
+    "cpu": [Workload("fp32, 64 x 1,048,576", BIG, BYTES, lamb)],
     "cuda": [
-        Work("fp32, BERT-large shapes", bert_large(), BYTES, lamb),
-        Work("fp32, one tensor of 1,073,741,824", [(1 << 30,)], BYTES, lamb),
+        Workload("fp32, BERT-large shapes", bert_large(), BYTES, lamb),
+        Workload("fp32, one tensor of 1,073,741,824", [(1 << 30,)], BYTES, lamb),
     ],
 }
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

@@ -3,8 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.norms import works_of
-from benchmarks.works import main
+from benchmarks.norms import workloads_of
+from benchmarks.workloads import main
 from deepspeed_ext.ops import layer_norm
 
 EPS = 1e-5
@@ -14,7 +14,7 @@ def torchs(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, EPS)
 
 
-WORKS = works_of("layer_norm", layer_norm, torchs, vectors=2)
+WORKLOADS = workloads_of("layer_norm", layer_norm, torchs, vectors=2)
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

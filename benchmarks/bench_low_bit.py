@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.bench_steps import NUMBERS, ours, step_of
 from benchmarks.harness import Contender
-from benchmarks.works import BF16, F32, Shapes, Work, leaves, llama, main
+from benchmarks.workloads import BF16, F32, Shapes, Workload, leaves, llama, main
 
 SHAPES = llama(16, embedding=False)  # 3.5 B elements
 
@@ -47,14 +47,14 @@ def split(shapes: Shapes, device: str) -> list[Contender]:
     return [step_of(ours(params, state_dtype=torch.uint8, master="remainder"))]
 
 
-WORKS = {
+WORKLOADS = {
     "cuda": [
-        Work("bf16 weights, 8-bit moments", SHAPES, 10, bf16),
-        Work("fp32 weights, 8-bit moments", SHAPES, 16, fp32),
-        Work("split weights, 8-bit moments", SHAPES, 14, split),
+        Workload("bf16 weights, 8-bit moments", SHAPES, 10, bf16),
+        Workload("fp32 weights, 8-bit moments", SHAPES, 16, fp32),
+        Workload("split weights, 8-bit moments", SHAPES, 14, split),
     ],
 }
 
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

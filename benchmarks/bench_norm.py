@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Contender
-from benchmarks.works import BF16, BIG, F32, SMALL, Shapes, Work, llama, main
+from benchmarks.workloads import BF16, BIG, F32, SMALL, Shapes, Workload, llama, main
 from deepspeed_ext.ops import fingerprints, l2_norm, squared_norms
 
 
@@ -29,8 +29,8 @@ def norms_of(dtype: torch.dtype) -> Callable[[Shapes, str], list[Contender]]:
     return contenders
 
 
-def work(name: str, shapes: Shapes, dtype: torch.dtype) -> Work:
-    return Work(name, shapes, dtype.itemsize, norms_of(dtype), only_reads=True)
+def work(name: str, shapes: Shapes, dtype: torch.dtype) -> Workload:
+    return Workload(name, shapes, dtype.itemsize, norms_of(dtype), only_reads=True)
 
 
 def fingerprints_of(shapes: Shapes, device: str) -> list[Contender]:
@@ -42,11 +42,13 @@ def fingerprints_of(shapes: Shapes, device: str) -> list[Contender]:
     ]
 
 
-def fingerprint_work(name: str, shapes: Shapes) -> Work:
-    return Work(f"fingerprints, {name}", shapes, BF16.itemsize, fingerprints_of, only_reads=True)
+def fingerprint_work(name: str, shapes: Shapes) -> Workload:
+    return Workload(
+        f"fingerprints, {name}", shapes, BF16.itemsize, fingerprints_of, only_reads=True
+    )
 
 
-WORKS = {
+WORKLOADS = {
     "cpu": [
         work("bf16, 64 x 1,048,576", BIG, BF16),
         work("fp32, 64 x 1,048,576", BIG, F32),
@@ -64,4 +66,4 @@ WORKS = {
 }
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

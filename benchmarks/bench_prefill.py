@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 from benchmarks.bench_decode import CODES, GROUP, paged
 from benchmarks.functional import CACHE, captured, in_turn
 from benchmarks.harness import Contender
-from benchmarks.works import BF16, F32, Shapes, Work, main
+from benchmarks.workloads import BF16, F32, Shapes, Workload, main
 from deepspeed_ext.ops import PagedKV, prefill_attention
 
 WINDOW, CAP = 1024, 30.0
@@ -92,16 +92,16 @@ def work(
     stored: str = "",
     calls: int = 1,
     **options: object,
-) -> Work:
+) -> Workload:
     kind = CODES.get(stored, dtype)
     name = f"{stored or str(dtype).partition('.')[2]}, {slots} x {chunk:,} against {tokens:,}"
     name += "".join(f", {option}" for option in options) + f", {calls} times" * (calls > 1)
     made = partial(contenders, dtype=dtype, stored=kind, chunk=chunk, options=options, calls=calls)
     bytes_each = 2 * kind.itemsize * calls
-    return Work(name, [(slots, tokens, 8, 128)], bytes_each, made, only_reads=True)
+    return Workload(name, [(slots, tokens, 8, 128)], bytes_each, made, only_reads=True)
 
 
-WORKS = {
+WORKLOADS = {
     "cpu": [
         work(1, 2048, 128, BF16),
         work(1, 2048, 128, F32),
@@ -121,4 +121,4 @@ WORKS = {
 }
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.functional import Shape, captured, copy_contender, in_turn
 from benchmarks.harness import Contender
-from benchmarks.works import BF16, F32, Shapes, Work, main
+from benchmarks.workloads import BF16, F32, Shapes, Workload, main
 from deepspeed_ext.ops import dequantize, quantize
 
 GROUP = 128
@@ -74,12 +74,12 @@ def contenders(
     ]
 
 
-def made(format: str, shape: Shape, dtype: torch.dtype, calls: int = 1) -> list[Work]:
+def made(format: str, shape: Shape, dtype: torch.dtype, calls: int = 1) -> list[Workload]:
     """Return the work of one format there and back."""
     what = f"{format}, groups of {GROUP}, {str(dtype).partition('.')[2]},"
     what += f" {' x '.join(f'{n:,}' for n in shape)}{f', {calls} times' * (calls > 1)}"
     return [
-        Work(
+        Workload(
             f"{name} {what}",
             [(shape[0], shape[1] // GROUP)],
             bytes_of(format, dtype) * calls,
@@ -89,7 +89,7 @@ def made(format: str, shape: Shape, dtype: torch.dtype, calls: int = 1) -> list[
     ]
 
 
-WORKS = {
+WORKLOADS = {
     "cpu": [
         work
         for format in LARGEST
@@ -103,4 +103,4 @@ WORKS = {
 }
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.harness import Contender
-from benchmarks.works import BF16, Shapes, Work, llama, main
+from benchmarks.workloads import BF16, Shapes, Workload, llama, main
 from deepspeed_ext.quantization import quantize_model
 
 
@@ -32,13 +32,13 @@ def linear_layers(blocks: int) -> Shapes:
     return [shape for shape in llama(blocks, embedding=False) if len(shape) == 2]
 
 
-WORKS = {
+WORKLOADS = {
     device: [
-        Work(f"to int8, {blocks} Llama blocks", linear_layers(blocks), 3, to("int8")),
-        Work(f"to int4, {blocks} Llama blocks", linear_layers(blocks), 2, to("int4")),
+        Workload(f"to int8, {blocks} Llama blocks", linear_layers(blocks), 3, to("int8")),
+        Workload(f"to int4, {blocks} Llama blocks", linear_layers(blocks), 2, to("int4")),
     ]
     for device, blocks in (("cpu", 1), ("cuda", 32))
 }
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

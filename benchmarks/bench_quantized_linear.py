@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.functional import CACHE, forward_contender
 from benchmarks.harness import Contender
 from benchmarks.stream import Stream
-from benchmarks.works import BF16, Shapes, Work, main
+from benchmarks.workloads import BF16, Shapes, Workload, main
 from deepspeed_ext.ops import PackedWeight, pack_weight, quantized_linear, unpack_weight
 from deepspeed_ext.ops.quantization.packed_weight import row_bytes
 
@@ -125,13 +125,13 @@ def contenders(
 
 def made(
     bits: int, rows: int, shape: tuple[int, int], activations: str | None = None, calls: int = 1
-) -> Work:
+) -> Workload:
     n, k = shape
     what = f"W{bits}A{16 if activations is None else 8}, {n:,} x {k:,}"
     name = f"{rows} rows, {what}{f', {calls} times' * (calls > 1)}"
     of_row = row_bytes(k, bits) + 4 * k // GROUP
     make = partial(contenders, bits, rows, shape, activations, calls)
-    return Work(name, [(n, of_row)], calls, make, only_reads=True)
+    return Workload(name, [(n, of_row)], calls, make, only_reads=True)
 
 
 def unpacking(bits: int, shape: tuple[int, int], shapes: Shapes, device: str) -> list[Contender]:
@@ -140,14 +140,14 @@ def unpacking(bits: int, shape: tuple[int, int], shapes: Shapes, device: str) ->
     return [forward_contender("unpack_weight", way, [[]], device, 1)]
 
 
-def unpacked(bits: int, shape: tuple[int, int]) -> Work:
+def unpacked(bits: int, shape: tuple[int, int]) -> Workload:
     n, k = shape
     name = f"unpack_weight, W{bits}, {n:,} x {k:,}"
-    return Work(name, [(n, row_bytes(k, bits) + 2 * k)], 1, partial(unpacking, bits, shape))
+    return Workload(name, [(n, row_bytes(k, bits) + 2 * k)], 1, partial(unpacking, bits, shape))
 
 
 CPU, SHAPES = (4096, 14336), ((14336, 4096), (4096, 14336), (4096, 4096))
-WORKS = {
+WORKLOADS = {
     "cpu": [
         *[
             made(bits, rows, CPU, activations)
@@ -167,4 +167,4 @@ WORKS = {
 }
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

@@ -3,8 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.norms import works_of
-from benchmarks.works import main
+from benchmarks.norms import workloads_of
+from benchmarks.workloads import main
 from deepspeed_ext.ops import rms_norm
 
 EPS = 1e-6
@@ -14,7 +14,7 @@ def torchs(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, EPS)
 
 
-WORKS = works_of("rms_norm", rms_norm, torchs, vectors=1)
+WORKLOADS = workloads_of("rms_norm", rms_norm, torchs, vectors=1)
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.functional import Form, Shape, works
-from benchmarks.works import BF16, F32, main
+from benchmarks.functional import Form, Shape, workloads
+from benchmarks.workloads import BF16, F32, main
 from deepspeed_ext.ops import rope, rope_frequencies
 
 BASE = 500000.0
@@ -76,9 +76,9 @@ def operands(shape: Shape, dtype: torch.dtype, device: str) -> list[Tensor]:
     return list(q[:, :heads].split([heads - heads // 5, heads // 5], -2))
 
 
-made = partial(works, partial(ways, False), [Form("", operands, 2, 2)])
-interleaved = partial(works, partial(ways, True), [Form("interleaved", operands, 2, 2)])
-WORKS = {
+made = partial(workloads, partial(ways, False), [Form("", operands, 2, 2)])
+interleaved = partial(workloads, partial(ways, True), [Form("interleaved", operands, 2, 2)])
+WORKLOADS = {
     "cpu": [
         work
         for make in (made, interleaved)
@@ -95,4 +95,4 @@ WORKS = {
 }
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

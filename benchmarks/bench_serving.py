@@ -23,7 +23,7 @@ from benchmarks.bench_encoder import multiplications
 from benchmarks.bench_generate import module, shapes_of
 from benchmarks.harness import Contender
 from benchmarks.plain_llama import Parts, PlainLlama
-from benchmarks.works import BF16, Shapes, Work, main
+from benchmarks.workloads import BF16, Shapes, Workload, main
 from deepspeed_ext.inference import InferenceEngine, SamplingOptions, init_inference
 
 
@@ -148,23 +148,23 @@ def of_prompt(model: str, tokens: int, shapes: Shapes, device: str) -> list[Cont
     return [*found, Contender("multiplications alone", alone, is_ceiling=True)]
 
 
-def requests(model: str, load: Load) -> Work:
+def requests(model: str, load: Load) -> Workload:
     name = f"{model}, {load.requests} requests, {load.slots} slots"
     tokens = sum(request.count for request in load.drawn())
     make = partial(of_requests, model, load)
     times = tokens // load.slots
-    return Work(
+    return Workload(
         name, shapes_of(model), 2, make, only_reads=True, times=times, tokens=tokens, warm_up=0
     )
 
 
-def prompt(model: str, tokens: int) -> Work:
+def prompt(model: str, tokens: int) -> Workload:
     make = partial(of_prompt, model, tokens)
     name = f"{model}, prefill {tokens:,}"
-    return Work(name, shapes_of(model), 2, make, only_reads=True, warm_up=1)
+    return Workload(name, shapes_of(model), 2, make, only_reads=True, warm_up=1)
 
 
-WORKS = {
+WORKLOADS = {
     "cpu": [
         requests("4 M", Load(32, 8, (16, 64), (4, 32))),
         prompt("4 M", 2048),
@@ -176,4 +176,4 @@ WORKS = {
 }
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

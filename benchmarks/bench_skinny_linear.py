@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.functional import Shape, copies_of, forward_contender
 from benchmarks.harness import Contender
 from benchmarks.stream import Stream
-from benchmarks.works import BF16, F32, Shapes, Work, main
+from benchmarks.workloads import BF16, F32, Shapes, Workload, main
 from deepspeed_ext.ops import skinny_linear
 
 CHAIN = 8
@@ -90,16 +90,16 @@ def made(
     ways: Callable[[], dict[str, Way]] = plain_ways,
     form: str = "",
     chain: int = 1,
-) -> Work:
+) -> Workload:
     """Return the work of one shape of a weight."""
     what = f"{str(dtype).partition('.')[2]}, {shape[0]:,} x {shape[1]:,}"
     name = f"{form}{form and ', '}{rows} rows, {what}{f', {calls} times' * (calls > 1)}"
     make = partial(contenders, ways, rows, dtype, chain, calls)
-    return Work(name, [shape], dtype.itemsize * calls * chain, make, only_reads=True)
+    return Workload(name, [shape], dtype.itemsize * calls * chain, make, only_reads=True)
 
 
 SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096))
-WORKS = {
+WORKLOADS = {
     "cpu": [made(rows, (14336, 4096), dtype) for dtype in (BF16, F32) for rows in (1, 8)],
     "cuda": [
         *[made(rows, shape, BF16, 20) for shape in SHAPES for rows in (1, 4, 16, 64)],
@@ -110,4 +110,4 @@ WORKS = {
 }
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

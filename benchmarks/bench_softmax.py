@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.functional import Form, Shape, works
-from benchmarks.works import BF16, F32, main
+from benchmarks.functional import Form, Shape, workloads
+from benchmarks.workloads import BF16, F32, main
 from deepspeed_ext.ops import softmax
 
 
@@ -35,10 +35,10 @@ def operands(shape: Shape, dtype: torch.dtype, device: str) -> list[Tensor]:
     return [torch.randn(shape, device=device).to(dtype)]
 
 
-made = partial(works, ways, [Form("", operands, 2, 3)])
+made = partial(workloads, ways, [Form("", operands, 2, 3)])
 # Half is read, all is written.
-causal = partial(works, causal_ways, [Form("causal", operands, 1.5, 2)])
-WORKS = {
+causal = partial(workloads, causal_ways, [Form("causal", operands, 1.5, 2)])
+WORKLOADS = {
     "cpu": [
         *made((4096, 4096), F32),
         *made((4096, 4096), BF16),
@@ -56,4 +56,4 @@ WORKS = {
 }
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

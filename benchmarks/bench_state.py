@@ -44,10 +44,10 @@ def main() -> None:
     described = introduced("cpu")
     elements = PARAMS * torch.Size(SHAPE).numel()
     results = []
-    works = {"load_state_dict": loading, "deepcopy": copying}
+    workloads = {"load_state_dict": loading, "deepcopy": copying}
     try:
-        with tqdm(total=ROUNDS * len(works)) as progress:
-            for name, make in works.items():
+        with tqdm(total=ROUNDS * len(workloads)) as progress:
+            for name, make in workloads.items():
                 contenders = [
                     Contender(title, make(stepped(kind))) for title, kind in CLASSES.items()
                 ]

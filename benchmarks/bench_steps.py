@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Contender
-from benchmarks.works import BF16, BIG, F32, MANY, SMALL, Shapes, Work, leaves, llama, main
+from benchmarks.workloads import BF16, BIG, F32, MANY, SMALL, Shapes, Workload, leaves, llama, main
 from deepspeed_ext.optim import (
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
@@ -171,31 +171,33 @@ def rmsprop(shapes: Shapes, device: str) -> list[Contender]:
     return [*made, Contender("torch RMSprop, compiled", torch.compile(theirs.step))]
 
 
-WORKS = {
+WORKLOADS = {
     "cpu": [
-        Work("fp32, 64 x 1,048,576", BIG, 28, fp32),
-        Work("fp32, 16,384 x 4,096", MANY, 28, fp32),
-        Work("fp32, 16,384 x 256", SMALL, 28, fp32),
-        Work("mixed: bf16 gradients, fp32 originals, bf16 weights", BIG, 28, mixed),
-        Work("all bf16, 64 x 1,048,576", BIG, 14, all_bf16),
-        Work("Lion, fp32, 64 x 1,048,576", BIG, 20, lion),
-        Work("Adagrad, fp32, 64 x 1,048,576", BIG, 20, adagrad),
-        Work("SGD with momentum, fp32, 64 x 1,048,576", BIG, 20, sgd),
-        Work("RMSprop with momentum, fp32, 64 x 1,048,576", BIG, 28, rmsprop),
+        Workload("fp32, 64 x 1,048,576", BIG, 28, fp32),
+        Workload("fp32, 16,384 x 4,096", MANY, 28, fp32),
+        Workload("fp32, 16,384 x 256", SMALL, 28, fp32),
+        Workload("mixed: bf16 gradients, fp32 originals, bf16 weights", BIG, 28, mixed),
+        Workload("all bf16, 64 x 1,048,576", BIG, 14, all_bf16),
+        Workload("Lion, fp32, 64 x 1,048,576", BIG, 20, lion),
+        Workload("Adagrad, fp32, 64 x 1,048,576", BIG, 20, adagrad),
+        Workload("SGD with momentum, fp32, 64 x 1,048,576", BIG, 20, sgd),
+        Workload("RMSprop with momentum, fp32, 64 x 1,048,576", BIG, 28, rmsprop),
     ],
     "cuda": [
-        Work("fp32, Llama shapes", llama(8, embedding=True), 28, fp32),
-        Work("fp32, 10,000 x 1,024", [(1024,)] * 10_000, 28, fp32),
-        Work("fp32, 10,000 x 1,024, CUDA graph", [(1024,)] * 10_000, 28, graphs),
-        Work("mixed, Llama shapes", llama(4, embedding=False), 28, mixed),
-        Work("all bf16, Llama shapes", llama(4, embedding=False), 14, all_bf16),
-        Work("Lion, fp32, Llama shapes", llama(4, embedding=False), 20, lion),
-        Work("Adagrad, fp32, Llama shapes", llama(4, embedding=False), 20, adagrad),
-        Work("SGD with momentum, fp32, Llama shapes", llama(4, embedding=False), 20, sgd),
-        Work("RMSprop with momentum, fp32, Llama shapes", llama(4, embedding=False), 28, rmsprop),
+        Workload("fp32, Llama shapes", llama(8, embedding=True), 28, fp32),
+        Workload("fp32, 10,000 x 1,024", [(1024,)] * 10_000, 28, fp32),
+        Workload("fp32, 10,000 x 1,024, CUDA graph", [(1024,)] * 10_000, 28, graphs),
+        Workload("mixed, Llama shapes", llama(4, embedding=False), 28, mixed),
+        Workload("all bf16, Llama shapes", llama(4, embedding=False), 14, all_bf16),
+        Workload("Lion, fp32, Llama shapes", llama(4, embedding=False), 20, lion),
+        Workload("Adagrad, fp32, Llama shapes", llama(4, embedding=False), 20, adagrad),
+        Workload("SGD with momentum, fp32, Llama shapes", llama(4, embedding=False), 20, sgd),
+        Workload(
+            "RMSprop with momentum, fp32, Llama shapes", llama(4, embedding=False), 28, rmsprop
+        ),
     ],
 }
 
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.functional import Form, Shape, works
-from benchmarks.works import BF16, F32, main
+from benchmarks.functional import Form, Shape, workloads
+from benchmarks.workloads import BF16, F32, main
 from deepspeed_ext.ops import swiglu
 
 
@@ -34,8 +34,8 @@ def packed(shape: Shape, dtype: torch.dtype, device: str) -> list[Tensor]:
 
 
 FORMS = [Form("", operands, 3, 5), Form("packed", packed, 3, 5)]
-made = partial(works, ways, FORMS)
-WORKS = {
+made = partial(workloads, ways, FORMS)
+WORKLOADS = {
     "cpu": [*made((4096, 4096), F32), *made((4096, 4096), BF16)],
     "cuda": [
         *made((8192, 14336), BF16, calls=10),
@@ -45,4 +45,4 @@ WORKS = {
 }
 
 if __name__ == "__main__":
-    main(__doc__, WORKS)
+    main(__doc__, WORKLOADS)

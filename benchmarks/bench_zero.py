@@ -28,7 +28,7 @@ from benchmarks.zero_contenders import (
     OURS,
     Contender,
     Trained,
-    Work,
+    ZeroWorkload,
     deepspeeds,
     drop_garbage,
     ours,
@@ -49,22 +49,32 @@ ROUNDS = 12
 _WARM_UP = 2
 _IN_A_ROW = 3
 _USUAL_TOKENS = 8192
-WORKS = {
-    "deepspeed": [Work(2), Work(2, clips=True), Work(3), Work(3, clips=True)],
-    "steps": [Work(2), Work(2, clips=True), Work(3), Work(3, clips=True)],
+WORKLOADS = {
+    "deepspeed": [
+        ZeroWorkload(2),
+        ZeroWorkload(2, clips=True),
+        ZeroWorkload(3),
+        ZeroWorkload(3, clips=True),
+    ],
+    "steps": [
+        ZeroWorkload(2),
+        ZeroWorkload(2, clips=True),
+        ZeroWorkload(3),
+        ZeroWorkload(3, clips=True),
+    ],
     "offload": [
-        Work(3, offloads=True, shards=dtype, compact=compact)
+        ZeroWorkload(3, offloads=True, shards=dtype, compact=compact)
         for compact in (False, True)
         for dtype in (torch.float32, torch.bfloat16)
     ],
 }
 BESIDE: dict[str, dict[str, Contender]] = {"deepspeed": {OURS: ours, DEEPSPEED: deepspeeds}}
 DISK = {"checkpoint": checkpoints, "init": fills}
-ROWS = (*WORKS, "memory", *DISK)
+ROWS = (*WORKLOADS, "memory", *DISK)
 
 
 def steps(
-    work: Work, contenders: Mapping[str, Contender], size: Size, device: str, rounds: int
+    work: ZeroWorkload, contenders: Mapping[str, Contender], size: Size, device: str, rounds: int
 ) -> Result:
     """Let contenders take turns."""
     trained = {name: Trained(make(work, size, device), size) for name, make in contenders.items()}
@@ -105,7 +115,7 @@ def measured(rows: str, options: argparse.Namespace, device: str) -> Iterator[Re
     if rows == "deepspeed" and find_spec("deepspeed") is None:
         print("deepspeed: skipped, it is not installed")
         return
-    for work in WORKS.get(rows, ()):
+    for work in WORKLOADS.get(rows, ()):
         yield steps(work, BESIDE.get(rows, CONTENDERS), size, device, options.rounds)
         drop_garbage(device)
     if rows in DISK:

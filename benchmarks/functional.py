@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Contender
-from benchmarks.works import Shapes, Work
+from benchmarks.workloads import Shapes, Workload
 
 CACHE = 256 << 20  # bytes of copies of the operands that calls go through in turn
 
@@ -33,9 +33,9 @@ class Form:
     backward: float
 
 
-def works(
+def workloads(
     ways: Ways, forms: Sequence[Form], shape: Shape, dtype: torch.dtype, calls: int = 1
-) -> list[Work]:
+) -> list[Workload]:
     """Return the work of all forms, forward and backward.
 
     Args:
@@ -53,7 +53,7 @@ def works(
             passes = getattr(form, direction)
             contenders = partial(make, ways, form, dtype=dtype, calls=calls)
             name = f"{direction}{form.name and ' '}{form.name}, {what}"
-            made.append(Work(name, [shape], int(passes * dtype.itemsize * calls), contenders))
+            made.append(Workload(name, [shape], int(passes * dtype.itemsize * calls), contenders))
     return made
 
 

@@ -6,13 +6,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.functional import Form, Shape, works
-from benchmarks.works import BF16, F32, Work
+from benchmarks.functional import Form, Shape, workloads
+from benchmarks.workloads import BF16, F32, Workload
 
 Norm = Callable[..., object]
 
 
-def works_of(name: str, norm: Norm, torchs: Norm, vectors: int) -> Mapping[str, Sequence[Work]]:
+def workloads_of(
+    name: str, norm: Norm, torchs: Norm, vectors: int
+) -> Mapping[str, Sequence[Workload]]:
     """Return what there is to measure on each device.
 
     Args:
@@ -48,7 +50,7 @@ def works_of(name: str, norm: Norm, torchs: Norm, vectors: int) -> Mapping[str, 
         # The sum has a gradient too.
         Form("with residual", partial(operands, residual=True), 4, 4),
     ]
-    made = partial(works, ways, forms)
+    made = partial(workloads, ways, forms)
     return {
         "cpu": [*made((4096, 4096), F32), *made((4096, 4096), BF16), *made((64, 4096), BF16)],
         "cuda": [

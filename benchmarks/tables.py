@@ -258,10 +258,10 @@ def _cpu_functional() -> Table:
 def _disk() -> Table:
     machines = (("Zen 5", ZEN_5), ("Zen 3", ZEN_3), ("Xeon", XEON))
     columns = [Column(title, machine, 0, rates) for title, machine in machines]
-    works = ["large-read", "large-write", "pageable-read", "pageable-write", "medium-read"]
-    works += ["medium-write", "small-read", "small-write", "state-save", "state-load"]
-    works += ["state-touch", "cuda-write", "cuda-read"]
-    return Table("GB/s", columns, [Line("", "aio", work) for work in works])
+    workloads = ["large-read", "large-write", "pageable-read", "pageable-write", "medium-read"]
+    workloads += ["medium-write", "small-read", "small-write", "state-save", "state-load"]
+    workloads += ["state-touch", "cuda-write", "cuda-read"]
+    return Table("GB/s", columns, [Line("", "aio", work) for work in workloads])
 
 
 def _disk_cpu() -> Table:
@@ -275,9 +275,9 @@ def _disk_cpu() -> Table:
 
 def _first_use() -> Table:
     columns = [Column("Zen 5", ZEN_5, 0, seconds), Column("Xeon", XEON, 0, seconds)]
-    works = ["cpu_adam, compiled from nothing", "fused_adam for 9.0, from nothing"]
-    works += ["cpu_adam, loaded from the cache", "import deepspeed_ext.optim, after torch"]
-    return Table("first use, 2 cores", columns, [Line(work, "build", work) for work in works])
+    workloads = ["cpu_adam, compiled from nothing", "fused_adam for 9.0, from nothing"]
+    workloads += ["cpu_adam, loaded from the cache", "import deepspeed_ext.optim, after torch"]
+    return Table("first use, 2 cores", columns, [Line(work, "build", work) for work in workloads])
 
 
 def _offload() -> Table:
@@ -288,8 +288,8 @@ def _offload() -> Table:
         Column("beside the bound", H200, threads, beside_ceiling),
     ]
     uses = ("step", "never", "always", "freed", "accumulate", "others", "only", "host")
-    works = [ROWS[f"{use}-{form}"].work for form in FORMATS for use in uses]
-    return Table("H200, 16 cores", columns, [Line("", "offload", work) for work in works])
+    workloads = [ROWS[f"{use}-{form}"].work for form in FORMATS for use in uses]
+    return Table("H200, 16 cores", columns, [Line("", "offload", work) for work in workloads])
 
 
 def _zero() -> Table:
@@ -299,22 +299,22 @@ def _zero() -> Table:
         Column("others: how many times as fast ours is", H200_X2, threads, all_others),
         Column("beside the disk", H200_X2, threads, beside_ceiling),
     ]
-    works = [
+    workloads = [
         (f"step, stage {stage}{clips}{beside}", f"a step of stage {stage}{clips}{beside}")
         for beside in ("", ", beside DeepSpeed")
         for stage in (2, 3)
         for clips in ("", ", clips")
     ]
-    works += [
+    workloads += [
         (f"step, stage 3, {shards} shards, state in host memory", f"{_OFFLOADED}, {shards} shards")
         for shards in ("float32", "bfloat16")
     ]
-    works += [
+    workloads += [
         (f"3.48 B parameters, {what}", what)
         for what in ("stall of a save", "save, to the disk", "load")
     ]
-    works.append(("3.48 B bfloat16 weights, `zero.Init`", "zero.Init from a safetensors file"))
-    lines = [Line(label, "zero", work) for label, work in works]
+    workloads.append(("3.48 B bfloat16 weights, `zero.Init`", "zero.Init from a safetensors file"))
+    lines = [Line(label, "zero", work) for label, work in workloads]
     return Table("two H200s, 1.51 B parameters in Llama shapes", columns, lines)
 
 

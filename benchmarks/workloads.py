@@ -20,8 +20,8 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Work:
-    """Work on tensors of these shapes; `contenders` makes the ways to do it, ours first."""
+class Workload:
+    """Tensors of these shapes; `contenders` makes the ways to work on them, ours first."""
 
     name: str
     shapes: Shapes
@@ -53,7 +53,9 @@ def llama(layers: int, embedding: bool) -> Shapes:
 BIG, MANY, SMALL = [(1 << 20,)] * 64, [(4096,)] * 16384, [(256,)] * 16384
 
 
-def bench(work: Work, stream: Stream, threads: int, rounds: int, progress: "tqdm[None]") -> Result:
+def bench(
+    work: Workload, stream: Stream, threads: int, rounds: int, progress: "tqdm[None]"
+) -> Result:
     """Measure one piece of work; after Ctrl-C the result is of the rounds that were whole."""
     if threads:
         torch.set_num_threads(threads)
@@ -104,29 +106,29 @@ def keep_memory() -> None:
         os.execv(sys.executable, sys.orig_argv)
 
 
-def main(description: str, works_of: Mapping[str, Sequence[Work]]) -> None:
+def main(description: str, workloads_of: Mapping[str, Sequence[Workload]]) -> None:
     """Read the command line, measure what it asks for, and show it.
 
     Args:
         description: for --help.
-        works_of: what there is to measure on "cpu" and on "cuda".
+        workloads_of: what there is to measure on "cpu" and on "cuda".
     """
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--device", choices=sorted(works_of), default=next(iter(works_of)))
+    parser.add_argument("--device", choices=sorted(workloads_of), default=next(iter(workloads_of)))
     parser.add_argument("--threads", default="1,2", help="thread counts on the CPU, such as 1,2")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--only", default="", help="works whose name has this text in it")
+    parser.add_argument("--only", default="", help="workloads whose name has this text in it")
     add_option(parser)
     options = parser.parse_args()
     if options.device == "cpu":
         keep_memory()
     threads = [0] if options.device == "cuda" else [int(n) for n in options.threads.split(",")]
-    works = [work for work in works_of[options.device] if options.only in work.name]
+    workloads = [work for work in workloads_of[options.device] if options.only in work.name]
     described = introduced(options.device)
     stream, results = Stream(options.device), []
     try:
-        with tqdm(total=len(works) * len(threads) * options.rounds, desc="rounds") as progress:
-            for work in works:
+        with tqdm(total=len(workloads) * len(threads) * options.rounds, desc="rounds") as progress:
+            for work in workloads:
                 for count in threads:
                     results.append(bench(work, stream, count, options.rounds, progress))
                     show(results[-1])

@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
 
 
 @dataclass(frozen=True)
-class Work:
+class ZeroWorkload:
     """A way to train.
 
     Args:
@@ -83,7 +83,7 @@ class Made:
     backward: Callable[[torch.Tensor], object] = torch.Tensor.backward
 
 
-def ours(work: Work, size: Size, device: str) -> Made:
+def ours(work: ZeroWorkload, size: Size, device: str) -> Made:
     """Return our training."""
     with zero.Init(seed=0) as init:
         model = Decoder(size).to(work.shards)
@@ -109,7 +109,7 @@ def ours(work: Work, size: Size, device: str) -> Made:
     return Made(model, optimizer, device, finish)
 
 
-def torchs(work: Work, size: Size, device: str) -> Made:
+def torchs(work: ZeroWorkload, size: Size, device: str) -> Made:
     """Return the same in plain torch."""
     torch.manual_seed(0)
     with torch.device(device):
@@ -138,7 +138,7 @@ def torchs(work: Work, size: Size, device: str) -> Made:
     return Made(model, optimizer, device, finish)
 
 
-def deepspeeds(work: Work, size: Size, device: str) -> Made:
+def deepspeeds(work: ZeroWorkload, size: Size, device: str) -> Made:
     """Return the same in DeepSpeed: bfloat16 weights, float32 masters, sums in bfloat16."""
     import deepspeed
 
@@ -156,7 +156,7 @@ def deepspeeds(work: Work, size: Size, device: str) -> Made:
     return Made(engine, engine.optimizer, device, engine.step, engine.backward)
 
 
-Contender = Callable[[Work, Size, str], Made]
+Contender = Callable[[ZeroWorkload, Size, str], Made]
 CONTENDERS: dict[str, Contender] = {OURS: ours, TORCH: torchs}
 
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from benchmarks.disk_rivals import PlainLoop
 from benchmarks.offload_model import Block, Decoder, Size
 from benchmarks.results import Result, Timing
-from benchmarks.zero_contenders import CONTENDERS, OURS, Trained, Work, mesh_on, synchronize
+from benchmarks.zero_contenders import CONTENDERS, OURS, Trained, ZeroWorkload, mesh_on, synchronize
 from deepspeed_ext import io, zero
 from deepspeed_ext.io import PinnedBuffer
 
@@ -32,7 +32,7 @@ _PLAIN_BYTES = 4 << 30  # that it moves at most; the rest is computed
 
 def checkpoints(size: Size, device: str, rounds: int, where: Path | None) -> Iterator[Result]:
     """Save and load the model and its optimizer, in stage 3, in all ways, from a cold cache."""
-    work = Work(3)
+    work = ZeroWorkload(3)
     trained = {name: Trained(make(work, size, device), size) for name, make in CONTENDERS.items()}
     found: dict[str, dict[str, list[float]]] = {_STALL: {}, _SAVE: {}, _LOAD: {}}
     for each in trained.values():

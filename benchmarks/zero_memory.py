@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from benchmarks.offload_model import Decoder, Size, make_data
-from benchmarks.zero_contenders import Work, allocated, drop_garbage, ours, peak
+from benchmarks.zero_contenders import ZeroWorkload, allocated, drop_garbage, ours, peak
 from deepspeed_ext import zero
 
 _WEIGHT, _USED, _REDUCED, _STATE = 4, 2, 4, 8  # bytes: w and w', c, g, s of the table
@@ -46,7 +46,7 @@ def memory(size: Size, device: str) -> Iterator[Kept]:
 
 def _of_stage(stage: int, size: Size, device: str) -> Iterator[Kept]:
     base = allocated(device)
-    made = ours(Work(stage), size, device)
+    made = ours(ZeroWorkload(stage), size, device)
     data = make_data(size, device)
     total = sum(p.numel() for p in made.model.parameters())
     assert isinstance(made.model, Decoder)

@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.offload_model import Size, make_data
-from benchmarks.zero_contenders import Work, drop_garbage, ours, synchronize
+from benchmarks.zero_contenders import ZeroWorkload, drop_garbage, ours, synchronize
 from deepspeed_ext import zero
 from deepspeed_ext.dtensors import local
 
@@ -75,7 +75,7 @@ def draw(size: Size, device: str, path: Path, advance: Callable[[], object]) -> 
 
 
 def _record(stage: int, size: Size, device: str) -> Recorded:
-    made = ours(Work(stage), size, device)
+    made = ours(ZeroWorkload(stage), size, device)
     data = make_data(size, device)
     spans: Spans = []
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import bench_offload, offload_rows, results, table_cells, tables, works
+from benchmarks import bench_offload, offload_rows, results, table_cells, tables, workloads
 from benchmarks.harness import Contender
 from benchmarks.results import FOLDER, Result, Timing
 
@@ -48,9 +48,9 @@ def test_another_figure_is_noticed():
         "cross_entropy",
     ],
 )
-def test_tables_name_works_that_are_measured(bench):
-    works = importlib.import_module(f"benchmarks.bench_{bench}").WORKS
-    measured = {work.name for of_device in works.values() for work in of_device}
+def test_tables_name_workloads_that_are_measured(bench):
+    workloads = importlib.import_module(f"benchmarks.bench_{bench}").WORKLOADS
+    measured = {work.name for of_device in workloads.values() for work in of_device}
     named = {
         line.work for table in tables.TABLES.values() for line in table.lines if line.bench == bench
     }
@@ -58,9 +58,9 @@ def test_tables_name_works_that_are_measured(bench):
 
 
 def test_tables_name_disk_work_that_is_measured():
-    works = importlib.import_module("benchmarks.aio_works").WORKS
+    workloads = importlib.import_module("benchmarks.aio_workloads").WORKLOADS
     disk = [line for table in tables.TABLES.values() for line in table.lines if line.bench == "aio"]
-    assert {line.work for line in disk} <= set(works)
+    assert {line.work for line in disk} <= set(workloads)
 
 
 def test_tables_name_offloaded_work_that_is_measured():
@@ -172,17 +172,17 @@ def test_rounds_before_an_interrupt_are_kept(whole, tmp_path, monkeypatch):
 
         return [Contender("theirs", lambda: None), Contender("ours", ours)]
 
-    work = works.Work("a work", [(8,)], 8, contenders, warm_up=0)
+    work = workloads.Workload("a work", [(8,)], 8, contenders, warm_up=0)
     command = f"bench_steps.py --threads 1 --rounds 4 --save {tmp_path}/kept.json"
     monkeypatch.setattr(sys, "argv", command.split())
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     monkeypatch.setenv("BENCH_COMMIT", "0123abc")
-    monkeypatch.setattr(works, "keep_memory", lambda: None)
+    monkeypatch.setattr(workloads, "keep_memory", lambda: None)
     threads = torch.get_num_threads()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored
     try:
         with pytest.raises(KeyboardInterrupt):
-            works.main("", {"cpu": [work, work]})
+            workloads.main("", {"cpu": [work, work]})
     finally:
         signal.signal(signal.SIGINT, before)
         torch.set_num_threads(threads)

@@ -18,7 +18,7 @@ from family_cases import (
     model_of,
     states_of,
 )
-from test_company import AHEAD, ON_BOTH, make, result
+from test_batch_invariance import AHEAD, ON_BOTH, make, result
 from torch import Tensor
 
 from deepspeed_ext import init_inference

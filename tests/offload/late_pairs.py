@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from late_lanes import CYCLES, LateLanes, be_late
+from late_copies import CYCLES, LateLanes, be_late
 from offload_cases import Pair, small_parts
 from optim_cases import make_params, needs_cuda
 from torch import nn

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from late_lanes import be_late
+from late_copies import be_late
 from offload_cases import Pair
 from optim_cases import make_params
 from torch import nn

@@ -1,6 +1,6 @@
 """Copies and events that come late: nothing is read before it is there, or written while it is.
 
-Each test has its copies delayed in a way that makes the race certain; see late_lanes.
+Each test has its copies delayed in a way that makes the race certain; see late_copies.
 """
 
 import random
@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from late_lanes import LateLanes, be_late
+from late_copies import LateLanes, be_late
 from late_pairs import (
     STEPS,
     DeviceError,
