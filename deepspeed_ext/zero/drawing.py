@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.zero.units import Unit
 
-Place = tuple[nn.Module, str]
-Whole = dict[Place, Tensor]
+Attribute = tuple[nn.Module, str]  # a tensor, as a module has it
+Whole = dict[Attribute, Tensor]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
@@ -64,16 +64,16 @@ class Drawing:
                 begin = self._state()
                 whole, init_next = self._drawn(unit, -1, init_at, owned)
                 left = _untouched(unit, whole, -1)
-                if any(not whole[place].is_floating_point() for place in left):
+                if any(not whole[attribute].is_floating_point() for attribute in left):
                     # A whole number may be any: one that no sentinel touches was not written.
                     self._set_state(begin)
                     again, init_next = self._drawn(unit, 0, init_at, owned)
                     left &= _untouched(unit, again, 0)
                 init_at = init_next
-                unfilled += sorted(unit.tensors[place] for place in left & owned)
-                for place, name in unit.tensors.items():
-                    if name in unit.wanted and (place in owned or self._init is not None):
-                        keep(whole[place], _own(*place), is_again=place not in owned)
+                unfilled += sorted(unit.tensors[attribute] for attribute in left & owned)
+                for attribute, name in unit.tensors.items():
+                    if name in unit.wanted and (attribute in owned or self._init is not None):
+                        keep(whole[attribute], _own(*attribute), is_again=attribute not in owned)
         return unfilled
 
     def _state_after_resets(self, units: Sequence[Unit]) -> list[Tensor]:
@@ -91,7 +91,7 @@ class Drawing:
         unit: Unit,
         sentinel: int,
         init_at: list[Tensor] | None,
-        owned: set[Place],
+        owned: set[Attribute],
     ) -> tuple[Whole, list[Tensor] | None]:
         """Return what a unit draws, and where init goes on with the random numbers."""
         whole = self._whole(unit, sentinel)
@@ -99,8 +99,8 @@ class Drawing:
             _reset(unit)
             if self._init is not None and init_at is not None:
                 resets_at = self._state()
-                for place in whole.keys() - owned:  # so that one sees what init draws anew
-                    _integers(_own(*place)).fill_(sentinel)
+                for attribute in whole.keys() - owned:  # so that one sees what init draws anew
+                    _integers(_own(*attribute)).fill_(sentinel)
                 self._set_state(init_at)
                 for module in unit.modules:
                     self._init(module)
@@ -139,9 +139,9 @@ def _own(module: nn.Module, name: str) -> Tensor:
     return tensor
 
 
-def _first_owners(units: Sequence[Unit]) -> set[Place]:
-    """Return for each tensor the first place where it is."""
-    first: dict[Tensor, Place] = {}
+def _first_owners(units: Sequence[Unit]) -> set[Attribute]:
+    """Return for each tensor the first attribute that it is."""
+    first: dict[Tensor, Attribute] = {}
     for module, name in chain.from_iterable(unit.tensors for unit in units):
         first.setdefault(_own(module, name), (module, name))
     return set(first.values())
@@ -157,15 +157,15 @@ def _reset(unit: Unit) -> None:
 @contextlib.contextmanager
 def _shown(whole: Whole) -> Iterator[None]:
     """Let modules have whole tensors; what they put in place of one is taken."""
-    before = {place: _own(*place) for place in whole}
+    before = {attribute: _own(*attribute) for attribute in whole}
     try:
-        for place, tensor in whole.items():
-            _put(*place, tensor)
+        for attribute, tensor in whole.items():
+            _put(*attribute, tensor)
         yield
-        whole.update({place: _own(*place).detach() for place in whole})
+        whole.update({attribute: _own(*attribute).detach() for attribute in whole})
     finally:
-        for place, tensor in before.items():
-            _put(*place, tensor)
+        for attribute, tensor in before.items():
+            _put(*attribute, tensor)
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -175,12 +175,12 @@ def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
     home[name] = tensor
 
 
-def _untouched(unit: Unit, whole: Whole, sentinel: int) -> set[Place]:
+def _untouched(unit: Unit, whole: Whole, sentinel: int) -> set[Attribute]:
     """Return where elements still have the bytes that they began with."""
     return {
-        place
-        for place, name in unit.tensors.items()
-        if name in unit.wanted and bool((_integers(whole[place]) == sentinel).any())
+        attribute
+        for attribute, name in unit.tensors.items()
+        if name in unit.wanted and bool((_integers(whole[attribute]) == sentinel).any())
     }
 
 

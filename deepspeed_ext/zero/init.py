@@ -15,7 +15,7 @@ from deepspeed_ext.io.engine.window import Window
 from deepspeed_ext.zero.drawing import Drawing, is_untouched
 from deepspeed_ext.zero.memory import allocate
 from deepspeed_ext.zero.names import plain_name
-from deepspeed_ext.zero.saved_model import Place, places_in, read_rows
+from deepspeed_ext.zero.saved_model import TensorSlice, read_rows, slices_in
 from deepspeed_ext.zero.units import Unit, named_tensors, units_of
 
 _OP = "zero.Init"
@@ -94,36 +94,36 @@ class Init:
         """
         device = _device_of(model) if device is None else torch.device(device)
         wanted = {n: t for n, t in named_tensors(model) if t.is_meta}
-        places = self._places(wanted, set(map(plain_name, model.state_dict())))
+        slices = self._slices(wanted, set(map(plain_name, model.state_dict())))
         units = units_of(model, set(wanted))
         with torch.no_grad():
             for tensor in dict.fromkeys(wanted.values()):
                 allocate(tensor, device)
-            unfilled = self._draw(units, set(places), device)
+            unfilled = self._draw(units, set(slices), device)
             if unfilled:
                 _refuse_unfilled(unfilled)
-            self._read(model, places)
+            self._read(model, slices)
         return model
 
-    def _places(self, wanted: dict[str, Tensor], known: set[str]) -> dict[str, Place]:
+    def _slices(self, wanted: dict[str, Tensor], known: set[str]) -> dict[str, TensorSlice]:
         """Return where the values of tensors lie that are in files, all checked."""
-        found: dict[str, Place] = {}
+        found: dict[str, TensorSlice] = {}
         for path in self._files:
-            for name, place in places_in(_OP, path).items():
+            for name, saved in slices_in(_OP, path).items():
                 renamed = name if self._rename is None else self._rename(name)
                 if renamed is None:
                     continue
                 renamed = plain_name(renamed)
                 if renamed not in known:
                     raise ValueError(
-                        f"{_OP}: {place.path} has {renamed!r}, expected names in the model's state"
+                        f"{_OP}: {saved.path} has {renamed!r}, expected names in the model's state"
                         " dict; let rename give None for what is to be left out"
                     )
                 if renamed in wanted:
-                    _check_fits(renamed, place, wanted[renamed])
-                    found[renamed] = place
+                    _check_fits(renamed, saved, wanted[renamed])
+                    found[renamed] = saved
         # A tied tensor may be saved under one of its names.
-        of_tensor = {wanted[name]: place for name, place in found.items()}
+        of_tensor = {wanted[name]: saved for name, saved in found.items()}
         return {name: of_tensor[t] for name, t in wanted.items() if t in of_tensor}
 
     def _draw(self, units: list[Unit], read: set[str], device: torch.device) -> list[str]:
@@ -133,15 +133,15 @@ class Init:
         missing = [unit for unit in missing if unit.wanted]
         return drawing.fill(missing, _keep)
 
-    def _read(self, model: nn.Module, places: dict[str, Place]) -> None:
+    def _read(self, model: nn.Module, slices: dict[str, TensorSlice]) -> None:
         done: set[Tensor] = set()
         window = Window(_HELD)
         with AsyncIO() as engine, contextlib.ExitStack() as stack:
             stack.callback(window.abandon)
             for name, tensor in named_tensors(model):
-                if name in places and tensor not in done:
+                if name in slices and tensor not in done:
                     done.add(tensor)
-                    _read_part(engine, window, places[name], tensor)
+                    _read_part(engine, window, slices[name], tensor)
             window.finish()
 
 
@@ -150,22 +150,22 @@ def _keep(whole: Tensor, tensor: Tensor, *, is_again: bool = False) -> None:
     kept.copy_(torch.where(is_untouched(part), kept, part) if is_again else part)
 
 
-def _read_part(engine: AsyncIO, window: Window, place: Place, tensor: Tensor) -> None:
+def _read_part(engine: AsyncIO, window: Window, saved: TensorSlice, tensor: Tensor) -> None:
     if not is_dtensor(tensor) or is_cut_in_rows(tensor):
         part = local(tensor)
         first = first_index(tensor) if part.numel() else 0
-        read_rows(engine, window, place, first, part.detach())
+        read_rows(engine, window, saved, first, part.detach())
         return
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=local(tensor).device)
-    read_rows(engine, window, place, 0, whole, partial(_keep, whole, tensor))
+    read_rows(engine, window, saved, 0, whole, partial(_keep, whole, tensor))
 
 
-def _check_fits(name: str, place: Place, tensor: Tensor) -> None:
-    kinds = [dtype.is_floating_point for dtype in (place.dtype, tensor.dtype)]
-    if place.shape != tuple(tensor.shape) or (place.dtype != tensor.dtype and not all(kinds)):
+def _check_fits(name: str, saved: TensorSlice, tensor: Tensor) -> None:
+    kinds = [dtype.is_floating_point for dtype in (saved.dtype, tensor.dtype)]
+    if saved.shape != tuple(tensor.shape) or (saved.dtype != tensor.dtype and not all(kinds)):
         raise ValueError(
-            f"{_OP}: tensor {name!r} of {place.path} has shape {list(place.shape)} of"
-            f" {place.dtype}, expected {list(tensor.shape)} of {tensor.dtype}"
+            f"{_OP}: tensor {name!r} of {saved.path} has shape {list(saved.shape)} of"
+            f" {saved.dtype}, expected {list(tensor.shape)} of {tensor.dtype}"
         )
 
 

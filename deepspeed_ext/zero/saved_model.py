@@ -29,8 +29,8 @@ Then = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor lies.
+class TensorSlice:
+    """Where a tensor lies: a slice of a file.
 
     Args:
         path: of the file.
@@ -45,7 +45,7 @@ class Place:
     shape: tuple[int, ...]
 
 
-def places_in(op: str, path: str | os.PathLike[str]) -> dict[str, Place]:
+def slices_in(op: str, path: str | os.PathLike[str]) -> dict[str, TensorSlice]:
     """Return where the tensors of a saved model lie.
 
     Args:
@@ -62,12 +62,12 @@ def places_in(op: str, path: str | os.PathLike[str]) -> dict[str, Place]:
         is_sharded = (file / INDEX).exists() and not (file / ONE_FILE).exists()
         file = file / (INDEX if is_sharded else ONE_FILE)
     if file.suffix != ".json":
-        return dict(_places_of(op, file))
+        return dict(_slices_of(op, file))
     weight_map = _weight_map(op, file)
-    found: dict[str, Place] = {}
+    found: dict[str, TensorSlice] = {}
     for name in sorted(set(weight_map.values())):
-        inside = dict(_places_of(op, file.parent / name))
-        found |= {key: place for key, place in inside.items() if weight_map.get(key) == name}
+        inside = dict(_slices_of(op, file.parent / name))
+        found |= {key: saved for key, saved in inside.items() if weight_map.get(key) == name}
     missing = [key for key in weight_map if key not in found]
     if missing:
         raise ValueError(
@@ -80,7 +80,7 @@ def places_in(op: str, path: str | os.PathLike[str]) -> dict[str, Place]:
 def read_rows(
     engine: AsyncIO,
     window: Window,
-    place: Place,
+    saved: TensorSlice,
     first: int,
     into: Tensor,
     then: Then | None = None,
@@ -90,13 +90,13 @@ def read_rows(
     Args:
         engine: that reads.
         window: takes over what is under way.
-        place: of the tensor.
+        saved: where the tensor lies.
         first: index of the first element, in the tensor as it lies in the file.
         into: gets them, if it has another dtype, cast.
         then: called when they are there.
     """
-    is_like = into.dtype == place.dtype and into.is_contiguous()
-    buffer = into if is_like else torch.empty(into.shape, dtype=place.dtype, device=into.device)
+    is_like = into.dtype == saved.dtype and into.is_contiguous()
+    buffer = into if is_like else torch.empty(into.shape, dtype=saved.dtype, device=into.device)
 
     def end() -> None:
         if not is_like:
@@ -105,11 +105,11 @@ def read_rows(
             then()
 
     if into.numel():
-        offset = place.begin + first * place.dtype.itemsize
-        window.add(engine.read(buffer, place.path, offset), buffer.nbytes, end)
+        offset = saved.begin + first * saved.dtype.itemsize
+        window.add(engine.read(buffer, saved.path, offset), buffer.nbytes, end)
 
 
-def _places_of(op: str, path: Path) -> Iterator[tuple[str, Place]]:
+def _slices_of(op: str, path: Path) -> Iterator[tuple[str, TensorSlice]]:
     header = _header(op, path)
     ties = ties_in(header)
     for name, entry in header.tensors.items():
@@ -120,9 +120,9 @@ def _places_of(op: str, path: Path) -> Iterator[tuple[str, Place]]:
                 f" {list(entry.shape)}, expected one that torch can have"
             )
         assert math.prod(shape) * dtype.itemsize == entry.end - entry.begin
-        place = Place(os.fspath(path), header.data_start + entry.begin, dtype, shape)
-        yield name, place
-        yield from ((tied, place) for tied, kept in ties.items() if kept == name)
+        saved = TensorSlice(os.fspath(path), header.data_start + entry.begin, dtype, shape)
+        yield name, saved
+        yield from ((tied, saved) for tied, kept in ties.items() if kept == name)
 
 
 def _header(op: str, path: Path) -> Header:

@@ -21,7 +21,7 @@ from deepspeed_ext.zero.checkpoint import saving
 from deepspeed_ext.zero.checkpoint.background import Saving
 from deepspeed_ext.zero.checkpoint.manifest import BLOCK
 from deepspeed_ext.zero.checkpoint.storage import Writer
-from deepspeed_ext.zero.saved_model import places_in
+from deepspeed_ext.zero.saved_model import slices_in
 
 NAMES = {
     *(f"0.{i}.{name}" for i in range(2) for name in ("weight", "bias", "running_mean")),
@@ -300,7 +300,7 @@ def replaces_results(row, folder):
 def one_model(folder):
     """Return which model readers find, None if none; theirs agree."""
     found = set()
-    for reader in (places_in, lambda op, path: Shards(op, path).files):
+    for reader in (slices_in, lambda op, path: Shards(op, path).files):
         try:
             places = reader("test", folder)
         except FileNotFoundError:

@@ -34,7 +34,7 @@ TORCH_DTYPES = {  # of the format's dtypes; torch has none of 6 bits
     "F4": torch.float4_e2m1fn_x2,  # two elements of the format in one of torch
 }
 NEVER_TIED = "format"  # of metadata that files commonly have: {"format": "pt"}
-Place = tuple[bool, int, int, str]  # among the tensors of a file
+Order = tuple[bool, int, int, str]  # among the tensors of a file
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -96,12 +96,12 @@ def lay_out(tensors: Mapping[str, Tensor], page: int) -> dict[str, HeaderEntry]:
         An entry for each, in the order of the data.
     """
 
-    def place(item: tuple[str, Tensor]) -> Place:
+    def order(item: tuple[str, Tensor]) -> Order:
         name, tensor = item
-        return place_of(name, tensor.nbytes, tensor.element_size(), page)
+        return order_of(name, tensor.nbytes, tensor.element_size(), page)
 
     entries, position = {}, 0
-    for name, tensor in sorted(tensors.items(), key=place):
+    for name, tensor in sorted(tensors.items(), key=order):
         end = position + tensor.nbytes
         shape = tuple(tensor.shape)
         if tensor.dtype is torch.float4_e2m1fn_x2:
@@ -111,7 +111,7 @@ def lay_out(tensors: Mapping[str, Tensor], page: int) -> dict[str, HeaderEntry]:
     return entries
 
 
-def place_of(name: str, nbytes: int, element_bytes: int, page: int) -> Place:
+def order_of(name: str, nbytes: int, element_bytes: int, page: int) -> Order:
     """Return by what `lay_out` orders tensors."""
     is_odd = nbytes % page != 0
     return is_odd, -element_bytes if is_odd else 0, -nbytes, name

@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Container, Mapping
 
 from deepspeed_ext.io.checkpoint.format import Header
-from deepspeed_ext.io.checkpoint.saved_tensors import NEVER_TIED, TORCH_DTYPES, place_of
+from deepspeed_ext.io.checkpoint.saved_tensors import NEVER_TIED, TORCH_DTYPES, order_of
 
 LIST = "deepspeed_ext.tied"
 _PAGES = (4096, 16384, 65536)  # of machines that may have saved a file
@@ -103,7 +103,7 @@ def _is_laid_out(header: Header, page: int) -> bool:
     position = 0
     for name in sorted(
         tensors,
-        key=lambda name: place_of(
+        key=lambda name: order_of(
             name,
             tensors[name].end - tensors[name].begin,
             TORCH_DTYPES[tensors[name].dtype].itemsize,
