@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import is_dtensor, local
-from deepspeed_ext.offload.copies import AHEAD, ASKED, Copy, Event, Lanes
+from deepspeed_ext.offload.copies import AHEAD, ASKED, Copy, CopyStreams, Event
 from deepspeed_ext.offload.gradient_sources import GradientSource
 from deepspeed_ext.offload.host_optimizer import HostSteps, pieces
 from deepspeed_ext.offload.host_tensors import put
@@ -92,7 +92,7 @@ class HostBucket:
         group: the number of its group.
         bucket: of the inner optimizer; its parameters are the copies.
         owners: the parameters themselves.
-        lanes: to their device.
+        streams: of their device.
         gradients: of the parameters.
     """
 
@@ -102,11 +102,11 @@ class HostBucket:
         group: int,
         bucket: Bucket,
         owners: list[Tensor],
-        lanes: Lanes,
+        streams: CopyStreams,
         gradients: GradientSource,
     ) -> None:
         self.inner, self.group, self.bucket, self.owners = inner, group, bucket, owners
-        self.lanes, self.gradients = lanes, gradients
+        self.streams, self.gradients = streams, gradients
         self.spare: Side | None = None
         # When the weights that were sent are there, and streams that have waited for that.
         self._sent: tuple[Event, set[int]] | None = None
@@ -243,8 +243,8 @@ class HostBucket:
         self.inner.step_part(options, part, scaling, out)
         end = perf_counter()
         self.seconds += end - begin
-        if self.lanes.recorder is not None:
-            self.lanes.recorder.note(name, begin, end)
+        if self.streams.recorder is not None:
+            self.streams.recorder.note(name, begin, end)
 
     def await_returned(self) -> None:
         """Wait for the weights that were sent: only then may their host memory be written."""
@@ -252,7 +252,7 @@ class HostBucket:
             self._sent[0].synchronize()
 
     def _send(self, copies: list[Copy], after: Event | None) -> None:
-        event = self.lanes.send(copies, after)
+        event = self.streams.send(copies, after)
         self._sent = None if event is None else (event, set())
         self.bytes_back += sum(copy.source.nbytes for copy in copies)
 
@@ -261,7 +261,7 @@ class HostBucket:
         if is_dtensor(self.owners[0]):  # copies count as writes, but of the local parts
             torch.autograd.graph.increment_version(self.owners)
         others = self.prints if len(indices) < len(self.owners) else None
-        self.prints, event = self.lanes.fingerprint_sent(parts, indices, others)
+        self.prints, event = self.streams.fingerprint_sent(parts, indices, others)
         if event is not None:
             self._sent = (event, set())
         self.weights = marks_of(self.owners)
@@ -269,7 +269,7 @@ class HostBucket:
     def await_on_stream(self) -> None:
         """Let the current stream wait for the weights that were sent, if it has not yet."""
         if self._sent is not None:
-            self.lanes.await_on_stream(*self._sent)
+            self.streams.await_on_stream(*self._sent)
 
     def count_write(self, params: list[Tensor]) -> None:
         """Let some parameters count as written, as they will be.
@@ -282,8 +282,8 @@ class HostBucket:
     # Weights
 
     def stays(self) -> bool:
-        """Return whether the parameters are where the lanes lead to."""
-        return all(local(owner).device == self.lanes.device for owner in self.owners)
+        """Return whether the parameters are on the device of the copy streams."""
+        return all(local(owner).device == self.streams.device for owner in self.owners)
 
     def looks_written(self) -> bool:
         """Return whether it shows that somebody else has written weights; it need not."""
@@ -316,7 +316,7 @@ class HostBucket:
         self.await_returned()
         copies, owners = self._copies(), parts_of(self.owners)
         self.weights, self.prints = seal(self.owners)
-        event = self.lanes.fetch([Copy(copies[i], owners[i]) for i in changed])
+        event = self.streams.fetch([Copy(copies[i], owners[i]) for i in changed])
         if event is not None:
             event.synchronize()
         return True

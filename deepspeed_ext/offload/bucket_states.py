@@ -22,7 +22,7 @@ from torch import Tensor
 
 from deepspeed_ext.offload.arriving import Wait, arrive, set_out
 from deepspeed_ext.offload.bucket import Arrival, HostBucket, Side
-from deepspeed_ext.offload.copies import Event, Lanes
+from deepspeed_ext.offload.copies import CopyStreams, Event
 from deepspeed_ext.offload.gradient_sources import GradientSource
 from deepspeed_ext.offload.host_optimizer import HostSteps, scaling_of
 from deepspeed_ext.offload.param_table import Row
@@ -129,7 +129,7 @@ class OffloadedBucket(HostBucket):
         group: the number of its group.
         bucket: of the inner optimizer; its parameters are the copies.
         rows: of the parameters themselves, in their order.
-        lanes: to their device.
+        streams: of their device.
         gradients: of the parameters.
         worker: takes the steps.
         counts: of steps `ahead`, those `validated` and those `rolled back`; others count there,
@@ -143,13 +143,13 @@ class OffloadedBucket(HostBucket):
         group: int,
         bucket: Bucket,
         rows: "list[Row[OffloadedBucket]]",
-        lanes: Lanes,
+        streams: CopyStreams,
         gradients: GradientSource,
         worker: Worker,
         counts: Counter[str],
         place: int,
     ) -> None:
-        super().__init__(inner, group, bucket, [row.param for row in rows], lanes, gradients)
+        super().__init__(inner, group, bucket, [row.param for row in rows], streams, gradients)
         self.rows, self.place = rows, place
         self._worker, self._counts = worker, counts
         self._state = BucketState.IDLE
@@ -281,7 +281,7 @@ class OffloadedBucket(HostBucket):
         ahead = self._begun()
         step = partial(self.step, arrival, options, scaling_of(divisor), after)
         send = partial(self.send_rest, arrival, after)
-        await_room = self.lanes.await_room
+        await_room = self.streams.await_room
         if (
             ahead is not None
             and not was_written
@@ -302,7 +302,7 @@ class OffloadedBucket(HostBucket):
         if ahead is None:
             self._ask(taken)
         arrival.release()
-        room = self.lanes.has_room
+        room = self.streams.has_room
         self._ask(Task(run, Urgency.RETURN, self.place, [after], [taken], room))
         return waits
 

@@ -57,8 +57,8 @@ class Copy(NamedTuple):
     source: Tensor
 
 
-class Lanes:
-    """The two directions between one device and host memory.
+class CopyStreams:
+    """The copy streams of the two directions between one device and host memory.
 
     On the CPU a copy is over when the call returns, and there are no events.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import is_dtensor, local, same_layout
-from deepspeed_ext.offload.copies import Copy, Event, Lanes
+from deepspeed_ext.offload.copies import Copy, CopyStreams, Event
 from deepspeed_ext.offload.host_gradients import source_of
 from deepspeed_ext.offload.param_table import Row
 from deepspeed_ext.offload.seals import Question, Seal, marks_of, parts_of, seal
@@ -87,8 +87,8 @@ class GradientSource(Protocol):
 class DeviceGradients:
     """Those that stay on the device until step(), as in torch: see `GradientSource`."""
 
-    def __init__(self, params: Sequence[Tensor], lanes: Lanes) -> None:
-        self._params, self._lanes = params, lanes
+    def __init__(self, params: Sequence[Tensor], streams: CopyStreams) -> None:
+        self._params, self._streams = params, streams
         self._sealed: Seal | None = None  # when hooks told that all are there
         self.are_final, self.bytes_out = True, 0
 
@@ -109,10 +109,10 @@ class DeviceGradients:
         indices = [i for i, grad in enumerate(self.current()) if grad is not None]
         sources = self.on_device()
         self.bytes_out += sum(source.nbytes for source in sources)
-        return Taken(indices, self._lanes.staged(sources), sources, [])
+        return Taken(indices, self._streams.staged(sources), sources, [])
 
     def fetch(self, host: Sequence[Tensor], sources: Sequence[Tensor]) -> Event | None:
-        return self._lanes.fetch(list(map(Copy, host, sources)))
+        return self._streams.fetch(list(map(Copy, host, sources)))
 
     def watch(self) -> None:
         self._sealed = seal(self.current())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import local, part_for
-from deepspeed_ext.offload.copies import Copy, Event, Lanes
+from deepspeed_ext.offload.copies import Copy, CopyStreams, Event
 from deepspeed_ext.offload.sent_gradients import SentGradient, sent, stand_in
 from deepspeed_ext.offload.worker import Task, Urgency, Worker
 
@@ -122,16 +122,16 @@ class Adder:
         self._adding: list[Task] = []
         self.bytes_out = 0
 
-    def take(self, known: Sum, source: Tensor, lanes: Lanes) -> None:
+    def take(self, known: Sum, source: Tensor, streams: CopyStreams) -> None:
         """Begin to copy what a parameter has more than is in its sum, and have it added.
 
         Args:
             known: the sum of the parameter.
             source: that part of its gradient.
-            lanes: to its device.
+            streams: of its device.
         """
-        [memory] = lanes.staged([source])
-        event = lanes.fetch([Copy(memory, source)])
+        [memory] = streams.staged([source])
+        event = streams.fetch([Copy(memory, source)])
         known.replace()
         before = known.last if known.count > 1 else None
         run = partial(known.add, before, memory, event, source)

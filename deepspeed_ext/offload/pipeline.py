@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed_ext.dtensors import is_dtensor, local
 from deepspeed_ext.offload.bucket_states import BucketState, OffloadedBucket
-from deepspeed_ext.offload.copies import Event, Lanes, Recorder, await_copy
+from deepspeed_ext.offload.copies import CopyStreams, Event, Recorder, await_copy
 from deepspeed_ext.offload.gradient_sources import (
     DeviceGradients,
     GradientSource,
@@ -68,7 +68,7 @@ class Pipeline:
         self.inner, self.groups, self.table = inner, groups, table
         self._memory, self._free_grads = memory, free_grads
         self.worker = Worker(table.share, partial(load, inner.spec.op.libraries["cpu"]))
-        self._lanes: dict[torch.device, Lanes] = {}
+        self._streams: dict[torch.device, CopyStreams] = {}
         self._adder = Adder(self.worker)
         self._buckets: list[OffloadedBucket] = []
         self._resident: list[tuple[Group, Bucket]] = []
@@ -135,13 +135,13 @@ class Pipeline:
             return
         if not self._has_room(source.nbytes):
             self._adder.finish()
-        self._adder.take(known, source, self._lanes_of(row.param))
+        self._adder.take(known, source, self._streams_of(row.param))
 
-    def _lanes_of(self, param: Tensor) -> Lanes:
+    def _streams_of(self, param: Tensor) -> CopyStreams:
         device = local(param).device
-        if device not in self._lanes:
-            self._lanes[device] = Lanes(device)
-        return self._lanes[device]
+        if device not in self._streams:
+            self._streams[device] = CopyStreams(device)
+        return self._streams[device]
 
     def _hasten(self, bucket: OffloadedBucket) -> None:
         """Take gradients that are all there, and take a step by them, if nothing is against it."""
@@ -171,7 +171,7 @@ class Pipeline:
         most = self._memory.gradients
         if most is None or not nbytes:
             return True
-        in_use = sum(lanes.staged_bytes for lanes in self._lanes.values())
+        in_use = sum(streams.staged_bytes for streams in self._streams.values())
         return not in_use or in_use + nbytes <= most
 
     def forget_gradients(self) -> None:
@@ -215,7 +215,7 @@ class Pipeline:
         self.finish()
         self._prepare()
         with self._locked():
-            after = {device: lanes.mark() for device, lanes in self._lanes.items()}
+            after = {device: streams.mark() for device, streams in self._streams.items()}
             for bucket in self._buckets:
                 bucket.check_grads()
                 self._drop_outdated(bucket)
@@ -260,10 +260,10 @@ class Pipeline:
             for bucket in self._buckets:  # by place
                 self._take_rest(bucket)
                 if bucket.has_taken:
-                    self._commit(bucket, divisor, after[bucket.lanes.device])
+                    self._commit(bucket, divisor, after[bucket.streams.device])
         finally:  # what was queued before an error, too, reads gradients
-            for lanes in self._lanes.values():
-                lanes.hold_back()  # whoever writes to them from now on
+            for streams in self._streams.values():
+                streams.hold_back()  # whoever writes to them from now on
 
     def _drop_outdated(self, bucket: OffloadedBucket) -> None:
         """Forget what is there of gradients of which it shows that they are not those of now."""
@@ -324,8 +324,8 @@ class Pipeline:
 
     def record(self, recorder: Recorder | None) -> None:
         """Tell a recorder of copies and steps from now on; None ends that."""
-        for lanes in self._lanes.values():
-            lanes.recorder = recorder
+        for streams in self._streams.values():
+            streams.recorder = recorder
 
     def finish(self) -> None:
         """Wait until the last step is over, and let the current streams wait for its weights.
@@ -425,15 +425,15 @@ class Pipeline:
         self, group: int, bucket: Bucket, rows: list[Row[OffloadedBucket]]
     ) -> OffloadedBucket:
         """Return the bucket of some parameters, to come behind those that there are."""
-        lanes = self._lanes_of(rows[0].param)
+        streams = self._streams_of(rows[0].param)
         gradients: GradientSource
         if self._free_grads:
             self._adder.finish()
-            gradients = SummedGradients(rows, lanes.device)
+            gradients = SummedGradients(rows, streams.device)
         else:
-            gradients = DeviceGradients([row.param for row in rows], lanes)
+            gradients = DeviceGradients([row.param for row in rows], streams)
         ours = (self.worker, self.counts, len(self._buckets))
-        return OffloadedBucket(self.inner, group, bucket, rows, lanes, gradients, *ours)
+        return OffloadedBucket(self.inner, group, bucket, rows, streams, gradients, *ours)
 
     def _rows(self) -> list[Row[OffloadedBucket]]:
         """Return the rows of parameters that are in groups."""

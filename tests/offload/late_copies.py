@@ -11,7 +11,7 @@ from collections import deque
 import torch
 
 from deepspeed_ext.offload import pipeline
-from deepspeed_ext.offload.copies import Lanes
+from deepspeed_ext.offload.copies import CopyStreams
 
 CYCLES = 1_000_000  # about half a millisecond of a GPU
 
@@ -28,14 +28,14 @@ def be_late(monkeypatch, device, seed=0, most=4):
     if device == "cpu":
         draw = random.Random(seed)
         monkeypatch.setattr(
-            pipeline, "Lanes", lambda d: LateLanes(d, lambda: draw.randint(0, most))
+            pipeline, "CopyStreams", lambda d: LateStreams(d, lambda: draw.randint(0, most))
         )
     else:
-        monkeypatch.setattr(pipeline, "Lanes", SleepyLanes)
+        monkeypatch.setattr(pipeline, "CopyStreams", SleepyStreams)
 
 
-class SleepyLanes(Lanes):
-    """Lanes whose streams sleep before each copy."""
+class SleepyStreams(CopyStreams):
+    """Copy streams that sleep before each copy."""
 
     def _run(self, copies, stream, name):
         if stream is not None:
@@ -85,8 +85,8 @@ class Event:
         self._stream.catch_up(self._number)
 
 
-class LateLanes(Lanes):
-    """Lanes of the CPU with streams, of which the current one is whoever calls."""
+class LateStreams(CopyStreams):
+    """Copy streams of the CPU; the current one is whoever calls."""
 
     def __init__(self, device, draw):
         super().__init__(device)
@@ -123,7 +123,7 @@ class LateLanes(Lanes):
         there = torch.zeros(len(parts) if others is None else len(others), dtype=torch.int64)
 
         def run():
-            there.copy_(super(LateLanes, self).fingerprint_sent(parts, rows, others)[0])
+            there.copy_(super(LateStreams, self).fingerprint_sent(parts, rows, others)[0])
 
         return there, self._late_back.give(run, self._draw())
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from late_copies import CYCLES, LateLanes, be_late
+from late_copies import CYCLES, LateStreams, be_late
 from offload_cases import Pair, small_parts
 from optim_cases import make_params, needs_cuda
 from torch import nn
@@ -73,13 +73,15 @@ class Told:
 def tell(monkeypatch, events):
     """Let copies to host memory have these events, one after the other."""
 
-    class ToldLanes(LateLanes):
+    class ToldStreams(LateStreams):
         def fetch(self, copies):
             for target, source in copies:
                 target.copy_(source)
             return events.pop(0) if events else Told([True] * 99)
 
-    monkeypatch.setattr("deepspeed_ext.offload.pipeline.Lanes", lambda d: ToldLanes(d, lambda: 0))
+    monkeypatch.setattr(
+        "deepspeed_ext.offload.pipeline.CopyStreams", lambda d: ToldStreams(d, lambda: 0)
+    )
 
 
 class DeviceError(RuntimeError):

@@ -105,7 +105,7 @@ def test_an_estimate_is_what_is_allocated(
     found = estimate(parameters(dtype), kind, gpu_fraction=fraction, **options)
     with stepped(parameters(dtype), kind, gpu_fraction=fraction, **options) as made:
         gpu, host = allocated(made)
-        taken = sum(lanes.staged_bytes for lanes in made._pipeline._lanes.values())
+        taken = sum(streams.staged_bytes for streams in made._pipeline._streams.values())
         buckets = len(made._pipeline._buckets)
     assert buckets > 1 or fraction > 0
     assert without(found.gpu, "weights", "gradients") == without(gpu)

@@ -66,11 +66,11 @@ def test_gradients_are_added_up_in_their_order(monkeypatch):
     closer.start()
     gate.await_thread()
     adder, first, second = Adder(pair.ours._pipeline.worker), Told([False]), Told([True])
-    lanes = pair.ours._pipeline._lanes[torch.device("cpu")]
+    streams = pair.ours._pipeline._streams[torch.device("cpu")]
     events += [first, second]
     known = Sum(nn.Parameter(torch.zeros(3)))
     for value in (1.0, 2.0):
-        adder.take(known, torch.full((3,), value), lanes)
+        adder.take(known, torch.full((3,), value), streams)
     gate.open()
     closer.join()
     adder.finish()

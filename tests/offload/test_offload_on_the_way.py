@@ -292,9 +292,9 @@ def test_threads_that_touch_the_same_weight(monkeypatch):
 @needs_cuda
 def test_a_touch_on_another_stream_is_for_all(monkeypatch):
     """Whoever comes after it finds a plain parameter, and waits for nothing any more."""
-    from late_copies import SleepyLanes
+    from late_copies import SleepyStreams
 
-    monkeypatch.setattr("deepspeed_ext.offload.pipeline.Lanes", SleepyLanes)
+    monkeypatch.setattr("deepspeed_ext.offload.pipeline.CopyStreams", SleepyStreams)
     pair = warm("cuda", model=nn.Module())
     for _ in range(4):
         pair.backward()

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from late_copies import LateLanes, be_late
+from late_copies import LateStreams, be_late
 from late_pairs import (
     STEPS,
     DeviceError,
@@ -37,7 +37,7 @@ from optim_cases import BF16, assert_same_bits, make_params
 from torch import nn
 
 from deepspeed_ext.offload.bucket import HostBucket
-from deepspeed_ext.offload.copies import Copy, Lanes
+from deepspeed_ext.offload.copies import Copy, CopyStreams
 from deepspeed_ext.offload.sent_gradients import sent
 
 pytestmark = pytest.mark.usefixtures("threads_that_take_turns")
@@ -195,7 +195,7 @@ def test_a_device_that_fails_when_it_is_asked(where, monkeypatch):
     """CUDA says so in whatever is called next: the thread goes on, and who waits is told."""
     failing = []
 
-    class Failing(LateLanes):
+    class Failing(LateStreams):
         def fetch(self, copies):
             super().fetch(copies).synchronize()
             return Told([DeviceError("asked")] if failing and where == "gradients" else [True])
@@ -208,7 +208,9 @@ def test_a_device_that_fails_when_it_is_asked(where, monkeypatch):
                 raise DeviceError("asked")
             return super().has_room()
 
-    monkeypatch.setattr("deepspeed_ext.offload.pipeline.Lanes", lambda d: Failing(d, lambda: 0))
+    monkeypatch.setattr(
+        "deepspeed_ext.offload.pipeline.CopyStreams", lambda d: Failing(d, lambda: 0)
+    )
     pair = warm()
     before = [p.detach().clone() for p in pair.params]
     pair.backward()
@@ -271,16 +273,16 @@ def test_no_more_than_some_weights_are_queued_for_a_device(monkeypatch):
     small_parts(monkeypatch, most=64)
     be_late(monkeypatch, "cpu", most=0)
     most, order = [], []
-    send = LateLanes.send
+    send = LateStreams.send
 
-    def noted(lanes, copies, after):
-        event = send(lanes, copies, after)
+    def noted(streams, copies, after):
+        event = send(streams, copies, after)
         event._in_vain = 10**9  # it is over only for who waits
-        most.append(len(lanes._returning))
+        most.append(len(streams._returning))
         order.append(copies[0].target.data_ptr())
         return event
 
-    monkeypatch.setattr(LateLanes, "send", noted)
+    monkeypatch.setattr(LateStreams, "send", noted)
     params = [nn.Parameter(torch.randn(64)) for _ in range(30)]
     pair = Pair(params=params, model=nn.ParameterList())
     pair.train(4)
@@ -382,33 +384,33 @@ def test_parameters_that_move_from_one_gpu_to_another(free_grads, monkeypatch):
         pair.zero_grad()
         assert_same_bits(pair.params, pair.twins)
         buckets = pair.ours._pipeline._buckets
-        assert all(p.device == b.lanes.device for b in buckets for p in b.owners)
+        assert all(p.device == b.streams.device for b in buckets for p in b.owners)
 
 
 @needs_two
 def test_memory_of_a_copy_that_nobody_wants_goes_to_no_other_device(monkeypatch):
     """It is still written to."""
-    lanes = [Lanes(torch.device("cuda", i)) for i in range(2)]
+    streams = [CopyStreams(torch.device("cuda", i)) for i in range(2)]
     sources = [torch.full((1 << 20,), float(i), device=f"cuda:{i}") for i in range(2)]
     for _ in range(3):
-        unwanted = lanes[0].staged(sources[:1])
+        unwanted = streams[0].staged(sources[:1])
         with torch.cuda.device(0):
             torch.cuda._sleep(200_000_000)
-        lanes[0].fetch([Copy(unwanted[0], sources[0])])
+        streams[0].fetch([Copy(unwanted[0], sources[0])])
         del unwanted
-        [wanted] = lanes[1].staged(sources[1:])
-        lanes[1].fetch([Copy(wanted, sources[1])]).synchronize()
+        [wanted] = streams[1].staged(sources[1:])
+        streams[1].fetch([Copy(wanted, sources[1])]).synchronize()
         torch.cuda.synchronize(0)
         assert (wanted == 1).all()
 
 
-def test_lanes_share_no_memory():
+def test_copy_streams_share_no_memory():
     """The same with no GPU: what one has given back goes only to itself."""
-    lanes = [LateLanes(torch.device("cpu"), lambda: 0) for _ in range(2)]
+    streams = [LateStreams(torch.device("cpu"), lambda: 0) for _ in range(2)]
     source = [torch.ones(1 << 16)]
-    [first] = lanes[0].staged(source)
+    [first] = streams[0].staged(source)
     address = first.data_ptr()
     del first
-    [other] = lanes[1].staged(source)
-    [again] = lanes[0].staged(source)
+    [other] = streams[1].staged(source)
+    [again] = streams[0].staged(source)
     assert again.data_ptr() == address != other.data_ptr()
