@@ -11,7 +11,7 @@ from torch import Tensor
 from deepspeed_ext.dtensors import is_dtensor, local
 from deepspeed_ext.offload.copies import AHEAD, ASKED, Copy, CopyStreams, Event
 from deepspeed_ext.offload.gradient_sources import GradientSource
-from deepspeed_ext.offload.host_optimizer import HostSteps, pieces
+from deepspeed_ext.offload.host_optimizer import HostOptimizer, pieces
 from deepspeed_ext.offload.host_tensors import put
 from deepspeed_ext.offload.seals import Marks, Question, marks_of, parts_of, seal
 from deepspeed_ext.offload.sent_gradients import sent
@@ -88,9 +88,9 @@ class HostBucket:
     """One bucket of the optimizer that steps host copies, and the parameters that it is for.
 
     Args:
-        inner: steps the copies.
+        host_optimizer: steps the copies.
         group: the number of its group.
-        bucket: of the inner optimizer; its parameters are the copies.
+        bucket: of the host optimizer; its parameters are the copies.
         owners: the parameters themselves.
         streams: of their device.
         gradients: of the parameters.
@@ -98,14 +98,15 @@ class HostBucket:
 
     def __init__(
         self,
-        inner: HostSteps,
+        host_optimizer: HostOptimizer,
         group: int,
         bucket: Bucket,
         owners: list[Tensor],
         streams: CopyStreams,
         gradients: GradientSource,
     ) -> None:
-        self.inner, self.group, self.bucket, self.owners = inner, group, bucket, owners
+        self.host_optimizer, self.group = host_optimizer, group
+        self.bucket, self.owners = bucket, owners
         self.streams, self.gradients = streams, gradients
         self.spare: Side | None = None
         # When the weights that were sent are there, and streams that have waited for that.
@@ -125,7 +126,9 @@ class HostBucket:
         given = [(param, param.grad, copy) for param, copy in both]
         here = [(p, g, copy) for p, g, copy in given if g is not None and sent(g) is None]
         if any(g.layout is not torch.strided or g.shape != p.shape for p, g, _ in here):
-            self.inner.refuse([p for p, *_ in here], [g for _, g, _ in here], [c for *_, c in here])
+            self.host_optimizer.refuse(
+                [p for p, *_ in here], [g for _, g, _ in here], [c for *_, c in here]
+            )
 
     def fetch(self) -> Arrival:
         """Begin to move gradients to host memory, and return the step by them."""
@@ -175,7 +178,9 @@ class HostBucket:
         arrival.check()
         work = arrival.work._replace(params=[spare.weights[i] for i in arrival.indices])
         for part, target, event in zip(arrival.parts, pieces(work), arrival.events, strict=True):
-            out = self.inner.out_of(target.params, spare.buffers, list(spare.scales.values()))
+            out = self.host_optimizer.out_of(
+                target.params, spare.buffers, list(spare.scales.values())
+            )
             self._step_part(AHEAD, part, event, options, scaling, out)
 
     def step(self, arrival: Arrival, options: Group, scaling: Scaling, after: Event | None) -> None:
@@ -188,7 +193,7 @@ class HostBucket:
         counted = counts.clone()
         for part, there, event in zip(arrival.parts, arrival.devices, arrival.events, strict=True):
             buffers = {**self.bucket.buffers, STEP: [counted]}
-            out = self.inner.out_of(part.params, buffers, part.scales)
+            out = self.host_optimizer.out_of(part.params, buffers, part.scales)
             self._step_part(ASKED, part, event, options, scaling, out)
             arrival.stepped += map(Copy, there.params, part.params)
             if after is None or after.query():
@@ -216,7 +221,7 @@ class HostBucket:
         if spare.shown is None:
             spare.shown = [self.bucket.shown(i) for i in range(len(self.owners))]
         for copy, shown in zip(self.bucket.params, spare.shown, strict=True):
-            self.inner.state[copy].renew(shown)
+            self.host_optimizer.state[copy].renew(shown)
         self.spare = old
         everywhere = range(len(self.owners))
         parts = self._parts(everywhere)
@@ -225,7 +230,7 @@ class HostBucket:
 
     def _entries(self) -> list[dict[str, Tensor]]:
         keys = self.bucket.shown(0).keys()
-        states = [self.inner.state[copy] for copy in self.bucket.params]
+        states = [self.host_optimizer.state[copy] for copy in self.bucket.params]
         return [{key: state[key] for key in keys} for state in states]
 
     def _step_part(
@@ -240,7 +245,7 @@ class HostBucket:
         if event is not None:
             event.synchronize()
         begin = perf_counter()
-        self.inner.step_part(options, part, scaling, out)
+        self.host_optimizer.step_part(options, part, scaling, out)
         end = perf_counter()
         self.seconds += end - begin
         if self.streams.recorder is not None:
@@ -330,7 +335,7 @@ class HostBucket:
         self.spare = Side(weights, buffers, scales)
 
     def _zeros_like(self, buffer: Tensor) -> Tensor:
-        return self.inner.spec.zeros(buffer.numel(), buffer.dtype, buffer.device)
+        return self.host_optimizer.spec.zeros(buffer.numel(), buffer.dtype, buffer.device)
 
     @property
     def nbytes(self) -> int:

@@ -24,7 +24,7 @@ from deepspeed_ext.offload.arriving import Wait, arrive, set_out
 from deepspeed_ext.offload.bucket import Arrival, HostBucket, Side
 from deepspeed_ext.offload.copies import CopyStreams, Event
 from deepspeed_ext.offload.gradient_sources import GradientSource
-from deepspeed_ext.offload.host_optimizer import HostSteps, scaling_of
+from deepspeed_ext.offload.host_optimizer import HostOptimizer, scaling_of
 from deepspeed_ext.offload.param_table import Row
 from deepspeed_ext.offload.seals import Marks
 from deepspeed_ext.offload.worker import Run, Task, Urgency, Worker
@@ -125,9 +125,9 @@ class OffloadedBucket(HostBucket):
     """A bucket that is in one of the states above. The rules' events are its methods.
 
     Args:
-        inner: steps the host copies.
+        host_optimizer: steps the host copies.
         group: the number of its group.
-        bucket: of the inner optimizer; its parameters are the copies.
+        bucket: of the host optimizer; its parameters are the copies.
         rows: of the parameters themselves, in their order.
         streams: of their device.
         gradients: of the parameters.
@@ -139,7 +139,7 @@ class OffloadedBucket(HostBucket):
 
     def __init__(
         self,
-        inner: HostSteps,
+        host_optimizer: HostOptimizer,
         group: int,
         bucket: Bucket,
         rows: "list[Row[OffloadedBucket]]",
@@ -149,7 +149,8 @@ class OffloadedBucket(HostBucket):
         counts: Counter[str],
         place: int,
     ) -> None:
-        super().__init__(inner, group, bucket, [row.param for row in rows], streams, gradients)
+        owners = [row.param for row in rows]
+        super().__init__(host_optimizer, group, bucket, owners, streams, gradients)
         self.rows, self.place = rows, place
         self._worker, self._counts = worker, counts
         self._state = BucketState.IDLE

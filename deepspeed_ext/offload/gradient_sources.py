@@ -142,7 +142,7 @@ class DeviceGradients:
 class SummedGradients:
     """Those that leave the device at once, and are added up: see `GradientSource`.
 
-    What somebody writes after a hook is told by the stand-in that the parameter has meanwhile, so
+    What somebody writes after a hook is told by the placeholder that the parameter has meanwhile:
     there is nothing to note.
     """
 

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from deepspeed_ext.dtensors import local, part_for
 from deepspeed_ext.offload.copies import Copy, CopyStreams, Event
-from deepspeed_ext.offload.sent_gradients import SentGradient, sent, stand_in
+from deepspeed_ext.offload.sent_gradients import SentGradient, placeholder, sent
 from deepspeed_ext.offload.worker import Task, Urgency, Worker
 
 
 class Sum:
     """The gradient of a parameter, in float32, in the layout of the parameter.
 
-    The parameter has a stand-in for it meanwhile: if that is gone, so is the sum.
+    The parameter has a placeholder for it meanwhile: if that is gone, so is the sum.
 
     Attributes:
         param: whose gradient it is.
@@ -71,14 +71,14 @@ class Sum:
         return not self.count or left.since.of is not self._begun
 
     def replace(self) -> None:
-        """Count what the parameter has more, and leave a stand-in for all."""
+        """Count what the parameter has more, and leave a placeholder for all."""
         left = sent(self.param.grad)
         if left is None or left.since.is_dropped:
             self.count = 0
         if not self.count:
             self._begun = object()
         self.count += 1
-        self.param.grad = stand_in(self.param, self._begun)
+        self.param.grad = placeholder(self.param, self._begun)
 
     def check(self) -> None:
         """Raise what went wrong as gradients were added, when that is over."""

@@ -23,7 +23,7 @@ Cut = Callable[[Sequence[Tensor]], Iterator[list[Tensor]]]
 Out = Mapping[str, list[Tensor]]
 
 
-class HostSteps(FlatStateOptimizer):
+class HostOptimizer(FlatStateOptimizer):
     """What an optimizer class has to be able to do beside its own, to be offloaded."""
 
     def buckets(self) -> list[tuple[int, Bucket]]:
@@ -77,7 +77,7 @@ class HostSteps(FlatStateOptimizer):
         return {name: named[name] for name in op.written}
 
 
-def offloaded(cls: type[FlatStateOptimizer], cut: Cut, share: Share) -> type[HostSteps]:
+def offloaded(cls: type[FlatStateOptimizer], cut: Cut, share: Share) -> type[HostOptimizer]:
     """Return a class that steps as this one does, on the CPU and on CUDA, with given buckets.
 
     Args:
@@ -104,7 +104,7 @@ def offloaded(cls: type[FlatStateOptimizer], cut: Cut, share: Share) -> type[Hos
         cut=cut,
         zeros=partial(_zeros, share),
     )
-    made: type[HostSteps] = type(_TITLE, (HostSteps, cls), {"spec": spec})
+    made: type[HostOptimizer] = type(_TITLE, (HostOptimizer, cls), {"spec": spec})
     return made
 
 

@@ -32,7 +32,7 @@ def host_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(map(_padded, tensors))
 
 
-def stand_ins(params: Sequence[Tensor], share: Share) -> list[Tensor]:
+def host_copies(params: Sequence[Tensor], share: Share) -> list[Tensor]:
     """Return host copies of parameters: parameters in pinned memory; of DTensors, DTensors."""
     parts = [local(param).detach() for param in params]
     made: list[Tensor] = []

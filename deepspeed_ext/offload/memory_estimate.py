@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.dtensors import is_dtensor, local, spread
-from deepspeed_ext.offload.host_optimizer import HostSteps, offloaded
+from deepspeed_ext.offload.host_optimizer import HostOptimizer, offloaded
 from deepspeed_ext.offload.host_tensors import host_bytes
 from deepspeed_ext.offload.param_table import ParamTable
 from deepspeed_ext.offload.pipeline import Memory
@@ -141,14 +141,14 @@ def estimate(
     plan = _Plan(gpu_fraction, dtype or torch.get_default_dtype())
     given = model.parameters() if isinstance(model, nn.Module) else model
     groups = list(plan.without_memory(given))
-    inner = offloaded(optimizer_class, plan.table.cut, plan.table.share)(groups, **kwargs)
+    host_optimizer = offloaded(optimizer_class, plan.table.cut, plan.table.share)(groups, **kwargs)
     device: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
     host: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
-    for params in _group_params(inner):
+    for params in _group_params(host_optimizer):
         device[WEIGHTS] += sum(local(p).nbytes for p in params)
         host[WEIGHTS] += host_bytes([local(p) for p in params if not plan.stays(p)])
     buckets = []
-    for bucket in _buckets(inner, plan.table):
+    for bucket in _buckets(host_optimizer, plan.table):
         if plan.stays(bucket.params[0]):
             device.update(_state_bytes(bucket))
             device[GRADIENTS] += _weight_bytes(bucket)
@@ -167,7 +167,7 @@ def estimate(
     host[AHEAD] = _ahead_bytes(buckets, memory.spare)
     return Estimate(
         f"OffloadOptimizer of {optimizer_class.__name__}",
-        sum(local(p).numel() for params in _group_params(inner) for p in params),
+        sum(local(p).numel() for params in _group_params(host_optimizer) for p in params),
         dict(device),
         dict(host),
         memory,
@@ -199,7 +199,7 @@ def stays(params: Sequence[Tensor], bytes_left: float) -> tuple[list[bool], floa
 
 
 class _Plan:
-    """Parameters without memory in the place of others."""
+    """Parameters without memory in place of others."""
 
     def __init__(self, gpu_fraction: float, dtype: torch.dtype) -> None:
         self.table = ParamTable[Any]()
@@ -257,20 +257,21 @@ def _params_of(item: Any) -> list[Tensor]:
     return [item[1]] if isinstance(item, tuple) else [item]
 
 
-def _group_params(inner: FlatStateOptimizer) -> Iterator[list[Tensor]]:
-    return (group["params"] for group in inner.param_groups)
+def _group_params(host_optimizer: FlatStateOptimizer) -> Iterator[list[Tensor]]:
+    return (group["params"] for group in host_optimizer.param_groups)
 
 
-def _buckets(inner: HostSteps, table: ParamTable[Any]) -> Iterator[Bucket]:
+def _buckets(host_optimizer: HostOptimizer, table: ParamTable[Any]) -> Iterator[Bucket]:
     """Return the buckets that the first step makes."""
-    for group in inner.param_groups:
+    for group in host_optimizer.param_groups:
         kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
         for param in group["params"]:
             if param.requires_grad:
                 kinds.setdefault((param.dtype, is_dtensor(param)), []).append(param)
         for (dtype, _), members in kinds.items():
             for part in table.cut(members):
-                yield Bucket(part, dtypes_of(inner, group, dtype), inner.spec.signed)
+                dtypes = dtypes_of(host_optimizer, group, dtype)
+                yield Bucket(part, dtypes, host_optimizer.spec.signed)
 
 
 def _state_bytes(bucket: Bucket) -> Counter[str]:

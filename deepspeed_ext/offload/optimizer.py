@@ -65,10 +65,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             taken ahead; None: three quarters of what there is beside weights and state go to the
             latter two, and processes that torchrun has started on one host share it evenly.
         free_grads: gradients are added up in host memory, in float32, and leave the device as soon
-            as they are there. `p.grad` is a stand-in without memory then, until step(): who drops
-            it or writes zeros does so to the sum, who reads it, as torch's clip_grad_norm_ and
-            GradScaler do, is told to use max_grad_norm. zero_grad(set_to_none=False) leaves None,
-            too, and a step without a new gradient does nothing then. What others write to a
+            as they are there. `p.grad` is a placeholder without memory then, until step(): who
+            drops it or writes zeros does so to the sum, who reads it, as torch's clip_grad_norm_
+            and GradScaler do, is told to use max_grad_norm. zero_grad(set_to_none=False) leaves
+            None, too, and a step without a new gradient does nothing then. What others write to a
             gradient after it has left is lost; where a process group is there, as DDP does that,
             only DTensors leave before step(). False: they stay on the device, as in torch.
         gpu_fraction: this share of the bytes of parameters, the first ones, is stepped where it
@@ -133,10 +133,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             check_once(self, group["params"])
         needs = estimate(self.param_groups, **planned)
         needs.check(name)
-        inner = made([self._inner_group(group, table) for group in self.param_groups], **kwargs)
-        self.defaults = dict(inner.defaults)
-        self._inner = inner
-        self._pipeline = Pipeline(inner, self.param_groups, table, needs.memory, free_grads)
+        host_groups = [self._host_group(group, table) for group in self.param_groups]
+        own = self._host_optimizer = made(host_groups, **kwargs)
+        self.defaults = dict(own.defaults)
+        self._pipeline = Pipeline(own, self.param_groups, table, needs.memory, free_grads)
         self._take_options()
         self._model = model
         self._waiting = [] if model is None else before_forward(model, self._pipeline.before_use)
@@ -146,7 +146,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _params(self) -> Iterable[Tensor]:
         return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
 
-    def _inner_group(self, group: Group, table: ParamTable[OffloadedBucket]) -> Group:
+    def _host_group(self, group: Group, table: ParamTable[OffloadedBucket]) -> Group:
         """Return a group of host copies, and of those parameters that stay where they are."""
         check_once(self, group["params"])
         stay, self._resident_bytes = stays(group["params"], self._resident_bytes)
@@ -167,9 +167,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _take_options(self, first: int = 0) -> None:
         """Give groups, from one on, the options that those in host memory have."""
-        both = zip(self.param_groups, self._inner.param_groups, strict=True)
-        for group, inner in itertools.islice(both, first, None):
-            group.update((key, value) for key, value in inner.items() if key != "params")
+        both = zip(self.param_groups, self._host_optimizer.param_groups, strict=True)
+        for group, host_group in itertools.islice(both, first, None):
+            group.update((key, value) for key, value in host_group.items() if key != "params")
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -207,7 +207,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._pipeline.finish()
             self._watch()
-            if not self._inner.state and self._pipeline.is_dry_step():
+            if not self._host_optimizer.state and self._pipeline.is_dry_step():
                 return loss
             max_norm = self.max_grad_norm if self._max_norm is None else self._max_norm
             self.grad_norm = self._pipeline.step(scaling, max_norm)
@@ -311,7 +311,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             self._pipeline.finish()
-            self._inner.add_param_group(self._inner_group(group, self._pipeline.table))
+            self._host_optimizer.add_param_group(self._host_group(group, self._pipeline.table))
         except Exception:
             self.param_groups.pop()
             raise
@@ -323,7 +323,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         They are those of the optimizer itself: nothing is copied.
         """
-        return portable_state(super().state_dict(), self._inner.spec.signed)
+        return portable_state(super().state_dict(), self._host_optimizer.spec.signed)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict of this class, the optimizer class or torch's counterpart returned.
@@ -335,7 +335,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         self._pipeline.update_copies()
-        self._inner.load_state_dict(state_dict)
+        self._host_optimizer.load_state_dict(state_dict)
         self._take_options()
         for told in self._optimizer_load_state_dict_post_hooks.values():
             told(self)
@@ -347,19 +347,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._pipeline.finish()
         self._pipeline.update_copies()
         table = self._pipeline.table
-        self._inner.check_given({table[p].copy: entry for p, entry in state.items()}, options)
+        of_copies = {table[param].copy: entry for param, entry in state.items()}
+        self._host_optimizer.check_given(of_copies, options)
 
     def give_state(self, params: Sequence[Tensor]) -> None:
         """Make state for parameters that have none, as a first step does."""
         self._pipeline.finish()
         self._pipeline.update_copies()
-        self._inner.give_state([self._pipeline.table[param].copy for param in params])
+        self._host_optimizer.give_state([self._pipeline.table[param].copy for param in params])
 
     def reset_master(self) -> None:
         """Make master weights copies of the parameters; see `FlatStateOptimizer.reset_master`."""
         self._pipeline.finish()
         self._pipeline.update_copies()
-        self._inner.reset_master()
+        self._host_optimizer.reset_master()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadOptimizer":
         self._pipeline.finish()
@@ -393,7 +394,7 @@ class State(MutableMapping[Tensor, Any]):
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._state, self._table = pipeline.inner.state, pipeline.table
+        self._state, self._table = pipeline.host_optimizer.state, pipeline.table
 
     def __getitem__(self, param: Tensor) -> Any:
         self._pipeline.show_state(param)

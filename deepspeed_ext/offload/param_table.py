@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.dtensors import local
 from deepspeed_ext.offload.host_gradients import Sum
-from deepspeed_ext.offload.host_tensors import stand_ins
+from deepspeed_ext.offload.host_tensors import host_copies
 from deepspeed_ext.ops.optimizers.state_formats import is_dense
 from deepspeed_ext.optim.buckets import cut
 from deepspeed_ext.optim.spec import Group
@@ -154,7 +154,7 @@ class ParamTable(Generic[B]):
         """Return the host copies of parameters, made now for those that have none."""
         rows = list(map(self._row_of, params))
         bare = [row.param for row in rows if row.lacks_copy()]
-        for param, copy in zip(bare, stand_ins(bare, self.share), strict=True):
+        for param, copy in zip(bare, host_copies(bare, self.share), strict=True):
             self.add(param, copy)
         return [row.copy for row in rows]
 

@@ -21,7 +21,7 @@ from deepspeed_ext.offload.gradient_sources import (
     is_plain,
 )
 from deepspeed_ext.offload.host_gradients import Adder
-from deepspeed_ext.offload.host_optimizer import HostSteps, options_of, scaling_of
+from deepspeed_ext.offload.host_optimizer import HostOptimizer, options_of, scaling_of
 from deepspeed_ext.offload.host_tensors import host_memory, remake
 from deepspeed_ext.offload.param_table import ParamTable, Row
 from deepspeed_ext.offload.verdict import Decision, decide
@@ -50,7 +50,7 @@ class Pipeline:
     It holds no reference to the optimizer, which may go at any time.
 
     Args:
-        inner: steps the host copies.
+        host_optimizer: steps the host copies.
         groups: of the optimizer, with the options that count.
         table: of the parameters.
         memory: that it may take beside weights and state.
@@ -59,20 +59,20 @@ class Pipeline:
 
     def __init__(
         self,
-        inner: HostSteps,
+        host_optimizer: HostOptimizer,
         groups: list[Group],
         table: ParamTable[OffloadedBucket],
         memory: Memory,
         free_grads: bool,
     ) -> None:
-        self.inner, self.groups, self.table = inner, groups, table
+        self.host_optimizer, self.groups, self.table = host_optimizer, groups, table
         self._memory, self._free_grads = memory, free_grads
-        self.worker = Worker(table.share, partial(load, inner.spec.op.libraries["cpu"]))
+        self.worker = Worker(table.share, partial(load, host_optimizer.spec.op.libraries["cpu"]))
         self._streams: dict[torch.device, CopyStreams] = {}
         self._adder = Adder(self.worker)
         self._buckets: list[OffloadedBucket] = []
         self._resident: list[tuple[Group, Bucket]] = []
-        self._known: list[Bucket] = []  # of the inner optimizer, that the former are for
+        self._known: list[Bucket] = []  # of the host optimizer, that the former are for
         self._lock = threading.RLock()  # autograd has threads of its own
         self._divisor = 1.0  # which the next step will divide by, if it is like the last one
         self._bites = False  # clipping did, in the last step
@@ -196,7 +196,7 @@ class Pipeline:
         self._prepare()
         if any(known.count or known.has_more() for known in self.table.sums()):
             return False
-        return self.inner.changes_nothing([row.param for row in self.table])
+        return self.host_optimizer.changes_nothing([row.param for row in self.table])
 
     def _prepare(self) -> None:
         for known in self.table.sums():
@@ -256,7 +256,7 @@ class Pipeline:
         """Queue the step of all that has gradients."""
         try:
             for group, resident in self._resident:
-                self.inner.step_whole(group, resident, scaling_of(divisor))
+                self.host_optimizer.step_whole(group, resident, scaling_of(divisor))
             for bucket in self._buckets:  # by place
                 self._take_rest(bucket)
                 if bucket.has_taken:
@@ -367,13 +367,13 @@ class Pipeline:
 
     def _follow_groups(self) -> None:
         """Take options and parameters that have come into groups, and let go of others."""
-        for group, inner in zip(self.groups, self.inner.param_groups, strict=True):
+        for group, host_group in zip(self.groups, self.host_optimizer.param_groups, strict=True):
             copies = self.table.copies_of(group["params"])
-            if list(map(id, copies)) != list(map(id, inner["params"])):
-                inner["params"] = copies
-                self.table.move_state(group["params"], self.inner.state)
-            inner.update(options_of(group))
-        self.table.forget(self.groups, self.inner.state)
+            if list(map(id, copies)) != list(map(id, host_group["params"])):
+                host_group["params"] = copies
+                self.table.move_state(group["params"], self.host_optimizer.state)
+            host_group.update(options_of(group))
+        self.table.forget(self.groups, self.host_optimizer.state)
 
     def _options(self, bucket: OffloadedBucket) -> Group | None:
         """Return the options of a step as they are now, or None if that would wait for a device."""
@@ -388,16 +388,17 @@ class Pipeline:
         for row in changed:
             remake(row.copy, row.param, self.table.share)
         if changed:
-            self.inner.forget_buckets()
+            self.host_optimizer.forget_buckets()
 
     def _place(self) -> None:
         """See that all parameters with a gradient or with state are in buckets."""
         rows = self._rows()
-        self.inner.give_state([r.copy for r in rows if r.param.grad is not None or r.has_sum])
+        stepped = [row.copy for row in rows if row.param.grad is not None or row.has_sum]
+        self.host_optimizer.give_state(stepped)
         stay = all(bucket.stays() for bucket in self._buckets)
         if not stay or not all(bucket.fits() for _, bucket in self._resident):
-            self.inner.forget_buckets()
-        found = self.inner.buckets()
+            self.host_optimizer.forget_buckets()
+        found = self.host_optimizer.buckets()
         if [bucket for _, bucket in found] == self._known:
             return
         self._known = [bucket for _, bucket in found]
@@ -409,7 +410,7 @@ class Pipeline:
         for group, bucket in found:
             rows = list(map(self.table.of_copy, bucket.params))
             if not rows[0].is_copied:
-                self._resident.append((self.inner.param_groups[group], bucket))
+                self._resident.append((self.host_optimizer.param_groups[group], bucket))
                 continue
             made = self._made(group, bucket, rows)
             self._buckets.append(made)
@@ -433,9 +434,9 @@ class Pipeline:
         else:
             gradients = DeviceGradients([row.param for row in rows], streams)
         ours = (self.worker, self.counts, len(self._buckets))
-        return OffloadedBucket(self.inner, group, bucket, rows, streams, gradients, *ours)
+        return OffloadedBucket(self.host_optimizer, group, bucket, rows, streams, gradients, *ours)
 
     def _rows(self) -> list[Row[OffloadedBucket]]:
         """Return the rows of parameters that are in groups."""
-        copies = itertools.chain.from_iterable(g["params"] for g in self.inner.param_groups)
-        return list(map(self.table.of_copy, copies))
+        copies = (group["params"] for group in self.host_optimizer.param_groups)
+        return list(map(self.table.of_copy, itertools.chain.from_iterable(copies)))

@@ -1,4 +1,4 @@
-"""What a parameter has for a gradient that has left for host memory: a stand-in without memory.
+"""What a parameter has for a gradient that has left for host memory: a placeholder without memory.
 
 It is there so that users can drop it, in whatever way gradients are dropped, and with it what was
 added up in host memory. A gradient of None would look the same before and after.
@@ -80,7 +80,7 @@ class SentGradient(Tensor):
         return self.zeros() if value is None and self.since.is_dropped else value
 
 
-def stand_in(param: Tensor, of: object) -> Tensor:
+def placeholder(param: Tensor, of: object) -> Tensor:
     """Return what is to be the gradient of a parameter whose own has gone to a sum."""
     part = local(param).detach()
     made = SentGradient(part, part.device, Since(of))
@@ -92,7 +92,7 @@ def stand_in(param: Tensor, of: object) -> Tensor:
 
 
 def sent(grad: Tensor | None) -> SentGradient | None:
-    """Return the stand-in that a gradient is, or of which it is the part in this process."""
+    """Return the placeholder that a gradient is, or of which it is the part in this process."""
     part = None if grad is None else local(grad)
     return part if isinstance(part, SentGradient) else None
 

@@ -8,12 +8,7 @@ import torch
 from optim_cases import BF16, assert_same_bits, make_params
 from torch import Tensor
 
-from deepspeed_ext.offload import (
-    OffloadOptimizer,
-    bucket,
-    host_optimizer as inner,
-    param_table,
-)
+from deepspeed_ext.offload import OffloadOptimizer, bucket, host_optimizer, param_table
 from deepspeed_ext.offload.sent_gradients import sent
 from deepspeed_ext.optim import (
     DeepSpeedCPUAdagrad,
@@ -228,7 +223,7 @@ def await_ahead(optimizer):
 
 def small_parts(monkeypatch, piece=512, most=1024):
     """Let buckets and the pieces of their steps be so small that many are under way."""
-    monkeypatch.setattr(inner, "PIECE", piece)
+    monkeypatch.setattr(host_optimizer, "PIECE", piece)
     monkeypatch.setattr(param_table, "BUCKET", most)
 
 

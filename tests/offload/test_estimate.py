@@ -184,7 +184,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_allocated(
 ) -> None:
     found = estimate(parameters(F32))
     kept = found.needed_bytes - found.host["gradients"]
-    monkeypatch.setattr(param_table, "stand_ins", refuse_to_allocate)
+    monkeypatch.setattr(param_table, "host_copies", refuse_to_allocate)
     with pytest.raises(ValueError, match="OffloadOptimizer: memory_budget is 1000, expected") as e:
         OffloadOptimizer(parameters(F32), memory_budget=1000)
     assert f"at least {kept} for weights and state" in str(e.value)

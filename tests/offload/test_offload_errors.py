@@ -93,7 +93,7 @@ def test_parameters(name):
     pair = warm()
     with pytest.raises(ValueError, match=r"^OffloadOptimizer: "):
         pair.ours.add_param_group({"params": [param]})
-    assert len(pair.ours.param_groups) == len(pair.ours._inner.param_groups) == 1
+    assert len(pair.ours.param_groups) == len(pair.ours._host_optimizer.param_groups) == 1
     pair.train(2)
 
 

@@ -10,7 +10,7 @@ from offload_cases import FORMATS, Pair, count_calls, small_parts
 from optim_cases import BF16, F16, F32, make_params, on_each_device
 from torch.nn import Parameter
 
-from deepspeed_ext.offload.host_optimizer import HostSteps
+from deepspeed_ext.offload.host_optimizer import HostOptimizer
 
 STEPS = 20
 # Each class with each format at least once, and each format with all dtypes that it is for.
@@ -61,7 +61,7 @@ def test_each_class_and_format(device, kind, dtype, name):
 def test_parameters_in_pieces(device, kind, name, monkeypatch):
     """Blocks of 8-bit codes and the keys of random bits keep their numbers when cut."""
     small_parts(monkeypatch)
-    calls = count_calls(monkeypatch, HostSteps, "step_part")
+    calls = count_calls(monkeypatch, HostOptimizer, "step_part")
     sizes = [(3, 5), (1500,), (40, 60), (512,), (513,), (16, 4, 6, 10), (7,), (0,), (1025,)]
     params = [Parameter(torch.randn(size).to(device, BF16)) for size in sizes]
     params[2] = Parameter(params[2].detach().t())

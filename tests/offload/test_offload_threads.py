@@ -14,12 +14,7 @@ from optim_cases import assert_same_bits, on_each_device
 from processes import Case
 
 from deepspeed_ext.io import PinnedBuffer
-from deepspeed_ext.offload import (
-    OffloadOptimizer,
-    host_optimizer as inner,
-    host_tensors as stand_ins,
-    pipeline,
-)
+from deepspeed_ext.offload import OffloadOptimizer, host_optimizer, host_tensors, pipeline
 from deepspeed_ext.offload.worker import Task, Urgency
 from deepspeed_ext.op_builder import BuildError
 from deepspeed_ext.optim.buckets import zeros
@@ -176,8 +171,8 @@ def watch_memory(patch):
         made.append((elements * dtype.itemsize, os.sched_getaffinity(0)))
         return zeros(elements, dtype, device)
 
-    patch.setattr(stand_ins, "PinnedBuffer", weights)
-    patch.setattr(inner, "zeros", state)
+    patch.setattr(host_tensors, "PinnedBuffer", weights)
+    patch.setattr(host_optimizer, "zeros", state)
     return made
 
 

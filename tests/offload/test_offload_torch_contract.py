@@ -375,4 +375,4 @@ def test_a_subclass_keeps_its_class():
 
 def test_it_is_the_default_class():
     param = Parameter(torch.ones(2))
-    assert isinstance(OffloadOptimizer([param])._inner, DeepSpeedCPUAdam)
+    assert isinstance(OffloadOptimizer([param])._host_optimizer, DeepSpeedCPUAdam)
