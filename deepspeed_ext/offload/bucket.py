@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import is_dtensor, local
-from deepspeed_ext.offload.copies import AHEAD, ASKED, Copy, CopyStreams, Event
+from deepspeed_ext.offload.copies import REQUESTED, SPECULATIVE, Copy, CopyStreams, Event
 from deepspeed_ext.offload.gradient_sources import GradientSource
 from deepspeed_ext.offload.host_optimizer import HostOptimizer, pieces
 from deepspeed_ext.offload.host_tensors import put
@@ -26,7 +26,7 @@ _version = attrgetter("_version")
 
 
 @dataclass
-class Side:
+class HostBuffers:
     """Host memory for the weights of a bucket and for their state.
 
     Attributes:
@@ -108,7 +108,7 @@ class HostBucket:
         self.host_optimizer, self.group = host_optimizer, group
         self.bucket, self.owners = bucket, owners
         self.streams, self.gradients = streams, gradients
-        self.spare: Side | None = None
+        self.shadow: HostBuffers | None = None  # what a speculative step writes to
         # When the weights that were sent are there, and streams that have waited for that.
         self._sent: tuple[Event, set[int]] | None = None
         # Of the parameters, when they were what their host copies are; None: nobody knows.
@@ -173,15 +173,17 @@ class HostBucket:
 
     # Steps in host memory; these run in the worker's thread
 
-    def step_ahead(self, arrival: Arrival, options: Group, scaling: Scaling, spare: Side) -> None:
-        """Take a step whose results are in other memory."""
+    def step_speculatively(
+        self, arrival: Arrival, options: Group, scaling: Scaling, shadow: HostBuffers
+    ) -> None:
+        """Take a step whose results are in shadow buffers."""
         arrival.check()
-        work = arrival.work._replace(params=[spare.weights[i] for i in arrival.indices])
+        work = arrival.work._replace(params=[shadow.weights[i] for i in arrival.indices])
         for part, target, event in zip(arrival.parts, pieces(work), arrival.events, strict=True):
             out = self.host_optimizer.out_of(
-                target.params, spare.buffers, list(spare.scales.values())
+                target.params, shadow.buffers, list(shadow.scales.values())
             )
-            self._step_part(AHEAD, part, event, options, scaling, out)
+            self._step_part(SPECULATIVE, part, event, options, scaling, out)
 
     def step(self, arrival: Arrival, options: Group, scaling: Scaling, after: Event | None) -> None:
         """Take a step; weights go back as soon as nobody needs the old ones any more."""
@@ -194,7 +196,7 @@ class HostBucket:
         for part, there, event in zip(arrival.parts, arrival.devices, arrival.events, strict=True):
             buffers = {**self.bucket.buffers, STEP: [counted]}
             out = self.host_optimizer.out_of(part.params, buffers, part.scales)
-            self._step_part(ASKED, part, event, options, scaling, out)
+            self._step_part(REQUESTED, part, event, options, scaling, out)
             arrival.stepped += map(Copy, there.params, part.params)
             if after is None or after.query():
                 self._send(arrival.stepped, after)
@@ -208,21 +210,21 @@ class HostBucket:
             self._send(arrival.stepped, after)
         self._note_sent(arrival.indices, arrival.there.params)
 
-    def adopt(self, spare: Side, after: Event | None) -> None:
-        """Make what a step ahead has written the state, and send its weights."""
+    def adopt(self, shadow: HostBuffers, after: Event | None) -> None:
+        """Make what a speculative step has written the state, and send its weights."""
         self.await_returned()
         self.bucket.refresh_master_weights()
         # Without the version counter, which goes on with the parameter.
         weights = [copy.data for copy in self._copies()]
-        old = Side(weights, self.bucket.buffers, self.bucket.scales, self._entries())
-        for copy, weight in zip(self.bucket.params, spare.weights, strict=True):
+        old = HostBuffers(weights, self.bucket.buffers, self.bucket.scales, self._entries())
+        for copy, weight in zip(self.bucket.params, shadow.weights, strict=True):
             put(copy, weight)
-        self.bucket.take(spare.buffers, spare.scales)
-        if spare.shown is None:
-            spare.shown = [self.bucket.shown(i) for i in range(len(self.owners))]
-        for copy, shown in zip(self.bucket.params, spare.shown, strict=True):
+        self.bucket.take(shadow.buffers, shadow.scales)
+        if shadow.shown is None:
+            shadow.shown = [self.bucket.shown(i) for i in range(len(self.owners))]
+        for copy, shown in zip(self.bucket.params, shadow.shown, strict=True):
             self.host_optimizer.state[copy].renew(shown)
-        self.spare = old
+        self.shadow = old
         everywhere = range(len(self.owners))
         parts = self._parts(everywhere)
         self._send(list(map(Copy, parts, self._copies())), after)
@@ -326,13 +328,13 @@ class HostBucket:
             event.synchronize()
         return True
 
-    def make_spare(self, weights: list[Tensor]) -> None:
-        """Get memory for steps that are taken ahead."""
+    def make_shadow(self, weights: list[Tensor]) -> None:
+        """Get shadow buffers, for speculative steps."""
         bucket = self.bucket
         # Written to at once: the first touch of so much memory would be in the middle of a step.
         buffers = {key: [self._zeros_like(buffer)] for key, [buffer] in bucket.buffers.items()}
         scales = {key: self._zeros_like(buffer) for key, buffer in bucket.scales.items()}
-        self.spare = Side(weights, buffers, scales)
+        self.shadow = HostBuffers(weights, buffers, scales)
 
     def _zeros_like(self, buffer: Tensor) -> Tensor:
         return self.host_optimizer.spec.zeros(buffer.numel(), buffer.dtype, buffer.device)
@@ -340,7 +342,7 @@ class HostBucket:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory for weights and state."""
-        return Side(self._copies(), self.bucket.buffers, self.bucket.scales).nbytes
+        return HostBuffers(self._copies(), self.bucket.buffers, self.bucket.scales).nbytes
 
     def state_marks(self, has_prints: bool) -> list[int]:
         """Return what changes when state is written by who counts versions, or by anybody."""

@@ -3,11 +3,12 @@
     IDLE       nothing is under way: the gradients are the user's, the weights on the device too
     WATCHED    it is noted what the gradients were as hooks told of them, and nothing is done yet
     ARRIVING   gradients are in host memory, or on their way there
-    AHEAD      a step by them is taken that nobody has asked for, to memory of its own
+    AHEAD      a speculative step by them is taken, to shadow buffers: nobody has asked for it yet
     RETURNING  step() has asked for one, and nobody has waited for its weights yet
 
-`RULES` says what may happen in which state. A step that nothing hastens goes from IDLE through
-ARRIVING to RETURNING and back; at best it is AHEAD when step() comes. Whoever calls has the lock of
+`RULES` says what may happen in which state. A step that nothing
+starts early goes from IDLE through ARRIVING to RETURNING and back; at best the bucket is AHEAD when
+step() comes. Whoever calls has the lock of
 the pipeline; the worker's thread changes no state.
 """
 
@@ -21,7 +22,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from deepspeed_ext.offload.arriving import Wait, arrive, set_out
-from deepspeed_ext.offload.bucket import Arrival, HostBucket, Side
+from deepspeed_ext.offload.bucket import Arrival, HostBucket, HostBuffers
 from deepspeed_ext.offload.copies import CopyStreams, Event
 from deepspeed_ext.offload.gradient_sources import GradientSource
 from deepspeed_ext.offload.host_optimizer import HostOptimizer, scaling_of
@@ -47,7 +48,7 @@ class Awaited(Enum):
     """What is waited for because something happens; all but WEIGHTS by the worker's thread."""
 
     GRADIENTS = "gradients, on their way to host memory"
-    AHEAD = "the step that is ahead"
+    SPECULATION = "the speculative step"
     READERS = "what the device was given before step(), which reads the old weights"
     WEIGHTS = "the step, and weights on their way to the device: by the caller, before it calls"
 
@@ -77,7 +78,7 @@ def _rules() -> tuple[Rule, ...]:
         Rule(watched, "take", arriving),
         Rule(arriving, "start_ahead", ahead, frozenset((Awaited.GRADIENTS,))),
         Rule(arriving, "commit", returning, step),
-        Rule(ahead, "commit", returning, frozenset((Awaited.AHEAD, Awaited.READERS))),
+        Rule(ahead, "commit", returning, frozenset((Awaited.SPECULATION, Awaited.READERS))),
         Rule(returning, "returned", idle, frozenset((Awaited.WEIGHTS,))),
         # What is on its way then goes on, and is of no use to anybody.
         Rule(idle, "discard", idle),
@@ -93,12 +94,12 @@ _NEXT = {(rule.state, rule.event): rule.next for rule in RULES}
 
 
 @dataclass
-class Ahead:
-    """A step that was taken before anybody asked for it, to be used if all is as it was then.
+class SpeculativeStep:
+    """A step that is taken before anybody asks for it, to be committed if all is as it was then.
 
     Attributes:
         task: takes it.
-        target: memory that it writes to.
+        shadow: buffers that it writes to.
         options: of the group.
         divisor: of the gradients.
         weights: marks of the parameters.
@@ -106,7 +107,7 @@ class Ahead:
     """
 
     task: Task
-    target: Side
+    shadow: HostBuffers
     options: Group
     divisor: float
     weights: Marks | None
@@ -132,7 +133,7 @@ class OffloadedBucket(HostBucket):
         streams: of their device.
         gradients: of the parameters.
         worker: takes the steps.
-        counts: of steps `ahead`, those `validated` and those `rolled back`; others count there,
+        counts: of speculative steps: `ahead`, `validated` and `rolled back`; others count there,
             too.
         place: among the buckets whose weights are wanted next.
     """
@@ -155,7 +156,7 @@ class OffloadedBucket(HostBucket):
         self._worker, self._counts = worker, counts
         self._state = BucketState.IDLE
         self._arrival: Arrival | None = None
-        self._ahead: Ahead | None = None
+        self._speculative: SpeculativeStep | None = None
         self._task: Task | None = None
         self._underway: list[Tensor] = []  # parameters whose weights have not been waited for
         self._is_state_shown = False  # to the user, since the last step()
@@ -171,9 +172,9 @@ class OffloadedBucket(HostBucket):
         return self._task
 
     @property
-    def task_ahead(self) -> Task | None:
-        """What nobody has asked for yet."""
-        return None if self._ahead is None else self._ahead.task
+    def speculative_task(self) -> Task | None:
+        """What takes the speculative step, if there is one."""
+        return None if self._speculative is None else self._speculative.task
 
     @property
     def has_taken(self) -> bool:
@@ -210,7 +211,7 @@ class OffloadedBucket(HostBucket):
         self._state = after
 
     def start_ahead(self, options: Group, divisor: float) -> bool:
-        """Take a step that nobody has asked for, if there is memory for it and no sign against it.
+        """Start a speculative step, if there is memory for it and no sign against it.
 
         Args:
             options: of the group.
@@ -219,30 +220,30 @@ class OffloadedBucket(HostBucket):
         Returns:
             Whether it did; if not, the state is what it was.
         """
-        after, arrival, target = self._next("start_ahead"), self._arrival, self.spare
+        after, arrival, shadow = self._next("start_ahead"), self._arrival, self.shadow
         assert arrival is not None
-        if target is None or self.looks_written():
+        if shadow is None or self.looks_written():
             return False
-        run = partial(self.step_ahead, arrival, options, scaling_of(divisor), target)
+        run = partial(self.step_speculatively, arrival, options, scaling_of(divisor), shadow)
         # What arrives last is wanted first: the rest can hide behind the next forward.
-        task = Task(run, Urgency.AHEAD, self.place, arrival.events[:1], arrival.needs)
-        made = Ahead(task, target, options, divisor, self.weights, self._state_marks())
+        task = Task(run, Urgency.SPECULATIVE, self.place, arrival.events[:1], arrival.needs)
+        made = SpeculativeStep(task, shadow, options, divisor, self.weights, self._state_marks())
         self._worker.submit(task)
-        self._ahead, self._state = made, after
+        self._speculative, self._state = made, after
         self._counts["ahead"] += 1
         return True
 
     def discard(self) -> None:
-        """Forget a step that was taken ahead, and gradients that are not those of the step."""
+        """Drop a speculative step, and gradients that are not those of the step."""
         after = self._next("discard")
-        if self._ahead is not None:
-            self._worker.drop(self._ahead.task)
+        if self._speculative is not None:
+            self._worker.drop(self._speculative.task)
             self._counts["rolled back"] += 1
         self._clear()
         self._state = after
 
     def _clear(self) -> None:
-        self._ahead = self._arrival = None
+        self._speculative = self._arrival = None
         self.gradients.forget()
 
     def discard_changed(self, were_late: bool) -> None:
@@ -263,7 +264,7 @@ class OffloadedBucket(HostBucket):
     # The step
 
     def commit(self, options: Group, divisor: float, after: Event | None, wait: Wait) -> bool:
-        """Make the step ahead count if it is the one that is asked for now, or queue that one.
+        """Commit the speculative step if it is the one that is asked for now, or queue that one.
 
         Args:
             options: of the group.
@@ -279,28 +280,29 @@ class OffloadedBucket(HostBucket):
         was_written = self.pull()
         if was_written:
             self.aim(arrival)
-        ahead = self._begun()
+        speculative = self._begun()
         step = partial(self.step, arrival, options, scaling_of(divisor), after)
         send = partial(self.send_rest, arrival, after)
         await_room = self.streams.await_room
         if (
-            ahead is not None
+            speculative is not None
             and not was_written
-            and ahead.is_of(options, divisor, self.weights, self._state_marks())
+            and speculative.is_of(options, divisor, self.weights, self._state_marks())
         ):
-            taken, adopt = ahead.task, partial(self.adopt, ahead.target, after)
-            run = partial(_use, taken, await_room, adopt, step, send)
+            taken = speculative.task
+            adopt = partial(self.adopt, speculative.shadow, after)
+            run = partial(_commit, taken, await_room, adopt, step, send)
             self._counts["validated"] += 1
         else:
             taken = Task(step, Urgency.STEP, self.place, arrival.events[:1], arrival.needs)
             run = partial(_go_on, taken, await_room, send)
-            self._counts["rolled back"] += ahead is not None
-            ahead = None
+            self._counts["rolled back"] += speculative is not None
+            speculative = None
         self._clear()
         self._is_state_shown = False
         self._state = state  # whatever fails from here on, weights may be under way
         waits = self._set_out(arrival, wait)
-        if ahead is None:
+        if speculative is None:
             self._ask(taken)
         arrival.release()
         room = self.streams.has_room
@@ -313,13 +315,13 @@ class OffloadedBucket(HostBucket):
         # When Python ends, that has run it: and as it touched a weight, it has waited for itself.
         self._state = BucketState.RETURNING
 
-    def _begun(self) -> Ahead | None:
-        """Return the step that is ahead, if it is, or else take it back."""
-        ahead = self._ahead
-        if ahead is not None and self._worker.drop(ahead.task):
+    def _begun(self) -> SpeculativeStep | None:
+        """Return the speculative step if it was begun, or else take it back."""
+        speculative = self._speculative
+        if speculative is not None and self._worker.drop(speculative.task):
             self._counts["ahead"] -= 1
             return None
-        return ahead
+        return speculative
 
     def _set_out(self, arrival: Arrival, wait: Wait) -> bool:
         """Let whoever touches a weight of a step wait; False: it has to be waited for at once."""
@@ -358,8 +360,8 @@ class OffloadedBucket(HostBucket):
             return
         before = self._state_marks()
         self._is_state_shown = True
-        if self._ahead is not None and self._ahead.state == before:
-            self._ahead.state = self._state_marks()
+        if self._speculative is not None and self._speculative.state == before:
+            self._speculative.state = self._state_marks()
 
     def _state_marks(self) -> list[int]:
         """Return what changes when state is written: versions, and all of it if it was shown.
@@ -369,8 +371,8 @@ class OffloadedBucket(HostBucket):
         return self.state_marks(has_prints=self._is_state_shown)
 
 
-def _use(task: Task, await_room: Run, adopt: Run, step: Run, send: Run) -> None:
-    """Make a step ahead count; one that has failed was speculation, and is taken anew."""
+def _commit(task: Task, await_room: Run, adopt: Run, step: Run, send: Run) -> None:
+    """Commit a speculative step; one that has failed is taken anew."""
     await_room()
     if task.error is None:
         adopt()

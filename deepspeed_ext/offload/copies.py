@@ -13,10 +13,11 @@ from deepspeed_ext.io import PinnedPool
 from deepspeed_ext.ops.optimizers.fingerprint import fingerprints
 
 Event = torch.cuda.Event
-OUT, BACK = "gradients out", "weights in"  # what a timeline calls copies, and steps on the host
+# What a timeline calls copies, and steps on the host.
+OUT, BACK = "gradients out", "weights in"
+SPECULATIVE, REQUESTED = "steps ahead", "steps asked for"
 # Weights of so many steps are queued for the device: what is wanted first may come last.
 _MOST_RETURNING = 8
-AHEAD, ASKED = "steps ahead", "steps asked for"
 
 
 class Recorder(Protocol):

@@ -1,6 +1,6 @@
 """What tells the optimizer of gradients that have appeared, and of modules that want weights.
 
-Hooks only hasten: they hold no reference to the optimizer, and it is right without them.
+Hooks only start work sooner: they hold no reference to the optimizer, which is right without them.
 """
 
 import sys

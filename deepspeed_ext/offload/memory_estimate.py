@@ -25,7 +25,7 @@ from deepspeed_ext.optim.formats import SCALE
 from deepspeed_ext.optim.plans import dtypes_of
 from deepspeed_ext.processors import local_processes
 
-WEIGHTS, GRADIENTS, SUMS, AHEAD = "weights", "gradients", "sums of gradients", "steps ahead"
+WEIGHTS, GRADIENTS, SUMS, SHADOW = "weights", "gradients", "sums of gradients", "steps ahead"
 _ADVICE = "compact state takes less: state_dtype=torch.uint8, master='remainder'"
 
 
@@ -41,9 +41,9 @@ class Estimate:
         gpu: bytes where the parameters are, by kind: "weights", "gradients", and the state of those
             that are stepped there by its key.
         host: bytes of host memory by kind: copies of weights, gradients on their way, at the most,
-            with free_grads also "sums of gradients", state by its key, and "steps ahead", which
-            get memory only while there is room.
-        memory: most bytes for gradients and steps ahead.
+            with free_grads also "sums of gradients", state by its key, and "steps ahead": the
+            shadow buffers of speculative steps, which are made only while there is room.
+        memory: most bytes for gradients and shadow buffers.
         memory_budget: as it was given.
         available: bytes of host memory that were to be had.
     """
@@ -68,8 +68,8 @@ class Estimate:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of host memory without which it does not work: all but steps ahead."""
-        return self.host_bytes - self.host[AHEAD]
+        """Bytes of host memory without which it does not work: all but shadow buffers."""
+        return self.host_bytes - self.host[SHADOW]
 
     def check(self, name: str) -> None:
         """Refuse what cannot work.
@@ -164,7 +164,7 @@ def estimate(
     share = available // local_processes()
     memory = _shared(sum(host.values()), largest, memory_budget, share)
     host[GRADIENTS] = largest if free_grads else min(sum(gradients), memory.gradients or 0)
-    host[AHEAD] = _ahead_bytes(buckets, memory.spare)
+    host[SHADOW] = _shadow_bytes(buckets, memory.shadow)
     return Estimate(
         f"OffloadOptimizer of {optimizer_class.__name__}",
         sum(local(p).numel() for params in _group_params(host_optimizer) for p in params),
@@ -285,7 +285,7 @@ def _weight_bytes(bucket: Bucket) -> int:
 
 
 def _shared(kept: int, largest: int, memory_budget: int | None, available: int) -> Memory:
-    """Return how much host memory gradients and steps ahead may take beside weights and state.
+    """Return how much host memory gradients and shadow buffers may take beside weights and state.
 
     Args:
         kept: bytes of the latter.
@@ -295,11 +295,11 @@ def _shared(kept: int, largest: int, memory_budget: int | None, available: int) 
     """
     left = 3 * (available - kept) // 4 if memory_budget is None else memory_budget - kept
     gradients = max(left - left // 2, largest)
-    return Memory(spare=max(0, left - gradients), gradients=gradients)
+    return Memory(shadow=max(0, left - gradients), gradients=gradients)
 
 
-def _ahead_bytes(buckets: Sequence[Bucket], most: int) -> int:
-    """Return what steps ahead take of buckets, the last ones first, as long as there is room."""
+def _shadow_bytes(buckets: Sequence[Bucket], most: int) -> int:
+    """Return what shadow buffers of buckets take, the last ones first, as long as there is room."""
     total = 0
     for bucket in reversed(buckets):
         state = sum(_state_bytes(bucket).values())

@@ -35,9 +35,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     Numbers, state dicts and options are those of the optimizer class, bit for bit. Gradients leave
     the device while backward makes more of them, each bucket is stepped by a thread as soon as it
-    is there, and the weights return in the order in which forward wants them. Whatever is stepped
-    before step() is called lies apart: step() makes it count if gradients, weights, state and
-    options are still what they were then, and otherwise steps anew.
+    is there, and the weights return in the order in which forward wants them. A step that is taken
+    before step() is called is speculative, and written to shadow buffers: step() commits it if
+    gradients, weights, state and options are still what they were then, and otherwise discards it
+    and steps anew.
 
     Gradients and weights are compared by fingerprints of all their bits, as much writes to them
     without counting a version: torch's clip_grad_norm_ and `_foreach_*` on DTensors, collectives,
@@ -61,8 +62,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             before the current stream.
         max_grad_norm: step() clips the gradients to this global norm, as clip_and_step does; None:
             it does not.
-        memory_budget: most bytes of host memory for weights, state, gradients and steps that are
-            taken ahead; None: three quarters of what there is beside weights and state go to the
+        memory_budget: most bytes of host memory for weights, state, gradients and speculative
+            steps; None: three quarters of what there is beside weights and state go to the
             latter two, and processes that torchrun has started on one host share it evenly.
         free_grads: gradients are added up in host memory, in float32, and leave the device as soon
             as they are there. `p.grad` is a placeholder without memory then, until step(): who
@@ -242,7 +243,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._pipeline.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or fill them with zeros, and forget what was stepped ahead."""
+        """Drop the gradients, or fill them with zeros, and discard speculative steps."""
         self._pipeline.forget_gradients()
         with torch._C.DisableTorchFunctionSubclass():  # it waits for no weight
             super().zero_grad(set_to_none)
@@ -251,9 +252,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Return what was done so far, and by what.
 
         Returns:
-            `early` buckets whose gradients left before step(), and `late` ones; steps taken
-            `ahead`, of which `validated` counted and `rolled back` did not; `bytes_out` and
-            `bytes_back` between device and host; `step_seconds` in host memory; the number of
+            `early` buckets whose gradients left before step(), and `late` ones; speculative steps,
+            `ahead`, of which `validated` were committed and `rolled back` discarded; `bytes_out`
+            and `bytes_back` between device and host; `step_seconds` in host memory; the number of
             `threads` that step there, and the list of `processors` that these may run on.
         """
         return self._pipeline.stats()
@@ -284,7 +285,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def state(self) -> MutableMapping[Tensor, Any]:
         """The state of each parameter, in host memory. Waits for the last step.
 
-        Tensors of it are to be read anew after a step: what was stepped ahead lies elsewhere.
+        Tensors of it are to be read anew after a step: a speculative step lies elsewhere.
         """
         self._pipeline.finish()
         return State(self._pipeline)

@@ -36,12 +36,17 @@ class Memory(NamedTuple):
     """Most bytes of host memory for this and that.
 
     Attributes:
-        spare: for steps that are taken ahead.
+        shadow: for shadow buffers, which speculative steps write to.
         gradients: for gradients on their way; None: for all of them.
     """
 
-    spare: int
+    shadow: int
     gradients: int | None = None
+
+    @property
+    def spare(self) -> int:
+        """`shadow`, by its older name."""
+        return self.shadow
 
 
 class Pipeline:
@@ -82,7 +87,7 @@ class Pipeline:
         """Keep other threads out. A fork has none, but may have been made while one was in."""
         return nullcontext() if self.worker.is_foreign() else self._lock
 
-    # Before step(): what may be done ahead
+    # Before step(): what may be started early
 
     def note_gradient(self, param: Tensor) -> None:
         """Take note of a gradient that was accumulated; called by hooks, in threads of autograd."""
@@ -92,7 +97,7 @@ class Pipeline:
             if row is None:  # it has come into a group, and is known from the next step on
                 return
             row.hits += 1
-            if not self._may_hasten(param):
+            if not self._is_final_in_hook(param):
                 return
             bucket = row.bucket
             try:
@@ -109,10 +114,10 @@ class Pipeline:
         if row.hits > row.expected:
             bucket.discard()
         elif all(row.hits == row.expected > 0 for row in bucket.rows):
-            self._hasten(bucket)
+            self._start_early(bucket)
 
-    def _may_hasten(self, param: Tensor) -> bool:
-        """Return whether nobody else is known to write to gradients after hooks, as DDP does.
+    def _is_final_in_hook(self, param: Tensor) -> bool:
+        """Return whether a gradient is final when its hook fires: DDP writes to it after that.
 
         What is written to one that has left is lost, so none of those leaves early.
         """
@@ -143,8 +148,8 @@ class Pipeline:
             self._streams[device] = CopyStreams(device)
         return self._streams[device]
 
-    def _hasten(self, bucket: OffloadedBucket) -> None:
-        """Take gradients that are all there, and take a step by them, if nothing is against it."""
+    def _start_early(self, bucket: OffloadedBucket) -> None:
+        """Take gradients that are all there, and start a speculative step if nothing forbids it."""
         if not self._takes_early(bucket):
             return
         options = self._options(bucket)
@@ -239,7 +244,7 @@ class Pipeline:
         return decision.norm
 
     def _decide(self, scaling: Scaling, max_norm: float | None) -> Decision:
-        """Ask the devices what the step has to know, once, and give up what was done in vain."""
+        """Ask the devices what the step has to know, once, and discard what was done in vain."""
         sealed = {b: asked for b in self._buckets if (asked := b.gradients.question())}
         stepped = [b for b in self._buckets if any(g is not None for g in b.gradients.current())]
         sent = {b: asked for b in stepped if (asked := b.of_weights())}
@@ -416,11 +421,11 @@ class Pipeline:
             self._buckets.append(made)
             for row in rows:
                 row.bucket = made
-        left = self._memory.spare
+        left = self._memory.shadow
         for made in reversed(self._buckets):  # whose gradients come first
             left -= made.nbytes
             if left >= 0:
-                made.make_spare(host_memory(made.bucket.parts(), self.table.share))
+                made.make_shadow(host_memory(made.bucket.parts(), self.table.share))
 
     def _made(
         self, group: int, bucket: Bucket, rows: list[Row[OffloadedBucket]]

@@ -1,8 +1,8 @@
 """Whether tensors are what they were: marks show that some are not, fingerprints that all are.
 
 Much writes to a tensor without a trace: DTensors, `_foreach_*`, collectives, kernels of others and
-`.data` count no version, and an address is used again. So what was done ahead counts only where
-the bits are those that it was done with.
+`.data` count no version, and an address is used again. So a speculative step counts only where
+the bits are those that it was taken with.
 """
 
 from collections.abc import Sequence

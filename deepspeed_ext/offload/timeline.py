@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from deepspeed_ext.offload.copies import AHEAD, ASKED, BACK, OUT
+from deepspeed_ext.offload.copies import BACK, OUT, REQUESTED, SPECULATIVE
 from deepspeed_ext.offload.optimizer import OffloadOptimizer
 
 _COLORS = {
     OUT: "tab:orange",
-    AHEAD: "tab:green",
-    ASKED: "tab:red",
+    SPECULATIVE: "tab:green",
+    REQUESTED: "tab:red",
     BACK: "tab:purple",
 }
 _OTHERS = ("tab:blue", "tab:cyan", "tab:gray")  # for what users name

@@ -36,7 +36,7 @@ def decide(
     resident: Sequence[Bucket],
     questions: Sequence[Question],
 ) -> Decision:
-    """Return what the gradients are divided by, and what has changed of what was done ahead.
+    """Return what the gradients are divided by, and what has changed since speculative steps began.
 
     Waits for the devices once, or not at all if there is nothing to ask them.
 

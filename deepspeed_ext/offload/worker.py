@@ -26,7 +26,7 @@ class Urgency(IntEnum):
     ADD = 0  # gradients, of which the others are
     RETURN = 1  # weights that are known
     STEP = 2  # what step() has asked for
-    AHEAD = 3  # what step() may ask for
+    SPECULATIVE = 3  # what step() may ask for
 
 
 def _always() -> bool:

@@ -21,7 +21,7 @@ from deepspeed_ext.optim import (
     FusedSGD,
 )
 
-WARM = 4  # steps after which all that can be hastened is
+WARM = 4  # steps after which all that can be started early is
 PATIENCE = 60  # seconds until what should have happened counts as never
 
 
@@ -123,9 +123,9 @@ class Pair:
                 twin.grad.data = param.grad.detach().clone()  # of any dtype
 
     def step(self, max_norm=None):
-        """Step both and compare what they return; the first after all that it may do ahead."""
+        """Step both and compare what they return; the first after all that it may do early."""
         self.give()
-        await_ahead(self.ours)
+        await_speculation(self.ours)
         if max_norm is None:
             self.ours.step()
             self.plain.step()
@@ -156,8 +156,8 @@ class Pair:
         assert_same_bits(self.params, self.twins)
         assert_same_state(self.ours, self.plain)
 
-    def check_hastened(self, steps, buckets=1):
-        """Assert that all buckets of so many steps were stepped ahead, and that all that counted.
+    def check_speculated(self, steps, buckets=1):
+        """Assert that all buckets of so many steps were stepped early, and that all of that counted.
 
         The first steps make the buckets and learn how many gradients there are.
         """
@@ -215,10 +215,12 @@ def assert_same_state(one, other):
             assert torch.equal(value.cpu(), theirs.cpu()), (i, key)
 
 
-def await_ahead(optimizer):
-    """Return when all steps that are taken ahead are over, so that step() finds them done."""
+def await_speculation(optimizer):
+    """Return when all speculative steps are over, so that step() finds them done."""
     found = optimizer._pipeline
-    found.worker.wait([b.task_ahead for b in found._buckets if b.task_ahead is not None])
+    found.worker.wait(
+        [b.speculative_task for b in found._buckets if b.speculative_task is not None]
+    )
 
 
 def small_parts(monkeypatch, piece=512, most=1024):
@@ -240,7 +242,7 @@ def count_calls(monkeypatch, owner, method):
 
 
 def warm(device="cpu", **settings):
-    """Return a pair whose next step will be taken ahead."""
+    """Return a pair whose next step will be speculative."""
     pair = Pair(device, **settings)
     pair.train(WARM)
     return pair

@@ -24,7 +24,7 @@ WAY_TO = {  # what has to happen first
     AHEAD: ["take", "start_ahead"],
     RETURNING: ["take", "commit"],
 }
-FIELDS = {"_state", "_arrival", "_ahead", "_task", "_underway"}
+FIELDS = {"_state", "_arrival", "_speculative", "_task", "_underway"}
 
 
 class HeldWorker:
@@ -72,14 +72,16 @@ class Walk:
         assert self.bucket.state is state
         self.worker.tasks.clear()
 
-    def awaited(self, arrival, ahead):
+    def awaited(self, arrival, speculative):
         """Return what tasks wait for that the worker was given."""
         events = [event for task in self.worker.tasks for event in task._events]
         needs = [need for task in self.worker.tasks for need in task._needs]
         found = {Awaited.READERS} if self.after in events else set()
         if arrival is not None and arrival.events[0] in events:
             found.add(Awaited.GRADIENTS)
-        return found | ({Awaited.AHEAD} if ahead is not None and ahead in needs else set())
+        if speculative is not None and speculative in needs:
+            found.add(Awaited.SPECULATION)
+        return found
 
 
 @pytest.mark.parametrize("event", EVENTS)
@@ -105,7 +107,7 @@ def test_rules(state, event, monkeypatch):
         assert bucket.state is RETURNING
         bucket.task.end()
         awaited.add(Awaited.WEIGHTS)
-    before = bucket._arrival, bucket.task_ahead
+    before = bucket._arrival, bucket.speculative_task
     walk.do(event)
     assert bucket.state is rule.next
     assert awaited | walk.awaited(*before) == rule.awaits
@@ -116,7 +118,7 @@ def check_fields(bucket):
     """Assert that there is what belongs to the state, and nothing else."""
     state = bucket.state
     assert bucket.has_taken == (state in (ARRIVING, AHEAD))
-    assert (bucket.task_ahead is not None) == (state is AHEAD)
+    assert (bucket.speculative_task is not None) == (state is AHEAD)
     assert (bucket.task is not None) == bool(bucket._underway) == (state is RETURNING)
     noted = bucket.gradients.question() is not None
     assert noted if state is WATCHED else not noted or bucket.has_taken

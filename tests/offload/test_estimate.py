@@ -86,10 +86,10 @@ def allocated(made: OffloadOptimizer) -> tuple[Counter[str], Counter[str]]:
         gpu += state_of(resident)
     for bucket in work._buckets:
         host += state_of(bucket.bucket)
-        if bucket.spare is not None:
-            buffers = [buffer for [buffer] in bucket.spare.buffers.values()]
-            host["steps ahead"] += sum(t.nbytes for t in (*buffers, *bucket.spare.scales.values()))
-            host["steps ahead"] += memory_of(bucket.spare.weights)
+        if bucket.shadow is not None:
+            buffers = [buffer for [buffer] in bucket.shadow.buffers.values()]
+            host["steps ahead"] += sum(t.nbytes for t in (*buffers, *bucket.shadow.scales.values()))
+            host["steps ahead"] += memory_of(bucket.shadow.weights)
     return gpu, host
 
 
@@ -147,7 +147,7 @@ def test_freed_gradients_are_added_up_in_float32() -> None:
     assert found.gpu["gradients"] < found.gpu["weights"]
 
 
-def test_a_budget_limits_what_goes_ahead() -> None:
+def test_a_budget_limits_speculation() -> None:
     all_of_it = estimate(parameters(F32))
     kept = all_of_it.needed_bytes - all_of_it.host["gradients"]
     for extra in (0, 2000, 120_000, 700_000):
@@ -203,6 +203,7 @@ def test_it_is_refused_only_if_it_cannot_fit(monkeypatch: pytest.MonkeyPatch) ->
     tight = estimate(parameters(F32))
     assert tight.needed_bytes == tight.available
     assert tight.host["steps ahead"] == 0
+    assert tight.memory.spare == tight.memory.shadow
     OffloadOptimizer(parameters(F32)).close()
 
 

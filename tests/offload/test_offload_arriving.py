@@ -7,7 +7,7 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
-from offload_cases import WARM, Gate, Pair, await_ahead, small_parts
+from offload_cases import WARM, Gate, Pair, await_speculation, small_parts
 from optim_cases import assert_same_bits
 from torch import Tensor, nn
 from torch.nn import Parameter, functional as F
@@ -50,7 +50,7 @@ class UnderWay:
     def step(self):
         self.pair.backward()
         self.pair.give()
-        await_ahead(self.pair.ours)
+        await_speculation(self.pair.ours)
         self.pair.ours.step()
         self.gate.await_thread()
         self.pair.plain.step()

@@ -11,7 +11,7 @@ from offload_cases import (
     KINDS,
     Pair,
     assert_same_state,
-    await_ahead,
+    await_speculation,
     small_parts,
     warm,
 )
@@ -138,7 +138,7 @@ def test_options_come_with_the_state(device):
 def test_a_refused_state_dict_changes_nothing(device):
     pair = warm(device)
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     good = snapshot(pair.plain)
     wrong = {
         "exp_avg_sq has the value -1": lambda s: s["state"][8]["exp_avg_sq"].fill_(-1),
@@ -266,7 +266,7 @@ def test_a_full_state_dict_by_names_while_a_step_is_under_way(device):
     pair.train(4)
     pair.backward()
     pair.give()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     pair.ours.step()
     pair.plain.step()
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -1,8 +1,8 @@
-"""Clipping and scaling of offloaded steps: as the plain class does, ahead as long as none bites."""
+"""Clipping and scaling of offloaded steps: as the plain class, speculative while no clip bites."""
 
 import pytest
 import torch
-from offload_cases import FORMATS, Pair, assert_same_state, await_ahead, small_parts
+from offload_cases import FORMATS, Pair, assert_same_state, await_speculation, small_parts
 from optim_cases import (
     BF16,
     F16,
@@ -27,7 +27,7 @@ INF, NAN = float("inf"), float("nan")
 def test_clipping_that_never_bites(device, name):
     pair = Pair(device, params=make_params(device, BF16), max_grad_norm=1e9, **FORMATS[name])
     pair.train(STEPS, max_norm=1e9)
-    pair.check_hastened(STEPS)
+    pair.check_speculated(STEPS)
 
 
 @on_each_device
@@ -43,7 +43,7 @@ def test_clipping_that_always_bites(device, name):
 @on_each_device
 @pytest.mark.parametrize("measures", [False, True])
 def test_clipping_that_bites_now_and_then(device, measures):
-    """A step ahead is rolled back when clipping bites; the next one after that is not tried."""
+    """A speculative step is discarded when clipping bites; the next one after that is not tried."""
     pair = Pair(device, **({"max_grad_norm": 50.0} if measures else {}))
     bites = [False, False, False, True, True, False, False, True, False, False, False]
     for bite in bites:
@@ -64,7 +64,7 @@ def test_step_clips_to_what_the_constructor_was_given(device):
         pair.ours.max_grad_norm = max_norm
         pair.backward()
         pair.give()
-        await_ahead(pair.ours)
+        await_speculation(pair.ours)
         pair.ours.step()
         norm = pair.plain.clip_and_step(max_norm)
         assert_same_bits([pair.ours.grad_norm], [norm])
@@ -112,7 +112,7 @@ def test_norms_of_pieces_and_of_what_stays_where_it_is(device, fraction, monkeyp
     for max_norm in (0.1, 0.1, 1e9, 1e9, 1e9, 1e9, 0.1, 1.0):
         pair.backward()
         pair.give()
-        await_ahead(pair.ours)
+        await_speculation(pair.ours)
         norm = pair.ours.clip_and_step(max_norm)
         squares = sum(p.grad.double().square().sum() for p in pair.twins)
         torch.testing.assert_close(norm.double(), squares.sqrt(), rtol=1e-6, atol=0)
@@ -148,7 +148,7 @@ def test_inf_and_nan_step_nothing(device, bad, fraction):
 
 @on_each_device
 @pytest.mark.parametrize("bad", [INF, NAN])
-def test_a_bad_gradient_that_was_stepped_ahead_is_rolled_back(device, bad):
+def test_a_speculative_step_by_a_bad_gradient_is_rolled_back(device, bad):
     pair = Pair(device, max_grad_norm=1e9)
     pair.train(4, max_norm=1e9)
     torch.autograd.backward(
@@ -168,7 +168,7 @@ def test_without_clipping_bad_gradients_are_stepped_as_they_are(device):
     pair.train(3)
     torch.autograd.backward(pair.params, [torch.full_like(p, INF) for p in pair.params])
     pair.give()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     pair.ours.step()
     pair.plain.step()
     for mine, theirs in zip(pair.params, pair.twins, strict=True):
@@ -187,7 +187,7 @@ def scale_and_step(pair, scalers, overflow=False, unscales=False, clips=False):
     if overflow:
         torch.autograd.backward([pair.params[8]], [torch.full_like(pair.params[8], INF)])
     pair.give()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     for scaler, (optimizer, params) in zip(scalers, pair.both(), strict=True):
         if unscales:
             scaler.unscale_(optimizer)

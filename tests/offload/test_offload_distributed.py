@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from offload_cases import FORMATS, KINDS, assert_same_state, await_ahead
+from offload_cases import FORMATS, KINDS, assert_same_state, await_speculation
 from processes import Case
 from sharded_cases import Net, Row, distribute, full, mesh_of
 from torch import nn
@@ -85,7 +85,7 @@ class Both:
         self.give()
         for twin, grad in zip(self.twins, grads or [], strict=grads is not None):
             twin.grad = grad
-        await_ahead(self.ours)
+        await_speculation(self.ours)
         if max_norm is None:
             self.ours.step()
             self.plain.step()
@@ -150,7 +150,7 @@ def fsdp_with_model(device, folder):
             assert all(map(same_local, both.params, both.twins)), step
             loss.backward()
             both.give()
-            await_ahead(both.ours)
+            await_speculation(both.ours)
             both.ours.step()
             both.plain.step()
             both.ours.zero_grad()
@@ -180,7 +180,7 @@ def fsdp_clips(device, folder):
     # inf in one process keeps all from stepping
     before = [full(p).clone() for p in both.params]
     loss_of(net, 1, device).backward()
-    await_ahead(both.ours)
+    await_speculation(both.ours)
     if dist.get_rank() == 0:
         net.first.weight.grad._local_tensor[0, 0] = float("inf")
     assert both.ours.clip_and_step(1e6).isinf()
@@ -194,7 +194,7 @@ def fsdp_clipped_by_torch(device, folder):
     both = Both(net, device)
     for step in range(4):
         loss_of(net, step, device).backward()
-        await_ahead(both.ours)
+        await_speculation(both.ours)
         nn.utils.clip_grad_norm_(both.params, 0.01)
         both.step()
 
@@ -205,7 +205,7 @@ def fsdp_written_untold(device, folder):
     both = Both(net, device)
     for step in range(6):
         loss_of(net, step, device).backward()
-        await_ahead(both.ours)
+        await_speculation(both.ours)
         with torch.no_grad():
             if step % 3 == 0:
                 for param in both.params:
@@ -227,7 +227,7 @@ def collectives(device, folder):
     both = Both(net, device)
     for step in range(6):
         loss_of(net, step, device).backward()
-        await_ahead(both.ours)
+        await_speculation(both.ours)
         for param in both.params:
             dist.all_reduce(param.grad)
         for params in (both.params, both.twins) if step % 2 else ():
@@ -271,13 +271,13 @@ def fsdp_without_synchronization(device, folder):
 
 
 def fsdp_accumulates_in_place(device, folder):
-    """What is reduced first is added to afterwards: the step ahead of the sum is the one."""
+    """What is reduced first is added to afterwards: the speculative step by the sum is the one."""
     net = sharded(device)
     both = Both(net, device)
     for times in (1, 1, 1, 3, 3, 1, 2, 2, 2):
         for micro in range(times):
             loss_of(net, micro, device).backward()
-            await_ahead(both.ours)
+            await_speculation(both.ours)
         both.step()
     stats = both.ours.stats()
     assert stats["validated"] >= 4 and stats["rolled back"] >= 2

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from offload_cases import Pair, await_ahead, finish, warm
+from offload_cases import Pair, await_speculation, finish, warm
 from optim_cases import assert_same_bits, on_each_device, snapshot
 from torch.nn import Parameter
 
@@ -150,7 +150,7 @@ def sparse(param):
 def test_sparse_gradients(device, step):
     pair = warm(device)
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     weights, saved = [p.detach().clone() for p in pair.params], snapshot(pair.ours)
     pair.params[0].grad = sparse(pair.params[0])
     text = r"^OffloadOptimizer: gradient of params\[0\] is sparse, expected dense; use torch.optim"

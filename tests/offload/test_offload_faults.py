@@ -14,7 +14,7 @@ from offload_cases import (
     WARM,
     Gate,
     Pair,
-    await_ahead,
+    await_speculation,
     finish,
     same_values,
     small_parts,
@@ -70,7 +70,7 @@ def test_an_exception_in_backward(device, monkeypatch):
     for after, goes_on in ((2, "zero"), (0, "zero"), (3, "more"), (2, "step")):
         with pytest.raises(torch.OutOfMemoryError):
             run(after)
-        await_ahead(pair.ours)
+        await_speculation(pair.ours)
         if goes_on == "zero":
             pair.ours.zero_grad()
         if goes_on != "step":
@@ -102,14 +102,14 @@ def test_an_exception_in_a_hook_of_the_user(device, where):
     raises[0] = True
     with pytest.raises(Broken):
         pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     raises[0] = False
     finish(pair)
 
 
 @on_each_device
 def test_an_exception_while_gradients_leave(device, monkeypatch):
-    """Hooks only hasten: no backward fails because of them, and step() does it all again."""
+    """Hooks only start work sooner: no backward fails by them, and step() does it all again."""
     pair = warm(device)
     breaking(monkeypatch, "fetch")
     pair.backward()
@@ -122,7 +122,7 @@ def test_an_exception_while_a_step_begins(device, monkeypatch):
     pair = warm(device)
     saved, weights = snapshot(pair.ours), [p.detach().clone() for p in pair.params]
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     same_values(pair)
     breaking(monkeypatch, "fetch")
     with pytest.raises(Broken):
@@ -134,10 +134,10 @@ def test_an_exception_while_a_step_begins(device, monkeypatch):
 
 @on_each_device
 @pytest.mark.parametrize("over", [False, True])
-def test_an_exception_in_a_step_ahead(device, over, monkeypatch):
+def test_an_exception_in_a_speculative_step(device, over, monkeypatch):
     """It was speculation: the step is taken anew, whether that is over by then or not."""
     pair = warm(device)
-    gate = Gate(monkeypatch, "step_ahead")
+    gate = Gate(monkeypatch, "step_speculatively")
     breaking(monkeypatch, "_step_part")
     pair.backward()
     gate.await_thread()
@@ -165,7 +165,7 @@ def test_an_exception_in_the_worker_surfaces_where_somebody_waits(device, waits,
     pair.train(WARM)
     before = [p.detach().clone() for p in pair.params]
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     same_values(pair)
     breaking(monkeypatch, "_step_part")
     waiting = {
@@ -197,8 +197,8 @@ def test_an_exception_in_the_last_step_of_an_optimizer_that_goes(monkeypatch, ca
         pair.train(WARM)
         pair.backward()
         same_values(pair)
-        await_ahead(pair.ours)
-        pair.ours.param_groups[0]["lr"] *= 2  # so nothing that was stepped ahead counts
+        await_speculation(pair.ours)
+        pair.ours.param_groups[0]["lr"] *= 2  # so no speculative step counts
         breaking(monkeypatch, "_step_part")
         pair.ours.step()
         if closes:
@@ -216,10 +216,10 @@ def test_one_bucket_of_several_fails(device, monkeypatch):
     pair = warm(device)
     counts = [float(pair.ours.state[p]["step"]) for p in pair.params]
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     same_values(pair)
-    await_ahead(pair.ours)
-    pair.ours.param_groups[0]["lr"] *= 2  # so nothing that was stepped ahead counts
+    await_speculation(pair.ours)
+    pair.ours.param_groups[0]["lr"] *= 2  # so no speculative step counts
     breaking(monkeypatch, "_step_part")
     with pytest.raises(Broken):
         pair.ours.step()
@@ -240,7 +240,7 @@ def test_steps_without_backward(device):
     pair.backward()
     for _ in range(3):  # with the same gradients
         pair.give()
-        await_ahead(pair.ours)
+        await_speculation(pair.ours)
         pair.ours.step()
         pair.plain.step()
         pair.check()
@@ -255,7 +255,7 @@ def test_gradients_kept_from_one_step_to_the_next(device):
     for _ in range(8):
         pair.backward()
         pair.give()
-        await_ahead(pair.ours)
+        await_speculation(pair.ours)
         pair.ours.step()
         pair.plain.step()
         pair.check()
@@ -296,22 +296,22 @@ FORK = (
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("when", ["idle", "ahead", "under way"])
+@pytest.mark.parametrize("when", ["idle", "speculative", "under way"])
 def test_a_fork_cannot_step_and_the_parent_goes_on(when, monkeypatch):
     model = torch.nn.Linear(6, 5)
     pair = Pair(params=model.parameters(), **({"model": model} if when == "under way" else {}))
     pair.train(WARM)
     gate = None
     pair.backward()
-    if when == "ahead":
-        gate = Gate(monkeypatch, "step_ahead")
+    if when == "speculative":
+        gate = Gate(monkeypatch, "step_speculatively")
         pair.ours.zero_grad()
         pair.backward()
         gate.await_thread()
     if when == "under way":
         gate = Gate(monkeypatch, "adopt")
         pair.give()
-        await_ahead(pair.ours)
+        await_speculation(pair.ours)
         pair.ours.step()
         gate.await_thread()
 
@@ -342,7 +342,7 @@ def test_a_fork_cannot_step_and_the_parent_goes_on(when, monkeypatch):
         params = [Parameter(torch.ones(4))]
         fresh = Pair(params=params)
         fresh.train(4)
-        fresh.check_hastened(4)
+        fresh.check_speculated(4)
         fresh.ours.close()
 
     if not torch.cuda.is_initialized():  # else torch has no backward in a fork
@@ -367,7 +367,7 @@ def test_a_fork_while_a_thread_holds_a_lock(whose):
     """Nobody opens it in the child, which has no thread but one."""
     pair = warm()
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     pipeline = pair.ours._pipeline
     lock = pipeline.worker._changed if whose == "the worker's" else pipeline._lock
     held, over = threading.Event(), threading.Event()
@@ -432,7 +432,7 @@ def test_ctrl_c_ends_a_wait_and_not_the_step(wait, monkeypatch):
     gate = Gate(monkeypatch, "adopt")
     pair.backward()
     pair.give()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     if wait != "step":
         pair.ours.step()
         gate.await_thread()

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from offload_cases import FORMATS, Gate, Pair, Summed, await_ahead, small_parts
+from offload_cases import FORMATS, Gate, Pair, Summed, await_speculation, small_parts
 from optim_cases import BF16, F16, F32, assert_same_bits, make_params, on_each_device
 from torch import nn
 
@@ -63,7 +63,7 @@ def test_clipping(device, max_norm):
     for step in range(STEPS):
         pair.backward(times=2 if step else 1)
         pair.give()
-        await_ahead(pair.ours)
+        await_speculation(pair.ours)
         norm = pair.ours.clip_and_step(max_norm)
         expected = pair.plain.clip_and_step(max_norm)
         torch.testing.assert_close(norm.cpu(), expected.cpu(), rtol=1e-6, atol=0)
@@ -94,7 +94,7 @@ def test_zero_grad_instead_of_step(device):
     pair.train(4)
     for _ in range(2):
         pair.backward(times=2)
-        await_ahead(pair.ours)
+        await_speculation(pair.ours)
         pair.zero_grad()
         pair.train(2)
     pair.backward()
@@ -112,7 +112,7 @@ def test_gradients_set_by_hand(device):
     for after_backward in (False, True):
         if after_backward:
             pair.backward()
-            await_ahead(pair.ours)
+            await_speculation(pair.ours)
         for i in (3, 8, 2, 7):
             grad = pair.draw(pair.params[i])
             if pair.sums[i] is not None and i in (2, 7):
@@ -147,11 +147,11 @@ def by_hand(pair, params):
 def test_gradients_that_are_dropped_do_not_come_back(device, drop, times, waits, monkeypatch):
     small_parts(monkeypatch, most=192)
     pair = Summed(device)
-    for _ in range(2):  # before the first step, and where steps are taken ahead
+    for _ in range(2):  # before the first step, and where steps are speculative
         for _ in range(2):
             pair.backward(times=times)
             if waits:
-                await_ahead(pair.ours)
+                await_speculation(pair.ours)
             drop(pair, pair.params)
             pair.sums = [None] * 9
             pair.step()  # by nothing
@@ -163,7 +163,7 @@ def test_gradients_that_are_dropped_do_not_come_back(device, drop, times, waits,
         pair.train(4)
     pair.backward()
     if waits:
-        await_ahead(pair.ours)
+        await_speculation(pair.ours)
     some = pair.params[2:5] if drop is not of_optimizer else pair.params
     drop(pair, some)
     for i, param in enumerate(pair.params):
@@ -194,7 +194,7 @@ def test_gradients_that_are_overwritten(device):
     pair = Summed(device)
     pair.train(3)
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     pair.sums[8] = pair.draw(pair.params[8])
     pair.params[8].grad.copy_(pair.sums[8])
     pair.step()
@@ -209,7 +209,7 @@ def test_gradients_that_are_added_to_by_hand(device, alpha):
     pair = Summed(device)
     pair.train(3)
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     others = [pair.draw(p) for p in pair.params]
     before = [other.clone() for other in others]
     for i, (param, other) in enumerate(zip(pair.params, others, strict=True)):
@@ -429,7 +429,7 @@ def test_buckets_made_anew_between_backward_and_step(device, change):
     pair = Summed(device, params=params)
     pair.train(3)
     pair.backward(times=2)
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     change(pair)
     pair.step()
     pair.check()

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from late_pairs import STEPS, DeviceError, Told, late_pair, on_late_devices, step, tell
-from offload_cases import Gate, Summed, await_ahead
+from offload_cases import Gate, Summed, await_speculation
 from optim_cases import BF16, assert_same_bits, make_params
 from torch import nn
 
@@ -61,7 +61,7 @@ def test_gradients_are_added_up_in_their_order(monkeypatch):
     gate = Gate(monkeypatch, "adopt")  # while it is held, both are queued
     pair.backward(times=2)
     pair.give()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     closer = threading.Thread(target=pair.ours.step)
     closer.start()
     gate.await_thread()
@@ -98,7 +98,7 @@ def test_an_error_of_the_last_step_is_not_lost_in_a_hook(monkeypatch):
     """A gradient that leaves waits for that step; who can raise its error does."""
     pair = Summed(params=make_params(), model=nn.ParameterList())
     pair.train(4)
-    pair.backward(times=2)  # more than expected, so nothing is ahead
+    pair.backward(times=2)  # more than expected, so no step is speculative
 
     def broken(*args):
         raise DeviceError("step")

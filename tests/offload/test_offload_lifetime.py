@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm_python
-from offload_cases import FORMATS, Gate, Pair, Summed, await_ahead, warm
+from offload_cases import FORMATS, Gate, Pair, Summed, await_speculation, warm
 from optim_cases import BF16, assert_same_bits, make_params, on_each_device, snapshot
 from torch.nn import Parameter
 
@@ -45,12 +45,12 @@ def memory(monkeypatch):
 
 
 def used(device="cpu", **settings):
-    """An optimizer that has stepped ahead, and its parameters."""
+    """An optimizer with a speculative step, and its parameters."""
     params = make_params(device)
     optimizer = OffloadOptimizer(params, **settings)
     for _ in range(4):
         torch.autograd.backward(params, [torch.ones_like(p) for p in params])
-        await_ahead(optimizer)
+        await_speculation(optimizer)
         optimizer.step()
         optimizer.zero_grad()
     assert optimizer.stats()["validated"] > 0
@@ -129,11 +129,11 @@ def test_close(device, threads):
     assert not threads()
 
 
-def test_a_step_that_was_taken_ahead_of_close(threads):
+def test_a_speculative_step_before_close(threads):
     """step() refuses, and then nobody waits for what was never queued."""
     pair = warm()
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     pair.ours.close()
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^OffloadOptimizer: it is closed"):
@@ -150,7 +150,7 @@ def test_close_waits_for_the_step(threads, monkeypatch):
     gate = Gate(monkeypatch, "adopt")
     pair.backward()
     pair.give()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     pair.ours.step()
     gate.await_thread()
     gate.open_soon()
@@ -160,9 +160,9 @@ def test_close_waits_for_the_step(threads, monkeypatch):
     pair.check()
 
 
-def test_close_while_a_step_ahead_is_under_way(threads, monkeypatch):
+def test_close_while_a_speculative_step_is_under_way(threads, monkeypatch):
     pair = warm()
-    gate = Gate(monkeypatch, "step_ahead")
+    gate = Gate(monkeypatch, "step_speculatively")
     pair.backward()
     gate.await_thread()
     gate.open_soon()
@@ -204,13 +204,13 @@ def test_a_refused_constructor_leaves_nothing(threads, memory):
 @on_each_device
 @pytest.mark.parametrize("name", ["float32", "compact"])
 def test_what_is_left_alone_is_not_kept(device, name, memory):
-    """Pinned memory is weights, gradients, weights that were stepped ahead; and once only."""
+    """Pinned memory is weights, gradients, shadow buffers for weights; and once only."""
     params = [Parameter(torch.randn(4096, device=device).to(BF16)) for _ in range(4)]
     optimizer = OffloadOptimizer(params, **FORMATS[name])
     sizes = []
     for _ in range(8):
         torch.autograd.backward(params, [torch.ones_like(p) for p in params])
-        await_ahead(optimizer)
+        await_speculation(optimizer)
         optimizer.step()
         optimizer.zero_grad()
         sizes.append(memory())
@@ -334,7 +334,7 @@ PROGRAM = """
 import sys, threading, torch
 
 sys.path += sys.argv[3:]
-from offload_cases import Gate, await_ahead
+from offload_cases import Gate, await_speculation
 from deepspeed_ext.offload import OffloadOptimizer
 import pytest
 
@@ -343,13 +343,13 @@ model = torch.nn.Linear(6, 5)
 optimizer = OffloadOptimizer(model.parameters(), model=model, lr=1.0)
 for _ in range(4):
     model(torch.ones(1, 6)).sum().backward()
-    await_ahead(optimizer)
+    await_speculation(optimizer)
     optimizer.step()
     optimizer.zero_grad()
 gate = Gate(pytest.MonkeyPatch(), sys.argv[1])
 model(torch.ones(1, 6)).sum().backward()
 if sys.argv[1] == "adopt":
-    await_ahead(optimizer)
+    await_speculation(optimizer)
     optimizer.step()
 gate.await_thread()
 gate.open_soon()
@@ -362,7 +362,7 @@ print("end")
 
 
 @pytest.mark.parametrize(
-    ("method", "how"), [("adopt", "plain"), ("adopt", "error"), ("step_ahead", "kept")]
+    ("method", "how"), [("adopt", "plain"), ("adopt", "error"), ("step_speculatively", "kept")]
 )
 def test_a_program_ends_while_a_step_is_under_way(method, how):
     run = warm_python.run("-c", PROGRAM, method, how, *HELPERS)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from offload_cases import WARM, Gate, Pair, await_ahead, small_parts
+from offload_cases import WARM, Gate, Pair, await_speculation, small_parts
 from optim_cases import BF16, assert_same_bits, on_each_device
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -74,7 +74,7 @@ def test_a_model_with_tied_weights(device, waits, times, monkeypatch):
     net = Net(device)
     pair = pair_of(net, device, **({"model": net} if waits else {}))
     train(pair, net, times=times)
-    pair.check_hastened(STEPS, len(pair.ours._pipeline._buckets))
+    pair.check_speculated(STEPS, len(pair.ours._pipeline._buckets))
 
 
 @on_each_device
@@ -107,7 +107,7 @@ def test_compiled_models(device, way):
     if way == "wrapped afterwards":
         watched = torch.compile(net, backend="eager")
     train(pair, watched)
-    pair.check_hastened(STEPS)
+    pair.check_speculated(STEPS)
 
 
 @on_each_device
@@ -121,13 +121,13 @@ def test_a_step_within_compiled_code(device):
     for _ in range(5):
         pair.backward()
         pair.give()
-        await_ahead(pair.ours)
+        await_speculation(pair.ours)
         step()
         pair.plain.step()
         pair.zero_grad()
         pair.check()
     assert not graphs
-    pair.check_hastened(5)
+    pair.check_speculated(5)
 
 
 @pytest.mark.parametrize("opaque", [False, True])
@@ -146,7 +146,7 @@ def test_forward_waits_module_by_module(opaque, monkeypatch):
     gate = Gate(monkeypatch, "adopt", only=held)
     pair.backward()
     pair.give()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     pair.ours.step()
     gate.await_thread()
     layers[2].register_forward_hook(lambda *_: gate.open())
@@ -166,7 +166,7 @@ def test_state_dict_of_the_model_waits(monkeypatch):
     gate = Gate(monkeypatch, "adopt")
     pair.backward()
     pair.give()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     pair.ours.step()
     gate.await_thread()
     gate.open_soon()
@@ -202,7 +202,7 @@ def test_weights_return_in_the_order_in_which_forward_wants_them(monkeypatch):
 
     monkeypatch.setattr(HostBucket, "adopt", noted)
     with pytest.MonkeyPatch.context() as patch:
-        blocker = Gate(patch, "step_ahead")
+        blocker = Gate(patch, "step_speculatively")
         model(x).square().mean().backward()
         pair.give()
         blocker.await_thread()
@@ -226,7 +226,7 @@ def test_an_embedding_with_gradients_of_many_rows(device):
         loss.backward()
         pair.step()
         pair.check()
-    pair.check_hastened(5)
+    pair.check_speculated(5)
 
 
 @on_each_device
@@ -239,7 +239,7 @@ def test_gradients_of_gradients(device):
         loss.backward(create_graph=True)
         pair.step(max_norm=1e9)
         pair.check()
-    pair.check_hastened(5)
+    pair.check_speculated(5)
 
 
 @on_each_device
@@ -250,7 +250,7 @@ def test_two_models_and_optimizers_side_by_side(device):
         for pair, net in zip(pairs, nets, strict=True):
             train(pair, net, 1)
     for pair in pairs:
-        pair.check_hastened(STEPS)
+        pair.check_speculated(STEPS)
 
 
 @on_each_device
@@ -268,7 +268,7 @@ def test_two_optimizers_of_one_model(device):
             pair.step()
             pair.check()
     for pair in pairs:
-        pair.check_hastened(STEPS)
+        pair.check_speculated(STEPS)
 
 
 @on_each_device

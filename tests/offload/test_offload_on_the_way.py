@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from offload_cases import KINDS, PATIENCE, Gate, Pair, await_ahead, warm
+from offload_cases import KINDS, PATIENCE, Gate, Pair, await_speculation, warm
 from optim_cases import assert_same_bits, make_params, needs_cuda
 from test_offload_arriving import UnderWay
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ def test_other_classes(made, monkeypatch):
     gate = Gate(monkeypatch, "adopt")
     pair.backward()
     pair.give()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     if type(weight) is Mine:
         gate.open_soon()
     pair.ours.step()
@@ -196,7 +196,7 @@ def test_a_thread_that_reads_while_a_step_is_queued(monkeypatch):
     pair.train(4)
     pair.backward()
     pair.give()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     worker, got = pair.ours._pipeline.worker, []
     submit, thread = worker.submit, threading.Thread(target=lambda: got.append(pair.params[0] * 1))
 
@@ -352,7 +352,7 @@ def test_graphs_of_an_earlier_model_of_the_same_classes(hooked, forward, monkeyp
         out.square().sum().backward()
         for mine, theirs in zip(net.parameters(), twin.parameters(), strict=True):
             theirs.grad = None if mine.grad is None else mine.grad.clone()
-        await_ahead(ours)
+        await_speculation(ours)
         with monkeypatch.context() as patch:
             gate = Gate(patch, "_send")
             ours.step()

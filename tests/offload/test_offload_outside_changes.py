@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from offload_cases import FORMATS, KINDS, WARM, Pair, await_ahead, finish, small_parts, warm
+from offload_cases import FORMATS, KINDS, WARM, Pair, await_speculation, finish, small_parts, warm
 from optim_cases import (
     BF16,
     F16,
@@ -48,7 +48,7 @@ def test_weights_written_between_steps(device, change, name, when):
     values = {1: pair.draw(pair.params[1])}
     if when == "after backward":
         pair.backward()
-        await_ahead(pair.ours)
+        await_speculation(pair.ours)
     with torch.no_grad():
         for _, params in pair.both():
             change(pair, params, values.__getitem__)
@@ -73,7 +73,7 @@ def test_writes_that_no_version_tells_of(device, write, max_norm, i):
     pair = warm(device)
     for _ in range(2):
         pair.backward()
-        await_ahead(pair.ours)
+        await_speculation(pair.ours)
         pair.give()
         for _, params in pair.both():
             write(params[i])
@@ -107,7 +107,7 @@ def test_weights_written_whose_step_is_in_pieces(device, change, monkeypatch):
     pair = warm(device, params=params)
     values = {1: pair.draw(pair.params[1])}
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     with torch.no_grad():
         for _, params in pair.both():
             change(pair, params, values.__getitem__)
@@ -121,7 +121,7 @@ def test_state_written_between_steps(device, write, when):
     pair = warm(device, params=make_params(device, BF16), master="float32")
     if when == "after backward":
         pair.backward()
-        await_ahead(pair.ours)
+        await_speculation(pair.ours)
     for optimizer, params in pair.both():
         write(optimizer.state[params[8]])
     pair.check()
@@ -136,7 +136,7 @@ def test_state_written_after_backward_that_was_read_before(device):
     for _ in range(2):
         states = [optimizer.state[params[8]]["exp_avg"] for optimizer, params in pair.both()]
         pair.backward()
-        await_ahead(pair.ours)
+        await_speculation(pair.ours)
         for state in states:
             state.data.mul_(2)
         finish(pair, validated=0)
@@ -147,7 +147,7 @@ def test_state_that_is_read_after_backward(device):
     """Reading is no reason to roll back, and gives what the last step has left."""
     pair = warm(device)
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     pair.check()
     assert pair.ours.state[pair.params[0]]["step"] == WARM
     finish(pair, validated=1)
@@ -157,12 +157,12 @@ def test_state_that_is_read_after_backward(device):
 def test_state_that_goes_or_comes(device):
     pair = warm(device)
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     for optimizer, params in pair.both():
         del optimizer.state[params[2]]
     finish(pair, validated=0)
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     for optimizer, params in pair.both():
         entry = {k: v.clone() for k, v in optimizer.state[params[3]].items()}
         optimizer.state[params[3]] = entry | {"step": torch.tensor(99.0), "note": "mine"}
@@ -176,7 +176,7 @@ def test_a_checkpoint_loaded_between_backward_and_step(device):
     saved = snapshot(pair.plain)
     pair.train(3)
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     for optimizer, _ in pair.both():
         optimizer.load_state_dict(copy.deepcopy(saved))
     finish(pair, validated=0)
@@ -185,7 +185,7 @@ def test_a_checkpoint_loaded_between_backward_and_step(device):
 @on_each_device
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 def test_a_steady_loop_does_not_compare_masters(device, max_norm, monkeypatch):
-    """Neither when steps ahead count nor when all are taken as they are asked for."""
+    """Neither when speculative steps count nor when all are taken as they are asked for."""
     pair = Pair(device, params=make_params(device, BF16), master="float32")
     pair.train(WARM, max_norm)
     monkeypatch.setattr(torch, "where", None)
@@ -217,7 +217,7 @@ def test_another_dtype(device, before, after, fraction):
 def test_another_dtype_after_backward(device):
     pair = warm(device)
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     retyped(pair, BF16)
     for param in pair.params:
         param.grad = pair.draw(param)
@@ -253,7 +253,7 @@ def test_a_model_that_loads_a_checkpoint(device):
     pair.train(WARM)
     saved = {k: torch.full_like(v, 0.25) for k, v in model.state_dict().items()}
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     model.load_state_dict(saved)
     with torch.no_grad():
         for twin in pair.twins:
@@ -291,7 +291,7 @@ def test_reset_master_takes_what_no_version_tells_of(device, master, fraction):
     pair.check()
     pair.train(3)
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     for optimizer, params in pair.both():
         params[8].data.mul_(0.5)
         optimizer.reset_master()
@@ -310,7 +310,7 @@ def test_parameters_that_get_memory_after_construction(device):
     pair = Pair(device, params=params)
     pair.ours = optimizer
     pair.train(5)
-    pair.check_hastened(5)
+    pair.check_speculated(5)
     assert pair.ours.state[params[0]]["exp_avg"].device.type == "cpu"
 
 

@@ -52,7 +52,7 @@ each_pair = pytest.mark.parametrize(
 def test_each_class_and_format(device, kind, dtype, name):
     pair = Pair(device, kind, make_params(device, dtype), **FORMATS[name])
     pair.train(STEPS)
-    pair.check_hastened(STEPS)
+    pair.check_speculated(STEPS)
 
 
 @on_each_device
@@ -70,7 +70,7 @@ def test_parameters_in_pieces(device, kind, name, monkeypatch):
     pair.train(STEPS)
     buckets = len(pair.ours._pipeline._buckets)
     assert buckets > 5
-    pair.check_hastened(STEPS, buckets)
+    pair.check_speculated(STEPS, buckets)
     assert len(calls) > 1.5 * buckets * STEPS  # some buckets are cut
 
 
@@ -80,12 +80,12 @@ def test_parameters_in_pieces(device, kind, name, monkeypatch):
 def test_accumulation(device, name, times):
     pair = Pair(device, params=make_params(device, BF16), **FORMATS[name])
     pair.train(STEPS, times=times)
-    pair.check_hastened(STEPS)
+    pair.check_speculated(STEPS)
 
 
 @on_each_device
 def test_accumulation_of_another_number_each_time(device):
-    """What was stepped ahead after fewer gradients than there are in the end does not count."""
+    """A speculative step by fewer gradients than there are in the end does not count."""
     pair = Pair(device)
     counts = [1, 1, 1, 3, 3, 1, 2, 4, 4, 4, 2, 1, 1]
     for times in counts:
@@ -129,9 +129,9 @@ def test_a_share_that_is_stepped_where_it_is(device, fraction, name):
     pair.step()
     moved = [pair.ours.state[p]["step"].data_ptr() for p in pair.params]
     alike = sum(a == b for a, b in zip(stays, moved, strict=True))
-    # What is stepped ahead lies elsewhere; what stays on the device does not.
+    # A speculative step lies elsewhere; what stays on the device does not.
     assert {0: alike == 0, 0.5: 0 < alike < 9, 1: alike == 9}[fraction]
-    pair.check_hastened(STEPS + 1, 0 if fraction == 1 else 1)
+    pair.check_speculated(STEPS + 1, 0 if fraction == 1 else 1)
     if device == "cuda":
         homes = [pair.ours.state[p]["step"].is_cuda for p in pair.params]
         assert homes == sorted(homes, reverse=True) and sum(homes) == alike
@@ -164,7 +164,7 @@ def test_frozen_from_the_beginning(device):
         param.requires_grad_(False)
     pair = Pair(device, params=params)
     pair.train(5)
-    pair.check_hastened(5)
+    pair.check_speculated(5)
     assert [p in pair.ours.state for p in params] == [i % 2 == 1 for i in range(9)]
     for param in params:
         param.requires_grad_()
@@ -189,7 +189,7 @@ def test_groups_and_schedules(device):
         pair.train(1)
         for schedule in schedules:
             schedule.step()
-    pair.check_hastened(STEPS, 2)
+    pair.check_speculated(STEPS, 2)
 
 
 @on_each_device
@@ -208,7 +208,7 @@ def test_groups_added_later(device):
 
 
 @on_each_device
-def test_no_room_for_steps_ahead(device):
+def test_no_room_for_speculative_steps(device):
     """Gradients leave early all the same, and no step is taken before it is asked for."""
     needed = sum(12 * p.numel() + 4 for p in make_params())
     pair = Pair(device, memory_budget=needed + 4000)
@@ -217,7 +217,7 @@ def test_no_room_for_steps_ahead(device):
     assert stats["early"] >= STEPS - 2 and stats["ahead"] == stats["validated"] == 0
     pair = Pair(device, memory_budget=needed * 20)
     pair.train(STEPS)
-    pair.check_hastened(STEPS)
+    pair.check_speculated(STEPS)
 
 
 @on_each_device

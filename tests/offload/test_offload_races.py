@@ -29,7 +29,7 @@ from offload_cases import (
     Gate,
     Pair,
     Summed,
-    await_ahead,
+    await_speculation,
     small_parts,
     warm,
 )
@@ -93,20 +93,20 @@ def test_gradients_written_right_after_a_step(device, monkeypatch):
 
 @on_late_devices
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("spare", [True, False])
-def test_whatever_may_come_between(device, seed, spare, monkeypatch):
+@pytest.mark.parametrize("shadow", [True, False])
+def test_whatever_may_come_between(device, seed, shadow, monkeypatch):
     """Changes of everything, by chance, and nobody waits unless by chance."""
-    budget = {} if spare else {"memory_budget": 2 * 12 * 2**10}
+    budget = {} if shadow else {"memory_budget": 2 * 12 * 2**10}
     pair = late_pair(monkeypatch, device, seed=seed, model=nn.ParameterList(), **budget)
     draw = random.Random(seed)
     for _ in range(3 * STEPS):
-        often = draw.random() < 0.8  # as ever, so that much is taken ahead
+        often = draw.random() < 0.8  # as ever, so that many steps are speculative
         times, missing = (1, 0) if often else (draw.choice([1, 2]), draw.choice([0, 0.3]))
         pair.backward(times=times, missing=missing)
         for change in draw.choices(CHANGES, k=0 if often else draw.choice([1, 2])):
             change(pair)
         if draw.random() < 0.5:
-            await_ahead(pair.ours)
+            await_speculation(pair.ours)
         step(pair, None if often else draw.choice([None, 1e9, 0.1]))
         if draw.random() < 0.2:
             pair.check()
@@ -115,7 +115,7 @@ def test_whatever_may_come_between(device, seed, spare, monkeypatch):
                 optimizer.zero_grad(set_to_none=draw.random() < 0.5)
     pair.check()
     stats = pair.ours.stats()
-    assert not spare or stats["validated"], stats
+    assert not shadow or stats["validated"], stats
     pair.ours.close()
 
 
@@ -184,7 +184,8 @@ def test_modules_that_read_weights_as_they_return(device, free_grads, monkeypatc
         pair.plain.step()
         pair.zero_grad()
     pair.check()
-    assert pair.ours.stats()["early"] > 0  # steps ahead are begun only if the worker gets to them
+    # Speculative steps are begun only if the worker gets to them.
+    assert pair.ours.stats()["early"] > 0
 
 
 # Devices that fail
@@ -215,7 +216,7 @@ def test_a_device_that_fails_when_it_is_asked(where, monkeypatch):
     before = [p.detach().clone() for p in pair.params]
     pair.backward()
     for param in pair.params:
-        param.grad = param.grad.clone()  # so that none is ahead
+        param.grad = param.grad.clone()  # so that no step is speculative
     failing.append(True)
     with pytest.raises(DeviceError, match="asked"):
         pair.ours.step()
@@ -288,7 +289,7 @@ def test_no_more_than_some_weights_are_queued_for_a_device(monkeypatch):
     pair.train(4)
     pair.backward()
     pair.give()
-    await_ahead(pair.ours)  # what step() asks for goes as it is made
+    await_speculation(pair.ours)  # what step() asks for goes as it is made
     pair.ours.step()
     buckets = pair.ours._pipeline._buckets
     pair.ours._pipeline.worker.wait([bucket.task for bucket in buckets])

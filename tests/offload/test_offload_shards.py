@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from offload_cases import await_ahead
+from offload_cases import await_speculation
 from processes import Case
 from sharded_cases import Net, distribute, mesh_of
 from test_offload_distributed import Both, loss_of, plain_class, row_of, same_local, sharded
@@ -36,7 +36,7 @@ class Two:
             loss_of(net, number, self.device).backward()
 
     def step(self):
-        await_ahead(self.ours)
+        await_speculation(self.ours)
         self.ours.step()
         self.plain.step()
         self.plain.zero_grad()
@@ -52,7 +52,7 @@ def fsdp_frees(device, folder):
             two.backward(10 * step + number)
             assert all(sent(p.grad) is not None for p in two.nets[0].parameters())
             if step in (2, 5) and number == 0:
-                await_ahead(two.ours)
+                await_speculation(two.ours)
                 for net in two.nets:
                     net.zero_grad(set_to_none=step == 2)
         two.step()
@@ -148,7 +148,7 @@ def fsdp_offloads(device, folder):
             for net, optimizer in zip(nets, (ours, plain), strict=True):
                 Late.apply(net(x)).square().sum().backward()
                 if optimizer is ours:
-                    await_ahead(ours)
+                    await_speculation(ours)
                 optimizer.step()
                 optimizer.zero_grad()
             for p, q in zip(*(net.parameters() for net in nets), strict=True):

@@ -1,20 +1,20 @@
-"""Steps taken ahead of step(): which of gradients and options make them count, and which not."""
+"""Speculative steps: which changes of gradients and options discard them, and which do not."""
 
 import pytest
 import torch
-from offload_cases import FORMATS, Pair, await_ahead, finish, same_values, small_parts, warm
+from offload_cases import FORMATS, Pair, await_speculation, finish, same_values, small_parts, warm
 from optim_cases import BF16, assert_same_bits, make_params, on_each_device, snapshot
 
 
 @on_each_device
 @pytest.mark.parametrize("name", FORMATS)
-def test_nobody_sees_a_step_ahead(device, name):
+def test_nobody_sees_a_speculative_step(device, name):
     """Weights and state are those of the last step until step() is called."""
     pair = warm(device, params=make_params(device, BF16), **FORMATS[name])
     weights = [p.detach().clone() for p in pair.params]
     saved = snapshot(pair.ours)
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     assert_same_bits(pair.params, weights)
     for i, entry in pair.ours.state_dict()["state"].items():
         for key, value in entry.items():
@@ -31,7 +31,7 @@ def test_a_bucket_does_not_take_the_writes_of_others_for_writes_to_its_weights(d
     made = []
     where = torch.where
     monkeypatch.setattr(torch, "where", lambda *arguments: made.append(1) or where(*arguments))
-    pair.train(3, max_norm=0.01)  # so that none is stepped ahead
+    pair.train(3, max_norm=0.01)  # so that no step is speculative
     assert not made
 
 
@@ -39,7 +39,7 @@ def test_a_bucket_does_not_take_the_writes_of_others_for_writes_to_its_weights(d
 def test_a_second_backward(device):
     pair = warm(device)
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     pair.backward()
     assert pair.ours.stats()["rolled back"] == 1
     finish(pair, validated=0, rolled_back=0)
@@ -49,7 +49,7 @@ def test_a_second_backward(device):
 def test_a_second_backward_through_some_parameters(device):
     pair = warm(device)
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     torch.autograd.backward([pair.params[2]], [pair.draw(pair.params[2])])
     finish(pair, validated=0)
 
@@ -59,7 +59,7 @@ def test_a_second_backward_through_some_parameters(device):
 def test_zero_grad_instead_of_step(device, set_to_none):
     pair = warm(device)
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     pair.ours.zero_grad(set_to_none)
     assert pair.ours.stats()["rolled back"] == 1
     finish(pair, validated=0)  # gradients of zeros, or none, which is no step
@@ -75,14 +75,14 @@ def test_zero_grad_of_the_model_instead_of_step(device):
     """The optimizer learns nothing of it but that gradients are others."""
     pair = warm(device)
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     for param in pair.params:
         param.grad = None
     finish(pair, validated=0, rolled_back=1)
     pair = warm(device)
     for _ in range(2):
         pair.backward()
-        await_ahead(pair.ours)
+        await_speculation(pair.ours)
         torch.nn.ParameterList(pair.params).zero_grad()
     pair.backward()
     finish(pair, validated=0)
@@ -139,7 +139,7 @@ GRADIENT_CHANGES = [
 def test_gradients_changed_after_backward(device, change):
     pair = warm(device)
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     change(pair)
     finish(pair, validated=0, rolled_back=1)
 
@@ -161,7 +161,7 @@ def test_options_changed_after_backward(device, key):
     values = {"lr": 0.2, "betas": (0.3, 0.4), "eps": 1e-3, "weight_decay": 0.0, "maximize": True}
     pair = warm(device)
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     for optimizer, _ in pair.both():
         optimizer.param_groups[0][key] = values[key]
     finish(pair, validated=0, rolled_back=1)
@@ -171,7 +171,7 @@ def test_options_changed_after_backward(device, key):
 def test_options_of_one_group_changed(device):
     pair = warm(device, groups=lambda ps: [{"params": ps[:3]}, {"params": ps[3:]}])
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     for optimizer, _ in pair.both():
         optimizer.param_groups[1]["lr"] *= 2
     finish(pair, validated=1, rolled_back=1)
@@ -180,14 +180,14 @@ def test_options_of_one_group_changed(device):
 @on_each_device
 @pytest.mark.parametrize("home", ["cpu", "device"])
 def test_lr_tensors(device, home):
-    """One on the CPU is read ahead; one on a device is not waited for in backward."""
+    """One on the CPU is read early; one on a device is not waited for in backward."""
     where = "cpu" if home == "cpu" else device
     lr = torch.tensor(0.01, device=where, dtype=torch.float64)
     pair = Pair(device, lr=lr)
     pair.plain.param_groups[0]["lr"] = float(lr)
     for step in range(6):
         pair.backward()
-        await_ahead(pair.ours)
+        await_speculation(pair.ours)
         if step == 4:
             lr.mul_(3)
             pair.plain.param_groups[0]["lr"] = float(lr)

@@ -140,7 +140,7 @@ def divides(device, folder):
         assert threads_of(pair.ours) == pair.ours.stats()["threads"] == len(own)
         assert made[0] == (0, mask)  # before all others: it may have to be compiled
         large_ones = [where for nbytes, where in made if nbytes > 4 * LARGE]
-        assert large_ones == [set(own)] * 6  # weights and two moments, and those of steps ahead
+        assert large_ones == [set(own)] * 6  # weights and two moments, and their shadow buffers
         assert [where for nbytes, where in made if 0 < nbytes < LARGE] == [mask] * 2  # counts
         worker = worker_of(pair.ours)._thread.native_id
         assert os.sched_getaffinity(worker) == set(own)

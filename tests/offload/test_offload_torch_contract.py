@@ -15,7 +15,7 @@ from offload_cases import (
     WARM,
     Pair,
     assert_same_state,
-    await_ahead,
+    await_speculation,
     finish,
     warm,
 )
@@ -89,7 +89,7 @@ def test_schedulers_know_that_there_was_a_step(device, step):
             pair.train(1, max_norm=1e9 if step == "clip_and_step" else None)
             for schedule in schedules:
                 schedule.step()
-    pair.check_hastened(8)
+    pair.check_speculated(8)
 
 
 @on_each_device
@@ -100,7 +100,7 @@ def test_backward_notices_that_a_parameter_changed(device):
         losses = [(p * p).sum() for p in params]
         for p in params:
             (p * 2).sum().backward()
-        await_ahead(optimizer)
+        await_speculation(optimizer)
         if step == 4:
             params[1].grad = None
         optimizer.step()
@@ -293,7 +293,7 @@ each_copy = pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 def test_copies_go_on_alike(device, duplicate, name):
     pair = warm(device, params=make_params(device, BF16), **FORMATS[name])
     pair.backward()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     other = duplicate(pair.ours)
     finish(pair, validated=1)
     pair.train(2)
@@ -328,7 +328,7 @@ def test_copies_of_model_and_optimizer_belong_together(duplicate):
     for net, ours in ((model, optimizer), (both["model"], both["optimizer"])):
         for _ in range(4):
             net(torch.ones(2, 4)).square().sum().backward()
-            await_ahead(ours)
+            await_speculation(ours)
             ours.step()
             ours.zero_grad()
         ours.synchronize()

@@ -8,7 +8,7 @@ from offload_cases import (
     WARM,
     Gate,
     Pair,
-    await_ahead,
+    await_speculation,
     count_calls,
     finish,
     same_values,
@@ -23,10 +23,10 @@ from deepspeed_ext.offload.bucket import HostBucket
 @on_each_device
 @pytest.mark.parametrize("where", ["not begun", "begun"])
 @pytest.mark.parametrize("ending", ["validated", "rolled back"])
-def test_a_step_ahead_that_is_not_over(device, where, ending, monkeypatch):
+def test_a_speculative_step_that_is_not_over(device, where, ending, monkeypatch):
     """One that nobody has begun is taken back; one under way is waited for and then decided."""
     pair = warm(device)
-    gate = Gate(monkeypatch, "step_ahead")
+    gate = Gate(monkeypatch, "step_speculatively")
     pair.backward()
     gate.await_thread()
     if where == "not begun":  # behind the one that is held
@@ -37,7 +37,7 @@ def test_a_step_ahead_that_is_not_over(device, where, ending, monkeypatch):
             optimizer.param_groups[0]["lr"] = 0.5
     pair.give()
     before = pair.ours.stats()
-    opener = threading.Timer(0.0, open_when_settled, (pair, gate, before))
+    opener = threading.Timer(0.0, open_when_decided, (pair, gate, before))
     opener.start()
     pair.ours.step()
     opener.join()
@@ -50,8 +50,8 @@ def test_a_step_ahead_that_is_not_over(device, where, ending, monkeypatch):
     pair.train(3)
 
 
-def open_when_settled(pair, gate, before):
-    """Open when step() has decided about the step ahead."""
+def open_when_decided(pair, gate, before):
+    """Open when step() has decided about the speculative step."""
     decided = threading.Event()
     for _ in range(6000):
         stats = pair.ours.stats()
@@ -74,7 +74,7 @@ def test_all_steps_wait_while_the_worker_is_held(device, monkeypatch):
             if method == "step":
                 same_values(pair)
             pair.give()
-            await_ahead(pair.ours)
+            await_speculation(pair.ours)
             before = [p.detach().clone() for p in pair.params]
             pair.ours.step()
             gate.await_thread()
@@ -139,7 +139,7 @@ def test_backward_while_the_last_step_is_under_way(device, monkeypatch):
     gate = Gate(monkeypatch, "adopt")
     pair.backward()
     pair.give()
-    await_ahead(pair.ours)
+    await_speculation(pair.ours)
     backward = pair.later()
     pair.ours.step()
     gate.await_thread()
@@ -161,7 +161,7 @@ def test_buckets_are_stepped_as_their_gradients_appear(device, monkeypatch):
     seen = []
 
     def look(grad):
-        await_ahead(pair.ours)
+        await_speculation(pair.ours)
         seen.append(pair.ours.stats()["ahead"])
 
     for _ in range(5):
