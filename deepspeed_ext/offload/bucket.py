@@ -13,7 +13,7 @@ from deepspeed_ext.offload.copies import REQUESTED, SPECULATIVE, Copy, CopyStrea
 from deepspeed_ext.offload.gradient_sources import GradientSource
 from deepspeed_ext.offload.host_optimizer import HostOptimizer, pieces
 from deepspeed_ext.offload.host_tensors import put
-from deepspeed_ext.offload.seals import Marks, Question, marks_of, parts_of, seal
+from deepspeed_ext.offload.seals import Question, Stamps, parts_of, seal, stamps_of
 from deepspeed_ext.offload.sent_gradients import sent
 from deepspeed_ext.offload.worker import Task
 from deepspeed_ext.ops.optimizers.fingerprint import fingerprints
@@ -112,7 +112,7 @@ class HostBucket:
         # When the weights that were sent are there, and streams that have waited for that.
         self._sent: tuple[Event, set[int]] | None = None
         # Of the parameters, when they were what their host copies are; None: nobody knows.
-        self.weights: Marks | None = None
+        self.weights: Stamps | None = None
         self.prints: Tensor | None = None
         self._written = [False] * len(owners)  # which of them are not what they were then
         self.seconds = 0.0  # of steps in host memory
@@ -271,7 +271,7 @@ class HostBucket:
         self.prints, event = self.streams.fingerprint_sent(parts, indices, others)
         if event is not None:
             self._sent = (event, set())
-        self.weights = marks_of(self.owners)
+        self.weights = stamps_of(self.owners)
 
     def await_on_stream(self) -> None:
         """Let the current stream wait for the weights that were sent, if it has not yet."""
@@ -284,7 +284,7 @@ class HostBucket:
         A backward that has saved one would take either value.
         """
         torch.autograd.graph.increment_version(params)
-        self.weights = marks_of(self.owners)
+        self.weights = stamps_of(self.owners)
 
     # Weights
 
@@ -294,7 +294,7 @@ class HostBucket:
 
     def looks_written(self) -> bool:
         """Return whether it shows that somebody else has written weights; it need not."""
-        return marks_of(self.owners) != self.weights
+        return stamps_of(self.owners) != self.weights
 
     def of_weights(self) -> Question | None:
         """Return what shows whether somebody else has written weights."""
@@ -312,7 +312,7 @@ class HostBucket:
 
     def pull(self) -> bool:
         """Copy weights that somebody else has written; return whether there were any."""
-        now, known = marks_of(self.owners), self.weights
+        now, known = stamps_of(self.owners), self.weights
         if known is None:
             changed = list(range(len(now)))
         else:
@@ -344,9 +344,9 @@ class HostBucket:
         """Bytes of host memory for weights and state."""
         return HostBuffers(self._copies(), self.bucket.buffers, self.bucket.scales).nbytes
 
-    def state_marks(self, has_prints: bool) -> list[int]:
+    def state_stamps(self, has_prints: bool) -> list[int]:
         """Return what changes when state is written by who counts versions, or by anybody."""
         buffers = [buffer for [buffer] in self.bucket.buffers.values()]
         buffers += self.bucket.scales.values()
-        marks = list(map(_version, buffers))
-        return marks + fingerprints(buffers).tolist() if has_prints else marks
+        stamps = list(map(_version, buffers))
+        return stamps + fingerprints(buffers).tolist() if has_prints else stamps

@@ -27,7 +27,7 @@ from deepspeed_ext.offload.copies import CopyStreams, Event
 from deepspeed_ext.offload.gradient_sources import GradientSource
 from deepspeed_ext.offload.host_optimizer import HostOptimizer, scaling_of
 from deepspeed_ext.offload.param_table import Row
-from deepspeed_ext.offload.seals import Marks
+from deepspeed_ext.offload.seals import Stamps
 from deepspeed_ext.offload.worker import Run, Task, Urgency, Worker
 from deepspeed_ext.op_builder.log import logger
 from deepspeed_ext.optim.buckets import Bucket
@@ -102,19 +102,19 @@ class SpeculativeStep:
         shadow: buffers that it writes to.
         options: of the group.
         divisor: of the gradients.
-        weights: marks of the parameters.
-        state: marks of the flat buffers.
+        weights: version stamps of the parameters.
+        state: version stamps of the flat buffers.
     """
 
     task: Task
     shadow: HostBuffers
     options: Group
     divisor: float
-    weights: Marks | None
+    weights: Stamps | None
     state: list[int]
 
     def is_of(
-        self, options: Group, divisor: float, weights: Marks | None, state: list[int]
+        self, options: Group, divisor: float, weights: Stamps | None, state: list[int]
     ) -> bool:
         """Return whether it has not failed, and is the step that is to be taken now."""
         now = (options, divisor, weights, state)
@@ -227,7 +227,7 @@ class OffloadedBucket(HostBucket):
         run = partial(self.step_speculatively, arrival, options, scaling_of(divisor), shadow)
         # What arrives last is wanted first: the rest can hide behind the next forward.
         task = Task(run, Urgency.SPECULATIVE, self.place, arrival.events[:1], arrival.needs)
-        made = SpeculativeStep(task, shadow, options, divisor, self.weights, self._state_marks())
+        made = SpeculativeStep(task, shadow, options, divisor, self.weights, self._state_stamps())
         self._worker.submit(task)
         self._speculative, self._state = made, after
         self._counts["ahead"] += 1
@@ -287,7 +287,7 @@ class OffloadedBucket(HostBucket):
         if (
             speculative is not None
             and not was_written
-            and speculative.is_of(options, divisor, self.weights, self._state_marks())
+            and speculative.is_of(options, divisor, self.weights, self._state_stamps())
         ):
             taken = speculative.task
             adopt = partial(self.adopt, speculative.shadow, after)
@@ -358,17 +358,17 @@ class OffloadedBucket(HostBucket):
         """Be ready for writes to state that no version tells of, until step() is called."""
         if self._is_state_shown:
             return
-        before = self._state_marks()
+        before = self._state_stamps()
         self._is_state_shown = True
         if self._speculative is not None and self._speculative.state == before:
-            self._speculative.state = self._state_marks()
+            self._speculative.state = self._state_stamps()
 
-    def _state_marks(self) -> list[int]:
+    def _state_stamps(self) -> list[int]:
         """Return what changes when state is written: versions, and all of it if it was shown.
 
         Nobody but who was shown it can write to it, and looking at all of it takes time.
         """
-        return self.state_marks(has_prints=self._is_state_shown)
+        return self.state_stamps(has_prints=self._is_state_shown)
 
 
 def _commit(task: Task, await_room: Run, adopt: Run, step: Run, send: Run) -> None:

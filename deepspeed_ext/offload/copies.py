@@ -76,19 +76,19 @@ class CopyStreams:
         # Whoever gets memory again gets it behind the copies to it that nobody wants any more.
         self._pool = PinnedPool()
         self._returning: deque[Event] = deque()
-        self._marked: int | None = None  # the stream of the last mark
+        self._event_stream: int | None = None  # the stream of the last event_now
         self._out: torch.cuda.Stream | None = None
         self._back: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def mark(self) -> Event | None:
+    def event_now(self) -> Event | None:
         """Return an event of what the current stream has been given so far."""
         if self._out is None:
             return None
         event, stream = Event(), torch.cuda.current_stream(self.device)
         event.record(stream)
-        self._marked = stream.cuda_stream
+        self._event_stream = stream.cuda_stream
         return event
 
     def staged(self, sources: Sequence[Tensor]) -> list[Tensor]:
@@ -171,7 +171,7 @@ class CopyStreams:
         if stream.cuda_stream not in awaited:
             stream.wait_event(event)
             awaited.add(stream.cuda_stream)
-        if stream.cuda_stream != self._marked:
+        if stream.cuda_stream != self._event_stream:
             event.synchronize()  # that one may come next, and then nothing lets it wait
 
     def _run(

@@ -10,7 +10,7 @@ from deepspeed_ext.dtensors import is_dtensor, local, same_layout
 from deepspeed_ext.offload.copies import Copy, CopyStreams, Event
 from deepspeed_ext.offload.host_gradients import source_of
 from deepspeed_ext.offload.param_table import Row
-from deepspeed_ext.offload.seals import Question, Seal, marks_of, parts_of, seal
+from deepspeed_ext.offload.seals import Question, Seal, parts_of, seal, stamps_of
 from deepspeed_ext.offload.worker import Task
 
 
@@ -124,7 +124,7 @@ class DeviceGradients:
         return []
 
     def have_changed(self, taken: Sequence[int] | None, were_late: bool) -> bool:
-        if self._sealed is None or self._sealed.marks == marks_of(self.current()):
+        if self._sealed is None or self._sealed.stamps == stamps_of(self.current()):
             return False
         self.are_final = False
         return True

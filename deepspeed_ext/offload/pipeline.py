@@ -220,7 +220,7 @@ class Pipeline:
         self.finish()
         self._prepare()
         with self._locked():
-            after = {device: streams.mark() for device, streams in self._streams.items()}
+            after = {device: streams.event_now() for device, streams in self._streams.items()}
             for bucket in self._buckets:
                 bucket.check_grads()
                 self._drop_outdated(bucket)

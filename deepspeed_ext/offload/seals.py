@@ -1,4 +1,4 @@
-"""Whether tensors are what they were: marks show that some are not, fingerprints that all are.
+"""Whether tensors are what they were: version stamps may deny it, only fingerprints confirm it.
 
 Much writes to a tensor without a trace: DTensors, `_foreach_*`, collectives, kernels of others and
 `.data` count no version, and an address is used again. So a speculative step counts only where
@@ -15,18 +15,18 @@ from deepspeed_ext.dtensors import local
 from deepspeed_ext.offload.copies import sleep_until
 from deepspeed_ext.ops.optimizers.fingerprint import fingerprints
 
-Marks = list[tuple[int, int, int] | None]
+Stamps = list[tuple[int, int, int] | None]
 
 
 class Seal(NamedTuple):
     """What tensors were at some time.
 
     Attributes:
-        marks: of them; None where there was none.
+        stamps: of their versions; None where there was none.
         prints: fingerprints of those that there were.
     """
 
-    marks: Marks
+    stamps: Stamps
     prints: Tensor
 
 
@@ -37,12 +37,12 @@ class Question(NamedTuple):
     prints: Tensor
 
 
-def marks_of(tensors: Sequence[Tensor | None]) -> Marks:
+def stamps_of(tensors: Sequence[Tensor | None]) -> Stamps:
     """Return what changes with some of the writes to a tensor, and when it gets other memory."""
-    return [None if t is None else (t._version, *_marks_of_part(local(t))) for t in tensors]
+    return [None if t is None else (t._version, *_stamp_of_part(local(t))) for t in tensors]
 
 
-def _marks_of_part(part: Tensor) -> tuple[int, int]:
+def _stamp_of_part(part: Tensor) -> tuple[int, int]:
     return part._version, part.data_ptr()
 
 
@@ -57,7 +57,7 @@ def seal(tensors: Sequence[Tensor | None]) -> Seal:
     Args:
         tensors: of one device; None where there is none.
     """
-    return Seal(marks_of(tensors), fingerprints(parts_of(tensors)))
+    return Seal(stamps_of(tensors), fingerprints(parts_of(tensors)))
 
 
 def compare(questions: Sequence[Question]) -> list[Tensor]:

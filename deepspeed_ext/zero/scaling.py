@@ -14,7 +14,7 @@ from deepspeed_ext.optim.base import FlatStateOptimizer
 
 _OP = "zero.LossScaler"
 _log = logging.getLogger("deepspeed_ext")
-Marks = dict[int, tuple[ref[Tensor], int]]  # by the identity of the parameter
+Stamps = dict[int, tuple[ref[Tensor], int]]  # by the identity of the parameter
 
 
 class LossScaler:
@@ -81,7 +81,7 @@ class LossScaler:
         self._is_given = False  # the scale was, since the last step
         self._known = WeakSet(optimizers)
         # Gradients as the last step has seen them, which are not to be stepped again.
-        self._consumed: WeakKeyDictionary[torch.optim.Optimizer, Marks] = WeakKeyDictionary()
+        self._consumed: WeakKeyDictionary[torch.optim.Optimizer, Stamps] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy goes on with: of no optimizers, which it has not stepped."""
@@ -223,9 +223,9 @@ class LossScaler:
         for optimizer in self._known:
             if optimizer is left_out:
                 continue
-            marks = self._consumed.get(optimizer, {})
+            stamps = self._consumed.get(optimizer, {})
             for param, grad in _grads(optimizer):
-                known, version = marks.get(id(param), (None, 0))
+                known, version = stamps.get(id(param), (None, 0))
                 if known is None or known() is not grad or grad._version != version:
                     return True
         return False

@@ -93,7 +93,7 @@ class LateStreams(CopyStreams):
         self._draw = draw
         self._late_out, self._late_back, self._now = Stream(), Stream(), Stream()
 
-    def mark(self):
+    def event_now(self):
         """Return an event that is over when it was asked often enough."""
         return self._now.give(lambda: None, self._draw())
 

@@ -157,7 +157,7 @@ class Pair:
         assert_same_state(self.ours, self.plain)
 
     def check_speculated(self, steps, buckets=1):
-        """Assert that all buckets of so many steps were stepped early, and that all of that counted.
+        """Assert that all buckets of so many steps were stepped early, and that all steps counted.
 
         The first steps make the buckets and learn how many gradients there are.
         """

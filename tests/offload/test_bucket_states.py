@@ -55,7 +55,7 @@ class Walk:
         [self.bucket] = pipeline._buckets
         self.bucket._worker = self.worker = HeldWorker()
         self.options = options_of(pipeline.groups[0])
-        self.after = self.bucket.streams.mark()
+        self.after = self.bucket.streams.event_now()
 
     def do(self, event):
         """Let something happen."""

@@ -201,7 +201,7 @@ def test_a_device_that_fails_when_it_is_asked(where, monkeypatch):
             super().fetch(copies).synchronize()
             return Told([DeviceError("asked")] if failing and where == "gradients" else [True])
 
-        def mark(self):
+        def event_now(self):
             return Told([DeviceError("asked")] if failing and where == "after" else [True])
 
         def has_room(self):
