@@ -94,7 +94,7 @@ def _freeing(form: str) -> Session:
     )
 
 
-def _resident(form: str) -> Session:
+def _on_device(form: str) -> Session:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         kind = FusedAdam if next(model.parameters()).is_cuda else DeepSpeedCPUAdam
         return kind(model.parameters(), **NUMBERS, **FORMATS[form])
@@ -181,7 +181,7 @@ def _fsdp(form: str, dtype: torch.dtype) -> Session:
 
 
 SESSIONS = [
-    *map(_resident, FORMATS),
+    *map(_on_device, FORMATS),
     *map(_offloaded, FORMATS),
     *map(_freeing, FORMATS),
     _torchao(),

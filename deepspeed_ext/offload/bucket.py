@@ -288,7 +288,7 @@ class HostBucket:
 
     # Weights
 
-    def stays(self) -> bool:
+    def is_on_device(self) -> bool:
         """Return whether the parameters are on the device of the copy streams."""
         return all(local(owner).device == self.streams.device for owner in self.owners)
 

@@ -40,7 +40,7 @@ class HostOptimizer(FlatStateOptimizer):
         return self._changes_nothing(params)
 
     def step_whole(self, group: Group, bucket: Bucket, scaling: Scaling) -> None:
-        """Step a bucket that stays where it is, by the gradients that its parameters have."""
+        """Step a bucket that is kept on the device, by the gradients that its parameters have."""
         work = self._gather(bucket)
         if work is not None:
             bucket.refresh_master_weights()

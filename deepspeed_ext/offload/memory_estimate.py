@@ -146,10 +146,10 @@ def estimate(
     host: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
     for params in _group_params(host_optimizer):
         device[WEIGHTS] += sum(local(p).nbytes for p in params)
-        host[WEIGHTS] += host_bytes([local(p) for p in params if not plan.stays(p)])
+        host[WEIGHTS] += host_bytes([local(p) for p in params if not plan.keeps_on_device(p)])
     buckets = []
     for bucket in _buckets(host_optimizer, plan.table):
-        if plan.stays(bucket.params[0]):
+        if plan.keeps_on_device(bucket.params[0]):
             device.update(_state_bytes(bucket))
             device[GRADIENTS] += _weight_bytes(bucket)
         else:
@@ -181,15 +181,15 @@ def bytes_of(param: Tensor) -> int:
     return 0 if is_lazy(param) else param.nbytes
 
 
-def stays(params: Sequence[Tensor], bytes_left: float) -> tuple[list[bool], float]:
-    """Return which parameters are stepped where they are: the first ones, by their bytes.
+def kept_on_device(params: Sequence[Tensor], bytes_left: float) -> tuple[list[bool], float]:
+    """Return which parameters are kept on the device, and stepped there: the first ones by bytes.
 
     Args:
         params: in their order.
-        bytes_left: how many may stay.
+        bytes_left: how many may be kept.
 
     Returns:
-        For each whether it does; and how many bytes are left for those that come after.
+        For each whether it is; and how many bytes are left for those that come after.
     """
     found = []
     for param in params:
@@ -211,13 +211,13 @@ class _Plan:
         items = [_with_list(item) for item in given]
         made = [self._item(item) for item in items]
         params = [param for item in made for param in _params_of(item)]
-        chosen, _ = stays(params, self._fraction * sum(param.nbytes for param in params))
-        for param, does_stay in zip(params, chosen, strict=True):
-            self.table.add(param if does_stay else self._made[param], param)
+        chosen, _ = kept_on_device(params, self._fraction * sum(param.nbytes for param in params))
+        for param, is_kept in zip(params, chosen, strict=True):
+            self.table.add(param if is_kept else self._made[param], param)
         return iter(made)
 
-    def stays(self, param: Tensor) -> bool:
-        """Return whether a parameter is stepped where it is."""
+    def keeps_on_device(self, param: Tensor) -> bool:
+        """Return whether a parameter is kept on the device, and stepped there."""
         return not self.table.of_copy(param).is_copied
 
     def _item(self, item: Any) -> Any:

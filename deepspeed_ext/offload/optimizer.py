@@ -16,7 +16,7 @@ from deepspeed_ext.offload.bucket_states import OffloadedBucket
 from deepspeed_ext.offload.copies import Recorder
 from deepspeed_ext.offload.hooks import Remove, before_forward, check_model, on_gradient
 from deepspeed_ext.offload.host_optimizer import offloaded
-from deepspeed_ext.offload.memory_estimate import bytes_of, estimate, stays
+from deepspeed_ext.offload.memory_estimate import bytes_of, estimate, kept_on_device
 from deepspeed_ext.offload.param_table import ParamTable, weakly
 from deepspeed_ext.offload.pipeline import Pipeline
 from deepspeed_ext.ops.optimizers.clip import checked_norm
@@ -72,8 +72,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             None, too, and a step without a new gradient does nothing then. What others write to a
             gradient after it has left is lost; where a process group is there, as DDP does that,
             only DTensors leave before step(). False: they stay on the device, as in torch.
-        gpu_fraction: this share of the bytes of parameters, the first ones, is stepped where it
-            is, and has its state there; from 0 to 1.
+        gpu_fraction: this share of the bytes of parameters, the first ones, is kept on the device:
+            it is stepped there, and has its state there; from 0 to 1.
         threads: that step in host memory. None: one on each processor that this process may use;
             processes that torchrun has started divide those of their host, and keep to their part.
             Fewer if torch.get_num_threads() is less, but for the 1 that torchrun sets. See
@@ -129,7 +129,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         table = ParamTable[OffloadedBucket](share_here(threads))
         made = offloaded(optimizer_class, weakly(table), table.share)
         super().__init__(params, {})  # which makes groups of them
-        self._resident_bytes = gpu_fraction * sum(map(bytes_of, self._params()))
+        self._bytes_to_keep = gpu_fraction * sum(map(bytes_of, self._params()))
         for group in self.param_groups:
             check_once(self, group["params"])
         needs = estimate(self.param_groups, **planned)
@@ -148,11 +148,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
 
     def _host_group(self, group: Group, table: ParamTable[OffloadedBucket]) -> Group:
-        """Return a group of host copies, and of those parameters that stay where they are."""
+        """Return a group of host copies, and of parameters that are kept on the device."""
         check_once(self, group["params"])
-        stay, self._resident_bytes = stays(group["params"], self._resident_bytes)
-        both = zip(group["params"], stay, strict=True)
-        table.let_stay(param for param, does_stay in both if does_stay)
+        kept, self._bytes_to_keep = kept_on_device(group["params"], self._bytes_to_keep)
+        both = zip(group["params"], kept, strict=True)
+        table.keep_on_device(param for param, is_kept in both if is_kept)
         return {**group, "params": table.copies_of(group["params"])}
 
     def _watch(self) -> None:

@@ -27,18 +27,18 @@ class Row(Generic[B]):
     Attributes:
         param: the parameter.
         copy: its host copy; the parameter itself if it is stepped where it is.
-        stays: it is to be stepped where it is.
+        is_kept_on_device: it is to be stepped where it is.
         sum: of its gradients that left the device at once; None: none did so far.
         look: of the parameter, when the copy was seen to fit it; None: it was not looked at.
         hits: gradients accumulated since the last step.
         expected: the same when the last step was taken.
     """
 
-    __slots__ = ("_bucket", "copy", "expected", "hits", "look", "param", "stays", "sum")
+    __slots__ = ("_bucket", "copy", "expected", "hits", "is_kept_on_device", "look", "param", "sum")
 
     def __init__(self, param: Tensor) -> None:
         self.param = self.copy = param
-        self.stays = False
+        self.is_kept_on_device = False
         self._bucket: weakref.ref[B] | None = None  # it holds its rows
         self.sum: Sum | None = None
         self.look: object = None
@@ -71,7 +71,7 @@ class Row(Generic[B]):
 
     def lacks_copy(self) -> bool:
         """Return whether a parameter is to have a copy, and has memory to copy by now."""
-        if self.is_copied or self.stays:
+        if self.is_copied or self.is_kept_on_device:
             return False
         param = self.param
         has_memory = not is_lazy(param) and local(param).device.type in ("cpu", "cuda")
@@ -145,10 +145,10 @@ class ParamTable(Generic[B]):
         self._by_copy[copy] = row
         return row
 
-    def let_stay(self, params: Iterable[Tensor]) -> None:
+    def keep_on_device(self, params: Iterable[Tensor]) -> None:
         """Take note of parameters that are to be stepped where they are."""
         for param in params:
-            self._row_of(param).stays = True
+            self._row_of(param).is_kept_on_device = True
 
     def copies_of(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return the host copies of parameters, made now for those that have none."""

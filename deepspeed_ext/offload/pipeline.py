@@ -76,7 +76,7 @@ class Pipeline:
         self._streams: dict[torch.device, CopyStreams] = {}
         self._adder = Adder(self.worker)
         self._buckets: list[OffloadedBucket] = []
-        self._resident: list[tuple[Group, Bucket]] = []
+        self._kept_on_device: list[tuple[Group, Bucket]] = []
         self._known: list[Bucket] = []  # of the host optimizer, that the former are for
         self._lock = threading.RLock()  # autograd has threads of its own
         self._divisor = 1.0  # which the next step will divide by, if it is like the last one
@@ -248,9 +248,9 @@ class Pipeline:
         sealed = {b: asked for b in self._buckets if (asked := b.gradients.question())}
         stepped = [b for b in self._buckets if any(g is not None for g in b.gradients.current())]
         sent = {b: asked for b in stepped if (asked := b.of_weights())}
-        resident = [bucket for _, bucket in self._resident]
+        kept = [bucket for _, bucket in self._kept_on_device]
         questions = [*sealed.values(), *sent.values()]
-        decision = decide(scaling, max_norm, self._buckets, resident, questions)
+        decision = decide(scaling, max_norm, self._buckets, kept, questions)
         for bucket, differs in zip(sealed, decision.answers, strict=False):
             bucket.discard_differing(differs)
         for bucket, differs in zip(sent, decision.answers[len(sealed) :], strict=True):
@@ -260,8 +260,8 @@ class Pipeline:
     def _queue(self, divisor: float, after: dict[torch.device, Event | None]) -> None:
         """Queue the step of all that has gradients."""
         try:
-            for group, resident in self._resident:
-                self.host_optimizer.step_whole(group, resident, scaling_of(divisor))
+            for group, kept in self._kept_on_device:
+                self.host_optimizer.step_whole(group, kept, scaling_of(divisor))
             for bucket in self._buckets:  # by place
                 self._take_rest(bucket)
                 if bucket.has_taken:
@@ -400,8 +400,8 @@ class Pipeline:
         rows = self._rows()
         stepped = [row.copy for row in rows if row.param.grad is not None or row.has_sum]
         self.host_optimizer.give_state(stepped)
-        stay = all(bucket.stays() for bucket in self._buckets)
-        if not stay or not all(bucket.fits() for _, bucket in self._resident):
+        are_there = all(bucket.is_on_device() for bucket in self._buckets)
+        if not are_there or not all(bucket.fits() for _, bucket in self._kept_on_device):
             self.host_optimizer.forget_buckets()
         found = self.host_optimizer.buckets()
         if [bucket for _, bucket in found] == self._known:
@@ -411,11 +411,11 @@ class Pipeline:
             made.discard()
         for row in self.table:
             row.bucket = None
-        self._resident, self._buckets = [], []
+        self._kept_on_device, self._buckets = [], []
         for group, bucket in found:
             rows = list(map(self.table.of_copy, bucket.params))
             if not rows[0].is_copied:
-                self._resident.append((self.host_optimizer.param_groups[group], bucket))
+                self._kept_on_device.append((self.host_optimizer.param_groups[group], bucket))
                 continue
             made = self._made(group, bucket, rows)
             self._buckets.append(made)

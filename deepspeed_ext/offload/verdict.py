@@ -33,7 +33,7 @@ def decide(
     scaling: Scaling,
     max_norm: float | None,
     buckets: Sequence[HostBucket],
-    resident: Sequence[Bucket],
+    kept_on_device: Sequence[Bucket],
     questions: Sequence[Question],
 ) -> Decision:
     """Return what the gradients are divided by, and what has changed since speculative steps began.
@@ -44,14 +44,14 @@ def decide(
         scaling: as GradScaler has set it.
         max_norm: the largest norm to leave as it is; None: gradients are not clipped.
         buckets: of parameters that are stepped in host memory.
-        resident: of those that are stepped where they are.
+        kept_on_device: of those that are stepped there.
         questions: about gradients and weights.
     """
     differing = compare(questions)
     given = [value for value in (scaling.grad_scale, scaling.found_inf) if value is not None]
     clipped = None
     if max_norm is not None:
-        clipped = clip(_sum_squares(buckets, resident), max_norm, scaling)
+        clipped = clip(_sum_squares(buckets, kept_on_device), max_norm, scaling)
         given += [clipped.divisor, clipped.found_inf]
     found = read([*differing, *given])
     answers = [list(map(bool, answer)) for answer in found[: len(differing)]]
@@ -64,11 +64,11 @@ def decide(
     return Decision(None, scale, scale, is_skip, answers)
 
 
-def _sum_squares(buckets: Sequence[HostBucket], resident: Sequence[Bucket]) -> Tensor:
+def _sum_squares(buckets: Sequence[HostBucket], kept_on_device: Sequence[Bucket]) -> Tensor:
     squares = SquareSum()
     for away in buckets:
         away.add_squares(squares)
-    for bucket in resident:
+    for bucket in kept_on_device:
         work = bucket.gather()
         if work is not None:
             squares.add(work.of_this_process() if bucket.is_sharded else work)

@@ -227,7 +227,7 @@ def test_what_is_left_alone_is_not_kept(device, name, memory):
 def test_200_optimizers_leave_no_memory_and_no_thread(device, threads, memory):
     params = [Parameter(torch.ones(20_000, device=device)) for _ in range(4)]
 
-    def resident_bytes_after(count):
+    def bytes_in_memory_after(count):
         for _ in range(count):
             optimizer = OffloadOptimizer(params, master="float32")
             for _ in range(4):
@@ -238,15 +238,15 @@ def test_200_optimizers_leave_no_memory_and_no_thread(device, threads, memory):
         gc.collect()
         assert not threads() and memory() == 0
         on_device.append(torch.cuda.memory_allocated() if device == "cuda" else 0)
-        return resident_bytes()
+        return bytes_in_memory()
 
     on_device = []
-    before = resident_bytes_after(40)
-    assert resident_bytes_after(200) - before < 0.1 * 200 * 4 * 12 * 20_000
+    before = bytes_in_memory_after(40)
+    assert bytes_in_memory_after(200) - before < 0.1 * 200 * 4 * 12 * 20_000
     assert on_device[1] == on_device[0]
 
 
-def resident_bytes():
+def bytes_in_memory():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -287,7 +287,7 @@ def test_2000_steps_leave_no_memory(device, free_grads, threads, memory):
         gc.collect()
         on_device = torch.cuda.memory_allocated() if device == "cuda" else 0
         objects = len(gc.get_objects())
-        return memory(), on_device, objects, resident_bytes()
+        return memory(), on_device, objects, bytes_in_memory()
 
     run(100)
     pinned_before, device_before, objects_before, before = run(100)
@@ -317,7 +317,7 @@ def test_500_steps_take_no_more_memory_than_20(changes, threads, memory):
             pair.ours.step()
             pair.ours.zero_grad()
         gc.collect()
-        return memory(), resident_bytes()
+        return memory(), bytes_in_memory()
 
     run(40)
     pinned_before, before = run(40)

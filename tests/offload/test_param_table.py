@@ -27,7 +27,7 @@ def test_rows_are_found_by_parameter_and_by_copy():
 
 def test_a_parameter_that_stays_is_its_own_copy():
     table, [param] = ParamTable(), [Parameter(torch.ones(3))]
-    table.let_stay([param])
+    table.keep_on_device([param])
     assert table.copies_of([param]) == [param] and not table[param].is_copied
 
 
