@@ -68,7 +68,7 @@ class Training:
             self.optimizer.zero_grad()
 
     def backward(self) -> None:
-        """Make gradients: a step ahead begins."""
+        """Make gradients: a speculative step begins."""
         sum(layer(torch.ones(1, ELEMENTS // 500)).sum() for layer in self.layers).backward()
 
     def step(self) -> None:
@@ -87,12 +87,12 @@ def go_on() -> None:
 
 
 @ends_with()
-def step_ahead() -> None:
+def speculative_step() -> None:
     Training().backward()
 
 
 @ends_with()
-def step_ahead_with_threads() -> None:
+def speculative_step_with_threads() -> None:
     Training(threads=2).backward()
 
 

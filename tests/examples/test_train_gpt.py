@@ -141,9 +141,7 @@ def test_the_same_run_gives_the_same_bits(whole: Path, tmp_path: Path) -> None:
     assert_same_run(whole, tmp_path / "again")
 
 
-def test_an_offloaded_run_takes_its_steps_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_offloaded_run_speculates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[OffloadOptimizer] = []
     start = OffloadOptimizer.__init__
 
