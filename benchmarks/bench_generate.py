@@ -89,7 +89,7 @@ def contenders(
         "deepspeed_ext int8": partial(ours, quantize="int8"),
         "deepspeed_ext int4": partial(ours, quantize="int4"),
         "deepspeed_ext int4, int8 activations": partial(
-            ours, quantize="int4", quantize_head="int4", activations="int8"
+            ours, quantize="int4", quantize_head="int4", input_format="int8"
         ),
         "torch compiled": partial(plain, True),
         "transformers": lambda: transformers,

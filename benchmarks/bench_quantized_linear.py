@@ -54,7 +54,7 @@ def packed(bits: int, n: int, k: int, device: str) -> PackedWeight:
 
 
 def ours(
-    bits: int, rows: int, n: int, k: int, activations: str | None, device: str
+    bits: int, rows: int, n: int, k: int, input_format: str | None, device: str
 ) -> tuple[Way, Callable[[], list[Tensor]]]:
     empty = packed(bits, 0, k, device)
 
@@ -64,7 +64,7 @@ def ours(
 
     def way(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
         weight = empty._replace(codes=codes, scales=scales)
-        return quantized_linear(x, weight, activations=activations)
+        return quantized_linear(x, weight, input_format=input_format)
 
     return way, operands
 
@@ -100,7 +100,7 @@ def contenders(
     bits: int,
     rows: int,
     shape: tuple[int, int],
-    activations: str | None,
+    input_format: str | None,
     calls: int,
     shapes: Shapes,
     device: str,
@@ -111,7 +111,7 @@ def contenders(
         weight = torch.randn(n, k, device=device).to(BF16)
         return [torch.randn(rows, k, device=device).to(BF16), weight]
 
-    way, operands = ours(bits, rows, n, k, activations, device)
+    way, operands = ours(bits, rows, n, k, input_format, device)
     made = [turns("quantized_linear", way, operands, device, calls)]
     made.append(turns("torch, bfloat16", F.linear, floats, device, calls))
     other = torchs_low_bit(bits, rows, n, k, device)
@@ -124,13 +124,13 @@ def contenders(
 
 
 def made(
-    bits: int, rows: int, shape: tuple[int, int], activations: str | None = None, calls: int = 1
+    bits: int, rows: int, shape: tuple[int, int], input_format: str | None = None, calls: int = 1
 ) -> Workload:
     n, k = shape
-    what = f"W{bits}A{16 if activations is None else 8}, {n:,} x {k:,}"
+    what = f"W{bits}A{16 if input_format is None else 8}, {n:,} x {k:,}"
     name = f"{rows} rows, {what}{f', {calls} times' * (calls > 1)}"
     of_row = row_bytes(k, bits) + 4 * k // GROUP
-    make = partial(contenders, bits, rows, shape, activations, calls)
+    make = partial(contenders, bits, rows, shape, input_format, calls)
     return Workload(name, [(n, of_row)], calls, make, only_reads=True)
 
 
@@ -150,18 +150,18 @@ CPU, SHAPES = (4096, 14336), ((14336, 4096), (4096, 14336), (4096, 4096))
 WORKLOADS = {
     "cpu": [
         *[
-            made(bits, rows, CPU, activations)
+            made(bits, rows, CPU, input_format)
             for bits in (4, 8)
-            for activations in (None, "int8")
+            for input_format in (None, "int8")
             for rows in (1, 8)
         ],
         *[unpacked(bits, CPU) for bits in (4, 8)],
     ],
     "cuda": [
-        made(bits, rows, shape, activations, 20)
+        made(bits, rows, shape, input_format, 20)
         for bits in (4, 8)
         for shape in SHAPES
-        for activations in (None, "int8")
+        for input_format in (None, "int8")
         for rows in (1, 4, 16, 64, 256)
     ],
 }

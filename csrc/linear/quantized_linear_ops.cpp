@@ -141,7 +141,7 @@ Tensor multiplied(FewRowsReader<QuantizedLinear>& reader, const char* op,
   reader.call.weight = packed.weight;
   reader.call.integer = integer;
   check(!integer || packed.weight.format != QuantFormat::nf4, op,
-        ": activations is 'int8', expected None with nf4, whose levels are no integers");
+        ": input_format is 'int8', expected None with nf4, whose levels are no integers");
   return reader.finish("codes", packed.weight.rows, &run);
 }
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from deepspeed_ext.inference.execution.sampling import SamplingOptions
 from deepspeed_ext.inference.initialize import init_inference
@@ -28,7 +28,7 @@ _SAMPLING = (  # the options of a call of generate, with their types and what th
 _LOADING = (  # those of init_inference
     ("quantize", str, "FORMAT", "weights in int8, int4 or fp8"),
     ("quantize-head", str, "FORMAT", "the same for the head"),
-    ("activations", str, "FORMAT", "with either of these, int8: faster on a CPU"),
+    ("input-format", str, "FORMAT", "with either of these, int8: faster on a CPU"),
     ("kv-dtype", str, "FORMAT", "keys and values in int8 or fp8"),
     ("dtype", str, "DTYPE", "bfloat16, float16 or float32; default: that of the folder"),
     ("device", str, "DEVICE", "default: cuda if there is one, else cpu"),
@@ -41,6 +41,10 @@ def _numbers(text: str) -> list[int]:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
         raise argparse.ArgumentTypeError(f"is {text}, expected numbers of tokens") from None
+
+
+def _renamed(_: str) -> NoReturn:
+    raise argparse.ArgumentTypeError("is now --input-format")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         group = parser.add_argument_group(title)
         for name, kind, meta, text in some:
             group.add_argument(f"--{name}", type=kind, metavar=meta, help=text)
+    parser.add_argument("--activations", type=_renamed, help=argparse.SUPPRESS)
     return parser
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from deepspeed_ext.inference.model.policy import Policy
+from deepspeed_ext.ops._renamed import RENAMED, refuse_renamed
 
 _OP = "init_inference"
 _DTYPES = {
@@ -45,7 +46,7 @@ class Settings:
     quantize: str | None = None
     quantize_head: str | None = None
     kv_dtype: str | None = None
-    activations: str | None = None
+    input_format: str | None = None
     max_batch: int = 8
     max_tokens: int | None = None
     cuda_graphs: bool = True
@@ -64,9 +65,9 @@ class Settings:
                 raise ValueError(f"{_OP}: {name} is {value!r}, expected 1 to 2^31 - 1")
         if self.kv_dtype not in (None, "int8", "fp8"):
             raise ValueError(f"{_OP}: kv_dtype is {self.kv_dtype!r}, expected None, int8 or fp8")
-        if self.activations is not None and self.quantize is self.quantize_head is None:
+        if self.input_format is not None and self.quantize is self.quantize_head is None:
             raise ValueError(
-                f"{_OP}: activations is {self.activations!r}, expected None without quantize"
+                f"{_OP}: input_format is {self.input_format!r}, expected None without quantize"
             )
         if self.policy is not None and not isinstance(self.policy, Policy):
             raise TypeError(
@@ -166,7 +167,7 @@ def _quant(name: str, value: Any) -> Mapping[str, Any]:
             f"{_OP}: {name}.qkv.num_bits is {bits['qkv']}, expected {bits['weight']}, as of weight"
         )
     found = {"quantize": f"int{bits['weight']}"}
-    return found if bits["activation"] is None else found | {"activations": "int8"}
+    return found if bits["activation"] is None else found | {"input_format": "int8"}
 
 
 def _group(**rules: Only) -> As:
@@ -274,6 +275,8 @@ def _translated(
     """Yield in our names what was given: name, value, and the name that it was given by."""
     for name, value in given.items():
         rule = rules.get(name)
+        if rule is None and name in RENAMED and not at:
+            refuse_renamed(_OP, {name: value})
         if rule is None:
             near = get_close_matches(str(name), rules, 1)
             known = near[0] if near else ", ".join(sorted(rules))

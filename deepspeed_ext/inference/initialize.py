@@ -44,7 +44,7 @@ from deepspeed_ext.inference.weights.quantize_on_load import (
     Quantizer,
     bytes_of,
     report_of,
-    with_activations,
+    with_input_format,
 )
 from deepspeed_ext.io import SavedTensor
 from deepspeed_ext.quantization.linear import QuantizedLinear
@@ -62,7 +62,7 @@ def init_inference(
     quantize: str | None = usual(None),
     quantize_head: str | None = usual(None),
     kv_dtype: str | None = usual(None),
-    activations: str | None = usual(None),
+    input_format: str | None = usual(None),
     max_batch: int = usual(8),
     max_tokens: int | None = usual(None),
     cuda_graphs: bool = usual(True),
@@ -102,7 +102,7 @@ def init_inference(
         quantize_head: the same for the head, which without it stays as it is; the embedding does
             in any case, also one that is the head.
         kv_dtype: what keys and values are kept as: None for dtype, "int8" or "fp8".
-        activations: None, or with either of these "int8": see ``quantized_linear``; faster on a
+        input_format: None, or with either of these "int8": see ``quantized_linear``; faster on a
             CPU.
         max_batch: requests at a time.
         max_tokens: of a request, those of its prompt and new ones; None: what the model was made
@@ -265,7 +265,7 @@ class _Loading:
             self._device, settings.quantize, settings.max_batch, self.max_tokens, self._budget
         )
         memory = WeightMemory() if self._device.type == "cpu" else None
-        quantizers = self._quantizers(settings.quantize, settings.activations, memory)
+        quantizers = self._quantizers(settings.quantize, settings.input_format, memory)
         if source.folder is None:
             given = cast(Mapping[str, Tensor], source.tensors)
             weights = self._take(given, quantizers, memory=memory)
@@ -273,8 +273,8 @@ class _Loading:
             shards, names = source.folder.shards, self._asked
             with FolderTensors(shards, names, self._device, settings.progress) as tensors:
                 weights = self._take(tensors, quantizers, memory=memory)
-        if settings.activations is not None:
-            weights = with_activations(weights, settings.activations)
+        if settings.input_format is not None:
+            weights = with_input_format(weights, settings.input_format)
         some = [quantizer for quantizer in quantizers if quantizer is not None]
         return weights, report_of(weights, some) if some else None
 
@@ -307,10 +307,10 @@ class _Loading:
         )
 
     def _quantizers(
-        self, kind: str | None, activations: str | None, memory: WeightMemory | None = None
+        self, kind: str | None, input_format: str | None, memory: WeightMemory | None = None
     ) -> tuple[Quantizer | None, Quantizer | None]:
         """Return what quantizes layers, and the head."""
-        made = partial(Quantizer, activations=activations, device=self._device, memory=memory)
+        made = partial(Quantizer, input_format=input_format, device=self._device, memory=memory)
         head = self._settings.quantize_head
         return (
             None if kind is None else made(kind),

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from deepspeed_ext.ops._renamed import refuse_renamed
 from deepspeed_ext.quantization.candidates import (
     DEFAULT_SKIP,
     Candidates,
@@ -39,8 +40,9 @@ def quantize_model(
     group_size: int | None = 128,
     symmetric: bool = True,
     skip: Iterable[str] = DEFAULT_SKIP,
-    activations: str | None = None,
+    input_format: str | None = None,
     progress: bool = False,
+    **older: NoReturn,
 ) -> Report:
     """Replace the linear layers of a model by `QuantizedLinear`, one after another, in place.
 
@@ -58,7 +60,7 @@ def quantize_model(
 
     Args:
         model: what has the layers.
-        format: as of `QuantizedLinear`, as are group_size, symmetric and activations.
+        format: as of `QuantizedLinear`, as are group_size, symmetric and input_format.
         skip: patterns of names of layers to keep, or of modules that hold them, such as "*.gate" or
             "encoder.layer.0"; one without a dot is compared with the last part of a name too.
             Default: the head of a language model.
@@ -76,6 +78,8 @@ def quantize_model(
 
     See: Dettmers et al., "QLoRA", 2023, for nf4; deepspeed_ext.ops.quantize for the formulas.
     """
+    if older:
+        refuse_renamed(_OP, older)
     found = find_candidates(_OP, model, skip)
     layout_of = cache(
         partial(
@@ -84,7 +88,7 @@ def quantize_model(
             format,
             group_size=group_size,
             symmetric=symmetric,
-            activations=activations,
+            input_format=input_format,
         )
     )
     holder_of = cache(model.get_submodule)  # many layers have the same one, and none is replaced

@@ -3,11 +3,13 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from deepspeed_ext.io import file_bytes, inspect, load, save
+from deepspeed_ext.ops._renamed import refuse_renamed
 from deepspeed_ext.quantization.candidates import DEFAULT_SKIP, find_candidates
 from deepspeed_ext.quantization.filling import fill, notes_in, other_buffers
 from deepspeed_ext.quantization.layout import make_layout
@@ -51,7 +53,8 @@ def quantized_file_bytes(
     group_size: int | None = 128,
     symmetric: bool = True,
     skip: Iterable[str] = DEFAULT_SKIP,
-    activations: str | None = None,
+    input_format: str | None = None,
+    **older: NoReturn,
 ) -> int:
     """Return how many bytes the file of a model will have, before the model is quantized.
 
@@ -66,10 +69,12 @@ def quantized_file_bytes(
         ValueError: as by `quantize_model`.
     """
     what, state, made = "quantized_file_bytes", model.state_dict(), {}
+    if older:
+        refuse_renamed(what, older)
     for names in find_candidates(what, model, skip).names:
         weight = weight_of(f"{what}: {names[0]}", model.get_submodule(names[0]))
         shape = weight.shape[0], weight.shape[1]
-        layout = make_layout(what, format, shape, group_size, symmetric, activations)
+        layout = make_layout(what, format, shape, group_size, symmetric, input_format)
         note, tensors = layout.note(weight.dtype), layout.tensors_on("meta")
         for name in names:
             made[f"{name}.weight"] = {

@@ -4,13 +4,14 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.io.checkpoint.shards import Shards, read_json
+from deepspeed_ext.ops._renamed import refuse_renamed
 from deepspeed_ext.quantization.filling import fill
 from deepspeed_ext.quantization.int4_tensors import Int4Settings, read_int4, read_settings
 from deepspeed_ext.quantization.layout import WeightLayout, make_layout
@@ -25,8 +26,9 @@ def load_int4_checkpoint(
     model: nn.Module | Callable[[], nn.Module],
     folder: str | os.PathLike[str],
     *,
-    activations: str | None = None,
+    input_format: str | None = None,
     device: str | int | torch.device = "cpu",
+    **older: NoReturn,
 ) -> nn.Module:
     """Load a model that GPTQ or AWQ has quantized to 4 bits, as `QuantizedLinear` with offsets.
 
@@ -39,7 +41,7 @@ def load_int4_checkpoint(
             is called so that it is. Buffers that are in no state dict have to have values.
         folder: with config.json, in it quantization_config (or quantize_config.json), and
             model.safetensors, or its parts and their index.
-        activations: as of `QuantizedLinear`.
+        input_format: as of `QuantizedLinear`.
         device: where to, cpu or cuda.
 
     Returns:
@@ -53,6 +55,8 @@ def load_int4_checkpoint(
 
     See: deepspeed_ext/quantization/int4_tensors.py draws what is read.
     """
+    if older:
+        refuse_renamed(_OP, older)
     if not isinstance(model, nn.Module):
         with torch.device("meta"):
             model = model()
@@ -65,7 +69,7 @@ def load_int4_checkpoint(
         for prefix, parts in _layers(root, shards.files).items():
             tensors = shards.load([f"{prefix}.{part}" for part in parts], target, engine)
             of_layer = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items()}
-            layers[prefix] = _add(state, prefix, of_layer, settings, activations, root)
+            layers[prefix] = _add(state, prefix, of_layer, settings, input_format, root)
         taken = {f"{prefix}.{part}" for prefix in layers for part in _PARTS}
         rest = [name for name in shards.files if name not in taken]
         state.update(shards.load(rest, target, engine))
@@ -81,14 +85,14 @@ def _add(
     prefix: str,
     tensors: Mapping[str, Tensor],
     settings: Int4Settings,
-    activations: str | None,
+    input_format: str | None,
     root: Path,
 ) -> tuple[WeightLayout, torch.dtype]:
     """Give a state dict what QuantizedLinear has in one; return its layout and dtype."""
     read = read_int4(f"{_OP}: {prefix} of {root}", tensors, settings)
     weight, order = read.weight, read.order
     layout = make_layout(
-        _OP, "int4", weight.shape, weight.group_size, False, activations, order is not None
+        _OP, "int4", weight.shape, weight.group_size, False, input_format, order is not None
     )
     dtype = tensors["scales"].dtype
     made = {"codes": weight.codes, "scales": weight.scales, "offsets": weight.offsets}

@@ -23,6 +23,7 @@ _KINDS: dict[str, Any] = {  # of what is in a note
     **{"packing": int, "format": str, "shape": list, "group_size": int, "symmetric": bool},
     **{"activations": str | None, "act_order": bool, "dtype": str},
 }
+_IN_NOTES = {"input_format": "activations"}  # what notes call it, as files have it
 
 
 class TensorLayout(NamedTuple):
@@ -41,7 +42,7 @@ class WeightLayout:
         shape: of the weight, (out, in).
         group_size: elements along a row that share a scale; of an fp8 format the whole row.
         symmetric: whether there are no offsets.
-        activations: what the rows of x are rounded to before they are multiplied; None or "int8".
+        input_format: what the rows of x are rounded to before they are multiplied; None or "int8".
         act_order: whether the columns are in the order of their groups, and x is put in it too.
     """
 
@@ -49,7 +50,7 @@ class WeightLayout:
     shape: tuple[int, int]
     group_size: int
     symmetric: bool = True
-    activations: str | None = None
+    input_format: str | None = None
     act_order: bool = False
 
     def __post_init__(self) -> None:
@@ -134,7 +135,8 @@ class WeightLayout:
         Args:
             dtype: of the floats, or of what is added to products.
         """
-        fields = {"packing": PACKING, **asdict(self), "dtype": str(dtype).removeprefix("torch.")}
+        own = {_IN_NOTES.get(name, name): value for name, value in asdict(self).items()}
+        fields = {"packing": PACKING, **own, "dtype": str(dtype).removeprefix("torch.")}
         text = json.dumps(fields, separators=(",", ":"))
         return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
@@ -159,7 +161,7 @@ def make_layout(
     shape: tuple[int, int],
     group_size: int | None,
     symmetric: bool = True,
-    activations: str | None = None,
+    input_format: str | None = None,
     act_order: bool = False,
 ) -> WeightLayout:
     """Return a layout whose parts go together.
@@ -178,18 +180,18 @@ def make_layout(
         raise ValueError(
             f"{what}: symmetric is False, expected True, as {format} has no form with offsets"
         )
-    if activations is not None and activations not in ("int8",):
-        raise ValueError(f"{what}: activations is {activations!r}, expected None or 'int8'")
-    if activations is not None and format not in ("int8", "int4"):
+    if input_format is not None and input_format not in ("int8",):
+        raise ValueError(f"{what}: input_format is {input_format!r}, expected None or 'int8'")
+    if input_format is not None and format not in ("int8", "int4"):
         raise ValueError(
-            f"{what}: activations is {activations!r}, expected None, as the codes of {format}"
+            f"{what}: input_format is {input_format!r}, expected None, as the codes of {format}"
             " are no integers"
         )
     length = max(shape[1], 1)
     if group_size is None or of_format.float8 is not None:
         group_size = length
     return WeightLayout(
-        format, shape, min(group_size, length), bool(symmetric), activations, act_order
+        format, shape, min(group_size, length), bool(symmetric), input_format, act_order
     )
 
 
@@ -222,6 +224,7 @@ def read_note(note: Tensor) -> tuple[WeightLayout, torch.dtype]:
         raise ValueError(f"has shape {shape}, expected two sizes")
     if dtype is None:
         raise ValueError(f"is {text[:200]!r}, expected dtype {', '.join(_DTYPES)}")
+    fields |= {ours: fields.pop(name) for ours, name in _IN_NOTES.items()}
     layout = make_layout("is a note of a weight that cannot be", shape=tuple(shape), **fields)
     if layout.group_size != fields["group_size"]:
         raise ValueError(f"has group_size {fields['group_size']}, expected {layout.group_size}")

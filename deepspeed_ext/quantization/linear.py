@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.ops import quantized_linear
+from deepspeed_ext.ops._renamed import refuse_renamed
 from deepspeed_ext.ops.quantization.packed_weight import PackedWeight
 from deepspeed_ext.quantization.float8 import float8_linear
 from deepspeed_ext.quantization.layout import WeightLayout, make_layout, read_note
@@ -53,7 +54,7 @@ class QuantizedLinear(nn.Module):
         group_size: elements along a row of the weight that share a scale; None: the whole row, as
             if it is shorter than this. The fp8 formats have one scale for a row in any case.
         symmetric: whether 0 is exact; else groups have an offset, in int8 and int4.
-        activations: None, or "int8": see `quantized_linear`. The fp8 formats round x too.
+        input_format: None, or "int8": see `quantized_linear`. The fp8 formats round x too.
         device: of the tensors; on meta, a layer that is to be loaded takes no memory.
         dtype: of the bias and of `weight`.
 
@@ -80,12 +81,15 @@ class QuantizedLinear(nn.Module):
         *,
         group_size: int | None = 128,
         symmetric: bool = True,
-        activations: str | None = None,
+        input_format: str | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        **older: NoReturn,
     ) -> None:
+        if older:
+            refuse_renamed("QuantizedLinear", older)
         shape = (out_features, in_features)
-        layout = make_layout("QuantizedLinear", format, shape, group_size, symmetric, activations)
+        layout = make_layout("QuantizedLinear", format, shape, group_size, symmetric, input_format)
         self._begin(layout, torch.get_default_dtype() if dtype is None else dtype)
         for name, zeros in layout.tensors_on(device).items():
             self.register_buffer(name, zeros)
@@ -102,7 +106,8 @@ class QuantizedLinear(nn.Module):
         *,
         group_size: int | None = 128,
         symmetric: bool = True,
-        activations: str | None = None,
+        input_format: str | None = None,
+        **older: NoReturn,
     ) -> "QuantizedLinear":
         """Return a layer that does, but for rounding, what another one does.
 
@@ -116,9 +121,11 @@ class QuantizedLinear(nn.Module):
                 no plain tensor.
             ValueError: an argument breaks a rule above, or the bias has another shape.
         """
+        if older:
+            refuse_renamed("QuantizedLinear", older)
         weight = weight_of("QuantizedLinear", linear)
         layout = make_layout(
-            "QuantizedLinear", format, _shape(weight), group_size, symmetric, activations
+            "QuantizedLinear", format, _shape(weight), group_size, symmetric, input_format
         )
         with torch.inference_mode(False):  # or no gradient could pass later
             return cls.of_weight(linear, weight, layout)
@@ -142,7 +149,8 @@ class QuantizedLinear(nn.Module):
         bias: Tensor | None = None,
         *,
         order: Tensor | None = None,
-        activations: str | None = None,
+        input_format: str | None = None,
+        **older: NoReturn,
     ) -> "QuantizedLinear":
         """Return a layer with a weight that is packed already; it shares the memory.
 
@@ -150,18 +158,20 @@ class QuantizedLinear(nn.Module):
             weight: of `pack_weight`.
             bias: (out,), or None.
             order: (in,), int64: column i of the weight belongs to element order[i] of x; None: i.
-            activations: as of `QuantizedLinear`.
+            input_format: as of `QuantizedLinear`.
 
         Raises:
             ValueError: the parts do not fit each other.
         """
+        if older:
+            refuse_renamed("QuantizedLinear", older)
         layout = make_layout(
             "QuantizedLinear",
             weight.format,
             weight.shape,
             weight.group_size,
             weight.offsets is None,
-            activations,
+            input_format,
             order is not None,
         )
         given = {"codes": weight.codes, "scales": weight.scales, "offsets": weight.offsets}
@@ -254,7 +264,7 @@ class QuantizedLinear(nn.Module):
         if self.layout.act_order:
             x = x.index_select(-1, self.get_buffer("order"))
         weight = packed(self.layout, self._tensors())
-        out: Tensor = quantized_linear(x, weight, bias, activations=self.layout.activations)
+        out: Tensor = quantized_linear(x, weight, bias, input_format=self.layout.input_format)
         return out
 
     def extra_repr(self) -> str:
@@ -264,8 +274,8 @@ class QuantizedLinear(nn.Module):
             parts.append(f"group_size={layout.group_size}")
         if not layout.symmetric:
             parts.append("symmetric=False")
-        if layout.activations is not None:
-            parts.append(f"activations={layout.activations!r}")
+        if layout.input_format is not None:
+            parts.append(f"input_format={layout.input_format!r}")
         if layout.act_order:
             parts.append("act_order=True")
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
@@ -336,7 +346,7 @@ class QuantizedLinear(nn.Module):
             saved, _ = read_note(state_dict[prefix + NOTE])
         except ValueError as error:
             return f"state_dict[{prefix + NOTE!r}] {error}"
-        if replace(saved, activations=self.layout.activations) != self.layout:
+        if replace(saved, input_format=self.layout.input_format) != self.layout:
             return f"state_dict has at {prefix!r} {_told(saved)}, expected {_told(self.layout)}"
         given = {name: state_dict[prefix + name] for name in self.layout.tensors()}
         problem = self.layout.misfit(given)

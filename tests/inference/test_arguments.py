@@ -45,7 +45,7 @@ MEANT: list[tuple[dict[str, Any], dict[str, Any]]] = [  # what is given, and wha
     ({"quant": {"weight": {"num_bits": 4, "q_type": "symmetric"}}}, {"quantize": "int4"}),
     (
         {"quant": {"activation": {"num_bits": 8, "q_groups": 1}, "qkv": {"num_bits": 8}}},
-        {"quantize": "int8", "activations": "int8"},
+        {"quantize": "int8", "input_format": "int8"},
     ),
     ({"zero": {}, "triangular_masking": True, "tm": True, "return_tuple": True}, {}),
     ({"injection_policy": None, "injection_dict": None, "injection_policy_tuple": None}, {}),
@@ -163,7 +163,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"quant": {"weight": 8}}, TypeError, "quant.weight is int, expected a dict"),
     ({"max_batches": 8}, TypeError, "max_batches is no argument, expected max_batch$"),
     ({"tp": {"size": 1}}, TypeError, "tp.size is no argument, expected tp_size$"),
-    ({"qqq": 8}, TypeError, "qqq is no argument, expected activations, args, base_dir, "),
+    ({"qqq": 8}, TypeError, "qqq is no argument, expected args, base_dir, checkpoint, "),
     (
         {"dtype": "int4"},
         ValueError,
@@ -174,7 +174,16 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_batch": 0}, ValueError, r"max_batch is 0, expected 1 to 2\^31 - 1"),
     ({"max_tokens": True}, ValueError, "max_tokens is True, expected 1 to"),
     ({"kv_dtype": "int4"}, ValueError, "kv_dtype is 'int4', expected None, int8 or fp8"),
-    ({"activations": "int8"}, ValueError, "activations is 'int8', expected None without quantize"),
+    (
+        {"input_format": "int8"},
+        ValueError,
+        "input_format is 'int8', expected None without quantize",
+    ),
+    (
+        {"quantize": "int8", "activations": "int8"},
+        TypeError,
+        "activations is now input_format; give input_format='int8'$",
+    ),
     ({"enable_cuda_graph": "no"}, TypeError, "cuda_graphs is 'no', expected True or False"),
     ({"pack_prefill": 1}, TypeError, "pack_prefill is 1, expected True or False"),
     ({"enable_cuda_graph": None}, TypeError, "cuda_graphs is None, expected True or False"),

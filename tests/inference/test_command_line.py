@@ -123,6 +123,12 @@ def test_what_can_be_refused_before_weights_are_read_is(
     assert capsys.readouterr().err.startswith(f"inference: {text.format(tmp_path)}")
 
 
+def test_an_option_with_a_new_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line.main(["folder", "--tokens", "1", "--activations", "int8"])
+    assert capsys.readouterr().err.endswith("argument --activations: is now --input-format\n")
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [

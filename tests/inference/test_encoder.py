@@ -271,8 +271,8 @@ def test_activations(activation: str) -> None:
     assert furthest(engine(**batch).last_hidden_state.double(), want) < 1e-5
 
 
-@pytest.mark.parametrize("activations", [None, "int8"])
-def test_few_bits(activations: str | None) -> None:
+@pytest.mark.parametrize("input_format", [None, "int8"])
+def test_few_bits(input_format: str | None) -> None:
     """The weights are those that the codes stand for, and nothing else differs."""
     model = make("roberta")
     batch = texts(model)

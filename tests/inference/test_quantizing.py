@@ -82,13 +82,13 @@ def test_the_head_may_be_of_few_bits(quantize: str | None, is_tied: bool, tmp_pa
     config = CONFIG | dict(tie_word_embeddings=is_tied)
     tensors = tiny.tensors(dict(config)) if is_tied else tiny_folder.tensors_of(config)
     tiny_folder.write(tmp_path, config, tensors=tensors)
-    options: dict[str, Any] = dict(quantize=quantize, quantize_head="int8", activations="int8")
+    options: dict[str, Any] = dict(quantize=quantize, quantize_head="int8", input_format="int8")
     engine = init_inference(tmp_path, **options)
     weights, floats = engine.decoder.weights, init_inference(tmp_path).decoder.weights
     assert torch.equal(weights.embedding, floats.embedding)
-    assert isinstance(weights.head.weight, PackedWeight) and weights.head.activations == "int8"
+    assert isinstance(weights.head.weight, PackedWeight) and weights.head.input_format == "int8"
     of_layers = {None: None, "int4": "int8"}[quantize]
-    assert weights.layers[0].qkv.activations == of_layers
+    assert weights.layers[0].qkv.input_format == of_layers
     want = floats.head.weight.double()
     allowed = weights.head.weight.scales.t()[: len(want)].repeat_interleave(128, 1)[:, :192] / 2
     errors = (unpack_weight_ref(weights.head.weight) - want).abs()
@@ -109,7 +109,7 @@ def test_a_tied_head_counts_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"quantize": "int8"}, {"quantize": "int4", "activations": "int8"}]
+    "options", [{"quantize": "int8"}, {"quantize": "int4", "input_format": "int8"}]
 )
 def test_quantized_weights_are_batch_invariant(options: dict[str, Any], tmp_path: Path) -> None:
     tiny_folder.write(tmp_path, CONFIG)
@@ -123,9 +123,9 @@ def test_quantized_weights_are_batch_invariant(options: dict[str, Any], tmp_path
         assert alone.tokens == completion.tokens and len(alone.tokens) == 12
         assert alone.logprobs == completion.logprobs
         assert alone.top_logprobs == completion.top_logprobs
-    if "activations" in options:
+    if "input_format" in options:
         layer = engine.decoder.weights.layers[0]
-        assert {getattr(layer, part).activations for part in PARTS} == {"int8"}
+        assert {getattr(layer, part).input_format for part in PARTS} == {"int8"}
 
 
 def float8_weight(n: int, length: int, device: str) -> Float8Weight:
@@ -222,6 +222,6 @@ def test_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^init_inference: quantize_head is 'q', expected None"):
         init_inference(tmp_path, quantize_head="q")
     with pytest.raises(
-        ValueError, match=r"^init_inference: activations is 'int4', expected None or"
+        ValueError, match=r"^init_inference: input_format is 'int4', expected None or"
     ):
         Quantizer("int4", "int4", torch.device("cpu"))

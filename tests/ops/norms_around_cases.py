@@ -36,7 +36,7 @@ class Layer:
     """A linear layer of one kind, whatever its weight is stored as.
 
     Args:
-        kind: None for floats; else format, whether there are offsets, group, and `activations`.
+        kind: None for floats; else format, whether there are offsets, group, and `input_format`.
         weight: of that kind.
     """
 
@@ -46,7 +46,7 @@ class Layer:
     def _call(self, plain: Any, packed: Any, x: Any, options: dict[str, Any]) -> Any:
         if self.kind is None:
             return plain(x, self.weight, **options)
-        return packed(x, self.weight, **options, activations=self.kind[3])
+        return packed(x, self.weight, **options, input_format=self.kind[3])
 
     def __call__(self, x: Tensor | Undivided, **options: Any) -> Tensor:
         out: Tensor = self._call(skinny_linear, quantized_linear, x, options)

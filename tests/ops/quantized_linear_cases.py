@@ -92,7 +92,7 @@ def arguments(
 
 
 def assert_right(
-    x: Tensor, weight: PackedWeight, options: dict[str, Any], activations: str | None = None
+    x: Tensor, weight: PackedWeight, options: dict[str, Any], input_format: str | None = None
 ) -> Tensor:
     """Compare with the reference, and return the result.
 
@@ -100,10 +100,10 @@ def assert_right(
     come after it, then by a few more to the result; tensor cores may round towards 0, by twice as
     much. An offset is no part of an element, but of a sum of its own.
     """
-    got = quantized_linear(x, weight, **options, activations=activations)
+    got = quantized_linear(x, weight, **options, input_format=input_format)
     wide = {key: v.cpu().double() if isinstance(v, Tensor) else v for key, v in options.items()}
     there, far = on_cpu(weight), x.cpu().double()
-    if activations is not None:  # to the nearest code, of which the reference has another at ties
+    if input_format is not None:  # to the nearest code, of which the reference has another at ties
         codes, scale = rounded_rows(x.cpu())
         far = codes.double() * scale.double()
     want = quantized_linear_ref(far, there, **wide)

@@ -67,10 +67,10 @@ def assert_refused_alike(layer: Callable[..., Tensor], change: Change, device: s
 @pytest.mark.parametrize("kind", WEIGHTS, ids=str)
 def test_quantized_linear(kind: tuple[str, bool], other: str, device: str) -> None:
     weight = weight_of(N, K, *kind, 32, device)
-    for activations in (None, "int8") if kind[0] != "nf4" else (None,):
+    for input_format in (None, "int8") if kind[0] != "nf4" else (None,):
 
-        def layer(x: Tensor, activations: str | None = activations, **options: Any) -> Tensor:
-            return quantized_linear(x, weight, activations=activations, **options)
+        def layer(x: Tensor, input_format: str | None = input_format, **options: Any) -> Tensor:
+            return quantized_linear(x, weight, input_format=input_format, **options)
 
         assert_refused_alike(layer, OTHERS[other], device)
 

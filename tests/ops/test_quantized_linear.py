@@ -92,15 +92,15 @@ def test_forms(dtype: torch.dtype, rows: int, device: str) -> None:
             assert_right(*arguments(rows, 39, 70, dtype, kind, 32, device, **form))
             if kind in INTEGERS:
                 made = arguments(rows, 39, 70, dtype, kind, 32, device, **form)
-                assert_right(*made, activations="int8")
+                assert_right(*made, input_format="int8")
 
 
 @pytest.mark.parametrize(
     "shape", [(8,), (1, 8), (2, 3, 8), (0, 8), (2, 0, 8), (3, 0), (0,), (2, 1, 0)]
 )
 @pytest.mark.parametrize("n", [0, 1, 6])
-@pytest.mark.parametrize("activations", [None, "int8"])
-def test_shapes(shape: tuple[int, ...], n: int, activations: str | None, device: str) -> None:
+@pytest.mark.parametrize("input_format", [None, "int8"])
+def test_shapes(shape: tuple[int, ...], n: int, input_format: str | None, device: str) -> None:
     for kind, form in itertools.product(INTEGERS, ({}, dict(activation="silu", gated=True))):
         x, weight = (
             make(shape, F32, 0, device),
@@ -108,8 +108,8 @@ def test_shapes(shape: tuple[int, ...], n: int, activations: str | None, device:
         )
         bias, residual = (make(s, F32, 2, device) for s in ((weight.shape[0],), (*shape[:-1], n)))
         given = dict(bias=bias, residual=residual, activation=None, gated=False) | form
-        assert_right(x, weight, given, activations)
-        assert_right(x, weight, dict(bias=None, activation=None, gated=False) | form, activations)
+        assert_right(x, weight, given, input_format)
+        assert_right(x, weight, dict(bias=None, activation=None, gated=False) | form, input_format)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -120,10 +120,10 @@ def test_layouts(layout: str, dtype: torch.dtype, device: str) -> None:
     if "columns" in layout:
         x, residual = x[:50], residual[:50]
     n = residual.shape[-1]
-    for kind, activations in itertools.product(INTEGERS, (None, "int8")):
+    for kind, input_format in itertools.product(INTEGERS, (None, "int8")):
         weight = weight_of(n, x.shape[-1], *kind, 24, device)
         bias = make((2 * n,), dtype, 2, device)[::2]
-        options = dict(activation="gelu", activations=activations)
+        options = dict(activation="gelu", input_format=input_format)
         dense = [tensor.contiguous() for tensor in (x, bias, residual)]
         want = quantized_linear(dense[0], weight, dense[1], residual=dense[2], **options)
         got = quantized_linear(x, weight, bias, residual=residual, **options)
@@ -152,16 +152,16 @@ def test_unaligned(dtype: torch.dtype, kind: tuple[str, bool], device: str) -> N
 
 
 @pytest.mark.parametrize("form", [{}, EVERYTHING], ids=["plain", "everything"])
-@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("input_format", [None, "int8"])
 @each_dtype
 def test_what_is_not_finite_stays_in_its_row_and_column(
-    dtype: torch.dtype, activations: str | None, form: dict[str, Any], device: str
+    dtype: torch.dtype, input_format: str | None, form: dict[str, Any], device: str
 ) -> None:
     sizes = ((1, 40, 96), (9, 33, 77), (12, 40, 4101), (64, 40, 4100))
     cases = itertools.product(INTEGERS, sizes, (32, 24))
     for kind, (rows, n, k), group in cases:
         x, weight, options = arguments(rows, n, k, dtype, kind, group, device, **form)
-        options["activations"] = activations
+        options["input_format"] = input_format
         want = quantized_linear(x, weight, **options)
         bad_x, bad = x.clone(), weight._replace(scales=weight.scales.clone())
         if rows > 3:
@@ -177,7 +177,7 @@ def test_what_is_not_finite_stays_in_its_row_and_column(
         assert got[:1, 0].isnan().all()
         if rows > 3:
             assert not got[:3].isfinite().any() and got[0].isnan().all()
-            assert activations is None or got[:3].isnan().all()
+            assert input_format is None or got[:3].isnan().all()
 
 
 @pytest.mark.parametrize("rows", [65, 300])
@@ -223,7 +223,7 @@ def test_more_rows_are_rounded_too(rows: int, dtype: torch.dtype, device: str) -
     """To the numbers that few rows have; torch multiplies what is left of them."""
     for kind, form in itertools.product(INTEGERS, FORMS):
         x, weight, options = arguments(rows, 24, 41, dtype, kind, 16, device, **form)
-        got = quantized_linear(x, weight, **options, activations="int8")
+        got = quantized_linear(x, weight, **options, input_format="int8")
         assert torch.equal(got, quantized_linear(fake_quantize(x), weight, **options))
 
 
@@ -236,14 +236,14 @@ def test_more_rows_by_integers(dtype: torch.dtype, k: int, cuda: str) -> None:
         x[3] = 0
         x[4, 1] = torch.inf
         bias = options["bias"]
-        want = quantized_linear(x[:64], weight, bias, activations="int8")
-        got = quantized_linear(x, weight, bias, activations="int8")
+        want = quantized_linear(x[:64], weight, bias, input_format="int8")
+        got = quantized_linear(x, weight, bias, input_format="int8")
         if kind[1] or n % 8 or group < k:  # torch has no such sums of integers
             want = quantized_linear(fake_quantize(x), weight, bias)
             assert torch.equal(got[5:], want[5:])
         else:
             assert torch.equal(got[:4], want[:4]) and torch.equal(got[5:64], want[5:])
-            want = quantized_linear(x[26:], weight, bias, activations="int8")
+            want = quantized_linear(x[26:], weight, bias, input_format="int8")
             assert torch.equal(got[64:], want[38:])
         assert got[4].isnan().all() and got[5:].isfinite().all()
 
@@ -252,9 +252,9 @@ def test_more_rows_by_integers(dtype: torch.dtype, k: int, cuda: str) -> None:
 def test_in_a_cuda_graph(kind: tuple[str, bool], cuda: str) -> None:
     """Alone in it, with the bits of the calls that it stands for."""
     ways = (None, "int8") if kind in INTEGERS else (None,)
-    for rows, activations in itertools.product((1, 9, 64), ways):
+    for rows, input_format in itertools.product((1, 9, 64), ways):
         x, weight, options = arguments(rows, 40, 264, BF16, kind, 264, cuda, **EVERYTHING)
-        options["activations"], start = activations, x.clone()
+        options["input_format"], start = input_format, x.clone()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -324,11 +324,11 @@ def test_many_rows_go_where_torch_takes_them(device: str) -> None:
             quantized_linear(x[:rows], weight, **options)
 
 
-@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("input_format", [None, "int8"])
 @pytest.mark.parametrize("rows", [20, 80])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_keep_no_floats_of_the_weight(
-    compiled: bool, rows: int, activations: str | None, device: str
+    compiled: bool, rows: int, input_format: str | None, device: str
 ) -> None:
     """Of all layers of a model they would be there at a time, when adapters are trained."""
     torch.compiler.reset()
@@ -339,7 +339,7 @@ def test_gradients_keep_no_floats_of_the_weight(
         x, weight, options = arguments(rows, 24, 200, BF16, kind, 40, device, **EVERYTHING)
         kept: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda none: none):
-            function(x.requires_grad_(), weight, **options, activations=activations)
+            function(x.requires_grad_(), weight, **options, input_format=input_format)
         assert any(each.dtype == torch.uint8 for each in kept)
         assert not any(each.is_floating_point() and each.numel() == 48 * 200 for each in kept)
 
@@ -354,7 +354,7 @@ def test_gradients_of_rounded_rows(
     x, weight, options = arguments(rows, 24, 40, F32, kind, 40, device, **form)
     grad, near = make((rows, 24), F32, 9, device), x.clone().requires_grad_()
     got = torch.autograd.grad(
-        quantized_linear(near, weight, **options, activations="int8"), near, grad
+        quantized_linear(near, weight, **options, input_format="int8"), near, grad
     )
     far = fake_quantize(x).cpu().double().requires_grad_()
     wide = {key: v.cpu().double() if isinstance(v, Tensor) else v for key, v in options.items()}
@@ -394,7 +394,7 @@ def test_reference_of_rounded_rows(kind: tuple[str, bool]) -> None:
     """It rounds to nearest, too; at a tie to any of the two."""
     x, weight, _ = arguments(64, 30, 200, F32, kind, 32)
     x[3] = 0
-    got = quantized_linear_ref(x, weight, activations="int8")
+    got = quantized_linear_ref(x, weight, input_format="int8")
     torch.testing.assert_close(got, integer_sums(x, weight).double(), rtol=1e-5, atol=1e-5)
 
 
@@ -415,7 +415,7 @@ def test_integer_bits(kind: tuple[str, bool], n: int, k: int, group: int, device
     """What quantized_linear.h says in exact integers, then float32 in the order of the groups."""
     for rows, dtype in zip((1, 2, 5), DTYPES, strict=True):
         x, weight, _ = arguments(rows, n, k, dtype, kind, group, device)
-        got = quantized_linear(x, weight, activations="int8")
+        got = quantized_linear(x, weight, input_format="int8")
         want = integer_sums(x.cpu(), on_cpu(weight)).to(dtype)
         assert torch.equal(got.cpu(), want)
 
@@ -424,7 +424,7 @@ def test_integer_bits(kind: tuple[str, bool], n: int, k: int, group: int, device
 def test_integer_bits_of_rows(kind: tuple[str, bool], device: str) -> None:
     for rows in ROWS:
         x, weight, _ = arguments(rows, 37, 200, BF16, kind, 64, device)
-        got = quantized_linear(x, weight, activations="int8")
+        got = quantized_linear(x, weight, input_format="int8")
         assert torch.equal(got.cpu(), integer_sums(x.cpu(), on_cpu(weight)).to(BF16))
 
 
@@ -435,7 +435,7 @@ def test_integers_of_extremes(kind: tuple[str, bool], device: str) -> None:
     weight = weight_of(4, k, *kind, k, device)
     weight.codes.fill_(0x7F if kind[0] == "int8" else 0xFF)  # with offsets: 255
     for x in (torch.ones(2, k, device=device), -torch.ones(1, k, device=device)):
-        got = quantized_linear(x, weight, activations="int8")
+        got = quantized_linear(x, weight, input_format="int8")
         assert torch.equal(got.cpu(), integer_sums(x.cpu(), on_cpu(weight)))
 
 
@@ -446,6 +446,6 @@ def test_integer_rows_of_zeros_and_extremes(kind: tuple[str, bool], device: str)
     x[3] *= 1e-38
     x[4, 7] = torch.inf
     weight = weight_of(24, 100, *kind, 32, device)
-    got = quantized_linear(x, weight, activations="int8").cpu()
+    got = quantized_linear(x, weight, input_format="int8").cpu()
     want = integer_sums(x.cpu(), on_cpu(weight))
     assert torch.equal(got[[0, 1, 2, 3, 5]], want[[0, 1, 2, 3, 5]]) and got[4].isnan().all()

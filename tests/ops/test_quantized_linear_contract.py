@@ -35,7 +35,7 @@ FORMS = pytest.mark.parametrize("form", [{}, EVERYTHING], ids=["plain", "everyth
 
 
 def ways_of(kind: tuple[str, bool]) -> tuple[str | None, ...]:
-    """Return the `activations` that a format is for."""
+    """Return the `input_format` that a format is for."""
     return (None, "int8") if kind in INTEGERS else (None,)
 
 
@@ -55,11 +55,11 @@ def digest(device: str = "cpu") -> str:
         (9, 9, 130, 64),
     )
     for kind, (rows, n, k, group) in itertools.product(WEIGHTS, sizes):
-        for i, activations in enumerate(ways_of(kind)):
+        for i, input_format in enumerate(ways_of(kind)):
             form = EVERYTHING if rows % 2 else {}
             dtype = DTYPES[(rows + i) % 3]
             x, weight, options = arguments(rows, n, k, dtype, kind, group, device, **form)
-            result = quantized_linear(x, weight, **options, activations=activations)
+            result = quantized_linear(x, weight, **options, input_format=input_format)
             for tensor in (result, unpack_weight(weight, dtype)):
                 found.update(tensor.cpu().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
@@ -74,9 +74,9 @@ def test_a_row_is_the_same_in_any_batch(
     kind: tuple[str, bool], n: int, k: int, group: int, form: dict[str, Any], device: str
 ) -> None:
     """Alone, at any place, at another address, among any number of rows that are not finite."""
-    for activations in ways_of(kind):
+    for input_format in ways_of(kind):
         x, weight, options = arguments(64, n, k, BF16, kind, group, device, **form)
-        options["activations"], residual = activations, options.pop("residual")
+        options["input_format"], residual = input_format, options.pop("residual")
         want = quantized_linear(x, weight, residual=residual, **options)
         for row in (0, 1, 15, 63):
             added = None if residual is None else residual[row : row + 1]
@@ -98,19 +98,19 @@ def test_many_columns_of_a_row_are_the_same_in_any_batch(
     kind: tuple[str, bool], dtype: torch.dtype, cuda: str
 ) -> None:
     """So many that sums in another order, which rounding hides mostly, would be found."""
-    for activations in ways_of(kind):
+    for input_format in ways_of(kind):
         x, weight, _ = arguments(64, 8192, 4096, dtype, kind, 128, cuda)
-        want = quantized_linear(x, weight, activations=activations)
+        want = quantized_linear(x, weight, input_format=input_format)
         for begin, end in ((0, 1), (7, 12), (10, 26), (1, 33), (3, 64)):
-            got = quantized_linear(x[begin:end], weight, activations=activations)
+            got = quantized_linear(x[begin:end], weight, input_format=input_format)
             assert torch.equal(got, want[begin:end])
 
 
 @each_kind
 def test_a_column_is_the_same_in_any_weight(kind: tuple[str, bool], device: str) -> None:
-    for activations, group in itertools.product(ways_of(kind), (32, 264, 24)):
+    for input_format, group in itertools.product(ways_of(kind), (32, 264, 24)):
         x, weight, _ = arguments(9, 300, 264, BF16, kind, group, device)
-        want = quantized_linear(x, weight, activations=activations)
+        want = quantized_linear(x, weight, input_format=input_format)
         for begin, end in ((0, 4), (8, 40), (296, 300), (100, 224)):
             part = slice(begin, end)
             cut = weight._replace(
@@ -118,14 +118,14 @@ def test_a_column_is_the_same_in_any_weight(kind: tuple[str, bool], device: str)
                 scales=weight.scales[:, part].contiguous(),
                 offsets=None if weight.offsets is None else weight.offsets[:, part].contiguous(),
             )
-            got = quantized_linear(x, cut, activations=activations)
+            got = quantized_linear(x, cut, input_format=input_format)
             assert torch.equal(got, want[:, part])
 
 
-@pytest.mark.parametrize("activations", [None, "int8"])
-def test_two_threads(activations: str | None, device: str) -> None:
+@pytest.mark.parametrize("input_format", [None, "int8"])
+def test_two_threads(input_format: str | None, device: str) -> None:
     x, weight, options = arguments(9, 200, 264, BF16, ("int4", True), 32, device, **EVERYTHING)
-    options["activations"] = activations
+    options["input_format"] = input_format
     want, found = quantized_linear(x, weight, **options), []
 
     def run() -> None:
@@ -147,7 +147,7 @@ def test_two_threads(activations: str | None, device: str) -> None:
 
 def block(x: Tensor, first: PackedWeight, second: PackedWeight) -> Tensor:
     inner = quantized_linear(x * 2, first, activation="silu", gated=True)
-    return quantized_linear(inner, second, residual=x, activations="int8").sin()
+    return quantized_linear(inner, second, residual=x, input_format="int8").sin()
 
 
 @each_kind
@@ -179,18 +179,18 @@ def kept_graphs(function: Any, **options: Any) -> tuple[Any, list[Any]]:
     return torch.compile(function, fullgraph=True, backend=keep, **options), graphs
 
 
-@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("input_format", [None, "int8"])
 @pytest.mark.parametrize("rows", [5, 70])
 def test_compiled_with_sizes_that_are_not_known(
-    rows: int, activations: str | None, device: str
+    rows: int, input_format: str | None, device: str
 ) -> None:
     """Torch multiplies, in one graph for any number of rows; nothing is compiled again."""
     weight = weight_of(24, 24, "int8", False, 24, device)
     compiled, graphs = kept_graphs(quantized_linear, dynamic=True)
     for count in (rows, 9, 66):
         x = make((count, 24), F32, 0, device)
-        got = compiled(x, weight, activations=activations)
-        want = quantized_linear(x, weight, activations=activations)
+        got = compiled(x, weight, input_format=input_format)
+        want = quantized_linear(x, weight, input_format=input_format)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert len(graphs) == 1 and "quantized_linear" not in graphs[0].code
 
@@ -200,17 +200,17 @@ def test_compiled_with_many_rows(device: str) -> None:
     weight = weight_of(24, 24, "int8", False, 24, device)
     compiled, graphs = kept_graphs(quantized_linear)
     x = make((70, 24), F32, 0, device)
-    got = compiled(x, weight, activations="int8")
-    assert torch.equal(got, quantized_linear(x, weight, activations="int8"))
+    got = compiled(x, weight, input_format="int8")
+    assert torch.equal(got, quantized_linear(x, weight, input_format="int8"))
     assert len(graphs) == 1 and ("_int_mm" in graphs[0].code) == (device == "cuda")
 
 
 def test_meta() -> None:
     for rows in (5, 70):
-        for activations in (None, "int8"):
+        for input_format in (None, "int8"):
             weight = weight_of(6, 40, "int8", False, 40, "meta")
             x = torch.empty(rows, 40, device="meta", dtype=BF16)
-            got = quantized_linear(x, weight, activations=activations)
+            got = quantized_linear(x, weight, input_format=input_format)
             assert got.is_meta and got.shape == (rows, 6) and got.dtype == BF16
 
 
@@ -240,14 +240,14 @@ def test_opcheck(kind: tuple[str, bool], rows: int, k: int, device: str) -> None
             activation=None if options["activation"] is None else 4,
             gated=options["gated"],
         )
-        for needs_grad, activations in itertools.product((False, True), ways_of(kind)):
+        for needs_grad, input_format in itertools.product((False, True), ways_of(kind)):
             leaves = (
                 t if t is None else t.detach().requires_grad_(needs_grad)
                 for t in (x, options["bias"], options["residual"])
             )
             first, *others = leaves
             given = (first, *weight[:3], *others)
-            keywords["integer"] = activations is not None
+            keywords["integer"] = input_format is not None
             checked = torch.library.opcheck(op_of(kind), given, keywords)
             assert set(checked.values()) == {"SUCCESS"}
 
@@ -271,27 +271,27 @@ def test_flops_are_counted(device: str) -> None:
 
 
 def works_of_memory() -> list[tuple[int, int, int, tuple[str, bool], int, str | None]]:
-    """Return rows, n, k, kind, group and activations."""
+    """Return rows, n, k, kind, group and input_format."""
     sizes = [(1, 4096, 1024, 128), (64, 4096, 2048, 32), (64, 4096, 999, 20)]
     kinds = [("int4", True, None), ("int8", False, None), ("int4", False, "int8")]
     return [
-        (rows, n, k, (format, offsets), group, activations)
+        (rows, n, k, (format, offsets), group, input_format)
         for rows, n, k, group in sizes
-        for format, offsets, activations in kinds
+        for format, offsets, input_format in kinds
     ]
 
 
 def beside_the_result(begin: Any, most: Any, device: str) -> list[float]:
     """Return what calls take beside their results and codes of x, as shares of the operands."""
     found = []
-    for rows, n, k, kind, group, activations in works_of_memory():
+    for rows, n, k, kind, group, input_format in works_of_memory():
         x, weight, options = arguments(rows, n // 2, k, BF16, kind, group, device, **EVERYTHING)
-        options["activations"] = activations
+        options["input_format"] = input_format
         quantized_linear(x, weight, **options)
         before = begin()
         result = quantized_linear(x, weight, **options)
         extra = most() - before - result.untyped_storage().nbytes()
-        extra -= x.nbytes // 2 if activations else 0
+        extra -= x.nbytes // 2 if input_format else 0
         operands = sum(t.nbytes for t in (x, *weight[:3]) if t is not None)
         found.append((extra - 8192) / operands)  # Python's objects
     return found
@@ -379,14 +379,14 @@ def test_refuses_rows_of_other_lengths(kind: tuple[str, bool], rows: int, device
     bits = 8 if kind[0] == "int8" else 4
     lengths = [k for k in range(800, 1100) if row_bytes(k, bits) == row_bytes(1000, bits)]
     assert len(lengths) > 100
-    for k, activations in itertools.product({*lengths, 8, 1032} - {1000}, ways_of(kind)):
+    for k, input_format in itertools.product({*lengths, 8, 1032} - {1000}, ways_of(kind)):
         text = re.escape(f"x has shape [{rows}, {k}], expected [..., 1000]")
         x = torch.ones(rows, k, device=device)
         with pytest.raises(ValueError, match=f"^quantized_linear: {text}$"):
-            quantized_linear(x.requires_grad_(), weight, activations=activations)
+            quantized_linear(x.requires_grad_(), weight, input_format=input_format)
         for given in (x.detach(), Undivided(x, torch.ones(rows, k // 8, device=device), 1e-6)):
             with pytest.raises(ValueError, match=f"^quantized_linear_norm: {text}$"):
-                quantized_linear_norm(given, weight, norm=norm, activations=activations)
+                quantized_linear_norm(given, weight, norm=norm, input_format=input_format)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -433,18 +433,32 @@ def test_refuses_forms_that_do_not_fit() -> None:
         text = "activation is 'swish', expected one of gelu, gelu_tanh, gelu_quick, relu, silu"
         with pytest.raises(ValueError, match=f"^quantized_linear: {text}$"):
             quantized_linear(x, W4, activation="swish")
-        text = "activations is 'int4', expected None or 'int8'"
+        text = "input_format is 'int4', expected None or 'int8'"
         with pytest.raises(ValueError, match=f"^quantized_linear: {text}$"):
-            quantized_linear(x, W4, activations="int4")
-        text = "activations is 'int8', expected None with nf4, whose levels are no integers"
+            quantized_linear(x, W4, input_format="int4")
+        text = "input_format is 'int8', expected None with nf4, whose levels are no integers"
         with pytest.raises(ValueError, match=f"^quantized_linear: {text}$"):
-            quantized_linear(x, NF4, activations="int8")
+            quantized_linear(x, NF4, input_format="int8")
     odd = weight_of(5, 40, "int4", False, 16)
     text = "codes has 5 rows, expected an even number, as gated is True"
     with pytest.raises(ValueError, match=f"^quantized_linear: {re.escape(text)}$"):
         quantized_linear(ONES, odd, gated=True, activation="silu")
     with pytest.raises(ValueError, match=r"^quantized_linear: format is 'int3', expected one of"):
         quantized_linear(ONES, W4._replace(format="int3"))
+
+
+def test_refuses_the_older_name_of_input_format() -> None:
+    text = "activations is now input_format; give input_format='int8'$"
+    calls: dict[str, Any] = {
+        "quantized_linear": quantized_linear,
+        "quantized_linear_norm": quantized_linear_norm,
+    }
+    for name, call in calls.items():
+        given: dict[str, Any] = {} if call is quantized_linear else {"norm": None}
+        with pytest.raises(TypeError, match=f"^{name}: {text}"):
+            call(ONES, W4, **given, activations="int8")
+        with pytest.raises(TypeError, match=f"^{name}: inputs is no argument$"):
+            call(ONES, W4, **given, inputs="int8")
 
 
 def test_the_ops_refuse() -> None:
@@ -461,7 +475,7 @@ def test_the_ops_refuse() -> None:
         text = f"format is {format}, expected 0, which has 8 bits"
         with pytest.raises(ValueError, match=f"^quantized_linear: {text}$"):
             ops.w8(ONES, *W8[:3], None, None, format=format, **options)
-    text = "activations is 'int8', expected None with nf4, whose levels are no integers"
+    text = "input_format is 'int8', expected None with nf4, whose levels are no integers"
     with pytest.raises(ValueError, match=f"^quantized_linear: {text}$"):
         ops.w4(ONES, *NF4[:3], None, None, format=2, **options | dict(integer=True))
 

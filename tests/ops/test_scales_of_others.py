@@ -67,15 +67,15 @@ def test_unpack_weight(kind: tuple[str, bool], group: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WEIGHTS, ids=str)
-@pytest.mark.parametrize("activations", [None, "int8"])
-def test_quantized_linear(kind: tuple[str, bool], activations: str | None, device: str) -> None:
+@pytest.mark.parametrize("input_format", [None, "int8"])
+def test_quantized_linear(kind: tuple[str, bool], input_format: str | None, device: str) -> None:
     """Scales of 0, of either sign, and of floats below the least normal one, in one weight."""
-    if kind[0] == "nf4" and activations is not None:
+    if kind[0] == "nf4" and input_format is not None:
         return
     some = (0.0, -0.0, -0.5, 0.25, -1e-3, 1e-40, -3e-39, 2.0**-149, 1e30, -1e30)
     for rows, group, dtype in product((1, 5, 40), (32, 24, 100), (F32, BF16)):
         x, weight, options = arguments(rows, len(some), 100, dtype, kind, group, device)
-        got = assert_right(x, with_scales(weight, some), options, activations)
+        got = assert_right(x, with_scales(weight, some), options, input_format)
         assert (got[:, :2] == 0).all()
 
 

@@ -23,9 +23,9 @@ TOKENS = torch.arange(20).view(2, 10)
 EACH = [*KINDS, *((format, None, True) for format in FLOAT8)]
 
 
-def with_activations() -> Tied:
+def with_input_format() -> Tied:
     model = model_of()
-    quantize_model(model, "int4", activations="int8")
+    quantize_model(model, "int4", input_format="int8")
     return model
 
 
@@ -78,17 +78,17 @@ def test_the_model_is_never_floats(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_activations_are_saved(tmp_path: Path) -> None:
-    save_quantized(with_activations(), tmp_path / "model")
+    save_quantized(with_input_format(), tmp_path / "model")
     layer = load_quantized(Tied, tmp_path / "model").get_submodule("gate")
-    assert isinstance(layer, QuantizedLinear) and layer.layout.activations == "int8"
+    assert isinstance(layer, QuantizedLinear) and layer.layout.input_format == "int8"
 
 
 def test_activations_are_those_of_the_layer() -> None:
     """A state dict says what a weight is, not how it is multiplied."""
-    model, other = model_of(("int4", 128, True)), with_activations()
+    model, other = model_of(("int4", 128, True)), with_input_format()
     assert not model.load_state_dict(other.state_dict()).missing_keys
     layer = model.get_submodule("gate")
-    assert isinstance(layer, QuantizedLinear) and layer.layout.activations is None
+    assert isinstance(layer, QuantizedLinear) and layer.layout.input_format is None
 
 
 class Changed(Tied):

@@ -205,7 +205,7 @@ def test_whole_rows_and_older_settings(tmp_path: Path) -> None:
 def test_integers_for_x(tmp_path: Path) -> None:
     of = sources()
     write(tmp_path, {name: gptq(source) for name, source in of.items()}, rest(), GPTQ)
-    model = load_int4_checkpoint(Model, tmp_path, activations="int8").float()
+    model = load_int4_checkpoint(Model, tmp_path, input_format="int8").float()
     want = logits(of)[0]
     off = (model(torch.arange(10)).double() - want).abs()
     assert 0 < float(off.max()) < float(want.abs().max()) / 20

@@ -112,7 +112,7 @@ def test_conv1d() -> None:
 
 
 def test_integers_for_x() -> None:
-    layer = QuantizedLinear.from_linear(linear(33, 70), "int4", activations="int8")
+    layer = QuantizedLinear.from_linear(linear(33, 70), "int4", input_format="int8")
     x = rows((4, 70))
     off = (layer(x) - made("int4", 128)(x)).abs()
     assert 0 < float(off.max()) < 0.1
@@ -368,8 +368,8 @@ def test_is_described() -> None:
         "QuantizedLinear(in_features=70, out_features=33, bias=True, int4, group_size=35,"
         " symmetric=False)",
     ]
-    layer = QuantizedLinear(4, 3, False, "int4", activations="int8", device="meta")
-    assert repr(layer).endswith("bias=False, int4, group_size=4, activations='int8')")
+    layer = QuantizedLinear(4, 3, False, "int4", input_format="int8", device="meta")
+    assert repr(layer).endswith("bias=False, int4, group_size=4, input_format='int8')")
 
 
 def test_made_on_meta_takes_no_memory_and_zeros_elsewhere() -> None:
@@ -405,10 +405,10 @@ def test_of_a_packed_weight() -> None:
             dict(format="nf4", symmetric=False),
             "symmetric is False, expected True, as nf4 has no form with offsets",
         ),
-        (dict(activations="int4"), "activations is 'int4', expected None or 'int8'"),
+        (dict(input_format="int4"), "input_format is 'int4', expected None or 'int8'"),
         (
-            dict(format="nf4", activations="int8"),
-            "activations is 'int8', expected None, as the codes of nf4 are no integers",
+            dict(format="nf4", input_format="int8"),
+            "input_format is 'int8', expected None, as the codes of nf4 are no integers",
         ),
         (
             dict(dtype=torch.float64),

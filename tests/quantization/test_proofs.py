@@ -79,9 +79,9 @@ def test_the_demos_model_loses_little(trained: Trainer, tmp_path: Path) -> None:
     [
         ({}, 1e-5),
         ({"quantize": "int8"}, 0.001),
-        ({"quantize": "int8", "activations": "int8"}, 0.002),
+        ({"quantize": "int8", "input_format": "int8"}, 0.002),
         ({"quantize": "int4"}, 0.015),
-        ({"quantize": "int4", "activations": "int8"}, 0.015),
+        ({"quantize": "int4", "input_format": "int8"}, 0.015),
     ],
 )
 def test_an_engine_of_the_demos_model_loses_little(

@@ -132,7 +132,7 @@ def test_refuses_other_contents_for_another_place(
 
 def test_refuses_other_notes_for_another_place(tmp_path: Path) -> None:
     save_quantized(in_two_places(True), tmp_path / "model")
-    other = QuantizedLinear(8, 8, activations="int8").get_extra_state()
+    other = QuantizedLinear(8, 8, input_format="int8").get_extra_state()
     path = edited(tmp_path / "model", lambda t: t.update({"2._extra_state": other}))
     text = "has other values for '2._extra_state' than for '0._extra_state', expected the same"
     assert_refused(in_two_places(False), path, f"{text}, as the model ties them")

@@ -37,12 +37,12 @@ class Linear:
     Args:
         weight: (out, in), or what ``pack_weight`` returned for it, or it in 8-bit floats.
         bias: (out,), or None.
-        activations: as of ``quantized_linear``.
+        input_format: as of ``quantized_linear``.
     """
 
     weight: Tensor | PackedWeight | Float8Weight
     bias: Tensor | None = None
-    activations: str | None = None
+    input_format: str | None = None
 
     @property
     def fuses_norms(self) -> bool:
@@ -60,8 +60,8 @@ class Linear:
         """Return residual + activation(x @ weight.T + bias)."""
         options: _Options = dict(activation=activation, gated=gated, residual=residual)
         if isinstance(self.weight, PackedWeight):
-            kind = self.activations
-            return quantized_linear(x, self.weight, self.bias, **options, activations=kind)
+            kind = self.input_format
+            return quantized_linear(x, self.weight, self.bias, **options, input_format=kind)
         if isinstance(self.weight, Float8Weight):
             assert isinstance(x, Tensor), "it fuses no norms"
             return float8_layer(x, self.weight, self.bias, **options)
@@ -81,7 +81,7 @@ class Linear:
                 self.bias,
                 norm=norm,
                 residual=residual,
-                activations=self.activations,
+                input_format=self.input_format,
             )
         assert isinstance(self.weight, Tensor), "it fuses no norms"
         return skinny_linear_norm(x, self.weight, self.bias, norm=norm, residual=residual)

@@ -47,7 +47,7 @@ class Quantizer:
 
     Args:
         kind: "int8", "int4" or "fp8".
-        activations: as of ``quantized_linear``.
+        input_format: as of ``quantized_linear``.
         device: of the weights.
         name: of the argument that the kind was, for errors.
         memory: for codes on the CPU; None: ordinary tensors.
@@ -63,7 +63,7 @@ class Quantizer:
     def __init__(
         self,
         kind: str,
-        activations: str | None,
+        input_format: str | None,
         device: torch.device,
         name: str = "quantize",
         memory: WeightMemory | None = None,
@@ -75,7 +75,7 @@ class Quantizer:
         if kind == "fp8":
             check_device(device)
         self.format, self._group_size = FORMATS[kind]
-        self._activations, self._memory = activations, memory
+        self._input_format, self._memory = input_format, memory
         self._layout_of((1, 1))  # refuses what does not go together
         self.done: list[Done] = []
 
@@ -97,7 +97,9 @@ class Quantizer:
         return made
 
     def _layout_of(self, shape: tuple[int, int]) -> WeightLayout:
-        return make_layout(_OP, self.format, shape, self._group_size, activations=self._activations)
+        return make_layout(
+            _OP, self.format, shape, self._group_size, input_format=self._input_format
+        )
 
 
 def report_of(weights: Weights, quantizers: Sequence[Quantizer]) -> Report:
@@ -136,12 +138,12 @@ def report_of(weights: Weights, quantizers: Sequence[Quantizer]) -> Report:
     return Report(quantizers[0].format, layers, {}, before, total)
 
 
-def with_activations(weights: Weights, activations: str) -> Weights:
+def with_input_format(weights: Weights, input_format: str) -> Weights:
     """Return weights that round what they are multiplied with."""
 
     def changed(linear: Linear) -> Linear:
         is_packed = isinstance(linear.weight, PackedWeight)
-        return replace(linear, activations=activations) if is_packed else linear
+        return replace(linear, input_format=input_format) if is_packed else linear
 
     layers = []
     for layer in weights.layers:

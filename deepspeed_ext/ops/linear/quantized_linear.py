@@ -1,7 +1,7 @@
 """A linear layer whose weight is of few bits: on few rows as fast as these are read."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 from deepspeed_ext.ops import _activations
 from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import define, refuse_gradients
+from deepspeed_ext.ops._renamed import refuse_renamed
 from deepspeed_ext.ops.linear.few_rows import (
     are_few,
     are_many,
@@ -139,7 +140,8 @@ def quantized_linear(
     activation: str | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
-    activations: str | None = None,
+    input_format: str | None = None,
+    **older: NoReturn,
 ) -> Tensor:
     """Return residual + activation(x @ w.T + bias), w being what the packed weight stands for.
 
@@ -161,11 +163,11 @@ def quantized_linear(
         activation: None, or one that ``bias_activation`` knows.
         gated: whether weight has the rows of a gate first; needs an activation.
         residual: None, or (..., n), of the dtype of x: added in the end.
-        activations: None: codes and x are multiplied as floats. "int8": each row of x is rounded to
-            8-bit codes with a scale of its own, as by ``quantize``; not nf4. Products are summed up
-            as integers; with over 64 rows so only on CUDA, of "int8" without offsets whose group is
-            the whole row, if the weight has a multiple of 8 rows and x needs no gradient. Else what
-            the codes stand for is rounded to the dtype of x, and multiplied.
+        input_format: None: codes and x are multiplied as floats. "int8": each row of x is rounded
+            to 8-bit codes with a scale of its own, as by ``quantize``; not nf4. Products are summed
+            up as integers; with over 64 rows so only on CUDA, of "int8" without offsets whose group
+            is the whole row, if the weight has a multiple of 8 rows and x needs no gradient. Else
+            what the codes stand for is rounded to the dtype of x, and multiplied.
 
     Returns:
         (..., n), contiguous, of the dtype of x.
@@ -178,10 +180,12 @@ def quantized_linear(
 
     See: ``quantized_linear_ref`` is the same in float64; csrc/quantization/packed_weight.h.
     """
+    if older:
+        refuse_renamed("quantized_linear", older)
     if type(x) is not Tensor or type(weight) is not PackedWeight:
         rows = x.x if isinstance(x, Undivided) else x
         check_kinds("quantized_linear", x=(rows, Tensor), weight=(weight, PackedWeight))
-    numbers = _numbers(weight, activation, gated, activations)
+    numbers = _numbers(weight, activation, gated, input_format)
     _check_length("quantized_linear", x, weight)
     if isinstance(x, Undivided):
         return _with_norms(x, weight, bias, residual, None, numbers)[0]
@@ -203,10 +207,10 @@ def quantized_linear(
         residual,
     )
     with without_autocast(x):
-        if activations is not None and _takes_integers(x, weight):
+        if input_format is not None and _takes_integers(x, weight):
             product = partial(_integer_product, x, weight)
         else:
-            factors = x if activations is None else fake_quantize(x)
+            factors = x if input_format is None else fake_quantize(x)
             product = partial(_float_product, factors, weight)
         return by_torch(product, bias, activation, gated, residual)
 
@@ -219,15 +223,16 @@ def quantized_linear_norm(
     norm: NextNorm,
     activation: str | None = None,
     residual: Tensor | None = None,
-    activations: str | None = None,
+    input_format: str | None = None,
+    **older: NoReturn,
 ) -> tuple[Tensor, Undivided]:
     """Do what quantized_linear does on few rows, and begin the RMS norm that comes after it.
 
     As ``skinny_linear_norm`` does, with the same results for the layers that read the norm's. With
-    `activations` such a layer rounds rows that are not divided yet, by a scale of their own.
+    `input_format` such a layer rounds rows that are not divided yet, by a scale of their own.
 
     Args:
-        x, weight, bias, activation, residual, activations: as of ``quantized_linear``; x has up to
+        x, weight, bias, activation, residual, input_format: as of ``quantized_linear``; x has up to
             64 rows, and is float32 or bfloat16. n is a multiple of 8.
         norm: its weight has shape (n,), and the dtype of x.
 
@@ -241,24 +246,26 @@ def quantized_linear_norm(
 
     See: ``rms_norm``. ``quantized_linear_norm_ref`` is the same in float64.
     """
-    numbers = _numbers(weight, activation, False, activations)
+    if older:
+        refuse_renamed("quantized_linear_norm", older)
+    numbers = _numbers(weight, activation, False, input_format)
     _check_length("quantized_linear_norm", x, weight)
     out, scaled, squares = _with_norms(x, weight, bias, residual, norm, numbers)
     return out, Undivided(scaled, squares, norm.eps)
 
 
 def _numbers(
-    weight: PackedWeight, activation: str | None, gated: bool, activations: str | None
+    weight: PackedWeight, activation: str | None, gated: bool, input_format: str | None
 ) -> dict[str, Any]:
     """Return the options of a call as the ops take them."""
     number = number_of("quantized_linear", weight.format)
-    if activations not in (None, "int8"):
+    if input_format not in (None, "int8"):
         raise ValueError(
-            f"quantized_linear: activations is {activations!r}, expected None or 'int8'"
+            f"quantized_linear: input_format is {input_format!r}, expected None or 'int8'"
         )
-    if activations is not None and weight.format == "nf4":
+    if input_format is not None and weight.format == "nf4":
         raise ValueError(
-            f"quantized_linear: activations is {activations!r}, expected None with nf4, whose"
+            f"quantized_linear: input_format is {input_format!r}, expected None with nf4, whose"
             " levels are no integers"
         )
     return {
@@ -268,7 +275,7 @@ def _numbers(
             None if activation is None else _activations.number_of("quantized_linear", activation)
         ),
         "gated": gated,
-        "integer": activations is not None,
+        "integer": input_format is not None,
     }
 
 
@@ -398,10 +405,10 @@ def quantized_linear_ref(
     activation: str | None = None,
     gated: bool = False,
     residual: Tensor | None = None,
-    activations: str | None = None,
+    input_format: str | None = None,
 ) -> Tensor:
     """Do what quantized_linear does, in float64 and plain torch: its definition, for tests."""
-    if activations is not None:
+    if input_format is not None:
         x = x._replace(x=_rounded_rows(x.x)) if isinstance(x, Undivided) else _rounded_rows(x)
     floats = unpack_weight_ref(weight)
     return linear_ref(divided_ref(x), floats, bias, activation, gated, residual)
@@ -415,11 +422,11 @@ def quantized_linear_norm_ref(
     norm: NextNorm,
     activation: str | None = None,
     residual: Tensor | None = None,
-    activations: str | None = None,
+    input_format: str | None = None,
 ) -> tuple[Tensor, Undivided]:
     """Do what quantized_linear_norm does, in float64 and plain torch: its definition, for tests."""
     out = quantized_linear_ref(
-        x, weight, bias, activation=activation, residual=residual, activations=activations
+        x, weight, bias, activation=activation, residual=residual, input_format=input_format
     )
     return out, next_norm_ref(out, norm)
 

@@ -43,20 +43,20 @@ def _check(device: str, format: str, offsets: bool) -> None:
         floats = ops.unpack_weight_ref(weight)
         compare(f"unpack_weight: {format} on {device}", ops.unpack_weight(there), floats, _EPS)
         x = torch.rand(5, length, generator=torch.Generator().manual_seed(1)) - 0.5
-        for activations in (None, "int8") if format != "nf4" else (None,):
+        for input_format in (None, "int8") if format != "nf4" else (None,):
             for form in _FORMS:
-                got = ops.quantized_linear(x.to(device), there, activations=activations, **form)
-                want = ops.quantized_linear_ref(x, weight, activations=activations, **form)
+                got = ops.quantized_linear(x.to(device), there, input_format=input_format, **form)
+                want = ops.quantized_linear_ref(x, weight, input_format=input_format, **form)
                 # In 8 bits a tie goes either way: one code of x out of 127, in one of the terms.
-                bound = 1000 * _EPS if activations is None else 0.01
-                what = f"quantized_linear: {format} with activations={activations} on {device}"
+                bound = 1000 * _EPS if input_format is None else 0.01
+                what = f"quantized_linear: {format} with input_format={input_format} on {device}"
                 compare(what, got, want, 0, of_largest=bound)
             norm = ops.NextNorm(torch.linspace(0.5, 1.5, 80))
             there_too = norm._replace(weight=norm.weight.to(device))
-            kind: dict[str, Any] = dict(activations=activations)
+            kind: dict[str, Any] = dict(input_format=input_format)
             _, normed = ops.quantized_linear_norm(x.to(device), there, norm=there_too, **kind)
             _, far = ops.quantized_linear_norm_ref(x, weight, norm=norm, **kind)
-            what = f"quantized_linear_norm: {format} with activations={activations} on {device}"
+            what = f"quantized_linear_norm: {format} with input_format={input_format} on {device}"
             compare(what, normed.x, far.x, 0, of_largest=bound)
 
 
