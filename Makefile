@@ -23,7 +23,7 @@ export PYTHONUNBUFFERED := 1
 
 .SHELLFLAGS := -ec
 .ONESHELL:
-.PHONY: help env demo test test-long lint types bench clean
+.PHONY: help env demo test test-long lint types docs bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -59,6 +59,12 @@ types: $(DONE)/dev  ## check the types alone
 	mkdir -p build/typed/deepspeed_ext  # the package as it is when installed, for mypy
 	ln -s $(CURDIR)/deepspeed_ext/* $(CURDIR)/op_builder build/typed/deepspeed_ext/
 	cd build/typed; ../../$(BIN)/mypy --strict --package deepspeed_ext
+
+docs: $(DONE)/docs $(DONE)/test  ## build the site, check its links, run what its pages show
+	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs . build/site
+	ln -sf README.html build/site/index.html
+	$(PYTEST) tests/test_documents.py
+	echo 'look at it: $(CURDIR)/build/site/index.html'
 
 bench: $(DONE)/bench  ## measure ours against torch and fio; BENCH=aio measures one thing only
 	@for what in $(BENCH); do $(BIN)/python -m benchmarks.bench_$$what $(ARGS); done
@@ -96,6 +102,10 @@ $(DONE)/test: $(DONE)/package requirements/test.txt
 
 $(DONE)/long: $(DONE)/test requirements/long.txt
 	@$(PIP) --no-deps --requirement requirements/long.txt && touch $@ || echo 'without it, some tests are skipped'
+
+$(DONE)/docs: $(DONE)/package requirements/docs.txt
+	@$(PIP) --requirement requirements/docs.txt
+	touch $@
 
 $(DONE)/bench: $(DONE)/package requirements/bench.txt
 	@$(PIP) --requirement requirements/bench.txt

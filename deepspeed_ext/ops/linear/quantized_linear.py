@@ -171,10 +171,8 @@ def quantized_linear(
         (..., n), contiguous, of the dtype of x.
 
     Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
         RuntimeError: the compute capability is below 8.0, torch refuses the arguments, or the
             gradient of scales or offsets is wanted.
-        BuildError: the native library of the device could not be built or loaded.
 
     See: ``quantized_linear_ref`` is the same in float64; csrc/quantization/packed_weight.h.
     """
@@ -237,7 +235,6 @@ def quantized_linear_norm(
     Raises:
         ValueError: an argument breaks a rule above, or that of ``quantized_linear``.
         RuntimeError: a gradient is wanted, or the compute capability is below 8.0.
-        BuildError: the native library of the device could not be built or loaded.
 
     See: ``rms_norm``. ``quantized_linear_norm_ref`` is the same in float64.
     """

@@ -166,9 +166,7 @@ def cross_entropy(
         float32: a number, or with reduction="none" the shape of target.
 
     Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
         RuntimeError: backward is called again after inplace, or is to make a graph then.
-        BuildError: the native library of the device could not be built or loaded.
 
     See: Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2016, section
     7, for label smoothing, as torch.nn.functional.cross_entropy has it; Chowdhery et al., "PaLM",
