@@ -6,7 +6,7 @@ BENCHES := print(*dict.fromkeys(row.benchmark for row in ROWS if hasattr(row, "b
 BENCH ?= steps clip lamb $(shell $(PYTHON) -c 'from op_builder.registry import ROWS; $(BENCHES)') prefill aio
 
 BIN := .venv/bin
-SOURCES := benchmarks deepspeed_ext docs op_builder tests setup.py
+SOURCES := benchmarks deepspeed_ext docs examples op_builder tests setup.py
 DONE := .venv/done
 TORCH := $(shell grep '^torch==' requirements/dev.txt)
 HAS_TORCH := import sys, torch; from importlib.metadata import version; \
@@ -39,7 +39,7 @@ demo: $(DONE)/package  ## train a small GPT and show what it writes; goes on whe
 	elif [ -f $(OUT)/checkpoint.pt ]; then
 	  how=--resume
 	fi
-	$(BIN)/python -m deepspeed_ext.examples.train_gpt --out $(OUT) $$how $(ARGS)
+	$(BIN)/python -m examples.train_gpt --out $(OUT) $$how $(ARGS)
 
 test: $(DONE)/test  ## run the tests, but for the longest
 	@$(if $(ARGS),,$(WARM))
@@ -55,10 +55,11 @@ lint: types  ## check style, types and layout of the code
 	  | xargs $(BIN)/clang-format --dry-run -Werror
 
 types: $(DONE)/dev  ## check the types alone
-	@rm -rf build/typed/deepspeed_ext
+	@rm -rf build/typed
 	mkdir -p build/typed/deepspeed_ext  # the package as it is when installed, for mypy
 	ln -s $(CURDIR)/deepspeed_ext/* $(CURDIR)/op_builder build/typed/deepspeed_ext/
-	cd build/typed; ../../$(BIN)/mypy --strict --package deepspeed_ext
+	ln -s $(CURDIR)/examples build/typed/
+	cd build/typed; ../../$(BIN)/mypy --strict --package deepspeed_ext --package examples
 
 docs: $(DONE)/docs $(DONE)/test  ## build the site, check its links, run what its pages show
 	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs . build/site

@@ -107,8 +107,12 @@ def cpp_files() -> dict[str, str]:
 
 
 def python_files() -> dict[str, str]:
-    """Return the text of each Python source by its path in the installed package."""
-    folders = {ROOT / "deepspeed_ext": "", ROOT / "op_builder": "op_builder/"}
+    """Return the text of each Python source by its path in the installed package, or examples/."""
+    folders = {
+        ROOT / "deepspeed_ext": "",
+        ROOT / "op_builder": "op_builder/",
+        ROOT / "examples": "examples/",
+    }
     return {
         prefix + path.relative_to(folder).as_posix(): path.read_text()
         for folder, prefix in folders.items()

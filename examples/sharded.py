@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_ext import zero
-from deepspeed_ext.examples.gpt import GPT, Block
-from deepspeed_ext.examples.optimizers import STATES
-from deepspeed_ext.examples.options import UserError
-from deepspeed_ext.examples.run_folder import RunFolder
-from deepspeed_ext.examples.text import Text
-from deepspeed_ext.examples.trainer import Settings, Trainer
+from examples.gpt import GPT, Block
+from examples.optimizers import STATES
+from examples.options import UserError
+from examples.run_folder import RunFolder
+from examples.text import Text
+from examples.trainer import Settings, Trainer
 
 _TAG = "last"
 
