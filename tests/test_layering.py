@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 CPP_SUFFIXES = {".h", ".inl", ".cuh", ".cpp", ".cu"}
 SOURCES = {".py", *CPP_SUFFIXES}
 PYTHON_LAYERS = (  # each may import itself and what stands before its row
-    ("op_builder", "dtensors", "dtypes", "threads"),
-    ("processors",),
+    ("op_builder", "torch_internals", "dtypes", "threads"),
+    ("dtensors", "processors"),
     ("ops",),
     ("optim", "io"),
     ("quantization",),
@@ -78,7 +78,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "zero": (
         (
-            *("agreement", "blocks", "borrowing", "calls", "gather", "inside", "memory"),
+            *("agreement", "blocks", "borrowing", "calls", "gather", "memory"),
             *("names", "saved_model", "scaling"),
         ),
         ("sharding", "units"),

@@ -13,10 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deepspeed_ext.dtensors import is_dtensor
-from deepspeed_ext.zero.agreement import check_agreement
-from deepspeed_ext.zero.borrowing import name_borrowed
-from deepspeed_ext.zero.calls import Loop, calls_of
-from deepspeed_ext.zero.inside import (
+from deepspeed_ext.torch_internals.fully_shard import (
     after_backward,
     allow_whole_loads,
     forget_step,
@@ -32,6 +29,9 @@ from deepspeed_ext.zero.inside import (
     shards_of,
     show_shards,
 )
+from deepspeed_ext.zero.agreement import check_agreement
+from deepspeed_ext.zero.borrowing import name_borrowed
+from deepspeed_ext.zero.calls import Loop, calls_of
 
 _log = logging.getLogger("deepspeed_ext")
 _NAME = "_deepspeed_ext_sharding"

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-
-from deepspeed_ext.dtensors import is_dtensor
+from torch.distributed.tensor import DTensor
 
 
 def groups_of(model: nn.Module) -> Iterator[Any]:
@@ -158,7 +157,7 @@ def _unshard(
 
 def _reset(reset: Any, param: Any) -> None:
     home = param._module_info
-    if is_dtensor(home.module._parameters[home.param_name]):
+    if isinstance(home.module._parameters[home.param_name], DTensor):
         reset()
 
 
