@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from deepspeed_ext.torch_internals.dispatch import is_in_backward
+
 
 def groups_of(model: nn.Module) -> Iterator[Any]:
     """The groups of parameters of a model that are gathered and reduced as one."""
@@ -129,11 +131,6 @@ def know_whole_parameters(model: nn.Module) -> None:
             if isinstance(module, FSDPModule):
                 module.unshard()
                 module.reshard()
-
-
-def is_in_backward() -> bool:
-    """Tell whether a forward is run anew for a backward that wants what it had not kept."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _states(model: nn.Module) -> Iterator[Any]:
