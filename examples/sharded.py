@@ -31,7 +31,7 @@ def join_processes() -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
-        store = torch._C._distributed_c10d.HashStore()
+        store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     if dist.get_rank():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # as long as the process

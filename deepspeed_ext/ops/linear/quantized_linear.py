@@ -41,6 +41,7 @@ from deepspeed_ext.ops.quantization.packed_weight import (
     unpack_weight_ref,
 )
 from deepspeed_ext.ops.quantization.quantize import quantize
+from deepspeed_ext.torch_internals.dispatch import int8_matmul
 
 _EXACT_LENGTH, _UNIT = 65536, 16  # see quantized_linear.h; bytes that are read at once
 
@@ -380,7 +381,7 @@ def _integer_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Te
     """Return x @ w.T + bias by sums of integers, which do not mind the order of the codes."""
     rows = quantize(x.reshape(-1, weight.length))
     lines = lines_of_bytes(rows.codes, 8, weight.length, "int8", False).view(torch.int8)
-    sums = torch._int_mm(lines, weight.codes.view(torch.int8).t())
+    sums = int8_matmul(lines, weight.codes.view(torch.int8).t())
     out = sums * weight.scales * rows.scales
     if bias is not None:
         out = out + bias

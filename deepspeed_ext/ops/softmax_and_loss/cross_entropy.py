@@ -11,6 +11,8 @@ from deepspeed_ext.ops._library import (
     define,
     refuse_tangents,
 )
+from deepspeed_ext.torch_internals.dispatch import is_in_transform
+from deepspeed_ext.torch_internals.tensors import base_of
 
 _LIBRARIES = {"cpu": "cpu_cross_entropy", "cuda": "fused_cross_entropy"}
 _OPTIONS = "*, int ignore_index, float label_smoothing, float z_loss"
@@ -188,7 +190,7 @@ def cross_entropy(
         found: tuple[Tensor, ...] = _cross_entropy_op(logits, target, **options)
         return found[0]
     # What is compiled writes to copies.
-    base = None if torch.compiler.is_compiling() else logits._base
+    base = None if torch.compiler.is_compiling() else base_of(logits)
     for tensor, what in ((logits, "a leaf"), (base, "a view of a leaf")):
         if tensor is not None and tensor.requires_grad and tensor.is_leaf:
             raise ValueError(
@@ -196,7 +198,7 @@ def cross_entropy(
                 " an op, as inplace overwrites it; leave inplace out"
             )
     refuse_tangents("cross_entropy", {"logits": logits})
-    if torch._C._are_functorch_transforms_active():
+    if is_in_transform():
         raise RuntimeError(
             "cross_entropy: logits is within a transform of torch.func, expected none with inplace,"
             " which writes to it; leave inplace out"

@@ -4,15 +4,15 @@ import contextlib
 import pickle
 import secrets
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from deepspeed_ext.io.tensors import bytes_of
+from deepspeed_ext.torch_internals.processes import default_store, timeout_of
 
 Local = Callable[[], Any]
 Global = Callable[[list[Any]], Sequence[Any]]
@@ -119,10 +119,9 @@ def made_for_saves(device: str) -> Exchange:
         device: as of `of_all`.
     """
     world: Any = dist.group.WORLD
-    backend = world._get_backend(torch.device(device))
-    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    timeout = timeout_of(world, torch.device(device))
     prefix = f"deepspeed_ext.zero.save/{of_all(device).same(secrets.token_hex(8))}"
-    store = PrefixStore(prefix, _get_default_store())
+    store = PrefixStore(prefix, default_store())
     limit = {} if timeout is None else {"timeout": timeout}
     return Exchange(ProcessGroupGloo(store, world.rank(), world.size(), **limit), "cpu")
 
