@@ -46,7 +46,7 @@ class Exchange:
             BaseException: what the first of them raised that says enough, in all processes.
         """
         value, error = _tried(local)
-        said = self._gather((value, None if error is None else _sendable(error)))
+        said = self._gather((value, None if error is None else sendable(error)))
         answers = [] if said is None else _decided(said, decide)
         answer, refusal = self._scatter(answers)
         if error is not None and not isinstance(error, Exception):
@@ -65,11 +65,11 @@ class Exchange:
         sizes = self._gathered(torch.tensor([own.numel()]), is_first_only=False)
         assert sizes is not None
         padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
-        padded[: own.numel()] = own
+        padded[: own.numel()] = own  # what is pickled says itself where it ends
         rows = self._gathered(padded, is_first_only=True)
         if rows is None:
             return None
-        return [_unpacked(row[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
+        return [_unpacked(row) for row in rows]
 
     def _scatter(self, values: Sequence[Any]) -> Any:
         """Return what the first process has for this one."""
@@ -81,7 +81,6 @@ class Exchange:
         into = torch.empty(length, dtype=torch.uint8, device=self._device)
         rows = []
         if self.rank == 0:
-            # What is pickled says itself where it ends.
             rows = [torch.cat((p, p.new_zeros(length - p.numel()))) for p in parts]
         self._group.scatter([into], [[row.to(self._device) for row in rows]] if rows else []).wait()
         return _unpacked(into.cpu())
@@ -139,15 +138,20 @@ def _decided(
     """Return answers, or for all what has failed first, if it says enough."""
     errors = [error for _, error in said if error is not None]
     if errors:
-        telling = (e for e in errors if isinstance(e, OSError | ValueError | TypeError))
-        return [(None, next(telling, errors[0]))] * len(said)
+        return [(None, telling(errors))] * len(said)
     answers, error = _tried(lambda: decide([value for value, _ in said]))
     if error is not None:
-        return [(None, _sendable(error))] * len(said)
+        return [(None, sendable(error))] * len(said)
     return [(answer, None) for answer in answers]
 
 
-def _sendable(error: BaseException) -> Exception:
+def telling(errors: Sequence[Exception]) -> Exception:
+    """Return the first of several errors that says enough: others only say that one has failed."""
+    first = (error for error in errors if isinstance(error, OSError | ValueError | TypeError))
+    return next(first, errors[0])
+
+
+def sendable(error: BaseException) -> Exception:
     """Return an error that other processes can raise."""
     if isinstance(error, Exception):
         with contextlib.suppress(Exception):
