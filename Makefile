@@ -6,7 +6,7 @@ BENCHES := print(*dict.fromkeys(row.benchmark for row in ROWS if hasattr(row, "b
 BENCH ?= steps clip lamb $(shell $(PYTHON) -c 'from op_builder.registry import ROWS; $(BENCHES)') prefill aio
 
 BIN := .venv/bin
-SOURCES := benchmarks deepspeed_ext docs op_builder tests setup.py
+SOURCES := benchmarks deepspeed_ext docs examples op_builder tests setup.py
 DONE := .venv/done
 TORCH := $(shell grep '^torch==' requirements/dev.txt)
 HAS_TORCH := import sys, torch; from importlib.metadata import version; \
@@ -23,7 +23,7 @@ export PYTHONUNBUFFERED := 1
 
 .SHELLFLAGS := -ec
 .ONESHELL:
-.PHONY: help env demo test test-long lint types bench clean
+.PHONY: help env demo test test-long lint types docs bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -39,7 +39,7 @@ demo: $(DONE)/package  ## train a small GPT and show what it writes; goes on whe
 	elif [ -f $(OUT)/checkpoint.pt ]; then
 	  how=--resume
 	fi
-	$(BIN)/python -m deepspeed_ext.examples.train_gpt --out $(OUT) $$how $(ARGS)
+	$(BIN)/python -m examples.train_gpt --out $(OUT) $$how $(ARGS)
 
 test: $(DONE)/test  ## run the tests, but for the longest
 	@$(if $(ARGS),,$(WARM))
@@ -55,10 +55,17 @@ lint: types  ## check style, types and layout of the code
 	  | xargs $(BIN)/clang-format --dry-run -Werror
 
 types: $(DONE)/dev  ## check the types alone
-	@rm -rf build/typed/deepspeed_ext
+	@rm -rf build/typed
 	mkdir -p build/typed/deepspeed_ext  # the package as it is when installed, for mypy
 	ln -s $(CURDIR)/deepspeed_ext/* $(CURDIR)/op_builder build/typed/deepspeed_ext/
-	cd build/typed; ../../$(BIN)/mypy --strict --package deepspeed_ext
+	ln -s $(CURDIR)/examples build/typed/
+	cd build/typed; ../../$(BIN)/mypy --strict --package deepspeed_ext --package examples
+
+docs: $(DONE)/docs $(DONE)/test  ## build the site, check its links, run what its pages show
+	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs . build/site
+	ln -sf README.html build/site/index.html
+	$(PYTEST) tests/test_documents.py
+	echo 'look at it: $(CURDIR)/build/site/index.html'
 
 bench: $(DONE)/bench  ## measure ours against torch and fio; BENCH=aio measures one thing only
 	@for what in $(BENCH); do $(BIN)/python -m benchmarks.bench_$$what $(ARGS); done
@@ -96,6 +103,10 @@ $(DONE)/test: $(DONE)/package requirements/test.txt
 
 $(DONE)/long: $(DONE)/test requirements/long.txt
 	@$(PIP) --no-deps --requirement requirements/long.txt && touch $@ || echo 'without it, some tests are skipped'
+
+$(DONE)/docs: $(DONE)/package requirements/docs.txt
+	@$(PIP) --requirement requirements/docs.txt
+	touch $@
 
 $(DONE)/bench: $(DONE)/package requirements/bench.txt
 	@$(PIP) --requirement requirements/bench.txt

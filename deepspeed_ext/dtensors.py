@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
+from deepspeed_ext.torch_internals.tensors import offset_of_part, part_of, put_part, spec_of
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -29,7 +31,7 @@ def local(tensor: Tensor) -> Tensor:
 
     The tensor itself, not a view: FSDP2 may put another one in its place between two steps.
     """
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
+    return part_of(tensor) if is_dtensor(tensor) else tensor
 
 
 def spread(part: Tensor, param: "DTensor") -> "DTensor":
@@ -37,14 +39,14 @@ def spread(part: Tensor, param: "DTensor") -> "DTensor":
 
     DTensor.from_local would move a part that is kept in host memory to the device of the mesh.
     """
-    spec: Any = param._spec
+    spec: Any = spec_of(param)
     spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=part.dtype))
     from torch.distributed.tensor import DTensor
 
     # A DTensor takes over the storage offset of what it is made from, and can then be neither
     # copied nor pickled (torch 2.13). So it is made from something that has none.
     made = DTensor(part.new_empty(0), spec, requires_grad=False)
-    made._local_tensor = part
+    put_part(made, part)
     return made
 
 
@@ -67,16 +69,15 @@ def part_for(value: Tensor, param: Tensor) -> Tensor:
         return _on_mesh_device(value).full_tensor() if is_dtensor(value) else value
     if is_dtensor(value):
         if same_layout(value, param):
-            return value._local_tensor
+            return part_of(value)
         if value.device_mesh == param.device_mesh:
             value = _on_mesh_device(value)
-            return value.redistribute(param.device_mesh, param.placements)._local_tensor
+            return part_of(value.redistribute(param.device_mesh, param.placements))
         value = _on_mesh_device(value).full_tensor()
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(
-        value.detach(), param.device_mesh, param.placements, src_data_rank=None
-    )._local_tensor
+    mesh, placements = param.device_mesh, param.placements
+    return part_of(distribute_tensor(value.detach(), mesh, placements, src_data_rank=None))
 
 
 def first_index(param: Tensor) -> int:
@@ -87,13 +88,9 @@ def first_index(param: Tensor) -> int:
     """
     if not is_dtensor(param):
         return 0
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     if not is_cut_in_rows(param):
         raise ValueError(f"placements are {param.placements}, expected Shard(0) or Replicate")
-    _, offset = compute_local_shape_and_global_offset(
-        param.shape, param.device_mesh, param.placements
-    )
+    offset = offset_of_part(param)
     return offset[0] * (param.numel() // max(param.shape[0], 1)) if offset else 0
 
 
@@ -211,7 +208,7 @@ class Agreement:
 
 def _on_mesh_device(value: "DTensor") -> "DTensor":
     """Return the value where its mesh can exchange it; parts may be kept in host memory."""
-    part = value._local_tensor
+    part = part_of(value)
     if part.device.type == value.device_mesh.device_type:
         return value
     return spread(part.to(value.device_mesh.device_type), value)

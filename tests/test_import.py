@@ -10,8 +10,8 @@ import pytest
 
 import deepspeed_ext
 
-# Run in a fresh process: imports every module of the package but the programs, which its caller
-# knows to be examples and `python -m` entries, and writes what it saw to the file in its argument.
+# Run in a fresh process: imports every module of the package but `python -m` entries, and
+# writes what it saw to the file in its argument.
 _IMPORT_ALL = """
 import json, sys
 import torch
@@ -27,7 +27,7 @@ threads = threading.active_count()
 import deepspeed_ext.op_builder  # where it is another folder, walking does not find it
 names = [module.name for package in (deepspeed_ext, deepspeed_ext.op_builder)
          for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
-         if "examples" not in module.name and not module.name.endswith("__main__")]
+         if not module.name.endswith("__main__")]
 for name in names:
     importlib.import_module(name)
 seen = {"names": names, "processes": started, "cuda": torch.cuda.is_initialized(),

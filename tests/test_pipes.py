@@ -16,9 +16,9 @@ PROGRAMS = [
     ["deepspeed_ext.io", "--help"],
     ["deepspeed_ext.zero", "--help"],
     ["deepspeed_ext.inference", "--help"],
-    ["deepspeed_ext.examples.train_gpt", "--help"],
-    ["deepspeed_ext.examples.compare_states", "--help"],
-    ["deepspeed_ext.examples.search_docs", "--help"],
+    ["examples.train_gpt", "--help"],
+    ["examples.compare_states", "--help"],
+    ["examples.search_docs", "--help"],
 ]
 
 

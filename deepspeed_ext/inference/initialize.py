@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.optim.swa_utils import AveragedModel
 
 from deepspeed_ext.dtensors import is_dtensor
@@ -49,6 +48,12 @@ from deepspeed_ext.inference.weights.quantize_on_load import (
 from deepspeed_ext.io import SavedTensor
 from deepspeed_ext.quantization.linear import QuantizedLinear
 from deepspeed_ext.quantization.report import Report
+from deepspeed_ext.torch_internals.modules import (
+    ORIGINAL,
+    forward_hooks_of,
+    global_forward_hooks,
+    is_compiled,
+)
 
 _OP = "init_inference"
 _USUAL_TOKENS = 4096  # a cache for all of a long context would take more than the weights
@@ -351,9 +356,9 @@ def _as_dict(config: Any) -> Config:
 def _check_wrapper(model: nn.Module) -> None:
     """Refuse what stands around a model for training or compiling, whose names are others."""
     kind = type(model)
-    inside = "_orig_mod" if kind.__name__ == "OptimizedModule" else "module"
+    inside = ORIGINAL if is_compiled(model) else "module"
     wrappers = nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel
-    if inside == "_orig_mod" or isinstance(model, wrappers):
+    if is_compiled(model) or isinstance(model, wrappers):
         raise TypeError(
             f"{_OP}: model is {kind.__name__}, expected the module inside of it; give"
             f" model.{inside}"
@@ -361,8 +366,7 @@ def _check_wrapper(model: nn.Module) -> None:
 
 
 def _check_layers(model: nn.Module) -> None:
-    everywhere = _global_forward_hooks, _global_forward_pre_hooks
-    if not all(_looks_only(hook) for hooks in everywhere for hook in hooks.values()):
+    if not all(map(_looks_only, global_forward_hooks())):
         raise ValueError(
             f"{_OP}: torch has forward hooks for all modules, expected none, as the engine reads"
             " tensors and the config, and calls no module; remove what"
@@ -393,8 +397,7 @@ def _looks_only(hook: Any) -> bool:
 
 def _lost_with(layer: nn.Module) -> str | None:
     """Return what else than tensors a result of this module depends on; None: nothing known."""
-    hooks = (*layer._forward_hooks.values(), *layer._forward_pre_hooks.values())
-    if not all(map(_looks_only, hooks)):
+    if not all(map(_looks_only, forward_hooks_of(layer))):
         return "forward hooks"
     if "forward" in vars(layer) and not hasattr(layer, "_hf_hook"):  # accelerate's move tensors
         return "a forward of its own"

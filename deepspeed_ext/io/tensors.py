@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from deepspeed_ext.torch_internals.tensors import is_traceable_wrapper_subclass, is_zero_tensor
 
 
 def a(value: object) -> str:
@@ -49,7 +50,7 @@ def _check_memory(what: str, tensor: Tensor) -> None:
     if tensor.numel() == 0:
         return
     storage = tensor.untyped_storage()
-    if storage.device.type != tensor.device.type or tensor._is_zerotensor():
+    if storage.device.type != tensor.device.type or is_zero_tensor(tensor):
         raise TypeError(f"{what} is {a(tensor)}, expected a torch.Tensor that has values")
     reach = tensor.numel() - 1
     if not tensor.is_contiguous():

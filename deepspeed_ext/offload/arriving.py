@@ -22,11 +22,17 @@ from functools import cache
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn import Parameter
+
+from deepspeed_ext.torch_internals.compiler import leave_to_python, untraced
+from deepspeed_ext.torch_internals.tensors import (
+    asks_torch_function,
+    parameter_over,
+    part_slot,
+    past_torch_function,
+)
 
 Wait = Callable[[], None]
 _WAIT = "_deepspeed_ext_wait"  # the attribute of a parameter
@@ -59,7 +65,7 @@ class _Arriving:
         return cls.home(*args, **kwargs)
 
     @classmethod
-    @_disable_dynamo
+    @untraced
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -74,7 +80,7 @@ class _Arriving:
                 _wait_for(arg)
             if not any(isinstance(arg, _Arriving) for arg in found):
                 return func(*args, **kwargs)  # others may have classes that are asked, too
-        with torch._C.DisableTorchFunctionSubclass():
+        with past_torch_function():
             return func(*args, **kwargs)
 
     # What torch asks no class about
@@ -95,7 +101,7 @@ class _Arriving:
         home = _wait_for(self)
         # It has found a class that is not Parameter, and wants that of the parameter back.
         if sys._getframe(1).f_code is Parameter.__new__.__code__ and home is Parameter:
-            return _tensor._make_subclass(Parameter, self, False)
+            return parameter_over(self)
         return home.detach(self)
 
     @property
@@ -156,9 +162,7 @@ def _tell_dynamo(classes: set[type[Tensor]]) -> None:
     Tracing would wait itself, for values that it does not want, and again in each step: what it
     makes is for the class that a parameter has then.
     """
-    config: Any = sys.modules.get("torch._dynamo.config")
-    if config is not None and not classes <= config.nontraceable_tensor_subclasses:
-        config.nontraceable_tensor_subclasses |= classes
+    leave_to_python(classes)
 
 
 def _arriving(cls: type[Tensor]) -> type[Tensor] | None:
@@ -177,12 +181,12 @@ def _home(param: Any) -> Any:
     return cls.home if issubclass(cls, _Arriving) else cls
 
 
-@_disable_dynamo
+@untraced
 def _wait_for(param: Any) -> Any:
     """Wait until a parameter has its class back, if there is anything to wait for; return that."""
     while (
         isinstance(param, _Arriving)
-        and torch._C._is_torch_function_enabled()  # not in the thread that writes the value
+        and asks_torch_function()  # not in the thread that writes the value
         and (wait := param.__dict__.get(_WAIT)) is not None
     ):
         wait()
@@ -204,7 +208,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 def _arriving_dtensor() -> type[Tensor]:
     from torch.distributed.tensor import DTensor
 
-    slot = vars(DTensor)["_local_tensor"]
+    slot = part_slot(DTensor)
 
     class _ArrivingDTensor(_Arriving, DTensor):
         __slots__ = ()

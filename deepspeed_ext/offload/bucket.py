@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from time import perf_counter
 
 import torch
@@ -21,8 +20,7 @@ from deepspeed_ext.ops.optimizers.l2_norm import squared_norms
 from deepspeed_ext.optim.buckets import STEP, Bucket, BucketView
 from deepspeed_ext.optim.clipping import Scaling, SquareSum
 from deepspeed_ext.optim.spec import Group
-
-_version = attrgetter("_version")
+from deepspeed_ext.torch_internals.tensors import version_of
 
 
 @dataclass
@@ -348,5 +346,5 @@ class HostBucket:
         """Return what changes when state is written by who counts versions, or by anybody."""
         buffers = [buffer for [buffer] in self.bucket.buffers.values()]
         buffers += self.bucket.scales.values()
-        stamps = list(map(_version, buffers))
+        stamps = list(map(version_of, buffers))
         return stamps + fingerprints(buffers).tolist() if has_prints else stamps

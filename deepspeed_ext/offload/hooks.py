@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from deepspeed_ext.dtensors import is_dtensor
+from deepspeed_ext.torch_internals.compiler import untraced
+from deepspeed_ext.torch_internals.modules import is_compiled, is_compiled_in_place
 
 Remove = Callable[[], None]
 _WITH_FAST_PATHS = (
@@ -34,14 +35,14 @@ class _Tell:
         self._method: Callable[[], Callable[[Any], None] | None] = weakref.WeakMethod(method)
         self._recurse = recurse
 
-    @_disable_dynamo
+    @untraced
     def of_gradient(self, param: Tensor) -> None:
         """Tell of a parameter."""
         told = self._method()
         if told is not None:
             told(param)
 
-    @_disable_dynamo
+    @untraced
     def of_module(self, module: torch.nn.Module, *_: Any) -> None:
         """Tell of the parameters of a module."""
         told = self._method()
@@ -123,7 +124,5 @@ def _is_sharded_block(module: torch.nn.Module) -> bool:
 
 def _has_own_call(module: torch.nn.Module) -> bool:
     """Return whether hooks of the modules in this one are compiled, or not called at all."""
-    compiled = type(module).__name__ == "OptimizedModule" or getattr(
-        module, "_compiled_call_impl", None
-    )
-    return bool(compiled) or isinstance(module, torch.jit.ScriptModule)
+    compiled = is_compiled(module) or is_compiled_in_place(module)
+    return compiled or isinstance(module, torch.jit.ScriptModule)

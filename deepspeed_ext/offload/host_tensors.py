@@ -9,6 +9,7 @@ from torch import Tensor
 from deepspeed_ext.dtensors import is_dtensor, local, spread
 from deepspeed_ext.io import PinnedBuffer
 from deepspeed_ext.processors import Share
+from deepspeed_ext.torch_internals.tensors import put_part
 
 _ALIGNMENT = 128  # bytes
 
@@ -53,7 +54,7 @@ def remake(copy: Tensor, param: Tensor, share: Share) -> None:
 def put(copy: Tensor, memory: Tensor) -> None:
     """Give a host copy other memory."""
     if is_dtensor(copy):
-        copy._local_tensor = memory
+        put_part(copy, memory)
     else:
         copy.data = memory
 

@@ -8,7 +8,6 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
@@ -26,6 +25,9 @@ from deepspeed_ext.optim.checks import check_group_keys, check_once
 from deepspeed_ext.optim.clipping import Scaling
 from deepspeed_ext.optim.state_dict import portable_state
 from deepspeed_ext.processors import check_threads, share_here
+from deepspeed_ext.torch_internals.compiler import untraced
+from deepspeed_ext.torch_internals.modules import load_hooks_of
+from deepspeed_ext.torch_internals.tensors import is_watched_in_backward, past_torch_function
 
 Group = dict[str, Any]
 
@@ -42,7 +44,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     Gradients and weights are compared by fingerprints of all their bits, as much writes to them
     without counting a version: torch's clip_grad_norm_ and `_foreach_*` on DTensors, collectives,
-    `.data`. What is written before step() counts, with masters too, which are made anew from
+    `.data`. What is written before step() counts, with master weights too, which are made anew from
     weights that were written; the optimizer class by itself sees counted writes to those only. So
     is state, in steps in which it is read: tensors of it are to be read anew after each step().
     Not seen is what others still write to gradients and weights while step() is called, such as a
@@ -162,7 +164,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for param in self._params():
             has_memory = not (is_lazy(param) or param.is_meta)
             # What swaps tensors, as FSDP2's `to` does, takes hooks away with the old one.
-            watched = param in self._hooks and param._post_accumulate_grad_hooks
+            watched = param in self._hooks and is_watched_in_backward(param)
             if has_memory and not watched and param.requires_grad and param.is_leaf:
                 self._hooks[param] = on_gradient(param, self._pipeline.note_gradient)
 
@@ -178,7 +180,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @_disable_dynamo
+    @untraced
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient, as a step of the optimizer class does.
 
@@ -216,7 +218,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 self._pipeline.finish()
         return loss
 
-    @_disable_dynamo
+    @untraced
     def clip_and_step(self, max_norm: float) -> Tensor:
         """Clip the gradients by their global norm and step; see `FlatStateOptimizer.clip_and_step`.
 
@@ -245,7 +247,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or fill them with zeros, and discard speculative steps."""
         self._pipeline.forget_gradients()
-        with torch._C.DisableTorchFunctionSubclass():  # it waits for no weight
+        with past_torch_function():  # it waits for no weight
             super().zero_grad(set_to_none)
 
     def stats(self) -> dict[str, Any]:
@@ -332,13 +334,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         See `FlatStateOptimizer.load_state_dict`.
         """
         self._pipeline.finish()
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+        before, after = load_hooks_of(self)
+        for hook in before:
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         self._pipeline.update_copies()
         self._host_optimizer.load_state_dict(state_dict)
         self._take_options()
-        for told in self._optimizer_load_state_dict_post_hooks.values():
+        for told in after:
             told(self)
 
     def check_given(

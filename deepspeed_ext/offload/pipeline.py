@@ -30,6 +30,7 @@ from deepspeed_ext.op_builder import load
 from deepspeed_ext.optim.buckets import Bucket
 from deepspeed_ext.optim.clipping import Scaling
 from deepspeed_ext.optim.spec import Group
+from deepspeed_ext.torch_internals.tensors import past_torch_function
 
 
 class Memory(NamedTuple):
@@ -91,7 +92,7 @@ class Pipeline:
 
     def note_gradient(self, param: Tensor) -> None:
         """Take note of a gradient that was accumulated; called by hooks, in threads of autograd."""
-        with self._locked(), torch._C.DisableTorchFunctionSubclass():  # it waits for no weight
+        with self._locked(), past_torch_function():  # it waits for no weight
             await_copy(param.grad)
             row = self.table.get(param)
             if row is None:  # it has come into a group, and is known from the next step on
@@ -190,7 +191,7 @@ class Pipeline:
 
     def _forget_sums(self) -> None:
         # Without a wait for weights, should they be on their way.
-        with torch._C.DisableTorchFunctionSubclass():
+        with past_torch_function():
             for known in self.table.sums():
                 known.forget()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from deepspeed_ext.dtensors import local
 from deepspeed_ext.offload.copies import sleep_until
 from deepspeed_ext.ops.optimizers.fingerprint import fingerprints
+from deepspeed_ext.torch_internals.tensors import version_of
 
 Stamps = list[tuple[int, int, int] | None]
 
@@ -39,11 +40,11 @@ class Question(NamedTuple):
 
 def stamps_of(tensors: Sequence[Tensor | None]) -> Stamps:
     """Return what changes with some of the writes to a tensor, and when it gets other memory."""
-    return [None if t is None else (t._version, *_stamp_of_part(local(t))) for t in tensors]
+    return [None if t is None else (version_of(t), *_stamp_of_part(local(t))) for t in tensors]
 
 
 def _stamp_of_part(part: Tensor) -> tuple[int, int]:
-    return part._version, part.data_ptr()
+    return version_of(part), part.data_ptr()
 
 
 def parts_of(tensors: Sequence[Tensor | None]) -> list[Tensor]:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import is_dtensor, local, spread
+from deepspeed_ext.torch_internals.dispatch import FOREACH_ZERO_, TO_COPY
+from deepspeed_ext.torch_internals.tensors import make_wrapper_subclass, put_part
 
 _aten = torch.ops.aten
 
@@ -39,7 +41,7 @@ class SentGradient(Tensor):
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device, since: Since) -> "SentGradient":
         """Stand for a gradient like this tensor, on a device."""
-        made: SentGradient = Tensor._make_wrapper_subclass(
+        made: SentGradient = make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
         made.since = since
@@ -87,7 +89,7 @@ def placeholder(param: Tensor, of: object) -> Tensor:
     if not is_dtensor(param):
         return made
     whole = spread(part, param)
-    whole._local_tensor = made
+    put_part(whole, made)
     return whole
 
 
@@ -152,7 +154,7 @@ def _to(grad: SentGradient, **how: Any) -> Tensor:
     like = torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype, device="meta")
     look = {key: value for key, value in how.items() if key in ("dtype", "memory_format")}
     device = how.get("device") or grad.device
-    return SentGradient(_aten._to_copy.default(like, **look), device, grad.since)
+    return SentGradient(TO_COPY(like, **look), device, grad.since)
 
 
 _KNOWN: dict[Any, Callable[..., Any]] = {
@@ -160,8 +162,8 @@ _KNOWN: dict[Any, Callable[..., Any]] = {
     _aten.add.Tensor: _add,
     _aten.copy_.default: _copy_,
     _aten.zero_.default: _zero_,
-    _aten._foreach_zero_.default: _foreach_zero_,
+    FOREACH_ZERO_: _foreach_zero_,
     _aten.detach.default: _view,
     _aten.alias.default: _view,
-    _aten._to_copy.default: _to,
+    TO_COPY: _to,
 }

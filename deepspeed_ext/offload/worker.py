@@ -13,6 +13,7 @@ from deepspeed_ext.offload.copies import Event
 from deepspeed_ext.op_builder.log import logger
 from deepspeed_ext.processors import Share
 from deepspeed_ext.threads import AwaitedThread, is_awaited, is_ending
+from deepspeed_ext.torch_internals.tensors import past_torch_function
 
 _SLICE = 1.0  # seconds
 
@@ -140,7 +141,7 @@ class Worker:
             with suppress(Exception):
                 self._load()
             self.share.enter(threads)
-            with torch._C.DisableTorchFunctionSubclass():  # it waits for no weight: it writes them
+            with past_torch_function():  # it waits for no weight: it writes them
                 self._work()
 
         self._thread = AwaitedThread(work, "deepspeed_ext-offload", self._wake, self._drop_all)

@@ -5,6 +5,12 @@ Importing this package imports nothing else. A function, its module and the op i
 op out of the registry, or loads a program that was exported with some in it, registers all by
 `from deepspeed_ext.ops import *`. Nothing is compiled by any of this; see `_library`.
 
+What every op raises stands here and in no docstring of one: ValueError if an argument breaks a rule
+of its description, TypeError if it is None or of a class that the description does not name, both
+with the op, the argument, its value and what is expected; BuildError if the native library of the
+device could not be built or loaded, with the way out. An op's own docstring has what it raises
+besides.
+
 `__compatible_ops__` says for each op library by its name whether it can be used here, as it is or
 after being compiled; `ds_report` says why not.
 """

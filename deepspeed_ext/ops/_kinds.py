@@ -3,8 +3,9 @@
 import re
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
+
+from deepspeed_ext.torch_internals.dispatch import OpOverload, schema_of
 
 _REFUSED = re.compile(r"Expected a value of type '.+' for argument '(\w+)' but")
 _WORDS = (  # how the type of an argument begins in a schema, and what that is called
@@ -37,7 +38,7 @@ def check_kinds(name: str, **values: tuple[object, type]) -> None:
             raise TypeError(f"{name}: {argument} is {_told(value)}, expected {want}")
 
 
-def kind_problem(op: torch._ops.OpOverload, values: Mapping[str, object], error: str) -> str | None:
+def kind_problem(op: OpOverload, values: Mapping[str, object], error: str) -> str | None:
     """Say which argument of a call that failed is of a kind that the op does not take.
 
     Args:
@@ -49,7 +50,7 @@ def kind_problem(op: torch._ops.OpOverload, values: Mapping[str, object], error:
         What is wrong, or None: another thing.
     """
     refused = _REFUSED.search(error)
-    for argument in op._schema.arguments:
+    for argument in schema_of(op).arguments:
         kind, value = str(argument.type), values.get(argument.name, argument.default_value)
         is_optional = kind.startswith("Optional[")
         inner = kind.removeprefix("Optional[")

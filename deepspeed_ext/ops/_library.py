@@ -11,12 +11,27 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._library.autograd import Info, make_autograd_impl
-from torch._library.utils import has_kwarg_only_tensors, is_tensorlist_like_type
 from torch.autograd import forward_ad
 
 from deepspeed_ext.op_builder import load
 from deepspeed_ext.ops._kinds import kind_problem
+from deepspeed_ext.torch_internals.dispatch import (
+    AFTER_AUTOGRAD,
+    DispatchKeySet,
+    OpOverload,
+    any_requires_grad,
+    autograd_kernel,
+    below_autograd,
+    callee_of,
+    has_kwarg_only_tensors,
+    has_tangents,
+    is_in_forward_mode,
+    is_in_transform,
+    is_tensorlist_like_type,
+    parse_schema,
+    replace_callee,
+    schema_of,
+)
 
 _NAMESPACE = "deepspeed_ext"
 _FRAGMENT = torch.library.Library(_NAMESPACE, "FRAGMENT")
@@ -35,7 +50,7 @@ def define(
     without_gradient: Sequence[str] = (),
     is_step: bool = False,
     on_host: Sequence[str] = (),
-) -> torch._ops.OpOverload:
+) -> OpOverload:
     """Define the op of this schema, all there is to it in Python, and return it.
 
     No gradient vanishes. An op that returns something and has no backward raises when a gradient is
@@ -67,7 +82,7 @@ def define(
         on_host: arguments that are in host memory whatever the device of the others is.
     """
     full_name = schema.partition("(")[0]
-    parsed = torch._C.parse_schema(schema)
+    parsed = parse_schema(schema)
     if parsed.returns and fake is None:
         raise TypeError(f"{full_name}: fake is None, expected a function, as it returns something")
     if has_kwarg_only_tensors(parsed) and not parsed.is_mutable:  # autograd would not see them
@@ -93,8 +108,9 @@ def define(
 
     _FRAGMENT.define(schema)
     packet = getattr(getattr(torch.ops, _NAMESPACE), parsed.name)
-    op: torch._ops.OpOverload = getattr(packet, parsed.overload_name or "default")
-    op._op = _explained(op, op._op)  # at once, as it is what an overload is hashed by
+    op: OpOverload = getattr(packet, parsed.overload_name or "default")
+    # At once, as it is what an overload is hashed by.
+    replace_callee(op, _explained(op, callee_of(op)))
     _FRAGMENT.impl(full_name, load_and_call_again, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{full_name}", check_and_infer, lib=_FRAGMENT)
     if parsed.returns and not parsed.is_mutable:
@@ -111,30 +127,30 @@ def define(
     return op
 
 
-def call_recording_nothing(op: torch._ops.OpOverload, *args: object, **keywords: object) -> Any:
+def call_recording_nothing(op: OpOverload, *args: object, **keywords: object) -> Any:
     """Call an op past autograd if no gradient is recorded, else as usual.
 
     The kernel that refuses gradients is in Python and takes all tensors of a list there and back: a
     third of the time of an op that has little to do with each.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_in_forward_mode():
         return op(*args, **keywords)
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return op(*args, **keywords)
 
 
-def call_on_tensors(op: torch._ops.OpOverload, *args: object, **options: object) -> Any:
+def call_on_tensors(op: OpOverload, *args: object, **options: object) -> Any:
     """Call an op that takes no lists past autograd if no tensor requires a gradient, either.
 
     The kernel that refuses gradients takes longer than a small op does.
     """
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or is_in_forward_mode():
         return op(*args, **options)
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+    if torch.is_grad_enabled() and any_requires_grad(*args):
         return op(*args, **options)
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         try:
-            return _CALLS[op._op](*args, **options)
+            return _CALLS[callee_of(op)](*args, **options)
         except _OF_KINDS as error:
             _refuse_kind(op, args, options, error)
             raise
@@ -199,7 +215,7 @@ def refuse_tangents(name: str, values: Values, instead: str = "detach it") -> No
     Raises:
         RuntimeError: a tensor has one.
     """
-    if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
+    if not has_tangents():
         return
     for argument, tensor in _tensors(values):
         if forward_ad.unpack_dual(tensor).tangent is not None:
@@ -209,7 +225,7 @@ def refuse_tangents(name: str, values: Values, instead: str = "detach it") -> No
             )
 
 
-def _explained(op: torch._ops.OpOverload, call: Callable[..., Any]) -> Callable[..., Any]:
+def _explained(op: OpOverload, call: Callable[..., Any]) -> Callable[..., Any]:
     """Return what an overload is to call, with errors about kinds in the house's words.
 
     Looked at are calls that failed only: torch takes None for any tensor, and kernels fail then
@@ -228,17 +244,17 @@ def _explained(op: torch._ops.OpOverload, call: Callable[..., Any]) -> Callable[
 
 
 def _refuse_kind(
-    op: torch._ops.OpOverload, args: Sequence[object], keywords: Values, error: Exception
+    op: OpOverload, args: Sequence[object], keywords: Values, error: Exception
 ) -> None:
     """Raise another error in place of one that is about the kind of an argument."""
     problem = kind_problem(op, _values(op, args, keywords), str(error))
     if problem is not None:
-        raise TypeError(f"{op._schema.name.partition('::')[2]}: {problem}") from None
+        raise TypeError(f"{schema_of(op).name.partition('::')[2]}: {problem}") from None
 
 
 def _register_gradient(
     name: str,
-    op: torch._ops.OpOverload,
+    op: OpOverload,
     backward: Callable[..., Any] | None,
     setup_context: Callable[..., None] | None,
     without_gradient: Sequence[str],
@@ -253,7 +269,7 @@ def _register_gradient(
     instead = "detach it, or use plain torch"
     if backward is not None:
         instead = f"use reverse mode, or plain torch, as {public}_ref does"
-    arguments = [argument.name for argument in op._schema.arguments]
+    arguments = [argument.name for argument in schema_of(op).arguments]
     lost = [(argument, arguments.index(argument)) for argument in without_gradient]
 
     way_out = "call the op under torch.no_grad(), or detach what it takes"
@@ -288,34 +304,34 @@ def _register_gradient(
         if setup_context is not None:
             setup_context(ctx=ctx, **values)
 
-    record = make_autograd_impl(op, Info(pass_back, set_up))
+    record = autograd_kernel(op, pass_back, set_up)
 
-    def kernel(keyset: torch._C.DispatchKeySet, *args: object, **keywords: object) -> Any:
-        if forward_ad._current_level >= 0:
+    def kernel(keyset: DispatchKeySet, *args: object, **keywords: object) -> Any:
+        if is_in_forward_mode():
             refuse_tangents(public, _values(op, args, keywords), instead)
-        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if torch.is_grad_enabled() and any_requires_grad(*args):
             if lost:
                 refuse_gradients(public, {argument: args[i] for argument, i in lost})
-            if torch._C._are_functorch_transforms_active():
+            if is_in_transform():
                 refuse_transform(_values(op, args, keywords))
             return record(keyset, *args, **keywords)
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
+        with below_autograd():
+            return op.redispatch(keyset & AFTER_AUTOGRAD, *args, **keywords)
 
     _FRAGMENT.impl(name, kernel, "Autograd", with_keyset=True)
 
 
-def _register_refusal(name: str, op: torch._ops.OpOverload) -> None:
+def _register_refusal(name: str, op: OpOverload) -> None:
     """Let an op that writes to its arguments refuse gradients and tangents."""
     public = name.partition(".")[0]
 
-    def kernel(keyset: torch._C.DispatchKeySet, *args: object, **keywords: object) -> Any:
-        if forward_ad._current_level >= 0:
+    def kernel(keyset: DispatchKeySet, *args: object, **keywords: object) -> Any:
+        if is_in_forward_mode():
             refuse_tangents(public, _values(op, args, keywords))
-        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args, *keywords.values()):
+        if torch.is_grad_enabled() and any_requires_grad(*args, *keywords.values()):
             refuse_gradients(public, _values(op, args, keywords))
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **keywords)
+        with below_autograd():
+            return op.redispatch(keyset & AFTER_AUTOGRAD, *args, **keywords)
 
     _FRAGMENT.impl(name, kernel, "Autograd", with_keyset=True)
 
@@ -332,12 +348,12 @@ def _refuse_vmap(name: str) -> None:
     _FRAGMENT.impl(name, refuse, "FuncTorchBatched")
 
 
-def _resolve_negated(name: str, op: torch._ops.OpOverload) -> None:
+def _resolve_negated(name: str, op: OpOverload) -> None:
     """Do what torch does for ops that write to nothing: give kernels memory, not its negative.
 
     Views such as `x.conj().imag` have elements that are those of the memory with another sign.
     """
-    written = [a.name for a in op._schema.arguments if a.is_write]
+    written = [a.name for a in schema_of(op).arguments if a.is_write]
 
     def resolved(value: object) -> object:
         if isinstance(value, Tensor):
@@ -397,9 +413,9 @@ def _device_of(name: str, known: Mapping[str, str], values: Values) -> str:
     return "cuda" if "cuda" in devices else "cpu"
 
 
-def _values(op: torch._ops.OpOverload, args: Sequence[object], keywords: Values) -> Values:
+def _values(op: OpOverload, args: Sequence[object], keywords: Values) -> Values:
     """Return the arguments of a call by name; those that are left at their default may lack."""
-    names = [argument.name for argument in op._schema.arguments]
+    names = [argument.name for argument in schema_of(op).arguments]
     return {**dict(zip(names, args, strict=False)), **keywords}
 
 

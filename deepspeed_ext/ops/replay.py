@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ext.ops._library import call_recording_nothing, define, refuse_tangents
+from deepspeed_ext.torch_internals.dispatch import TorchDispatchMode, schema_of
+from deepspeed_ext.torch_internals.tensors import storage_id
 
 
 def _fake(names: Tensor, code: Tensor, given: list[Tensor]) -> Tensor:
@@ -182,7 +183,7 @@ class _Recorder(TorchDispatchMode):
 
     def _add_call(self, func: Any, args: Any, kwargs: Any, results: list[Any]) -> None:
         arguments = []
-        for i, argument in enumerate(func._schema.arguments):
+        for i, argument in enumerate(schema_of(func).arguments):
             value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
             kind = str(argument.type)
             if value is None:
@@ -198,7 +199,8 @@ class _Recorder(TorchDispatchMode):
         if not all(isinstance(result, Tensor) for result in results):
             self.problem = f"{func} returns what is no tensor"
             return
-        name = f"{func._schema.name}\0{func._schema.overload_name}\0".encode()
+        schema = schema_of(func)
+        name = f"{schema.name}\0{schema.overload_name}\0".encode()
         place = self.names.find(name)
         if place < 0:
             place = len(self.names)
@@ -222,7 +224,7 @@ class _Recorder(TorchDispatchMode):
     def _add_views(self, func: Any, sources: list[Tensor], results: list[Any]) -> None:
         """Note views of what instructions leave; those of other tensors stay as they are."""
         views = sources and results and all(_is_view(each, sources[0]) for each in results)
-        if func._schema.is_mutable or not views:
+        if schema_of(func).is_mutable or not views:
             self.problem = f"it calls {func}"
             return
         source = sources[0]
@@ -252,7 +254,7 @@ def _reach(form: _Form) -> int:
 def _is_view(result: Any, source: Tensor) -> bool:
     if not isinstance(result, Tensor) or result.dtype != source.dtype or result.is_neg():
         return False
-    return bool(result.untyped_storage()._cdata == source.untyped_storage()._cdata)
+    return storage_id(result.untyped_storage()) == storage_id(source.untyped_storage())
 
 
 def _reads(instruction: _Call | _View) -> list[int]:

@@ -51,7 +51,6 @@ class _Check:
 
         Raises:
             RuntimeError: a result is not what the reference says.
-            BuildError: the native library could not be built or loaded.
         """
         op, reference = getattr(ops, self.name), getattr(ops, f"{self.name}_ref")
         for call in self.calls:

@@ -7,7 +7,6 @@ from numbers import Real
 from typing import overload
 
 from torch import Tensor
-from torch._compile import _disable_dynamo  # see base.py
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
@@ -18,6 +17,7 @@ from deepspeed_ext.optim.checks import check_flags, check_value
 from deepspeed_ext.optim.formats import CompactOptions, FormatOptions
 from deepspeed_ext.optim.set_grad_none import SetGradNone
 from deepspeed_ext.optim.spec import OptimizerSpec
+from deepspeed_ext.torch_internals.compiler import untraced
 
 _TRAITS = OptimizerSpec(ADAM, options=(Flag("amsgrad"),))
 _SMALLEST_SCALE = 2.0**-126  # its inverse, and that of all above, is a normal float32
@@ -39,7 +39,7 @@ class _Adam(FlatStateOptimizer):
     @overload
     def step(self, closure: Callable[[], float], div_scale: float = -1) -> float: ...
 
-    @_disable_dynamo
+    @untraced
     def step(
         self, closure: Callable[[], float] | None = None, div_scale: float = -1
     ) -> float | None:

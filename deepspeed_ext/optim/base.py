@@ -7,7 +7,6 @@ from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo  # torch.compiler.disable: imports the compiler, 0.8 s
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
@@ -32,6 +31,7 @@ from deepspeed_ext.optim.plans import Change, Plans, dtypes_of, follow_shapes, i
 from deepspeed_ext.optim.spec import Group, OptimizerSpec
 from deepspeed_ext.optim.state_dict import hide_entries, portable_state, show_entries
 from deepspeed_ext.optim.state_entry import StateEntry
+from deepspeed_ext.torch_internals.compiler import untraced
 
 
 class FlatStateOptimizer(torch.optim.Optimizer):
@@ -124,7 +124,7 @@ class FlatStateOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @_disable_dynamo
+    @untraced
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient.
 
@@ -244,7 +244,7 @@ class FlatStateOptimizer(torch.optim.Optimizer):
             view = view.of_this_process()
         return view
 
-    @_disable_dynamo
+    @untraced
     def clip_and_step(self, max_norm: float) -> Tensor:
         """Clip the gradients by their global norm and step, reading each gradient only twice.
 

@@ -19,6 +19,7 @@ from deepspeed_ext.optim.formats import (
     restored,
     store,
 )
+from deepspeed_ext.torch_internals.tensors import spec_of, version_of
 
 STEP = "step"
 
@@ -34,8 +35,6 @@ _device = attrgetter("device")
 _dtype = attrgetter("dtype")
 _grad = attrgetter("grad")
 _shape = attrgetter("shape")
-_version = attrgetter("_version")
-_spec = attrgetter("_spec")
 
 Stamps = tuple[list[Any], list[int]]  # of a bucket: version and address of each parameter
 Zeros = Callable[[int, torch.dtype, torch.device], Tensor]
@@ -181,7 +180,7 @@ class Bucket:
 
     def _describe_shards(self) -> list[tuple[object, ...]]:
         parts = [(part.device, part.dtype, part.shape, part.stride()) for part in self.parts()]
-        return list(zip(map(_spec, self.params), parts, strict=True))
+        return list(zip(map(spec_of, self.params), parts, strict=True))
 
     def fits(self) -> bool:
         """Return whether the parameters still look as they did when the bucket was made.
@@ -357,9 +356,9 @@ class Bucket:
         return self._versions(), list(map(Tensor.data_ptr, self.parts()))
 
     def _versions(self) -> list[Any]:
-        versions = list(map(_version, self.params))
+        versions = list(map(version_of, self.params))
         if self.is_sharded:  # a write to a DTensor counts there, one to its part only there
-            return list(zip(versions, map(_version, self.parts()), strict=True))
+            return list(zip(versions, map(version_of, self.parts()), strict=True))
         return versions
 
     def take(self, buffers: dict[str, list[Tensor]], scales: dict[str, Tensor]) -> None:

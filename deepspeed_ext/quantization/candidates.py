@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepspeed_ext.quantization.linear import is_conv1d
+from deepspeed_ext.torch_internals.modules import HOOKS, buffers_of, parameters_of
+from deepspeed_ext.torch_internals.tensors import (
+    has_gradient_hooks,
+    is_traceable_wrapper_subclass,
+    storage_id,
+)
 
 # The last layer of a language model, whose errors reach the result as they are.
 DEFAULT_SKIP = ("lm_head", "embed_out")
-_HOOKS = (  # of any of these something may depend that sees the layer, or that changes its weight
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-    *("_state_dict_hooks", "_state_dict_pre_hooks"),
-    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-)
 _HAS_NO_MODULES = frozenset((bool, int, float, str, type(None)))
 _HAS_NO_PARTS = _HAS_NO_MODULES | {dict, OrderedDict, set}
 _OF_MODULES = frozenset(vars(nn.Module()))  # names of what each has
@@ -113,7 +113,7 @@ def _why_not(
     lost = lost_with(module)
     if lost is not None:
         return lost
-    weight = module._parameters["weight"]
+    weight = parameters_of(module)["weight"]
     assert weight is not None
     for other in _sharing(module, weight, uses):
         return f"shares its weight with {other}"
@@ -170,15 +170,15 @@ def lost_with(layer: nn.Module, own: Collection[str] = ("weight", "bias")) -> st
     state = vars(layer)
     if "forward" in state:
         return "has a forward of its own"
-    for hooks in _HOOKS:
+    for hooks in HOOKS:
         if state[hooks]:
             return "has hooks"
-    weight = layer._parameters.get("weight")
+    weight = parameters_of(layer).get("weight")
     if "weight" in own and weight is None:
         return "has a weight that is no parameter"
-    if "bias" not in layer._parameters:
+    if "bias" not in parameters_of(layer):
         return "has a bias that is no parameter"
-    if weight is not None and (weight._backward_hooks or weight._post_accumulate_grad_hooks):
+    if weight is not None and has_gradient_hooks(weight):
         return "has hooks on its weight"
     for kind in ("module", "parameter", "buffer"):
         for name, part in state[f"_{kind}s"].items():
@@ -215,15 +215,15 @@ def _uses(modules: dict[str, nn.Module], storages: dict[int, int]) -> dict[int, 
         for name, tensor in own_tensors(module):
             begin, end = _bytes_of(tensor)
             storage = tensor.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
+            storages[storage_id(storage)] = storage.nbytes()
             if begin < end:
-                found[storage._cdata].append(_Use(id(module), prefix, name, begin, end))
+                found[storage_id(storage)].append(_Use(id(module), prefix, name, begin, end))
     return found
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors of what a module itself has in storages."""
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+    for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
         if tensor is not None and has_storage(tensor):
             yield name, tensor
 
@@ -241,7 +241,7 @@ def _sharing(module: nn.Module, weight: Tensor, uses: dict[int, list[_Use]]) -> 
     """Yield the names of what other modules have in the memory of a weight."""
     if not has_storage(weight):
         return
-    in_storage = uses.get(weight.untyped_storage()._cdata, ())
+    in_storage = uses.get(storage_id(weight.untyped_storage()), ())
     if len(in_storage) < 2:
         return
     begin, end = _bytes_of(weight)

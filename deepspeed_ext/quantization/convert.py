@@ -19,6 +19,8 @@ from deepspeed_ext.quantization.layout import WeightLayout, make_layout
 from deepspeed_ext.quantization.linear import QuantizedLinear, weight_of
 from deepspeed_ext.quantization.packing import Errors, results_of
 from deepspeed_ext.quantization.report import LayerReport, Report
+from deepspeed_ext.torch_internals.modules import modules_of
+from deepspeed_ext.torch_internals.tensors import storage_id
 
 _OP = "quantize_model"
 _HolderOf = Callable[[str], nn.Module]  # get_submodule of the model
@@ -111,7 +113,7 @@ def quantize_model(
 
 def _layer_of(holder_of: _HolderOf, name: str) -> nn.Module:
     holder, _, last = name.rpartition(".")
-    layer = holder_of(holder)._modules[last]
+    layer = modules_of(holder_of(holder))[last]
     assert layer is not None
     return layer
 
@@ -165,5 +167,5 @@ def _bytes_of(model: nn.Module) -> int:
     for module in model.modules():
         for _, tensor in own_tensors(module):
             storage = tensor.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
+            storages[storage_id(storage)] = storage.nbytes()
     return sum(storages.values())

@@ -11,6 +11,7 @@ from deepspeed_ext.quantization.candidates import held_elsewhere, lost_with
 from deepspeed_ext.quantization.convert import put_in_place
 from deepspeed_ext.quantization.layout import WeightLayout, read_note
 from deepspeed_ext.quantization.linear import NOTE, QuantizedLinear, is_conv1d, weight_of
+from deepspeed_ext.torch_internals.modules import buffers_of, non_persistent_of, parameters_of
 
 
 def notes_in(what: str, notes: Mapping[str, Tensor]) -> dict[str, tuple[WeightLayout, torch.dtype]]:
@@ -76,7 +77,7 @@ def fill(
     model.load_state_dict(tied, assign=True)
     for name in on_meta:
         holder, _, last = name.rpartition(".")
-        model.get_submodule(holder)._buffers[last] = state[name]
+        buffers_of(model.get_submodule(holder))[last] = state[name]
 
 
 def other_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -84,8 +85,8 @@ def other_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {
         f"{prefix}.{name}".lstrip("."): tensor
         for prefix, module in model.named_modules()
-        for name, tensor in module._buffers.items()
-        if tensor is not None and name in module._non_persistent_buffers_set
+        for name, tensor in buffers_of(module).items()
+        if tensor is not None and name in non_persistent_of(module)
     }
 
 
@@ -147,7 +148,7 @@ def _layer_for(
         raise ValueError(
             f"{what}: {name} of the model {lost}, expected a plain layer, as that would be lost"
         )
-    bias = there._parameters["bias"]
+    bias = parameters_of(there)["bias"]
     layer = QuantizedLinear.of_tensors(layout, layout.tensors_on("meta"), bias, dtype)
     return layer.train(there.training)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from deepspeed_ext.ops import quantize
 from deepspeed_ext.quantization.layout import WeightLayout
 from deepspeed_ext.quantization.packing import dequantize_tensors
+from deepspeed_ext.torch_internals.dispatch import float8_matmul
 
 _LEAST_CAPABILITY = (8, 9)
 
@@ -70,7 +71,7 @@ def _multiply(x: Tensor, codes: Tensor, scales: Tensor, layout: WeightLayout) ->
     rows = x.reshape(-1, length)
     of_x = quantize(F.pad(rows, (0, codes.shape[1] - length)), "fp8_e4m3")
     weight = codes.view(layout.code_dtype)
-    out = torch._scaled_mm(
+    out = float8_matmul(
         of_x.codes,
         weight.t(),
         scale_a=of_x.scales,

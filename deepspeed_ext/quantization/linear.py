@@ -6,7 +6,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.dtypes import DTYPES
@@ -22,8 +21,10 @@ from deepspeed_ext.quantization.packing import (
     quantize_weight,
 )
 from deepspeed_ext.quantization.weight_view import read_only, view_of
+from deepspeed_ext.torch_internals.modules import EXTRA_STATE, buffers_of, parameters_of
+from deepspeed_ext.torch_internals.tensors import is_traceable_wrapper_subclass
 
-NOTE = "_extra_state"  # what torch calls what get_extra_state returns
+NOTE = EXTRA_STATE  # what torch calls what get_extra_state returns
 
 
 class QuantizedLinear(nn.Module):
@@ -139,7 +140,7 @@ class QuantizedLinear(nn.Module):
             tensors = layout.tensors_on("meta")
         else:
             tensors = quantize_weight(weight, layout, errors)
-        layer = cls.of_tensors(layout, tensors, linear._parameters["bias"], weight.dtype)
+        layer = cls.of_tensors(layout, tensors, parameters_of(linear)["bias"], weight.dtype)
         return layer if linear.training else layer.eval()
 
     @classmethod
@@ -203,8 +204,8 @@ class QuantizedLinear(nn.Module):
     ) -> "QuantizedLinear":
         made = cls.__new__(cls)
         made._begin(layout, dtype)
-        made._buffers.update(tensors)  # a third of the time of register_buffer
-        made._parameters["bias"] = bias
+        buffers_of(made).update(tensors)  # a third of the time of register_buffer
+        parameters_of(made)["bias"] = bias
         return made
 
     def _begin(self, layout: WeightLayout, dtype: torch.dtype) -> None:
@@ -365,7 +366,7 @@ def weight_of(what: str, linear: nn.Module) -> Tensor:
     """
     if type(linear) is not nn.Linear and not is_conv1d(linear):
         raise TypeError(f"{what}: linear is {type(linear).__name__}, expected Linear or Conv1D")
-    weight: Tensor | None = linear._parameters.get("weight")
+    weight: Tensor | None = parameters_of(linear).get("weight")
     if weight is None:
         raise TypeError(
             f"{what}: linear has no parameter named weight, expected one; what makes the weight"
@@ -378,7 +379,7 @@ def weight_of(what: str, linear: nn.Module) -> Tensor:
         )
     weight = weight.detach()
     weight = weight.t() if is_conv1d(linear) else weight
-    bias = linear._parameters.get("bias")
+    bias = parameters_of(linear).get("bias")
     if bias is not None:
         _check_plain(f"{what}: bias", bias)
         if bias.shape != weight.shape[:1]:  # torch takes one for all, kernels do not

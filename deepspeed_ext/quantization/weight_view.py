@@ -5,10 +5,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from deepspeed_ext.quantization.layout import WeightLayout
 from deepspeed_ext.quantization.packing import dequantize_tensors
+from deepspeed_ext.torch_internals.dispatch import schema_of, tree_leaves, tree_map
+from deepspeed_ext.torch_internals.tensors import make_wrapper_subclass, past_torch_function
 
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 # What dispatch sees as a write to a copy, or not at all.
@@ -45,7 +46,7 @@ class WeightView(Tensor):
     def __new__(
         cls, layout: WeightLayout, tensors: dict[str, Tensor], dtype: torch.dtype
     ) -> "WeightView":
-        made: WeightView = Tensor._make_wrapper_subclass(
+        made: WeightView = make_wrapper_subclass(
             cls, layout.shape, dtype=dtype, device=tensors["codes"].device
         )
         made._layout, made._tensors = layout, tensors
@@ -68,7 +69,7 @@ class WeightView(Tensor):
             )
         # It is there at all so that torch's modules see a tensor of another kind, and leave alone
         # the kernels that take the weights of a whole layer of a transformer.
-        with torch._C.DisableTorchFunctionSubclass():
+        with past_torch_function():
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -82,7 +83,7 @@ class WeightView(Tensor):
         if func in _ALIASES:
             view = args[0]
             return WeightView(view._layout, view._tensors, view.dtype)
-        if func._schema.is_mutable and any(
+        if schema_of(func).is_mutable and any(
             isinstance(each, WeightView) for each in tree_leaves(_written(func, args, kwargs or {}))
         ):
             _refuse(str(func))
@@ -111,7 +112,7 @@ class _TracedFloats(Tensor):
         to_first = func in _IN_PLACE and isinstance(args[0], _TracedFloats)
         if to_first or isinstance(kwargs.get("out"), _TracedFloats):
             _refuse("a method in place, or out=,")
-        with torch._C.DisableTorchFunctionSubclass():
+        with past_torch_function():
             return func(*args, **kwargs)
 
 
@@ -124,7 +125,7 @@ def view_of(layout: WeightLayout, tensors: dict[str, Tensor], dtype: torch.dtype
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return what an op writes to, also in lists and as out=."""
-    arguments = func._schema.arguments
+    arguments = schema_of(func).arguments
     given = {**dict(zip((each.name for each in arguments), args, strict=False)), **kwargs}
     return [
         given.get(each.name)

@@ -8,6 +8,8 @@ from types import FrameType
 
 from torch import nn
 
+from deepspeed_ext.torch_internals.modules import modules_of, parameters_of
+
 _SHOWN = 8  # blocks in an error
 
 
@@ -70,7 +72,7 @@ def _value(node: ast.expr, frame: FrameType) -> object:
     if isinstance(node, ast.Attribute):
         owner = _value(node.value, frame)
         if isinstance(owner, nn.Module):
-            kept = (vars(owner), owner._parameters, owner._modules)
+            kept = (vars(owner), parameters_of(owner), modules_of(owner))
             return next((each[node.attr] for each in kept if node.attr in each), None)
     if isinstance(node, ast.Subscript):
         return _item(_value(node.value, frame), _value(node.slice, frame))
@@ -81,7 +83,7 @@ def _item(owner: object, key: object) -> object:
     if isinstance(owner, nn.ModuleList | nn.Sequential | nn.ParameterList) and type(key) is int:
         owner = list(owner.children()) or list(owner.parameters())
     elif isinstance(owner, nn.ModuleDict | nn.ParameterDict):
-        owner = {**owner._modules, **owner._parameters}
+        owner = {**modules_of(owner), **parameters_of(owner)}
     try:
         if type(owner) in (list, tuple, dict):
             return owner[key]  # type: ignore[index]

@@ -6,7 +6,7 @@ from types import FrameType
 
 from torch import nn
 
-_CALL = nn.Module._call_impl.__code__
+from deepspeed_ext.torch_internals.modules import CALL_CODE
 
 
 class Loop:
@@ -51,7 +51,7 @@ def calls_of(model: nn.Module) -> int:
     calls, frame = 0, sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
-        calls += frame.f_code is _CALL and frame.f_locals.get("self") is model
+        calls += frame.f_code is CALL_CODE and frame.f_locals.get("self") is model
     return calls
 
 

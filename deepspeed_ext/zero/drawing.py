@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_ext.dtensors import is_dtensor
+from deepspeed_ext.torch_internals.modules import buffers_of, parameters_of, reset_of
 from deepspeed_ext.zero.units import Unit
 
 Attribute = tuple[nn.Module, str]  # a tensor, as a module has it
@@ -134,7 +135,7 @@ class Drawing:
 
 
 def _own(module: nn.Module, name: str) -> Tensor:
-    tensor = module._parameters.get(name, module._buffers.get(name))
+    tensor = parameters_of(module).get(name, buffers_of(module).get(name))
     assert tensor is not None
     return tensor
 
@@ -149,7 +150,7 @@ def _first_owners(units: Sequence[Unit]) -> set[Attribute]:
 
 def _reset(unit: Unit) -> None:
     for module in unit.modules:
-        reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        reset = reset_of(module)
         if callable(reset):
             reset()
 
@@ -169,9 +170,9 @@ def _shown(whole: Whole) -> Iterator[None]:
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    home: dict[str, Tensor | None] = module._buffers
-    if name in module._parameters:
-        home = module._parameters  # type: ignore[assignment]
+    home: dict[str, Tensor | None] = buffers_of(module)
+    if name in parameters_of(module):
+        home = parameters_of(module)  # type: ignore[assignment]
     home[name] = tensor
 
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from deepspeed_ext.dtensors import is_dtensor, local, part_for
+from deepspeed_ext.torch_internals.modules import parameters_of
+from deepspeed_ext.torch_internals.tensors import version_of
 
 _OP = "zero.GatheredParameters"
 _WHOLE, _SHARD = "_deepspeed_ext_whole", "_deepspeed_ext_shard"  # attributes of parameters
@@ -83,7 +85,8 @@ class GatheredParameters:
         trace: TracebackType | None,
     ) -> None:
         for module, name, shard in self._places:
-            shown, module._parameters[name] = module._parameters[name], shard
+            parameters = parameters_of(module)
+            shown, parameters[name] = parameters[name], shard
             _take(shown, shard)
         self._places = []
         known = [(name, param, _whole(param)) for name, param in self._params.items()]
@@ -104,7 +107,7 @@ class GatheredParameters:
     def _show_in(self, model: nn.Module) -> None:
         shown: dict[Tensor, nn.Parameter] = {}
         for module in model.modules():
-            for name, param in module._parameters.items():
+            for name, param in parameters_of(module).items():
                 if param is not None and is_dtensor(param):
                     if param not in shown:
                         # Another tensor of the same memory and the same version counter.
@@ -112,7 +115,7 @@ class GatheredParameters:
                         vars(whole)[_SHARD] = _Link(param)
                         shown[param] = whole
                     self._places.append((module, name, param))
-                    module._parameters[name] = shown[param]
+                    parameters_of(module)[name] = shown[param]
 
 
 class _Whole:
@@ -129,7 +132,7 @@ class _Whole:
 
     def version(self) -> int:
         """Count writes, those left out that were allowed."""
-        return self.value._version - self.excused
+        return version_of(self.value) - self.excused
 
 
 class _Link:

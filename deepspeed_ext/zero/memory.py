@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_ext.dtensors import is_dtensor, spread
+from deepspeed_ext.torch_internals.tensors import part_of
 
 
 def allocate(tensor: Tensor, device: torch.device) -> None:
@@ -14,7 +15,7 @@ def allocate(tensor: Tensor, device: torch.device) -> None:
         device: where to.
     """
     if is_dtensor(tensor):
-        part = torch.empty_like(tensor._local_tensor, device=device)
+        part = torch.empty_like(part_of(tensor), device=device)
         made: Tensor = spread(part, tensor)
     else:
         made = torch.empty_like(tensor, device=device)

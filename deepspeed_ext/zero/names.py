@@ -3,16 +3,14 @@
 from collections.abc import Mapping
 from typing import TypeVar
 
-_WRAPPERS = {
-    "_checkpoint_wrapped_module",  # torch's checkpoint_wrapper
-    "_orig_mod",  # torch.compile
-}
+from deepspeed_ext.torch_internals.modules import WRAPPED
+
 T = TypeVar("T")
 
 
 def plain_name(name: str) -> str:
     """Return the name that a parameter has in the model when nothing in it is wrapped."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 def by_plain_name(op: str, named: Mapping[str, T]) -> dict[str, T]:

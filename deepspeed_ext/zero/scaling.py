@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim.base import FlatStateOptimizer
+from deepspeed_ext.torch_internals.tensors import version_of
 
 _OP = "zero.LossScaler"
 _log = logging.getLogger("deepspeed_ext")
@@ -161,7 +162,7 @@ class LossScaler:
         self._stepped.add(optimizer)
         self._known.add(optimizer)
         self._consumed[optimizer] = {
-            id(p): (ref(grad), grad._version) for p, grad in _grads(optimizer)
+            id(p): (ref(grad), version_of(grad)) for p, grad in _grads(optimizer)
         }
         self._is_given = False
         skipped, stuck = torch.stack((found_inf, is_stuck)).tolist()  # the one host read
@@ -226,7 +227,7 @@ class LossScaler:
             stamps = self._consumed.get(optimizer, {})
             for param, grad in _grads(optimizer):
                 known, version = stamps.get(id(param), (None, 0))
-                if known is None or known() is not grad or grad._version != version:
+                if known is None or known() is not grad or version_of(grad) != version:
                     return True
         return False
 

@@ -8,22 +8,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deepspeed_ext.dtensors import is_dtensor
-from deepspeed_ext.zero.agreement import check_agreement
-from deepspeed_ext.zero.borrowing import name_borrowed
-from deepspeed_ext.zero.calls import Loop, calls_of
-from deepspeed_ext.zero.inside import (
+from deepspeed_ext.torch_internals.compiler import untraced
+from deepspeed_ext.torch_internals.dispatch import is_in_backward
+from deepspeed_ext.torch_internals.fully_shard import (
     after_backward,
     allow_whole_loads,
     forget_step,
     groups_of,
     has_unreduced,
     interruption,
-    is_in_backward,
     is_in_forward,
     is_settled,
     keep_for_backward,
@@ -32,6 +29,9 @@ from deepspeed_ext.zero.inside import (
     shards_of,
     show_shards,
 )
+from deepspeed_ext.zero.agreement import check_agreement
+from deepspeed_ext.zero.borrowing import name_borrowed
+from deepspeed_ext.zero.calls import Loop, calls_of
 
 _log = logging.getLogger("deepspeed_ext")
 _NAME = "_deepspeed_ext_sharding"
@@ -306,12 +306,12 @@ def sharding_of(op: str, model: nn.Module) -> Sharding:
     return found
 
 
-@_disable_dynamo
+@untraced
 def _before_forward(model: nn.Module, _: object) -> None:
     sharding_of("zero", model).before_forward()
 
 
-@_disable_dynamo
+@untraced
 def _after_forward(model: nn.Module, _inputs: object, output: object) -> None:
     sharding = sharding_of("zero", model)
     error = sys.exc_info()[1]  # of this forward, or of what a caller handles
@@ -321,7 +321,7 @@ def _after_forward(model: nn.Module, _inputs: object, output: object) -> None:
         name_borrowed(error, model, sharding.blocks)
 
 
-@_disable_dynamo
+@untraced
 def _after_block(sharding: "weakref.ref[Sharding]", *_: object) -> None:
     found = sharding()
     if found is not None and found._model() is not None:
@@ -345,7 +345,7 @@ def _after_backward(sharding: "weakref.ref[Sharding]") -> None:
         found.after_backward()
 
 
-@_disable_dynamo
+@untraced
 def _before_step(
     sharding: "weakref.ref[Sharding]", optimizer: torch.optim.Optimizer, *_: object
 ) -> None:

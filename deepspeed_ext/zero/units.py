@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from deepspeed_ext.torch_internals.modules import buffers_of, parameters_of
 from deepspeed_ext.zero.blocks import blocks_of
 from deepspeed_ext.zero.names import plain_name
 
@@ -73,7 +74,7 @@ def _in_order(
 def _unit(modules: Named, wanted: set[str]) -> Unit:
     tensors = {}
     for prefix, module in modules:
-        own = {**module._parameters, **module._buffers}
+        own = {**parameters_of(module), **buffers_of(module)}
         tensors.update(
             {(module, n): plain_name(prefix + n) for n, t in own.items() if t is not None}
         )

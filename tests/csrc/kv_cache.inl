@@ -193,14 +193,14 @@ struct Case {
       first.push_back(first.back() + (chunks.end - chunks.first) * kHeads);
     }
     std::vector<float> partials(size_t(first.back() * call.rows() * dsx::partial_floats(width)));
-    const dsx::DecodeUnits units{first.data(), partials.data()};
+    const dsx::DecodeTasks tasks{first.data(), partials.data()};
     for (int64_t part = 0; part < parts; ++part) {
-      decode_chunks_cpu(isa, call, units, first.back() * part / parts,
+      decode_chunks_cpu(isa, call, tasks, first.back() * part / parts,
                         first.back() * (part + 1) / parts);
     }
     const int64_t rows = kBatches * kTokens * kHeads * kGroup;
-    merge_chunks_cpu(isa, call, units, 0, rows / parts);
-    merge_chunks_cpu(isa, call, units, rows / parts, rows);
+    merge_chunks_cpu(isa, call, tasks, 0, rows / parts);
+    merge_chunks_cpu(isa, call, tasks, rows / parts, rows);
   }
 
   // All that was written, as it lies.

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_ext.examples import text
-from deepspeed_ext.examples.gpt import GPT, generate
-from deepspeed_ext.examples.gpt_engine import engine_of, write_on
-from deepspeed_ext.examples.optimizers import MasterAdamW, make_optimizer, weights
-from deepspeed_ext.examples.options import UserError, parse, settings_of
-from deepspeed_ext.examples.text import Text, batch, standard_library
-from deepspeed_ext.examples.trainer import Settings, Trainer
 from deepspeed_ext.inference import KVCache
 from deepspeed_ext.op_builder import BuildError
+from examples import text
+from examples.gpt import GPT, generate
+from examples.gpt_engine import engine_of, write_on
+from examples.optimizers import MasterAdamW, make_optimizer, weights
+from examples.options import UserError, parse, settings_of
+from examples.text import Text, batch, standard_library
+from examples.trainer import Settings, Trainer
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_chooses_device_and_optimizer(
     gpu: bool, arguments: str, device: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr("deepspeed_ext.examples.options.load", lambda name: None)
+    monkeypatch.setattr("examples.options.load", lambda name: None)
     settings = settings_of(parse(arguments.split()), saved=None)
     assert (settings.device, settings.optimizer) == (device, optimizer)
 
@@ -199,7 +199,7 @@ def test_uses_the_cpu_when_the_gpu_op_cannot_be_built(
         raise BuildError(name, "there is no nvcc", "install the CUDA toolkit")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("deepspeed_ext.examples.options.load", fail)
+    monkeypatch.setattr("examples.options.load", fail)
     assert settings_of(parse([]), saved=None).device == "cpu"
     printed = capsys.readouterr().out
     assert "so the CPU is used" in printed

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_ext.examples import search_docs
-from deepspeed_ext.examples.search_docs import Entry, entries_of, main, table
 from deepspeed_ext.io import save
+from examples import search_docs
+from examples.search_docs import Entry, entries_of, main, table
 
 WIDTH, WORDS = 16, ("[PAD]", "[UNK]", "copy", "file", "folder", "thread", "run", "a")
 

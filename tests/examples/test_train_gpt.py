@@ -16,15 +16,15 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from deepspeed_ext.examples import compare_states, gpt_engine, train_gpt, trainer
-from deepspeed_ext.examples.gpt import GPT
-from deepspeed_ext.examples.optimizers import STATES
-from deepspeed_ext.examples.options import parse, settings_of
-from deepspeed_ext.examples.run_folder import RunFolder
-from deepspeed_ext.examples.text import encode, standard_library
-from deepspeed_ext.examples.trainer import Settings, Trainer
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.op_builder import BuildError
+from examples import compare_states, gpt_engine, train_gpt, trainer
+from examples.gpt import GPT
+from examples.optimizers import STATES
+from examples.options import parse, settings_of
+from examples.run_folder import RunFolder
+from examples.text import encode, standard_library
+from examples.trainer import Settings, Trainer
 
 TINY = ["--device", "cpu", "--steps", "6", "--batch-size", "2"]
 TINY += ["--context", "16", "--width", "32", "--layers", "1"]
@@ -195,7 +195,7 @@ def test_resumes_a_killed_run_from_its_last_checkpoint(whole: Path, tmp_path: Pa
 def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
     """The signal comes at any moment; the two parts are still the run that nothing interrupted."""
     steps = [*TINY, "--steps", "300", "--optimizer", "cpu_adam"]
-    command = [sys.executable, "-m", "deepspeed_ext.examples.train_gpt"]
+    command = [sys.executable, "-m", "examples.train_gpt"]
     parts = [*command, "--out", str(tmp_path / "parts")]
     with subprocess.Popen([*parts, *steps], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
         assert run.stdout is not None and run.stderr is not None

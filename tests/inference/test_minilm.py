@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext import init_inference
-from deepspeed_ext.examples import search_docs
 from deepspeed_ext.inference import EncoderEngine
+from examples import search_docs
 
 PACKAGE = "all_minilm_l6_v2"
 TEXTS = (

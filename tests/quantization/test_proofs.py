@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from deepspeed_ext.examples.gpt import GPT
-from deepspeed_ext.examples.gpt_engine import TABLE
-from deepspeed_ext.examples.text import Text, batch, standard_library
-from deepspeed_ext.examples.trainer import Settings, Trainer
 from deepspeed_ext.inference import init_inference
 from deepspeed_ext.quantization import load_quantized, quantize_model, save_quantized
 from deepspeed_ext.quantization.files import quantized_file_bytes
+from examples.gpt import GPT
+from examples.gpt_engine import TABLE
+from examples.text import Text, batch, standard_library
+from examples.trainer import Settings, Trainer
 
 ENCODER = "all_minilm_l6_v2"
 SENTENCES = (

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepspeed_ext.zero.checkpoint import saving
+from deepspeed_ext.zero.checkpoint import background, saving
 from deepspeed_ext.zero.checkpoint.background import Saving, in_background
 
 
@@ -35,3 +35,29 @@ def test_a_fork_waits_for_no_thread_of_its_parent() -> None:
         saving._await_previous("zero.load", sharding)
     sharding.saving._process = os.getpid()
     assert sharding.saving.exception() is not None
+
+
+ENDS = (None, SystemExit(0), SystemExit(None), SystemExit(3), KeyboardInterrupt(), ValueError("x"))
+
+
+@pytest.mark.parametrize("has_failed", [False, True], ids=["saved", "failed"])
+@pytest.mark.parametrize("end", ENDS, ids=repr)
+def test_the_status_of_a_worker(
+    end: BaseException | None, has_failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has ended it says more than a save that has failed, unless it has ended well."""
+    monkeypatch.setattr(background, "_tell", lambda: has_failed)
+    says_more = end is not None and not (isinstance(end, SystemExit) and not end.code)
+    found: BaseException | None = None
+    try:
+        try:
+            if end is not None:
+                raise end
+        finally:
+            background._end_worker()
+    except BaseException as error:
+        found = error
+    if has_failed and not says_more:
+        assert isinstance(found, SystemExit) and found.code == 120
+    else:
+        assert found is end

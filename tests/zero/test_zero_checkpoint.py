@@ -77,7 +77,9 @@ def loads(row, folder):
         expected = torch.load(folder / f"{source}{saved}.pt", weights_only=True)
         model, optimizer = training(stage, tier, name, seed=9)
         train(model, optimizer, len(saved) % 2)  # some have state already
+        random = torch.get_rng_state()
         client = zero.load(folder / f"from{source}", saved, model, optimizer)
+        assert world == source or torch.equal(torch.get_rng_state(), random)
         assert client == {"step": 2, "of": dist.get_rank() if world == source else 0}
         is_same = saved == name and (name != "codes" or world == source)
         compare(contents(model, optimizer), expected, f"{saved} to {name}", name, is_same)
@@ -285,11 +287,15 @@ def for_users_of_dcp(row, folder):
     torch.manual_seed(1)
     plain = torch.randn(5, 3)
     distribute = torch.distributed.tensor.distribute_tensor
-    shard, column = torch.distributed.tensor.Shard(0), torch.distributed.tensor.Shard(1)
+    shard, column, depth = map(torch.distributed.tensor.Shard, range(3))
+    cube = torch.randn(3, 2, 5)
     state = {
         "plain": plain,
         "nested": {"rows": distribute(plain, mesh, [shard]), "list": [1, 2.5, None, "x", True]},
         "columns": distribute(plain.bfloat16(), mesh, [column]),
+        "to rows": distribute(plain, mesh, [column]),
+        "cube": distribute(cube, mesh, [depth]),
+        "cube of rows": distribute(cube, mesh, [shard]),
         "empty": torch.empty(0, 4),
         "number": torch.tensor(3, dtype=torch.int16),
         "flag": torch.tensor([True, False]),
@@ -299,6 +305,9 @@ def for_users_of_dcp(row, folder):
         "plain": torch.zeros(5, 3),
         "nested": {"rows": distribute(torch.zeros(5, 3), mesh, [column]), "list": [0, 0, 0, 0, 0]},
         "columns": torch.zeros(5, 3),
+        "to rows": distribute(torch.zeros(5, 3), mesh, [shard]),
+        "cube": distribute(torch.zeros(3, 2, 5), mesh, [shard]),
+        "cube of rows": distribute(torch.zeros(3, 2, 5), mesh, [depth]),
         "empty": torch.empty(0, 4),
         "number": torch.tensor(0, dtype=torch.int16),
         "flag": torch.tensor([False, False]),
@@ -306,6 +315,9 @@ def for_users_of_dcp(row, folder):
     dcp.load(target, storage_reader=zero.Reader(path))
     assert torch.equal(target["plain"], plain)
     assert torch.equal(target["nested"]["rows"].full_tensor(), plain)
+    assert torch.equal(target["to rows"].full_tensor(), plain)
+    assert torch.equal(target["cube"].full_tensor(), cube)
+    assert torch.equal(target["cube of rows"].full_tensor(), cube)
     assert target["nested"]["list"] == [1, 2.5, None, "x", True]
     assert torch.equal(target["columns"], plain.bfloat16().float())
     assert target["number"] == 3 and target["flag"].tolist() == [True, False]
@@ -376,6 +388,16 @@ def refusals(row, folder):
         f" {f't{1 - rank}'!r}, expected the same model and options on all processes"
     )
     refused(ValueError, text, zero.save, home, f"t{rank}", model)
+    for function, tag, named, lines in (
+        (zero.save, "b", {"wait": rank == 0}, ("wait True", "wait False")),
+        (zero.save, "b", {f"s{rank}": 1}, ("client_state 's0'", "client_state 's1'")),
+        (zero.load, "ab"[rank], {}, ("checkpoint 'a'", "checkpoint 'b'")),
+    ):
+        text = (
+            f"zero.{function.__name__}: process {rank} has {lines[rank]}, process {1 - rank} has"
+            f" {lines[1 - rank]}, expected the same model and options on all processes"
+        )
+        refused(ValueError, text, function, home, tag, model, **named)
     text = "zero.save: client_state['what']: value['x'] is a builtins.object, expected numbers..."
     refused(TypeError, text, zero.save, home, "b", model, what={"x": object()})
     for _ in zero.accumulate(model, 1):

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from processes import Case
 
 from deepspeed_ext import zero
-from deepspeed_ext.examples.options import parse, settings_of
-from deepspeed_ext.examples.sharded import ShardedFolder, ShardedTrainer
-from deepspeed_ext.examples.text import standard_library
-from deepspeed_ext.examples.train_gpt import Run, main
+from examples.options import parse, settings_of
+from examples.sharded import ShardedFolder, ShardedTrainer
+from examples.text import standard_library
+from examples.train_gpt import Run, main
 
 SIZE = ["--steps", "6", "--context", "16", "--width", "32", "--layers", "2", "--batch-size", "4"]
 
@@ -50,7 +50,7 @@ def test_a_run_goes_on_with_another_number_of_processes(groups, tmp_path):
 
 def torchrun(processes, *arguments):
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    program += ["--nproc-per-node", str(processes), "-m", "deepspeed_ext.examples.train_gpt"]
+    program += ["--nproc-per-node", str(processes), "-m", "examples.train_gpt"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*program, *arguments], env=environment, capture_output=True, text=True, check=False

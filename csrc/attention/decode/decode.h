@@ -57,17 +57,17 @@ DSX_HOST_DEVICE inline Chunks chunks_of(const Sequence& sequence, int64_t window
 DSX_HOST_DEVICE constexpr int64_t padded_width(int64_t width) { return (width + 15) / 16 * 16; }
 DSX_HOST_DEVICE constexpr int64_t partial_floats(int64_t width) { return padded_width(width) + 16; }
 
-// On the CPU, work is cut into units: a chunk of a slot, and a head of keys.
-struct DecodeUnits {
-  const int64_t* first;  // [batches + 1] unit of each row of the batch
-  float* partials;       // [units, rows, partial_floats] written, then read
+// On the CPU, work is cut into tasks: a chunk of a slot, and a head of keys.
+struct DecodeTasks {
+  const int64_t* first;  // [batches + 1] task of each row of the batch
+  float* partials;       // [tasks, rows, partial_floats] written, then read
 };
 
-// Units [begin, end), then rows [begin, end) of [batches, tokens, q.heads]. Disjoint ranges may run
+// Tasks [begin, end), then rows [begin, end) of [batches, tokens, q.heads]. Disjoint ranges may run
 // on different threads; the bits depend neither on them nor on the ISA. Never throw.
-void decode_chunks_cpu(Isa isa, const DecodeAttention& call, const DecodeUnits& units,
+void decode_chunks_cpu(Isa isa, const DecodeAttention& call, const DecodeTasks& tasks,
                        int64_t begin, int64_t end);
-void merge_chunks_cpu(Isa isa, const DecodeAttention& call, const DecodeUnits& units, int64_t begin,
+void merge_chunks_cpu(Isa isa, const DecodeAttention& call, const DecodeTasks& tasks, int64_t begin,
                       int64_t end);
 
 // How many bytes of workspace the next one takes.

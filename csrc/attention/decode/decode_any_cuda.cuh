@@ -65,16 +65,16 @@ __device__ inline void spoil(const DecodeAttention& call, float* partial) {
 }
 
 template <class Kind>
-__device__ inline void attend_row(const DecodeAttention& call, const Unit& unit, int64_t row,
+__device__ inline void attend_row(const DecodeAttention& call, const Task& task, int64_t row,
                                   AnyShared& shared, float* partial) {
   const PagedKv& kv = call.kv;
-  const int64_t token = row / call.group, head = unit.head * call.group + row % call.group;
-  const int64_t first = unit.chunk * kChunkTokens;
+  const int64_t token = row / call.group, head = task.head * call.group + row % call.group;
+  const int64_t first = task.chunk * kChunkTokens;
   Scoring scoring;
-  scoring.read(call, head, unit.position(token));
+  scoring.read(call, head, task.position(token));
   const int begin = int(::max(scoring.begin - first, int64_t(0)));
   const int end = int(::min(scoring.end - first, int64_t(kChunkTokens)));
-  const auto source = call.q.at<Any>(unit.batch, token, head);
+  const auto source = call.q.at<Any>(task.batch, token, head);
   for (int i = threadIdx.x; i < kv.width; i += kDecodeThreads) {
     shared.q[i] = load<Access::single, 1>(source + i, 1).lanes[0];
   }
@@ -82,7 +82,7 @@ __device__ inline void attend_row(const DecodeAttention& call, const Unit& unit,
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int t = begin + warp; t < end; t += kDecodeWarps) {
     const int64_t page = shared.pages[t / kPageTokens];
-    const int64_t place = kv.place(page, unit.head, t % kPageTokens);
+    const int64_t place = kv.place(page, task.head, t % kPageTokens);
     float product = 0;
     for (int i = lane; i < kv.width; i += 32) {
       product = __fmaf_rn(shared.q[i], element_at<Kind>(kv.keys, kv.dtype, place + i), product);
@@ -90,7 +90,7 @@ __device__ inline void attend_row(const DecodeAttention& call, const Unit& unit,
     product = sum_of_warp(product);
     float scale = 1;
     if constexpr (Kind::kQuantized) {
-      scale = kv.key_scales[kv.scale_place(page, unit.head, t % kPageTokens)];
+      scale = kv.key_scales[kv.scale_place(page, task.head, t % kPageTokens)];
     }
     if (lane == 0) shared.scores[t] = scoring.score(call, product * scale, int(first) + t);
   }
@@ -107,7 +107,7 @@ __device__ inline void attend_row(const DecodeAttention& call, const Unit& unit,
     sum += weight;
     if constexpr (Kind::kQuantized) {
       const int64_t page = shared.pages[t / kPageTokens];
-      weight *= kv.value_scales[kv.scale_place(page, unit.head, t % kPageTokens)];
+      weight *= kv.value_scales[kv.scale_place(page, task.head, t % kPageTokens)];
     }
     shared.scores[t] = weight;
   }
@@ -116,7 +116,7 @@ __device__ inline void attend_row(const DecodeAttention& call, const Unit& unit,
   for (int i = threadIdx.x; i < kv.width; i += kDecodeThreads) {
     float value = 0;
     for (int t = begin; t < end; ++t) {
-      const int64_t place = kv.place(shared.pages[t / kPageTokens], unit.head, t % kPageTokens);
+      const int64_t place = kv.place(shared.pages[t / kPageTokens], task.head, t % kPageTokens);
       value = __fmaf_rn(shared.scores[t], element_at<Kind>(kv.values, kv.dtype, place + i), value);
     }
     partial[i] = value;
@@ -126,15 +126,15 @@ __device__ inline void attend_row(const DecodeAttention& call, const Unit& unit,
 }
 
 // Finds the pages that any row looks at.
-__device__ inline void find_pages(const DecodeAttention& call, const Unit& unit,
+__device__ inline void find_pages(const DecodeAttention& call, const Task& task,
                                   AnyShared& shared) {
   if (threadIdx.x == 0) {
     shared.wrong = false;
-    const int64_t begin = unit.seen_begin;
+    const int64_t begin = task.seen_begin;
     for (int i = 0; i < kChunkPages; ++i) {
-      const int64_t number = unit.chunk * kChunkPages + i;
-      const bool used = number * kPageTokens < unit.length && (number + 1) * kPageTokens > begin;
-      const int64_t page = used ? call.kv.page_of(unit.slot, number) : 0;
+      const int64_t number = task.chunk * kChunkPages + i;
+      const bool used = number * kPageTokens < task.length && (number + 1) * kPageTokens > begin;
+      const int64_t page = used ? call.kv.page_of(task.slot, number) : 0;
       shared.wrong |= page < 0;
       shared.pages[i] = page < 0 ? 0 : page;
     }
@@ -149,18 +149,18 @@ __global__ void __launch_bounds__(kDecodeThreads)
   __shared__ AnyShared shared;
   wait_for_previous();
   let_next_begin();
-  Units units(call);
-  for (Unit unit = units.next(); unit.there; unit = units.next()) {
-    find_pages(call, unit, shared);
-    for (int64_t row = 0; row < unit.count * call.group; ++row) {
-      float* partial = partials.at(unit.batch, call.kv.heads, unit.head, unit.index, row);
+  Tasks tasks(call);
+  for (Task task = tasks.next(); task.there; task = tasks.next()) {
+    find_pages(call, task, shared);
+    for (int64_t row = 0; row < task.count * call.group; ++row) {
+      float* partial = partials.at(task.batch, call.kv.heads, task.head, task.index, row);
       if (shared.wrong) {
         spoil(call, partial);
       } else {
-        attend_row<Kind>(call, unit, row, shared, partial);
+        attend_row<Kind>(call, task, row, shared, partial);
       }
     }
-    __syncthreads();  // the next unit has other pages
+    __syncthreads();  // the next task has other pages
   }
 }
 

@@ -31,7 +31,7 @@ struct NewPlace {
 template <class Q, class Kind, int kWidth>
 class Append {
   static constexpr int kEach = kWidth / 32;
-  static constexpr int kOfWarp = (kUnitRows + 2 + kPageWarps - 1) / kPageWarps;
+  static constexpr int kOfWarp = (kTileRows + 2 + kPageWarps - 1) / kPageWarps;
   using NewToken = cuda::NewToken<kWidth>;
 
  public:

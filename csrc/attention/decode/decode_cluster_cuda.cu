@@ -29,13 +29,13 @@ bool launch(const DecodeAttention& call, const RopeAppend& append, const cuda::D
   const int64_t all = call.news.batches * call.kv.heads * blocks;
   const int rows = cuda::ClusterRows<kWidth>::bytes(chunks, blocks);
   const int besides = cuda::static_shared_bytes(kernel, kOp) + rows;
-  const int slots = cuda::slots_in<DSX_KV, kWidth>(device, all > device.processors, besides);
-  if (slots < cuda::kTogether) return false;  // wide heads, where a block has less shared memory
-  const auto boxes = cuda::boxes_of<DSX_KV, kWidth>(call.kv, slots);
-  if (!boxes.there) return false;
-  const int bytes = cuda::mma_shared_bytes<DSX_KV, kWidth>(boxes.slots) + rows;
-  const cuda::Launch made = {unsigned(all), cuda::kRingThreads, bytes, blocks, true};
-  cuda::launch_kernel(kernel, made, stream, kOp, call, append, boxes, blocks);
+  const int stages = cuda::stages_in<DSX_KV, kWidth>(device, all > device.processors, besides);
+  if (stages < cuda::kTogether) return false;  // wide heads, where a block has less shared memory
+  const auto tiles = cuda::tma_tiles_of<DSX_KV, kWidth>(call.kv, stages);
+  if (!tiles.there) return false;
+  const int bytes = cuda::mma_shared_bytes<DSX_KV, kWidth>(tiles.stages) + rows;
+  const cuda::Launch made = {unsigned(all), cuda::kPipelineThreads, bytes, blocks, true};
+  cuda::launch_kernel(kernel, made, stream, kOp, call, append, tiles, blocks);
   return true;
 }
 
@@ -44,13 +44,13 @@ bool launch(const DecodeAttention& call, const RopeAppend& append, const cuda::D
 bool decode_in_clusters_cuda(const DecodeAttention& call, const RopeAppend* append, void* stream) {
   const cuda::Device device(kOp);
   const int64_t chunks = cuda::Partials(call, nullptr).chunks;
-  const int64_t units = call.news.batches * call.kv.heads * chunks;
+  const int64_t tasks = call.news.batches * call.kv.heads * chunks;
   // Where there is much to do, it matters more that all processors have the same of it.
-  if (units == 0 || units >= cuda::kMuch * device.processors) return false;
+  if (tasks == 0 || tasks >= cuda::kMuch * device.processors) return false;
   // Without the new token it is only one launch less, and blocks do not have the same to do.
-  const bool short_ones = chunks <= cuda::kMostCluster && units <= 4 * device.processors;
+  const bool short_ones = chunks <= cuda::kMostCluster && tasks <= 4 * device.processors;
   if (append == nullptr && !short_ones) return false;
-  if (call.rows() > cuda::kUnitRows) return false;
+  if (call.rows() > cuda::kTileRows) return false;
   if (append != nullptr && (append->k.dtype != call.q.dtype || append->v.dtype != call.q.dtype)) {
     return false;
   }

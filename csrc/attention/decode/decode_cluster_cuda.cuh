@@ -22,10 +22,10 @@ struct ClusterShare {
   }
 };
 
-// The units of a block, one by one, as Units.
-class ClusterUnits {
+// The tasks of a block, one by one, as Tasks.
+class ClusterTasks {
  public:
-  __device__ ClusterUnits(const DecodeAttention& call, const ClusterShare& share)
+  __device__ ClusterTasks(const DecodeAttention& call, const ClusterShare& share)
       : call_(&call), share_(share), index_(share.rank) {
     sequence_ = sequence_ahead(call, share.batch);
     const Chunks chunks = chunks_of(sequence_, call.window);
@@ -38,21 +38,21 @@ class ClusterUnits {
            now.count == sequence_.count && now.wrong == sequence_.wrong;
   }
 
-  __device__ Unit next() {
-    Unit unit = {};
-    unit.there = index_ < count_;
-    if (!unit.there) return unit;
-    unit.slot = int(sequence_.slot);
-    unit.length = int(sequence_.length);
-    unit.count = int(sequence_.count);
-    unit.seen_begin = int(seen_at(unit.position(0), call_->window).begin);
-    unit.seen_by_last = int(seen_at(unit.length - 1, call_->window).begin);
-    unit.batch = share_.batch;
-    unit.head = share_.head;
-    unit.index = index_;
-    unit.chunk = first_ + index_;
+  __device__ Task next() {
+    Task task = {};
+    task.there = index_ < count_;
+    if (!task.there) return task;
+    task.slot = int(sequence_.slot);
+    task.length = int(sequence_.length);
+    task.count = int(sequence_.count);
+    task.seen_begin = int(seen_at(task.position(0), call_->window).begin);
+    task.seen_by_last = int(seen_at(task.length - 1, call_->window).begin);
+    task.batch = share_.batch;
+    task.head = share_.head;
+    task.index = index_;
+    task.chunk = first_ + index_;
     index_ += share_.blocks;
-    return unit;
+    return task;
   }
 
   __device__ const Sequence& sequence() const { return sequence_; }
@@ -65,7 +65,7 @@ class ClusterUnits {
   int first_, count_, index_;
 };
 
-// What the warp that reads tells each of the others, beside units.
+// What the warp that reads tells each of the others, beside tasks.
 struct ClusterWork {
   int chunks, count;  // of the cluster; of tokens
   bool wrong;
@@ -75,21 +75,21 @@ struct ClusterWork {
 // What rows have found in each chunk, in the block that finishes them: those of every so many.
 template <int kWidth>
 struct ClusterRows {
-  float4 powers[kBlockChunks * kUnitRows];
-  float values[kBlockChunks * kUnitRows][kWidth];  // as many as `bytes` says
+  float4 powers[kBlockChunks * kTileRows];
+  float values[kBlockChunks * kTileRows][kWidth];  // as many as `bytes` says
 
   static int bytes(int64_t chunks, int blocks) {
-    const int rows = int(chunks) * (kUnitRows / blocks);
+    const int rows = int(chunks) * (kTileRows / blocks);
     return int(offsetof(ClusterRows, values)) + rows * kWidth * int(sizeof(float));
   }
   __device__ static int place(int index, int row, int blocks) {
-    return index * (kUnitRows / blocks) + row / blocks;
+    return index * (kTileRows / blocks) + row / blocks;
   }
 
   // All threads that multiply have the chunk. What lies behind the rows is not sent.
-  __device__ void send(const Unit& unit, int rows, int blocks, const Found<kWidth>& found) {
+  __device__ void send(const Task& task, int rows, int blocks, const Found<kWidth>& found) {
     using Row = RowOfChunks<kWidth>;
-    const int row = Row::row(), i = place(unit.index, row, blocks);
+    const int row = Row::row(), i = place(task.index, row, blocks);
     if (row >= rows) return;
     Row mine;
     mine.merge_pages(found);
@@ -142,12 +142,12 @@ struct ClusterRows {
 
 // What the warp that reads does, of a block.
 template <bool kAppends, class Reader>
-__device__ inline void read_units(const DecodeAttention& call, const RopeAppend& append,
+__device__ inline void read_tasks(const DecodeAttention& call, const RopeAppend& append,
                                   const ClusterShare& share, Reader& reader,
                                   ClusterWork (&works)[kPageWarps]) {
-  ClusterUnits units = reader.template find_first<ClusterUnits>(share);
-  const Sequence& sequence = units.sequence();
-  const int last = units.chunks() - 1, position = int(sequence.length) - 1;
+  ClusterTasks tasks = reader.template find_first<ClusterTasks>(share);
+  const Sequence& sequence = tasks.sequence();
+  const int last = tasks.chunks() - 1, position = int(sequence.length) - 1;
   const bool here = kAppends && last >= 0 && last % share.blocks == share.rank;
   int page = -1;
   if (here) page = reader.page_beside_first(position / kPageTokens);
@@ -161,53 +161,53 @@ __device__ inline void read_units(const DecodeAttention& call, const RopeAppend&
   reader.show_first();
   // Before the others wait for what is read: the sanitizer keeps all threads here until the last.
   wait_till_all_have_begun(share.blocks);
-  reader.run(units);
+  reader.run(tasks);
 }
 
 // `append` counts with kAppends only. The blocks of a cluster are a power of 2.
 template <class Q, class Kind, int kWidth, bool kAppends>
-__global__ void __launch_bounds__(kRingThreads, 2)
+__global__ void __launch_bounds__(kPipelineThreads, 2)
     decode_cluster_kernel(const __grid_constant__ DecodeAttention call,
                           const __grid_constant__ RopeAppend append,
-                          const __grid_constant__ Boxes boxes, int blocks) {
+                          const __grid_constant__ TmaTiles tiles, int blocks) {
 #if __CUDA_ARCH__ >= 900  // see can_chain
   using Reader = cuda::Reader<Kind, kWidth, true>;
   using Found = cuda::Found<kWidth>;
   extern __shared__ __align__(128) char shared_bytes[];
-  __shared__ Ring ring;
+  __shared__ Pipeline pipeline;
   __shared__ ClusterWork works[kPageWarps];
   __shared__ NewToken<kWidth> token;
   const unsigned begin = unsigned(__cvta_generic_to_shared(shared_bytes));
-  char* const slots = shared_bytes + (0u - begin) % kBoxAlignment;
-  Found& found = *reinterpret_cast<Found*>(slots + boxes.slots * of_slot<Kind, kWidth>());
+  char* const memory = shared_bytes + (0u - begin) % kBoxAlignment;
+  Found& found = *reinterpret_cast<Found*>(memory + tiles.stages * bytes_of_stage<Kind, kWidth>());
   auto& rows = *reinterpret_cast<ClusterRows<kWidth>*>(&found + 1);
   let_next_begin();
-  if (threadIdx.x == 32 * kReadingWarp) Reader::begin(boxes, ring);
+  if (threadIdx.x == 32 * kReadingWarp) Reader::begin(tiles, pipeline);
   __syncthreads();
   say_begun_in_cluster(blocks);
   const ClusterShare share(call, blocks);
   const int warp = int(threadIdx.x) / 32;
   if (warp == kReadingWarp) {
-    Reader reader(call, boxes, ring, slots);
-    read_units<kAppends>(call, append, share, reader, works);
+    Reader reader(call, tiles, pipeline, memory);
+    read_tasks<kAppends>(call, append, share, reader, works);
   } else {
     if (kAppends && warp == 0) Append<Q, Kind, kWidth>::ask_ahead(append);
     wait_for_previous();
     if constexpr (kAppends) {
       Append<Q, Kind, kWidth> appending(append, int(call.group), found.values[0][0], token);
-      appending.run(share.batch, share.head, &ring.begun[warp], works[warp].place);
+      appending.run(share.batch, share.head, &pipeline.begun[warp], works[warp].place);
       meet_page_warps();
     } else {
-      wait_for(&ring.begun[warp], 0);
+      wait_for(&pipeline.begun[warp], 0);
     }
     wait_till_all_have_begun(blocks);
-    PageAttention<Q, Kind, kWidth, kAppends> attention(call, ring, slots, boxes.slots, found,
+    PageAttention<Q, Kind, kWidth, kAppends> attention(call, pipeline, memory, tiles.stages, found,
                                                        &token);
     attention.read_first();
-    for (int i = 0; ring.unit(warp, i).there; ++i) {
-      const Unit& unit = ring.unit(warp, i);
+    for (int i = 0; pipeline.task(warp, i).there; ++i) {
+      const Task& task = pipeline.task(warp, i);
       attention.run(i, 0, 1);
-      rows.send(unit, unit.count * int(call.group), blocks, found);
+      rows.send(task, task.count * int(call.group), blocks, found);
     }
   }
   meet_in_cluster(blocks);

@@ -332,15 +332,15 @@ inline void spoil(const DecodeAttention& call, int64_t rows, float* partials) {
 }
 
 template <class Kind, class T>
-inline void decode_units(const DecodeAttention& call, const DecodeUnits& units, int64_t begin,
+inline void decode_tasks(const DecodeAttention& call, const DecodeTasks& tasks, int64_t begin,
                          int64_t end) {
-  const int64_t of_unit = call.rows() * partial_floats(call.kv.width);
+  const int64_t of_task = call.rows() * partial_floats(call.kv.width);
   int64_t batch = 0;
-  for (int64_t unit = begin; unit < end; ++unit) {
-    while (units.first[batch + 1] <= unit) ++batch;
+  for (int64_t task = begin; task < end; ++task) {
+    while (tasks.first[batch + 1] <= task) ++batch;
     ChunkOfKeys chunk;
     chunk.sequence = sequence_of(call.kv, call.news, batch);
-    const int64_t in_batch = unit - units.first[batch];
+    const int64_t in_batch = task - tasks.first[batch];
     const Chunks chunks = chunks_of(chunk.sequence, call.window);
     const int64_t count = chunks.end - chunks.first;
     chunk.head = in_batch / count;
@@ -359,7 +359,7 @@ inline void decode_units(const DecodeAttention& call, const DecodeUnits& units, 
     const bool more = in_batch % count + 1 < count;
     chunk.following = more ? call.kv.page_of(chunk.sequence.slot, (number + 1) * kChunkPages) : -1;
     if (chunk.following < 0) chunk.following = chunk.pages[0];
-    float* partials = units.partials + unit * of_unit;
+    float* partials = tasks.partials + task * of_task;
     if (wrong) {
       spoil(call, chunk.sequence.count * call.group, partials);
     } else {
@@ -374,7 +374,7 @@ inline float first_of(Vec a) {
   return lanes[0];
 }
 
-inline void merge_row(const DecodeAttention& call, const DecodeUnits& units, int64_t index) {
+inline void merge_row(const DecodeAttention& call, const DecodeTasks& tasks, int64_t index) {
   const int64_t heads = call.q.heads, width = call.kv.width;
   const int64_t batch = index / (call.news.tokens * heads);
   const int64_t token = index / heads % call.news.tokens, head = index % heads;
@@ -388,21 +388,21 @@ inline void merge_row(const DecodeAttention& call, const DecodeUnits& units, int
   }
   const Chunks chunks = chunks_of(sequence, call.window);
   const int64_t count = chunks.end - chunks.first, floats = partial_floats(width);
-  const int64_t padded = padded_width(width), of_unit = call.rows() * floats;
-  const int64_t unit = units.first[batch] + head / call.group * count;
+  const int64_t padded = padded_width(width), of_task = call.rows() * floats;
+  const int64_t task = tasks.first[batch] + head / call.group * count;
   const float* const first =
-      units.partials + unit * of_unit + (token * call.group + head % call.group) * floats;
+      tasks.partials + task * of_task + (token * call.group + head % call.group) * floats;
   const float sink = call.sinks == nullptr ? -INFINITY : call.sinks[head];
   float largest = sink == sink ? sink : -INFINITY;
   for (int64_t i = 0; i < count; ++i) {
-    const float each = first[i * of_unit + padded + 1];
+    const float each = first[i * of_task + padded + 1];
     if (largest < each) largest = each;
   }
   const float shift = largest == -INFINITY ? 0.0f : largest;
   float total = first_of(exp_of_negative(Vec(sink - shift)));
   alignas(64) float sums[kLargestWidth] = {};
   for (int64_t i = 0; i < count; ++i) {
-    const float* const partial = first + i * of_unit;
+    const float* const partial = first + i * of_task;
     const float share = first_of(exp_of_negative(Vec(partial[padded + 1] - shift)));
     total = std::fma(partial[padded], share, total);
     for (int64_t k = 0; k < padded; k += Vec::size) {
@@ -417,7 +417,7 @@ inline void merge_row(const DecodeAttention& call, const DecodeUnits& units, int
   call.lse[index] = first_of(log(Vec(total))) + shift;
 }
 
-inline void merge_rows(const DecodeAttention& call, const DecodeUnits& units, int64_t begin,
+inline void merge_rows(const DecodeAttention& call, const DecodeTasks& tasks, int64_t begin,
                        int64_t end) {
-  for (int64_t row = begin; row < end; ++row) merge_row(call, units, row);
+  for (int64_t row = begin; row < end; ++row) merge_row(call, tasks, row);
 }

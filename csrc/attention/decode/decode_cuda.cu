@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kLargestWidth)
   mine.put<T, 1, 1>(call, result, threadIdx.x, sink);
 }
 
-int64_t units_of(const DecodeAttention& call, const Partials& partials) {
+int64_t tasks_of(const DecodeAttention& call, const Partials& partials) {
   return call.news.batches * call.kv.heads * partials.chunks;
 }
 
@@ -70,9 +70,9 @@ template <class... Parameters, class... More>
 void launch(void (*kernel)(Parameters...), const Device& device, int threads, int shared_bytes,
             const DecodeAttention& call, const Partials& partials, cudaStream_t stream,
             const More&... more) {
-  const int64_t units = units_of(call, partials);
-  if (units > INT32_MAX) {
-    throw std::runtime_error(std::string(kOp) + ": the cache has " + std::to_string(units) +
+  const int64_t tasks = tasks_of(call, partials);
+  if (tasks > INT32_MAX) {
+    throw std::runtime_error(std::string(kOp) + ": the cache has " + std::to_string(tasks) +
                              " chunks of slots and heads, expected at most 2^31 - 1");
   }
   cuda::Launch made = {1, threads, shared_bytes, 1, cuda::can_chain(kernel, kOp)};
@@ -81,7 +81,7 @@ void launch(void (*kernel)(Parameters...), const Device& device, int threads, in
   cuda::check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads,
                                                             size_t(shared_bytes)),
               kOp);
-  made.blocks = unsigned(std::min<int64_t>(units, int64_t(device.processors) * resident));
+  made.blocks = unsigned(std::min<int64_t>(tasks, int64_t(device.processors) * resident));
   if (made.blocks == 0) return;
   cuda::launch_kernel(kernel, made, stream, kOp, call, partials, more...);
 }
@@ -92,12 +92,12 @@ bool launch_mma(const Device& device, const DecodeAttention& call, const Partial
     using Q = decltype(q);
     constexpr int kWidth = decltype(width)::value;
     const auto kernel = cuda::decode_mma_kernel<Q, DSX_KV, kWidth>;
-    const bool much = units_of(call, partials) / device.processors >= cuda::kMuch;
-    const auto boxes = cuda::boxes_of<DSX_KV, kWidth>(
+    const bool much = tasks_of(call, partials) / device.processors >= cuda::kMuch;
+    const auto tiles = cuda::tma_tiles_of<DSX_KV, kWidth>(
         call.kv,
-        cuda::slots_in<DSX_KV, kWidth>(device, much, cuda::static_shared_bytes(kernel, kOp)));
-    launch(kernel, device, cuda::kRingThreads, cuda::mma_shared_bytes<DSX_KV, kWidth>(boxes.slots),
-           call, partials, stream, boxes);
+        cuda::stages_in<DSX_KV, kWidth>(device, much, cuda::static_shared_bytes(kernel, kOp)));
+    launch(kernel, device, cuda::kPipelineThreads,
+           cuda::mma_shared_bytes<DSX_KV, kWidth>(tiles.stages), call, partials, stream, tiles);
     return true;
   });
 }

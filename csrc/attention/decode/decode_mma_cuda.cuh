@@ -11,7 +11,7 @@ namespace dsx::cuda {
 // What a row has found in a chunk, or in several: sixteen threads have it.
 template <int kWidth>
 struct RowOfChunks {
-  static constexpr int kThreads = 32 * kPageWarps / kUnitRows, kFours = kWidth / 4 / kThreads;
+  static constexpr int kThreads = 32 * kPageWarps / kTileRows, kFours = kWidth / 4 / kThreads;
   Powers powers;
   float4 values[kFours];
 
@@ -66,14 +66,14 @@ class Merge {
   __device__ Merge(const DecodeAttention& call, const Partials& partials)
       : call_(call), partials_(partials) {}
 
-  __device__ void run(const Unit& unit, const Unit& next, int part, int parts,
+  __device__ void run(const Task& task, const Task& next, int row_tile, int row_tiles,
                       const Found<kWidth>& found) {
-    const int row = part * kUnitRows + Row::row();
+    const int row = row_tile * kTileRows + Row::row();
     const bool follows = chunks_ > 0;
-    const bool goes_on = parts == 1 && (follows || unit.index == 0);
+    const bool goes_on = row_tiles == 1 && (follows || task.index == 0);
     chunks_ = goes_on ? chunks_ + 1 : 1;
-    const bool last = !goes_on || !unit.goes_on_in(next);
-    if (row < unit.count * int(call_.group)) {
+    const bool last = !goes_on || !task.goes_on_in(next);
+    if (row < task.count * int(call_.group)) {
       Row of_chunk;
       of_chunk.merge_pages(found);
       if (follows) {
@@ -81,16 +81,16 @@ class Merge {
       } else {
         row_ = of_chunk;
       }
-      if (last) store(unit, row);
+      if (last) store(task, row);
     }
     if (last) chunks_ = 0;
   }
 
  private:
-  __device__ void store(const Unit& unit, int row) const {
+  __device__ void store(const Task& task, int row) const {
     const int64_t padded = padded_width(call_.kv.width);
     float* const partial =
-        partials_.at(unit.batch, call_.kv.heads, unit.head, unit.index - (chunks_ - 1), row);
+        partials_.at(task.batch, call_.kv.heads, task.head, task.index - (chunks_ - 1), row);
 #pragma unroll
     for (int k = 0; k < Row::kFours; ++k) {
       const int element = Row::element(k);
@@ -105,53 +105,54 @@ class Merge {
   Row row_;
 };
 
-// Shared memory: slots, then scales, then what is found.
+// Shared memory: stages, then their scales, then what is found.
 template <class Kind, int kWidth>
-__device__ __host__ constexpr int of_slot() {
-  return kPageWarps * (Slot<Kind, kWidth>::kSize + Slot<Kind, kWidth>::kScales * 4);
+__device__ __host__ constexpr int bytes_of_stage() {
+  return kPageWarps * (StageLayout<Kind, kWidth>::kSize + StageLayout<Kind, kWidth>::kScales * 4);
 }
 
 template <class Q, class Kind, int kWidth>
-__global__ void __launch_bounds__(kRingThreads)
+__global__ void __launch_bounds__(kPipelineThreads)
     decode_mma_kernel(const __grid_constant__ DecodeAttention call,
                       const __grid_constant__ Partials partials,
-                      const __grid_constant__ Boxes boxes) {
+                      const __grid_constant__ TmaTiles tiles) {
   using Reader = cuda::Reader<Kind, kWidth, false>;
   using Found = cuda::Found<kWidth>;
   extern __shared__ __align__(128) char shared_bytes[];
-  __shared__ Ring ring;
+  __shared__ Pipeline pipeline;
   const unsigned place = unsigned(__cvta_generic_to_shared(shared_bytes));
-  char* const slots = shared_bytes + (0u - place) % kBoxAlignment;
-  Found& found = *reinterpret_cast<Found*>(slots + boxes.slots * of_slot<Kind, kWidth>());
-  if (threadIdx.x == 32 * kReadingWarp) Reader::begin(boxes, ring);
+  char* const memory = shared_bytes + (0u - place) % kBoxAlignment;
+  Found& found = *reinterpret_cast<Found*>(memory + tiles.stages * bytes_of_stage<Kind, kWidth>());
+  if (threadIdx.x == 32 * kReadingWarp) Reader::begin(tiles, pipeline);
   __syncthreads();
   if (threadIdx.x / 32 == kReadingWarp) {
-    Reader reader(call, boxes, ring, slots);
-    Units units = reader.template find_first<Units>();
+    Reader reader(call, tiles, pipeline, memory);
+    Tasks tasks = reader.template find_first<Tasks>();
     reader.show_first();
-    reader.run(units);
+    reader.run(tasks);
     return;
   }
   const int warp = int(threadIdx.x) / 32;
   wait_for_previous();
   let_next_begin();
-  wait_for(&ring.begun[warp], 0);
-  PageAttention<Q, Kind, kWidth, false> attention(call, ring, slots, boxes.slots, found, nullptr);
+  wait_for(&pipeline.begun[warp], 0);
+  PageAttention<Q, Kind, kWidth, false> attention(call, pipeline, memory, tiles.stages, found,
+                                                  nullptr);
   Merge<kWidth> merge(call, partials);
   attention.read_first();
-  for (int i = 0; ring.unit(warp, i).there; ++i) {
-    const Unit& unit = ring.unit(warp, i);
-    const int parts = parts_of(call, unit);
-    for (int part = 0; part < parts; ++part) {
-      attention.run(i, part, parts);
-      merge.run(unit, ring.unit(warp, i + 1), part, parts, found);
+  for (int i = 0; pipeline.task(warp, i).there; ++i) {
+    const Task& task = pipeline.task(warp, i);
+    const int row_tiles = row_tiles_of(call, task);
+    for (int row_tile = 0; row_tile < row_tiles; ++row_tile) {
+      attention.run(i, row_tile, row_tiles);
+      merge.run(task, pipeline.task(warp, i + 1), row_tile, row_tiles, found);
     }
   }
 }
 
 template <class Kind, int kWidth>
-int mma_shared_bytes(int slots) {
-  return kBoxAlignment + int(sizeof(Found<kWidth>)) + slots * of_slot<Kind, kWidth>();
+int mma_shared_bytes(int stages) {
+  return kBoxAlignment + int(sizeof(Found<kWidth>)) + stages * bytes_of_stage<Kind, kWidth>();
 }
 // What a block takes beside that, whatever its launch says.
 template <class... Parameters>
@@ -160,29 +161,29 @@ int static_shared_bytes(void (*kernel)(Parameters...), const char* op) {
   check(cudaFuncGetAttributes(&attributes, kernel), op);
   return int(attributes.sharedSizeBytes);
 }
-// How many slots there is memory for if a block takes so many bytes besides, alone on a processor
+// How many stages there is memory for if a block takes so many bytes besides, alone on a processor
 // or, if that leaves enough of them, beside another one.
 template <class Kind, int kWidth>
-int slots_in(const Device& device, bool beside, int besides) {
+int stages_in(const Device& device, bool beside, int besides) {
   constexpr int kEnough = 4;
-  const auto slots = [&](int bytes) {
+  const auto stages = [&](int bytes) {
     const int left = bytes - besides - mma_shared_bytes<Kind, kWidth>(0);
-    return std::min(left / of_slot<Kind, kWidth>(), kMostSlots);
+    return std::min(left / bytes_of_stage<Kind, kWidth>(), kMostStages);
   };
-  const int of_two = slots(
+  const int of_two = stages(
       std::min(device.shared_of_processor / 2 - device.shared_reserved, device.shared_of_block));
-  return beside && of_two >= kEnough ? of_two : slots(device.shared_of_block);
+  return beside && of_two >= kEnough ? of_two : stages(device.shared_of_block);
 }
 template <class Kind, int kWidth>
-Boxes boxes_of(const PagedKv& kv, int slots) {
-  using Slot = cuda::Slot<Kind, kWidth>;
-  Boxes boxes;
-  boxes.slots = slots;
+TmaTiles tma_tiles_of(const PagedKv& kv, int stages) {
+  using Layout = cuda::StageLayout<Kind, kWidth>;
+  TmaTiles tiles;
+  tiles.stages = stages;
   const auto make = [&](CUtensorMap& map, const void* data) {
-    return make_map(map, kv, data, Slot::kBytes, Slot::kRow, kSlotTokens);
+    return make_map(map, kv, data, Layout::kBytes, Layout::kRow, kStageTokens);
   };
-  boxes.there = make(boxes.keys, kv.keys) && make(boxes.values, kv.values);
-  return boxes;
+  tiles.there = make(tiles.keys, kv.keys) && make(tiles.values, kv.values);
+  return tiles;
 }
 
 // Whether all of keys, values and scales can be read 16 bytes at a time.
@@ -217,6 +218,6 @@ bool with_mma(const DecodeAttention& call, const Body& body) {
   return false;
 }
 
-constexpr int64_t kMuch = 16;  // units of a processor
+constexpr int64_t kMuch = 16;  // tasks of a processor
 
 }  // namespace dsx::cuda

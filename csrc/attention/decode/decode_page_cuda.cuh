@@ -16,8 +16,8 @@ namespace dsx::cuda {
 template <int kWidth>
 struct Found {
   static constexpr int kStride = kWidth + 4;
-  float values[kPageWarps][kUnitRows][kStride];
-  Powers powers[kPageWarps][kUnitRows];
+  float values[kPageWarps][kTileRows][kStride];
+  Powers powers[kPageWarps][kTileRows];
 };
 
 // A barrier of the warps that multiply.
@@ -25,52 +25,52 @@ __device__ inline void meet_page_warps() {
   asm volatile("bar.sync 1, %0;" ::"n"(32 * kPageWarps) : "memory");
 }
 
-// A warp's work on its page of each unit. With kFresh all units of the block are of the same rows,
+// A warp's work on its page of each task. With kFresh all tasks of the block are of the same rows,
 // those of one new token, which is taken from where the block has made it.
 template <class Q, class Kind, int kWidth, bool kFresh>
 class PageAttention {
   using M = std::conditional_t<Kind::kQuantized, Half, Q>;  // of what is multiplied
-  using Slot = cuda::Slot<Kind, kWidth>;
+  using Layout = cuda::StageLayout<Kind, kWidth>;
   using Found = cuda::Found<kWidth>;
   using NewToken = cuda::NewToken<kWidth>;
-  static constexpr int kTiles = kPageTokens / 16, kTilesOfSlot = kSlotTokens / 16;
-  static constexpr int kLoads = Slot::kRow / 32;  // of 32 bytes of 16 tokens
-  static constexpr int kSteps = kWidth / 16, kStepsOfBox = Slot::kElements / 16;
+  static constexpr int kMmaTiles = kPageTokens / 16, kMmaTilesOfStage = kStageTokens / 16;
+  static constexpr int kLoads = Layout::kRow / 32;  // of 32 bytes of 16 tokens
+  static constexpr int kSteps = kWidth / 16, kStepsOfStage = Layout::kElements / 16;
 
  public:
-  __device__ PageAttention(const DecodeAttention& call, Ring& ring, const char* slots, int count,
-                           Found& found, const NewToken* fresh)
-      : call_(call), ring_(ring), found_(found), fresh_(fresh), turn_{count} {
+  __device__ PageAttention(const DecodeAttention& call, Pipeline& pipeline, const char* memory,
+                           int stages, Found& found, const NewToken* fresh)
+      : call_(call), pipeline_(pipeline), found_(found), fresh_(fresh), state_{stages} {
     const int row = lane_ % 8, next_tokens = lane_ / 8 % 2, next_piece = lane_ / 16;
-    slots_ = slots + warp_ * Slot::kSize;
-    scales_ = reinterpret_cast<const float*>(slots + count * kPageWarps * Slot::kSize) +
-              warp_ * Slot::kScales;
-    const int first = swizzled<Slot::kRow>(row, next_piece) * 16;
-    of_lane_ = next_tokens * 8 * Slot::kRow + first / Slot::kRow * Slot::kRow;
-    piece_ = first % Slot::kRow;
+    memory_ = memory + warp_ * Layout::kSize;
+    scales_ = reinterpret_cast<const float*>(memory + stages * kPageWarps * Layout::kSize) +
+              warp_ * Layout::kScales;
+    const int first = swizzled<Layout::kRow>(row, next_piece) * 16;
+    of_lane_ = next_tokens * 8 * Layout::kRow + first / Layout::kRow * Layout::kRow;
+    piece_ = first % Layout::kRow;
   }
 
   __device__ void read_first() {
-    const Unit& unit = ring_.unit(warp_, 0);
+    const Task& task = pipeline_.task(warp_, 0);
     if constexpr (kFresh) {
       queries_.read_near(fresh_->queries[0], NewToken::kStride, int(call_.group));
-    } else if (unit.there) {
-      queries_.read(call_, unit, 0);
+    } else if (task.there) {
+      queries_.read(call_, task, 0);
     }
     is_new_ = true;
   }
 
-  // Leaves in found_ what part number `part` of the rows of unit number i find.
-  __device__ void run(int i, int part, int parts) {
-    const Unit& unit = ring_.unit(warp_, i);
-    if (is_new_) prepare(unit, part);
-    begin_ = (unit.chunk * kChunkPages + warp_) * kPageTokens;
-    const bool used = begin_ < unit.length && begin_ + kPageTokens > unit.seen_begin;
-    const int last = unit.length - 1 - begin_;
+  // Leaves in found_ what row tile number `row_tile` of task number i find.
+  __device__ void run(int i, int row_tile, int row_tiles) {
+    const Task& task = pipeline_.task(warp_, i);
+    if (is_new_) prepare(task, row_tile);
+    begin_ = (task.chunk * kChunkPages + warp_) * kPageTokens;
+    const bool used = begin_ < task.length && begin_ + kPageTokens > task.seen_begin;
+    const int last = task.length - 1 - begin_;
     fresh_token_ = kFresh && last >= 0 && last < kPageTokens ? last : -1;
     // Whether there are tokens that some row does not see.
-    is_edge_ = begin_ < unit.seen_by_last || begin_ + kPageTokens > unit.position(0) + 1;
-    seen_ = {unit.seen_begin - begin_, unit.length - begin_};
+    is_edge_ = begin_ < task.seen_by_last || begin_ + kPageTokens > task.position(0) + 1;
+    seen_ = {task.seen_begin - begin_, task.length - begin_};
     Powers powers[2] = {{-INFINITY, 0}, {-INFINITY, 0}};
     each_out([](int, float& out) { out = 0; });
     if (used) {
@@ -78,87 +78,87 @@ class PageAttention {
     } else {
       skip();
     }
-    is_new_ = read_next(i, part, parts);
-    const bool wrong = ring_.wrong[i % Ring::kUnits][warp_];
+    is_new_ = read_next(i, row_tile, row_tiles);
+    const bool wrong = pipeline_.wrong[i % Pipeline::kTasks][warp_];
     if (used) {
       weigh(powers);
-      take_values(unit.count);
+      take_values(task.count);
     } else {
       skip();
     }
     if (wrong) powers[0] = powers[1] = {-INFINITY, NAN};
-    const int rows = unit.count * int(call_.group) - part * kUnitRows;
+    const int rows = task.count * int(call_.group) - row_tile * kTileRows;
     meet_page_warps();  // the others have read what was there
     store(rows, powers);
     meet_page_warps();
   }
 
  private:
-  __device__ void prepare(const Unit& unit, int part) {
+  __device__ void prepare(const Task& task, int row_tile) {
     queries_.prepare();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int number = part * kUnitRows + lane_ % 4 * 2 + i;
+      const int number = row_tile * kTileRows + lane_ % 4 * 2 + i;
       const int token = int(quotient(number, call_.group));
-      const int head = unit.head * int(call_.group) + number - token * int(call_.group);
+      const int head = task.head * int(call_.group) + number - token * int(call_.group);
       scoring_[i] = {};
-      if (token < unit.count) scoring_[i].read(call_, head, unit.position(token));
+      if (token < task.count) scoring_[i].read(call_, head, task.position(token));
     }
   }
   // Begins to read the rows that come next, if they are others.
-  __device__ bool read_next(int i, int part, int parts) {
+  __device__ bool read_next(int i, int row_tile, int row_tiles) {
     if constexpr (kFresh) return false;
-    const bool more = part + 1 < parts;
-    const Unit &unit = ring_.unit(warp_, i), &next = more ? unit : ring_.unit(warp_, i + 1);
-    if (!next.there || (parts == 1 && unit.goes_on_in(next))) return false;
-    queries_.read(call_, next, more ? part + 1 : 0);
+    const bool more = row_tile + 1 < row_tiles;
+    const Task &task = pipeline_.task(warp_, i), &next = more ? task : pipeline_.task(warp_, i + 1);
+    if (!next.there || (row_tiles == 1 && task.goes_on_in(next))) return false;
+    queries_.read(call_, next, more ? row_tile + 1 : 0);
     return true;
   }
 
-  __device__ const char* wait(const Turn& turn) const {
-    wait_for(&ring_.full[turn.slot][warp_], turn.phase);
-    return slots_ + turn.slot * (kPageWarps * Slot::kSize);
+  __device__ const char* wait(const PipelineState& ahead) const {
+    wait_for(&pipeline_.full[ahead.stage][warp_], ahead.phase);
+    return memory_ + ahead.stage * (kPageWarps * Layout::kSize);
   }
   __device__ void release() {
     __syncwarp();
-    if (lane_ == 0) arrive(&ring_.empty[turn_.slot]);
-    turn_.go_on();
+    if (lane_ == 0) arrive(&pipeline_.empty[state_.stage]);
+    state_.advance();
   }
   __device__ void skip() {
 #pragma unroll 1
-    for (int k = 0; k < Slot::kOfPage; ++k) {
-      wait(turn_);
+    for (int k = 0; k < Layout::kOfPage; ++k) {
+      wait(state_);
       release();
     }
   }
 
   // Where this lane begins to read matrices: 32 bytes of 16 tokens.
   __device__ int place_of(int tile, int load) const {
-    return of_lane_ + tile * 16 * Slot::kRow + (piece_ ^ load * 32);
+    return of_lane_ + tile * 16 * Layout::kRow + (piece_ ^ load * 32);
   }
-  // Scales of this lane's tokens, with the first slot of a page; `fresh` is that of the new token.
+  // Scales of this lane's tokens, with the first stage of a page; `fresh` is that of the new token.
   __device__ void read_scales(float (&scales)[8], const float* fresh) const {
-    wait(turn_);
-    const float* const all = scales_ + turn_.slot * (kPageWarps * Slot::kScales);
+    wait(state_);
+    const float* const all = scales_ + state_.stage * (kPageWarps * Layout::kScales);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const int token = k * 8 + lane_ / 4;
       scales[k] = token == fresh_token_ ? *fresh : all[token];
     }
   }
-  // Whether no row sees any of the tokens in slot number k of the page.
+  // Whether no row sees any of the tokens in stage number k of the page.
   __device__ bool is_unseen(int k) const {
-    const int token = Slot::token(k);
-    return token >= seen_.end || token + kSlotTokens <= seen_.begin;
+    const int token = Layout::token(k);
+    return token >= seen_.end || token + kStageTokens <= seen_.begin;
   }
-  // Puts the new token where slot number k of the page has come with what was there before.
-  __device__ void put_fresh(const char* slot, int k, const char* row) const {
-    const int token = fresh_token_ - Slot::token(k);
-    if (fresh_token_ < 0 || token < 0 || token >= kSlotTokens) return;
-    if (lane_ < Slot::kRow / 16) {
+  // Puts the new token where stage number k of the page has come with what was there before.
+  __device__ void put_fresh(const char* stage, int k, const char* row) const {
+    const int token = fresh_token_ - Layout::token(k);
+    if (fresh_token_ < 0 || token < 0 || token >= kStageTokens) return;
+    if (lane_ < Layout::kRow / 16) {
       const uint4* const from =
-          reinterpret_cast<const uint4*>(row + Slot::element(k) * Slot::kBytes);
-      char* const to = const_cast<char*>(slot) + swizzled<Slot::kRow>(token, lane_) * 16;
+          reinterpret_cast<const uint4*>(row + Layout::element(k) * Layout::kBytes);
+      char* const to = const_cast<char*>(stage) + swizzled<Layout::kRow>(token, lane_) * 16;
       *reinterpret_cast<uint4*>(to) = from[lane_];
       wrote_before_fetch();
     }
@@ -174,21 +174,22 @@ class PageAttention {
       for (float& each : of_tile) each = 0;
     }
 #pragma unroll
-    for (int k = 0; k < Slot::kOfPage; ++k) {
-      const char* const slot = wait(turn_);
+    for (int k = 0; k < Layout::kOfPage; ++k) {
+      const char* const stage = wait(state_);
       if (is_unseen(k)) {
         release();
         continue;
       }
-      if constexpr (kFresh) put_fresh(slot, k, fresh_->keys);
-      const int box = k / Slot::kParts, first = k % Slot::kParts * kTilesOfSlot;
+      if constexpr (kFresh) put_fresh(stage, k, fresh_->keys);
+      const int column = k / Layout::kTokenTiles,
+                first = k % Layout::kTokenTiles * kMmaTilesOfStage;
 #pragma unroll
       for (int load = 0; load < kLoads; ++load) {
 #pragma unroll
-        for (int t = 0; t < kTilesOfSlot; ++t) {
+        for (int t = 0; t < kMmaTilesOfStage; ++t) {
           float (&products)[4] = weights_[first + t];
           uint32_t m[4];
-          load_matrices<false>(m, slot + place_of(t, load));
+          load_matrices<false>(m, stage + place_of(t, load));
           if constexpr (Kind::kQuantized) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -196,10 +197,10 @@ class PageAttention {
                   widened<Kind, false>(m[2 * i]), widened<Kind, false>(m[2 * i + 1]),
                   widened<Kind, true>(m[2 * i]), widened<Kind, true>(m[2 * i + 1])};
               multiply_matrices<M>(products, keys,
-                                   queries_.words[box * kStepsOfBox + 2 * load + i]);
+                                   queries_.words[column * kStepsOfStage + 2 * load + i]);
             }
           } else {
-            multiply_matrices<M>(products, m, queries_.words[box * kStepsOfBox + load]);
+            multiply_matrices<M>(products, m, queries_.words[column * kStepsOfStage + load]);
           }
         }
       }
@@ -217,9 +218,9 @@ class PageAttention {
   template <class Do>
   __device__ void each_out(const Do& do_it) {
 #pragma unroll
-    for (auto& of_box : out_) {
+    for (auto& of_column : out_) {
 #pragma unroll
-      for (auto& of_step : of_box) {
+      for (auto& of_step : of_column) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) do_it(i % 2, of_step[i]);
       }
@@ -320,31 +321,31 @@ class PageAttention {
     float inverse[2];
     if constexpr (Kind::kQuantized) take_scales(inverse);
 #pragma unroll
-    for (int k = 0; k < Slot::kOfPage; ++k) {
-      const char* const slot = wait(turn_);
+    for (int k = 0; k < Layout::kOfPage; ++k) {
+      const char* const stage = wait(state_);
       if (is_unseen(k)) {
         release();
         continue;
       }
-      if constexpr (kFresh) put_fresh(slot, k, fresh_->values);
-      const int first = k % Slot::kParts * kTilesOfSlot;
-      auto& out = out_[k / Slot::kParts];
+      if constexpr (kFresh) put_fresh(stage, k, fresh_->values);
+      const int first = k % Layout::kTokenTiles * kMmaTilesOfStage;
+      auto& out = out_[k / Layout::kTokenTiles];
       if (is_edge_ && !std::is_same_v<Kind, Int8Kv>) {
         if (kFresh || tokens == 1) {
-          blank(slot, k);
+          blank(stage, k);
         } else {
           set_apart(first * 2, out);
         }
       }
 #pragma unroll
-      for (int t = 0; t < kTilesOfSlot; ++t) {
+      for (int t = 0; t < kMmaTilesOfStage; ++t) {
         const float (&mine)[4] = weights_[first + t];
         const uint32_t weights[2] = {transposed_matrix(rounded_pair<M>(mine[0], mine[1])),
                                      transposed_matrix(rounded_pair<M>(mine[2], mine[3]))};
 #pragma unroll
         for (int load = 0; load < kLoads; ++load) {
           uint32_t m[4];
-          load_matrices<true>(m, slot + place_of(t, load));
+          load_matrices<true>(m, stage + place_of(t, load));
           if constexpr (Kind::kQuantized) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -373,14 +374,14 @@ class PageAttention {
     return step * 16 + (Kind::kQuantized ? row * 2 + second : row + second * 8);
   }
 
-  // Zeros for the tokens in slot number k that no row sees, as what is there may not be finite. If
+  // Zeros for the tokens in stage number k that no row sees, as what is there may not be finite. If
   // all rows are of one token, they see the others.
-  __device__ void blank(const char* slot, int k) const {
-    constexpr int kPieces = Slot::kRow / 16;
-    const int begin = seen_.begin - Slot::token(k), end = seen_.end - Slot::token(k);
-    uint4* const pieces = reinterpret_cast<uint4*>(const_cast<char*>(slot));
+  __device__ void blank(const char* stage, int k) const {
+    constexpr int kPieces = Layout::kRow / 16;
+    const int begin = seen_.begin - Layout::token(k), end = seen_.end - Layout::token(k);
+    uint4* const pieces = reinterpret_cast<uint4*>(const_cast<char*>(stage));
 #pragma unroll
-    for (int i = 0; i < kSlotTokens * kPieces; i += 32) {
+    for (int i = 0; i < kStageTokens * kPieces; i += 32) {
       const int token = (i + lane_) / kPieces;  // in whatever order its pieces lie
       if (token < begin || token >= end) pieces[i + lane_] = {};
     }
@@ -388,39 +389,40 @@ class PageAttention {
     __syncwarp();
   }
 
-  // Takes what is not finite out of the values in a slot, and adds it to the rows that see it: it
-  // must not reach the others. The slot's tokens are the page's from number first * 8 on.
-  __device__ __forceinline__ void set_apart(int first, float (&out)[kStepsOfBox][4]) {
-    char* const slot = const_cast<char*>(wait(turn_));
+  // Takes what is not finite out of the values in a stage, and adds it to the rows that see it: it
+  // must not reach the others. The stage's tokens are the page's from number first * 8 on.
+  __device__ __forceinline__ void set_apart(int first, float (&out)[kStepsOfStage][4]) {
+    char* const stage = const_cast<char*>(wait(state_));
     bool any = false;
     const auto each_word = [&](const auto& do_it) {
 #pragma unroll 4
-      for (int i = lane_ * 4; i < Slot::kSize; i += 32 * 4) {
-        do_it(*reinterpret_cast<uint32_t*>(slot + i));
+      for (int i = lane_ * 4; i < Layout::kSize; i += 32 * 4) {
+        do_it(*reinterpret_cast<uint32_t*>(stage + i));
       }
     };
     each_word([&](uint32_t& word) { any |= not_finite(word) != 0; });
     if (!__any_sync(0xffffffff, any)) return;
     const int begin = begin_ + first * 8;
-    float mine[kSlotTokens / 8][2];  // of tokens to come, in turn
+    float mine[kStageTokens / 8][2];  // of tokens to come, in turn
 #pragma unroll
-    for (int k = 0; k < kSlotTokens / 8 * 2; ++k) mine[k / 2][k % 2] = weight(first + k / 2, k % 2);
+    for (int k = 0; k < kStageTokens / 8 * 2; ++k)
+      mine[k / 2][k % 2] = weight(first + k / 2, k % 2);
 #pragma unroll 1
-    for (int token = 0; token < ::min(kSlotTokens, seen_.end - first * 8); ++token) {
+    for (int token = 0; token < ::min(kStageTokens, seen_.end - first * 8); ++token) {
       float weights[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         weights[i] = __shfl_sync(0xffffffff, mine[0][i], token % 8 * 4 + lane_ % 4);
 #pragma unroll
-        for (int k = 1; k < kSlotTokens / 8; ++k) {
+        for (int k = 1; k < kStageTokens / 8; ++k) {
           if (token % 8 == 7) mine[k - 1][i] = mine[k][i];
         }
       }
 #pragma unroll
-      for (int step = 0; step < 2 * kStepsOfBox; ++step) {
-        const int byte = element(step / 2, step % 2) * Slot::kBytes;
-        const char* const piece = slot + swizzled<Slot::kRow>(token, byte / 16) * 16;
-        const float value = element_at<Kind>(piece, call_.kv.dtype, byte % 16 / Slot::kBytes);
+      for (int step = 0; step < 2 * kStepsOfStage; ++step) {
+        const int byte = element(step / 2, step % 2) * Layout::kBytes;
+        const char* const piece = stage + swizzled<Layout::kRow>(token, byte / 16) * 16;
+        const float value = element_at<Kind>(piece, call_.kv.dtype, byte % 16 / Layout::kBytes);
         if (isfinite(value)) continue;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -451,7 +453,7 @@ class PageAttention {
       float* const values = found_.values[warp_][row];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const float (&out)[4] = out_[step / kStepsOfBox][step % kStepsOfBox];
+        const float (&out)[4] = out_[step / kStepsOfStage][step % kStepsOfStage];
         if constexpr (Kind::kQuantized) {
           *reinterpret_cast<float2*>(values + element(step, 0)) = make_float2(out[i], out[2 + i]);
         } else {
@@ -463,12 +465,12 @@ class PageAttention {
   }
 
   const DecodeAttention& call_;
-  Ring& ring_;
+  Pipeline& pipeline_;
   Found& found_;
   const NewToken* const fresh_;
-  Turn turn_;
+  PipelineState state_;
   const int lane_ = threadIdx.x % 32, warp_ = threadIdx.x / 32;
-  const char* slots_;
+  const char* memory_;
   const float* scales_;
   int of_lane_, piece_;  // bytes
   int begin_;            // of the page, in the sequence
@@ -479,8 +481,8 @@ class PageAttention {
   bool is_edge_, is_new_;
   Queries<Q, Kind, kWidth> queries_;
   Scoring scoring_[2];
-  float weights_[kTiles][4];
-  float out_[Slot::kBoxes][kStepsOfBox][4];
+  float weights_[kMmaTiles][4];
+  float out_[Layout::kColumnTiles][kStepsOfStage][4];
 };
 
 }  // namespace dsx::cuda

@@ -1,8 +1,8 @@
-// Keys and values on their way to the tensor cores: a warp of each block reads pages into a ring of
-// slots in shared memory, for the others, which multiply what has arrived.
+// Keys and values on their way to the tensor cores: a warp of each block reads pages into the
+// stages of a pipeline in shared memory, for the others, which multiply what has arrived.
 //
-// A slot has a box: 64 or 128 bytes of each of some tokens of a page. In its matrices of 8 rows,
-// these are tokens one after the other.
+// Of a stage each of these warps has a TMA tile: 64 or 128 bytes of each of some tokens of its
+// page. In the tile's matrices of 8 rows, these are tokens one after the other.
 #pragma once
 
 #include "common/cuda/chain.cuh"
@@ -13,159 +13,162 @@
 
 namespace dsx::cuda {
 
-// Pages are read two slots at a time.
-constexpr int kSlotTokens = 32, kMostSlots = 12, kTogether = 2;
+// Pages are read two stages at a time.
+constexpr int kStageTokens = 32, kMostStages = 12, kTogether = 2;
 constexpr int kGroup = 8;                // lanes of the reading warp that have a page
 constexpr int kPageWarps = kChunkPages;  // each has one of the pages of a chunk
-constexpr int kReadingWarp = kPageWarps, kRingThreads = 32 * (kPageWarps + 1);
+constexpr int kReadingWarp = kPageWarps, kPipelineThreads = 32 * (kPageWarps + 1);
 
-// Rows of kWidth elements; those of fewer are as if followed by zeros.
+// What a warp has of a stage, of rows of kWidth elements; those of fewer are as if followed by
+// zeros.
 template <class Kind, int kWidth>
-struct Slot {
+struct StageLayout {
   static constexpr int kBytes = Kind::kQuantized ? 1 : 2;
-  static constexpr int kRow = kWidth * kBytes < 128 ? 64 : 128;  // bytes, of a box
+  static constexpr int kRow = kWidth * kBytes < 128 ? 64 : 128;  // bytes, of a tile
   static constexpr int kElements = kRow / kBytes;
-  static constexpr int kBoxes = kWidth / kElements;  // of a token
-  static constexpr int kParts = kPageTokens / kSlotTokens;
-  static constexpr int kOfPage = kBoxes * kParts;
-  static constexpr int kSize = kSlotTokens * kRow;
-  static constexpr int kScales = Kind::kQuantized ? kPageTokens : 0;  // behind all slots
+  static constexpr int kColumnTiles = kWidth / kElements;  // of a token
+  static constexpr int kTokenTiles = kPageTokens / kStageTokens;
+  static constexpr int kOfPage = kColumnTiles * kTokenTiles;
+  static constexpr int kSize = kStageTokens * kRow;
+  static constexpr int kScales = Kind::kQuantized ? kPageTokens : 0;  // behind all stages
 
-  // Where slot number k of a page begins in it.
-  __device__ static constexpr int element(int k) { return k / kParts * kElements; }
-  __device__ static constexpr int token(int k) { return k % kParts * kSlotTokens; }
+  // Where stage number k of a page begins in it.
+  __device__ static constexpr int element(int k) { return k / kTokenTiles * kElements; }
+  __device__ static constexpr int token(int k) { return k % kTokenTiles * kStageTokens; }
 };
 
-struct Boxes {
+struct TmaTiles {
   CUtensorMap keys, values;
-  int slots;
+  int stages;
   bool there;  // else rows are fetched by every lane
 };
 
 // What the warps of a block tell one another.
-struct Ring {
-  static constexpr int kUnits = 16;  // that the reading warp can be ahead, and more
+struct Pipeline {
+  static constexpr int kTasks = 16;  // that the reading warp can be ahead, and more
 
-  Barrier full[kMostSlots][kPageWarps], empty[kMostSlots];
-  Barrier begun[kPageWarps];       // there is a first unit
-  Unit units[kPageWarps][kUnits];  // one for each warp, written by a lane that tells it more
-  bool wrong[kUnits][kPageWarps];  // there is no such page
+  Barrier full[kMostStages][kPageWarps], empty[kMostStages];
+  Barrier begun[kPageWarps];       // there is a first task
+  Task tasks[kPageWarps][kTasks];  // one for each warp, written by a lane that tells it more
+  bool wrong[kTasks][kPageWarps];  // there is no such page
 
-  __device__ Unit& unit(int warp, int i) { return units[warp][i % kUnits]; }
+  __device__ Task& task(int warp, int i) { return tasks[warp][i % kTasks]; }
 };
 
-// Where a warp is in the ring.
-struct Turn {
-  int slots, slot = 0;
+// Where a warp is in the pipeline: at a stage, for an even time (phase 0) or an odd one.
+struct PipelineState {
+  int stages, stage = 0;
   int phase = 0;
 
-  __device__ void go_on() {
-    if (++slot == slots) slot = 0, phase ^= 1;
+  __device__ void advance() {
+    if (++stage == stages) stage = 0, phase ^= 1;
   }
 };
 
-// How many times the rows of a unit take the keys, 8 at a time.
-constexpr int kUnitRows = 8;
-__device__ inline int parts_of(const DecodeAttention& call, const Unit& unit) {
-  return (unit.count * int(call.group) + kUnitRows - 1) / kUnitRows;
+// How many times the rows of a task take the keys, 8 at a time.
+constexpr int kTileRows = 8;
+__device__ inline int row_tiles_of(const DecodeAttention& call, const Task& task) {
+  return (task.count * int(call.group) + kTileRows - 1) / kTileRows;
 }
 
-// The warp that reads. Groups of 8 lanes have a page each. With kByEngine there are boxes for sure.
+// The warp that reads. Groups of 8 lanes have a page each. With kByEngine there are tiles for sure.
 template <class Kind, int kWidth, bool kByEngine>
 class Reader {
-  using Slot = cuda::Slot<Kind, kWidth>;
+  using Layout = cuda::StageLayout<Kind, kWidth>;
 
  public:
-  __device__ Reader(const DecodeAttention& call, const Boxes& boxes, Ring& ring, char* slots)
-      : call_(call), boxes_(boxes), ring_(ring), slots_(slots), turn_{boxes.slots} {
-    scales_ = reinterpret_cast<float*>(slots + boxes.slots * kPageWarps * Slot::kSize);
+  __device__ Reader(const DecodeAttention& call, const TmaTiles& tiles, Pipeline& pipeline,
+                    char* memory)
+      : call_(call), tiles_(tiles), pipeline_(pipeline), memory_(memory), state_{tiles.stages} {
+    scales_ = reinterpret_cast<float*>(memory + tiles.stages * kPageWarps * Layout::kSize);
   }
 
   // One thread calls it, before any other goes on.
-  __device__ static void begin(const Boxes& boxes, Ring& ring) {
-    for (int i = 0; i < boxes.slots; ++i) {
-      for (Barrier& full : ring.full[i]) begin_barrier(&full, are_there(boxes) ? 1 : kGroup);
-      begin_barrier(&ring.empty[i], kPageWarps);
+  __device__ static void begin(const TmaTiles& tiles, Pipeline& pipeline) {
+    for (int i = 0; i < tiles.stages; ++i) {
+      for (Barrier& full : pipeline.full[i]) begin_barrier(&full, are_there(tiles) ? 1 : kGroup);
+      begin_barrier(&pipeline.empty[i], kPageWarps);
     }
-    for (Barrier& begun : ring.begun) begin_barrier(&begun, 1);
+    for (Barrier& begun : pipeline.begun) begin_barrier(&begun, 1);
     show_barriers();
   }
 
-  // Finds the first unit, and has its pages brought into the L2 cache; then makes sure of it. The
+  // Finds the first task, and has its pages brought into the L2 cache; then makes sure of it. The
   // next kernel begins once all blocks have.
-  template <class Units, class... Share>
-  __device__ Units find_first(const Share&... share) {
-    Units units(call_, share...);
-    find_first(units);
-    if (are_there(boxes_)) ask_for_first();
+  template <class Tasks, class... Share>
+  __device__ Tasks find_first(const Share&... share) {
+    Tasks tasks(call_, share...);
+    find_first(tasks);
+    if (are_there(tiles_)) ask_for_first();
     wait_for_previous();
     let_next_begin();
-    const int page = page_of(unit_ahead_);  // at the same time as the rest, not after it
-    if (units.are_still_so()) {
+    const int page = page_of(task_ahead_);  // at the same time as the rest, not after it
+    if (tasks.are_still_so()) {
       page_ahead_ = page;
     } else {
-      units = Units(call_, share...);
-      find_first(units);
+      tasks = Tasks(call_, share...);
+      find_first(tasks);
     }
-    return units;
+    return tasks;
   }
   // The others may then begin to wait for what there is of it.
   __device__ void show_first() {
     if (lane_ % kGroup == 0) {
-      ring_.unit(warp_, 0) = unit_ahead_;
-      arrive(&ring_.begun[warp_]);
+      pipeline_.task(warp_, 0) = task_ahead_;
+      arrive(&pipeline_.begun[warp_]);
     }
   }
-  // What the table says of the page number `number` of the first unit's slot.
+  // What the table says of the page number `number` of the first task's slot.
   __device__ int page_beside_first(int number) const {
-    const int here = number - unit_ahead_.chunk * kChunkPages;
-    if (unit_ahead_.there && here >= 0 && here < kChunkPages) {
+    const int here = number - task_ahead_.chunk * kChunkPages;
+    if (task_ahead_.there && here >= 0 && here < kChunkPages) {
       return __shfl_sync(0xffffffff, page_ahead_, here * kGroup);
     }
-    return __ldcg(call_.kv.table + unit_ahead_.slot * call_.kv.pages_of_slot + number);
+    return __ldcg(call_.kv.table + task_ahead_.slot * call_.kv.pages_of_slot + number);
   }
 
-  template <class Units>
-  __device__ void run(Units& units) {
+  template <class Tasks>
+  __device__ void run(Tasks& tasks) {
     policy_ = read_once();
-    for (int i = 0; unit_ahead_.there; ++i) {
-      const Unit unit = unit_ahead_;
+    for (int i = 0; task_ahead_.there; ++i) {
+      const Task task = task_ahead_;
       const int page = page_ahead_;
-      unit_ahead_ = units.next();
-      page_ahead_ = page_of(unit_ahead_);
-      const Span span = span_of(unit, page);
+      task_ahead_ = tasks.next();
+      page_ahead_ = page_of(task_ahead_);
+      const Span span = span_of(task, page);
       if (lane_ % kGroup == 0) {
-        ring_.unit(warp_, i + 1) = unit_ahead_;
-        ring_.wrong[i % Ring::kUnits][warp_] = span.wrong;
+        pipeline_.task(warp_, i + 1) = task_ahead_;
+        pipeline_.wrong[i % Pipeline::kTasks][warp_] = span.wrong;
       }
       __syncwarp();
-      const int parts = parts_of(call_, unit);
-      for (int part = 0; part < parts; ++part) {
+      const int row_tiles = row_tiles_of(call_, task);
+      for (int row_tile = 0; row_tile < row_tiles; ++row_tile) {
 #pragma unroll 1  // instructions are read from memory, too
-        for (int which = 0; which < 2; ++which) fill(which == 0, unit.head, page, span);
+        for (int which = 0; which < 2; ++which) fill(which == 0, task.head, page, span);
       }
     }
   }
 
  private:
-  template <class Units>
-  __device__ void find_first(Units& units) {
-    unit_ahead_ = units.next();
-    page_ahead_ = page_of(unit_ahead_);
+  template <class Tasks>
+  __device__ void find_first(Tasks& tasks) {
+    task_ahead_ = tasks.next();
+    page_ahead_ = page_of(task_ahead_);
   }
   __device__ void ask_for_first() const {
-    if (lane_ % kGroup != 0 || !span_of(unit_ahead_, page_ahead_).there) return;
+    if (lane_ % kGroup != 0 || !span_of(task_ahead_, page_ahead_).there) return;
 #pragma unroll
-    for (int k = 0; k < Slot::kOfPage; ++k) {
-      const BoxPlace place = {Slot::element(k), Slot::token(k), unit_ahead_.head, page_ahead_};
-      ask_for_box(boxes_.keys, place);
-      ask_for_box(boxes_.values, place);
+    for (int k = 0; k < Layout::kOfPage; ++k) {
+      const TileOrigin origin = {Layout::element(k), Layout::token(k), task_ahead_.head,
+                                 page_ahead_};
+      prefetch_page_tile(tiles_.keys, origin);
+      prefetch_page_tile(tiles_.values, origin);
     }
   }
 
-  __device__ static bool are_there(const Boxes& boxes) {
+  __device__ static bool are_there(const TmaTiles& tiles) {
 #if __CUDA_ARCH__ >= 900
-    return kByEngine || boxes.there;
+    return kByEngine || tiles.there;
 #else
     return false;
 #endif
@@ -177,64 +180,65 @@ class Reader {
     bool there, wrong;
   };
 
-  __device__ int number_of(const Unit& unit) const { return unit.chunk * kChunkPages + warp_; }
-  __device__ bool looks_at(const Unit& unit) const {
-    const int begin = number_of(unit) * kPageTokens;
-    return unit.there && begin < unit.length && begin + kPageTokens > unit.seen_begin;
+  __device__ int number_of(const Task& task) const { return task.chunk * kChunkPages + warp_; }
+  __device__ bool looks_at(const Task& task) const {
+    const int begin = number_of(task) * kPageTokens;
+    return task.there && begin < task.length && begin + kPageTokens > task.seen_begin;
   }
-  __device__ int page_of(const Unit& unit) const {
-    if (!looks_at(unit)) return 0;
-    return __ldcg(call_.kv.table + unit.slot * call_.kv.pages_of_slot + number_of(unit));
+  __device__ int page_of(const Task& task) const {
+    if (!looks_at(task)) return 0;
+    return __ldcg(call_.kv.table + task.slot * call_.kv.pages_of_slot + number_of(task));
   }
-  __device__ Span span_of(const Unit& unit, int page) const {
+  __device__ Span span_of(const Task& task, int page) const {
     Span span;
-    const bool used = looks_at(unit);
+    const bool used = looks_at(task);
     span.there = used && page >= 0 && page < call_.kv.pages;
     span.wrong = used && !span.there;
-    const int begin = number_of(unit) * kPageTokens;
-    span.begin = unit.seen_begin - begin;
-    span.end = unit.length - begin;
+    const int begin = number_of(task) * kPageTokens;
+    span.begin = task.seen_begin - begin;
+    span.end = task.length - begin;
     return span;
   }
 
-  // Fills slots with the keys or values of a page, as they become free.
+  // Fills stages with the keys or values of a page, as they become free.
   __device__ void fill(bool keys, int head, int page, const Span& span) {
 #pragma unroll 1
-    for (int k = 0; k < Slot::kOfPage; ++k) {
+    for (int k = 0; k < Layout::kOfPage; ++k) {
       if (k % kTogether == 0) {
-        Turn turn = turn_;
+        PipelineState ahead = state_;
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
-          wait_together_for(&ring_.empty[turn.slot], turn.phase ^ 1);
-          turn.go_on();
+          wait_together_for(&pipeline_.empty[ahead.stage], ahead.phase ^ 1);
+          ahead.advance();
         }
       }
-      const int token = Slot::token(k), number = turn_.slot * kPageWarps + warp_;
-      const bool there = span.there && token < span.end && token + kSlotTokens > span.begin;
+      const int token = Layout::token(k), number = state_.stage * kPageWarps + warp_;
+      const bool there = span.there && token < span.end && token + kStageTokens > span.begin;
       const bool with_scales = Kind::kQuantized && k == 0 && span.there;
-      Barrier* const full = &ring_.full[turn_.slot][warp_];
-      char* const slot = slots_ + number * Slot::kSize;
-      if (!are_there(boxes_)) {
-        if (there) fetch_rows(keys, call_.kv.place(page, head, token), k, span, slot);
+      Barrier* const full = &pipeline_.full[state_.stage][warp_];
+      char* const tile = memory_ + number * Layout::kSize;
+      if (!are_there(tiles_)) {
+        if (there) fetch_rows(keys, call_.kv.place(page, head, token), k, span, tile);
       } else if (lane_ % kGroup == 0) {
-        const int bytes = (there ? Slot::kSize : 0) + (with_scales ? kPageTokens * 4 : 0);
+        const int bytes = (there ? Layout::kSize : 0) + (with_scales ? kPageTokens * 4 : 0);
         arrive_expecting(full, bytes);
-        const BoxPlace place = {Slot::element(k), token, head, page};
-        if (there) fetch_box(slot, keys ? boxes_.keys : boxes_.values, place, full, policy_);
+        const TileOrigin origin = {Layout::element(k), token, head, page};
+        if (there) fetch_page_tile(tile, keys ? tiles_.keys : tiles_.values, origin, full, policy_);
       }
       if constexpr (Kind::kQuantized) {
         const float* const scales = keys ? call_.kv.key_scales : call_.kv.value_scales;
         if (with_scales) {
-          fetch_scales(scales + call_.kv.scale_place(page, head, 0), number * Slot::kScales, full);
+          fetch_scales(scales + call_.kv.scale_place(page, head, 0), number * Layout::kScales,
+                       full);
         }
       }
-      if (!are_there(boxes_)) arrive_after_fetches(full);
-      turn_.go_on();
+      if (!are_there(tiles_)) arrive_after_fetches(full);
+      state_.advance();
     }
   }
 
   __device__ void fetch_scales(const float* scales, int place, Barrier* full) {
-    if (!are_there(boxes_)) {
+    if (!are_there(tiles_)) {
       for (int i = lane_ % kGroup; i < kPageTokens / 4; i += kGroup) {
         fetch_bytes<16>(scales_ + place + i * 4, scales + i * 4);
       }
@@ -243,30 +247,30 @@ class Reader {
     }
   }
 
-  __device__ void fetch_rows(bool keys, int64_t place, int k, const Span& span, char* slot) {
-    constexpr int kPieces = Slot::kRow / 16;
-    const int first = Slot::token(k), begin = Slot::element(k) * Slot::kBytes;
+  __device__ void fetch_rows(bool keys, int64_t place, int k, const Span& span, char* tile) {
+    constexpr int kPieces = Layout::kRow / 16;
+    const int first = Layout::token(k), begin = Layout::element(k) * Layout::kBytes;
     const char* const rows = static_cast<const char*>(keys ? call_.kv.keys : call_.kv.values);
-    const int64_t of_token = call_.kv.of_token * Slot::kBytes;
-    const int bytes = int(call_.kv.width) * Slot::kBytes;
-    for (int i = lane_ % kGroup; i < kSlotTokens * kPieces; i += kGroup) {
+    const int64_t of_token = call_.kv.of_token * Layout::kBytes;
+    const int bytes = int(call_.kv.width) * Layout::kBytes;
+    for (int i = lane_ % kGroup; i < kStageTokens * kPieces; i += kGroup) {
       const int token = i / kPieces, piece = i % kPieces, byte = begin + piece * 16;
       if (first + token < span.begin || first + token >= span.end) continue;
-      const char* const row = rows + place * Slot::kBytes + token * of_token;
+      const char* const row = rows + place * Layout::kBytes + token * of_token;
       const bool inside = byte < bytes;
-      fetch_part(slot + swizzled<Slot::kRow>(token, piece) * 16, inside ? row + byte : row,
+      fetch_part(tile + swizzled<Layout::kRow>(token, piece) * 16, inside ? row + byte : row,
                  inside ? 16 : 0);
     }
   }
 
   const DecodeAttention& call_;
-  const Boxes& boxes_;
-  Ring& ring_;
-  char* const slots_;
+  const TmaTiles& tiles_;
+  Pipeline& pipeline_;
+  char* const memory_;
   float* scales_;
-  Turn turn_;
+  PipelineState state_;
   uint64_t policy_;
-  Unit unit_ahead_;
+  Task task_ahead_;
   int page_ahead_;
   const int lane_ = threadIdx.x % 32, warp_ = lane_ / kGroup;
 };

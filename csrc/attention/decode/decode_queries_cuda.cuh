@@ -36,7 +36,7 @@ struct Fit {
 template <int kWidth>
 struct NewToken {
   static constexpr int kStride = kWidth + 8;  // rows are read without two in the same bank
-  alignas(16) uint16_t queries[kUnitRows][kStride];
+  alignas(16) uint16_t queries[kTileRows][kStride];
   alignas(16) char keys[2 * kWidth], values[2 * kWidth];  // as they are stored, and zeros
   float key_scale, value_scale;
 };
@@ -49,12 +49,12 @@ struct Queries {
   float inverse[2];  // what products of rows 2 pair and 2 pair + 1 are to be multiplied by
 
   // Begins to read. What is not there is 0.
-  __device__ void read(const DecodeAttention& call, const Unit& unit, int part) {
-    const int number = part * kUnitRows + threadIdx.x % 32 / 4;
+  __device__ void read(const DecodeAttention& call, const Task& task, int row_tile) {
+    const int number = row_tile * kTileRows + threadIdx.x % 32 / 4;
     const int group = int(call.group), token = int(quotient(number, group));
-    const bool there = token < unit.count;
-    const int head = unit.head * group + number - token * group;
-    const Q* const row = call.q.at<Q>(unit.batch, there ? token : 0, there ? head : 0).address;
+    const bool there = token < task.count;
+    const int head = task.head * group + number - token * group;
+    const Q* const row = call.q.at<Q>(task.batch, there ? token : 0, there ? head : 0).address;
     const bool aligned = reinterpret_cast<uintptr_t>(row) % 4 == 0;
     if (__all_sync(0xffffffff, aligned)) {
       read_pairs(there ? int(call.kv.width) : 0,

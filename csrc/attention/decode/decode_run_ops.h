@@ -25,13 +25,13 @@ inline void run(const DecodeAttention& call, int /*device*/) {
   }
   const int64_t floats = first.back() * call.rows() * partial_floats(call.kv.width);
   const std::unique_ptr<float[]> partials(new float[size_t(floats)]);  // not filled
-  const DecodeUnits units{first.data(), partials.get()};
+  const DecodeTasks tasks{first.data(), partials.get()};
   in_parallel(first.back(), 1, 1, [&](Isa isa, int64_t begin, int64_t end) {
-    decode_chunks_cpu(isa, call, units, begin, end);
+    decode_chunks_cpu(isa, call, tasks, begin, end);
   });
   in_parallel(
       call.news.batches * call.news.tokens * call.q.heads, 1, kRowsPerThread,
-      [&](Isa isa, int64_t begin, int64_t end) { merge_chunks_cpu(isa, call, units, begin, end); });
+      [&](Isa isa, int64_t begin, int64_t end) { merge_chunks_cpu(isa, call, tasks, begin, end); });
 }
 #endif
 

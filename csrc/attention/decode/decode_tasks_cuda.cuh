@@ -171,8 +171,8 @@ __device__ inline Sequence sequence_again(const DecodeAttention& call, int64_t b
   });
 }
 
-// A unit of work: a chunk of a row of the batch, and a head of keys.
-struct Unit {
+// A task of work: a chunk of a row of the batch, and a head of keys.
+struct Task {
   int slot, length, count;       // as Sequence says
   int seen_begin, seen_by_last;  // the first key that the first token sees; that the last one sees
   int batch, head;
@@ -181,17 +181,17 @@ struct Unit {
 
   __device__ int position(int64_t token) const { return length - count + int(token); }
   // Whether this and the next one, if there is one, are of the same rows.
-  __device__ bool goes_on_in(const Unit& next) const {
+  __device__ bool goes_on_in(const Task& next) const {
     return next.there && next.batch == batch && next.head == head;
   }
 };
 
-// The units of a block, one by one: for each row of the batch, its heads, for each its chunks. The
+// The tasks of a block, one by one: for each row of the batch, its heads, for each its chunks. The
 // host does not know how many there are. A whole warp has one, and calls it.
-class Units {
+class Tasks {
  public:
   // The share of this block. Reads through the L2 cache: what it finds may be of any time.
-  __device__ explicit Units(const DecodeAttention& call) : call_(&call) {
+  __device__ explicit Tasks(const DecodeAttention& call) : call_(&call) {
     read_batches(0);
     const int heads = int(call.kv.heads), lane = threadIdx.x % 32;
     int total = chunks_;
@@ -241,7 +241,7 @@ class Units {
                                       sequence.count == count_);
   }
 
-  __device__ Unit next() {
+  __device__ Task next() {
     next_.there = left_ > 0;
     if (!next_.there) return next_;
     --left_;
@@ -254,9 +254,9 @@ class Units {
       } while (all_ == 0);
     }
     next_.chunk = first_chunk_ + next_.index++;
-    Unit unit = next_;
-    --unit.index;
-    return unit;
+    Task task = next_;
+    --task.index;
+    return task;
   }
 
  private:
@@ -289,7 +289,7 @@ class Units {
     next_.seen_by_last = int(seen_at(next_.length - 1, call_->window).begin);
   }
 
-  __device__ Unit no_more() {
+  __device__ Task no_more() {
     left_ = 0;
     next_.there = false;
     return next_;
@@ -297,9 +297,9 @@ class Units {
 
   const DecodeAttention* call_;
   int base_, slot_, length_, count_, first_, chunks_;  // of row base_ + lane of the batch
-  int left_;                                           // units
+  int left_;                                           // tasks
   int first_chunk_, all_;  // chunks of the row of the batch that next_ is in
-  Unit next_ = {};
+  Task next_ = {};
 };
 
 // What scores of a row become before the softmax: -inf for a key that is not seen.

@@ -1,4 +1,4 @@
-// Boxes of pages in shared memory: 64 or 128 bytes of each of some tokens of a head, as
+// TMA tiles of pages in shared memory: 64 or 128 bytes of each of some tokens of a head, as
 // common/cuda/tma_tiles.cuh has those of a matrix.
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace dsx::cuda {
 
-// Where piece number `piece` of 16 bytes of a row of a box is, in 16 bytes: so the same piece of
+// Where piece number `piece` of 16 bytes of a row of a tile is, in 16 bytes: so the same piece of
 // eight rows is read without two of them in the same bank.
 template <int kRowBytes>
 __device__ constexpr int swizzled(int row, int piece) {
@@ -24,30 +24,30 @@ __device__ inline void wrote_before_fetch() {
 
 // What follows is for the copy engine, of 9.0 and newer.
 
-// Where a box begins in keys or values.
-struct BoxPlace {
+// Where a tile begins in keys or values.
+struct TileOrigin {
   int element, token, head, page;
 };
 
-// Begins to copy a box, whose bytes the barrier counts. What lies outside of a page becomes 0.
-__device__ inline void fetch_box(void* near, const CUtensorMap& map, const BoxPlace& place,
-                                 Barrier* barrier, uint64_t policy) {
+// Begins to copy a tile, whose bytes the barrier counts. What lies outside of a page becomes 0.
+__device__ inline void fetch_page_tile(void* near, const CUtensorMap& map, const TileOrigin& origin,
+                                       Barrier* barrier, uint64_t policy) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(near)),
-      "l"(&map), "r"(place.element), "r"(place.token), "r"(place.head), "r"(place.page),
+      "l"(&map), "r"(origin.element), "r"(origin.token), "r"(origin.head), "r"(origin.page),
       "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 #endif
 }
 
 // Asks for one to be brought into the L2 cache, and no nearer.
-__device__ inline void ask_for_box(const CUtensorMap& map, const BoxPlace& place) {
+__device__ inline void prefetch_page_tile(const CUtensorMap& map, const TileOrigin& origin) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map),
-      "r"(place.element), "r"(place.token), "r"(place.head), "r"(place.page)
+      "r"(origin.element), "r"(origin.token), "r"(origin.head), "r"(origin.page)
       : "memory");
 #endif
 }
@@ -63,8 +63,8 @@ __device__ inline void fetch_in_bulk(void* near, const void* far, int bytes, Bar
 #endif
 }
 
-// How fetch_box reads keys or values, of so many bytes an element: so many bytes of so many tokens
-// at a time. False if the driver refuses.
+// How fetch_page_tile reads keys or values, of so many bytes an element: so many bytes of so many
+// tokens at a time. False if the driver refuses.
 inline bool make_map(CUtensorMap& map, const PagedKv& kv, const void* data, int element_bytes,
                      int row_bytes, int tokens) {
   const auto encode = map_encoder();
@@ -74,12 +74,12 @@ inline bool make_map(CUtensorMap& map, const PagedKv& kv, const void* data, int 
   const cuuint64_t distances[] = {cuuint64_t(kv.of_token * element_bytes),
                                   cuuint64_t(kv.of_head * element_bytes),
                                   cuuint64_t(kv.of_page * element_bytes)};
-  const cuuint32_t box[] = {cuuint32_t(row_bytes / element_bytes), cuuint32_t(tokens), 1, 1};
+  const cuuint32_t tile[] = {cuuint32_t(row_bytes / element_bytes), cuuint32_t(tokens), 1, 1};
   const cuuint32_t steps[] = {1, 1, 1, 1};
   const auto type =
       element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   const auto swizzle = row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
-  return encode(&map, type, 4, const_cast<void*>(data), sizes, distances, box, steps,
+  return encode(&map, type, 4, const_cast<void*>(data), sizes, distances, tile, steps,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }

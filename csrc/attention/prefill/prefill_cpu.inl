@@ -356,11 +356,11 @@ inline void attend_strip(const PrefillAttention& call, Strip& strip) {
 template <class Kind>
 inline void attend_strips(const PrefillAttention& call, int64_t begin, int64_t end) {
   const int64_t strips = strips_of(call), beside = call.news.batches * call.kv.heads;
-  for (int64_t unit = begin; unit < end; ++unit) {
-    const int64_t number = unit / beside;
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t number = task / beside;
     Strip strip;
-    strip.batch = unit % beside / call.kv.heads;
-    strip.head = unit % call.kv.heads;
+    strip.batch = task % beside / call.kv.heads;
+    strip.head = task % call.kv.heads;
     strip.first_row = (number % 2 == 0 ? number / 2 : strips - 1 - number / 2) * kStripRows;
     strip.sequence = sequence_of(call.kv, call.news, strip.batch);
     const bool wrong = strip.sequence.wrong || !has_pages(call, strip.sequence);

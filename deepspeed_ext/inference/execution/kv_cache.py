@@ -19,7 +19,7 @@ class KVCache:
 
     A slot has tokens in pages of 64, which a table numbers. The host knows every length without
     asking the device; the device has the same numbers in the order of the stream, so that steps may
-    be queued far ahead, and CUDA graphs be replayed. A step is::
+    be queued far ahead, and CUDA graphs be replayed. A step is:
 
         cache.reserve(slots, 1)                      # on the host; raises before anything is queued
         for i, layer in enumerate(model):            # may be a graph

@@ -146,7 +146,7 @@ class InferenceEngine:
         progress: bool = False,
         **changes: Any,
     ) -> list[Completion] | Stream:
-        """Return what follows prompts::
+        """Return what follows prompts:
 
             engine.generate("Once upon a time", max_new_tokens=64)[0].text
             for piece in engine.generate([[1, 15, 8], [1, 4]], temperature=0.8, stream=True): ...

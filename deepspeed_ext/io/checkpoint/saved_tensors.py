@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.io.checkpoint.format import HeaderEntry
 from deepspeed_ext.io.tensors import a, check_kind
+from deepspeed_ext.torch_internals.tensors import storage_id
 
 TORCH_DTYPES = {  # of the format's dtypes; torch has none of 6 bits
     "BOOL": torch.bool,
@@ -74,7 +75,7 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     for name, tensor in tensors.items():
         if tensor.numel():
             storage = tensor.untyped_storage()
-            address = storage._cdata if tensor.is_meta else storage.data_ptr()
+            address = storage_id(storage) if tensor.is_meta else storage.data_ptr()
             memory = (tensor.device, address, tensor.storage_offset())
             layout = (tensor.dtype, tensor.shape, tensor.stride())
             groups[(*memory, *layout, tensor.is_conj(), tensor.is_neg())].append(name)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from deepspeed_ext.io._native import native
 from deepspeed_ext.op_builder.log import logger
+from deepspeed_ext.torch_internals.processes import has_cuda_context
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
@@ -338,10 +339,9 @@ def _register_with_cuda(pages: Any, nbytes: int) -> str | None:
 def _device_in_use() -> int:
     """Return a device with a context, the current one if it has: a new one takes much memory."""
     current = torch.cuda.current_device()
-    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    if has_context is None:
+    if has_cuda_context is None:
         return current
-    return next(filter(has_context, [current, *range(torch.cuda.device_count())]), current)
+    return next(filter(has_cuda_context, [current, *range(torch.cuda.device_count())]), current)
 
 
 def _unregister(address: int, device: int, process: int) -> None:

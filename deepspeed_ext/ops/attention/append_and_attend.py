@@ -89,9 +89,7 @@ def append_and_attend_(
         ``kv.violations`` becomes 1, and its results are NaN.
 
     Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
         RuntimeError: a gradient, or a tangent, would be lost.
-        BuildError: the native library of the device could not be built or loaded.
 
     See: ``rope_append_``, ``decode_attention``. ``append_and_attend_ref_`` is the same in float64.
     """

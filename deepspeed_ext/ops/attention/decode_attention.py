@@ -81,8 +81,6 @@ def decode_attention(
         slot, count or length cannot be, or a page of the table, as the host cannot look at them.
 
     Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
         RuntimeError: a gradient is wanted: there is none.
 
     See: Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018, section 3.

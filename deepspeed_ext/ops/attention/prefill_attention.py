@@ -89,8 +89,6 @@ def prefill_attention(
         slot, count or length cannot be, or a page of the table, as the host cannot look at them.
 
     Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
         RuntimeError: a gradient is wanted: there is none.
 
     See: Dao, "FlashAttention-2", 2023, section 3.1. ``prefill_attention_ref`` is the same in

@@ -119,9 +119,7 @@ def rope(
         The shape of q, contiguous, of its dtype; with k a tuple of both.
 
     Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
         RuntimeError: frequencies require a gradient.
-        BuildError: the native library of the device could not be built or loaded.
 
     See: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equations
     15 and 34. ``rope_ref`` is the same in float64.
@@ -159,9 +157,7 @@ def rope_(
         scale: as there.
 
     Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
         RuntimeError: a gradient, or a tangent, would be lost.
-        BuildError: the native library of the device could not be built or loaded.
 
     See: ``rope``.
     """

@@ -75,9 +75,7 @@ def rope_append_(
     ``kv.violations`` becomes 1, which ``KVCache.check`` looks at.
 
     Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
         RuntimeError: a gradient, or a tangent, would be lost.
-        BuildError: the native library of the device could not be built or loaded.
 
     See: ``rope``, ``rms_norm``. ``rope_append_ref_`` is the same in float64.
     """

@@ -17,9 +17,6 @@ def rope_frequencies(width: int, *, base: float = 10000.0, factor: float = 1.0) 
     Returns:
         (width / 2,), float64, on the CPU, radians per position.
 
-    Raises:
-        ValueError: an argument breaks a rule above.
-
     See: Su et al., "RoFormer", 2021, section 3.2.2; Chen et al., "Extending Context Window of Large
     Language Models via Positional Interpolation", 2023.
     """
@@ -44,9 +41,6 @@ def rope_frequencies_ntk(
 
     Returns:
         As ``rope_frequencies``.
-
-    Raises:
-        ValueError: an argument breaks a rule above.
 
     See: bloc97, "NTK-Aware Scaled RoPE", 2023; emozilla, "Dynamically Scaled RoPE", 2023.
     """
@@ -81,9 +75,6 @@ def rope_frequencies_yarn(
 
     Returns:
         As ``rope_frequencies``.
-
-    Raises:
-        ValueError: an argument breaks a rule above.
 
     See: Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023,
     section 3.2.
@@ -121,9 +112,6 @@ def rope_scale_yarn(factor: float, *, mscale: float = 1.0, mscale_all_dim: float
     Returns:
         0.1 ln(factor) mscale + 1, or its quotient with that of mscale_all_dim.
 
-    Raises:
-        ValueError: an argument breaks a rule above.
-
     See: Peng et al., "YaRN", 2023, equation 22.
     """
     _check("factor", factor, 1 <= factor < math.inf, "a number that is 1 or more")
@@ -155,9 +143,6 @@ def rope_frequencies_llama3(
 
     Returns:
         As ``rope_frequencies``.
-
-    Raises:
-        ValueError: an argument breaks a rule above.
 
     See: Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.4; the rule itself is in
     the code that was published with version 3.1.

@@ -31,7 +31,6 @@ def _check(stored: torch.dtype, dtype: torch.dtype, device: str) -> None:
 
     Raises:
         RuntimeError: a result is not what the reference says.
-        BuildError: the native library could not be built or loaded.
     """
     generator = torch.Generator().manual_seed(0)
 

@@ -71,10 +71,6 @@ def bias_activation(x: Tensor, bias: Tensor | None = None, *, activation: str = 
     Returns:
         The shape of x, contiguous, of its dtype.
 
-    Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
-
     See: Hendrycks & Gimpel, "Gaussian Error Linear Units", 2016, section 2.
     ``bias_activation_ref`` is the same in float64.
     """

@@ -73,10 +73,6 @@ def gated_activation(
     Returns:
         (..., n), contiguous, of the dtype of gate.
 
-    Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
-
     See: Shazeer, "GLU Variants Improve Transformer", 2020, equations 5 and 6. The reference,
     ``gated_activation_ref``, is the same in float64.
     """

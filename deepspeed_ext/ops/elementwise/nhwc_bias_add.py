@@ -62,10 +62,6 @@ def nhwc_bias_add(
     Returns:
         The shape of x, of its dtype: of 4 dimensions channels_last, else contiguous.
 
-    Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
-
     See: DeepSpeed, csrc/spatial. ``nhwc_bias_add_ref`` is the same in float64.
     """
     if other is not None and other.shape != x.shape:

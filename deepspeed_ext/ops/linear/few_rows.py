@@ -110,7 +110,8 @@ def by_torch(
     Args:
         product: gives x @ weight.T, and adds what it is called with, unless that is None.
     """
-    from deepspeed_ext.ops import bias_activation, gated_activation
+    from deepspeed_ext.ops.elementwise.bias_activation import bias_activation
+    from deepspeed_ext.ops.elementwise.gated_activation import gated_activation
 
     if activation is None:
         out = product(bias)
@@ -132,7 +133,8 @@ def grad_of_sums(
     """Return the gradient of x @ weight.T + bias, and work out again what was activated."""
     if activation is None:
         return grad_out
-    from deepspeed_ext.ops import bias_activation, gated_activation  # noqa: F401  # define the ops
+    import deepspeed_ext.ops.elementwise.bias_activation  # it defines the op
+    import deepspeed_ext.ops.elementwise.gated_activation  # noqa: F401  # likewise
 
     ops = torch.ops.deepspeed_ext
     sums = F.linear(x, weight, bias)

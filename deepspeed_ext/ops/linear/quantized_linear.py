@@ -42,6 +42,7 @@ from deepspeed_ext.ops.quantization.packed_weight import (
     unpack_weight_ref,
 )
 from deepspeed_ext.ops.quantization.quantize import quantize
+from deepspeed_ext.torch_internals.dispatch import int8_matmul
 
 _EXACT_LENGTH, _UNIT = 65536, 16  # see quantized_linear.h; bytes that are read at once
 
@@ -173,10 +174,8 @@ def quantized_linear(
         (..., n), contiguous, of the dtype of x.
 
     Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
         RuntimeError: the compute capability is below 8.0, torch refuses the arguments, or the
             gradient of scales or offsets is wanted.
-        BuildError: the native library of the device could not be built or loaded.
 
     See: ``quantized_linear_ref`` is the same in float64; csrc/quantization/packed_weight.h.
     """
@@ -242,7 +241,6 @@ def quantized_linear_norm(
     Raises:
         ValueError: an argument breaks a rule above, or that of ``quantized_linear``.
         RuntimeError: a gradient is wanted, or the compute capability is below 8.0.
-        BuildError: the native library of the device could not be built or loaded.
 
     See: ``rms_norm``. ``quantized_linear_norm_ref`` is the same in float64.
     """
@@ -390,7 +388,7 @@ def _integer_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Te
     """Return x @ w.T + bias by sums of integers, which do not mind the order of the codes."""
     rows = quantize(x.reshape(-1, weight.length))
     lines = lines_of_bytes(rows.codes, 8, weight.length, "int8", False).view(torch.int8)
-    sums = torch._int_mm(lines, weight.codes.view(torch.int8).t())
+    sums = int8_matmul(lines, weight.codes.view(torch.int8).t())
     out = sums * weight.scales * rows.scales
     if bias is not None:
         out = out + bias

@@ -30,7 +30,6 @@ def _check(device: str, format: str, offsets: bool) -> None:
 
     Raises:
         RuntimeError: a result is not what the reference says.
-        BuildError: the native library could not be built or loaded.
     """
     for length, group_size in ((300, 64), (77, 20)):
         weight = _random_weight(80, length, format, offsets, group_size)

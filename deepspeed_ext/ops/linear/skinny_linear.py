@@ -135,9 +135,7 @@ def skinny_linear(
         (..., n), contiguous, of the dtype of x.
 
     Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
         RuntimeError: the compute capability is below 8.0, or torch refuses the arguments.
-        BuildError: the native library of the device could not be built or loaded.
 
     See: ``gated_activation`` for gates. ``skinny_linear_ref`` is the same in float64.
     """
@@ -189,7 +187,6 @@ def skinny_linear_norm(
     Raises:
         ValueError: an argument breaks a rule above, or that of ``skinny_linear``.
         RuntimeError: a gradient is wanted, or the compute capability is below 8.0.
-        BuildError: the native library of the device could not be built or loaded.
 
     See: ``rms_norm``. ``skinny_linear_norm_ref`` is the same in float64.
     """

@@ -81,10 +81,6 @@ def layer_norm(
         The result, contiguous, of the dtype of x; with a residual and return_sum a tuple of it and
         of the sum, as it was rounded to the dtype of residual and then normalized.
 
-    Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
-
     See: Ba, Kiros & Hinton, "Layer Normalization", 2016, equation 4, with eps under the root.
     ``layer_norm_ref`` is the same in float64.
     """

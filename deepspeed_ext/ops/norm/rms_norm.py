@@ -84,10 +84,6 @@ def rms_norm(
         The result, contiguous, of the dtype of x; with a residual and return_sum a tuple of it and
         of the sum, as it was rounded to the dtype of residual and then normalized.
 
-    Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
-
     See: Zhang & Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4; eps is under
     the root, as in Llama. ``rms_norm_ref`` is the same in float64.
     """

@@ -70,10 +70,6 @@ def adagrad_step_(
         found_inf: None, or one float32 or float64; when it is not 0, nothing at all is modified.
         out: see there.
 
-    Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
-
     See: Duchi, Hazan & Singer, "Adaptive Subgradient Methods", 2011, Figure 1 (diagonal matrices),
     with the options of ``torch.optim.Adagrad``. ``adagrad_step_ref_`` is the same formula in
     float64.

@@ -119,10 +119,6 @@ def adam_step_(
             of a part of a parameter is one of views, in any cut (of state in codes at multiples of
             256 elements), with the index of its first element in `noise`; its bits are the same.
 
-    Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
-
     See: Kingma & Ba, "Adam", 2015, Algorithm 1; Loshchilov & Hutter, "Decoupled Weight Decay
     Regularization", 2019, Algorithm 2; Reddi, Kale & Kumar, "On the Convergence of Adam and
     Beyond", 2018, Algorithm 2 (with the maximum taken before the bias correction, as in

@@ -38,7 +38,6 @@ def clip_grad_norm_(
         ValueError: max_norm is negative or NaN, or a gradient is of a wrong kind, such as a Partial
             DTensor; nothing is modified.
         RuntimeError: a gradient has inf or NaN, with error_if_nonfinite.
-        BuildError: the native library of a device could not be built or loaded.
 
     See: Pascanu, Mikolov & Bengio, "On the difficulty of training recurrent neural networks", 2013,
     Algorithm 1.
@@ -102,7 +101,6 @@ def total_squared_norm(tensors: Sequence[Tensor]) -> Tensor:
 
     Raises:
         ValueError: a tensor is of a wrong kind, such as a Partial DTensor.
-        BuildError: the native library of a device could not be built or loaded.
     """
     return _total(tensors, lambda error, here: error)
 

@@ -34,10 +34,6 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     Returns:
         int64 (n,) on the device of the tensors; on the CPU if there are none. 0 of no elements.
 
-    Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
-
     See: NH in Black et al., "UMAC: Fast and Secure Message Authentication", 1999.
         ``fingerprints_ref`` is the same in plain torch.
     """

@@ -40,10 +40,6 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     Returns:
         float64 (n,) on the device of the tensors; on the CPU if there are none.
 
-    Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
-
     See: ``squared_norms_ref`` is the same in plain torch.
     """
     if not tensors:  # so no device to dispatch on
@@ -85,14 +81,9 @@ def l2_norm(tensors: Sequence[Tensor]) -> L2Norm:
         tensors: as for `squared_norms`.
 
     Returns:
-        norm: float32, no dimension; 0 if there are no elements.
-        per_tensor: float32 (n,).
-        found_inf: float32, no dimension: 1 if an element is inf or NaN, else 0, as GradScaler and
-            the optimizer steps have it.
-
-    Raises:
-        ValueError: a tensor breaks a rule; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
+        The norm, float32 without a dimension, 0 if there are no elements; that of each tensor,
+        float32 (n,); found_inf, float32 without a dimension, 1 if an element is inf or NaN, else 0,
+        as GradScaler and the optimizer steps have it.
 
     See: ``l2_norm_ref`` is the same in plain torch.
     """

@@ -102,10 +102,6 @@ def lamb_moments_(
         float64 (n, 2) on the device of params: for each parameter the sum of squares of its
         elements, and of those of its update, worked out from the moments as they were stored.
 
-    Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
-
     See: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes",
     2020, Algorithm 2. ``lamb_moments_ref_`` is the same formula in float64.
     """
@@ -184,10 +180,6 @@ def lamb_apply_(
         bias_correction: see there.
         found_inf: see there.
         out: see `adam_step_`.
-
-    Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
 
     See: You et al. 2020, Algorithm 2. ``lamb_apply_ref_`` is the same formula in float64.
     """

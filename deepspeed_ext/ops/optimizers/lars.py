@@ -60,10 +60,6 @@ def lars_norms(
         float64 (n, 2) on the device of params: for each parameter the sum of squares of its
         elements, and of those of its gradient.
 
-    Raises:
-        ValueError: an argument breaks a rule; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
-
     See: ``lars_norms_ref`` is the same in plain torch.
     """
     return torch.zeros(0, 2, dtype=torch.float64)
@@ -141,10 +137,6 @@ def lars_apply_(
         grad_scale: None, or one float32 or float64 that gradients are divided by first.
         found_inf: None, or one float32 or float64; when it is not 0, nothing at all is modified.
         out: see there.
-
-    Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
 
     See: You, Gitman & Ginsburg, "Large Batch Training of Convolutional Networks", 2017,
     Algorithm 1. ``lars_apply_ref_`` is the same formula in float64.

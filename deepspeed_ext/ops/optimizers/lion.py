@@ -64,10 +64,6 @@ def lion_step_(
         found_inf: None, or one float32 or float64; when it is not 0, nothing at all is modified.
         out: see there.
 
-    Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
-
     See: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, Algorithm 2. The sign
     of 0 is 0, that of NaN is NaN. ``lion_step_ref_`` is the same formula in float64.
     """

@@ -89,10 +89,6 @@ def rmsprop_step_(
         found_inf: None, or one float32 or float64; when it is not 0, nothing at all is modified.
         out: see there.
 
-    Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
-
     See: Tieleman & Hinton, "Neural Networks for Machine Learning", 2012, lecture 6.5; Graves,
     "Generating Sequences With Recurrent Neural Networks", 2013, equations 38 to 45 (centered), in
     the form of ``torch.optim.RMSprop``. ``rmsprop_step_ref_`` is the same formula in float64.

@@ -107,7 +107,6 @@ def _check_step(
 
     Raises:
         RuntimeError: a result is not what the reference says.
-        BuildError: the native library could not be built or loaded.
     """
     generator = torch.Generator().manual_seed(0)
     states = [state.argument for state in table.usual_states]
@@ -139,7 +138,6 @@ def sums_of_squares(device: str) -> None:
 
     Raises:
         RuntimeError: a result is not what the reference says.
-        BuildError: the native library could not be built or loaded.
     """
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(70_000, generator=generator).to(device, dtype) for dtype in DTYPES]
@@ -157,7 +155,6 @@ def fingerprint(device: str) -> None:
 
     Raises:
         RuntimeError: a fingerprint is not what the reference says.
-        BuildError: the native library of the device could not be built or loaded.
     """
     numbers = torch.arange(70_000)
     tensors = [(numbers % 251).byte(), (numbers * 77 % 509).bfloat16()[1:], numbers[:3], numbers]

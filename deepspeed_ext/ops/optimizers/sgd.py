@@ -80,10 +80,6 @@ def sgd_step_(
         found_inf: None, or one float32 or float64; when it is not 0, nothing at all is modified.
         out: see there.
 
-    Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
-
     See: Sutskever et al., "On the importance of initialization and momentum in deep learning",
     2013, Equations 3 and 4, in the form of ``torch.optim.SGD``. ``sgd_step_ref_`` is the same
     formula in float64.

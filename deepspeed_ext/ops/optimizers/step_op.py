@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.ops._library import call_recording_nothing, define, refuse_tangents
+from deepspeed_ext.torch_internals.dispatch import OpOverload
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -224,7 +225,7 @@ def step_function(op: StepOp) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     fake = _squares_of if op.measures else None
 
-    def define_one(schema: str) -> torch._ops.OpOverload:
+    def define_one(schema: str) -> OpOverload:
         return define(schema, op.libraries, fake=fake, is_step=True, on_host=_ON_HOST)
 
     native = define_one(op.schema)

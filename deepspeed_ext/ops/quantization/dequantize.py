@@ -55,9 +55,7 @@ def dequantize(
         (..., length), contiguous.
 
     Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
         RuntimeError: a gradient is wanted.
-        BuildError: the native library of the device could not be built or loaded.
 
     See: csrc/quantization/formats.h; ``dequantize_ref`` is the same in float64.
     """

@@ -27,10 +27,6 @@ def ds_quantizer(
         sr: whether to round stochastically, with a seed from the default generator of the CPU.
         asym: whether groups have an offset, their least element.
 
-    Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
-
     See: ``fake_quantize``, which makes a new tensor and has a gradient.
     """
     check_kinds("ds_quantizer", input=(input, Tensor))

@@ -53,7 +53,6 @@ def fake_quantize(
 
     Raises:
         ValueError: an argument breaks a rule of quantize.
-        BuildError: the native library of the device could not be built or loaded.
 
     See: Bengio, Leonard & Courville, "Estimating or propagating gradients through stochastic
     neurons for conditional computation", 2013, section 4. ``fake_quantize_ref`` is the same in

@@ -69,9 +69,6 @@ def pack_weight(
         format: "int8", "int4" or "nf4".
         group_size: elements along a row that share a scale.
         length: elements of a row; None: two for each byte with 4 bits, one with 8.
-
-    Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
     """
     check_kinds("pack_weight", codes=(codes, Tensor), scales=(scales, Tensor))
     if offsets is not None:
@@ -201,10 +198,6 @@ def unpack_weight(weight: PackedWeight, dtype: torch.dtype = torch.float32) -> T
 
     Returns:
         (n, length), contiguous.
-
-    Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
-        BuildError: the native library of the device could not be built or loaded.
     """
     number = number_of("unpack_weight", weight.format)
     if dtype not in DTYPES:

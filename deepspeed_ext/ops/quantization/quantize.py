@@ -111,9 +111,7 @@ def quantize(
         Codes, scales and offsets.
 
     Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
         RuntimeError: a gradient is wanted; ``fake_quantize`` has one.
-        BuildError: the native library of the device could not be built or loaded.
 
     See: csrc/quantization/formats.h; ``quantize_ref`` is the same in float64.
     """

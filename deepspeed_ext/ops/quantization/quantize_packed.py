@@ -37,9 +37,7 @@ def quantize_packed_(x: Tensor, weight: PackedWeight, errors: Tensor | None = No
             for. NaN if the row is not finite.
 
     Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
         RuntimeError: a gradient, or a tangent, would be lost.
-        BuildError: the native library of the device could not be built or loaded.
 
     See: csrc/quantization/packed_weight.h and formats.h; ``quantize_packed_ref_`` is the same in
     float64.

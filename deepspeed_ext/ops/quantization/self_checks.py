@@ -13,7 +13,6 @@ def quantizer(device: str) -> None:
 
     Raises:
         RuntimeError: a result is not what the reference says.
-        BuildError: the native library could not be built or loaded.
     """
     x = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
     for format, symmetric in (

@@ -11,6 +11,8 @@ from deepspeed_ext.ops._library import (
     define,
     refuse_tangents,
 )
+from deepspeed_ext.torch_internals.dispatch import is_in_transform
+from deepspeed_ext.torch_internals.tensors import base_of
 
 _LIBRARIES = {"cpu": "cpu_cross_entropy", "cuda": "fused_cross_entropy"}
 _OPTIONS = "*, int ignore_index, float label_smoothing, float z_loss"
@@ -166,9 +168,7 @@ def cross_entropy(
         float32: a number, or with reduction="none" the shape of target.
 
     Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
         RuntimeError: backward is called again after inplace, or is to make a graph then.
-        BuildError: the native library of the device could not be built or loaded.
 
     See: Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2016, section
     7, for label smoothing, as torch.nn.functional.cross_entropy has it; Chowdhery et al., "PaLM",
@@ -190,7 +190,7 @@ def cross_entropy(
         found: tuple[Tensor, ...] = _cross_entropy_op(logits, target, **options)
         return found[0]
     # What is compiled writes to copies.
-    base = None if torch.compiler.is_compiling() else logits._base
+    base = None if torch.compiler.is_compiling() else base_of(logits)
     for tensor, what in ((logits, "a leaf"), (base, "a view of a leaf")):
         if tensor is not None and tensor.requires_grad and tensor.is_leaf:
             raise ValueError(
@@ -198,7 +198,7 @@ def cross_entropy(
                 " an op, as inplace overwrites it; leave inplace out"
             )
     refuse_tangents("cross_entropy", {"logits": logits})
-    if torch._C._are_functorch_transforms_active():
+    if is_in_transform():
         raise RuntimeError(
             "cross_entropy: logits is within a transform of torch.func, expected none with inplace,"
             " which writes to it; leave inplace out"

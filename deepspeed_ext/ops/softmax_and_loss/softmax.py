@@ -97,9 +97,7 @@ def softmax(
         The shape and dtype of x, contiguous.
 
     Raises:
-        ValueError: an argument breaks a rule above; the text names it, its value and the rule.
         RuntimeError: alibi_slopes requires a gradient.
-        BuildError: the native library of the device could not be built or loaded.
 
     See: Vaswani et al., "Attention Is All You Need", 2017, section 3.2.1; Press, Smith & Lewis,
     "Train Short, Test Long", 2022, for ALiBi. ``softmax_ref`` is the same in float64.

@@ -4,15 +4,15 @@ import contextlib
 import pickle
 import secrets
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from deepspeed_ext.io.tensors import bytes_of
+from deepspeed_ext.torch_internals.processes import default_store, timeout_of
 
 Local = Callable[[], Any]
 Global = Callable[[list[Any]], Sequence[Any]]
@@ -46,7 +46,7 @@ class Exchange:
             BaseException: what the first of them raised that says enough, in all processes.
         """
         value, error = _tried(local)
-        said = self._gather((value, None if error is None else _sendable(error)))
+        said = self._gather((value, None if error is None else sendable(error)))
         answers = [] if said is None else _decided(said, decide)
         answer, refusal = self._scatter(answers)
         if error is not None and not isinstance(error, Exception):
@@ -65,11 +65,11 @@ class Exchange:
         sizes = self._gathered(torch.tensor([own.numel()]), is_first_only=False)
         assert sizes is not None
         padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
-        padded[: own.numel()] = own
+        padded[: own.numel()] = own  # what is pickled says itself where it ends
         rows = self._gathered(padded, is_first_only=True)
         if rows is None:
             return None
-        return [_unpacked(row[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
+        return [_unpacked(row) for row in rows]
 
     def _scatter(self, values: Sequence[Any]) -> Any:
         """Return what the first process has for this one."""
@@ -81,7 +81,6 @@ class Exchange:
         into = torch.empty(length, dtype=torch.uint8, device=self._device)
         rows = []
         if self.rank == 0:
-            # What is pickled says itself where it ends.
             rows = [torch.cat((p, p.new_zeros(length - p.numel()))) for p in parts]
         self._group.scatter([into], [[row.to(self._device) for row in rows]] if rows else []).wait()
         return _unpacked(into.cpu())
@@ -119,10 +118,9 @@ def made_for_saves(device: str) -> Exchange:
         device: as of `of_all`.
     """
     world: Any = dist.group.WORLD
-    backend = world._get_backend(torch.device(device))
-    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    timeout = timeout_of(world, torch.device(device))
     prefix = f"deepspeed_ext.zero.save/{of_all(device).same(secrets.token_hex(8))}"
-    store = PrefixStore(prefix, _get_default_store())
+    store = PrefixStore(prefix, default_store())
     limit = {} if timeout is None else {"timeout": timeout}
     return Exchange(ProcessGroupGloo(store, world.rank(), world.size(), **limit), "cpu")
 
@@ -140,15 +138,20 @@ def _decided(
     """Return answers, or for all what has failed first, if it says enough."""
     errors = [error for _, error in said if error is not None]
     if errors:
-        telling = (e for e in errors if isinstance(e, OSError | ValueError | TypeError))
-        return [(None, next(telling, errors[0]))] * len(said)
+        return [(None, telling(errors))] * len(said)
     answers, error = _tried(lambda: decide([value for value, _ in said]))
     if error is not None:
-        return [(None, _sendable(error))] * len(said)
+        return [(None, sendable(error))] * len(said)
     return [(answer, None) for answer in answers]
 
 
-def _sendable(error: BaseException) -> Exception:
+def telling(errors: Sequence[Exception]) -> Exception:
+    """Return the first of several errors that says enough: others only say that one has failed."""
+    first = (error for error in errors if isinstance(error, OSError | ValueError | TypeError))
+    return next(first, errors[0])
+
+
+def sendable(error: BaseException) -> Exception:
     """Return an error that other processes can raise."""
     if isinstance(error, Exception):
         with contextlib.suppress(Exception):

@@ -22,7 +22,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from deepspeed_ext.io.regular_file import path_text
 from deepspeed_ext.zero.agreement import all_or_none, check_agreement
 from deepspeed_ext.zero.checkpoint.background import Saving, in_background
-from deepspeed_ext.zero.checkpoint.exchange import Exchange, made_for_saves, of_all
+from deepspeed_ext.zero.checkpoint.exchange import (
+    Exchange,
+    made_for_saves,
+    of_all,
+    sendable,
+    telling,
+)
 from deepspeed_ext.zero.checkpoint.folder import checked_tag, folder_of, name_latest
 from deepspeed_ext.zero.checkpoint.plain_values import NotPlain, OutOfRange, dumps
 from deepspeed_ext.zero.checkpoint.staging import staged
@@ -328,13 +334,16 @@ def _read(reader: Reader, tensors: dict[str, Any]) -> None:
     try:
         dcp_load(tensors, storage_reader=reader, planner=planner)
     except CheckpointException as error:
-        raise _first(error) from error
+        raise _of_failures(error) from error
 
 
-def _first(error: CheckpointException) -> BaseException:
-    """Return what has failed first, if it says enough."""
-    failures = [failure for failure, _ in error.failures.values()]
-    return next((f for f in failures if isinstance(f, OSError | ValueError | TypeError)), error)
+def _of_failures(error: CheckpointException) -> BaseException:
+    """Return what this process raises, where torch has what is no Exception for failures of all."""
+    failures = {rank: failure for rank, (failure, _) in error.failures.items()}
+    own = failures.get(dist.get_rank())
+    if own is not None and not isinstance(own, Exception):
+        return own
+    return telling([sendable(failure) for failure in failures.values()])
 
 
 def _plain(client_state: Mapping[str, Any]) -> dict[str, Any]:

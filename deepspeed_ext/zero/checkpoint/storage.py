@@ -5,6 +5,7 @@ import errno
 import fcntl
 import io
 import os
+import pickle
 import re
 import secrets
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.io.checkpoint.new_file import NewFile
@@ -322,6 +324,12 @@ def _content(item: WriteItem, planner: SavePlanner) -> Tensor:
         # DCP's planner has pickled it. What is not plain is refused here: nobody could load it.
         try:
             text = dumps(torch.load(io.BytesIO(text), weights_only=True)).encode()
+        except pickle.UnpicklingError:
+            classes = get_unsafe_globals_in_checkpoint(io.BytesIO(text))
+            raise NotPlain(
+                f"zero.Writer: {item.index.fqn!r} has {sorted(classes)} in it, expected numbers,"
+                " text, tensors, and lists and dicts of them"
+            ) from None
         except (NotPlain, OutOfRange) as error:
             raise type(error)(f"zero.Writer: {item.index.fqn!r}: {error}") from None
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -15,6 +15,7 @@ from deepspeed_ext.optim.base import FlatStateOptimizer
 from deepspeed_ext.optim.checks import title_of_state
 from deepspeed_ext.optim.foreign_state import refused_by_torch
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
+from deepspeed_ext.torch_internals.modules import copy_metadata
 from deepspeed_ext.zero.checkpoint.storage import Reader
 from deepspeed_ext.zero.names import by_plain_name, plain_name
 
@@ -92,7 +93,7 @@ def take_extra(model: nn.Module, extra: Mapping[str, Any]) -> None:
         return
     own = model.state_dict()
     state = type(own)((name, extra[plain_name(name)]) for name in own if plain_name(name) in extra)
-    state._metadata = own._metadata  # type: ignore[attr-defined]
+    copy_metadata(state, own)
     model.load_state_dict(state, strict=False)
 
 

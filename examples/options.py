@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.examples.gpt import HEAD_WIDTH
-from deepspeed_ext.examples.optimizers import DEVICES, OFFLOADED, STATES
-from deepspeed_ext.examples.trainer import Settings
 from deepspeed_ext.op_builder import BuildError, load
+from examples.gpt import HEAD_WIDTH
+from examples.optimizers import DEVICES, OFFLOADED, STATES
+from examples.trainer import Settings
 
 
 class UserError(Exception):
@@ -21,7 +21,7 @@ class UserError(Exception):
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line; a setting that is not given is absent from the result."""
     parser = argparse.ArgumentParser(
-        prog="python -m deepspeed_ext.examples.train_gpt",
+        prog="python -m examples.train_gpt",
         description="Train a small GPT on the source files of Python's standard library.",
         argument_default=argparse.SUPPRESS,
     )

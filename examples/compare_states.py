@@ -1,6 +1,6 @@
 """Train the model of train_gpt once with each format of optimizer state, and compare the losses.
 
-    python -m deepspeed_ext.examples.compare_states --out out/states
+    python -m examples.compare_states --out out/states
 
 prints a table of bytes and losses and draws the curves in states.png. Two runs that differ only in
 rounding end about 1 % apart, in either direction; the mean over several seeds says more than one.
@@ -15,10 +15,10 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from deepspeed_ext.examples.optimizers import STATES
-from deepspeed_ext.examples.text import Text, standard_library
-from deepspeed_ext.examples.trainer import Settings, Trainer
 from deepspeed_ext.op_builder import BuildError, program
+from examples.optimizers import STATES
+from examples.text import Text, standard_library
+from examples.trainer import Settings, Trainer
 
 _POINTS = 25  # of each curve
 
@@ -56,9 +56,7 @@ def draw(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
 @program
 def main(arguments: list[str] | None = None) -> int:
     """Do what the command line asks for and return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m deepspeed_ext.examples.compare_states", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m examples.compare_states", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/states"), metavar="DIR")
     parser.add_argument("--steps", type=int, default=Settings.steps, metavar="N")
     parser.add_argument("--seed", type=int, default=Settings.seed, metavar="N")

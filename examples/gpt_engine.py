@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 
 from deepspeed_ext.dtensors import is_dtensor
-from deepspeed_ext.examples.gpt import GPT, generate
 from deepspeed_ext.inference import (
     InferenceEngine,
     Names,
@@ -19,6 +18,7 @@ from deepspeed_ext.inference import (
     Windows,
     init_inference,
 )
+from examples.gpt import GPT, generate
 
 TABLE = Policy(
     families=("example_gpt",),

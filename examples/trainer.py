@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepspeed_ext.examples.gpt import GPT
-from deepspeed_ext.examples.optimizers import STATES, clip_and_step, make_optimizer
-from deepspeed_ext.examples.run_folder import RunFolder
-from deepspeed_ext.examples.text import Text, batch
+from examples.gpt import GPT
+from examples.optimizers import STATES, clip_and_step, make_optimizer
+from examples.run_folder import RunFolder
+from examples.text import Text, batch
 
 _WARM_UP = 0.1  # part of the steps in which the learning rate rises
 _LAST_LR = 0.05  # part of the learning rate that is left at the end

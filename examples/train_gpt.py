@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from deepspeed_ext.examples.compare import Comparison
-from deepspeed_ext.examples.gpt import generate
-from deepspeed_ext.examples.gpt_engine import engine_of, speeds, whole, write_on
-from deepspeed_ext.examples.options import UserError, parse, settings_of
-from deepspeed_ext.examples.run_folder import RunFolder
-from deepspeed_ext.examples.sharded import ShardedFolder, ShardedTrainer, join_processes
-from deepspeed_ext.examples.text import Text, decode, encode, standard_library
-from deepspeed_ext.examples.trainer import Trainer
 from deepspeed_ext.op_builder import BuildError, program
+from examples.compare import Comparison
+from examples.gpt import generate
+from examples.gpt_engine import engine_of, speeds, whole, write_on
+from examples.options import UserError, parse, settings_of
+from examples.run_folder import RunFolder
+from examples.sharded import ShardedFolder, ShardedTrainer, join_processes
+from examples.text import Text, decode, encode, standard_library
+from examples.trainer import Trainer
 
 _EVALUATIONS = 12  # times that a run validates and saves
 _PROMPT = b"class Model:\n    def __init__(self"
@@ -266,7 +266,7 @@ def _surroundings() -> dict[str, str]:
 def _how_to_resume(folder: RunFolder) -> str:
     if not folder.checkpoint.exists():
         return "nothing was saved"
-    command = [sys.executable, "-m", "deepspeed_ext.examples.train_gpt"]
+    command = [sys.executable, "-m", "examples.train_gpt"]
     if isinstance(folder, ShardedFolder):
         command = ["torchrun", "--nproc-per-node", str(folder.processes), *command[1:]]
     return "go on with:\n  " + shlex.join([*command, "--out", str(folder.path), "--resume"])

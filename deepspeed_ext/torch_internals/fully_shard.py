@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from deepspeed_ext.dtensors import is_dtensor
+from deepspeed_ext.torch_internals.dispatch import is_in_backward
 
 
 def groups_of(model: nn.Module) -> Iterator[Any]:
@@ -132,11 +133,6 @@ def know_whole_parameters(model: nn.Module) -> None:
                 module.reshard()
 
 
-def is_in_backward() -> bool:
-    """Tell whether a forward is run anew for a backward that wants what it had not kept."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def _states(model: nn.Module) -> Iterator[Any]:
     return (m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
 
@@ -158,7 +154,7 @@ def _unshard(
 
 def _reset(reset: Any, param: Any) -> None:
     home = param._module_info
-    if is_dtensor(home.module._parameters[home.param_name]):
+    if isinstance(home.module._parameters[home.param_name], DTensor):
         reset()
 
 

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_ext import zero
-from deepspeed_ext.examples.gpt import GPT, Block
-from deepspeed_ext.examples.optimizers import STATES
-from deepspeed_ext.examples.options import UserError
-from deepspeed_ext.examples.run_folder import RunFolder
-from deepspeed_ext.examples.text import Text
-from deepspeed_ext.examples.trainer import Settings, Trainer
+from examples.gpt import GPT, Block
+from examples.optimizers import STATES
+from examples.options import UserError
+from examples.run_folder import RunFolder
+from examples.text import Text
+from examples.trainer import Settings, Trainer
 
 _TAG = "last"
 
@@ -31,7 +31,7 @@ def join_processes() -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
-        store = torch._C._distributed_c10d.HashStore()
+        store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     if dist.get_rank():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # as long as the process

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from deepspeed_ext.examples.options import UserError
-from deepspeed_ext.examples.text import sources
 from deepspeed_ext.inference import EncoderEngine, init_inference
 from deepspeed_ext.op_builder import BuildError, program
+from examples.options import UserError
+from examples.text import sources
 
 _BATCH = 64  # texts that are encoded together
 _MOST_TOKENS = 128  # of a text: the model was trained on no more
@@ -155,7 +155,7 @@ def compared(engine: EncoderEngine, folder: Path, texts: Sequence[str]) -> str:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m deepspeed_ext.examples.search_docs",
+        prog="python -m examples.search_docs",
         description="Search the documentation of Python's standard library by what is meant.",
         epilog=f"Of encoders, {_HOW_TO_GET_ONE}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

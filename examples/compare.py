@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from deepspeed_ext.examples.optimizers import weights
-from deepspeed_ext.examples.trainer import Trainer
+from examples.optimizers import weights
+from examples.trainer import Trainer
 
 _NOTE = """\
 Differences are the largest so far. The first rows show the arithmetic. Later ones show how training

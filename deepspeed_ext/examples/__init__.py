@@ -1,1 +1,0 @@
-"""Programs that use the package as a user would; each runs with python -m."""

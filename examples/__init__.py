@@ -1,0 +1,1 @@
+"""Programs that use the package as a user would; each runs with `python -m`, from a clone."""
