@@ -1,7 +1,7 @@
 """Clipped and compact steps, ours and torch's: `python -m benchmarks.bench_clip --device cpu`.
 
-bf16 gradients, scaled; float32 masters and moments; bf16 weights: norm, clipping, unscaling, AdamW
-and rounding. And the same model with 8-bit moments and the weights as halves of their masters.
+bf16 gradients, scaled; float32 master weights and moments; bf16 weights: norm, clipping, unscaling,
+AdamW and rounding. And the same model with 8-bit moments and split weights.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Loading a model from its folder: `python -m benchmarks.bench_loading --folder DIR --model "8 B"`.
 
 Makes a folder with the shapes of a real model and random weights, in files of 4 GiB at most, and
-loads it by turns: as an engine, in bfloat16 and in few bits; by the package safetensors; by
+loads it by turns: as an engine, in bfloat16 and quantized; by the package safetensors; by
 transformers. Each begins with no page of the files in memory. The ceilings are the disk, which is
 read into memory that is there already, and the link to a GPU, by which as many bytes are copied
 from pinned memory; an engine can be as fast as the slower of both.

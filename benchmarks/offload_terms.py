@@ -141,7 +141,7 @@ def _pinned_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     made, begin = [], 0
     for tensor in tensors:
         part = memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        # With a version counter of its own: a step that finds another one looks at its masters.
+        # With a version counter of its own: a step that finds another looks at master weights.
         made.append(part.data)
         begin += tensor.nbytes
     return made

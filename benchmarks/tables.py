@@ -55,7 +55,7 @@ def _cpu_steps() -> Table:
         Line("Adam fp32, 16,384 x 4,096", "steps", "fp32, 16,384 x 4,096"),
         Line("Adam fp32, 16,384 x 256", "steps", "fp32, 16,384 x 256"),
         Line(
-            "bf16 gradients, fp32 masters, bf16 weights (1)",
+            "bf16 gradients, fp32 master weights, bf16 weights (1)",
             "steps",
             "mixed: bf16 gradients, fp32 originals, bf16 weights",
         ),
@@ -86,7 +86,11 @@ def _cuda_steps() -> Table:
         Line("Adam fp32, 2.27 B parameters in Llama shapes", "steps", "fp32, Llama shapes"),
         Line("Adam fp32, 10,000 x 1,024 (3)", "steps", "fp32, 10,000 x 1,024"),
         Line("the same, replayed as a CUDA graph", "steps", "fp32, 10,000 x 1,024, CUDA graph"),
-        Line("bf16 gradients, fp32 masters, bf16 weights, 0.87 B", "steps", "mixed, Llama shapes"),
+        Line(
+            "bf16 gradients, fp32 master weights, bf16 weights, 0.87 B",
+            "steps",
+            "mixed, Llama shapes",
+        ),
         Line("all in bf16, 0.87 B", "steps", "all bf16, Llama shapes"),
         Line("Lion fp32, 0.87 B", "steps", "Lion, fp32, Llama shapes"),
         Line("Adagrad fp32, 0.87 B", "steps", "Adagrad, fp32, Llama shapes"),

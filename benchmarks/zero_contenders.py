@@ -41,7 +41,7 @@ class ZeroWorkload:
         shards: dtype of the weights that processes keep, float32 or bfloat16. Those of float32
             are used in bfloat16.
         compact: our state is in 8 bits, and in 16 more for each bfloat16 weight; torch's in the
-            dtype of shards, as ours is otherwise, with float32 masters.
+            dtype of shards, as ours is otherwise, with float32 master weights.
     """
 
     stage: int
@@ -139,7 +139,7 @@ def torchs(work: ZeroWorkload, size: Size, device: str) -> Made:
 
 
 def deepspeeds(work: ZeroWorkload, size: Size, device: str) -> Made:
-    """Return the same in DeepSpeed: bfloat16 weights, float32 masters, sums in bfloat16."""
+    """Return the same in DeepSpeed: bfloat16 weights, float32 master weights, sums in bfloat16."""
     import deepspeed
 
     torch.manual_seed(0)

@@ -65,11 +65,11 @@ class Comparison:
         ours = type(self.trainer.optimizer).__name__
         own = "difference, torch's own"
         on_gpu = self.trainer.settings.device == "cuda"
-        masters = ["(torch on float32 masters of the bfloat16 weights; the masters are compared)"]
+        note = ["(torch on float32 master weights of the bfloat16 ones; the former are compared)"]
         return "\n".join(
             [
                 f"\n{ours} and torch.optim.AdamW, from equal weights, with equal batches",
-                *(masters if on_gpu else []),
+                *(note if on_gpu else []),
                 f"{'':8}{'loss':>10}{'loss':>10}{'difference, ours':>24}{own:>28}",
                 f"{'step':>8}{'ours':>10}{'torch':>10}{'loss':>12}{'weights':>12}"
                 f"{'loss':>16}{'weights':>12}",

@@ -40,20 +40,20 @@ class Optimizer(Protocol):
 
 
 class MasterAdamW:
-    """torch.optim.AdamW on float32 masters of 16-bit parameters: mixed precision in plain torch."""
+    """torch.optim.AdamW on float32 master weights: mixed precision in plain torch."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], **options: Any) -> None:
         self.parameters = list(parameters)
-        self.masters = [parameter.detach().float() for parameter in self.parameters]
-        self.adamw = torch.optim.AdamW(self.masters, **options)
+        self.master_weights = [parameter.detach().float() for parameter in self.parameters]
+        self.adamw = torch.optim.AdamW(self.master_weights, **options)
         self.param_groups = self.adamw.param_groups
 
     @torch.no_grad()
     def step(self) -> None:
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
+        for parameter, master in zip(self.parameters, self.master_weights, strict=True):
             master.grad = None if parameter.grad is None else parameter.grad.float()
         self.adamw.step()
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
+        for parameter, master in zip(self.parameters, self.master_weights, strict=True):
             parameter.copy_(master)
 
     def zero_grad(self) -> None:
@@ -61,11 +61,11 @@ class MasterAdamW:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"masters": self.masters, "adamw": self.adamw.state_dict()}
+        return {"masters": self.master_weights, "adamw": self.adamw.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for master, saved in zip(self.masters, state_dict["masters"], strict=True):
+        for master, saved in zip(self.master_weights, state_dict["masters"], strict=True):
             master.copy_(saved)
         self.adamw.load_state_dict(state_dict["adamw"])
 
@@ -77,8 +77,8 @@ def make_optimizer(
 
     Args:
         name: a key of DEVICES; with offload, of OFFLOADED.
-        model: what to optimize; for 16-bit parameters the optimizer keeps float32 masters, or the
-            halves that make the parameters such.
+        model: what to optimize; for 16-bit parameters the optimizer keeps float32 master weights,
+            as they are or split.
         lr: learning rate.
         state: a key of STATES, for the optimizers of this package.
         offload: "cpu": the state is in host memory, and stepped there, wherever the model is.
@@ -111,8 +111,8 @@ def clip_and_step(model: nn.Module, optimizer: Optimizer, max_norm: float) -> No
 
 
 def weights(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    """Return the float32 weights: the masters where the optimizer keeps some."""
+    """Return the float32 weights: the master weights where the optimizer keeps some."""
     if isinstance(optimizer, MasterAdamW):
-        return optimizer.masters
+        return optimizer.master_weights
     state: dict[Tensor, dict[str, Tensor]] = getattr(optimizer, "state", {})
     return [state.get(p, {}).get("master_param", p).detach() for p in model.parameters()]

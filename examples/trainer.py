@@ -58,7 +58,7 @@ class Trainer:
         """Return the model as it is trained."""
         model.to(self.settings.device)
         if self.settings.device == "cuda" or "master" in STATES[self.settings.state]:
-            model.bfloat16()  # the optimizer keeps float32 masters
+            model.bfloat16()  # the optimizer keeps float32 master weights
         return model
 
     def step(self, number: int) -> float:

@@ -1,4 +1,4 @@
-"""Models with weights of few bits: a layer, the conversion of a model, files.
+"""Models with quantized weights: a layer, the conversion of a model, files.
 
 - layout: which tensors stand for a weight, and the note in a state dict that says so.
 - packing: a weight as such tensors, and how far they are from it.

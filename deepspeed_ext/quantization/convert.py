@@ -1,4 +1,4 @@
-"""quantize_model: puts layers with weights of few bits in place of those of a model."""
+"""quantize_model: puts layers with quantized weights in place of those of a model."""
 
 from collections.abc import Callable, Iterable
 from functools import cache, partial

@@ -19,7 +19,7 @@ _BUFFERS = "deepspeed_ext.buffers"  # lists, as JSON, those of the file that are
 
 
 def save_quantized(model: nn.Module, path: str | os.PathLike[str], *, durable: bool = True) -> None:
-    """Save a model that has layers of few bits into a file in the safetensors format.
+    """Save a model that has quantized layers into a file in the safetensors format.
 
     The file has the state dict, and buffers that are not part of it, such as tables of angles, so
     that `load_quantized` can fill a model that was made on meta.

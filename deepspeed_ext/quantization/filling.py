@@ -1,4 +1,4 @@
-"""Puts what files hold into a model: layers of few bits, and all else as it is."""
+"""Puts what files hold into a model: quantized layers, and all else as it is."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import NoReturn

@@ -1,4 +1,4 @@
-"""Which tensors stand for a weight of few bits, and the note in a state dict that says so."""
+"""Which tensors stand for a quantized weight, and the note in a state dict that says so."""
 
 import json
 import math

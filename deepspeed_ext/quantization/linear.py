@@ -1,4 +1,4 @@
-"""QuantizedLinear: a linear layer whose weight is of few bits."""
+"""QuantizedLinear: a linear layer whose weight is quantized."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -28,7 +28,7 @@ NOTE = EXTRA_STATE  # what torch calls what get_extra_state returns
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer of torch, x @ w.T + bias, with w in few bits.
+    """A linear layer of torch, x @ w.T + bias, with w quantized.
 
     Codes and scales are buffers, so that no optimizer trains them; the gradient to x goes through
     the weight as floats, as adapters beside it need. They keep their dtypes whatever the module is
@@ -37,7 +37,7 @@ class QuantizedLinear(nn.Module):
     does not fit is refused when it is loaded, and never read as something else.
 
     A row of x has the same bits alone and among up to 63 others, as `quantized_linear` says, but
-    not in the fp8 formats: these torch multiplies, and sums go in another order in company.
+    not in the fp8 formats: these torch multiplies, and sums go in another order in a batch.
 
     A layer without a bias may be cast while other threads compute with it, as that leaves codes and
     scales as they are. One with a bias may be neither cast nor moved then, as no layer of torch:

@@ -1,4 +1,4 @@
-"""A weight as tensors of few bits, and how far these are from it."""
+"""A weight as low-bit tensors, and how far these are from it."""
 
 import math
 from collections import defaultdict

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     one.add_argument("folder", metavar="DIR", help="the folder that zero.save was given")
     one.add_argument("out", metavar="OUT", help="folder for the files")
     one.add_argument("--tag", help="of the checkpoint; default: the latest")
-    one.add_argument("--dtype", choices=tuple(_DTYPES), help="default: that of the masters")
+    one.add_argument("--dtype", choices=tuple(_DTYPES), help="default: that of the master weights")
     one.add_argument(
         "--max-shard", type=_bytes, default=5 << 30, metavar="SIZE", help="of a file; default: 5G"
     )

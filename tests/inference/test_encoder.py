@@ -272,7 +272,7 @@ def test_activations(activation: str) -> None:
 
 
 @pytest.mark.parametrize("input_format", [None, "int8"])
-def test_few_bits(input_format: str | None) -> None:
+def test_quantized(input_format: str | None) -> None:
     """The weights are those that the codes stand for, and nothing else differs."""
     model = make("roberta")
     batch = texts(model)

@@ -1,4 +1,4 @@
-"""Engines with weights of few bits: how far these are from the floats, and what they take."""
+"""Engines with quantized weights: how far these are from the floats, and what they take."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What few bits cost a model that was trained: the demo's, and an encoder that many use."""
+"""What quantization costs a model that was trained: the demo's, and an encoder that many use."""
 
 import importlib.util
 import math

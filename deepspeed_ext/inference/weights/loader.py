@@ -32,7 +32,7 @@ class _Options(TypedDict):
 
 @dataclass(frozen=True)
 class Linear:
-    """x @ weight.T + bias, with the weight as floats or in few bits.
+    """x @ weight.T + bias, with the weight as floats or quantized.
 
     Args:
         weight: (out, in), or what ``pack_weight`` returned for it, or it in 8-bit floats.

@@ -1,4 +1,4 @@
-"""What becomes of the weights of blocks when an engine is to have them in few bits."""
+"""What becomes of the weights of blocks when an engine is to have them quantized."""
 
 import math
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class Done(NamedTuple):
 
 
 class Quantizer:
-    """Turns weights to few bits one after another, and keeps account of bytes and errors.
+    """Quantizes weights one after another, and keeps account of bytes and errors.
 
     Weights on meta become codes on meta.
 
@@ -80,7 +80,7 @@ class Quantizer:
         self.done: list[Done] = []
 
     def __call__(self, weight: Tensor) -> PackedWeight | Float8Weight:
-        """Return a weight, (out, in), in few bits."""
+        """Return a weight, (out, in), quantized."""
         layout = self._layout_of((weight.shape[0], weight.shape[1]))
         errors = Errors(layout, weight.device)
         if weight.is_meta:
@@ -127,7 +127,7 @@ def report_of(weights: Weights, quantizers: Sequence[Quantizer]) -> Report:
         if not math.isfinite(largest):
             raise ValueError(
                 f"{_OP}: {names[id(done.weight)]} has weights that are not finite, expected"
-                " numbers, as few bits stand for nothing else"
+                " numbers, as codes stand for nothing else"
             )
         after = done.weight.codes.nbytes + done.weight.scales.nbytes
         layers[names[id(done.weight)]] = LayerReport(

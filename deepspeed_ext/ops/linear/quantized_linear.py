@@ -1,4 +1,4 @@
-"""A linear layer whose weight is of few bits: on few rows as fast as these are read."""
+"""A linear layer with a quantized weight: on few rows as fast as the weight is read."""
 
 from functools import partial
 from typing import Any, NoReturn

@@ -168,7 +168,7 @@ def skinny_linear_norm(
     In place of `rms_norm(out, norm.weight, eps=norm.eps)` the second result goes to the layers that
     read the norm's: to ``skinny_linear``, ``quantized_linear``, or these with a norm after them.
     That takes no kernel of its own, and rounds as often: out * norm.weight once, where the norm
-    rounds its result once. A row has the same bits alone and in company, as without a norm.
+    rounds its result once. A row has the same bits alone and in any batch, as without a norm.
 
         h, normed = skinny_linear_norm(mixed, out_weight, residual=h, norm=NextNorm(g, eps=1e-5))
         h = skinny_linear(skinny_linear(normed, up_weight, activation="gelu"), down, residual=h)

@@ -1,1 +1,1 @@
-"""Ops on few bits: floats to codes and back, and matrix multiplications that read codes."""
+"""Quantization: floats to codes and back, and matrix multiplications that read codes."""

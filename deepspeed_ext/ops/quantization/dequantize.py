@@ -1,4 +1,4 @@
-"""Codes of few bits to the floats that they stand for."""
+"""Low-bit codes to the floats that they stand for."""
 
 from typing import Any
 

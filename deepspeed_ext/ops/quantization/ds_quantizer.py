@@ -14,7 +14,7 @@ _FORMATS = {8: "int8", 4: "int4"}
 def ds_quantizer(
     input: Tensor, groups: int = 1, bit_num: int = 8, sr: bool = False, asym: bool = False
 ) -> Tensor:
-    """Round a tensor in place to what integers of few bits stand for, and return it.
+    """Round a tensor in place to what low-bit integers stand for, and return it.
 
     Autograd is not told, as of any change by an optimizer. Where ``deepspeed.ops.quantizer`` has
     2^bits + 1 levels with `asym`, or rounds results to integers, this has the levels of

@@ -1,4 +1,4 @@
-"""What is left of floats after they have been codes of few bits, with a gradient."""
+"""What is left of floats after they have been low-bit codes, with a gradient."""
 
 from typing import Any
 

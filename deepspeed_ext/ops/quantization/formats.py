@@ -1,4 +1,4 @@
-"""The formats that floats are stored in by few bits; csrc/quantization/formats.h draws them."""
+"""The low-bit formats that floats are stored in; csrc/quantization/formats.h draws them."""
 
 import math
 from dataclasses import dataclass

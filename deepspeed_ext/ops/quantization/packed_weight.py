@@ -1,4 +1,4 @@
-"""The weight of a linear layer as few bits, in the order that kernels read it."""
+"""The quantized weight of a linear layer, in the order that kernels read it."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Floats to codes of few bits, with a scale for each group."""
+"""Floats to low-bit codes, with a scale for each group."""
 
 import math
 from typing import Any, NamedTuple
@@ -85,7 +85,7 @@ def quantize(
     symmetric: bool = True,
     seed: int | None = None,
 ) -> Quantized:
-    """Return codes of few bits for a tensor, and a scale for each group of its elements.
+    """Return low-bit codes for a tensor, and a scale for each group of its elements.
 
     The bits are the same on the CPU, with any number of threads and any instruction set, and on
     CUDA. A code stands for the number that is nearest to x: of integer formats, c times the scale

@@ -1,4 +1,4 @@
-"""The weight of a linear layer to few bits, in one pass, in the order that kernels read."""
+"""The weight of a linear layer quantized, in one pass, in the order that kernels read."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ _op = define(
 
 
 def quantize_packed_(x: Tensor, weight: PackedWeight, errors: Tensor | None = None) -> None:
-    """Write the floats of a weight as few bits to the tensors of a packed one.
+    """Quantize the floats of a weight into the tensors of a packed one.
 
     All that these have is written, to the bit what ``pack_weight`` makes of ``quantize``, on the
     CPU with any number of threads and any instruction set, and on CUDA. Errors are the same in

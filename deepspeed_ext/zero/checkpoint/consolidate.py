@@ -45,7 +45,8 @@ def consolidate(
     """Write the weights of a checkpoint as safetensors files with Hugging Face's index.
 
     Extra state of modules is not in them. One tensor is in memory at a time, and 256 MiB of what is
-    being written. Weights that were trained with float32 masters are these masters.
+    being written. Of weights that were trained with float32 master weights, these are
+    written.
 
     Args:
         folder: that zero.save was given.
@@ -53,7 +54,7 @@ def consolidate(
             the new one is on the disk: model.safetensors, model-00001-of-00002.safetensors and
             others of such names, and the index.
         tag: of the checkpoint; None: the latest.
-        dtype: of floating-point weights; None: of the masters, or as they were saved.
+        dtype: of floating-point weights; None: of the master weights, or as they were saved.
         max_shard_bytes: of a file; a larger tensor has one of its own.
         progress: called with bytes that were written.
 

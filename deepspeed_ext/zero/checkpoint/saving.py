@@ -144,7 +144,7 @@ def load(
         folder: that `save` was given.
         tag: of the checkpoint; None: the latest.
         model: that zero.shard was called on, of the same architecture. Float32 weights are read
-            from the masters of those that were saved in fewer bits.
+            from the master weights of those that were saved in 16 bits.
         optimizer: of any class that takes the state, in any state format; None leaves it out.
         objects: whose load_state_dict gets what client_state of the same name was.
 

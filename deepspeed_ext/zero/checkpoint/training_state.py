@@ -227,7 +227,7 @@ class Targets:
                 continue
             entry[key] = self._read(f"{OPTIMIZER}{name}.{key}", param, own.get(key))
         if param.dtype != torch.float32 and self._dtype(MODEL + name) == torch.float32:
-            # Weights that were their own masters are read once more, as masters.
+            # Weights that were their own master weights are read once more, as such.
             master = own.get(MASTER)
             master = self._like(param, torch.float32) if master is None else _detached(master)
             entry[MASTER] = self.again[MODEL + name] = master
@@ -243,7 +243,7 @@ class Targets:
         return found
 
     def _restore_weights(self) -> None:
-        """Read float32 weights from the masters of those that were saved in fewer bits."""
+        """Read float32 weights from the master weights of those that were saved in 16 bits."""
         for name, param in self._params.items():
             full = MODEL + name
             if param.dtype != torch.float32 or self._dtype(full) == torch.float32:
