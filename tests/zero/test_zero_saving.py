@@ -266,7 +266,7 @@ def test_each_exchange_of_saves_has_a_place_of_its_own(monkeypatch: pytest.Monke
     world: Any = _Rank(together, 0)
     world._get_backend = lambda device: None
     monkeypatch.setattr(exchange, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=world)))
-    monkeypatch.setattr(exchange, "_get_default_store", lambda: None)
+    monkeypatch.setattr(exchange, "default_store", lambda: None)
     monkeypatch.setattr(exchange, "PrefixStore", lambda prefix, store: prefixes.append(prefix))
     monkeypatch.setattr(exchange, "ProcessGroupGloo", lambda *arguments: world)
     for _ in range(2):
