@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
-from types import TracebackType
 from typing import Any, Literal, NoReturn, SupportsIndex, overload
 
 import torch
@@ -317,12 +316,7 @@ class InferenceEngine:
     def __enter__(self) -> "InferenceEngine":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

@@ -7,7 +7,6 @@ import hashlib
 import os
 import secrets
 import stat
-from types import TracebackType
 
 from deepspeed_ext.io._native import native
 from deepspeed_ext.io.file import File
@@ -107,12 +106,7 @@ class NewFile:
     def __enter__(self) -> "NewFile":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         nameless = self.file.path
         self._close()
         if isinstance(error, OSError) and error.strerror and nameless in error.strerror:

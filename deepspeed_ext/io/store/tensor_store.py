@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from torch import Tensor
 
@@ -312,12 +311,7 @@ class TensorStore:
     def __enter__(self) -> "TensorStore":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Commit a durable store unless the block has failed, and close."""
         try:
             try:
