@@ -205,7 +205,7 @@ def test_opcheck(stored: torch.dtype, device: str) -> None:
         tests = tests[1:]
     for ops in (DECODE_OPS, PREFILL_OPS):
         checked = torch.library.opcheck(
-            ops[kind],
+            ops.of_kind[kind],
             (q, *of_kv, None, counts, torch.ones(4, device=device), None),
             dict(scale=0.5, window=0, softcap=0.0),
             test_utils=tests,

@@ -11,22 +11,51 @@ from deepspeed_ext.ops._library import check_numbers, define
 from deepspeed_ext.ops.attention.paged_kv import PAGE, PagedKV, kind_of, libraries_of
 
 
-def _define(kind: str) -> Any:
-    name = f"decode_attention.{kind}" if kind else "decode_attention"
-    return define(
-        f"{name}(Tensor q, Tensor keys, Tensor values, Tensor table, Tensor lengths,"
-        " Tensor? key_scales, Tensor? value_scales, Tensor? slots, Tensor? counts,"
-        " Tensor? alibi_slopes, Tensor? sinks, *, float scale, int window, float softcap)"
-        " -> (Tensor out, Tensor lse)",
-        libraries_of(kind),
-        fake=lambda q, *others, **options: (
-            q.new_empty(q.shape),
-            q.new_empty(q.shape[:-1], dtype=torch.float32),
-        ),
-    )
+class AttentionOps:
+    """The overloads of an op of attention over a cache, one for each kind of cache.
+
+    Args:
+        name: of the op, before the kind of the cache.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.of_kind = {kind: self._define(kind) for kind in ("", "int8", "fp8")}
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: PagedKV,
+        *others: Tensor | None,
+        scale: float | None,
+        softcap: float,
+        window: int,
+        return_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Call the overload for a cache, with what is behind it in the schema."""
+        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        if type(scale) is not float or type(softcap) is not float:
+            check_numbers(self._name, scale=scale, softcap=softcap)
+        cache = (kv.keys, kv.values, kv.table, kv.lengths, kv.key_scales, kv.value_scales)
+        op = self.of_kind[kind_of(kv)]
+        out, lse = op(q, *cache, *others, scale=scale, window=window, softcap=softcap)
+        return (out, lse) if return_lse else out
+
+    def _define(self, kind: str) -> Any:
+        return define(
+            f"{self._name}{'.' * bool(kind)}{kind}(Tensor q, Tensor keys, Tensor values,"
+            " Tensor table, Tensor lengths, Tensor? key_scales, Tensor? value_scales,"
+            " Tensor? slots, Tensor? counts, Tensor? alibi_slopes, Tensor? sinks, *, float scale,"
+            " int window, float softcap) -> (Tensor out, Tensor lse)",
+            libraries_of(kind),
+            fake=lambda q, *others, **options: (
+                q.new_empty(q.shape),
+                q.new_empty(q.shape[:-1], dtype=torch.float32),
+            ),
+        )
 
 
-_OPS = {kind: _define(kind) for kind in ("", "int8", "fp8")}
+_OPS = AttentionOps("decode_attention")
 
 
 def decode_attention(
@@ -88,27 +117,8 @@ def decode_attention(
     """
     if type(q) is not Tensor or type(kv) is not PagedKV:
         check_kinds("decode_attention", q=(q, Tensor), kv=(kv, PagedKV))
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if type(scale) is not float or type(softcap) is not float:
-        check_numbers("decode_attention", scale=scale, softcap=softcap)
-    op = _OPS[kind_of(kv)]
-    out, lse = op(
-        q,
-        kv.keys,
-        kv.values,
-        kv.table,
-        kv.lengths,
-        kv.key_scales,
-        kv.value_scales,
-        slots,
-        counts,
-        alibi_slopes,
-        sinks,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-    )
-    return (out, lse) if return_lse else out
+    others = (slots, counts, alibi_slopes, sinks)
+    return _OPS(q, kv, *others, scale=scale, softcap=softcap, window=window, return_lse=return_lse)
 
 
 def decode_attention_ref(

@@ -1,6 +1,5 @@
 """Attention of a chunk of new tokens of each slot over the keys and values in a cache."""
 
-import math
 from typing import Any
 
 import torch
@@ -8,27 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepspeed_ext.ops._kinds import check_kinds
-from deepspeed_ext.ops._library import check_numbers, define, refuse_gradients
-from deepspeed_ext.ops.attention.decode_attention import decode_attention_ref
-from deepspeed_ext.ops.attention.paged_kv import PagedKV, kind_of, libraries_of
+from deepspeed_ext.ops._library import refuse_gradients
+from deepspeed_ext.ops.attention.decode_attention import AttentionOps, decode_attention_ref
+from deepspeed_ext.ops.attention.paged_kv import PagedKV
 
-
-def _define(kind: str) -> Any:
-    name = f"prefill_attention.{kind}" if kind else "prefill_attention"
-    return define(
-        f"{name}(Tensor q, Tensor keys, Tensor values, Tensor table, Tensor lengths,"
-        " Tensor? key_scales, Tensor? value_scales, Tensor? slots, Tensor? counts,"
-        " Tensor? alibi_slopes, Tensor? sinks, *, float scale, int window, float softcap)"
-        " -> (Tensor out, Tensor lse)",
-        libraries_of(kind),
-        fake=lambda q, *others, **options: (
-            q.new_empty(q.shape),
-            q.new_empty(q.shape[:-1], dtype=torch.float32),
-        ),
-    )
-
-
-_OPS = {kind: _define(kind) for kind in ("", "int8", "fp8")}
+_OPS = AttentionOps("prefill_attention")
 
 
 def prefill_attention(
@@ -65,17 +48,14 @@ def prefill_attention(
             ones of their slots, in their order. Slices of a projection are no copies.
         kv: a layer of a ``KVCache``, with the keys and values of these tokens in it already.
             Head_dim is 1 to 256; heads of q are a multiple of its heads, neighbours share one.
-        slots: (batch,), int32: the slot of each row of q, or -1 for none, whose results are 0.
-            None: row i is slot i, and there are as many.
-        counts: (batch,), int32: how many of a row's tokens there are; the results of those behind
-            them are 0. None: all.
-        scale: of the scores; None for 1 / sqrt(head_dim).
-        alibi_slopes: (heads,), float32, times a key's distance: taken from its score.
-        window: how many keys a query sees at most, itself included; 0 for all.
-        softcap: scores become softcap * tanh(score / softcap), before slopes; 0 for none, or more
-            than 1e-30.
-        sinks: (heads,), float32: the score of one more key, whose value is 0.
-        return_lse: whether to return the logarithm of the sum of exponentials, too.
+        slots: of ``decode_attention``, as all that follows but first_chunk.
+        counts: likewise.
+        scale: likewise.
+        alibi_slopes: likewise.
+        window: likewise.
+        softcap: likewise.
+        sinks: likewise.
+        return_lse: likewise.
         first_chunk: the keys and values of these tokens, (batch, tokens, kv_heads, head_dim) each,
             as they were appended: says that no slot has any others. On CUDA, where torch's
             attention does what is asked for (16 bits throughout, head_dim a multiple of 8; no
@@ -84,9 +64,7 @@ def prefill_attention(
             then torch's. None: it is not known.
 
     Returns:
-        The shape of q, contiguous, of its dtype; and with return_lse (batch, tokens, heads),
-        float32, -inf where nothing is seen, as the result is 0 there. All of a row is NaN if its
-        slot, count or length cannot be, or a page of the table, as the host cannot look at them.
+        What ``decode_attention`` does, of the shapes of this q.
 
     Raises:
         RuntimeError: a gradient is wanted: there is none.
@@ -109,27 +87,8 @@ def prefill_attention(
                 queries, keys, values, is_causal=True, scale=scale, enable_gqa=True
             )
             return out.transpose(1, 2).contiguous()
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if type(scale) is not float or type(softcap) is not float:
-        check_numbers("prefill_attention", scale=scale, softcap=softcap)
-    op = _OPS[kind_of(kv)]
-    out, lse = op(
-        q,
-        kv.keys,
-        kv.values,
-        kv.table,
-        kv.lengths,
-        kv.key_scales,
-        kv.value_scales,
-        slots,
-        counts,
-        alibi_slopes,
-        sinks,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-    )
-    return (out, lse) if return_lse else out
+    others = (slots, counts, alibi_slopes, sinks)
+    return _OPS(q, kv, *others, scale=scale, softcap=softcap, window=window, return_lse=return_lse)
 
 
 def _check_first_chunk(q: Tensor, kv: PagedKV, first_chunk: tuple[Tensor, Tensor]) -> None:
@@ -154,29 +113,11 @@ def prefill_attention_ref(
     q: Tensor,
     kv: PagedKV,
     *,
-    slots: Tensor | None = None,
-    counts: Tensor | None = None,
-    scale: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
     first_chunk: tuple[Tensor, Tensor] | None = None,
+    **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Do what prefill_attention does, in float64: what decode_attention_ref does.
 
     The cache has what first_chunk has.
     """
-    return decode_attention_ref(
-        q,
-        kv,
-        slots=slots,
-        counts=counts,
-        scale=scale,
-        alibi_slopes=alibi_slopes,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        return_lse=return_lse,
-    )
+    return decode_attention_ref(q, kv, **options)
