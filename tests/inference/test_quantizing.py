@@ -203,7 +203,7 @@ def test_refuses_what_is_not_finite(kind: str, value: float, tmp_path: Path) -> 
     tensors = tiny_folder.tensors_of()
     tensors["model.layers.1.mlp.up_proj.weight"][95, 63] = value
     tiny_folder.write(tmp_path, tensors=tensors)
-    text = r"^init_inference: layers.1.up has weights that are not finite, expected numbers, as codes"
+    text = r"^init_inference: layers.1.up has weights that are not finite, expected numbers, as c"
     with pytest.raises(ValueError, match=text):
         init_inference(tmp_path, quantize=kind)
 
