@@ -51,20 +51,22 @@ def test_sums_with_another_gradient(is_first: bool) -> None:
         assert torch.equal(added(grad), other.clone().add_(other, alpha=2))
 
 
-REFUSED = {
-    "twice what has left": lambda grad: torch.add(torch.ones(2, 3), grad, alpha=2),
-    "added to itself": lambda grad: grad.add_(grad),
-    "added to one of another": lambda grad: gradient().add_(grad),
-    "copied to one of another": lambda grad: gradient().copy_(grad),
-    "added to a plain one": lambda grad: torch.ones(2, 3).add_(grad),
-    "copied to a plain one": lambda grad: torch.ones(2, 3).copy_(grad),
+REFUSED = {  # who would need them, and how
+    "twice what has left": ("add", lambda grad: torch.add(torch.ones(2, 3), grad, alpha=2)),
+    "added to itself": ("add_", lambda grad: grad.add_(grad)),
+    "added to one of another": ("add_", lambda grad: gradient().add_(grad)),
+    "a copy of another": ("copy_", lambda grad: grad.copy_(gradient())),
+    "copied to one of another": ("copy_", lambda grad: gradient().copy_(grad)),
+    "added to a plain one": ("add_", lambda grad: torch.ones(2, 3).add_(grad)),
+    "copied to a plain one": ("copy_", lambda grad: torch.ones(2, 3).copy_(grad)),
 }
 
 
-@pytest.mark.parametrize("read", REFUSED.values(), ids=REFUSED)
-def test_what_would_need_its_values_is_refused(read: Any) -> None:
+@pytest.mark.parametrize("op, read", REFUSED.values(), ids=REFUSED)
+def test_what_would_need_its_values_is_refused(op: str, read: Any) -> None:
     grad = gradient()
-    with pytest.raises(RuntimeError, match=r"^OffloadOptimizer: p\.grad is in host memory"):
+    text = rf"^OffloadOptimizer: p\.grad is in host memory, .*, expected one that {op} can read;"
+    with pytest.raises(RuntimeError, match=text):
         read(grad)
     assert not grad.is_touched()
 
