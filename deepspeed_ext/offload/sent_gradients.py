@@ -129,7 +129,7 @@ def _add(grad: Any, other: Any, alpha: Any = 1) -> Tensor:
 
 
 def _copy_(grad: Tensor, other: Tensor, non_blocking: bool = False) -> Tensor:
-    if not isinstance(grad, SentGradient) or isinstance(other, SentGradient):
+    if not isinstance(grad, SentGradient):
         _refuse("copy_")
     grad.since.is_dropped, grad.since.value = True, grad.zeros().copy_(other)
     return grad

@@ -8,6 +8,7 @@ from types import FrameType
 
 from torch import nn
 
+from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.torch_internals.modules import modules_of, parameters_of
 
 _SHOWN = 8  # blocks in an error
@@ -23,7 +24,8 @@ def name_borrowed(error: BaseException, model: nn.Module, blocks: tuple[str, ...
     """
     if "mixed torch.Tensor and DTensor" not in str(error):
         return
-    names = {id(param): name for name, param in model.named_parameters()}
+    shards = ((name, param) for name, param in model.named_parameters() if is_dtensor(param))
+    names = {id(param): name for name, param in shards}
     name = next((names[key] for key in _used(error) if key in names), "")
     inside = [block for block in blocks if name.startswith(f"{block}.")]
     if inside:

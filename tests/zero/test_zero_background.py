@@ -1,6 +1,8 @@
 """A save in the background: who is told of its failure, and who may wait for it."""
 
+import io
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -61,3 +63,21 @@ def test_the_status_of_a_worker(
         assert isinstance(found, SystemExit) and found.code == 120
     else:
         assert found is end
+
+
+@pytest.mark.parametrize("has_failed", [False, True], ids=["saved", "failed"])
+@pytest.mark.parametrize("has_raised", [False, True], ids=["ended well", "raised"])
+def test_the_status_of_a_program(
+    has_raised: bool, has_failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python makes 120 of a flush that fails at the end; what an exception has ended has a status."""
+    monkeypatch.setattr(background, "_tell", lambda: has_failed)
+    monkeypatch.setattr(sys, "last_value", ValueError() if has_raised else None, raising=False)
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    background._end_program()
+    if has_failed and not has_raised:
+        with pytest.raises(OSError, match="the last save failed"):
+            sys.stderr.flush()
+    else:
+        assert sys.stderr is stream

@@ -128,11 +128,12 @@ class Borrower(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(4))
 
     def forward(self, x):
         for block in self.blocks:
             x = torch.tanh(block(x))
-        return nn.functional.linear(x, self.blocks[1].weight)
+        return self.scale + nn.functional.linear(x, self.blocks[1].weight)
 
 
 def external_parameters(row, folder):
