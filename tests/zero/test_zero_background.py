@@ -70,7 +70,7 @@ def test_the_status_of_a_worker(
 def test_the_status_of_a_program(
     has_raised: bool, has_failed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python makes 120 of a flush that fails at the end; what an exception has ended has a status."""
+    """Python makes 120 of a flush that fails at the end; an exception has a status of its own."""
     monkeypatch.setattr(background, "_tell", lambda: has_failed)
     monkeypatch.setattr(sys, "last_value", ValueError() if has_raised else None, raising=False)
     stream = io.StringIO()
