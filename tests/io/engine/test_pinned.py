@@ -235,7 +235,7 @@ def pretend_cuda(patch: pytest.MonkeyPatch, code: int = 0) -> Cudart:
     patch.setattr(torch.cuda, "is_initialized", lambda: True)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
     patch.setattr(torch.cuda, "device_count", lambda: 8)
-    patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda device: device == 3, raising=False)
+    patch.setattr(pinned, "has_cuda_context", lambda device: device == 3)
     patch.setattr(torch.cuda, "set_device", lambda device: cudart.calls.append(("device", device)))
     patch.setattr(torch.cuda, "device", contextlib.nullcontext)
     patch.setattr(torch.cuda, "cudart", lambda: cudart)
