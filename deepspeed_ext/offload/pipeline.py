@@ -77,7 +77,7 @@ class Pipeline:
         self._streams: dict[torch.device, CopyStreams] = {}
         self._adder = Adder(self.worker)
         self._buckets: list[OffloadedBucket] = []
-        self._kept_on_device: list[tuple[Group, Bucket]] = []
+        self._kept_on_device: list[tuple[int, Bucket]] = []  # and the number of its group
         self._known: list[Bucket] = []  # of the host optimizer, that the former are for
         self._lock = threading.RLock()  # autograd has threads of its own
         self._divisor = 1.0  # which the next step will divide by, if it is like the last one
@@ -262,7 +262,8 @@ class Pipeline:
         """Queue the step of all that has gradients."""
         try:
             for group, kept in self._kept_on_device:
-                self.host_optimizer.step_whole(group, kept, scaling_of(divisor))
+                options = self.host_optimizer.param_groups[group]
+                self.host_optimizer.step_whole(options, kept, scaling_of(divisor))
             for bucket in self._buckets:  # by place
                 self._take_rest(bucket)
                 if bucket.has_taken:
@@ -416,7 +417,7 @@ class Pipeline:
         for group, bucket in found:
             rows = list(map(self.table.of_copy, bucket.params))
             if not rows[0].is_copied:
-                self._kept_on_device.append((self.host_optimizer.param_groups[group], bucket))
+                self._kept_on_device.append((group, bucket))
                 continue
             made = self._made(group, bucket, rows)
             self._buckets.append(made)

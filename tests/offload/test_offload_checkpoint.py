@@ -54,6 +54,18 @@ def test_the_plain_class_goes_on_from_an_offloaded_one_and_back(device, kind, na
 
 
 @on_each_device
+@pytest.mark.parametrize("fraction", [0, 0.5, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_options_that_change_after_a_load(device, kind, fraction):
+    """As a scheduler changes them; a load makes new groups of options, and may keep all else."""
+    pair = warm(device, kind=kind, gpu_fraction=fraction)
+    for optimizer, _ in pair.both():
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.param_groups[0]["lr"] *= 100
+    pair.train(3)
+
+
+@on_each_device
 @pytest.mark.parametrize(("before", "after"), [("float32", "compact"), ("compact", "master")])
 def test_from_one_format_to_another(device, before, after):
     """Codes and halves of masters are made from float32, and the other way round, as ever."""
