@@ -1,7 +1,6 @@
 """GatheredParameters: whole parameters for a while, and what one process writes into them."""
 
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -28,7 +27,8 @@ class GatheredParameters:
 
     All processes that hold shards enter and leave it together, also when the body raises. Do not
     call the model inside. One inside of another one, for the same parameter, shows the same whole
-    tensor, and what its modifier_rank writes is there on all processes when it ends.
+    tensor: what the outer one's modifier_rank has written is there on all processes when it begins,
+    and what its own writes when it ends. The inner one ends first.
 
     Args:
         params: a parameter; several; or a module, whose parameters, those of modules in it too, are
@@ -38,7 +38,8 @@ class GatheredParameters:
 
     Raises:
         ValueError: a parameter is not sharded, or modifier_rank holds no part of it.
-        RuntimeError: a parameter was written to although modifier_rank is None.
+        RuntimeError: a parameter was written to although modifier_rank is None; or it ends before
+            one inside of it.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class GatheredParameters:
             named = {f"params[{i}]": param for i, param in enumerate(several)}
         # What another one shows in a module is of a shard, too.
         self._params = {name: _shard_of(param) for name, param in named.items()}
-        self._rank = modifier_rank
+        self.modifier_rank = modifier_rank
         for name, param in self._params.items():
             _check(name, param, modifier_rank)
         self._own: list[Tensor] = []  # shards that were gathered here, not by another one around it
@@ -72,32 +73,30 @@ class GatheredParameters:
                 if _WHOLE not in vars(param):
                     vars(param)[_WHOLE] = _Whole(_full(param))
                     self._own.append(param)
+                _whole(param).enter(self, param)
         tensors = [_whole(param).value for param in self._params.values()]
         self._before = [_whole(param).version() for param in self._params.values()]
         if self._module is not None:
             self._show_in(self._module)
         return tensors[0] if self._is_one else tensors
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        for param in self._params.values():
+            _whole(param).check_innermost(self)
         for module, name, shard in self._places:
             parameters = parameters_of(module)
             shown, parameters[name] = parameters[name], shard
             _take(shown, shard)
         self._places = []
         known = [(name, param, _whole(param)) for name, param in self._params.items()]
+        for *_, whole in known:
+            whole.inside.pop()
         for param in self._own:
             del vars(param)[_WHOLE]
         self._own = []
         for (name, param, whole), before in zip(known, self._before, strict=True):
-            if self._rank is not None:
-                with torch.no_grad():
-                    _spread(whole.value, param, self._rank)
-                whole.excused += whole.version() - before
+            if self.modifier_rank is not None:
+                whole.spread(param, self.modifier_rank, before)
             elif kind is None and whole.version() != before:
                 raise RuntimeError(
                     f"{_OP}: {name} was written to, expected no change while modifier_rank is"
@@ -124,11 +123,34 @@ class _Whole:
     Attributes:
         value: the whole tensor.
         excused: counts of its version that are writes of processes that were named.
+        inside: the contexts that show it, the innermost last.
     """
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
         self.excused = 0
+        self.inside: list[GatheredParameters] = []
+
+    def enter(self, context: GatheredParameters, param: Tensor) -> None:
+        """Begin another context, with what was written in the one around it on all processes."""
+        rank = self.inside[-1].modifier_rank if self.inside else None
+        if rank is not None:
+            self.spread(param, rank, self.version())
+        self.inside.append(context)
+
+    def check_innermost(self, context: GatheredParameters) -> None:
+        """Raise if a context that is about to end is around another one."""
+        if self.inside[-1] is not context:
+            raise RuntimeError(
+                f"{_OP}: it ends before one inside of it for the same parameter, expected the inner"
+                " one to end first"
+            )
+
+    def spread(self, param: Tensor, rank: int, before: int) -> None:
+        """Make the value that one process has that of all, and allow its writes since a version."""
+        with torch.no_grad():
+            _spread(self.value, param, rank)
+        self.excused += self.version() - before
 
     def version(self) -> int:
         """Count writes, those left out that were allowed."""
@@ -157,9 +179,13 @@ def _whole(param: Tensor) -> _Whole:
 
 
 def _take(shown: Tensor | None, shard: Tensor) -> None:
-    """Take the value of what was put in the place of a whole parameter, as by assign=True."""
+    """Take what was put in the place of a whole parameter, as by assign=True; also if frozen."""
+    if shown is None:
+        return
+    if shown.requires_grad != shard.requires_grad:
+        shard.requires_grad_(shown.requires_grad)
     value = _whole(shard).value
-    if shown is None or shown.data_ptr() == value.data_ptr():
+    if shown.data_ptr() == value.data_ptr():
         return
     if shown.shape != value.shape:
         raise ValueError(

@@ -62,6 +62,24 @@ def nested(row, folder):
         assert model.head.weight is weight and whole(weight)[:2].sum(1).tolist() == [18, 24]
         with zero.GatheredParameters(weight, 1) as value:
             value.zero_()
+    for outer in (0, 1):  # what it has written before others is theirs too, also if they raise
+        with zero.GatheredParameters(weight, outer) as value, torch.no_grad():
+            value[0] = 1.0 + rank
+            with contextlib.suppress(KeyError), zero.GatheredParameters(model, 1 - outer):
+                assert model.head.weight[0].eq(1.0 + outer).all()
+                model.head.weight[1] = 5.0 + rank
+                raise KeyError
+            value[2] = 7.0 + rank
+        expected = [1.0 + outer, 6.0 - outer, 7.0 + outer]
+        assert whole(weight)[:3].eq(torch.tensor(expected)[:, None]).all()
+    first, second = zero.GatheredParameters(weight), zero.GatheredParameters(weight)
+    with first, pytest.raises(RuntimeError, match="it ends before one inside of it"), second:
+        first.__exit__(None, None, None)
+    assert weight.requires_grad
+    with zero.GatheredParameters(model.head):
+        model.head.requires_grad_(False)
+    assert model.head.weight is weight and not weight.requires_grad
+    weight.requires_grad_(True)
     text = "^zero.GatheredParameters: params.0. was written to"
     with pytest.raises(RuntimeError, match=text), zero.GatheredParameters(weight):
         with zero.GatheredParameters(weight, 0) as value:
