@@ -21,10 +21,11 @@ def accumulate(model: nn.Module, steps: int) -> Iterator[int]:
     stage 3, so nothing may write its weights in between, and a step there is refused; gradients are
     added up, and in stages 0 and 1 are reduced in the last pass only. Around it parameters and
     gradients are shards. A loop that is left before the backward of the last pass is over leaves no
-    gradients, and says so. An error in a forward that is caught inside leaves those there are; one
-    in a backward drops them, as half of one cannot be told from the others. Both have to come in
-    all processes: what one of them alone goes on with ends in an error, or in the timeout of the
-    process group.
+    gradients, and says so: that is how to drop a step, as zero_grad inside of the loop sees what is
+    shown there, which need not be what has been added up. An error in a forward that is caught
+    inside leaves those there are; one in a backward drops them, as half of one cannot be told from
+    the others. Both have to come in all processes: what one of them alone goes on with ends in an
+    error, or in the timeout of the process group.
 
     Args:
         model: that zero.shard was called on.
