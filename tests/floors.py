@@ -80,7 +80,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "zero": (
         (
             *("agreement", "blocks", "borrowing", "calls", "gather", "memory"),
-            *("names", "saved_model", "scaling"),
+            *("names", "saved_model", "scaling", "unreduced"),
         ),
         ("sharding", "units"),
         ("accumulate", "drawing", "stages"),

@@ -33,11 +33,9 @@ def forget_step(model: nn.Module) -> None:
     """Bring a model back to before a forward: shards, no gradients, also after an error."""
     settle(model)
     for group in groups_of(model):
-        group._partial_reduce_output = None  # of HSDP
+        drop_partial_sum(group)
         for param in group.fsdp_params:
-            param.unsharded_accumulated_grad = None
-            if hasattr(param, "_unsharded_param"):
-                param._unsharded_param.grad = None
+            drop_unreduced(param)
             param.sharded_param.grad = None
 
 
@@ -77,9 +75,40 @@ def is_settled(model: nn.Module) -> bool:
 def has_unreduced(model: nn.Module) -> bool:
     """Tell whether there are gradients that processes have not added up yet."""
     return any(
-        group._partial_reduce_output is not None or any(map(_is_unreduced, group.fsdp_params))
+        has_partial_sum(group) or any(map(is_unreduced, group.fsdp_params))
         for group in groups_of(model)
     )
+
+
+def has_partial_sum(group: Any) -> bool:
+    """Tell whether replicas have gradients of a group that they have not added up yet (HSDP)."""
+    return group._partial_reduce_output is not None
+
+
+def drop_partial_sum(group: Any) -> None:
+    """Drop that sum."""
+    group._partial_reduce_output = None
+
+
+def is_unreduced(param: Any) -> bool:
+    """Tell whether a parameter has a gradient that its processes have not added up yet."""
+    whole = whole_of(param)
+    accumulated: Tensor | None = param.unsharded_accumulated_grad
+    return accumulated is not None or (whole is not None and whole.grad is not None)
+
+
+def drop_unreduced(param: Any) -> None:
+    """Drop that gradient."""
+    param.unsharded_accumulated_grad = None
+    whole = whole_of(param)
+    if whole is not None:
+        whole.grad = None
+
+
+def whole_of(param: Any) -> Tensor | None:
+    """Return the whole parameter, which has values while it is gathered; None before the first."""
+    whole: Tensor | None = getattr(param, "_unsharded_param", None)
+    return whole
 
 
 def after_backward(model: nn.Module, told: Callable[[], None]) -> None:
@@ -89,12 +118,43 @@ def after_backward(model: nn.Module, told: Callable[[], None]) -> None:
         state._root_post_backward_final_callback = over
 
 
+def before_reduction(model: nn.Module, told: Callable[[Any], None]) -> None:
+    """Have it told of each group in a backward, before its gradients are added up or kept."""
+    for group in groups_of(model):
+        group.post_backward = partial(_post_backward, group.post_backward, group, told)
+
+
 def show_shards(model: nn.Module) -> None:
     """Show shards where whole parameters are kept for a backward, which alone uses them then."""
     for group in groups_of(model):
         if group.is_unsharded:
             for param in group.fsdp_params:
                 param._setattr_on_modules(param.sharded_param)
+
+
+def show_kept(model: nn.Module) -> None:
+    """Show whole parameters that are kept, for a forward that uses them; frozen as shards are."""
+    for group in groups_of(model):
+        if group.is_unsharded:
+            _show_whole(group)
+
+
+def written(model: nn.Module) -> Tensor | None:
+    """Return a shard that is not what it was when the kept whole parameters were gathered of it.
+
+    Bits are compared: no version counter tells of all writes. It waits for the device once.
+    """
+    pairs = [
+        (param.sharded_param, _differs(group, param))
+        for group in groups_of(model)
+        if group.is_unsharded
+        for param in group.fsdp_params
+        if len(param.all_gather_outputs) == 1  # of no tensor that gathers in its own way
+    ]
+    if not pairs:
+        return None
+    differ = torch.stack([differs for _, differs in pairs]).tolist()
+    return next((shard for (shard, _), it in zip(pairs, differ, strict=True) if it), None)
 
 
 def keep_for_backward(model: nn.Module) -> None:
@@ -145,11 +205,40 @@ def _unshard(
         if is_in_backward():
             # All, as what is run anew may use those of a group whose own backward does not begin.
             for other in filter(_shows_kept, groups_of(model)):
-                for param in other.fsdp_params:
-                    param._setattr_on_modules(param._unsharded_param)
+                _show_whole(other)
         else:
             group._to_sharded()
     unshard(async_op)
+
+
+def _show_whole(group: Any) -> None:
+    for param in group.fsdp_params:
+        whole, is_trained = param._unsharded_param, param.sharded_param.requires_grad
+        if whole.requires_grad != is_trained:
+            whole.requires_grad_(is_trained)
+        param._setattr_on_modules(whole)
+
+
+@torch.no_grad()
+def _differs(group: Any, param: Any) -> Tensor:
+    shard, (whole,) = param._sharded_param_data, param.all_gather_outputs
+    begin = group.mesh_info.shard_mesh_rank * shard.numel()
+    rows = whole.narrow(0, begin, shard.numel())
+    bits = (torch.uint8, torch.int16, torch.int32, torch.int64)[rows.itemsize.bit_length() - 1]
+    differ: Tensor = shard.to(rows.dtype).view(bits) != rows.view(bits)
+    return differ.any()
+
+
+def _post_backward(
+    finish: Callable[..., None], group: Any, told: Callable[[Any], None], *unused: Any
+) -> None:
+    told(group)
+    if any(param.unsharded_accumulated_grad is not None for param in group.fsdp_params):
+        # Torch expects one dtype, and has another where an earlier micro-step had no gradient.
+        for param in group.fsdp_params:
+            if param.unsharded_accumulated_grad is None and is_unreduced(param):
+                param.to_accumulated_grad_if_needed()
+    finish(*unused)
 
 
 def _reset(reset: Any, param: Any) -> None:
@@ -165,12 +254,6 @@ def _shows_kept(group: Any) -> bool:
     param = group.fsdp_params[0]
     home = param._module_info
     return home.module._parameters.get(home.param_name) is param.sharded_param
-
-
-def _is_unreduced(param: Any) -> bool:
-    if param.unsharded_accumulated_grad is not None:
-        return True
-    return hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None
 
 
 def _end_backward(finish: Callable[[], None], state: Any, told: Callable[[], None]) -> None:

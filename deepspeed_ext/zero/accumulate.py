@@ -17,15 +17,19 @@ def accumulate(model: nn.Module, steps: int) -> Iterator[int]:
             loss.backward()
         optimizer.step()
 
-    There is one backward in each pass of the loop. Weights stay gathered until the last one, but in
-    stage 3, so nothing may write its weights in between, and a step there is refused; gradients are
-    added up, and in stages 0 and 1 are reduced in the last pass only. Around it parameters and
-    gradients are shards. A loop that is left before the backward of the last pass is over leaves no
-    gradients, and says so: that is how to drop a step, as zero_grad inside of the loop sees what is
-    shown there, which need not be what has been added up. An error in a forward that is caught
-    inside leaves those there are; one in a backward drops them, as half of one cannot be told from
-    the others. Both have to come in all processes: what one of them alone goes on with ends in an
-    error, or in the timeout of the process group.
+    There is one backward in each pass of the loop. Between passes parameters are shards, as ever.
+    Weights stay gathered beside them until the last backward, but in stage 3, so a weight that was
+    written since is an error in the last pass; a forward without gradients gathers anew, so that an
+    evaluation may put other weights in and back. A parameter is frozen and thawed as in torch. A
+    step before the last backward is refused.
+
+    Gradients are added up, and in stages 0 and 1 are reduced in the last pass only, as are sums of
+    replicas. Until then `.grad` is there and has no numbers: to read it is an error, to set it to
+    None or to zeros, as zero_grad does, drops what was added up. A loop that is left before the
+    backward of the last pass is over leaves no gradients, and says so. An error in a forward that
+    is caught inside leaves those there are; one in a backward drops them, as half of one cannot be
+    told from the others. Both have to come in all processes: what one of them alone goes on with
+    ends in an error, or in the timeout of the process group.
 
     Args:
         model: that zero.shard was called on.
@@ -37,7 +41,8 @@ def accumulate(model: nn.Module, steps: int) -> Iterator[int]:
     Raises:
         ValueError: model is not sharded, or steps is less than 1.
         RuntimeError: the loop is inside of another one for the same model; or it has come to its
-            end and some pass had a backward, but not the last one.
+            end and some pass had a backward, but not the last one; or a weight was written between
+            passes, or a gradient read; or replicas have a sum of other gradients of a block.
 
     See: FSDPModule.set_requires_gradient_sync, set_reshard_after_backward and, on two-dimensional
         meshes, set_requires_all_reduce, which this calls.

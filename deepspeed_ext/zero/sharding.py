@@ -17,21 +17,27 @@ from deepspeed_ext.torch_internals.dispatch import is_in_backward
 from deepspeed_ext.torch_internals.fully_shard import (
     after_backward,
     allow_whole_loads,
+    before_reduction,
     forget_step,
     groups_of,
+    has_partial_sum,
     has_unreduced,
     interruption,
     is_in_forward,
     is_settled,
+    is_unreduced,
     keep_for_backward,
     know_whole_parameters,
     settle,
     shards_of,
+    show_kept,
     show_shards,
+    written,
 )
 from deepspeed_ext.zero.agreement import check_agreement
 from deepspeed_ext.zero.borrowing import name_borrowed
 from deepspeed_ext.zero.calls import Loop, calls_of
+from deepspeed_ext.zero.unreduced import Marks
 
 _log = logging.getLogger("deepspeed_ext")
 _NAME = "_deepspeed_ext_sharding"
@@ -62,6 +68,8 @@ class Sharding:
         self._reduces_unused = reduces_unused
         self._model = weakref.ref(model)
         self._loop: Loop | None = None  # micro-steps that are declared
+        self._marks: dict[Any, Marks] = {}  # of groups with gradients between micro-steps
+        self._summed: dict[Any, set[int]] = {}  # ids of shards in sums that replicas wait with
         self._stopped = ""  # what an error has ended, if other processes were not asked yet
         self._known: dict[str, int] | None = None  # ids of parameters by name
         self.saving: Any = None  # a checkpoint that is under way
@@ -76,6 +84,7 @@ class Sharding:
         model.register_forward_hook(_after_forward, always_call=True)
         for block in map(model.get_submodule, self.blocks):
             block.register_forward_hook(partial(_after_block, me))
+        before_reduction(model, partial(_before_reduction, me))
         after_backward(model, partial(_after_backward, me))
         keep_for_backward(model)
         allow_whole_loads(model)
@@ -148,6 +157,7 @@ class Sharding:
         if self._loop is not loop or self._model() is None:
             return
         self._loop = None
+        self._release_marks()
         self._set_backward(is_last=True)
         # Other processes are asked before the next forward: here they may be elsewhere.
         self._stopped = stopped = interruption(self.model)
@@ -179,14 +189,55 @@ class Sharding:
         if self.mesh.ndim == 2 and self.stage > 1:  # replicas add up once a step
             root.set_requires_all_reduce(is_last)
 
-    def _keeps_whole(self) -> bool:
-        """Return whether weights stay gathered, and shown, for the next micro-step."""
-        return self.stage < 3 and self._loop is not None and not self._loop.is_done
+    def before_reduction(self, group: Any) -> None:
+        """See what gradients of earlier micro-steps were dropped since, before others join them.
+
+        Raises:
+            RuntimeError: replicas have a sum of other gradients.
+        """
+        marks = self._marks.pop(group, None)
+        dropped = set() if marks is None else marks.collect()
+        if dropped:
+            raise RuntimeError(
+                f"zero.accumulate: gradients of {self._names(dropped)} are dropped and others of"
+                " its block not, expected all or none, as on a mesh of replicas they are one sum"
+            )
+        self._check_sum(group)
+
+    def _check_sum(self, group: Any) -> None:
+        """Refuse to add gradients to a sum of others, which has no places for them."""
+        have = {
+            id(param.sharded_param)
+            for param in group.fsdp_params
+            if is_unreduced(param) or (self._reduces_unused and param.sharded_param.requires_grad)
+        }
+        if has_partial_sum(group) and have != self._summed[group]:
+            raise RuntimeError(
+                f"zero.accumulate: {self._names(have ^ self._summed[group])} have gradients in some"
+                " micro-steps only, expected all or none, as on a mesh of replicas those of a block"
+                " are one sum"
+            )
+        self._summed[group] = have
 
     def after_backward(self) -> None:
-        """Take note that a backward is over."""
-        if self._loop is not None:
-            self._loop.last_backward = self._loop.at
+        """Take note that a backward is over; between micro-steps show shards, and marks."""
+        loop = self._loop
+        if loop is None:
+            return
+        loop.last_backward = loop.at
+        if not loop.is_done:
+            show_shards(self.model)
+            for group in groups_of(self.model):
+                if group not in self._marks:
+                    self._marks[group] = Marks(group)
+
+    def _release_marks(self) -> None:
+        for marks in self._marks.values():
+            marks.release()
+        self._marks.clear()
+
+    def _names(self, ids: set[int]) -> list[str]:
+        return [name for name, known in (self._known or {}).items() if known in ids]
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step that would not see the gradients that there are.
@@ -223,9 +274,10 @@ class Sharding:
             return
         self._end_left_loop()
         self._settle()
-        if self._keeps_whole():
-            return
-        self.reshard()
+        loop = self._loop
+        keeps = self.stage < 3 and loop is not None and not loop.is_done
+        if not keeps or not torch.is_grad_enabled():
+            self.reshard()  # weights may have been written, or stand in for an evaluation
         known = {name: id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
         if self._known is None:
             # After the first forward: fully_shard lets parameters be replaced before it.
@@ -235,6 +287,18 @@ class Sharding:
                 know_whole_parameters(self.model)
         elif known != self._known:
             self._refuse_change(known)
+        if loop is not None and loop.is_last:
+            self._check_unwritten()
+        show_kept(self.model)
+
+    def _check_unwritten(self) -> None:
+        """Refuse to go on with whole weights that some micro-steps have used, and others not."""
+        shard = written(self.model)
+        if shard is not None:
+            raise RuntimeError(
+                f"zero.accumulate: parameter {self._names({id(shard)})[0]!r} was written between"
+                " micro-steps, expected its value until the backward of the last one"
+            )
 
     def after_forward(self) -> None:
         """Leave no gathered weights behind where no backward will come, else keep them for it."""
@@ -242,7 +306,7 @@ class Sharding:
             return
         if not torch.is_grad_enabled():
             self.reshard()
-        elif not self._keeps_whole():
+        else:
             show_shards(self.model)
 
     def after_block(self) -> None:
@@ -262,6 +326,7 @@ class Sharding:
             self._stopped = ""
         if stopped == "backward":
             _log.warning("zero: an error ended the step before this one; its gradients are dropped")
+            self._release_marks()
             forget_step(self.model)
         elif stopped or not is_settled(self.model):
             settle(self.model)
@@ -343,6 +408,12 @@ def _after_backward(sharding: "weakref.ref[Sharding]") -> None:
     found = sharding()
     if found is not None:
         found.after_backward()
+
+
+def _before_reduction(sharding: "weakref.ref[Sharding]", group: Any) -> None:
+    found = sharding()
+    if found is not None:
+        found.before_reduction(group)
 
 
 @untraced

@@ -377,14 +377,15 @@ def experts(row, folder):
 
 def losses_of_whole_weights(row, folder):
     """Of a weight that forward uses too, as the docstring of shard says: gradients are averaged."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = None
     if row == "replicas":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
 
     def loss(model, number, rank):
         weight = model.embedding.weight
         if isinstance(weight, DTensor):
-            weight = weight.full_tensor(grad_placements=[Partial("avg")] * mesh.ndim)
+            ndim = weight.device_mesh.ndim
+            weight = weight.full_tensor(grad_placements=[Partial("avg")] * ndim)
         return loss_of(model, number, rank) + weight[rank].pow(2).sum()
 
     for stage in (2, 3) if row == "replicas" else range(4):

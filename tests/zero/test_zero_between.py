@@ -1,0 +1,285 @@
+"""What is done between the micro-steps of accumulate does what it does in plain PyTorch."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Case
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from zero_cases import Net, assert_close, loss_of, whole
+
+from deepspeed_ext import zero
+
+MICRO_STEPS = 3
+NAMES = ("blocks.0.up.weight", "embedding.weight")
+
+
+class Pair:
+    """A sharded model, and the same training of one whole model that sees all batches."""
+
+    def __init__(self, stage, mesh=None, **options):
+        self.stage = stage
+        self.ours, self.plain = zero.shard(Net(), stage, mesh=mesh, **options), Net()
+        self.models = (self.ours, self.plain)
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in self.models]
+
+    def forward(self, number):
+        """Return the losses of both, not yet run backward."""
+        ranks = range(dist.get_world_size())
+        loss = loss_of(self.ours, number) / MICRO_STEPS
+        return loss, sum(loss_of(self.plain, number, rank) for rank in ranks) / (
+            MICRO_STEPS * len(ranks)
+        )
+
+    def add(self, number):
+        for loss in self.forward(number):
+            loss.backward()
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def train(self, number):
+        for i in zero.accumulate(self.ours, MICRO_STEPS):
+            self.add(number + i)
+        self.step()
+
+    def assert_equal(self, what):
+        for (name, ours), theirs in zip(
+            self.ours.named_parameters(), self.plain.parameters(), strict=True
+        ):
+            assert_close(whole(ours), theirs.detach(), f"{name}, stage {self.stage}, {what}")
+
+
+def pairs(row):
+    """Each stage; replicas, whose sums over shards wait for the others; sums of another dtype."""
+    mesh = None
+    if row == "replicas":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    for stage in (2, 3) if mesh else range(4):
+        yield lambda stage=stage: Pair(
+            stage, mesh, reduce_dtype=torch.float64 if row == "double" else None
+        )
+
+
+def by_hand(model, _):
+    for param in model.parameters():
+        param.grad = None
+
+
+def some(model, _):
+    for name in NAMES:
+        model.get_parameter(name).grad = None
+
+
+def twice(model, optimizer):
+    optimizer.zero_grad()
+    model.zero_grad()
+
+
+DROPS = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "optimizer, zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model, zeros": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "by hand": by_hand,
+    "twice": twice,
+    "some": some,
+}
+
+
+PLACES = [(1, "begins"), (1, "inside"), (0, "ends"), (2, "inside"), (2, "ends")]
+
+
+def drops(row, folder):
+    """Gradients that are dropped: by each way, and at each place in a loop."""
+    for make in pairs(row):
+        pair, places = make(), itertools.cycle(PLACES)
+        for how, drop in DROPS.items():
+            if (row, how) == ("replicas", "some"):
+                continue
+            for at, where in PLACES if how == "optimizer" else (next(places), next(places)):
+                drop_at(pair, drop, at, where)
+                pair.assert_equal(f"{how} {where} {at}")
+
+
+def drop_at(pair, drop, at, where):
+    def now(i, place):
+        if (i, place) == (at, where):
+            for each in zip(pair.models, pair.optimizers, strict=True):
+                drop(*each)
+
+    for i in zero.accumulate(pair.ours, MICRO_STEPS):
+        now(i, "begins")
+        losses = pair.forward(10 * at + i)
+        now(i, "inside")
+        for loss in losses:
+            loss.backward()
+        now(i, "ends")
+    pair.step()
+
+
+def some_of_replicas(row, folder):
+    """Sums of a block that wait for other replicas are dropped as one."""
+    for make in pairs("replicas"):
+        pair = make()
+        text = "^zero.accumulate: gradients of .*blocks.0.* are dropped and others of its block not"
+        with pytest.raises(RuntimeError, match=text):
+            for i in zero.accumulate(pair.ours, MICRO_STEPS):
+                pair.add(i)
+                some(pair.ours, None)
+        pair.optimizers[1].zero_grad()
+        pair.train(10)
+        pair.assert_equal("after it")
+
+
+def earlier(row, folder):
+    """What a backward before the loop has left is added to, or dropped with the rest."""
+    for make, drops in itertools.product(pairs(row), (False, True)):
+        pair = make()
+        for _ in range(2):
+            pair.add(7)
+            for i in zero.accumulate(pair.ours, MICRO_STEPS):
+                pair.add(i)
+                if drops and i == 0:
+                    for optimizer in pair.optimizers:
+                        optimizer.zero_grad()
+            pair.step()
+            pair.assert_equal(f"earlier gradients, drops {drops}")
+
+
+def freezes(row, folder):
+    """A frozen parameter keeps what it has; a thawed one begins."""
+    for make in pairs(row):
+        pair = make()
+        if row == "replicas":
+            text = (
+                "^zero.accumulate: .*blocks.0.up.weight.* have gradients in some micro-steps only"
+            )
+            with pytest.raises(RuntimeError, match=text):
+                for i in zero.accumulate(pair.ours, MICRO_STEPS):
+                    pair.add(i)
+                    pair.ours.get_parameter(NAMES[0]).requires_grad_(False)
+            continue
+        for where in ("ends", "begins"):
+            for i in zero.accumulate(pair.ours, MICRO_STEPS):
+                if where == "ends":
+                    pair.add(i)
+                if i == 1:
+                    for model in pair.models:
+                        for name in (*NAMES, "blocks.1.down.weight"):
+                            param = model.get_parameter(name)
+                            param.requires_grad_(not param.requires_grad)
+                if where == "begins":
+                    pair.add(i)
+            pair.step()
+            pair.assert_equal(f"freezes, {where}")
+
+
+@torch.no_grad()
+def copy(param):
+    param.copy_(param * 2)
+
+
+@torch.no_grad()
+def turn_sign_of_one(param):  # in one process, which no version counter tells of
+    local = param.to_local() if isinstance(param, DTensor) else param
+    if dist.get_rank() == 0:
+        torch._foreach_neg_([local[:1].data])
+
+
+def writes(row, folder):
+    """A write would be seen by some micro-steps only: an error, but in stage 3, where by all."""
+    for make, write in itertools.product(pairs(row), (copy, turn_sign_of_one)):
+        pair = make()
+        if pair.stage == 3 and write is copy:
+            for i in zero.accumulate(pair.ours, MICRO_STEPS):
+                pair.add(i)
+                for model in pair.models:
+                    write(model.get_parameter(NAMES[0]))
+            pair.step()
+        elif pair.stage < 3 and (write is copy or dist.get_world_size() == 1):
+            text = f"^zero.accumulate: parameter '{NAMES[0]}' was written between micro-steps"
+            with pytest.raises(RuntimeError, match=text):
+                for i in zero.accumulate(pair.ours, MICRO_STEPS):
+                    pair.add(i)
+                    if i == 0:
+                        for model in pair.models:
+                            write(model.get_parameter(NAMES[0]))
+            pair.optimizers[1].zero_grad()
+            assert all(param.grad is None for param in pair.ours.parameters())
+        pair.train(20)
+        pair.assert_equal(f"after {write.__name__}")
+
+
+def averages(row, folder):
+    """Other weights for an evaluation between micro-steps, and back."""
+    for make in pairs(row):
+        pair = make()
+        for i in zero.accumulate(pair.ours, MICRO_STEPS):
+            pair.add(i)
+            kept = [{k: v.clone() for k, v in m.state_dict().items()} for m in pair.models]
+            for model, state in zip(pair.models, kept, strict=True):
+                model.load_state_dict({name: value * 0.5 for name, value in state.items()})
+            with torch.no_grad():
+                losses = pair.forward(9)
+            ours = losses[0].clone()
+            dist.all_reduce(ours)
+            assert_close(ours / dist.get_world_size(), losses[1], f"stage {pair.stage}")
+            for model, state in zip(pair.models, kept, strict=True):
+                model.load_state_dict(state)
+        pair.step()
+        pair.assert_equal("averages")
+        pair.train(10)
+        pair.assert_equal("after averages")
+
+
+def first_forwards(row, folder):
+    """The first forward ever is in inference mode, inside of a loop."""
+    for make in pairs(row):
+        pair = make()
+        for i in zero.accumulate(pair.ours, MICRO_STEPS):
+            with torch.inference_mode():
+                loss_of(pair.ours, 8)
+            pair.add(i)
+        pair.step()
+        pair.assert_equal("first forward")
+
+
+def reads(row, folder):
+    """A gradient that is not there yet is no gradient of some kind: who reads it is told."""
+    for stage in (0, 1):
+        pair = Pair(stage)
+        for i in zero.accumulate(pair.ours, MICRO_STEPS):
+            pair.add(i)
+            if i == 2:
+                break
+            assert all(isinstance(param, DTensor) for param in pair.ours.parameters())
+            grad = pair.ours.embedding.weight.grad
+            text = "^zero.accumulate: a gradient is read between micro-steps, expected after the"
+            for read in (torch.Tensor.norm, lambda g: g[0] * 2, lambda g: g.add_(1)):
+                with pytest.raises(RuntimeError, match=text):
+                    read(grad)
+            with pytest.raises(RuntimeError, match=text):
+                torch.nn.utils.clip_grad_norm_(pair.ours.parameters(), 1.0)
+            assert repr(grad).startswith("Unreduced(of [11, 6]")
+        pair.optimizers[1].zero_grad()
+        pair.optimizers[0].zero_grad()
+        pair.train(10)
+        pair.assert_equal("after reads")
+
+
+CASES = [
+    Case(world, function, row)
+    for function in ("drops", "earlier", "freezes", "averages", "first_forwards", "writes")
+    for world, row in ((1, ""), (2, ""), (2, "double"), (4, "replicas"))
+    if row == "" or function in ("drops", "earlier", "freezes")
+] + [Case(4, "some_of_replicas", ""), Case(2, "reads", "")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
+def test_processes(case, groups):
+    groups.run(case, "cpu")
