@@ -1,6 +1,5 @@
 """Functional ops: two threads, two streams, and CUDA graphs have nothing to do with each other."""
 
-import os
 import threading
 from collections.abc import Callable
 
@@ -88,8 +87,7 @@ for case in CASES.values():
 
 def test_first_use_in_two_threads() -> None:
     """Both load the library, or one waits for the other."""
-    here = os.path.dirname(__file__)
-    done = warm_python.run("-c", f"import sys; sys.path.insert(0, {here!r})\n" + FIRST_USE)
+    done = warm_python.run("-c", FIRST_USE)
     assert done.returncode == 0, done.stderr
 
 

@@ -383,9 +383,9 @@ def test_a_generator_that_is_left_at_exit() -> None:
         "pieces = taken()\n"
         "next(pieces)\n"
     )
-    here = str(Path(__file__).parent)
+    shared = str(Path(tiny.__file__).parent)
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {here!r})\n{program}"],
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {shared!r})\n{program}"],
         capture_output=True,
         text=True,
         timeout=120,

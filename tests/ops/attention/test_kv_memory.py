@@ -15,7 +15,7 @@ from rms_norm_cases import BF16
 
 from deepspeed_ext.ops import PagedKV, decode_attention, prefill_attention
 
-COUNTER = Path(__file__).parents[1] / "csrc/allocated.cpp"
+COUNTER = Path(__file__).parents[2] / "csrc/allocated.cpp"
 STORED = [BF16, torch.int8, torch.float8_e4m3fn]
 HEADS, GROUP, WIDTH, LENGTHS, WINDOW = 2, 4, 128, [4096, 1000, 2048], 3000
 OBJECTS = 8192  # bytes of Python's, whatever the size of tensors
