@@ -1,8 +1,9 @@
-"""FusedLamb beside the algorithm of the paper in plain torch: options, clipping, coefficients."""
+"""FusedLamb and Lars beside the algorithms of their papers in plain torch."""
 
 import copy
 import io
 import pickle
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from optim_cases import (
 )
 from torch.nn import Parameter
 
-from deepspeed_ext.optim import FusedLamb
+from deepspeed_ext.optim import FusedLamb, Lars
 
 STEPS = 20
 
@@ -72,40 +73,92 @@ class PlainLamb(torch.optim.Optimizer):
         p -= group["lr"] * coefficient * update
 
 
+class PlainLars(torch.optim.Optimizer):
+    """You, Gitman & Ginsburg 2017, Algorithm 1, one parameter after the other."""
+
+    def __init__(self, params, **options):
+        defaults = dict(
+            lr=1e-3, momentum=0.0, eeta=1e-3, weight_decay=0.0, epsilon=0.0, maximize=False
+        )
+        super().__init__(params, defaults | options)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                grad, size, decay = p.grad, p.norm(), group["weight_decay"]
+                trust = 1.0
+                if size > 0 and grad.norm() > 0:
+                    divisor = grad.norm() + decay * size + group["epsilon"]
+                    trust = group["eeta"] * size / divisor
+                grad = -grad if group["maximize"] else grad
+                delta = group["lr"] * trust * (grad + decay * p)
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                state["buffer"] = delta = group["momentum"] * state.get("buffer", 0) + delta
+                p -= delta
+
+
+class Kind(NamedTuple):
+    """A class of ours, the algorithm in plain torch, options for both, roundings of a step."""
+
+    ours: Any
+    plain: Any
+    usual: dict[str, Any]
+    roundings: int
+
+
+LAMB = Kind(FusedLamb, PlainLamb, dict(lr=1e-2, weight_decay=0.1), 4)
+LARS = Kind(Lars, PlainLars, dict(lr=0.1, eeta=0.1, momentum=0.9, weight_decay=0.1), 2)
+each_kind = pytest.mark.parametrize("kind", [LAMB, LARS], ids=["lamb", "lars"])
 OPTIONS = {
-    "defaults": {},
-    "decay": {"weight_decay": 0.1},
-    "eps inside": {"eps_inside_sqrt": True, "eps": 1e-3, "weight_decay": 0.01},
-    "uncorrected": {"bias_correction": False, "eps": 1e-6, "betas": (0.5, 0.9)},
-    "bounds": {"min_coeff": 0.8, "max_coeff": 1.1, "maximize": True},
-    "clipped": {"max_grad_norm": 2.0, "weight_decay": 0.01},
+    "lamb, defaults": (LAMB, {}),
+    "lamb, decay": (LAMB, {"weight_decay": 0.1}),
+    "lamb, eps inside": (LAMB, {"eps_inside_sqrt": True, "eps": 1e-3, "weight_decay": 0.01}),
+    "lamb, uncorrected": (LAMB, {"bias_correction": False, "eps": 1e-6, "betas": (0.5, 0.9)}),
+    "lamb, bounds": (LAMB, {"min_coeff": 0.8, "max_coeff": 1.1, "maximize": True}),
+    "lamb, clipped": (LAMB, {"max_grad_norm": 2.0, "weight_decay": 0.01}),
+    "lars, defaults": (LARS, {}),
+    "lars, momentum": (LARS, {"momentum": 0.9, "eeta": 0.02}),
+    "lars, decay": (LARS, {"momentum": 0.9, "weight_decay": 0.1, "eeta": 0.1}),
+    "lars, maximize": (LARS, {"maximize": True, "epsilon": 0.3, "eeta": 0.1, "weight_decay": 0.01}),
 }
 
 
 @on_each_device
 @pytest.mark.parametrize("name", OPTIONS)
 def test_random_steps(device, name):
+    kind, options = OPTIONS[name]
     params = make_params(device)
     exact = twins(params, torch.float64)
-    ours = FusedLamb(params, lr=1e-2, **OPTIONS[name])
-    theirs = PlainLamb(exact, lr=1e-2, **OPTIONS[name])
+    ours, theirs = (
+        make(model, lr=kind.usual["lr"], **options)
+        for make, model in ((kind.ours, params), (kind.plain, exact))
+    )
     generator = torch.Generator().manual_seed(1)
     for step in range(STEPS):
         give_grads(generator, params, exact, missing=0.3 if step else 0.0)
+        if step == 7:
+            for p in (params[0], exact[0]):
+                p.grad.zero_()
         ours.step()
         theirs.step()
-        got = ours.get_lamb_coeffs()
-        assert got == pytest.approx(theirs.coefficients, rel=1e-4)
-    assert_close(params, exact, 4 * STEPS)
+        if kind is LAMB:
+            assert ours.get_lamb_coeffs() == pytest.approx(theirs.coefficients, rel=1e-4)
+    assert_close(params, exact, kind.roundings * STEPS)
+    of_lars = ["momentum_buffer"] * ("momentum" in options)
+    keys = ["exp_avg", "exp_avg_sq"] if kind is LAMB else of_lars
     for p, e in zip(params, exact, strict=True):
-        assert ours.state[p].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert ours.state[p].keys() == {"step", *keys}
         assert ours.state[p]["step"].item() == theirs.state[e]["step"]
-        assert ours.state[p]["exp_avg"].stride() == p.stride()
+        assert all(ours.state[p][key].stride() == p.stride() for key in keys)
     assert_in_buffers(ours)
 
 
 @on_each_device
-def test_groups_have_options_of_their_own(device):
+def test_groups_of_lamb_have_options_of_their_own(device):
     params = make_params(device)
     exact = twins(params, torch.float64)
 
@@ -125,13 +178,40 @@ def test_groups_have_options_of_their_own(device):
 
 
 @on_each_device
+def test_groups_of_lars_have_options_of_their_own_and_may_change_them(device):
+    params = make_params(device)
+    exact = twins(params, torch.float64)
+
+    def groups(model):
+        return [{"params": model[:4], "momentum": 0.9}, {"params": model[4:], "eeta": 0.1}]
+
+    ours, theirs = Lars(groups(params), lr=0.1), PlainLars(groups(exact), lr=0.1)
+    generator = torch.Generator().manual_seed(2)
+    for step in range(6):
+        if step == 3:
+            for optimizer in (ours, theirs):
+                optimizer.param_groups[1]["momentum"] = 0.5
+            for p in exact[4:]:
+                theirs.state[p]["buffer"] = torch.zeros_like(p)  # begins with this momentum
+        give_grads(generator, params, exact)
+        ours.step()
+        theirs.step()
+    assert_close(params, exact, 10)
+    assert all(ours.state[p]["step"].item() == 6 for p in params)
+    assert_in_buffers(ours)
+
+
+@on_each_device
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_masters(device, dtype):
+@each_kind
+def test_masters(kind, dtype, device):
     """Originals in float32, of which the parameters are the rounded values."""
     params = make_params(device, dtype)
     exact = twins(params, torch.float64)
-    ours = FusedLamb(params, lr=1e-2, weight_decay=0.1, master_weights=True)
-    theirs = PlainLamb(exact, lr=1e-2, weight_decay=0.1)
+    ours, theirs = (
+        kind.ours(params, master_weights=True, **kind.usual),
+        kind.plain(exact, **kind.usual),
+    )
     generator = torch.Generator().manual_seed(3)
     for _ in range(5):
         give_grads(generator, params, exact)
@@ -140,7 +220,7 @@ def test_masters(device, dtype):
         ours.step()
         theirs.step()
     masters = [ours.state[p]["master_param"] for p in params]
-    assert_close(masters, exact, 20)
+    assert_close(masters, exact, kind.roundings * 5)
     assert_same_bits(params, [master.to(dtype) for master in masters])
 
 
@@ -163,10 +243,11 @@ def test_compact_state_has_nearly_the_same_coefficients(device, state_dtype):
 
 
 @on_each_device
-def test_state_dict_round_trip(device):
+@each_kind
+def test_state_dict_round_trip(kind, device):
     params, more = make_params(device), make_params(device)
-    options = dict(lr=1e-2, weight_decay=0.1, max_grad_norm=1.5)
-    first, second = FusedLamb(params, **options), FusedLamb(more, lr=1.0, max_grad_norm=1.5)
+    clipped = {"max_grad_norm": 1.5} if kind is LAMB else {}
+    first, second = kind.ours(params, **kind.usual, **clipped), kind.ours(more, lr=1.0, **clipped)
     generator = torch.Generator().manual_seed(4)
     for step in range(6):
         if step == 3:
@@ -182,10 +263,11 @@ def test_state_dict_round_trip(device):
             second.step()
     assert_same_bits(params, more)
     assert_same_bits(state_tensors(first), state_tensors(second))
-    assert first.get_lamb_coeffs() == second.get_lamb_coeffs()
-    copies = [copy.deepcopy(first), pickle.loads(pickle.dumps(first))]
-    assert [made.max_grad_norm for made in copies] == [1.5, 1.5]
-    assert copies[1].get_lamb_coeffs() == []
+    if kind is LAMB:
+        assert first.get_lamb_coeffs() == second.get_lamb_coeffs()
+        copies = [copy.deepcopy(first), pickle.loads(pickle.dumps(first))]
+        assert [made.max_grad_norm for made in copies] == [1.5, 1.5]
+        assert copies[1].get_lamb_coeffs() == []
 
 
 @on_each_device
@@ -255,19 +337,36 @@ def test_plans_found_outdated_in_the_middle_of_a_step_keep_the_clipping():
     assert_close(params, more, dtype=BF16)
 
 
+@on_each_device
+def test_clip_and_step_divides_before_lars_measures(device):
+    """The norms of LARS are of the clipped gradients."""
+    params, more = make_params(device), make_params(device)
+    ours, theirs = (Lars(model, lr=0.1, eeta=0.1, epsilon=1.0) for model in (params, more))
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(3):
+        give_grads(generator, params, more)
+        ours.clip_and_step(0.5)
+        torch.nn.utils.clip_grad_norm_(more, 0.5)
+        theirs.step()
+    assert_close(params, more, 3)
+
+
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("kind", "options", "text"),
     [
-        (dict(amsgrad=True), "amsgrad is True, expected False"),
-        (dict(max_grad_norm=-1.0), "max_grad_norm is -1.0, expected at least 0"),
-        (dict(eps=-1.0), "eps is -1.0, expected at least 0"),
-        (dict(betas=(0.9,)), "betas is (0.9,), expected two numbers"),
-        (dict(betas=(0.9, 1.0)), "betas[1] is 1.0, expected at least 0 and below 1"),
-        (dict(min_coeff=-0.1), "min_coeff is -0.1, expected at least 0"),
-        (dict(max_coeff=0.001), "max_coeff is 0.001, expected at least min_coeff, 0.01"),
+        (FusedLamb, dict(amsgrad=True), "amsgrad is True, expected False"),
+        (FusedLamb, dict(max_grad_norm=-1.0), "max_grad_norm is -1.0, expected at least 0"),
+        (FusedLamb, dict(eps=-1.0), "eps is -1.0, expected at least 0"),
+        (FusedLamb, dict(betas=(0.9,)), "betas is (0.9,), expected two numbers"),
+        (FusedLamb, dict(betas=(0.9, 1.0)), "betas[1] is 1.0, expected at least 0 and below 1"),
+        (FusedLamb, dict(min_coeff=-0.1), "min_coeff is -0.1, expected at least 0"),
+        (FusedLamb, dict(max_coeff=0.001), "max_coeff is 0.001, expected at least min_coeff, 0.01"),
+        (Lars, dict(momentum=1.0), "momentum is 1.0, expected at least 0 and below 1"),
+        (Lars, dict(eeta=-1.0), "eeta is -1.0, expected at least 0"),
+        (Lars, dict(epsilon=-1.0), "epsilon is -1.0, expected at least 0"),
     ],
 )
-def test_refuses(options, text):
+def test_refuses(kind, options, text):
     with pytest.raises(ValueError) as caught:
-        FusedLamb([Parameter(torch.ones(2))], **options)
-    assert str(caught.value) == f"FusedLamb: {text}"
+        kind([Parameter(torch.ones(2))], **options)
+    assert str(caught.value) == f"{kind.__name__}: {text}"
