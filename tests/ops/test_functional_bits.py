@@ -22,7 +22,7 @@ import test_skinny_linear_contract
 import torch
 import warm_python
 from functional_cases import CASES, FORMULAS, Case, call_of
-from rms_norm_cases import BF16, DTYPES, F32
+from samples import BF16, DTYPES, F32
 from torch import Tensor
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import warm_python
 from functional_cases import CASES, Call, call_of
-from rms_norm_cases import BF16, F32
+from samples import BF16, F32
 from torch import Tensor
 
 LENGTHS = [64, 4096, 20_000]  # of rows that half a warp, a block, and shared memory hold

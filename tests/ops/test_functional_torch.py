@@ -9,7 +9,7 @@ import pytest
 import torch
 import warm_python
 from functional_cases import CASES, WITHOUT_CASE, call_of, recorded
-from rms_norm_cases import BF16, F16, F32
+from samples import BF16, F16, F32
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kv_cases import make_kv, on_cpu
-from rms_norm_cases import BF16, F16, F32
+from samples import BF16, F16, F32
 from torch import Tensor
 
 from deepspeed_ext.ops import (

@@ -1,13 +1,12 @@
 """decode_attention: numbers against the reference, and bits that depend on nothing else."""
 
 import math
-from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
-from kv_cases import OPTIONS, assert_attends, make_kv, option, queries
-from rms_norm_cases import BF16, F16, F32
+from kv_cases import assert_attends, make_kv, queries
+from samples import BF16, F16, F32
 from torch import Tensor
 
 from deepspeed_ext.ops import PagedKV, decode_attention
@@ -43,49 +42,6 @@ def test_lengths(dtype: torch.dtype, device: str) -> None:
 def test_long(dtype: torch.dtype, device: str) -> None:
     kv = make_kv([20_000], 1, 64, dtype, device)
     assert_right(queries(1, 2, 2, 64, dtype, device), kv)
-
-
-@pytest.mark.parametrize("mixture", [(F32, BF16), (BF16, F32), (F16, BF16)], ids=str)
-def test_mixtures(mixture: tuple[torch.dtype, torch.dtype], device: str) -> None:
-    kv = make_kv([100, 300], 2, 64, mixture[1], device)
-    assert_right(queries(2, 2, 4, 64, mixture[0], device), kv)
-
-
-@pytest.mark.parametrize("names", [*((n,) for n in OPTIONS), *combinations(OPTIONS, 2)], ids=str)
-@pytest.mark.parametrize("dtype", [BF16, INT8], ids=str)
-def test_options(dtype: torch.dtype, names: tuple[str, ...], device: str) -> None:
-    kv = make_kv([300, 7, 600, 64], 2, 64, dtype, device)
-    q = queries(4, 5, 4, 64, BF16, device)
-    assert_right(q, kv, **{name: option(name, device) for name in names})
-
-
-@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 256, 257, 10_000])
-def test_windows(window: int, device: str) -> None:
-    kv = make_kv([700, 3, 320], 1, 32, BF16, device)
-    assert_right(queries(3, 3, 8, 32, BF16, device), kv, window=window)
-
-
-LAYOUTS = {
-    "slice of a projection": lambda t: torch.cat([t, t, t], -2)[:, :, 4:8],
-    "heads before tokens": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-    "every other element": lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2],
-    "from an odd element": lambda t: torch.cat([t[..., :1], t], -1)[..., 1:],
-    "one for all": lambda t: t[:1, :1].expand_as(t),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_layouts(dtype: torch.dtype, layout: str, device: str) -> None:
-    kv = make_kv([100, 300], 2, 64, dtype, device)
-    q = LAYOUTS[layout](queries(2, 3, 4, 64, dtype, device))
-    assert torch.equal(decode_attention(q, kv), decode_attention(q.clone(), kv))
-
-
-@pytest.mark.parametrize("shape", [(0, 1, 4, 64), (2, 3, 0, 64)])
-def test_nothing(shape: tuple[int, ...], device: str) -> None:
-    kv = make_kv([5] * shape[0], 2, 64, BF16, device)
-    assert decode_attention(torch.empty(shape, dtype=BF16, device=device), kv).shape == shape
 
 
 # Bits
@@ -185,35 +141,3 @@ def test_one_infinite_value_is_in_its_own_column(device: str) -> None:
     assert torch.equal(got[:, :5], want[:, :5]) and (got[:, 5:, :, 7] == math.inf).all()
     got[:, 5:, :, 7] = want[:, 5:, :, 7]
     assert torch.equal(got, want)
-
-
-WRONG = {
-    "length beyond the table": lambda kv: kv.lengths.__setitem__(1, 10_000),
-    "length below 0": lambda kv: kv.lengths.__setitem__(1, -3),
-    "no length, as a free slot": lambda kv: kv.lengths.__setitem__(1, 0),
-    "page beyond": lambda kv: kv.table.__setitem__((1, 0), 10_000),
-    "page behind the last": lambda kv: kv.table.__setitem__((1, 0), len(kv.keys)),
-    "page below": lambda kv: kv.table.__setitem__((1, 1), -1),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_what_cannot_be_is_nan(name: str, dtype: torch.dtype, device: str) -> None:
-    kv = make_kv([100, 100], 2, 64, dtype, device)
-    q = queries(2, 2, 4, 64, dtype, device)
-    want = decode_attention(q, kv)
-    WRONG[name](kv)
-    out, lse = decode_attention(q, kv, return_lse=True)
-    assert torch.equal(out[0], want[0]) and out[1].isnan().all() and lse[1].isnan().all()
-
-
-@pytest.mark.parametrize("slot", [2, -2, 2**31 - 1])
-def test_slots_that_are_not_there_are_nan(slot: int, device: str) -> None:
-    kv = make_kv([100, 100], 2, 64, BF16, device)
-    slots = torch.tensor([slot, 1], dtype=torch.int32, device=device)
-    out = decode_attention(queries(2, 2, 4, 64, BF16, device), kv, slots=slots)
-    assert out[0].isnan().all() and out[1].isfinite().all()
-    counts = torch.tensor([3, -1], dtype=torch.int32, device=device)
-    out = decode_attention(queries(2, 2, 4, 64, BF16, device), kv, counts=counts)
-    assert out.isnan().all()

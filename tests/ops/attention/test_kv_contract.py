@@ -10,7 +10,7 @@ import pytest
 import torch
 import warm_python
 from kv_cases import make_kv
-from rms_norm_cases import BF16, F32
+from samples import BF16, F32
 from torch import Tensor
 
 from deepspeed_ext.ops import (

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from rms_norm_cases import BF16, DTYPES, F32, make
+from allocated import on_cuda
+from samples import BF16, DTYPES, F32, make
 from tolerance import assert_within
 from torch import Tensor
 
@@ -250,15 +251,10 @@ def test_no_copies_of_slices(cuda: str) -> None:
     q, k = room[:, :, :32].transpose(1, 2), room[:, :, 32:40].transpose(1, 2)
     positions, frequencies = torch.arange(512, device=cuda), rope_frequencies(128).to(cuda)
     rope(q, k, positions, frequencies, heads_first=True)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    out = rope(q, k, positions, frequencies, heads_first=True)
-    assert torch.cuda.max_memory_allocated() - before == sum(t.numel() * 2 for t in out)
-    del out
-    torch.cuda.reset_peak_memory_stats()
-    rope_(q, k, positions, frequencies, heads_first=True)
-    assert torch.cuda.max_memory_allocated() == before
+    out, taken = on_cuda(rope, q, k, positions, frequencies, heads_first=True)
+    assert taken == sum(t.nbytes for t in out)
+    _, taken = on_cuda(rope_, q, k, positions, frequencies, heads_first=True)
+    assert taken == 0
 
 
 # The rules of frequencies

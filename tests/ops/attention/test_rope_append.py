@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from kv_cases import ROUNDING, make_kv
-from rms_norm_cases import BF16, DTYPES, F16, F32
+from samples import BF16, DTYPES, F16, F32
 from tolerance import assert_within
 from torch import Tensor
 

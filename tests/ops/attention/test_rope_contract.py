@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rms_norm_cases import BF16, DTYPES, F16, F32, make
+from samples import BF16, DTYPES, F16, F32, make
 from torch import Tensor
 
 from deepspeed_ext.ops import rope, rope_, rope_frequencies

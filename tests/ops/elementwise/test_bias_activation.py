@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 from activation_cases import NAMES, ROUNDING, errors_of
-from rms_norm_cases import BF16, DTYPES, F32, make
 from row_layouts import LAYOUTS
+from samples import BF16, DTYPES, F32, make
 from tolerance import assert_within
 from torch import Tensor
 

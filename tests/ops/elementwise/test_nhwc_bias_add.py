@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from rms_norm_cases import BF16, DTYPES, F32, make
 from row_layouts import LAYOUTS
+from samples import BF16, DTYPES, F32, make
 from tolerance import assert_within
 from torch import Tensor
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from activation_cases import ROUNDING
 from quantized_linear_cases import on_cpu, rounded_rows, weight_of
-from rms_norm_cases import BF16, F32, make
+from samples import BF16, F32, make
 from torch import Tensor
 
 from deepspeed_ext.ops import (

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from activation_cases import ROUNDING
-from rms_norm_cases import make
+from samples import make
 from skinny_linear_cases import EVERYTHING, assert_finished
 from torch import Tensor
 

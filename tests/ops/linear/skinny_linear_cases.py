@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from activation_cases import ROUNDING, errors_of
-from rms_norm_cases import make
+from samples import make
 from tolerance import assert_within
 from torch import Tensor
 

@@ -18,7 +18,7 @@ from norms_around_cases import (
     options_of,
     undivided,
 )
-from rms_norm_cases import make
+from samples import make
 from torch import Tensor
 
 from deepspeed_ext.ops import NextNorm, Undivided, rms_norm, rms_norm_ref, skinny_linear

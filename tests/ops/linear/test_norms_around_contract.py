@@ -1,18 +1,13 @@
 """Norms between linear layers: what torch may do with them, graphs, and what they refuse."""
 
-import ctypes
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from typing import Any
 
 import pytest
 import torch
+from allocated import Taken, measured, share
 from norms_around_cases import BF16, F32, LAYERS, Layer, layer_of, norm_of, options_of, undivided
-from rms_norm_cases import make
-from test_functional_memory import COUNTER
+from samples import make
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -80,44 +75,23 @@ def test_flops_are_counted(name: str, device: str) -> None:
     assert counter.get_total_flops() == 2 * 5 * 32 * 40
 
 
-def beside_the_results(begin: Any, most: Any, device: str) -> list[float]:
+def beside_the_results(device: str, taken: Taken) -> list[float]:
     """Return what calls take beside their results and codes of x, as shares of the weight."""
     found = []
     for name, rows in (("floats", 1), ("floats", 64), ("int4", 64), ("nf4", 1)):
         layer, x = layer_of(name, 4096, 2048, BF16, device), undivided(rows, 2048, BF16, device)
         norm = norm_of(4096, BF16, device)
         layer.norm(x, norm=norm)
-        before = begin()
-        out, normed = layer.norm(x, norm=norm)
-        extra = most() - before - out.nbytes - normed.x.nbytes - normed.squares.nbytes
+        (out, normed), extra = taken(layer.norm, x, norm=norm)
+        extra -= out.nbytes + normed.x.nbytes + normed.squares.nbytes
         weight = layer.weight if layer.kind is None else layer.weight.codes
-        found.append((extra - 8192) / weight.nbytes)  # Python's objects
+        found.append(share(extra, weight.nbytes))
     return found
 
 
-def test_takes_no_memory_on_the_cpu() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        library = f"{folder}/allocated.so"
-        command = [os.environ.get("CXX", "c++"), "-O2", "-shared", "-fPIC", COUNTER, "-o", library]
-        subprocess.run(command, check=True)
-        done = subprocess.run(
-            [sys.executable, __file__, library],
-            env=os.environ | {"LD_PRELOAD": library},
-            capture_output=True,
-            text=True,
-        )
-    assert done.returncode == 0, done.stderr
-    shares = [float(word) for word in done.stdout.split()]
-    assert len(shares) == 4 and max(shares) <= 0.01
-
-
-def test_takes_no_memory_on_cuda(cuda: str) -> None:
-    def begin() -> int:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-
-    assert max(beside_the_results(begin, torch.cuda.max_memory_allocated, cuda)) <= 0.01
+def test_takes_no_memory(device: str) -> None:
+    found = measured(beside_the_results, device)
+    assert len(found) == 4 and max(found) <= 0.01
 
 
 def chain(x: Tensor, layers: list[Layer], norm: NextNorm) -> Tensor:
@@ -247,10 +221,3 @@ def test_a_gradient_is_refused(name: str) -> None:
             RuntimeError, match=r"_norm: the gradient of \w+ is wanted, expected no"
         ):
             result.sum().backward()
-
-
-if __name__ == "__main__":
-    library = ctypes.CDLL(sys.argv[1])
-    begin, most = library.dsx_allocated_begin, library.dsx_allocated_most
-    begin.restype = most.restype = ctypes.c_longlong
-    print(*beside_the_results(begin, most, "cpu"))

@@ -18,8 +18,8 @@ from quantized_linear_cases import (
     on_cpu,
     weight_of,
 )
-from rms_norm_cases import BF16, DTYPES, F32, make
 from row_layouts import LAYOUTS
+from samples import BF16, DTYPES, F32, make
 from tolerance import assert_within
 from torch import Tensor
 

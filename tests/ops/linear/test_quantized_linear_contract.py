@@ -1,21 +1,16 @@
 """quantized_linear: what has the same bits, what torch may do with it, and what it refuses."""
 
-import ctypes
 import hashlib
 import itertools
-import os
 import re
-import subprocess
-import sys
-import tempfile
 import threading
 from typing import Any
 
 import pytest
 import torch
+from allocated import Taken, measured, share
 from quantized_linear_cases import EVERYTHING, INTEGERS, WEIGHTS, arguments, weight_of
-from rms_norm_cases import BF16, DTYPES, F32, make
-from test_functional_memory import COUNTER
+from samples import BF16, DTYPES, F32, make
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -281,45 +276,23 @@ def works_of_memory() -> list[tuple[int, int, int, tuple[str, bool], int, str | 
     ]
 
 
-def beside_the_result(begin: Any, most: Any, device: str) -> list[float]:
+def beside_the_result(device: str, taken: Taken) -> list[float]:
     """Return what calls take beside their results and codes of x, as shares of the operands."""
     found = []
     for rows, n, k, kind, group, input_format in works_of_memory():
         x, weight, options = arguments(rows, n // 2, k, BF16, kind, group, device, **EVERYTHING)
         options["input_format"] = input_format
         quantized_linear(x, weight, **options)
-        before = begin()
-        result = quantized_linear(x, weight, **options)
-        extra = most() - before - result.untyped_storage().nbytes()
-        extra -= x.nbytes // 2 if input_format else 0
+        result, extra = taken(quantized_linear, x, weight, **options)
+        extra -= result.untyped_storage().nbytes() + (x.nbytes // 2 if input_format else 0)
         operands = sum(t.nbytes for t in (x, *weight[:3]) if t is not None)
-        found.append((extra - 8192) / operands)  # Python's objects
+        found.append(share(extra, operands))
     return found
 
 
-def test_takes_no_memory_on_the_cpu() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        library = f"{folder}/allocated.so"
-        command = [os.environ.get("CXX", "c++"), "-O2", "-shared", "-fPIC", COUNTER, "-o", library]
-        subprocess.run(command, check=True)
-        done = subprocess.run(
-            [sys.executable, __file__, library],
-            env=os.environ | {"LD_PRELOAD": library},
-            capture_output=True,
-            text=True,
-        )
-    assert done.returncode == 0, done.stderr
-    shares = [float(word) for word in done.stdout.split()]
-    assert len(shares) == len(works_of_memory()) and max(shares) <= 0.01
-
-
-def test_takes_no_memory_on_cuda(cuda: str) -> None:
-    def begin() -> int:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-
-    assert max(beside_the_result(begin, torch.cuda.max_memory_allocated, cuda)) <= 0.01
+def test_takes_no_memory(device: str) -> None:
+    found = measured(beside_the_result, device)
+    assert len(found) == len(works_of_memory()) and max(found) <= 0.01
 
 
 ONES = torch.ones(2, 3, 40)
@@ -487,10 +460,3 @@ def test_freed_memory_is_refused() -> None:
         text = f"^quantized_linear: {name} has no memory, expected {count} elements$"
         with pytest.raises(ValueError, match=text):
             quantized_linear(ONES, W4._replace(**{name: gone}))
-
-
-if __name__ == "__main__":
-    library = ctypes.CDLL(sys.argv[1])
-    begin, most = library.dsx_allocated_begin, library.dsx_allocated_most
-    begin.restype = most.restype = ctypes.c_longlong
-    print(*beside_the_result(begin, most, "cpu"))

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from activation_cases import NAMES
-from rms_norm_cases import BF16, DTYPES, F32, make
 from row_layouts import LAYOUTS
+from samples import BF16, DTYPES, F32, make
 from skinny_linear_cases import EVERYTHING, arguments, assert_right
 from torch import Tensor
 

@@ -1,21 +1,16 @@
 """skinny_linear: what has the same bits, what torch may do with it, and what it refuses."""
 
-import ctypes
 import hashlib
-import os
 import re
-import subprocess
-import sys
-import tempfile
 import threading
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from rms_norm_cases import BF16, DTYPES, F32, make
+from allocated import Taken, measured, share
+from samples import BF16, DTYPES, F32, make
 from skinny_linear_cases import EVERYTHING, arguments
-from test_functional_memory import COUNTER
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -190,43 +185,22 @@ def sizes_of_memory() -> list[tuple[int, int, int]]:
     return [(1, 4096, 1024), (8, 2048, 4104), (64, 4096, 2048), (64, 4096, 999)]
 
 
-def beside_the_result(begin: Any, most: Any, device: str) -> list[float]:
+def beside_the_result(device: str, taken: Taken) -> list[float]:
     """Return what calls take beside their results, as shares of the weight."""
     found = []
     for rows, n, k in sizes_of_memory():
         for form in ({}, EVERYTHING):
             x, weight, options = arguments(rows, n // 2, k, BF16, device, **form)
             skinny_linear(x, weight, **options)
-            before = begin()
-            result = skinny_linear(x, weight, **options)
-            extra = most() - before - result.untyped_storage().nbytes()
-            found.append((extra - 8192) / weight.nbytes)  # Python's objects
+            result, extra = taken(skinny_linear, x, weight, **options)
+            extra -= result.untyped_storage().nbytes()
+            found.append(share(extra, weight.nbytes))
     return found
 
 
-def test_takes_no_memory_on_the_cpu() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        library = f"{folder}/allocated.so"
-        command = [os.environ.get("CXX", "c++"), "-O2", "-shared", "-fPIC", COUNTER, "-o", library]
-        subprocess.run(command, check=True)
-        done = subprocess.run(
-            [sys.executable, __file__, library],
-            env=os.environ | {"LD_PRELOAD": library},
-            capture_output=True,
-            text=True,
-        )
-    assert done.returncode == 0, done.stderr
-    shares = [float(word) for word in done.stdout.split()]
-    assert len(shares) == 2 * len(sizes_of_memory()) and max(shares) <= 0.01
-
-
-def test_takes_no_memory_on_cuda(cuda: str) -> None:
-    def begin() -> int:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-
-    assert max(beside_the_result(begin, torch.cuda.max_memory_allocated, cuda)) <= 0.01
+def test_takes_no_memory(device: str) -> None:
+    found = measured(beside_the_result, device)
+    assert len(found) == 2 * len(sizes_of_memory()) and max(found) <= 0.01
 
 
 def chain(x: Tensor, weights: list[Tensor]) -> Tensor:
@@ -365,10 +339,3 @@ def test_as_torch_does(device: str) -> None:
     torch.testing.assert_close(
         got, F.linear(x.double(), weight.double(), options["bias"].double()).float()
     )
-
-
-if __name__ == "__main__":
-    library = ctypes.CDLL(sys.argv[1])
-    begin, most = library.dsx_allocated_begin, library.dsx_allocated_most
-    begin.restype = most.restype = ctypes.c_longlong
-    print(*beside_the_result(begin, most, "cpu"))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rms_norm_cases import BF16, DTYPES, F32, make
+from samples import BF16, DTYPES, F32, make
 
 from deepspeed_ext.ops import FusedLayerNorm, FusedRMSNorm
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from rms_norm_cases import BF16, DTYPES, F16, F32, make
 from row_layouts import LAYOUTS
 from row_norm_cases import KINDS, LAYER, LENGTHS, LONG, RMS, Kind, results_and_gradients
+from samples import BF16, DTYPES, F16, F32, make
 from tolerance import assert_within
 from torch import Tensor
 

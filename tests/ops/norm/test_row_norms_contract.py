@@ -6,24 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from rms_norm_cases import BF16, DTYPES, F16, F32, make
-from row_norm_cases import KINDS, LAYER, Kind, digest, results_and_gradients
+from row_norm_cases import KINDS, LAYER, Kind, results_and_gradients
+from samples import BF16, DTYPES, F16, F32, make
 from torch import Tensor
 
-from deepspeed_ext.ops import self_checks
-
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-
-
-def test_any_thread_count() -> None:
-    before, found = torch.get_num_threads(), set()
-    try:
-        for count in (1, 2, 3, 7):
-            torch.set_num_threads(count)
-            found.add(digest())
-    finally:
-        torch.set_num_threads(before)
-    assert len(found) == 1
 
 
 @each_kind
@@ -42,10 +29,6 @@ def test_sums_over_few_rows_whichever_way(kind: Kind) -> None:
         assert torch.equal(few, found[1][name]), name
 
 
-def test_every_run_on_cuda(cuda: str) -> None:
-    assert len({digest(cuda) for _ in range(5)}) == 1
-
-
 def of_rows(
     kind: Kind, arguments: dict[str, Tensor], grads: list[Tensor], change: Callable[..., Tensor]
 ) -> dict[str, Tensor]:
@@ -56,13 +39,10 @@ def of_rows(
 
 
 @each_kind
-@pytest.mark.parametrize("n", [64, 1000, 1001, 4096, 5000, 16384, 20_000, 110_000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_is_the_same_in_any_batch(
-    kind: Kind, dtype: torch.dtype, n: int, device: str
-) -> None:
-    """Alone, at another place, at another address, among rows that are not finite."""
-    rows = 67 if n < 100_000 else 7
+def test_a_long_row_is_the_same_in_any_batch(kind: Kind, dtype: torch.dtype, device: str) -> None:
+    """As shorter ones of all ops are, also where shared memory has no room for it."""
+    rows, n = 7, 110_000
     arguments = kind.arguments((rows, n), dtype, device, dtype)
     grads = [make((rows, n), dtype, seed, device) for seed in (8, 9)]
     want = of_rows(kind, arguments, grads, lambda t: t)
@@ -178,174 +158,18 @@ def test_refuses_tensors_of_two_devices(kind: Kind, cuda: str) -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("shape", [(3, 40), (2, 0, 8), (41,)])
 @pytest.mark.parametrize("dtypes", [(F32, F32, F32), (BF16, F32, F16)], ids=str)
-def test_opcheck(
-    kind: Kind, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: str
-) -> None:
+def test_opcheck(kind: Kind, dtypes: tuple[torch.dtype, ...], device: str) -> None:
+    """Of the forms that no call with gradients comes to; see test_functional_torch for others."""
     ops = torch.ops.deepspeed_ext
-    op, backward = getattr(ops, kind.name), getattr(ops, f"{kind.name}_backward")
-    x, residual, grad = (make(shape, dtype, 0, device) for dtype in dtypes)
-    weight, bias = (make(shape[-1:], dtypes[1], seed, device) for seed in (1, 2))
+    op, backward = getattr(ops, kind.name).residual, getattr(ops, f"{kind.name}_backward").default
+    x, residual, grad = (make((3, 40), dtype, 0, device) for dtype in dtypes)
+    weight, bias = (make((40,), dtypes[1], seed, device) for seed in (1, 2))
     options = {"eps": 1e-6, "weight_offset": 0.0}
-
-    def passes(op: Any, args: tuple[Tensor | None, ...], **more: bool) -> None:
-        check = torch.library.opcheck(op, args, options | more)
+    for called, args, more in (
+        (op, (x, residual, bias, weight, bias), dict(needs_sum=False)),
+        (backward, (grad, None, x, weight, bias, None), dict(needs_grad_weight=False)),
+        (backward, (grad, residual, x, None, None, bias), dict(needs_grad_weight=False)),
+    ):
+        check = torch.library.opcheck(called, args, options | more)
         assert set(check.values()) == {"SUCCESS"}
-
-    for needs_grad in (False, True):
-        given = (t.clone().requires_grad_(needs_grad) for t in (x, weight, bias, residual))
-        a, w, b, r = given
-        passes(op.default, (a, w, b))
-        passes(op.default, (a, None, None))
-        passes(op.residual, (a, r, b, w, b), needs_sum=True)
-        passes(op.residual, (a, r, None, None, None), needs_sum=True)
-    passes(op.residual, (x, residual, bias, weight, bias), needs_sum=False)
-    for needs_grad_weight in (False, True):
-        passes(backward.default, (grad, None, x, weight, bias, None),
-               needs_grad_weight=needs_grad_weight)  # fmt: skip
-        passes(backward.default, (grad, residual, x, None, None, bias),
-               needs_grad_weight=needs_grad_weight)  # fmt: skip
-
-
-@each_kind
-@pytest.mark.parametrize("form", ["alone", "first", "last"])
-def test_can_be_compiled(kind: Kind, form: str, device: str) -> None:
-    """In one graph with dynamic sizes, gradients too, and with the same bits."""
-
-    def block(x: Tensor, *vectors: Tensor) -> Tensor:
-        options = dict(zip(kind.vectors, vectors, strict=False))
-        if form == "alone":
-            return kind.op(x * 2, **options).sin()
-        options |= dict(residual=x.sin(), x_bias=vectors[-1])
-        if form == "last":
-            return kind.op(x * 2, **options, return_sum=False).sin()
-        out, total = kind.op(x * 2, **options)
-        return out * total
-
-    torch.compiler.reset()
-    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
-    for n in (40, 97):
-        count = len(kind.vectors) + (form != "alone")
-        vectors = [make((n,), F32, 3 + i, device).requires_grad_() for i in range(count)]
-        leaves = [make((5, n), F32, 0, device).requires_grad_(), *vectors]
-        found = []
-        for function in (compiled, block):
-            result = function(*leaves)
-            found.append([result, *torch.autograd.grad(result.sum(), leaves)])
-        for got, want in zip(*found, strict=True):
-            assert torch.equal(got, want)
-
-
-@each_kind
-def test_a_gradient_of_a_gradient_is_refused(kind: Kind, device: str) -> None:
-    x = make((3, 8), F32, 0, device).requires_grad_()
-    (grad,) = torch.autograd.grad(kind.op(x).square().sum(), x, create_graph=True)
-    name = f"{kind.name}_backward"
-    text = f"{name}: the gradient of grad_out is wanted, expected no use of it, as the op has none"
-    with pytest.raises(RuntimeError, match=f"^{text}"):
-        grad.sum().backward()
-
-
-@each_kind
-def test_a_change_after_the_call_is_noticed(kind: Kind, device: str) -> None:
-    x = make((3, 8), F32, 0, device).requires_grad_()
-    inner = x * 1
-    out = kind.op(inner)
-    inner.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
-
-
-@each_kind
-def test_under_autocast_nothing_is_cast(kind: Kind, device: str) -> None:
-    x, weight = make((3, 40), BF16, 0, device), make((40,), F32, 1, device)
-    want = kind.op(x, weight)
-    with torch.autocast(device, dtype=BF16):
-        assert torch.equal(kind.op(x, weight), want)
-        assert kind.op(x.float(), weight).dtype == F32
-
-
-@each_kind
-def test_on_meta_and_fake(kind: Kind) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    x = torch.ones(2, 4, device="meta")
-    both = kind.op(x, residual=x.half())
-    assert [t.dtype for t in both] == [F32, F16] and all(t.is_meta for t in both)
-    assert kind.op(x, residual=x, return_sum=False).shape == (2, 4)
-    with FakeTensorMode():
-        assert kind.op(torch.ones(2, 4)).shape == (2, 4)
-
-
-@each_kind
-def test_no_memory_beyond_the_results(kind: Kind, cuda: str) -> None:
-    """Forward allocates its results; backward the gradients, and some partial sums."""
-    arguments = kind.arguments((4096, 4096), BF16, cuda)
-    leaves = [tensor.requires_grad_() for tensor in arguments.values()]
-    grad = torch.ones_like(arguments["x"])
-    torch.autograd.grad(kind.op(**arguments), leaves, grad)
-    torch.cuda.synchronize()
-    before, bytes_of_x = torch.cuda.memory_allocated(), grad.numel() * 2
-    torch.cuda.reset_peak_memory_stats()
-    with torch.no_grad():
-        kind.op(**arguments, residual=grad, return_sum=False)
-    assert torch.cuda.max_memory_allocated() - before <= bytes_of_x + 4096
-    out = kind.op(**arguments)
-    assert torch.cuda.max_memory_allocated() - before <= bytes_of_x + 4096
-    torch.autograd.grad(out, leaves, grad)
-    sums = 512 * 4096 * 4 * len(kind.vectors)  # of as many blocks as run at once
-    assert torch.cuda.max_memory_allocated() - before <= 2 * bytes_of_x + sums + 65536
-
-
-@each_kind
-@pytest.mark.parametrize("n", [4096, 40_000])
-def test_cuda_graph_and_stream(kind: Kind, n: int, cuda: str) -> None:
-    x = torch.ones(64, n, device=cuda, dtype=BF16)
-    kind.op(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = kind.op(x, residual=x)
-    x.copy_(make((64, n), BF16, 0, cuda))
-    graph.replay()
-    for got, want in zip(out, kind.op(x, residual=x), strict=True):
-        assert torch.equal(got, want)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late = kind.op(x.mul_(2))
-    torch.cuda.current_stream().wait_stream(stream)
-    assert torch.equal(late, kind.op(x))
-
-
-@each_kind
-@pytest.mark.parametrize("n", [4096, 40_000])
-def test_nothing_waits_for_cuda(kind: Kind, n: int, cuda: str) -> None:
-    arguments = kind.arguments((64, n), BF16, cuda, BF16)
-    grads = [make((64, n), BF16, seed, cuda) for seed in (8, 9)]
-    results_and_gradients(kind.op, arguments, grads)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        results_and_gradients(kind.op, arguments, grads)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@each_kind
-def test_self_check_passes(kind: Kind, device: str) -> None:
-    getattr(self_checks, kind.name)(device)
-
-
-@each_kind
-def test_self_check_finds_a_wrong_op(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    op = kind.op
-
-    def wrong(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
-        out, total = op(*args, **options)
-        return out + (out - out.detach()) * 0.01, total
-
-    monkeypatch.setattr(self_checks.ops, kind.name, wrong)
-    text = rf"^{kind.name}: 2 of results .* on cpu has .*, expected "
-    with pytest.raises(RuntimeError, match=text):
-        getattr(self_checks, kind.name)("cpu")

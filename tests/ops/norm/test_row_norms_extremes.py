@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from rms_norm_cases import BF16, F16, F32, make
 from row_norm_cases import KINDS, LAYER, RMS, Kind, results_and_gradients
+from samples import BF16, F16, F32, make
 from tolerance import assert_within
 from torch import Tensor
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm_python
-from norm_cases import DTYPES
+from l2_norm_cases import DTYPES
 from torch import Tensor
 
 from deepspeed_ext.ops import clip_grad_norm_, total_squared_norm

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from norm_cases import CHUNK, DTYPES, SCALES, make
+from l2_norm_cases import CHUNK, DTYPES, SCALES, make
 from torch import Tensor
 
 from deepspeed_ext.ops import l2_norm, l2_norm_ref, squared_norms, squared_norms_ref

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm_python
-from norm_cases import CHUNK, DTYPES, digest, make
+from l2_norm_cases import CHUNK, DTYPES, digest, make
 from torch import Tensor
 
 from deepspeed_ext.ops import l2_norm, squared_norms
@@ -20,7 +20,7 @@ expected = cache(digest)  # the bits of the widest ISA
 
 def test_every_isa(isa: str) -> None:
     environment = os.environ | {"DSX_FORCE_ISA": isa}
-    done = warm_python.run(Path(__file__).with_name("norm_cases.py"), env=environment)
+    done = warm_python.run(Path(__file__).with_name("l2_norm_cases.py"), env=environment)
     assert done.stdout.strip() == expected(), done.stderr
 
 

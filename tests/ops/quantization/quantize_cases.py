@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from rms_norm_cases import make
+from samples import make
 from torch import Tensor
 
 from deepspeed_ext.ops import dequantize, fake_quantize, quantize, quantize_ref

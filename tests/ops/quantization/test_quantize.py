@@ -19,8 +19,8 @@ from quantize_cases import (
     spread,
     values,
 )
-from rms_norm_cases import DTYPES, F32, make
 from row_layouts import LAYOUTS
+from samples import DTYPES, F32, make
 from torch import Tensor
 
 from deepspeed_ext.ops import (

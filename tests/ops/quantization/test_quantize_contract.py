@@ -1,21 +1,16 @@
 """quantize and its kin: what has the same bits, what torch may do with it, and what it refuses."""
 
-import ctypes
 import hashlib
-import os
 import re
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from allocated import Taken, measured, share
 from quantize_cases import CASES, INTEGERS, KINDS, options_of, same, values
-from rms_norm_cases import BF16, DTYPES, F32
-from test_functional_memory import COUNTER
+from samples import BF16, DTYPES, F32
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -208,9 +203,7 @@ def calls_on(x: Tensor, options: dict[str, Any], with_fake: bool) -> list[Callab
     return [*calls, lambda: [fake_quantize(x, **options)]] if with_fake else calls
 
 
-def beside_the_results(
-    begin: Callable[[], int], most: Callable[[], int], device: str
-) -> list[float]:
+def beside_the_results(device: str, taken: Taken) -> list[float]:
     """Return what calls take beside their results, as shares of their operand."""
     found = []
     for kind in KINDS:
@@ -226,39 +219,15 @@ def beside_the_results(
             with_fake = device == "cpu" or group == 128
             for call in calls_on(x, options_of(kind, (None, group, rows)), with_fake):
                 call()
-                before = begin()
-                result = call()
-                of_results = sum(p.untyped_storage().nbytes() for p in result if p is not None)
-                found.append((most() - before - of_results - 8192) / x.nbytes)  # Python's objects
+                result, extra = taken(call)
+                extra -= sum(p.untyped_storage().nbytes() for p in result if p is not None)
+                found.append(share(extra, x.nbytes))
     return found
 
 
-def test_takes_no_memory_on_the_cpu() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        library = f"{folder}/allocated.so"
-        command = [os.environ.get("CXX", "c++"), "-O2", "-shared", "-fPIC", COUNTER, "-o", library]
-        subprocess.run(command, check=True)
-        done = subprocess.run(
-            [sys.executable, __file__, library],
-            env=os.environ | {"LD_PRELOAD": library},
-            capture_output=True,
-            text=True,
-        )
-    assert done.returncode == 0, done.stderr
-    shares = [float(word) for word in done.stdout.split()]
-    assert len(shares) == 15 * len(KINDS) and max(shares) <= 0.01
-
-
-def test_takes_no_memory_on_cuda(cuda: str) -> None:
-    def begin() -> int:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
-
-    def most() -> int:
-        return int(torch.cuda.memory_stats()["requested_bytes.all.peak"])
-
-    assert max(beside_the_results(begin, most, cuda)) <= 0.01
+def test_takes_no_memory(device: str) -> None:
+    found = measured(beside_the_results, device)
+    assert len(found) == 15 * len(KINDS) and max(found) <= 0.01
 
 
 X = torch.ones(3, 10)
@@ -361,10 +330,3 @@ def test_self_check_passes_and_finds_what_is_wrong(
     monkeypatch.setattr(self_checks.ops, "dequantize", lambda *a, **o: right(*a, **o) * 1.01)
     with pytest.raises(RuntimeError, match=rf"^quantizer: int8 on {device} has "):
         self_checks.quantizer(device)
-
-
-if __name__ == "__main__":
-    library = ctypes.CDLL(sys.argv[1])
-    begin, most = library.dsx_allocated_begin, library.dsx_allocated_most
-    begin.restype = most.restype = ctypes.c_longlong
-    print(*beside_the_results(begin, most, "cpu"))

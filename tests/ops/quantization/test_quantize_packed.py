@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from quantize_cases import bits, same, values
-from rms_norm_cases import BF16, DTYPES, F32
 from row_layouts import LAYOUTS
+from samples import BF16, DTYPES, F32
 from torch import Tensor
 
 from deepspeed_ext.ops import (

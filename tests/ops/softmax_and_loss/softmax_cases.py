@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rms_norm_cases import BF16, DTYPES, F32, make
+from samples import BF16, DTYPES, F32, make
 from tolerance import assert_within
 from torch import Tensor
 

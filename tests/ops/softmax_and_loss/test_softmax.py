@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from rms_norm_cases import BF16, DTYPES, F16, F32, make
 from row_layouts import LAYOUTS
+from samples import BF16, DTYPES, F16, F32, make
 from softmax_cases import LENGTHS, LONG, OPTIONS, ROWS, assert_right, chosen, of_both
 
 from deepspeed_ext.ops import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rms_norm_cases import BF16, F32, make
+from samples import BF16, F32, make
 from softmax_cases import of_both
 from torch import Tensor
 

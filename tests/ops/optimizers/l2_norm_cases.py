@@ -1,4 +1,4 @@
-"""Inputs that the norm tests share. Run as a program, it prints a digest of all results."""
+"""Inputs that the tests of squared norms share. Run as a program, it prints a digest of results."""
 
 import ctypes
 import hashlib

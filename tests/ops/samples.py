@@ -1,4 +1,4 @@
-"""Dtypes and inputs that the tests of functional ops share."""
+"""Dtypes, and random values of them, that the tests of ops share."""
 
 import torch
 from torch import Tensor
