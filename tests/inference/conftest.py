@@ -1,1 +1,3 @@
-"""This file is here so that pytest puts its folder, with what all rooms share, on the path."""
+"""What the inference tests share: this folder, which pytest puts on the path, and one thread."""
+
+from one_thread import one_thread as one_thread

@@ -65,6 +65,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(2)  # so that what each of them takes is seen
     library = ctypes.CDLL(sys.argv[1])
     begin, most = library.dsx_allocated_begin, library.dsx_allocated_most
     begin.restype = most.restype = ctypes.c_longlong

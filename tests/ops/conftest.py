@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from one_thread import one_thread as one_thread
 
 from deepspeed_ext.environment import _ISA_FEATURES, _features
 

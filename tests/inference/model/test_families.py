@@ -1,7 +1,7 @@
 """Each family of decoders computes what transformers computes, layer by layer."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,6 @@ EACH = pytest.mark.parametrize("case", CASES)
 LENGTH = 75  # more than any window, and than the rows of a matrix on few rows
 AT_ONCE: tuple[int, ...] = ()
 IN_CHUNKS = (32, 64, *range(70, LENGTH))  # and the last ones one by one
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def prompt(length: int = LENGTH) -> list[int]:

@@ -1,7 +1,6 @@
 """Packed prefill: as right as prompts alone, within bounds, none touching another."""
 
 import random
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -40,15 +39,6 @@ class Pack(NamedTuple):
 
 
 Packs = list[Pack]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are too small for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

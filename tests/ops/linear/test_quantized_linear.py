@@ -76,7 +76,7 @@ def test_group_sizes(kind: tuple[str, bool], group: int, device: str) -> None:
 @each_kind
 def test_long_rows(kind: tuple[str, bool], group: int, k: int, device: str) -> None:
     for rows in (1, 6):
-        assert_right(*arguments(rows, 66, k, BF16, kind, group, device))
+        assert_right(*arguments(rows, 18, k, BF16, kind, group, device))
 
 
 @pytest.mark.parametrize("rows", [1, 11, 64])

@@ -3,12 +3,13 @@
 import hashlib
 import itertools
 import re
-import threading
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from allocated import Taken, measured, share
+from at_once import in_threads
 from quantized_linear_cases import EVERYTHING, INTEGERS, WEIGHTS, arguments, weight_of
 from samples import BF16, DTYPES, F32, make
 from torch import Tensor
@@ -121,23 +122,10 @@ def test_a_column_is_the_same_in_any_weight(kind: tuple[str, bool], device: str)
 def test_two_threads(input_format: str | None, device: str) -> None:
     x, weight, options = arguments(9, 200, 264, BF16, ("int4", True), 32, device, **EVERYTHING)
     options["input_format"] = input_format
-    want, found = quantized_linear(x, weight, **options), []
-
-    def run() -> None:
-        stream = torch.cuda.Stream() if device == "cuda" else None
-        with torch.cuda.stream(stream):
-            found.extend(quantized_linear(x, weight, **options) for _ in range(20))
-            if stream is not None:
-                stream.synchronize()
-
-    if device == "cuda":
-        torch.cuda.synchronize()
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 40 and all(torch.equal(got, want) for got in found)
+    want = quantized_linear(x, weight, **options)
+    call = partial(quantized_linear, x, weight, **options)
+    for found in in_threads(device, 20, call, call):
+        assert all(torch.equal(got, want) for got in found)
 
 
 def block(x: Tensor, first: PackedWeight, second: PackedWeight) -> Tensor:
@@ -223,7 +211,7 @@ def test_compiled_with_few_rows_of_unknown_number(device: str) -> None:
 FORMAT_NUMBERS = dict(int8=0, int4=1, nf4=2)
 
 
-@pytest.mark.parametrize(("rows", "k"), [(3, 40), (64, 41), (0, 8), (1, 7)])
+@pytest.mark.parametrize(("rows", "k"), [(3, 41), (0, 8)])
 @each_kind
 def test_opcheck(kind: tuple[str, bool], rows: int, k: int, device: str) -> None:
     form = EVERYTHING if rows % 2 else {}

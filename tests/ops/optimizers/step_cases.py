@@ -1,7 +1,4 @@
-"""The table of elementwise step ops that their tests share, and inputs for them.
-
-Run as a program, it prints a digest of all results of each op.
-"""
+"""The table of elementwise step ops that their tests share, and inputs for them."""
 
 import ctypes
 import hashlib
@@ -101,8 +98,14 @@ class Step:
         """The name of the op in errors."""
         return f"{self.name}_step_"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The names of its ops, in their order."""
+        return (self.title,)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
         getattr(ops, self.title)(*args, **kwargs)
+        return None
 
     def reference(self, **kwargs: Any) -> None:
         getattr(ops, f"{self.name}_step_ref_")(**kwargs)
@@ -356,7 +359,8 @@ def results(step: Step, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
     """Every tensor that the op writes, with its name, in all cases; any NaN as the same one."""
     special = torch.tensor([7e4, 1e-7, 1e-30, -0.0, float("inf"), -float("inf"), float("nan")])
     forms = [*step.dtypes, "compact"]
-    for dtypes, change, shift in itertools.product(forms, step.changes, (0, 1)):
+    cases = itertools.product(forms, step.changes)
+    for (dtypes, change), shift in zip(cases, itertools.cycle((0, 1)), strict=False):
         plain = Dtypes(BF16, BF16, F32, True) if isinstance(dtypes, str) else dtypes
         arguments = make(step, SIZES, plain, device, change.get("states"), shift)
         for name in {"params", "grads", "master_params", *step.signed}.intersection(arguments):
@@ -381,7 +385,3 @@ def digest(step: Step, device: str = "cpu") -> str:
     for _, tensor in results(step, device):
         state.update(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
     return f"{step} {state.hexdigest()}"
-
-
-if __name__ == "__main__":
-    print("\n".join(map(digest, STEPS)))

@@ -29,7 +29,7 @@ def test_any_thread_count() -> None:
     tensors = [*make(), torch.randint(256, (40 * CHUNK + 3,), dtype=torch.uint8)]
     before, found = torch.get_num_threads(), []
     try:
-        for count in (1, 2, 3, 7):
+        for count in (1, 3, 7):
             torch.set_num_threads(count)
             found.append(fingerprints(tensors).tolist())
     finally:

@@ -29,7 +29,7 @@ def test_any_thread_count(dtype: torch.dtype) -> None:
     tensors = [*make(dtype), torch.randn(5 * CHUNK + 3).to(dtype)]
     before, found = torch.get_num_threads(), []
     try:
-        for count in (1, 2, 3, 7):
+        for count in (1, 3, 7):
             torch.set_num_threads(count)
             found.append((squared_norms(tensors), *l2_norm(tensors)))
     finally:

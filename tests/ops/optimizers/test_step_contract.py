@@ -24,6 +24,7 @@ from step_cases import (
     written,
 )
 from torch import Tensor
+from two_pass_cases import LAMB, each_step_op
 
 from deepspeed_ext.ops import adam_step_
 from deepspeed_ext.ops.optimizers import self_checks
@@ -37,7 +38,7 @@ OPCHECKED: dict[str, Callable[[Step], Arguments]] = {
 }
 
 
-@each_step
+@each_step_op
 @pytest.mark.parametrize("case", OPCHECKED)
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "scalar tensors"])
 def test_opcheck(step: Step, case: str, tensors: bool, device: str) -> None:
@@ -49,20 +50,26 @@ def test_opcheck(step: Step, case: str, tensors: bool, device: str) -> None:
         given |= {name: torch.tensor(x, device=device) for name, x in scalars.items()}
     for name, value in OPCHECKED[case](step).items():
         given[name] = [t.to(device) for t in value] if isinstance(value, list) else value
-    op = getattr(torch.ops.deepspeed_ext, step.title).default
+    given["coefficients"] = torch.linspace(0.5, 2.0, len(given["params"]), device=device)
     nothing = {"List[Tensor]": [], "bool": False, "Optional[Tensor]": None, "float": None}
-    arguments = [given.get(a.name, nothing[str(a.type)]) for a in op._schema.arguments]
-    checked = torch.library.opcheck(op, tuple(arguments))
-    assert list(checked.values()) == ["SUCCESS"] * 4
+    for name in step.ops:
+        op = getattr(torch.ops.deepspeed_ext, name).default
+        arguments = [
+            given[a.name] if a.name in given else nothing[str(a.type)] for a in op._schema.arguments
+        ]
+        checked = torch.library.opcheck(op, tuple(arguments))
+        assert list(checked.values()) == ["SUCCESS"] * 4
 
 
-@each_step
-@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
-def test_can_be_compiled(step: Step, lr: float | Tensor) -> None:
-    def step_and_use(arguments: Arguments) -> Tensor:
+@each_step_op
+def test_can_be_compiled(step: Step) -> None:
+    lr = torch.tensor(0.1) if step in (ADAM, LAMB) else 0.1
+
+    def step_and_use(arguments: Arguments) -> list[Tensor]:
         before = arguments["params"][0] + 1
-        step(**(step.base | arguments | dict(lr=lr)))
-        return torch.mul(arguments["params"][0], before)
+        squares = step(**(step.base | arguments | dict(lr=lr)))
+        used = torch.mul(arguments["params"][0], before)
+        return [used] if squares is None else [used, squares * 2]
 
     torch.compiler.reset()  # else the ops use up the recompilations of one function
     compiled = torch.compile(step_and_use, fullgraph=True, backend="aot_eager")
@@ -70,12 +77,12 @@ def test_can_be_compiled(step: Step, lr: float | Tensor) -> None:
         got = make(step, [n, 5], Dtypes(BF16, BF16, F32, True), states=step.most_states)
         want = clone(got)
         version = got["params"][0]._version
-        assert torch.equal(compiled(got), step_and_use(want))
+        assert all(map(torch.equal, compiled(got), step_and_use(want)))
         assert_same(got, want)
         assert got["params"][0]._version > version
 
 
-@each_step
+@each_step_op
 def test_backward_notices_that_a_param_changed(step: Step, device: str) -> None:
     arguments = make(step, [4], device=device)
     param = arguments["params"][0].requires_grad_()
@@ -85,7 +92,7 @@ def test_backward_notices_that_a_param_changed(step: Step, device: str) -> None:
         loss.backward()
 
 
-@each_step
+@each_step_op
 @pytest.mark.parametrize("buffers", [False, True])
 def test_counts_every_write(step: Step, buffers: bool) -> None:
     arguments = make(step, [4, 0], Dtypes(BF16, BF16, F32, True), states=step.most_states)
@@ -118,27 +125,28 @@ def test_counts_every_write_to_what_can_be_gone_through_once(step: Step) -> None
             step(**arguments | {names[0]: wrong}, **step.base)
 
 
-@each_step
+@each_step_op
 def test_params_that_require_grad_need_no_no_grad(step: Step, device: str) -> None:
     arguments, want = make(step, [4], device=device), make(step, [4], device=device)
     arguments["params"][0].requires_grad_()
     arguments["grads"][0] = arguments["grads"][0].requires_grad_() * 1.0
-    step(**arguments, **step.base)
+    squares = step(**arguments, **step.base)
     step(**want, **step.base)
     assert_same(arguments, want)
     assert arguments["params"][0].is_leaf
+    assert squares is None or not squares.requires_grad
 
 
-@each_step
+@each_step_op
 def test_nothing_to_do(step: Step, device: str) -> None:
-    always = [state for state in step.op.states if state.when is None]
-    step(*[[]] * (3 + len(always)), lr=0.1)
+    squares = step(**{name: [] for name in ("params", "grads", *step.states, "steps")}, **step.base)
+    assert squares is None or squares.shape == (0, 2)
     arguments = make(step, [0, (3, 0)], device=device)  # no elements, yet a step
     step(**arguments, **step.base)
     assert [step.item() for step in arguments["steps"]] == [1, 38]
 
 
-@each_step
+@each_step_op
 def test_an_imaginary_part_of_a_conjugate_as_gradient(step: Step) -> None:
     negated = torch.view_as_complex(torch.randn(4, 2)).conj().imag
     assert negated.is_neg()
@@ -151,13 +159,14 @@ def test_an_imaginary_part_of_a_conjugate_as_gradient(step: Step) -> None:
     assert_same(got, want)
 
 
-@each_step
+@each_step_op
 def test_all_on_meta_or_fake_is_legal_and_does_nothing(step: Step) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    step(**make(step, [4], device="meta"), **step.base)
+    made = [step(**make(step, [4, 3], device="meta"), **step.base)]
     with FakeTensorMode():
-        step(**make(step, [4]), **step.base)
+        made.append(step(**make(step, [4, 3]), **step.base))
+    assert all(squares is None or squares.shape == (2, 2) for squares in made)
 
 
 def test_releases_the_gil() -> None:
@@ -204,7 +213,7 @@ def test_threads_do_not_meet() -> None:
         assert_same(got, three_steps(n))
 
 
-@each_step
+@each_step_op
 def test_cuda_graph_takes_new_scalars_at_every_replay(step: Step, cuda: str) -> None:
     numbers = dict(lr=0.1, grad_scale=1.0, found_inf=0.0)
     scalars = {name: torch.tensor(x, device=cuda) for name, x in numbers.items()}
@@ -224,7 +233,7 @@ def test_cuda_graph_takes_new_scalars_at_every_replay(step: Step, cuda: str) -> 
     assert got["steps"][0][0].item() == 3
 
 
-@each_step
+@each_step_op
 def test_cuda_uses_the_current_stream(step: Step, cuda: str) -> None:
     got, want = (make(step, [1 << 22] * 4, device=cuda) for _ in range(2))
     stream = torch.cuda.Stream()
@@ -239,7 +248,7 @@ def test_cuda_uses_the_current_stream(step: Step, cuda: str) -> None:
     assert_same(got, want)
 
 
-@each_step
+@each_step_op
 def test_self_check_passes(step: Step, device: str) -> None:
     getattr(self_checks, step.name)(device)
 

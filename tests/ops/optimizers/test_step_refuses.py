@@ -278,5 +278,5 @@ def test_what_only_touches_or_is_only_read_may_share(step: Step) -> None:
 
 def test_unknown_isa_is_an_error() -> None:
     environment = os.environ | {"DSX_FORCE_ISA": "sse9"}
-    run = warm_python.run(Path(__file__).with_name("step_cases.py"), env=environment)
+    run = warm_python.run(Path(__file__).with_name("two_pass_cases.py"), env=environment)
     assert "ValueError: DSX_FORCE_ISA is sse9, expected one that this library has" in run.stderr

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from format_cases import random_bits, rounded
 from step_cases import (
     BF16,
     F16,
@@ -215,27 +214,6 @@ def test_huge_params_and_tiny_ones_have_finite_squares(step: TwoPass, device: st
     assert squares[:, 0].tolist() == pytest.approx(want, rel=1e-5)
 
 
-@pytest.mark.parametrize("dtypes", [Dtypes(), Dtypes(BF16, F16, BF16, True)], ids=str)
-@pytest.mark.parametrize("buffers", [False, True])
-@pytest.mark.parametrize("found", [1.0, float("inf"), float("nan"), -1e-30])
-@each_two_pass
-def test_found_inf_leaves_everything_as_it_is(
-    step: TwoPass, dtypes: Dtypes, buffers: bool, found: float, device: str
-) -> None:
-    arguments = make(step, [0, 1, 1000, 5000], dtypes, device)
-    arguments = as_buffers(arguments) if buffers else arguments
-    names = [*written(arguments), "grads"]
-    kept = {name: [t.clone() for t in arguments[name]] for name in names}
-    flag = torch.tensor([found], device=device)
-    squares = step.both(arguments, step.base | dict(found_inf=flag))
-    assert step is LARS or not squares.any()
-    for name, tensors in kept.items():
-        assert all(map(torch.equal, arguments[name], tensors)), name
-    step.both(arguments, step.base | dict(found_inf=flag.zero_()))
-    for name in [name for name in written(arguments) if kept[name]]:
-        assert not any(map(torch.equal, arguments[name][-1:], kept[name][-1:])), name
-
-
 @each_with_dtypes
 def test_buffers_as_lists(step: TwoPass, dtypes: Dtypes, device: str) -> None:
     for gap in (0, 3):
@@ -246,20 +224,6 @@ def test_buffers_as_lists(step: TwoPass, dtypes: Dtypes, device: str) -> None:
         for name in written(lists):
             for a, b in zip(as_lists(buffers)[name], lists[name], strict=True):
                 assert torch.equal(a.flatten(), b.flatten()), name
-
-
-@each_two_pass
-def test_state_is_rounded_with_the_bits_of_the_hash(step: TwoPass, device: str) -> None:
-    got = make(step, [3000], Dtypes(F32, F32, BF16), device)
-    exact = {
-        name: [t.float() if name in step.states else t.clone() for t in tensors]
-        for name, tensors in got.items()
-    }
-    step.both(got | dict(noise=torch.tensor([[77, 5]])), step.base)
-    step.both(exact, step.base)
-    random = random_bits(77, exact["steps"][0].item(), 5, 3000)
-    for j, name in enumerate(step.states):
-        assert torch.equal(got[name][0].cpu(), rounded(exact[name][0].cpu(), random, j)), name
 
 
 def test_coefficients_refuse_bounds_and_stay_finite() -> None:

@@ -1,6 +1,6 @@
 """The step ops that come in two, LAMB and LARS, and inputs for their tests.
 
-Run as a program, it prints a digest of all results of each.
+Run as a program, it prints a digest of all results of each step op, also of the others.
 """
 
 import ctypes
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import step_cases
 import tolerance
 import torch
 from step_cases import (
@@ -19,6 +20,7 @@ from step_cases import (
     F32,
     FEW_DTYPES,
     SIZES,
+    STEPS,
     Arguments,
     Dtypes,
     Step,
@@ -64,6 +66,13 @@ class TwoPass(Step):
     second: str = ""
     apply_errors: Callable[..., dict[str, Tensor]] = tolerance.lamb_apply_errors
     measured: Callable[..., tuple[Tensor, Tensor]] = tolerance.lamb_update
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return self.first, self.second
+
+    def __call__(self, **known: Any) -> Tensor:
+        return self.both(known, {})
 
     def measure(self, arguments: Arguments, numbers: dict[str, Any]) -> Tensor:
         squares: Tensor = call(self.first, arguments | numbers)
@@ -139,6 +148,7 @@ LARS = TwoPass(
     measured=gradient,
 )
 TWO_PASS = [LAMB, LARS]
+each_step_op = pytest.mark.parametrize("step", [*STEPS, *TWO_PASS], ids=str)
 each_two_pass = pytest.mark.parametrize("step", TWO_PASS, ids=str)
 EACH_DTYPES = [(step, dtypes) for step in TWO_PASS for dtypes in step.dtypes]
 each_with_dtypes = pytest.mark.parametrize(
@@ -186,11 +196,11 @@ def noise_for(arguments: Arguments) -> Tensor:
 def results(step: TwoPass) -> Iterator[Tensor]:
     """Every tensor that the ops write or return on the CPU, in all cases."""
     sizes = [*SIZES, CHUNK - 1, CHUNK + 1, 2 * CHUNK + 77]
-    for dtypes, shift in itertools.product(step.dtypes, (0, 1)):
-        for change in step.changes[:3]:
-            arguments = make(step, sizes, dtypes, states=change.get("states"), shift=shift)
-            yield step.both(arguments, options(step, change))
-            yield from (t for name in written(arguments) for t in arguments[name])
+    cases = itertools.product(step.dtypes, step.changes[:3])
+    for (dtypes, change), shift in zip(cases, itertools.cycle((0, 1)), strict=False):
+        arguments = make(step, sizes, dtypes, states=change.get("states"), shift=shift)
+        yield step.both(arguments, options(step, change))
+        yield from (t for name in written(arguments) for t in arguments[name])
     masters = make(step, sizes, Dtypes(torch.bfloat16, torch.bfloat16, F32, True))
     for arguments in (coded(step, masters), coded(step, halved(masters))):
         arguments["noise"] = noise_for(arguments)
@@ -207,5 +217,10 @@ def digest(step: TwoPass) -> str:
     return f"{step} {state.hexdigest()}"
 
 
+def digests() -> list[str]:
+    """Return those of all step ops, of these two and of the others."""
+    return [*map(step_cases.digest, STEPS), *map(digest, TWO_PASS)]
+
+
 if __name__ == "__main__":
-    print("\n".join(map(digest, TWO_PASS)))
+    print("\n".join(digests()))
