@@ -10,7 +10,7 @@ import tempfile
 import types
 from pathlib import Path
 
-_server: list[subprocess.Popen[str]] = []
+_servers: dict[str, subprocess.Popen[str]] = {}  # by what is loaded before all else
 seconds = 0.0  # of processor time; the processes are children of a child
 
 
@@ -19,15 +19,19 @@ def run(
     env: dict[str, str] | None = None,
     cwd: object = None,
     timeout: float = 100,
+    preload: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """Run a program as `python <arguments>` would: "-c" and code, or a file, then its arguments.
 
     It begins with torch imported, no library of ours loaded and one thread, and ends as a program
     does. What is about imports, options of Python or signals needs a Python of its own.
+    `preload` is a library whose functions take the place of all others, as malloc.
     """
-    if not _server or _server[0].poll() is not None:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        _server[:] = [subprocess.Popen([sys.executable, __file__], text=True, bufsize=1, **pipes)]
+    server = _servers.get(preload)
+    if server is None or server.poll() is not None:
+        how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        how["env"] = os.environ | ({"LD_PRELOAD": preload} if preload else {})
+        server = _servers[preload] = subprocess.Popen([sys.executable, __file__], **how)
     command = list(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
         outputs = [f"{folder}/out", f"{folder}/err"]
@@ -37,12 +41,12 @@ def run(
             "env": dict(os.environ if env is None else env),
             "cwd": os.path.abspath(cwd or os.getcwd()),
         }
-        _server[0].stdin.write(json.dumps(job) + "\n")
-        child = int(_server[0].stdout.readline())
-        late = not select.select([_server[0].stdout], [], [], timeout)[0]
+        server.stdin.write(json.dumps(job) + "\n")
+        child = int(server.stdout.readline())
+        late = not select.select([server.stdout], [], [], timeout)[0]
         if late:
             os.kill(child, 9)
-        code, took = json.loads(_server[0].stdout.readline())
+        code, took = json.loads(server.stdout.readline())
         global seconds
         seconds += took
         done = subprocess.CompletedProcess(command, code, *(Path(o).read_text() for o in outputs))

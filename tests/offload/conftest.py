@@ -7,23 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from one_thread import one_thread as one_thread
 
 LONGEST_TEST = 120.0  # seconds; what takes longer hangs
 
 sys.path.append(str(Path(__file__).parents[1] / "optim"))
 import processes  # noqa: E402
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    """A second thread is no gain for tiny parameters, and a loss where another test runs beside."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")  # for child processes
-        yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="package")

@@ -1,11 +1,27 @@
-"""What the op tests share with pytest: the devices and instruction sets to run on."""
+"""What the op tests share with pytest: helpers of all rooms, devices and instruction sets."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from one_thread import one_thread as one_thread
 
 from deepspeed_ext.environment import _ISA_FEATURES, _features
 
 _NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+ROOMS = sorted({str(path.parent) for path in Path(__file__).parent.rglob("*.py")})
+
+sys.path += ROOMS  # names of files are unique, and tests of all ops take from each room
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _rooms_for_child_processes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(ROOMS), prepend=os.pathsep)
+        yield
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=_NEEDS_GPU)])

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from rms_norm_cases import F32, make
+from samples import F32, make
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

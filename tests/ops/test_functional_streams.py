@@ -1,38 +1,15 @@
 """Functional ops: two threads, two streams, and CUDA graphs have nothing to do with each other."""
 
-import os
-import threading
-from collections.abc import Callable
-
 import pytest
 import torch
 import warm_python
+from at_once import in_threads
 from functional_cases import CASES, Call, call_of
-from rms_norm_cases import BF16, F32
+from samples import BF16, F32
 from torch import Tensor
 
 LENGTHS = [64, 4096, 20_000]  # of rows that half a warp, a block, and shared memory hold
 each_case = pytest.mark.parametrize("name", CASES)
-
-
-def at_once(*tasks: Callable[[], None]) -> None:
-    """Run each in a thread of its own, all of which begin together; raise what one raises."""
-    barrier, raised = threading.Barrier(len(tasks)), []
-
-    def run(task: Callable[[], None]) -> None:
-        try:
-            barrier.wait(60)
-            task()
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if raised:
-        raise raised[0]
 
 
 def two_calls(name: str, n: int, device: str) -> list[Call]:
@@ -55,26 +32,15 @@ def test_two_threads(name: str, n: int, device: str) -> None:
     calls = two_calls(name, n, device)
     wanted = [call.run() for call in calls]
 
-    def task(call: Call, want: list[Tensor]) -> Callable[[], None]:
-        def run_often() -> None:
-            stream = torch.cuda.Stream() if device == "cuda" else None
-            with torch.cuda.stream(stream):
-                found = [call.run() for _ in range(6)]
-                if stream is not None:
-                    stream.synchronize()
-            for got in found:
-                assert_same(got, want)
-
-        return run_often
-
-    if device == "cuda":
-        torch.cuda.synchronize()
-    at_once(*map(task, calls, wanted))
+    found = in_threads(device, 6, *(call.run for call in calls))
+    for of_thread, want in zip(found, wanted, strict=True):
+        for got in of_thread:
+            assert_same(got, want)
 
 
 FIRST_USE = """
 from functional_cases import CASES, call_of
-from test_functional_streams import at_once
+from at_once import at_once
 import torch
 for case in CASES.values():
     found = [None, None]
@@ -88,8 +54,7 @@ for case in CASES.values():
 
 def test_first_use_in_two_threads() -> None:
     """Both load the library, or one waits for the other."""
-    here = os.path.dirname(__file__)
-    done = warm_python.run("-c", f"import sys; sys.path.insert(0, {here!r})\n" + FIRST_USE)
+    done = warm_python.run("-c", FIRST_USE)
     assert done.returncode == 0, done.stderr
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kv_cases import assert_attends, make_kv, queries
 from quantized_linear_cases import WEIGHTS, arguments, assert_right, weight_of
-from rms_norm_cases import BF16, F16, F32, make
+from samples import BF16, F16, F32, make
 from torch import Tensor
 
 from deepspeed_ext.ops import (

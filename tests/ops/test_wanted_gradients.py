@@ -438,25 +438,6 @@ def test_gradients_of_gradients(name: str, rows: int) -> None:
     torch.testing.assert_close(*twice, rtol=1e-4, atol=1e-4 * float(twice[1].abs().max()))
 
 
-NO_SECOND: dict[str, Callable[[Tensor], Tensor]] = {
-    "rms_norm": ops.rms_norm,
-    "layer_norm": ops.layer_norm,
-    "softmax": ops.softmax,
-    "bias_activation": lambda x: ops.bias_activation(x, None, activation="gelu"),
-    "gated_activation": ops.swiglu,
-    "cross_entropy": lambda x: ops.cross_entropy(x, torch.zeros(3, dtype=torch.int64)),
-}
-
-
-@pytest.mark.parametrize("name", NO_SECOND)
-def test_ops_that_refuse_gradients_of_gradients(name: str) -> None:
-    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    (grad,) = torch.autograd.grad(NO_SECOND[name](x).square().sum(), x, create_graph=True)
-    text = f"^{name}_backward: .*; for gradients of gradients use {name}_ref, which is plain torch$"
-    with pytest.raises(RuntimeError, match=text):
-        grad.sum().backward()
-
-
 @pytest.mark.parametrize("rows", [3, 100])
 @pytest.mark.parametrize("name", ["skinny_linear", "quantized_linear"])
 def test_a_backward_outside_of_autocast_casts_nothing(name: str, rows: int) -> None:

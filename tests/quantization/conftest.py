@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from one_thread import one_thread as one_thread
 
 _NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
