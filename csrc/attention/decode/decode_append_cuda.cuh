@@ -21,7 +21,7 @@ __device__ inline void ask_for_bytes(const void* begin, int64_t bytes) {
 }
 
 // Where the new token of a head of keys belongs.
-struct NewPlace {
+struct AppendTarget {
   bool here;  // it is this block that has the last chunk
   int page;   // -1: there is no such page
   int position;
@@ -49,9 +49,9 @@ class Append {
     }
   }
 
-  __device__ void run(int batch, int head, Barrier* begun, const NewPlace& place) {
+  __device__ void run(int batch, int head, Barrier* begun, const AppendTarget& place) {
     // All of this is on its way at the same time.
-    Turning<kEach> turning(call_);
+    HeadRotation<kEach> rotation(call_);
     Q read[kOfWarp][kEach];
     begin_to_read(batch, head, read);
     float of_q[kEach] = {}, of_k[kEach] = {};
@@ -59,7 +59,7 @@ class Append {
     read_weights(call_.k_weight, of_k);
     keep(read);
     wait_for(begun, 0);
-    turning.move_to(uint64_t(place.position));
+    rotation.move_to(uint64_t(place.position));
     const int heads = group_ + (place.here ? 2 : 0);
 #pragma unroll 1  // instructions are read from memory, too
     for (int number = warp_; number < heads; number += kPageWarps) {
@@ -73,7 +73,7 @@ class Append {
         for (int i = 0; i < kEach; ++i) weights[i] = is_q ? of_q[i] : of_k[i];
         normalise(call_, weights, elements);
       }
-      if (!is_v && call_.pairs > 0) turn(turning, near, elements);
+      if (!is_v && call_.pairs > 0) rotate(rotation, near, elements);
       if (is_q) {
         Q* const row = reinterpret_cast<Q*>(token_.queries[number]);
         for_each_element<kEach>([&](int i, int element) {
@@ -117,7 +117,7 @@ class Append {
   }
 
   // Writes the key or the value to the cache, if it has a place there, and beside it.
-  __device__ void append(bool is_v, int head, const NewPlace& place,
+  __device__ void append(bool is_v, int head, const AppendTarget& place,
                          const float (&elements)[kEach]) const {
     using T = std::conditional_t<Kind::kQuantized, uint8_t, Q>;
     const PagedKv& kv = call_.kv;
