@@ -32,7 +32,7 @@ constexpr int kTwo = dsx::first_states(2);
 constexpr Format kFormats[] = {
     {"float32", {F::float32, Dtype::float32, F::float32, Dtype::float32, kTwo}, false},
     {"bfloat16", {F::bfloat16, Dtype::bfloat16, F::bfloat16, Dtype::bfloat16, kTwo}, true},
-    {"master weights", {F::float32, Dtype::float16, F::float32, Dtype::float16, kTwo}, false},
+    {"masters", {F::float32, Dtype::float16, F::float32, Dtype::float16, kTwo}, false},
     {"split, codes", {F::split, Dtype::bfloat16, F::codes, Dtype::bfloat16, kTwo}, true},
     {"float16, codes", {F::float16, Dtype::float32, F::codes, Dtype::float16, kTwo}, false},
 };

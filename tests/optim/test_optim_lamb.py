@@ -126,7 +126,7 @@ def test_groups_have_options_of_their_own(device):
 
 @on_each_device
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_master_weights(device, dtype):
+def test_masters(device, dtype):
     """Originals in float32, of which the parameters are the rounded values."""
     params = make_params(device, dtype)
     exact = twins(params, torch.float64)
@@ -139,9 +139,9 @@ def test_master_weights(device, dtype):
             e.grad = p.grad.double().contiguous()
         ours.step()
         theirs.step()
-    master_weights = [ours.state[p]["master_param"] for p in params]
-    assert_close(master_weights, exact, 20)
-    assert_same_bits(params, [master.to(dtype) for master in master_weights])
+    masters = [ours.state[p]["master_param"] for p in params]
+    assert_close(masters, exact, 20)
+    assert_same_bits(params, [master.to(dtype) for master in masters])
 
 
 @on_each_device

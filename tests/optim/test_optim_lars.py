@@ -104,7 +104,7 @@ def test_groups_have_options_of_their_own_and_may_change_them(device):
 
 @on_each_device
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_master_weights(device, dtype):
+def test_masters(device, dtype):
     params = make_params(device, dtype)
     exact = twins(params, torch.float64)
     options = dict(lr=0.1, eeta=0.1, momentum=0.9, weight_decay=0.1)
@@ -116,9 +116,9 @@ def test_master_weights(device, dtype):
             e.grad = p.grad.double().contiguous()
         ours.step()
         theirs.step()
-    master_weights = [ours.state[p]["master_param"] for p in params]
-    assert_close(master_weights, exact, 10)
-    assert_same_bits(params, [master.to(dtype) for master in master_weights])
+    masters = [ours.state[p]["master_param"] for p in params]
+    assert_close(masters, exact, 10)
+    assert_same_bits(params, [master.to(dtype) for master in masters])
 
 
 @on_each_device
