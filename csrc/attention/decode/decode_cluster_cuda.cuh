@@ -69,7 +69,7 @@ class ClusterTasks {
 struct ClusterMessage {
   int chunks, count;  // of the cluster; of tokens
   bool wrong;
-  AppendTarget place;
+  AppendTarget target;
 };
 
 // What rows have found in each chunk, in the block that finishes them: those of every so many.
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kPipelineThreads, 2)
     wait_for_previous();
     if constexpr (kAppends) {
       Append<Q, Kind, kWidth> appending(append, int(call.group), found.values[0][0], token);
-      appending.run(block.batch, block.head, &pipeline.begun[warp], messages[warp].place);
+      appending.run(block.batch, block.head, &pipeline.begun[warp], messages[warp].target);
       meet_page_warps();
     } else {
       wait_for(&pipeline.begun[warp], 0);
