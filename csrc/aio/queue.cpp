@@ -36,7 +36,7 @@ bool Queue::exhausted() const {
   return closed_ && waiting_.empty() && cutting_.empty() && starting_ == 0;
 }
 
-std::optional<Work> Queue::take(bool may_copy) {
+std::optional<PendingIo> Queue::take(bool may_copy) {
   for (;;) {
     std::shared_ptr<Request> request;
     {
@@ -48,14 +48,14 @@ std::optional<Work> Queue::take(bool may_copy) {
   }
 }
 
-std::optional<Work> Queue::cut(bool may_copy) {
+std::optional<PendingIo> Queue::cut(bool may_copy) {
   auto request = cutting_.front();
   const Piece piece = cut_piece(request->plan, request->cut, block_, page_buffer_);
   if (piece.copied && !may_copy) return std::nullopt;
   request->cut += piece.bytes;
   request->in_flight++;
   if (request->cut == request->transfer.bytes) cutting_.pop_front();
-  return Work{std::move(request), piece};
+  return PendingIo{std::move(request), piece};
 }
 
 std::shared_ptr<Request> Queue::next_to_begin() {
@@ -97,8 +97,8 @@ bool Queue::begin(const std::shared_ptr<Request>& request) {
   return true;
 }
 
-void Queue::finish(const Work& work, std::optional<Failure> failure) {
-  const auto& request = work.request;
+void Queue::finish(const PendingIo& io, std::optional<Failure> failure) {
+  const auto& request = io.request;
   {
     std::lock_guard lock(mutex_);
     request->in_flight--;

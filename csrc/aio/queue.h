@@ -15,7 +15,7 @@
 namespace dsx::aio {
 
 // A piece that a worker has taken. finish() must follow.
-struct Work {
+struct PendingIo {
   std::shared_ptr<Request> request;
   Piece piece;
 };
@@ -32,10 +32,10 @@ class Queue {
 
   // The next piece, or none for now. Opens the file of a request when its turn comes. Without
   // `may_copy` a piece that would need an aligned page stays where it is.
-  std::optional<Work> take(bool may_copy);
+  std::optional<PendingIo> take(bool may_copy);
 
   // A piece is done, all of it or not.
-  void finish(const Work& work, std::optional<Failure> failure);
+  void finish(const PendingIo& io, std::optional<Failure> failure);
 
   // Nothing will come from take() any more.
   bool exhausted() const;
@@ -47,7 +47,7 @@ class Queue {
   void complete(Request& request);  // without the mutex, as closing a file may take long
 
   // With the mutex held:
-  std::optional<Work> cut(bool may_copy);
+  std::optional<PendingIo> cut(bool may_copy);
   std::shared_ptr<Request> next_to_begin();
 
   const int64_t block_;

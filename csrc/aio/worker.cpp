@@ -60,11 +60,11 @@ void Worker::wake_if_hungry() {
 
 void Worker::prepare_all() {
   while (!free_.empty()) {
-    auto work = queue_.take(may_copy());
-    if (!work) break;
+    auto io = queue_.take(may_copy());
+    if (!io) break;
     Slot& slot = *free_.back();
     free_.pop_back();
-    prepare(slot, std::move(*work));
+    prepare(slot, std::move(*io));
     prepared_.push_back(&slot);
   }
   launch();
@@ -80,12 +80,12 @@ void Worker::launch() {
   backend_->submit(leaving_);
 }
 
-void Worker::prepare(Slot& slot, Work work) {
-  slot.work = std::move(work);
+void Worker::prepare(Slot& slot, PendingIo io) {
+  slot.io = std::move(io);
   slot.attempts = 0;
-  const Transfer& transfer = slot.work.request->transfer;
-  const Piece& piece = slot.work.piece;
-  File& file = *slot.work.request->file;
+  const Transfer& transfer = slot.io.request->transfer;
+  const Piece& piece = slot.io.piece;
+  File& file = *slot.io.request->file;
   char* source = transfer.address + piece.start;
   Op& op = slot;
   op = {.direction = transfer.direction,
@@ -116,7 +116,7 @@ void Worker::submit(Slot& slot) {
 
 void Worker::advance(Slot& slot) {
   Op& op = slot;
-  Request& request = *slot.work.request;
+  Request& request = *slot.io.request;
   File& file = *request.file;
   const bool was_direct = op.fd != file.buffered();
   Counters& counters = queue_.counters;
@@ -154,8 +154,8 @@ void Worker::advance(Slot& slot) {
 }
 
 void Worker::land(Slot& slot) {
-  const Piece& piece = slot.work.piece;
-  const Transfer& transfer = slot.work.request->transfer;
+  const Piece& piece = slot.io.piece;
+  const Transfer& transfer = slot.io.request->transfer;
   queue_.counters.copied_bytes += piece.bytes;
   if (transfer.direction == Direction::read) {
     std::memcpy(transfer.address + piece.start, slot.page, static_cast<size_t>(piece.bytes));
@@ -165,8 +165,8 @@ void Worker::land(Slot& slot) {
 
 void Worker::give_back(Slot& slot, std::optional<Failure> failure) {
   if (slot.page != nullptr) free_pages_.push_back(std::exchange(slot.page, nullptr));
-  queue_.finish(slot.work, std::move(failure));
-  slot.work = {};
+  queue_.finish(slot.io, std::move(failure));
+  slot.io = {};
   free_.push_back(&slot);
 }
 

@@ -28,13 +28,13 @@ class Worker {
 
  private:
   struct Slot : Op {
-    Work work;
+    PendingIo io;
     char* page = nullptr;  // that the piece goes through, when it is copied
     int attempts = 0;      // without a byte moved
   };
 
   void prepare_all();
-  void prepare(Slot& slot, Work work);
+  void prepare(Slot& slot, PendingIo io);
   void launch();
   void submit(Slot& slot);
   void advance(Slot& slot);

@@ -79,7 +79,7 @@ class OverlapSearch {
     const int64_t stride = std::max(a.stride, b.stride);
     const bool walk_a = a.stride == stride, walk_b = b.stride == stride;
     a_dims -= walk_a, b_dims -= walk_b;
-    // Places of a less those of b, counted in strides, where what is within them may meet.
+    // Places of a less those of b, counted in strides, where what is within them may overlap.
     const int64_t within_a = a_.reach[a_dims], within_b = b_.reach[b_dims];
     const int64_t first =
         std::max(walk_b ? 1 - b.size : 0, floor_div(ahead - within_a, stride) + 1);

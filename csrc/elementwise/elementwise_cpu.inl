@@ -44,14 +44,15 @@ DSX_INLINE const T* read_or_zeros(const Rows& rows, int64_t row, int64_t i, int 
 }
 
 template <class T>
-DSX_INLINE Values biased(const T* x, const T* bias, int k) {
-  const Values value = Values::load(x + k, Values::size);
-  return bias ? value + Values::load(bias + k, Values::size) : value;
+DSX_INLINE Register biased(const T* x, const T* bias, int k) {
+  const Register value = Register::load(x + k, Register::size);
+  return bias ? value + Register::load(bias + k, Register::size) : value;
 }
 
-DSX_INLINE void add_up(float* sums, int k, bool is_first, const Values& result) {
+DSX_INLINE void add_up(float* sums, int k, bool is_first, const Register& result) {
   if (sums == nullptr) return;
-  (is_first ? result : Values::load(sums + k, Values::size) + result).store(sums + k, Values::size);
+  (is_first ? result : Register::load(sums + k, Register::size) + result)
+      .store(sums + k, Register::size);
 }
 
 template <class T, class Rule, size_t... ins, size_t... outs>
@@ -68,20 +69,20 @@ inline void do_block(const Elementwise<Rule>& call, int64_t row, int64_t i, int 
     bias[k] = has_bias ? read_block<T>(call.bias[k].template row<Any>(0) + i, count, bias_blocks[k])
                        : nullptr;
   }
-  const Room<T> out[] = {Room<T>(call.out[outs].template row<Any>(row) + i, count,
-                                 blocks[kIn + outs], storage.past_cache[outs])...};
+  const OutputBlock<T> out[] = {OutputBlock<T>(call.out[outs].template row<Any>(row) + i, count,
+                                               blocks[kIn + outs], storage.past_cache[outs])...};
   // What is the same for all registers is decided here, for the loop to have no branches.
   float* const sums[] = {columns.sums[outs]...};
   const bool is_first = columns.is_first;
   const Rule rule = call.rule;
   const auto loop = [&](auto option, auto has_out, auto has_sums) {
-    static_assert(requires(const Values(&values)[kIn], Values(&results)[kOut]) {
+    static_assert(requires(const Register(&values)[kIn], Register(&results)[kOut]) {
       formula(rule, option, values, results);
     }, "the formula of a rule is formula(rule, option, in[kIn], out[kOut])");
-    for (int k = 0; k < count; k += Values::size) {
+    for (int k = 0; k < count; k += Register::size) {
       (ask_for(in[ins] + k), ...);
-      const Values values[] = {biased(in[ins], bias[ins], k)...};
-      Values results[kOut];
+      const Register values[] = {biased(in[ins], bias[ins], k)...};
+      Register results[kOut];
       formula(rule, option, values, results);
       if constexpr (has_out.value) (out[outs].store(k, results[outs]), ...);
       if constexpr (has_sums.value) (add_up(sums[outs], k, is_first, results[outs]), ...);

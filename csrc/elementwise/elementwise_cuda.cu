@@ -21,16 +21,16 @@ using cuda::kCount;
 using cuda::kThreads;
 using cuda::kVectors;
 using cuda::kWarp;
-using cuda::Place;
 using cuda::Vector;
+using cuda::VectorIndex;
 
-// What a thread has of all inputs at one place: as they lie, or as floats with a bias.
+// What a thread has of all inputs, of one vector: as they lie, or as floats with a bias.
 template <class Rule, class T>
 struct Inputs {
   Vector<T> stored[Rule::kIn];
   Floats<kCount<T>> biased[Rule::kIn];
 
-  __device__ void fetch(const Elementwise<Rule>& call, const Place& at, bool aligned) {
+  __device__ void fetch(const Elementwise<Rule>& call, const VectorIndex& at, bool aligned) {
 #pragma unroll
     for (int i = 0; i < Rule::kIn; ++i) {
       if (is_optional<Rule>(i) && !call.in[i].is_present()) {
@@ -75,7 +75,7 @@ __device__ inline void fetch_biases(const Elementwise<Rule>& call, int64_t i, in
 }
 
 template <class Rule, class T>
-__device__ inline void put_all(const Elementwise<Rule>& call, const Place& at, bool aligned,
+__device__ inline void put_all(const Elementwise<Rule>& call, const VectorIndex& at, bool aligned,
                                const Floats<kCount<T>> (&out)[Rule::kOut]) {
 #pragma unroll
   for (int k = 0; k < Rule::kOut; ++k) {
@@ -109,17 +109,17 @@ template <class Rule, class T>
 __global__ void __launch_bounds__(kThreads, (kBlocks<Rule, T>))
     elements_kernel(const __grid_constant__ Elementwise<Rule> call, bool aligned,
                     bool bias_aligned) {
-  Place places[kVectors];
+  VectorIndex indices[kVectors];
   Inputs<Rule, T> inputs[kVectors];
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    const Place& at = places[k] = cuda::place_of_vector<T>(call.rows, call.length, k);
+    const VectorIndex& at = indices[k] = cuda::index_of_vector<T>(call.rows, call.length, k);
     if (at.count > 0) inputs[k].fetch(call, at, aligned);
   }
   if constexpr (kBiased<Rule> > 0) {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      const Place& at = places[k];
+      const VectorIndex& at = indices[k];
       if (at.count == 0) continue;
       Floats<kCount<T>> bias[Rule::kIn];
       fetch_biases<T>(call, at.i, at.count, bias_aligned, bias);
@@ -129,10 +129,10 @@ __global__ void __launch_bounds__(kThreads, (kBlocks<Rule, T>))
   with_option(call.rule, [&](auto option) {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      if (places[k].count == 0) continue;
+      if (indices[k].count == 0) continue;
       Floats<kCount<T>> out[Rule::kOut];
       inputs[k].evaluate(call, option, out);
-      put_all<Rule, T>(call, places[k], aligned, out);
+      put_all<Rule, T>(call, indices[k], aligned, out);
     }
   });
 }
@@ -165,15 +165,17 @@ __global__ void __launch_bounds__(kThreads)
   Floats<kCount<T>> bias[Rule::kIn];
   fetch_biases<T>(call, i, count, bias_aligned, bias);
   const int64_t first_row = group * rows_of_warp * kWarps + warp;
-  for (int turn = 0; turn < rows_of_warp && count > 0; turn += kAtATime<T>) {
+  for (int first = 0; first < rows_of_warp && count > 0; first += kAtATime<T>) {
     Inputs<Rule, T> inputs[kAtATime<T>];
-    const auto place = [&](int k) { return Place{first_row + (turn + k) * kWarps, i, count}; };
+    const auto index = [&](int k) {
+      return VectorIndex{first_row + (first + k) * kWarps, i, count};
+    };
     const auto is_there = [&](int k) {
-      return turn + k < rows_of_warp && place(k).row < call.rows;
+      return first + k < rows_of_warp && index(k).row < call.rows;
     };
 #pragma unroll
     for (int k = 0; k < kAtATime<T>; ++k) {
-      if (is_there(k)) inputs[k].fetch(call, place(k), aligned);
+      if (is_there(k)) inputs[k].fetch(call, index(k), aligned);
     }
     with_option(call.rule, [&](auto option) {
 #pragma unroll
@@ -182,7 +184,7 @@ __global__ void __launch_bounds__(kThreads)
         Floats<kCount<T>> out[Rule::kOut];
         inputs[k].add(call, bias);
         inputs[k].evaluate(call, option, out);
-        if (kHasOut<Rule>) put_all<Rule, T>(call, place(k), aligned, out);
+        if (kHasOut<Rule>) put_all<Rule, T>(call, index(k), aligned, out);
 #pragma unroll
         for (int o = 0; o < Rule::kOut; ++o) sums[o] = sums[o] + out[o];
       }

@@ -6,16 +6,16 @@
 
 constexpr int kBlock = 512;
 
-// What a formula is worked out for at a time.
-using Values = std::conditional_t<Vec::size / Vec::registers == 16, Twice<Twice<Vec>>, Vec>;
+// What a formula is worked out for at a time: a Vec, or four of AVX-512 as one.
+using Register = std::conditional_t<Vec::size / Vec::registers == 16, Twice<Twice<Vec>>, Vec>;
 
 // Whether so many elements are worked on where they lie.
 inline bool are_whole(int count) {
-  return count % (Values::size < kLine ? kLine : Values::size) == 0;
+  return count % (Register::size < kLine ? kLine : Register::size) == 0;
 }
 
-// The room behind keeps the same places of neighbouring blocks from being a multiple of 4096 bytes
-// apart, which processors take for the same place when a load follows a store.
+// What lies behind keeps the same elements of neighbouring blocks from being a multiple of 4096
+// bytes apart, which processors take for the same address when a load follows a store.
 struct Block {
   alignas(64) float floats[kBlock + 48];
 };
@@ -47,9 +47,9 @@ inline const T* read_block(Pointer<Any> source, int count, Block& block) {
 // block, from which `finish` writes them. Rows that go past the cache do so where a part begins a
 // line.
 template <class T>
-class Room {
+class OutputBlock {
  public:
-  Room(Pointer<Any> target, int count, Block& block, bool past_cache)
+  OutputBlock(Pointer<Any> target, int count, Block& block, bool past_cache)
       : target_(target), count_(count), past_cache_(past_cache && begins_line(target.address)) {
     if constexpr (std::is_same_v<T, BFloat16>) {
       is_there_ = true;
@@ -60,8 +60,8 @@ class Room {
     if (is_there_) elements_ = static_cast<T*>(target.address);
   }
 
-  DSX_INLINE void store(int i, const Values& values) const {
-    values.store(elements_ + i, Values::size, is_there_ && past_cache_);
+  DSX_INLINE void store(int i, const Register& values) const {
+    values.store(elements_ + i, Register::size, is_there_ && past_cache_);
   }
 
   void finish() const {
@@ -84,7 +84,7 @@ template <class T>
 inline void ask_for(const T* position) {
   if constexpr (Vec::size >= 16) {
     constexpr int kOfLine = 64 / sizeof(T);
-    for (int i = 0; i < Values::size; i += kOfLine) prefetch(position + i);
+    for (int i = 0; i < Register::size; i += kOfLine) prefetch(position + i);
   }
 }
 

@@ -17,34 +17,34 @@ template <class T>
 constexpr int kCount = std::is_same_v<T, float> ? 4 : 8;  // elements of a vector
 
 // Where a vector is: `count` elements of a row from number i on; 0 beyond the last vector.
-struct Place {
+struct VectorIndex {
   int64_t row = 0, i = 0;
   int count = 0;
 };
 
-// The places of the vectors of this thread, as far apart as all threads reach.
+// The vectors of this thread, as far apart as all threads reach.
 template <class T>
-__device__ inline Place place_of_vector(int64_t rows, int64_t length, int k) {
+__device__ inline VectorIndex index_of_vector(int64_t rows, int64_t length, int k) {
   const int64_t vectors = ceil_div(length, kCount<T>);  // of a row
   const int64_t v = (int64_t(k) * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x;
-  Place place;
+  VectorIndex index;
   if (rows > 1) {
     const bool fits = rows * vectors <= UINT32_MAX;  // in the far cheaper division
-    place.row = fits ? int64_t(uint32_t(v) / uint32_t(vectors)) : v / vectors;
+    index.row = fits ? int64_t(uint32_t(v) / uint32_t(vectors)) : v / vectors;
   }
-  place.i = (v - place.row * vectors) * kCount<T>;
+  index.i = (v - index.row * vectors) * kCount<T>;
   if (v < rows * vectors) {
-    place.count = int(::min(int64_t(kCount<T>), length - place.i));
+    index.count = int(::min(int64_t(kCount<T>), length - index.i));
   }
-  return place;
+  return index;
 }
 
 template <class T>
 using Vector = RowVector<T, kCount<T>>;
 
-// What lies at a place, of rows that all have this storage type, or Any.
+// A vector of rows that all have this storage type, or Any.
 template <class T>
-__device__ inline Vector<T> fetch_at(const Rows& rows, const Place& at, bool aligned) {
+__device__ inline Vector<T> fetch_at(const Rows& rows, const VectorIndex& at, bool aligned) {
   return fetch<kCount<T>>(rows.row<T>(at.row), at.i, at.count, aligned);
 }
 

@@ -1,4 +1,4 @@
-// What matrix multiplications on few rows have in common: residual + activation(x w^T + bias),
+// What skinny GEMMs, whose x has few rows, have in common: residual + activation(x w^T + bias),
 // where w is read once, whatever it is stored as. No torch: plain pointers and numbers.
 #pragma once
 

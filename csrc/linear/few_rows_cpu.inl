@@ -1,4 +1,4 @@
-// What the matrix multiplications on few rows do around their sums: blocks of columns, and what
+// What skinny GEMMs do around their sums: blocks of columns, and what
 // becomes of the sums of each. Their kernels include activation_math.inl before.
 #include "linear/few_rows_math.inl"
 #include "common/inverse_rms_math.inl"

@@ -1,10 +1,9 @@
-// Matrix multiplications on few rows on CUDA: where a block has what of the weight and of x, and
-// how that comes near.
+// Skinny GEMMs on CUDA: where a block has what of the weight and of x, and how that comes near.
 //
-// The length is cut into shares, which are lines of 128 bytes of each row of the weight, beside
-// each of which there are one or more lines of x. Stage by stage a block has the next lines of some
-// shares near, of rows of the weight and of all rows of x, while those of the stages after it are
-// on their way.
+// The length is cut into split-K parts, which are lines of 128 bytes of each row of the weight,
+// beside each of which there are one or more lines of x. Step by step a block has the next lines of
+// some parts near, of rows of the weight and of all rows of x, in a stage of its pipeline, while
+// those of the steps after it are on their way to the other stages.
 //
 // A multiplication is a Kind, a struct with
 //   Call                    a struct derived from FewRows
@@ -16,8 +15,8 @@
 //   kTogether               of these multiply together, with code for all columns of kColumnTiles
 //   weight(call), x(call)   both as Operands
 //   scales(call)            only if kScaled: as Scales
-//   Products<column tiles>  what a warp has to do; kInOrder: shares one after the other, not in
-//   pairs; kFillsRegisters: sums of shares that wait for others are better in memory
+//   Products<column tiles>  what a warp has to do; kInOrder: split-K parts one after the other, not
+//   in pairs; kFillsRegisters: sums of parts that wait for others are better in memory
 #pragma once
 
 #include "common/cuda/tma_tiles.cuh"
@@ -28,11 +27,11 @@
 
 namespace dsx::cuda {
 
-constexpr int kShares = 4, kLevels = 2;  // of the length; 2^kLevels of them
-constexpr int kTileRows = 16;            // of the weight, that a warp multiplies with
-constexpr int kColumnTile = 8;           // rows of x, which are columns to the tensor cores
+constexpr int kSplitKParts = 4, kLevels = 2;  // of the length; 2^kLevels of them
+constexpr int kTileRows = 16;                 // of the weight, that a warp multiplies with
+constexpr int kColumnTile = 8;                // rows of x, which are columns to the tensor cores
 constexpr int kMostStages = 12;
-static_assert(kShares == 1 << kLevels);
+static_assert(kSplitKParts == 1 << kLevels);
 
 // Rows of a matrix as bytes.
 template <class T>
@@ -69,27 +68,27 @@ struct Scales {
   }
 };
 
-// How the work is shared out. No sum depends on it.
+// Which blocks and warps have which tiles and split-K parts. No sum depends on it.
 struct Geometry {
-  int cluster;        // blocks that have the same rows of the weight, and as many shares each
-  int groups;         // of warps of a block, which have as many of its shares each
-  int tiles;          // of rows of the weight: warps of a group
-  int lines;          // of a share in a stage
-  int share_lines;    // of a share; of the last ones there may be fewer in the rows
-  int x_rows;         // near: those of x, and more to a multiple of 8
-  int x_lines;        // beside a line of the weight
-  int scale_lines;    // of scales, beside a line of the weight
-  int scale_tiles;    // of scales in a stage: for each part of the weight, and the same of offsets
-  int stages;         // that are near, or on their way
-  int columns;        // of the results, that a block finishes
-  int finished_rows;  // of x: of as many all threads finish these columns at a time
+  int cluster;       // blocks that have the same rows of the weight, and as many split-K parts each
+  int groups;        // of warps of a block, which have as many of its split-K parts each
+  int tiles;         // of rows of the weight: warps of a group
+  int lines;         // of a split-K part in a step
+  int k_part_lines;  // of a split-K part; of the last ones there may be fewer in the rows
+  int x_rows;        // near: those of x, and more to a multiple of 8
+  int x_lines;       // beside a line of the weight
+  int scale_lines;   // of scales, beside a line of the weight
+  int scale_tiles;   // of scales in a stage: for each part of the weight, and the same of offsets
+  int stages;        // that are near, or on their way
+  int columns;       // of the results, that a block finishes
+  int finished_rows;      // of x: of as many all threads finish these columns at a time
   uint32_t column_magic;  // 2^32 / columns, rounded up
   int sums_pitch;         // floats, from one row of x to the next in the sums of these columns
-  int asked;              // stages of the first share to ask for before the kernel may read
-  bool by_engine;         // lines come near as boxes
+  int asked;              // steps of the first split-K part to ask for before the kernel may read
+  bool by_engine;         // lines come near as TMA tiles
   bool weight_aligned, x_aligned;  // to 16 bytes, if not by_engine
   // What follows from these, as divisions take long. Bytes are those of a stage.
-  int group_shares, share_stages;
+  int group_k_parts, k_part_steps;
   // A group has its rows of the weight, then those of x, then scales.
   int x_place, scale_place, scale_bytes, scale_step, group_bytes, stage_bytes;
 
@@ -103,14 +102,14 @@ struct Geometry {
 
   void set_lines(int count) {
     lines = count;
-    group_shares = kShares / (cluster * groups);
-    share_stages = int(ceil_div(share_lines, lines));
+    group_k_parts = kSplitKParts / (cluster * groups);
+    k_part_steps = int(ceil_div(k_part_lines, lines));
     x_place = rows() * lines * kLineBytes;
     scale_place = x_place + x_rows * x_lines * lines * kLineBytes;
     scale_bytes = scale_lines * lines * columns * cluster * int(sizeof(float));
     scale_step = int(ceil_div(scale_bytes, kLineBytes)) * kLineBytes;
     const int scales = scale_tiles * scale_step;
-    group_bytes = scale_place + int(ceil_div(scales, kBoxAlignment)) * kBoxAlignment;
+    group_bytes = scale_place + int(ceil_div(scales, kTmaTileAlignment)) * kTmaTileAlignment;
     stage_bytes = group_bytes * groups;
   }
 };
@@ -159,9 +158,14 @@ class Copies {
 
  public:
   __device__ Copies(const typename Kind::Call& call, const Geometry& geometry,
-                    const Maps<Kind::kScaled>& maps, const WeightRows& rows, char* ring,
+                    const Maps<Kind::kScaled>& maps, const WeightRows& rows, char* pipeline,
                     Barrier* here)
-      : call_(call), geometry_(geometry), maps_(maps), rows_(rows), ring_(ring), here_(here) {}
+      : call_(call),
+        geometry_(geometry),
+        maps_(maps),
+        rows_(rows),
+        pipeline_(pipeline),
+        here_(here) {}
 
   // How many arrive at the barrier of a stage.
   __device__ static int arrivals(const Geometry& geometry) {
@@ -175,25 +179,26 @@ class Copies {
     ask_for_map(maps_.x);
     if constexpr (Kind::kScaled) ask_for_map(maps_.scales);
 #pragma unroll 1  // instructions are read from memory, too
-    for (int stage = 0; stage < geometry_.asked; ++stage) {
+    for (int step = 0; step < geometry_.asked; ++step) {
 #pragma unroll 1
       for (int group = 0; group < geometry_.groups; ++group) {
 #pragma unroll 1
         for (int part = 0; part < rows_.parts; ++part) {
-          ask_for_boxes(maps_.weight, int(rows_.begin(call_, part)), line(rank, group, 0, stage));
+          ask_for_tma_tiles(maps_.weight, int(rows_.begin(call_, part)),
+                            line(rank, group, 0, step));
         }
       }
     }
   }
 
-  // Begins to copy a stage of the share that all groups are at, to place `slot`.
-  __device__ void begin(int rank, int share, int stage, int slot) const {
-    Barrier* const barrier = here_ + slot;
-    char* near = ring_ + slot * geometry_.stage_bytes;
+  // Begins to copy what a step of the split-K part that all groups are at has, to that stage.
+  __device__ void begin(int rank, int k_part, int step, int stage) const {
+    Barrier* const barrier = here_ + stage;
+    char* near = pipeline_ + stage * geometry_.stage_bytes;
     if (!geometry_.by_engine) {
-      const int count = ::min(geometry_.lines, geometry_.share_lines - stage * geometry_.lines);
+      const int count = ::min(geometry_.lines, geometry_.k_part_lines - step * geometry_.lines);
       for (int group = 0; group < geometry_.groups; ++group) {
-        copy_lines(line(rank, group, share, stage), count, near + group * geometry_.group_bytes);
+        copy_lines(line(rank, group, k_part, step), count, near + group * geometry_.group_bytes);
       }
       arrive_after_fetches(barrier);
       arrive(barrier);
@@ -201,17 +206,17 @@ class Copies {
       arrive_expecting(barrier, bytes_of_stage());
 #pragma unroll 1  // instructions are read from memory, too
       for (int group = 0; group < geometry_.groups; ++group) {
-        fetch_group(line(rank, group, share, stage), near, barrier);
+        fetch_group(line(rank, group, k_part, step), near, barrier);
         near += geometry_.group_bytes;
       }
     }
   }
 
  private:
-  // The first one of a stage, in the rows.
-  __device__ int line(int rank, int group, int share, int stage) const {
-    const int number = (rank * geometry_.groups + group) * geometry_.group_shares + share;
-    return number * geometry_.share_lines + stage * geometry_.lines;
+  // The first one of a step, in the rows.
+  __device__ int line(int rank, int group, int k_part, int step) const {
+    const int number = (rank * geometry_.groups + group) * geometry_.group_k_parts + k_part;
+    return number * geometry_.k_part_lines + step * geometry_.lines;
   }
 
   __device__ int bytes_of_stage() const {
@@ -220,12 +225,12 @@ class Copies {
   }
 
   __device__ void fetch_group(int from, char* near, Barrier* barrier) const {
-    fetch_boxes(near, maps_.weight, int(rows_.begin(call_, 0)), from, barrier, policy_);
+    fetch_tma_tiles(near, maps_.weight, int(rows_.begin(call_, 0)), from, barrier, policy_);
     if (rows_.parts > 1) {
-      fetch_boxes(near + geometry_.x_place / 2, maps_.weight, int(rows_.begin(call_, 1)), from,
-                  barrier, policy_);
+      fetch_tma_tiles(near + geometry_.x_place / 2, maps_.weight, int(rows_.begin(call_, 1)), from,
+                      barrier, policy_);
     }
-    fetch_boxes(near + geometry_.x_place, maps_.x, 0, from * Kind::kXLines, barrier);
+    fetch_tma_tiles(near + geometry_.x_place, maps_.x, 0, from * Kind::kXLines, barrier);
     if constexpr (Kind::kScaled) {
       const Scales& scales = Kind::scales(call_);
       near += geometry_.scale_place;
@@ -245,14 +250,14 @@ class Copies {
     for (int l = 0; l < count; ++l) {
       for (int i = lane; i < geometry_.rows() * kUnitsOfLine; i += kWarp) {
         const int row = i / kUnitsOfLine, at = rows_.line(geometry_, row) + l * rows_.columns;
-        copy_unit(near + place_in_box(at, i % kUnitsOfLine), weight.row(rows_.row(call_, row)),
+        copy_unit(near + place_in_tma_tile(at, i % kUnitsOfLine), weight.row(rows_.row(call_, row)),
                   weight.length, from + l, i % kUnitsOfLine, geometry_.weight_aligned);
       }
     }
     for (int l = 0; l < count * Kind::kXLines; ++l) {
       for (int i = lane; i < int(call_.rows) * kUnitsOfLine; i += kWarp) {
         const int row = i / kUnitsOfLine, at = row + l * geometry_.x_rows;
-        copy_unit(near + geometry_.x_place + place_in_box(at, i % kUnitsOfLine), x.row(row),
+        copy_unit(near + geometry_.x_place + place_in_tma_tile(at, i % kUnitsOfLine), x.row(row),
                   x.length, from * Kind::kXLines + l, i % kUnitsOfLine, geometry_.x_aligned);
       }
     }
@@ -293,12 +298,12 @@ class Copies {
   const Geometry& geometry_;
   const Maps<Kind::kScaled>& maps_;
   const WeightRows& rows_;
-  char* const ring_;
+  char* const pipeline_;
   Barrier* const here_;
   const uint64_t policy_ = read_once();
 };
 
-// Sums of 2^n shares in the order of pairs: neighbours, then neighbouring pairs, and so on.
+// Sums of 2^n split-K parts in the order of pairs: neighbours, then neighbouring pairs, and so on.
 template <int kCount, bool kInMemory>
 class Pairwise {
  public:

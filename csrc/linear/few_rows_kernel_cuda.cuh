@@ -1,7 +1,7 @@
-// Matrix multiplications on few rows on CUDA: the kernel, and how it is launched. The length is cut
-// into 4 shares, which are added in pairs; within a share products are added in their order. A warp
-// adds up some shares for 16 rows of the weight, the blocks of a cluster and the groups of a block
-// have some each; how many makes no difference to any sum.
+// Skinny GEMMs on CUDA: the kernel, and how it is launched. The length is cut into 4 split-K parts,
+// which are added in pairs; within a part products are added in their order. A warp adds up some
+// parts for 16 rows of the weight, the blocks of a cluster and the groups of a block have some
+// each; how many makes no difference to any sum.
 #pragma once
 
 #include <algorithm>
@@ -17,28 +17,29 @@ template <bool kScaled>
 constexpr int kCopiedAtOnce = (kScaled ? 16 : 8) * 1024;
 
 // What a warp that multiplies does, from line number `first` of the weight on: stage by stage,
-// share by share.
+// split-K part by part.
 template <class Products>
-__device__ void multiply(Products& products, const Geometry& geometry, int first, const char* ring,
-                         Barrier* here, Barrier* read, float (&totals)[Products::kSums]) {
+__device__ void multiply(Products& products, const Geometry& geometry, int first,
+                         const char* pipeline, Barrier* here, Barrier* read,
+                         float (&totals)[Products::kSums]) {
   // Kept in registers: what they are worked out of takes long to read.
   unsigned here_at = shared_address(here), read_at = shared_address(read);
   asm volatile("" : "+r"(here_at), "+r"(read_at));
   constexpr unsigned kStep = sizeof(Barrier);
   [[maybe_unused]] Pairwise<Products::kSums, Products::kFillsRegisters> pairwise;
-  int slot = 0, phase = 0, number = first;
-  for (int share = 0; share < geometry.group_shares; ++share) {
-    if (share == 0 || !Products::kInOrder) products.clear();
-    for (int left = geometry.share_lines; left > 0; left -= geometry.lines) {
-      const char* const near = ring + slot * geometry.stage_bytes;
+  int stage = 0, phase = 0, number = first;
+  for (int k_part = 0; k_part < geometry.group_k_parts; ++k_part) {
+    if (k_part == 0 || !Products::kInOrder) products.clear();
+    for (int left = geometry.k_part_lines; left > 0; left -= geometry.lines) {
+      const char* const near = pipeline + stage * geometry.stage_bytes;
       const int count = ::min(left, geometry.lines);
-      wait_for(here_at + unsigned(slot) * kStep, phase);
+      wait_for(here_at + unsigned(stage) * kStep, phase);
 #pragma unroll 1  // instructions are read from memory, too
       for (int l = 0; l < count; ++l) products.add(near, l, number + l);
       number += count;
       __syncwarp();
-      if (threadIdx.x % kWarp == 0) arrive(read_at + unsigned(slot) * kStep);
-      if (++slot == geometry.stages) slot = 0, phase ^= 1;
+      if (threadIdx.x % kWarp == 0) arrive(read_at + unsigned(stage) * kStep);
+      if (++stage == geometry.stages) stage = 0, phase ^= 1;
     }
     if constexpr (!Products::kInOrder) {
       products.copy_sums(totals);
@@ -63,17 +64,18 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
   extern __shared__ __align__(16) char shared[];
   __shared__ Barrier here[kMostStages], read[kMostStages];
   __shared__ float inverses[kMostRows];
-  char* const ring = reinterpret_cast<char*>(
-      ceil_div(reinterpret_cast<uintptr_t>(shared), uintptr_t(kBoxAlignment)) * kBoxAlignment);
+  char* const pipeline = reinterpret_cast<char*>(
+      ceil_div(reinterpret_cast<uintptr_t>(shared), uintptr_t(kTmaTileAlignment)) *
+      kTmaTileAlignment);
   const int rank = geometry.cluster > 1 ? int(rank_in_cluster()) : 0;
   const int warp = int(threadIdx.x) / kWarp, multiplying = geometry.groups * geometry.tiles;
   const WeightRows rows(call, geometry);
 
   let_next_begin();
   if (threadIdx.x == 0) {
-    for (int slot = 0; slot < geometry.stages; ++slot) {
-      begin_barrier(here + slot, Copies<Kind>::arrivals(geometry));
-      begin_barrier(read + slot, multiplying);
+    for (int stage = 0; stage < geometry.stages; ++stage) {
+      begin_barrier(here + stage, Copies<Kind>::arrivals(geometry));
+      begin_barrier(read + stage, multiplying);
     }
     show_barriers();
   }
@@ -81,22 +83,22 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
 
   const bool copying = warp == multiplying;
   if (copying) {  // before all that takes time
-    const Copies<Kind> copies(call, geometry, maps, rows, ring, here);
+    const Copies<Kind> copies(call, geometry, maps, rows, pipeline, here);
     copies.ask_ahead(rank);
     wait_for_previous();
-    int slot = 0, phase = 1;  // what has not begun counts as phase 1 that has ended
-    for (int share = 0; share < geometry.group_shares; ++share) {
-      for (int stage = 0; stage < geometry.share_stages; ++stage) {
-        wait_together_for(read + slot, phase);
-        copies.begin(rank, share, stage, slot);
-        if (++slot == geometry.stages) slot = 0, phase ^= 1;
+    int stage = 0, phase = 1;  // what has not begun counts as phase 1 that has ended
+    for (int k_part = 0; k_part < geometry.group_k_parts; ++k_part) {
+      for (int step = 0; step < geometry.k_part_steps; ++step) {
+        wait_together_for(read + stage, phase);
+        copies.begin(rank, k_part, step, stage);
+        if (++stage == geometry.stages) stage = 0, phase ^= 1;
       }
     }
     __syncwarp();
   }
   const int group = geometry.group_of(warp);
   const int first_row = (warp - group * geometry.tiles) * kTileRows;
-  const Sums sums(ring, call, geometry);
+  const Sums sums(pipeline, call, geometry);
   Finisher<T> finisher(call, geometry, rows, sums, rank);
   const Sender sender(sums, geometry, rows, rank * geometry.groups + group, first_row);
   float totals[Products::kSums];
@@ -107,13 +109,14 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
     }
     Products products(call, geometry, rows, first_row);
     const int first =
-        (rank * geometry.groups + group) * geometry.group_shares * geometry.share_lines;
-    multiply(products, geometry, first, ring + group * geometry.group_bytes, here, read, totals);
+        (rank * geometry.groups + group) * geometry.group_k_parts * geometry.k_part_lines;
+    multiply(products, geometry, first, pipeline + group * geometry.group_bytes, here, read,
+             totals);
     wait_for_previous();
   }
-  meet_after_reading(geometry.cluster);  // the ring is no longer needed, in any block
+  cluster_barrier_after_reading(geometry.cluster);  // no stage is needed any more, in any block
   if (!copying) sender.send(totals);
-  meet_in_cluster(geometry.cluster);
+  cluster_barrier(geometry.cluster);
   finisher.finish(call.inverses == nullptr ? inverses : call.inverses);
 }
 
@@ -138,8 +141,8 @@ inline int tiles_of_cluster(int64_t tiles, int step, int most, int cluster, int 
 // So many warps for each row of the weight that processors are busy. They are in one block unless
 // that would leave most processors without any, or each block with few rows beside many of x.
 template <class Kind, int kColumnTiles>
-void share_out(Geometry& geometry, const typename Kind::Call& call, const Device& device,
-               bool chained) {
+void divide(Geometry& geometry, const typename Kind::Call& call, const Device& device,
+            bool chained) {
   const int64_t tiles = ceil_div(call.weight_rows(), kTileRows);
   const auto are_few = [&](int64_t blocks) { return 10 * blocks < 9 * device.processors; };
   constexpr int kMost = Kind::template kMostWarps<kColumnTiles>, kStep = Kind::kTogether;
@@ -149,15 +152,15 @@ void share_out(Geometry& geometry, const typename Kind::Call& call, const Device
   geometry.cluster = geometry.groups = 1;
   if (kStep > 1) {
     const auto warps = [&] { return geometry.groups * geometry.tiles; };
-    while (geometry.cluster < kShares && are_few(ceil_div(tiles, kStep) * geometry.cluster)) {
+    while (geometry.cluster < kSplitKParts && are_few(ceil_div(tiles, kStep) * geometry.cluster)) {
       geometry.cluster *= 2;
     }
     geometry.tiles = tiles_beside(1);
-    const int shares = kShares / geometry.cluster;
-    while (2 * geometry.groups <= shares && 2 * warps() <= kMost) geometry.groups *= 2;
+    const int k_parts = kSplitKParts / geometry.cluster;
+    while (2 * geometry.groups <= k_parts && 2 * warps() <= kMost) geometry.groups *= 2;
     return;
   }
-  const int most_split = Kind::template Products<kColumnTiles>::kInOrder ? 1 : kShares;
+  const int most_split = Kind::template Products<kColumnTiles>::kInOrder ? 1 : kSplitKParts;
   int split = 1;
   if (Kind::kScaled) {  // codes take work: as many warps as there may be
     const int64_t of_block = ceil_div(tiles, int64_t(device.processors));
@@ -165,7 +168,7 @@ void share_out(Geometry& geometry, const typename Kind::Call& call, const Device
   }
   while (split < most_split && are_few(tiles * split / 4)) split *= 2;
   // Two blocks that have half of the length each get it in larger pieces, and half as much of x.
-  if (chained && split == kShares && (Kind::kScaled || call.rows > 16)) geometry.cluster = 2;
+  if (chained && split == kSplitKParts && (Kind::kScaled || call.rows > 16)) geometry.cluster = 2;
   // Of a norm after the layer, a block has whole sums of squares.
   const int most_cluster = call.scaled.data != nullptr ? kTileRows / kSquared : split;
   while (chained && geometry.cluster < std::min(split, most_cluster) &&
@@ -179,7 +182,7 @@ void share_out(Geometry& geometry, const typename Kind::Call& call, const Device
 template <class Kind, int kColumnTiles>
 Geometry geometry_of(const typename Kind::Call& call, const Device& device, bool chained) {
   Geometry geometry = {};
-  share_out<Kind, kColumnTiles>(geometry, call, device, chained);
+  divide<Kind, kColumnTiles>(geometry, call, device, chained);
   geometry.columns = geometry.rows() / (call.gated ? 2 : 1) / geometry.cluster;
   // So that the rows of x that the threads of a warp have are in different banks.
   geometry.sums_pitch = int(ceil_div(geometry.rows() / geometry.cluster, 16)) * 16 + 4;
@@ -195,10 +198,11 @@ Geometry geometry_of(const typename Kind::Call& call, const Device& device, bool
     geometry.scale_tiles = (scales.offsets == nullptr ? 1 : 2) * (call.gated ? 2 : 1);
   }
   const int64_t line = kLineBytes / int64_t(sizeof(typename Kind::Weight));
-  geometry.share_lines = int(ceil_div(ceil_div(Kind::weight(call).length, line), int64_t(kShares)));
+  geometry.k_part_lines =
+      int(ceil_div(ceil_div(Kind::weight(call).length, line), int64_t(kSplitKParts)));
   int lines = call.rows > 16 ? 2 : 1;
   while (geometry.rows() * lines * kLineBytes < kCopiedAtOnce<Kind::kScaled>) lines *= 2;
-  while (geometry.share_lines % lines != 0) lines /= 2;
+  while (geometry.k_part_lines % lines != 0) lines /= 2;
   geometry.set_lines(lines);
   return geometry;
 }
@@ -206,21 +210,21 @@ Geometry geometry_of(const typename Kind::Call& call, const Device& device, bool
 // As many stages as fit beside another block, if there is one.
 template <class Kind, int kColumnTiles>
 void set_stages(Geometry& geometry, const Device& device, int64_t blocks) {
-  const int room = device.shared_of_block - kBoxAlignment - 1024;  // for barriers and inverses
-  while (geometry.lines > 1 && 3 * geometry.stage_bytes > room) {
+  const int most = device.shared_of_block - kTmaTileAlignment - 1024;  // for barriers and inverses
+  while (geometry.lines > 1 && 3 * geometry.stage_bytes > most) {
     geometry.set_lines(geometry.lines / 2);
   }
   const bool beside = blocks > device.processors && geometry.x_rows <= 16 &&
                       kFewRowsThreads<Kind, kColumnTiles> <= 256;  // see launch bounds
-  const int budget = beside ? room / 2 - 1024 : room;
+  const int budget = beside ? most / 2 - 1024 : most;
   const int fitting = std::clamp(budget / geometry.stage_bytes, 1, kMostStages);
-  const int all = geometry.share_stages * geometry.group_shares;
+  const int all = geometry.k_part_steps * geometry.group_k_parts;
   geometry.stages = std::clamp(all, 1, fitting);
   // What is asked for too long before it is read is thrown out of the cache again. While codes are
-  // worked on memory has time for more, unless all shares are asked for at once.
+  // worked on memory has time for more, unless all split-K parts are asked for at once.
   const bool is_small = blocks * all * geometry.stage_bytes <= kAskedOf;
-  const bool more = Kind::kScaled && geometry.group_shares > 1;
-  geometry.asked = is_small ? std::min(geometry.share_stages, all / (more ? 4 : 16)) : 0;
+  const bool more = Kind::kScaled && geometry.group_k_parts > 1;
+  geometry.asked = is_small ? std::min(geometry.k_part_steps, all / (more ? 4 : 16)) : 0;
 }
 
 // Whether all that comes near can be copied by the engine; makes maps for it.
@@ -229,7 +233,7 @@ bool make_maps(Maps<Kind::kScaled>& maps, const typename Kind::Call& call,
                const Geometry& geometry) {
   const Matrix weight = Kind::weight(call).matrix(), x = Kind::x(call).matrix();
   const int columns = geometry.columns * geometry.cluster;
-  if (Kind::x(call).rows.group != 0 || !fits_boxes(weight) || !fits_boxes(x)) return false;
+  if (Kind::x(call).rows.group != 0 || !fits_tma_tiles(weight) || !fits_tma_tiles(x)) return false;
   if (!make_map(maps.weight, weight, columns, geometry.lines)) return false;
   if (!make_map(maps.x, x, geometry.x_rows, geometry.lines * Kind::kXLines)) return false;
   if constexpr (Kind::kScaled) {
@@ -264,9 +268,9 @@ bool launch_few_rows(const typename Kind::Call& call, const Device& device, cuda
   geometry.x_aligned = Kind::x(call).is_aligned();
   const int64_t sums = int64_t(geometry.cluster * geometry.groups) * call.rows *
                        geometry.sums_pitch * int64_t(sizeof(float));
-  const int64_t ring = int64_t(geometry.stages) * geometry.stage_bytes;
-  const Launch how{unsigned(blocks), geometry.threads(), std::max(ring, sums) + kBoxAlignment,
-                   geometry.cluster, chained};
+  const int64_t pipeline = int64_t(geometry.stages) * geometry.stage_bytes;
+  const Launch how{unsigned(blocks), geometry.threads(),
+                   std::max(pipeline, sums) + kTmaTileAlignment, geometry.cluster, chained};
   if (call.inverses != nullptr) {
     const bool chained_first = can_chain(inverses_kernel, op);
     const Launch first{unsigned(call.rows), kWarp, 0, 1, chained_first};

@@ -1,7 +1,7 @@
-// What becomes of the sums of a matrix multiplication on few rows, and what it does of the RMS
-// norms around it, for a SIMD register or for floats in CUDA. The norm of h is h g / rms(h). The
-// layer before it knows h, and rounds h g; the one after it knows all of a row, and divides its
-// sums, which is the same as if it had divided what it multiplies.
+// What becomes of the sums of a skinny GEMM, and what it does of the RMS norms around it, for a
+// SIMD register or for floats in CUDA. The norm of h is h g / rms(h). The layer before it knows h,
+// and rounds h g; the one after it knows all of a row, and divides its sums, which is the same as
+// if it had divided what it multiplies.
 
 // 1 / rms of a row of `length` elements. NaN where squares are too large for their sum, as of rows
 // that are not finite.

@@ -1,4 +1,4 @@
-// The torch side of matrix multiplications on few rows: checks, then tensors into the struct.
+// The torch side of skinny GEMMs: checks, then tensors into the struct.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// Shares a matrix multiplication on few rows among torch's threads.
+// Divides a skinny GEMM among torch's threads.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ constexpr int64_t kProductsOfThread = 65536;  // some 5 to 10 us: less is not wo
 
 // Calls body(isa, begin, end) for ranges of columns, which hold kSquared neighbours together.
 template <class Body>
-void share_columns(const FewRows& call, const Body& body) {
+void divide_columns(const FewRows& call, const Body& body) {
   const int64_t groups = (call.columns + kSquared - 1) / kSquared;
   in_parallel(groups, call.length * call.rows * kSquared, kProductsOfThread,
               [&](Isa isa, int64_t begin, int64_t end) {

@@ -1,4 +1,4 @@
-// The torch side of matrix multiplications on few rows on CUDA: memory that their kernels share.
+// The torch side of skinny GEMMs on CUDA: memory that their kernels share.
 #pragma once
 
 #include <optional>

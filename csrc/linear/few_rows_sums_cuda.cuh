@@ -1,4 +1,4 @@
-// Matrix multiplications on few rows on CUDA: sums that warps and blocks have found come together,
+// Skinny GEMMs on CUDA: sums that warps and blocks have found come together,
 // and become results.
 #pragma once
 
@@ -12,8 +12,8 @@ namespace dsx::cuda {
 #include "linear/few_rows_math.inl"
 
 // The sums of a cluster, in shared memory: each block has those of some columns of the results,
-// [splits][rows of x][parts][columns], a split being some shares of the length. What is worked out
-// about their places comes before the products, when there is time.
+// [splits][rows of x][parts][columns], a split being some split-K parts. What is worked out about
+// their places comes before the products, when there is time.
 struct Sums {
   float* all;
   int rows, columns, pitch, splits;
@@ -203,9 +203,9 @@ class Finisher {
   }
 
  private:
-  // In pairs, as shares are added in a warp.
+  // In pairs, as split-K parts are added in a warp.
   __device__ float total(const float* first) const {
-    static_assert(kShares == 4);
+    static_assert(kSplitKParts == 4);
     const int split = sums_.rows * sums_.pitch;
     if (sums_.splits == 1) return first[0];
     if (sums_.splits == 2) return first[0] + first[split];

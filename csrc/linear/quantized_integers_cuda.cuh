@@ -36,7 +36,7 @@ class IntegerTiles {
         asymmetric_(call.weight.offsets != nullptr) {
     const int lane = threadIdx.x % kWarp;
     const int line = rows.line(geometry, first_row + lane % kTileRows);
-    weight_place_ = unsigned(place_in_box(line, lane / kTileRows));
+    weight_place_ = unsigned(place_in_tma_tile(line, lane / kTileRows));
     lines_ = int(call.weight.row_bytes / kLineBytes);
     left_ = call.scales.group_lines;
     clear();

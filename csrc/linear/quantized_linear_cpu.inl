@@ -7,7 +7,7 @@
 #include "quantization/quantize_math.inl"
 
 constexpr int kMostAtOnce = Vec::size == kLanes && Vec::registers == 1 ? 8 : 4;  // rows of x
-constexpr int64_t kRoom = 16384;  // floats of x that are at hand, and scales of the weight
+constexpr int64_t kScratchFloats = 16384;  // floats of x that are at hand, and scales of the weight
 
 // Whether all elements of a run have the same scale.
 inline bool has_whole_runs(const PackedWeight& weight) {
@@ -19,7 +19,7 @@ inline bool has_whole_runs(const PackedWeight& weight) {
 template <int kRows>
 class FactorsOfX {
  public:
-  static constexpr int64_t kChunk = kRoom / kRows;
+  static constexpr int64_t kChunk = kScratchFloats / kRows;
 
   // Lanes number i of elements `step` of a unit, or elements 16 step + i of it, of one row.
   const float* at(int64_t unit, int step, int row) const {
@@ -68,8 +68,8 @@ class FactorsOfX {
     }
   }
 
-  alignas(64) float floats_[kRoom];
-  alignas(64) float sums_[kRoom / kInWord];
+  alignas(64) float floats_[kScratchFloats];
+  alignas(64) float sums_[kScratchFloats / kInWord];
   int64_t first_ = -1, k_ = -1;
 };
 
@@ -113,8 +113,8 @@ inline ScalesAtHand copy_scales(const PackedWeight& weight, const float* values,
 template <int kRows>
 struct Scratch {
   FactorsOfX<kRows> x;
-  alignas(64) float scales[kRoom];
-  alignas(64) float offsets[kRoom];
+  alignas(64) float scales[kScratchFloats];
+  alignas(64) float offsets[kScratchFloats];
   alignas(64) float sums[kRows][kColumns][kLanes];
 };
 
@@ -175,7 +175,7 @@ constexpr int at_once(int rows) {
 }
 
 // Elements [k, k + count) of `columns` rows of the weight, from number `first` on, where a group
-// ends within a run: these are made floats, one row at a time, in the room of the scales.
+// ends within a run: these are made floats, one row at a time, in the memory of the scales.
 template <int kRows>
 inline void multiply_floats(const PackedWeight& weight, const Codes& codes, int64_t first,
                             int64_t columns, int64_t k, int64_t count, Scratch<kRows>& scratch) {
@@ -262,7 +262,8 @@ inline void multiply_rows(const QuantizedLinear& call, int64_t begin, int64_t en
   Scratch<kRows> scratch;
   const int64_t chunk = call.length < scratch.x.kChunk ? call.length : scratch.x.kChunk;
   const int64_t scales = (chunk + kUnit - 1) / kUnit * scales_of_unit(weight);
-  const int64_t narrow = scales * kColumns <= kRoom ? kColumns : kRoom / scales / 4 * 4;
+  const int64_t narrow =
+      scales * kColumns <= kScratchFloats ? kColumns : kScratchFloats / scales / 4 * 4;
   for_each_block(call, begin, end, [&](int64_t first, int64_t columns, float* totals) {
     for (int64_t c = 0; c < columns; c += narrow) {
       const int64_t here = columns - c < narrow ? columns - c : narrow;

@@ -1,5 +1,5 @@
 // quantized_linear and unpack_weight on CUDA: chooses a kernel. By tensor cores it is a kind of
-// multiplication on few rows, as linear/few_rows_kernel_cuda.cuh has them.
+// skinny GEMM, as linear/few_rows_kernel_cuda.cuh has them.
 #include "linear/quantized_linear.h"
 
 #include "linear/few_rows_kernel_cuda.cuh"

@@ -51,7 +51,7 @@ class CodesOfX {
   uint32_t of_x[4 * kMost][kRows];  // the sum of the codes of the piece, as far as it has come
   alignas(64) uint32_t words[kMost][kHalves][kRows][kLanes];
 
-  // From element k on, as many as there is room for; all that is before has been read just before.
+  // From element k on, as many as fit; all that is before has been read just before.
   void read(const QuantizedLinear& call, const RowGrid* grids, int64_t first, int64_t k) {
     if (first == first_ && k == k_) return;
     first_ = first, k_ = k;
@@ -255,7 +255,7 @@ DSX_INLINE void add_sum(const Panel& panel, const CodesOfX<kRows>& x, int64_t i,
 
 // Adds what the sums at hand are worth to totals[r * kColumns + row of the panel]; begun, of the
 // same places, has what there is of a piece that has not ended. Four rows go through registers at a
-// time, as many as have room there; written out, so that what they leave stays in registers too.
+// time, as many as fit there; written out, so that what they leave stays in registers too.
 template <Sums kSums, int kRows>
 inline void add_panel(const Panel& panel, const CodesOfX<kRows>& x, uint32_t* begun,
                       float* totals) {

@@ -118,7 +118,7 @@ void unpack(const PackedWeight& weight, const Rows& out, int device) {
 #else
 void run(const QuantizedLinear& call, int /*device*/) {
   const bool vnni = current_vnni();
-  share_columns(call, [&](Isa isa, int64_t begin, int64_t end) {
+  divide_columns(call, [&](Isa isa, int64_t begin, int64_t end) {
     quantized_linear_cpu(isa, vnni, call, begin, end);
   });
 }

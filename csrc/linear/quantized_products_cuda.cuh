@@ -139,7 +139,7 @@ class FactorPlaces {
     for (int j = 0; j < kReads; ++j) {
       const int row = kColumnTiles == 1 ? 0 : ::min(j * 16 + lane / 16 * 8, geometry.x_rows - 8);
       const int unit = kColumnTiles == 1 ? lane / 8 : lane / 8 % 2;
-      places_[j] = unsigned(geometry.x_place + place_in_box(row + lane % 8, unit));
+      places_[j] = unsigned(geometry.x_place + place_in_tma_tile(row + lane % 8, unit));
     }
   }
 
@@ -192,7 +192,7 @@ class CodeProducts {
         weight_step_(unsigned(rows.columns * kLineBytes)) {
     const int lane = threadIdx.x % kWarp;
     const int line = rows.line(geometry, first_row + lane % kTileRows);
-    weight_place_ = unsigned(place_in_box(line, lane / kTileRows));
+    weight_place_ = unsigned(place_in_tma_tile(line, lane / kTileRows));
     clear();
   }
 

@@ -23,7 +23,7 @@ class WarpgroupProducts {
         x_place_(unsigned(geometry.x_place)) {
     const int lane = threadIdx.x % kWarp;
     const int line = rows.line(geometry, first_row + lane % kTileRows);
-    weight_place_ = unsigned(place_in_box(line, lane / kTileRows));
+    weight_place_ = unsigned(place_in_tma_tile(line, lane / kTileRows));
     clear();
   }
 
@@ -62,7 +62,7 @@ class WarpgroupProducts {
     constexpr int kPart = kPartUnits * kBlocksOfUnit, kBatch = kPart < 4 ? kPart : 4;
     constexpr int kBatches = kBlocks / kBatch, kOfPart = kPart / kBatch;
     const unsigned weight = near + unsigned(l) * weight_step_;
-    const uint64_t x = box_factors(near + x_place_ + unsigned(l * kXLines) * kXStep);
+    const uint64_t x = tma_tile_factors(near + x_place_ + unsigned(l * kXLines) * kXStep);
     uint32_t words[kUnitsOfLine / 2][4], tiles[2][kBatch][4];
 #pragma unroll
     for (int i = 0; i < kUnitsOfLine / 2; ++i) {

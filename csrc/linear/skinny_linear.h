@@ -1,5 +1,5 @@
-// residual + activation(x w^T + bias) for few rows of x, reading w once. No torch: plain pointers
-// and numbers.
+// A skinny GEMM: residual + activation(x w^T + bias) for few rows of x, reading w once. No torch:
+// plain pointers and numbers.
 #pragma once
 
 #include "linear/few_rows.h"

@@ -1,4 +1,4 @@
-// skinny_linear on CUDA: a kind of multiplication on few rows, as linear/few_rows_kernel_cuda.cuh
+// skinny_linear on CUDA: a kind of skinny GEMM, as linear/few_rows_kernel_cuda.cuh
 // has them.
 #include "linear/skinny_linear.h"
 

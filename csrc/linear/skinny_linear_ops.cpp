@@ -35,7 +35,7 @@ void run(const SkinnyLinear& call, int device) {
 }
 #else
 void run(const SkinnyLinear& call, int /*device*/) {
-  share_columns(
+  divide_columns(
       call, [&](Isa isa, int64_t begin, int64_t end) { skinny_linear_cpu(isa, call, begin, end); });
 }
 #endif

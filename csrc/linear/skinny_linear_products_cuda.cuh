@@ -25,13 +25,13 @@ class Products {
       : weight_step_(rows.columns * kLineBytes), x_step_(geometry.x_rows * kLineBytes) {
     const int lane = threadIdx.x % kWarp;
     const int line = rows.line(geometry, first_row + lane % kTileRows);
-    weight_place_ = place_in_box(line, lane / kTileRows);
+    weight_place_ = place_in_tma_tile(line, lane / kTileRows);
     // Of one column tile, both words of two steps; of two, those of one.
 #pragma unroll
     for (int j = 0; j < kReads; ++j) {
       const int row = kColumnTiles == 1 ? 0 : ::min(j * 16 + lane / 16 * 8, geometry.x_rows - 8);
       const int unit = kColumnTiles == 1 ? lane / 8 : lane / 8 % 2;
-      x_places_[j] = geometry.x_place + place_in_box(row + lane % 8, unit);
+      x_places_[j] = geometry.x_place + place_in_tma_tile(row + lane % 8, unit);
     }
     clear();
   }
@@ -131,7 +131,7 @@ class Products<float, kColumnTiles> {
 #pragma unroll
     for (int unit = quarter; unit < kUnitsOfLine; unit += 4) {
       const auto unit_of = [&](const char* from, int line) {
-        return *reinterpret_cast<const float4*>(from + place_in_box(line, unit));
+        return *reinterpret_cast<const float4*>(from + place_in_tma_tile(line, unit));
       };
       const float4 w[2] = {unit_of(near + weight_step, lines_[0]),
                            unit_of(near + weight_step, lines_[1])};

@@ -16,11 +16,11 @@ constexpr bool kHasWarpgroups = false;
 #endif
 constexpr int kGroupWarps = 4;
 
-// Columns of a box in shared memory as factors: rows from `near` on, an address of shared memory
-// that is a multiple of kBoxAlignment, and 32 bytes of each. Those further to the right in the box
-// are 32 bytes further on, and so are addresses in here: see further().
-__device__ inline uint64_t box_factors(unsigned near) {
-  constexpr uint64_t kNotUsed = 1, kEightRows = kBoxAlignment / 16, kSwizzled = 1;
+// Columns of a TMA tile in shared memory as factors: rows from `near` on, an address of shared
+// memory that is a multiple of kTmaTileAlignment, and 32 bytes of each. Those further to the right
+// in the tile are 32 bytes further on, and so are addresses in here: see further().
+__device__ inline uint64_t tma_tile_factors(unsigned near) {
+  constexpr uint64_t kNotUsed = 1, kEightRows = kTmaTileAlignment / 16, kSwizzled = 1;
   // Instructions take it from a register of the whole warp: all lanes have the same.
   near = __shfl_sync(0xffffffff, near, 0);
   return uint64_t(near >> 4) | kNotUsed << 16 | kEightRows << 32 | kSwizzled << 62;
@@ -72,7 +72,7 @@ __device__ inline void wait_for_batches() {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(adds)))
 
 // Begins c = a b, or c += a b if `adds`. Of each warp, a [16 x 16] and c [16 x 8 tiles] are as of
-// multiply_matrices, c tile by tile; b [16 x 8 tiles] is transposed, as box_factors says.
+// multiply_matrices, c tile by tile; b [16 x 8 tiles] is transposed, as tma_tile_factors says.
 template <class T, int kSums>
 __device__ inline void begin_product(float (&c)[kSums], const uint32_t (&a)[4], uint64_t b,
                                      bool adds) {

@@ -19,7 +19,7 @@ class Cluster {
 #if defined(DSX_HAS_CLUSTERS) && defined(__CUDA_ARCH__)
   __device__ int blocks() const { return int(group_.num_blocks()); }
   __device__ int rank() const { return int(group_.block_rank()); }
-  __device__ void meet() const { group_.sync(); }
+  __device__ void barrier() const { group_.sync(); }
   template <class T>
   __device__ const T* of_block(T* mine, int rank) const {
     return group_.map_shared_rank(mine, rank);
@@ -30,7 +30,7 @@ class Cluster {
 #else
   __device__ int blocks() const { return 1; }
   __device__ int rank() const { return 0; }
-  __device__ void meet() const { __syncthreads(); }
+  __device__ void barrier() const { __syncthreads(); }
   template <class T>
   __device__ const T* of_block(T* mine, int) const {
     return mine;
@@ -47,10 +47,11 @@ template <class Team, class T>
 constexpr int kAddingThreads = Team::kShort ? 256 : kMostOfTeam * 2 / int(sizeof(T));
 
 // The memory of a block. While a row is worked on, the next one is on its way: of x and of the
-// gradient there are two stages, of the gradient of the sum one. Each thread has its own places,
-// and each half warp one for the first vector of a row; the weight is there for all, as floats.
+// gradient there are two stages, of the gradient of the sum one. Each thread has memory of its
+// own, and each half warp some for the first vector of a row; the weight is there for all, as
+// floats.
 template <class Kind, class Team, class T>
-struct Ring {
+struct RowPipeline {
   using Vector = RowVector<T>;
   static constexpr int kVectors = Team::kVectors, kStages = 2, kHalfWarp = kWarp / 2;
 
@@ -68,7 +69,7 @@ struct Ring {
     return of_rows + norm.length * int(sizeof(float));
   }
 
-  __device__ Ring(const Team& of, const NormBackward& norm, void* memory)
+  __device__ RowPipeline(const Team& of, const NormBackward& norm, void* memory)
       : team(of), length(int(norm.length)) {
     const int of_thread = (2 * kStages + (norm.grad_sum.data != nullptr)) * kVectors;
     rows = static_cast<Vector*>(memory) + threadIdx.x;
@@ -81,10 +82,10 @@ struct Ring {
   __device__ void fetch_weight(const NormBackward& norm) const {
 #pragma unroll 4  // loads at once
     for (int i = int(threadIdx.x) * kRowVector; i < length; i += int(blockDim.x) * kRowVector) {
-      Values values(1.0f);
+      RowFloats values(1.0f);
       if (norm.weight.data != nullptr) {
         values = floats_of(fetch(norm.weight.even_row<Any>(0), i, kRowVector, true)) +
-                 Values(norm.weight_offset);
+                 RowFloats(norm.weight_offset);
       }
       store<Access::vector>(Pointer<float>{weight + i}, values, kRowVector);
     }
@@ -123,30 +124,31 @@ struct Ring {
         [&](int v, int i) { fetch_bytes<int(sizeof(Vector))>(&grad_sum(v), row.address + i); });
   }
 
-  __device__ Values weight_at(int i) const {
+  __device__ RowFloats weight_at(int i) const {
     return load<Access::vector, kRowVector>(Pointer<float>{weight + i}, kRowVector);
   }
 };
 
-// A row of the ring, as Moments reads it.
-template <class RingOfTeam>
-struct RingRow {
-  const RingOfTeam& ring;
+// A row of the pipeline, as Moments reads it.
+template <class Pipeline>
+struct PipelineRow {
+  const Pipeline& pipeline;
   int stage;
   bool is_there;
 
   // All threads of a warp call it.
   __device__ float near() const {
     __syncwarp();  // with the thread that has fetched the first vector
-    return is_there ? sum_of_lanes(floats_of(ring.firsts[stage])) / kRowVector : 0.0f;
+    return is_there ? sum_of_lanes(floats_of(pipeline.firsts[stage])) / kRowVector : 0.0f;
   }
 
   // Calls body(i, count, vectors), with those of x and of the gradient.
   template <class Body>
   __device__ void for_each_vector(const Body& body) const {
     if (!is_there) return;
-    ring.for_each([&](int v, int i) {
-      const typename RingOfTeam::Vector vectors[] = {ring.x(stage, v), ring.grad_out(stage, v)};
+    pipeline.for_each([&](int v, int i) {
+      const typename Pipeline::Vector vectors[] = {pipeline.x(stage, v),
+                                                   pipeline.grad_out(stage, v)};
       body(i, kRowVector, vectors);
     });
   }
@@ -159,92 +161,96 @@ __global__ void __launch_bounds__(kAddingThreads<Team, T>, Team::kShort ? 3 : 1)
                   int rows_of_team,
                   OfVectors<float*> partials) {  // [clusters, length] written; null: not wanted
   constexpr int kVectors = Team::kVectors;
-  extern __shared__ __align__(16) uint4 ring_memory[];
-  __shared__ float meeting[kMeetingFloats<Kind, Team, true>];
-  using RingOfTeam = Ring<Kind, Team, T>;
+  extern __shared__ __align__(16) uint4 pipeline_memory[];
+  __shared__ float reduction_memory[kReductionFloats<Kind, Team, true>];
+  using Pipeline = RowPipeline<Kind, Team, T>;
   const Team team(team_threads);
-  const RingOfTeam ring(team, norm, ring_memory);
+  const Pipeline pipeline(team, norm, pipeline_memory);
   const bool has_grad_sum = norm.grad_sum.data != nullptr;
   const auto weighted = [&](int i, const auto& vectors) {
-    return floats_of(vectors[1]) * ring.weight_at(i);
+    return floats_of(vectors[1]) * pipeline.weight_at(i);
   };
 
-  // Every team does as many turns, as its lanes may share a warp with those of another. What is
-  // asked for in a turn comes in two groups, in the order in which it is needed.
+  // Every team counts as many rows, as its lanes may share a warp with those of another. What is
+  // asked for at each comes in two groups, in the order in which it is needed.
   const int64_t first = team.row() * rows_of_team;
-  const auto is_row = [&](int turn) { return turn < rows_of_team && first + turn < norm.rows; };
-  const auto ask = [&](int turn) {
+  const auto is_row = [&](int number) {
+    return number < rows_of_team && first + number < norm.rows;
+  };
+  const auto ask = [&](int number) {
     if (Kind::kCentered) __syncwarp();  // with those that read the first vector of another row
-    if (is_row(turn)) {
-      ring.ask(turn % RingOfTeam::kStages, norm.x.row<T>(first + turn),
-               norm.grad_out.row<T>(first + turn));
+    if (is_row(number)) {
+      pipeline.ask(number % Pipeline::kStages, norm.x.row<T>(first + number),
+                   norm.grad_out.row<T>(first + number));
     }
     end_fetches();
   };
-  const auto ask_for_grad_sum = [&](int turn) {
-    if (has_grad_sum && is_row(turn)) ring.ask_for_grad_sum(norm.grad_sum.row<T>(first + turn));
+  const auto ask_for_grad_sum = [&](int number) {
+    if (has_grad_sum && is_row(number)) {
+      pipeline.ask_for_grad_sum(norm.grad_sum.row<T>(first + number));
+    }
     end_fetches();
   };
-  Values of_weight[kVectors], of_bias[kVectors];
+  RowFloats of_weight[kVectors], of_bias[kVectors];
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) of_weight[v] = of_bias[v] = Values(0.0f);
-  Moments<Kind, Team, T, true> moments(team, meeting);
+  for (int v = 0; v < kVectors; ++v) of_weight[v] = of_bias[v] = RowFloats(0.0f);
+  Moments<Kind, Team, T, true> moments(team, reduction_memory);
   float near = 0;
-  const auto put = [&](int turn) {
+  const auto put = [&](int number) {
     wait_for_fetches<2>();
-    const RingRow<RingOfTeam> row{ring, turn % RingOfTeam::kStages, is_row(turn)};
+    const PipelineRow<Pipeline> row{pipeline, number % Pipeline::kStages, is_row(number)};
     if (Kind::kCentered) near = row.near();
     moments.put(row, near, weighted);
   };
   ask(0);
   ask_for_grad_sum(0);
   ask(1);
-  ring.fetch_weight(norm);
+  pipeline.fetch_weight(norm);
   put(0);
 #pragma unroll 1
-  for (int turn = 0; turn < rows_of_team; ++turn) {
-    const RingRow<RingOfTeam> row{ring, turn % RingOfTeam::kStages, is_row(turn)};
+  for (int number = 0; number < rows_of_team; ++number) {
+    const PipelineRow<Pipeline> row{pipeline, number % Pipeline::kStages, is_row(number)};
     const RowMoments<Kind> found = moments.find(row, near, inverse_n, norm.eps, weighted);
     wait_for_fetches<1>();
     if (row.is_there) {
-      const Pointer<T> grad_x = norm.grad_x.even_row<T>(first + turn);
-      ring.for_each([&](int v, int i) {
-        const Values grad = floats_of(ring.grad_out(row.stage, v));
-        const Values value = found.standardized_of(floats_of(ring.x(row.stage, v)));
-        Values result = found.gradient(value, grad, ring.weight_at(i));
-        if (has_grad_sum) result = result + floats_of(ring.grad_sum(v));
+      const Pointer<T> grad_x = norm.grad_x.even_row<T>(first + number);
+      pipeline.for_each([&](int v, int i) {
+        const RowFloats grad = floats_of(pipeline.grad_out(row.stage, v));
+        const RowFloats value = found.standardized_of(floats_of(pipeline.x(row.stage, v)));
+        RowFloats result = found.gradient(value, grad, pipeline.weight_at(i));
+        if (has_grad_sum) result = result + floats_of(pipeline.grad_sum(v));
         cuda::put<Stored::streamed>(grad_x, i, kRowVector, true, result);
         of_weight[v] = add_grad_of_weight(value, grad, of_weight[v]);
         if constexpr (Kind::kCentered) of_bias[v] = of_bias[v] + grad;
       });
     }
-    ask_for_grad_sum(turn + 1);
-    ask(turn + 2);
-    if (turn + 1 < rows_of_team) put(turn + 1);
+    ask_for_grad_sum(number + 1);
+    ask(number + 2);
+    if (number + 1 < rows_of_team) put(number + 1);
   }
   wait_for_fetches<0>();
 
   // The teams of all blocks of a cluster, in their order; each team adds up a part of the columns.
   const Cluster cluster;
   const int teams = int(blockDim.x) / team.threads;
-  const auto finish = [&](const Values(&sums)[kVectors], float* of_all) {
-    float4* const places = reinterpret_cast<float4*>(ring_memory);  // [2 kVectors, threads]
-    cluster.meet();                                                 // nobody needs what was there
+  const auto finish = [&](const RowFloats(&sums)[kVectors], float* of_all) {
+    float4* const fours = reinterpret_cast<float4*>(pipeline_memory);  // [2 kVectors, threads]
+    cluster.barrier();  // nobody needs what was there
 #pragma unroll
     for (int part = 0; part < 2 * kVectors; ++part) {
       const float* four = sums[part / 2].lanes + part % 2 * 4;
-      places[part * int(blockDim.x) + threadIdx.x] = {four[0], four[1], four[2], four[3]};
+      fours[part * int(blockDim.x) + threadIdx.x] = {four[0], four[1], four[2], four[3]};
     }
-    cluster.meet();
+    cluster.barrier();
     if (of_all == nullptr) return;
     float* const target = of_all + int64_t(blockIdx.x) / cluster.blocks() * norm.length;
     for (int part = cluster.rank() * teams + team.number; part < 2 * kVectors;
          part += cluster.blocks() * teams) {
       const int i = (part / 2 * team.threads + team.thread) * kRowVector + part % 2 * 4;
-      if (i >= ring.length) continue;
+      if (i >= pipeline.length) continue;
       float4 sum = {0, 0, 0, 0};
       for (int rank = 0; rank < cluster.blocks(); ++rank) {
-        const float4* there = cluster.of_block(places, rank);
+        const float4* there = cluster.of_block(fours, rank);
         for (int each = 0; each < teams; ++each) {
           const float4 four = there[part * int(blockDim.x) + each * team.threads + team.thread];
           sum.x += four.x;
@@ -258,7 +264,7 @@ __global__ void __launch_bounds__(kAddingThreads<Team, T>, Team::kShort ? 3 : 1)
   };
   finish(of_weight, partials.weight);
   if constexpr (Kind::kCentered) finish(of_bias, partials.bias);
-  cluster.meet();  // before the memory of a block that others read is gone
+  cluster.barrier();  // before the memory of a block that others read is gone
 }
 
 }  // namespace dsx::cuda

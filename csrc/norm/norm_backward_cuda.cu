@@ -12,9 +12,9 @@ namespace {
 using cuda::is_there;
 using cuda::kRowVector;
 using cuda::Layout;
+using cuda::RowFloats;
 using cuda::RowLength;
 using cuda::RowMoments;
-using cuda::Values;
 
 // Each team takes a row, which is held if kHeld.
 template <class Kind, class Team, class T, bool kHeld>
@@ -22,30 +22,30 @@ __global__ void __launch_bounds__(Team::kMostThreads)
     rows_kernel(const __grid_constant__ NormBackward norm,
                 RowMoments<Kind>* of_rows,  // [rows] written; null: not wanted
                 float inverse_n, int team_threads, bool is_aligned) {
-  __shared__ float meeting[cuda::kMeetingFloats<Kind, Team, true>];
+  __shared__ float reduction_memory[cuda::kReductionFloats<Kind, Team, true>];
   const bool aligned = !std::is_same_v<T, Any> || is_aligned;
   const Team team(team_threads);
-  const int64_t number = team.row(), place = ::min(number, norm.rows - 1);
+  const int64_t number = team.row(), clamped = ::min(number, norm.rows - 1);
   const int64_t length = number < norm.rows ? norm.length : 0;
-  const Pointer<T> x = norm.x.row<T>(place), grad_out = norm.grad_out.row<T>(place);
-  const Pointer<T> grad_sum = norm.grad_sum.row<T>(place);
-  const Pointer<T> grad_x = norm.grad_x.even_row<T>(place);
+  const Pointer<T> x = norm.x.row<T>(clamped), grad_out = norm.grad_out.row<T>(clamped);
+  const Pointer<T> grad_sum = norm.grad_sum.row<T>(clamped);
+  const Pointer<T> grad_x = norm.grad_x.even_row<T>(clamped);
   const auto weight_at = [&](int64_t i, int count) {
-    if (norm.weight.data == nullptr) return Values(1.0f);
+    if (norm.weight.data == nullptr) return RowFloats(1.0f);
     const auto weight = cuda::fetch(norm.weight.even_row<Any>(0), i, count, is_aligned);
-    return floats_of(weight) + Values(norm.weight_offset);
+    return floats_of(weight) + RowFloats(norm.weight_offset);
   };
   const auto weighted = [&](auto i, const auto& vectors) {
     return floats_of(vectors[1]) * weight_at(i, cuda::count_at<T>(i, cuda::Column<T>(length)));
   };
   const auto run = [&](const auto& row) {
     const float near = Kind::kCentered ? cuda::mean_of_first(x, length, aligned) : 0.0f;
-    cuda::Moments<Kind, Team, T, true> moments(team, meeting);
+    cuda::Moments<Kind, Team, T, true> moments(team, reduction_memory);
     moments.put(row, near, weighted);
     const RowMoments<Kind> found = moments.find(row, near, inverse_n, norm.eps, weighted);
     row.for_each_vector([&](auto i, int count, const auto& vectors) {
-      const Values value = found.standardized_of(floats_of(vectors[0]));
-      Values result = found.gradient(value, floats_of(vectors[1]), weight_at(i, count));
+      const RowFloats value = found.standardized_of(floats_of(vectors[0]));
+      RowFloats result = found.gradient(value, floats_of(vectors[1]), weight_at(i, count));
       if (grad_sum) result = result + floats_of(cuda::fetch(grad_sum, i, count, aligned));
       cuda::put(grad_x, i, count, aligned, result);
     });
@@ -76,7 +76,7 @@ struct Plan {
   int rows_of_team = 1;
   int64_t blocks = 0;
   int64_t groups;  // of rows that have sums
-  int ring_bytes = 0;
+  int pipeline_bytes = 0;
 
   template <class Kind>
   static Plan of(const NormBackward& norm, const OfVectors<Rows>& grads) {
@@ -106,7 +106,7 @@ struct Plan {
         with_storage_type(layout.dtype, [&](auto storage) {
           using T = decltype(storage);
           threads = cuda::kAddingThreads<Team, T> / layout.team * layout.team;
-          ring_bytes = int(cuda::Ring<Kind, Team, T>::bytes(threads, norm));
+          pipeline_bytes = int(cuda::RowPipeline<Kind, Team, T>::bytes(threads, norm));
           const auto kernel = cuda::adding_kernel<Kind, Team, T>;
           cudaFuncAttributes found = {};
           cuda::check(cudaFuncGetAttributes(&found, kernel), Kind::kBackwardOp);
@@ -115,7 +115,7 @@ struct Plan {
         });
       }
     });
-    if (threads == 0 || ring_bytes > device.shared_bytes) return false;
+    if (threads == 0 || pipeline_bytes > device.shared_bytes) return false;
     // As many blocks as run at once. What fits into the cache is soon read again, so sums of it
     // need not take more than 1 % of its memory; of more, what they take is less than the time.
     const int64_t teams = threads / layout.team;
@@ -154,11 +154,11 @@ void run_adding(const NormBackward& norm, const Plan& plan, const OfVectors<floa
   constexpr const char* op = Kind::kBackwardOp;
   with_storage_type(plan.layout.dtype, [&](auto storage) {
     const auto kernel = cuda::adding_kernel<Kind, Team, decltype(storage)>;
-    cuda::allow_shared(kernel, plan.ring_bytes, op);
+    cuda::allow_shared(kernel, plan.pipeline_bytes, op);
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(unsigned(plan.blocks));
     config.blockDim = dim3(unsigned(plan.threads));
-    config.dynamicSmemBytes = size_t(plan.ring_bytes);
+    config.dynamicSmemBytes = size_t(plan.pipeline_bytes);
     config.stream = stream;
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;

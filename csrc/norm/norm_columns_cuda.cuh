@@ -23,23 +23,23 @@ __global__ void __launch_bounds__(kWarpsOfColumns* kWarp)
   const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
   const int64_t column = int64_t(blockIdx.x) * kColumnsOfBlock, i = column + lane * kRowVector;
   const int count = int(::min(int64_t(kRowVector), norm.length - i));
-  Values of_weight(0.0f), of_bias(0.0f), of_x_bias(0.0f);
+  RowFloats of_weight(0.0f), of_bias(0.0f), of_x_bias(0.0f);
   if (count > 0) {
     const auto fetch_from = [&](const Rows& rows, int64_t row) {
       return fetch(rows.row<T>(row), i, count, aligned);
     };
-    Values weight(1.0f);
+    RowFloats weight(1.0f);
     if (is_there(norm.weight)) {
       weight = floats_of(fetch(norm.weight.even_row<Any>(0), i, count, is_aligned)) +
-               Values(norm.weight_offset);
+               RowFloats(norm.weight_offset);
     }
     const int64_t end = ::min((blockIdx.y + int64_t(1)) * rows_of_group, norm.rows);
 #pragma unroll 4
     for (int64_t row = blockIdx.y * rows_of_group + warp; row < end; row += kWarpsOfColumns) {
       const RowMoments<Kind> found = of_rows[row];
       const RowVector<T> x = fetch_from(norm.x, row), grad_out = fetch_from(norm.grad_out, row);
-      const Values grad = floats_of(grad_out);
-      const Values value = found.standardized_of(floats_of(x));
+      const RowFloats grad = floats_of(grad_out);
+      const RowFloats value = found.standardized_of(floats_of(x));
       of_weight = add_grad_of_weight(value, grad, of_weight);
       of_bias = of_bias + grad;
       if (!is_there(grads.x_bias)) continue;
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kWarpsOfColumns* kWarp)
         of_x_bias = of_x_bias + floats_of(fetch_from(norm.grad_sum, row));
     }
   }
-  const auto store = [&](const Values& sum, float* partial, const Rows& grad) {
+  const auto store = [&](const RowFloats& sum, float* partial, const Rows& grad) {
     if (!is_there(grad)) return;
     __syncthreads();  // the last readers of that memory
 #pragma unroll

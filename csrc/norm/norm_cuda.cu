@@ -7,13 +7,13 @@ namespace dsx {
 namespace {
 
 using cuda::Layout;
+using cuda::RowFloats;
 using cuda::RowLength;
 using cuda::RowMoments;
 using cuda::RowTeam;
 using cuda::RowVector;
-using cuda::Values;
 
-// In the place of gradients, where there are none.
+// Instead of gradients, where there are none.
 struct NoGrads {};
 
 // What is normalized: x, or the sum of it and the residual, as it is stored.
@@ -21,7 +21,7 @@ template <class T, class W>
 __device__ inline RowVector<T> sum_of(const Norm& norm, Pointer<T> sum, int64_t i, int count,
                                       bool aligned, const RowVector<T>& x,
                                       const RowVector<T>& residual) {
-  Values value = floats_of(x);
+  RowFloats value = floats_of(x);
   if (norm.x_bias.data != nullptr) {
     value = value + floats_of(cuda::fetch(norm.x_bias.even_row<W>(0), i, count, aligned));
   }
@@ -48,15 +48,15 @@ template <class Kind, class T, class W>
 __device__ inline void put_result(const Norm& norm, const RowMoments<Kind>& found, Pointer<T> out,
                                   int64_t i, int count, bool aligned, const RowVector<T>& vector,
                                   const WeightAndBias<W>& vectors) {
-  Values weight(1.0f);
+  RowFloats weight(1.0f);
   if (norm.weight.data != nullptr) {
     weight = floats_of(vectors.weight);
-    if (norm.weight_offset != 0) weight = weight + Values(norm.weight_offset);
+    if (norm.weight_offset != 0) weight = weight + RowFloats(norm.weight_offset);
   }
-  const Values value = found.standardized_of(floats_of(vector));
-  const Values result = norm.bias.data != nullptr
-                            ? normalized(value, weight, floats_of(vectors.bias))
-                            : normalized(value, weight);
+  const RowFloats value = found.standardized_of(floats_of(vector));
+  const RowFloats result = norm.bias.data != nullptr
+                               ? normalized(value, weight, floats_of(vectors.bias))
+                               : normalized(value, weight);
   cuda::put<cuda::Stored::streamed>(out, i, count, aligned, result);
 }
 
@@ -66,23 +66,23 @@ __device__ inline void put_result(const Norm& norm, const RowMoments<Kind>& foun
 template <class Kind, class Team, class T, class W, bool kOfSum>
 __global__ void __launch_bounds__(Team::kMostThreads, sizeof(T) == 2 ? 2 : 1)
     norm_kernel(const __grid_constant__ Norm norm, float inverse_n, int team_threads) {
-  __shared__ float meeting[cuda::kMeetingFloats<Kind, Team, false>];
+  __shared__ float reduction_memory[cuda::kReductionFloats<Kind, Team, false>];
   cuda::let_next_begin();
   const Team team(team_threads);
-  const int64_t number = team.row(), place = ::min(number, norm.rows - 1);
-  const Pointer<T> out = norm.out.even_row<T>(place), x = norm.x.row<T>(place);
+  const int64_t number = team.row(), clamped = ::min(number, norm.rows - 1);
+  const Pointer<T> out = norm.out.even_row<T>(clamped), x = norm.x.row<T>(clamped);
   cuda::HeldRow<Team, T, 1 + kOfSum> row{team, number < norm.rows ? int(norm.length) : 0, {}};
   cuda::wait_for_previous();
   float near = 0;
   if constexpr (kOfSum) {
-    const Pointer<T> residual = norm.residual.row<T>(place);
+    const Pointer<T> residual = norm.residual.row<T>(clamped);
     row.fetch_all({x, residual});
     if (Kind::kCentered) {
       near = cuda::mean_of_first(x, row.length, true) +
              cuda::mean_of_first(residual, row.length, true);
     }
     const bool is_wanted = norm.sum.data != nullptr;
-    const Pointer<T> sum = norm.sum.even_row<T>(place);
+    const Pointer<T> sum = norm.sum.even_row<T>(clamped);
     row.for_each([&](int v, int i, int count) {
       const RowVector<T> value =
           sum_of<T, W>(norm, sum, i, count, true, row.vectors[v][0], row.vectors[v][1]);
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(Team::kMostThreads, sizeof(T) == 2 ? 2 : 1)
     row.fetch_all({x});
     if (Kind::kCentered) near = cuda::mean_of_first(x, row.length, true);
   }
-  cuda::Moments<Kind, Team, T, false> moments(team, meeting);
+  cuda::Moments<Kind, Team, T, false> moments(team, reduction_memory);
   moments.put(row, near, NoGrads{});
   const RowMoments<Kind> found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
   row.for_each([&](int v, int i, int count) {
@@ -108,14 +108,14 @@ template <class Kind, class Team>
 __global__ void __launch_bounds__(Team::kMostThreads)
     reading_kernel(const __grid_constant__ Norm norm, float inverse_n, int team_threads,
                    bool aligned) {
-  __shared__ float meeting[cuda::kMeetingFloats<Kind, Team, false>];
+  __shared__ float reduction_memory[cuda::kReductionFloats<Kind, Team, false>];
   const Team team(team_threads);
-  const int64_t number = team.row(), place = ::min(number, norm.rows - 1);
-  const Pointer<Any> out = norm.out.even_row<Any>(place);
+  const int64_t number = team.row(), clamped = ::min(number, norm.rows - 1);
+  const Pointer<Any> out = norm.out.even_row<Any>(clamped);
   cuda::ReadRow<Team, Any, 2> row{team,
                                   number < norm.rows ? norm.length : 0,
                                   aligned,
-                                  {norm.x.row<Any>(place), norm.residual.row<Any>(place)}};
+                                  {norm.x.row<Any>(clamped), norm.residual.row<Any>(clamped)}};
   float near = 0;
   if (Kind::kCentered) {
     near = cuda::mean_of_first(row.tensors[0], row.length, aligned) +
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(Team::kMostThreads)
   if (row.tensors[1]) {
     // The sum is read again from where it is wanted, or will be replaced by the result: that has
     // the same dtype then.
-    const Pointer<Any> sum = norm.sum.data != nullptr ? norm.sum.even_row<Any>(place) : out;
+    const Pointer<Any> sum = norm.sum.data != nullptr ? norm.sum.even_row<Any>(clamped) : out;
     row.for_each_vector([&](int64_t i, int count, const auto& vectors) {
       const auto value = sum_of<Any, Any>(norm, sum, i, count, aligned, vectors[0], vectors[1]);
       cuda::put(sum, i, count, aligned, value.elements);
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(Team::kMostThreads)
     row.tensors[0] = sum;
     row.tensors[1] = {};
   }
-  cuda::Moments<Kind, Team, Any, false> moments(team, meeting);
+  cuda::Moments<Kind, Team, Any, false> moments(team, reduction_memory);
   moments.put(row, near, NoGrads{});
   const RowMoments<Kind> found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
   row.for_each_vector([&](int64_t i, int count, const auto& vectors) {
@@ -148,11 +148,11 @@ __global__ void __launch_bounds__(cuda::kLongTeam, 1)
     long_kernel(const __grid_constant__ Norm norm, float inverse_n) {
   using Row = cuda::LongRow<T>;
   constexpr int kBatch = Row::kInRegisters;  // at once, as no load overtakes a store
-  extern __shared__ __align__(16) uint4 slots[];
-  __shared__ float meeting[cuda::kMeetingFloats<Kind, typename Row::Team, false>];
+  extern __shared__ __align__(16) uint4 long_memory[];
+  __shared__ float reduction_memory[cuda::kReductionFloats<Kind, typename Row::Team, false>];
   const typename Row::Team team(cuda::kLongTeam);
-  Row row{team, int(norm.length), reinterpret_cast<RowVector<T>*>(slots) + team.thread, {}};
-  cuda::Moments<Kind, typename Row::Team, T, false> moments(team, meeting);
+  Row row{team, int(norm.length), reinterpret_cast<RowVector<T>*>(long_memory) + team.thread, {}};
+  cuda::Moments<Kind, typename Row::Team, T, false> moments(team, reduction_memory);
   if (!kOfSum) row.ask_for_all(norm.x.row<T>(blockIdx.x));
 #pragma unroll 1
   for (int64_t number = blockIdx.x; number < norm.rows; number += gridDim.x) {
@@ -167,14 +167,14 @@ __global__ void __launch_bounds__(cuda::kLongTeam, 1)
         RowVector<T> of_x[kBatch], of_residual[kBatch];
 #pragma unroll
         for (int k = 0; k < kBatch; ++k) {
-          const int i = row.place(first + k);
+          const int i = row.column(first + k);
           if (i >= row.length) continue;
           of_x[k] = cuda::fetch(x, i, cuda::kRowVector, true);
           of_residual[k] = cuda::fetch(residual, i, cuda::kRowVector, true);
         }
 #pragma unroll
         for (int k = 0; k < kBatch; ++k) {
-          const int i = row.place(first + k);
+          const int i = row.column(first + k);
           if (i >= row.length) continue;
           const auto value =
               sum_of<T, W>(norm, sum, i, cuda::kRowVector, true, of_x[k], of_residual[k]);
@@ -193,12 +193,12 @@ __global__ void __launch_bounds__(cuda::kLongTeam, 1)
       WeightAndBias<W> vectors[kBatch];
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
-        const int i = row.place(first + k);
+        const int i = row.column(first + k);
         if (i < row.length) vectors[k].fetch(norm, i, cuda::kRowVector, true);
       }
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
-        const int i = row.place(first + k);
+        const int i = row.column(first + k);
         if (i >= row.length) continue;
         put_result<Kind>(norm, found, out, i, cuda::kRowVector, true, row.get(first + k),
                          vectors[k]);

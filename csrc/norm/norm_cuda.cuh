@@ -14,14 +14,14 @@ namespace dsx {
 
 namespace cuda {
 
-using Values = Floats<kRowVector>;
+using RowFloats = Floats<kRowVector>;  // of a RowVector
 
 DSX_HOST_DEVICE inline bool is_there(const Rows& rows) { return rows.data != nullptr; }
 
 // Half a warp takes a row of up to 128 elements; a team of warps, in which each thread has four
 // vectors, one of up to 16,384; 1,024 threads a longer one. The vectors of a thread lie as far
 // apart as all threads of the team reach. Held rows stay in registers, and long ones in shared
-// memory too, where whole vectors can be read and there is room; else they are read again each
+// memory too, where whole vectors can be read and there is memory; else they are read again each
 // time, with the same bits.
 enum class RowLength { is_short, is_usual, is_long };
 constexpr int kHeldVectors = 4, kMostOfTeam = 512, kLongTeam = 1024;
@@ -54,7 +54,7 @@ struct RowTeam {
     return int64_t(blockIdx.x) * (int(blockDim.x) / threads) + number;
   }
 
-  __device__ void meet() const {
+  __device__ void barrier() const {
     if constexpr (kAlone) {
       __syncthreads();
     } else {
@@ -123,14 +123,13 @@ struct ReadRow {
 
   template <class Body>
   __device__ void for_each_vector(const Body& body) const {
-    using Place = Column<T>;
-    const Place end = Place(length), stride = Place(team.threads) * kRowVector;
+    const Column<T> end = Column<T>(length), stride = Column<T>(team.threads) * kRowVector;
 #pragma unroll 1
-    for (Place first = team.thread * kRowVector; first < end; first += kBatch * stride) {
+    for (Column<T> first = team.thread * kRowVector; first < end; first += kBatch * stride) {
       RowVector<T> vectors[kBatch][kTensors];
 #pragma unroll
       for (int v = 0; v < kBatch; ++v) {
-        const Place i = first + v * stride;
+        const Column<T> i = first + v * stride;
         if (i >= end) continue;
 #pragma unroll
         for (int t = 0; t < kTensors; ++t) {
@@ -140,7 +139,7 @@ struct ReadRow {
       }
 #pragma unroll
       for (int v = 0; v < kBatch; ++v) {
-        const Place i = first + v * stride;
+        const Column<T> i = first + v * stride;
         if (i < end) body(i, count_at<T>(i, end), vectors[v]);
       }
     }
@@ -159,30 +158,31 @@ struct RowMoments : std::conditional_t<Kind::kCentered, OfMean, OfNoMean> {
   float inverse = 0;  // of the rms
   float share = 0;    // as rms_share says
 
-  __device__ Values deviation_of(const Values& x) const {
+  __device__ RowFloats deviation_of(const RowFloats& x) const {
     if constexpr (Kind::kCentered) {
-      return deviation(x, Values(this->mean), Values(this->rest));
+      return deviation(x, RowFloats(this->mean), RowFloats(this->rest));
     } else {
       return x;
     }
   }
-  __device__ Values standardized_of(const Values& x) const {
+  __device__ RowFloats standardized_of(const RowFloats& x) const {
     if constexpr (Kind::kCentered) {
-      return standardized(x, Values(inverse), Values(this->mean), Values(-this->rest * inverse));
+      return standardized(x, RowFloats(inverse), RowFloats(this->mean),
+                          RowFloats(-this->rest * inverse));
     } else {
-      return standardized(x, Values(inverse));
+      return standardized(x, RowFloats(inverse));
     }
   }
 
   // The gradient of what was normalized.
-  __device__ Values gradient(const Values& standard, const Values& grad,
-                             const Values& weight) const {
-    const Values weighted = grad * weight;
+  __device__ RowFloats gradient(const RowFloats& standard, const RowFloats& grad,
+                                const RowFloats& weight) const {
+    const RowFloats weighted = grad * weight;
     if constexpr (Kind::kCentered) {
-      return grad_of_x(standard, weighted, Values(inverse), Values(share),
-                       Values(this->grad_mean * inverse));
+      return grad_of_x(standard, weighted, RowFloats(inverse), RowFloats(share),
+                       RowFloats(this->grad_mean * inverse));
     } else {
-      return grad_of_x(standard, weighted, Values(inverse), Values(share));
+      return grad_of_x(standard, weighted, RowFloats(inverse), RowFloats(share));
     }
   }
 };
@@ -191,11 +191,11 @@ struct RowMoments : std::conditional_t<Kind::kCentered, OfMean, OfNoMean> {
 struct LaneSum {
   float lanes[2] = {};
 
-  __device__ void add(const Values& a) {
+  __device__ void add(const RowFloats& a) {
 #pragma unroll
     for (int k = 0; k < kRowVector; ++k) lanes[k % 2] += a.lanes[k];
   }
-  __device__ void add_products(const Values& a, const Values& b) {
+  __device__ void add_products(const RowFloats& a, const RowFloats& b) {
 #pragma unroll
     for (int k = 0; k < kRowVector; ++k) {
       lanes[k % 2] = __fmaf_rn(a.lanes[k], b.lanes[k], lanes[k % 2]);
@@ -204,34 +204,35 @@ struct LaneSum {
   __device__ float total() const { return lanes[0] + lanes[1]; }
 };
 
-// Adds up 1, 2 or 4 numbers over the threads of a team. Each warp puts down its sums; when all have
-// met, every thread takes the totals. All threads of the warps of a team take part.
+// Adds up 1, 2 or 4 numbers over the threads of a team. Each warp puts down its sums; behind a
+// barrier, every thread takes the totals. All threads of the warps of a team take part.
 template <class Team, int kSums>
-class Meeting {
+class TeamReduction {
  public:
-  // `memory` holds kMeetingFloats for the teams of a block.
-  __device__ Meeting(const Team& team, float* memory)
+  // `memory` holds kReductionFloats for the teams of a block.
+  __device__ TeamReduction(const Team& team, float* memory)
       : team_(team), memory_(memory + team.number * (team.threads / kWarp) * kSums) {}
 
   __device__ void put(const float (&sums)[kSums]) {
     mine_ = over_lanes(sums);
     if (Team::kShort || team_.threads == kWarp) return;
     const int lane = int(threadIdx.x) % kWarp;
-    if (lane < kSums) memory_[(turn_ * kWarp + team_.thread / kWarp) * kSums + lane] = mine_;
+    if (lane < kSums) memory_[(buffer_ * kWarp + team_.thread / kWarp) * kSums + lane] = mine_;
   }
 
-  // Two places in turn: nobody writes to one before all have read it and met for the other.
+  // Two buffers, one after the other: nobody writes to one before all have read it and come to the
+  // barrier of the other.
   __device__ void take(float (&sums)[kSums]) {
     if (!Team::kShort && team_.threads > kWarp) {
-      team_.meet();
+      team_.barrier();
       const int lane = int(threadIdx.x) % kWarp;
       const bool is_one = lane < team_.threads / kWarp;
 #pragma unroll
       for (int s = 0; s < kSums; ++s) {
-        sums[s] = is_one ? memory_[(turn_ * kWarp + lane) * kSums + s] : 0.0f;
+        sums[s] = is_one ? memory_[(buffer_ * kWarp + lane) * kSums + s] : 0.0f;
       }
       mine_ = over_lanes(sums);
-      turn_ ^= 1;
+      buffer_ ^= 1;
     }
 #pragma unroll
     for (int s = 0; s < kSums; ++s) sums[s] = __shfl_sync(~0u, mine_, s, kLanes);
@@ -266,31 +267,31 @@ class Meeting {
   const Team& team_;
   float* memory_;
   float mine_ = 0;
-  int turn_ = 0;
+  int buffer_ = 0;
 };
 
 // Finds the moments of one row after the other. What is normalized is the first tensor of a row;
 // grad_of(i, vectors) is the gradient of the result, times the weight. `near` is some number near
 // the values, which is taken away from them before they are added up: in layer normalization one
-// meeting of the threads is enough then.
+// barrier of the threads is enough then.
 template <class Kind, class Team, class T, bool kGrads>
 class Moments {
  public:
   static constexpr int kSums = (1 + kGrads) * (1 + Kind::kCentered);
 
-  __device__ Moments(const Team& team, float* memory) : meeting_(team, memory) {}
+  __device__ Moments(const Team& team, float* memory) : reduction_(team, memory) {}
 
   // First this, then for the same row `find`.
   template <class Row, class Grad>
   __device__ void put(const Row& row, float near, const Grad& grad_of) {
     LaneSum squares, values, dot, grads;
     row.for_each_vector([&](auto i, int count, const auto& vectors) {
-      Values value = floats_of(vectors[0]);
-      if constexpr (Kind::kCentered) value = first_lanes<T>(value - Values(near), count);
+      RowFloats value = floats_of(vectors[0]);
+      if constexpr (Kind::kCentered) value = first_lanes<T>(value - RowFloats(near), count);
       squares.add_products(value, value);
       if constexpr (Kind::kCentered) values.add(value);
       if constexpr (kGrads) {
-        const Values grad = grad_of(i, vectors);
+        const RowFloats grad = grad_of(i, vectors);
         dot.add_products(value, grad);
         if constexpr (Kind::kCentered) grads.add(grad);
       }
@@ -299,7 +300,7 @@ class Moments {
     if constexpr (kGrads) all[1] = dot.total();
     if constexpr (Kind::kCentered) all[1 + kGrads] = values.total();
     if constexpr (Kind::kCentered && kGrads) all[3] = grads.total();
-    meeting_.put(all);
+    reduction_.put(all);
   }
 
   template <class Row, class Grad>
@@ -309,7 +310,7 @@ class Moments {
     NormSums sums = take();
     if constexpr (Kind::kCentered) {
       const bool are_far = sums.are_far(inverse_n);
-      if (meeting_.any(are_far)) {
+      if (reduction_.any(are_far)) {
         const float nearer = near + sums.values * inverse_n;
         put(row, nearer, grad_of);
         const NormSums around = take();
@@ -328,7 +329,7 @@ class Moments {
     }
     found.inverse = inverse_rms(Floats<1>(sums.squares), inverse_n, eps).lanes[0];
     const bool fits = squares_fit(found.inverse);
-    if (meeting_.any(!fits)) {
+    if (reduction_.any(!fits)) {
       const float inverse = inverse_of_scaled(row, inverse_n, eps, found);
       if (!fits) found.inverse = inverse;
     }
@@ -341,7 +342,7 @@ class Moments {
  private:
   __device__ NormSums take() {
     float all[kSums];
-    meeting_.take(all);
+    reduction_.take(all);
     NormSums found;
     found.squares = all[0];
     if constexpr (kGrads) found.dot = all[1];
@@ -356,13 +357,13 @@ class Moments {
     const float scale = scale_of_squares(found.inverse);
     LaneSum squares;
     row.for_each_vector([&](auto, int count, const auto& vectors) {
-      Values value = found.deviation_of(floats_of(vectors[0])) * Values(scale);
+      RowFloats value = found.deviation_of(floats_of(vectors[0])) * RowFloats(scale);
       value = first_lanes<T>(value, count);
       squares.add_products(value, value);
     });
     float sums[kSums] = {squares.total()};
-    meeting_.put(sums);
-    meeting_.take(sums);
+    reduction_.put(sums);
+    reduction_.take(sums);
     const float inverse =
         inverse_rms(Floats<1>(sums[0]), inverse_n, eps * scale * scale).lanes[0] * scale;
     const float most =
@@ -370,12 +371,13 @@ class Moments {
     return inverse > most ? most : inverse;
   }
 
-  Meeting<Team, kSums> meeting_;
+  TeamReduction<Team, kSums> reduction_;
 };
 
-// What the teams of a block need in shared memory to meet: those of half a warp need none.
+// What the teams of a block need in shared memory to add up: those of half a warp need none.
 template <class Kind, class Team, bool kGrads>
-constexpr int kMeetingFloats = Team::kShort ? 1 : 2 * kWarp * (1 + kGrads) * (1 + Kind::kCentered);
+constexpr int kReductionFloats =
+    Team::kShort ? 1 : 2 * kWarp * (1 + kGrads) * (1 + Kind::kCentered);
 
 }  // namespace cuda
 }  // namespace dsx

@@ -15,22 +15,22 @@ struct LongRow {
   static constexpr int kInRegisters = 4 / int(sizeof(T));
   static constexpr int kMostVectors = 32 / int(sizeof(T));
   static constexpr int kStride = kLongTeam * kRowVector;  // elements from a vector to the next
-  static constexpr int kSlotBytes = kStride * int(sizeof(T));
+  static constexpr int kSharedVectorBytes = kStride * int(sizeof(T));
 
   const Team& team;
   int length;
-  RowVector<T>* slots;  // those of this thread, kLongTeam apart
+  RowVector<T>* shared_vectors;  // those of this thread, kLongTeam apart
   RowVector<T> registers[kInRegisters];
 
   // Bytes of shared memory for rows of this length.
   static int64_t shared_bytes(int64_t length) {
-    const int64_t slots = ceil_div(length, int64_t(kStride)) - kInRegisters;
-    return std::max<int64_t>(0, slots) * kSlotBytes;
+    const int64_t shared_vectors = ceil_div(length, int64_t(kStride)) - kInRegisters;
+    return std::max<int64_t>(0, shared_vectors) * kSharedVectorBytes;
   }
 
   // Asks for vector number v of a row; all that was asked for is there after `wait`.
   __device__ void ask(int v, Pointer<T> row) {
-    const int i = place(v);
+    const int i = column(v);
     if (i >= length) return;
     if (v < kInRegisters) {
 #pragma unroll
@@ -38,7 +38,7 @@ struct LongRow {
         if (r == v) registers[r] = fetch(row, i, kRowVector, true);
       }
     } else {
-      fetch_bytes<int(sizeof(RowVector<T>))>(slot(v), row.address + i);
+      fetch_bytes<int(sizeof(RowVector<T>))>(shared_vector(v), row.address + i);
     }
   }
   __device__ void ask_for_all(Pointer<T> row) {
@@ -54,7 +54,7 @@ struct LongRow {
 
   __device__ RowVector<T> get(int v) const {
     RowVector<T> vector;
-    if (v >= kInRegisters) return *slot(v);
+    if (v >= kInRegisters) return *shared_vector(v);
 #pragma unroll
     for (int r = 0; r < kInRegisters; ++r) {
       if (r == v) vector = registers[r];
@@ -62,7 +62,7 @@ struct LongRow {
     return vector;
   }
   __device__ void set(int v, const RowVector<T>& vector) {
-    if (v >= kInRegisters) *slot(v) = vector;
+    if (v >= kInRegisters) *shared_vector(v) = vector;
 #pragma unroll
     for (int r = 0; r < kInRegisters; ++r) {
       if (r == v) registers[r] = vector;
@@ -70,7 +70,7 @@ struct LongRow {
   }
 
   // The element where vector number v begins; perhaps beyond the row.
-  __device__ int place(int v) const { return (v * kLongTeam + team.thread) * kRowVector; }
+  __device__ int column(int v) const { return (v * kLongTeam + team.thread) * kRowVector; }
 
   // Calls body(first) for each kCount numbers of vectors. What is in registers comes first, and is
   // known to the compiler; the others share their code.
@@ -80,7 +80,7 @@ struct LongRow {
 #pragma unroll
     for (int first = 0; first < kInRegisters; first += kCount) body(first);
 #pragma unroll 1
-    for (int first = kInRegisters; place(first) < length; first += kCount) body(first);
+    for (int first = kInRegisters; column(first) < length; first += kCount) body(first);
   }
 
   // As Moments reads a row.
@@ -89,15 +89,17 @@ struct LongRow {
     for_each_number<kInRegisters>([&](int first) {
 #pragma unroll
       for (int v = first; v < first + kInRegisters; ++v) {
-        if (place(v) >= length) continue;
+        if (column(v) >= length) continue;
         const RowVector<T> vectors[1] = {get(v)};
-        body(place(v), kRowVector, vectors);
+        body(column(v), kRowVector, vectors);
       }
     });
   }
 
  private:
-  __device__ RowVector<T>* slot(int v) const { return slots + (v - kInRegisters) * kLongTeam; }
+  __device__ RowVector<T>* shared_vector(int v) const {
+    return shared_vectors + (v - kInRegisters) * kLongTeam;
+  }
 };
 
 }  // namespace dsx::cuda

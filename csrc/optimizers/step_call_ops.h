@@ -45,7 +45,7 @@ inline Format state_format(const char* op, const Item& item, const TensorView& v
   return {};
 }
 
-// How weights are stored: parameters, with their masters if there are any.
+// How weights are stored: parameters, with their master weights if there are any.
 inline Format weight_format(const char* op, const TensorList& master_params, Dtype param) {
   if (master_params.empty()) return format_of(param);
   const Item item{"params", 0};
@@ -62,7 +62,7 @@ inline Format weight_format(const char* op, const TensorList& master_params, Dty
 // Where everything lies that has a part for each parameter.
 template <int kStates>
 struct StepAddresses {
-  UpdatedAddresses states[kStates], scales[kStates], masters, step_counts;
+  UpdatedAddresses states[kStates], scales[kStates], master_weights, step_counts;
 };
 
 // Checks what a step reads and writes beside parameters and gradients; completes the types.
@@ -96,13 +96,13 @@ StepAddresses<Rule::kStates> take_state(StepArguments& arguments,
       addresses.scales[j] = arguments.scales(scales, index++, states);
     }
   }
-  const Updated masters = lists.updated("master_params", source.master_params, target.master_params,
-                                        writes_weights(pass));
-  if (masters.source.empty()) {
-    arguments.check_none(masters);
+  const Updated master_weights = lists.updated("master_params", source.master_params,
+                                               target.master_params, writes_weights(pass));
+  if (master_weights.source.empty()) {
+    arguments.check_none(master_weights);
   } else {
     const Format master = types.weight == Format::split ? Format::split : Format::float32;
-    addresses.masters = arguments.state(masters, master);
+    addresses.master_weights = arguments.state(master_weights, master);
   }
   if (reads_step_counts(pass)) {
     addresses.step_counts = arguments.step_counts(
@@ -122,8 +122,8 @@ std::vector<StepTensor<Rule::kStates>> list_tensors(const StepArguments& argumen
     auto& [source, target, grad, key, n] = tensor;
     source.param = arguments.param(i);
     target.param = arguments.param_target(i);
-    source.master = addresses.masters.source[i];
-    target.master = addresses.masters.target[i];
+    source.master = addresses.master_weights.source[i];
+    target.master = addresses.master_weights.target[i];
     for (int j = 0; j < Rule::kStates; ++j) {
       source.states[j] = addresses.states[j].source[i];
       target.states[j] = addresses.states[j].target[i];

@@ -20,13 +20,13 @@ static_assert(kElementwiseChunk % kCodesBlock == 0 && kReductionChunk % kCodesBl
 // The constants of one tensor after the other's. Most tensors have taken equally many steps: they
 // are worked out once for a run of them.
 template <class Rule>
-class ConstantsInTurn {
+class TensorConstantsCache {
  public:
-  explicit ConstantsInTurn(const StepCall<Rule>& call) : call_(call) {}
+  explicit TensorConstantsCache(const StepCall<Rule>& call) : call_(call) {}
 
   const TensorConstants<Rule>& of(const StepTensor<Rule::kStates>& tensor, int64_t index) {
-    const float* place = tensor.target.step_count;
-    const float step_count = place == nullptr ? 0 : *place;
+    const float* source = tensor.target.step_count;
+    const float step_count = source == nullptr ? 0 : *source;
     if (step_count != step_count_ || call_.coefficients != nullptr) {
       step_count_ = step_count;
       constants_ = constants_of(call_, index, tensor.noise, step_count);
@@ -47,10 +47,10 @@ class ConstantsInTurn {
 template <class Rule>
 void step_cpu(Isa isa, const StepCall<Rule>& call, const StepTensor<Rule::kStates>* tensors,
               const int64_t* tensor_begin, int64_t count, int64_t begin, int64_t end) {
-  ConstantsInTurn<Rule> in_turn(call);
+  TensorConstantsCache<Rule> cache(call);
   const auto visit = [&](int64_t index, int64_t piece_begin, int64_t piece_end) {
     const StepTensor<Rule::kStates>& tensor = tensors[index];
-    const TensorConstants<Rule>& constants = in_turn.of(tensor, index);
+    const TensorConstants<Rule>& constants = cache.of(tensor, index);
     DSX_DISPATCH_ISA(isa, step_range(call.types, tensor, constants, piece_begin, piece_end));
   };
   for_each_piece<kElementwiseChunk>(tensor_begin, count, begin, end, visit);
@@ -60,10 +60,10 @@ template <class Rule>
 void measure_cpu(Isa isa, const StepCall<Rule>& call, const StepTensor<Rule::kStates>* tensors,
                  const int64_t* tensor_begin, const int64_t* first_chunk, int64_t count,
                  int64_t begin, int64_t end, double* squares) {
-  ConstantsInTurn<Rule> in_turn(call);
+  TensorConstantsCache<Rule> cache(call);
   const auto visit = [&](int64_t index, int64_t piece_begin, int64_t piece_end) {
     const StepTensor<Rule::kStates>& tensor = tensors[index];
-    const TensorConstants<Rule>& constants = in_turn.of(tensor, index);
+    const TensorConstants<Rule>& constants = cache.of(tensor, index);
     for (int64_t i = piece_begin; i < piece_end; i += kReductionChunk) {
       const int64_t chunk_end = i + kReductionChunk < piece_end ? i + kReductionChunk : piece_end;
       double* sums = squares + (first_chunk[index] + i / kReductionChunk) * kMeasured;

@@ -157,17 +157,17 @@ __global__ void __launch_bounds__(kThreads, (kResidentBlocks<Grad, State>))
       // There is much to compute and no register to spare: what comes next is fetched into shared
       // memory meanwhile. A warp reads only what its own threads have put there.
       constexpr Access access = sizeof(Grad) > 2 ? Access::halves : Access::vector;
-      constexpr int kRoom = kFetched * kStride;
-      __shared__ alignas(16) char room[Memory::kBytes * kRoom];
+      constexpr int kFetchedElements = kFetched * kStride;
+      __shared__ alignas(16) char fetched[Memory::kBytes * kFetchedElements];
       __shared__ float scales[StatesOfLoop<Rule, Grad>::kCount][kCodedChunk / kCodesBlock];
-      static_assert((kRoom & (kRoom - 1)) == 0);
-      const Memory near(room, kRoom, scales);
+      static_assert((kFetchedElements & (kFetchedElements - 1)) == 0);
+      const Memory near(fetched, kFetchedElements, scales);
       const int end_of_whole = end & -int(kCodesBlock);
       const int mine = access == Access::halves ? i - offset / 2 : i;
       int ahead = mine;
       const auto fetch_next = [&] {
         if (ahead < end_of_whole)
-          far.template fetch_to<access, kCount>(near, ahead & (kRoom - 1), ahead);
+          far.template fetch_to<access, kCount>(near, ahead & (kFetchedElements - 1), ahead);
         end_fetches();
         ahead += kStride;
       };
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kThreads, (kResidentBlocks<Grad, State>))
         fetch_next();
         wait_for_fetches<kFetched - 1>();
         __syncwarp();  // all see what each has fetched
-        visit.template operator()<access>(near, k & (kRoom - 1), k, kCount);
+        visit.template operator()<access>(near, k & (kFetchedElements - 1), k, kCount);
         i += kStride;
       }
     } else {

@@ -89,10 +89,10 @@ class Numbers {
 
 // What a pass reads, or writes, of the lists.
 struct Parts {
-  bool params, states, masters, step_counts;
+  bool params, states, master_weights, step_counts;
 
   constexpr size_t count(int kinds_of_state) const {
-    return (params ? 1 : 0) + (states ? size_t(kinds_of_state) + 1 : 0) + (masters ? 1 : 0) +
+    return (params ? 1 : 0) + (states ? size_t(kinds_of_state) + 1 : 0) + (master_weights ? 1 : 0) +
            (step_counts ? 1 : 0);
   }
 };
@@ -108,7 +108,7 @@ template <int kStates>
 void take_state(Stack& stack, const Parts& parts, UpdatedLists<kStates>& lists) {
   for (int j = 0; parts.states && j < kStates; ++j) lists.states[j] = stack.next<TensorList>();
   if (parts.states) lists.scales = stack.next<TensorList>();
-  if (parts.masters) lists.master_params = stack.next<TensorList>();
+  if (parts.master_weights) lists.master_params = stack.next<TensorList>();
   if (parts.step_counts) lists.steps = stack.next<TensorList>();
 }
 

@@ -28,10 +28,11 @@ struct Parameter {
     if (rounded) rounded = rounded + first;
   }
 
-  // For elements in memory of the block, of which `room` is the rest.
+  // For elements in memory of the block, of which `free_memory` is the rest.
   static constexpr int kBytes = sizeof(T);
-  __device__ Parameter(char*& room, int elements) : begin{reinterpret_cast<T*>(room)}, rounded{} {
-    room += elements * kBytes;
+  __device__ Parameter(char*& free_memory, int elements)
+      : begin{reinterpret_cast<T*>(free_memory)}, rounded{} {
+    free_memory += elements * kBytes;
   }
   template <Access access, int kCount>
   __device__ void fetch_to(const Parameter& near, int at, int i) const {
@@ -62,10 +63,10 @@ struct Parameter<Split> {
         lower(static_cast<int16_t*>(memory.master) + first) {}
 
   static constexpr int kBytes = sizeof(uint16_t) + sizeof(int16_t);
-  __device__ Parameter(char*& room, int elements)
-      : upper(reinterpret_cast<uint16_t*>(room)),
+  __device__ Parameter(char*& free_memory, int elements)
+      : upper(reinterpret_cast<uint16_t*>(free_memory)),
         lower(reinterpret_cast<int16_t*>(upper + elements)) {
-    room += elements * kBytes;
+    free_memory += elements * kBytes;
   }
   template <Access access, int kCount>
   __device__ void fetch_to(const Parameter& near, int at, int i) const {
@@ -228,15 +229,16 @@ struct States<Rule, Codes, Grad> {
     }
   }
 
-  // For codes in memory of the block, of which `room` is the rest, and scales of the whole chunk.
-  __device__ States(char*& room, int elements,
+  // For codes in memory of the block, of which `free_memory` is the rest, and scales of the whole
+  // chunk.
+  __device__ States(char*& free_memory, int elements,
                     float (&scales_of_chunk)[kStates][kCodedChunk / kCodesBlock])
       : noise{} {
 #pragma unroll
     for (int j = 0; j < kStates; ++j) {
-      begins[j] = reinterpret_cast<uint8_t*>(room);
+      begins[j] = reinterpret_cast<uint8_t*>(free_memory);
       scales[j] = scales_of_chunk[j];
-      room += elements;
+      free_memory += elements;
     }
   }
   template <Access access, int kCount>
@@ -330,10 +332,10 @@ struct Operands {
   static constexpr int kBytes =
       Parameter<Param>::kBytes + sizeof(Grad) + StatesOfLoop<Rule, Grad>::kCount;
   template <class Scales>
-  __device__ Operands(char* room, int elements, Scales& scales)
-      : parameter(room, elements),
-        grads{reinterpret_cast<Grad*>(room)},
-        states(room += elements * sizeof(Grad), elements, scales) {}
+  __device__ Operands(char* free_memory, int elements, Scales& scales)
+      : parameter(free_memory, elements),
+        grads{reinterpret_cast<Grad*>(free_memory)},
+        states(free_memory += elements * sizeof(Grad), elements, scales) {}
 
   // Begins to copy kCount elements, from i on here to `at` there.
   template <Access access, int kCount>

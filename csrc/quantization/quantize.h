@@ -43,14 +43,14 @@ struct Dequantize : Groups {
   Rows out;  // written
 };
 
-// The work of a thread is a number of units, each a part of a row. Units of so many elements begin
+// What a thread does is a number of tasks, each a part of a row. Tasks of so many elements begin
 // with a whole byte and, if they are to be measured too, with a group, of which they have all.
-constexpr int64_t kMostGroups = 4096;  // that a unit has part in
+constexpr int64_t kMostGroups = 4096;  // that a task has part in
 
-struct Units {
+struct QuantizeTasks {
   int64_t length;  // elements, kMostGroups or a little more, of large groups one or two of these
 
-  Units(const Groups& call, bool measured);
+  QuantizeTasks(const Groups& call, bool measured);
   int64_t of_row(const Groups& call) const { return ceil_div(call.length, length); }
   int64_t count(const Groups& call) const { return call.rows * of_row(call); }
 };
@@ -80,7 +80,7 @@ void measure_parts_cpu(Isa isa, const Quantize& call, int64_t begin, int64_t end
 // Scales and offsets of all groups from what their parts were measured for. Never throws.
 void finish_scales_cpu(Isa isa, const Quantize& call, const Largest* found);
 
-// Units [begin, end). Never throws.
+// Tasks [begin, end). Never throws.
 void quantize_cpu(Isa isa, const Quantize& call, bool measured, int64_t begin, int64_t end);
 void dequantize_cpu(Isa isa, const Dequantize& call, int64_t begin, int64_t end);
 

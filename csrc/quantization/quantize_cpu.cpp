@@ -9,7 +9,7 @@
 
 namespace dsx {
 
-Units::Units(const Groups& call, bool measured) {
+QuantizeTasks::QuantizeTasks(const Groups& call, bool measured) {
   const int64_t of_group = measured ? 1 : call.group;
   const int64_t least = ceil_div(kMostGroups, of_group) * of_group;
   length = least % 2 == 0 ? least : 2 * least;
@@ -34,11 +34,11 @@ void finish_scales_cpu(Isa isa, const Quantize& call, const Largest* found) {
 }
 
 void quantize_cpu(Isa isa, const Quantize& call, bool measured, int64_t begin, int64_t end) {
-  DSX_DISPATCH_ISA(isa, quantize_units(call, measured, begin, end));
+  DSX_DISPATCH_ISA(isa, quantize_tasks(call, measured, begin, end));
 }
 
 void dequantize_cpu(Isa isa, const Dequantize& call, int64_t begin, int64_t end) {
-  DSX_DISPATCH_ISA(isa, dequantize_units(call, begin, end));
+  DSX_DISPATCH_ISA(isa, dequantize_tasks(call, begin, end));
 }
 
 }  // namespace dsx

@@ -1,4 +1,4 @@
-// The loops of quantize over units, and over the parts of large groups.
+// The loops of quantize over tasks, and over the parts of large groups.
 #include "common/noise_math.inl"
 #include "quantization/quantize_measure.inl"
 
@@ -9,19 +9,19 @@ struct Piece {
   int64_t row, i, count, group;  // the number of the group
 };
 
-// Calls body(piece) for what units [begin, end) have of each group, in order.
+// Calls body(piece) for what tasks [begin, end) have of each group, in order.
 template <class Body>
-inline void for_each_piece_of_units(const Groups& call, const Units& units, int64_t begin,
+inline void for_each_piece_of_tasks(const Groups& call, const QuantizeTasks& tasks, int64_t begin,
                                     int64_t end, const Body& body) {
-  const int64_t of_row = units.of_row(call), columns = call.columns();
-  for (int64_t unit = begin; unit < end; ++unit) {
-    const int64_t row = unit / of_row, band = row / call.group_rows;
-    int64_t i = (unit - row * of_row) * units.length;
-    const int64_t unit_end = i + units.length < call.length ? i + units.length : call.length;
+  const int64_t of_row = tasks.of_row(call), columns = call.columns();
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t row = task / of_row, band = row / call.group_rows;
+    int64_t i = (task - row * of_row) * tasks.length;
+    const int64_t task_end = i + tasks.length < call.length ? i + tasks.length : call.length;
     int64_t column = i / call.group;
-    while (i < unit_end) {
+    while (i < task_end) {
       const int64_t group_end = (column + 1) * call.group;
-      const int64_t piece_end = group_end < unit_end ? group_end : unit_end;
+      const int64_t piece_end = group_end < task_end ? group_end : task_end;
       body(Piece{row, i, piece_end - i, band * columns + column});
       i = piece_end;
       ++column;
@@ -68,7 +68,7 @@ inline void encode_piece(const Quantize& call, const Coding& coding, const Piece
   const Ints mask(is_nibble ? grid.mask & 15 : grid.mask);
   const T* x = call.x.row<T>(piece.row).address + piece.i;
   const auto codes_of = [&](int64_t k, int lanes) DSX_INLINED {
-    // The next unit, before it is measured; of 16 bits the work takes longer than the memory.
+    // The next task, before it is measured; of 16 bits the work takes longer than the memory.
     if (sizeof(T) == 4) prefetch_early(x + k, kMostGroups * int64_t(sizeof(T)));
     const Vec value = Vec::load(x + k, lanes);
     if constexpr (Coding::kIsInteger) {
@@ -104,36 +104,36 @@ inline void encode_piece(const Quantize& call, const Coding& coding, const Piece
   }
 }
 
-// All groups of a unit are measured before the first one is rounded: a scale takes as long as the
+// All groups of a task are measured before the first one is rounded: a scale takes as long as the
 // rounding of some registers, which would wait for it.
 template <class T, class Coding>
-inline void quantize_unit(const Quantize& call, const Coding& coding, const Units& units,
-                          int64_t unit) {
+inline void quantize_task(const Quantize& call, const Coding& coding, const QuantizeTasks& tasks,
+                          int64_t task) {
   ScaleAndOffset scales[kMostGroups];
   ScaleAndOffset* next = scales;
-  for_each_piece_of_units(call, units, unit, unit + 1, [&](const Piece& piece) {
+  for_each_piece_of_tasks(call, tasks, task, task + 1, [&](const Piece& piece) {
     Largest found;
     measure(call.x.row<T>(piece.row).address + piece.i, piece.count, call.asymmetric, found);
     *next = scale_of(coding, found);
     store_scale(call, piece.group, *next++);
   });
   next = scales;
-  for_each_piece_of_units(call, units, unit, unit + 1, [&](const Piece& piece) {
+  for_each_piece_of_tasks(call, tasks, task, task + 1, [&](const Piece& piece) {
     encode_piece<T>(call, coding, piece, *next++);
   });
 }
 
-inline void quantize_units(const Quantize& call, bool measured, int64_t begin, int64_t end) {
-  const Units units(call, measured);
+inline void quantize_tasks(const Quantize& call, bool measured, int64_t begin, int64_t end) {
+  const QuantizeTasks tasks(call, measured);
   with_storage_type(call.x.dtype, [&](auto storage) {
     using T = decltype(storage);
     with_coding(call.format, call.asymmetric, [&](const auto& coding) {
       if (measured) {
-        return for_each_piece_of_units(call, units, begin, end, [&](const Piece& piece) {
+        return for_each_piece_of_tasks(call, tasks, begin, end, [&](const Piece& piece) {
           encode_piece<T>(call, coding, piece, stored_scale(call, piece.group));
         });
       }
-      for (int64_t unit = begin; unit < end; ++unit) quantize_unit<T>(call, coding, units, unit);
+      for (int64_t task = begin; task < end; ++task) quantize_task<T>(call, coding, tasks, task);
     });
   });
 }
@@ -173,11 +173,11 @@ inline void finish_scales(const Quantize& call, const Largest* found) {
   }
 }
 
-inline void dequantize_units(const Dequantize& call, int64_t begin, int64_t end) {
+inline void dequantize_tasks(const Dequantize& call, int64_t begin, int64_t end) {
   const bool is_nibble = bits_of_code(call.format) == 4;
   const bool past_cache = go_past_cache(call.out, call.rows, call.length);
   with_coding(call.format, call.asymmetric, [&](const auto& coding) {
-    for_each_piece_of_units(call, Units(call, true), begin, end, [&](const Piece& piece) {
+    for_each_piece_of_tasks(call, QuantizeTasks(call, true), begin, end, [&](const Piece& piece) {
       const ScaleAndOffset scale = stored_scale(call, piece.group);
       const uint8_t* row = call.codes + piece.row * bytes_of_row(call.format, call.length);
       const Pointer<Any> out = call.out.row<Any>(piece.row) + piece.i;

@@ -86,15 +86,15 @@ void measure(const Quantize& call) {
 void run(const Quantize& call, int /*device*/) {
   const bool measured = measures_before(call);
   if (measured) measure(call);
-  const Units units(call, measured);
+  const QuantizeTasks tasks(call, measured);
   in_parallel(
-      units.count(call), std::min(units.length, call.length), kElementsPerThread,
+      tasks.count(call), std::min(tasks.length, call.length), kElementsPerThread,
       [&](Isa isa, int64_t begin, int64_t end) { quantize_cpu(isa, call, measured, begin, end); });
 }
 
 void run(const Dequantize& call, int /*device*/) {
-  const Units units(call, true);
-  in_parallel(units.count(call), std::min(units.length, call.length), kElementsPerThread,
+  const QuantizeTasks tasks(call, true);
+  in_parallel(tasks.count(call), std::min(tasks.length, call.length), kElementsPerThread,
               [&](Isa isa, int64_t begin, int64_t end) { dequantize_cpu(isa, call, begin, end); });
 }
 #endif

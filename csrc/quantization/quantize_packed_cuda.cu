@@ -14,7 +14,7 @@ constexpr const char* kOp = "quantize_packed_";
 constexpr int kOfThread = 32;         // elements
 constexpr int kMostThreads = 512;     // of a block
 constexpr int kUsualThreads = 128;    // likewise, where there are many rows
-constexpr int64_t kAtOnce = 1 << 17;  // threads, half of what a large GPU has room for
+constexpr int64_t kAtOnce = 1 << 17;  // threads, half of those that a large GPU runs at once
 
 template <class T>
 using Neighbours = RowVector<T, kOfThread>;

@@ -9,7 +9,7 @@
 
 namespace dsx {
 
-// A row has the same bits alone, in any batch and at any place in it. The loss of a row whose
+// A row has the same bits alone, in any batch and at any index in it. The loss of a row whose
 // target is `ignored` is 0, and so is its gradient. Of a target beyond the row, a kernel on CUDA
 // makes NaN of both; on the CPU there is none.
 struct CrossEntropy {

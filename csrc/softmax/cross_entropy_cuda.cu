@@ -13,7 +13,7 @@ namespace {
 
 using cuda::Floats;
 using cuda::kRowVector;
-using Values = Floats<kRowVector>;
+using cuda::RowFloats;
 
 // What a kernel works out of each row.
 enum class Wanted { losses, losses_and_gradients, gradients };
@@ -36,16 +36,16 @@ struct Gradients {
     hit = 1.0f - call.label_smoothing;
   }
 
-  __device__ Values of(const Values& logits, int64_t i) const {
-    Values hits = 0.0f;
+  __device__ RowFloats of(const RowFloats& logits, int64_t i) const {
+    RowFloats hits = 0.0f;
     if (target >= i && target < i + kRowVector) {
 #pragma unroll
       for (int k = 0; k < kRowVector; ++k) {
         if (target == i + k) hits.lanes[k] = hit;
       }
     }
-    const Values probability = exp_of_negative(logits - Values(shift)) * Values(inverse);
-    return grad_of_logit(probability, Values(boost), Values(share), hits, Values(factor));
+    const RowFloats probability = exp_of_negative(logits - RowFloats(shift)) * RowFloats(inverse);
+    return grad_of_logit(probability, RowFloats(boost), RowFloats(share), hits, RowFloats(factor));
   }
 };
 
@@ -76,11 +76,11 @@ struct Smoothing {
   }
 
   // `before` was the largest one, `largest` is.
-  __device__ void add(const Values& logits, int count, float before, float largest) {
+  __device__ void add(const RowFloats& logits, int count, float before, float largest) {
     raise(before, largest);
     shares += share * float(count);
     if (largest == -INFINITY) return;  // they are infinitely far from the first one that is more
-    Values terms = smoothing_of_class(Values(largest), logits, Values(share));
+    RowFloats terms = smoothing_of_class(RowFloats(largest), logits, RowFloats(share));
 #pragma unroll
     for (int k = 0; k < kRowVector; ++k) terms.lanes[k] = k < count ? terms.lanes[k] : 0.0f;
     sum[0] += cuda::sum_of_lanes(terms);
@@ -100,8 +100,8 @@ __global__ void __launch_bounds__(Team::kMostThreads, 2)
   const cuda::TwiceRead<Team, T, 1> reader{
       {logits}, 0, is_ignored ? Column(0) : length, length, aligned};
   const auto put_with = [&](const Gradients& gradients) {
-    return [&, gradients](int, Column i, int count, const Values(&x)[1], bool is_read) {
-      const Values result = is_read ? gradients.of(x[0], i) : Values(0.0f);
+    return [&, gradients](int, Column i, int count, const RowFloats(&x)[1], bool is_read) {
+      const RowFloats result = is_read ? gradients.of(x[0], i) : RowFloats(0.0f);
       cuda::put<cuda::Stored::streamed>(grad, i, count, aligned, result);
     };
   };
@@ -118,9 +118,10 @@ __global__ void __launch_bounds__(Team::kMostThreads, 2)
   Smoothing smoothing{share_of_class(call.label_smoothing, call.length)};
   const bool is_smooth = call.label_smoothing > 0;
   constexpr Kept kKept = kWanted == Wanted::losses ? Kept::no : Kept::yes;
-  reader.template read_first<kKept>([&](int, Column, int count, const Values(&x)[1], bool is_read) {
+  reader.template read_first<kKept>(
+      [&](int, Column, int count, const RowFloats(&x)[1], bool is_read) {
     if (!is_read) return;
-    Values scores = x[0];
+    RowFloats scores = x[0];
     if (count < kRowVector) {
 #pragma unroll
       for (int k = 0; k < kRowVector; ++k) {
@@ -202,8 +203,8 @@ __global__ void __launch_bounds__(kScaleThreads)
     for (int64_t i = int64_t(threadIdx.x) * kRowVector; i < length;
          i += kScaleThreads * kRowVector) {
       const int here = int(::min(int64_t(kRowVector), length - i));
-      const Values values = cuda::fetch(elements, i, here, aligned).elements;
-      cuda::put(elements, i, here, aligned, values * Values(factor));
+      const RowFloats values = cuda::fetch(elements, i, here, aligned).elements;
+      cuda::put(elements, i, here, aligned, values * RowFloats(factor));
     }
   }
 }
@@ -217,8 +218,8 @@ void launch_rows(const CrossEntropy& call, const char* op, void* stream) {
   const auto rows = {call.logits, call.grad};
   const bool aligned = cuda::all_aligned(rows);
   const bool whole = cuda::are_whole(rows, call.length, call.logits.dtype);
-  cuda::with_turn_team<4>(call.rows, call.length, whole, call.logits.dtype, op,
-                          [&](auto team, auto storage, const cuda::TurnLaunch& launch) {
+  cuda::with_looping_team<4>(call.rows, call.length, whole, call.logits.dtype, op,
+                             [&](auto team, auto storage, const cuda::TeamLaunch& launch) {
     rows_kernel<decltype(team), decltype(storage), kWanted>
         <<<launch.blocks, launch.threads, 0, cudaStream_t(stream)>>>(call, aligned);
   });

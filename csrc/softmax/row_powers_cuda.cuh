@@ -1,5 +1,5 @@
 // The largest score of a row, and the sum of e^(score - that), in one pass over the scores and with
-// one meeting of the threads: what softmax and cross entropy divide by.
+// one barrier of the threads: what softmax and cross entropy divide by.
 #pragma once
 
 #include "common/cuda/rows.cuh"

@@ -15,14 +15,14 @@ struct BroadcastRows {
   int64_t sizes[kMostDims];    // of the other tensor
   int64_t strides[kMostDims];  // elements; 0 where the tensor is broadcast
 
-  DSX_HOST_DEVICE int64_t place(int64_t row) const {
-    int64_t place = 0;
+  DSX_HOST_DEVICE int64_t offset(int64_t row) const {
+    int64_t offset = 0;
     for (int d = 0; d < dims; ++d) {
       const int64_t left = quotient(row, sizes[d]);
-      place += (row - left * sizes[d]) * strides[d];
+      offset += (row - left * sizes[d]) * strides[d];
       row = left;
     }
-    return place;
+    return offset;
   }
 };
 
@@ -69,7 +69,7 @@ DSX_HOST_DEVICE inline Keys keys_of(const Scores& scores, int64_t row, int64_t l
   return keys.first < keys.end ? keys : Keys{0, 0};
 }
 
-// A row has the same bits alone, in any batch and at any place in it; on the CPU also with any
+// A row has the same bits alone, in any batch and at any index in it; on the CPU also with any
 // number of columns beyond the last one that takes part. Results never overlap anything.
 struct Softmax {
   int64_t rows, length;

@@ -12,7 +12,7 @@ namespace {
 
 using cuda::Floats;
 using cuda::kRowVector;
-using Values = Floats<kRowVector>;
+using cuda::RowFloats;
 
 template <class Team, class T>
 __global__ void __launch_bounds__(Team::kMostThreads, 2)
@@ -28,19 +28,19 @@ __global__ void __launch_bounds__(Team::kMostThreads, 2)
                                            aligned};
   float dots[1] = {};
   reader.template read_first<cuda::Kept::yes>(
-      [&](int, Column, int, const Values(&values)[2], bool is_read) {
+      [&](int, Column, int, const RowFloats(&values)[2], bool is_read) {
     if (is_read) dots[0] += cuda::sum_of_lanes(grad_term(values[0], values[1]));
   });
   cuda::add_over_team<Team>(dots, 0);
-  const Values dot = dots[0], scale = softmax.scores.scale;
-  reader.read_again([&](int, Column i, int count, const Values(&values)[2], bool is_read) {
-    Values result = 0.0f;
+  const RowFloats dot = dots[0], scale = softmax.scores.scale;
+  reader.read_again([&](int, Column i, int count, const RowFloats(&values)[2], bool is_read) {
+    RowFloats result = 0.0f;
     if (is_read) {
       result = grad_of_score(values[0], values[1], dot) * scale;
       if (x) {
-        const Values score = floats_of(cuda::fetch(x, i, count, aligned)) * scale;
-        const Values slope = slope_under_cap(score, softmax.scores.soft_cap);
-        result = select(values[0] == Values(0.0f), Values(0.0f), result * slope);
+        const RowFloats score = floats_of(cuda::fetch(x, i, count, aligned)) * scale;
+        const RowFloats slope = slope_under_cap(score, softmax.scores.soft_cap);
+        result = select(values[0] == RowFloats(0.0f), RowFloats(0.0f), result * slope);
       }
     }
     cuda::put<cuda::Stored::streamed>(grad_x, i, count, aligned, result);
@@ -57,8 +57,8 @@ void softmax_backward_cuda(const SoftmaxBackward& softmax, void* stream) {
   const auto rows = {softmax.out, softmax.grad_out, softmax.x, softmax.grad_x};
   const bool whole = cuda::are_whole(rows, softmax.length, softmax.out.dtype);
   const bool aligned = cuda::all_aligned(rows);
-  cuda::with_turn_team<2>(softmax.rows, softmax.length, whole, softmax.out.dtype, kBackwardOp,
-                          [&](auto team, auto storage, const cuda::TurnLaunch& launch) {
+  cuda::with_looping_team<2>(softmax.rows, softmax.length, whole, softmax.out.dtype, kBackwardOp,
+                             [&](auto team, auto storage, const cuda::TeamLaunch& launch) {
     backward_kernel<decltype(team), decltype(storage)>
         <<<launch.blocks, launch.threads, 0, cudaStream_t(stream)>>>(softmax, aligned);
   });

@@ -18,10 +18,10 @@ class RowScores {
         x_(softmax.x.row<T>(row)),
         soft_cap_(softmax.scores.soft_cap) {
     if (scores_.slopes != nullptr) {
-      slope_ = scores_.slopes[scores_.slope_rows.place(row)];
+      slope_ = scores_.slopes[scores_.slope_rows.offset(row)];
       position_ = scores_.position(row);
     }
-    if (scores_.mask.kind != SoftmaxMask::Kind::none) mask_place_ = scores_.mask.rows.place(row);
+    if (scores_.mask.kind != SoftmaxMask::Kind::none) mask_offset_ = scores_.mask.rows.offset(row);
   }
 
   // The first column that is worked on: one where the running sums of a row begin anew.
@@ -80,11 +80,11 @@ class RowScores {
 
   Vec masked(Vec score, int64_t i, int count) const {
     const SoftmaxMask& mask = scores_.mask;
-    const int64_t place = mask_place_ + i * mask.column_stride;
+    const int64_t offset = mask_offset_ + i * mask.column_stride;
     if (mask.kind == SoftmaxMask::Kind::added) {
-      return with_mask_added(score, added_mask(place, count));
+      return with_mask_added(score, added_mask(offset, count));
     }
-    const uint8_t* bytes = static_cast<const uint8_t*>(mask.data) + place;
+    const uint8_t* bytes = static_cast<const uint8_t*>(mask.data) + offset;
     uint8_t buffer[Vec::size] = {};
     if (mask.column_stride != 1) {
       for (int k = 0; k < count; ++k) buffer[k] = bytes[k * mask.column_stride];
@@ -96,9 +96,9 @@ class RowScores {
     return select(zero_is_out ? is_zero : !is_zero, Vec(-INFINITY), score);
   }
 
-  Vec added_mask(int64_t place, int count) const {
+  Vec added_mask(int64_t offset, int count) const {
     const SoftmaxMask& mask = scores_.mask;
-    const Pointer<Any> first = Pointer<Any>{const_cast<void*>(mask.data), mask.dtype} + place;
+    const Pointer<Any> first = Pointer<Any>{const_cast<void*>(mask.data), mask.dtype} + offset;
     if (mask.column_stride == 1) return Vec::load(first, count);
     float buffer[Vec::size] = {};
     for (int k = 0; k < count; ++k) {
@@ -113,7 +113,7 @@ class RowScores {
   Pointer<T> x_;
   float soft_cap_;  // here, as what is written might be where that of scores_ is
   float slope_ = 0;
-  int64_t position_ = 0, mask_place_ = 0;
+  int64_t position_ = 0, mask_offset_ = 0;
 };
 
 template <class T>

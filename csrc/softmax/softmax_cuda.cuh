@@ -16,7 +16,7 @@ namespace {
 
 using cuda::Floats;
 using cuda::kRowVector;
-using Values = Floats<kRowVector>;
+using cuda::RowFloats;
 
 // What takes part in one row, and its score. kPlain: all keys of the row do, scaled.
 template <class T, bool kPlain>
@@ -24,25 +24,25 @@ struct RowScores {
   const Scores& scores;
   cuda::Column<T> first, end;  // keys
   float slope = 0;
-  int64_t position = 0, mask_place = 0;
+  int64_t position = 0, mask_offset = 0;
 
   __device__ RowScores(const Scores& all, int64_t row, const Keys& keys)
       : scores(all), first(cuda::Column<T>(keys.first)), end(cuda::Column<T>(keys.end)) {
     if constexpr (kPlain) return;
     if (scores.slopes != nullptr) {
-      slope = scores.slopes[scores.slope_rows.place(row)];
+      slope = scores.slopes[scores.slope_rows.offset(row)];
       position = scores.position(row);
     }
-    if (scores.mask.kind != SoftmaxMask::Kind::none) mask_place = scores.mask.rows.place(row);
+    if (scores.mask.kind != SoftmaxMask::Kind::none) mask_offset = scores.mask.rows.offset(row);
   }
 
   // -inf for what takes no part, and in lanes beyond the row.
-  __device__ Values of(const Values& x, cuda::Column<T> i, int count) const {
-    Values score = x * Values(scores.scale);
+  __device__ RowFloats of(const RowFloats& x, cuda::Column<T> i, int count) const {
+    RowFloats score = x * RowFloats(scores.scale);
     if constexpr (!kPlain) {
       if (scores.soft_cap > 0) score = capped(score, scores.soft_cap);
       if (scores.slopes != nullptr) {
-        Values ahead;  // of the key
+        RowFloats ahead;  // of the key
         const float from = float(position - i);
 #pragma unroll
         for (int k = 0; k < kRowVector; ++k) ahead.lanes[k] = from - float(k);
@@ -59,13 +59,13 @@ struct RowScores {
     return score;
   }
 
-  __device__ Values masked(Values score, int64_t i, int count) const {
+  __device__ RowFloats masked(RowFloats score, int64_t i, int count) const {
     const SoftmaxMask& mask = scores.mask;
-    const int64_t place = mask_place + i * mask.column_stride;
+    const int64_t offset = mask_offset + i * mask.column_stride;
     if (mask.kind == SoftmaxMask::Kind::added) {
-      return with_mask_added(score, added_mask(place, count));
+      return with_mask_added(score, added_mask(offset, count));
     }
-    const uint8_t* bytes = static_cast<const uint8_t*>(mask.data) + place;
+    const uint8_t* bytes = static_cast<const uint8_t*>(mask.data) + offset;
     const bool zero_is_out = mask.kind == SoftmaxMask::Kind::takes_part;
     uint2 words{0, 0};
     if (mask.column_stride == 1 && count == kRowVector &&
@@ -86,15 +86,15 @@ struct RowScores {
     return score;
   }
 
-  __device__ Values added_mask(int64_t place, int count) const {
+  __device__ RowFloats added_mask(int64_t offset, int count) const {
     const SoftmaxMask& mask = scores.mask;
-    const Pointer<Any> first = Pointer<Any>{const_cast<void*>(mask.data), mask.dtype} + place;
+    const Pointer<Any> first = Pointer<Any>{const_cast<void*>(mask.data), mask.dtype} + offset;
     const int bytes = bytes_of(mask.dtype);
     if (mask.column_stride == 1 && count == kRowVector &&
         cuda::is_aligned<kRowVector>(first.address, bytes)) {
       return cuda::load<cuda::Access::vector, kRowVector>(first, count);
     }
-    Values values(0.0f);
+    RowFloats values(0.0f);
     const char* address = static_cast<const char*>(first.address);
 #pragma unroll
     for (int k = 0; k < kRowVector; ++k, address += mask.column_stride * bytes) {
@@ -111,13 +111,13 @@ struct RowScores {
   }
 };
 
-// Where a row is of one turn, the powers of its scores stay in registers, relative to the largest
-// score that there was when they were made.
+// Where a row is of one iteration, the powers of its scores stay in registers, relative to the
+// largest score that there was when they were made.
 template <class Team, class T, bool kPlain>
 __global__ void __launch_bounds__(Team::kMostThreads, kPlain ? 2 : 1)
     softmax_kernel(const __grid_constant__ Softmax softmax, bool aligned) {
   using Column = cuda::Column<T>;
-  constexpr bool kHeld = Team::kOneTurn && !std::is_same_v<T, Any>;
+  constexpr bool kHeld = Team::kOneIteration && !std::is_same_v<T, Any>;
   constexpr auto kKept = kHeld ? cuda::Kept::no : cuda::Kept::yes;
   const int64_t row = ::min(Team::row(), softmax.rows - 1);
   const Keys keys = keys_of(softmax.scores, row, softmax.length);
@@ -128,16 +128,16 @@ __global__ void __launch_bounds__(Team::kMostThreads, kPlain ? 2 : 1)
                                            Column(keys.end),
                                            Column(Team::row() < softmax.rows ? softmax.length : 0),
                                            aligned};
-  const auto put = [&](Column i, int count, const Values& result) {
+  const auto put = [&](Column i, int count, const RowFloats& result) {
     cuda::put<cuda::Stored::streamed>(out, i, count, aligned, result);
   };
-  Values held[kHeld ? Team::kVectors : 1];
+  RowFloats held[kHeld ? Team::kVectors : 1];
   float largest[kHeld ? Team::kVectors : 1] = {};
   cuda::RowPowers powers;
   reader.template read_first<kKept>(
-      [&](int v, Column i, int count, const Values(&x)[1], bool is_read) {
+      [&](int v, Column i, int count, const RowFloats(&x)[1], bool is_read) {
     if (!is_read) return put(i, count, 0.0f);  // early, as it waits for nothing
-    const Values power = powers.add(scores.of(x[0], i, count));
+    const RowFloats power = powers.add(scores.of(x[0], i, count));
     if constexpr (kHeld) {
       held[v] = power;
       largest[v] = powers.largest;
@@ -147,26 +147,26 @@ __global__ void __launch_bounds__(Team::kMostThreads, kPlain ? 2 : 1)
   all.add_over_team<Team>();
   const float inverse = inverse_of(Floats<1>(all.sum)).lanes[0];
   const bool is_finite = inverse >= 0;  // otherwise a score is NaN or inf
-  const auto put_power = [&](Column i, int count, const Values& power, float relative_to) {
-    put(i, count, power * Values(cuda::RowPowers::factor(relative_to, all.largest) * inverse));
+  const auto put_power = [&](Column i, int count, const RowFloats& power, float relative_to) {
+    put(i, count, power * RowFloats(cuda::RowPowers::factor(relative_to, all.largest) * inverse));
   };
   cuda::RowPowers again;
-  const auto put_again = [&](int, Column i, int count, const Values(&x)[1], bool is_read) {
+  const auto put_again = [&](int, Column i, int count, const RowFloats(&x)[1], bool is_read) {
     if (!is_read) return;
-    const Values score = scores.of(x[0], i, count);
+    const RowFloats score = scores.of(x[0], i, count);
     if (!is_finite) {
-      put(i, count, select(score == Values(-INFINITY), Values(0.0f), Values(inverse)));
-    } else if constexpr (Team::kOneTurn) {  // the same bits as of those that were held
-      const Values power = again.add(score);
+      put(i, count, select(score == RowFloats(-INFINITY), RowFloats(0.0f), RowFloats(inverse)));
+    } else if constexpr (Team::kOneIteration) {  // the same bits as of those that were held
+      const RowFloats power = again.add(score);
       put_power(i, count, power, again.largest);
     } else {
-      const Values shift = cuda::RowPowers::shift(all.largest);
-      put(i, count, exp_of_negative(score - shift) * Values(inverse));
+      const RowFloats shift = cuda::RowPowers::shift(all.largest);
+      put(i, count, exp_of_negative(score - shift) * RowFloats(inverse));
     }
   };
   if constexpr (!kHeld) return reader.read_again(put_again);
   if (!is_finite) return reader.read_slowly(put_again);
-  reader.for_each_place([&](int v, Column i, int count, bool is_read) {
+  reader.for_each_vector([&](int v, Column i, int count, bool is_read) {
     if (is_read) put_power(i, count, held[v], largest[v]);
   });
 }
@@ -176,8 +176,8 @@ template <bool kPlain>
 void launch_softmax(const Softmax& softmax, bool whole, void* stream) {
   constexpr const char* op = "softmax";
   const bool aligned = cuda::all_aligned({softmax.x, softmax.out});
-  cuda::with_turn_team<4>(softmax.rows, softmax.length, whole, softmax.x.dtype, op,
-                          [&](auto team, auto storage, const cuda::TurnLaunch& launch) {
+  cuda::with_looping_team<4>(softmax.rows, softmax.length, whole, softmax.x.dtype, op,
+                             [&](auto team, auto storage, const cuda::TeamLaunch& launch) {
     using T = decltype(storage);
     if constexpr (!kPlain || !std::is_same_v<T, Any>) {
       softmax_kernel<decltype(team), T, kPlain>

@@ -14,7 +14,8 @@ namespace {
 
 using torch::stable::Tensor;
 
-// Finds a tensor's place for each row of x; sizes and strides are those of x's dimensions.
+// Finds where a tensor has its elements for each row of x; sizes and strides are those of x's
+// dimensions.
 class BroadcastReader {
  public:
   BroadcastReader(const char* op, const Item& item, const TensorView& view, const TensorView& x,

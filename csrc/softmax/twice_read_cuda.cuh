@@ -1,7 +1,7 @@
 // Rows of any length that are read twice: once for what depends on all of the row, once to write
 // what follows from it. The second time they come from the cache of the multiprocessor, which a row
 // most often fits into: that is faster than to keep them in registers or in shared memory, as there
-// is room for more threads then.
+// is memory for more threads then.
 #pragma once
 
 #include <climits>
@@ -11,19 +11,19 @@
 
 namespace dsx::cuda {
 
-// The threads that take a row together, and how many vectors each of them takes in a turn: these
-// lie as far apart as all threads of the team reach. Half a warp for a short row, else a block, of
-// so many threads that one turn is enough where that is possible.
-enum class RowLength { is_short, of_one_turn, is_long };
+// The threads that take a row together, in a loop, and how many vectors each of them takes in an
+// iteration: these lie as far apart as all threads of the team reach. Half a warp for a short row,
+// else a block, of so many threads that one iteration is enough where that is possible.
+enum class RowLength { is_short, of_one_iteration, is_long };
 template <RowLength kLength_, int kVectors_>
-struct TurnTeam {
+struct LoopingTeam {
   static constexpr RowLength kLength = kLength_;
   static constexpr bool kShort = kLength == RowLength::is_short;
-  static constexpr bool kOneTurn = kLength != RowLength::is_long;
+  static constexpr bool kOneIteration = kLength != RowLength::is_long;
   static constexpr int kVectors = kShort ? 1 : kVectors_;
   static constexpr int kTeams = kShort ? 16 : 1;           // in a block
   static constexpr int kMostThreads = kShort ? 256 : 512;  // of a block
-  static constexpr int64_t kMostOfTurn =
+  static constexpr int64_t kMostPerIteration =
       kShort ? kShortRow : int64_t(kMostThreads) * kVectors * kRowVector;
 
   __device__ static int threads() { return kShort ? 16 : int(blockDim.x); }
@@ -37,6 +37,8 @@ struct TurnTeam {
 // A column of a row whose vectors are whole fits into 32 bits.
 template <class T>
 using Column = std::conditional_t<std::is_same_v<T, Any>, int64_t, int>;
+
+using RowFloats = Floats<kRowVector>;  // of a RowVector
 
 // Elements that are read again soon, or that are not.
 enum class Kept { yes, no };
@@ -70,42 +72,41 @@ __device__ inline RowVector<T> fetch_for(Pointer<T> row, Column<T> i, int count,
 // read. T is the storage type of all tensors, or Any.
 template <class Team, class T, int kTensors>
 struct TwiceRead {
-  using Values = Floats<kRowVector>;
-
   Pointer<T> tensors[kTensors];
   Column<T> first, end, length;  // length 0: there is no such row
   bool aligned;
 
   __device__ bool touches(Column<T> i) const { return i + kRowVector > first && i < end; }
 
-  // Calls body(v, i, count, values, is_read) for each vector, turn by turn, with an array of
-  // kTensors, which what is not read has not; v is its number in the turn.
+  // Calls body(v, i, count, values, is_read) for each vector, iteration by iteration, with an
+  // array of kTensors, which what is not read has not; v is its number in the iteration.
   template <Kept kept, class Body>
   __device__ void read_first(const Body& body) const {
-    const Column<T> of_turn = stride() * Team::kVectors;
-    for (Column<T> begin = 0; begin < length; begin += of_turn) {
-      read_turn<kept>(begin, body);
-      if (Team::kOneTurn) break;
+    const Column<T> per_iteration = stride() * Team::kVectors;
+    for (Column<T> begin = 0; begin < length; begin += per_iteration) {
+      read_iteration<kept>(begin, body);
+      if (Team::kOneIteration) break;
     }
   }
 
-  // The same, beginning with the last turn, which the cache has if it does not have all.
+  // The same, beginning with the last iteration, which the cache has if it does not have all.
   template <class Body>
   __device__ void read_again(const Body& body) const {
-    const Column<T> of_turn = stride() * Team::kVectors;
-    Column<T> begin = Team::kOneTurn || length == 0 ? 0 : (length - 1) / of_turn * of_turn;
-    for (; begin >= 0 && begin < length; begin -= of_turn) {
-      read_turn<Kept::no>(begin, body);
-      if (Team::kOneTurn) break;
+    const Column<T> per_iteration = stride() * Team::kVectors;
+    Column<T> begin =
+        Team::kOneIteration || length == 0 ? 0 : (length - 1) / per_iteration * per_iteration;
+    for (; begin >= 0 && begin < length; begin -= per_iteration) {
+      read_iteration<Kept::no>(begin, body);
+      if (Team::kOneIteration) break;
     }
   }
 
-  // The places of a row of one turn, without reading it.
+  // The vectors of a row of one iteration, without reading it.
   template <class Body>
-  __device__ void for_each_place(const Body& body) const {
+  __device__ void for_each_vector(const Body& body) const {
 #pragma unroll
     for (int v = 0; v < Team::kVectors; ++v) {
-      const Column<T> i = place(0, v);
+      const Column<T> i = column(0, v);
       if (i < length) body(v, i, kRowVector, touches(i));
     }
   }
@@ -114,30 +115,30 @@ struct TwiceRead {
   template <class Body>
   __device__ void read_slowly(const Body& body) const {
 #pragma unroll 1
-    for (Column<T> i = place(0, 0); i < length; i += stride()) {
+    for (Column<T> i = column(0, 0); i < length; i += stride()) {
       read_vector(0, i, body);
     }
   }
 
  private:
   __device__ static Column<T> stride() { return Column<T>(Team::threads()) * kRowVector; }
-  __device__ static Column<T> place(Column<T> begin, int v) {
+  __device__ static Column<T> column(Column<T> begin, int v) {
     return begin + v * stride() + Team::thread() * kRowVector;
   }
 
   template <Kept kept, class Body>
-  __device__ void read_turn(Column<T> begin, const Body& body) const {
+  __device__ void read_iteration(Column<T> begin, const Body& body) const {
     if constexpr (std::is_same_v<T, Any>) {
 #pragma unroll 1
       for (int v = 0; v < Team::kVectors; ++v) {
-        const Column<T> i = place(begin, v);
+        const Column<T> i = column(begin, v);
         if (i < length) read_vector(v, i, body);
       }
     } else {
       RowVector<T> vectors[Team::kVectors][kTensors];
 #pragma unroll
       for (int v = 0; v < Team::kVectors; ++v) {
-        const Column<T> i = place(begin, v);
+        const Column<T> i = column(begin, v);
         if (!touches(i)) continue;
 #pragma unroll
         for (int t = 0; t < kTensors; ++t) {
@@ -146,9 +147,9 @@ struct TwiceRead {
       }
 #pragma unroll
       for (int v = 0; v < Team::kVectors; ++v) {
-        const Column<T> i = place(begin, v);
+        const Column<T> i = column(begin, v);
         if (i >= length) continue;
-        Values values[kTensors];
+        RowFloats values[kTensors];
 #pragma unroll
         for (int t = 0; t < kTensors; ++t) values[t] = floats_of(vectors[v][t]);
         body(v, i, kRowVector, values, touches(i));
@@ -159,7 +160,7 @@ struct TwiceRead {
   template <class Body>
   __device__ void read_vector(int v, Column<T> i, const Body& body) const {
     const int count = int(::min(Column<T>(kRowVector), length - i));
-    Values values[kTensors];
+    RowFloats values[kTensors];
     if (touches(i)) {
 #pragma unroll
       for (int t = 0; t < kTensors; ++t) {
@@ -178,15 +179,15 @@ inline bool are_whole(std::initializer_list<Rows> all, int64_t length, Dtype dty
   return same && all_aligned(all) && length % kRowVector == 0 && length < int64_t(1) << 30;
 }
 
-struct TurnLaunch {
+struct TeamLaunch {
   unsigned blocks;
   int threads;
 };
 
 // Calls body(team, storage, launch) for rows of this length. `whole`: they are, of this dtype.
 template <int kVectors, class Body>
-void with_turn_team(int64_t rows, int64_t length, bool whole, Dtype dtype, const char* op,
-                    const Body& body) {
+void with_looping_team(int64_t rows, int64_t length, bool whole, Dtype dtype, const char* op,
+                       const Body& body) {
   const auto choose = [&](auto team) {
     using Team = decltype(team);
     const int64_t blocks = ceil_div(rows, Team::kTeams);
@@ -196,14 +197,14 @@ void with_turn_team(int64_t rows, int64_t length, bool whole, Dtype dtype, const
     }
     const int64_t warps = ceil_div(length, kWarp * Team::kVectors * kRowVector);
     const int64_t threads = std::min<int64_t>(warps * kWarp, Team::kMostThreads);
-    const TurnLaunch launch{unsigned(blocks), Team::kShort ? Team::kMostThreads : int(threads)};
+    const TeamLaunch launch{unsigned(blocks), Team::kShort ? Team::kMostThreads : int(threads)};
     if (!whole) return body(team, Any{}, launch);
     with_storage_type(dtype, [&](auto storage) { body(team, storage, launch); });
   };
-  using OneTurn = TurnTeam<RowLength::of_one_turn, kVectors>;
-  if (length <= kShortRow) return choose(TurnTeam<RowLength::is_short, kVectors>{});
-  if (length <= OneTurn::kMostOfTurn) return choose(OneTurn{});
-  choose(TurnTeam<RowLength::is_long, kVectors>{});
+  using OneIteration = LoopingTeam<RowLength::of_one_iteration, kVectors>;
+  if (length <= kShortRow) return choose(LoopingTeam<RowLength::is_short, kVectors>{});
+  if (length <= OneIteration::kMostPerIteration) return choose(OneIteration{});
+  choose(LoopingTeam<RowLength::is_long, kVectors>{});
 }
 
 }  // namespace dsx::cuda

@@ -15,7 +15,7 @@ from deepspeed_ext.ops.optimizers.fingerprint import fingerprints
 Event = torch.cuda.Event
 # What a timeline calls copies, and steps on the host.
 OUT, BACK = "gradients out", "weights in"
-SPECULATIVE, REQUESTED = "steps ahead", "steps asked for"
+SPECULATIVE, REQUESTED = "speculative steps", "requested steps"
 # Weights of so many steps are queued for the device: what is wanted first may come last.
 _MOST_RETURNING = 8
 

@@ -60,15 +60,15 @@ Made quantized(Isa isa, const Case& c, int64_t step) {
   call.offsets = c.asymmetric ? made.offsets.data() : nullptr;
   call.x = rows_of(x, c);
   call.codes = made.codes.data();
-  const int64_t units = dsx::Units(call, false).count(call);
-  for (int64_t i = 0; i < units; i += step) {
-    dsx::quantize_cpu(isa, call, false, i, std::min(i + step, units));
+  const int64_t tasks = dsx::QuantizeTasks(call, false).count(call);
+  for (int64_t i = 0; i < tasks; i += step) {
+    dsx::quantize_cpu(isa, call, false, i, std::min(i + step, tasks));
   }
   dsx::Dequantize back{};
   static_cast<dsx::Groups&>(back) = call;
   back.codes = made.codes.data();
   back.out = rows_of(out, c);
-  dsx::dequantize_cpu(isa, back, 0, dsx::Units(back, true).count(back));
+  dsx::dequantize_cpu(isa, back, 0, dsx::QuantizeTasks(back, true).count(back));
   for (int64_t i = 0; i < c.rows * c.length; ++i) made.values.push_back(out[i]);
   return made;
 }

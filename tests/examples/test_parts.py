@@ -149,8 +149,8 @@ def test_learning_rate_rises_then_falls(source: Text) -> None:
     assert Trainer(replace(trainer.settings, steps=1), source).lr(1) == 1.0
 
 
-def test_masters_keep_what_16_bits_lose(model: GPT) -> None:
-    """A hundred steps, each too small for a bfloat16 weight, add up in the masters and arrive."""
+def test_master_weights_keep_what_16_bits_lose(model: GPT) -> None:
+    """A hundred steps, each too small for a bfloat16 weight, add up in float32 and arrive."""
     model.bfloat16()
     optimizer = make_optimizer("torch", model, lr=1e-4)
     assert isinstance(optimizer, MasterAdamW)

@@ -68,7 +68,7 @@ def test_options_that_change_after_a_load(device, kind, fraction):
 @on_each_device
 @pytest.mark.parametrize(("before", "after"), [("float32", "compact"), ("compact", "master")])
 def test_from_one_format_to_another(device, before, after):
-    """Codes and halves of masters are made from float32, and the other way round, as ever."""
+    """Codes and halves of master weights are made from float32, and the other way round."""
     old = warm(device, params=make_params(device, BF16), **FORMATS[before])
     new = Pair(device, params=clones(old.params), **FORMATS[after])
     for optimizer, source in ((new.ours, old.ours), (new.plain, old.plain)):

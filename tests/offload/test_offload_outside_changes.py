@@ -184,7 +184,7 @@ def test_a_checkpoint_loaded_between_backward_and_step(device):
 
 @on_each_device
 @pytest.mark.parametrize("max_norm", [None, 0.1])
-def test_a_steady_loop_does_not_compare_masters(device, max_norm, monkeypatch):
+def test_a_steady_loop_does_not_compare_master_weights(device, max_norm, monkeypatch):
     """Neither when speculative steps count nor when all are taken as they are asked for."""
     pair = Pair(device, params=make_params(device, BF16), master="float32")
     pair.train(WARM, max_norm)

@@ -24,7 +24,7 @@ def test_nobody_sees_a_speculative_step(device, name):
 
 @on_each_device
 def test_a_bucket_does_not_take_the_writes_of_others_for_writes_to_its_weights(device, monkeypatch):
-    """It would make its masters anew, which takes longer than the step."""
+    """It would make its master weights anew, which takes longer than the step."""
     small_parts(monkeypatch, most=192)
     pair = warm(device, params=make_params(device, BF16), master="float32")
     assert len(pair.ours._pipeline._buckets) > 2

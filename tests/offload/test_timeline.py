@@ -50,7 +50,7 @@ def recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Timeline, li
 def test_a_record_has_all_that_went_on(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, spans = recorded(device, monkeypatch)
     counts = {name: [s.name for s in spans].count(name) for name in {s.name for s in spans}}
-    stepped = counts.pop("steps ahead", 0) + counts.pop("steps asked for", 0)
+    stepped = counts.pop("speculative steps", 0) + counts.pop("requested steps", 0)
     assert stepped >= 8  # more, if some were thrown away
     assert counts == {"forward": 2, "backward": 2, "gradients out": 8, "weights in": 8}
     assert all(0 <= span.begin <= span.end for span in spans)
@@ -63,7 +63,7 @@ def test_times_of_host_and_device_go_together(device: str, monkeypatch: pytest.M
     _, spans = recorded(device, monkeypatch)
     backward = next(span for span in spans if span.name == "backward")
     out = next(span for span in spans if span.name == "gradients out")
-    steps = [span for span in spans if span.name in ("steps ahead", "steps asked for")]
+    steps = [span for span in spans if span.name in ("speculative steps", "requested steps")]
     back = next(span for span in spans if span.name == "weights in")
     slack = 0.0 if device == "cpu" else 1e-3  # the two clocks are compared once
     assert backward.begin <= out.begin
@@ -77,9 +77,9 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timeline.draw(tmp_path / "none.png", "a title", window=(1e3, 2e3))
     some, none = (imread(tmp_path / name) for name in ("all.png", "none.png"))
     assert some.shape == none.shape
-    green = torch.tensor([0x2C, 0xA0, 0x2C]) / 255  # steps ahead
+    green = torch.tensor([0x2C, 0xA0, 0x2C]) / 255  # speculative steps
     has_green = [
         (torch.from_numpy(p[..., :3].copy()) - green).abs().amax(-1) < 0.01 for p in (some, none)
     ]
-    assert has_green[0].any() == any(span.name == "steps ahead" for span in spans)
+    assert has_green[0].any() == any(span.name == "speculative steps" for span in spans)
     assert not has_green[1].any()

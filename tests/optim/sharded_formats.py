@@ -44,7 +44,7 @@ def whole(params, optimizer):
 
 def formats_when_sharded(name, folder):
     row = ROWS[name]
-    # What is rounded at random, and the halves of masters, do not depend on the sharding.
+    # What is rounded at random, and the halves of master weights, do not depend on the sharding.
     options = {"state_dtype": torch.bfloat16, "master": "remainder", "seed": 5}
     pairs = [make(row, placement, **options) for placement in (None, Shard(0), Replicate())]
     steps(2, *pairs)

@@ -61,8 +61,8 @@ def test_equals_unscale_clip_and_step(device, dtype, scale):
         torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
         for p, grad in zip(params, before, strict=True):
             assert p.grad is None or torch.equal(p.grad, grad)
-    masters = [ours.state[p].get("master_param", p) for p in params]
-    assert_close(masters, exact, 5)
+    master_weights = [ours.state[p].get("master_param", p) for p in params]
+    assert_close(master_weights, exact, 5)
     for p, q in zip(params, exact, strict=True):
         for key in ("exp_avg", "exp_avg_sq"):
             assert_close([ours.state[p][key]], [theirs.state[q][key]], 5)

@@ -447,7 +447,7 @@ def test_gradients_beside_sparse_ones():
         optimizer.step()
 
 
-def test_inference_tensors_cannot_have_masters():
+def test_inference_tensors_cannot_have_master_weights():
     with torch.inference_mode():
         param = Parameter(torch.ones(3, dtype=torch.bfloat16))
     param.grad = torch.ones_like(param)

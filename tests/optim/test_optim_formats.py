@@ -42,9 +42,9 @@ FORMATS: dict[str, dict[str, Any]] = {
     "bfloat16": {"state_dtype": BF16},
     "codes": {"state_dtype": U8},
     "remainder": {"master": "remainder"},
-    "masters": {"master": "float32"},
+    "master weights": {"master": "float32"},
     "codes and remainder": {"state_dtype": U8, "master": "remainder"},
-    "bfloat16 and masters": {"state_dtype": BF16, "master": "float32"},
+    "bfloat16 and master weights": {"state_dtype": BF16, "master": "float32"},
 }
 CLASSES: dict[str, tuple[type, str, dict[str, Any]]] = {
     "DeepSpeedCPUAdam": (DeepSpeedCPUAdam, "cpu", {"lr": 0.05, "weight_decay": 0.01}),
@@ -150,9 +150,9 @@ def test_what_state_looks_like_and_costs(device: str) -> None:
         "bfloat16": 4,
         "codes": 2 + 1 / 32,
         "remainder": 10,
-        "masters": 12,
+        "master weights": 12,
         "codes and remainder": 4 + 1 / 32,
-        "bfloat16 and masters": 8,
+        "bfloat16 and master weights": 8,
     }
 
 
@@ -212,7 +212,7 @@ def test_default_dtype_and_device_make_no_difference() -> None:
 @on_each_device
 def test_every_format_loads_into_every_other(device: str) -> None:
     generator = torch.Generator().manual_seed(1)
-    names = ["codes", "bfloat16", "remainder", "masters", "codes and remainder"]
+    names = ["codes", "bfloat16", "remainder", "master weights", "codes and remainder"]
     for source in names:
         params = make_params(device, BF16)
         optimizer = adam(params, device, lr=1e-2, **FORMATS[source])

@@ -20,7 +20,7 @@ from optim_cases import (
 from deepspeed_ext.optim import DeepSpeedCPUAdam
 
 
-def masters(optimizer, params):
+def master_weights(optimizer, params):
     return [optimizer.state[p]["master_param"] for p in params]
 
 
@@ -39,14 +39,14 @@ def test_is_fp32_adamw_and_rounding(device, dtype):
             e.grad = None if p.grad is None else p.grad.double().contiguous()
         ours.step()
         theirs.step()
-    assert_close(masters(ours, params), exact, 100)
-    assert_same_bits(params, [m.to(dtype) for m in masters(ours, params)])
-    assert {m.dtype for m in masters(ours, params)} == {F32}
+    assert_close(master_weights(ours, params), exact, 100)
+    assert_same_bits(params, [m.to(dtype) for m in master_weights(ours, params)])
+    assert {m.dtype for m in master_weights(ours, params)} == {F32}
     assert_in_buffers(ours)
 
 
 def stepped(device="cpu", steps=3, **options):
-    """Parameters and an optimizer with masters that have bits which the parameters lack."""
+    """Parameters and an optimizer with master weights that have bits which the parameters lack."""
     params = make_params(device, BF16)
     optimizer = adam(params, device, lr=1e-3, master_weights=True, **options)
     generator = torch.Generator().manual_seed(2)
@@ -57,7 +57,7 @@ def stepped(device="cpu", steps=3, **options):
 
 
 def still_step(params, optimizer):
-    """A step that moves nothing, so that masters show where they came from."""
+    """A step that moves nothing, so that master weights show where they came from."""
     optimizer.param_groups[0]["lr"] = 0.0
     give_grads(torch.Generator().manual_seed(3), params)
     optimizer.step()
@@ -76,7 +76,7 @@ def test_parameters_in_fp32_have_no_master(device):
 @pytest.mark.parametrize("write", ["copy_", "data", "one element"])
 def test_takes_over_what_the_user_wrote(device, write):
     params, optimizer = stepped(device)
-    before = [m.clone() for m in masters(optimizer, params)]
+    before = [m.clone() for m in master_weights(optimizer, params)]
     target = params[1]
     with torch.no_grad():
         if write == "copy_":
@@ -86,7 +86,7 @@ def test_takes_over_what_the_user_wrote(device, write):
         else:
             target[1, 2] = 3.0
     still_step(params, optimizer)
-    after = masters(optimizer, params)
+    after = master_weights(optimizer, params)
     if write == "one element":
         before[1][1, 2] = 3.0
     else:
@@ -95,7 +95,7 @@ def test_takes_over_what_the_user_wrote(device, write):
     assert_same_bits(params, [m.to(BF16) for m in after])
 
 
-def test_a_steady_loop_does_not_compare_masters(monkeypatch):
+def test_a_steady_loop_does_not_compare_master_weights(monkeypatch):
     params, optimizer = stepped()
     monkeypatch.setattr(torch, "where", None)
     still_step(params, optimizer)
@@ -103,20 +103,20 @@ def test_a_steady_loop_does_not_compare_masters(monkeypatch):
 
 def test_moving_the_values_elsewhere_loses_nothing():
     params, optimizer = stepped()
-    before = [m.clone() for m in masters(optimizer, params)]
+    before = [m.clone() for m in master_weights(optimizer, params)]
     for p in params:
         p.data = p.data.clone()
     with torch.no_grad():
         params[0].copy_(params[0].clone())
     still_step(params, optimizer)
-    assert_same_bits(masters(optimizer, params), before)
+    assert_same_bits(master_weights(optimizer, params), before)
 
 
 def test_reset_master_sees_what_version_counters_do_not():
     params, optimizer = stepped()
     params[0].data.fill_(3.0)
     optimizer.reset_master()
-    assert_same_bits(masters(optimizer, params), [p.float() for p in params])
+    assert_same_bits(master_weights(optimizer, params), [p.float() for p in params])
     still_step(params, optimizer)
     assert torch.equal(params[0], torch.full_like(params[0], 3.0))
 
@@ -149,17 +149,17 @@ def test_a_checkpoint_without_masters_or_with_old_ones():
     for entry in saved["state"].values():
         del entry["master_param"]
     optimizer.load_state_dict(saved)
-    assert_same_bits(masters(optimizer, params), [p.float() for p in params])
+    assert_same_bits(master_weights(optimizer, params), [p.float() for p in params])
 
     for entry in saved["state"].values():
         entry["master_param"] = torch.full_like(entry["exp_avg"], 9.0)
     before = [p.float() for p in params]
     optimizer.load_state_dict(saved)
     still_step(params, optimizer)
-    assert_same_bits(masters(optimizer, params), before)
+    assert_same_bits(master_weights(optimizer, params), before)
 
 
-def test_parameters_that_become_16_bit_get_masters():
+def test_parameters_that_become_16_bit_get_master_weights():
     params = make_params()
     optimizer = DeepSpeedCPUAdam(params, master_weights=True)
     give_grads(torch.Generator().manual_seed(5), params)
@@ -168,5 +168,5 @@ def test_parameters_that_become_16_bit_get_masters():
     for p in params:
         p.grad, p.data = None, p.data.bfloat16()
     optimizer.reset_master()
-    assert_same_bits(masters(optimizer, params), [p.float() for p in params])
+    assert_same_bits(master_weights(optimizer, params), [p.float() for p in params])
     assert_same_bits([optimizer.state[p]["exp_avg"] for p in params], averages)

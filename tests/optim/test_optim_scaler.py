@@ -56,7 +56,7 @@ def test_grad_scaler(device, unscale_first):
 
 
 @on_each_device
-def test_masters_and_fp16(device):
+def test_master_weights_and_fp16(device):
     params = make_params(device, F16)
     exact = twins(params, F32)
     ours = adam(params, device, master_weights=True)

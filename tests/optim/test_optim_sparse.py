@@ -86,7 +86,7 @@ def test_touches_only_the_rows_of_the_gradient():
 
 
 @pytest.mark.parametrize("grad_dtype", [F32, BF16])
-def test_masters_and_gradients_of_another_dtype(grad_dtype):
+def test_master_weights_and_gradients_of_another_dtype(grad_dtype):
     """Rows step as the same rows of dense gradients do, to the bit, on 16-bit parameters too."""
     sparse_params, dense_params = make(BF16), make(BF16)
     ours = DeepSpeedCPUAdagrad(sparse_params, master_weights=True, **OPTIONS)

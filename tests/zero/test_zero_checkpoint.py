@@ -117,17 +117,17 @@ def compare(found, expected, what, name, is_same):
         assert_close(value.float(), want, f"{what}, {key}", **tolerance)
 
 
-def masters(row, folder):
-    """Float32 weights come out of bfloat16 ones with masters or remainders, and go into them."""
+def master_weights(row, folder):
+    """Float32 weights come out of bfloat16 ones with master weights or halves, and go into them."""
     for name in ("bfloat16", "remainder"):
         model, optimizer = training(1, "device", name)
         train(model, optimizer, 2)
-        zero.save(folder / f"masters{name}", "a", model, optimizer)
+        zero.save(folder / f"master_weights{name}", "a", model, optimizer)
         kept = {}
         for other in ("bfloat16", "remainder", "float32"):
             model, optimizer = training(3, "host", other, seed=3)
             train(model, optimizer, int(name == "remainder"))
-            zero.load(folder / f"masters{name}", None, model, optimizer)
+            zero.load(folder / f"master_weights{name}", None, model, optimizer)
             if other == "float32":
                 kept[other] = {n: whole(p) for n, p in model.named_parameters()}
                 zero.save(folder / f"back{name}", "b", model, optimizer)
@@ -436,7 +436,7 @@ CASES = [
     Case(4, "saves", ""),
     *(Case(world, "loads", "") for world in (1, 2)),
     *(pytest.param(Case(world, "loads", ""), marks=pytest.mark.long) for world in (3, 4, 8)),
-    Case(2, "masters", ""),
+    Case(2, "master_weights", ""),
     Case(2, "weights_alone", ""),
     Case(2, "resumes", ""),
     Case(2, "goes_on_meanwhile", ""),

@@ -60,7 +60,7 @@ def test_files_are_as_large_as_they_may_be(most: int, cut: int, tmp_path: Path) 
         assert index["weight_map"] == {n: p.name for p in tensors for n in io.load(p)}
 
 
-def test_weights_are_their_masters(tmp_path: Path) -> None:
+def test_weights_are_master_weights(tmp_path: Path) -> None:
     """Bit for bit, also where their lower halves are apart; of a weight that has got another
     dtype since, what is left of these says nothing."""
     values = {name: torch.randn(40) for name in ("master", "remainder", "cast", "half", "none")}

@@ -1,5 +1,5 @@
-// Rotary position embedding: pairs of elements of each head turn by an angle that grows with the
-// position of the token. No torch: plain pointers and numbers.
+// Rotary position embedding: pairs of elements of each head are rotated by an angle that grows with
+// the position of the token. No torch: plain pointers and numbers.
 #pragma once
 
 #include "common/dispatch.h"
@@ -46,11 +46,11 @@ struct Frequencies {
 struct Rope {
   int64_t batches, tokens;
   int64_t width;     // of a head
-  int64_t pairs;     // that turn, 2 * pairs <= width; what comes behind them stays as it is
+  int64_t pairs;     // that are rotated, 2 * pairs <= width; what comes behind them stays as it is
   bool interleaved;  // pair j is elements 2 j and 2 j + 1, else j and pairs + j
-  bool negative;     // turns the other way
+  bool negative;     // rotates the other way
   bool in_place;     // results are where the sources are
-  float scale;       // of what turns
+  float scale;       // of what is rotated
   Positions positions;
   Frequencies frequencies;
   Heads q, k;          // k may be absent

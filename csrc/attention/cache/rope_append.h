@@ -1,5 +1,5 @@
-// New tokens of some slots on their way into the cache: queries and keys are normalised and turned,
-// keys and values written. No torch: plain pointers and numbers.
+// New tokens of some slots on their way into the cache: queries and keys are normalised and
+// rotated, keys and values written. No torch: plain pointers and numbers.
 #pragma once
 
 #include "common/simd/isa.h"
@@ -24,9 +24,9 @@ struct RopeAppend {
   HeadWeight q_weight, k_weight;
   float eps, weight_offset;  // of the norms
   Frequencies frequencies;
-  int64_t pairs;        // that turn, 0: none
+  int64_t pairs;        // that are rotated, 0: none
   bool interleaved;     // as in Rope
-  float scale;          // of what turns
+  float scale;          // of what is rotated
   int32_t* violations;  // set to 1 if a token has no place in the cache
 };
 

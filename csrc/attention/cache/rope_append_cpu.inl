@@ -34,7 +34,7 @@ inline void normalise(const RopeAppend& call, const HeadWeight& weight, HeadFloa
   });
 }
 
-inline void turn(const RopeAppend& call, const TokenAngles& angles, HeadFloats& head) {
+inline void rotate(const RopeAppend& call, const TokenAngles& angles, HeadFloats& head) {
   const Pointer<float> x{head.lanes};
   if (call.interleaved) {
     rotate_interleaved(int(call.pairs), angles.cos, angles.sin, x, x, false);
@@ -76,7 +76,7 @@ inline void write_codes(const HeadFloats& head, int64_t width, uint8_t* target, 
   });
 }
 
-// Writes a head of a token to its place in the keys or values of a page.
+// Writes a head of a token to the keys or values of a page.
 template <class Kind>
 inline void write_head(const PagedKv& kv, const HeadFloats& head, void* elements, float* scales,
                        int64_t page, int64_t number, int64_t token) {
@@ -101,7 +101,7 @@ inline void append_token(const RopeAppend& call, const Sequence& sequence, int64
     const Pointer<Any> out = call.q_out.at<Any>(batch, token, i);
     read_head(call.q.at<Any>(batch, token, i), width, head);
     normalise(call, call.q_weight, head);
-    turn(call, angles, head);
+    rotate(call, angles, head);
     for_each_vector(0, width, [&](int64_t j, int count) {
       Vec::load(head.lanes + j, count).store(out + j, count);
     });
@@ -114,7 +114,7 @@ inline void append_token(const RopeAppend& call, const Sequence& sequence, int64
   for (int64_t i = 0; i < call.kv.heads; ++i) {
     read_head(call.k.at<Any>(batch, token, i), width, head);
     normalise(call, call.k_weight, head);
-    turn(call, angles, head);
+    rotate(call, angles, head);
     write_head<Kind>(call.kv, head, call.kv.keys, call.kv.key_scales, page, i,
                      position % kPageTokens);
     read_head(call.v.at<Any>(batch, token, i), width, head);
@@ -128,15 +128,15 @@ inline void append_tokens(const RopeAppend& call, int64_t begin, int64_t end) {
   Rope rope = {};  // what the angles depend on
   rope.interleaved = call.interleaved;
   rope.scale = call.scale;
-  Turns turns;
-  read_frequencies(call.frequencies, 0, int(call.pairs), turns);
+  PairFrequencies frequencies;
+  read_frequencies(call.frequencies, 0, int(call.pairs), frequencies);
   TokenAngles angles;
   for (int64_t row = begin; row < end; ++row) {
     const int64_t batch = row / call.news.tokens, token = row - batch * call.news.tokens;
     const Sequence sequence = sequence_of(call.kv, call.news, batch);
     if (sequence.wrong) __atomic_store_n(call.violations, 1, __ATOMIC_RELAXED);
     if (token >= sequence.count) continue;
-    fill_row(rope, uint64_t(sequence.position(token)), turns, int(call.pairs), angles.cos,
+    fill_row(rope, uint64_t(sequence.position(token)), frequencies, int(call.pairs), angles.cos,
              angles.sin);
     append_token<Kind>(call, sequence, batch, token, angles);
   }

@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(kWarp* kWarps)
   const int64_t position = sequence.position(token);
   const int64_t page = call.kv.page_of(sequence.slot, position / kPageTokens);
   if (page < 0 && first) *call.violations = 1;
-  cuda::Turning<kEach> turning(call);
-  if (call.pairs > 0 && number < call.q.heads + call.kv.heads) turning.move_to(uint64_t(position));
+  cuda::HeadRotation<kEach> rotation(call);
+  if (call.pairs > 0 && number < call.q.heads + call.kv.heads) rotation.move_to(uint64_t(position));
   while (number < heads) {
     const HeadOfToken mine(call, number);
     float head[kEach];
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kWarp* kWarps)
         cuda::read_elements(Pointer<Any>::to(weight.data, weight.dtype), width, weights);
         cuda::normalise(call, weights, head);
       }
-      if (call.pairs > 0) cuda::turn(turning, floats[threadIdx.x / kWarp], head);
+      if (call.pairs > 0) cuda::rotate(rotation, floats[threadIdx.x / kWarp], head);
     }
     if (mine.of_q) {
       cuda::with_stored_type(call.q_out.dtype, [&](auto storage) {

@@ -1,4 +1,4 @@
-// A head of a new token in the registers of a warp: normalised, turned, and as it is stored.
+// A head of a new token in the registers of a warp: normalised, rotated, and as it is stored.
 // Element number i of a lane is number 32 i + lane of the head, and pair number i of it likewise.
 #pragma once
 
@@ -65,15 +65,15 @@ __device__ inline void normalise(const RopeAppend& call, const float (&weights)[
   }
 }
 
-// By how much the pairs of a lane turn.
+// By how much the pairs of a lane are rotated.
 template <int kEach>
-class Turning {
+class HeadRotation {
   static constexpr int kPairs = kEach / 2;
   using Value = Floats<1>;
 
  public:
   // Begins to read frequencies.
-  __device__ explicit Turning(const RopeAppend& call) : call_(call) {
+  __device__ explicit HeadRotation(const RopeAppend& call) : call_(call) {
     if (call.frequencies.is_double) {
       each_pair([&](int i, int pair) {
         radians_[i] = static_cast<const double*>(call.frequencies.data)[pair];
@@ -94,7 +94,7 @@ class Turning {
   }
 
   // Of a head that the warp has in shared memory.
-  __device__ void turn(float* head) const {
+  __device__ void rotate(float* head) const {
     each_pair([&](int i, int pair) {
       float& first = head[call_.interleaved ? 2 * pair : pair];
       float& second = head[call_.interleaved ? 2 * pair + 1 : int(call_.pairs) + pair];
@@ -119,12 +119,13 @@ class Turning {
   Rotation<Value> by_[kPairs];
 };
 
-// Turns elements by way of shared memory that the warp has for a head.
+// Rotates elements by way of shared memory that the warp has for a head.
 template <int kEach>
-__device__ inline void turn(const Turning<kEach>& turning, float* head, float (&elements)[kEach]) {
+__device__ inline void rotate(const HeadRotation<kEach>& rotation, float* head,
+                              float (&elements)[kEach]) {
   for_each_element<kEach>([&](int i, int element) { head[element] = elements[i]; });
   __syncwarp();
-  turning.turn(head);
+  rotation.rotate(head);
   __syncwarp();
   for_each_element<kEach>([&](int i, int element) { elements[i] = head[element]; });
 }

@@ -8,32 +8,32 @@ constexpr int kTable = 2 * kPairs * kTokens;
 
 // For each token one row of cosines and one of sines. Interleaved ones have each twice, the sine of
 // the first of a pair with the other sign, so that elements are worked on as they lie.
-struct Table {
+struct RotationTable {
   alignas(64) float cos[kTable];
   alignas(64) float sin[kTable];
 };
 
 // The frequencies of pairs [first, first + count).
-struct Turns {
-  uint64_t of_pair[kPairs];
+struct PairFrequencies {
+  uint64_t in_turns[kPairs];
   float not_finite[kPairs];  // NaN, or 0
 };
 
 inline void read_frequencies(const Frequencies& frequencies, int64_t first, int count,
-                             Turns& turns) {
+                             PairFrequencies& target) {
   for (int j = 0; j < count; ++j) {
     const double radians = frequencies.at(first + j);
-    turns.of_pair[j] = is_finite(radians) ? in_turns(radians) : 0;
-    turns.not_finite[j] = float(radians - radians);
+    target.in_turns[j] = is_finite(radians) ? in_turns(radians) : 0;
+    target.not_finite[j] = float(radians - radians);
   }
 }
 
-inline void fill_row(const Rope& call, uint64_t position, const Turns& turns, int count, float* cos,
-                     float* sin) {
+inline void fill_row(const Rope& call, uint64_t position, const PairFrequencies& frequencies,
+                     int count, float* cos, float* sin) {
   float rest[kPairs], quarter_cos[kPairs], quarter_sin[kPairs];
   for (int j = 0; j < count; ++j) {
-    const Angle angle = angle_at(position, turns.of_pair[j]);
-    rest[j] = angle.rest + turns.not_finite[j];
+    const Angle angle = angle_at(position, frequencies.in_turns[j]);
+    rest[j] = angle.rest + frequencies.not_finite[j];
     quarter_cos[j] = angle.quarter_cos;
     quarter_sin[j] = angle.quarter_sin;
   }
@@ -104,7 +104,8 @@ inline bool go_past_cache(const Rope& call, const Heads& to) {
 
 template <class T>
 inline void rotate_head(const Rope& call, const Tile& tile, int64_t token, int64_t head,
-                        const Table& table, const Heads& from, const Heads& to, bool past_cache) {
+                        const RotationTable& table, const Heads& from, const Heads& to,
+                        bool past_cache) {
   const int64_t batch = token / call.tokens, in_batch = token - batch * call.tokens;
   const Pointer<T> source = from.at<T>(batch, in_batch, head);
   const Pointer<T> target = to.at<T>(batch, in_batch, head);
@@ -124,8 +125,8 @@ inline void rotate_head(const Rope& call, const Tile& tile, int64_t token, int64
 }
 
 // All heads of these tokens, in the order in which they lie in memory.
-inline void rotate_heads(const Rope& call, const Tile& tile, const Table& table, const Heads& from,
-                         const Heads& to) {
+inline void rotate_heads(const Rope& call, const Tile& tile, const RotationTable& table,
+                         const Heads& from, const Heads& to) {
   const bool past_cache = go_past_cache(call, to);
   with_storage_type(from.dtype, [&](auto storage) {
     const auto rotate = [&](int64_t token, int64_t head) {
@@ -144,22 +145,22 @@ inline void rotate_heads(const Rope& call, const Tile& tile, const Table& table,
 }
 
 inline void rotate_tokens(const Rope& call, int64_t begin, int64_t end) {
-  Table table;
-  Turns turns;
+  RotationTable table;
+  PairFrequencies frequencies;
   Tile tile = {};
   do {
     const int64_t left = call.pairs - tile.first;
     tile.count = int(left < kPairs ? left : kPairs);
     tile.pitch = call.interleaved ? 2 * tile.count : tile.count;
     const int64_t at_a_time = tile.count > 0 ? kTable / tile.pitch : kTable;
-    read_frequencies(call.frequencies, tile.first, tile.count, turns);
+    read_frequencies(call.frequencies, tile.first, tile.count, frequencies);
     for (tile.begin = begin; tile.begin < end; tile.begin = tile.end) {
       tile.end = tile.begin + at_a_time < end ? tile.begin + at_a_time : end;
       for (int64_t token = tile.begin; token < tile.end; ++token) {
         const int64_t batch = token / call.tokens;
         const uint64_t position = position_of(call, batch, token - batch * call.tokens);
         const int64_t row = (token - tile.begin) * tile.pitch;
-        fill_row(call, position, turns, tile.count, table.cos + row, table.sin + row);
+        fill_row(call, position, frequencies, tile.count, table.cos + row, table.sin + row);
       }
       rotate_heads(call, tile, table, call.q, call.q_out);
       if (call.k.data) rotate_heads(call, tile, table, call.k, call.k_out);

@@ -17,7 +17,7 @@ namespace {
 using cuda::kRowVector;
 using cuda::kThreads;
 using cuda::RowVector;
-using Values = cuda::Floats<kRowVector>;
+using RowFloats = cuda::Floats<kRowVector>;
 
 constexpr int kAtATime = 2;  // heads of a thread whose loads are under way together
 constexpr int kMostTokens = 32, kMostAngles = 1024;  // that a block has at a time
@@ -66,12 +66,12 @@ struct PairVectors {
 
 // Where they are: `low` and `high` elements from number i and j on. Interleaved ones lie as far
 // apart as all threads of the head reach, so that the accesses of a warp leave no gaps.
-struct PairPlace {
+struct PairIndices {
   int64_t i, j;
   int low, high;
 };
-__device__ inline PairPlace place_of(const Rope& call, const Shape& block, int64_t first,
-                                     int lane) {
+__device__ inline PairIndices indices_of(const Rope& call, const Shape& block, int64_t first,
+                                         int lane) {
   const auto count_from = [](int64_t i, int64_t end) {
     return int(::max(int64_t(0), ::min(int64_t(kRowVector), end - i)));
   };
@@ -85,13 +85,13 @@ __device__ inline PairPlace place_of(const Rope& call, const Shape& block, int64
 }
 
 // The angles of those pairs.
-__device__ inline Rotation<Values> rotation_at(const Rope& call, const Angles& angles,
-                                               const Shape& block, int token, int lane) {
+__device__ inline Rotation<RowFloats> rotation_at(const Rope& call, const Angles& angles,
+                                                  const Shape& block, int token, int lane) {
   constexpr int kHalf = kRowVector / 2;
   const int span = block.span();
   const int low = token * span + (call.interleaved ? lane * kHalf : lane * kRowVector);
   const int high = low + (call.interleaved ? span / 2 : kHalf);
-  Rotation<Values> rotation;
+  Rotation<RowFloats> rotation;
 #pragma unroll
   for (int k = 0; k < kHalf; ++k) {
     rotation.cos.lanes[k] = angles.cos[low + k];
@@ -102,9 +102,9 @@ __device__ inline Rotation<Values> rotation_at(const Rope& call, const Angles& a
   return rotation;
 }
 
-// Pairs of interleaved elements as the first and the second ones, and the other way round.
-__device__ inline void take_apart(const Values& low, const Values& high, Values& first,
-                                  Values& second) {
+// Pairs of interleaved elements become the first and the second ones; then the other way round.
+__device__ inline void deinterleave(const RowFloats& low, const RowFloats& high, RowFloats& first,
+                                    RowFloats& second) {
 #pragma unroll
   for (int k = 0; k < kRowVector / 2; ++k) {
     first.lanes[k] = low.lanes[2 * k];
@@ -113,8 +113,8 @@ __device__ inline void take_apart(const Values& low, const Values& high, Values&
     second.lanes[k + kRowVector / 2] = high.lanes[2 * k + 1];
   }
 }
-__device__ inline void put_together(const Values& first, const Values& second, Values& low,
-                                    Values& high) {
+__device__ inline void interleave(const RowFloats& first, const RowFloats& second, RowFloats& low,
+                                  RowFloats& high) {
 #pragma unroll
   for (int k = 0; k < kRowVector / 2; ++k) {
     low.lanes[2 * k] = first.lanes[k];
@@ -125,7 +125,7 @@ __device__ inline void put_together(const Values& first, const Values& second, V
 }
 
 // A head of a token: of q, or of k behind those.
-struct HeadPlace {
+struct HeadIndex {
   int64_t batch, token, head;
 
   template <class T>
@@ -135,26 +135,26 @@ struct HeadPlace {
 };
 
 template <class T>
-__device__ inline void rotate_pairs(const Rope& call, const Rotation<Values>& rotation,
-                                    const PairPlace& at, const PairVectors<T>& source,
+__device__ inline void rotate_pairs(const Rope& call, const Rotation<RowFloats>& rotation,
+                                    const PairIndices& at, const PairVectors<T>& source,
                                     Pointer<T> target, bool aligned) {
-  Values first = floats_of(source.low), second = floats_of(source.high);
+  RowFloats first = floats_of(source.low), second = floats_of(source.high);
   if (call.interleaved) {
-    const Values low = first, high = second;
-    take_apart(low, high, first, second);
+    const RowFloats low = first, high = second;
+    deinterleave(low, high, first, second);
   }
-  Values low = rotated_first(first, second, rotation);
-  Values high = rotated_second(first, second, rotation);
+  RowFloats low = rotated_first(first, second, rotation);
+  RowFloats high = rotated_second(first, second, rotation);
   if (call.interleaved) {
     first = low;
     second = high;
-    put_together(first, second, low, high);
+    interleave(first, second, low, high);
   }
   if (at.low > 0) cuda::put<cuda::Stored::streamed>(target, at.i, at.low, aligned, low);
   if (at.high > 0) cuda::put<cuda::Stored::streamed>(target, at.j, at.high, aligned, high);
 }
 
-// What lies behind the pairs of a head, from this thread's share on.
+// What lies behind the pairs of a head, from this thread's part on.
 template <class T>
 __device__ inline void copy_behind(const Rope& call, Pointer<T> source, Pointer<T> target, int lane,
                                    int lanes, bool aligned) {
@@ -179,19 +179,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
   const int64_t heads = call.q.heads + call.k.heads;
   const int64_t items = slot < block.heads ? tokens * heads : 0;  // of all threads, one by one
   const auto token_of = [&](int64_t item) { return block.tokens == 1 ? 0 : int(item / heads); };
-  const auto place_of_item = [&](int64_t item, int token) {
+  const auto head_of_item = [&](int64_t item, int token) {
     const int64_t at = first_token + token;
     const int64_t batch = call.batches == 1 ? 0 : at / call.tokens;
-    return HeadPlace{batch, at - batch * call.tokens, item - token * heads};
+    return HeadIndex{batch, at - batch * call.tokens, item - token * heads};
   };
   for (int64_t first = 0; first < call.pairs; first += block.span()) {
-    const PairPlace at = place_of(call, block, first, lane);
+    const PairIndices at = indices_of(call, block, first, lane);
     PairVectors<T> pairs[kAtATime];
     const auto fetch_items = [&](int64_t item) {
 #pragma unroll
       for (int k = 0; k < kAtATime; ++k, item += block.heads) {
         if (item >= items) continue;
-        const auto source = place_of_item(item, token_of(item)).template in<T>(call.q, call.k);
+        const auto source = head_of_item(item, token_of(item)).template in<T>(call.q, call.k);
         if (at.low > 0) pairs[k].low = cuda::fetch(source, at.i, at.low, aligned);
         if (at.high > 0) pairs[k].high = cuda::fetch(source, at.j, at.high, aligned);
       }
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
         const int64_t here = item + k * block.heads;
         if (here >= items) continue;
         const int token = token_of(here);
-        const auto target = place_of_item(here, token).template in<T>(call.q_out, call.k_out);
+        const auto target = head_of_item(here, token).template in<T>(call.q_out, call.k_out);
         rotate_pairs(call, rotation_at(call, angles, block, token, lane), at, pairs[k], target,
                      aligned);
       }
@@ -215,9 +215,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
   }
   if (call.in_place || 2 * call.pairs == call.width) return;
   for (int64_t item = slot; item < items; item += block.heads) {
-    const HeadPlace place = place_of_item(item, token_of(item));
-    copy_behind(call, place.in<T>(call.q, call.k), place.in<T>(call.q_out, call.k_out), lane,
-                block.lanes, aligned);
+    const HeadIndex at = head_of_item(item, token_of(item));
+    copy_behind(call, at.in<T>(call.q, call.k), at.in<T>(call.q_out, call.k_out), lane, block.lanes,
+                aligned);
   }
 }
 
@@ -236,8 +236,8 @@ Shape shape_of(const Rope& call) {
   const int64_t all_tokens = call.batches * call.tokens;
   const int64_t fitting = std::min(at_a_time / heads, int64_t(kMostAngles / (lanes * kRowVector)));
   const int tokens = int(std::clamp<int64_t>(std::min(fitting, all_tokens >> 11), 1, kMostTokens));
-  const int64_t turns = ceil_div(tokens * heads, at_a_time);
-  return {lanes, int(ceil_div(tokens * heads, kAtATime * turns)), tokens};
+  const int64_t iterations = ceil_div(tokens * heads, at_a_time);
+  return {lanes, int(ceil_div(tokens * heads, kAtATime * iterations)), tokens};
 }
 
 }  // namespace

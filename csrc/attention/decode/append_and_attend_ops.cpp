@@ -7,13 +7,13 @@
 namespace dsx {
 namespace {
 
-// Of the queries that turn_apart has memory for.
-int64_t turned_bytes(const DecodeAttention& attention) {
+// Of the queries that rotate_into has memory for.
+int64_t rotated_bytes(const DecodeAttention& attention) {
   return attention.news.batches * attention.q.heads * attention.kv.width *
          bytes_of(attention.q.dtype);
 }
 // The first op writes queries there, and the second one reads them there.
-void turn_apart(RopeAppend& append, DecodeAttention& attention, void* memory) {
+void rotate_into(RopeAppend& append, DecodeAttention& attention, void* memory) {
   const int64_t heads = attention.q.heads, width = attention.kv.width;
   attention.q = {memory, heads, heads * width, heads * width, width, attention.q.dtype};
   append.q_out = attention.q;
@@ -23,15 +23,15 @@ void turn_apart(RopeAppend& append, DecodeAttention& attention, void* memory) {
 void run_both(RopeAppend append, DecodeAttention attention, int device) {
   const OnDevice on(device);
   if (decode_in_clusters_cuda(attention, &append, on.stream)) return;
-  const Tensor turned = cuda_workspace(turned_bytes(attention), device);
-  turn_apart(append, attention, turned.data_ptr());
+  const Tensor rotated = cuda_workspace(rotated_bytes(attention), device);
+  rotate_into(append, attention, rotated.data_ptr());
   run(append, device);
   run(attention, device);
 }
 #else
 void run_both(RopeAppend append, DecodeAttention attention, int device) {
-  const std::unique_ptr<char[]> turned(new char[size_t(turned_bytes(attention))]);  // not filled
-  turn_apart(append, attention, turned.get());
+  const std::unique_ptr<char[]> rotated(new char[size_t(rotated_bytes(attention))]);  // not filled
+  rotate_into(append, attention, rotated.get());
   run(append, device);
   run(attention, device);
 }

@@ -1,5 +1,5 @@
-// Clusters of blocks whose threads have different things to do until they meet: chain.cuh has the
-// meeting.
+// Clusters of blocks whose threads have different things to do until they come to a barrier:
+// chain.cuh has that.
 #pragma once
 
 #include "common/cuda/chain.cuh"
@@ -7,7 +7,7 @@
 namespace dsx::cuda {
 
 // Where all threads have come to the first of these, their blocks have begun, and may be written
-// to. Each calls both, in this order, before it meets the others.
+// to. Each calls both, in this order, before cluster_barrier.
 __device__ inline void say_begun_in_cluster(int blocks) {
 #if __CUDA_ARCH__ >= 900
   if (blocks > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");

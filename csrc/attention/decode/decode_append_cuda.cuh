@@ -21,7 +21,7 @@ __device__ inline void ask_for_bytes(const void* begin, int64_t bytes) {
 }
 
 // Where the new token of a head of keys belongs.
-struct NewPlace {
+struct AppendTarget {
   bool here;  // it is this block that has the last chunk
   int page;   // -1: there is no such page
   int position;
@@ -49,9 +49,9 @@ class Append {
     }
   }
 
-  __device__ void run(int batch, int head, Barrier* begun, const NewPlace& place) {
+  __device__ void run(int batch, int head, Barrier* begun, const AppendTarget& target) {
     // All of this is on its way at the same time.
-    Turning<kEach> turning(call_);
+    HeadRotation<kEach> rotation(call_);
     Q read[kOfWarp][kEach];
     begin_to_read(batch, head, read);
     float of_q[kEach] = {}, of_k[kEach] = {};
@@ -59,8 +59,8 @@ class Append {
     read_weights(call_.k_weight, of_k);
     keep(read);
     wait_for(begun, 0);
-    turning.move_to(uint64_t(place.position));
-    const int heads = group_ + (place.here ? 2 : 0);
+    rotation.move_to(uint64_t(target.position));
+    const int heads = group_ + (target.here ? 2 : 0);
 #pragma unroll 1  // instructions are read from memory, too
     for (int number = warp_; number < heads; number += kPageWarps) {
       float* const near = floats_ + number * kWidth;
@@ -73,14 +73,14 @@ class Append {
         for (int i = 0; i < kEach; ++i) weights[i] = is_q ? of_q[i] : of_k[i];
         normalise(call_, weights, elements);
       }
-      if (!is_v && call_.pairs > 0) turn(turning, near, elements);
+      if (!is_v && call_.pairs > 0) rotate(rotation, near, elements);
       if (is_q) {
         Q* const row = reinterpret_cast<Q*>(token_.queries[number]);
         for_each_element<kEach>([&](int i, int element) {
           row[element] = narrow<Q>(element < width_ ? elements[i] : 0.0f);
         });
       } else {
-        append(is_v, head, place, elements);
+        append(is_v, head, target, elements);
       }
     }
   }
@@ -116,8 +116,8 @@ class Append {
     read_elements(Pointer<Any>::to(weight.data, weight.dtype), width_, elements);
   }
 
-  // Writes the key or the value to the cache, if it has a place there, and beside it.
-  __device__ void append(bool is_v, int head, const NewPlace& place,
+  // Writes the key or the value to the cache, if it has a page there, and beside it.
+  __device__ void append(bool is_v, int head, const AppendTarget& target,
                          const float (&elements)[kEach]) const {
     using T = std::conditional_t<Kind::kQuantized, uint8_t, Q>;
     const PagedKv& kv = call_.kv;
@@ -125,14 +125,14 @@ class Append {
     T* const near = reinterpret_cast<T*>(is_v ? token_.values : token_.keys);
     for_each_element<kEach>(
         [&](int i, int element) { near[element] = element < width_ ? stored.elements[i] : T{}; });
-    const int64_t token = place.position % kPageTokens;
+    const int64_t token = target.position % kPageTokens;
     T* const all = static_cast<T*>(is_v ? kv.values : kv.keys);
-    if (place.page >= 0) stored.write(all + kv.place(place.page, head, token), width_);
+    if (target.page >= 0) stored.write(all + kv.place(target.page, head, token), width_);
     if constexpr (Kind::kQuantized) {
       if (threadIdx.x % 32 != 0) return;
       (is_v ? token_.value_scale : token_.key_scale) = stored.scale;
       float* const scales = is_v ? kv.value_scales : kv.key_scales;
-      if (place.page >= 0) scales[kv.scale_place(place.page, head, token)] = stored.scale;
+      if (target.page >= 0) scales[kv.scale_place(target.page, head, token)] = stored.scale;
     }
   }
 

@@ -1,6 +1,6 @@
 // decode_attention by tensor cores in one kernel, where a slot has few chunks: a cluster of blocks
-// has a row of the batch and a head of keys. Its blocks take a chunk in turn, and send what each
-// row has found there to the block that finishes the row.
+// has a row of the batch and a head of keys. Its blocks take every so many-th chunk, and send what
+// each row has found there to the block that finishes the row.
 #pragma once
 
 #include "attention/decode/cluster_cuda.cuh"
@@ -11,10 +11,10 @@ namespace dsx::cuda {
 
 constexpr int kMostCluster = 8, kBlockChunks = 8;  // blocks; chunks of a block
 
-struct ClusterShare {
+struct ClusterBlock {
   int batch, head, rank, blocks;
 
-  __device__ ClusterShare(const DecodeAttention& call, int blocks)
+  __device__ ClusterBlock(const DecodeAttention& call, int blocks)
       : rank(int(rank_in_cluster())), blocks(blocks) {
     const int cluster = int(blockIdx.x) / blocks;
     batch = cluster / int(call.kv.heads);
@@ -25,15 +25,15 @@ struct ClusterShare {
 // The tasks of a block, one by one, as Tasks.
 class ClusterTasks {
  public:
-  __device__ ClusterTasks(const DecodeAttention& call, const ClusterShare& share)
-      : call_(&call), share_(share), index_(share.rank) {
-    sequence_ = sequence_ahead(call, share.batch);
+  __device__ ClusterTasks(const DecodeAttention& call, const ClusterBlock& block)
+      : call_(&call), block_(block), index_(block.rank) {
+    sequence_ = sequence_ahead(call, block.batch);
     const Chunks chunks = chunks_of(sequence_, call.window);
     first_ = int(chunks.first), count_ = int(chunks.end - chunks.first);
   }
 
   __device__ bool are_still_so() const {
-    const Sequence now = sequence_again(*call_, share_.batch, sequence_.slot);
+    const Sequence now = sequence_again(*call_, block_.batch, sequence_.slot);
     return now.slot == sequence_.slot && now.length == sequence_.length &&
            now.count == sequence_.count && now.wrong == sequence_.wrong;
   }
@@ -47,11 +47,11 @@ class ClusterTasks {
     task.count = int(sequence_.count);
     task.seen_begin = int(seen_at(task.position(0), call_->window).begin);
     task.seen_by_last = int(seen_at(task.length - 1, call_->window).begin);
-    task.batch = share_.batch;
-    task.head = share_.head;
+    task.batch = block_.batch;
+    task.head = block_.head;
     task.index = index_;
     task.chunk = first_ + index_;
-    index_ += share_.blocks;
+    index_ += block_.blocks;
     return task;
   }
 
@@ -60,16 +60,16 @@ class ClusterTasks {
 
  private:
   const DecodeAttention* call_;
-  ClusterShare share_;
+  ClusterBlock block_;
   Sequence sequence_;
   int first_, count_, index_;
 };
 
 // What the warp that reads tells each of the others, beside tasks.
-struct ClusterWork {
+struct ClusterMessage {
   int chunks, count;  // of the cluster; of tokens
   bool wrong;
-  NewPlace place;
+  AppendTarget target;
 };
 
 // What rows have found in each chunk, in the block that finishes them: those of every so many.
@@ -108,20 +108,20 @@ struct ClusterRows {
   // Puts together, in the order of the chunks, and writes the results of this block's rows, of type
   // Q: all of them at once, and in few instructions, as each is read from memory for one use.
   template <class Q>
-  __device__ void finish(const DecodeAttention& call, const ClusterShare& share,
-                         const ClusterWork& work) const {
+  __device__ void finish(const DecodeAttention& call, const ClusterBlock& block,
+                         const ClusterMessage& message) const {
     using Row = RowOfChunks<kWidth>;
     constexpr int kStep = Row::kThreads, kCount = kWidth / kStep, kRun = 4;
-    const int row = share.rank + Row::row() * share.blocks;
+    const int row = block.rank + Row::row() * block.blocks;
     if (row >= int(call.rows())) return;
-    const ResultRow result(call, share.batch, share.head, row);
+    const ResultRow result(call, block.batch, block.head, row);
     const float sink = result.sink(call);
     const int thread = int(threadIdx.x) % kStep;
-    if (result.put_none<Q, kStep, kRun, kCount>(call, thread, work.wrong, work.count)) return;
+    if (result.put_none<Q, kStep, kRun, kCount>(call, thread, message.wrong, message.count)) return;
     ElementsOfRow<kCount> mine = {{-INFINITY, 0}, {}};
 #pragma unroll 1
-    for (int index = 0; index < work.chunks; ++index) {
-      const int i = place(index, row, share.blocks);
+    for (int index = 0; index < message.chunks; ++index) {
+      const int i = place(index, row, block.blocks);
       float found[kCount];
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
@@ -143,24 +143,25 @@ struct ClusterRows {
 // What the warp that reads does, of a block.
 template <bool kAppends, class Reader>
 __device__ inline void read_tasks(const DecodeAttention& call, const RopeAppend& append,
-                                  const ClusterShare& share, Reader& reader,
-                                  ClusterWork (&works)[kPageWarps]) {
-  ClusterTasks tasks = reader.template find_first<ClusterTasks>(share);
+                                  const ClusterBlock& block, Reader& reader,
+                                  ClusterMessage (&messages)[kPageWarps]) {
+  ClusterTasks tasks = reader.template find_first<ClusterTasks>(block);
   const Sequence& sequence = tasks.sequence();
   const int last = tasks.chunks() - 1, position = int(sequence.length) - 1;
-  const bool here = kAppends && last >= 0 && last % share.blocks == share.rank;
+  const bool here = kAppends && last >= 0 && last % block.blocks == block.rank;
   int page = -1;
   if (here) page = reader.page_beside_first(position / kPageTokens);
   if (page >= call.kv.pages) page = -1;
   const int lane = int(threadIdx.x) % 32;
   if (lane % kGroup == 0) {
-    works[lane / kGroup] = {last + 1, int(sequence.count), sequence.wrong, {here, page, position}};
+    messages[lane / kGroup] = {
+        last + 1, int(sequence.count), sequence.wrong, {here, page, position}};
   }
   const bool wrong = sequence.wrong || (here && page < 0);
   if (lane == 0 && wrong && kAppends) *append.violations = 1;
   reader.show_first();
   // Before the others wait for what is read: the sanitizer keeps all threads here until the last.
-  wait_till_all_have_begun(share.blocks);
+  wait_till_all_have_begun(block.blocks);
   reader.run(tasks);
 }
 
@@ -175,27 +176,27 @@ __global__ void __launch_bounds__(kPipelineThreads, 2)
   using Found = cuda::Found<kWidth>;
   extern __shared__ __align__(128) char shared_bytes[];
   __shared__ Pipeline pipeline;
-  __shared__ ClusterWork works[kPageWarps];
+  __shared__ ClusterMessage messages[kPageWarps];
   __shared__ NewToken<kWidth> token;
   const unsigned begin = unsigned(__cvta_generic_to_shared(shared_bytes));
-  char* const memory = shared_bytes + (0u - begin) % kBoxAlignment;
+  char* const memory = shared_bytes + (0u - begin) % kTmaTileAlignment;
   Found& found = *reinterpret_cast<Found*>(memory + tiles.stages * bytes_of_stage<Kind, kWidth>());
   auto& rows = *reinterpret_cast<ClusterRows<kWidth>*>(&found + 1);
   let_next_begin();
   if (threadIdx.x == 32 * kReadingWarp) Reader::begin(tiles, pipeline);
   __syncthreads();
   say_begun_in_cluster(blocks);
-  const ClusterShare share(call, blocks);
+  const ClusterBlock block(call, blocks);
   const int warp = int(threadIdx.x) / 32;
   if (warp == kReadingWarp) {
     Reader reader(call, tiles, pipeline, memory);
-    read_tasks<kAppends>(call, append, share, reader, works);
+    read_tasks<kAppends>(call, append, block, reader, messages);
   } else {
     if (kAppends && warp == 0) Append<Q, Kind, kWidth>::ask_ahead(append);
     wait_for_previous();
     if constexpr (kAppends) {
       Append<Q, Kind, kWidth> appending(append, int(call.group), found.values[0][0], token);
-      appending.run(share.batch, share.head, &pipeline.begun[warp], works[warp].place);
+      appending.run(block.batch, block.head, &pipeline.begun[warp], messages[warp].target);
       meet_page_warps();
     } else {
       wait_for(&pipeline.begun[warp], 0);
@@ -210,8 +211,8 @@ __global__ void __launch_bounds__(kPipelineThreads, 2)
       rows.send(task, task.count * int(call.group), blocks, found);
     }
   }
-  meet_in_cluster(blocks);
-  if (warp != kReadingWarp) rows.template finish<Q>(call, share, works[warp]);
+  cluster_barrier(blocks);
+  if (warp != kReadingWarp) rows.template finish<Q>(call, block, messages[warp]);
 #endif
 }
 

@@ -403,10 +403,10 @@ inline void merge_row(const DecodeAttention& call, const DecodeTasks& tasks, int
   alignas(64) float sums[kLargestWidth] = {};
   for (int64_t i = 0; i < count; ++i) {
     const float* const partial = first + i * of_task;
-    const float share = first_of(exp_of_negative(Vec(partial[padded + 1] - shift)));
-    total = std::fma(partial[padded], share, total);
+    const float rescale = first_of(exp_of_negative(Vec(partial[padded + 1] - shift)));
+    total = std::fma(partial[padded], rescale, total);
     for (int64_t k = 0; k < padded; k += Vec::size) {
-      multiply_add(Vec::load(partial + k, Vec::size), Vec(share), Vec::load(sums + k, Vec::size))
+      multiply_add(Vec::load(partial + k, Vec::size), Vec(rescale), Vec::load(sums + k, Vec::size))
           .store(sums + k, Vec::size);
     }
   }

@@ -65,7 +65,7 @@ int64_t tasks_of(const DecodeAttention& call, const Partials& partials) {
   return call.news.batches * call.kv.heads * partials.chunks;
 }
 
-// As many blocks as the device runs at the same time share the work.
+// As many blocks as the device runs at the same time divide the tasks.
 template <class... Parameters, class... More>
 void launch(void (*kernel)(Parameters...), const Device& device, int threads, int shared_bytes,
             const DecodeAttention& call, const Partials& partials, cudaStream_t stream,

@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kPipelineThreads)
   extern __shared__ __align__(128) char shared_bytes[];
   __shared__ Pipeline pipeline;
   const unsigned place = unsigned(__cvta_generic_to_shared(shared_bytes));
-  char* const memory = shared_bytes + (0u - place) % kBoxAlignment;
+  char* const memory = shared_bytes + (0u - place) % kTmaTileAlignment;
   Found& found = *reinterpret_cast<Found*>(memory + tiles.stages * bytes_of_stage<Kind, kWidth>());
   if (threadIdx.x == 32 * kReadingWarp) Reader::begin(tiles, pipeline);
   __syncthreads();
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kPipelineThreads)
 
 template <class Kind, int kWidth>
 int mma_shared_bytes(int stages) {
-  return kBoxAlignment + int(sizeof(Found<kWidth>)) + stages * bytes_of_stage<Kind, kWidth>();
+  return kTmaTileAlignment + int(sizeof(Found<kWidth>)) + stages * bytes_of_stage<Kind, kWidth>();
 }
 // What a block takes beside that, whatever its launch says.
 template <class... Parameters>

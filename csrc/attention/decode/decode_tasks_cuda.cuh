@@ -1,4 +1,4 @@
-// How the blocks of decode_attention share its work, and where they leave what they have found.
+// Which tasks the blocks of decode_attention have, and where they leave what they have found.
 #pragma once
 
 #include <algorithm>
@@ -94,8 +94,9 @@ struct ResultRow {
     return call.sinks == nullptr ? -INFINITY : call.sinks[head];
   }
 
-  // The element that a thread's value number k is of. The threads of a row, kStep of them, take
-  // turns at kRun side by side; of a width that is a multiple of those.
+  // The element that a thread's value number k is of. Each of the threads of a row, kStep of them,
+  // has kRun side by side, then as many kStep * kRun further; of a width that is a multiple of
+  // those.
   template <int kStep, int kRun>
   __device__ static int element(int thread, int k) {
     return (k / kRun * kStep + thread) * kRun + k % kRun;
@@ -171,7 +172,7 @@ __device__ inline Sequence sequence_again(const DecodeAttention& call, int64_t b
   });
 }
 
-// A task of work: a chunk of a row of the batch, and a head of keys.
+// A task: a chunk of a row of the batch, and a head of keys.
 struct Task {
   int slot, length, count;       // as Sequence says
   int seen_begin, seen_by_last;  // the first key that the first token sees; that the last one sees
@@ -190,7 +191,7 @@ struct Task {
 // host does not know how many there are. A whole warp has one, and calls it.
 class Tasks {
  public:
-  // The share of this block. Reads through the L2 cache: what it finds may be of any time.
+  // The tasks of this block. Reads through the L2 cache: what it finds may be of any time.
   __device__ explicit Tasks(const DecodeAttention& call) : call_(&call) {
     read_batches(0);
     const int heads = int(call.kv.heads), lane = threadIdx.x % 32;

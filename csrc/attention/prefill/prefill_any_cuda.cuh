@@ -62,7 +62,7 @@ class RowOfThreads {
     }
   }
 
-  // Turns products with keys from `first` on into weights; scales are those of codes.
+  // Makes products with keys from `first` on weights; scales are those of codes.
   __device__ void weigh(int first, const float* key_scales, const float* value_scales) {
     float scores[kAnyKeys / kRowThreads], largest = largest_;
 #pragma unroll
@@ -82,7 +82,7 @@ class RowOfThreads {
       largest = ::fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
     }
     const float shift = shift_of_largest(largest);
-    share_ = ::expf(largest_ - shift);
+    rescale_ = ::expf(largest_ - shift);
     largest_ = largest;
     float sum = 0;
 #pragma unroll
@@ -95,7 +95,7 @@ class RowOfThreads {
       }
       shared_.scores[number()][t] = weight;
     }
-    sum_ = __fmaf_rn(sum_, share_, sum);
+    sum_ = __fmaf_rn(sum_, rescale_, sum);
     __syncwarp();
   }
 
@@ -106,7 +106,7 @@ class RowOfThreads {
     for (int i = 0; i < kElements; ++i) {
       const int k = of_row() + i * kRowThreads;
       if (k >= width_) break;
-      out_[i] *= share_;
+      out_[i] *= rescale_;
       for (int t = begin; t < end; ++t) {
         out_[i] = __fmaf_rn(shared_.scores[number()][t], shared_.elements[t][k], out_[i]);
       }
@@ -141,7 +141,7 @@ class RowOfThreads {
   PrefillAnyShared& shared_;
   int width_;
   RowScoring scoring_;
-  float largest_ = -INFINITY, sum_ = 0, share_ = 0;
+  float largest_ = -INFINITY, sum_ = 0, rescale_ = 0;
   float out_[kElements] = {};
 };
 

@@ -1,12 +1,12 @@
 // The loops of prefill_attention over strips of rows. Each lane of a vector is a row, so that a key
-// or a value is one number for all of them, rows never meet, and no sum depends on how wide a
+// or a value is one number for all of them, rows stay apart, and no sum depends on how wide a
 // vector is. The pages of a slot go by once for a strip, each as floats; what a row has found so
 // far is scaled as its largest score grows.
 #include "common/simd/largest.inl"
 #include "attention/cache/paged_kv_cpu.inl"
 #include "common/softmax_math.inl"
 
-constexpr int kBlockRows = 32;  // whose queries the first cache has room for
+constexpr int kBlockRows = 32;  // whose queries fit the first cache
 constexpr int kBlocks = kStripRows / kBlockRows;
 constexpr int kVecs = kBlockRows / Vec::size;
 // How many vectors of rows, and keys or elements of a value, have sums in registers.
@@ -20,8 +20,8 @@ struct RowBlock {
   alignas(64) float sums[kLargestWidth][kBlockRows];  // of values, weighted
   alignas(64) float scores[kPageTokens][kBlockRows];  // of the keys of a page, then weights
   alignas(64) float largest[kBlockRows];
-  alignas(64) float total[kBlockRows];  // of weights
-  alignas(64) float share[kBlockRows];  // of it that stays when another page is added
+  alignas(64) float total[kBlockRows];    // of weights
+  alignas(64) float rescale[kBlockRows];  // of it and of sums, when another page is added
   // Keys of the page that a row sees, and where its own is, all counted from the first of the page.
   alignas(64) float begin[kBlockRows];
   alignas(64) float end[kBlockRows];
@@ -159,7 +159,7 @@ inline void weigh(const PrefillAttention& call, const Strip& strip, RowBlock& bl
       score.store(block.scores[t] + lane, Vec::size);
     }
     const Vec shift = shift_of(largest);
-    const Vec share = exp_of_negative(before - shift);
+    const Vec rescale = exp_of_negative(before - shift);
     Vec sum(0.0f);
     for (int64_t t = strip.begin; t < strip.end; ++t) {
       Vec weight = exp_of_negative(Vec::load(block.scores[t] + lane, Vec::size) - shift);
@@ -167,10 +167,10 @@ inline void weigh(const PrefillAttention& call, const Strip& strip, RowBlock& bl
       if constexpr (Kind::kQuantized) weight = weight * Vec(value_scales[t]);
       weight.store(block.scores[t] + lane, Vec::size);
     }
-    multiply_add(Vec::load(block.total + lane, Vec::size), share, sum)
+    multiply_add(Vec::load(block.total + lane, Vec::size), rescale, sum)
         .store(block.total + lane, Vec::size);
     largest.store(block.largest + lane, Vec::size);
-    share.store(block.share + lane, Vec::size);
+    rescale.store(block.rescale + lane, Vec::size);
   }
 }
 
@@ -183,12 +183,12 @@ inline void add_values(RowBlock& block, const float* values, int64_t of_token, i
     const int lane = v * Vec::size;
     Vec sums[kElements][kVecsAtATime], from[kVecsAtATime], to[kVecsAtATime];
     for (int k = 0; k < kVecsAtATime; ++k) {
-      const int place = lane + k * Vec::size;
-      const Vec share = Vec::load(block.share + place, Vec::size);
-      from[k] = Vec::load(block.begin + place, Vec::size);
-      to[k] = Vec::load(block.end + place, Vec::size);
+      const int first_lane = lane + k * Vec::size;
+      const Vec rescale = Vec::load(block.rescale + first_lane, Vec::size);
+      from[k] = Vec::load(block.begin + first_lane, Vec::size);
+      to[k] = Vec::load(block.end + first_lane, Vec::size);
       for (int i = 0; i < kElements; ++i) {
-        sums[i][k] = Vec::load(block.sums[first + i] + place, Vec::size) * share;
+        sums[i][k] = Vec::load(block.sums[first + i] + first_lane, Vec::size) * rescale;
       }
     }
     for (int64_t t = begin; t < end; ++t) {
@@ -298,9 +298,10 @@ inline void finish_row(const PrefillAttention& call, const RowBlock& block, int 
   const float sink = call.sinks == nullptr ? -INFINITY : call.sinks[head];
   const float most = block.largest[lane];
   const Vec shift = shift_of(Vec(sink > most ? sink : most));
-  const Vec share = exp_of_negative(Vec(most) - shift);
-  const Vec total = multiply_add(Vec(block.total[lane]), share, exp_of_negative(Vec(sink) - shift));
-  const Vec factor = share * inverse_of(total);
+  const Vec rescale = exp_of_negative(Vec(most) - shift);
+  const Vec total =
+      multiply_add(Vec(block.total[lane]), rescale, exp_of_negative(Vec(sink) - shift));
+  const Vec factor = rescale * inverse_of(total);
   alignas(64) float elements[kLargestWidth];
   for (int64_t i = 0; i < call.kv.width; ++i) elements[i] = block.sums[i][lane];
   const auto out = Pointer<Any>::to(call.out, call.q.dtype) + index * call.kv.width;

@@ -15,7 +15,7 @@ constexpr const char* kPrefillName = "prefill_attention";
 
 // By tensor cores, for queries of one type of 16 bits, over keys and values of the same or codes,
 // that can be read 16 bytes at a time. Tells whether it was launched: not where shared memory has
-// no room for it.
+// no memory for it.
 template <class Query>
 bool launch_prefill_mma(const PrefillAttention& call, cudaStream_t stream);
 template <>

@@ -78,7 +78,7 @@ __device__ inline void widen_codes(uint32_t codes, uint32_t* words) {
 }
 
 // Widens the codes of keys, or of values, of a page, and takes their scales along; the threads of a
-// group share the work.
+// group divide the work.
 template <class T, class Shape>
 __device__ inline void widen_page(const char* codes, char* target, float* scales, int thread) {
   constexpr int kChunks = Shape::kSteps;  // of 16 codes
@@ -99,9 +99,9 @@ __device__ inline void widen_page(const char* codes, char* target, float* scales
   scales[thread] = reinterpret_cast<const float*>(codes + Shape::kCodeBytes)[thread];
 }
 
-// Waits for the other threads of a group.
+// A barrier of the threads of a group.
 template <class Shape>
-__device__ inline void meet_group() {
+__device__ inline void group_barrier() {
   if (threadIdx.x < Shape::kThreads) {
     asm volatile("bar.sync 1, %0;" ::"n"(Shape::kThreads) : "memory");
   } else {
@@ -109,22 +109,23 @@ __device__ inline void meet_group() {
   }
 }
 
-// Whether it is so for any thread of a group; all of them call it, and meet before they do again.
-// There is an element of `warps` for each warp of the block, in shared memory.
+// Whether it is so for any thread of a group; all of them call it, and come to a
+// barrier before they do again. There is an element of `warps` for each warp of the block, in
+// shared memory.
 template <class Shape>
 __device__ inline bool is_any_of_group(bool is_so, int* warps) {
   const bool is_any = __any_sync(0xffffffff, is_so);
   const int warp = threadIdx.x / 32;
   if (threadIdx.x % 32 == 0) warps[warp] = is_any;
-  meet_group<Shape>();
+  group_barrier<Shape>();
   int found = 0;
 #pragma unroll
   for (int i = 0; i < Shape::kWarps; ++i) found |= warps[warp / Shape::kWarps * Shape::kWarps + i];
   return found != 0;
 }
 
-// The pages that a group of warps goes through: there is room for the keys of one and the values of
-// one, and the next ones are fetched as soon as these are not needed any more.
+// The pages that a group of warps goes through: there is memory for the keys of one and the values
+// of one, and the next ones are fetched as soon as these are not needed any more.
 template <class Shape>
 class PagesOfGroup {
  public:
@@ -139,14 +140,14 @@ class PagesOfGroup {
   // Waits for keys.
   __device__ void begin_keys() {
     wait_for_fetches<1>();
-    meet_group<Shape>();
+    group_barrier<Shape>();
     if constexpr (Shape::kCodes) widen<0>();
   }
 
   // Waits for values; nobody needs the keys any more, but their scales.
   __device__ void begin_values() {
     wait_for_fetches<Shape::kCodes ? 1 : 0>();
-    meet_group<Shape>();
+    group_barrier<Shape>();
     if constexpr (Shape::kCodes) {
       widen<1>();
     } else {
@@ -154,21 +155,21 @@ class PagesOfGroup {
     }
   }
 
-  // Whether some values of the page are not finite; the group then meets twice, with `between` in
-  // between, and after that these are 0.
+  // Masks values of the page that are not finite: after two barriers, with `between` in between,
+  // these are 0.
   template <class Between>
-  __device__ void clear_not_finite(int* warps, const Between& between) {
-    if (!is_any_of_group<Shape>(clear_mine<false>(), warps)) return;
+  __device__ void mask_non_finite(int* warps, const Between& between) {
+    if (!is_any_of_group<Shape>(mask_mine<false>(), warps)) return;
     between();
-    meet_group<Shape>();
-    clear_mine<true>();
-    meet_group<Shape>();
+    group_barrier<Shape>();
+    mask_mine<true>();
+    group_barrier<Shape>();
   }
 
   // Nobody needs the values any more.
   __device__ void end_values() {
     if constexpr (Shape::kCodes) return;
-    meet_group<Shape>();
+    group_barrier<Shape>();
     fetch<1>();
   }
 
@@ -215,15 +216,15 @@ class PagesOfGroup {
     end_fetches();
   }
 
-  // Whether some of this thread's share of the values are not finite.
-  template <bool kClears>
-  __device__ bool clear_mine() const {
+  // Whether some of this thread's part of the values are not finite.
+  template <bool kMasks>
+  __device__ bool mask_mine() const {
     const auto words = reinterpret_cast<uint32_t*>(tile(1));
     uint32_t found = 0;
 #pragma unroll 4
     for (int i = thread_here() % Shape::kThreads; i < Shape::kTileBytes / 4; i += Shape::kThreads) {
-      const uint32_t word = words[i], marks = not_finite_halves<typename Shape::Value>(word);
-      if (kClears) words[i] = word & ~marks;
+      const uint32_t word = words[i], marks = non_finite_halves<typename Shape::Value>(word);
+      if (kMasks) words[i] = word & ~marks;
       found |= marks;
     }
     return found != 0;
@@ -234,7 +235,7 @@ class PagesOfGroup {
     using To = std::conditional_t<kWhich == 0, typename Shape::T, typename Shape::Value>;
     const int thread = thread_here() % Shape::kThreads;
     widen_page<To, Shape>(coming(kWhich), tile(kWhich), scales(kWhich), thread);
-    meet_group<Shape>();
+    group_barrier<Shape>();
     fetch<kWhich>();
   }
 
@@ -279,7 +280,7 @@ __device__ inline void take_page(PagesOfGroup<Shape>& pages, WarpRows<Shape>& wa
   pages.begin_values();
   warp.template take_scores<kAll>(first, is_edge, pages.scales(0));
   if (!kAll && is_edge) {  // what is not finite must not reach rows that do not see it
-    pages.clear_not_finite(warps, [&] { warp.add_not_finite(first, pages.tile(1)); });
+    pages.mask_non_finite(warps, [&] { warp.add_non_finite(first, pages.tile(1)); });
   }
   warp.template take_values<kAll>(first, is_edge, address(pages.tile(1)), pages.scales(1));
   pages.end_values();

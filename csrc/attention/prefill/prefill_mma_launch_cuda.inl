@@ -16,9 +16,9 @@ bool launch(const PrefillAttention& call, cudaStream_t stream) {
   constexpr int kStaticBytes =
       (Shape::kRows * int(sizeof(RowScoring)) + Shape::kWarps * Shape::kGroups * 4 + 1023) / 1024 *
       1024;
-  const int room = attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticBytes;
-  const int groups = Shape::shared_bytes(2) <= room ? 2 : 1, bytes = Shape::shared_bytes(groups);
-  if (bytes > room) return false;
+  const int most = attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticBytes;
+  const int groups = Shape::shared_bytes(2) <= most ? 2 : 1, bytes = Shape::shared_bytes(groups);
+  if (bytes > most) return false;
   const auto kernel = prefill_mma_kernel<Shape>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         kPrefillName);

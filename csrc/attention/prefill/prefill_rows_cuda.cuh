@@ -19,7 +19,7 @@ class WarpRows {
   static constexpr bool kQueriesInRegisters = kWidth * kRowTiles <= 128;
 
  public:
-  // What each row of the block sees is left in `scoring`, shared memory, before threads meet.
+  // What each row of the block sees is left in `scoring`, shared memory, before a barrier.
   __device__ WarpRows(const PrefillAttention& call, const StripOfRows& strip, unsigned queries,
                       RowScoring* scoring)
       : call_(call),
@@ -84,15 +84,15 @@ class WarpRows {
 
   // Adds values that are not finite, and nothing else, to the rows that see them, whatever their
   // weight, between scores and values.
-  __device__ void add_not_finite(int first, const char* values) {
+  __device__ void add_non_finite(int first, const char* values) {
     if (!sees_some_of(first)) return;
 #pragma unroll
     for (int n = 0; n < kWidth / 8; ++n) {
 #pragma unroll 1
       for (int key = 0; key < kPageTokens; ++key) {
-        const char* const place = values + Shape::place_of(key, n) + lane() % 4 * 4;
-        const uint32_t word = *reinterpret_cast<const uint32_t*>(place);
-        const uint32_t halves = word & not_finite_halves<Value>(word);
+        const char* const source = values + Shape::place_of(key, n) + lane() % 4 * 4;
+        const uint32_t word = *reinterpret_cast<const uint32_t*>(source);
+        const uint32_t halves = word & non_finite_halves<Value>(word);
         if (halves == 0) continue;
         const float added[2] = {to_float(Value{uint16_t(halves)}),
                                 to_float(Value{uint16_t(halves >> 16)})};
@@ -122,18 +122,19 @@ class WarpRows {
     __syncthreads();  // racecheck of compute-sanitizer 13.0 does not see the one before
     if (group() == 1) return;
     const auto take = [&] { return next += Shape::kThreads, next[-Shape::kThreads]; };
-    float shares[kRows][2];
+    float rescales[kRows][2];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const float other = take(), largest = ::fmaxf(largest_[i], other);
       const float shift = shift_of_largest(largest);
-      shares[i][0] = fast_exp2((largest_[i] - shift) * factor_);
-      shares[i][1] = fast_exp2((other - shift) * factor_);
+      rescales[i][0] = fast_exp2((largest_[i] - shift) * factor_);
+      rescales[i][1] = fast_exp2((other - shift) * factor_);
       largest_[i] = largest;
-      sum_[i] = __fmaf_rn(sum_[i], shares[i][0], take() * shares[i][1]);
+      sum_[i] = __fmaf_rn(sum_[i], rescales[i][0], take() * rescales[i][1]);
     }
-    for_each_sum(
-        [&](float& each, int i) { each = __fmaf_rn(each, shares[i][0], take() * shares[i][1]); });
+    for_each_sum([&](float& each, int i) {
+      each = __fmaf_rn(each, rescales[i][0], take() * rescales[i][1]);
+    });
   }
 
   __device__ void store(const StripOfRows& strip) {
@@ -274,13 +275,13 @@ class WarpRows {
   __device__ void grow(const float (&largest)[kRows]) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const float share = fast_exp2((largest_[i] - shift_of_largest(largest[i])) * factor_);
+      const float rescale = fast_exp2((largest_[i] - shift_of_largest(largest[i])) * factor_);
       largest_[i] = largest[i];
-      sum_[i] *= share;
+      sum_[i] *= rescale;
 #pragma unroll
       for (auto& each : out_[i / 2]) {
-        each[i % 2 * 2] *= share;
-        each[i % 2 * 2 + 1] *= share;
+        each[i % 2 * 2] *= rescale;
+        each[i % 2 * 2 + 1] *= rescale;
       }
     }
   }

@@ -1,4 +1,4 @@
-// How the blocks of prefill_attention share its work, and what its kernels do alike: which rows a
+// Which tasks the blocks of prefill_attention have, and what its kernels do alike: which rows a
 // block has, what a score becomes, and how a row ends.
 #pragma once
 
@@ -114,9 +114,9 @@ struct EndOfRow {
   __device__ EndOfRow(const PrefillAttention& call, int head, float largest, float sum) {
     const float sink = call.sinks == nullptr ? -INFINITY : call.sinks[head];
     const float shift = shift_of_largest(::fmaxf(largest, sink));
-    const float share = ::expf(largest - shift);
-    const float total = __fmaf_rn(sum, share, ::expf(sink - shift));
-    factor = total == 0.0f ? 0.0f : share / total;
+    const float rescale = ::expf(largest - shift);
+    const float total = __fmaf_rn(sum, rescale, ::expf(sink - shift));
+    factor = total == 0.0f ? 0.0f : rescale / total;
     lse = ::logf(total) + shift;
   }
 };

@@ -94,7 +94,7 @@ constexpr uint32_t kInfinityOf = T::kQuietNan == BFloat16::kQuietNan ? 0x7f80 : 
 
 // All bits of the halves of a word that are not finite.
 template <class T>
-__device__ inline uint32_t not_finite_halves(uint32_t word) {
+__device__ inline uint32_t non_finite_halves(uint32_t word) {
   constexpr uint32_t kInfinity = kInfinityOf<T>;
   const uint32_t low = (word & kInfinity) == kInfinity ? 0xffff : 0;
   return low | ((word >> 16 & kInfinity) == kInfinity ? 0xffff0000u : 0);

@@ -1,7 +1,7 @@
 // Chains of small kernels without gaps: a kernel that is launched as part of one may begin while
 // the one before it on the stream still runs. Before it waits for that one it may write nothing,
 // and read nothing but what no kernel changes; it may ask for any memory to be brought into the
-// L2 cache (ask_for_boxes), where it is found whatever becomes of it until then. With clusters of
+// L2 cache (ask_for_tma_tiles), where it is found whatever becomes of it until then. With clusters of
 // blocks, as both are launched alike.
 #pragma once
 
@@ -45,7 +45,7 @@ __device__ inline unsigned rank_in_cluster() {
 
 // A barrier of all threads of a cluster of so many blocks: what they wrote to shared memory before
 // it can be read after it.
-__device__ inline void meet_in_cluster(int blocks) {
+__device__ inline void cluster_barrier(int blocks) {
 #if __CUDA_ARCH__ >= 900
   if (blocks > 1) {
     asm volatile("barrier.cluster.arrive.release;" ::: "memory");
@@ -59,7 +59,7 @@ __device__ inline void meet_in_cluster(int blocks) {
 }
 
 // The same, only that nobody may read what others wrote; what was read may be overwritten after it.
-__device__ inline void meet_after_reading(int blocks) {
+__device__ inline void cluster_barrier_after_reading(int blocks) {
 #if __CUDA_ARCH__ >= 900
   if (blocks > 1) {
     asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");

@@ -1,7 +1,7 @@
-// Boxes of a matrix in shared memory: some rows by 128 bytes of each. Of a line, which is 128
+// TMA tiles of a matrix in shared memory: some rows by 128 bytes of each. Of a line, which is 128
 // bytes, unit number u of 16 bytes lies at place u ^ line % 8, so that a column of units is spread
 // over all banks. That is how the copy engine of compute capability 9.0 stores them ("128B
-// swizzle"), in one instruction for a box; older devices copy unit by unit to the same places.
+// swizzle"), in one instruction for a tile; older devices copy unit by unit to the same places.
 //
 // Also the barriers that tell when copies have arrived, and when what they brought has been read.
 #pragma once
@@ -16,9 +16,9 @@
 namespace dsx::cuda {
 
 constexpr int kLineBytes = 128, kUnitBytes = 16, kUnitsOfLine = kLineBytes / kUnitBytes;
-constexpr int kBoxAlignment = 8 * kLineBytes;  // of a box in shared memory
+constexpr int kTmaTileAlignment = 8 * kLineBytes;  // of a tile in shared memory
 
-DSX_HOST_DEVICE inline int place_in_box(int line, int unit) {
+DSX_HOST_DEVICE inline int place_in_tma_tile(int line, int unit) {
   return line * kLineBytes + (unit ^ line % kUnitsOfLine) * kUnitBytes;
 }
 
@@ -112,10 +112,10 @@ __device__ inline uint64_t read_once() {
   return policy;
 }
 
-// Begins to copy boxes that lie side by side, the first one `column` boxes from the left: one after
-// the other, the first one aligned to kBoxAlignment. What lies outside of the matrix becomes 0.
-__device__ inline void fetch_boxes(void* near, const CUtensorMap& map, int row, int column,
-                                   Barrier* barrier) {
+// Begins to copy tiles that lie side by side, the first one `column` tiles from the left: one after
+// the other, the first one aligned to kTmaTileAlignment. What lies outside of the matrix becomes 0.
+__device__ inline void fetch_tma_tiles(void* near, const CUtensorMap& map, int row, int column,
+                                       Barrier* barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
@@ -125,8 +125,8 @@ __device__ inline void fetch_boxes(void* near, const CUtensorMap& map, int row, 
 #endif
 }
 // The same, by a policy for the L2 cache.
-__device__ inline void fetch_boxes(void* near, const CUtensorMap& map, int row, int column,
-                                   Barrier* barrier, uint64_t policy) {
+__device__ inline void fetch_tma_tiles(void* near, const CUtensorMap& map, int row, int column,
+                                       Barrier* barrier, uint64_t policy) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
@@ -149,8 +149,8 @@ __device__ inline void fetch_tile(void* near, const CUtensorMap& map, int column
 #endif
 }
 
-// Asks for boxes to be brought into the L2 cache, and no nearer.
-__device__ inline void ask_for_boxes(const CUtensorMap& map, int row, int column) {
+// Asks for tiles to be brought into the L2 cache, and no nearer.
+__device__ inline void ask_for_tma_tiles(const CUtensorMap& map, int row, int column) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map),
                "r"(0), "r"(row), "r"(column)
@@ -167,13 +167,13 @@ __device__ inline void ask_for_map(const CUtensorMap& map) {
 // What the copy engine has to know of a matrix.
 struct Matrix {
   const void* data;      // at a multiple of 16 bytes
-  int64_t rows, length;  // in elements; whole boxes
+  int64_t rows, length;  // in elements; whole tiles
   int64_t pitch;         // from one row to the next, in bytes: a multiple of 16, above 0
   int element_bytes;
 };
 
-// Whether boxes of it can be copied by the engine.
-inline bool fits_boxes(const Matrix& matrix) {
+// Whether tiles of it can be copied by the engine.
+inline bool fits_tma_tiles(const Matrix& matrix) {
   const bool aligned = (reinterpret_cast<uintptr_t>(matrix.data) | matrix.pitch) % 16 == 0;
   const bool whole = matrix.length > 0 && matrix.length * matrix.element_bytes % kLineBytes == 0;
   const int64_t most = INT32_MAX;
@@ -199,14 +199,15 @@ inline auto map_encoder() {
   return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
 }
 
-// How fetch_boxes reads it: so many rows by so many boxes at a time. False if the driver refuses.
-inline bool make_map(CUtensorMap& map, const Matrix& matrix, int rows, int boxes) {
+// How fetch_tma_tiles reads it: so many rows by so many tiles at a time. False if the driver
+// refuses.
+inline bool make_map(CUtensorMap& map, const Matrix& matrix, int rows, int tiles) {
   const auto encode = map_encoder();
   if (encode == nullptr) return false;
   const cuuint64_t line = kLineBytes / matrix.element_bytes;  // elements
   const cuuint64_t sizes[] = {line, cuuint64_t(matrix.rows), cuuint64_t(matrix.length) / line};
   const cuuint64_t pitches[] = {cuuint64_t(matrix.pitch), kLineBytes};
-  const cuuint32_t box[] = {cuuint32_t(line), cuuint32_t(rows), cuuint32_t(boxes)};
+  const cuuint32_t box[] = {cuuint32_t(line), cuuint32_t(rows), cuuint32_t(tiles)};
   const cuuint32_t steps[] = {1, 1, 1};
   const auto type = matrix.element_bytes == 4   ? CU_TENSOR_MAP_DATA_TYPE_UINT32
                     : matrix.element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16

@@ -119,7 +119,7 @@ class SeparateTensors {
     const Used added(item, view, use);
     for (const Used& before : tensors_) {
       if (use == Use::read && before.use == Use::read) continue;
-      check(!before.meets(added), op_, ": ", item, " is overlapping ", before.item,
+      check(!before.overlaps(added), op_, ": ", item, " is overlapping ", before.item,
             ", expected separate memory");
     }
     tensors_.push_back(added);
@@ -150,7 +150,7 @@ class SeparateTensors {
     }
 
     // Looks closely only where one begins within what the other reaches over, as few do.
-    bool meets(const Used& other) const {
+    bool overlaps(const Used& other) const {
       const auto begin = reinterpret_cast<uintptr_t>(view.data);
       const auto other_begin = reinterpret_cast<uintptr_t>(other.view.data);
       if (view.numel == 0 || other.view.numel == 0) return false;

@@ -46,7 +46,7 @@ class Linear:
 
     @property
     def fuses_norms(self) -> bool:
-        """Whether RMS norms around it are fused into it, on few rows."""
+        """Whether RMS norms around it are fused into it, as a skinny GEMM."""
         return not isinstance(self.weight, Float8Weight)
 
     def __call__(

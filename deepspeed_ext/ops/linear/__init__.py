@@ -1,1 +1,1 @@
-"""Linear layers on few rows, of floats and of codes."""
+"""Linear layers as skinny GEMMs, of floats and of codes."""

@@ -1,4 +1,4 @@
-"""What matrix multiplications on few rows share in Python, whatever their weight is stored as."""
+"""What skinny GEMMs share in Python, whatever their weight is stored as."""
 
 import math
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def _is_known(x: Tensor, holds: Callable[[int], bool]) -> bool:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which nothing is cast, as nothing is with few rows."""
+    """Return a context in which nothing is cast, as nothing is in a skinny GEMM."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
@@ -51,7 +51,7 @@ def check_many(
     gated: bool,
     residual: Tensor | None,
 ) -> None:
-    """Refuse what the kernels refuse of few rows, and torch would broadcast, promote or not name.
+    """Refuse what kernels of skinny GEMMs refuse, and torch would broadcast, promote or not name.
 
     Args:
         name: what an error calls the weight.

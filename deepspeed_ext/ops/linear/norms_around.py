@@ -1,7 +1,8 @@
-"""An RMS norm between two linear layers on few rows, which do it themselves.
+"""An RMS norm that is fused into the skinny GEMMs before and after it.
 
-The norm of h is h g / rms(h), g being its weight. The layer before it rounds h g; the one after it
-divides its sums by rms(h), as it would have by dividing each element of what it multiplies.
+The norm of h is h g / rms(h), g being its weight. The epilogue of the GEMM before it
+rounds h g; the one after it divides its sums by rms(h), as it would have by dividing each element
+of what it multiplies.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ _SQUARED = 8  # neighbours whose squares are added up first: see few_rows_ops.h
 
 
 class NextNorm(NamedTuple):
-    """The RMS norm that comes after a linear layer.
+    """The RMS norm that comes after a linear layer, which begins it in a fused epilogue.
 
     Args:
         weight: (n,), of the dtype of the layer's x.
@@ -29,7 +30,7 @@ class NextNorm(NamedTuple):
 
 
 class Undivided(NamedTuple):
-    """Rows on their way through an RMS norm: times its weight, but not divided by their rms yet.
+    """Unnormalized rows: times the weight of an RMS norm, but not divided by their rms yet.
 
     A row of x and one of squares belong together: who takes some rows takes them of both.
 

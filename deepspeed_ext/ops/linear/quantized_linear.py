@@ -1,4 +1,4 @@
-"""A linear layer with a quantized weight: on few rows as fast as the weight is read."""
+"""A linear layer with a quantized weight: as a skinny GEMM as fast as the weight is read."""
 
 from functools import partial
 from typing import Any, NoReturn
@@ -225,7 +225,7 @@ def quantized_linear_norm(
     input_format: str | None = None,
     **older: NoReturn,
 ) -> tuple[Tensor, Undivided]:
-    """Do what quantized_linear does on few rows, and begin the RMS norm that comes after it.
+    """Do a skinny GEMM as quantized_linear does, and begin the RMS norm that comes after it.
 
     As ``skinny_linear_norm`` does, with the same results for the layers that read the norm's. With
     `input_format` such a layer rounds rows that are not divided yet, by a scale of their own.

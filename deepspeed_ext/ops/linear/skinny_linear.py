@@ -1,4 +1,4 @@
-"""A matrix multiplication on few rows: what a linear layer is while text is generated."""
+"""A skinny GEMM: what a linear layer is while text is generated."""
 
 from functools import partial
 from typing import Any
@@ -98,7 +98,7 @@ def skinny_linear(
     gated: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Return residual + activation(x @ weight.T + bias), on few rows as fast as weight is read.
+    """Return residual + activation(x @ weight.T + bias): a skinny GEMM, if x has few rows.
 
     With `gated`, weight has the rows of a gate and behind them as many of what it is for, as a
     packed projection of a feed-forward block has them: activation(gate) * up is returned, of which
@@ -163,7 +163,7 @@ def skinny_linear_norm(
     activation: str | None = None,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Undivided]:
-    """Do what skinny_linear does on few rows, and begin the RMS norm that comes after it.
+    """Do a skinny GEMM as skinny_linear does, and begin the RMS norm that comes after it.
 
     In place of `rms_norm(out, norm.weight, eps=norm.eps)` the second result goes to the layers that
     read the norm's: to ``skinny_linear``, ``quantized_linear``, or these with a norm after them.
@@ -196,7 +196,7 @@ def skinny_linear_norm(
 
 
 def _check_weight(x: Tensor, weight: Tensor) -> None:
-    """Refuse with many rows a weight that is refused with few: see skinny_linear_ops.h."""
+    """Refuse with many rows a weight that a skinny GEMM refuses: see skinny_linear_ops.h."""
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"skinny_linear: weight has shape {list(weight.shape)}, expected two dimensions, the"
