@@ -1,13 +1,10 @@
 // What 8 rows of a head find in a page, by tensor cores: they are the columns of what is
 // multiplied, K q and V^T p.
-//
-// Elements of a head and tokens of a page may come in any order, so long as both factors of a
-// product have the same one. Of a lane, `row` is lane / 4 and `pair` lane % 4. In both products its
-// columns are 2 pair and 2 pair + 1; of the scores it has tokens 8 k + row.
 #pragma once
 
-#include "attention/decode/decode_any_cuda.cuh"
 #include "attention/decode/decode_codes_cuda.cuh"
+#include "attention/decode/decode_non_finite_cuda.cuh"
+#include "attention/decode/decode_page_layout_cuda.cuh"
 #include "attention/decode/decode_queries_cuda.cuh"
 
 namespace dsx::cuda {
@@ -32,6 +29,7 @@ class PageAttention {
   using M = std::conditional_t<Kind::kQuantized, Half, Q>;  // of what is multiplied
   using Layout = cuda::StageLayout<Kind, kWidth>;
   using Found = cuda::Found<kWidth>;
+  using NonFinite = cuda::NonFinite<Q, Kind, kWidth>;
   using NewToken = cuda::NewToken<kWidth>;
   static constexpr int kMmaTiles = kPageTokens / 16, kMmaTilesOfStage = kStageTokens / 16;
   static constexpr int kLoads = Layout::kRow / 32;  // of 32 bytes of 16 tokens
@@ -41,13 +39,9 @@ class PageAttention {
   __device__ PageAttention(const DecodeAttention& call, Pipeline& pipeline, const char* memory,
                            int stages, Found& found, const NewToken* fresh)
       : call_(call), pipeline_(pipeline), found_(found), fresh_(fresh), state_{stages} {
-    const int row = lane_ % 8, next_tokens = lane_ / 8 % 2, next_piece = lane_ / 16;
     memory_ = memory + warp_ * Layout::kSize;
     scales_ = reinterpret_cast<const float*>(memory + stages * kPageWarps * Layout::kSize) +
               warp_ * Layout::kScales;
-    const int first = swizzled<Layout::kRow>(row, next_piece) * 16;
-    of_lane_ = next_tokens * 8 * Layout::kRow + first / Layout::kRow * Layout::kRow;
-    piece_ = first % Layout::kRow;
   }
 
   __device__ void read_first() {
@@ -64,13 +58,9 @@ class PageAttention {
   __device__ void run(int i, int row_tile, int row_tiles) {
     const Task& task = pipeline_.task(warp_, i);
     if (is_new_) prepare(task, row_tile);
-    begin_ = (task.chunk * kChunkPages + warp_) * kPageTokens;
-    const bool used = begin_ < task.length && begin_ + kPageTokens > task.seen_begin;
-    const int last = task.length - 1 - begin_;
-    fresh_token_ = kFresh && last >= 0 && last < kPageTokens ? last : -1;
-    // Whether there are tokens that some row does not see.
-    is_edge_ = begin_ < task.seen_by_last || begin_ + kPageTokens > task.position(0) + 1;
-    seen_ = {task.seen_begin - begin_, task.length - begin_};
+    const int begin = (task.chunk * kChunkPages + warp_) * kPageTokens;
+    const bool used = begin < task.length && begin + kPageTokens > task.seen_begin;
+    page_ = PageTokens(task, begin, kFresh);
     Powers powers[2] = {{-INFINITY, 0}, {-INFINITY, 0}};
     each_out([](int, float& out) { out = 0; });
     if (used) {
@@ -98,7 +88,7 @@ class PageAttention {
     queries_.prepare();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int number = row_tile * kTileRows + lane_ % 4 * 2 + i;
+      const int number = row_tile * kTileRows + lane_.number % 4 * 2 + i;
       const int token = int(quotient(number, call_.group));
       const int head = task.head * int(call_.group) + number - token * int(call_.group);
       scoring_[i] = {};
@@ -121,7 +111,7 @@ class PageAttention {
   }
   __device__ void release() {
     __syncwarp();
-    if (lane_ == 0) arrive(&pipeline_.empty[state_.stage]);
+    if (lane_.number == 0) arrive(&pipeline_.empty[state_.stage]);
     state_.advance();
   }
   __device__ void skip() {
@@ -132,34 +122,25 @@ class PageAttention {
     }
   }
 
-  // Where this lane begins to read matrices: 32 bytes of 16 tokens.
-  __device__ int place_of(int tile, int load) const {
-    return of_lane_ + tile * 16 * Layout::kRow + (piece_ ^ load * 32);
-  }
   // Scales of this lane's tokens, with the first stage of a page; `fresh` is that of the new token.
   __device__ void read_scales(float (&scales)[8], const float* fresh) const {
     wait(state_);
     const float* const all = scales_ + state_.stage * (kPageWarps * Layout::kScales);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      const int token = k * 8 + lane_ / 4;
-      scales[k] = token == fresh_token_ ? *fresh : all[token];
+      const int token = k * 8 + lane_.number / 4;
+      scales[k] = token == page_.fresh ? *fresh : all[token];
     }
-  }
-  // Whether no row sees any of the tokens in stage number k of the page.
-  __device__ bool is_unseen(int k) const {
-    const int token = Layout::token(k);
-    return token >= seen_.end || token + kStageTokens <= seen_.begin;
   }
   // Puts the new token where stage number k of the page has come with what was there before.
   __device__ void put_fresh(const char* stage, int k, const char* row) const {
-    const int token = fresh_token_ - Layout::token(k);
-    if (fresh_token_ < 0 || token < 0 || token >= kStageTokens) return;
-    if (lane_ < Layout::kRow / 16) {
+    const int token = page_.fresh - Layout::token(k);
+    if (page_.fresh < 0 || token < 0 || token >= kStageTokens) return;
+    if (lane_.number < Layout::kRow / 16) {
       const uint4* const from =
           reinterpret_cast<const uint4*>(row + Layout::element(k) * Layout::kBytes);
-      char* const to = const_cast<char*>(stage) + swizzled<Layout::kRow>(token, lane_) * 16;
-      *reinterpret_cast<uint4*>(to) = from[lane_];
+      char* const to = const_cast<char*>(stage) + swizzled<Layout::kRow>(token, lane_.number) * 16;
+      *reinterpret_cast<uint4*>(to) = from[lane_.number];
       wrote_before_fetch();
     }
     __syncwarp();
@@ -176,7 +157,7 @@ class PageAttention {
 #pragma unroll
     for (int k = 0; k < Layout::kOfPage; ++k) {
       const char* const stage = wait(state_);
-      if (is_unseen(k)) {
+      if (page_.is_unseen(Layout::token(k))) {
         release();
         continue;
       }
@@ -189,7 +170,7 @@ class PageAttention {
         for (int t = 0; t < kMmaTilesOfStage; ++t) {
           float (&products)[4] = weights_[first + t];
           uint32_t m[4];
-          load_matrices<false>(m, stage + place_of(t, load));
+          load_matrices<false>(m, stage + lane_.place(t, load));
           if constexpr (Kind::kQuantized) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -228,7 +209,7 @@ class PageAttention {
   }
   // Of this lane's token number k, and its row i.
   __device__ float& weight(int k, int i) { return weights_[k / 2][k % 2 * 2 + i]; }
-  __device__ int key(int k) const { return begin_ + k * 8 + lane_ / 4; }
+  __device__ int key(int k) const { return page_.begin + k * 8 + lane_.number / 4; }
 
   // From products to scores: -inf for what is not seen.
   __device__ void score() {
@@ -236,7 +217,7 @@ class PageAttention {
 #pragma unroll
       for (int k = 0; k < 16; ++k) {
         const float score = weight(k / 2, k % 2) * call_.scale;
-        const bool seen = !is_edge_ || scoring_[k % 2].sees(key(k / 2));
+        const bool seen = !page_.is_edge || scoring_[k % 2].sees(key(k / 2));
         weight(k / 2, k % 2) = seen ? score : -INFINITY;
       }
       return;
@@ -294,7 +275,7 @@ class PageAttention {
     read_scales(scales, kFresh ? &fresh_->value_scale : nullptr);
 #pragma unroll
     for (int k = 0; k < 16; ++k) weight(k / 2, k % 2) *= scales[k / 2];
-    if (is_edge_) {  // scales may be anything where no token is
+    if (page_.is_edge) {  // scales may be anything where no token is
 #pragma unroll
       for (int k = 0; k < 16; ++k) {
         if (!scoring_[k % 2].sees(key(k / 2))) weight(k / 2, k % 2) = 0;
@@ -323,18 +304,19 @@ class PageAttention {
 #pragma unroll
     for (int k = 0; k < Layout::kOfPage; ++k) {
       const char* const stage = wait(state_);
-      if (is_unseen(k)) {
+      if (page_.is_unseen(Layout::token(k))) {
         release();
         continue;
       }
       if constexpr (kFresh) put_fresh(stage, k, fresh_->values);
       const int first = k % Layout::kTokenTiles * kMmaTilesOfStage;
       auto& out = out_[k / Layout::kTokenTiles];
-      if (is_edge_ && !std::is_same_v<Kind, Int8Kv>) {
+      if (page_.is_edge && !std::is_same_v<Kind, Int8Kv>) {
         if (kFresh || tokens == 1) {
-          blank(stage, k);
+          NonFinite::blank(lane_, const_cast<char*>(stage), page_, Layout::token(k));
         } else {
-          set_apart(first * 2, out);
+          NonFinite::mask(lane_, const_cast<char*>(stage), page_, Layout::token(k), call_, scoring_,
+                          [&](int token, int i) { return weight(first * 2 + token, i); }, out);
         }
       }
 #pragma unroll
@@ -345,7 +327,7 @@ class PageAttention {
 #pragma unroll
         for (int load = 0; load < kLoads; ++load) {
           uint32_t m[4];
-          load_matrices<true>(m, stage + place_of(t, load));
+          load_matrices<true>(m, stage + lane_.place(t, load));
           if constexpr (Kind::kQuantized) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -368,97 +350,22 @@ class PageAttention {
     }
   }
 
-  // The element of a head that out_[step][0] and [1] are of, or [2] and [3].
-  __device__ int element(int step, int second) const {
-    const int row = lane_ / 4;
-    return step * 16 + (Kind::kQuantized ? row * 2 + second : row + second * 8);
-  }
-
-  // Zeros for the tokens in stage number k that no row sees, as what is there may not be finite. If
-  // all rows are of one token, they see the others.
-  __device__ void blank(const char* stage, int k) const {
-    constexpr int kPieces = Layout::kRow / 16;
-    const int begin = seen_.begin - Layout::token(k), end = seen_.end - Layout::token(k);
-    uint4* const pieces = reinterpret_cast<uint4*>(const_cast<char*>(stage));
-#pragma unroll
-    for (int i = 0; i < kStageTokens * kPieces; i += 32) {
-      const int token = (i + lane_) / kPieces;  // in whatever order its pieces lie
-      if (token < begin || token >= end) pieces[i + lane_] = {};
-    }
-    wrote_before_fetch();
-    __syncwarp();
-  }
-
-  // Takes what is not finite out of the values in a stage, and adds it to the rows that see it: it
-  // must not reach the others. The stage's tokens are the page's from number first * 8 on.
-  __device__ __forceinline__ void set_apart(int first, float (&out)[kStepsOfStage][4]) {
-    char* const stage = const_cast<char*>(wait(state_));
-    bool any = false;
-    const auto each_word = [&](const auto& do_it) {
-#pragma unroll 4
-      for (int i = lane_ * 4; i < Layout::kSize; i += 32 * 4) {
-        do_it(*reinterpret_cast<uint32_t*>(stage + i));
-      }
-    };
-    each_word([&](uint32_t& word) { any |= not_finite(word) != 0; });
-    if (!__any_sync(0xffffffff, any)) return;
-    const int begin = begin_ + first * 8;
-    float mine[kStageTokens / 8][2];  // of tokens to come, in turn
-#pragma unroll
-    for (int k = 0; k < kStageTokens / 8 * 2; ++k)
-      mine[k / 2][k % 2] = weight(first + k / 2, k % 2);
-#pragma unroll 1
-    for (int token = 0; token < ::min(kStageTokens, seen_.end - first * 8); ++token) {
-      float weights[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        weights[i] = __shfl_sync(0xffffffff, mine[0][i], token % 8 * 4 + lane_ % 4);
-#pragma unroll
-        for (int k = 1; k < kStageTokens / 8; ++k) {
-          if (token % 8 == 7) mine[k - 1][i] = mine[k][i];
-        }
-      }
-#pragma unroll
-      for (int step = 0; step < 2 * kStepsOfStage; ++step) {
-        const int byte = element(step / 2, step % 2) * Layout::kBytes;
-        const char* const piece = stage + swizzled<Layout::kRow>(token, byte / 16) * 16;
-        const float value = element_at<Kind>(piece, call_.kv.dtype, byte % 16 / Layout::kBytes);
-        if (isfinite(value)) continue;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (scoring_[i].sees(begin + token))
-            out[step / 2][step % 2 * 2 + i] += weights[i] * value;
-        }
-      }
-    }
-    __syncwarp();
-    each_word([](uint32_t& word) { word &= ~not_finite(word); });
-    wrote_before_fetch();
-    __syncwarp();
-  }
-  // The bits of elements of a word that are not finite.
-  __device__ static uint32_t not_finite(uint32_t word) {
-    if constexpr (Kind::kQuantized) return (nan_codes(word) >> 7) * 0xff;
-    constexpr uint32_t kExponent = M::kQuietNan == BFloat16::kQuietNan ? 0x7f80 : 0x7c00;
-    const uint32_t low = (word & kExponent) == kExponent ? 0xffffu : 0u;
-    return (word >> 16 & kExponent) == kExponent ? low | 0xffff0000u : low;
-  }
-
   __device__ void store(int rows, const Powers (&powers)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = lane_ % 4 * 2 + i;
+      const int row = lane_.number % 4 * 2 + i;
       if (row >= rows) continue;
-      if (lane_ < 4) found_.powers[warp_][row] = powers[i];
+      if (lane_.number < 4) found_.powers[warp_][row] = powers[i];
       float* const values = found_.values[warp_][row];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const float (&out)[4] = out_[step / kStepsOfStage][step % kStepsOfStage];
         if constexpr (Kind::kQuantized) {
-          *reinterpret_cast<float2*>(values + element(step, 0)) = make_float2(out[i], out[2 + i]);
+          *reinterpret_cast<float2*>(values + lane_.element(step, 0)) =
+              make_float2(out[i], out[2 + i]);
         } else {
-          values[element(step, 0)] = out[i];
-          values[element(step, 1)] = out[2 + i];
+          values[lane_.element(step, 0)] = out[i];
+          values[lane_.element(step, 1)] = out[2 + i];
         }
       }
     }
@@ -469,16 +376,12 @@ class PageAttention {
   Found& found_;
   const NewToken* const fresh_;
   PipelineState state_;
-  const int lane_ = threadIdx.x % 32, warp_ = threadIdx.x / 32;
+  const PageLane<Kind, kWidth> lane_;
+  const int warp_ = threadIdx.x / 32;
   const char* memory_;
   const float* scales_;
-  int of_lane_, piece_;  // bytes
-  int begin_;            // of the page, in the sequence
-  struct {
-    int begin, end;
-  } seen_;           // of the page's tokens, by some row; may lie outside of it
-  int fresh_token_;  // of the page; -1: it has not the new token
-  bool is_edge_, is_new_;
+  PageTokens page_;
+  bool is_new_;
   Queries<Q, Kind, kWidth> queries_;
   Scoring scoring_[2];
   float weights_[kMmaTiles][4];
