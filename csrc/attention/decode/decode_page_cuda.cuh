@@ -4,18 +4,9 @@
 
 #include "attention/decode/decode_codes_cuda.cuh"
 #include "attention/decode/decode_non_finite_cuda.cuh"
-#include "attention/decode/decode_page_layout_cuda.cuh"
-#include "attention/decode/decode_queries_cuda.cuh"
+#include "attention/decode/decode_value_sums_cuda.cuh"
 
 namespace dsx::cuda {
-
-// What the warps have found for 8 rows, each in its page.
-template <int kWidth>
-struct Found {
-  static constexpr int kStride = kWidth + 4;
-  float values[kPageWarps][kTileRows][kStride];
-  Powers powers[kPageWarps][kTileRows];
-};
 
 // A barrier of the warps that multiply.
 __device__ inline void meet_page_warps() {
@@ -30,6 +21,7 @@ class PageAttention {
   using Layout = cuda::StageLayout<Kind, kWidth>;
   using Found = cuda::Found<kWidth>;
   using NonFinite = cuda::NonFinite<Q, Kind, kWidth>;
+  using ValueSums = cuda::ValueSums<Q, Kind, kWidth>;
   using NewToken = cuda::NewToken<kWidth>;
   static constexpr int kMmaTiles = kPageTokens / 16, kMmaTilesOfStage = kStageTokens / 16;
   static constexpr int kLoads = Layout::kRow / 32;  // of 32 bytes of 16 tokens
@@ -62,7 +54,7 @@ class PageAttention {
     const bool used = begin < task.length && begin + kPageTokens > task.seen_begin;
     page_ = PageTokens(task, begin, kFresh);
     Powers powers[2] = {{-INFINITY, 0}, {-INFINITY, 0}};
-    each_out([](int, float& out) { out = 0; });
+    sums_.clear();
     if (used) {
       multiply_keys();
     } else {
@@ -79,7 +71,7 @@ class PageAttention {
     if (wrong) powers[0] = powers[1] = {-INFINITY, NAN};
     const int rows = task.count * int(call_.group) - row_tile * kTileRows;
     meet_page_warps();  // the others have read what was there
-    store(rows, powers);
+    sums_.store(lane_, warp_, rows, powers, found_);
     meet_page_warps();
   }
 
@@ -195,18 +187,6 @@ class PageAttention {
     }
   }
 
-  // Calls do_it(i, sum) for each sum of a value, of row i of this lane's.
-  template <class Do>
-  __device__ void each_out(const Do& do_it) {
-#pragma unroll
-    for (auto& of_column : out_) {
-#pragma unroll
-      for (auto& of_step : of_column) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) do_it(i % 2, of_step[i]);
-      }
-    }
-  }
   // Of this lane's token number k, and its row i.
   __device__ float& weight(int k, int i) { return weights_[k / 2][k % 2 * 2 + i]; }
   __device__ int key(int k) const { return page_.begin + k * 8 + lane_.number / 4; }
@@ -310,65 +290,19 @@ class PageAttention {
       }
       if constexpr (kFresh) put_fresh(stage, k, fresh_->values);
       const int first = k % Layout::kTokenTiles * kMmaTilesOfStage;
-      auto& out = out_[k / Layout::kTokenTiles];
       if (page_.is_edge && !std::is_same_v<Kind, Int8Kv>) {
         if (kFresh || tokens == 1) {
           NonFinite::blank(lane_, const_cast<char*>(stage), page_, Layout::token(k));
         } else {
           NonFinite::mask(lane_, const_cast<char*>(stage), page_, Layout::token(k), call_, scoring_,
-                          [&](int token, int i) { return weight(first * 2 + token, i); }, out);
+                          [&](int token, int i) { return weight(first * 2 + token, i); },
+                          sums_.of_stage(k));
         }
       }
-#pragma unroll
-      for (int t = 0; t < kMmaTilesOfStage; ++t) {
-        const float (&mine)[4] = weights_[first + t];
-        const uint32_t weights[2] = {transposed_matrix(rounded_pair<M>(mine[0], mine[1])),
-                                     transposed_matrix(rounded_pair<M>(mine[2], mine[3]))};
-#pragma unroll
-        for (int load = 0; load < kLoads; ++load) {
-          uint32_t m[4];
-          load_matrices<true>(m, stage + lane_.place(t, load));
-          if constexpr (Kind::kQuantized) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const uint32_t low = for_values<Kind>(m[2 * i]),
-                             high = for_values<Kind>(m[2 * i + 1]);
-              const uint32_t values[4] = {widened<Kind, false>(low), widened<Kind, true>(low),
-                                          widened<Kind, false>(high), widened<Kind, true>(high)};
-              multiply_matrices<M>(out[2 * load + i], values, weights);
-            }
-          } else {
-            const uint32_t values[4] = {m[0], m[2], m[1], m[3]};
-            multiply_matrices<M>(out[load], values, weights);
-          }
-        }
-      }
+      sums_.add(lane_, stage, k, weights_);
       release();
     }
-    if constexpr (Kind::kQuantized) {
-      each_out([&](int i, float& out) { out *= inverse[i]; });
-    }
-  }
-
-  __device__ void store(int rows, const Powers (&powers)[2]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = lane_.number % 4 * 2 + i;
-      if (row >= rows) continue;
-      if (lane_.number < 4) found_.powers[warp_][row] = powers[i];
-      float* const values = found_.values[warp_][row];
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const float (&out)[4] = out_[step / kStepsOfStage][step % kStepsOfStage];
-        if constexpr (Kind::kQuantized) {
-          *reinterpret_cast<float2*>(values + lane_.element(step, 0)) =
-              make_float2(out[i], out[2 + i]);
-        } else {
-          values[lane_.element(step, 0)] = out[i];
-          values[lane_.element(step, 1)] = out[2 + i];
-        }
-      }
-    }
+    if constexpr (Kind::kQuantized) sums_.scale(inverse);
   }
 
   const DecodeAttention& call_;
@@ -385,7 +319,7 @@ class PageAttention {
   Queries<Q, Kind, kWidth> queries_;
   Scoring scoring_[2];
   float weights_[kMmaTiles][4];
-  float out_[Layout::kColumnTiles][kStepsOfStage][4];
+  ValueSums sums_;
 };
 
 }  // namespace dsx::cuda
