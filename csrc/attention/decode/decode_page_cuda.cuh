@@ -2,8 +2,8 @@
 // multiplied, K q and V^T p.
 #pragma once
 
-#include "attention/decode/decode_codes_cuda.cuh"
 #include "attention/decode/decode_non_finite_cuda.cuh"
+#include "attention/decode/decode_scores_cuda.cuh"
 #include "attention/decode/decode_value_sums_cuda.cuh"
 
 namespace dsx::cuda {
@@ -17,15 +17,12 @@ __device__ inline void meet_page_warps() {
 // those of one new token, which is taken from where the block has made it.
 template <class Q, class Kind, int kWidth, bool kFresh>
 class PageAttention {
-  using M = std::conditional_t<Kind::kQuantized, Half, Q>;  // of what is multiplied
   using Layout = cuda::StageLayout<Kind, kWidth>;
   using Found = cuda::Found<kWidth>;
   using NonFinite = cuda::NonFinite<Q, Kind, kWidth>;
+  using Scores = cuda::Scores<Q, Kind, kWidth>;
   using ValueSums = cuda::ValueSums<Q, Kind, kWidth>;
   using NewToken = cuda::NewToken<kWidth>;
-  static constexpr int kMmaTiles = kPageTokens / 16, kMmaTilesOfStage = kStageTokens / 16;
-  static constexpr int kLoads = Layout::kRow / 32;  // of 32 bytes of 16 tokens
-  static constexpr int kSteps = kWidth / 16, kStepsOfStage = Layout::kElements / 16;
 
  public:
   __device__ PageAttention(const DecodeAttention& call, Pipeline& pipeline, const char* memory,
@@ -63,7 +60,7 @@ class PageAttention {
     is_new_ = read_next(i, row_tile, row_tiles);
     const bool wrong = pipeline_.wrong[i % Pipeline::kTasks][warp_];
     if (used) {
-      weigh(powers);
+      scores_.weigh(call_, lane_, page_, scoring_, powers);
       take_values(task.count);
     } else {
       skip();
@@ -115,11 +112,11 @@ class PageAttention {
   }
 
   // Scales of this lane's tokens, with the first stage of a page; `fresh` is that of the new token.
-  __device__ void read_scales(float (&scales)[8], const float* fresh) const {
+  __device__ void read_scales(float (&scales)[Scores::kTokens], const float* fresh) const {
     wait(state_);
     const float* const all = scales_ + state_.stage * (kPageWarps * Layout::kScales);
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
+    for (int k = 0; k < Scores::kTokens; ++k) {
       const int token = k * 8 + lane_.number / 4;
       scales[k] = token == page_.fresh ? *fresh : all[token];
     }
@@ -139,13 +136,9 @@ class PageAttention {
   }
 
   __device__ void multiply_keys() {
-    float scales[8];
+    float scales[Scores::kTokens];
     if constexpr (Kind::kQuantized) read_scales(scales, kFresh ? &fresh_->key_scale : nullptr);
-#pragma unroll
-    for (auto& of_tile : weights_) {
-#pragma unroll
-      for (float& each : of_tile) each = 0;
-    }
+    scores_.clear();
 #pragma unroll
     for (int k = 0; k < Layout::kOfPage; ++k) {
       const char* const stage = wait(state_);
@@ -154,133 +147,19 @@ class PageAttention {
         continue;
       }
       if constexpr (kFresh) put_fresh(stage, k, fresh_->keys);
-      const int column = k / Layout::kTokenTiles,
-                first = k % Layout::kTokenTiles * kMmaTilesOfStage;
-#pragma unroll
-      for (int load = 0; load < kLoads; ++load) {
-#pragma unroll
-        for (int t = 0; t < kMmaTilesOfStage; ++t) {
-          float (&products)[4] = weights_[first + t];
-          uint32_t m[4];
-          load_matrices<false>(m, stage + lane_.place(t, load));
-          if constexpr (Kind::kQuantized) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const uint32_t keys[4] = {
-                  widened<Kind, false>(m[2 * i]), widened<Kind, false>(m[2 * i + 1]),
-                  widened<Kind, true>(m[2 * i]), widened<Kind, true>(m[2 * i + 1])};
-              multiply_matrices<M>(products, keys,
-                                   queries_.words[column * kStepsOfStage + 2 * load + i]);
-            }
-          } else {
-            multiply_matrices<M>(products, m, queries_.words[column * kStepsOfStage + load]);
-          }
-        }
-      }
+      scores_.add(lane_, stage, k, queries_);
       release();
     }
-    if constexpr (Kind::kQuantized) {
-#pragma unroll
-      for (int k = 0; k < 16; ++k) {
-        weight(k / 2, k % 2) *= scales[k / 2] * queries_.inverse[k % 2];
-      }
-    }
-  }
-
-  // Of this lane's token number k, and its row i.
-  __device__ float& weight(int k, int i) { return weights_[k / 2][k % 2 * 2 + i]; }
-  __device__ int key(int k) const { return page_.begin + k * 8 + lane_.number / 4; }
-
-  // From products to scores: -inf for what is not seen.
-  __device__ void score() {
-    if (call_.soft_cap <= 0 && call_.alibi_slopes == nullptr) {
-#pragma unroll
-      for (int k = 0; k < 16; ++k) {
-        const float score = weight(k / 2, k % 2) * call_.scale;
-        const bool seen = !page_.is_edge || scoring_[k % 2].sees(key(k / 2));
-        weight(k / 2, k % 2) = seen ? score : -INFINITY;
-      }
-      return;
-    }
-#pragma unroll
-    for (int k = 0; k < 16; ++k) {
-      weight(k / 2, k % 2) = scored(scoring_[k % 2], call_, weight(k / 2, k % 2), key(k / 2));
-    }
-  }
-  // Not inline, as it is long.
-  __device__ __noinline__ static float scored(Scoring scoring, const DecodeAttention& call,
-                                              float product, int key) {
-    return scoring.score(call, product, key);
-  }
-
-  // From scores to weights.
-  __device__ void weigh(Powers (&powers)[2]) {
-    score();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float& largest = powers[i].largest;
-#pragma unroll
-      for (int k = 0; k < 8; ++k) largest = ::fmaxf(largest, weight(k, i));  // unless it is NaN
-    }
-    over_rows([&](int i, int distance) {
-      float& largest = powers[i].largest;
-      largest = ::fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
-    });
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float shift = shift_of_largest(powers[i].largest);
-#pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        weight(k, i) = fast_exp_of_negative(weight(k, i) - shift);
-        powers[i].sum += weight(k, i);
-      }
-    }
-    over_rows([&](int i, int distance) {
-      powers[i].sum += __shfl_xor_sync(0xffffffff, powers[i].sum, distance);
-    });
-  }
-  // Both columns of a lane, and all distances to lanes that have the same ones.
-  template <class Do>
-  __device__ static void over_rows(const Do& do_it) {
-#pragma unroll
-    for (int distance = 4; distance < 32; distance *= 2) {
-      do_it(0, distance);
-      do_it(1, distance);
-    }
-  }
-
-  // Weights of codes: with their scales, and made to fit.
-  __device__ void take_scales(float (&inverse)[2]) {
-    float scales[8], largest[2] = {0, 0};
-    read_scales(scales, kFresh ? &fresh_->value_scale : nullptr);
-#pragma unroll
-    for (int k = 0; k < 16; ++k) weight(k / 2, k % 2) *= scales[k / 2];
-    if (page_.is_edge) {  // scales may be anything where no token is
-#pragma unroll
-      for (int k = 0; k < 16; ++k) {
-        if (!scoring_[k % 2].sees(key(k / 2))) weight(k / 2, k % 2) = 0;
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < 16; ++k) {
-      const float magnitude = ::fabsf(weight(k / 2, k % 2));
-      if (magnitude < INFINITY) largest[k % 2] = ::fmaxf(largest[k % 2], magnitude);
-    }
-    over_rows([&](int i, int distance) {
-      largest[i] = ::fmaxf(largest[i], __shfl_xor_sync(0xffffffff, largest[i], distance));
-    });
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const Fit fit(largest[i]);
-#pragma unroll
-      for (int k = 0; k < 8; ++k) weight(k, i) *= fit.factor;
-      inverse[i] = fit.inverse;
-    }
+    if constexpr (Kind::kQuantized) scores_.scale(scales, queries_);
   }
 
   __device__ void take_values(int tokens) {
     float inverse[2];
-    if constexpr (Kind::kQuantized) take_scales(inverse);
+    if constexpr (Kind::kQuantized) {
+      float scales[Scores::kTokens];
+      read_scales(scales, kFresh ? &fresh_->value_scale : nullptr);
+      scores_.scale_to_fit(lane_, page_, scoring_, scales, inverse);
+    }
 #pragma unroll
     for (int k = 0; k < Layout::kOfPage; ++k) {
       const char* const stage = wait(state_);
@@ -289,17 +168,17 @@ class PageAttention {
         continue;
       }
       if constexpr (kFresh) put_fresh(stage, k, fresh_->values);
-      const int first = k % Layout::kTokenTiles * kMmaTilesOfStage;
       if (page_.is_edge && !std::is_same_v<Kind, Int8Kv>) {
         if (kFresh || tokens == 1) {
           NonFinite::blank(lane_, const_cast<char*>(stage), page_, Layout::token(k));
         } else {
           NonFinite::mask(lane_, const_cast<char*>(stage), page_, Layout::token(k), call_, scoring_,
-                          [&](int token, int i) { return weight(first * 2 + token, i); },
-                          sums_.of_stage(k));
+                          [&](int token, int i) {
+            return scores_.at(Layout::token(k) / 8 + token, i);
+          }, sums_.of_stage(k));
         }
       }
-      sums_.add(lane_, stage, k, weights_);
+      sums_.add(lane_, stage, k, scores_);
       release();
     }
     if constexpr (Kind::kQuantized) sums_.scale(inverse);
@@ -318,7 +197,7 @@ class PageAttention {
   bool is_new_;
   Queries<Q, Kind, kWidth> queries_;
   Scoring scoring_[2];
-  float weights_[kMmaTiles][4];
+  Scores scores_;
   ValueSums sums_;
 };
 

@@ -1,9 +1,7 @@
 // V^T p: the sums of values that 8 rows take from a page, by tensor cores.
 #pragma once
 
-#include "attention/decode/decode_codes_cuda.cuh"
-#include "attention/decode/decode_page_layout_cuda.cuh"
-#include "attention/decode/decode_queries_cuda.cuh"
+#include "attention/decode/decode_scores_cuda.cuh"
 
 namespace dsx::cuda {
 
@@ -36,12 +34,12 @@ class ValueSums {
 
   // Adds the values in stage number k, with the weights of its tokens.
   __device__ void add(const Lane& lane, const char* stage, int k,
-                      const float (&weights_)[kPageTokens / 16][4]) {
+                      const Scores<Q, Kind, kWidth>& scores) {
     const int first = k % Layout::kTokenTiles * kMmaTiles;
     OfStage& sums = of_stage(k);
 #pragma unroll
     for (int t = 0; t < kMmaTiles; ++t) {
-      const float (&mine)[4] = weights_[first + t];
+      const float (&mine)[4] = scores.of_tile(first + t);
       const uint32_t weights[2] = {transposed_matrix(rounded_pair<M>(mine[0], mine[1])),
                                    transposed_matrix(rounded_pair<M>(mine[2], mine[3]))};
 #pragma unroll
