@@ -4,6 +4,7 @@
 
 #include "attention/decode/decode_non_finite_cuda.cuh"
 #include "attention/decode/decode_scores_cuda.cuh"
+#include "attention/decode/decode_stages_cuda.cuh"
 #include "attention/decode/decode_value_sums_cuda.cuh"
 
 namespace dsx::cuda {
@@ -18,6 +19,7 @@ __device__ inline void meet_page_warps() {
 template <class Q, class Kind, int kWidth, bool kFresh>
 class PageAttention {
   using Layout = cuda::StageLayout<Kind, kWidth>;
+  using Stage = typename Stages<Kind, kWidth>::Arrived;
   using Found = cuda::Found<kWidth>;
   using NonFinite = cuda::NonFinite<Q, Kind, kWidth>;
   using Scores = cuda::Scores<Q, Kind, kWidth>;
@@ -25,13 +27,13 @@ class PageAttention {
   using NewToken = cuda::NewToken<kWidth>;
 
  public:
-  __device__ PageAttention(const DecodeAttention& call, Pipeline& pipeline, const char* memory,
+  __device__ PageAttention(const DecodeAttention& call, Pipeline& pipeline, char* memory,
                            int stages, Found& found, const NewToken* fresh)
-      : call_(call), pipeline_(pipeline), found_(found), fresh_(fresh), state_{stages} {
-    memory_ = memory + warp_ * Layout::kSize;
-    scales_ = reinterpret_cast<const float*>(memory + stages * kPageWarps * Layout::kSize) +
-              warp_ * Layout::kScales;
-  }
+      : call_(call),
+        pipeline_(pipeline),
+        found_(found),
+        fresh_(fresh),
+        stages_(pipeline, memory, stages, warp_) {}
 
   __device__ void read_first() {
     const Task& task = pipeline_.task(warp_, 0);
@@ -94,27 +96,14 @@ class PageAttention {
     return true;
   }
 
-  __device__ const char* wait(const PipelineState& ahead) const {
-    wait_for(&pipeline_.full[ahead.stage][warp_], ahead.phase);
-    return memory_ + ahead.stage * (kPageWarps * Layout::kSize);
-  }
-  __device__ void release() {
-    __syncwarp();
-    if (lane_.number == 0) arrive(&pipeline_.empty[state_.stage]);
-    state_.advance();
-  }
   __device__ void skip() {
 #pragma unroll 1
-    for (int k = 0; k < Layout::kOfPage; ++k) {
-      wait(state_);
-      release();
-    }
+    for (int k = 0; k < Layout::kOfPage; ++k) stages_.release(stages_.wait());
   }
 
-  // Scales of this lane's tokens, with the first stage of a page; `fresh` is that of the new token.
-  __device__ void read_scales(float (&scales)[Scores::kTokens], const float* fresh) const {
-    wait(state_);
-    const float* const all = scales_ + state_.stage * (kPageWarps * Layout::kScales);
+  // Scales of this lane's tokens; `fresh` is that of the new one.
+  __device__ void read_scales(const float* fresh, float (&scales)[Scores::kTokens]) const {
+    const float* const all = stages_.wait_for_scales();
 #pragma unroll
     for (int k = 0; k < Scores::kTokens; ++k) {
       const int token = k * 8 + lane_.number / 4;
@@ -122,13 +111,13 @@ class PageAttention {
     }
   }
   // Puts the new token where stage number k of the page has come with what was there before.
-  __device__ void put_fresh(const char* stage, int k, const char* row) const {
+  __device__ void put_fresh(const Stage& stage, int k, const char* row) const {
     const int token = page_.fresh - Layout::token(k);
     if (page_.fresh < 0 || token < 0 || token >= kStageTokens) return;
     if (lane_.number < Layout::kRow / 16) {
       const uint4* const from =
           reinterpret_cast<const uint4*>(row + Layout::element(k) * Layout::kBytes);
-      char* const to = const_cast<char*>(stage) + swizzled<Layout::kRow>(token, lane_.number) * 16;
+      char* const to = stage.tile() + swizzled<Layout::kRow>(token, lane_.number) * 16;
       *reinterpret_cast<uint4*>(to) = from[lane_.number];
       wrote_before_fetch();
     }
@@ -137,18 +126,18 @@ class PageAttention {
 
   __device__ void multiply_keys() {
     float scales[Scores::kTokens];
-    if constexpr (Kind::kQuantized) read_scales(scales, kFresh ? &fresh_->key_scale : nullptr);
+    if constexpr (Kind::kQuantized) read_scales(kFresh ? &fresh_->key_scale : nullptr, scales);
     scores_.clear();
 #pragma unroll
     for (int k = 0; k < Layout::kOfPage; ++k) {
-      const char* const stage = wait(state_);
+      Stage stage = stages_.wait();
       if (page_.is_unseen(Layout::token(k))) {
-        release();
+        stages_.release(std::move(stage));
         continue;
       }
       if constexpr (kFresh) put_fresh(stage, k, fresh_->keys);
-      scores_.add(lane_, stage, k, queries_);
-      release();
+      scores_.add(lane_, stage.tile(), k, queries_);
+      stages_.release(std::move(stage));
     }
     if constexpr (Kind::kQuantized) scores_.scale(scales, queries_);
   }
@@ -157,29 +146,29 @@ class PageAttention {
     float inverse[2];
     if constexpr (Kind::kQuantized) {
       float scales[Scores::kTokens];
-      read_scales(scales, kFresh ? &fresh_->value_scale : nullptr);
+      read_scales(kFresh ? &fresh_->value_scale : nullptr, scales);
       scores_.scale_to_fit(lane_, page_, scoring_, scales, inverse);
     }
 #pragma unroll
     for (int k = 0; k < Layout::kOfPage; ++k) {
-      const char* const stage = wait(state_);
+      Stage stage = stages_.wait();
       if (page_.is_unseen(Layout::token(k))) {
-        release();
+        stages_.release(std::move(stage));
         continue;
       }
       if constexpr (kFresh) put_fresh(stage, k, fresh_->values);
       if (page_.is_edge && !std::is_same_v<Kind, Int8Kv>) {
         if (kFresh || tokens == 1) {
-          NonFinite::blank(lane_, const_cast<char*>(stage), page_, Layout::token(k));
+          NonFinite::blank(lane_, stage.tile(), page_, Layout::token(k));
         } else {
-          NonFinite::mask(lane_, const_cast<char*>(stage), page_, Layout::token(k), call_, scoring_,
+          NonFinite::mask(lane_, stage.tile(), page_, Layout::token(k), call_, scoring_,
                           [&](int token, int i) {
             return scores_.at(Layout::token(k) / 8 + token, i);
           }, sums_.of_stage(k));
         }
       }
-      sums_.add(lane_, stage, k, scores_);
-      release();
+      sums_.add(lane_, stage.tile(), k, scores_);
+      stages_.release(std::move(stage));
     }
     if constexpr (Kind::kQuantized) sums_.scale(inverse);
   }
@@ -188,11 +177,9 @@ class PageAttention {
   Pipeline& pipeline_;
   Found& found_;
   const NewToken* const fresh_;
-  PipelineState state_;
   const PageLane<Kind, kWidth> lane_;
   const int warp_ = threadIdx.x / 32;
-  const char* memory_;
-  const float* scales_;
+  Stages<Kind, kWidth> stages_;
   PageTokens page_;
   bool is_new_;
   Queries<Q, Kind, kWidth> queries_;
