@@ -42,15 +42,11 @@ class PageLane {
  public:
   const int number = threadIdx.x % 32;
 
-  __device__ PageLane() {
-    const int row = number % 8, next_tokens = number / 8 % 2, next_piece = number / 16;
-    begin_ = (next_tokens * 8 + row) * Layout::kRow;
-    piece_ = swizzled<Layout::kRow>(row, next_piece) * 16 % Layout::kRow;
-  }
+  __device__ PageLane() { begin_ = swizzled<Layout::kRow>(number % 16, number / 16) * 16; }
 
   // Where it begins to read matrices: 32 bytes of 16 tokens.
   __device__ int place(int tile, int load) const {
-    return begin_ + tile * 16 * Layout::kRow + (piece_ ^ load * 32);
+    return tile * 16 * Layout::kRow + (begin_ ^ load * 32);
   }
   // The element of a head that it has in a step of 16, as its first or its second one.
   __device__ int element(int step, int second) const {
@@ -59,7 +55,7 @@ class PageLane {
   }
 
  private:
-  int begin_, piece_;  // bytes
+  int begin_;  // bytes
 };
 
 }  // namespace dsx::cuda
