@@ -1,54 +1,61 @@
 // What 8 rows of a head find in a page, by tensor cores: they are the columns of what is
 // multiplied, K q and V^T p.
 //
-// Elements of a head and tokens of a page may come in any order, so long as both factors of a
-// product have the same one. Of a lane, `row` is lane / 4 and `pair` lane % 4. In both products its
-// columns are 2 pair and 2 pair + 1; of the scores it has tokens 8 k + row.
+// Producer and consumers, where the keys of a page take two stages, K0 and K1, and its values V0
+// and V1; there are four stages, and K0' and so on are of the next task:
+//
+//   time -->
+//   stage 0  <~~~~~~|K0>    <~~~~~~~~~~~~~~|   K0'>      <~~~~~~~~~~~~~
+//   stage 1  <~~~~~~|   K1> <~~~~~~~~~~~~~~|        K1'> <~~~~~~~~~~~~~
+//   stage 2  <~~~~~~~~|          V0>    <~~~~~~~~~~~~~|        V0'>
+//   stage 3  <~~~~~~~~|             V1> <~~~~~~~~~~~~~|             V1'>
+//   a warp           K0 K1 weigh V0 V1  store  K0'  K1' weigh' V0'  V1'  store'
+//
+//   <  All four warps have released this stage and the next one: both are `empty`, and the Reader,
+//      which has waited for that, begins to fill them.
+//   ~  Bytes are on their way: to each warp its own tile.
+//   |  The tile of this warp has arrived: `full` lets its wait() return.
+//   >  The warp has multiplied what is there, and calls release().
+//
+// So a warp waits only for bytes, and the Reader only for stages: it is ahead of the warps by as
+// many as there are. They wait for each other nowhere but around the store, where what they have
+// found is put together.
 #pragma once
 
-#include "attention/decode/decode_any_cuda.cuh"
-#include "attention/decode/decode_codes_cuda.cuh"
-#include "attention/decode/decode_queries_cuda.cuh"
+#include "attention/decode/decode_non_finite_cuda.cuh"
+#include "attention/decode/decode_scores_cuda.cuh"
+#include "attention/decode/decode_stages_cuda.cuh"
+#include "attention/decode/decode_value_sums_cuda.cuh"
 
 namespace dsx::cuda {
-
-// What the warps have found for 8 rows, each in its page.
-template <int kWidth>
-struct Found {
-  static constexpr int kStride = kWidth + 4;
-  float values[kPageWarps][kTileRows][kStride];
-  Powers powers[kPageWarps][kTileRows];
-};
 
 // A barrier of the warps that multiply.
 __device__ inline void meet_page_warps() {
   asm volatile("bar.sync 1, %0;" ::"n"(32 * kPageWarps) : "memory");
 }
 
-// A warp's work on its page of each task. With kFresh all tasks of the block are of the same rows,
-// those of one new token, which is taken from where the block has made it.
+// A warp's work on its page of each task: the loop over stages, between Stages, where they come
+// from, and Scores, NonFinite and ValueSums, which are given all that they read. With kFresh all
+// tasks of the block are of the same rows, those of one new token, which is taken from where the
+// block has made it.
 template <class Q, class Kind, int kWidth, bool kFresh>
 class PageAttention {
-  using M = std::conditional_t<Kind::kQuantized, Half, Q>;  // of what is multiplied
   using Layout = cuda::StageLayout<Kind, kWidth>;
+  using Stage = typename Stages<Kind, kWidth>::Arrived;
   using Found = cuda::Found<kWidth>;
+  using NonFinite = cuda::NonFinite<Q, Kind, kWidth>;
+  using Scores = cuda::Scores<Q, Kind, kWidth>;
+  using ValueSums = cuda::ValueSums<Q, Kind, kWidth>;
   using NewToken = cuda::NewToken<kWidth>;
-  static constexpr int kMmaTiles = kPageTokens / 16, kMmaTilesOfStage = kStageTokens / 16;
-  static constexpr int kLoads = Layout::kRow / 32;  // of 32 bytes of 16 tokens
-  static constexpr int kSteps = kWidth / 16, kStepsOfStage = Layout::kElements / 16;
 
  public:
-  __device__ PageAttention(const DecodeAttention& call, Pipeline& pipeline, const char* memory,
+  __device__ PageAttention(const DecodeAttention& call, Pipeline& pipeline, char* memory,
                            int stages, Found& found, const NewToken* fresh)
-      : call_(call), pipeline_(pipeline), found_(found), fresh_(fresh), state_{stages} {
-    const int row = lane_ % 8, next_tokens = lane_ / 8 % 2, next_piece = lane_ / 16;
-    memory_ = memory + warp_ * Layout::kSize;
-    scales_ = reinterpret_cast<const float*>(memory + stages * kPageWarps * Layout::kSize) +
-              warp_ * Layout::kScales;
-    const int first = swizzled<Layout::kRow>(row, next_piece) * 16;
-    of_lane_ = next_tokens * 8 * Layout::kRow + first / Layout::kRow * Layout::kRow;
-    piece_ = first % Layout::kRow;
-  }
+      : call_(call),
+        pipeline_(pipeline),
+        found_(found),
+        fresh_(fresh),
+        stages_(pipeline, memory, stages, warp_) {}
 
   __device__ void read_first() {
     const Task& task = pipeline_.task(warp_, 0);
@@ -64,15 +71,11 @@ class PageAttention {
   __device__ void run(int i, int row_tile, int row_tiles) {
     const Task& task = pipeline_.task(warp_, i);
     if (is_new_) prepare(task, row_tile);
-    begin_ = (task.chunk * kChunkPages + warp_) * kPageTokens;
-    const bool used = begin_ < task.length && begin_ + kPageTokens > task.seen_begin;
-    const int last = task.length - 1 - begin_;
-    fresh_token_ = kFresh && last >= 0 && last < kPageTokens ? last : -1;
-    // Whether there are tokens that some row does not see.
-    is_edge_ = begin_ < task.seen_by_last || begin_ + kPageTokens > task.position(0) + 1;
-    seen_ = {task.seen_begin - begin_, task.length - begin_};
+    const int begin = (task.chunk * kChunkPages + warp_) * kPageTokens;
+    const bool used = begin < task.length && begin + kPageTokens > task.seen_begin;
+    page_ = PageTokens(task, begin, kFresh);
     Powers powers[2] = {{-INFINITY, 0}, {-INFINITY, 0}};
-    each_out([](int, float& out) { out = 0; });
+    sums_.clear();
     if (used) {
       multiply_keys();
     } else {
@@ -81,15 +84,15 @@ class PageAttention {
     is_new_ = read_next(i, row_tile, row_tiles);
     const bool wrong = pipeline_.wrong[i % Pipeline::kTasks][warp_];
     if (used) {
-      weigh(powers);
-      take_values(task.count);
+      scores_.weigh(call_, lane_, page_, scoring_, powers);
+      add_values(task.count);
     } else {
       skip();
     }
     if (wrong) powers[0] = powers[1] = {-INFINITY, NAN};
     const int rows = task.count * int(call_.group) - row_tile * kTileRows;
     meet_page_warps();  // the others have read what was there
-    store(rows, powers);
+    sums_.store(lane_, warp_, rows, powers, found_);
     meet_page_warps();
   }
 
@@ -98,7 +101,7 @@ class PageAttention {
     queries_.prepare();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int number = row_tile * kTileRows + lane_ % 4 * 2 + i;
+      const int number = row_tile * kTileRows + lane_.number % 4 * 2 + i;
       const int token = int(quotient(number, call_.group));
       const int head = task.head * int(call_.group) + number - token * int(call_.group);
       scoring_[i] = {};
@@ -115,374 +118,97 @@ class PageAttention {
     return true;
   }
 
-  __device__ const char* wait(const PipelineState& ahead) const {
-    wait_for(&pipeline_.full[ahead.stage][warp_], ahead.phase);
-    return memory_ + ahead.stage * (kPageWarps * Layout::kSize);
-  }
-  __device__ void release() {
-    __syncwarp();
-    if (lane_ == 0) arrive(&pipeline_.empty[state_.stage]);
-    state_.advance();
-  }
   __device__ void skip() {
 #pragma unroll 1
-    for (int k = 0; k < Layout::kOfPage; ++k) {
-      wait(state_);
-      release();
-    }
+    for (int k = 0; k < Layout::kOfPage; ++k) stages_.release(stages_.wait());
   }
 
-  // Where this lane begins to read matrices: 32 bytes of 16 tokens.
-  __device__ int place_of(int tile, int load) const {
-    return of_lane_ + tile * 16 * Layout::kRow + (piece_ ^ load * 32);
-  }
-  // Scales of this lane's tokens, with the first stage of a page; `fresh` is that of the new token.
-  __device__ void read_scales(float (&scales)[8], const float* fresh) const {
-    wait(state_);
-    const float* const all = scales_ + state_.stage * (kPageWarps * Layout::kScales);
+  // Scales of this lane's tokens; `fresh` is that of the new one.
+  __device__ void read_scales(const float* fresh, float (&scales)[Scores::kTokens]) const {
+    const float* const all = stages_.wait_for_scales();
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const int token = k * 8 + lane_ / 4;
-      scales[k] = token == fresh_token_ ? *fresh : all[token];
+    for (int k = 0; k < Scores::kTokens; ++k) {
+      const int token = k * 8 + lane_.number / 4;
+      scales[k] = token == page_.fresh ? *fresh : all[token];
     }
   }
-  // Whether no row sees any of the tokens in stage number k of the page.
-  __device__ bool is_unseen(int k) const {
-    const int token = Layout::token(k);
-    return token >= seen_.end || token + kStageTokens <= seen_.begin;
-  }
   // Puts the new token where stage number k of the page has come with what was there before.
-  __device__ void put_fresh(const char* stage, int k, const char* row) const {
-    const int token = fresh_token_ - Layout::token(k);
-    if (fresh_token_ < 0 || token < 0 || token >= kStageTokens) return;
-    if (lane_ < Layout::kRow / 16) {
+  __device__ void put_fresh(const Stage& stage, int k, const char* row) const {
+    const int token = page_.fresh - Layout::token(k);
+    if (page_.fresh < 0 || token < 0 || token >= kStageTokens) return;
+    if (lane_.number < Layout::kRow / 16) {
       const uint4* const from =
           reinterpret_cast<const uint4*>(row + Layout::element(k) * Layout::kBytes);
-      char* const to = const_cast<char*>(stage) + swizzled<Layout::kRow>(token, lane_) * 16;
-      *reinterpret_cast<uint4*>(to) = from[lane_];
+      char* const to = stage.tile() + swizzled<Layout::kRow>(token, lane_.number) * 16;
+      *reinterpret_cast<uint4*>(to) = from[lane_.number];
       wrote_before_fetch();
     }
     __syncwarp();
   }
 
+  // Takes the stages of keys, or of values, and calls do_it(k, stage) for each that some row sees.
+  template <class Do>
+  __device__ void for_each_seen(const Do& do_it) {
+#pragma unroll
+    for (int k = 0; k < Layout::kOfPage; ++k) {
+      Stage stage = stages_.wait();
+      if (page_.is_unseen(Layout::token(k))) {
+        stages_.release(std::move(stage));
+        continue;  // not an else: one release for both takes more registers
+      }
+      do_it(k, stage);
+      stages_.release(std::move(stage));
+    }
+  }
+
   __device__ void multiply_keys() {
-    float scales[8];
-    if constexpr (Kind::kQuantized) read_scales(scales, kFresh ? &fresh_->key_scale : nullptr);
-#pragma unroll
-    for (auto& of_tile : weights_) {
-#pragma unroll
-      for (float& each : of_tile) each = 0;
-    }
-#pragma unroll
-    for (int k = 0; k < Layout::kOfPage; ++k) {
-      const char* const stage = wait(state_);
-      if (is_unseen(k)) {
-        release();
-        continue;
-      }
+    float scales[Scores::kTokens];
+    if constexpr (Kind::kQuantized) read_scales(kFresh ? &fresh_->key_scale : nullptr, scales);
+    scores_.clear();
+    for_each_seen([&](int k, const Stage& stage) {
       if constexpr (kFresh) put_fresh(stage, k, fresh_->keys);
-      const int column = k / Layout::kTokenTiles,
-                first = k % Layout::kTokenTiles * kMmaTilesOfStage;
-#pragma unroll
-      for (int load = 0; load < kLoads; ++load) {
-#pragma unroll
-        for (int t = 0; t < kMmaTilesOfStage; ++t) {
-          float (&products)[4] = weights_[first + t];
-          uint32_t m[4];
-          load_matrices<false>(m, stage + place_of(t, load));
-          if constexpr (Kind::kQuantized) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const uint32_t keys[4] = {
-                  widened<Kind, false>(m[2 * i]), widened<Kind, false>(m[2 * i + 1]),
-                  widened<Kind, true>(m[2 * i]), widened<Kind, true>(m[2 * i + 1])};
-              multiply_matrices<M>(products, keys,
-                                   queries_.words[column * kStepsOfStage + 2 * load + i]);
-            }
-          } else {
-            multiply_matrices<M>(products, m, queries_.words[column * kStepsOfStage + load]);
-          }
-        }
-      }
-      release();
-    }
-    if constexpr (Kind::kQuantized) {
-#pragma unroll
-      for (int k = 0; k < 16; ++k) {
-        weight(k / 2, k % 2) *= scales[k / 2] * queries_.inverse[k % 2];
-      }
-    }
-  }
-
-  // Calls do_it(i, sum) for each sum of a value, of row i of this lane's.
-  template <class Do>
-  __device__ void each_out(const Do& do_it) {
-#pragma unroll
-    for (auto& of_column : out_) {
-#pragma unroll
-      for (auto& of_step : of_column) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) do_it(i % 2, of_step[i]);
-      }
-    }
-  }
-  // Of this lane's token number k, and its row i.
-  __device__ float& weight(int k, int i) { return weights_[k / 2][k % 2 * 2 + i]; }
-  __device__ int key(int k) const { return begin_ + k * 8 + lane_ / 4; }
-
-  // From products to scores: -inf for what is not seen.
-  __device__ void score() {
-    if (call_.soft_cap <= 0 && call_.alibi_slopes == nullptr) {
-#pragma unroll
-      for (int k = 0; k < 16; ++k) {
-        const float score = weight(k / 2, k % 2) * call_.scale;
-        const bool seen = !is_edge_ || scoring_[k % 2].sees(key(k / 2));
-        weight(k / 2, k % 2) = seen ? score : -INFINITY;
-      }
-      return;
-    }
-#pragma unroll
-    for (int k = 0; k < 16; ++k) {
-      weight(k / 2, k % 2) = scored(scoring_[k % 2], call_, weight(k / 2, k % 2), key(k / 2));
-    }
-  }
-  // Not inline, as it is long.
-  __device__ __noinline__ static float scored(Scoring scoring, const DecodeAttention& call,
-                                              float product, int key) {
-    return scoring.score(call, product, key);
-  }
-
-  // From scores to weights.
-  __device__ void weigh(Powers (&powers)[2]) {
-    score();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float& largest = powers[i].largest;
-#pragma unroll
-      for (int k = 0; k < 8; ++k) largest = ::fmaxf(largest, weight(k, i));  // unless it is NaN
-    }
-    over_rows([&](int i, int distance) {
-      float& largest = powers[i].largest;
-      largest = ::fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, distance));
+      scores_.add(lane_, stage.tile(), k, queries_);
     });
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float shift = shift_of_largest(powers[i].largest);
-#pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        weight(k, i) = fast_exp_of_negative(weight(k, i) - shift);
-        powers[i].sum += weight(k, i);
-      }
-    }
-    over_rows([&](int i, int distance) {
-      powers[i].sum += __shfl_xor_sync(0xffffffff, powers[i].sum, distance);
-    });
-  }
-  // Both columns of a lane, and all distances to lanes that have the same ones.
-  template <class Do>
-  __device__ static void over_rows(const Do& do_it) {
-#pragma unroll
-    for (int distance = 4; distance < 32; distance *= 2) {
-      do_it(0, distance);
-      do_it(1, distance);
-    }
+    if constexpr (Kind::kQuantized) scores_.scale(scales, queries_);
   }
 
-  // Weights of codes: with their scales, and made to fit.
-  __device__ void take_scales(float (&inverse)[2]) {
-    float scales[8], largest[2] = {0, 0};
-    read_scales(scales, kFresh ? &fresh_->value_scale : nullptr);
-#pragma unroll
-    for (int k = 0; k < 16; ++k) weight(k / 2, k % 2) *= scales[k / 2];
-    if (is_edge_) {  // scales may be anything where no token is
-#pragma unroll
-      for (int k = 0; k < 16; ++k) {
-        if (!scoring_[k % 2].sees(key(k / 2))) weight(k / 2, k % 2) = 0;
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < 16; ++k) {
-      const float magnitude = ::fabsf(weight(k / 2, k % 2));
-      if (magnitude < INFINITY) largest[k % 2] = ::fmaxf(largest[k % 2], magnitude);
-    }
-    over_rows([&](int i, int distance) {
-      largest[i] = ::fmaxf(largest[i], __shfl_xor_sync(0xffffffff, largest[i], distance));
-    });
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const Fit fit(largest[i]);
-#pragma unroll
-      for (int k = 0; k < 8; ++k) weight(k, i) *= fit.factor;
-      inverse[i] = fit.inverse;
-    }
-  }
-
-  __device__ void take_values(int tokens) {
+  __device__ void add_values(int tokens) {
     float inverse[2];
-    if constexpr (Kind::kQuantized) take_scales(inverse);
-#pragma unroll
-    for (int k = 0; k < Layout::kOfPage; ++k) {
-      const char* const stage = wait(state_);
-      if (is_unseen(k)) {
-        release();
-        continue;
-      }
-      if constexpr (kFresh) put_fresh(stage, k, fresh_->values);
-      const int first = k % Layout::kTokenTiles * kMmaTilesOfStage;
-      auto& out = out_[k / Layout::kTokenTiles];
-      if (is_edge_ && !std::is_same_v<Kind, Int8Kv>) {
-        if (kFresh || tokens == 1) {
-          blank(stage, k);
-        } else {
-          set_apart(first * 2, out);
-        }
-      }
-#pragma unroll
-      for (int t = 0; t < kMmaTilesOfStage; ++t) {
-        const float (&mine)[4] = weights_[first + t];
-        const uint32_t weights[2] = {transposed_matrix(rounded_pair<M>(mine[0], mine[1])),
-                                     transposed_matrix(rounded_pair<M>(mine[2], mine[3]))};
-#pragma unroll
-        for (int load = 0; load < kLoads; ++load) {
-          uint32_t m[4];
-          load_matrices<true>(m, stage + place_of(t, load));
-          if constexpr (Kind::kQuantized) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const uint32_t low = for_values<Kind>(m[2 * i]),
-                             high = for_values<Kind>(m[2 * i + 1]);
-              const uint32_t values[4] = {widened<Kind, false>(low), widened<Kind, true>(low),
-                                          widened<Kind, false>(high), widened<Kind, true>(high)};
-              multiply_matrices<M>(out[2 * load + i], values, weights);
-            }
-          } else {
-            const uint32_t values[4] = {m[0], m[2], m[1], m[3]};
-            multiply_matrices<M>(out[load], values, weights);
-          }
-        }
-      }
-      release();
-    }
     if constexpr (Kind::kQuantized) {
-      each_out([&](int i, float& out) { out *= inverse[i]; });
+      float scales[Scores::kTokens];
+      read_scales(kFresh ? &fresh_->value_scale : nullptr, scales);
+      scores_.scale_to_fit(lane_, page_, scoring_, scales, inverse);
     }
-  }
-
-  // The element of a head that out_[step][0] and [1] are of, or [2] and [3].
-  __device__ int element(int step, int second) const {
-    const int row = lane_ / 4;
-    return step * 16 + (Kind::kQuantized ? row * 2 + second : row + second * 8);
-  }
-
-  // Zeros for the tokens in stage number k that no row sees, as what is there may not be finite. If
-  // all rows are of one token, they see the others.
-  __device__ void blank(const char* stage, int k) const {
-    constexpr int kPieces = Layout::kRow / 16;
-    const int begin = seen_.begin - Layout::token(k), end = seen_.end - Layout::token(k);
-    uint4* const pieces = reinterpret_cast<uint4*>(const_cast<char*>(stage));
-#pragma unroll
-    for (int i = 0; i < kStageTokens * kPieces; i += 32) {
-      const int token = (i + lane_) / kPieces;  // in whatever order its pieces lie
-      if (token < begin || token >= end) pieces[i + lane_] = {};
-    }
-    wrote_before_fetch();
-    __syncwarp();
-  }
-
-  // Takes what is not finite out of the values in a stage, and adds it to the rows that see it: it
-  // must not reach the others. The stage's tokens are the page's from number first * 8 on.
-  __device__ __forceinline__ void set_apart(int first, float (&out)[kStepsOfStage][4]) {
-    char* const stage = const_cast<char*>(wait(state_));
-    bool any = false;
-    const auto each_word = [&](const auto& do_it) {
-#pragma unroll 4
-      for (int i = lane_ * 4; i < Layout::kSize; i += 32 * 4) {
-        do_it(*reinterpret_cast<uint32_t*>(stage + i));
-      }
-    };
-    each_word([&](uint32_t& word) { any |= not_finite(word) != 0; });
-    if (!__any_sync(0xffffffff, any)) return;
-    const int begin = begin_ + first * 8;
-    float mine[kStageTokens / 8][2];  // of tokens to come, in turn
-#pragma unroll
-    for (int k = 0; k < kStageTokens / 8 * 2; ++k)
-      mine[k / 2][k % 2] = weight(first + k / 2, k % 2);
-#pragma unroll 1
-    for (int token = 0; token < ::min(kStageTokens, seen_.end - first * 8); ++token) {
-      float weights[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        weights[i] = __shfl_sync(0xffffffff, mine[0][i], token % 8 * 4 + lane_ % 4);
-#pragma unroll
-        for (int k = 1; k < kStageTokens / 8; ++k) {
-          if (token % 8 == 7) mine[k - 1][i] = mine[k][i];
-        }
-      }
-#pragma unroll
-      for (int step = 0; step < 2 * kStepsOfStage; ++step) {
-        const int byte = element(step / 2, step % 2) * Layout::kBytes;
-        const char* const piece = stage + swizzled<Layout::kRow>(token, byte / 16) * 16;
-        const float value = element_at<Kind>(piece, call_.kv.dtype, byte % 16 / Layout::kBytes);
-        if (isfinite(value)) continue;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (scoring_[i].sees(begin + token))
-            out[step / 2][step % 2 * 2 + i] += weights[i] * value;
-        }
-      }
-    }
-    __syncwarp();
-    each_word([](uint32_t& word) { word &= ~not_finite(word); });
-    wrote_before_fetch();
-    __syncwarp();
-  }
-  // The bits of elements of a word that are not finite.
-  __device__ static uint32_t not_finite(uint32_t word) {
-    if constexpr (Kind::kQuantized) return (nan_codes(word) >> 7) * 0xff;
-    constexpr uint32_t kExponent = M::kQuietNan == BFloat16::kQuietNan ? 0x7f80 : 0x7c00;
-    const uint32_t low = (word & kExponent) == kExponent ? 0xffffu : 0u;
-    return (word >> 16 & kExponent) == kExponent ? low | 0xffff0000u : low;
-  }
-
-  __device__ void store(int rows, const Powers (&powers)[2]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = lane_ % 4 * 2 + i;
-      if (row >= rows) continue;
-      if (lane_ < 4) found_.powers[warp_][row] = powers[i];
-      float* const values = found_.values[warp_][row];
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const float (&out)[4] = out_[step / kStepsOfStage][step % kStepsOfStage];
-        if constexpr (Kind::kQuantized) {
-          *reinterpret_cast<float2*>(values + element(step, 0)) = make_float2(out[i], out[2 + i]);
+    for_each_seen([&](int k, const Stage& stage) {
+      if constexpr (kFresh) put_fresh(stage, k, fresh_->values);
+      if (page_.is_edge && !std::is_same_v<Kind, Int8Kv>) {
+        const int first = Layout::token(k);
+        if (kFresh || tokens == 1) {
+          NonFinite::blank(lane_, stage.tile(), page_, first);
         } else {
-          values[element(step, 0)] = out[i];
-          values[element(step, 1)] = out[2 + i];
+          const auto weight = [&](int token, int i) { return scores_.at(first / 8 + token, i); };
+          NonFinite::mask(lane_, stage.tile(), page_, first, call_, scoring_, weight,
+                          sums_.of_stage(k));
         }
       }
-    }
+      sums_.add(lane_, stage.tile(), k, scores_);
+    });
+    if constexpr (Kind::kQuantized) sums_.scale(inverse);
   }
 
   const DecodeAttention& call_;
   Pipeline& pipeline_;
   Found& found_;
   const NewToken* const fresh_;
-  PipelineState state_;
-  const int lane_ = threadIdx.x % 32, warp_ = threadIdx.x / 32;
-  const char* memory_;
-  const float* scales_;
-  int of_lane_, piece_;  // bytes
-  int begin_;            // of the page, in the sequence
-  struct {
-    int begin, end;
-  } seen_;           // of the page's tokens, by some row; may lie outside of it
-  int fresh_token_;  // of the page; -1: it has not the new token
-  bool is_edge_, is_new_;
+  const PageLane<Kind, kWidth> lane_;
+  const int warp_ = threadIdx.x / 32;
+  Stages<Kind, kWidth> stages_;
+  PageTokens page_;
+  bool is_new_;
   Queries<Q, Kind, kWidth> queries_;
   Scoring scoring_[2];
-  float weights_[kMmaTiles][4];
-  float out_[Layout::kColumnTiles][kStepsOfStage][4];
+  Scores scores_;
+  ValueSums sums_;
 };
 
 }  // namespace dsx::cuda
