@@ -62,7 +62,7 @@ struct Ring {
   int length;
 
   static int64_t bytes(int threads, const NormBackward& norm) {
-    const int of_thread = (2 * kStages + (norm.grad_sum.data != nullptr)) * kVectors;
+    const int of_thread = (2 * kStages + norm.grad_sum.is_present()) * kVectors;
     const int firsts = threads / kHalfWarp * kStages;
     const int64_t of_rows = int64_t(threads * of_thread + firsts) * int(sizeof(Vector));
     return of_rows + norm.length * int(sizeof(float));
@@ -70,7 +70,7 @@ struct Ring {
 
   __device__ Ring(const Team& of, const NormBackward& norm, void* memory)
       : team(of), length(int(norm.length)) {
-    const int of_thread = (2 * kStages + (norm.grad_sum.data != nullptr)) * kVectors;
+    const int of_thread = (2 * kStages + norm.grad_sum.is_present()) * kVectors;
     rows = static_cast<Vector*>(memory) + threadIdx.x;
     firsts = static_cast<Vector*>(memory) + of_thread * int(blockDim.x);
     weight = reinterpret_cast<float*>(firsts + int(blockDim.x) / kHalfWarp * kStages);
@@ -82,7 +82,7 @@ struct Ring {
 #pragma unroll 4  // loads at once
     for (int i = int(threadIdx.x) * kRowVector; i < length; i += int(blockDim.x) * kRowVector) {
       Values values(1.0f);
-      if (norm.weight.data != nullptr) {
+      if (norm.weight.is_present()) {
         values = floats_of(fetch(norm.weight.even_row<Any>(0), i, kRowVector, true)) +
                  Values(norm.weight_offset);
       }
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kAddingThreads<Team, T>, Team::kShort ? 3 : 1)
   using RingOfTeam = Ring<Kind, Team, T>;
   const Team team(team_threads);
   const RingOfTeam ring(team, norm, ring_memory);
-  const bool has_grad_sum = norm.grad_sum.data != nullptr;
+  const bool has_grad_sum = norm.grad_sum.is_present();
   const auto weighted = [&](int i, const auto& vectors) {
     return floats_of(vectors[1]) * ring.weight_at(i);
   };
