@@ -49,6 +49,12 @@ DSX_INLINE Values biased(const T* x, const T* bias, int k) {
   return bias ? value + Values::load(bias + k, Values::size) : value;
 }
 
+// Of a rule whose sums alone are wanted: none.
+template <class Rule>
+DSX_INLINE Pointer<Any> place_of_result(const Rows& rows, int64_t row, int64_t i) {
+  return kHasOut<Rule> ? rows.row<Any>(row) + i : Pointer<Any>{};
+}
+
 DSX_INLINE void add_up(float* sums, int k, bool is_first, const Values& result) {
   if (sums == nullptr) return;
   (is_first ? result : Values::load(sums + k, Values::size) + result).store(sums + k, Values::size);
@@ -68,7 +74,7 @@ inline void do_block(const Elementwise<Rule>& call, int64_t row, int64_t i, int 
     bias[k] = has_bias ? read_block<T>(call.bias[k].template row<Any>(0) + i, count, bias_blocks[k])
                        : nullptr;
   }
-  const Room<T> out[] = {Room<T>(call.out[outs].template row<Any>(row) + i, count,
+  const Room<T> out[] = {Room<T>(place_of_result<Rule>(call.out[outs], row, i), count,
                                  blocks[kIn + outs], storage.past_cache[outs])...};
   // What is the same for all registers is decided here, for the loop to have no branches.
   float* const sums[] = {columns.sums[outs]...};
