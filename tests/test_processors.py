@@ -258,7 +258,8 @@ def test_nodes_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pci = "sys/bus/pci/devices"
     write(tmp_path, {f"{pci}/0000:0a:00.0/numa_node": "1", f"{pci}/0000:c8:00.0/numa_node": "-1"})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert list(host_here(tmp_path).gpu_nodes) == []  # as CUDA is not in use
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert list(host_here(tmp_path).gpu_nodes) == []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
     monkeypatch.setattr(torch.cuda, "get_device_properties", devices.__getitem__)

@@ -71,11 +71,14 @@ def _multiply(x: Tensor, codes: Tensor, scales: Tensor, layout: WeightLayout) ->
     rows = x.reshape(-1, length)
     of_x = quantize(F.pad(rows, (0, codes.shape[1] - length)), "fp8_e4m3")
     weight = codes.view(layout.code_dtype)
-    out = float8_matmul(
-        of_x.codes,
-        weight.t(),
-        scale_a=of_x.scales,
-        scale_b=scales,
-        out_dtype=x.dtype,
-    )
+    if x.is_cuda:
+        out = float8_matmul(
+            of_x.codes, weight.t(), scale_a=of_x.scales, scale_b=scales, out_dtype=x.dtype
+        )
+    else:  # where torch 2.11 takes one scale for all rows
+        one = x.new_ones((), dtype=torch.float32)
+        out = float8_matmul(
+            of_x.codes, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32
+        )
+        out = (out * of_x.scales * scales).to(x.dtype)
     return out[:, :n].reshape(*x.shape[:-1], n)

@@ -16,6 +16,7 @@ from examples.text import standard_library
 from examples.train_gpt import Run, main
 
 SIZE = ["--steps", "6", "--context", "16", "--width", "32", "--layers", "2", "--batch-size", "4"]
+SIZE += ["--device", "cpu"]  # as the processes of a group
 
 
 def losses(folder):

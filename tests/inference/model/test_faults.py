@@ -406,7 +406,7 @@ def test_says_what_has_room(
     with pytest.raises(
         MemoryError, match=rf"^{text} of keys and values for max_batch .*{fits}"
     ) as e:
-        init_inference(tmp_path, **options)
+        init_inference(tmp_path, device="cpu", **options)
     assert not unread
     found = re.findall(
         r"quantize=(\S+)(?: with max_batch=(\d+) and max_tokens=(\d+))?", str(e.value)
@@ -415,10 +415,10 @@ def test_says_what_has_room(
         batch, tokens = (int(n) if n else None for n in numbers)
         advised = {"max_batch": batch, "max_tokens": tokens, "quantize": ast.literal_eval(kind)}
         given = options | {name: value for name, value in advised.items() if value}
-        init_inference(tmp_path, **given)
+        init_inference(tmp_path, device="cpu", **given)
         if tokens:
             with pytest.raises(MemoryError):
-                init_inference(tmp_path, **given | {"max_tokens": 2 * tokens + 1024})
+                init_inference(tmp_path, device="cpu", **given | {"max_tokens": 2 * tokens + 1024})
 
 
 def test_says_that_nothing_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

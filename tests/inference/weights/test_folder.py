@@ -72,11 +72,11 @@ def test_a_folder_and_a_module_give_the_same_engine(tmp_path: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**sizes))
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(set(tiny_folder.read_index(tmp_path).values())) > 2
-    of_folder = deepspeed_ext.init_inference(str(tmp_path))
+    of_folder = deepspeed_ext.init_inference(str(tmp_path), device="cpu")
     found, expected = weights_by_name(of_folder), model.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
-    engines = of_folder, init_inference(model)
+    engines = of_folder, init_inference(model, device="cpu")
     texts = [engine.generate([PROMPT], max_new_tokens=8)[0].tokens for engine in engines]
     assert texts[0] == texts[1] and texts[0]
 
@@ -118,7 +118,7 @@ def test_links_are_followed(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         shutil.move(tmp_path / "files" / name, tmp_path / name[::-1])
         (tmp_path / "snapshot" / name).symlink_to(tmp_path / name[::-1])
-    engine = init_inference(tmp_path / "snapshot")
+    engine = init_inference(tmp_path / "snapshot", device="cpu")
     assert torch.equal(
         engine.decoder.weights.embedding, tiny_folder.tensors_of()["model.embed_tokens.weight"]
     )
@@ -274,10 +274,10 @@ def memory(name):
     return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
 
 small, large = sys.argv[1:]
-init_inference(small, quantize="int8")  # libraries, and memory that threads keep
+init_inference(small, quantize="int8", device="cpu")  # libraries, and memory that threads keep
 before = memory("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-engine = init_inference(large, quantize="int8", max_batch=1, max_tokens=64)
+engine = init_inference(large, quantize="int8", max_batch=1, max_tokens=64, device="cpu")
 print(memory("VmHWM") - before, bytes_of(engine.decoder.weights))
 """
 
