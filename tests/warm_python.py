@@ -18,7 +18,7 @@ def run(
     *arguments: object,
     env: dict[str, str] | None = None,
     cwd: object = None,
-    timeout: float = 100,
+    timeout: float = 600,  # so many seconds that a busy machine is no failure
     preload: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """Run a program as `python <arguments>` would: "-c" and code, or a file, then its arguments.

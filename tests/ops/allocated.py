@@ -30,7 +30,7 @@ def measured(function: Callable[[str, Taken], Any], device: str) -> Any:
         return function(device, on_cuda)
     library = f"{_folder().name}/allocated.so"
     program = (__file__, library, function.__module__, function.__name__)
-    done = warm_python.run(*program, preload=library, timeout=600)
+    done = warm_python.run(*program, preload=library)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -1,5 +1,6 @@
 """Batch invariance: the same tokens and log-probabilities alone and in any batch."""
 
+import functools
 import itertools
 import math
 import random
@@ -75,14 +76,19 @@ def together(engine: InferenceEngine, some: list[Asked]) -> list[tuple[Any, ...]
     return [result(each) for each in found]
 
 
+@functools.cache
+def for_slots(slots: int, padded: bool, device: str) -> tuple[list[Asked], list[tuple[Any, ...]]]:
+    """Return more than there are slots, so that each slot has several, and what each is alone."""
+    some = asked(slots + 9, longest=150 if slots < 64 else 20, most=min(40, 400 // slots + 6))
+    return some, alone(device, some, padded=padded)
+
+
 @ON_BOTH
 @AHEAD
 @PADDED
 @pytest.mark.parametrize("slots", [2, 5, 64])
 def test_among_others(slots: int, padded: bool, ahead: bool, device: str) -> None:
-    """More than there are slots, so that each slot has several after one another."""
-    some = asked(slots + 9, longest=150 if slots < 64 else 20, most=min(40, 400 // slots + 6))
-    expected = alone(device, some, padded=padded)
+    some, expected = for_slots(slots, padded, device)
     assert len({tuple(tokens) for tokens, *_ in expected}) > len(some) * 0.8
     engine = make(device, ahead, padded, max_batch=slots)
     for seed in range(2):
@@ -229,27 +235,34 @@ def test_pages_for_few_at_a_time(ahead: bool, device: str) -> None:
     )
 
 
+EIGHT = SamplingOptions(max_new_tokens=20, temperature=1.0, seed=9, n=8, logprobs=0)
+
+
+@functools.cache
+def eight_apart(length: int, device: str) -> list[tuple[Any, ...]]:
+    """Return the completions of a prompt of this length, each made while no other one is."""
+    apart, found = make(device, max_batch=8), []
+    for sample in range(8):
+        stream = apart.generate([[i % 90 for i in range(length)]], EIGHT, stream=True)
+        for i in range(8):
+            if i != sample:
+                stream.cancel(i)
+        list(stream)
+        found.append(result(stream.completions()[sample]))
+    return found
+
+
 @ON_BOTH
 @AHEAD
 @pytest.mark.parametrize("length", [1, 64, 130])
 @pytest.mark.parametrize("slots", [1, 3, 8])
 def test_several_completions_of_a_prompt(slots: int, length: int, ahead: bool, device: str) -> None:
     """They share its pages, at once or one after the other, and are what they are alone."""
-    prompt = [i % 90 for i in range(length)]
-    wanted = SamplingOptions(max_new_tokens=20, temperature=1.0, seed=9, n=8, logprobs=0)
-    apart = make(device, max_batch=8)
-    expected = []
-    for sample in range(8):
-        stream = apart.generate([prompt], wanted, stream=True)
-        for i in range(8):
-            if i != sample:
-                stream.cancel(i)
-        list(stream)
-        expected.append(result(stream.completions()[sample]))
+    prompt, expected = [i % 90 for i in range(length)], eight_apart(length, device)
     assert len({tuple(tokens) for tokens, *_ in expected}) == 8
     pages = -(-(length + 19) // 64) - length // 64
     tight = make(device, ahead, max_batch=slots, pages=length // 64 + pages * min(slots, 8))
-    found = tight.generate([prompt], wanted)
+    found = tight.generate([prompt], EIGHT)
     assert [result(each) for each in found] == expected
     assert [each.sample for each in found] == list(range(8))
     tiny.check_all_is_free(tight)

@@ -165,8 +165,7 @@ expected = cache(digests)  # of the widest ISA
 
 def test_every_isa(isa: str) -> None:
     environment = environ | {"DSX_FORCE_ISA": isa}
-    program = Path(__file__).with_name("two_pass_cases.py")
-    done = warm_python.run(program, env=environment, timeout=600)
+    done = warm_python.run(Path(__file__).with_name("two_pass_cases.py"), env=environment)
     assert done.stdout.splitlines() == expected(), done.stderr
 
 
