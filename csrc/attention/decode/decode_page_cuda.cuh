@@ -1,5 +1,25 @@
 // What 8 rows of a head find in a page, by tensor cores: they are the columns of what is
 // multiplied, K q and V^T p.
+//
+// Producer and consumers, where the keys of a page take two stages, K0 and K1, and its values V0
+// and V1; there are four stages, and K0' and so on are of the next task:
+//
+//   time -->
+//   stage 0  <~~~~~~|K0>    <~~~~~~~~~~~~~~|   K0'>      <~~~~~~~~~~~~~
+//   stage 1  <~~~~~~|   K1> <~~~~~~~~~~~~~~|        K1'> <~~~~~~~~~~~~~
+//   stage 2  <~~~~~~~~|          V0>    <~~~~~~~~~~~~~|        V0'>
+//   stage 3  <~~~~~~~~|             V1> <~~~~~~~~~~~~~|             V1'>
+//   a warp           K0 K1 weigh V0 V1  store  K0'  K1' weigh' V0'  V1'  store'
+//
+//   <  All four warps have released this stage and the next one: both are `empty`, and the Reader,
+//      which has waited for that, begins to fill them.
+//   ~  Bytes are on their way: to each warp its own tile.
+//   |  The tile of this warp has arrived: `full` lets its wait() return.
+//   >  The warp has multiplied what is there, and calls release().
+//
+// So a warp waits only for bytes, and the Reader only for stages: it is ahead of the warps by as
+// many as there are. They wait for each other nowhere but around the store, where what they have
+// found is put together.
 #pragma once
 
 #include "attention/decode/decode_non_finite_cuda.cuh"
@@ -14,8 +34,10 @@ __device__ inline void meet_page_warps() {
   asm volatile("bar.sync 1, %0;" ::"n"(32 * kPageWarps) : "memory");
 }
 
-// A warp's work on its page of each task. With kFresh all tasks of the block are of the same rows,
-// those of one new token, which is taken from where the block has made it.
+// A warp's work on its page of each task: the loop over stages, between Stages, where they come
+// from, and Scores, NonFinite and ValueSums, which are given all that they read. With kFresh all
+// tasks of the block are of the same rows, those of one new token, which is taken from where the
+// block has made it.
 template <class Q, class Kind, int kWidth, bool kFresh>
 class PageAttention {
   using Layout = cuda::StageLayout<Kind, kWidth>;
@@ -63,7 +85,7 @@ class PageAttention {
     const bool wrong = pipeline_.wrong[i % Pipeline::kTasks][warp_];
     if (used) {
       scores_.weigh(call_, lane_, page_, scoring_, powers);
-      take_values(task.count);
+      add_values(task.count);
     } else {
       skip();
     }
@@ -124,52 +146,53 @@ class PageAttention {
     __syncwarp();
   }
 
-  __device__ void multiply_keys() {
-    float scales[Scores::kTokens];
-    if constexpr (Kind::kQuantized) read_scales(kFresh ? &fresh_->key_scale : nullptr, scales);
-    scores_.clear();
+  // Takes the stages of keys, or of values, and calls do_it(k, stage) for each that some row sees.
+  template <class Do>
+  __device__ void for_each_seen(const Do& do_it) {
 #pragma unroll
     for (int k = 0; k < Layout::kOfPage; ++k) {
       Stage stage = stages_.wait();
       if (page_.is_unseen(Layout::token(k))) {
         stages_.release(std::move(stage));
-        continue;
+        continue;  // not an else: one release for both takes more registers
       }
-      if constexpr (kFresh) put_fresh(stage, k, fresh_->keys);
-      scores_.add(lane_, stage.tile(), k, queries_);
+      do_it(k, stage);
       stages_.release(std::move(stage));
     }
+  }
+
+  __device__ void multiply_keys() {
+    float scales[Scores::kTokens];
+    if constexpr (Kind::kQuantized) read_scales(kFresh ? &fresh_->key_scale : nullptr, scales);
+    scores_.clear();
+    for_each_seen([&](int k, const Stage& stage) {
+      if constexpr (kFresh) put_fresh(stage, k, fresh_->keys);
+      scores_.add(lane_, stage.tile(), k, queries_);
+    });
     if constexpr (Kind::kQuantized) scores_.scale(scales, queries_);
   }
 
-  __device__ void take_values(int tokens) {
+  __device__ void add_values(int tokens) {
     float inverse[2];
     if constexpr (Kind::kQuantized) {
       float scales[Scores::kTokens];
       read_scales(kFresh ? &fresh_->value_scale : nullptr, scales);
       scores_.scale_to_fit(lane_, page_, scoring_, scales, inverse);
     }
-#pragma unroll
-    for (int k = 0; k < Layout::kOfPage; ++k) {
-      Stage stage = stages_.wait();
-      if (page_.is_unseen(Layout::token(k))) {
-        stages_.release(std::move(stage));
-        continue;
-      }
+    for_each_seen([&](int k, const Stage& stage) {
       if constexpr (kFresh) put_fresh(stage, k, fresh_->values);
       if (page_.is_edge && !std::is_same_v<Kind, Int8Kv>) {
+        const int first = Layout::token(k);
         if (kFresh || tokens == 1) {
-          NonFinite::blank(lane_, stage.tile(), page_, Layout::token(k));
+          NonFinite::blank(lane_, stage.tile(), page_, first);
         } else {
-          NonFinite::mask(lane_, stage.tile(), page_, Layout::token(k), call_, scoring_,
-                          [&](int token, int i) {
-            return scores_.at(Layout::token(k) / 8 + token, i);
-          }, sums_.of_stage(k));
+          const auto weight = [&](int token, int i) { return scores_.at(first / 8 + token, i); };
+          NonFinite::mask(lane_, stage.tile(), page_, first, call_, scoring_, weight,
+                          sums_.of_stage(k));
         }
       }
       sums_.add(lane_, stage.tile(), k, scores_);
-      stages_.release(std::move(stage));
-    }
+    });
     if constexpr (Kind::kQuantized) sums_.scale(inverse);
   }
 

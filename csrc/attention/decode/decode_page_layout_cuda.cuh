@@ -48,7 +48,8 @@ class PageLane {
     piece_ = swizzled<Layout::kRow>(row, next_piece) * 16 % Layout::kRow;
   }
 
-  // Where it begins to read matrices: 32 bytes of 16 tokens.
+  // The byte of a stage's tile where it begins to read matrices: 32 bytes of each of 16 tokens. The
+  // swizzle is an exclusive or of pieces, so that another load is one, too.
   __device__ int place(int tile, int load) const {
     return begin_ + tile * 16 * Layout::kRow + (piece_ ^ load * 32);
   }
@@ -59,7 +60,8 @@ class PageLane {
   }
 
  private:
-  int begin_, piece_;  // bytes
+  // Of its row, and of a piece of that. To keep both apart spills less than to keep their sum.
+  int begin_, piece_;
 };
 
 }  // namespace dsx::cuda

@@ -13,8 +13,9 @@ class Stages {
   using Layout = cuda::StageLayout<Kind, kWidth>;
 
  public:
-  // A stage that has arrived, for as long as the warp may read it. Only wait() makes one and
-  // release() takes it, so none is given back that has not been waited for.
+  // A stage that has arrived, for as long as the warp may read it. Only wait() makes one, it cannot
+  // be copied, and release() takes it: so none is given back that has not been waited for, and who
+  // is lent one by const reference cannot give it back.
   class Arrived {
    public:
     Arrived(const Arrived&) = delete;
@@ -36,16 +37,17 @@ class Stages {
               warp * Layout::kScales;
   }
 
+  // The next one. Until that is released, it is the same one.
   [[nodiscard]] __device__ Arrived wait() const {
     wait_for_next();
     return Arrived(memory_ + state_.stage * (kPageWarps * Layout::kSize));
   }
-  // Those of the tokens of a page, which come with its first stage: that one is yet to be taken.
+  // Scales of a page's tokens, which come with its first stage: the next one, to be taken later.
   __device__ const float* wait_for_scales() const {
     wait_for_next();
     return scales_ + state_.stage * (kPageWarps * Layout::kScales);
   }
-  // The warp that reads may fill it anew, once all others have given it back, too.
+  // The warp that reads fills it anew once all others have given it back, too.
   __device__ void release(Arrived&&) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(&pipeline_.empty[state_.stage]);
