@@ -42,11 +42,16 @@ class PageLane {
  public:
   const int number = threadIdx.x % 32;
 
-  __device__ PageLane() { begin_ = swizzled<Layout::kRow>(number % 16, number / 16) * 16; }
+  __device__ PageLane() {
+    const int row = number % 8, next_tokens = number / 8 % 2, next_piece = number / 16;
+    begin_ = (next_tokens * 8 + row) * Layout::kRow;
+    piece_ = swizzled<Layout::kRow>(row, next_piece) * 16 % Layout::kRow;
+  }
 
-  // Where it begins to read matrices: 32 bytes of 16 tokens.
+  // The byte of a stage's tile where it begins to read matrices: 32 bytes of each of 16 tokens. The
+  // swizzle is an exclusive or of pieces, so that another load is one, too.
   __device__ int place(int tile, int load) const {
-    return tile * 16 * Layout::kRow + (begin_ ^ load * 32);
+    return begin_ + tile * 16 * Layout::kRow + (piece_ ^ load * 32);
   }
   // The element of a head that it has in a step of 16, as its first or its second one.
   __device__ int element(int step, int second) const {
@@ -55,7 +60,8 @@ class PageLane {
   }
 
  private:
-  int begin_;  // bytes
+  // Of its row, and of a piece of that. To keep both apart spills less than to keep their sum.
+  int begin_, piece_;
 };
 
 }  // namespace dsx::cuda
