@@ -3,30 +3,28 @@
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import call_on_tensors, check_numbers, define
-from deepspeed_ext.ops.attention.decode_attention import decode_attention_ref
+from deepspeed_ext.ops.attention.decode_attention import decode_attention_ref, fake_attention
 from deepspeed_ext.ops.attention.paged_kv import PagedKV, kind_of, libraries_of
-from deepspeed_ext.ops.attention.rope_append import count_writes, rope_append_ref_
+from deepspeed_ext.ops.attention.rope_append import (
+    WRITTEN,
+    cache_of,
+    count_writes,
+    rope_append_ref_,
+)
 
 
 def _define(kind: str) -> Any:
     name = f"append_and_attend_.{kind}" if kind else "append_and_attend_"
     return define(
-        f"{name}(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values,"
-        " Tensor(c!) violations, Tensor(d!)? key_scales, Tensor(e!)? value_scales, Tensor table,"
-        " Tensor lengths, Tensor? slots, Tensor? counts, Tensor? frequencies, Tensor? q_weight,"
-        " Tensor? k_weight, Tensor? alibi_slopes, Tensor? sinks, *, bool interleaved,"
+        f"{name}(Tensor q, {WRITTEN}, Tensor? alibi_slopes, Tensor? sinks, *, bool interleaved,"
         " float rotation_scale, float eps, float weight_offset, float scale, int window,"
         " float softcap) -> (Tensor out, Tensor lse)",
         libraries_of(kind),
-        fake=lambda q, *others, **options: (
-            q.new_empty(q.shape),
-            q.new_empty(q.shape[:-1], dtype=torch.float32),
-        ),
+        fake=fake_attention,
     )
 
 
@@ -106,23 +104,8 @@ def append_and_attend_(
         check_numbers("append_and_attend_", **numbers)
     out, lse = call_on_tensors(
         _OPS[kind_of(kv)],
-        q,
-        k,
-        v,
-        kv.keys,
-        kv.values,
-        kv.violations,
-        kv.key_scales,
-        kv.value_scales,
-        kv.table,
-        kv.lengths,
-        slots,
-        counts,
-        frequencies,
-        q_weight,
-        k_weight,
-        alibi_slopes,
-        sinks,
+        *(q, k, v, *cache_of(kv), slots, counts, frequencies, q_weight, k_weight),
+        *(alibi_slopes, sinks),
         interleaved=interleaved,
         window=window,
         **numbers,

@@ -48,11 +48,13 @@ class AttentionOps:
             " Tensor? slots, Tensor? counts, Tensor? alibi_slopes, Tensor? sinks, *, float scale,"
             " int window, float softcap) -> (Tensor out, Tensor lse)",
             libraries_of(kind),
-            fake=lambda q, *others, **options: (
-                q.new_empty(q.shape),
-                q.new_empty(q.shape[:-1], dtype=torch.float32),
-            ),
+            fake=fake_attention,
         )
+
+
+def fake_attention(q: Tensor, *others: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return results of attention, and its lse, without values."""
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 _OPS = AttentionOps("decode_attention")

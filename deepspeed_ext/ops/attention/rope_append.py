@@ -10,15 +10,20 @@ from deepspeed_ext.ops._library import call_on_tensors, check_numbers, define
 from deepspeed_ext.ops.attention.paged_kv import PAGE, PagedKV, kind_of, libraries_of
 from deepspeed_ext.ops.attention.rope import rope_ref
 
+# What the schema of an op that writes to a cache has behind q: k and v, `cache_of`, and what it
+# does with a token first.
+WRITTEN = (
+    "Tensor k, Tensor v, Tensor(b!) keys, Tensor(c!) values, Tensor(d!) violations,"
+    " Tensor(e!)? key_scales, Tensor(f!)? value_scales, Tensor table, Tensor lengths,"
+    " Tensor? slots, Tensor? counts, Tensor? frequencies, Tensor? q_weight, Tensor? k_weight"
+)
+
 
 def _define(kind: str) -> Any:
     name = f"rope_append_.{kind}" if kind else "rope_append_"
     return define(
-        f"{name}(Tensor(a!) q, Tensor k, Tensor v, Tensor(b!) keys, Tensor(c!) values,"
-        " Tensor(d!) violations, Tensor(e!)? key_scales, Tensor(f!)? value_scales, Tensor table,"
-        " Tensor lengths, Tensor? slots, Tensor? counts, Tensor? frequencies, Tensor? q_weight,"
-        " Tensor? k_weight, *, bool interleaved, float scale, float eps, float weight_offset)"
-        " -> ()",
+        f"{name}(Tensor(a!) q, {WRITTEN}, *, bool interleaved, float scale, float eps,"
+        " float weight_offset) -> ()",
         libraries_of(kind),
     )
 
@@ -85,27 +90,19 @@ def rope_append_(
         check_numbers("rope_append_", scale=scale, eps=eps, weight_offset=weight_offset)
     call_on_tensors(
         _OPS[kind_of(kv)],
-        q,
-        k,
-        v,
-        kv.keys,
-        kv.values,
-        kv.violations,
-        kv.key_scales,
-        kv.value_scales,
-        kv.table,
-        kv.lengths,
-        slots,
-        counts,
-        frequencies,
-        q_weight,
-        k_weight,
+        *(q, k, v, *cache_of(kv), slots, counts, frequencies, q_weight, k_weight),
         interleaved=interleaved,
         scale=scale,
         eps=eps,
         weight_offset=weight_offset,
     )
     count_writes(kv, q)
+
+
+def cache_of(kv: PagedKV) -> tuple[Tensor | None, ...]:
+    """Return the tensors of a cache in the order of the schemas."""
+    scales = kv.key_scales, kv.value_scales
+    return kv.keys, kv.values, kv.violations, *scales, kv.table, kv.lengths
 
 
 def count_writes(kv: PagedKV, *others: Tensor) -> None:

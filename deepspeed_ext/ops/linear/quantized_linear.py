@@ -45,8 +45,9 @@ _EXACT_LENGTH, _UNIT = 65536, 16  # see quantized_linear.h; bytes that are read 
 
 def _floats(x: Tensor, weight: list[Tensor], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return x as it is rounded, and the weight as floats, for as long as a backward takes."""
+    codes, scales, offsets = weight
     format, group_size = FORMATS[options["format"]].name, options["group_size"]
-    packed = PackedWeight(*weight, format, group_size, x.shape[-1])
+    packed = PackedWeight(codes, scales, offsets, format, group_size, x.shape[-1])
     floats = unpack_weight(packed, x.dtype)
     return (fake_quantize(x) if options["integer"] else x), floats
 
