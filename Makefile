@@ -23,7 +23,7 @@ export PYTHONUNBUFFERED := 1
 
 .SHELLFLAGS := -ec
 .ONESHELL:
-.PHONY: help env demo test test-long lint types docs bench clean
+.PHONY: help env demo test test-long test-all lint types docs site bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -48,11 +48,15 @@ test: $(DONE)/test  ## run the tests, but for the longest
 test-long: $(DONE)/long  ## run the longest tests: over 15 s each, or in an emulator
 	@$(PYTEST) -m long $(ARGS)
 
+test-all: $(DONE)/long  ## run both in one go, as CI does
+	@$(if $(ARGS),,$(WARM))
+	$(PYTEST) $(ARGS)
+
 lint: types  ## check style, types and layout of the code
 	@$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	find csrc tests/csrc -name '*.h' -o -name '*.inl' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' \
-	  | xargs $(BIN)/clang-format --dry-run -Werror
+	  | xargs -n 50 -P $$(nproc) $(BIN)/clang-format --dry-run -Werror
 
 types: $(DONE)/dev  ## check the types alone
 	@rm -rf build/typed
@@ -61,11 +65,13 @@ types: $(DONE)/dev  ## check the types alone
 	ln -s $(CURDIR)/examples build/typed/
 	cd build/typed; ../../$(BIN)/mypy --strict --package deepspeed_ext --package examples
 
-docs: $(DONE)/docs $(DONE)/test  ## build the site, check its links, run what its pages show
+docs: site $(DONE)/test  ## build the site, check its links, run what its pages show
+	@$(PYTEST) tests/test_documents.py
+	echo 'look at it: $(CURDIR)/build/site/index.html'
+
+site: $(DONE)/docs  ## build the site and check its links alone
 	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs . build/site
 	ln -sf README.html build/site/index.html
-	$(PYTEST) tests/test_documents.py
-	echo 'look at it: $(CURDIR)/build/site/index.html'
 
 bench: $(DONE)/bench  ## measure ours against torch and fio; BENCH=aio measures one thing only
 	@for what in $(BENCH); do $(BIN)/python -m benchmarks.bench_$$what $(ARGS); done

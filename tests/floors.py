@@ -141,6 +141,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "ops/elementwise": (("bias_activation", "gated_activation", "nhwc_bias_add"),),
     "ops/linear": (
         ("few_rows", "norms_around", "self_checks"),
+        ("linear_ops",),
         ("quantized_linear", "skinny_linear"),
     ),
     "ops/norm": (("norms",), ("layer_norm", "rms_norm")),

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/checked.h"
 #include "common/dtype.h"
 
 namespace dsx {
@@ -16,7 +17,10 @@ struct Pointer {
     return {static_cast<T*>(address)};
   }
   DSX_HOST_DEVICE explicit operator bool() const { return address != nullptr; }
-  DSX_HOST_DEVICE Pointer operator+(int64_t elements) const { return {address + elements}; }
+  DSX_HOST_DEVICE Pointer operator+(int64_t elements) const {
+    DSX_ASSERT(address != nullptr || elements == 0, "arithmetic on an absent row");
+    return {address + elements};
+  }
 };
 
 template <>
@@ -27,6 +31,7 @@ struct Pointer<Any> {
   DSX_HOST_DEVICE static Pointer to(void* address, Dtype dtype) { return {address, dtype}; }
   DSX_HOST_DEVICE explicit operator bool() const { return address != nullptr; }
   DSX_HOST_DEVICE Pointer operator+(int64_t elements) const {
+    DSX_ASSERT(address != nullptr || elements == 0, "arithmetic on an absent row");
     return {static_cast<char*>(address) + elements * bytes_of(dtype), dtype};
   }
 };

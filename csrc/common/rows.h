@@ -31,6 +31,7 @@ struct Rows {
 
   // The same rows from this column on.
   Rows from(int64_t column) const {
+    DSX_ASSERT(is_present() || column == 0, "arithmetic on an absent row");
     Rows rows = *this;
     rows.data = static_cast<char*>(data) + column * bytes_of(dtype);
     return rows;
@@ -50,7 +51,7 @@ struct Rows {
 template <class Body, class... Others>
 void with_storage_type_of(const Body& body, const Rows& first, const Others&... others) {
   const auto fits = [&](const Rows& rows) {
-    return rows.data == nullptr || rows.dtype == first.dtype;
+    return !rows.is_present() || rows.dtype == first.dtype;
   };
   if ((fits(others) && ...)) return with_storage_type(first.dtype, body);
   body(Any{});

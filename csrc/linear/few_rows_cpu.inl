@@ -19,7 +19,7 @@ inline int64_t ahead_of(int64_t row_bytes, int side_by_side) {
 
 // What each row's sums are multiplied with, for the norm before the layer if there is one.
 inline void find_inverses(const FewRows& call, float (&inverses)[kMostRows]) {
-  if (call.squares.data == nullptr) return;
+  if (!call.squares.is_present()) return;
   for (int64_t row = 0; row < call.rows; ++row) {
     const float* const squares = call.squares.row<float>(row).address;
     float sum[1];
@@ -61,19 +61,19 @@ inline void finish_row(const FewRows& call, int64_t row, int64_t begin, int64_t 
   for_each_vector(0, columns, [&](int64_t i, int lanes) {
     Vec sum = Vec::load(sums + i, lanes), up(0.0f);
     if (call.gated) up = Vec::load(gated_sums + i, lanes);
-    if (call.squares.data) sum = sum * Vec(inverse), up = up * Vec(inverse);
-    if (call.bias.data) {
+    if (call.squares.is_present()) sum = sum * Vec(inverse), up = up * Vec(inverse);
+    if (call.bias.is_present()) {
       const Pointer<Any> bias = call.bias.row<Any>(0) + (begin + i);
       sum = sum + Vec::load(bias, lanes);
       if (call.gated) up = up + Vec::load(bias + call.columns, lanes);
     }
     Vec result = activated_sum(call, sum, up);
-    if (call.residual.data) {
+    if (call.residual.is_present()) {
       result = result + Vec::load(call.residual.row<Any>(row) + (begin + i), lanes);
     }
     result.store(target + i, lanes);
   });
-  if (call.scaled.data) begin_norm(call, row, begin, columns);
+  if (call.scaled.is_present()) begin_norm(call, row, begin, columns);
 }
 
 // Works out columns [begin, end) of all rows; where a norm is after them, kSquared at a time.

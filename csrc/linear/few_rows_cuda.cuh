@@ -39,9 +39,7 @@ struct Operand {
   Rows rows;  // of which only the places count
   int64_t count, length;
 
-  __device__ const T* row(int64_t i) const {
-    return static_cast<const T*>(rows.data) + rows.place_of(i);
-  }
+  __device__ const T* row(int64_t i) const { return rows.row<T>(i).address; }
   Matrix matrix() const {
     const int64_t pitch = count > 1 ? rows.pitch : length;
     return {rows.data, count, length, pitch * int64_t(sizeof(T)), int(sizeof(T))};

@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
   const Sender sender(sums, geometry, rows, rank * geometry.groups + group, first_row);
   float totals[Products::kSums];
   if (!copying) {
-    if (call.squares.data != nullptr && call.inverses == nullptr) {  // while data is on its way
+    if (call.squares.is_present() && call.inverses == nullptr) {  // while data is on its way
       wait_for_previous();
       find_inverses<(kColumnTiles > 1 ? 4 : 2)>(call, inverses, warp, multiplying);
     }
@@ -170,7 +170,7 @@ void divide(Geometry& geometry, const typename Kind::Call& call, const Device& d
   // Two blocks that have half of the length each get it in larger pieces, and half as much of x.
   if (chained && split == kSplitKParts && (Kind::kScaled || call.rows > 16)) geometry.cluster = 2;
   // Of a norm after the layer, a block has whole sums of squares.
-  const int most_cluster = call.scaled.data != nullptr ? kTileRows / kSquared : split;
+  const int most_cluster = call.scaled.is_present() ? kTileRows / kSquared : split;
   while (chained && geometry.cluster < std::min(split, most_cluster) &&
          are_few(3 * tiles * geometry.cluster)) {
     geometry.cluster *= 2;

@@ -89,7 +89,7 @@ class FewRowsReader {
 
   // Present rows have the dtype of x.
   void check_dtype(const Item& item, const Rows& got) const {
-    check(got.data == nullptr || got.dtype == call.x.dtype, op_, ": ", item, " is ", got.dtype,
+    check(!got.is_present() || got.dtype == call.x.dtype, op_, ": ", item, " is ", got.dtype,
           ", expected ", call.x.dtype);
   }
 

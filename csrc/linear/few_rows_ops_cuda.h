@@ -16,7 +16,7 @@ class WithInverses {
   Call call;
 
   WithInverses(const Call& given, int32_t device) : call(given) {
-    if (call.squares.data == nullptr || call.rows <= 8) return;
+    if (!call.squares.is_present() || call.rows <= 8) return;
     memory_ = cuda_workspace(call.rows * int64_t(sizeof(float)), device);
     call.inverses = static_cast<float*>(memory_->data_ptr());
   }

@@ -158,12 +158,12 @@ __device__ inline void begin_norm(const FewRows& call, int64_t row, int64_t colu
 template <class T>
 __device__ inline float result_of(const FewRows& call, int64_t row, int64_t column,
                                   const float* inverses, float sum, float up) {
-  if (call.squares.data != nullptr) {
+  if (call.squares.is_present()) {
     sum = __fmul_rn(sum, inverses[row]);
     up = __fmul_rn(up, inverses[row]);
   }
   const auto element = [](const Rows& rows, int64_t r, int64_t i) {
-    return rows.data == nullptr ? 0.0f : widen(rows.row<T>(r).address[i]);
+    return rows.is_present() ? widen(rows.row<T>(r).address[i]) : 0.0f;
   };
   float result = sum + element(call.bias, 0, column);
   if (call.activated) {
@@ -190,7 +190,7 @@ class Finisher {
   }
 
   __device__ void finish(const float* inverses) {
-    const bool norm_after = call_.scaled.data != nullptr && first_ < sums_.rows;
+    const bool norm_after = call_.scaled.is_present() && first_ < sums_.rows;
     const float norm_weight = norm_after ? norm_weight_of<T>(call_, column_) : 0;
     for (int m = first_; m < sums_.rows; m += step_) {
       const float up = call_.gated ? total(near_ + sums_.columns) : 0;

@@ -29,7 +29,7 @@ __device__ inline void add_lanes(float (&sums)[kRowsTogether]) {
 // Those of find_inverses in shared memory, for all threads of a block, which call it together.
 __device__ inline const float* inverses_nearby(const QuantizedLinear& call) {
   __shared__ float inverses[kMostRows];
-  if (call.squares.data != nullptr) {
+  if (call.squares.is_present()) {
     find_inverses<1>(call, inverses, int(threadIdx.x) / kWarp, kAnyWarps);
     __syncthreads();
   }

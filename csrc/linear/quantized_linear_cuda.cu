@@ -97,7 +97,7 @@ void launch_any(void (*kernel)(QuantizedLinear, Parameters...), const QuantizedL
                 cudaStream_t stream, Arguments... arguments) {
   const int64_t blocks = ceil_div(call.columns, int64_t(cuda::kAnyWarps));
   kernel<<<unsigned(blocks), cuda::kAnyWarps * cuda::kWarp, 0, stream>>>(call, arguments...);
-  if (call.scaled.data == nullptr) return;
+  if (!call.scaled.is_present()) return;
   const int64_t of_norm = ceil_div(call.rows * call.columns, int64_t(256));
   cuda::begin_norm_kernel<T><<<unsigned(of_norm), 256, 0, stream>>>(call);
 }

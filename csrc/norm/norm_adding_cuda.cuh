@@ -63,7 +63,7 @@ struct RowPipeline {
   int length;
 
   static int64_t bytes(int threads, const NormBackward& norm) {
-    const int of_thread = (2 * kStages + (norm.grad_sum.data != nullptr)) * kVectors;
+    const int of_thread = (2 * kStages + norm.grad_sum.is_present()) * kVectors;
     const int firsts = threads / kHalfWarp * kStages;
     const int64_t of_rows = int64_t(threads * of_thread + firsts) * int(sizeof(Vector));
     return of_rows + norm.length * int(sizeof(float));
@@ -71,7 +71,7 @@ struct RowPipeline {
 
   __device__ RowPipeline(const Team& of, const NormBackward& norm, void* memory)
       : team(of), length(int(norm.length)) {
-    const int of_thread = (2 * kStages + (norm.grad_sum.data != nullptr)) * kVectors;
+    const int of_thread = (2 * kStages + norm.grad_sum.is_present()) * kVectors;
     rows = static_cast<Vector*>(memory) + threadIdx.x;
     firsts = static_cast<Vector*>(memory) + of_thread * int(blockDim.x);
     weight = reinterpret_cast<float*>(firsts + int(blockDim.x) / kHalfWarp * kStages);
@@ -83,7 +83,7 @@ struct RowPipeline {
 #pragma unroll 4  // loads at once
     for (int i = int(threadIdx.x) * kRowVector; i < length; i += int(blockDim.x) * kRowVector) {
       RowFloats values(1.0f);
-      if (norm.weight.data != nullptr) {
+      if (norm.weight.is_present()) {
         values = floats_of(fetch(norm.weight.even_row<Any>(0), i, kRowVector, true)) +
                  RowFloats(norm.weight_offset);
       }
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kAddingThreads<Team, T>, Team::kShort ? 3 : 1)
   using Pipeline = RowPipeline<Kind, Team, T>;
   const Team team(team_threads);
   const Pipeline pipeline(team, norm, pipeline_memory);
-  const bool has_grad_sum = norm.grad_sum.data != nullptr;
+  const bool has_grad_sum = norm.grad_sum.is_present();
   const auto weighted = [&](int i, const auto& vectors) {
     return floats_of(vectors[1]) * pipeline.weight_at(i);
   };

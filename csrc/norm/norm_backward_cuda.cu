@@ -9,7 +9,6 @@
 namespace dsx {
 namespace {
 
-using cuda::is_there;
 using cuda::kRowVector;
 using cuda::Layout;
 using cuda::RowFloats;
@@ -31,7 +30,7 @@ __global__ void __launch_bounds__(Team::kMostThreads)
   const Pointer<T> grad_sum = norm.grad_sum.row<T>(clamped);
   const Pointer<T> grad_x = norm.grad_x.even_row<T>(clamped);
   const auto weight_at = [&](int64_t i, int count) {
-    if (norm.weight.data == nullptr) return RowFloats(1.0f);
+    if (!norm.weight.is_present()) return RowFloats(1.0f);
     const auto weight = cuda::fetch(norm.weight.even_row<Any>(0), i, count, is_aligned);
     return floats_of(weight) + RowFloats(norm.weight_offset);
   };
@@ -61,7 +60,7 @@ __global__ void __launch_bounds__(Team::kMostThreads)
 }
 
 int wanted(const OfVectors<Rows>& grads) {
-  return is_there(grads.weight) + is_there(grads.bias) + is_there(grads.x_bias);
+  return grads.weight.is_present() + grads.bias.is_present() + grads.x_bias.is_present();
 }
 
 // How a backward pass goes about its sums over rows.
@@ -83,7 +82,7 @@ struct Plan {
     Plan plan(norm);
     // A thread has registers for so many sums.
     const bool fits = plan.layout.whole && norm.length <= cuda::kUsualRow && norm.rows > 0 &&
-                      !is_there(grads.x_bias) && (Kind::kCentered || !is_there(grads.bias));
+                      !grads.x_bias.is_present() && (Kind::kCentered || !grads.bias.is_present());
     plan.adds_up = fits && wanted(grads) > 0 && plan.can_add_up<Kind>(norm, grads);
     if (!plan.adds_up) plan.groups = cuda::ColumnsGrid(norm.rows, norm.length).groups;
     return plan;
@@ -136,7 +135,7 @@ struct Plan {
 // The vectors whose gradients are wanted have partial sums one after the other.
 OfVectors<float*> partials_in(float* workspace, const OfVectors<Rows>& grads, int64_t floats) {
   const auto next = [&](const Rows& grad) -> float* {
-    if (!is_there(grad)) return nullptr;
+    if (!grad.is_present()) return nullptr;
     float* partial = workspace;
     workspace += floats;
     return partial;
@@ -233,7 +232,7 @@ void norm_backward_cuda(const NormBackward& norm, const OfVectors<Rows>& grads, 
   }
   if (!plan.has_partials()) return;
   const auto add = [&](const float* partial, const Rows& grad) {
-    if (!is_there(grad)) return;
+    if (!grad.is_present()) return;
     cuda::add_partials(partial, plan.groups, norm.length, grad, op, queue);
   };
   add(partials.weight, grads.weight);

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kWarpsOfColumns* kWarp)
       return fetch(rows.row<T>(row), i, count, aligned);
     };
     RowFloats weight(1.0f);
-    if (is_there(norm.weight)) {
+    if (norm.weight.is_present()) {
       weight = floats_of(fetch(norm.weight.even_row<Any>(0), i, count, is_aligned)) +
                RowFloats(norm.weight_offset);
     }
@@ -42,14 +42,14 @@ __global__ void __launch_bounds__(kWarpsOfColumns* kWarp)
       const RowFloats value = found.standardized_of(floats_of(x));
       of_weight = add_grad_of_weight(value, grad, of_weight);
       of_bias = of_bias + grad;
-      if (!is_there(grads.x_bias)) continue;
+      if (!grads.x_bias.is_present()) continue;
       of_x_bias = of_x_bias + found.gradient(value, grad, weight);
-      if (is_there(norm.grad_sum))
+      if (norm.grad_sum.is_present())
         of_x_bias = of_x_bias + floats_of(fetch_from(norm.grad_sum, row));
     }
   }
   const auto store = [&](const RowFloats& sum, float* partial, const Rows& grad) {
-    if (!is_there(grad)) return;
+    if (!grad.is_present()) return;
     __syncthreads();  // the last readers of that memory
 #pragma unroll
     for (int k = 0; k < kRowVector; ++k) of_warps[warp][lane * kRowVector + k] = sum.lanes[k];

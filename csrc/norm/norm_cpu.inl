@@ -182,7 +182,7 @@ inline void normalize_row(const Norm& norm, int64_t row, bool past_cache) {
   Pointer<T> source = x;
   if (residual) {
     // As it is rounded, where it is wanted or, for the time being, where the result will be.
-    source = norm.sum.data != nullptr ? norm.sum.row<T>(row) : norm.out.row<T>(row);
+    source = norm.sum.is_present() ? norm.sum.row<T>(row) : norm.out.row<T>(row);
     for_each_vector(0, norm.length,
                     [&](int64_t i, int count) { sum_at(i, count).store(source + i, count); });
   }
@@ -303,7 +303,7 @@ inline void backward_of_columns(const NormBackward& norm, const float* of_rows, 
         const Vec grad = Vec::load(norm.grad_out.row<Any>(row) + i, count);
         weights = add_grad_of_weight(value, grad, weights);
         biases = biases + grad;
-        if (grads.x_bias.data == nullptr) continue;
+        if (!grads.x_bias.is_present()) continue;
         Vec result = of_row.template of_x<Kind>(value, grad * scale);
         const Pointer<Any> grad_sum = norm.grad_sum.row<Any>(row);
         if (grad_sum) result = result + Vec::load(grad_sum + i, count);
@@ -314,7 +314,7 @@ inline void backward_of_columns(const NormBackward& norm, const float* of_rows, 
       add_to_doubles(x_biases, totals.x_bias);
     }
     const auto store = [&](const Rows& grad, const double* total) {
-      if (grad.data != nullptr) rounded(total).store(grad.row<Any>(0) + i, count);
+      if (grad.is_present()) rounded(total).store(grad.row<Any>(0) + i, count);
     };
     store(grads.weight, totals.weight);
     store(grads.bias, totals.bias);

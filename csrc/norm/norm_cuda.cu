@@ -22,7 +22,7 @@ __device__ inline RowVector<T> sum_of(const Norm& norm, Pointer<T> sum, int64_t 
                                       bool aligned, const RowVector<T>& x,
                                       const RowVector<T>& residual) {
   RowFloats value = floats_of(x);
-  if (norm.x_bias.data != nullptr) {
+  if (norm.x_bias.is_present()) {
     value = value + floats_of(cuda::fetch(norm.x_bias.even_row<W>(0), i, count, aligned));
   }
   return cuda::packed_for(sum, value + floats_of(residual));
@@ -34,10 +34,10 @@ struct WeightAndBias {
   RowVector<W> weight, bias;
 
   __device__ void fetch(const Norm& norm, int64_t i, int count, bool aligned) {
-    if (norm.weight.data != nullptr) {
+    if (norm.weight.is_present()) {
       weight = cuda::fetch(norm.weight.even_row<W>(0), i, count, aligned);
     }
-    if (norm.bias.data != nullptr) {
+    if (norm.bias.is_present()) {
       bias = cuda::fetch(norm.bias.even_row<W>(0), i, count, aligned);
     }
   }
@@ -49,12 +49,12 @@ __device__ inline void put_result(const Norm& norm, const RowMoments<Kind>& foun
                                   int64_t i, int count, bool aligned, const RowVector<T>& vector,
                                   const WeightAndBias<W>& vectors) {
   RowFloats weight(1.0f);
-  if (norm.weight.data != nullptr) {
+  if (norm.weight.is_present()) {
     weight = floats_of(vectors.weight);
     if (norm.weight_offset != 0) weight = weight + RowFloats(norm.weight_offset);
   }
   const RowFloats value = found.standardized_of(floats_of(vector));
-  const RowFloats result = norm.bias.data != nullptr
+  const RowFloats result = norm.bias.is_present()
                                ? normalized(value, weight, floats_of(vectors.bias))
                                : normalized(value, weight);
   cuda::put<cuda::Stored::streamed>(out, i, count, aligned, result);
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(Team::kMostThreads, sizeof(T) == 2 ? 2 : 1)
       near = cuda::mean_of_first(x, row.length, true) +
              cuda::mean_of_first(residual, row.length, true);
     }
-    const bool is_wanted = norm.sum.data != nullptr;
+    const bool is_wanted = norm.sum.is_present();
     const Pointer<T> sum = norm.sum.even_row<T>(clamped);
     row.for_each([&](int v, int i, int count) {
       const RowVector<T> value =
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(Team::kMostThreads)
   if (row.tensors[1]) {
     // The sum is read again from where it is wanted, or will be replaced by the result: that has
     // the same dtype then.
-    const Pointer<Any> sum = norm.sum.data != nullptr ? norm.sum.even_row<Any>(clamped) : out;
+    const Pointer<Any> sum = norm.sum.is_present() ? norm.sum.even_row<Any>(clamped) : out;
     row.for_each_vector([&](int64_t i, int count, const auto& vectors) {
       const auto value = sum_of<Any, Any>(norm, sum, i, count, aligned, vectors[0], vectors[1]);
       cuda::put(sum, i, count, aligned, value.elements);
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(cuda::kLongTeam, 1)
     if constexpr (kOfSum) {
       const Pointer<T> residual = norm.residual.row<T>(number);
       if (Kind::kCentered) near += cuda::mean_of_first(residual, norm.length, true);
-      const bool is_wanted = norm.sum.data != nullptr;
+      const bool is_wanted = norm.sum.is_present();
       const Pointer<T> sum = norm.sum.even_row<T>(number);
       row.template for_each_number<kBatch>([&](int first) {
         RowVector<T> of_x[kBatch], of_residual[kBatch];
@@ -239,7 +239,7 @@ bool run_long(const Norm& norm, Dtype dtype, bool same, cudaStream_t queue) {
       using Row = cuda::LongRow<T>;
       if (norm.length > Row::kMostVectors * Row::kStride) return;
       if (Row::shared_bytes(norm.length) > device.shared_bytes) return;
-      const bool is_of_sum = norm.residual.data != nullptr;
+      const bool is_of_sum = norm.residual.is_present();
       (is_of_sum ? launch_long<Kind, T, W, true> : launch_long<Kind, T, W, false>)(norm, device,
                                                                                    queue);
       done = true;
@@ -253,8 +253,8 @@ void run_held(const Norm& norm, const Layout& layout, bool same, cudaStream_t qu
   with_storage_types(layout.dtype, same, [&](auto storage, auto of_vectors) {
     using T = decltype(storage);
     using W = decltype(of_vectors);
-    const auto kernel = norm.residual.data != nullptr ? norm_kernel<Kind, Team, T, W, true>
-                                                      : norm_kernel<Kind, Team, T, W, false>;
+    const auto kernel = norm.residual.is_present() ? norm_kernel<Kind, Team, T, W, true>
+                                                   : norm_kernel<Kind, Team, T, W, false>;
     const bool chained = norm.rows <= cuda::kChainedRows && cuda::can_chain(kernel, Kind::kOp);
     cuda::launch_kernel(kernel, {unsigned(layout.blocks), int(layout.block), 0, 1, chained}, queue,
                         Kind::kOp, norm, 1.0f / float(norm.length), layout.team);

@@ -16,8 +16,6 @@ namespace cuda {
 
 using RowFloats = Floats<kRowVector>;  // of a RowVector
 
-DSX_HOST_DEVICE inline bool is_there(const Rows& rows) { return rows.data != nullptr; }
-
 // Half a warp takes a row of up to 128 elements; a team of warps, in which each thread has four
 // vectors, one of up to 16,384; 1,024 threads a longer one. The vectors of a thread lie as far
 // apart as all threads of the team reach. Held rows stay in registers, and long ones in shared

@@ -25,7 +25,7 @@ struct Layout {
 
   static bool are_of(std::initializer_list<Rows> some, Dtype type) {
     return std::all_of(some.begin(), some.end(),
-                       [&](const Rows& each) { return !is_there(each) || each.dtype == type; });
+                       [&](const Rows& each) { return !each.is_present() || each.dtype == type; });
   }
 };
 

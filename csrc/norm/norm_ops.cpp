@@ -72,7 +72,7 @@ constexpr int64_t kElementsPerThread = 32768;  // some 5 us: less is not worth a
 class VectorSum {
  public:
   VectorSum(const Rows& grad, int64_t length, int64_t at_once) : grad_(grad), length_(length) {
-    if (grad.data == nullptr) return;  // not wanted
+    if (!grad.is_present()) return;  // not wanted
     partials_.reset(new float[size_t(at_once * length)]);
     totals_.reset(new double[size_t(length)]);
     std::fill_n(totals_.get(), length, 0.0);
@@ -102,7 +102,7 @@ class VectorSum {
 int64_t groups_at_once(const NormBackward& norm, const OfVectors<Rows>& grads) {
   int64_t of_group = 0;  // floats for each column
   for (const Rows* grad : {&grads.weight, &grads.bias, &grads.x_bias}) {
-    of_group += grad->data != nullptr ? 1 : 0;
+    of_group += grad->is_present() ? 1 : 0;
   }
   const int64_t of_column = norm.rows * (bytes_of(norm.x.dtype) + bytes_of(norm.grad_out.dtype));
   const int64_t fit = of_column / 128 / std::max<int64_t>(1, of_group * int64_t(sizeof(float)));

@@ -259,7 +259,7 @@ void join_rows(Call& call, std::initializer_list<const Rows*> all) {
   if (call.group_rows != 1 || call.length % call.group != 0) return;
   if (bits_of_code(call.format) == 4 && call.length % 2 != 0) return;
   for (const Rows* rows : all) {
-    if (rows->data != nullptr && (rows->pitch != call.length || rows->group > 0)) return;
+    if (rows->is_present() && (rows->pitch != call.length || rows->group > 0)) return;
   }
   call.length *= call.rows;
   call.rows = 1;

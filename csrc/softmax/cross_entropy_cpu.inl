@@ -79,7 +79,7 @@ inline void losses_of_rows(const CrossEntropy& call, int64_t begin, int64_t end)
     } else {
       loss_of_row<T>(call, row);
     }
-    if (call.grad.data == nullptr) continue;
+    if (!call.grad.is_present()) continue;
     gradients_of_row<T>(call, row, call.stats[row], call.stats[call.rows + row]);
   }
 }

@@ -240,7 +240,7 @@ void count_targets_cuda(const CrossEntropy& call, Reduction reduction, float* di
 }
 
 void cross_entropy_cuda(const CrossEntropy& call, void* stream) {
-  if (call.grad.data == nullptr) return launch_rows<Wanted::losses>(call, kOp, stream);
+  if (!call.grad.is_present()) return launch_rows<Wanted::losses>(call, kOp, stream);
   launch_rows<Wanted::losses_and_gradients>(call, kOp, stream);
 }
 

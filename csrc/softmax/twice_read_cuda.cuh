@@ -174,7 +174,7 @@ struct TwiceRead {
 // Whether all that are present have this dtype, and can be accessed in whole vectors.
 inline bool are_whole(std::initializer_list<Rows> all, int64_t length, Dtype dtype) {
   const bool same = std::all_of(all.begin(), all.end(), [&](const Rows& rows) {
-    return rows.data == nullptr || rows.dtype == dtype;
+    return !rows.is_present() || rows.dtype == dtype;
   });
   return same && all_aligned(all) && length % kRowVector == 0 && length < int64_t(1) << 30;
 }

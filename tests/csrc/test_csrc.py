@@ -5,6 +5,7 @@ import functools
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ BACKENDS = [tuple(f"aio/{name}.cpp" for name in _BACKENDS)]
 ENGINE = [*BACKENDS, tuple(f"aio/{name}.cpp" for name in _ENGINE)]
 PROGRAMS = {  # with the sources that each is linked with; an op library stands for its kernels
     "dtype": [],
+    "absent": [],
     "chunks": [],
     "overlap": [],
     "isa": [ISA],
@@ -40,6 +42,7 @@ PROGRAMS = {  # with the sources that each is linked with; an op library stands 
     "steps": [ISA, "cpu_adam", "cpu_lion", "cpu_adagrad", "cpu_sgd", "cpu_rmsprop"],
     "storage": [ISA, "cpu_adam"],
     "lamb": [ISA, "cpu_lamb"],
+    "lars": [ISA, "cpu_lars"],
     "sum": [ISA],
     "l2_norm": [ISA, "optimizers/l2_norm_cpu.cpp"],
     "fingerprint": [ISA, "optimizers/fingerprint_cpu.cpp"],
@@ -66,7 +69,7 @@ PROGRAMS = {  # with the sources that each is linked with; an op library stands 
     "aio_faults": ENGINE,
 }
 THREADED = ["aio_wake", "aio_engine", "aio_requests", "aio_faults"]
-SANITIZE = ["-O1", "-g1", "-fno-sanitize-recover=all"]
+SANITIZE = ["-O1", "-g1", "-fno-sanitize-recover=all", "-DDSX_CHECKED"]
 # GCC takes twice as long to put the checks of each access in line as to call a function for them.
 CALLS = ["--param", "asan-instrumentation-with-call-threshold=0"]
 
@@ -252,12 +255,11 @@ def run(command: list[str], force_isa: str = "") -> subprocess.CompletedProcess[
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_every_row_has_a_program(row: StepOp | FunctionalOp) -> None:
     """A row of the registry names one that is linked with its kernels."""
-    program = row.sanitizer if isinstance(row, FunctionalOp) else "steps"
-    linked = PROGRAMS[program]
     library, _ = row.libraries()
-    if isinstance(row, StepOp):  # all rules share the loop, and two measure
-        assert library.name in linked or row.measuring_rule
+    if isinstance(row, StepOp):  # the others share a loop of one pass
+        assert library.name in PROGRAMS[row.name if row.measuring_rule else "steps"]
     else:
+        linked = PROGRAMS[row.sanitizer]
         kernels = [source for source in library.sources if source.endswith("_cpu.cpp")]
         assert library.name in linked or set(kernels) & set(linked)
 
@@ -306,6 +308,18 @@ def test_cuda_functions_of_all_floats(folder: Path) -> None:
         pytest.skip("needs a CUDA GPU")
     result = run([str(program)])
     assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("way", ["product", "sanitized"])
+@pytest.mark.parametrize("case", ["typed", "any", "pitch", "even_row", "from", "heads"])
+def test_arithmetic_on_an_absent_row(way: str, case: str, folder: Path) -> None:
+    """It aborts where that is checked, and does what the hardware does in the product."""
+    result = run([str(compile_program(way, "absent", folder)), case])
+    if way == "product":
+        assert (result.returncode, result.stdout) == (0, "")
+    else:
+        assert result.returncode == -signal.SIGABRT, result.stdout
+        assert "arithmetic on an absent row" in result.stdout
 
 
 PRODUCT_ISA = pytest.mark.parametrize("case", [("product", "isa")], ids="-".join)

@@ -15,6 +15,8 @@ struct Heads {
   int64_t of_batch = 0, of_token = 0, of_head = 0;  // elements from one to the next
   Dtype dtype = Dtype::float32;
 
+  DSX_HOST_DEVICE bool is_present() const { return data != nullptr; }
+
   // T is the storage type that holds the dtype, or Any.
   template <class T>
   DSX_HOST_DEVICE Pointer<T> at(int64_t batch, int64_t token, int64_t head) const {

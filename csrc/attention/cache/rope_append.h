@@ -14,6 +14,8 @@ constexpr int64_t kLargestAppendedWidth = 256;
 struct HeadWeight {
   void* data;  // [width] null: no norm
   Dtype dtype;
+
+  DSX_HOST_DEVICE bool is_present() const { return data != nullptr; }
 };
 
 struct RopeAppend {

@@ -19,7 +19,7 @@ inline void read_head(Pointer<Any> source, int64_t width, HeadFloats& head) {
 }
 
 inline void normalise(const RopeAppend& call, const HeadWeight& weight, HeadFloats& head) {
-  if (weight.data == nullptr) return;
+  if (!weight.is_present()) return;
   const int64_t width = call.kv.width;
   float squares[1];
   add_row(width, squares, [&](int64_t i, int count, Vec(&terms)[1]) {

@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kWarp* kWarps)
     if (!mine.of_q && page < 0) return;
     if (mine.of_q || mine.of_k) {
       const HeadWeight& weight = mine.of_q ? call.q_weight : call.k_weight;
-      if (weight.data != nullptr) {
+      if (weight.is_present()) {
         float weights[kEach];
         cuda::read_elements(Pointer<Any>::to(weight.data, weight.dtype), width, weights);
         cuda::normalise(call, weights, head);

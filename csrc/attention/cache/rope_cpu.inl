@@ -163,7 +163,7 @@ inline void rotate_tokens(const Rope& call, int64_t begin, int64_t end) {
         fill_row(call, position, frequencies, tile.count, table.cos + row, table.sin + row);
       }
       rotate_heads(call, tile, table, call.q, call.q_out);
-      if (call.k.data) rotate_heads(call, tile, table, call.k, call.k_out);
+      if (call.k.is_present()) rotate_heads(call, tile, table, call.k, call.k_out);
     }
     tile.first += kPairs;
   } while (tile.first < call.pairs);

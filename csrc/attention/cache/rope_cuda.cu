@@ -246,7 +246,7 @@ void rope_cuda(const Rope& call, void* stream) {
   cuda::check(cudaPeekAtLastError(), "rope");  // of somebody before
   const bool aligned = is_aligned(call.q) && is_aligned(call.q_out) && is_aligned(call.k) &&
                        is_aligned(call.k_out) && call.pairs % kRowVector == 0;
-  const bool same = call.k.data == nullptr || call.k.dtype == call.q.dtype;
+  const bool same = !call.k.is_present() || call.k.dtype == call.q.dtype;
   const Shape shape = shape_of(call);
   const int threads = int(ceil_div(shape.lanes * shape.heads, cuda::kWarp)) * cuda::kWarp;
   const auto launch = [&](auto storage) {

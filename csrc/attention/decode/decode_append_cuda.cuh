@@ -43,7 +43,7 @@ class Append {
   __device__ static void ask_ahead(const RopeAppend& call) {
     ask_for_bytes(call.frequencies.data, call.pairs * (call.frequencies.is_double ? 8 : 4));
     for (const HeadWeight* weight : {&call.q_weight, &call.k_weight}) {
-      if (weight->data != nullptr) {
+      if (weight->is_present()) {
         ask_for_bytes(weight->data, call.kv.width * bytes_of(weight->dtype));
       }
     }
@@ -67,7 +67,7 @@ class Append {
       float elements[kEach];
       for_each_element<kEach>([&](int i, int element) { elements[i] = near[element]; });
       const bool is_q = number < group_, is_v = number == group_ + 1;
-      if (!is_v && (is_q ? call_.q_weight : call_.k_weight).data != nullptr) {
+      if (!is_v && (is_q ? call_.q_weight : call_.k_weight).is_present()) {
         float weights[kEach];
 #pragma unroll
         for (int i = 0; i < kEach; ++i) weights[i] = is_q ? of_q[i] : of_k[i];
@@ -112,7 +112,7 @@ class Append {
   }
 
   __device__ void read_weights(const HeadWeight& weight, float (&elements)[kEach]) const {
-    if (weight.data == nullptr) return;
+    if (!weight.is_present()) return;
     read_elements(Pointer<Any>::to(weight.data, weight.dtype), width_, elements);
   }
 

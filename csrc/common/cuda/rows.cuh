@@ -164,7 +164,7 @@ inline bool all_aligned(std::span<const Rows> all) {
     const uint64_t bytes = uint64_t(bytes_of(rows.dtype));
     const uint64_t bits = uint64_t(reinterpret_cast<uintptr_t>(rows.data)) |
                           uint64_t(rows.pitch | rows.group_pitch) * bytes;
-    if (rows.data != nullptr && bits % 16 != 0) return false;
+    if (rows.is_present() && bits % 16 != 0) return false;
   }
   return true;
 }

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -122,34 +121,6 @@ def by_torch(
     return out if residual is None else out + residual
 
 
-def grad_of_sums(
-    grad_out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: int | None,
-    gated: bool,
-) -> Tensor:
-    """Return the gradient of x @ weight.T + bias, and work out again what was activated."""
-    if activation is None:
-        return grad_out
-    import deepspeed_ext.ops.elementwise.bias_activation  # it defines the op
-    import deepspeed_ext.ops.elementwise.gated_activation  # noqa: F401  # likewise
-
-    ops = torch.ops.deepspeed_ext
-    sums = F.linear(x, weight, bias)
-    grad: Tensor
-    if gated:
-        grad = ops.gated_activation_backward.packed(
-            grad_out, sums, activation=activation, gate_last=False
-        )
-    else:
-        grad, _ = ops.bias_activation_backward(
-            grad_out, sums, None, activation=activation, needs_grad_bias=False
-        )
-    return grad
-
-
 def linear_ref(
     x: Tensor,
     weight: Tensor,
@@ -164,9 +135,3 @@ def linear_ref(
     out = gate if activation is None else reference(activation, gate)
     out = out if up is None else out * up
     return out if residual is None else out + residual.double()
-
-
-def flops(x: Any, n: int) -> int:
-    """Return the FLOPs of a multiplication with a weight of n rows, by the shape of x."""
-    count: int = 2 * math.prod(x) * n
-    return count

@@ -7,29 +7,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import register_flop_formula
 
 from deepspeed_ext.ops import _activations
 from deepspeed_ext.ops._kinds import check_kinds
-from deepspeed_ext.ops._library import define, refuse_gradients
+from deepspeed_ext.ops._library import refuse_gradients
 from deepspeed_ext.ops._renamed import refuse_renamed
 from deepspeed_ext.ops.linear.few_rows import (
     are_few,
     are_many,
     by_torch,
     check_many,
-    flops,
-    grad_of_sums,
     linear_ref,
     without_autocast,
 )
+from deepspeed_ext.ops.linear.linear_ops import LinearOps
 from deepspeed_ext.ops.linear.norms_around import (
     NextNorm,
     Undivided,
     divided_ref,
-    fake_results,
     next_norm_ref,
-    options_of,
 )
 from deepspeed_ext.ops.quantization.fake_quantize import fake_quantize
 from deepspeed_ext.ops.quantization.formats import FORMATS, LEAST_SCALE, number_of
@@ -47,90 +43,27 @@ from deepspeed_ext.torch_internals.dispatch import int8_matmul
 _EXACT_LENGTH, _UNIT = 65536, 16  # see quantized_linear.h; bytes that are read at once
 
 
-def _fake(x: Tensor, codes: Tensor, *others: Tensor | None, gated: bool, **options: Any) -> Tensor:
-    return x.new_empty(*x.shape[:-1], codes.shape[0] // (2 if gated else 1))
-
-
-def _fake_norm(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    offsets: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    squares: Tensor | None,
-    norm_weight: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_results(_fake(x, codes, gated=options["gated"]), norm_weight)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:5])
-    ctx.options = dict(keyword_only_inputs)
-
-
-def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients through the weight as floats, which is made for as long as it takes."""
-    x, codes, scales, offsets, bias = ctx.saved_tensors
-    needs_x, _, _, _, needs_bias, needs_residual = ctx.needs_input_grad
-    options = ctx.options
-    weight = unpack_weight(
-        PackedWeight(
-            codes,
-            scales,
-            offsets,
-            FORMATS[options["format"]].name,
-            options["group_size"],
-            x.shape[-1],
-        ),
-        x.dtype,
-    )
-    if options["integer"]:
-        x = fake_quantize(x)
-    grad = grad_of_sums(grad_out, x, weight, bias, options["activation"], options["gated"])
-    rows = grad.reshape(-1, grad.shape[-1])
-    return (
-        grad @ weight if needs_x else None,
-        None,
-        None,
-        None,
-        rows.sum(0) if needs_bias else None,
-        grad_out if needs_residual else None,
-    )
+def _floats(x: Tensor, weight: list[Tensor], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return x as it is rounded, and the weight as floats, for as long as a backward takes."""
+    format, group_size = FORMATS[options["format"]].name, options["group_size"]
+    packed = PackedWeight(*weight, format, group_size, x.shape[-1])
+    floats = unpack_weight(packed, x.dtype)
+    return (fake_quantize(x) if options["integer"] else x), floats
 
 
 _OPS = {
-    bits: define(
-        f"quantized_linear.w{bits}(Tensor x, Tensor codes, Tensor scales, Tensor? offsets,"
-        " Tensor? bias, Tensor? residual, *, int format, int group_size, int? activation,"
-        " bool gated, bool integer) -> Tensor",
-        libraries_of(bits),
-        fake=_fake,
-        backward=_backward,
-        setup_context=_save,
+    bits: LinearOps(
+        "quantized_linear",
+        overload=f"w{bits}",
+        weight="Tensor codes, Tensor scales, Tensor? offsets",
+        options="int format, int group_size, int? activation, bool gated, bool integer",
+        libraries=libraries_of(bits),
+        floats=_floats,
         without_gradient=("scales", "offsets"),
     )
     for bits in (4, 8)
 }
-
-
-_NORM_OPS = {
-    bits: define(
-        f"quantized_linear_norm.w{bits}(Tensor x, Tensor codes, Tensor scales, Tensor? offsets,"
-        " Tensor? bias, Tensor? residual, Tensor? squares, Tensor? norm_weight, *, int format,"
-        " int group_size, int? activation, bool gated, bool integer, float eps,"
-        " float weight_offset) -> (Tensor, Tensor, Tensor)",
-        libraries_of(bits),
-        fake=_fake_norm,
-    )
-    for bits in (4, 8)
-}
-
-
-@register_flop_formula([ops[4].overloadpacket for ops in (_OPS, _NORM_OPS)])
-def _flops(x: Any, codes: Any, *others: Any, out_shape: Any = None, **options: Any) -> int:
-    return flops(x, codes[0])
+_OPS[4].count_flops()
 
 
 def quantized_linear(
@@ -146,14 +79,11 @@ def quantized_linear(
 ) -> Tensor:
     """Return residual + activation(x @ w.T + bias), w being what the packed weight stands for.
 
-    A row of x has the same bits alone and among up to 63 others, at any place, whatever these hold;
-    on the CPU also with any number of threads and any instruction set. With over 64 rows, or where
-    torch.compile does not know that there are fewer, the weight is made floats of the dtype of x in
-    one pass, and torch multiplies. So it is for gradients, which there are of x, bias and residual.
-    That of the rounding of x is taken as 1. Floats of the weight are made anew for the gradient to
-    x, and none are kept until then. Under autocast nothing is cast, neither x nor the others:
-    dtypes that differ are refused, so cast them to one. A backward that is called inside of
-    autocast casts, as that of torch's layer does.
+    A row of x has the same bits as ``skinny_linear`` promises them, and autocast casts no more than
+    there. With over 64 rows, or where torch.compile does not know that there are fewer, the weight
+    is made floats of the dtype of x in one pass, and torch multiplies. So it is for gradients,
+    which there are of x, bias and residual. That of the rounding of x is taken as 1. Floats of the
+    weight are made anew for the gradient to x, and none are kept until then.
 
     Args:
         x: (..., length), float32, bfloat16 or float16. Or what ``skinny_linear_norm`` or
@@ -185,26 +115,16 @@ def quantized_linear(
         rows = x.x if isinstance(x, Undivided) else x
         check_kinds("quantized_linear", x=(rows, Tensor), weight=(weight, PackedWeight))
     numbers = _numbers(weight, activation, gated, input_format)
+    ops = _OPS[FORMATS[numbers["format"]].bits]
     _check_length("quantized_linear", x, weight)
     if isinstance(x, Undivided):
-        return _with_norms(x, weight, bias, residual, None, numbers)[0]
+        return ops.between_norms(x, weight[:3], bias, residual, None, **numbers)[0]
     if are_few(x):
-        out: Tensor = _OPS[FORMATS[numbers["format"]].bits](
-            x, *weight[:3], bias, residual, **numbers
-        )
+        out: Tensor = ops.plain(x, *weight[:3], bias, residual, **numbers)
         return out
     refuse_gradients("quantized_linear", {"scales": weight.scales, "offsets": weight.offsets})
-    check_many(
-        "quantized_linear",
-        x,
-        "codes",
-        weight.codes,
-        torch.uint8,
-        bias,
-        activation,
-        gated,
-        residual,
-    )
+    of_weight = "codes", weight.codes, torch.uint8
+    check_many("quantized_linear", x, *of_weight, bias, activation, gated, residual)
     with without_autocast(x):
         if input_format is not None and _takes_integers(x, weight):
             product = partial(_integer_product, x, weight)
@@ -248,7 +168,8 @@ def quantized_linear_norm(
         refuse_renamed("quantized_linear_norm", older)
     numbers = _numbers(weight, activation, False, input_format)
     _check_length("quantized_linear_norm", x, weight)
-    out, scaled, squares = _with_norms(x, weight, bias, residual, norm, numbers)
+    ops = _OPS[FORMATS[numbers["format"]].bits]
+    out, scaled, squares = ops.between_norms(x, weight[:3], bias, residual, norm, **numbers)
     return out, Undivided(scaled, squares, norm.eps)
 
 
@@ -285,28 +206,6 @@ def _check_length(op: str, x: Tensor | Undivided, weight: PackedWeight) -> None:
     rows = x.x if isinstance(x, Undivided) else x
     if rows.dim() == 0 or rows.shape[-1] != weight.length:
         raise ValueError(f"{op}: x has shape {list(rows.shape)}, expected [..., {weight.length}]")
-
-
-def _with_norms(
-    x: Tensor | Undivided,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm: NextNorm | None,
-    numbers: dict[str, Any],
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, squares = (x.x, x.squares) if isinstance(x, Undivided) else (x, None)
-    results: tuple[Tensor, Tensor, Tensor] = _NORM_OPS[FORMATS[numbers["format"]].bits](
-        rows,
-        *weight[:3],
-        bias,
-        residual,
-        squares,
-        None if norm is None else norm.weight,
-        **numbers,
-        **options_of("quantized_linear_norm", x, norm),
-    )
-    return results
 
 
 def _takes_integers(x: Tensor, weight: PackedWeight) -> bool:

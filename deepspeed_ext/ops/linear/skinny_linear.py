@@ -1,92 +1,35 @@
 """A skinny GEMM: what a linear layer is while text is generated."""
 
 from functools import partial
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from deepspeed_ext.ops._activations import number_of
 from deepspeed_ext.ops._kinds import check_kinds
-from deepspeed_ext.ops._library import define
 from deepspeed_ext.ops.linear.few_rows import (
     are_few,
     by_torch,
     check_many,
-    flops,
-    grad_of_sums,
     linear_ref,
     without_autocast,
 )
+from deepspeed_ext.ops.linear.linear_ops import LinearOps
 from deepspeed_ext.ops.linear.norms_around import (
     NextNorm,
     Undivided,
     divided_ref,
-    fake_results,
     next_norm_ref,
-    options_of,
 )
 
-_LIBRARIES = {"cpu": "cpu_skinny_linear", "cuda": "fused_skinny_linear"}
-
-
-def _fake(x: Tensor, weight: Tensor, *others: Tensor | None, gated: bool, **options: Any) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0] // (2 if gated else 1))
-
-
-def _fake_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    squares: Tensor | None,
-    norm_weight: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_results(_fake(x, weight, gated=options["gated"]), norm_weight)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.options = dict(keyword_only_inputs)
-
-
-def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients by torch's multiplications, and work out again what was activated."""
-    x, weight, bias = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad
-    options = ctx.options
-    grad = grad_of_sums(grad_out, x, weight, bias, options["activation"], options["gated"])
-    rows = grad.reshape(-1, grad.shape[-1])
-    return (
-        grad @ weight if needs_x else None,
-        rows.t() @ x.reshape(-1, x.shape[-1]) if needs_weight else None,
-        rows.sum(0) if needs_bias else None,
-        grad_out if needs_residual else None,
-    )
-
-
-_op = define(
-    "skinny_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, *, int? activation,"
-    " bool gated) -> Tensor",
-    _LIBRARIES,
-    fake=_fake,
-    backward=_backward,
-    setup_context=_save,
+_OPS = LinearOps(
+    "skinny_linear",
+    weight="Tensor weight",
+    options="int? activation, bool gated",
+    libraries={"cpu": "cpu_skinny_linear", "cuda": "fused_skinny_linear"},
+    floats=lambda x, weight, options: (x, weight[0]),
 )
-_norm_op = define(
-    "skinny_linear_norm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? squares,"
-    " Tensor? norm_weight, *, int? activation, bool gated, float eps, float weight_offset)"
-    " -> (Tensor, Tensor, Tensor)",
-    _LIBRARIES,
-    fake=_fake_norm,
-)
-
-
-@register_flop_formula([_op.overloadpacket, _norm_op.overloadpacket])
-def _flops(x: Any, weight: Any, *others: Any, out_shape: Any = None, **options: Any) -> int:
-    return flops(x, weight[0])
+_OPS.count_flops()
 
 
 def skinny_linear(
@@ -141,11 +84,13 @@ def skinny_linear(
     """
     number = None if activation is None else number_of("skinny_linear", activation)
     if isinstance(x, Undivided):
-        return _with_norms(x, weight, bias, residual, None, number, gated)[0]
+        return _OPS.between_norms(
+            x, [weight], bias, residual, None, activation=number, gated=gated
+        )[0]
     if type(x) is not Tensor:
         check_kinds("skinny_linear", x=(x, Tensor))
     if are_few(x):
-        out: Tensor = _op(x, weight, bias, residual, activation=number, gated=gated)
+        out: Tensor = _OPS.plain(x, weight, bias, residual, activation=number, gated=gated)
         return out
     _check_weight(x, weight)
     check_many("skinny_linear", x, "weight", weight, x.dtype, bias, activation, gated, residual)
@@ -191,7 +136,9 @@ def skinny_linear_norm(
     See: ``rms_norm``. ``skinny_linear_norm_ref`` is the same in float64.
     """
     number = None if activation is None else number_of("skinny_linear", activation)
-    out, scaled, squares = _with_norms(x, weight, bias, residual, norm, number, False)
+    out, scaled, squares = _OPS.between_norms(
+        x, [weight], bias, residual, norm, activation=number, gated=False
+    )
     return out, Undivided(scaled, squares, norm.eps)
 
 
@@ -207,30 +154,6 @@ def _check_weight(x: Tensor, weight: Tensor) -> None:
             f"skinny_linear: weight has strides {list(weight.stride())}, expected 1 along the last"
             " dimension; call .contiguous() once, not in each call"
         )
-
-
-def _with_norms(
-    x: Tensor | Undivided,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm: NextNorm | None,
-    activation: int | None,
-    gated: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, squares = (x.x, x.squares) if isinstance(x, Undivided) else (x, None)
-    results: tuple[Tensor, Tensor, Tensor] = _norm_op(
-        rows,
-        weight,
-        bias,
-        residual,
-        squares,
-        None if norm is None else norm.weight,
-        activation=activation,
-        gated=gated,
-        **options_of("skinny_linear_norm", x, norm),
-    )
-    return results
 
 
 def skinny_linear_ref(
