@@ -49,6 +49,12 @@ DSX_INLINE Register biased(const T* x, const T* bias, int k) {
   return bias ? value + Register::load(bias + k, Register::size) : value;
 }
 
+// Of a rule whose sums alone are wanted: none.
+template <class Rule>
+DSX_INLINE Pointer<Any> place_of_result(const Rows& rows, int64_t row, int64_t i) {
+  return kHasOut<Rule> ? rows.row<Any>(row) + i : Pointer<Any>{};
+}
+
 DSX_INLINE void add_up(float* sums, int k, bool is_first, const Register& result) {
   if (sums == nullptr) return;
   (is_first ? result : Register::load(sums + k, Register::size) + result)
@@ -69,7 +75,7 @@ inline void do_block(const Elementwise<Rule>& call, int64_t row, int64_t i, int 
     bias[k] = has_bias ? read_block<T>(call.bias[k].template row<Any>(0) + i, count, bias_blocks[k])
                        : nullptr;
   }
-  const OutputBlock<T> out[] = {OutputBlock<T>(call.out[outs].template row<Any>(row) + i, count,
+  const OutputBlock<T> out[] = {OutputBlock<T>(place_of_result<Rule>(call.out[outs], row, i), count,
                                                blocks[kIn + outs], storage.past_cache[outs])...};
   // What is the same for all registers is decided here, for the loop to have no branches.
   float* const sums[] = {columns.sums[outs]...};
