@@ -91,8 +91,8 @@ __device__ inline Floats<kCount> floats_of(const RowVector<T, kCount>& vector) {
   }
 }
 
-// Whether what is stored may go first when the cache needs room: what a kernel writes once, of more
-// than fits there.
+// Whether what is stored may go first when the cache is full: what a kernel writes once, of
+// more than fits there.
 enum class Stored { usual, streamed };
 
 // The values as this row stores them.
@@ -184,9 +184,9 @@ __device__ inline float sum_of_lanes(Floats<kRowVector> values) {
 }
 
 // Adds each of `sums` over the threads of a team; every thread gets the totals. All threads of the
-// block call it together, also those of a team that has no row; `turn` goes up by one each time.
+// block call it together, also those of a team that has no row; `number` goes up by one each time.
 template <class Team, int kSums>
-__device__ inline void add_over_team(float (&sums)[kSums], int turn) {
+__device__ inline void add_over_team(float (&sums)[kSums], int number) {
   const auto add_over_warp = [&] {
 #pragma unroll
     for (int s = 0; s < kSums; ++s) {
@@ -198,19 +198,19 @@ __device__ inline void add_over_team(float (&sums)[kSums], int turn) {
   };
   add_over_warp();
   if (Team::kShort || blockDim.x == kWarp) return;
-  // Two places in turn: nobody writes to one before all have read it and met in the other's
-  // barrier.
+  // Two buffers, one after the other: nobody writes to one before all have read it and come to the
+  // barrier of the other.
   __shared__ float of_warps[2][kSums][kWarp];
   const int warps = int(blockDim.x) / kWarp;
   const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
   if (lane == 0) {
 #pragma unroll
-    for (int s = 0; s < kSums; ++s) of_warps[turn % 2][s][warp] = sums[s];
+    for (int s = 0; s < kSums; ++s) of_warps[number % 2][s][warp] = sums[s];
   }
   __syncthreads();
 #pragma unroll
   for (int s = 0; s < kSums; ++s) {
-    sums[s] = lane < warps ? of_warps[turn % 2][s][lane] : 0.0f;
+    sums[s] = lane < warps ? of_warps[number % 2][s][lane] : 0.0f;
   }
   add_over_warp();
 }

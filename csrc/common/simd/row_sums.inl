@@ -14,8 +14,8 @@ class RowSums {
   void add(int64_t begin, int64_t end, const Body& body) {
     while (begin < end) {
       if (in_float_ == kMostInFloat) add_to_far();
-      const int64_t room = kMostInFloat - in_float_;
-      const int64_t last = end - begin < room ? end : begin + room;
+      const int64_t left = kMostInFloat - in_float_;
+      const int64_t last = end - begin < left ? end : begin + left;
       add_in_float(begin, last, body);
       in_float_ += last - begin;
       begin = last;
