@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kPipelineThreads, 2)
     if constexpr (kAppends) {
       Append<Q, Kind, kWidth> appending(append, int(call.group), found.values[0][0], token);
       appending.run(block.batch, block.head, &pipeline.begun[warp], messages[warp].target);
-      meet_page_warps();
+      page_warps_barrier();
     } else {
       wait_for(&pipeline.begun[warp], 0);
     }

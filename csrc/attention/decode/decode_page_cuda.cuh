@@ -30,7 +30,7 @@
 namespace dsx::cuda {
 
 // A barrier of the warps that multiply.
-__device__ inline void meet_page_warps() {
+__device__ inline void page_warps_barrier() {
   asm volatile("bar.sync 1, %0;" ::"n"(32 * kPageWarps) : "memory");
 }
 
@@ -91,9 +91,9 @@ class PageAttention {
     }
     if (wrong) powers[0] = powers[1] = {-INFINITY, NAN};
     const int rows = task.count * int(call_.group) - row_tile * kTileRows;
-    meet_page_warps();  // the others have read what was there
+    page_warps_barrier();  // the others have read what was there
     sums_.store(lane_, warp_, rows, powers, found_);
-    meet_page_warps();
+    page_warps_barrier();
   }
 
  private:

@@ -1,8 +1,8 @@
 // Chains of small kernels without gaps: a kernel that is launched as part of one may begin while
 // the one before it on the stream still runs. Before it waits for that one it may write nothing,
 // and read nothing but what no kernel changes; it may ask for any memory to be brought into the
-// L2 cache (ask_for_tma_tiles), where it is found whatever becomes of it until then. With clusters of
-// blocks, as both are launched alike.
+// L2 cache (ask_for_tma_tiles), where it is found whatever becomes of it until then. With clusters
+// of blocks, as both are launched alike.
 #pragma once
 
 #include <cuda_runtime.h>
