@@ -221,6 +221,7 @@ def plain_owners() -> Iterator[tuple[Any, str]]:
     module, world = nn.Linear(1, 1), dist.group.WORLD
     optimizer = torch.optim.SGD(module.parameters())
     yield torch.ops.aten, "_to_copy"
+    yield torch.autograd.Variable, "_execution_engine"
     yield torch.ops.aten.add.Tensor, "_op _schema"
     yield torch.ones(1), "_version _base _is_zerotensor _backward_hooks _make_subclass"
     yield torch.ones(1), "_post_accumulate_grad_hooks _make_wrapper_subclass"
@@ -253,7 +254,8 @@ def owners_of_fully_shard(model: Any) -> Iterator[tuple[Any, str]]:
     yield group, "_to_sharded fsdp_params is_unsharded unshard reshard mesh_info post_backward"
     yield param, "_unsharded_param _setattr_on_modules _module_info sharded_param"
     yield param, "unsharded_accumulated_grad reset_sharded_param _sharded_param_data"
-    yield param, "all_gather_outputs to_accumulated_grad_if_needed"
+    yield group, "_orig_dtype _init_mp_dtypes reduce_grads"
+    yield param, "reduce_dtype all_gather_outputs to_accumulated_grad_if_needed"
     yield param._module_info, "module param_name"
     yield param.sharded_param, "_local_tensor _spec"
     yield import_module("torch.distributed.fsdp._fully_shard._fsdp_common"), "TrainingState"

@@ -43,6 +43,8 @@ is_in_transform = torch._C._are_functorch_transforms_active
 TO_COPY = torch.ops.aten._to_copy.default
 # Sets all tensors of a list to 0: what `zero_grad(set_to_none=False)` calls.
 FOREACH_ZERO_ = torch.ops.aten._foreach_zero_.default
+# Has a function called at the end of the backward that is under way, as fully_shard does itself.
+queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 # int8 @ int8 with sums in int32; no public function multiplies integers on a GPU.
 int8_matmul = torch._int_mm
 # float8 @ float8 with a scale for each row; torch.nn.functional.scaled_mm names the scaling in
@@ -80,9 +82,11 @@ def has_tangents() -> bool:
     return is_in_forward_mode() and torch._C._is_fwd_grad_enabled()
 
 
-def is_in_backward() -> bool:
-    """Tell whether this thread runs a backward, as a forward that is run anew for it does.
+def current_backward() -> int:
+    """Return the number of the backward that this thread runs, or -1; nothing public tells."""
+    return torch._C._current_graph_task_id()
 
-    Nothing public tells.
-    """
-    return torch._C._current_graph_task_id() != -1
+
+def is_in_backward() -> bool:
+    """Tell whether this thread runs a backward, as a forward that is run anew for it does."""
+    return current_backward() != -1

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from deepspeed_ext.torch_internals.dispatch import is_in_backward
+from deepspeed_ext.torch_internals.tensors import differ
 
 
 def groups_of(model: nn.Module) -> Iterator[Any]:
@@ -140,30 +141,30 @@ def show_kept(model: nn.Module) -> None:
 
 
 def written(model: nn.Module) -> Tensor | None:
-    """Return a shard that is not what it was when the kept whole parameters were gathered of it.
+    """Return whether a shard is not what it was when whole parameters that are kept were gathered.
 
-    Bits are compared: no version counter tells of all writes. It waits for the device once.
+    Bits are compared: no version counter tells of all writes. None: nothing is kept.
     """
-    pairs = [
-        (param.sharded_param, _differs(group, param))
+    found = [
+        _differs(group, param)
         for group in groups_of(model)
         if group.is_unsharded
         for param in group.fsdp_params
-        if len(param.all_gather_outputs) == 1  # of no tensor that gathers in its own way
     ]
-    if not pairs:
-        return None
-    differ = torch.stack([differs for _, differs in pairs]).tolist()
-    return next((shard for (shard, _), it in zip(pairs, differ, strict=True) if it), None)
+    return torch.stack(found).any() if found else None
 
 
-def keep_for_backward(model: nn.Module) -> None:
+def keep_for_backward(model: nn.Module, begins: Callable[[], None]) -> None:
     """Let a backward find what is kept where shards are shown, and a forward gather anew.
 
     Shards may be written to while they are shown, in whatever way.
+
+    Args:
+        model: that is sharded.
+        begins: called in each backward, before it gathers anything, once or more often.
     """
     for group in groups_of(model):
-        group.unshard = partial(_unshard, group.unshard, group, weakref.ref(model))
+        group.unshard = partial(_unshard, group.unshard, group, weakref.ref(model), begins)
 
 
 def is_in_forward(model: nn.Module) -> bool:
@@ -193,14 +194,30 @@ def know_whole_parameters(model: nn.Module) -> None:
                 module.reshard()
 
 
+def know_dtypes(model: nn.Module) -> None:
+    """Let a group know the dtype of its gradients when its first parameter is thawed.
+
+    Torch asks before the first forward only.
+    """
+    for group in groups_of(model):
+        if getattr(group, "_orig_dtype", group) is None:
+            group._init_mp_dtypes()
+
+
 def _states(model: nn.Module) -> Iterator[Any]:
     return (m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
 
 
 def _unshard(
-    unshard: Any, group: Any, of: "weakref.ref[nn.Module]", async_op: bool = False
+    unshard: Any,
+    group: Any,
+    of: "weakref.ref[nn.Module]",
+    begins: Callable[[], None],
+    async_op: bool = False,
 ) -> None:
     model = of()
+    if is_in_backward():
+        begins()
     if model is not None and _shows_kept(group):
         if is_in_backward():
             # All, as what is run anew may use those of a group whose own backward does not begin.
@@ -219,14 +236,12 @@ def _show_whole(group: Any) -> None:
         param._setattr_on_modules(whole)
 
 
-@torch.no_grad()
 def _differs(group: Any, param: Any) -> Tensor:
-    shard, (whole,) = param._sharded_param_data, param.all_gather_outputs
+    shard, wholes = param._sharded_param_data, param.all_gather_outputs
+    if len(wholes) != 1:  # of a tensor that gathers in its own way
+        return torch.ones((), dtype=torch.bool, device=shard.device)
     begin = group.mesh_info.shard_mesh_rank * shard.numel()
-    rows = whole.narrow(0, begin, shard.numel())
-    bits = (torch.uint8, torch.int16, torch.int32, torch.int64)[rows.itemsize.bit_length() - 1]
-    differ: Tensor = shard.to(rows.dtype).view(bits) != rows.view(bits)
-    return differ.any()
+    return differ(shard, wholes[0].narrow(0, begin, shard.numel()))
 
 
 def _post_backward(
@@ -236,8 +251,15 @@ def _post_backward(
     if any(param.unsharded_accumulated_grad is not None for param in group.fsdp_params):
         # Torch expects one dtype, and has another where an earlier micro-step had no gradient.
         for param in group.fsdp_params:
-            if param.unsharded_accumulated_grad is None and is_unreduced(param):
+            if param.unsharded_accumulated_grad is not None:
+                continue
+            if is_unreduced(param):
                 param.to_accumulated_grad_if_needed()
+            elif getattr(group, "reduce_scatter_unused_params", False) and group.reduce_grads:
+                whole = whole_of(param)
+                if whole is not None and whole.requires_grad:
+                    zeros = torch.zeros_like(whole, dtype=param.reduce_dtype)
+                    param.unsharded_accumulated_grad = zeros
     finish(*unused)
 
 

@@ -41,6 +41,17 @@ part_of: Callable[["DTensor"], Tensor] = attrgetter("_local_tensor")
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
 
 
+@torch.no_grad()
+def differ(tensor: Tensor, kept: Tensor) -> Tensor:
+    """Return whether a tensor, rounded to the dtype of another one, has other bits anywhere.
+
+    This sees writes that no version counter tells of, and NaN is equal to itself.
+    """
+    bits = (torch.uint8, torch.int16, torch.int32, torch.int64)[kept.itemsize.bit_length() - 1]
+    rounded = tensor.to(kept.dtype).contiguous()
+    return (rounded.view(bits) != kept.contiguous().view(bits)).any()
+
+
 def is_zero_tensor(tensor: Tensor) -> bool:
     """Tell whether it is one of autograd's zeros, which have no memory to read."""
     return tensor._is_zerotensor()

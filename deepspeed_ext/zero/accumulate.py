@@ -17,11 +17,11 @@ def accumulate(model: nn.Module, steps: int) -> Iterator[int]:
             loss.backward()
         optimizer.step()
 
-    There is one backward in each pass of the loop. Between passes parameters are shards, as ever.
-    Weights stay gathered beside them until the last backward, but in stage 3, so a weight that was
-    written since is an error in the last pass; a forward without gradients gathers anew, so that an
-    evaluation may put other weights in and back. A parameter is frozen and thawed as in torch. A
-    step before the last backward is refused.
+    There is one backward in each pass of the loop. Between passes parameters are shards, as ever:
+    they may be written, frozen and thawed. In stages 1 and 2 weights stay gathered beside them
+    until the last backward; each forward compares the bits of shards with what was gathered of
+    them, and all processes gather anew where one has other ones, or gradients are off. A step
+    before the last backward is refused.
 
     Gradients are added up, and in stages 0 and 1 are reduced in the last pass only, as are sums of
     replicas. Until then `.grad` is there and has no numbers: to read it is an error, to set it to
@@ -41,8 +41,8 @@ def accumulate(model: nn.Module, steps: int) -> Iterator[int]:
     Raises:
         ValueError: model is not sharded, or steps is less than 1.
         RuntimeError: the loop is inside of another one for the same model; or it has come to its
-            end and some pass had a backward, but not the last one; or a weight was written between
-            passes, or a gradient read; or replicas have a sum of other gradients of a block.
+            end and some pass had a backward, but not the last one; or a gradient was read between
+            passes; or replicas have a sum of other gradients of a block.
 
     See: FSDPModule.set_requires_gradient_sync, set_reshard_after_backward and, on two-dimensional
         meshes, set_requires_all_reduce, which this calls.

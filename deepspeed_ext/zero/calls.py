@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 from torch import nn
@@ -44,6 +45,26 @@ class Loop:
 
     def __str__(self) -> str:
         return f"micro-step {self.at + 1} of {self.steps}"
+
+
+class Backward:
+    """Kept by a backward, which calls it in the end, or drops it when an error ends it before.
+
+    Args:
+        failed: called after such an error.
+    """
+
+    def __init__(self, failed: Callable[[], None]) -> None:
+        self._failed: Callable[[], None] | None = failed
+
+    def __call__(self) -> None:
+        """Be over."""
+        self._failed = None
+
+    def __del__(self) -> None:
+        """Say that it has failed."""
+        if self._failed is not None:
+            self._failed()
 
 
 def calls_of(model: nn.Module) -> int:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from deepspeed_ext.dtensors import is_dtensor, local, part_for
 from deepspeed_ext.torch_internals.modules import parameters_of
-from deepspeed_ext.torch_internals.tensors import version_of
+from deepspeed_ext.torch_internals.tensors import differ, version_of
 
 _OP = "zero.GatheredParameters"
 _WHOLE, _SHARD = "_deepspeed_ext_whole", "_deepspeed_ext_shard"  # attributes of parameters
@@ -97,7 +97,7 @@ class GatheredParameters:
         for (name, param, whole), before in zip(known, self._before, strict=True):
             if self.modifier_rank is not None:
                 whole.spread(param, self.modifier_rank, before)
-            elif kind is None and whole.version() != before:
+            elif kind is None and (whole.version() != before or whole.is_written(param)):
                 raise RuntimeError(
                     f"{_OP}: {name} was written to, expected no change while modifier_rank is"
                     " None; name the rank whose values count"
@@ -152,6 +152,11 @@ class _Whole:
             _spread(self.value, param, rank)
         self.excused += self.version() - before
 
+    def is_written(self, param: Tensor) -> bool:
+        """Tell whether the part of this process is another one, which `.data` tells no version."""
+        assert is_dtensor(param)
+        return bool(differ(local(param), part_for(self.value, param)))
+
     def version(self) -> int:
         """Count writes, those left out that were allowed."""
         return version_of(self.value) - self.excused
@@ -202,7 +207,7 @@ def _check(name: str, param: object, rank: int | None) -> None:
     if not is_dtensor(param):
         raise ValueError(
             f"{_OP}: {name} is a plain tensor, expected a shard; it is whole already, as without"
-            " zero.shard and between micro-steps"
+            " zero.shard"
         )
     if rank is not None and rank not in param.device_mesh.mesh.flatten().tolist():
         raise ValueError(

@@ -7,13 +7,18 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.torch_internals.compiler import untraced
-from deepspeed_ext.torch_internals.dispatch import is_in_backward
+from deepspeed_ext.torch_internals.dispatch import (
+    current_backward,
+    is_in_backward,
+    queue_callback,
+)
 from deepspeed_ext.torch_internals.fully_shard import (
     after_backward,
     allow_whole_loads,
@@ -27,6 +32,7 @@ from deepspeed_ext.torch_internals.fully_shard import (
     is_settled,
     is_unreduced,
     keep_for_backward,
+    know_dtypes,
     know_whole_parameters,
     settle,
     shards_of,
@@ -36,7 +42,7 @@ from deepspeed_ext.torch_internals.fully_shard import (
 )
 from deepspeed_ext.zero.agreement import check_agreement
 from deepspeed_ext.zero.borrowing import name_borrowed
-from deepspeed_ext.zero.calls import Loop, calls_of
+from deepspeed_ext.zero.calls import Backward, Loop, calls_of
 from deepspeed_ext.zero.unreduced import Marks
 
 _log = logging.getLogger("deepspeed_ext")
@@ -70,6 +76,7 @@ class Sharding:
         self._loop: Loop | None = None  # micro-steps that are declared
         self._marks: dict[Any, Marks] = {}  # of groups with gradients between micro-steps
         self._summed: dict[Any, set[int]] = {}  # ids of shards in sums that replicas wait with
+        self._backward = -1  # the number of the last backward
         self._stopped = ""  # what an error has ended, if other processes were not asked yet
         self._known: dict[str, int] | None = None  # ids of parameters by name
         self.saving: Any = None  # a checkpoint that is under way
@@ -83,10 +90,10 @@ class Sharding:
         model.register_forward_pre_hook(_before_forward, prepend=True)
         model.register_forward_hook(_after_forward, always_call=True)
         for block in map(model.get_submodule, self.blocks):
-            block.register_forward_hook(partial(_after_block, me))
+            block.register_forward_hook(partial(_after_block, me), always_call=True)
         before_reduction(model, partial(_before_reduction, me))
         after_backward(model, partial(_after_backward, me))
-        keep_for_backward(model)
+        keep_for_backward(model, partial(_in_backward, me))
         allow_whole_loads(model)
         if hasattr(model, "save_pretrained"):  # of transformers, diffusers, peft
             object.__setattr__(model, "save_pretrained", partial(_save_pretrained, self._model))
@@ -211,11 +218,15 @@ class Sharding:
             for param in group.fsdp_params
             if is_unreduced(param) or (self._reduces_unused and param.sharded_param.requires_grad)
         }
-        if has_partial_sum(group) and have != self._summed[group]:
+        loop = self._loop
+        adds_unused = self._reduces_unused and self.stage < 2
+        is_later = loop is not None and loop.last_backward is not None
+        is_fixed = has_partial_sum(group) or (adds_unused and is_later)
+        if is_fixed and (others := have ^ self._summed[group]):
             raise RuntimeError(
-                f"zero.accumulate: {self._names(have ^ self._summed[group])} have gradients in some"
-                " micro-steps only, expected all or none, as on a mesh of replicas those of a block"
-                " are one sum"
+                f"zero.accumulate: {self._names(others)} have gradients in some micro-steps only,"
+                " expected all or none, as those of a block are one sum, on a mesh of replicas and"
+                " with reduce_unused"
             )
         self._summed[group] = have
 
@@ -274,11 +285,10 @@ class Sharding:
             return
         self._end_left_loop()
         self._settle()
-        loop = self._loop
-        keeps = self.stage < 3 and loop is not None and not loop.is_done
-        if not keeps or not torch.is_grad_enabled():
-            self.reshard()  # weights may have been written, or stand in for an evaluation
+        if not self._keeps():
+            self.reshard()
         known = {name: id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
+        know_dtypes(self.model)
         if self._known is None:
             # After the first forward: fully_shard lets parameters be replaced before it.
             _check_all_sharded(self.model)
@@ -287,18 +297,22 @@ class Sharding:
                 know_whole_parameters(self.model)
         elif known != self._known:
             self._refuse_change(known)
-        if loop is not None and loop.is_last:
-            self._check_unwritten()
         show_kept(self.model)
 
-    def _check_unwritten(self) -> None:
-        """Refuse to go on with whole weights that some micro-steps have used, and others not."""
-        shard = written(self.model)
-        if shard is not None:
-            raise RuntimeError(
-                f"zero.accumulate: parameter {self._names({id(shard)})[0]!r} was written between"
-                " micro-steps, expected its value until the backward of the last one"
-            )
+    def _keeps(self) -> bool:
+        """Tell whether what an earlier micro-step has gathered is still what would be gathered.
+
+        Where shards are whole parameters, nothing is sent to gather them, so they always are.
+        """
+        loop, sharders = self._loop, self.mesh.size(self.mesh.ndim - 1)
+        if loop is None or loop.is_done or self.stage not in (1, 2) or sharders == 1:
+            return False
+        was_written = written(self.model) if torch.is_grad_enabled() else None
+        if was_written is None:
+            return False
+        answer = was_written.int()  # of all, as all gather together
+        dist.all_reduce(answer, dist.ReduceOp.MAX, self.mesh.get_group(self.mesh.ndim - 1))
+        return not answer.item()
 
     def after_forward(self) -> None:
         """Leave no gathered weights behind where no backward will come, else keep them for it."""
@@ -309,10 +323,28 @@ class Sharding:
         else:
             show_shards(self.model)
 
-    def after_block(self) -> None:
+    def after_block(self, has_failed: bool) -> None:
         """Do the same after a block that was called by itself."""
-        if not is_in_forward(self.model) and calls_of(self.model) == 0:
+        if calls_of(self.model) > 0:
+            return
+        if not is_in_forward(self.model):
             self.after_forward()
+        elif has_failed:
+            self.after_error()
+
+    def after_error(self) -> None:
+        """Show shards after a forward with an error; gradients of backwards before it stay."""
+        if is_in_backward() or calls_of(self.model) > 1:
+            return
+        self._stopped = self._stopped or interruption(self.model)
+        settle(self.model)
+
+    def in_backward(self) -> None:
+        """Begin a backward, if it has not begun, and have it known how it ends."""
+        number = current_backward()
+        if number != self._backward:
+            self._backward = number
+            queue_callback(Backward(partial(show_shards, self.model)))
 
     def _settle(self) -> None:
         """See that nothing is left of a forward or backward that an error has ended.
@@ -383,14 +415,25 @@ def _after_forward(model: nn.Module, _inputs: object, output: object) -> None:
     if output is not None or error is None:
         sharding.after_forward()
     else:
-        name_borrowed(error, model, sharding.blocks)
+        try:
+            name_borrowed(error, model, sharding.blocks)
+        finally:
+            sharding.after_error()
 
 
 @untraced
-def _after_block(sharding: "weakref.ref[Sharding]", *_: object) -> None:
+def _after_block(
+    sharding: "weakref.ref[Sharding]", block: nn.Module, inputs: object, output: object
+) -> None:
     found = sharding()
     if found is not None and found._model() is not None:
-        found.after_block()
+        found.after_block(output is None and sys.exc_info()[1] is not None)
+
+
+def _in_backward(sharding: "weakref.ref[Sharding]") -> None:
+    found = sharding()
+    if found is not None:
+        found.in_backward()
 
 
 def _save_pretrained(of: "weakref.ref[nn.Module]", *args: Any, **kwargs: Any) -> Any:

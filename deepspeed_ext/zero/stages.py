@@ -52,11 +52,12 @@ def shard(
     embeddings, is a group of its own, which stage 3 gathers m times, as it is wanted again where
     forward ends; what is being gathered lies beside the block that it becomes. On a mesh of r rows
     of n, what is reduced is also all-reduced among r processes, 1 / n of it, once a step. A forward
-    without gradients gathers once, and keeps nothing. What is kept from forward to backward serves
-    that backward alone: as soon as forward ends parameters are shards again, for clipping,
-    zero_grad and all that writes them; a loss that wants whole weights is computed in forward, or
-    takes them by `param.full_tensor(grad_placements=[Partial("avg")] * param.device_mesh.ndim)`,
-    with Partial of torch.distributed.tensor: without it torch takes the gradient that a process
+    without gradients gathers once, and keeps nothing. In stages 1 and 2 each micro-step but the
+    first also all-reduces one number, which tells whether a weight was written. What is kept from
+    forward to backward serves that backward alone: as soon as forward ends parameters are shards
+    again, for clipping, zero_grad and all that writes them; a loss that wants whole weights is
+    computed in forward, or takes them by
+    `param.full_tensor(grad_placements=[Partial("avg")] * param.device_mesh.ndim)`, with Partial of torch.distributed.tensor: without it torch takes the gradient that a process
     has for that of all.
 
     What does it, in torch 2.11 and 2.13: `fully_shard` on each block and on the model, with

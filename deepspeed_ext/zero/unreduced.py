@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_ext.torch_internals.dispatch import FOREACH_ZERO_
 from deepspeed_ext.torch_internals.fully_shard import (
     drop_partial_sum,
     drop_unreduced,
@@ -14,7 +15,7 @@ from deepspeed_ext.torch_internals.fully_shard import (
 )
 from deepspeed_ext.torch_internals.tensors import make_wrapper_subclass
 
-_ZEROS = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
+_ZEROS = (torch.ops.aten.zero_.default, FOREACH_ZERO_)
 
 
 class Unreduced(Tensor):
@@ -49,12 +50,13 @@ class Unreduced(Tensor):
                 "zero.accumulate: a gradient is read between micro-steps, expected after the"
                 " backward of the last one, which reduces it"
             )
-        for grad in args[0] if isinstance(args[0], list) else args[:1]:
+        several = isinstance(args[0], list)
+        for grad in args[0] if several else args[:1]:
             if isinstance(grad, Unreduced):
                 grad.is_dropped = True
             else:
                 grad.zero_()
-        return args[0]
+        return None if several else args[0]
 
 
 class _Mark:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from processes import Case
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from zero_cases import Net, assert_close, loss_of, whole
 
@@ -85,6 +86,9 @@ DROPS = {
     "model": lambda model, optimizer: model.zero_grad(),
     "optimizer, zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
     "model, zeros": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "fused, zeros": lambda model, _: torch.optim.AdamW(model.parameters(), fused=True).zero_grad(
+        set_to_none=False
+    ),
     "by hand": by_hand,
     "twice": twice,
     "some": some,
@@ -179,6 +183,39 @@ def freezes(row, folder):
             pair.assert_equal(f"freezes, {where}")
 
 
+def unused(row, folder):
+    """Zeros of what no pass uses are added up, too, in the dtype of sums; all stay trained."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return  # test_zero_parity has what is said then
+    for stage in range(4):
+        pair = Pair(stage, reduce_unused=True, reduce_dtype=torch.float64)
+        for i in zero.accumulate(pair.ours, MICRO_STEPS):
+            pair.add(i)
+        assert whole(pair.ours.unused.weight.grad).eq(0).all()
+        pair.step()
+        pair.assert_equal("unused")
+        if stage < 2:
+            text = (
+                r"^zero.accumulate: \['embedding.weight'\] have gradients in some micro-steps only"
+            )
+            with pytest.raises(RuntimeError, match=text):
+                for i in zero.accumulate(pair.ours, MICRO_STEPS):
+                    loss_of(pair.ours, i).backward()
+                    pair.ours.embedding.weight.requires_grad_(False).grad = None
+
+
+def thaws(row, folder):
+    """A whole block that was frozen when it was sharded."""
+    for stage in range(4):
+        model = Net()
+        model.blocks[0].requires_grad_(False)
+        zero.shard(model, stage, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        loss_of(model, 0).backward()
+        model.blocks[0].requires_grad_(True)
+        loss_of(model, 0).backward()
+        assert model.blocks[0].up.weight.grad.dtype == torch.float32
+
+
 @torch.no_grad()
 def copy(param):
     param.copy_(param * 2)
@@ -187,31 +224,27 @@ def copy(param):
 @torch.no_grad()
 def turn_sign_of_one(param):  # in one process, which no version counter tells of
     local = param.to_local() if isinstance(param, DTensor) else param
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 or local.shape == param.shape:
         torch._foreach_neg_([local[:1].data])
 
 
 def writes(row, folder):
-    """A write would be seen by some micro-steps only: an error, but in stage 3, where by all."""
+    """A weight that was written counts from the next forward on, also if it is put back after."""
     for make, write in itertools.product(pairs(row), (copy, turn_sign_of_one)):
         pair = make()
-        if pair.stage == 3 and write is copy:
-            for i in zero.accumulate(pair.ours, MICRO_STEPS):
-                pair.add(i)
+        for i in zero.accumulate(pair.ours, MICRO_STEPS):
+            if i == 1:
+                kept = [model.get_parameter(NAMES[0]).detach().clone() for model in pair.models]
                 for model in pair.models:
                     write(model.get_parameter(NAMES[0]))
-            pair.step()
-        elif pair.stage < 3 and (write is copy or dist.get_world_size() == 1):
-            text = f"^zero.accumulate: parameter '{NAMES[0]}' was written between micro-steps"
-            with pytest.raises(RuntimeError, match=text):
-                for i in zero.accumulate(pair.ours, MICRO_STEPS):
-                    pair.add(i)
-                    if i == 0:
-                        for model in pair.models:
-                            write(model.get_parameter(NAMES[0]))
-            pair.optimizers[1].zero_grad()
-            assert all(param.grad is None for param in pair.ours.parameters())
-        pair.train(20)
+            pair.add(i)
+            if i == 1:
+                for model, before in zip(pair.models, kept, strict=True):
+                    model.get_parameter(NAMES[0]).data.copy_(before)
+            if i == 0:
+                for model in pair.models:
+                    write(model.get_parameter(NAMES[1]))
+        pair.step()
         pair.assert_equal(f"after {write.__name__}")
 
 
@@ -224,8 +257,8 @@ def averages(row, folder):
             kept = [{k: v.clone() for k, v in m.state_dict().items()} for m in pair.models]
             for model, state in zip(pair.models, kept, strict=True):
                 model.load_state_dict({name: value * 0.5 for name, value in state.items()})
-            with torch.no_grad():
-                losses = pair.forward(9)
+            with torch.set_grad_enabled(i == 1):
+                losses = [loss.detach() for loss in pair.forward(9)]
             ours = losses[0].clone()
             dist.all_reduce(ours)
             assert_close(ours / dist.get_world_size(), losses[1], f"stage {pair.stage}")
@@ -277,7 +310,11 @@ CASES = [
     for function in ("drops", "earlier", "freezes", "averages", "first_forwards", "writes")
     for world, row in ((1, ""), (2, ""), (2, "double"), (4, "replicas"))
     if row == "" or function in ("drops", "earlier", "freezes")
-] + [Case(4, "some_of_replicas", ""), Case(2, "reads", "")]
+]
+CASES += [
+    Case(4, "some_of_replicas", ""),
+    *(Case(2, function, "") for function in ("reads", "unused", "thaws")),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")

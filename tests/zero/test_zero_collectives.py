@@ -77,15 +77,16 @@ def expected(stage, times, is_hybrid):
     """The table: how often blocks and the rest are gathered and reduced in a step."""
     gathers = {0: (0, 0), 1: (1, 1), 2: (1, 1), 3: (2 * times, times)}[stage]
     reduces = {0: 0, 1: 1, 2: times, 3: times}[stage]
+    asked = (times - 1) * (stage in (1, 2))  # whether a weight was written
     calls = {
         "gather": gathers[0] * LAYERS + gathers[1],
         "reduce": reduces * (LAYERS + 1),
-        "all-reduce": (LAYERS + 1) * (stage == 0 or is_hybrid),
+        "all-reduce": (LAYERS + 1) * (stage == 0 or is_hybrid) + asked,
     }
     elements = {
         "gather": gathers[0] * BLOCKS + gathers[1] * OF_REST,
         "reduce": reduces * ALL,
-        "all-reduce": ALL if stage == 0 else ALL // 2 * is_hybrid,
+        "all-reduce": (ALL if stage == 0 else ALL // 2 * is_hybrid) + asked,
     }
     return tuple({k: v for k, v in each.items() if v} for each in (calls, elements))
 

@@ -137,9 +137,14 @@ def refusals(row, folder):
                 inside = model.blocks[1].down.weight
             inside.detach().add_(1)
         assert str(caught.value) == text
+        with pytest.raises(RuntimeError) as caught, zero.GatheredParameters(params) as inside:
+            if isinstance(params, nn.Module):
+                inside = model.blocks[1].down.weight
+            inside.data += 1  # which counts no version
+        assert str(caught.value) == text
     text = (
         "zero.GatheredParameters: params[0] is a plain tensor, expected a shard; it is whole"
-        " already, as without zero.shard and between micro-steps"
+        " already, as without zero.shard"
     )
     with pytest.raises(ValueError) as caught:
         zero.GatheredParameters([torch.ones(3)])

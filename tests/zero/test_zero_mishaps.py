@@ -125,6 +125,39 @@ def errors(row, folder):
                 assert_trains(model, optimizer, plain, f"{stage} {where} {in_loop}")
 
 
+def shards_after_errors(row, folder):
+    """As soon as an error is caught, parameters are shards: to clip, to drop, to be written."""
+    for stage, where in itertools.product(range(4), ("forward", "backward", "block")):
+        model, optimizer, plain = made(stage)
+        for _ in range(2):
+            (loss_of(model, 0) / MICRO_STEPS).backward()
+            plain.add(0)
+            mishap = Mishap(model, "backward" if where == "backward" else "forward")
+            with pytest.raises(MemoryError):
+                if where == "block":
+                    model.blocks[1](torch.ones(1, 6))
+                else:
+                    loss_of(model, 1).backward()
+            mishap.remove()
+            assert all(isinstance(param, DTensor) for param in model.parameters())
+            if where == "backward":  # a half gradient is none
+                model.zero_grad()
+                plain.optimizer.zero_grad()
+            else:
+                norms = [
+                    nn.utils.clip_grad_norm_(each.parameters(), 0.05)
+                    for each in (model, plain.model)
+                ]
+                assert_close(whole(norms[0]), norms[1], f"norm, {stage} {where}")
+                optimizer.step()
+                model.zero_grad()
+                plain.step()
+            with torch.no_grad():
+                for param in (*model.parameters(), *plain.model.parameters()):
+                    param.mul_(0.9)
+            assert_trains(model, optimizer, plain, f"shards after errors, {stage} {where}")
+
+
 class Forgiving(Net):
     """Goes on without a block that fails."""
 
@@ -437,6 +470,7 @@ CASES = [
     *(Case(world, "caught_inside", "") for world in (1, 2)),
     *(Case(world, "left_loops", "") for world in (1, 2)),
     Case(2, "no_last_backward", ""),
+    *(Case(world, "shards_after_errors", "") for world in (1, 2)),
     Case(2, "steps_in_loops", ""),
     *(Case(world, "graded_forwards", "") for world in (1, 2)),
     Case(2, "recomputed", ""),
