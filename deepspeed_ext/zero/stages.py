@@ -57,8 +57,9 @@ def shard(
     forward to backward serves that backward alone: as soon as forward ends parameters are shards
     again, for clipping, zero_grad and all that writes them; a loss that wants whole weights is
     computed in forward, or takes them by
-    `param.full_tensor(grad_placements=[Partial("avg")] * param.device_mesh.ndim)`, with Partial of torch.distributed.tensor: without it torch takes the gradient that a process
-    has for that of all.
+    `param.full_tensor(grad_placements=[Partial("avg")] * param.device_mesh.ndim)`, with Partial of
+    torch.distributed.tensor: without it torch takes the gradient that a process has for that of
+    all.
 
     What does it, in torch 2.11 and 2.13: `fully_shard` on each block and on the model, with
     reshard_after_forward only in stage 3; stage 0 is a mesh of n rows of 1. `accumulate` calls

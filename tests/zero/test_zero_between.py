@@ -161,7 +161,7 @@ def freezes(row, folder):
         pair = make()
         if row == "replicas":
             text = (
-                "^zero.accumulate: .*blocks.0.up.weight.* have gradients in some micro-steps only"
+                "^zero.accumulate: .*blocks.0.up.weight.* have gradients in some micro-steps"
             )
             with pytest.raises(RuntimeError, match=text):
                 for i in zero.accumulate(pair.ours, MICRO_STEPS):
@@ -195,9 +195,7 @@ def unused(row, folder):
         pair.step()
         pair.assert_equal("unused")
         if stage < 2:
-            text = (
-                r"^zero.accumulate: \['embedding.weight'\] have gradients in some micro-steps only"
-            )
+            text = r"^zero.accumulate: \['embedding.weight', .* have gradients in some micro-steps"
             with pytest.raises(RuntimeError, match=text):
                 for i in zero.accumulate(pair.ours, MICRO_STEPS):
                     loss_of(pair.ours, i).backward()

@@ -215,7 +215,8 @@ def beside_the_results(device: str, taken: Taken) -> list[float]:
 
 def test_takes_no_memory(device: str) -> None:
     found = measured(beside_the_results, device)
-    assert len(found) == 15 * len(KINDS) and max(found) <= 0.01
+    calls = 15 if device == "cpu" else 12  # of a kind; with_fake leaves some out
+    assert len(found) == calls * len(KINDS) and max(found) <= 0.01
 
 
 X = torch.ones(3, 10)
