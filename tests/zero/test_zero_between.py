@@ -160,9 +160,7 @@ def freezes(row, folder):
     for make in pairs(row):
         pair = make()
         if row == "replicas":
-            text = (
-                "^zero.accumulate: .*blocks.0.up.weight.* have gradients in some micro-steps"
-            )
+            text = "^zero.accumulate: .*blocks.0.up.weight.* have gradients in some micro-steps"
             with pytest.raises(RuntimeError, match=text):
                 for i in zero.accumulate(pair.ours, MICRO_STEPS):
                     pair.add(i)
