@@ -145,12 +145,7 @@ def written(model: nn.Module) -> Tensor | None:
 
     Bits are compared: no version counter tells of all writes. None: nothing is kept.
     """
-    found = [
-        _differs(group, param)
-        for group in groups_of(model)
-        if group.is_unsharded
-        for param in group.fsdp_params
-    ]
+    found = [_differs(group) for group in groups_of(model) if group.is_unsharded]
     return torch.stack(found).any() if found else None
 
 
@@ -236,12 +231,19 @@ def _show_whole(group: Any) -> None:
         param._setattr_on_modules(whole)
 
 
-def _differs(group: Any, param: Any) -> Tensor:
-    shard, wholes = param._sharded_param_data, param.all_gather_outputs
-    if len(wholes) != 1:  # of a tensor that gathers in its own way
-        return torch.ones((), dtype=torch.bool, device=shard.device)
-    begin = group.mesh_info.shard_mesh_rank * shard.numel()
-    return differ(shard, wholes[0].narrow(0, begin, shard.numel()))
+def _differs(group: Any) -> Tensor:
+    pairs: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for param in group.fsdp_params:
+        shard, wholes = param._sharded_param_data, param.all_gather_outputs
+        if len(wholes) != 1:  # of a tensor that gathers in its own way
+            return torch.ones((), dtype=torch.bool, device=shard.device)
+        begin = group.mesh_info.shard_mesh_rank * shard.numel()
+        shards, rows = pairs.setdefault((shard.dtype, wholes[0].dtype), ([], []))
+        shards.append(shard)
+        rows.append(wholes[0].narrow(0, begin, shard.numel()))
+    # As few calls as a list of many small tensors allows.
+    found = [differ(torch.cat(shards), torch.cat(rows)) for shards, rows in pairs.values()]
+    return found[0] if len(found) == 1 else torch.stack(found).any()
 
 
 def _post_backward(

@@ -18,10 +18,10 @@ def accumulate(model: nn.Module, steps: int) -> Iterator[int]:
         optimizer.step()
 
     There is one backward in each pass of the loop. Between passes parameters are shards, as ever:
-    they may be written, frozen and thawed. In stages 1 and 2 weights stay gathered beside them
-    until the last backward; each forward compares the bits of shards with what was gathered of
-    them, and all processes gather anew where one has other ones, or gradients are off. A step
-    before the last backward is refused.
+    they may be written, frozen and thawed. But in stage 3, weights stay gathered beside them until
+    the last backward; each forward compares the bits of shards with what was gathered of them, and
+    all processes gather anew where one has other ones, or gradients are off. A step before the last
+    backward is refused.
 
     Gradients are added up, and in stages 0 and 1 are reduced in the last pass only, as are sums of
     replicas. Until then `.grad` is there and has no numbers: to read it is an error, to set it to

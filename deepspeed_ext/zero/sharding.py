@@ -74,7 +74,7 @@ class Sharding:
         self._reduces_unused = reduces_unused
         self._model = weakref.ref(model)
         self._loop: Loop | None = None  # micro-steps that are declared
-        self._marks: dict[Any, Marks] = {}  # of groups with gradients between micro-steps
+        self._marks: dict[Any, Marks] = {}  # of groups that had gradients between micro-steps
         self._summed: dict[Any, set[int]] = {}  # ids of shards in sums that replicas wait with
         self._backward = -1  # the number of the last backward
         self._stopped = ""  # what an error has ended, if other processes were not asked yet
@@ -196,22 +196,21 @@ class Sharding:
         if self.mesh.ndim == 2 and self.stage > 1:  # replicas add up once a step
             root.set_requires_all_reduce(is_last)
 
-    def before_reduction(self, group: Any) -> None:
-        """See what gradients of earlier micro-steps were dropped since, before others join them.
+    def _collect_marks(self) -> None:
+        """See what gradients of earlier micro-steps were dropped, before others join them.
 
         Raises:
-            RuntimeError: replicas have a sum of other gradients.
+            RuntimeError: replicas have added up some of them with others that were not.
         """
-        marks = self._marks.pop(group, None)
-        dropped = set() if marks is None else marks.collect()
-        if dropped:
-            raise RuntimeError(
-                f"zero.accumulate: gradients of {self._names(dropped)} are dropped and others of"
-                " its block not, expected all or none, as on a mesh of replicas they are one sum"
-            )
-        self._check_sum(group)
+        for marks in self._marks.values():
+            if dropped := marks.collect():
+                raise RuntimeError(
+                    f"zero.accumulate: gradients of {self._names(dropped)} are dropped and others"
+                    " of its block not, expected all or none, as on a mesh of replicas they are one"
+                    " sum"
+                )
 
-    def _check_sum(self, group: Any) -> None:
+    def before_reduction(self, group: Any) -> None:
         """Refuse to add gradients to a sum of others, which has no places for them."""
         have = {
             id(param.sharded_param)
@@ -241,11 +240,11 @@ class Sharding:
             for group in groups_of(self.model):
                 if group not in self._marks:
                     self._marks[group] = Marks(group)
+                self._marks[group].place()
 
     def _release_marks(self) -> None:
         for marks in self._marks.values():
             marks.release()
-        self._marks.clear()
 
     def _names(self, ids: set[int]) -> list[str]:
         return [name for name, known in (self._known or {}).items() if known in ids]
@@ -300,19 +299,18 @@ class Sharding:
         show_kept(self.model)
 
     def _keeps(self) -> bool:
-        """Tell whether what an earlier micro-step has gathered is still what would be gathered.
-
-        Where shards are whole parameters, nothing is sent to gather them, so they always are.
-        """
-        loop, sharders = self._loop, self.mesh.size(self.mesh.ndim - 1)
-        if loop is None or loop.is_done or self.stage not in (1, 2) or sharders == 1:
+        """Tell whether what an earlier micro-step has gathered is still what would be gathered."""
+        loop = self._loop
+        if loop is None or loop.is_done or self.stage == 3 or not torch.is_grad_enabled():
             return False
-        was_written = written(self.model) if torch.is_grad_enabled() else None
+        was_written = written(self.model)
         if was_written is None:
             return False
-        answer = was_written.int()  # of all, as all gather together
-        dist.all_reduce(answer, dist.ReduceOp.MAX, self.mesh.get_group(self.mesh.ndim - 1))
-        return not answer.item()
+        dimension = self.mesh.ndim - 1
+        if self.stage > 0 and self.mesh.size(dimension) > 1:  # those that gather together
+            was_written = was_written.int()
+            dist.all_reduce(was_written, dist.ReduceOp.MAX, self.mesh.get_group(dimension))
+        return not was_written.item()
 
     def after_forward(self) -> None:
         """Leave no gathered weights behind where no backward will come, else keep them for it."""
@@ -344,6 +342,7 @@ class Sharding:
         number = current_backward()
         if number != self._backward:
             self._backward = number
+            self._collect_marks()
             queue_callback(Backward(partial(show_shards, self.model)))
 
     def _settle(self) -> None:

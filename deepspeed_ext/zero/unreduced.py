@@ -5,16 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.torch_internals.dispatch import FOREACH_ZERO_
+from deepspeed_ext.torch_internals.dispatch import FOREACH_ZERO_, is_in_backward
 from deepspeed_ext.torch_internals.fully_shard import (
     drop_partial_sum,
     drop_unreduced,
     has_partial_sum,
     is_unreduced,
-    whole_of,
 )
 from deepspeed_ext.torch_internals.tensors import make_wrapper_subclass
 
+_ADD = torch.ops.aten.add_.Tensor  # of autograd, to the gradient that is there
 _ZEROS = (torch.ops.aten.zero_.default, FOREACH_ZERO_)
 
 
@@ -25,17 +25,26 @@ class Unreduced(Tensor):
 
     Args:
         shard: whose gradient it is.
+
+    Attributes:
+        is_dropped: it was filled with zeros.
+        added: what a backward through the shard itself has added since.
     """
 
     is_dropped: bool
+    added: Tensor | None
 
     def __new__(cls, shard: Tensor) -> "Unreduced":
         """Make one of the shape of a shard."""
         made: Unreduced = make_wrapper_subclass(
             cls, shard.shape, dtype=shard.dtype, device=shard.device
         )
-        made.is_dropped = False
+        made.begin()
         return made
+
+    def begin(self) -> None:
+        """Stand in anew."""
+        self.is_dropped, self.added = False, None
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Unreduced(of {list(self.shape)}, until the backward of the last micro-step)"
@@ -44,53 +53,52 @@ class Unreduced(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Take zeros, and refuse all else."""
-        if func not in _ZEROS:
-            raise RuntimeError(
-                "zero.accumulate: a gradient is read between micro-steps, expected after the"
-                " backward of the last one, which reduces it"
-            )
-        several = isinstance(args[0], list)
-        for grad in args[0] if several else args[:1]:
-            if isinstance(grad, Unreduced):
-                grad.is_dropped = True
-            else:
-                grad.zero_()
-        return None if several else args[0]
+        """Take zeros, and what a backward adds, and refuse all else."""
+        if func in _ZEROS:
+            several = isinstance(args[0], list)
+            for grad in args[0] if several else args[:1]:
+                if isinstance(grad, Unreduced):
+                    grad.is_dropped, grad.added = True, None
+                else:
+                    grad.zero_()
+            return None if several else args[0]
+        if func is _ADD and isinstance(args[0], Unreduced) and is_in_backward():
+            grad, more = args
+            grad.added = more.clone() if grad.added is None else grad.added + more
+            return grad
+        raise RuntimeError(
+            "zero.accumulate: a gradient is read between micro-steps, expected after the backward"
+            " of the last one, which reduces it"
+        )
 
 
 class _Mark:
-    """An `Unreduced` in its place, from one backward to where the next one adds to the gradient."""
+    """An `Unreduced` that is put in its place after a backward, until the next one begins."""
 
     def __init__(self, param: Any) -> None:
-        self.shard: Tensor = param.sharded_param
-        self.is_dropped = False
-        self._param = param
+        self.param = param
+        self.is_placed = self.is_dropped = False
+        self._grad = Unreduced(param.sharded_param)
+
+    def place(self) -> None:
+        """Stand in for what there is."""
+        self.is_placed, self.shard = True, self.param.sharded_param
         self._earlier = self.shard.grad  # than the loop
-        self._grad: Unreduced | None = Unreduced(self.shard)
+        self._grad.begin()
         self.shard.grad = self._grad
-        # The first to come, whether by a whole parameter or by a loss of the shard itself.
-        adding = [t for t in (self.shard, whole_of(param)) if t is not None and t.requires_grad]
-        self._hooks = [tensor.register_hook(self.collect) for tensor in adding]
 
-    def release(self) -> bool:
-        """Put back what was there, or nothing if it was dropped; tell whether it stood in."""
-        grad, self._grad = self._grad, None
-        if grad is None:
-            return False
-        for hook in self._hooks:
-            hook.remove()
+    def release(self) -> None:
+        """Put back what was there, less what was dropped, and what was added since."""
+        self.is_placed, grad, earlier = False, self._grad, self._earlier
         self.is_dropped = self.shard.grad is not grad or grad.is_dropped
-        if not self.is_dropped:
-            self.shard.grad = self._earlier
-        elif self.shard.grad is grad:
-            self.shard.grad = None
-        return True
-
-    def collect(self, *_: object) -> None:
-        """Do the same, and drop the gradient that it stood in for."""
-        if self.release() and self.is_dropped:
-            drop_unreduced(self._param)
+        if self.shard.grad is grad:
+            kept = [
+                each
+                for each in (None if self.is_dropped else earlier, grad.added)
+                if each is not None
+            ]
+            self.shard.grad = sum(kept[1:], kept[0]) if kept else None
+        self._earlier = grad.added = None
 
 
 class Marks:
@@ -102,17 +110,26 @@ class Marks:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._has_sum = has_partial_sum(group)
-        self._marks = [
-            _Mark(param)
-            for param in group.fsdp_params
-            if is_unreduced(param) or (self._has_sum and param.sharded_param.requires_grad)
-        ]
+        self._marks = [_Mark(param) for param in group.fsdp_params]
 
-    def release(self) -> None:
-        """Put back what was there."""
+    def place(self) -> None:
+        """Stand in for the gradients of the group that are not added up."""
+        has_sum = has_partial_sum(self._group)
         for mark in self._marks:
+            trained = has_sum and mark.param.sharded_param.requires_grad
+            if not mark.is_placed and (trained or is_unreduced(mark.param)):
+                mark.place()
+
+    def release(self) -> list[_Mark]:
+        """Put back what was there.
+
+        Returns:
+            the marks that stood in.
+        """
+        placed = [mark for mark in self._marks if mark.is_placed]
+        for mark in placed:
             mark.release()
+        return placed
 
     def collect(self) -> set[int]:
         """Do the same, and drop what was dropped.
@@ -120,11 +137,12 @@ class Marks:
         Returns:
             ids of shards that were dropped of a sum which has others too, and is not; or none.
         """
-        for mark in self._marks:
-            mark.collect()
-        dropped = {id(mark.shard) for mark in self._marks if mark.is_dropped}
-        if self._has_sum and dropped:
-            if len(dropped) < len(self._marks):
-                return dropped
+        placed = self.release()
+        dropped = [mark for mark in placed if mark.is_dropped]
+        for mark in dropped:
+            drop_unreduced(mark.param)
+        if dropped and has_partial_sum(self._group):
+            if len(dropped) < len(placed):
+                return {id(mark.shard) for mark in dropped}
             drop_partial_sum(self._group)
         return set()
