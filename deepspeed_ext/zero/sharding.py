@@ -334,7 +334,11 @@ class Sharding:
         """Show shards after a forward with an error; gradients of backwards before it stay."""
         if is_in_backward() or calls_of(self.model) > 1:
             return
-        self._stopped = self._stopped or interruption(self.model)
+        stopped = interruption(self.model)
+        if not stopped:  # the error is one that the caller handles
+            self.after_forward()
+            return
+        self._stopped = self._stopped or stopped
         settle(self.model)
 
     def in_backward(self) -> None:

@@ -92,12 +92,9 @@ class _Mark:
         self.is_placed, grad, earlier = False, self._grad, self._earlier
         self.is_dropped = self.shard.grad is not grad or grad.is_dropped
         if self.shard.grad is grad:
-            kept = [
-                each
-                for each in (None if self.is_dropped else earlier, grad.added)
-                if each is not None
-            ]
-            self.shard.grad = sum(kept[1:], kept[0]) if kept else None
+            kept, added = None if self.is_dropped else earlier, grad.added
+            both = kept is not None and added is not None
+            self.shard.grad = kept + added if both else added if kept is None else kept
         self._earlier = grad.added = None
 
 
