@@ -8,7 +8,7 @@ import torch.distributed as dist
 from processes import Case
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from zero_cases import Net, assert_close, loss_of, whole
 
 from deepspeed_ext import zero
@@ -153,6 +153,33 @@ def earlier(row, folder):
                         optimizer.zero_grad()
             pair.step()
             pair.assert_equal(f"earlier gradients, drops {drops}")
+
+
+def losses_of_shards(row, folder):
+    """A backward through a shard, and no forward: added to what is there, dropped with it."""
+
+    def penalize(pair):
+        for model in pair.models:
+            weight = model.embedding.weight
+            if isinstance(weight, DTensor):
+                placements = [Partial("avg")] * weight.device_mesh.ndim
+                weight = weight.full_tensor(grad_placements=placements)
+            (weight.pow(2).sum() / MICRO_STEPS).backward()
+
+    ways = ("", "before", "after")
+    for make, drops, to_none in itertools.product(pairs(row), ways, (False, True)):
+        pair = make()
+        for i in zero.accumulate(pair.ours, MICRO_STEPS):
+            for place in ("before", "after"):
+                if i > 0 and place == "after":
+                    penalize(pair)
+                    penalize(pair)
+                if i == 1 and place == drops:
+                    for optimizer in pair.optimizers:
+                        optimizer.zero_grad(set_to_none=to_none)
+            pair.add(i)
+        pair.step()
+        pair.assert_equal(f"losses of shards, drops {drops}, {to_none}")
 
 
 def freezes(row, folder):
@@ -309,7 +336,7 @@ CASES = [
 ]
 CASES += [
     Case(4, "some_of_replicas", ""),
-    *(Case(2, function, "") for function in ("reads", "unused", "thaws")),
+    *(Case(2, function, "") for function in ("reads", "unused", "thaws", "losses_of_shards")),
 ]
 
 
