@@ -15,7 +15,7 @@ from test_layering import python_files
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from deepspeed_ext.torch_internals import modules
+from deepspeed_ext.torch_internals import modules, tensors
 
 HOME = "torch_internals/"
 TEXT = "a text"
@@ -208,6 +208,7 @@ def plain_owners() -> Iterator[tuple[Any, str]]:
         ("torch._ops", "OpOverload"),
         ("torch.utils._python_dispatch", "TorchDispatchMode is_traceable_wrapper_subclass"),
         ("torch.utils._pytree", "tree_leaves tree_map"),
+        ("torch.autograd", "_unsafe_preserve_version_counter"),
         ("torch.autograd.forward_ad", "_current_level"),
         ("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset"),
         ("torch.distributed.distributed_c10d", "_get_default_store"),
@@ -256,7 +257,7 @@ def owners_of_fully_shard(model: Any) -> Iterator[tuple[Any, str]]:
     yield param, "unsharded_accumulated_grad reset_sharded_param _sharded_param_data"
     yield group, "_orig_dtype _init_mp_dtypes reduce_grads"
     yield param, "reduce_dtype all_gather_outputs to_accumulated_grad_if_needed"
-    yield param._module_info, "module param_name"
+    yield param._module_info, "module param_name shared_modules"
     yield param.sharded_param, "_local_tensor _spec"
     yield import_module("torch.distributed.fsdp._fully_shard._fsdp_common"), "TrainingState"
 
@@ -286,3 +287,25 @@ def test_what_is_named_by_a_text_is_what_torch_calls_it() -> None:
 
     assert list(Counted().state_dict()) == [modules.EXTRA_STATE]
     assert modules.is_compiled(torch.compile(nn.Linear(1, 1)))
+
+
+@pytest.mark.parametrize("at_once", [4, 16, 1 << 20])
+@pytest.mark.parametrize("kept_in", [torch.bfloat16, torch.float32, torch.uint8])
+def test_differ_sees_each_element(
+    kept_in: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the first and last of what is compared at once, of no elements, NaN, and a sign of 0."""
+    monkeypatch.setattr(tensors, "_COMPARED_AT_ONCE", at_once)
+    sizes = [0, 5, 11, 0, 1, 7, 3, 20, 0]
+    values = [torch.arange(size).float() for size in sizes]
+    if kept_in.is_floating_point:
+        values[4][0], values[5][2] = torch.nan, 0.0
+    kept = [value.to(kept_in, copy=True) for value in values]
+    assert not tensors.differ(values, kept)
+    for value in values:
+        for i in range(value.numel()):
+            was = value[i].item()
+            value[i] = -0.0 if was == 0 and kept_in.is_floating_point else 77.0
+            assert tensors.differ(values, kept)
+            value[i] = was
+    assert not tensors.differ([values[0]], [kept[0]])

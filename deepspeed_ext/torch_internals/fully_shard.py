@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,12 @@ from torch.distributed.tensor import DTensor
 from deepspeed_ext.torch_internals.dispatch import is_in_backward
 from deepspeed_ext.torch_internals.tensors import differ
 
+_PARTS = "_deepspeed_ext_parts"
 
-def groups_of(model: nn.Module) -> Iterator[Any]:
+
+def groups_of(model: nn.Module) -> list[Any]:
     """The groups of parameters of a model that are gathered and reduced as one."""
-    for state in _states(model):
-        if hasattr(state, "_fsdp_param_groups"):  # torch 2.13; 2.11 has at most one
-            yield from state._fsdp_param_groups
-        elif state._fsdp_param_group is not None:
-            yield state._fsdp_param_group
+    return _parts_of(model).groups
 
 
 def shards_of(model: nn.Module) -> Iterator[Tensor]:
@@ -44,7 +42,7 @@ def settle(model: nn.Module) -> None:
     """Forget a forward or backward that an error has ended; gradients stay as they are."""
     kept = [(group, group._partial_reduce_output) for group in groups_of(model)]
     root: Any = model
-    if next(_states(model))._is_root is None:
+    if _states(model)[0]._is_root is None:
         pass  # before the first forward there is nothing to forget
     elif hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
@@ -57,7 +55,7 @@ def settle(model: nn.Module) -> None:
 
 def interruption(model: nn.Module) -> str:
     """Tell, while neither runs, whether an error has ended a "forward" or "backward", or none."""
-    state = next(_states(model))
+    state = _states(model)[0]
     context = state._state_ctx
     if context.post_backward_final_callback_queued:
         return "backward"
@@ -130,7 +128,7 @@ def show_shards(model: nn.Module) -> None:
     for group in groups_of(model):
         if group.is_unsharded:
             for param in group.fsdp_params:
-                param._setattr_on_modules(param.sharded_param)
+                _show(param, param.sharded_param)
 
 
 def show_kept(model: nn.Module) -> None:
@@ -143,10 +141,38 @@ def show_kept(model: nn.Module) -> None:
 def written(model: nn.Module) -> Tensor | None:
     """Return whether a shard is not what it was when whole parameters that are kept were gathered.
 
-    Bits are compared: no version counter tells of all writes. None: nothing is kept.
+    Bits are compared: no version counter tells of all writes. Nothing waits for the result. None:
+    nothing is kept, or what is kept is a tensor that gathers in its own way.
     """
-    found = [_differs(group) for group in groups_of(model) if group.is_unsharded]
+    pairs: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for group in groups_of(model):
+        for param in group.fsdp_params if group.is_unsharded else ():
+            shard, wholes = param._sharded_param_data, param.all_gather_outputs
+            if len(wholes) != 1:
+                return None
+            size = shard.numel()
+            shards, rows = pairs.setdefault((shard.dtype, wholes[0].dtype), ([], []))
+            shards.append(shard)
+            rows.append(wholes[0].narrow(0, group.mesh_info.shard_mesh_rank * size, size))
+    found = [differ(shards, rows) for shards, rows in pairs.values()]
     return torch.stack(found).any() if found else None
+
+
+def gather_alone(model: nn.Module) -> bool:
+    """Have whole parameters that are kept be what a process that has all of them would gather.
+
+    A copy costs no more than to find out whether they still are, and nothing waits for it.
+
+    Returns:
+        whether there are any and all are; not tensors that gather in their own way.
+    """
+    kept = [p for group in groups_of(model) if group.is_unsharded for p in group.fsdp_params]
+    if not kept or any(len(param.all_gather_outputs) != 1 for param in kept):
+        return False
+    wholes = [param.all_gather_outputs[0] for param in kept]
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(wholes)):
+        torch._foreach_copy_(wholes, [param._sharded_param_data for param in kept])
+    return True
 
 
 def keep_for_backward(model: nn.Module, begins: Callable[[], None]) -> None:
@@ -164,7 +190,7 @@ def keep_for_backward(model: nn.Module, begins: Callable[[], None]) -> None:
 
 def is_in_forward(model: nn.Module) -> bool:
     """Tell whether a forward of a model, or of a block that was called by itself, is under way."""
-    return next(_states(model))._state_ctx.iter_forward_root is not None
+    return _states(model)[0]._state_ctx.iter_forward_root is not None
 
 
 def allow_whole_loads(model: nn.Module) -> None:
@@ -199,8 +225,29 @@ def know_dtypes(model: nn.Module) -> None:
             group._init_mp_dtypes()
 
 
-def _states(model: nn.Module) -> Iterator[Any]:
-    return (m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
+class _Parts(NamedTuple):
+    states: list[Any]
+    groups: list[Any]
+
+
+def _parts_of(model: Any) -> _Parts:
+    """Return what fully_shard has made, which is kept with the model as it goes with it."""
+    own = model._get_fsdp_state()
+    if not hasattr(own, _PARTS):
+        states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+        groups: list[Any] = []
+        for state in states:
+            if hasattr(state, "_fsdp_param_groups"):  # torch 2.13; 2.11 has at most one
+                groups.extend(state._fsdp_param_groups)
+            elif state._fsdp_param_group is not None:
+                groups.append(state._fsdp_param_group)
+        setattr(own, _PARTS, _Parts(states, groups))
+    parts: _Parts = getattr(own, _PARTS)
+    return parts
+
+
+def _states(model: nn.Module) -> list[Any]:
+    return _parts_of(model).states
 
 
 def _unshard(
@@ -228,22 +275,16 @@ def _show_whole(group: Any) -> None:
         whole, is_trained = param._unsharded_param, param.sharded_param.requires_grad
         if whole.requires_grad != is_trained:
             whole.requires_grad_(is_trained)
-        param._setattr_on_modules(whole)
+        _show(param, whole)
 
 
-def _differs(group: Any) -> Tensor:
-    pairs: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-    for param in group.fsdp_params:
-        shard, wholes = param._sharded_param_data, param.all_gather_outputs
-        if len(wholes) != 1:  # of a tensor that gathers in its own way
-            return torch.ones((), dtype=torch.bool, device=shard.device)
-        begin = group.mesh_info.shard_mesh_rank * shard.numel()
-        shards, rows = pairs.setdefault((shard.dtype, wholes[0].dtype), ([], []))
-        shards.append(shard)
-        rows.append(wholes[0].narrow(0, begin, shard.numel()))
-    # As few calls as a list of many small tensors allows.
-    found = [differ(torch.cat(shards), torch.cat(rows)) for shards, rows in pairs.values()]
-    return found[0] if len(found) == 1 else torch.stack(found).any()
+def _show(param: Any, tensor: Tensor) -> None:
+    """Put a tensor in the places of a parameter, in most models at a tenth of what torch takes."""
+    home = param._module_info
+    if home.shared_modules or type(home.module).__setattr__ is not nn.Module.__setattr__:
+        param._setattr_on_modules(tensor)
+    else:
+        home.module._parameters[home.param_name] = tensor
 
 
 def _post_backward(

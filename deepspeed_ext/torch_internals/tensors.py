@@ -36,20 +36,39 @@ asks_torch_function = torch._C._is_torch_function_enabled
 # The part of a DTensor in this process, the tensor itself: to_local() makes a view, with a node for
 # autograd. `put_part` puts another in its place, `part_slot` is where it stands.
 part_of: Callable[["DTensor"], Tensor] = attrgetter("_local_tensor")
+# Of `differ`: few enough to be small beside a model, and enough to keep a GPU busy.
+_COMPARED_AT_ONCE = 1 << 26
 # Mesh, placements, shape and dtype of a DTensor, all that its constructor wants; from_local would
 # move memory to the device of the mesh.
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
 
 
 @torch.no_grad()
-def differ(tensor: Tensor, kept: Tensor) -> Tensor:
-    """Return whether a tensor, rounded to the dtype of another one, has other bits anywhere.
+def differ(tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
+    """Return whether any tensor, rounded to the dtype of its like, has other bits than that one.
 
-    This sees writes that no version counter tells of, and NaN is equal to itself.
+    This sees writes that no version counter tells of, and NaN is equal to itself. It is made of few
+    calls, and needs memory for _COMPARED_AT_ONCE elements, or for those of the largest tensor.
+
+    Args:
+        tensors: of one dimension, one dtype and one device; at least one.
+        kept: as many of the same sizes, of one dtype on the same device.
     """
-    bits = (torch.uint8, torch.int16, torch.int32, torch.int64)[kept.itemsize.bit_length() - 1]
-    rounded = tensor.to(kept.dtype).contiguous()
-    return (rounded.view(bits) != kept.contiguous().view(bits)).any()
+    begin, sizes, found = 0, [tensor.numel() for tensor in tensors], []
+    while begin < len(sizes):
+        end, total = begin + 1, sizes[begin]
+        while end < len(sizes) and total + sizes[end] <= _COMPARED_AT_ONCE:
+            total += sizes[end]
+            end += 1
+        whole_words = max(8, total + -total % 8)  # 8 elements are some, also where there are none
+        pair = torch.empty((2, whole_words), dtype=kept[0].dtype, device=kept[0].device)
+        pair[:, total:] = 0
+        for flat, source in zip(pair, (tensors, kept), strict=True):
+            torch._foreach_copy_(flat[:total].split(sizes[begin:end]), source[begin:end])
+        words = pair.view(torch.int64)
+        found.append((words[0] != words[1]).any())
+        begin = end
+    return torch.stack(found).any()
 
 
 def is_zero_tensor(tensor: Tensor) -> bool:

@@ -155,7 +155,8 @@ class _Whole:
     def is_written(self, param: Tensor) -> bool:
         """Tell whether the part of this process is another one, which `.data` tells no version."""
         assert is_dtensor(param)
-        return bool(differ(local(param), part_for(self.value, param)))
+        parts = local(param), part_for(self.value, param)
+        return bool(differ(*([part.reshape(-1)] for part in parts)))
 
     def version(self) -> int:
         """Count writes, those left out that were allowed."""

@@ -24,6 +24,7 @@ from deepspeed_ext.torch_internals.fully_shard import (
     allow_whole_loads,
     before_reduction,
     forget_step,
+    gather_alone,
     groups_of,
     has_partial_sum,
     has_unreduced,
@@ -202,8 +203,9 @@ class Sharding:
         Raises:
             RuntimeError: replicas have added up some of them with others that were not.
         """
+        is_last = self._loop is None or self._loop.is_last
         for marks in self._marks.values():
-            if dropped := marks.collect():
+            if dropped := marks.collect(is_last):
                 raise RuntimeError(
                     f"zero.accumulate: gradients of {self._names(dropped)} are dropped and others"
                     " of its block not, expected all or none, as on a mesh of replicas they are one"
@@ -212,6 +214,9 @@ class Sharding:
 
     def before_reduction(self, group: Any) -> None:
         """Refuse to add gradients to a sum of others, which has no places for them."""
+        has_sums = self._reduces_unused or (self.mesh.ndim == 2 and self.stage > 1)
+        if not has_sums:
+            return
         have = {
             id(param.sharded_param)
             for param in group.fsdp_params
@@ -284,10 +289,11 @@ class Sharding:
             return
         self._end_left_loop()
         self._settle()
-        if not self._keeps():
-            self.reshard()
+        must_gather = self._must_gather()
         known = {name: id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
         know_dtypes(self.model)
+        if must_gather:  # asked late, as a GPU has nothing to do between this and the first block
+            self.reshard()
         if self._known is None:
             # After the first forward: fully_shard lets parameters be replaced before it.
             _check_all_sharded(self.model)
@@ -298,19 +304,23 @@ class Sharding:
             self._refuse_change(known)
         show_kept(self.model)
 
-    def _keeps(self) -> bool:
-        """Tell whether what an earlier micro-step has gathered is still what would be gathered."""
+    def _must_gather(self) -> torch.Tensor | bool:
+        """Tell whether what an earlier micro-step has gathered is not what is there now.
+
+        Nothing waits for it before it is read.
+        """
         loop = self._loop
         if loop is None or loop.is_done or self.stage == 3 or not torch.is_grad_enabled():
-            return False
+            return True
+        dimension = self.mesh.ndim - 1  # of those that gather together
+        if self.mesh.size(dimension) == 1:
+            return not gather_alone(self.model)
         was_written = written(self.model)
         if was_written is None:
-            return False
-        dimension = self.mesh.ndim - 1
-        if self.stage > 0 and self.mesh.size(dimension) > 1:  # those that gather together
-            was_written = was_written.int()
-            dist.all_reduce(was_written, dist.ReduceOp.MAX, self.mesh.get_group(dimension))
-        return not was_written.item()
+            return True
+        anywhere = was_written.int()
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, self.mesh.get_group(dimension))
+        return anywhere
 
     def after_forward(self) -> None:
         """Leave no gathered weights behind where no backward will come, else keep them for it."""

@@ -73,12 +73,17 @@ class Unreduced(Tensor):
 
 
 class _Mark:
-    """An `Unreduced` that is put in its place after a backward, until the next one begins."""
+    """An `Unreduced` that is put in its place after a backward, until the last one begins."""
 
     def __init__(self, param: Any) -> None:
         self.param = param
-        self.is_placed = self.is_dropped = False
+        self.is_placed = False
         self._grad = Unreduced(param.sharded_param)
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether what it stands for was dropped."""
+        return self.is_placed and (self.shard.grad is not self._grad or self._grad.is_dropped)
 
     def place(self) -> None:
         """Stand in for what there is."""
@@ -89,13 +94,12 @@ class _Mark:
 
     def release(self) -> None:
         """Put back what was there, less what was dropped, and what was added since."""
-        self.is_placed, grad, earlier = False, self._grad, self._earlier
-        self.is_dropped = self.shard.grad is not grad or grad.is_dropped
+        grad = self._grad
         if self.shard.grad is grad:
-            kept, added = None if self.is_dropped else earlier, grad.added
+            kept, added = None if grad.is_dropped else self._earlier, grad.added
             both = kept is not None and added is not None
             self.shard.grad = kept + added if both else added if kept is None else kept
-        self._earlier = grad.added = None
+        self.is_placed, self._earlier, grad.added = False, None, None
 
 
 class Marks:
@@ -117,29 +121,30 @@ class Marks:
             if not mark.is_placed and (trained or is_unreduced(mark.param)):
                 mark.place()
 
-    def release(self) -> list[_Mark]:
-        """Put back what was there.
+    def release(self) -> None:
+        """Put back what was there."""
+        for mark in self._marks:
+            if mark.is_placed:
+                mark.release()
 
-        Returns:
-            the marks that stood in.
-        """
-        placed = [mark for mark in self._marks if mark.is_placed]
-        for mark in placed:
-            mark.release()
-        return placed
+    def collect(self, is_last: bool) -> set[int]:
+        """Drop what was dropped, and put back what was there.
 
-    def collect(self) -> set[int]:
-        """Do the same, and drop what was dropped.
+        Args:
+            is_last: nothing is to stand in any longer. Else what was not dropped does.
 
         Returns:
             ids of shards that were dropped of a sum which has others too, and is not; or none.
         """
-        placed = self.release()
-        dropped = [mark for mark in placed if mark.is_dropped]
+        dropped = [mark for mark in self._marks if mark.is_dropped]
+        is_part = len(dropped) < sum(mark.is_placed for mark in self._marks)
         for mark in dropped:
+            mark.release()
             drop_unreduced(mark.param)
+        if is_last:
+            self.release()
         if dropped and has_partial_sum(self._group):
-            if len(dropped) < len(placed):
+            if is_part:
                 return {id(mark.shard) for mark in dropped}
             drop_partial_sum(self._group)
         return set()
