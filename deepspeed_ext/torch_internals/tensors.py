@@ -44,7 +44,7 @@ spec_of: Callable[[Any], Any] = attrgetter("_spec")
 
 
 @torch.no_grad()
-def differ(tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
+def differ(tensors: list[Tensor], kept: list[Tensor]) -> Tensor:
     """Return whether any tensor, rounded to the dtype of its like, has other bits than that one.
 
     This sees writes that no version counter tells of, and NaN is equal to itself. It is made of few
