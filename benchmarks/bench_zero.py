@@ -62,6 +62,7 @@ WORKLOADS = {
         ZeroWorkload(3),
         ZeroWorkload(3, clips=True),
     ],
+    "micro-steps": [ZeroWorkload(1, micro_steps=8), ZeroWorkload(2, micro_steps=8)],
     "offload": [
         ZeroWorkload(3, offloads=True, shards=dtype, compact=compact)
         for compact in (False, True)

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,7 +35,8 @@ class ZeroWorkload:
     """A way to train.
 
     Args:
-        stage: 2 or 3.
+        stage: 1 to 3.
+        micro_steps: backwards in a step.
         clips: to a global norm.
         offloads: the state of the optimizer, ours; all shards, torch's.
         shards: dtype of the weights that processes keep, float32 or bfloat16. Those of float32
@@ -45,6 +46,7 @@ class ZeroWorkload:
     """
 
     stage: int
+    micro_steps: int = 1
     clips: bool = False
     offloads: bool = False
     shards: torch.dtype = torch.float32
@@ -57,6 +59,7 @@ class ZeroWorkload:
         if self.offloads:
             ending += f", state in host memory, {str(self.shards).removeprefix('torch.')} shards"
             ending += ", compact state" * self.compact
+        ending += f", {self.micro_steps} micro-steps" * (self.micro_steps > 1)
         return f"a step of stage {self.stage}{ending}"
 
     @property
@@ -73,6 +76,7 @@ class Made:
 
     Args:
         backward: is given the loss.
+        micro_steps: goes through them; there is one backward in each.
         step: steps once gradients are there, and drops them.
     """
 
@@ -81,6 +85,7 @@ class Made:
     device: str
     step: Callable[[], object]
     backward: Callable[[torch.Tensor], object] = torch.Tensor.backward
+    micro_steps: Callable[[], Iterable[object]] = partial(range, 1)
 
 
 def ours(work: ZeroWorkload, size: Size, device: str) -> Made:
@@ -106,7 +111,8 @@ def ours(work: ZeroWorkload, size: Size, device: str) -> Made:
         step()
         optimizer.zero_grad()
 
-    return Made(model, optimizer, device, finish)
+    passes = partial(zero.accumulate, model, work.micro_steps)
+    return Made(model, optimizer, device, finish, micro_steps=passes)
 
 
 def torchs(work: ZeroWorkload, size: Size, device: str) -> Made:
@@ -135,7 +141,15 @@ def torchs(work: ZeroWorkload, size: Size, device: str) -> Made:
         optimizer.step()
         optimizer.zero_grad()
 
-    return Made(model, optimizer, device, finish)
+    def passes() -> Iterator[int]:
+        root: Any = model
+        for i in range(work.micro_steps):
+            is_last = i == work.micro_steps - 1
+            root.set_requires_gradient_sync(is_last or work.stage > 1)
+            root.set_reshard_after_backward(is_last or work.stage == 3)
+            yield i
+
+    return Made(model, optimizer, device, finish, micro_steps=passes)
 
 
 def deepspeeds(work: ZeroWorkload, size: Size, device: str) -> Made:
@@ -181,7 +195,8 @@ class Trained:
         before = allocated(self._device)
         begin = time.perf_counter()
         for _ in range(count):
-            self._made.backward(self.model(*self._data))
+            for _ in self._made.micro_steps():
+                self._made.backward(self.model(*self._data))
             self._made.step()
         self._wait()
         self.seconds.append((time.perf_counter() - begin) / count)
