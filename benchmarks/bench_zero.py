@@ -102,7 +102,7 @@ def steps(
         notes.append(
             f"the host's step takes {found['step_seconds'] / count * 1e3:.0f} ms, with"
             f" {found['threads']} threads on processors {ranges(found['processors'])}; of"
-            f" {found['ahead']} speculative steps {found['validated']} counted;"
+            f" {found['ahead']} speculative steps {found['committed']} counted;"
             f" {found['late']} came late"
         )
     notes.append(f"ours is {fastest / timings[OURS].median:.3f}x as fast as the fastest other")

@@ -133,7 +133,7 @@ class OffloadedBucket(HostBucket):
         streams: of their device.
         gradients: of the parameters.
         worker: takes the steps.
-        counts: of speculative steps: `ahead`, `validated` and `rolled back`; others count there,
+        counts: of speculative steps: `ahead`, `committed` and `discarded`; others count there,
             too.
         place: among the buckets whose weights are wanted next.
     """
@@ -238,7 +238,7 @@ class OffloadedBucket(HostBucket):
         after = self._next("discard")
         if self._speculative is not None:
             self._worker.drop(self._speculative.task)
-            self._counts["rolled back"] += 1
+            self._counts["discarded"] += 1
         self._clear()
         self._state = after
 
@@ -292,11 +292,11 @@ class OffloadedBucket(HostBucket):
             taken = speculative.task
             adopt = partial(self.adopt, speculative.shadow, after)
             run = partial(_commit, taken, await_room, adopt, step, send)
-            self._counts["validated"] += 1
+            self._counts["committed"] += 1
         else:
             taken = Task(step, Urgency.STEP, self.place, arrival.events[:1], arrival.needs)
             run = partial(_go_on, taken, await_room, send)
-            self._counts["rolled back"] += speculative is not None
+            self._counts["discarded"] += speculative is not None
             speculative = None
         self._clear()
         self._is_state_shown = False

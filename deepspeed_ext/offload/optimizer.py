@@ -255,7 +255,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         Returns:
             `early` buckets whose gradients left before step(), and `late` ones; speculative steps,
-            `ahead`, of which `validated` were committed and `rolled back` discarded; `bytes_out`
+            `ahead`, some of them `committed`, others `discarded`; `bytes_out`
             and `bytes_back` between device and host; `step_seconds` in host memory; the number of
             `threads` that step there, and the list of `processors` that these may run on.
         """

@@ -319,7 +319,7 @@ class Pipeline:
 
     def stats(self) -> dict[str, Any]:
         """Return counts, bytes and seconds so far, and where the steps are taken."""
-        names = ("early", "late", "ahead", "validated", "rolled back")
+        names = ("early", "late", "ahead", "committed", "discarded")
         return {
             **{name: self.counts[name] for name in names},
             "bytes_out": self._adder.bytes_out + sum(b.gradients.bytes_out for b in self._buckets),

@@ -163,8 +163,8 @@ class Pair:
         """
         stats = self.ours.stats()
         assert stats["early"] + stats["late"] == steps * buckets, stats
-        assert stats["late"] <= 2 * buckets and stats["rolled back"] == 0, stats
-        assert stats["early"] == stats["ahead"] == stats["validated"], stats
+        assert stats["late"] <= 2 * buckets and stats["discarded"] == 0, stats
+        assert stats["early"] == stats["ahead"] == stats["committed"], stats
 
 
 class Summed(Pair):
@@ -248,17 +248,17 @@ def warm(device="cpu", **settings):
     return pair
 
 
-def finish(pair, validated=None, rolled_back=None):
+def finish(pair, committed=None, discarded=None):
     """Step, compare, see what counted, and that the pair goes on as before."""
     before = pair.ours.stats()
     pair.step()
     pair.check()
     after = pair.ours.stats()
-    for key, wanted in (("validated", validated), ("rolled back", rolled_back)):
+    for key, wanted in (("committed", committed), ("discarded", discarded)):
         if wanted is not None:
             assert after[key] - before[key] == wanted, (key, before, after)
     pair.train(3)
-    assert pair.ours.stats()["validated"] > after["validated"]
+    assert pair.ours.stats()["committed"] > after["committed"]
 
 
 def same_values(pair):

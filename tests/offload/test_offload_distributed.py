@@ -135,7 +135,7 @@ def trained_in_shards(device, names, **options):
                     nn.functional.mse_loss(net(x.to(dtype)), y.to(dtype)).backward()
                 both.step()
             stats = both.ours.stats()
-            assert stats["validated"] >= STEPS - 2 and stats["rolled back"] == 0, (name, stats)
+            assert stats["committed"] >= STEPS - 2 and stats["discarded"] == 0, (name, stats)
     return nets
 
 
@@ -156,7 +156,7 @@ def fsdp_with_model(device, folder):
             both.ours.zero_grad()
         both.ours.synchronize()
         assert_alike(both.ours, both.plain)
-        assert both.ours.stats()["validated"] >= STEPS - 2
+        assert both.ours.stats()["committed"] >= STEPS - 2
 
 
 def fsdp_mixed_precision(device, folder):
@@ -166,7 +166,7 @@ def fsdp_mixed_precision(device, folder):
     for step in range(STEPS):
         loss_of(net, step, device).backward()
         both.step()
-    assert both.ours.stats()["validated"] >= STEPS - 2
+    assert both.ours.stats()["committed"] >= STEPS - 2
 
 
 def fsdp_clips(device, folder):
@@ -176,7 +176,7 @@ def fsdp_clips(device, folder):
         loss_of(net, 1, device).backward()
         both.step(max_norm)
     stats = both.ours.stats()
-    assert stats["validated"] >= 3 and stats["rolled back"] == 1
+    assert stats["committed"] >= 3 and stats["discarded"] == 1
     # inf in one process keeps all from stepping
     before = [full(p).clone() for p in both.params]
     loss_of(net, 1, device).backward()
@@ -267,7 +267,7 @@ def fsdp_without_synchronization(device, folder):
             loss_of(net, 3 * step + micro, device).backward()
         both.step()
     stats = both.ours.stats()
-    assert stats["validated"] >= STEPS - 2 and stats["rolled back"] == 0
+    assert stats["committed"] >= STEPS - 2 and stats["discarded"] == 0
 
 
 def fsdp_accumulates_in_place(device, folder):
@@ -280,7 +280,7 @@ def fsdp_accumulates_in_place(device, folder):
             await_speculation(both.ours)
         both.step()
     stats = both.ours.stats()
-    assert stats["validated"] >= 4 and stats["rolled back"] >= 2
+    assert stats["committed"] >= 4 and stats["discarded"] >= 2
 
 
 def dtensors(device, folder):
@@ -330,7 +330,7 @@ def ddp(device, folder):
         if dist.get_world_size() > 1:
             assert stats["early"] == stats["ahead"] == 0, stats
         else:  # there hooks may count; it is learnt that others write after them
-            assert stats["early"] == stats["rolled back"] == 1 and not stats["validated"], stats
+            assert stats["early"] == stats["discarded"] == 1 and not stats["committed"], stats
 
 
 def ddp_by_free_gradients(device, folder):

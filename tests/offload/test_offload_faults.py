@@ -113,7 +113,7 @@ def test_an_exception_while_gradients_leave(device, monkeypatch):
     pair = warm(device)
     breaking(monkeypatch, "fetch")
     pair.backward()
-    finish(pair, validated=0)
+    finish(pair, committed=0)
 
 
 @on_each_device
@@ -143,7 +143,7 @@ def test_an_exception_in_a_speculative_step(device, over, monkeypatch):
     gate.await_thread()
     if over:
         gate.open()
-        finish(pair, validated=0)
+        finish(pair, committed=0)
         return
     pair.give()
     gate.open_soon()
@@ -259,7 +259,7 @@ def test_gradients_kept_from_one_step_to_the_next(device):
         pair.ours.step()
         pair.plain.step()
         pair.check()
-    assert pair.ours.stats()["validated"] >= 5
+    assert pair.ours.stats()["committed"] >= 5
 
 
 # Forks, signals
@@ -388,7 +388,7 @@ def test_a_fork_while_a_thread_holds_a_lock(whose):
     finally:
         over.set()
         thread.join()
-    finish(pair, validated=1)
+    finish(pair, committed=1)
 
 
 class CtrlC:

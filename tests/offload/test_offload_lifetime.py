@@ -53,7 +53,7 @@ def used(device="cpu", **settings):
         await_speculation(optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    assert optimizer.stats()["validated"] > 0
+    assert optimizer.stats()["committed"] > 0
     return optimizer, params
 
 

@@ -54,7 +54,7 @@ def test_weights_written_between_steps(device, change, name, when):
             change(pair, params, values.__getitem__)
     if when == "before backward":
         pair.backward()
-    finish(pair, validated=0)
+    finish(pair, committed=0)
 
 
 UNTOLD = {
@@ -127,7 +127,7 @@ def test_state_written_between_steps(device, write, when):
     pair.check()
     if when == "before backward":
         pair.backward()
-    finish(pair, validated=0 if when == "after backward" else None)
+    finish(pair, committed=0 if when == "after backward" else None)
 
 
 @on_each_device
@@ -139,7 +139,7 @@ def test_state_written_after_backward_that_was_read_before(device):
         await_speculation(pair.ours)
         for state in states:
             state.data.mul_(2)
-        finish(pair, validated=0)
+        finish(pair, committed=0)
 
 
 @on_each_device
@@ -150,7 +150,7 @@ def test_state_that_is_read_after_backward(device):
     await_speculation(pair.ours)
     pair.check()
     assert pair.ours.state[pair.params[0]]["step"] == WARM
-    finish(pair, validated=1)
+    finish(pair, committed=1)
 
 
 @on_each_device
@@ -160,13 +160,13 @@ def test_state_that_goes_or_comes(device):
     await_speculation(pair.ours)
     for optimizer, params in pair.both():
         del optimizer.state[params[2]]
-    finish(pair, validated=0)
+    finish(pair, committed=0)
     pair.backward()
     await_speculation(pair.ours)
     for optimizer, params in pair.both():
         entry = {k: v.clone() for k, v in optimizer.state[params[3]].items()}
         optimizer.state[params[3]] = entry | {"step": torch.tensor(99.0), "note": "mine"}
-    finish(pair, validated=0)
+    finish(pair, committed=0)
     assert pair.ours.state[pair.params[3]]["note"] == "mine"
 
 
@@ -179,7 +179,7 @@ def test_a_checkpoint_loaded_between_backward_and_step(device):
     await_speculation(pair.ours)
     for optimizer, _ in pair.both():
         optimizer.load_state_dict(copy.deepcopy(saved))
-    finish(pair, validated=0)
+    finish(pair, committed=0)
 
 
 @on_each_device
@@ -190,7 +190,7 @@ def test_a_steady_loop_does_not_compare_master_weights(device, max_norm, monkeyp
     pair.train(WARM, max_norm)
     monkeypatch.setattr(torch, "where", None)
     pair.train(3, max_norm)
-    assert bool(pair.ours.stats()["validated"]) == (max_norm is None)
+    assert bool(pair.ours.stats()["committed"]) == (max_norm is None)
 
 
 # Parameters that become others
@@ -221,7 +221,7 @@ def test_another_dtype_after_backward(device):
     retyped(pair, BF16)
     for param in pair.params:
         param.grad = pair.draw(param)
-    finish(pair, validated=0)
+    finish(pair, committed=0)
 
 
 @on_each_device
@@ -258,7 +258,7 @@ def test_a_model_that_loads_a_checkpoint(device):
     with torch.no_grad():
         for twin in pair.twins:
             twin.fill_(0.25)
-    finish(pair, validated=0)
+    finish(pair, committed=0)
     pair.train(1)
     model.load_state_dict(saved, assign=False)
     for twin in pair.twins:
@@ -295,7 +295,7 @@ def test_reset_master_takes_what_no_version_tells_of(device, master, fraction):
     for optimizer, params in pair.both():
         params[8].data.mul_(0.5)
         optimizer.reset_master()
-    finish(pair, validated=0)
+    finish(pair, committed=0)
 
 
 @on_each_device
@@ -336,12 +336,12 @@ def test_parameters_that_move_to_another_device(one, other, name):
             param.data = param.data.to(other)
     pair.plain = plain(pair.twins, **KINDS["adam"].options, **FORMATS[name])
     pair.plain.load_state_dict(saved)
-    before = pair.ours.stats()["validated"]
+    before = pair.ours.stats()["committed"]
     for _ in range(6):
         pair.backward()
         pair.step()
         assert_same_bits(pair.params, pair.twins)
-    assert pair.ours.stats()["validated"] > before
+    assert pair.ours.stats()["committed"] > before
     assert all(v.device.type == "cpu" for v in pair.ours.state[pair.params[0]].values())
 
 

@@ -93,8 +93,8 @@ def test_accumulation_of_another_number_each_time(device):
     learned = list(itertools.pairwise(counts[1:]))
     same, more = (sum(map(compare, *zip(*learned, strict=True))) for compare in (eq, lt))
     stats = pair.ours.stats()
-    assert stats["rolled back"] == more and 0 <= stats["validated"] - same <= 1
-    assert stats["early"] == stats["ahead"] == stats["validated"] + more
+    assert stats["discarded"] == more and 0 <= stats["committed"] - same <= 1
+    assert stats["early"] == stats["ahead"] == stats["committed"] + more
 
 
 @on_each_device
@@ -104,7 +104,7 @@ def test_missing_gradients(device, kind, monkeypatch):
     pair = Pair(device, kind)
     pair.train(STEPS, missing=0.15)
     stats = pair.ours.stats()
-    assert stats["validated"] > 10 and stats["late"] > 10
+    assert stats["committed"] > 10 and stats["late"] > 10
 
 
 @on_each_device
@@ -142,7 +142,7 @@ def test_dtypes_together(device):
     params = [p for dtype in (F32, BF16, F16) for p in make_params(device, dtype)]
     pair = Pair(device, params=params, master="float32")
     pair.train(STEPS, missing=0.02)
-    assert pair.ours.stats()["validated"] > 10
+    assert pair.ours.stats()["committed"] > 10
 
 
 @on_each_device
@@ -152,7 +152,7 @@ def test_frozen_and_thawed(device):
         for i, param in enumerate(pair.params):
             param.requires_grad_(i % 3 != 0 or 6 <= step < 12)
         pair.train(1)
-    assert pair.ours.stats()["validated"] >= 6
+    assert pair.ours.stats()["committed"] >= 6
     frozen = [float(pair.ours.state[p]["step"]) for p in pair.params]
     assert frozen == [6 if i % 3 == 0 else STEPS for i in range(9)]
 
@@ -169,7 +169,7 @@ def test_frozen_from_the_beginning(device):
     for param in params:
         param.requires_grad_()
     pair.train(5)
-    assert pair.ours.stats()["validated"] > 3
+    assert pair.ours.stats()["committed"] > 3
 
 
 @on_each_device
@@ -204,7 +204,7 @@ def test_groups_added_later(device):
     pair.twins += twins
     pair.train(STEPS)
     stats = pair.ours.stats()
-    assert stats["validated"] >= 2 * (STEPS - 3) and stats["rolled back"] <= 1
+    assert stats["committed"] >= 2 * (STEPS - 3) and stats["discarded"] <= 1
 
 
 @on_each_device
@@ -214,7 +214,7 @@ def test_no_room_for_speculative_steps(device):
     pair = Pair(device, memory_budget=needed + 4000)
     pair.train(STEPS)
     stats = pair.ours.stats()
-    assert stats["early"] >= STEPS - 2 and stats["ahead"] == stats["validated"] == 0
+    assert stats["early"] >= STEPS - 2 and stats["ahead"] == stats["committed"] == 0
     pair = Pair(device, memory_budget=needed * 20)
     pair.train(STEPS)
     pair.check_speculated(STEPS)

@@ -19,7 +19,7 @@ def test_nobody_sees_a_speculative_step(device, name):
     for i, entry in pair.ours.state_dict()["state"].items():
         for key, value in entry.items():
             assert torch.equal(value, saved["state"][i][key]), key
-    finish(pair, validated=1)
+    finish(pair, committed=1)
 
 
 @on_each_device
@@ -41,8 +41,8 @@ def test_a_second_backward(device):
     pair.backward()
     await_speculation(pair.ours)
     pair.backward()
-    assert pair.ours.stats()["rolled back"] == 1
-    finish(pair, validated=0, rolled_back=0)
+    assert pair.ours.stats()["discarded"] == 1
+    finish(pair, committed=0, discarded=0)
 
 
 @on_each_device
@@ -51,7 +51,7 @@ def test_a_second_backward_through_some_parameters(device):
     pair.backward()
     await_speculation(pair.ours)
     torch.autograd.backward([pair.params[2]], [pair.draw(pair.params[2])])
-    finish(pair, validated=0)
+    finish(pair, committed=0)
 
 
 @on_each_device
@@ -61,8 +61,8 @@ def test_zero_grad_instead_of_step(device, set_to_none):
     pair.backward()
     await_speculation(pair.ours)
     pair.ours.zero_grad(set_to_none)
-    assert pair.ours.stats()["rolled back"] == 1
-    finish(pair, validated=0)  # gradients of zeros, or none, which is no step
+    assert pair.ours.stats()["discarded"] == 1
+    finish(pair, committed=0)  # gradients of zeros, or none, which is no step
     pair = warm(device)
     pair.backward()
     pair.ours.zero_grad(set_to_none)
@@ -78,14 +78,14 @@ def test_zero_grad_of_the_model_instead_of_step(device):
     await_speculation(pair.ours)
     for param in pair.params:
         param.grad = None
-    finish(pair, validated=0, rolled_back=1)
+    finish(pair, committed=0, discarded=1)
     pair = warm(device)
     for _ in range(2):
         pair.backward()
         await_speculation(pair.ours)
         torch.nn.ParameterList(pair.params).zero_grad()
     pair.backward()
-    finish(pair, validated=0)
+    finish(pair, committed=0)
 
 
 def by_hand(pair):
@@ -141,7 +141,7 @@ def test_gradients_changed_after_backward(device, change):
     pair.backward()
     await_speculation(pair.ours)
     change(pair)
-    finish(pair, validated=0, rolled_back=1)
+    finish(pair, committed=0, discarded=1)
 
 
 @on_each_device
@@ -164,7 +164,7 @@ def test_options_changed_after_backward(device, key):
     await_speculation(pair.ours)
     for optimizer, _ in pair.both():
         optimizer.param_groups[0][key] = values[key]
-    finish(pair, validated=0, rolled_back=1)
+    finish(pair, committed=0, discarded=1)
 
 
 @on_each_device
@@ -174,7 +174,7 @@ def test_options_of_one_group_changed(device):
     await_speculation(pair.ours)
     for optimizer, _ in pair.both():
         optimizer.param_groups[1]["lr"] *= 2
-    finish(pair, validated=1, rolled_back=1)
+    finish(pair, committed=1, discarded=1)
 
 
 @on_each_device
@@ -196,6 +196,6 @@ def test_lr_tensors(device, home):
     assert pair.ours.param_groups[0]["lr"] is lr
     stats = pair.ours.stats()
     if where == "cpu":
-        assert stats["rolled back"] == 1 and stats["validated"] >= 3
+        assert stats["discarded"] == 1 and stats["committed"] >= 3
     else:
         assert stats["ahead"] == 0 and stats["early"] >= 4

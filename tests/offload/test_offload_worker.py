@@ -22,7 +22,7 @@ from deepspeed_ext.offload.bucket import HostBucket
 
 @on_each_device
 @pytest.mark.parametrize("where", ["not begun", "begun"])
-@pytest.mark.parametrize("ending", ["validated", "rolled back"])
+@pytest.mark.parametrize("ending", ["committed", "discarded"])
 def test_a_speculative_step_that_is_not_over(device, where, ending, monkeypatch):
     """One that nobody has begun is taken back; one under way is waited for and then decided."""
     pair = warm(device)
@@ -32,7 +32,7 @@ def test_a_speculative_step_that_is_not_over(device, where, ending, monkeypatch)
     if where == "not begun":  # behind the one that is held
         pair.ours.zero_grad()
         pair.backward()
-    if ending == "rolled back":
+    if ending == "discarded":
         for optimizer, _ in pair.both():
             optimizer.param_groups[0]["lr"] = 0.5
     pair.give()
@@ -174,7 +174,7 @@ def test_buckets_are_stepped_as_their_gradients_appear(device, monkeypatch):
         pair.check()
     done_before = [b - a for a, b in zip([0, *seen], seen, strict=False)]
     assert done_before[-1] >= 5, seen
-    assert pair.ours.stats()["rolled back"] == 0
+    assert pair.ours.stats()["discarded"] == 0
 
 
 @on_each_device

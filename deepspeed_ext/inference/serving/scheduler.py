@@ -1,4 +1,4 @@
-"""Scheduler: which request has a slot when, and what is computed next: continuous batching.
+"""Scheduler: which request has a slot when, and what step_plan.py may plan: continuous batching.
 
 Requests wait in a line until there are a slot and pages for all that they may become; so none is
 stopped on its way for want of memory. A prompt is prefilled alone, in parts that are cut from its
