@@ -310,10 +310,6 @@ def _zero() -> Table:
         for clips in ("", ", clips")
     ]
     workloads += [
-        (f"step of 8 micro-steps, stage {stage}", f"a step of stage {stage}, 8 micro-steps")
-        for stage in (1, 2)
-    ]
-    workloads += [
         (f"step, stage 3, {shards} shards, state in host memory", f"{_OFFLOADED}, {shards} shards")
         for shards in ("float32", "bfloat16")
     ]
