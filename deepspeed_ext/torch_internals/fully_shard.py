@@ -281,7 +281,7 @@ def _show_whole(group: Any) -> None:
 
 
 def _show(param: Any, tensor: Tensor) -> None:
-    """Put a tensor in the places of a parameter, in most models at a tenth of what torch takes."""
+    """Put a tensor in the places of a parameter, in most models at a third of what torch takes."""
     home = param._module_info
     if home.shared_modules or type(home.module).__setattr__ is not _SET:
         param._setattr_on_modules(tensor)
