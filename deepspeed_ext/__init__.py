@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from deepspeed_ext.engine import Engine, initialize
     from deepspeed_ext.inference import init_inference
     from deepspeed_ext.ops import adam_step_, adam_step_ref_
     from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
@@ -15,19 +16,23 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DeepSpeedCPUAdam",
+    "Engine",
     "FusedAdam",
     "__version__",
     "adam_step_",
     "adam_step_ref_",
     "init_inference",
+    "initialize",
 ]
 
 _HOMES = {
     "DeepSpeedCPUAdam": "deepspeed_ext.optim",
+    "Engine": "deepspeed_ext.engine",
     "FusedAdam": "deepspeed_ext.optim",
     "adam_step_": "deepspeed_ext.ops",
     "adam_step_ref_": "deepspeed_ext.ops",
     "init_inference": "deepspeed_ext.inference",
+    "initialize": "deepspeed_ext.engine",
 }
 
 

@@ -1,13 +1,13 @@
 """ZeRO as settings of torch's fully_shard, with what it lacks around it.
 
-- shard, accumulate: the stages, and the micro-steps of a step.
+- shard, accumulate, Accumulation: the stages, and the micro-steps of a step.
 - Init: models that never stand whole anywhere. GatheredParameters: whole parameters for a while.
 - LossScaler: for gradients of float16.
 - save, load, inspect: checkpoints for any number of processes. consolidate: the model of one in
   safetensors files. Writer, Reader: the same for users of DCP.
 """
 
-from deepspeed_ext.zero.accumulate import accumulate
+from deepspeed_ext.zero.accumulate import Accumulation, accumulate
 from deepspeed_ext.zero.checkpoint.consolidate import consolidate
 from deepspeed_ext.zero.checkpoint.saving import inspect, load, save
 from deepspeed_ext.zero.checkpoint.storage import Reader, Writer
@@ -17,6 +17,7 @@ from deepspeed_ext.zero.scaling import LossScaler
 from deepspeed_ext.zero.stages import shard
 
 __all__ = [
+    "Accumulation",
     "GatheredParameters",
     "Init",
     "LossScaler",

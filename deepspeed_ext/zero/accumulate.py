@@ -53,6 +53,73 @@ def accumulate(model: nn.Module, steps: int) -> Iterator[int]:
     return _micro_steps(sharding, steps)
 
 
+class Accumulation:
+    """Micro-steps whose number is not known beforehand; `accumulate` is for the others.
+
+        micro_steps = zero.Accumulation(model)
+        for batch, is_last in batches:
+            micro_steps.begin(is_last)
+            loss_of(model, batch).backward()
+            if is_last:
+                micro_steps.end()
+                optimizer.step()
+
+    What holds between passes of `accumulate` holds between two `begin`.
+
+    Args:
+        model: that zero.shard was called on.
+
+    Raises:
+        ValueError: model is not sharded.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._sharding = sharding_of("zero.Accumulation", model)
+        self._loop: Loop | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a micro-step has begun since the last `end`."""
+        return self._loop is not None
+
+    @property
+    def backwards(self) -> int:
+        """How many backwards are over since the first `begin` after an `end`."""
+        done = None if self._loop is None else self._loop.last_backward
+        return 0 if done is None else done + 1
+
+    def begin(self, is_last: bool) -> None:
+        """Begin a micro-step, before or after its forward; again before its backward, say so anew.
+
+        Args:
+            is_last: the backward that comes reduces the gradients of all of them.
+
+        Raises:
+            RuntimeError: the model is between micro-steps of somebody else.
+        """
+        if self._loop is None:
+            loop = Loop(None)
+            self._sharding.begin(loop)
+            self._loop = loop
+        if self._loop.last_backward == self._loop.at:
+            self._loop.at += 1
+        self._loop.ends = is_last
+        self._sharding.micro_step(self._loop, self._loop.at)
+
+    def end(self, is_whole: bool = True) -> None:
+        """End the micro-steps; gradients are there if the last one had a backward.
+
+        Args:
+            is_whole: False drops gradients instead of an error where the last one had none.
+
+        Raises:
+            RuntimeError: only micro-steps before the last one had a backward.
+        """
+        if self._loop is not None:
+            loop, self._loop = self._loop, None
+            self._sharding.end(loop, is_whole)
+
+
 def _micro_steps(sharding: Sharding, steps: int) -> Iterator[int]:
     loop = Loop(steps)
     sharding.begin(loop)

@@ -14,11 +14,12 @@ class Loop:
     """What is known of micro-steps that are under way.
 
     Args:
-        steps: how many there are.
+        steps: how many there are; None: nobody knows, and `ends` tells of the one that it is in.
     """
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int | None) -> None:
         self.steps = steps
+        self.ends = False
         self.at = 0  # the micro-step that it is in
         self.last_backward: int | None = None  # the last one whose backward was over
         self.caller: FrameType | None = None  # where the loop stands
@@ -26,12 +27,12 @@ class Loop:
     @property
     def is_last(self) -> bool:
         """Whether this is the last micro-step."""
-        return self.at == self.steps - 1
+        return self.ends if self.steps is None else self.at == self.steps - 1
 
     @property
     def is_done(self) -> bool:
         """Whether the backward of the last micro-step is over."""
-        return self.last_backward == self.steps - 1
+        return self.is_last and self.last_backward == self.at
 
     def is_left(self) -> bool:
         """Tell whether the function with the loop has ended, so that nobody goes on with it.
@@ -44,7 +45,7 @@ class Loop:
         return not any(_is_in(caller, frame) for frame in sys._current_frames().values())
 
     def __str__(self) -> str:
-        return f"micro-step {self.at + 1} of {self.steps}"
+        return f"micro-step {self.at + 1}" + f" of {self.steps}" * (self.steps is not None)
 
 
 class Backward:

@@ -43,6 +43,9 @@ class LossScaler:
         min_scale: it shrinks to this at least.
         optimizers: that will step, where the first step of one comes after several of another.
 
+    Attributes:
+        grad_norm: what clip_and_step of the last step returned; None before the first.
+
     Raises:
         ValueError: an argument is out of range.
 
@@ -76,6 +79,7 @@ class LossScaler:
         self._scale = torch.tensor(float(init_scale), device="cpu")
         self._good_steps = torch.tensor(0, device="cpu")
         self._left = torch.tensor(hysteresis, device="cpu")
+        self.grad_norm: Tensor | None = None
         self._found: list[Tensor] = []  # inf or NaN, in iterations that have not moved the scale
         self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()  # in this iteration
         self._expected: WeakSet[torch.optim.Optimizer] = WeakSet()  # those of the one before
@@ -149,7 +153,7 @@ class LossScaler:
             own = optimizer.max_grad_norm if isinstance(optimizer, OffloadOptimizer) else None
             max_norm = math.inf if own is None else own
         try:
-            norm = optimizer.clip_and_step(max_norm)
+            norm = self.grad_norm = optimizer.clip_and_step(max_norm)
         finally:
             del attributes.grad_scale
         self._move(norm.device)

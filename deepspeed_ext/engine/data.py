@@ -1,0 +1,35 @@
+"""The loader of an engine: each process gets its own part of a dataset."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+def loader_of(
+    dataset: Any,
+    batch_size: int,
+    mesh: DeviceMesh,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+) -> "DataLoader[Any]":
+    """Return a loader of micro-batches, drawn anew in each epoch, which set_epoch of its sampler counts.
+
+    Args:
+        dataset: with __len__ and __getitem__.
+        batch_size: of a micro-batch in this process.
+        mesh: whose processes share the dataset.
+        collate_fn: of torch's DataLoader.
+        num_workers: likewise.
+    """
+    place = mesh.get_rank()
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, mesh.size(), place)
+    return DataLoader(
+        dataset,
+        batch_size,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+        pin_memory=mesh.device_type == "cuda",
+    )

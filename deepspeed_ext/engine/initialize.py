@@ -1,0 +1,162 @@
+"""initialize: from a model and a config to an engine."""
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from deepspeed_ext import config as configs
+from deepspeed_ext import zero
+from deepspeed_ext.engine.data import loader_of
+from deepspeed_ext.engine.engine import Engine
+from deepspeed_ext.engine.optimizers import Renamed, by_name, placed
+from deepspeed_ext.engine.processes import config_of, ensure_group
+
+_OP = "initialize"
+_log = logging.getLogger("deepspeed_ext")
+
+Returned = tuple[Engine, torch.optim.Optimizer | None, Any, Any]
+
+
+def initialize(
+    args: Namespace | None = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Tensor] | Iterable[dict[str, Any]] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    mesh: DeviceMesh | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+) -> Returned:
+    """Make an engine of a model, as the config of a DeepSpeed user says.
+
+        engine, optimizer, loader, scheduler = deepspeed_ext.initialize(model=model, config="ds.json")
+        for batch in loader:
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+
+    All processes of torchrun call it; without torchrun there is one. The model is sharded by
+    `zero.shard` in the config's stage. With bf16 or fp16 its weights become float32 shards, the
+    master weights, and are used in 16 bits.
+
+    Args:
+        args: of a script; its `deepspeed_config` is the config if that is None.
+        model: plain, or built under zero.Init; not sharded yet.
+        optimizer: of parameters of the model, which has not stepped; its group dicts stay the same
+            objects, and their `params` become shards. With offload_optimizer, OffloadOptimizer
+            stands in for Adam and AdamW. Or what makes one of parameters. None: that of the
+            config, or none, to evaluate only.
+        model_parameters: that the config's optimizer, or what makes one, steps: tensors, or
+            groups; None: all that require a gradient.
+        training_data: a map-style dataset, of which the loader gives each process its own part.
+        lr_scheduler: of that optimizer, or what makes one of an optimizer; None: the config's, or
+            none. It is stepped by each step of the engine that is not skipped.
+        mesh: of zero.shard; None: all processes.
+        collate_fn: of the loader.
+        config: a dict, the path of a JSON file, or one in base64.
+
+    Returns:
+        The engine; its optimizer, scheduler and loader, or None.
+
+    Raises:
+        ValueError: an argument or a key of the config is not as it must be; the text names it.
+        RuntimeError: torchrun's variables are incomplete.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{_OP}: model is a {type(model).__name__}, expected a torch.nn.Module")
+    read = configs.read(config_of(args, config))
+    owns_group = ensure_group()
+    mesh = mesh or init_device_mesh(_device(), (dist.get_world_size(),), mesh_dim_names=("shard",))
+    sizes = read.batch_sizes(mesh.size())
+    for sentence in read.warnings:
+        if dist.get_rank() == 0:
+            _log.warning(sentence)
+    renamed = Renamed(model)
+    groups = renamed.checked_groups(model_parameters)
+    _shard(model, read, mesh)
+    for group in groups:
+        group["params"] = renamed.now(group["params"])
+    made = _optimizer(optimizer, groups, renamed, read, model, mesh)
+    scheduler = _scheduler(lr_scheduler, made, read)
+    engine = Engine(model, made, scheduler, read, sizes, mesh, owns_group)
+    if training_data is not None:
+        engine.training_dataloader = loader_of(training_data, sizes.micro, mesh, collate_fn)
+    return engine, made, engine.training_dataloader, scheduler
+
+
+def _device() -> str:
+    return "cuda" if dist.get_backend() == "nccl" or torch.cuda.is_available() else "cpu"
+
+
+def _shard(model: nn.Module, config: Any, mesh: DeviceMesh) -> None:
+    used = torch.bfloat16 if config.bf16.enabled else torch.float16
+    is_mixed = config.bf16.enabled or config.fp16.enabled
+    if is_mixed:
+        for param in model.parameters():
+            if param.is_floating_point() and param.dtype != torch.float32:
+                param.data = param.data.float()  # master weights
+    zero.shard(
+        model,
+        config.zero_optimization.stage,
+        mesh=mesh,
+        param_dtype=used if is_mixed else None,
+        reduce_dtype=config.communication_data_type or (torch.float32 if is_mixed else None),
+        reduce_unused=_reduces_unused(config),
+    )
+
+
+def _reduces_unused(config: Any) -> bool:
+    return bool(config.zero_optimization.ignore_unused_parameters) and config.is_set(
+        "zero_optimization.ignore_unused_parameters"
+    )
+
+
+def _optimizer(
+    given: Any,
+    groups: list[dict[str, Any]],
+    renamed: Renamed,
+    config: Any,
+    model: nn.Module,
+    mesh: DeviceMesh,
+) -> torch.optim.Optimizer | None:
+    offload: Mapping[str, Any] | None = None
+    block = config.zero_optimization.offload_optimizer
+    if block is not None and block.device == "cpu":
+        offload = {"model": model, "gpu_fraction": 1 - block.ratio}
+    if isinstance(given, torch.optim.Optimizer):
+        return placed(given, renamed, offload)
+    if callable(given):
+        return given(groups)
+    if config.optimizer is None:
+        return None
+    return by_name(
+        config.optimizer.type, config.optimizer.params, groups, mesh.device_type, offload
+    )
+
+
+def _scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: Any) -> Any:
+    if given is not None and not hasattr(given, "step") and callable(given):
+        return given(optimizer)
+    if given is not None or config.scheduler is None:
+        return given
+    if optimizer is None:
+        raise ValueError(f"{_OP}: config has a scheduler and no optimizer, expected both")
+    from deepspeed_ext.optim.schedules import SCHEDULES
+
+    cls = SCHEDULES.get(config.scheduler.type)
+    if cls is None:
+        raise ValueError(
+            f"{_OP}: scheduler.type is {config.scheduler.type!r}, expected one of"
+            f" {', '.join(SCHEDULES)}"
+        )
+    try:
+        return cls(optimizer, **config.scheduler.params)
+    except TypeError as error:
+        raise ValueError(f"{_OP}: scheduler.params: {error}") from error

@@ -1,0 +1,209 @@
+"""The optimizer of an engine: by its name in the config, or the one that the user has made."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_ext import optim
+from deepspeed_ext.offload import OffloadOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
+
+_OP = "initialize"
+_log = logging.getLogger("deepspeed_ext")
+
+Group = dict[str, Any]
+Make = Callable[..., torch.optim.Optimizer]
+
+# By the name in a config, in small letters: the class for parameters on CUDA, the one for those on
+# the CPU, and, where offload takes it, the one that steps in host memory.
+_BY_NAME: dict[str, tuple[Make, Make, type[FlatStateOptimizer] | None]] = {
+    "adam": (optim.FusedAdam, optim.DeepSpeedCPUAdam, optim.DeepSpeedCPUAdam),
+    "adamw": (optim.FusedAdam, optim.DeepSpeedCPUAdam, optim.DeepSpeedCPUAdam),
+    "adagrad": (optim.FusedAdagrad, optim.DeepSpeedCPUAdagrad, optim.DeepSpeedCPUAdagrad),
+    "lion": (optim.FusedLion, optim.DeepSpeedCPULion, optim.DeepSpeedCPULion),
+    "lamb": (optim.FusedLamb, optim.FusedLamb, None),
+    "sgd": (optim.FusedSGD, optim.FusedSGD, optim.FusedSGD),
+}
+_SO_ANYWAY = ("torch_adam", "cuda_aware", "comm_backend_name")
+# Whose groups have the options of DeepSpeedCPUAdam under the same names, and mean the same by them.
+_LIKE_ADAM = (torch.optim.AdamW, torch.optim.Adam, optim.FusedAdam, optim.DeepSpeedCPUAdam)
+
+
+class Renamed:
+    """Which parameter stands where another one stood before the model was sharded.
+
+    Args:
+        model: that is not sharded yet.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
+        self._before = list(model.parameters())  # so that no other object gets one's id
+
+    def checked_groups(self, params: object) -> list[Group]:
+        """Return groups of parameters of the model, of what `model_parameters` may be.
+
+        Raises:
+            ValueError: one is not of the model.
+        """
+        if params is None:
+            params = [p for p in self._model.parameters() if p.requires_grad]
+        elif isinstance(params, Tensor):
+            params = [params]
+        given = list(params)  # type: ignore[call-overload]  # a generator, too
+        if not given:
+            raise ValueError(f"{_OP}: model_parameters has none, expected some of the model")
+        groups = given if isinstance(given[0], dict) else [{"params": given}]
+        made = [{**group, "params": list(_each(group["params"]))} for group in groups]
+        for param in (p for group in made for p in group["params"]):
+            self.name_of(param, "model_parameters")
+        return made
+
+    def name_of(self, param: Tensor, argument: str) -> str:
+        """Return the name of a parameter of the model.
+
+        Raises:
+            ValueError: there is no such one.
+        """
+        if id(param) not in self._names:
+            raise ValueError(
+                f"{_OP}: {argument} has a tensor of shape {list(param.shape)} that is not in model,"
+                " expected parameters of this model only"
+            )
+        return self._names[id(param)]
+
+    def now(self, params: Iterable[Tensor]) -> list[nn.Parameter]:
+        """Return what stands in the places of parameters."""
+        shards = dict(self._model.named_parameters(remove_duplicate=False))
+        return [shards[self._names[id(param)]] for param in params]
+
+
+def _each(params: object) -> Iterable[Tensor]:
+    return [params] if isinstance(params, Tensor) else params  # type: ignore[return-value]
+
+
+def by_name(
+    name: str,
+    options: Mapping[str, Any],
+    groups: list[Group],
+    device: str,
+    offload: Mapping[str, Any] | None,
+) -> torch.optim.Optimizer:
+    """Return the optimizer that a config names.
+
+    Args:
+        name: "Adam", ... or a class of torch.optim.
+        options: its `params` in the config.
+        groups: of shards.
+        device: "cpu" or "cuda", where these are.
+        offload: options of OffloadOptimizer; None: the state is where the parameters are.
+
+    Raises:
+        ValueError: there is no such class, or offload does not take it, or not these options.
+    """
+    options = {key: value for key, value in options.items() if key not in _SO_ANYWAY}
+    known = _BY_NAME.get(name.lower())
+    if known is None:
+        cls = getattr(torch.optim, name, None)
+        if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer):
+            names = ", ".join(sorted(_BY_NAME))
+            raise ValueError(
+                f"{_OP}: optimizer.type is {name!r}, expected one of {names}, or a class of"
+                " torch.optim"
+            )
+        known = (cls, cls, None)
+    on_cuda, on_cpu, in_host = known
+    if name.lower() in ("adam", "adamw"):
+        options = _decay_of_adam(
+            name,
+            options,
+            takes="adamw_mode" if device == "cpu" or offload is not None else "adam_w_mode",
+        )
+    if "max_grad_norm" in options:
+        raise ValueError(
+            f"{_OP}: optimizer.params.max_grad_norm is {options['max_grad_norm']}, expected none;"
+            " clip by gradient_clipping"
+        )
+    for key in ("betas", "eps"):
+        if isinstance(options.get(key), list):
+            options[key] = tuple(options[key])
+    try:
+        if offload is None:
+            return (on_cuda if device == "cuda" else on_cpu)(groups, **options)
+        if in_host is None:
+            takes = ", ".join(key for key, row in _BY_NAME.items() if row[2] is not None)
+            raise ValueError(
+                f"{_OP}: optimizer.type is {name!r} with offload_optimizer, expected one that steps"
+                f" in host memory: {takes}"
+            )
+        return OffloadOptimizer(groups, in_host, **offload, **options)
+    except TypeError as error:
+        raise ValueError(f"{_OP}: optimizer.params is {dict(options)}: {error}") from error
+
+
+def _decay_of_adam(name: str, options: Mapping[str, Any], takes: str) -> dict[str, Any]:
+    """Return options with the kind of weight decay by the name that the class has for it.
+
+    DeepSpeed's "Adam" is AdamW but with adam_w_mode false; its "AdamW" always is.
+    """
+    left = dict(options)
+    is_decoupled = left.pop("adam_w_mode", left.pop("adamw_mode", True)) or name.lower() == "adamw"
+    return {**left, takes: bool(is_decoupled)}
+
+
+def placed(
+    optimizer: torch.optim.Optimizer, renamed: Renamed, offload: Mapping[str, Any] | None
+) -> torch.optim.Optimizer:
+    """Let the optimizer of the user step the shards that stand in the places of its parameters.
+
+    Its group dicts stay the same objects, so that a scheduler that was made before goes on.
+
+    Raises:
+        ValueError: it has stepped, has parameters that are not of the model, or cannot be
+            offloaded.
+    """
+    if optimizer.state:
+        raise ValueError(
+            f"{_OP}: optimizer is a {type(optimizer).__name__} that has state, expected one that has"
+            " not stepped; load its state by load_checkpoint"
+        )
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            renamed.name_of(param, "optimizer")
+    for group in optimizer.param_groups:
+        group["params"] = renamed.now(group["params"])
+    if offload is None or isinstance(optimizer, OffloadOptimizer):
+        return optimizer
+    return _offloaded(optimizer, offload)
+
+
+def _offloaded(
+    optimizer: torch.optim.Optimizer, offload: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """Return what steps the groups of an optimizer in host memory; they stay the same objects."""
+    if not isinstance(optimizer, _LIKE_ADAM) or any(
+        g.get("amsgrad") for g in optimizer.param_groups
+    ):
+        raise ValueError(
+            f"{_OP}: optimizer is a {type(optimizer).__name__} with offload_optimizer, expected"
+            " Adam or AdamW without amsgrad, or an OffloadOptimizer, which takes more classes"
+        )
+    decoupled = isinstance(optimizer, torch.optim.AdamW)
+    made = [dict(group) for group in optimizer.param_groups]
+    names = {"params", "lr", "betas", "eps", "weight_decay", "maximize"}
+    groups = [{key: value for key, value in group.items() if key in names} for group in made]
+    modes = {bool(g.get("decoupled_weight_decay", decoupled)) for g in optimizer.param_groups}
+    if len(modes) > 1:
+        raise ValueError(
+            f"{_OP}: optimizer has groups with and without decoupled_weight_decay, expected one kind"
+        )
+    stands_in = OffloadOptimizer(groups, adamw_mode=modes.pop(), **offload)
+    for i, theirs in enumerate(optimizer.param_groups):
+        theirs.update({k: v for k, v in stands_in.param_groups[i].items() if k not in theirs})
+        stands_in.param_groups[i] = theirs
+    _log.info("initialize: OffloadOptimizer stands in for %s", type(optimizer).__name__)
+    return stands_in

@@ -1,0 +1,57 @@
+"""The process group that an engine trains in: torchrun's, or one of this process alone."""
+
+import os
+from argparse import Namespace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def ensure_group(timeout: timedelta | None = None) -> bool:
+    """Make the process group if there is none: of torchrun's processes, else of this one.
+
+    Returns:
+        whether it was made here.
+
+    Raises:
+        RuntimeError: some of torchrun's variables are there and others are not.
+    """
+    if dist.is_initialized():
+        return False
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    backend = "nccl" if has_gpu else "gloo"
+    there = [name for name in _WANTED if name in os.environ]
+    if not there:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return True
+    if len(there) < len(_WANTED):
+        missing = [name for name in _WANTED if name not in there]
+        raise RuntimeError(
+            f"initialize: {', '.join(there)} are set and {', '.join(missing)} are not, expected all"
+            " of them, as torchrun sets them, or none"
+        )
+    dist.init_process_group(backend, timeout=timeout)
+    return True
+
+
+def config_of(args: Namespace | None, config: object) -> object:
+    """Return the config, which a script may have among its arguments.
+
+    Raises:
+        ValueError: it is in neither place, or in both.
+    """
+    in_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    if config is not None and in_args is not None:
+        raise ValueError(
+            f"initialize: config is given and args.deepspeed_config is {in_args!r}, expected one of"
+            " them"
+        )
+    found = in_args if config is None else config
+    if found is None:
+        raise ValueError("initialize: config is None, expected a dict or the path of a JSON file")
+    return found

@@ -1,0 +1,60 @@
+"""One step of an optimizer: unscale, clip, step; of any class, also where a gradient is inf."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_ext import zero
+from deepspeed_ext.dtensors import is_dtensor
+from deepspeed_ext.offload import OffloadOptimizer
+from deepspeed_ext.optim.base import FlatStateOptimizer
+
+
+class Stepping:
+    """What a config says of a step.
+
+    Args:
+        optimizer: any; with fp16 one of this package.
+        max_norm: gradients are clipped to this global norm; 0: they are not.
+        scaler: of the loss, with fp16.
+
+    Raises:
+        ValueError: the optimizer cannot unscale.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, max_norm: float, scaler: zero.LossScaler | None
+    ) -> None:
+        self._optimizer: Any = optimizer
+        self._is_ours = isinstance(optimizer, FlatStateOptimizer | OffloadOptimizer)
+        self._max_norm = max_norm or math.inf
+        self.scaler = scaler
+        self.norm: Tensor | None = None  # of the last step's gradients, unscaled and not clipped
+        if scaler is not None and not self._is_ours:
+            raise ValueError(
+                f"initialize: optimizer is a {type(optimizer).__name__} with fp16, expected one of"
+                " deepspeed_ext, which unscales gradients; or bf16"
+            )
+
+    def step(self) -> bool:
+        """Take a step, or skip it, and drop the gradients.
+
+        Returns:
+            whether it was taken. A class that is not ours steps with whatever gradients there are.
+        """
+        if self.scaler is not None:
+            is_taken = self.scaler.step(self._optimizer, self._max_norm)
+            self.norm = self.scaler.grad_norm
+        elif self._is_ours:
+            self.norm = self._optimizer.clip_and_step(self._max_norm)
+            is_taken = True
+        else:
+            params = [p for group in self._optimizer.param_groups for p in group["params"]]
+            norm = nn.utils.clip_grad_norm_(params, self._max_norm)
+            self.norm = norm.full_tensor() if is_dtensor(norm) else norm
+            self._optimizer.step()
+            is_taken = True
+        self._optimizer.zero_grad()
+        return is_taken

@@ -1,0 +1,290 @@
+"""Engines train as a loop over the parts that they are made of, bit for bit."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Case
+from torch import nn
+from zero_cases import Net, batch, home, loss_of
+
+import deepspeed_ext
+from deepspeed_ext import zero
+from deepspeed_ext.offload import OffloadOptimizer
+from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
+
+STEPS = 4
+PRECISION = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def config(stage, precision="float32", steps=1, offload=False, **more):
+    """Of a step of 4 samples in a process and micro-step."""
+    given = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": steps,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        **more,
+    }
+    if precision != "float32":
+        given[precision] = {"enabled": True}
+    if precision == "fp16":
+        given["fp16"] |= {"initial_scale_power": 10, "hysteresis": 1}
+    if offload:
+        given["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    return given
+
+
+def by_hand(stage, precision, steps, offload, numbers):
+    """Train by the parts, and return the weights after each step."""
+    model = Net()
+    used = PRECISION[precision]
+    zero.shard(model, stage, param_dtype=used, reduce_dtype=used and torch.float32)
+    params = [p for p in model.parameters() if p.requires_grad]
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    if offload:
+        optimizer = OffloadOptimizer(params, model=model, **options)
+    else:
+        optimizer = (FusedAdam if home() == "cuda" else DeepSpeedCPUAdam)(params, **options)
+    scaler = zero.LossScaler(2.0**10, hysteresis=1) if precision == "fp16" else None
+    for first in range(0, numbers, steps):
+        for i in zero.accumulate(model, steps):
+            loss = loss_of(model, first + i) / steps
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.clip_and_step(0.5)
+        else:
+            scaler.step(optimizer, 0.5)
+        optimizer.zero_grad()
+        yield [p.full_tensor() for p in model.parameters()]
+
+
+def trains(row, folder):
+    """Also with plain loss.backward(), where nothing has to be scaled."""
+    stage, precision, steps, offload = row.split("-")
+    stage, steps, offload = int(stage), int(steps), offload == "offload"
+    engine, optimizer, loader, scheduler = deepspeed_ext.initialize(
+        model=Net(), config=config(stage, precision, steps, offload)
+    )
+    assert loader is scheduler is None and isinstance(optimizer, OffloadOptimizer) == offload
+    wanted = by_hand(stage, precision, steps, offload, STEPS * steps)
+    for number in range(STEPS * steps):
+        loss = loss_of(engine, number)
+        if precision != "fp16" and number % 2:
+            (loss / steps).backward()
+        else:
+            engine.backward(loss)
+        is_last = number % steps == steps - 1
+        assert engine.is_gradient_accumulation_boundary() == is_last
+        engine.step()
+        assert engine.was_step_applied() == is_last
+        if is_last:
+            got = [p.full_tensor() for p in engine.parameters()]
+            assert all(map(torch.equal, got, next(wanted))), number
+            assert engine.get_global_grad_norm() > 0.5
+    assert engine.global_steps == STEPS and engine.micro_steps == STEPS * steps
+    assert engine.global_samples == STEPS * steps * 4 * dist.get_world_size()
+    assert (engine.train_batch_size(), engine.gradient_accumulation_steps()) == (
+        4 * steps * dist.get_world_size(),
+        steps,
+    )
+    engine.destroy()
+    assert dist.is_initialized()  # it was there before
+
+
+def short_groups(row, folder):
+    """The boundary is said after the forward, as accelerate does; the last group is shorter."""
+    engine, *_ = deepspeed_ext.initialize(model=Net(), config=config(int(row), steps=8))
+    model = Net()
+    zero.shard(model, int(row))
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = DeepSpeedCPUAdam(params, lr=1e-2, weight_decay=0.1)
+    number = 0
+    for length in (3, 3, 1, 2):
+        at = number
+        for i in range(length):
+            loss = loss_of(engine, number)
+            engine.set_gradient_accumulation_boundary(is_boundary=i == length - 1)
+            engine.backward(loss, scale_wrt_gas=False)
+            engine.step()
+            number += 1
+        for i in zero.accumulate(model, length):
+            loss_of(model, at + i).backward()
+        optimizer.clip_and_step(0.5)
+        optimizer.zero_grad()
+        pairs = zip(engine.parameters(), model.parameters(), strict=True)
+        assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+    assert engine.global_steps == 4
+
+
+def client_optimizers(row, folder):
+    """Group dicts stay the same objects: the rate that acts is that of a scheduler made before."""
+    offloads = row == "offload"
+    model = Net()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    client = torch.optim.AdamW([{"params": trained[:3]}, {"params": trained[3:], "lr": 3e-2}])
+    before = list(client.param_groups)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(client, lambda step: 1 / (1 + step))
+    given = config(2, offload=offloads)
+    del given["optimizer"]
+    engine, optimizer, _, same = deepspeed_ext.initialize(
+        model=model, optimizer=client, lr_scheduler=scheduler, config=given
+    )
+    assert same is scheduler and isinstance(optimizer, OffloadOptimizer) == offloads
+    assert all(map(lambda a, b: a is b, before, optimizer.param_groups))
+    assert all(map(lambda a, b: a is b, before, client.param_groups))
+    plain = Net()
+    zero.shard(plain, 2)
+    params = [p for p in plain.parameters() if p.requires_grad]
+    cls = DeepSpeedCPUAdam if offloads else torch.optim.AdamW
+    wanted = cls([{"params": params[:3]}, {"params": params[3:], "lr": 3e-2}], weight_decay=1e-2)
+    for number in range(STEPS):
+        engine.backward(loss_of(engine, number))
+        engine.step()
+        assert engine.get_lr() == pytest.approx([1e-3 / (2 + number), 3e-2 / (2 + number)])
+        for group, lr in zip(wanted.param_groups, (1e-3, 3e-2), strict=True):
+            group["lr"] = lr / (1 + number)
+        loss_of(plain, number).backward()
+        if offloads:
+            wanted.clip_and_step(0.5)
+        else:
+            nn.utils.clip_grad_norm_(params, 0.5)
+            wanted.step()
+        wanted.zero_grad()
+        pairs = zip(engine.parameters(), plain.parameters(), strict=True)
+        for a, b in pairs:
+            assert torch.equal(a.full_tensor(), b.full_tensor()), number
+
+
+def resumes(row, folder):
+    """In another stage, with the counters, the schedule, the scale and the client's state."""
+    path = folder / "resumes"
+
+    def made(stage):
+        engine, *_ = deepspeed_ext.initialize(
+            model=Net(seed=stage),
+            lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(
+                o, lambda step: 1 / (1 + step)
+            ),
+            config=config(stage, "fp16", steps=2),
+        )
+        return engine
+
+    def losses(engine, numbers):
+        found = []
+        for number in numbers:
+            loss = loss_of(engine, number)
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        return found
+
+    first = made(1)
+    losses(first, range(4))
+    first.save_checkpoint(path, client_state={"epoch": 3})
+    wanted = losses(first, range(4, 8))
+    second = made(3)
+    assert second.load_checkpoint(folder / "nothing") == (None, {})
+    where, client = second.load_checkpoint(path)
+    assert where.endswith("global_step2") and client == {"epoch": 3}
+    assert (second.global_steps, second.micro_steps) == (2, 4)
+    assert second.get_lr() == [1e-2 / 3]
+    torch.testing.assert_close(losses(second, range(4, 8)), wanted, rtol=1e-3, atol=1e-4)
+    with pytest.raises(OSError, match="absent"):
+        second.load_checkpoint(path, tag="absent")
+
+
+def goes_on(row, folder):
+    """After an error between forward, backward and step, and after an evaluation with gradients."""
+    engine, *_ = deepspeed_ext.initialize(model=Net(), config=config(2, steps=2))
+    plain, *_ = deepspeed_ext.initialize(model=Net(), config=config(2, steps=2))
+    for number in range(4):
+        loss_of(engine, 7)  # of which there is no backward
+        with pytest.raises(ValueError, match="engine.backward: loss is"):
+            engine.backward(torch.zeros(3))
+        with torch.no_grad():
+            loss_of(engine, 5)
+        for each in (engine, plain):
+            each.backward(loss_of(each, number))
+            each.step()
+    pairs = zip(engine.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+    with pytest.raises(RuntimeError, match=r"engine\.step: there was no backward"):
+        engine.step()
+    engine.save_checkpoint(folder / "goes_on")
+    engine.backward(loss_of(engine, 0))
+    with pytest.raises(RuntimeError, match="between micro-steps"):
+        engine.save_checkpoint(folder / "goes_on")
+    with pytest.raises(RuntimeError, match="called between micro-steps"):
+        engine.set_train_batch_size(16)
+
+
+def no_syncs(row, folder):
+    """Backwards inside of no_sync are of micro-steps that are not the last one."""
+    engine, *_ = deepspeed_ext.initialize(model=Net(), config=config(1))
+    plain, *_ = deepspeed_ext.initialize(model=Net(), config=config(1, steps=2))
+    with engine.no_sync():
+        engine.backward(loss_of(engine, 0) / 2)
+    engine.backward(loss_of(engine, 1) / 2)
+    engine.step()
+    for number in range(2):
+        plain.backward(loss_of(plain, number))
+        plain.step()
+    pairs = zip(engine.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+
+
+CASES = [
+    *(Case(2, "trains", f"{stage}-float32-2-none") for stage in range(4)),
+    *(Case(2, "trains", row) for row in ("2-bf16-3-none", "3-fp16-2-none", "2-float32-2-offload")),
+    Case(1, "trains", "1-float32-2-none"),
+    *(Case(2, "short_groups", str(stage)) for stage in (0, 3)),
+    *(Case(2, "client_optimizers", row) for row in ("none", "offload")),
+    Case(2, "resumes", ""),
+    Case(2, "goes_on", ""),
+    Case(2, "no_syncs", ""),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.function}-{case.row}-{case.world}")
+def test_processes(case, groups):
+    groups.run(case, "cpu")
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """No process group: initialize makes one."""
+    assert not dist.is_initialized()
+    yield
+    assert not dist.is_initialized()
+
+
+def test_a_script_without_torchrun(alone) -> None:
+    data = [(torch.full((3,), float(i)), torch.tensor(i % 2)) for i in range(10)]
+    model = nn.Linear(3, 2)
+    with deepspeed_ext.initialize(model=model, training_data=data, config=config(0))[0] as engine:
+        for x, y in engine.training_dataloader:
+            engine.backward(nn.functional.cross_entropy(engine(x), y))
+            engine.step()
+        assert engine.global_steps == 3 and engine.weight is model.weight
+        assert math.isfinite(engine.get_global_grad_norm())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"model": None}, "initialize: model is a NoneType, expected"),
+        ({"config": None}, "initialize: config is None, expected"),
+        ({"model_parameters": [nn.Parameter(torch.ones(2))]}, "shape \\[2\\] that is not in model"),
+        ({"config": config(0, optimizer={"type": "Adamm"})}, "optimizer.type is 'Adamm'"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))])}, "not in model"),
+    ],
+)
+def test_errors(arguments, text, alone) -> None:
+    given = {"model": nn.Linear(3, 2), "config": config(0), **arguments}
+    with pytest.raises(ValueError, match=text):
+        deepspeed_ext.initialize(**given)
+    if dist.is_initialized():
+        dist.destroy_process_group()
