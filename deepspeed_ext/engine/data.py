@@ -14,7 +14,7 @@ def loader_of(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
 ) -> "DataLoader[Any]":
-    """Return a loader of micro-batches, drawn anew in each epoch, which set_epoch of its sampler counts.
+    """Return a loader of micro-batches; its sampler.set_epoch draws another order for an epoch.
 
     Args:
         dataset: with __len__ and __getitem__.

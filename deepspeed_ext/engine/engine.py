@@ -102,7 +102,7 @@ class Engine(nn.Module):
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Do the backward of a micro-step; `loss.backward()` does without fp16, but divides nothing.
+        """Do the backward of a micro-step; `loss.backward()` does too, but scales and divides nothing.
 
         Args:
             loss: one number, of a forward of this engine.
@@ -347,7 +347,7 @@ class Engine(nn.Module):
         return str(path), found["client"]
 
     def _end_unused(self) -> None:
-        """End micro-steps that had a forward only, as an evaluation with gradients on leaves them."""
+        """End micro-steps that had a forward only, such as evaluations with gradients on."""
         if self._accumulation.backwards == 0:
             self._accumulation.end()
 

@@ -2,7 +2,7 @@
 
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from deepspeed_ext import config as configs
-from deepspeed_ext import zero
+from deepspeed_ext import config as configs, zero
 from deepspeed_ext.engine.data import loader_of
 from deepspeed_ext.engine.engine import Engine
 from deepspeed_ext.engine.optimizers import Renamed, by_name, placed
@@ -36,10 +35,11 @@ def initialize(
 ) -> Returned:
     """Make an engine of a model, as the config of a DeepSpeed user says.
 
-        engine, optimizer, loader, scheduler = deepspeed_ext.initialize(model=model, config="ds.json")
+        engine, optimizer, loader, scheduler = deepspeed_ext.initialize(
+            model=model, training_data=dataset, config="ds_config.json"
+        )
         for batch in loader:
-            loss = engine(batch)
-            engine.backward(loss)
+            engine.backward(engine(batch))
             engine.step()
 
     All processes of torchrun call it; without torchrun there is one. The model is sharded by

@@ -168,8 +168,8 @@ def placed(
     """
     if optimizer.state:
         raise ValueError(
-            f"{_OP}: optimizer is a {type(optimizer).__name__} that has state, expected one that has"
-            " not stepped; load its state by load_checkpoint"
+            f"{_OP}: optimizer is a {type(optimizer).__name__} that has state, expected one that"
+            " has not stepped; load its state by load_checkpoint"
         )
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -199,7 +199,8 @@ def _offloaded(
     modes = {bool(g.get("decoupled_weight_decay", decoupled)) for g in optimizer.param_groups}
     if len(modes) > 1:
         raise ValueError(
-            f"{_OP}: optimizer has groups with and without decoupled_weight_decay, expected one kind"
+            f"{_OP}: optimizer has groups with and without decoupled_weight_decay, expected one"
+            " kind"
         )
     stands_in = OffloadOptimizer(groups, adamw_mode=modes.pop(), **offload)
     for i, theirs in enumerate(optimizer.param_groups):
