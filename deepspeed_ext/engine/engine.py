@@ -102,7 +102,7 @@ class Engine(nn.Module):
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Do the backward of a micro-step; `loss.backward()` does too, but scales and divides nothing.
+        """Do the backward of a micro-step; `loss.backward()` does too, but divides nothing.
 
         Args:
             loss: one number, of a forward of this engine.
