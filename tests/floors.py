@@ -95,6 +95,13 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("training_state",),
         ("consolidate", "saving"),
     ),
+    "config": (
+        ("batch_sizes", "kinds"),
+        ("reading", "refusals", "tree"),
+        ("walk",),
+        ("config",),
+        ("__main__",),
+    ),
     "quantization": (
         ("int4_tensors", "layout", "report"),
         ("packing",),

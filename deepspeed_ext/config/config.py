@@ -1,0 +1,192 @@
+"""Config: a whole config, read and checked."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import PrivateAttr, ValidationError
+
+from deepspeed_ext.config import refusals
+from deepspeed_ext.config.batch_sizes import BatchSizes, solve
+from deepspeed_ext.config.kinds import AUTO, shown, thawed
+from deepspeed_ext.config.reading import Source, plain
+from deepspeed_ext.config.tree import Root
+from deepspeed_ext.config.walk import Found, Row, walk
+
+
+class Config(Root):
+    """A config of DeepSpeed's, read; nothing changes it.
+
+    Its attributes are the keys, those of blocks below them: `config.zero_optimization.stage`.
+    `optimizer` and `scheduler` are None where no type is given.
+    """
+
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _paths: frozenset[str] = PrivateAttr(default=frozenset())
+    _warnings: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A sentence for each key that changes nothing."""
+        return self._warnings
+
+    def is_set(self, key: str) -> bool:
+        """Tell whether a key is given, such as "zero_optimization.stage"; null and "auto" are not.
+
+        Args:
+            key: its path; where a key has several names, the one in the documents.
+        """
+        return key in self._paths
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the config as it was given, with numbers and flags for texts that say them."""
+        values: dict[str, Any] = thawed(self._given)
+        return values
+
+    def batch_sizes(self, processes: int) -> BatchSizes:
+        """Return the three batch sizes, of which two give the third.
+
+        Args:
+            processes: how many take different samples.
+
+        Raises:
+            ValueError: too little is given, or it does not fit together.
+        """
+        return solve(
+            self.train_batch_size,
+            self.train_micro_batch_size_per_gpu,
+            self.gradient_accumulation_steps,
+            processes,
+        )
+
+
+def read(source: "Source | Config") -> Config:
+    """Read a config of DeepSpeed's: each key does something, is named in `warnings`, or is refused.
+
+    Args:
+        source: a dict, which is not changed; the path of a JSON file, or of an Hjson file where
+            hjson is installed; a text that is base64 of JSON; or a config, which is returned.
+
+    Raises:
+        ValueError: keys that are unknown, refused or have values that do not fit, a line for each;
+            or keys that are "auto" and wait for a value.
+    """
+    if isinstance(source, Config):
+        return source
+    examined = examine(source)
+    lines = [*examined.problems, *open_sentences(examined.found)]
+    if lines or examined.config is None:
+        raise ValueError("\n".join(lines))
+    return examined.config
+
+
+class Examined:
+    """What is known of a config, also of one that is refused.
+
+    Args:
+        found: what the walk over its keys has found.
+    """
+
+    def __init__(self, found: Found) -> None:
+        self.found = found
+        self.problems = list(found.problems)
+        self.config = self._validated()
+
+    @property
+    def rows(self) -> list[Row]:
+        """Each key that is given, in the order of the file."""
+        return self.found.rows
+
+    def _validated(self) -> Config | None:
+        values = self.found.values
+        for name in ("optimizer", "scheduler"):
+            block = values.get(name)
+            if block is not None and "type" not in block:
+                self._without_type(name, values)
+        try:
+            config = Config.model_validate(values)
+        except ValidationError as error:
+            self.problems += [self._sentence(each) for each in error.errors()]
+            return None
+        self.problems += self._conflicts(config)
+        config._given = self._as_read(config)
+        config._paths = frozenset(self.found.paths)
+        config._warnings = tuple(self.found.warnings)
+        return config
+
+    def _without_type(self, name: str, values: dict[str, Any]) -> None:
+        """A block without its type makes nothing, in DeepSpeed neither."""
+        del values[name]
+        refused_or_open = [path for path, _ in self.found.left_open]
+        refused_or_open += [row.path for row in self.rows if row.effect.startswith("refused")]
+        if f"{name}.type" not in refused_or_open:
+            path = self.found.paths[name]
+            self.found.warnings.append(f"config: {path} acts nowhere: it has no type")
+
+    def _sentence(self, error: Mapping[str, Any]) -> str:
+        place = ".".join(map(str, error["loc"]))
+        path = self.found.paths.get(place, place)
+        cause = error.get("ctx", {}).get("error")
+        return f"config: {path} {cause if cause is not None else error['msg']}"
+
+    def _conflicts(self, config: Config) -> list[str]:
+        """Return what is wrong with several keys together."""
+        problems = []
+        if config.bf16.enabled and config.fp16.enabled:
+            problems.append(
+                "config: bf16.enabled is true beside fp16.enabled, expected one of them"
+            )
+        zero = config.zero_optimization
+        streamed = refusals.STREAMED
+        if streamed.asks(zero.offload_param.device):
+            path = self.found.paths.get(streamed.key, "zero_optimization.cpu_offload_params")
+            if zero.stage == 3:
+                problems.append(
+                    f"config: {path} is {shown(zero.offload_param.device)}, expected"
+                    f" {streamed.expected}; {streamed.instead}"
+                )
+            else:
+                self.found.warnings.append(f"config: {path} acts nowhere: it is for stage 3")
+        return problems
+
+    def _as_read(self, config: Config) -> dict[str, Any]:
+        """Return what was given with the numbers and flags that were read."""
+        given: dict[str, Any] = thawed(self.found.given)
+        for place, path in self.found.paths.items():
+            value: Any = config
+            for name in place.split("."):
+                value = getattr(value, name, None)
+            *blocks, last = path.split(".")
+            block: Any = given
+            for name in blocks:
+                block = block.get(name) if isinstance(block, dict) else None
+            if not isinstance(block, dict):
+                continue  # a flag in place of a block
+            if isinstance(value, bool | int | float):
+                block[last] = value
+            elif last == "params" and isinstance(value, Mapping):
+                block[last] |= thawed(value)
+        return given
+
+
+def examine(source: Source) -> Examined:
+    """Look at a config and return all that is to be said of it.
+
+    Raises:
+        ValueError: it cannot be read at all.
+    """
+    return Examined(walk(plain(source)))
+
+
+def open_sentences(found: Found) -> list[str]:
+    """Return the error on keys that are "auto": all of them at once, with who fills each."""
+    by_filler: dict[str, list[str]] = {}
+    for path, filler in found.left_open:
+        by_filler.setdefault(filler, []).append(path)
+    parts = []
+    for filler, paths in by_filler.items():
+        parts.append(f"{filler or 'you'} for {', '.join(paths)}")
+    if not parts:
+        return []
+    verb = "are" if len(found.left_open) > 1 else "is"
+    names = ", ".join(path for path, _ in found.left_open)
+    return [f'config: {names} {verb} "{AUTO}", expected values, of ' + "; of ".join(parts)]

@@ -1,0 +1,365 @@
+"""The typed tree: each key that is accepted, with its type, its default and what comes of it.
+
+Keys of parts that have not landed are rows of `refusals`. Names and defaults are DeepSpeed's.
+"""
+
+import math
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from deepspeed_ext.config.kinds import (
+    ANYTHING,
+    DTYPE,
+    FLAG,
+    HUGGING_FACE,
+    TEXT,
+    Dtype,
+    FrozenMapping,
+    Reader,
+    choice,
+    does,
+    nowhere,
+    number,
+    so_anyway,
+    whole,
+)
+
+SIZE = whole(0)
+PARAMS = Reader("an object", FrozenMapping)
+
+_NVME = "of the tier on NVMe, which is not here yet"
+_LAUNCHER = "read by DeepSpeed's launcher alone"
+_BY_BLOCK = "weights are gathered and gradients reduced block by block, each beside the next"
+_OVERLAP = "reductions run beside backward"
+_FLAT = "gradients of a block are reduced from one contiguous buffer"
+_ANY_OPTIMIZER = "any optimizer is allowed; one that cannot be offloaded is an error by name"
+
+
+class Block(BaseModel):
+    """An object of the config. `place` is its path, with a dot behind it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    place: ClassVar[str] = ""
+
+
+class Fp16(Block):
+    """float16 with a scaled loss."""
+
+    place: ClassVar[str] = "fp16."
+
+    enabled: Annotated[
+        bool,
+        FLAG,
+        does("computes in float16 with float32 master weights", filler=HUGGING_FACE),
+    ] = False
+    loss_scale: Annotated[
+        float, number(0), does("0: the scale of the loss follows overflows; else it is this")
+    ] = 0.0
+    initial_scale_power: Annotated[
+        int, whole(0, 127), does("the scale that follows begins at 2 to this power")
+    ] = 16
+    loss_scale_window: Annotated[
+        int, whole(1), does("so many steps without overflow double the scale")
+    ] = 1000
+    hysteresis: Annotated[
+        int, whole(1), does("so many overflows halve the scale; each skips its step")
+    ] = 2
+    min_loss_scale: Annotated[float, number(0, above=True), does("the scale is never below it")] = (
+        1.0
+    )
+    auto_cast: Annotated[bool, FLAG, does("casts floating inputs of the model to float16")] = False
+    opt_level: Annotated[Any, ANYTHING, nowhere("of NVIDIA's Apex")] = None
+    fp16_scale_tolerance: Annotated[Any, ANYTHING, nowhere("of fairseq")] = None
+
+
+class Bf16(Block):
+    """bfloat16."""
+
+    place: ClassVar[str] = "bf16."
+
+    enabled: Annotated[
+        bool,
+        FLAG,
+        does("computes in bfloat16 with float32 master weights", filler=HUGGING_FACE),
+    ] = False
+    immediate_grad_update: Annotated[
+        bool, FLAG, so_anyway("gradients are reduced as backward makes them")
+    ] = False
+
+
+class OffloadOptimizer(Block):
+    """Where the optimizer's state rests."""
+
+    place: ClassVar[str] = "zero_optimization.offload_optimizer."
+
+    device: Annotated[
+        str,
+        choice("none", "cpu", "nvme"),
+        does("cpu: the optimizer's state rests and steps in host memory", filler="accelerate"),
+    ] = "none"
+    pin_memory: Annotated[bool, FLAG, does("keeps host copies in pinned memory")] = False
+    ratio: Annotated[
+        float, number(0, 1), does("this share of the parameters is offloaded, by bytes")
+    ] = 1.0
+    nvme_path: Annotated[Any, ANYTHING, nowhere(_NVME)] = None
+    buffer_count: Annotated[int, whole(1), nowhere(_NVME)] = 4
+    buffer_size: Annotated[int, SIZE, nowhere(_NVME)] = 100_000_000
+    max_in_cpu: Annotated[int, SIZE, nowhere(_NVME)] = 1_000_000_000
+    pipeline: Annotated[bool, FLAG, nowhere(_NVME)] = False
+    pipeline_read: Annotated[bool, FLAG, nowhere(_NVME)] = False
+    pipeline_write: Annotated[bool, FLAG, nowhere(_NVME)] = False
+    fast_init: Annotated[
+        bool, FLAG, so_anyway("nothing is drawn or copied twice when state is made")
+    ] = False
+
+
+class OffloadParam(Block):
+    """Where parameters rest; for stage 3."""
+
+    place: ClassVar[str] = "zero_optimization.offload_param."
+
+    device: Annotated[
+        str,
+        choice("none", "cpu", "nvme"),
+        does("below stage 3 nothing, as in DeepSpeed; refused in stage 3", filler="accelerate"),
+    ] = "none"
+    pin_memory: Annotated[bool, FLAG, nowhere("of parameters that are offloaded")] = False
+    nvme_path: Annotated[Any, ANYTHING, nowhere(_NVME)] = None
+    buffer_count: Annotated[int, whole(1), nowhere(_NVME)] = 5
+    buffer_size: Annotated[int, SIZE, nowhere(_NVME)] = 100_000_000
+    max_in_cpu: Annotated[int, SIZE, nowhere(_NVME)] = 1_000_000_000
+
+
+class ZeroOptimization(Block):
+    """The stage of ZeRO, and what is offloaded."""
+
+    place: ClassVar[str] = "zero_optimization."
+
+    stage: Annotated[
+        int,
+        whole(0, 3),
+        does("shards optimizer state (1), gradients too (2), weights too (3)", filler="accelerate"),
+    ] = 0
+    offload_optimizer: Annotated[
+        OffloadOptimizer, does("where the optimizer's state rests and steps")
+    ] = OffloadOptimizer()
+    offload_param: Annotated[OffloadParam, does("where parameters rest in stage 3")] = (
+        OffloadParam()
+    )
+    ignore_unused_parameters: Annotated[
+        bool,
+        FLAG,
+        does("false: parameters without gradients are reduced as zeros"),
+    ] = True
+    stage3_gather_16bit_weights_on_model_save: Annotated[
+        bool,
+        FLAG,
+        so_anyway(
+            "save_16bit_model gathers whole weights in each stage",
+            "gather_16bit_weights_on_model_save",
+            "stage3_gather_fp16_weights_on_model_save",
+            "gather_fp16_weights_on_model_save",
+        ),
+    ] = False
+    cpu_offload: Annotated[
+        bool, FLAG, does("an old name: true is offload_optimizer with device cpu")
+    ] = False
+    cpu_offload_params: Annotated[
+        bool,
+        FLAG,
+        does("an old name: true is offload_param with device cpu", "cpu_offload_param"),
+    ] = False
+    cpu_offload_use_pin_memory: Annotated[
+        bool, FLAG, does("an old name: true is pin_memory in offload_optimizer")
+    ] = False
+
+    overlap_comm: Annotated[bool, FLAG, so_anyway(_OVERLAP)] = False
+    contiguous_gradients: Annotated[bool, FLAG, so_anyway(_FLAT)] = True
+    reduce_scatter: Annotated[
+        bool, FLAG, so_anyway("sharded gradients are reduced by reduce-scatter")
+    ] = True
+    use_multi_rank_bucket_allreduce: Annotated[
+        bool, FLAG, so_anyway("sharded gradients are reduced by reduce-scatter")
+    ] = True
+    allgather_partitions: Annotated[bool, FLAG, so_anyway("weights are gathered by all-gather")] = (
+        True
+    )
+    use_all_reduce_for_fetch_params: Annotated[
+        bool,
+        FLAG,
+        so_anyway("weights are gathered by all-gather", "stage3_use_all_reduce_for_fetch_params"),
+    ] = False
+    allgather_sequential: Annotated[bool, FLAG, so_anyway(_BY_BLOCK)] = False
+    reduce_bucket_size: Annotated[int, SIZE, so_anyway(_BY_BLOCK)] = 500_000_000
+    allgather_bucket_size: Annotated[int, SIZE, so_anyway(_BY_BLOCK)] = 500_000_000
+    round_robin_gradients: Annotated[
+        bool, FLAG, so_anyway("each block's gradients are divided evenly among processes")
+    ] = False
+    sub_group_size: Annotated[
+        int, SIZE, so_anyway("the optimizer steps in buckets of a size of its own")
+    ] = 1_000_000_000
+    stage3_max_live_parameters: Annotated[
+        int,
+        SIZE,
+        so_anyway("at most two blocks of weights are gathered at a time", "max_live_parameters"),
+    ] = 1_000_000_000
+    stage3_max_reuse_distance: Annotated[
+        int,
+        SIZE,
+        so_anyway("at most two blocks of weights are gathered at a time", "max_reuse_distance"),
+    ] = 1_000_000_000
+    stage3_prefetch_bucket_size: Annotated[
+        int,
+        SIZE,
+        so_anyway("the next block is gathered while one computes", "prefetch_bucket_size"),
+    ] = 50_000_000
+    stage3_param_persistence_threshold: Annotated[
+        int,
+        SIZE,
+        so_anyway("small parameters are gathered with their block", "param_persistence_threshold"),
+    ] = 100_000
+    stage3_model_persistence_threshold: Annotated[
+        int,
+        SIZE,
+        so_anyway("small parameters are gathered with their block", "model_persistence_threshold"),
+    ] = 2**63 - 1
+    load_from_fp32_weights: Annotated[
+        bool, FLAG, so_anyway("checkpoints hold master weights, and these are loaded")
+    ] = True
+    elastic_checkpoint: Annotated[
+        bool, FLAG, so_anyway("any number of processes loads a checkpoint")
+    ] = False
+    pipeline_loading_checkpoint: Annotated[
+        bool, FLAG, so_anyway("reading a checkpoint overlaps with copying it")
+    ] = False
+    memory_efficient_linear: Annotated[
+        bool, FLAG, so_anyway("torch's own linear layers keep no second copy of a weight")
+    ] = True
+    override_module_apply: Annotated[
+        bool, FLAG, so_anyway("Init draws a module as soon as it is built")
+    ] = True
+    module_granularity_threshold: Annotated[int, SIZE, so_anyway(_BY_BLOCK)] = 0
+    log_trace_cache_warnings: Annotated[
+        bool, FLAG, so_anyway("no trace of modules is kept, so none goes stale")
+    ] = False
+    enable_sanity_checks: Annotated[
+        bool, FLAG, so_anyway("shards and processes are checked always")
+    ] = False
+
+
+class Optimizer(Block):
+    """The optimizer that is made where none is given."""
+
+    place: ClassVar[str] = "optimizer."
+
+    type: Annotated[str, TEXT, does("Adam, AdamW, Lamb, Lion, Adagrad, SGD or any of torch.optim")]
+    params: Annotated[FrozenMapping, PARAMS, does("arguments of the optimizer, such as lr")] = (
+        FrozenMapping({})
+    )
+    legacy_fusion: Annotated[Any, ANYTHING, nowhere("of kernels that are gone")] = None
+
+
+class Scheduler(Block):
+    """The schedule that is made where none is given."""
+
+    place: ClassVar[str] = "scheduler."
+
+    type: Annotated[
+        str,
+        TEXT,
+        does("WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest or any of torch's"),
+    ]
+    params: Annotated[
+        FrozenMapping, PARAMS, does("arguments of the schedule, such as warmup_num_steps")
+    ] = FrozenMapping({})
+
+
+class Checkpoint(Block):
+    """How checkpoints are written."""
+
+    place: ClassVar[str] = "checkpoint."
+
+    tag_validation: Annotated[
+        str,
+        choice("Ignore", "Warn", "Fail"),
+        so_anyway("a tag that differs between processes is an error"),
+    ] = "Warn"
+    parallel_write: Annotated[Any, ANYTHING, so_anyway("all processes write at once")] = None
+
+
+class Root(Block):
+    """The whole config."""
+
+    train_batch_size: Annotated[
+        int | None,
+        whole(1),
+        does("samples in a step, over all processes", filler=HUGGING_FACE),
+    ] = None
+    train_micro_batch_size_per_gpu: Annotated[
+        int | None,
+        whole(1),
+        does("samples in a micro-step of one process", filler=HUGGING_FACE),
+    ] = None
+    gradient_accumulation_steps: Annotated[
+        int | None, whole(1), does("micro-steps in a step", filler=HUGGING_FACE)
+    ] = None
+    zero_optimization: Annotated[ZeroOptimization, does("ZeRO")] = ZeroOptimization()
+    bf16: Annotated[Bf16, does("bfloat16", "bfloat16")] = Bf16()
+    fp16: Annotated[Fp16, does("float16")] = Fp16()
+    gradient_clipping: Annotated[
+        float,
+        number(0),
+        does("gradients are scaled down to this norm; 0: never", filler=HUGGING_FACE),
+    ] = 0.0
+    optimizer: Annotated[Optimizer | None, does("the optimizer")] = None
+    scheduler: Annotated[Scheduler | None, does("the schedule")] = None
+    communication_data_type: Annotated[Dtype | None, DTYPE, does("gradients are reduced in it")] = (
+        None
+    )
+    steps_per_print: Annotated[
+        float, number(0, above=True, infinite=True), does("so many steps from report to report")
+    ] = math.inf
+    checkpoint: Annotated[Checkpoint, does("how checkpoints are written")] = Checkpoint()
+
+    zero_allow_untested_optimizer: Annotated[bool, FLAG, so_anyway(_ANY_OPTIMIZER)] = False
+    zero_force_ds_cpu_optimizer: Annotated[bool, FLAG, so_anyway(_ANY_OPTIMIZER)] = True
+
+    activation_checkpointing: Annotated[
+        Any,
+        ANYTHING,
+        nowhere("read by checkpointing.configure alone; use torch.utils.checkpoint"),
+    ] = None
+    aio: Annotated[Any, ANYTHING, nowhere(_NVME)] = None
+    nvme_path: Annotated[Any, ANYTHING, nowhere(_NVME)] = None
+    pipeline: Annotated[Any, ANYTHING, nowhere("of pipeline modules, which are not here")] = None
+    autotuning: Annotated[Any, ANYTHING, nowhere(_LAUNCHER)] = None
+    elasticity: Annotated[Any, ANYTHING, nowhere(_LAUNCHER)] = None
+    disable_allgather: Annotated[Any, ANYTHING, nowhere("read by nobody")] = None
+    cuda_visible_devices: Annotated[
+        Any, ANYTHING, nowhere("the environment variable of that name is what acts")
+    ] = None
+
+
+# Arguments of optimizers and schedules are passed on; these are known.
+OPTIMIZER_PARAMS = {
+    "lr": does("the learning rate", filler=HUGGING_FACE),
+    "betas": does("the decay of both moments", filler=HUGGING_FACE),
+    "eps": does("is added to the denominator", filler=HUGGING_FACE),
+    "weight_decay": does("the decay of the weights", filler=HUGGING_FACE),
+    "bias_correction": does("whether moments are corrected for beginning at 0"),
+    "torch_adam": does("true: torch's own class"),
+    "adam_w_mode": does("false: Adam adds the decay to the gradient; Adam decouples it else"),
+    "max_coeff": does("the largest trust ratio of Lamb"),
+    "min_coeff": does("the smallest trust ratio of Lamb"),
+    "cuda_aware": so_anyway("the process group decides how messages go"),
+    "comm_backend_name": so_anyway("the process group decides how messages go"),
+}
+SCHEDULER_PARAMS = {
+    "warmup_min_lr": does("the rate of the first step", filler=HUGGING_FACE),
+    "warmup_max_lr": does("the rate after the warm-up", filler=HUGGING_FACE),
+    "warmup_num_steps": does("steps of the warm-up", filler=HUGGING_FACE),
+    "warmup_type": does("log or linear"),
+    "total_num_steps": does("steps until the rate is 0", filler=HUGGING_FACE),
+}
+KNOWN_PARAMS = {"optimizer.params.": OPTIMIZER_PARAMS, "scheduler.params.": SCHEDULER_PARAMS}
