@@ -326,10 +326,14 @@ class Engine(nn.Module):
         """
         try:
             path = folder_of("engine.load_checkpoint", load_dir, tag)
-        except FileNotFoundError as error:
+        except FileNotFoundError:
             if tag is not None:
                 raise
-            _log.warning("%s; nothing is loaded", error)
+            _log.warning(
+                "engine.load_checkpoint: load_dir is %s without a checkpoint named as the latest;"
+                " nothing is loaded",
+                load_dir,
+            )
             return None, {}
         self._end_unused()
         parts = self._parts()
