@@ -211,6 +211,7 @@ def test_writes_into_the_groups_that_are_there(kind):
     last = schedule.get_last_lr()
     optimizer.add_param_group({"params": [torch.zeros(2)], "lr": 0.7})
     groups.append(optimizer.param_groups[2])
+    assert schedule.state_dict()["base_lrs"] == pytest.approx([0.1, 0.2, 0.7])
     groups[0]["params"] = [torch.zeros(3)]
     advance(schedule, 3)
     assert all(mine is theirs for mine, theirs in zip(groups, optimizer.param_groups, strict=True))
@@ -290,8 +291,9 @@ def test_momentum_of_1_is_refused_before_anything_is_written():
     with refused("momentum is 1.008 at iteration 9, expected below 1; lower decay_mom_rate"):
         schedule.step()
     assert (written(schedule.optimizer), schedule.state_dict()) == before
-    schedule = OneCycle(adam(0.1), **CYCLE, decay_step_size=1, decay_mom_rate=1, cycle_momentum=0)
-    advance(schedule, 20)
+    growing = dict(**CYCLE, decay_step_size=1, decay_mom_rate=1)
+    advance(OneCycle(adam(0.1), **growing, cycle_momentum=False), 20)
+    advance(OneCycle(torch.optim.SGD([torch.zeros(1)]), **growing), 20)
 
 
 def test_what_is_odd_is_said(caplog):

@@ -1,6 +1,5 @@
 """What all schedules share: counting, writing into the optimizer's groups, state dicts."""
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,8 @@ class Schedule(LRScheduler):
 
     Args:
         optimizer: any torch.optim.Optimizer. A group's own lr is its `initial_lr`, if another
-            scheduler left one there, else its `lr`.
+            scheduler left one there, else its `lr`. A state that DeepSpeed saved has scheduled
+            rates and no `initial_lr`: let the optimizer load it after the schedule was made.
         last_batch_iteration: to go on from, a whole number, at least -1. The values of it are
             written at once.
 
@@ -47,9 +47,9 @@ class Schedule(LRScheduler):
         """How often step() was called, less 1."""
         return self.last_epoch - 1
 
-    @abstractmethod
     def _lrs_at(self, iteration: int) -> Sequence[float]:
         """Return the lr of each group of the optimizer at an iteration, -1 or more."""
+        raise NotImplementedError
 
     def get_lr(self) -> list[float | Tensor]:
         """Return what the formula gives for each group now; get_last_lr() has what was written."""
@@ -77,7 +77,7 @@ class Schedule(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of the iteration, which DeepSpeed's classes load, and the own lrs."""
-        own = [float(lr) for lr in self.base_lrs]
+        own = self._own_lrs()
         return {"last_batch_iteration": self.last_batch_iteration, "base_lrs": own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

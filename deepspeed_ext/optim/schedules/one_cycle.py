@@ -133,18 +133,17 @@ class OneCycle(Schedule):
         iteration = self.last_batch_iteration + 1
         if last_batch_iteration is not None:
             iteration = self._checked(last_batch_iteration)
-        momenta = self._moms_at(iteration) if self._cycles_momentum else None
-        if momenta is not None and max(momenta, default=0.0) >= 1:
+        groups = self.optimizer.param_groups if self._cycles_momentum else []
+        momenta = self._moms_at(iteration)[: len(groups)]
+        cycled = [each for each in zip(groups, momenta, strict=True) if "betas" in each[0]]
+        highest = max((momentum for _, momentum in cycled), default=0.0)
+        if highest >= 1:
             raise ValueError(
-                f"OneCycle: momentum is {max(momenta):g} at iteration {iteration}, expected below "
-                "1; lower decay_mom_rate"
+                f"OneCycle: momentum is {highest:g} at iteration {iteration}, expected below 1; "
+                "lower decay_mom_rate"
             )
         super().step(last_batch_iteration)
-        if momenta is None:
-            return
-        for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
-            if "betas" not in group:
-                continue
+        for group, momentum in cycled:
             first, *others = group["betas"]
             if isinstance(first, Tensor):
                 first.fill_(momentum)
