@@ -8,11 +8,20 @@ from types import NoneType, UnionType
 from typing import Any, get_args
 
 from deepspeed_ext.config import refusals
-from deepspeed_ext.config.kinds import AUTO, FLAG, Effect, Key, loosely_read, nowhere, shown
+from deepspeed_ext.config.kinds import (
+    AUTO,
+    FLAG,
+    Effect,
+    Key,
+    Reader,
+    loosely_read,
+    nowhere,
+    shown,
+)
 from deepspeed_ext.config.tree import KNOWN_PARAMS, Block, Root
 
 _COMMENT = nowhere("a comment")
-_OFF = "is off"
+_OFF = "asks for nothing"
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,9 @@ def walk(given: dict[str, Any]) -> Found:
         given = {**given, "zero_optimization": {"stage": int(zero)}}
     found.values = _walk_block(Root, given, "", found)
     _rename(found.values.get("zero_optimization", {}), found)
+    if any(each.startswith("config: optimizer.type ") for each in found.problems):
+        of_it = "config: optimizer.params."  # its arguments say nothing more
+        found.problems = [each for each in found.problems if not each.startswith(of_it)]
     return found
 
 
@@ -129,7 +141,7 @@ def _walk_block(
             found.warn(shown_path, value, _COMMENT)
             found.rows.append(Row(shown_path, value, f"nowhere: {_COMMENT.text}"))
         else:
-            _unknown(block, name, shown_path, found)
+            _unknown(block, name, value, shown_path, found)
     return values
 
 
@@ -171,7 +183,17 @@ def _declared(
         return
     values[name] = value
     found.warn(path, value, key)
-    found.rows.append(Row(path, value, _words(key)))
+    found.rows.append(Row(path, value, _words(key, _is_default(block, name, value))))
+
+
+def _is_default(block: type[Block], name: str, value: object) -> bool:
+    """Tell whether a key says what is so without it."""
+    field_info = block.model_fields[name]
+    reader = next(each for each in field_info.metadata if isinstance(each, Reader))
+    try:
+        return not field_info.is_required() and reader.read(value) == field_info.default
+    except ValueError:
+        return False  # the tree says what is wrong
 
 
 def _params(place: str, given: Mapping[str, Any], path: str, found: Found) -> dict[str, Any]:
@@ -195,8 +217,10 @@ def _params(place: str, given: Mapping[str, Any], path: str, found: Found) -> di
     return values
 
 
-def _words(key: Key) -> str:
-    return key.text if key.effect is Effect.DOES else f"{key.effect.value}: {key.text}"
+def _words(key: Key, is_default: bool = False) -> str:
+    if key.effect is Effect.DOES:
+        return "as without it" if is_default else key.text
+    return f"{key.effect.value}: {key.text}"
 
 
 def _of_auto(key: Key) -> str:
@@ -205,7 +229,7 @@ def _of_auto(key: Key) -> str:
     return f"open: {key.filler or 'you'} {'fill it' if not key.filler else 'fills it'}"
 
 
-def _unknown(block: type[Block], name: str, path: str, found: Found) -> None:
+def _unknown(block: type[Block], name: str, value: Any, path: str, found: Found) -> None:
     """Name the nearest key: of this block, else of any."""
     elsewhere = [each for each in all_paths() if each.rpartition(".")[2] == name]
     here = {each.removeprefix(block.place) for each in all_paths() if each.startswith(block.place)}
@@ -217,7 +241,7 @@ def _unknown(block: type[Block], name: str, path: str, found: Found) -> None:
     else:
         expected = "a key that `python -m deepspeed_ext.config keys` lists"
     found.fail(path, "is no key", expected)
-    found.rows.append(Row(path, found.given.get(name), f"refused: expected {expected}"))
+    found.rows.append(Row(path, value, f"refused: expected {expected}"))
 
 
 def _rename(zero: dict[str, Any], found: Found) -> None:
