@@ -79,7 +79,7 @@ def _say_sizes(examined: Examined, processes: int) -> list[str]:
         return [str(error)]
     print(
         f"\non {processes} processes a step is {sizes.train} samples: {sizes.steps} micro-steps of"
-        f" {sizes.micro} on each"
+        f" {sizes.micro} samples on each"
     )
     return []
 

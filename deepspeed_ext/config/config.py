@@ -108,6 +108,8 @@ class Examined:
             self.problems += [self._sentence(each) for each in error.errors()]
             return None
         self.problems += self._conflicts(config)
+        if self.problems:
+            return None
         config._given = self._as_read(config)
         config._paths = frozenset(self.found.paths)
         config._warnings = tuple(self.found.warnings)

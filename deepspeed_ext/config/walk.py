@@ -14,6 +14,7 @@ from deepspeed_ext.config.kinds import (
     Effect,
     Key,
     Reader,
+    does,
     loosely_read,
     nowhere,
     shown,
@@ -21,6 +22,8 @@ from deepspeed_ext.config.kinds import (
 from deepspeed_ext.config.tree import KNOWN_PARAMS, Block, Root
 
 _COMMENT = nowhere("a comment")
+_PASSED = does("is passed on")
+_AS_WITHOUT = "as without it"
 _OFF = "asks for nothing"
 
 
@@ -60,7 +63,7 @@ class Found:
     problems: list[str] = field(default_factory=list)
     left_open: list[tuple[str, str]] = field(default_factory=list)
 
-    def warn(self, path: str, value: object, key: Key) -> None:
+    def warn(self, path: str, key: Key) -> None:
         """Say once that a key changes nothing."""
         if key.effect is Effect.SO_ANYWAY:
             self.warnings.append(f"config: {path} changes nothing: {key.text}, whatever it says")
@@ -127,7 +130,7 @@ def _walk_block(
     for name, value in given.items():
         shown_path, place = f"{path}{name}", f"{block.place}{names_of(block).get(name, name)}"
         if value is None and (name in names_of(block) or place in refusals.OF):
-            found.rows.append(Row(shown_path, value, "not given"))
+            found.rows.append(Row(shown_path, value, _AS_WITHOUT))
             continue
         if value != AUTO and _refused(place, shown_path, value, found):
             continue
@@ -137,12 +140,16 @@ def _walk_block(
             if value == AUTO:
                 found.left_open.append((shown_path, ""))
             found.rows.append(Row(shown_path, value, _OFF))
-        elif name.startswith("_") or name.lower() in ("comment", "comments"):
-            found.warn(shown_path, value, _COMMENT)
+        elif _is_comment(name):
+            found.warn(shown_path, _COMMENT)
             found.rows.append(Row(shown_path, value, f"nowhere: {_COMMENT.text}"))
         else:
             _unknown(block, name, value, shown_path, found)
     return values
+
+
+def _is_comment(name: str) -> bool:
+    return name.startswith("_") or name.lower() in ("comment", "comments")
 
 
 def _refused(place: str, path: str, value: object, found: Found) -> bool:
@@ -182,7 +189,7 @@ def _declared(
         found.rows.append(Row(path, value, _of_auto(key)))
         return
     values[name] = value
-    found.warn(path, value, key)
+    found.warn(path, key)
     found.rows.append(Row(path, value, _words(key, _is_default(block, name, value))))
 
 
@@ -200,14 +207,17 @@ def _params(place: str, given: Mapping[str, Any], path: str, found: Found) -> di
     """Return the arguments of an optimizer or a schedule that act, as they are read."""
     values: dict[str, Any] = {}
     for name, value in given.items():
-        key = KNOWN_PARAMS[place].get(name, Key(Effect.DOES, "is passed on"))
+        key = _COMMENT if _is_comment(name) else KNOWN_PARAMS[place].get(name, _PASSED)
+        if value is None:
+            found.rows.append(Row(f"{path}{name}", value, _AS_WITHOUT))
+            continue
         if value == AUTO or (isinstance(value, list) and AUTO in value):
             found.left_open.append((f"{path}{name}", key.filler))
             found.rows.append(Row(f"{path}{name}", value, _of_auto(key)))
             continue
         if _refused(f"{place}{name}", f"{path}{name}", value, found):
             continue
-        found.warn(f"{path}{name}", value, key)
+        found.warn(f"{path}{name}", key)
         found.rows.append(Row(f"{path}{name}", value, _words(key)))
         if key.effect is Effect.DOES:
             try:
@@ -219,7 +229,7 @@ def _params(place: str, given: Mapping[str, Any], path: str, found: Found) -> di
 
 def _words(key: Key, is_default: bool = False) -> str:
     if key.effect is Effect.DOES:
-        return "as without it" if is_default else key.text
+        return _AS_WITHOUT if is_default else key.text
     return f"{key.effect.value}: {key.text}"
 
 
