@@ -13,6 +13,7 @@ from deepspeed_ext.config.kinds import (
     DTYPE,
     FLAG,
     HUGGING_FACE,
+    SIZE,
     TEXT,
     Dtype,
     FrozenMapping,
@@ -25,7 +26,6 @@ from deepspeed_ext.config.kinds import (
     whole,
 )
 
-SIZE = whole(0)
 PARAMS = Reader("an object", FrozenMapping)
 
 _NVME = "of the tier on NVMe, which is not here yet"

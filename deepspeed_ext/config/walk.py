@@ -4,7 +4,6 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from types import NoneType, UnionType
 from typing import Any, get_args
 
 from deepspeed_ext.config import refusals
@@ -83,9 +82,8 @@ def key_of(block: type[Block], name: str) -> Key:
 def block_of(block: type[Block], name: str) -> type[Block] | None:
     """Return the class of a field that is a block, else None."""
     kind: Any = block.model_fields[name].annotation
-    kinds = [each for each in get_args(kind) if each is not NoneType] or [kind]
-    one = kinds[0] if isinstance(kind, UnionType) or len(kinds) == 1 else None
-    return one if isinstance(one, type) and issubclass(one, Block) else None
+    blocks = (each for each in get_args(kind) or (kind,) if isinstance(each, type))
+    return next((each for each in blocks if issubclass(each, Block)), None)
 
 
 @cache
