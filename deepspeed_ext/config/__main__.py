@@ -58,7 +58,7 @@ def _check(path: str, processes: int | None) -> int:
         print(line)
     problems = list(examined.problems)
     # What Trainer and accelerate fill is as it should be in a file for them.
-    unfilled = [(name, filler) for name, filler in examined.found.left_open if not filler]
+    unfilled = [each for each in examined.found.left_open if not each[1]]
     problems += open_sentence(unfilled)
     if processes is not None and examined.config is not None:
         problems += _say_sizes(examined, processes)

@@ -9,10 +9,12 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import core_schema
+from pydantic import GetCoreSchemaHandler, PlainValidator
 
 if TYPE_CHECKING:
-    from torch import dtype as Dtype
+    import torch
+
+    Dtype = torch.dtype
 else:
     Dtype = object  # a config is read and checked without torch
 
@@ -82,8 +84,8 @@ class Reader:
         except (ValueError, TypeError, OverflowError):
             raise ValueError(f"is {shown(value)}, expected {self.expected}") from None
 
-    def __get_pydantic_core_schema__(self, source: object, handler: object) -> Any:
-        return core_schema.no_info_plain_validator_function(self.read)
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return PlainValidator(self.read).__get_pydantic_core_schema__(source, handler)
 
 
 def shown(value: object) -> str:

@@ -26,7 +26,7 @@ def check(tmp_path, monkeypatch, capsys):
 
 def test_each_key_has_its_value_and_effect(check):
     config = {"train_batch_size": 8, "fp16": {"enabled": False, "loss_scale": 128}, "_note": "x"}
-    status, out, err = check(config)
+    status, out, err = check(config, columns=100)
     assert (status, err) == (0, "")
     assert out.splitlines() == [
         "key               value  effect",
