@@ -8,7 +8,8 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("optim", "io"),
     ("quantization",),
     ("offload",),
-    ("zero", "inference", "config", "environment", "compat"),
+    ("zero", "inference", "environment", "compat"),
+    ("config",),
     ("engine", "report", "examples", "interfaces"),
 )
 ROOMS = {  # inside of a package, likewise; its __init__ may import all
@@ -100,7 +101,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("batch_sizes", "kinds"),
         ("reading", "refusals", "tree"),
         ("walk",),
-        ("config",),
+        ("config", "page"),
         ("__main__",),
     ),
     "quantization": (

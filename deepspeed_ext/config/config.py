@@ -73,7 +73,7 @@ def read(source: "Source | Config") -> Config:
     if isinstance(source, Config):
         return source
     examined = examine(source)
-    lines = [*examined.problems, *open_sentences(examined.found)]
+    lines = [*examined.problems, *open_sentence(examined.found.left_open)]
     if lines or examined.config is None:
         raise ValueError("\n".join(lines))
     return examined.config
@@ -108,6 +108,8 @@ class Examined:
             self.problems += [self._sentence(each) for each in error.errors()]
             return None
         self.problems += self._conflicts(config)
+        if self.problems:
+            return None
         config._given = self._as_read(config)
         config._paths = frozenset(self.found.paths)
         config._warnings = tuple(self.found.warnings)
@@ -177,16 +179,21 @@ def examine(source: Source) -> Examined:
     return Examined(walk(plain(source)))
 
 
-def open_sentences(found: Found) -> list[str]:
-    """Return the error on keys that are "auto": all of them at once, with who fills each."""
-    by_filler: dict[str, list[str]] = {}
-    for path, filler in found.left_open:
-        by_filler.setdefault(filler, []).append(path)
-    parts = []
-    for filler, paths in by_filler.items():
-        parts.append(f"{filler or 'you'} for {', '.join(paths)}")
-    if not parts:
+def open_sentence(left_open: list[tuple[str, str]]) -> list[str]:
+    """Return the error on keys that are "auto", all of them in one, if there are any.
+
+    Args:
+        left_open: the path of each, and who fills it.
+    """
+    if not left_open:
         return []
-    verb = "are" if len(found.left_open) > 1 else "is"
-    names = ", ".join(path for path, _ in found.left_open)
-    return [f'config: {names} {verb} "{AUTO}", expected values, of ' + "; of ".join(parts)]
+    by_filler: dict[str, list[str]] = {}
+    for path, filler in left_open:
+        by_filler.setdefault(filler or "you", []).append(path)
+    names = ", ".join(path for path, _ in left_open)
+    who = "; ".join(
+        f"{filler} {'fill' if filler == 'you' else 'fills'} {', '.join(paths)}"
+        for filler, paths in by_filler.items()
+    )
+    verb = "are" if len(left_open) > 1 else "is"
+    return [f'config: {names} {verb} "{AUTO}", expected a value for each: {who}']

@@ -9,10 +9,12 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import core_schema
+from pydantic import GetCoreSchemaHandler, PlainValidator
 
 if TYPE_CHECKING:
-    from torch import dtype as Dtype
+    import torch
+
+    Dtype = torch.dtype
 else:
     Dtype = object  # a config is read and checked without torch
 
@@ -82,8 +84,8 @@ class Reader:
         except (ValueError, TypeError, OverflowError):
             raise ValueError(f"is {shown(value)}, expected {self.expected}") from None
 
-    def __get_pydantic_core_schema__(self, source: object, handler: object) -> Any:
-        return core_schema.no_info_plain_validator_function(self.read)
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return PlainValidator(self.read).__get_pydantic_core_schema__(source, handler)
 
 
 def shown(value: object) -> str:
@@ -115,17 +117,10 @@ def number_of(value: object) -> int | float:
 
 def _flag(value: object) -> bool:
     if isinstance(value, str):
-        return {"true": True, "false": False, "1": True, "0": False}[value.strip().lower()]
-    if isinstance(value, bool | Integral) and value in (0, 1):
-        return bool(value)
-    raise TypeError(type(value))
-
-
-def _flag_or_error(value: object) -> bool:
-    try:
-        return _flag(value)
-    except KeyError:
-        raise ValueError(value) from None
+        value = {"true": 1, "1": 1, "false": 0, "0": 0}.get(value.strip().lower())
+    if not isinstance(value, Integral) or value not in (0, 1):  # a bool is one
+        raise TypeError(type(value))
+    return bool(value)
 
 
 def whole(least: int, most: int | None = None) -> Reader:
@@ -179,6 +174,13 @@ def choice(*names: str) -> Reader:
     return Reader("one of " + ", ".join(map(shown, names)), convert)
 
 
+def _size(value: object) -> int:
+    size = int(number_of(value))
+    if size < 0:
+        raise ValueError(value)
+    return size
+
+
 def _text(value: object) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(value)
@@ -201,7 +203,8 @@ def _dtype(value: object) -> object:
     return getattr(torch, name)
 
 
-FLAG = Reader("true or false", _flag_or_error)
+FLAG = Reader("true or false", _flag)
+SIZE = Reader("a number, 0 or more", _size)  # others compute fractions; none of these acts
 TEXT = Reader("a text that is not empty", _text)
 DTYPE = Reader('"fp32", "fp16" or "bf16"', _dtype)
 ANYTHING = Reader("anything", lambda value: value)

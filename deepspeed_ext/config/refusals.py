@@ -70,6 +70,11 @@ def _compiles(block: object) -> bool:
     return flags or not _is_true(block.get("disable", True)) or bool(block.get("passes"))
 
 
+def _has_values(block: object) -> bool:
+    values = block.values() if isinstance(block, Mapping) else (block,)
+    return any(value is not None for value in values)
+
+
 def _splits_tensors(block: object) -> bool:
     if not isinstance(block, Mapping):
         return _is_true(block)
@@ -140,12 +145,15 @@ REFUSALS = (
         "1",
         "gradients are averaged as they are reduced; leave it out",
     ),
-    _unfit("data_types.grad_accum_dtype", "use communication_data_type"),
+    Refusal("data_types", _has_values, "grad_accum_dtype null", "use communication_data_type"),
     _flag("sparse_gradients", "use dense embeddings, sparse=False"),
     _flag("dataloader_drop_last", "give initialize a loader made with drop_last=True"),
     _flag("wall_clock_breakdown", _PROFILER),
     _flag("memory_breakdown", "use torch.cuda.memory_summary"),
     _flag("dump_state", "print engine.config"),
+    Refusal("timers", _has_any_on, "enabled false", _PROFILER),
+    _flag("graph_harvesting", "call torch.compile on the model's blocks"),
+    _flag("use_data_before_expert_parallel_", "give zero.shard a mesh"),
     _block("comms_logger", _PROFILER),
     _block("flops_profiler", "use torch.utils.flop_counter"),
     _block("tensorboard", _LOG),

@@ -13,6 +13,7 @@ from deepspeed_ext.config.kinds import (
     DTYPE,
     FLAG,
     HUGGING_FACE,
+    SIZE,
     TEXT,
     Dtype,
     FrozenMapping,
@@ -25,7 +26,6 @@ from deepspeed_ext.config.kinds import (
     whole,
 )
 
-SIZE = whole(0)
 PARAMS = Reader("an object", FrozenMapping)
 
 _NVME = "of the tier on NVMe, which is not here yet"
@@ -109,9 +109,7 @@ class OffloadOptimizer(Block):
     pipeline: Annotated[bool, FLAG, nowhere(_NVME)] = False
     pipeline_read: Annotated[bool, FLAG, nowhere(_NVME)] = False
     pipeline_write: Annotated[bool, FLAG, nowhere(_NVME)] = False
-    fast_init: Annotated[
-        bool, FLAG, so_anyway("nothing is drawn or copied twice when state is made")
-    ] = False
+    fast_init: Annotated[bool, FLAG, so_anyway("state is made where it rests")] = False
 
 
 class OffloadParam(Block):
@@ -202,12 +200,12 @@ class ZeroOptimization(Block):
     stage3_max_live_parameters: Annotated[
         int,
         SIZE,
-        so_anyway("at most two blocks of weights are gathered at a time", "max_live_parameters"),
+        so_anyway("stage 3 gathers at most two blocks of weights at a time", "max_live_parameters"),
     ] = 1_000_000_000
     stage3_max_reuse_distance: Annotated[
         int,
         SIZE,
-        so_anyway("at most two blocks of weights are gathered at a time", "max_reuse_distance"),
+        so_anyway("stage 3 gathers at most two blocks of weights at a time", "max_reuse_distance"),
     ] = 1_000_000_000
     stage3_prefetch_bucket_size: Annotated[
         int,
@@ -231,13 +229,13 @@ class ZeroOptimization(Block):
         bool, FLAG, so_anyway("any number of processes loads a checkpoint")
     ] = False
     pipeline_loading_checkpoint: Annotated[
-        bool, FLAG, so_anyway("reading a checkpoint overlaps with copying it")
+        bool, FLAG, so_anyway("a checkpoint is read to where it stays")
     ] = False
     memory_efficient_linear: Annotated[
-        bool, FLAG, so_anyway("torch's own linear layers keep no second copy of a weight")
+        bool, FLAG, so_anyway("linear layers keep no copy of a gathered weight")
     ] = True
     override_module_apply: Annotated[
-        bool, FLAG, so_anyway("Init draws a module as soon as it is built")
+        bool, FLAG, nowhere("of DeepSpeed's Init; zero.Init draws in shards")
     ] = True
     module_granularity_threshold: Annotated[int, SIZE, so_anyway(_BY_BLOCK)] = 0
     log_trace_cache_warnings: Annotated[

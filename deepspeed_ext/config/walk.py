@@ -4,15 +4,26 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from types import NoneType, UnionType
 from typing import Any, get_args
 
 from deepspeed_ext.config import refusals
-from deepspeed_ext.config.kinds import AUTO, FLAG, Effect, Key, loosely_read, nowhere, shown
+from deepspeed_ext.config.kinds import (
+    AUTO,
+    FLAG,
+    Effect,
+    Key,
+    Reader,
+    does,
+    loosely_read,
+    nowhere,
+    shown,
+)
 from deepspeed_ext.config.tree import KNOWN_PARAMS, Block, Root
 
 _COMMENT = nowhere("a comment")
-_OFF = "is off"
+_PASSED = does("is passed on")
+_AS_WITHOUT = "as without it"
+_OFF = "asks for nothing"
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ class Found:
     problems: list[str] = field(default_factory=list)
     left_open: list[tuple[str, str]] = field(default_factory=list)
 
-    def warn(self, path: str, value: object, key: Key) -> None:
+    def warn(self, path: str, key: Key) -> None:
         """Say once that a key changes nothing."""
         if key.effect is Effect.SO_ANYWAY:
             self.warnings.append(f"config: {path} changes nothing: {key.text}, whatever it says")
@@ -71,9 +82,8 @@ def key_of(block: type[Block], name: str) -> Key:
 def block_of(block: type[Block], name: str) -> type[Block] | None:
     """Return the class of a field that is a block, else None."""
     kind: Any = block.model_fields[name].annotation
-    kinds = [each for each in get_args(kind) if each is not NoneType] or [kind]
-    one = kinds[0] if isinstance(kind, UnionType) or len(kinds) == 1 else None
-    return one if isinstance(one, type) and issubclass(one, Block) else None
+    blocks = (each for each in get_args(kind) or (kind,) if isinstance(each, type))
+    return next((each for each in blocks if issubclass(each, Block)), None)
 
 
 @cache
@@ -105,6 +115,9 @@ def walk(given: dict[str, Any]) -> Found:
         given = {**given, "zero_optimization": {"stage": int(zero)}}
     found.values = _walk_block(Root, given, "", found)
     _rename(found.values.get("zero_optimization", {}), found)
+    if any(each.startswith("config: optimizer.type ") for each in found.problems):
+        of_it = "config: optimizer.params."  # its arguments say nothing more
+        found.problems = [each for each in found.problems if not each.startswith(of_it)]
     return found
 
 
@@ -115,7 +128,7 @@ def _walk_block(
     for name, value in given.items():
         shown_path, place = f"{path}{name}", f"{block.place}{names_of(block).get(name, name)}"
         if value is None and (name in names_of(block) or place in refusals.OF):
-            found.rows.append(Row(shown_path, value, "not given"))
+            found.rows.append(Row(shown_path, value, _AS_WITHOUT))
             continue
         if value != AUTO and _refused(place, shown_path, value, found):
             continue
@@ -125,12 +138,16 @@ def _walk_block(
             if value == AUTO:
                 found.left_open.append((shown_path, ""))
             found.rows.append(Row(shown_path, value, _OFF))
-        elif name.startswith("_") or name.lower() in ("comment", "comments"):
-            found.warn(shown_path, value, _COMMENT)
+        elif _is_comment(name):
+            found.warn(shown_path, _COMMENT)
             found.rows.append(Row(shown_path, value, f"nowhere: {_COMMENT.text}"))
         else:
-            _unknown(block, name, shown_path, found)
+            _unknown(block, name, value, shown_path, found)
     return values
+
+
+def _is_comment(name: str) -> bool:
+    return name.startswith("_") or name.lower() in ("comment", "comments")
 
 
 def _refused(place: str, path: str, value: object, found: Found) -> bool:
@@ -170,22 +187,35 @@ def _declared(
         found.rows.append(Row(path, value, _of_auto(key)))
         return
     values[name] = value
-    found.warn(path, value, key)
-    found.rows.append(Row(path, value, _words(key)))
+    found.warn(path, key)
+    found.rows.append(Row(path, value, _words(key, _is_default(block, name, value))))
+
+
+def _is_default(block: type[Block], name: str, value: object) -> bool:
+    """Tell whether a key says what is so without it."""
+    field_info = block.model_fields[name]
+    reader = next(each for each in field_info.metadata if isinstance(each, Reader))
+    try:
+        return not field_info.is_required() and reader.read(value) == field_info.default
+    except ValueError:
+        return False  # the tree says what is wrong
 
 
 def _params(place: str, given: Mapping[str, Any], path: str, found: Found) -> dict[str, Any]:
     """Return the arguments of an optimizer or a schedule that act, as they are read."""
     values: dict[str, Any] = {}
     for name, value in given.items():
-        key = KNOWN_PARAMS[place].get(name, Key(Effect.DOES, "is passed on"))
+        key = _COMMENT if _is_comment(name) else KNOWN_PARAMS[place].get(name, _PASSED)
+        if value is None:
+            found.rows.append(Row(f"{path}{name}", value, _AS_WITHOUT))
+            continue
         if value == AUTO or (isinstance(value, list) and AUTO in value):
             found.left_open.append((f"{path}{name}", key.filler))
             found.rows.append(Row(f"{path}{name}", value, _of_auto(key)))
             continue
         if _refused(f"{place}{name}", f"{path}{name}", value, found):
             continue
-        found.warn(f"{path}{name}", value, key)
+        found.warn(f"{path}{name}", key)
         found.rows.append(Row(f"{path}{name}", value, _words(key)))
         if key.effect is Effect.DOES:
             try:
@@ -195,8 +225,10 @@ def _params(place: str, given: Mapping[str, Any], path: str, found: Found) -> di
     return values
 
 
-def _words(key: Key) -> str:
-    return key.text if key.effect is Effect.DOES else f"{key.effect.value}: {key.text}"
+def _words(key: Key, is_default: bool = False) -> str:
+    if key.effect is Effect.DOES:
+        return _AS_WITHOUT if is_default else key.text
+    return f"{key.effect.value}: {key.text}"
 
 
 def _of_auto(key: Key) -> str:
@@ -205,7 +237,7 @@ def _of_auto(key: Key) -> str:
     return f"open: {key.filler or 'you'} {'fill it' if not key.filler else 'fills it'}"
 
 
-def _unknown(block: type[Block], name: str, path: str, found: Found) -> None:
+def _unknown(block: type[Block], name: str, value: Any, path: str, found: Found) -> None:
     """Name the nearest key: of this block, else of any."""
     elsewhere = [each for each in all_paths() if each.rpartition(".")[2] == name]
     here = {each.removeprefix(block.place) for each in all_paths() if each.startswith(block.place)}
@@ -217,7 +249,7 @@ def _unknown(block: type[Block], name: str, path: str, found: Found) -> None:
     else:
         expected = "a key that `python -m deepspeed_ext.config keys` lists"
     found.fail(path, "is no key", expected)
-    found.rows.append(Row(path, found.given.get(name), f"refused: expected {expected}"))
+    found.rows.append(Row(path, value, f"refused: expected {expected}"))
 
 
 def _rename(zero: dict[str, Any], found: Found) -> None:

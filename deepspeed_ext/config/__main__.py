@@ -1,0 +1,112 @@
+"""The command line: python -m deepspeed_ext.config check FILE, and ... keys [FILE]."""
+
+import argparse
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from deepspeed_ext.config.config import Examined, examine, open_sentence
+from deepspeed_ext.config.kinds import shown
+from deepspeed_ext.config.page import page
+from deepspeed_ext.op_builder import program
+
+_NARROWEST = 40
+_GAP = "  "
+
+
+def _table(rows: list[tuple[str, str, str]], width: int) -> Iterator[str]:
+    """Yield the lines of a table of key, value and effect that is at most so wide."""
+    rows = [("key", "value", "effect"), *rows]
+    room = max(width, _NARROWEST) - 2 * len(_GAP)
+    longest = [max(len(row[column]) for row in rows) for column in range(2)]
+    first = min(longest[0], room * 2 // 5)
+    second = min(longest[1], room // 4)
+    widths = (first, second, room - first - second)
+    for row in rows:
+        cells = [_wrapped(text, size) for text, size in zip(row, widths, strict=True)]
+        for i in range(max(map(len, cells))):
+            parts = (cell[i] if i < len(cell) else "" for cell in cells)
+            padded = (f"{part:{size}}" for part, size in zip(parts, widths, strict=True))
+            yield _GAP.join(padded).rstrip()
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Cut a text into lines, a path behind its dots and underscores where it is too long."""
+    lines: list[str] = []
+    for word in textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False):
+        while len(word) > width:
+            cut = max(word.rfind(sign, 0, width) for sign in "._") + 1 or width
+            lines.append(word[:cut])
+            word = word[cut:]
+        lines.append(word)
+    return lines or [""]
+
+
+def _check(path: str, processes: int | None) -> int:
+    if not Path(path).is_file():
+        print(f"config: file is {path}, expected one that is there", file=sys.stderr)
+        return 1
+    try:
+        examined = examine(Path(path))
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    rows = [(row.path, shown(row.value), row.effect) for row in examined.rows]
+    for line in _table(rows, shutil.get_terminal_size().columns):
+        print(line)
+    problems = list(examined.problems)
+    # What Trainer and accelerate fill is as it should be in a file for them.
+    unfilled = [each for each in examined.found.left_open if not each[1]]
+    problems += open_sentence(unfilled)
+    if processes is not None and examined.config is not None:
+        problems += _say_sizes(examined, processes)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return int(bool(problems))
+
+
+def _say_sizes(examined: Examined, processes: int) -> list[str]:
+    """Print the batch sizes on so many processes, or return what is wrong with them."""
+    assert examined.config is not None
+    waiting = {name for name, _ in examined.found.left_open}
+    if waiting & {"train_batch_size", "train_micro_batch_size_per_gpu"}:
+        return []
+    try:
+        sizes = examined.config.batch_sizes(processes)
+    except ValueError as error:
+        return [str(error)]
+    print(
+        f"\non {processes} processes a step is {sizes.train} samples: {sizes.steps} micro-steps of"
+        f" {sizes.micro} samples on each"
+    )
+    return []
+
+
+@program
+def main(arguments: list[str] | None = None) -> int:
+    """Do what the command line asks for and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m deepspeed_ext.config", description="Look at configs of DeepSpeed's."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    text = "print what comes of each key of a config; the status is 1 where it is refused"
+    check = commands.add_parser("check", help=text, description=text)
+    check.add_argument("file", metavar="FILE", help="JSON")
+    check.add_argument("--processes", type=int, metavar="N", help="also print the batch sizes on N")
+    text = "print the page on all keys, or write it into a file"
+    keys = commands.add_parser("keys", help=text, description=text)
+    keys.add_argument("file", metavar="FILE", nargs="?", help="default: standard output")
+    options = parser.parse_args(arguments)
+    if options.command == "check":
+        return _check(options.file, options.processes)
+    if options.file is None:
+        print(page(), end="")
+    else:
+        Path(options.file).write_text(page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
