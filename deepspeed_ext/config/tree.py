@@ -68,7 +68,7 @@ class Fp16(Block):
     min_loss_scale: Annotated[float, number(0, above=True), does("the scale is never below it")] = (
         1.0
     )
-    auto_cast: Annotated[bool, FLAG, does("casts floating inputs of the model to float16")] = False
+    auto_cast: Annotated[bool, FLAG, so_anyway("floating inputs are cast to float16")] = False
     opt_level: Annotated[Any, ANYTHING, nowhere("of NVIDIA's Apex")] = None
     fp16_scale_tolerance: Annotated[Any, ANYTHING, nowhere("of fairseq")] = None
 
@@ -98,7 +98,7 @@ class OffloadOptimizer(Block):
         choice("none", "cpu", "nvme"),
         does("cpu: the optimizer's state rests and steps in host memory", filler="accelerate"),
     ] = "none"
-    pin_memory: Annotated[bool, FLAG, does("keeps host copies in pinned memory")] = False
+    pin_memory: Annotated[bool, FLAG, so_anyway("host copies beside a GPU are pinned")] = False
     ratio: Annotated[
         float, number(0, 1), does("this share of the parameters is offloaded, by bytes")
     ] = 1.0
@@ -154,7 +154,7 @@ class ZeroOptimization(Block):
         bool,
         FLAG,
         so_anyway(
-            "save_16bit_model gathers whole weights in each stage",
+            "`python -m deepspeed_ext.zero consolidate` writes whole weights of each stage",
             "gather_16bit_weights_on_model_save",
             "stage3_gather_fp16_weights_on_model_save",
             "gather_fp16_weights_on_model_save",

@@ -154,6 +154,16 @@ class Engine(nn.Module):
         self.skipped_steps += not self._was_applied
         if self._was_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step()
+        if self.global_steps % self._config.steps_per_print == 0 and dist.get_rank() == 0:
+            self._report(stepping)
+
+    def _report(self, stepping: Stepping) -> None:
+        """Log what the last step was."""
+        rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
+        text = f"step {self.global_steps}: lr {rates}, norm {self.get_global_grad_norm():.4g}"
+        if stepping.scaler is not None:
+            text += f", scale {stepping.scaler.get_scale():g}, skipped {self.skipped_steps}"
+        _log.info(text)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, those of earlier micro-steps too."""
@@ -232,8 +242,16 @@ class Engine(nn.Module):
             raise RuntimeError(
                 "engine.set_train_batch_size: called between micro-steps, expected after a step"
             )
-        self._sizes = self._sizes.changed(train_batch_size)
-        self.micro_steps = 0
+        sizes = self._sizes
+        in_micro_step = sizes.train // sizes.steps
+        if train_batch_size < 1 or train_batch_size % in_micro_step:
+            raise ValueError(
+                f"engine.set_train_batch_size: train_batch_size is {train_batch_size}, expected a"
+                f" multiple of {in_micro_step}, the samples of a micro-step in all processes"
+            )
+        steps = train_batch_size // in_micro_step
+        self._sizes = sizes._replace(train=train_batch_size, steps=steps)
+        self.micro_steps = 0  # which tell where a step begins
 
     def fp16_enabled(self) -> bool:
         """Tell whether weights are used in float16."""

@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed_ext import config as configs, zero
 from deepspeed_ext.engine.data import loader_of
 from deepspeed_ext.engine.engine import Engine
 from deepspeed_ext.engine.optimizers import Renamed, by_name, placed
 from deepspeed_ext.engine.processes import config_of, ensure_group
+from deepspeed_ext.optim.schedules import SCHEDULES
 
 _OP = "initialize"
 _log = logging.getLogger("deepspeed_ext")
@@ -108,13 +110,7 @@ def _shard(model: nn.Module, config: Any, mesh: DeviceMesh) -> None:
         mesh=mesh,
         param_dtype=used if is_mixed else None,
         reduce_dtype=config.communication_data_type or (torch.float32 if is_mixed else None),
-        reduce_unused=_reduces_unused(config),
-    )
-
-
-def _reduces_unused(config: Any) -> bool:
-    return bool(config.zero_optimization.ignore_unused_parameters) and config.is_set(
-        "zero_optimization.ignore_unused_parameters"
+        reduce_unused=not config.zero_optimization.ignore_unused_parameters,
     )
 
 
@@ -128,7 +124,7 @@ def _optimizer(
 ) -> torch.optim.Optimizer | None:
     offload: Mapping[str, Any] | None = None
     block = config.zero_optimization.offload_optimizer
-    if block is not None and block.device == "cpu":
+    if block.device == "cpu":
         offload = {"model": model, "gpu_fraction": 1 - block.ratio}
     if isinstance(given, torch.optim.Optimizer):
         return placed(given, renamed, offload)
@@ -148,13 +144,12 @@ def _scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: Any)
         return given
     if optimizer is None:
         raise ValueError(f"{_OP}: config has a scheduler and no optimizer, expected both")
-    from deepspeed_ext.optim.schedules import SCHEDULES
-
-    cls = SCHEDULES.get(config.scheduler.type)
-    if cls is None:
+    name = config.scheduler.type
+    cls: Any = SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
+    if not isinstance(cls, type) or not issubclass(cls, LRScheduler):
         raise ValueError(
-            f"{_OP}: scheduler.type is {config.scheduler.type!r}, expected one of"
-            f" {', '.join(SCHEDULES)}"
+            f"{_OP}: scheduler.type is {name!r}, expected one of {', '.join(SCHEDULES)}, or a class"
+            " of torch.optim.lr_scheduler"
         )
     try:
         return cls(optimizer, **config.scheduler.params)

@@ -27,7 +27,7 @@ _BY_NAME: dict[str, tuple[Make, Make, type[FlatStateOptimizer] | None]] = {
     "lamb": (optim.FusedLamb, optim.FusedLamb, None),
     "sgd": (optim.FusedSGD, optim.FusedSGD, optim.FusedSGD),
 }
-_SO_ANYWAY = ("torch_adam", "cuda_aware", "comm_backend_name")
+_SO_ANYWAY = ("cuda_aware", "comm_backend_name")
 # Whose groups have the options of DeepSpeedCPUAdam under the same names, and mean the same by them.
 _LIKE_ADAM = (torch.optim.AdamW, torch.optim.Adam, optim.FusedAdam, optim.DeepSpeedCPUAdam)
 
@@ -106,7 +106,13 @@ def by_name(
         ValueError: there is no such class, or offload does not take it, or not these options.
     """
     options = {key: value for key, value in options.items() if key not in _SO_ANYWAY}
-    known = _BY_NAME.get(name.lower())
+    if options.pop("torch_adam", False):
+        is_decoupled = _is_decoupled(name, options)
+        name = "AdamW" if is_decoupled else "Adam"
+        options = {k: v for k, v in options.items() if k != "adam_w_mode"}
+        known = None
+    else:
+        known = _BY_NAME.get(name.lower())
     if known is None:
         cls = getattr(torch.optim, name, None)
         if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer):
@@ -117,12 +123,10 @@ def by_name(
             )
         known = (cls, cls, None)
     on_cuda, on_cpu, in_host = known
-    if name.lower() in ("adam", "adamw"):
-        options = _decay_of_adam(
-            name,
-            options,
-            takes="adamw_mode" if device == "cpu" or offload is not None else "adam_w_mode",
-        )
+    if on_cuda is optim.FusedAdam:
+        is_fused = device == "cuda" and offload is None
+        mode = {"adam_w_mode" if is_fused else "adamw_mode": _is_decoupled(name, options)}
+        options = {k: v for k, v in options.items() if k != "adam_w_mode"} | mode
     if "max_grad_norm" in options:
         raise ValueError(
             f"{_OP}: optimizer.params.max_grad_norm is {options['max_grad_norm']}, expected none;"
@@ -145,14 +149,9 @@ def by_name(
         raise ValueError(f"{_OP}: optimizer.params is {dict(options)}: {error}") from error
 
 
-def _decay_of_adam(name: str, options: Mapping[str, Any], takes: str) -> dict[str, Any]:
-    """Return options with the kind of weight decay by the name that the class has for it.
-
-    DeepSpeed's "Adam" is AdamW but with adam_w_mode false; its "AdamW" always is.
-    """
-    left = dict(options)
-    is_decoupled = left.pop("adam_w_mode", left.pop("adamw_mode", True)) or name.lower() == "adamw"
-    return {**left, takes: bool(is_decoupled)}
+def _is_decoupled(name: str, options: Mapping[str, Any]) -> bool:
+    """Tell the kind of weight decay: DeepSpeed's "Adam" is AdamW but with adam_w_mode false."""
+    return bool(options.get("adam_w_mode", True)) or name.lower() == "adamw"
 
 
 def placed(

@@ -203,8 +203,8 @@ PLAIN = {
             "fp16.enabled": True,
             "fp16.min_loss_scale": 0.01,
             "fp16.hysteresis": 1,
-            "fp16.auto_cast": True,
         },
+        ["fp16.auto_cast"],
     ),
     "a loss scale that stays": Sample(
         {"train_batch_size": 2, "fp16": {"enabled": True, "loss_scale": 1024}},

@@ -12,7 +12,8 @@ from zero_cases import Net, home, loss_of
 import deepspeed_ext
 from deepspeed_ext import zero
 from deepspeed_ext.offload import OffloadOptimizer
-from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
+from deepspeed_ext.optim import DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLamb
+from deepspeed_ext.optim.schedules import WarmupLR
 
 STEPS = 4
 PRECISION = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -222,6 +223,43 @@ def goes_on(row, folder):
         engine.set_train_batch_size(16)
 
 
+def optimizers_by_name(row, folder):
+    """The class, the kind of weight decay, and the schedule are those of the names."""
+    name, options, cls, wanted = NAMES[row]
+    engine, optimizer, _, scheduler = deepspeed_ext.initialize(
+        model=Net(),
+        config=config(
+            1,
+            optimizer={"type": name, "params": options},
+            scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
+        ),
+    )
+    assert type(optimizer) is cls and isinstance(scheduler, WarmupLR)
+    assert wanted.items() <= optimizer.param_groups[0].items()
+    assert engine.get_lr() == [0.0]
+    before = [p.full_tensor() for p in engine.parameters()]
+    for number in range(3):  # the rates of the first two steps are 0
+        engine.backward(loss_of(engine, number))
+        engine.step()
+    after = [p.full_tensor() for p in engine.parameters()]
+    assert not all(map(torch.equal, before, after))
+
+
+NAMES = {
+    "adam": ("Adam", {"lr": 1e-2}, DeepSpeedCPUAdam, {"decoupled_weight_decay": True}),
+    "coupled": (
+        "Adam",
+        {"adam_w_mode": False, "betas": [0.8, 0.9]},
+        DeepSpeedCPUAdam,
+        {"decoupled_weight_decay": False, "betas": (0.8, 0.9)},
+    ),
+    "torch": ("Adam", {"torch_adam": True, "adam_w_mode": False}, torch.optim.Adam, {}),
+    "lion": ("Lion", {"lr": 1e-3}, DeepSpeedCPULion, {}),
+    "lamb": ("Lamb", {"max_coeff": 0.5, "min_coeff": 0.1}, FusedLamb, {"max_coeff": 0.5}),
+    "other": ("NAdam", {"lr": 1e-3}, torch.optim.NAdam, {}),
+}
+
+
 def no_syncs(row, folder):
     """Backwards inside of no_sync are of micro-steps that are not the last one."""
     engine, *_ = deepspeed_ext.initialize(model=Net(), config=config(1))
@@ -246,6 +284,7 @@ CASES = [
     Case(2, "resumes", ""),
     Case(2, "goes_on", ""),
     Case(2, "no_syncs", ""),
+    *(Case(2, "optimizers_by_name", row) for row in NAMES),
 ]
 
 
@@ -280,6 +319,16 @@ def test_a_script_without_torchrun(alone) -> None:
         ({"config": None}, "initialize: config is None, expected"),
         ({"model_parameters": [nn.Parameter(torch.ones(2))]}, "shape \\[2\\] that is not in model"),
         ({"config": config(0, optimizer={"type": "Adamm"})}, "optimizer.type is 'Adamm'"),
+        (
+            {"config": config(0, optimizer={"type": "Adam", "params": {"lrr": 1}})},
+            "optimizer.params is .*lrr",
+        ),
+        (
+            {"config": config(0, offload=True, optimizer={"type": "Lamb"})},
+            "'Lamb' with offload_optimizer, expected one that steps",
+        ),
+        ({"config": config(0, scheduler={"type": "Warmup"})}, "scheduler.type is 'Warmup'"),
+        ({"config": config(0, train_batch_size=5)}, "train_batch_size is 5, expected"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))])}, "not in model"),
     ],
 )
