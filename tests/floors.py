@@ -97,6 +97,11 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("training_state",),
         ("consolidate", "saving"),
     ),
+    "engine": (
+        ("data", "optimizers", "processes", "stepping"),
+        ("engine",),
+        ("making",),
+    ),
     "config": (
         ("batch_sizes", "kinds"),
         ("reading", "refusals", "tree"),

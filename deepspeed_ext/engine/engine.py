@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from deepspeed_ext import zero
+from deepspeed_ext.config import BatchSizes, Config
 from deepspeed_ext.engine.data import loader_of
 from deepspeed_ext.engine.stepping import Stepping
 from deepspeed_ext.offload import OffloadOptimizer
@@ -48,8 +49,8 @@ class Engine(nn.Module):
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         lr_scheduler: Any,
-        config: Any,
-        sizes: Any,
+        config: Config,
+        sizes: BatchSizes,
         mesh: DeviceMesh,
         owns_group: bool,
     ) -> None:
@@ -59,8 +60,8 @@ class Engine(nn.Module):
         self.lr_scheduler = lr_scheduler
         self.training_dataloader: Any = None
         self.config = config.as_dict()
-        index = torch.cuda.current_device() if mesh.device_type == "cuda" else None
-        self.device = torch.device(mesh.device_type, index)
+        on_cuda = mesh.device_type == "cuda"
+        self.device = torch.device(mesh.device_type, torch.cuda.current_device() if on_cuda else 0)
         self.global_steps = self.skipped_steps = self.global_samples = self.micro_steps = 0
         self._config, self._sizes, self._mesh = config, sizes, mesh
         self._owns_group = owns_group
@@ -255,15 +256,15 @@ class Engine(nn.Module):
 
     def fp16_enabled(self) -> bool:
         """Tell whether weights are used in float16."""
-        return bool(self._config.fp16.enabled)
+        return self._config.fp16.enabled
 
     def bfloat16_enabled(self) -> bool:
         """Tell whether weights are used in bfloat16."""
-        return bool(self._config.bf16.enabled)
+        return self._config.bf16.enabled
 
     def zero_optimization_stage(self) -> int:
         """Return the stage, 0 to 3."""
-        return int(self._config.zero_optimization.stage)
+        return self._config.zero_optimization.stage
 
     @property
     def global_rank(self) -> int:
@@ -388,7 +389,7 @@ class Engine(nn.Module):
             dist.destroy_process_group()
 
 
-def scaler_of(config: Any) -> zero.LossScaler | None:
+def scaler_of(config: Config) -> zero.LossScaler | None:
     """Return what scales the loss, as the block fp16 says; None without it."""
     fp16 = config.fp16
     if not fp16.enabled:

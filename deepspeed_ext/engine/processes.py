@@ -2,15 +2,16 @@
 
 import os
 from argparse import Namespace
-from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+_distributed: Any = dist  # with what the type checker does not know
 _WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def ensure_group(timeout: timedelta | None = None) -> bool:
+def ensure_group() -> bool:
     """Make the process group if there is none: of torchrun's processes, else of this one.
 
     Returns:
@@ -27,7 +28,7 @@ def ensure_group(timeout: timedelta | None = None) -> bool:
     backend = "nccl" if has_gpu else "gloo"
     there = [name for name in _WANTED if name in os.environ]
     if not there:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=_distributed.HashStore(), rank=0, world_size=1)
         return True
     if len(there) < len(_WANTED):
         missing = [name for name in _WANTED if name not in there]
@@ -35,11 +36,11 @@ def ensure_group(timeout: timedelta | None = None) -> bool:
             f"initialize: {', '.join(there)} are set and {', '.join(missing)} are not, expected all"
             " of them, as torchrun sets them, or none"
         )
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend)
     return True
 
 
-def config_of(args: Namespace | None, config: object) -> object:
+def config_of(args: Namespace | None, config: Any) -> Any:
     """Return the config, which a script may have among its arguments.
 
     Raises:

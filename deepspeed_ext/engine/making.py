@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.lr_scheduler import LRScheduler
 
-from deepspeed_ext import config as configs, zero
+from deepspeed_ext import zero
+from deepspeed_ext.config import Config
+from deepspeed_ext.config import read as read_config
 from deepspeed_ext.engine.data import loader_of
 from deepspeed_ext.engine.engine import Engine
 from deepspeed_ext.engine.optimizers import Renamed, by_name, placed
@@ -73,7 +75,7 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"{_OP}: model is a {type(model).__name__}, expected a torch.nn.Module")
-    read = configs.read(config_of(args, config))
+    read = read_config(config_of(args, config))
     owns_group = ensure_group()
     mesh = mesh or init_device_mesh(_device(), (dist.get_world_size(),), mesh_dim_names=("shard",))
     sizes = read.batch_sizes(mesh.size())
@@ -97,7 +99,7 @@ def _device() -> str:
     return "cuda" if dist.get_backend() == "nccl" or torch.cuda.is_available() else "cpu"
 
 
-def _shard(model: nn.Module, config: Any, mesh: DeviceMesh) -> None:
+def _shard(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
     used = torch.bfloat16 if config.bf16.enabled else torch.float16
     is_mixed = config.bf16.enabled or config.fp16.enabled
     if is_mixed:
@@ -118,7 +120,7 @@ def _optimizer(
     given: Any,
     groups: list[dict[str, Any]],
     renamed: Renamed,
-    config: Any,
+    config: Config,
     model: nn.Module,
     mesh: DeviceMesh,
 ) -> torch.optim.Optimizer | None:
@@ -129,7 +131,13 @@ def _optimizer(
     if isinstance(given, torch.optim.Optimizer):
         return placed(given, renamed, offload)
     if callable(given):
-        return given(groups)
+        made = given(groups)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ValueError(
+                f"{_OP}: optimizer returns a {type(made).__name__}, expected a"
+                " torch.optim.Optimizer"
+            )
+        return made
     if config.optimizer is None:
         return None
     return by_name(
@@ -137,7 +145,7 @@ def _optimizer(
     )
 
 
-def _scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: Any) -> Any:
+def _scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: Config) -> Any:
     if given is not None and not hasattr(given, "step") and callable(given):
         return given(optimizer)
     if given is not None or config.scheduler is None:
