@@ -150,12 +150,12 @@ def test_numbers_are_the_closed_formula(kind, formula, arguments):
 
 def test_ends_are_exact():
     """Not 0.1 - 1e-17, in steps that users look at."""
-    schedule = WarmupDecayLR(adam(0.7), 20, 0.1, None, 5)
-    assert schedule.get_last_lr() == [0.1]
+    schedule = WarmupDecayLR(adam(0.9), 20, 0.2, None, 5)
+    assert 0.2 + (0.9 - 0.2) != 0.9 and schedule.get_last_lr() == [0.2]
     advance(schedule, 6)
-    assert schedule.get_last_lr() == [0.7]
+    assert schedule.get_last_lr() == [0.9]
     advance(schedule, 100)
-    assert schedule.get_last_lr() == [0.1]
+    assert schedule.get_last_lr() == [0.2]
 
 
 @EACH
@@ -220,7 +220,10 @@ def test_writes_into_the_groups_that_are_there(kind):
     advance(expected, 3)
     want = [each for each, _ in written(expected.optimizer)]
     assert [groups[0]["lr"], groups[2]["lr"]] == [want[0], want[2]] and lr == lr.new_tensor(want[1])
-    assert schedule.get_last_lr() == [want[0], lr, want[2]] and schedule.get_last_lr()[1] is not lr
+    for _ in range(2):  # by step() and by step(n)
+        assert groups[1]["lr"] is lr is not schedule.get_last_lr()[1]
+        assert schedule.get_last_lr() == [want[0], lr, want[2]]
+        schedule.step(schedule.last_batch_iteration)
     if kind is OneCycle:
         assert {group["betas"] for group in groups} == {(expected.get_mom()[0], 0.999)}
     del optimizer.param_groups[1]
@@ -344,6 +347,8 @@ def test_what_others_write_to_lr_lasts_until_the_next_step():
     first, second = WarmupLR(optimizer, warmup_num_steps=2), WarmupCosineLR(optimizer, 9)
     optimizer.param_groups[0]["lr"] = 5.0
     assert first.get_last_lr() == [0.0]
+    optimizer.param_groups[0]["lr"] = 0.0
+    assert WarmupLR(optimizer, warmup_min_lr=0.05).get_last_lr() == [0.05]  # below its own, 0.1
     first.step(5)
     assert written(optimizer) == [(0.1, 0.9)]
     second.step(8)

@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.optim import Optimizer
 
@@ -33,13 +33,14 @@ def number(title: str, name: str, value: object, limits: Limits = AT_LEAST_0) ->
     return found
 
 
-def whole(title: str, name: str, value: Any, least: int) -> int:
+def whole(title: str, name: str, value: object, least: int) -> int:
     """Return a whole number, also one that JSON wrote as 1e4, or raise TypeError or ValueError."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{title}: {name} is {value!r}, expected a whole number")
-    if not (float(value).is_integer() and value >= least):
+    found = float(value)
+    if not (found.is_integer() and found >= least):
         raise ValueError(f"{title}: {name} is {value}, expected a whole number, at least {least}")
-    return int(value)
+    return int(found)
 
 
 def flag(title: str, name: str, value: object) -> bool:
