@@ -54,7 +54,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("__main__",),
     ),
     "optim": (
-        ("foreign_state", "formats", "state_entry"),
+        ("foreign_state", "formats", "schedules", "state_entry"),
         ("buckets", "state_dict"),
         ("clipping", "spec"),
         ("owner",),
@@ -65,6 +65,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("lamb", "lars", "rmsprop", "set_grad_none", "sgd"),
         ("adagrad", "adam", "lion"),
     ),
+    "optim/schedules": (("arguments",), ("base",), ("one_cycle", "range_test", "warmup")),
     "offload": (
         ("arriving", "copies", "hooks", "host_optimizer", "sent_gradients", "host_tensors"),
         ("seals", "worker"),

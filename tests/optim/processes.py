@@ -17,7 +17,7 @@ import torch.distributed as dist
 import warm_python
 
 DEADLINE = timedelta(seconds=60)  # for what all processes do together
-GRACE = 2  # seconds that a process has, after another one failed, to say where it was
+GRACE = 15  # seconds that a process has, after another one failed, to say where it was
 # Each process is a fork of one that has imported these and runs no threads yet.
 PRELOAD = [
     "torch.distributed.checkpoint.state_dict",
