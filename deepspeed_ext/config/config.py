@@ -29,11 +29,17 @@ class Config(Root):
         """A sentence for each key that changes nothing."""
         return self._warnings
 
+    @property
+    def wall_clock_breakdown(self) -> bool:
+        """Whether phases of a step are timed; the part that does it is not here."""
+        return False
+
     def is_set(self, key: str) -> bool:
         """Tell whether a key is given, such as "zero_optimization.stage"; null and "auto" are not.
 
         Args:
-            key: its path; where a key has several names, the one in the documents.
+            key: its path, but of no argument in `params`; where a key has several names, that of
+                the documents.
         """
         return key in self._paths
 
@@ -152,7 +158,7 @@ class Examined:
 
     def _as_read(self, config: Config) -> dict[str, Any]:
         """Return what was given with the numbers and flags that were read."""
-        given: dict[str, Any] = thawed(self.found.given)
+        given = self.found.given  # a copy of what the caller has
         for place, path in self.found.paths.items():
             value: Any = config
             for name in place.split("."):

@@ -98,7 +98,7 @@ def number_of(value: object) -> int | float:
     """Return a number, also of a text that is one; an int where it is written as one.
 
     Raises:
-        ValueError: it is NaN, or a text that is no number.
+        ValueError: it is a text that is no number, such as "nan".
         TypeError: it is something else, such as a flag.
     """
     if isinstance(value, str):
@@ -110,8 +110,6 @@ def number_of(value: object) -> int | float:
         return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(type(value))
-    if math.isnan(value):
-        raise ValueError(value)
     return int(value) if isinstance(value, Integral) else float(value)
 
 

@@ -259,9 +259,9 @@ def _rename(zero: dict[str, Any], found: Found) -> None:
         ("cpu_offload_params", "offload_param", "device", "cpu"),
         ("cpu_offload_use_pin_memory", "offload_optimizer", "pin_memory", True),
     ):
-        path = f"zero_optimization.{name}"
         if name not in zero:
             continue
+        path = found.paths[f"zero_optimization.{name}"]
         new = f"zero_optimization.{block}.{key}"
         found.warnings.append(f"config: {path} is an old name; use {new}")
         try:
@@ -269,5 +269,5 @@ def _rename(zero: dict[str, Any], found: Found) -> None:
         except ValueError:
             continue  # the tree says what is wrong
         value = zero.setdefault(block, {}).setdefault(key, means) if is_on else means
-        if value != means:
+        if str(value).strip().lower() != str(means).lower():
             found.fail(new, f"is {shown(value)}", f"{shown(means)}, as {path} is true")

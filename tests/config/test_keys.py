@@ -160,6 +160,17 @@ def test_parameters_are_offloaded_in_no_stage():
             read({"zero_optimization": {**zero, "stage": 3}})
 
 
+def test_old_names_may_stand_beside_what_they_mean():
+    new = {"device": "CPU", "pin_memory": "true"}
+    old = {"cpu_offload": "true", "cpu_offload_use_pin_memory": 1}
+    config = read({"zero_optimization": {**old, "offload_optimizer": new}})
+    zero = config.zero_optimization
+    assert zero.offload_optimizer.device == "cpu" and zero.offload_optimizer.pin_memory is True
+    with pytest.raises(ValueError, match=r"as zero_optimization\.cpu_offload_param is true$"):
+        both = {"cpu_offload_param": True, "offload_param": {"device": "none"}}
+        read({"zero_optimization": both})
+
+
 def test_one_bit_optimizers_are_one_sentence():
     params = {"freeze_step": 100, "max_grad_norm": 1}
     for names in (("type", "params"), ("params", "type")):
