@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed_ext import zero
-from deepspeed_ext.config import Config
-from deepspeed_ext.config import read as read_config
+from deepspeed_ext.config import Config, read as read_config
 from deepspeed_ext.engine.data import loader_of
 from deepspeed_ext.engine.engine import Engine
 from deepspeed_ext.engine.optimizers import Renamed, by_name, placed
