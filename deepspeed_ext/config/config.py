@@ -143,6 +143,13 @@ class Examined:
             problems.append(
                 "config: bf16.enabled is true beside fp16.enabled, expected one of them"
             )
+        fp16 = config.fp16
+        first = 2.0**fp16.initial_scale_power
+        if fp16.enabled and not fp16.loss_scale and fp16.min_loss_scale > first:
+            problems.append(
+                f"config: fp16.min_loss_scale is {shown(fp16.min_loss_scale)}, expected at most"
+                f" {first:g}, 2 to the power fp16.initial_scale_power"
+            )
         zero = config.zero_optimization
         streamed = refusals.STREAMED
         if streamed.asks(zero.offload_param.device):

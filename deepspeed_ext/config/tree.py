@@ -57,7 +57,7 @@ class Fp16(Block):
         float, number(0), does("0: the scale of the loss follows overflows; else it is this")
     ] = 0.0
     initial_scale_power: Annotated[
-        int, whole(0, 127), does("the scale that follows begins at 2 to this power")
+        int, whole(0, 126), does("the scale that follows begins at 2 to this power")
     ] = 16
     loss_scale_window: Annotated[
         int, whole(1), does("so many steps without overflow double the scale")
