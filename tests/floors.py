@@ -85,6 +85,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("sharding", "units"),
         ("accumulate", "drawing", "stages"),
         ("checkpoint", "init"),
+        ("deepspeed_folders",),
         ("__main__",),
     ),
     "zero/checkpoint": (
@@ -92,8 +93,15 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("manifest",),
         ("data_file", "reading"),
         ("storage",),
-        ("training_state",),
+        ("streaming", "training_state", "weight_files"),
         ("consolidate", "saving"),
+    ),
+    "zero/deepspeed_folders": (
+        ("pickles", "placing"),
+        ("model_file", "optimizer_files", "shard_files"),
+        ("flat_groups",),
+        ("source",),
+        ("importing",),
     ),
     "quantization": (
         ("int4_tensors", "layout", "report"),
