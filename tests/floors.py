@@ -97,9 +97,9 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("consolidate", "saving"),
     ),
     "zero/deepspeed_folders": (
-        ("pickles", "placing"),
+        ("lazy", "pickles", "placing"),
         ("model_file", "optimizer_files", "shard_files"),
-        ("flat_groups",),
+        ("flat_groups", "universal"),
         ("source",),
         ("importing",),
     ),

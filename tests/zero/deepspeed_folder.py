@@ -130,6 +130,33 @@ class Run:
         (home / "latest").write_text(tag)
         return folder
 
+    def write_universal(self, home: Path, tag: str = "global_step4_universal") -> Path:
+        """Write what ds_to_universal makes of the folder, and return that of the tag."""
+        folder, rest = home / tag, self._each(0) if self.stage == 3 else self._across(0)
+        for name, value in ((n, v) for group in self.groups for n, v in group.items()):
+            for key, tensor in value.items():
+                whole: Any = {"cat_dim": 0, "param": tensor.clone()}
+                if self.stage == 3:
+                    whole = tensor.reshape(-1).clone()
+                save(whole, folder / "zero" / name / f"{key}.pt")
+            if self.stage < 3 and self.step is not None:
+                save(torch.tensor(self.step), folder / "zero" / name / "step.pt")
+        if self.stage == 3:
+            rest["param_groups"] = rest["optimizer_state_dict"]["param_groups"]
+            for rank in range(self.processes):
+                save(self._model(rank), folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        else:
+            model = self._model(0)
+            for name, tensor in model["module"].items():
+                if not (folder / "zero" / name).exists():
+                    save({"param": tensor.float()}, folder / "zero" / name / "fp32.pt")
+            save(model, folder / "mp_rank_00_model_states.pt")
+            rest["param_groups"] = rest.pop("base_optimizer_state")["param_groups"]
+            del rest["param_slice_mappings"], rest["single_partition_of_fp32_groups"]
+        save(rest, folder / "zero" / "optimizer_state.pt")
+        (home / "latest_universal").write_text(tag)
+        return folder
+
     def sub_groups(self) -> list[tuple[int, dict[str, dict[str, Tensor]]]]:
         """Return the flat tensors of stage 3, with their groups: cut after enough elements."""
         made: list[tuple[int, dict[str, dict[str, Tensor]]]] = []

@@ -59,10 +59,21 @@ def same(a: Tensor, b: Tensor) -> bool:
 def test_every_tensor_is_read_as_it_was(case: str, tmp_path: Path) -> None:
     made = CASES[case]()
     made.write(tmp_path / "theirs")
+    check_import(made, tmp_path, "global_step4")
+
+
+@pytest.mark.parametrize("stage, processes", [(1, 2), (2, 1), (3, 3)])
+def test_universal_folders_hold_the_same(stage: int, processes: int, tmp_path: Path) -> None:
+    made = run(stage=stage, processes=processes, dtype=torch.bfloat16, sub_group=36)
+    made.write_universal(tmp_path / "theirs")
+    check_import(made, tmp_path, "global_step4_universal")
+
+
+def check_import(made: Run, tmp_path: Path, tag: str) -> None:
     told: list[int] = []
     path = zero.import_deepspeed(tmp_path / "theirs", tmp_path / "out", progress=told.append)
-    assert path == tmp_path / "out" / "global_step4"
-    assert (tmp_path / "out" / "latest").read_text() == "global_step4\n"
+    assert path == tmp_path / "out" / tag
+    assert (tmp_path / "out" / "latest").read_text() == f"{tag}\n"
     expected = {f"model.{n}": t for n, t in (made.frozen | made.buffers).items()}
     for group in made.groups:
         for name, value in group.items():
@@ -119,14 +130,14 @@ def test_what_is_beside_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("window", [1, 2, 3, 5])
 def test_a_loss_scale_grows_when_deepspeeds_does(window: int) -> None:
     """DeepSpeed's grows after a step if (cur_iter - last_overflow_iter - 1) % window is 0."""
-    from deepspeed_ext.zero.deepspeed_folders.optimizer_files import _scaler
+    from deepspeed_ext.zero.deepspeed_folders.optimizer_files import scaler_of
     from deepspeed_ext.zero.deepspeed_folders.pickles import DynamicScaler, Fields
 
     for cur_iter in range(1, 12):
         saved = DynamicScaler()
         saved.saved = {"cur_scale": 8.0, "cur_iter": cur_iter, "last_overflow_iter": -1}
         saved.saved["scale_window"] = window
-        state = _scaler(Fields(Path("x"), {"loss_scaler": saved}))
+        state = scaler_of(Fields(Path("x"), {"loss_scaler": saved}))
         assert state is not None
         more = int(window - state["good_steps"])  # steps until ours grows
         theirs = next(k for k in range(1, 99) if (cur_iter + k - 1) % window == 0)

@@ -365,3 +365,30 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             zero.import_deepspeed(tmp_path / "theirs", tmp_path / "out")
     assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == []
     zero.import_deepspeed(tmp_path / "theirs", tmp_path / "out")
+
+
+UNIVERSAL: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a weight is missing": (lambda f: (f / "zero/b/fp32.pt").unlink(), "b has no fp32.pt"),
+    "a parameter of nobody": (lambda f: (f / "zero/x").mkdir(), "x is of no parameter of"),
+    "no rest": (lambda f: (f / "zero/optimizer_state.pt").unlink(), "no file *_optim_states.pt"),
+    "no step": (lambda f: (f / "zero/b/step.pt").unlink(), "b has no step.pt, expected one"),
+    "another shape": (
+        lambda f: deepspeed_folder.save({"param": torch.rand(12)}, f / "zero/b/fp32.pt"),
+        "fp32.pt has torch.float32 of shape [12], expected float32 of [11]",
+    ),
+    "a name that leads out": (
+        lambda f: edit(f / MODEL, lambda c: c["param_shapes"][0].update({"../b": (1,)})),
+        "has the name '../b', expected no path",
+    ),
+    "another weight": (
+        lambda f: deepspeed_folder.save({"param": torch.rand(11)}, f / "zero/b/fp32.pt"),
+        "another 'b' than",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNIVERSAL)
+def test_universal_folders_that_are_not_whole(case: str, tmp_path: Path) -> None:
+    change, text = UNIVERSAL[case]
+    change(made(processes=1).write_universal(tmp_path / "theirs"))
+    refused(tmp_path, text, kind=FileNotFoundError if "no f" in text else ValueError)

@@ -14,9 +14,10 @@ from deepspeed_ext.zero.checkpoint.storage import MANIFEST
 from deepspeed_ext.zero.checkpoint.streaming import save_streamed
 from deepspeed_ext.zero.checkpoint.training_state import MODEL, OPTIMIZER
 from deepspeed_ext.zero.checkpoint.weight_files import Progress, write_weight_files
+from deepspeed_ext.zero.deepspeed_folders.lazy import Lazy
 from deepspeed_ext.zero.deepspeed_folders.pickles import OP
 from deepspeed_ext.zero.deepspeed_folders.shard_files import find_shard_files, tag_folder
-from deepspeed_ext.zero.deepspeed_folders.source import Lazy, Source, resolved, source_of
+from deepspeed_ext.zero.deepspeed_folders.source import Source, resolved, source_of
 from deepspeed_ext.zero.names import by_plain_name, plain_name
 
 

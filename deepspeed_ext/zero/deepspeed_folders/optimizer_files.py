@@ -106,7 +106,7 @@ def optimizer_of(files: list[Fields]) -> OptimizerFiles:
             raise _other_run(part.fields, "other keys of state", first)
     group_of = list(range(count))
     if is_in_each and groups is not None:
-        group_of = _group_of_each(first, groups, count)
+        group_of = groups_of_flats(first, groups, count)
     elif groups is not None and len(groups) != count:
         raise ValueError(
             f"{OP}: {first.path} has {len(groups)} groups for {count} flat tensors, expected one"
@@ -117,7 +117,7 @@ def optimizer_of(files: list[Fields]) -> OptimizerFiles:
         options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         _take_steps(options, group_of, parts)
     paddings = first.get("param_alignment_paddings", list, default=None)
-    return OptimizerFiles(parts, is_in_each, paddings, options, group_of, _scaler(first))
+    return OptimizerFiles(parts, is_in_each, paddings, options, group_of, scaler_of(first))
 
 
 def _check_same_run(first: Fields, other: Fields) -> None:
@@ -125,7 +125,7 @@ def _check_same_run(first: Fields, other: Fields) -> None:
         mine, theirs = first.content.get(key), other.content.get(key)
         if mine != theirs:
             raise _other_run(other, f"{theirs!r:.80} as {key!r}", first, f"{mine!r:.80}")
-    mine, theirs = _scaler(first), _scaler(other)
+    mine, theirs = scaler_of(first), scaler_of(other)
     if mine != theirs:
         raise _other_run(other, f"the loss scale {theirs}", first, f"{mine}")
 
@@ -149,13 +149,13 @@ def _part(file: Fields, is_in_each: bool) -> Part:
             if isinstance(value, Tensor) and value.dim() > 0 and key != _STEP:
                 state[str(key)] = file.flat(value, title)
             elif value is not None:
-                numbers[str(key)] = _number(file, value, title)
+                numbers[str(key)] = number_of(file, value, title)
         part.state.append(state)
         part.numbers.append(numbers)
     return part
 
 
-def _number(file: Fields, value: object, title: str) -> float:
+def number_of(file: Fields, value: object, title: str) -> float:
     """Return what one number stands for, in a tensor or not."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = file.tensor(value, title).item()
@@ -189,22 +189,28 @@ def _groups(file: Fields, is_in_each: bool) -> list[dict[str, Any]] | None:
     if isinstance(file.get(title, dict, list), list):
         return None
     found = file.inside(title).get("param_groups", list)
-    groups = [Fields(file.path, group, "param_groups").content for group in found]
+    return options_of_groups(file, found)
+
+
+def options_of_groups(file: Fields, groups: list[Any]) -> list[dict[str, Any]]:
+    """Return groups with numbers where they have tensors."""
+    listed = [Fields(file.path, group, "param_groups").content for group in groups]
     return [
-        {k: _number(file, v, k) if isinstance(v, Tensor) else v for k, v in group.items()}
-        for group in groups
+        {k: number_of(file, v, k) if isinstance(v, Tensor) else v for k, v in group.items()}
+        for group in listed
     ]
 
 
-def _group_of_each(first: Fields, groups: list[dict[str, Any]], count: int) -> list[int]:
+def groups_of_flats(first: Fields, groups: list[dict[str, Any]], count: int) -> list[int]:
     """Return the group of each sub-group, which are the parameters of DeepSpeed's optimizer."""
-    found = {i: g for g, group in enumerate(groups) for i in group.get("params", ())}
-    if sorted(found) != list(range(count)):
+    listed = [Fields(first.path, g, "param_groups").get("params", list) for g in groups]
+    found = [(i, g) for g, inside in enumerate(listed) for i in inside if type(i) is int]
+    if sorted(i for i, _ in found) != list(range(count)) or len(found) != sum(map(len, listed)):
         raise ValueError(
-            f"{OP}: {first.path} has the flat tensors {sorted(found)!r:.80} in its groups, expected"
-            f" 0 to {count - 1}, each once"
+            f"{OP}: {first.path} has the flat tensors {listed!r:.80} in its groups, expected 0 to"
+            f" {count - 1}, each once"
         )
-    return [found[i] for i in range(count)]
+    return [group for _, group in sorted(found)]
 
 
 def _take_steps(options: list[dict[str, Any]], group_of: Sequence[int], parts: list[Part]) -> None:
@@ -228,7 +234,7 @@ def _take_steps(options: list[dict[str, Any]], group_of: Sequence[int], parts: l
                 )
 
 
-def _scaler(first: Fields) -> dict[str, float] | None:
+def scaler_of(first: Fields) -> dict[str, float] | None:
     """Return the state of zero.LossScaler that goes on as DeepSpeed's scaler."""
     found = first.content.get("loss_scaler")
     if not isinstance(found, DynamicScaler | StaticScaler):

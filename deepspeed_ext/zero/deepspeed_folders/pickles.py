@@ -58,6 +58,14 @@ _STAND_INS = (
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
+    """Return the dict that a file holds, as `read_object` does."""
+    content = read_object(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{OP}: {path} is {a(content)}, expected a dict")
+    return content
+
+
+def read_object(path: Path) -> Any:
     """Return what a file holds; its tensors are mapped into memory, not read.
 
     Only torch's weights-only loader touches it, which makes tensors, plain values and the classes
@@ -84,8 +92,6 @@ def read_pickle(path: Path) -> dict[str, Any]:
             f"{OP}: {path} has no content that can be read, expected a file of torch.save, whole:"
             f" {type(error).__name__}: {reason}"
         ) from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{OP}: {path} is {a(content)}, expected a dict")
     return content
 
 

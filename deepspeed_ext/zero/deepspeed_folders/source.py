@@ -11,25 +11,14 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.zero.deepspeed_folders.flat_groups import FlatGroups
+from deepspeed_ext.zero.deepspeed_folders.lazy import Lazy, lazy, lazy_number
 from deepspeed_ext.zero.deepspeed_folders.model_file import ModelFile, model_of
 from deepspeed_ext.zero.deepspeed_folders.optimizer_files import optimizer_of, processes_of
 from deepspeed_ext.zero.deepspeed_folders.pickles import OP, Fields, read_pickle
 from deepspeed_ext.zero.deepspeed_folders.shard_files import ShardFiles, check_count
+from deepspeed_ext.zero.deepspeed_folders.universal import UniversalFolder, is_universal
 
 _ROOM = 1 << 22  # elements that are compared at once
-
-
-@dataclass(frozen=True)
-class Lazy:
-    """A tensor that is put together when it is asked for.
-
-    Args:
-        described: the same on meta.
-        read: returns it, on the CPU.
-    """
-
-    described: Tensor
-    read: Callable[[], Tensor]
 
 
 @dataclass
@@ -65,6 +54,12 @@ def source_of(files: ShardFiles) -> Source:
     source = Source(extra=model.extra, client=model.client)
     if model.groups is None:
         source.reason = f"{model.path} is of stage 0, whose files do not name what state belongs to"
+    elif not files.optimizer and is_universal(files.folder):
+        universal = UniversalFolder(files.folder, model)
+        source.weights = {n: _checked(model, n, one) for n, one in universal.weights.items()}
+        source.state = universal.state
+        source.groups = universal.groups
+        _add_scaler(source, universal.scaler)
     elif not files.optimizer:
         raise FileNotFoundError(
             2, f"{OP}: {files.folder} has no file *_optim_states.pt, expected one of each process"
@@ -76,16 +71,6 @@ def source_of(files: ShardFiles) -> Source:
         for name, (shape, parts) in model.tensors.items()
     }
     return source
-
-
-def lazy(shape: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]) -> Lazy:
-    """Return a tensor of this kind."""
-    return Lazy(torch.empty(shape, dtype=dtype, device="meta"), read)
-
-
-def lazy_number(value: float) -> Lazy:
-    """Return a number as optimizers keep a step."""
-    return lazy(torch.Size(), torch.float32, lambda: torch.tensor(value, dtype=torch.float32))
 
 
 def _add_optimizer(source: Source, model: ModelFile, files: ShardFiles) -> None:
@@ -114,10 +99,8 @@ def _add_optimizer(source: Source, model: ModelFile, files: ShardFiles) -> None:
         )
     flat = FlatGroups(model, optimizer)
     for name, place in flat.places.items():
-        read: Callable[[], Tensor] = partial(flat.weight, name)
-        if name in model.cast:
-            read = partial(_like_cast, flat, model, name)
-        source.weights[name] = lazy(place.shape, flat.dtype(name), read)
+        weight = lazy(place.shape, flat.dtype(name), partial(flat.weight, name))
+        source.weights[name] = _checked(model, name, weight)
         state = {
             key: lazy(place.shape, flat.dtype(name, key), partial(flat.state, name, key))
             for key in flat.keys(name)
@@ -131,8 +114,12 @@ def _add_optimizer(source: Source, model: ModelFile, files: ShardFiles) -> None:
     source.groups = [{"params": [], **options} for options in optimizer.options]
     for name, place in flat.places.items():
         source.groups[optimizer.group_of[place.flat]]["params"].append(name)
-    if optimizer.scaler is not None:
-        source.client["loss_scaler"] = optimizer.scaler
+    _add_scaler(source, optimizer.scaler)
+
+
+def _add_scaler(source: Source, scaler: dict[str, float] | None) -> None:
+    if scaler is not None:
+        source.client["loss_scaler"] = scaler
 
 
 def _joined(shape: torch.Size, parts: tuple[Tensor, ...]) -> Tensor:
@@ -141,9 +128,16 @@ def _joined(shape: torch.Size, parts: tuple[Tensor, ...]) -> Tensor:
     return joined[: shape.numel()].view(shape)
 
 
-def _like_cast(flat: FlatGroups, model: ModelFile, name: str) -> Tensor:
+def _checked(model: ModelFile, name: str, weight: Lazy) -> Lazy:
+    """Return a weight that is compared with the model file's when it is read."""
+    if name not in model.cast:
+        return weight
+    return Lazy(weight.described, partial(_like_cast, weight.read, model, name))
+
+
+def _like_cast(read: Callable[[], Tensor], model: ModelFile, name: str) -> Tensor:
     """Return a weight that differs from what the model file has of it by rounding only."""
-    weight, cast = flat.weight(name), model.cast[name]
+    weight, cast = read(), model.cast[name]
     if cast.shape != weight.shape:
         raise ValueError(
             f"{OP}: {model.path} has shape {list(cast.shape)} for {name!r} in module, expected"
