@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deepspeed_ext.zero.deepspeed_folders.model_file import ModelFile
 from deepspeed_ext.zero.deepspeed_folders.optimizer_files import OptimizerFiles, Part
-from deepspeed_ext.zero.deepspeed_folders.pickles import OP
+from deepspeed_ext.zero.deepspeed_folders.pickles import OP, Fields
 from deepspeed_ext.zero.deepspeed_folders.placing import (
     Place,
     alignment,
@@ -96,7 +96,8 @@ class FlatGroups:
         """Refuse files that say themselves that they have other parameters."""
         for part in self._parts:
             listed = part.fields.get("param_slice_mappings", list, default=[])[group : group + 1]
-            for name in (name for mapping in listed for name in mapping):
+            mappings = [Fields(part.fields.path, item, "param_slice_mappings") for item in listed]
+            for name in (name for mapping in mappings for name in mapping.content):
                 if name not in shapes:
                     raise ValueError(
                         f"{OP}: {part.fields.path} has {name!r:.80} in group {group}, expected"

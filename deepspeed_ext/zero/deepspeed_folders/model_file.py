@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.zero.deepspeed_folders.pickles import OP, Fields, shape_of
+from deepspeed_ext.zero.deepspeed_folders.pickles import OP, Fields, is_same, shape_of
 from deepspeed_ext.zero.deepspeed_folders.placing import part_of
 
 # What DeepSpeed itself keeps at the top; all else is the client's state.
@@ -94,7 +94,7 @@ def model_of(files: list[Fields], is_by_process: bool) -> ModelFile:
 def _check_same_run(first: Fields, other: Fields) -> None:
     for key in ("param_shapes", "frozen_param_shapes", "ds_version", "dp_world_size", *_COUNTS):
         mine, theirs = first.content.get(key), other.content.get(key)
-        if mine != theirs or _order(mine) != _order(theirs):
+        if not is_same(mine, theirs) or not is_same(_order(mine), _order(theirs)):
             raise ValueError(
                 f"{OP}: {other.path} has {theirs!r:.80} as {key!r}, expected {mine!r:.80} as"
                 f" {first.path.name} has; it is of another run"
@@ -132,7 +132,7 @@ def _add_frozen(model: ModelFile, files: list[Fields], trained: set[str]) -> Non
 def _add_module(model: ModelFile, first: Fields, trained: set[str], has_empty: bool) -> None:
     """Add buffers, what else no optimizer has, and extra state."""
     module = first.inside("module")
-    buffers = set(first.get("buffer_names", list, set, default=[]))
+    buffers = {first.text(n) for n in first.get("buffer_names", list, default=[])}
     tied: list[str] = []
     for name, value in module.content.items():
         module.text(name)

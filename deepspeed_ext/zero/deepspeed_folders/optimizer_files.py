@@ -11,6 +11,7 @@ from deepspeed_ext.zero.deepspeed_folders.pickles import (
     DynamicScaler,
     Fields,
     StaticScaler,
+    is_same,
 )
 
 ACROSS, IN_EACH = "single_partition_of_fp32_groups", "fp32_flat_groups"
@@ -93,7 +94,7 @@ def optimizer_of(files: list[Fields]) -> OptimizerFiles:
     parts = [_part(file, is_in_each) for file in outer]
     groups = _groups(first, is_in_each)
     for other in outer[1:]:
-        if _groups(other, is_in_each) != groups:
+        if not is_same(_groups(other, is_in_each), groups):
             raise _other_run(other, "other options in param_groups", first)
     count = len(parts[0].weights)
     for part in parts:
@@ -123,7 +124,7 @@ def optimizer_of(files: list[Fields]) -> OptimizerFiles:
 def _check_same_run(first: Fields, other: Fields) -> None:
     for key in ("zero_stage", "partition_count", "ds_version", "param_alignment_paddings"):
         mine, theirs = first.content.get(key), other.content.get(key)
-        if mine != theirs:
+        if not is_same(mine, theirs):
             raise _other_run(other, f"{theirs!r:.80} as {key!r}", first, f"{mine!r:.80}")
     mine, theirs = scaler_of(first), scaler_of(other)
     if mine != theirs:

@@ -185,6 +185,14 @@ class Fields:
         return f"{self._where}[{key!r}]" if self._where else repr(key)
 
 
+def is_same(one: object, other: object) -> bool:
+    """Tell whether two plain values are equal; tensors of several elements are none."""
+    try:
+        return bool(one == other)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
 def shape_of(path: Path, name: str, shape: object) -> torch.Size:
     """Return a shape that a file has for a parameter."""
     is_shape = isinstance(shape, Sequence) and all(type(n) is int and n >= 0 for n in shape)
