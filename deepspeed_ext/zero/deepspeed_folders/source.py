@@ -1,5 +1,6 @@
 """Source: what a folder of DeepSpeed's holds, each tensor put together when it is asked for."""
 
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,7 +63,8 @@ def source_of(files: ShardFiles) -> Source:
         _add_scaler(source, universal.scaler)
     elif not files.optimizer:
         raise FileNotFoundError(
-            2, f"{OP}: {files.folder} has no file *_optim_states.pt, expected one of each process"
+            errno.ENOENT,
+            f"{OP}: {files.folder} has no file *_optim_states.pt, expected one of each process",
         )
     else:
         _add_optimizer(source, model, files)
