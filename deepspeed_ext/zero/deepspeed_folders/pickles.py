@@ -195,7 +195,6 @@ def is_same(one: object, other: object) -> bool:
 
 def shape_of(path: Path, name: str, shape: object) -> torch.Size:
     """Return a shape that a file has for a parameter."""
-    is_shape = isinstance(shape, Sequence) and all(type(n) is int and n >= 0 for n in shape)
-    if not is_shape:
-        raise ValueError(f"{OP}: {path} has shape {shape!r:.80} for {name!r}, expected sizes")
-    return torch.Size(shape)  # type: ignore[call-overload]
+    if isinstance(shape, Sequence) and all(type(n) is int and n >= 0 for n in shape):
+        return torch.Size(shape)
+    raise ValueError(f"{OP}: {path} has shape {shape!r:.80} for {name!r}, expected sizes")
