@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.ops.optimizers.state_formats import join_float32
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
 from deepspeed_ext.zero.checkpoint.folder import folder_of
 from deepspeed_ext.zero.checkpoint.training_state import MODEL, OPTIMIZER, TrainingReader
-from deepspeed_ext.zero.checkpoint.weight_files import Progress, write_weight_files
+from deepspeed_ext.zero.checkpoint.weight_files import Progress, check_options, write_weight_files
 
 _OP = "zero.consolidate"
 
@@ -50,11 +49,10 @@ def consolidate(
         OSError: a file cannot be read or written, or EBADMSG: bytes are not what was saved.
         ValueError: the checkpoint is not one of zero.save, or dtype is none for weights.
     """
-    if dtype not in (None, *DTYPES):
-        raise ValueError(f"{_OP}: dtype is {dtype}, expected float32, bfloat16, float16 or None")
+    check_options(_OP, dtype, max_shard_bytes)
     path = folder_of(_OP, folder, tag)
     source = _Weights(path, dtype)
-    return write_weight_files(_OP, out, source.described, source.read, max_shard_bytes, progress)
+    return write_weight_files(out, source.described, source.read, max_shard_bytes, progress)
 
 
 class _Weights:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.io.checkpoint.format import make_header
 from deepspeed_ext.io.checkpoint.new_file import NewFile
@@ -27,8 +28,21 @@ Progress = Callable[[int], object]
 Read = Callable[[str, AsyncIO], Tensor]
 
 
+def check_options(op: str, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+    """Refuse what no weights can be written with.
+
+    Args:
+        op: for the text of the error.
+        dtype: of weights; None: as they are.
+        max_shard_bytes: of a file.
+    """
+    if dtype not in (None, *DTYPES):
+        raise ValueError(f"{op}: dtype is {dtype}, expected float32, bfloat16, float16 or None")
+    if max_shard_bytes < 1:
+        raise ValueError(f"{op}: max_shard_bytes is {max_shard_bytes}, expected 1 or more")
+
+
 def write_weight_files(
-    op: str,
     out: str | os.PathLike[str],
     described: Mapping[str, Tensor],
     read: Read,
@@ -38,7 +52,6 @@ def write_weight_files(
     """Write weights, one of which is in memory at a time, in the place of an older result.
 
     Args:
-        op: for the text of the error.
         out: a folder, made if it is not there.
         described: the weights on meta, by name.
         read: returns the weight of a name.
@@ -50,10 +63,7 @@ def write_weight_files(
 
     Raises:
         OSError: a file cannot be written.
-        ValueError: max_shard_bytes is too small.
     """
-    if max_shard_bytes < 1:
-        raise ValueError(f"{op}: max_shard_bytes is {max_shard_bytes}, expected 1 or more")
     home = Path(out)
     home.mkdir(parents=True, exist_ok=True)
     shards = _shards(described, max_shard_bytes)

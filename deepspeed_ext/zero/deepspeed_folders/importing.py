@@ -7,13 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.io.regular_file import path_text
 from deepspeed_ext.zero.checkpoint.saving import CLIENT, COMMON, common_fields, name_of_process
 from deepspeed_ext.zero.checkpoint.storage import MANIFEST
 from deepspeed_ext.zero.checkpoint.streaming import save_streamed
 from deepspeed_ext.zero.checkpoint.training_state import MODEL, OPTIMIZER
-from deepspeed_ext.zero.checkpoint.weight_files import Progress, write_weight_files
+from deepspeed_ext.zero.checkpoint.weight_files import Progress, check_options, write_weight_files
 from deepspeed_ext.zero.deepspeed_folders.lazy import Lazy
 from deepspeed_ext.zero.deepspeed_folders.pickles import OP
 from deepspeed_ext.zero.deepspeed_folders.shard_files import find_shard_files, tag_folder
@@ -115,8 +114,7 @@ def import_deepspeed_weights(
         OSError: a file is missing, or cannot be read or written.
         ValueError: as for `import_deepspeed`, or dtype is none for weights.
     """
-    if dtype not in (None, *DTYPES):
-        raise ValueError(f"{OP}: dtype is {dtype}, expected float32, bfloat16, float16 or None")
+    check_options(OP, dtype, max_shard_bytes)
     path, home = _places(folder, out, tag)
     weights = by_plain_name(OP, source_of(find_shard_files(path)).weights)
     described = {
@@ -126,7 +124,6 @@ def import_deepspeed_weights(
     if not described:
         raise ValueError(f"{OP}: {path} has no weights, expected some")
     return write_weight_files(
-        OP,
         home,
         described,
         lambda name, _: weights[name].read().to(described[name].dtype),
