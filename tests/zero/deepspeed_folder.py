@@ -92,7 +92,7 @@ class Run:
         options: of the groups, beside those that all have.
         step: of the optimizer; None: state has none.
         scaler: attributes of a dynamic loss scaler.
-        sub_group: most elements of a flat tensor, in stage 3.
+        sub_group: so many elements, in each process, end a flat tensor of stage 3.
         client: client_state.
         is_wrapped: by BF16_Optimizer: no stage, no scaler, padding stays.
         is_elastic: with elastic_checkpoint.
@@ -167,7 +167,7 @@ class Run:
                     made.append((i, {}))
                     room = self.sub_group
                 made[-1][1][name] = value
-                room -= value["fp32"].numel()
+                room -= math.ceil(value["fp32"].numel() / self.processes)
         return made
 
     def part(self, tensor: Tensor, rank: int) -> Tensor:
@@ -195,12 +195,11 @@ class Run:
             "optimizer": None,
             "param_shapes": shapes,
             "frozen_param_shapes": frozen if has_frozen else None,
-            "shared_params": self.ties,
+            "shared_params": self.ties if rank == 0 else {},
             "frozen_param_fragments": OrderedDict(parts) if has_frozen else None,
             "lr_scheduler": {"last_batch_iteration": 3},
             "data_sampler": None,
             "random_ltd": None,
-            "sparse_tensor_module_names": set(),
             "skipped_steps": 1,
             "global_steps": 5,
             "global_samples": 60,
