@@ -62,14 +62,9 @@ class FlatGroups:
 
     def _joined(self, name: str, key: str | None) -> Tensor:
         place = self.places[name]
-        made = torch.empty(place.shape, dtype=self.dtype(name, key))
-        into, at = made.view(-1), 0
-        for span in place.spans:
-            flat = self._flat(self._parts[span.process], place.flat, key)
-            into[at : at + span.length].copy_(flat[span.start : span.start + span.length])
-            at += span.length
-        assert at == into.numel()
-        return made
+        flats = [self._flat(part, place.flat, key) for part in self._parts]
+        parts = [flats[s.process][s.start : s.start + s.length] for s in place.spans]
+        return torch.cat(parts or [flats[0][:0]]).view(place.shape)
 
     def _flat(self, part: Part, flat: int, key: str | None) -> Tensor:
         return part.weights[flat] if key is None else part.state[flat][key]

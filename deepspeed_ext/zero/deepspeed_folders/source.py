@@ -145,6 +145,8 @@ def _like_cast(read: Callable[[], Tensor], model: ModelFile, name: str) -> Tenso
             f"{OP}: {model.path} has shape {list(cast.shape)} for {name!r} in module, expected"
             f" {list(weight.shape)} as in param_shapes"
         )
+    if torch.equal(weight.to(cast.dtype), cast):  # nearly always
+        return weight
     limits = torch.finfo(cast.dtype if cast.is_floating_point() else torch.float32)
     pairs = zip(weight.view(-1).split(_ROOM), cast.view(-1).split(_ROOM), strict=True)
     for mine, theirs in pairs:
