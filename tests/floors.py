@@ -87,6 +87,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("sharding", "units"),
         ("accumulate", "drawing", "stages"),
         ("checkpoint", "init"),
+        ("deepspeed_folders",),
         ("__main__",),
     ),
     "zero/checkpoint": (
@@ -94,7 +95,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("manifest",),
         ("data_file", "reading"),
         ("storage",),
-        ("training_state",),
+        ("streaming", "training_state", "weight_files"),
         ("consolidate", "saving"),
     ),
     "engine": (
@@ -108,6 +109,13 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("walk",),
         ("config", "page"),
         ("__main__",),
+    ),
+    "zero/deepspeed_folders": (
+        ("lazy", "pickles", "placing"),
+        ("model_file", "optimizer_files", "shard_files"),
+        ("flat_groups", "universal"),
+        ("source",),
+        ("importing",),
     ),
     "quantization": (
         ("int4_tensors", "layout", "report"),

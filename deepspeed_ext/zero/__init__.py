@@ -5,12 +5,17 @@
 - LossScaler: for gradients of float16.
 - save, load, inspect: checkpoints for any number of processes. consolidate: the model of one in
   safetensors files. Writer, Reader: the same for users of DCP.
+- import_deepspeed, import_deepspeed_weights: checkpoints of DeepSpeed, to go on from or as weights.
 """
 
 from deepspeed_ext.zero.accumulate import Accumulation, accumulate
 from deepspeed_ext.zero.checkpoint.consolidate import consolidate
 from deepspeed_ext.zero.checkpoint.saving import inspect, load, save
 from deepspeed_ext.zero.checkpoint.storage import Reader, Writer
+from deepspeed_ext.zero.deepspeed_folders.importing import (
+    import_deepspeed,
+    import_deepspeed_weights,
+)
 from deepspeed_ext.zero.gather import GatheredParameters
 from deepspeed_ext.zero.init import Init
 from deepspeed_ext.zero.scaling import LossScaler
@@ -25,6 +30,8 @@ __all__ = [
     "Writer",
     "accumulate",
     "consolidate",
+    "import_deepspeed",
+    "import_deepspeed_weights",
     "inspect",
     "load",
     "save",

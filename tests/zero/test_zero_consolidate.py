@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from deepspeed_ext import io, zero
 from deepspeed_ext.io.checkpoint.shards import INDEX, ONE_FILE
 from deepspeed_ext.ops.optimizers.state_formats import split_float32
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
-from deepspeed_ext.zero.checkpoint import consolidate
+from deepspeed_ext.zero.checkpoint import weight_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -105,13 +104,12 @@ def test_a_result_that_cannot_be_written(
 
 def test_writes_have_ended_when_one_has_failed(tmp_path: Path) -> None:
     weights = {name: torch.rand(1 << 20) for name in "abc"}
-    source: Any = SimpleNamespace(
-        described={name: tensor.to("meta") for name, tensor in weights.items()},
-        read=lambda name, engine: weights[name],
-    )
+    described = {name: tensor.to("meta") for name, tensor in weights.items()}
     engine: Any = Engine(OSError(errno.EIO, "broken"))
     with pytest.raises(OSError, match="broken"):
-        consolidate._write(tmp_path / "file", list(weights), source, engine, None)
+        weight_files._write(
+            tmp_path / "file", described, lambda name, _: weights[name], engine, None
+        )
     assert len(engine.answers) > 3 and all(answer.is_asked for answer in engine.answers)
     assert files_of(tmp_path) == {}
 
@@ -195,8 +193,8 @@ def test_power_failures_leave_one_model(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", noting("replace", os.replace))
         patch.setattr(os, "unlink", noting("unlink", os.unlink))
-        patch.setattr(consolidate, "sync_folder", noting("sync", lambda path: None))
-        consolidate._put_in_place(made, names_of(new), home)
+        patch.setattr(weight_files, "sync_folder", noting("sync", lambda path: None))
+        weight_files._put_in_place(made, names_of(new), home)
     begin: Folder = {name: ("old", old) for name in names_of(old)}
     found = [model_in(folder) for folder in after_power_failures(begin, steps, new)]
     assert "mixed" not in found

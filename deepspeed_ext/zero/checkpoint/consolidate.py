@@ -1,36 +1,20 @@
 """One model in safetensors files, as everybody reads it, from a checkpoint of many processes."""
 
-import json
-import math
-import mmap
 import os
-import re
-import tempfile
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.io import AsyncIO
-from deepspeed_ext.io.checkpoint.format import make_header
-from deepspeed_ext.io.checkpoint.new_file import NewFile
-from deepspeed_ext.io.checkpoint.packed_writer import PackedWriter
-from deepspeed_ext.io.checkpoint.saved_tensors import lay_out
-from deepspeed_ext.io.checkpoint.shards import INDEX, ONE_FILE
-from deepspeed_ext.io.regular_file import sync_folder
-from deepspeed_ext.io.tensors import byte_view
 from deepspeed_ext.ops.optimizers.state_formats import join_float32
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
 from deepspeed_ext.zero.checkpoint.folder import folder_of
 from deepspeed_ext.zero.checkpoint.training_state import MODEL, OPTIMIZER, TrainingReader
+from deepspeed_ext.zero.checkpoint.weight_files import Progress, check_options, write_weight_files
 
 _OP = "zero.consolidate"
-_ASIDE = ".consolidating-"
-_RESULT = re.compile(rf"{re.escape(ONE_FILE)}|{re.escape(INDEX)}|model-\d+-of-\d+\.safetensors")
-Progress = Callable[[int], object]
 
 
 def consolidate(
@@ -65,61 +49,10 @@ def consolidate(
         OSError: a file cannot be read or written, or EBADMSG: bytes are not what was saved.
         ValueError: the checkpoint is not one of zero.save, or dtype is none for weights.
     """
-    if dtype not in (None, *DTYPES):
-        raise ValueError(f"{_OP}: dtype is {dtype}, expected float32, bfloat16, float16 or None")
-    if max_shard_bytes < 1:
-        raise ValueError(f"{_OP}: max_shard_bytes is {max_shard_bytes}, expected 1 or more")
+    check_options(_OP, dtype, max_shard_bytes)
     path = folder_of(_OP, folder, tag)
     source = _Weights(path, dtype)
-    home = Path(out)
-    home.mkdir(parents=True, exist_ok=True)
-    shards = _shards(source.described, max_shard_bytes)
-    index: dict[str, str] = {}
-    names: list[str] = []
-    with AsyncIO() as engine, tempfile.TemporaryDirectory(prefix=_ASIDE, dir=home) as aside:
-        made = Path(aside)
-        for i, inside in enumerate(shards, 1):
-            names.append(ONE_FILE)
-            if len(shards) > 1:
-                names[-1] = f"model-{i:05}-of-{len(shards):05}.safetensors"
-            _write(made / names[-1], inside, source, engine, progress)
-            index |= dict.fromkeys(inside, names[-1])
-        if len(shards) > 1:
-            total = sum(tensor.nbytes for tensor in source.described.values())
-            content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
-            text = bytearray(json.dumps(content, indent=2).encode())
-            names.append(INDEX)
-            with NewFile(made / INDEX) as new:
-                engine.write(torch.frombuffer(text, dtype=torch.uint8), new.file).result()
-                new.publish()
-        _put_in_place(made, names, home)
-    return [home / name for name in names]
-
-
-def _put_in_place(made: Path, names: list[str], home: Path) -> None:
-    """Move what is on the disk to where an older result may be, of which nothing remains.
-
-    At each moment readers find the old model, the new one or none: never an old index beside new
-    files. As in Hugging Face's libraries, the one file counts where there is an index too.
-    """
-    old = {path.name for path in home.iterdir() if _RESULT.fullmatch(path.name)}
-    if len(names) > 1 and INDEX in old and old & set(names[:-1]):
-        _remove(home, [INDEX])  # it would tell of files that are about to be replaced
-    for name in names:
-        if name == INDEX:
-            sync_folder(home)  # all that it tells of has its name
-        os.replace(made / name, home / name)
-    sync_folder(home)
-    stale = old - set(names)
-    _remove(home, [name for name in (INDEX, ONE_FILE) if name in stale])
-    _remove(home, sorted(stale - {INDEX, ONE_FILE}))
-
-
-def _remove(home: Path, names: list[str]) -> None:
-    for name in names:
-        (home / name).unlink(missing_ok=True)
-    if names:
-        sync_folder(home)
+    return write_weight_files(out, source.described, source.read, max_shard_bytes, progress)
 
 
 class _Weights:
@@ -155,43 +88,3 @@ class _Weights:
     def _key(self, name: str, key: str) -> str | None:
         full = f"{OPTIMIZER}{name}.{key}"
         return full if full in self._metadata.state_dict_metadata else None
-
-
-def _shards(described: dict[str, Tensor], most: int) -> list[list[str]]:
-    """Cut the weights, in their order, into files."""
-    shards: list[list[str]] = []
-    room = -1
-    for name, tensor in described.items():
-        if tensor.nbytes > room:
-            shards.append([])
-            room = most
-        shards[-1].append(name)
-        room -= tensor.nbytes
-    return shards
-
-
-def _write(
-    path: Path,
-    names: Iterable[str],
-    source: _Weights,
-    engine: AsyncIO,
-    progress: Progress | None,
-) -> None:
-    entries = lay_out({name: source.described[name] for name in names}, mmap.PAGESIZE)
-    with NewFile(path) as new:
-        page = max(mmap.PAGESIZE, new.file.offset_alignment)
-        header = make_header(entries, {"format": "pt"}, page)
-        new.reserve(len(header) + max(entry.end for entry in entries.values()))
-        writer = PackedWriter(engine, new.file, page)
-        try:
-            writer.add(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-            for name in entries:
-                weight = source.read(name, engine)
-                assert weight.numel() == math.prod(source.described[name].shape)
-                writer.add(byte_view(weight.contiguous()))
-                if progress is not None:
-                    progress(weight.nbytes)
-            writer.finish()
-        finally:
-            writer.abandon()
-        new.publish()

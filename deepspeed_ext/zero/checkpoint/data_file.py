@@ -2,7 +2,7 @@
 
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -17,7 +17,12 @@ from deepspeed_ext.io.tensors import byte_view, plain
 from deepspeed_ext.zero.checkpoint.manifest import BLOCK, Piece
 
 
-def write(path: str, tensors: Mapping[str, Tensor], engine: AsyncIO) -> dict[str, Piece]:
+def write(
+    path: str,
+    tensors: Mapping[str, Tensor],
+    engine: AsyncIO,
+    read: Callable[[str], Tensor] | None = None,
+) -> dict[str, Piece]:
     """Write tensors into a new file, which stands under its name when it is on the disk.
 
     Those on a device come to the host one by one.
@@ -26,6 +31,7 @@ def write(path: str, tensors: Mapping[str, Tensor], engine: AsyncIO) -> dict[str
         path: of the file, whose folder exists.
         tensors: by name; they must not change meanwhile.
         engine: that writes.
+        read: returns the tensor of a name, where `tensors` has them on meta.
 
     Returns:
         Where each lies.
@@ -47,7 +53,7 @@ def write(path: str, tensors: Mapping[str, Tensor], engine: AsyncIO) -> dict[str
         try:
             writer.add(torch.frombuffer(bytearray(header), dtype=torch.uint8))
             for name, entry in entries.items():
-                content = byte_view(plain(tensors[name]).cpu())
+                content = byte_view(plain(tensors[name] if read is None else read(name)).cpu())
                 writer.add(content)
                 checksums = tuple(checksum_of(block) for block in content.split(BLOCK))
                 checksums = checksums if content.numel() else ()

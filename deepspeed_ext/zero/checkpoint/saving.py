@@ -45,7 +45,7 @@ from deepspeed_ext.zero.checkpoint.training_state import (
 )
 from deepspeed_ext.zero.sharding import Sharding, sharding_of
 
-COMMON = "common"
+COMMON, CLIENT = "common", "client"
 _SAVE, _LOAD = "zero.save", "zero.load"
 _log = logging.getLogger("deepspeed_ext")
 
@@ -102,7 +102,9 @@ def save(
         tag = checked_tag(_SAVE, tag)
         home = Path(os.path.abspath(path_text(_SAVE, folder)))  # the working folder may change
         sharding.check_idle(_SAVE)
-        own = _encoded(_name_of(dist.get_rank()), {"client": _plain(client_state), **_random()})
+        own = _encoded(
+            name_of_process(dist.get_rank()), {CLIENT: _plain(client_state), **_random()}
+        )
     lines = [f"tag {tag!r}", f"wait {wait}", *(f"client_state {name!r}" for name in client_state)]
     check_agreement(_SAVE, lines, sharding.mesh)
     _await_previous(_SAVE, sharding)
@@ -172,10 +174,10 @@ def load(
         metadata = reader.read_metadata()
         common = _fields(reader.value(metadata, COMMON), "processes", "groups")
         is_same = common["processes"] == dist.get_world_size()
-        name = _name_of(dist.get_rank() if is_same else 0)
-        own = _fields(reader.value(metadata, name), "client", "random")
+        name = name_of_process(dist.get_rank() if is_same else 0)
+        own = _fields(reader.value(metadata, name), CLIENT, "random")
         targets = Targets(_LOAD, sharding.model, optimizer, common["groups"], metadata)
-        _check_objects(objects, own["client"])
+        _check_objects(objects, own[CLIENT])
         check_extra(_LOAD, sharding.model, common.get("extra"))
     _read(reader, targets.tensors)
     if targets.again:  # in all processes, or in none
@@ -186,8 +188,8 @@ def load(
     if is_same:
         _set_random(own["random"])
     for name, value in objects.items():
-        value.load_state_dict(own["client"].pop(name))
-    client: dict[str, Any] = own["client"]
+        value.load_state_dict(own[CLIENT].pop(name))
+    client: dict[str, Any] = own[CLIENT]
     return client
 
 
@@ -205,8 +207,8 @@ def inspect(folder: str | os.PathLike[str], tag: str | None = None) -> dict[str,
         ValueError: it is not one of `save`.
     """
     reader = Reader(folder_of("zero.inspect", folder, tag))
-    own = _fields(reader.value(reader.read_metadata(), _name_of(0)), "client")
-    client: dict[str, Any] = own["client"]
+    own = _fields(reader.value(reader.read_metadata(), name_of_process(0)), CLIENT)
+    client: dict[str, Any] = own[CLIENT]
     return client
 
 
@@ -253,13 +255,22 @@ def _content(sharding: Sharding, optimizer: torch.optim.Optimizer | None) -> dic
     # Of buffers that differ, such as statistics, DCP would take some from each process.
     content |= tensors_of(_SAVE, model, with_buffers=is_first)
     if is_first:
-        common = {
-            "processes": dist.get_world_size(),
-            "groups": options_of(groups),
-            "extra": extra_of(model),
-        }
+        common = common_fields(dist.get_world_size(), groups, extra_of(model))
         content |= _encoded(COMMON, common)
     return content
+
+
+def common_fields(
+    processes: int, groups: list[dict[str, Any]], extra: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what a checkpoint says once.
+
+    Args:
+        processes: that saved it; 0: another program did, and there are no random numbers.
+        groups: of the optimizer, as `state_of` returns them.
+        extra: as `extra_of` returns it.
+    """
+    return {"processes": processes, "groups": options_of(groups), "extra": extra}
 
 
 def _encoded(name: str, value: object) -> dict[str, Any]:
@@ -324,7 +335,7 @@ class _Save:
 
 
 def _check_processes(metadata: Metadata, processes: int) -> None:
-    for name in (COMMON, *map(_name_of, range(processes))):
+    for name in (COMMON, *map(name_of_process, range(processes))):
         if name not in metadata.state_dict_metadata:
             raise RuntimeError(f"{_SAVE}: no process has given {name!r}, expected one of each")
 
@@ -380,7 +391,8 @@ def _fields(value: Any, *names: str) -> dict[str, Any]:
     return value
 
 
-def _name_of(rank: int) -> str:
+def name_of_process(rank: int) -> str:
+    """Return what a process's own values are called in a checkpoint."""
     return f"process.{rank}"
 
 

@@ -1,0 +1,104 @@
+"""Trainings go on from DeepSpeed's folders: on other numbers of processes, in other stages."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed_folder import Run
+from processes import Case
+from torch import Tensor, nn
+from zero_cases import Net, assert_close, loss_of, whole
+
+from deepspeed_ext import zero
+from deepspeed_ext.offload import OffloadOptimizer
+from deepspeed_ext.optim import DeepSpeedCPUAdam
+
+OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
+PARTS = 2  # of a batch, however many processes there are
+SOURCES = {"1": (1, 3), "2": (2, 1), "3": (3, 12)}  # stage and processes of DeepSpeed
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [p for n, p in trained if "norm" not in n]},
+        {"params": [p for n, p in trained if "norm" in n], "weight_decay": 0.0},
+    ]
+
+
+def train(model: nn.Module, optimizer: Any, first: int, last: int, parts: range) -> None:
+    for number in range(first, last):
+        sum(loss_of(model, number, part) / len(parts) for part in parts).backward()
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is None:  # DeepSpeed's flat gradients have zeros there
+                    param.grad = torch.zeros_like(param)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def plain() -> tuple[Net, torch.optim.AdamW]:
+    """Two steps without DeepSpeed."""
+    model = Net()
+    optimizer = torch.optim.AdamW(groups_of(model), **OPTIONS)
+    train(model, optimizer, 0, 2, range(PARTS))
+    return model, optimizer
+
+
+def written(model: Net, optimizer: torch.optim.AdamW, folder: Path, source: str) -> None:
+    """Write what DeepSpeed would have written then."""
+    names = {p: n for n, p in model.named_parameters()}
+
+    def values(param: Tensor) -> dict[str, Tensor]:
+        state = optimizer.state[param]
+        found = {"fp32": param.detach(), **{k: state[k] for k in ("exp_avg", "exp_avg_sq")}}
+        return {key: value.clone() for key, value in found.items()}
+
+    groups = [{names[p]: values(p) for p in group["params"]} for group in optimizer.param_groups]
+    stage, processes = SOURCES[source]
+    Run(
+        groups,
+        stage=stage,
+        processes=processes,
+        frozen={n: p.detach() for n, p in model.named_parameters() if not p.requires_grad},
+        ties={"head.weight": "embedding.weight"},
+        options=[
+            {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+        ],
+        step=2.0,
+        sub_group=100,
+    ).write(folder / "theirs")
+
+
+def goes_on(row: str, folder: Path) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    home = folder / f"{row}-{world}"
+    model, optimizer = plain()
+    if rank == 0:
+        written(model, optimizer, home, row)
+        zero.import_deepspeed(home / "theirs", home / "ours")
+    dist.barrier()
+    train(model, optimizer, 2, 4, range(PARTS))
+    expected = {name: param.detach() for name, param in model.named_parameters()}
+    mine = range(rank, PARTS, world)
+    for stage, kind in ((3, torch.optim.AdamW), (2, DeepSpeedCPUAdam), (1, OffloadOptimizer)):
+        sharded = zero.shard(Net(seed=5), stage)
+        more = {"model": sharded} if kind is OffloadOptimizer else {}
+        other: Any = kind(groups_of(sharded), lr=1.0, **more)
+        random = torch.get_rng_state()
+        client = zero.load(home / "ours", None, sharded, other)
+        assert client["global_steps"] == 5 and torch.equal(torch.get_rng_state(), random)
+        assert [group["weight_decay"] for group in other.param_groups] == [0.1, 0.0]
+        train(sharded, other, 2, 4, mine)
+        for name, param in sharded.named_parameters():
+            assert_close(whole(param), expected[name], f"{name}, {kind.__name__}")
+
+
+CASES = [Case(world, "goes_on", row) for row, world in (("1", 1), ("2", 2), ("3", 1), ("3", 2))]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.row}-{case.world}")
+def test_trainings_go_on(case: Case, groups: Any) -> None:
+    groups.run(case, "cpu")
