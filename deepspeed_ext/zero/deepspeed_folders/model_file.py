@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_ext.torch_internals.modules import EXTRA_STATE
 from deepspeed_ext.zero.deepspeed_folders.pickles import OP, Fields, is_same, shape_of
 from deepspeed_ext.zero.deepspeed_folders.placing import part_of
 
@@ -21,7 +22,6 @@ _OWN = {
 }
 _PASSED_ON = ("lr_scheduler", "data_sampler", "random_ltd")
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
-_EXTRA = "_extra_state"
 Fragments = tuple[Tensor, ...]
 
 
@@ -136,7 +136,7 @@ def _add_module(model: ModelFile, first: Fields, trained: set[str], has_empty: b
     tied: list[str] = []
     for name, value in module.content.items():
         module.text(name)
-        if name.rpartition(".")[2] == _EXTRA or not isinstance(value, Tensor):
+        if name.rpartition(".")[2] == EXTRA_STATE or not isinstance(value, Tensor):
             model.extra[name] = value
             continue
         tensor = module.tensor(value, name)
