@@ -28,7 +28,7 @@ constexpr int64_t kBatches = 6, kRight = 2;  // the first ones are right
 
 float number_at(int64_t i, float seed) { return std::sin(seed + float(i) * 0.73f); }
 
-float value_of_code(uint8_t code) {
+[[maybe_unused]] float value_of_code(uint8_t code) {
   if (std::is_same_v<Kind, dsx::Int8Kv>) return float(int8_t(code));
   const int exponent = code >> 3 & 15, fraction = code & 7;
   const float magnitude = exponent == 0 ? std::ldexp(float(fraction), -9)
@@ -37,7 +37,7 @@ float value_of_code(uint8_t code) {
 }
 
 // That of an integer from -7 to 7.
-uint8_t code_of(int integer) {
+[[maybe_unused]] uint8_t code_of(int integer) {
   if (std::is_same_v<Kind, dsx::Int8Kv>) return uint8_t(integer);
   constexpr uint8_t kCodes[] = {0, 0x38, 0x40, 0x44, 0x48, 0x4a, 0x4c, 0x4e};
   return uint8_t(kCodes[std::abs(integer)] | (integer < 0 ? 0x80 : 0));

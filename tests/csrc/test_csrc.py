@@ -115,6 +115,9 @@ class Way:
 
 
 SANITIZER = sanitizer()
+FAULTS = ["-fsanitize=address,undefined"]
+# clang 14 passes their registers of 512 bits in memory that is not aligned, with these flags.
+BY_GCC = ["quantized_linear_w4", "quantized_linear_w8"]
 WAYS = {  # by the product's flags tests/ops tries most kernels, on all instruction sets
     "product": Way(
         "",
@@ -132,12 +135,13 @@ WAYS = {  # by the product's flags tests/ops tries most kernels, on all instruct
     ),
     "sanitized": Way(
         SANITIZER,
-        [*SANITIZE, "-fsanitize=address,undefined"],
+        [*SANITIZE, *FAULTS],
         # Of the two caches of codes one: they differ in the conversion of an element.
-        [program for program in PROGRAMS if program != "kv_cache_fp8"],
+        [program for program in PROGRAMS if program not in ("kv_cache_fp8", *BY_GCC)],
     ),
+    "sanitized_by_gcc": Way("", [*SANITIZE, *FAULTS], BY_GCC),
     "threads": Way(
-        SANITIZER,
+        "",
         [*SANITIZE, "-fsanitize=thread"],
         ["steps", "storage", "lamb", *THREADED],
         sources={"steps": [ISA, "cpu_adam"]},  # all rules share the loop
@@ -167,7 +171,7 @@ def case_of(way: str, program: str) -> Any:
     addresses.
     """
     has_kernels = any("cpu" in source for source in PROGRAMS[program])
-    is_long = WAYS[way].emulator or (way in ("product", "sanitized") and has_kernels)
+    is_long = WAYS[way].emulator or (way != "threads" and way != "clang" and has_kernels)
     is_long = is_long or (way != "sanitized" and PROGRAMS[program] == ENGINE)
     return pytest.param((way, program), marks=[pytest.mark.long] if is_long else [])
 
@@ -180,7 +184,7 @@ def compiler_of(way: str, spec: OpSpec = NO_OP) -> list[str]:
     compiler = [WAYS[way].compiler] if WAYS[way].compiler else toolchain.cxx()
     flags = [*toolchain.compile_flags(spec, ""), "-Werror", "-pthread", *WAYS[way].flags]
     is_gcc = "Free Software Foundation" in version_of(*compiler)
-    flags += [*CALLS, FOUND_BY_ADDRESS] if way == "sanitized" and is_gcc else []
+    flags += [*CALLS, FOUND_BY_ADDRESS] if way.startswith("sanitized") and is_gcc else []
     return [*compiler, *flags, f"-I{CSRC}", f"-I{HERE}"]
 
 
