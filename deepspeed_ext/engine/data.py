@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -23,7 +24,7 @@ def loader_of(
         collate_fn: of torch's DataLoader.
         num_workers: likewise.
     """
-    place = mesh.get_rank()
+    place = mesh.mesh.flatten().tolist().index(dist.get_rank())
     sampler: DistributedSampler[Any] = DistributedSampler(dataset, mesh.size(), place)
     return DataLoader(
         dataset,

@@ -68,6 +68,8 @@ class Engine(nn.Module):
         self._is_last: bool | None = None  # of micro-steps, said by hand
         self._is_syncing = True  # not inside of no_sync
         self._was_applied = False
+        self._ended = 0  # micro-steps of the step that is under way
+        self._scaled = 0  # backwards of it that this engine has done itself
         self._accumulation = zero.Accumulation(model)
         self._stepping = None
         if optimizer is not None:
@@ -114,7 +116,7 @@ class Engine(nn.Module):
             The loss, divided.
 
         Raises:
-            RuntimeError: there is no optimizer, or no forward was before.
+            RuntimeError: there is no optimizer.
             ValueError: loss is not one number that has a gradient.
         """
         stepping = self._with_optimizer("backward")
@@ -129,16 +131,19 @@ class Engine(nn.Module):
             loss = loss / self._sizes.steps
         scaled = loss if stepping.scaler is None else stepping.scaler.scale(loss)
         scaled.backward(retain_graph=retain_graph)
+        self._scaled += 1
         return loss
 
     def step(self) -> None:
         """End a micro-step; after the last one clip, step and drop gradients, step the schedule.
 
         Raises:
-            RuntimeError: there is no optimizer, or no backward since the last step.
+            RuntimeError: there is no optimizer, or no backward since the last call; or, with fp16,
+                a backward was not scaled: gradients are dropped then.
         """
         stepping = self._with_optimizer("step")
-        if self._accumulation.backwards == 0:
+        backwards = self._accumulation.backwards
+        if backwards <= self._ended:
             raise RuntimeError(
                 "engine.step: there was no backward since the last step, expected"
                 " engine.backward(loss) before"
@@ -147,8 +152,16 @@ class Engine(nn.Module):
         self.micro_steps += 1
         self._was_applied = False
         if not is_last:
+            self._ended = backwards
             return
+        scaled, self._ended, self._scaled = self._scaled, 0, 0
         self._accumulation.end()
+        if stepping.scaler is not None and scaled < backwards:
+            self.zero_grad()
+            raise RuntimeError(
+                f"engine.step: {backwards - scaled} of {backwards} backwards are of a loss that was"
+                " not scaled, expected engine.backward(loss) with fp16; the gradients are dropped"
+            )
         self._was_applied = stepping.step()
         self.global_steps += 1
         self.global_samples += self._sizes.train
@@ -178,7 +191,7 @@ class Engine(nn.Module):
             return False
         if self._is_last is not None:
             return self._is_last
-        return (self.micro_steps + 1) % self._sizes.steps == 0
+        return self._ended + 1 >= self._sizes.steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say by hand, from now on, which micro-step is the last one; before its backward."""
@@ -252,7 +265,6 @@ class Engine(nn.Module):
             )
         steps = train_batch_size // in_micro_step
         self._sizes = sizes._replace(train=train_batch_size, steps=steps)
-        self.micro_steps = 0  # which tell where a step begins
 
     def fp16_enabled(self) -> bool:
         """Tell whether weights are used in float16."""

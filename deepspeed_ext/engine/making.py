@@ -15,7 +15,7 @@ from deepspeed_ext import zero
 from deepspeed_ext.config import Config, read as read_config
 from deepspeed_ext.engine.data import loader_of
 from deepspeed_ext.engine.engine import Engine
-from deepspeed_ext.engine.optimizers import Renamed, by_name, placed
+from deepspeed_ext.engine.optimizers import Renamed, by_name, check_given, placed
 from deepspeed_ext.engine.processes import config_of, ensure_group
 from deepspeed_ext.optim.schedules import SCHEDULES
 
@@ -54,7 +54,7 @@ def initialize(
         model: plain, or built under zero.Init; not sharded yet.
         optimizer: of parameters of the model, which has not stepped; its group dicts stay the same
             objects, and their `params` become shards. With offload_optimizer, OffloadOptimizer
-            stands in for Adam and AdamW. Or what makes one of parameters. None: that of the
+            stands in for torch's Adam and AdamW. Or what makes one of parameters. None: that of the
             config, or none, to evaluate only.
         model_parameters: that the config's optimizer, or what makes one, steps: tensors, or
             groups; None: all that require a gradient.
@@ -76,22 +76,37 @@ def initialize(
         raise ValueError(f"{_OP}: model is a {type(model).__name__}, expected a torch.nn.Module")
     read = read_config(config_of(args, config))
     owns_group = ensure_group()
-    mesh = mesh or init_device_mesh(_device(), (dist.get_world_size(),), mesh_dim_names=("shard",))
-    sizes = read.batch_sizes(mesh.size())
-    for sentence in read.warnings:
-        if dist.get_rank() == 0:
+    try:
+        mesh = mesh or init_device_mesh(
+            _device(), (dist.get_world_size(),), mesh_dim_names=("shard",)
+        )
+        for sentence in read.warnings if dist.get_rank() == 0 else ():
             _log.warning(sentence)
-    renamed = Renamed(model)
-    groups = renamed.checked_groups(model_parameters)
-    _shard(model, read, mesh)
-    for group in groups:
-        group["params"] = renamed.now(group["params"])
-    made = _optimizer(optimizer, groups, renamed, read, model, mesh)
-    scheduler = _scheduler(lr_scheduler, made, read)
-    engine = Engine(model, made, scheduler, read, sizes, mesh, owns_group)
+        sizes = read.batch_sizes(mesh.size())
+        made = _sharded(model, optimizer, model_parameters, read, mesh)
+        scheduler = _scheduler(lr_scheduler, made, read)
+        engine = Engine(model, made, scheduler, read, sizes, mesh, owns_group)
+    except BaseException:
+        if owns_group:
+            dist.destroy_process_group()
+        raise
     if training_data is not None:
         engine.training_dataloader = loader_of(training_data, sizes.micro, mesh, collate_fn)
     return engine, made, engine.training_dataloader, scheduler
+
+
+def _sharded(
+    model: nn.Module, optimizer: Any, params: Any, config: Config, mesh: DeviceMesh
+) -> torch.optim.Optimizer | None:
+    """Shard a model, and return what steps the shards."""
+    renamed = Renamed(model)
+    groups = renamed.checked_groups(params)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        check_given(optimizer, renamed)
+    _shard(model, config, mesh)
+    for group in groups:
+        group["params"] = renamed.now(group["params"])
+    return _optimizer(optimizer, groups, renamed, config, model, mesh)
 
 
 def _device() -> str:

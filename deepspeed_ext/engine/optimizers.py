@@ -28,8 +28,8 @@ _BY_NAME: dict[str, tuple[Make, Make, type[FlatStateOptimizer] | None]] = {
     "sgd": (optim.FusedSGD, optim.FusedSGD, optim.FusedSGD),
 }
 _SO_ANYWAY = ("cuda_aware", "comm_backend_name")
-# Whose groups have the options of DeepSpeedCPUAdam under the same names, and mean the same by them.
-_LIKE_ADAM = (torch.optim.AdamW, torch.optim.Adam, optim.FusedAdam, optim.DeepSpeedCPUAdam)
+# Whose groups have all options of DeepSpeedCPUAdam; ours have formats of state beside them.
+_LIKE_ADAM = (torch.optim.AdamW, torch.optim.Adam)
 
 
 class Renamed:
@@ -51,8 +51,8 @@ class Renamed:
             ValueError: one is not of the model.
         """
         if params is None:
-            params = [p for p in self._model.parameters() if p.requires_grad]
-        elif isinstance(params, Tensor):
+            return [{"params": [p for p in self._model.parameters() if p.requires_grad]}]
+        if isinstance(params, Tensor):
             params = [params]
         given = list(params)  # type: ignore[call-overload]  # a generator, too
         if not given:
@@ -154,28 +154,37 @@ def _is_decoupled(name: str, options: Mapping[str, Any]) -> bool:
     return bool(options.get("adam_w_mode", True)) or name.lower() == "adamw"
 
 
-def placed(
-    optimizer: torch.optim.Optimizer, renamed: Renamed, offload: Mapping[str, Any] | None
-) -> torch.optim.Optimizer:
-    """Let the optimizer of the user step the shards that stand in the places of its parameters.
-
-    Its group dicts stay the same objects, so that a scheduler that was made before goes on.
+def check_given(optimizer: torch.optim.Optimizer, renamed: Renamed) -> None:
+    """Refuse an optimizer of the user that cannot step shards, before anything is sharded.
 
     Raises:
-        ValueError: it has stepped, has parameters that are not of the model, or cannot be
-            offloaded.
+        ValueError: it has stepped, knows its parameters by more than their groups, or has others
+            than those of the model.
     """
-    if optimizer.state:
+    if optimizer.state or isinstance(optimizer, OffloadOptimizer):
+        what = "that has state" if optimizer.state else "of parameters that are not sharded"
         raise ValueError(
-            f"{_OP}: optimizer is a {type(optimizer).__name__} that has state, expected one that"
-            " has not stepped; load its state by load_checkpoint"
+            f"{_OP}: optimizer is a {type(optimizer).__name__} {what}, expected one that has"
+            " not stepped, or a function that makes one of parameters"
         )
     for group in optimizer.param_groups:
         for param in group["params"]:
             renamed.name_of(param, "optimizer")
+
+
+def placed(
+    optimizer: torch.optim.Optimizer, renamed: Renamed, offload: Mapping[str, Any] | None
+) -> torch.optim.Optimizer:
+    """Let an optimizer that was checked step the shards in the places of its parameters.
+
+    Its group dicts stay the same objects, so that a scheduler that was made before goes on.
+
+    Raises:
+        ValueError: it cannot be offloaded.
+    """
     for group in optimizer.param_groups:
         group["params"] = renamed.now(group["params"])
-    if offload is None or isinstance(optimizer, OffloadOptimizer):
+    if offload is None:
         return optimizer
     return _offloaded(optimizer, offload)
 
@@ -189,7 +198,8 @@ def _offloaded(
     ):
         raise ValueError(
             f"{_OP}: optimizer is a {type(optimizer).__name__} with offload_optimizer, expected"
-            " Adam or AdamW without amsgrad, or an OffloadOptimizer, which takes more classes"
+            " torch's Adam or AdamW without amsgrad; or a function that makes an"
+            " OffloadOptimizer of parameters, or the optimizer of the config"
         )
     decoupled = isinstance(optimizer, torch.optim.AdamW)
     made = [dict(group) for group in optimizer.param_groups]

@@ -44,17 +44,22 @@ class Stepping:
         Returns:
             whether it was taken. A class that is not ours steps with whatever gradients there are.
         """
+        try:
+            return self._step()
+        finally:
+            self._optimizer.zero_grad()
+
+    def _step(self) -> bool:
         if self.scaler is not None:
-            is_taken = self.scaler.step(self._optimizer, self._max_norm)
-            self.norm = self.scaler.grad_norm
-        elif self._is_ours:
+            try:
+                return self.scaler.step(self._optimizer, self._max_norm)
+            finally:
+                self.norm = self.scaler.grad_norm
+        if self._is_ours:
             self.norm = self._optimizer.clip_and_step(self._max_norm)
-            is_taken = True
-        else:
-            params = [p for group in self._optimizer.param_groups for p in group["params"]]
-            norm = nn.utils.clip_grad_norm_(params, self._max_norm)
-            self.norm = norm.full_tensor() if is_dtensor(norm) else norm
-            self._optimizer.step()
-            is_taken = True
-        self._optimizer.zero_grad()
-        return is_taken
+            return True
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        norm = nn.utils.clip_grad_norm_(params, self._max_norm)
+        self.norm = norm.full_tensor() if is_dtensor(norm) else norm
+        self._optimizer.step()
+        return True

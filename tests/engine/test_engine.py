@@ -213,9 +213,14 @@ def goes_on(row, folder):
             each.step()
     pairs = zip(engine.parameters(), plain.parameters(), strict=True)
     assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
-    with pytest.raises(RuntimeError, match=r"engine\.step: there was no backward"):
+    for _ in range(2):  # also between micro-steps
+        with pytest.raises(RuntimeError, match=r"engine\.step: there was no backward"):
+            engine.step()
+        engine.backward(loss_of(engine, 0))
         engine.step()
     engine.save_checkpoint(folder / "goes_on")
+    engine.set_train_batch_size(3 * 4 * dist.get_world_size())
+    assert engine.gradient_accumulation_steps() == 3
     engine.backward(loss_of(engine, 0))
     with pytest.raises(RuntimeError, match="between micro-steps"):
         engine.save_checkpoint(folder / "goes_on")
@@ -260,6 +265,45 @@ NAMES = {
 }
 
 
+def unscaled(row, folder):
+    """A plain backward with fp16 would be divided by a scale that it does not have."""
+    engine, *_ = deepspeed_ext.initialize(model=Net(), config=config(2, "fp16", steps=2))
+    before = [p.full_tensor() for p in engine.parameters()]
+    engine.backward(loss_of(engine, 0))
+    engine.step()
+    (loss_of(engine, 1) / 2).backward()
+    with pytest.raises(RuntimeError, match="1 of 2 backwards are of a loss that was not scaled"):
+        engine.step()
+    assert all(p.grad is None for p in engine.parameters())
+    assert all(map(torch.equal, before, (p.full_tensor() for p in engine.parameters())))
+    for number in range(4):
+        engine.backward(loss_of(engine, number))
+        engine.step()
+    assert engine.global_steps == 2
+
+
+def client_of_ours(row, folder):
+    """An optimizer of this package is placed as torch's is; one that offloads is refused."""
+    model = Net()
+    client = DeepSpeedCPUAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    given = config(2)
+    del given["optimizer"]
+    engine, *_ = deepspeed_ext.initialize(model=model, optimizer=client, config=given)
+    plain, *_ = deepspeed_ext.initialize(
+        model=Net(), config=config(2, optimizer={"type": "AdamW", "params": {"lr": 1e-2}})
+    )
+    for number in range(3):
+        for each in (engine, plain):
+            each.backward(loss_of(each, number))
+            each.step()
+    pairs = zip(engine.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+    model = Net()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with pytest.raises(ValueError, match="OffloadOptimizer of parameters that are not sharded"):
+        deepspeed_ext.initialize(model=model, optimizer=OffloadOptimizer(trained), config=given)
+
+
 def no_syncs(row, folder):
     """Backwards inside of no_sync are of micro-steps that are not the last one."""
     engine, *_ = deepspeed_ext.initialize(model=Net(), config=config(1))
@@ -284,6 +328,8 @@ CASES = [
     Case(2, "resumes", ""),
     Case(2, "goes_on", ""),
     Case(2, "no_syncs", ""),
+    Case(2, "unscaled", ""),
+    Case(2, "client_of_ours", ""),
     *(Case(2, "optimizers_by_name", row) for row in NAMES),
 ]
 
@@ -336,5 +382,14 @@ def test_errors(arguments, text, alone) -> None:
     given = {"model": nn.Linear(3, 2), "config": config(0), **arguments}
     with pytest.raises(ValueError, match=text):
         deepspeed_ext.initialize(**given)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    assert not dist.is_initialized()
+
+
+def test_a_model_that_is_only_called(alone) -> None:
+    """Frozen, without an optimizer, as models of reference are."""
+    model = nn.Linear(3, 2).requires_grad_(False)
+    given = {"train_batch_size": 1, "zero_optimization": {"stage": 3}}
+    with deepspeed_ext.initialize(model=model, config=given)[0] as engine:
+        assert engine(torch.ones(1, 3)).shape == (1, 2)
+        with pytest.raises(RuntimeError, match="has no optimizer"):
+            engine.step()
