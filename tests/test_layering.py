@@ -6,6 +6,7 @@ small samples that break it, so that a rule that has gone blind is noticed.
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
@@ -407,6 +408,12 @@ def test_tests_and_benchmarks_are_short() -> None:
     paths = [path for folder in folders for path in folder.rglob("*") if path.suffix in SOURCES]
     texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
     assert problems(files_are_short, texts) == []
+
+
+def test_names_of_test_modules_are_their_own() -> None:
+    """Tests of all folders run in one process, which imports modules by name alone."""
+    names = Counter(path.stem for path in (ROOT / "tests").rglob("*.py"))
+    assert {name for name, files in names.items() if files > 1} <= {"conftest"}
 
 
 def name_of(value: object) -> str:

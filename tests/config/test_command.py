@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from samples_of_parts import SAMPLES
+from configs_of_parts import SAMPLES
 
 from deepspeed_ext.config.__main__ import main
 from deepspeed_ext.config.page import page

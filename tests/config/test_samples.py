@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping
 
 import pytest
+from configs_of_parts import SAMPLES
 from pydantic import BaseModel
-from samples_of_parts import SAMPLES
 
 from deepspeed_ext.config import Config, read
 from deepspeed_ext.config.tree import Root

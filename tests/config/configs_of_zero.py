@@ -2,7 +2,7 @@
 
 import math
 
-from samples import FP16, Sample
+from configs import FP16, Sample
 
 
 def _under(prefix: str, names: str) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """50 configs as people have them: what acts, what is warned of and what is refused in each.
 
-Here those without much of ZeRO; samples_of_zero and samples_of_parts have the others.
+Here those without much of ZeRO; configs_of_zero and configs_of_parts have the others.
 
 They are written for these tests; keys and how often each occurs are those of public configs.
 """

@@ -1,7 +1,7 @@
 """The rest of the 50 configs: those with a block of a part that is not here."""
 
-from samples import PLAIN, Sample
-from samples_of_zero import ZERO
+from configs import PLAIN, Sample
+from configs_of_zero import ZERO
 
 _FP16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}
 _ONE_BIT = {"lr": 1e-4, "freeze_step": 23000, "cuda_aware": False, "comm_backend_name": "nccl"}
