@@ -368,21 +368,21 @@ def test_force_isa(case: tuple[str, str], folder: Path) -> None:
         )
 
 
+OLDER_CPUS = [("Nehalem", "sse2", "isa"), ("Nehalem", "sse2", "steps"), ("Haswell", "avx2", "isa")]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("cpu", "widest"), [("Nehalem", "sse2"), ("Haswell", "avx2")])
-@pytest.mark.parametrize("case", [("product", "isa"), ("product", "steps")], ids="-".join)
-def test_older_cpus(
-    case: tuple[str, str],
-    cpu: str,
-    widest: str,
-    folder: Path,
-) -> None:
-    """A CPU without the wide instructions is recognised, and none of them is executed on it."""
+@pytest.mark.parametrize(("cpu", "widest", "program"), OLDER_CPUS)
+def test_older_cpus(cpu: str, widest: str, program: str, folder: Path) -> None:
+    """A CPU without the wide instructions is recognised, and none of them is executed on it.
+
+    Kernels are run on the oldest: emulated, a Haswell takes six times as long.
+    """
     if shutil.which("qemu-x86_64") is None or os.uname().machine != "x86_64":
         pytest.skip("no qemu-x86_64, or not on x86-64; run: apt-get install qemu-user")
-    command = ["qemu-x86_64", "-cpu", cpu, str(compile_program(*case, folder))]
+    command = ["qemu-x86_64", "-cpu", cpu, str(compile_program("product", program, folder))]
     assert run(command).returncode == 0
-    if case[1] == "isa":
+    if program == "isa":
         assert run([*command, "current"]).stdout.split()[-1] == widest
 
 
