@@ -105,7 +105,7 @@ class Engine(Checkpoints):
         """Whether `compile` was called."""
         return is_compiled_in_place(self.module)
 
-    def compile(  # type: ignore[override]
+    def compile(
         self,
         backend: Any = "inductor",
         compile_kwargs: Mapping[str, Any] | None = None,

@@ -17,7 +17,8 @@ from deepspeed_ext.torch_internals.dispatch import (
     tree_leaves,
 )
 from deepspeed_ext.zero.calls import Backward, Loop
-from deepspeed_ext.zero.sharding import NAME, Sharding
+from deepspeed_ext.zero.kinds_of_parameters import NAME
+from deepspeed_ext.zero.sharding import Sharding
 
 
 def keep_whole(model: nn.Module, stage: int, mesh: DeviceMesh) -> bool:
