@@ -111,6 +111,15 @@ class Accumulation:
         self._loop.ends = is_last
         self._sharding.micro_step(self._loop, self._loop.at)
 
+    def watch(self, output: object) -> None:
+        """Take note of what a forward has returned, if its backward is not known otherwise.
+
+        Args:
+            output: of the model, after `begin`; tensors in lists, tuples, dicts and what torch
+                knows as such.
+        """
+        self._sharding.watch(output)
+
     def end(self, is_whole: bool = True) -> None:
         """End the micro-steps; gradients are there if the last one had a backward.
 

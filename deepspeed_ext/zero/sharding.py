@@ -155,6 +155,9 @@ class Sharding:
         """Tell whether an error has ended a backward, of which parts are left."""
         return not is_in_backward() and self.stopped() == "backward"
 
+    def watch(self, output: object) -> None:
+        """Do nothing: fully_shard hears of backwards."""
+
     def stopped(self) -> str:
         """Tell what an error has ended, a "forward" or "backward", or nothing."""
         return interruption(self.model)
