@@ -202,6 +202,7 @@ class Engine(Checkpoints):
         if scale_wrt_gas and self._sizes.steps > 1:
             loss = loss / self._sizes.steps
         scaled = loss if stepping.scaler is None else stepping.scaler.scale(loss)
+        self._accumulation.watch(scaled)  # also where its forward was not the engine's
         self._now.has_failed = True  # until it is over
         with self._measured("backward"):
             scaled.backward(retain_graph=retain_graph)

@@ -112,11 +112,10 @@ class Accumulation:
         self._sharding.micro_step(self._loop, self._loop.at)
 
     def watch(self, output: object) -> None:
-        """Take note of what a forward has returned, if its backward is not known otherwise.
+        """Take note of tensors whose backward is that of the micro-step, if nothing else tells.
 
         Args:
-            output: of the model, after `begin`; tensors in lists, tuples, dicts and what torch
-                knows as such.
+            output: of the model, or the loss; tensors in lists, tuples, dicts and the like.
         """
         self._sharding.watch(output)
 
