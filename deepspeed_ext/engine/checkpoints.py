@@ -201,9 +201,10 @@ class Checkpoints(Settings):
         Args:
             exclude_frozen_parameters: leave out those that need no gradient.
         """
-        return self._in_first_process(
+        state: OrderedDict[str, Tensor] | None = self._in_first_process(
             "engine._consolidated_16bit_state_dict", _state_of, exclude_frozen_parameters
         )
+        return state
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
@@ -233,8 +234,9 @@ class Checkpoints(Settings):
         placed = OrderedDict(state_dict)
         for name, param in self.state_dict(keep_vars=True).items():
             given = placed.get(name)
-            is_whole = isinstance(given, Tensor) and not is_dtensor(given)
-            if not isinstance(param, Tensor) or not is_dtensor(param) or not is_whole:
+            if not isinstance(param, Tensor) or not is_dtensor(param):
+                continue
+            if not isinstance(given, Tensor) or is_dtensor(given):
                 continue
             if given.shape == param.shape:  # else torch says what is wrong
                 placed[name] = spread(part_for(given.to(param.device), param), param)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,27 @@ from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.torch_internals.modules import is_compiled_in_place
 
 _log = logging.getLogger("deepspeed_ext")
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far the step is that is under way.
+
+    Args:
+        phases: what measures it.
+        ended: its micro-steps that are over.
+        seen: backwards of these.
+        scaled: its backwards that the engine has done itself.
+        has_failed: an error has ended the last one of these.
+        was_applied: whether the last call of step has stepped the optimizer.
+    """
+
+    phases: Phases | None = None
+    ended: int = 0
+    seen: int = 0
+    scaled: int = 0
+    has_failed: bool = False
+    was_applied: bool = False
 
 
 class Engine(Checkpoints):
@@ -68,13 +90,8 @@ class Engine(Checkpoints):
         self._is_in_group = is_in_group
         self._is_last: bool | None = None  # of micro-steps, said by hand
         self._is_syncing = True  # not inside of no_sync
-        self._was_applied = False
-        self._ended = 0  # micro-steps of the step that is under way
-        self._seen = 0  # backwards of these
-        self._scaled = 0  # backwards of the step that this engine has done itself
-        self._has_failed = False  # an error has ended its last backward
+        self._now = _Progress()
         self._metrics = Metrics(mesh.size())
-        self._phases: Phases | None = None
         self._reports = reports
         self._accumulation = zero.Accumulation(model)
         self._stepping = None
@@ -85,6 +102,13 @@ class Engine(Checkpoints):
                     "initialize: gradients are not clipped; DeepSpeed since 0.19 clips them to 1"
                     " where gradient_clipping is not set"
                 )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a count at once: nn.Module looks for long at what it might be."""
+        if type(value) in (int, _Progress):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -105,7 +129,7 @@ class Engine(Checkpoints):
         """Whether `compile` was called."""
         return is_compiled_in_place(self.module)
 
-    def compile(  # type: ignore[override]
+    def compile(
         self,
         backend: Any = "inductor",
         compile_kwargs: Mapping[str, Any] | None = None,
@@ -137,16 +161,18 @@ class Engine(Checkpoints):
         """Call the model; with gradients on, a micro-step begins."""
         if not torch.is_grad_enabled() or self._stepping is None:
             return self.module(*args, **kwargs)
-        if self._has_failed or self._accumulation.is_broken:
+        if self._now.has_failed or self._accumulation.is_broken:
             self._drop_step()
         if not self._accumulation.is_open:
             self._metrics.begin()
-            self._phases = self._phases_of(self.global_steps + 1)
+            self._now.phases = self._phases_of(self.global_steps + 1)
         self._accumulation.begin(self.is_gradient_accumulation_boundary())
         if self.module.training:
             self._metrics.add_batch(args, kwargs)
         with self._measured("forward"):
-            return self.module(*args, **kwargs)
+            output = self.module(*args, **kwargs)
+        self._accumulation.watch(output)
+        return output
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -173,14 +199,15 @@ class Engine(Checkpoints):
             )
         # Said anew: set_gradient_accumulation_boundary may have come after the forward.
         self._accumulation.begin(self.is_gradient_accumulation_boundary())
-        if scale_wrt_gas:
+        if scale_wrt_gas and self._sizes.steps > 1:
             loss = loss / self._sizes.steps
         scaled = loss if stepping.scaler is None else stepping.scaler.scale(loss)
-        self._has_failed = True  # until it is over
+        self._accumulation.watch(scaled)  # also where its forward was not the engine's
+        self._now.has_failed = True  # until it is over
         with self._measured("backward"):
             scaled.backward(retain_graph=retain_graph)
-        self._has_failed = False
-        self._scaled += 1
+        self._now.has_failed = False
+        self._now.scaled += 1
         self._metrics.add_loss(loss)
         return loss
 
@@ -195,20 +222,20 @@ class Engine(Checkpoints):
         """
         stepping = self._with_optimizer("step")
         backwards = self._accumulation.backwards
-        if backwards <= self._seen:
+        if backwards <= self._now.seen:
             raise RuntimeError(
                 "engine.step: there was no backward since the last step, expected"
                 " engine.backward(loss) before"
             )
         is_last = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
-        self._ended += 1
-        self._was_applied = False
+        self._now.ended += 1
+        self._now.was_applied = False
         if not is_last:
-            self._seen = backwards
+            self._now.seen = backwards
             return
-        scaled, micro_steps = self._scaled, self._ended
-        self._seen = self._ended = self._scaled = 0
+        scaled, micro_steps = self._now.scaled, self._now.ended
+        self._now = _Progress(self._now.phases)
         self._accumulation.end()
         if stepping.scaler is not None and scaled < backwards:
             self.zero_grad()
@@ -218,12 +245,12 @@ class Engine(Checkpoints):
             )
         rate = self._first_rate()
         with self._measured("step"):
-            self._was_applied = stepping.step()
+            self._now.was_applied = stepping.step()
         self.global_steps += 1
         self.global_samples += self._sizes.train
-        self.skipped_steps += not self._was_applied
+        self.skipped_steps += not self._now.was_applied
         self._report(stepping, micro_steps, rate)
-        if self._was_applied and self.lr_scheduler is not None:
+        if self._now.was_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step()
 
     def _report(self, stepping: Stepping, micro_steps: int, rate: Any) -> None:
@@ -232,7 +259,7 @@ class Engine(Checkpoints):
             self.global_steps,
             self.global_samples,
             self._sizes.train // self._sizes.steps * micro_steps,
-            self._phases,
+            self._now.phases,
             lr=rate,
             norm=stepping.norm,
             scale=stepping.scale,
@@ -246,7 +273,7 @@ class Engine(Checkpoints):
         return rate.clone() if isinstance(rate, Tensor) else rate
 
     def _measured(self, phase: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._phases is None else self._phases.measured(phase)
+        return nullcontext() if self._now.phases is None else self._now.phases.measured(phase)
 
     def _phases_of(self, number: int) -> Phases | None:
         """Return what measures a step, if it is one that is logged and the config asks for it."""
@@ -258,8 +285,7 @@ class Engine(Checkpoints):
     def _drop_step(self) -> None:
         """Begin a step anew: what an error has left of a backward is no part of any step."""
         self._accumulation.end(is_whole=False)
-        self._seen = self._ended = self._scaled = 0
-        self._has_failed = False
+        self._now = _Progress()
 
     def metrics(self) -> dict[str, float]:
         """Return what is known of the last step; waits for the device.
@@ -287,7 +313,7 @@ class Engine(Checkpoints):
             return False
         if self._is_last is not None:
             return self._is_last
-        return self._ended + 1 >= self._sizes.steps
+        return self._now.ended + 1 >= self._sizes.steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say by hand, from now on, which micro-step is the last one; before its backward."""
@@ -306,7 +332,7 @@ class Engine(Checkpoints):
 
     def was_step_applied(self) -> bool:
         """Tell whether the last call of `step` has stepped the optimizer."""
-        return self._was_applied
+        return self._now.was_applied
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's gradients before clipping; waits for the device."""

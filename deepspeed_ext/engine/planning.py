@@ -15,7 +15,7 @@ from deepspeed_ext.engine.monitors import check_packages
 from deepspeed_ext.engine.optimizers import Named, Renamed, check_given, placed
 from deepspeed_ext.engine.stepping import Stepping, scaler_of
 from deepspeed_ext.optim.schedules import SCHEDULES
-from deepspeed_ext.zero.sharding import is_sharded
+from deepspeed_ext.zero.kinds_of_parameters import is_sharded
 
 _OP = "initialize"
 _OWN = ("tensorboard", "wandb", "csv_monitor")  # blocks that the first process alone goes by

@@ -111,6 +111,14 @@ class Accumulation:
         self._loop.ends = is_last
         self._sharding.micro_step(self._loop, self._loop.at)
 
+    def watch(self, output: object) -> None:
+        """Take note of tensors whose backward is that of the micro-step, if nothing else tells.
+
+        Args:
+            output: of the model, or the loss; tensors in lists, tuples, dicts and the like.
+        """
+        self._sharding.watch(output)
+
     def end(self, is_whole: bool = True) -> None:
         """End the micro-steps; gradients are there if the last one had a backward.
 

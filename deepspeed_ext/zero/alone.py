@@ -5,11 +5,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from deepspeed_ext.torch_internals.compiler import untraced
 from deepspeed_ext.torch_internals.dispatch import (
     current_backward,
     is_in_backward,
@@ -17,7 +15,8 @@ from deepspeed_ext.torch_internals.dispatch import (
     tree_leaves,
 )
 from deepspeed_ext.zero.calls import Backward, Loop
-from deepspeed_ext.zero.sharding import NAME, Sharding
+from deepspeed_ext.zero.kinds_of_parameters import NAME
+from deepspeed_ext.zero.sharding import Sharding
 
 
 def keep_whole(model: nn.Module, stage: int, mesh: DeviceMesh) -> bool:
@@ -49,8 +48,15 @@ class Alone(Sharding):
     def attach(self) -> None:
         """Stand by the model."""
         self._has_failed = False
+        self._begins = partial(_in_backward, weakref.ref(self))
         object.__setattr__(self.model, NAME, self)
-        self.model.register_forward_hook(partial(_after_forward, weakref.ref(self)))
+
+    def watch(self, output: object) -> None:
+        """Hear of a backward by what a forward has returned."""
+        if not is_in_backward():
+            for tensor in (output,) if isinstance(output, Tensor) else tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._begins)
 
     def reshard(self) -> None:
         """Do nothing, as nothing is gathered."""
@@ -98,18 +104,6 @@ class _Backward(Backward):
     def __call__(self) -> None:
         super().__call__()
         self._ended()
-
-
-@untraced
-def _after_forward(
-    sharding: "weakref.ref[Alone]", model: nn.Module, inputs: object, output: object
-) -> None:
-    found = sharding()
-    if found is None or is_in_backward() or not torch.is_grad_enabled():
-        return
-    for tensor in tree_leaves(output):
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            tensor.register_hook(partial(_in_backward, sharding))
 
 
 def _in_backward(sharding: "weakref.ref[Alone]", _: Any) -> None:

@@ -1,11 +1,19 @@
-"""Errors where parameters are shards and have to be whole, or the other way round."""
+"""Which models are sharded; errors where shards have to be whole, or the other way round."""
 
 import weakref
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from deepspeed_ext.dtensors import is_dtensor
+
+NAME = "_deepspeed_ext_sharding"  # the attribute of a model that says how it is sharded
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Tell whether a module is sharded, by whomever, or kept whole in the place of such a one."""
+    return isinstance(module, FSDPModule) or NAME in vars(module)
 
 
 def check_all_sharded(model: nn.Module) -> None:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deepspeed_ext.torch_internals.compiler import untraced
@@ -44,11 +43,10 @@ from deepspeed_ext.torch_internals.fully_shard import (
 from deepspeed_ext.zero.agreement import check_agreement
 from deepspeed_ext.zero.borrowing import name_borrowed
 from deepspeed_ext.zero.calls import Backward, Loop, calls_of
-from deepspeed_ext.zero.kinds_of_parameters import check_all_sharded, save_pretrained
+from deepspeed_ext.zero.kinds_of_parameters import NAME, check_all_sharded, save_pretrained
 from deepspeed_ext.zero.unreduced import Marks
 
 _log = logging.getLogger("deepspeed_ext")
-NAME = "_deepspeed_ext_sharding"
 
 
 class Sharding:
@@ -156,6 +154,9 @@ class Sharding:
     def is_broken(self) -> bool:
         """Tell whether an error has ended a backward, of which parts are left."""
         return not is_in_backward() and self.stopped() == "backward"
+
+    def watch(self, output: object) -> None:
+        """Do nothing: fully_shard hears of backwards."""
 
     def stopped(self) -> str:
         """Tell what an error has ended, a "forward" or "backward", or nothing."""
@@ -419,11 +420,6 @@ class Sharding:
                     f"zero: parameter {name!r} is {what}, expected the parameters that were"
                     " sharded; change the model before zero.shard"
                 )
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Tell whether a module is sharded, by whomever, or kept whole in the place of a sharded one."""
-    return isinstance(module, FSDPModule) or NAME in vars(module)
 
 
 def sharding_of(op: str, model: nn.Module) -> Sharding:

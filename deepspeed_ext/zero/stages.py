@@ -12,7 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.zero.agreement import check_agreement
 from deepspeed_ext.zero.blocks import Block, blocks_of
-from deepspeed_ext.zero.sharding import Sharding, is_sharded
+from deepspeed_ext.zero.kinds_of_parameters import is_sharded
+from deepspeed_ext.zero.sharding import Sharding
 
 _OP = "zero.shard"
 _log = logging.getLogger("deepspeed_ext")

@@ -31,7 +31,7 @@ class WholeWeights:
         mesh = sharding.mesh
         self._group = mesh.get_group(mesh.ndim - 1)  # of processes that share each parameter out
         self._device = mesh.device_type
-        place = mesh.get_coordinate() or []
+        place: list[int] = list(mesh.get_coordinate() or ())
         self.takes_part = not any(place[:-1])  # others have the same once more
         self.is_first = not any(place)
         self._tensors: dict[str, Tensor] = {}

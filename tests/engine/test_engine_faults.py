@@ -190,6 +190,16 @@ def other_batch_sizes(row, folder):
     assert second.global_samples == samples + 4 * dist.get_world_size()
 
 
+def calls_the_module(row, folder):
+    """A forward of the model itself, as scripts do that have unwrapped it."""
+    engine, plain = made(1, steps=2), made(1, steps=2)
+    for number in range(4):
+        engine.backward(loss_of(engine.module, number))
+        engine.step()
+    train(plain, *range(4))
+    assert_same(engine, plain)
+
+
 def resumes(row, folder):
     """What one process has whole goes on where it is in shards, and the other way round."""
     engine, sharded = made(1, steps=2), made(3, steps=2)
@@ -220,6 +230,7 @@ CASES = [
     *(Case(2, "compiled", row) for row in ("1", "3")),
     *(Case(1, "errors_in_backward", row) for row in ("0-loss", "1-plain", "2-block")),
     *(Case(1, name, "1") for name in ("two_engines", "several_backwards", "compiled")),
+    *(Case(world, "calls_the_module", "") for world in (1, 2)),
     Case(1, "resumes", ""),
 ]
 
