@@ -67,8 +67,9 @@ class GatheredParameters:
         rank = self._rank
         if rank is not None:
             check_not_lent(self._plain)
-            for shard in filter(None, map(sharded, self._kept[:1])):
-                rank = int(shard.device_mesh.mesh.flatten()[rank])
+            first = sharded(self._kept[0]) if self._kept else None
+            if first is not None:
+                rank = int(first.device_mesh.mesh.flatten()[rank])
         inner = _Gathered(self._kept, rank, inside=models_of(self._kept), as_used=True)
         for param in self._kept:
             describe(param, is_whole=True)
