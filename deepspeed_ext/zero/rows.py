@@ -23,7 +23,7 @@ _METHODS = {
     *("__format__", "__hash__", "__repr__", "dim", "element_size", "get_device", "is_complex"),
     *("is_contiguous", "is_floating_point", "is_pinned", "is_shared", "nelement", "numel", "size"),
     *("bfloat16", "cpu", "cuda", "detach", "double", "float", "half", "requires_grad_", "to"),
-    *("data_ptr", "ndimension", "stride", "type", "untyped_storage", "is_inference", FITS_DATA),
+    *("ndimension", "type", "is_inference", FITS_DATA),
 }
 _NOT_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}
 
