@@ -226,6 +226,17 @@ def refusals(row, folder):
         compat.Init(remote_device="nvme")
     with pytest.raises(ValueError, match="has no dimensions"), compat.Init():
         zero.shard(Drawn(0), 3)
+    held, other = model[0].weight, nn.Sequential(model[0])
+    zero.shard(copy.deepcopy(model), 3)  # which is another model
+    zero.shard(model, 3)
+    text = "has given its rows to a model that was sharded since"
+    with pytest.raises(ValueError, match=f"GatheredParameters: a parameter {text}"):
+        compat.GatheredParameters([held])
+    other[0].weight = held
+    with pytest.raises(ValueError, match=f"zero.shard: weight of a FSDPLinear {text}"):
+        zero.shard(other, 3)
+    with compat.Init():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if dist.get_rank() == 0:  # processes that differ
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(ValueError, match="expected the same model"):
