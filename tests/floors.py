@@ -8,9 +8,10 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("optim", "io"),
     ("quantization",),
     ("offload",),
-    ("zero", "inference", "environment", "compat"),
+    ("zero", "inference", "environment"),
     ("config",),
     ("engine", "report", "examples", "interfaces"),
+    ("compat",),
 )
 ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "io": (
@@ -81,11 +82,11 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "zero": (
         (
-            *("agreement", "blocks", "borrowing", "calls", "gather", "memory"),
-            *("kinds_of_parameters", "names", "saved_model", "scaling", "unreduced"),
+            *("agreement", "blocks", "borrowing", "calls", "kinds_of_parameters", "memory"),
+            *("names", "saved_model", "scaling", "unreduced"),
         ),
-        ("sharding", "units"),
-        ("accumulate", "alone", "drawing", "stages", "whole_weights"),
+        ("rows", "sharding", "shown", "units"),
+        ("accumulate", "alone", "drawing", "gather", "stages", "whole_weights"),
         ("checkpoint", "init"),
         ("deepspeed_folders",),
         ("__main__",),
@@ -203,7 +204,9 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
             *("fused_optim", "layernorm"),
             *("scaled_masked_softmax", "scaled_upper_triangle_masked_softmax"),
         ),
+        ("zero",),
     ),
+    "compat/zero": (("parameters",), ("gathered",), ("init",)),
     "examples": (
         ("gpt", "optimizers", "run_folder", "text"),
         ("gpt_engine", "trainer"),

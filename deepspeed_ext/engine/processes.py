@@ -2,6 +2,7 @@
 
 import os
 from argparse import Namespace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def join_group() -> bool:
         RuntimeError: some of torchrun's variables are there and others are not.
     """
     if not dist.is_initialized():
-        _make_group()
+        make_group()
     elif not default_store().check([_key()]):
         return False
     default_store().add(_key(), 1)
@@ -47,14 +48,24 @@ def _key() -> str:
     return f"{_ENGINES}/{dist.get_rank()}"
 
 
-def _make_group() -> None:
+def make_group(backend: str | None = None, timeout: timedelta | None = None) -> None:
+    """Make the process group.
+
+    Args:
+        backend: of torch.distributed; None: nccl with a GPU, else gloo.
+        timeout: of collectives; None: torch's.
+
+    Raises:
+        RuntimeError: as join_group.
+    """
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    backend = "nccl" if has_gpu else "gloo"
+    backend = backend or ("nccl" if has_gpu else "gloo")
     there = [name for name in _WANTED if name in os.environ]
     if not there:
-        dist.init_process_group(backend, store=_distributed.HashStore(), rank=0, world_size=1)
+        store = _distributed.HashStore()
+        dist.init_process_group(backend, None, timeout, store=store, rank=0, world_size=1)
         return
     if len(there) < len(_WANTED):
         missing = [name for name in _WANTED if name not in there]
@@ -62,7 +73,7 @@ def _make_group() -> None:
             f"initialize: {', '.join(there)} are set and {', '.join(missing)} are not, expected all"
             " of them, as torchrun sets them, or none"
         )
-    dist.init_process_group(backend)
+    dist.init_process_group(backend, None, timeout)
 
 
 def device_of_group() -> str:

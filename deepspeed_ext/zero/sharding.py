@@ -43,7 +43,12 @@ from deepspeed_ext.torch_internals.fully_shard import (
 from deepspeed_ext.zero.agreement import check_agreement
 from deepspeed_ext.zero.borrowing import name_borrowed
 from deepspeed_ext.zero.calls import Backward, Loop, calls_of
-from deepspeed_ext.zero.kinds_of_parameters import NAME, check_all_sharded, save_pretrained
+from deepspeed_ext.zero.kinds_of_parameters import (
+    NAME,
+    check_all_sharded,
+    is_whole,
+    save_pretrained,
+)
 from deepspeed_ext.zero.unreduced import Marks
 
 _log = logging.getLogger("deepspeed_ext")
@@ -58,6 +63,7 @@ class Sharding:
         mesh: that it was sharded on.
         blocks: names of modules with a group of their own, beside the model.
         reduces_unused: unused parameters get gradients of 0.
+        param_dtype: that weights are used in; None: their own.
     """
 
     def __init__(
@@ -67,10 +73,13 @@ class Sharding:
         mesh: DeviceMesh,
         blocks: tuple[str, ...],
         reduces_unused: bool = False,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         self.stage = stage
         self.mesh = mesh
         self.blocks = blocks
+        self.param_dtype = param_dtype
+        self.shown: list[bool] = []  # of each GatheredParameters around: all are whole, or some
         self._reduces_unused = reduces_unused
         self._model = weakref.ref(model)
         self._loop: Loop | None = None  # micro-steps that are declared
@@ -306,7 +315,7 @@ class Sharding:
 
     def before_forward(self) -> None:
         """Look whether the model is what was sharded; gather anew what may have been stepped."""
-        if is_in_backward() or calls_of(self.model) > 1:
+        if is_in_backward() or calls_of(self.model) > 1 or is_whole(self.shown):
             return
         self._end_left_loop()
         self._settle()
@@ -345,7 +354,7 @@ class Sharding:
 
     def after_forward(self) -> None:
         """Leave no gathered weights behind where no backward will come, else keep them for it."""
-        if is_in_backward() or calls_of(self.model) > 1:
+        if self.shown or is_in_backward() or calls_of(self.model) > 1:
             return
         if not torch.is_grad_enabled():
             self.reshard()
@@ -363,7 +372,7 @@ class Sharding:
 
     def after_error(self) -> None:
         """Show shards after a forward with an error; gradients of backwards before it stay."""
-        if is_in_backward() or calls_of(self.model) > 1:
+        if self.shown or is_in_backward() or calls_of(self.model) > 1:
             return
         stopped = interruption(self.model)
         if not stopped:  # the error is one that the caller handles
