@@ -81,13 +81,14 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "zero": (
         (
-            *("agreement", "blocks", "borrowing", "calls", "gather", "memory"),
+            *("agreement", "blocks", "borrowing", "calls", "counters", "gather", "memory"),
             *("names", "saved_model", "scaling", "unreduced"),
         ),
         ("sharding", "units"),
         ("accumulate", "drawing", "stages"),
         ("checkpoint", "init"),
         ("deepspeed_folders",),
+        ("loading",),
         ("__main__",),
     ),
     "zero/checkpoint": (
@@ -99,7 +100,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("consolidate", "saving"),
     ),
     "engine": (
-        ("data", "optimizers", "processes", "stepping"),
+        ("data", "optimizers", "processes", "resuming", "stepping"),
         ("engine",),
         ("making",),
     ),
@@ -113,9 +114,10 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "zero/deepspeed_folders": (
         ("lazy", "pickles", "placing"),
         ("model_file", "optimizer_files", "shard_files"),
-        ("flat_groups", "universal"),
+        ("flat_groups", "universal", "whole_state"),
         ("source",),
-        ("importing",),
+        ("contents",),
+        ("exporting", "importing", "reader"),
     ),
     "quantization": (
         ("int4_tensors", "layout", "report"),

@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from deepspeed_ext import zero
 from deepspeed_ext.config import BatchSizes, Config
 from deepspeed_ext.engine.data import loader_of
+from deepspeed_ext.engine.resuming import counted
 from deepspeed_ext.engine.stepping import Stepping
 from deepspeed_ext.offload import OffloadOptimizer
-from deepspeed_ext.zero.checkpoint.folder import folder_of
+from deepspeed_ext.zero.counters import COUNTERS, told
+from deepspeed_ext.zero.loading import checkpoint_of
 
 _log = logging.getLogger("deepspeed_ext")
-_COUNTERS = ("global_steps", "skipped_steps", "global_samples", "micro_steps")
-_STATES = "state_of_"  # before the names of objects in a checkpoint
 
 
 class Engine(nn.Module):
@@ -328,9 +328,9 @@ class Engine(nn.Module):
             tag or f"global_step{self.global_steps}",
             self.module,
             self.optimizer,
-            engine={name: getattr(self, name) for name in _COUNTERS},
+            engine={name: getattr(self, name) for name in COUNTERS},
             client=dict(client_state or {}),
-            **{_STATES + name: part for name, part in self._parts().items()},
+            **self._parts(),
         )
 
     def load_checkpoint(
@@ -342,10 +342,12 @@ class Engine(nn.Module):
     ) -> tuple[str | None, dict[str, Any]]:
         """Go on from what `save_checkpoint` left, on any number of processes and in any stage.
 
+        DeepSpeed's folders are read too, and those that `zero.import_deepspeed` has written.
+
         Args:
-            load_dir: that save_checkpoint was given.
+            load_dir: that save_checkpoint was given, ours or DeepSpeed's.
             tag: of the checkpoint; None: the latest.
-            load_optimizer_states: else only weights.
+            load_optimizer_states: else only weights; a loss scale begins, too.
             load_lr_scheduler_states: else the schedule begins.
 
         Returns:
@@ -356,7 +358,7 @@ class Engine(nn.Module):
             OSError, ValueError, RuntimeError: as `zero.load`.
         """
         try:
-            path = folder_of("engine.load_checkpoint", load_dir, tag)
+            path, _ = checkpoint_of("engine.load_checkpoint", load_dir, tag)
         except FileNotFoundError:
             if tag is not None:
                 raise
@@ -370,16 +372,19 @@ class Engine(nn.Module):
         parts = self._parts()
         if not load_lr_scheduler_states:
             parts.pop("lr_scheduler", None)
+        if not load_optimizer_states:
+            parts.pop("loss_scaler", None)
         found = zero.load(
             load_dir,
             tag,
             self.module,
             self.optimizer if load_optimizer_states else None,
-            **{_STATES + name: part for name, part in parts.items()},
+            **parts,
         )
-        for name in _COUNTERS:
-            setattr(self, name, found["engine"][name])
-        return str(path), found["client"]
+        counters, client = told(found)
+        for name, count in counted(counters, self._sizes).items():
+            setattr(self, name, count)
+        return str(path), client
 
     def _end_unused(self) -> None:
         """End micro-steps that had a forward only, such as evaluations with gradients on."""
@@ -388,7 +393,7 @@ class Engine(nn.Module):
 
     def _parts(self) -> dict[str, Any]:
         scaler = None if self._stepping is None else self._stepping.scaler
-        parts = {"lr_scheduler": self.lr_scheduler, "scaler": scaler}
+        parts = {"lr_scheduler": self.lr_scheduler, "loss_scaler": scaler}
         return {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
 
     def destroy(self) -> None:

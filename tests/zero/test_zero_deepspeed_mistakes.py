@@ -136,7 +136,7 @@ def test_doubled_processes(tmp_path: Path) -> None:
     folder = made().write(tmp_path / "theirs")
     for name in ("bf16_" + OPTIMIZER.format(1), OPTIMIZER.format("01")):
         (folder / name).write_bytes((folder / OPTIMIZER.format(1)).read_bytes())
-        refused(tmp_path, "is of process 1 as", "expected one file of each process")
+        refused(tmp_path, "is of process 1 as", "expected one file of each")
         (folder / name).unlink()
     (folder / MODEL_3.format(0)).write_bytes((folder / MODEL).read_bytes())
     refused(tmp_path, MODEL, MODEL_3.format(0), "expected the files of one checkpoint")
@@ -145,15 +145,15 @@ def test_doubled_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "layer_00-model_states.pt",
-        "layer_0_expert_1_mp_rank_00_model_states.pt",
+        "layer_00-model_00-model_states.pt",
+        "layer_0_expert_1_mp_rank_01_model_states.pt",
         "mp_rank_01_model_states.pt",
         "zero_pp_rank_0_mp_rank_01_optim_states.pt",
     ],
 )
 def test_what_is_not_data_parallel(name: str, tmp_path: Path) -> None:
     (made().write(tmp_path / "theirs") / name).touch()
-    refused(tmp_path, name, "is of a pipeline, of experts or of model parallelism")
+    refused(tmp_path, name, "is of model parallelism, or of nothing known")
 
 
 def test_files_of_more_processes(tmp_path: Path) -> None:
