@@ -82,10 +82,10 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "zero": (
         (
             *("agreement", "blocks", "borrowing", "calls", "counters", "gather", "memory"),
-            *("names", "saved_model", "scaling", "unreduced"),
+            *("kinds_of_parameters", "names", "saved_model", "scaling", "unreduced"),
         ),
         ("sharding", "units"),
-        ("accumulate", "drawing", "stages"),
+        ("accumulate", "alone", "drawing", "stages", "whole_weights"),
         ("checkpoint", "init"),
         ("deepspeed_folders",),
         ("loading",),
@@ -100,8 +100,11 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("consolidate", "saving"),
     ),
     "engine": (
-        ("data", "optimizers", "processes", "resuming", "stepping"),
+        ("compiling", "data", "metrics", "optimizers", "processes", "resuming", "stepping"),
+        ("monitors", "settings"),
+        ("checkpoints", "planning"),
         ("engine",),
+        ("describing",),
         ("making",),
     ),
     "config": (

@@ -7,21 +7,47 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed_ext.torch_internals.processes import default_store
+
 _distributed: Any = dist  # with what the type checker does not know
 _WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_ENGINES = "deepspeed_ext/engines"  # in the store of a group that an engine made: who is in it
 
 
-def ensure_group() -> bool:
+def join_group() -> bool:
     """Make the process group if there is none: of torchrun's processes, else of this one.
 
     Returns:
-        whether it was made here.
+        whether engines made it, and call `leave_group`.
 
     Raises:
         RuntimeError: some of torchrun's variables are there and others are not.
     """
-    if dist.is_initialized():
+    if not dist.is_initialized():
+        _make_group()
+    elif not default_store().check([_key()]):
         return False
+    default_store().add(_key(), 1)
+    return True
+
+
+def leave_group() -> None:
+    """End the group that engines made, if no other one is in it."""
+    if not dist.is_initialized():
+        return
+    try:
+        others = default_store().add(_key(), -1) if default_store().check([_key()]) else 1
+    except RuntimeError:  # the process that keeps the store has ended
+        others = 0
+    if others == 0:
+        dist.destroy_process_group()
+
+
+def _key() -> str:
+    return f"{_ENGINES}/{dist.get_rank()}"
+
+
+def _make_group() -> None:
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -29,7 +55,7 @@ def ensure_group() -> bool:
     there = [name for name in _WANTED if name in os.environ]
     if not there:
         dist.init_process_group(backend, store=_distributed.HashStore(), rank=0, world_size=1)
-        return True
+        return
     if len(there) < len(_WANTED):
         missing = [name for name in _WANTED if name not in there]
         raise RuntimeError(
@@ -37,7 +63,11 @@ def ensure_group() -> bool:
             " of them, as torchrun sets them, or none"
         )
     dist.init_process_group(backend)
-    return True
+
+
+def device_of_group() -> str:
+    """Return where the processes of the group compute, "cuda" or "cpu"."""
+    return "cuda" if dist.get_backend() == "nccl" or torch.cuda.is_available() else "cpu"
 
 
 def config_of(args: Namespace | None, config: Any) -> Any:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_ext import zero
+from deepspeed_ext.config import Config
 from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim.base import FlatStateOptimizer
@@ -38,6 +39,11 @@ class Stepping:
                 " deepspeed_ext, which unscales gradients; or bf16"
             )
 
+    @property
+    def scale(self) -> Tensor | None:
+        """That losses of the last step were multiplied by, with fp16."""
+        return None if self.scaler is None else self.scaler.scale_in_use
+
     def step(self) -> bool:
         """Take a step, or skip it, and drop the gradients.
 
@@ -63,3 +69,20 @@ class Stepping:
         self.norm = norm.full_tensor() if is_dtensor(norm) else norm
         self._optimizer.step()
         return True
+
+
+def scaler_of(config: Config) -> zero.LossScaler | None:
+    """Return what scales the loss, as the block fp16 says; None without it."""
+    fp16 = config.fp16
+    if not fp16.enabled:
+        return None
+    if fp16.loss_scale:
+        return zero.LossScaler(
+            fp16.loss_scale, growth_interval=None, min_scale=min(1.0, fp16.loss_scale)
+        )
+    return zero.LossScaler(
+        2.0**fp16.initial_scale_power,
+        growth_interval=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        min_scale=fp16.min_loss_scale,
+    )

@@ -23,6 +23,8 @@ def load(
     tag: str | None,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
     **objects: Any,
 ) -> dict[str, Any]:
     """Go on from what `save` left, or DeepSpeed's save_checkpoint, on any number of processes.
@@ -43,6 +45,9 @@ def load(
         model: that zero.shard was called on, of the same architecture. Float32 weights are read
             from the master weights of those that were saved in 16 bits.
         optimizer: of any class that takes the state, in any state format; None leaves it out.
+        strict: False: tensors that only the model has stay as they are, those that only the
+            checkpoint has are not read, and a warning counts both. The optimizer's groups have the
+            same parameters either way.
         objects: whose load_state_dict gets what client_state of the same name was.
 
     Returns:
@@ -64,7 +69,7 @@ def load(
         names = None if optimizer is None else names_in(_OP, model, optimizer)
         return path, DeepSpeedReader(path, names)
 
-    return load_by(open_reader, model, optimizer, objects)
+    return load_by(open_reader, model, optimizer, objects, strict)
 
 
 def checkpoint_of(op: str, folder: str | os.PathLike[str], tag: str | None) -> tuple[Path, bool]:
