@@ -1,5 +1,7 @@
 """Trainings go on from DeepSpeed's folders, imported or not: on other numbers of processes."""
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,8 @@ def goes_on(row: str, folder: Path) -> None:
     train(model, optimizer, 2, 4, range(PARTS))
     expected = {name: param.detach() for name, param in model.named_parameters()}
     mine = range(rank, PARTS, world)
+    if row == "1":
+        mistakes(home, rank)
     kinds = torch.optim.AdamW, DeepSpeedCPUAdam, OffloadOptimizer
     for stage, source, kind in zip((3, 2, 1), ("theirs", "ours", "theirs"), kinds, strict=True):
         sharded = zero.shard(Net(seed=5), stage)
@@ -99,6 +103,25 @@ def goes_on(row: str, folder: Path) -> None:
         train(sharded, other, 2, 4, mine)
         for name, param in sharded.named_parameters():
             assert_close(whole(param), expected[name], f"{name}, {kind.__name__}")
+
+
+def mistakes(home: Path, rank: int) -> None:
+    """All processes raise what is wrong in one, before the model has changed."""
+    model = zero.shard(Net(seed=5), 2)
+    optimizer = DeepSpeedCPUAdam(groups_of(model), lr=1.0)
+    before = {name: whole(param).clone() for name, param in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"a \w+Reader for it, process . has a \w+Reader"):
+        zero.load(home / ("ours" if rank else "theirs"), None, model, optimizer)
+    if rank == 0:
+        cut = home / "cut" / "global_step4"
+        shutil.copytree(home / "theirs" / "global_step4", cut)
+        os.truncate(cut / "zero_pp_rank_1_mp_rank_00_optim_states.pt", 99)
+    dist.barrier()
+    error, text = (ValueError, "pp_rank_1_.* no content") if rank else (RuntimeError, "another pr")
+    with pytest.raises(error, match=text):
+        zero.load(home / ("cut" if rank else "theirs"), "global_step4", model, optimizer)
+    for name, param in model.named_parameters():
+        assert torch.equal(whole(param), before[name])
 
 
 def comes_back(row: str, folder: Path) -> None:
