@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.zero.agreement import check_agreement
 from deepspeed_ext.zero.blocks import Block, blocks_of
-from deepspeed_ext.zero.sharding import Sharding
+from deepspeed_ext.zero.sharding import Sharding, is_sharded
 
 _OP = "zero.shard"
 _log = logging.getLogger("deepspeed_ext")
@@ -150,7 +150,7 @@ def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{_OP}: model is a {type(model).__name__}, expected a torch.nn.Module")
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
+        if is_sharded(module):
             raise ValueError(
                 f"{_OP}: model has {name or 'itself'!r}, which is sharded already, expected a"
                 " model that is not"
