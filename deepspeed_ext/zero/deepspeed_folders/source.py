@@ -76,8 +76,8 @@ def source_of(files: ShardFiles, names: Names | None = None) -> Source:
         )
     for number, path in sorted(files.layers.items()):
         layer = Fields(path, read_pickle(path), "")
-        names = {f"{number}.{name}" for name in layer.content}
-        owner = next((one for one in stages if names & one.trained.keys()), stages[0])
+        inside = {f"{number}.{name}" for name in layer.content}
+        owner = next((one for one in stages if inside & one.trained.keys()), stages[0])
         add_module(owner.model, layer, f"{number}.", owner.trained, False)
     for path in files.experts:
         experts = Fields(path, read_pickle(path), "")
@@ -237,8 +237,8 @@ def _join(source: Source, stage: Source, path: Path) -> None:
             f"{OP}: {path} is of a stage with other groups or options than the one before, expected"
             " the same"
         )
-    for group, other in pairs:
-        group["params"] += [name for name in other["params"] if name not in set(group["params"])]
+    for group, more in pairs:
+        group["params"] = list(dict.fromkeys([*group["params"], *more["params"]]))
 
 
 def _add_scaler(source: Source, model: ModelFile, scaler: dict[str, float] | None) -> None:
