@@ -82,13 +82,14 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "zero": (
         (
-            *("agreement", "blocks", "borrowing", "calls", "kinds_of_parameters", "memory"),
-            *("names", "saved_model", "scaling", "unreduced"),
+            *("agreement", "blocks", "borrowing", "calls", "counters", "memory"),
+            *("kinds_of_parameters", "names", "saved_model", "scaling", "unreduced"),
         ),
         ("rows", "sharding", "shown", "units"),
         ("accumulate", "alone", "drawing", "gather", "stages", "whole_weights"),
         ("checkpoint", "init"),
         ("deepspeed_folders",),
+        ("loading",),
         ("__main__",),
     ),
     "zero/checkpoint": (
@@ -100,7 +101,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("consolidate", "saving"),
     ),
     "engine": (
-        ("compiling", "data", "metrics", "optimizers", "processes", "stepping"),
+        ("compiling", "data", "metrics", "optimizers", "processes", "resuming", "stepping"),
         ("monitors", "settings"),
         ("checkpoints", "planning"),
         ("engine",),
@@ -117,9 +118,10 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "zero/deepspeed_folders": (
         ("lazy", "pickles", "placing"),
         ("model_file", "optimizer_files", "shard_files"),
-        ("flat_groups", "universal"),
+        ("flat_groups", "universal", "whole_state"),
         ("source",),
-        ("importing",),
+        ("contents",),
+        ("exporting", "importing", "reader"),
     ),
     "quantization": (
         ("int4_tensors", "layout", "report"),

@@ -342,9 +342,9 @@ PYBIND11_MODULE(async_io, module) {
   bind_pages(module);
   bind_engine(module);
   module.def("probe_backends", &probe_backends);
-  module.def("crc32c", [](uintptr_t address, size_t bytes) {
-    return crc32c(reinterpret_cast<const void*>(address), bytes);
-  }, py::arg("address"), py::arg("nbytes"), py::call_guard<Unlocked>());
+  module.def("crc32c", [](uintptr_t address, size_t bytes, uint32_t seed) {
+    return crc32c(reinterpret_cast<const void*>(address), bytes, seed);
+  }, py::arg("address"), py::arg("nbytes"), py::arg("seed") = 0, py::call_guard<Unlocked>());
 }
 
 }  // namespace dsx::aio

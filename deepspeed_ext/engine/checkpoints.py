@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from deepspeed_ext import zero
 from deepspeed_ext.dtensors import is_dtensor, part_for, spread
+from deepspeed_ext.engine.resuming import counted
 from deepspeed_ext.engine.settings import Settings
 from deepspeed_ext.engine.stepping import Stepping
 from deepspeed_ext.io.checkpoint.shards import INDEX, ONE_FILE
 from deepspeed_ext.io.regular_file import sync_folder
 from deepspeed_ext.offload import OffloadOptimizer
-from deepspeed_ext.zero.checkpoint.folder import folder_of
 from deepspeed_ext.zero.checkpoint.weight_files import write_weight_file
+from deepspeed_ext.zero.counters import COUNTERS, told
+from deepspeed_ext.zero.loading import checkpoint_of
 from deepspeed_ext.zero.whole_weights import WholeWeights, in_first_process
 
 _log = logging.getLogger("deepspeed_ext")
-_COUNTERS = ("global_steps", "skipped_steps", "global_samples", "micro_steps")
-_STATES = "state_of_"  # before the names of objects in a checkpoint
 _FLAG = "stage3_gather_16bit_weights_on_model_save"
 
 
@@ -66,9 +66,9 @@ class Checkpoints(Settings):
             self.optimizer,
             exclude_frozen=exclude_frozen_parameters,
             names_latest=save_latest,
-            engine={name: getattr(self, name) for name in _COUNTERS},
+            engine={name: getattr(self, name) for name in COUNTERS},
             client=dict(client_state or {}),
-            **{_STATES + name: part for name, part in self._parts().items()},
+            **self._parts(),
         )
 
     def load_checkpoint(
@@ -82,8 +82,10 @@ class Checkpoints(Settings):
     ) -> tuple[str | None, dict[str, Any]]:
         """Go on from what `save_checkpoint` left, on any number of processes and in any stage.
 
+        DeepSpeed's folders are read too, and those that `zero.import_deepspeed` has written.
+
         Args:
-            load_dir: that save_checkpoint was given.
+            load_dir: that save_checkpoint was given, ours or DeepSpeed's.
             tag: of the checkpoint; None: the latest.
             load_module_strict: False: weights that only the model has stay as they are, those that
                 only the checkpoint has are not read.
@@ -100,7 +102,7 @@ class Checkpoints(Settings):
         """
         name = None if tag is None else str(tag)
         try:
-            path = folder_of("engine.load_checkpoint", load_dir, name)
+            path, _ = checkpoint_of("engine.load_checkpoint", load_dir, name)
         except FileNotFoundError:
             if tag is not None:
                 raise
@@ -114,7 +116,7 @@ class Checkpoints(Settings):
         loads_optimizer = load_optimizer_states and not load_module_only
         parts = self._parts()
         if not loads_optimizer:
-            parts.pop("scaler", None)
+            parts.pop("loss_scaler", None)
         if not load_lr_scheduler_states or load_module_only:
             parts.pop("lr_scheduler", None)
         found = zero.load(
@@ -123,12 +125,13 @@ class Checkpoints(Settings):
             self.module,
             self.optimizer if loads_optimizer else None,
             strict=load_module_strict,
-            **{_STATES + name: part for name, part in parts.items()},
+            **parts,
         )
+        counters, client = told(found)
         if not load_module_only:
-            for counter in _COUNTERS:
-                setattr(self, counter, found["engine"][counter])
-        return str(path), found["client"]
+            for counter, count in counted(counters, self._sizes).items():
+                setattr(self, counter, count)
+        return str(path), client
 
     def _end_unused(self) -> None:
         """End micro-steps that had a forward only, such as evaluations with gradients on."""
@@ -137,7 +140,7 @@ class Checkpoints(Settings):
 
     def _parts(self) -> dict[str, Any]:
         scaler = None if self._stepping is None else self._stepping.scaler
-        parts = {"lr_scheduler": self.lr_scheduler, "scaler": scaler}
+        parts = {"lr_scheduler": self.lr_scheduler, "loss_scaler": scaler}
         return {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
 
     # The model for others

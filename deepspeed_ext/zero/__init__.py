@@ -6,18 +6,21 @@
 - save, load, inspect: checkpoints for any number of processes. consolidate: the model of one in
   safetensors files. Writer, Reader: the same for users of DCP.
 - import_deepspeed, import_deepspeed_weights: checkpoints of DeepSpeed, to go on from or as weights.
+  export_deepspeed: the way back.
 """
 
 from deepspeed_ext.zero.accumulate import Accumulation, accumulate
 from deepspeed_ext.zero.checkpoint.consolidate import consolidate
-from deepspeed_ext.zero.checkpoint.saving import inspect, load, save
+from deepspeed_ext.zero.checkpoint.saving import inspect, save
 from deepspeed_ext.zero.checkpoint.storage import Reader, Writer
+from deepspeed_ext.zero.deepspeed_folders.exporting import export_deepspeed
 from deepspeed_ext.zero.deepspeed_folders.importing import (
     import_deepspeed,
     import_deepspeed_weights,
 )
 from deepspeed_ext.zero.gather import GatheredParameters
 from deepspeed_ext.zero.init import Init
+from deepspeed_ext.zero.loading import load
 from deepspeed_ext.zero.scaling import LossScaler
 from deepspeed_ext.zero.stages import shard
 
@@ -30,6 +33,7 @@ __all__ = [
     "Writer",
     "accumulate",
     "consolidate",
+    "export_deepspeed",
     "import_deepspeed",
     "import_deepspeed_weights",
     "inspect",

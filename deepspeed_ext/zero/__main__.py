@@ -1,4 +1,4 @@
-"""The command line: python -m deepspeed_ext.zero consolidate DIR OUT, and import DIR OUT."""
+"""The command line: python -m deepspeed_ext.zero consolidate|import|export DIR OUT."""
 
 import argparse
 import sys
@@ -11,12 +11,14 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from deepspeed_ext.op_builder import BuildError, program
 from deepspeed_ext.zero.checkpoint.consolidate import consolidate
 from deepspeed_ext.zero.checkpoint.weight_files import Progress
+from deepspeed_ext.zero.deepspeed_folders.exporting import export_deepspeed
 from deepspeed_ext.zero.deepspeed_folders.importing import (
     import_deepspeed,
     import_deepspeed_weights,
 )
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_TAG = "of the checkpoint; default: the latest"
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -37,14 +39,16 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m deepspeed_ext.zero",
         description="Work with checkpoints of zero.save, and of DeepSpeed.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="consolidate|import")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="consolidate|import|export"
+    )
     text = "write the weights as safetensors files with Hugging Face's index"
     one = commands.add_parser("consolidate", help=text, description=text)
     one.add_argument("folder", metavar="DIR", help="the folder that zero.save was given")
     one.add_argument("out", metavar="OUT", help="folder for the files")
     _add_options(one)
     text = (
-        "write a checkpoint of DeepSpeed (stages 1 to 3, data-parallel) as one that zero.load goes"
+        "write a checkpoint of DeepSpeed (stages 0 to 3) as one that zero.load goes"
         " on from, on any number of processes"
     )
     one = commands.add_parser("import", help=text, description=text + ". Nothing in it is run.")
@@ -55,12 +59,18 @@ def _parser() -> argparse.ArgumentParser:
     text = "write plain weights, as consolidate and zero_to_fp32 do"
     one.add_argument("--weights", action="store_true", help=text)
     _add_options(one)
+    text = "write a checkpoint of zero.save as one that DeepSpeed loads with load_universal"
+    one = commands.add_parser("export", help=text, description=text + ".")
+    one.add_argument("folder", metavar="DIR", help="the folder that zero.save was given")
+    one.add_argument("out", metavar="OUT", help="folder for the checkpoint")
+    one.add_argument("--format", choices=("universal",), default="universal")
+    one.add_argument("--tag", help=_TAG)
     return parser
 
 
 def _add_options(one: argparse.ArgumentParser) -> None:
-    """Add what both commands take; import takes the last two for weights only."""
-    one.add_argument("--tag", help="of the checkpoint; default: the latest")
+    """Add what two commands take; import takes the last two for weights only."""
+    one.add_argument("--tag", help=_TAG)
     one.add_argument(
         "--dtype", choices=tuple(_DTYPES), help="of weights; default: that of the master weights"
     )
@@ -75,6 +85,8 @@ def _add_options(one: argparse.ArgumentParser) -> None:
 
 def _written(options: argparse.Namespace, progress: Progress) -> Iterable[Path]:
     """Do what the command line asks for and return what was written."""
+    if options.command == "export":
+        return [export_deepspeed(options.folder, options.out, tag=options.tag, progress=progress)]
     if options.command == "import" and not options.weights:
         if options.dtype is not None:
             raise ValueError(f"import: --dtype is {options.dtype}, expected --weights with it")

@@ -2,6 +2,7 @@
 
 import math
 
+import deepspeed_folder
 import pytest
 import torch
 import torch.distributed as dist
@@ -265,6 +266,42 @@ NAMES = {
 }
 
 
+def theirs(row, folder):
+    """From DeepSpeed's folder and from its import, with counters, schedule, scale and client."""
+    model = Net()
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
+    run = deepspeed_folder.Run(
+        [deepspeed_folder.drawn(shapes)],
+        stage=int(row),
+        processes=3,
+        dtype=torch.float16,
+        frozen={n: p.half() for n, p in model.named_parameters() if not p.requires_grad},
+        ties={"head.weight": "embedding.weight"},
+        scaler={"cur_scale": 64.0, "cur_iter": 9, "last_overflow_iter": 2, "scale_window": 1000},
+        client={"epoch": 2},
+    )
+    if dist.get_rank() == 0:
+        run.write(folder / row)
+        zero.import_deepspeed(folder / row, folder / f"{row}-ours")
+    dist.barrier()
+    given = config(3, "fp16", steps=2, scheduler={"type": "WarmupLR", "params": {}})
+    for path in (folder / row, folder / f"{row}-ours"):
+        engine, *_ = deepspeed_ext.initialize(model=Net(seed=1), config=given)
+        where, client = engine.load_checkpoint(path)
+        assert where == str(path / "global_step4") and client == {"epoch": 2}
+        found = engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps
+        assert found == (5, 60, 1, 10)
+        assert engine.lr_scheduler.last_batch_iteration == 3
+        assert engine._stepping.scaler.get_scale() == 64
+        for name, param in engine.module.named_parameters():
+            if name in run.groups[0]:
+                assert torch.equal(param.full_tensor(), run.groups[0][name]["fp32"])
+        engine.backward(loss_of(engine, 0))
+        engine.step()
+    no_scale, *_ = deepspeed_ext.initialize(model=Net(seed=1), config=config(1))
+    assert no_scale.load_checkpoint(folder / row, load_optimizer_states=False)[1]["loss_scaler"]
+
+
 def unscaled(row, folder):
     """A plain backward with fp16 would be divided by a scale that it does not have."""
     engine, *_ = deepspeed_ext.initialize(model=Net(), config=config(2, "fp16", steps=2))
@@ -326,6 +363,7 @@ CASES = [
     *(Case(2, "short_groups", str(stage)) for stage in (0, 3)),
     *(Case(2, "client_optimizers", row) for row in ("none", "offload")),
     Case(2, "resumes", ""),
+    *(Case(2, "theirs", row) for row in "23"),
     Case(2, "goes_on", ""),
     Case(2, "no_syncs", ""),
     Case(2, "unscaled", ""),

@@ -46,9 +46,24 @@ CASES: dict[str, Callable[[], Run]] = {
         *((stage, 2, dtype) for stage in (1, 2, 3) for dtype in (torch.bfloat16, torch.float16)),
     ]
 } | {
+    "0.9, stage 2": lambda: run(stage=2, processes=3, is_old=True),
+    "0.9, stage 3": lambda: run(stage=3, processes=2, is_old=True, dtype=torch.bfloat16),
+    "experts": lambda: experts(4, 2),
+    "experts of one process": lambda: experts(2, 1),
     "BF16_Optimizer": lambda: run(stage=1, processes=3, dtype=torch.bfloat16, is_wrapped=True),
     "no frozen ones": lambda: run(stage=3, frozen={}, buffers={}, ties={}, client={}),
 }
+
+
+def experts(processes: int, kinds: int) -> Run:
+    """Return a run with four experts, which are apart in the files."""
+    names = [
+        f"moe.deepspeed_moe.experts.deepspeed_experts.{i}.{n}" for i in range(4) for n in ("w", "b")
+    ]
+    shapes: dict[str, tuple[int, ...]] = {n: (3, 5) if n.endswith("w") else (3,) for n in names}
+    made = run(processes=processes, kinds=kinds, dtype=torch.bfloat16)
+    groups = [made.groups[0], drawn(shapes)]
+    return replace(made, groups=groups, ties={})
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -165,16 +180,60 @@ def test_weights_are_those_of_zero_to_fp32(stage: int, tmp_path: Path) -> None:
         assert same(io.load(tmp_path / "out" / file_name)[name], wanted), name
 
 
-def test_stage_0_has_weights_only(tmp_path: Path) -> None:
-    made = run(stage=0, processes=0)
-    folder = made.write(tmp_path / "theirs")
-    content = made._model(0) | {"param_shapes": None, "shared_params": None, "optimizer": {}}
-    deepspeed_folder.save(content, folder / "mp_rank_00_model_states.pt")
-    (file,) = zero.import_deepspeed_weights(tmp_path / "theirs", tmp_path / "out")
-    found = io.load(file)
-    assert same(found["head.weight"], made.groups[0]["a.weight"]["fp32"])
-    with pytest.raises(ValueError, match="is of stage 0, whose files do not name what state bel"):
-        zero.import_deepspeed(tmp_path / "theirs", tmp_path / "checkpoint")
+def test_stage_0_is_read_by_the_order_of_parameters(tmp_path: Path) -> None:
+    """Of the module, if a group has all; or of an optimizer's groups. Ties share memory there."""
+    one = run(stage=0, groups=[drawn(SHAPES[0])], options=[], frozen={})
+    one.write(tmp_path / "theirs")
+    check_import(one, tmp_path, "global_step4")
+    names = [list(shapes) for shapes in SHAPES]
+    scaler = {"cur_scale": 64.0, "cur_iter": 9, "last_overflow_iter": 2, "scale_window": 100}
+    for i, is_flat in enumerate((False, True)):
+        made = run(stage=0, dtype=torch.float16, scaler=scaler, is_flat=is_flat)
+        folder = made.write(tmp_path / f"two{i}")
+        source = source_of(find_shard_files(folder), names)
+        assert [g["params"] for g in source.groups or ()] == names
+        assert [g["weight_decay"] for g in source.groups or ()] == [0.1, 0.0]
+        assert source.client["loss_scaler"]["scale"] == 64
+        for name, value in ((n, v) for group in made.groups for n, v in group.items()):
+            assert same(source.weights[name].read(), value["fp32"])
+            assert source.state[name]["step"].read().item() == 4
+            for key in KEYS[1:]:
+                assert same(source.state[name][key].read(), value[key])
+        others = made.frozen | made.buffers
+        assert source.weights.keys() == {*others, *names[0], *names[1]}
+        with pytest.raises(ValueError, match="is of stage 0 with 2 groups, whose files do not nam"):
+            zero.import_deepspeed(tmp_path / f"two{i}", tmp_path / "checkpoint")
+        wrong = source_of(find_shard_files(folder), [names[0][:-1], names[1]])
+        assert wrong.groups is None and "expected" in wrong.reason
+    other = source_of(find_shard_files(folder), names[:1])
+    assert "has 2 groups, expected 1 as the optimizer here has" in other.reason
+    backwards = [names[0][::-1], names[1]]
+    swapped = source_of(find_shard_files(tmp_path / "two0" / folder.name), backwards)
+    assert "it is of another parameter" in swapped.reason
+
+
+def test_layers_of_a_pipeline(tmp_path: Path) -> None:
+    """Their names are <layer>.<name>; tied ones are in several stages, with the same values."""
+    tied = drawn({"tied_modules.e.weight": (5, 3)})
+    stages = [drawn({"0.weight": (3, 2), "0.bias": (3,)}), drawn({"12.weight": (2, 3)})]
+    runs = [
+        run(groups=[tied | own], stage=1, pipe=i, frozen={}, buffers={}, ties={}, options=[])
+        for i, own in enumerate(stages)
+    ]
+    for made in runs:
+        made.write(tmp_path / "theirs")
+    whole = run(groups=[tied | stages[0] | stages[1]], frozen={}, buffers={}, ties={}, options=[])
+    check_import(whole, tmp_path, "global_step4")
+    groups = [list(whole.groups[0])]
+    source = source_of(find_shard_files(tmp_path / "theirs" / "global_step4"))
+    assert [g["params"] for g in source.groups or ()] == groups
+    (tmp_path / "theirs" / "global_step4" / "layer_12-model_states.pt").unlink()
+    with pytest.raises(ValueError, match=r"no model file with '12\.weight', expected the weight"):
+        zero.import_deepspeed_weights(tmp_path / "theirs", tmp_path / "other")
+    other = replace(runs[1], groups=[drawn({"tied_modules.e.weight": (5, 3)}) | stages[1]])
+    other.write(tmp_path / "theirs")
+    with pytest.raises(ValueError, match=r"has another .tied_modules.* than the stage before"):
+        zero.import_deepspeed_weights(tmp_path / "theirs", tmp_path / "other")
 
 
 def test_state_without_a_step_takes_that_of_its_group(tmp_path: Path) -> None:
@@ -188,11 +247,18 @@ def test_state_without_a_step_takes_that_of_its_group(tmp_path: Path) -> None:
         zero.import_deepspeed(tmp_path / "none", tmp_path / "out2")
 
 
-def test_elastic_checkpoints_have_no_options(tmp_path: Path) -> None:
-    run(is_elastic=True, processes=3).write(tmp_path / "theirs")
-    with pytest.raises(ValueError, match="is of elastic_checkpoint, which keeps no options"):
-        zero.import_deepspeed(tmp_path / "theirs", tmp_path / "out")
-    zero.import_deepspeed_weights(tmp_path / "theirs", tmp_path / "out")
+@pytest.mark.parametrize("step", [4.0, None])
+def test_elastic_checkpoints_have_no_options(step: float | None, tmp_path: Path) -> None:
+    """Only tensors; FusedAdam's step stands beside them."""
+    made = run(is_elastic=True, processes=3, step=step)
+    folder = made.write(tmp_path / "theirs")
+    for path in folder.glob("*optim_states.pt") if step is None else ():
+        rank = int(path.name.split("_")[3])
+        inside = made._across(rank) | {"base_optimizer_state_step": 4}
+        deepspeed_folder.save({"optimizer_state_dict": inside}, path)
+    check_import(made, tmp_path, "global_step4")
+    source = source_of(find_shard_files(folder))
+    assert source.groups == [{"params": list(shapes)} for shapes in SHAPES]
 
 
 def test_parameters_may_be_aligned(tmp_path: Path) -> None:

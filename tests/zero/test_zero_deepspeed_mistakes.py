@@ -126,8 +126,9 @@ def test_missing_model_files_and_folders(tmp_path: Path) -> None:
     refused(tmp_path, "has no file *_model_states.pt", kind=FileNotFoundError)
     folder.rmdir()
     refused(tmp_path, "global_step4 is not there", kind=FileNotFoundError)
-    (tmp_path / "theirs" / "latest").write_text("../elsewhere")
-    refused(tmp_path, "latest is '../elsewhere'")
+    for outside in ("../elsewhere", "/etc", "a/../../b", "a\0b"):
+        (tmp_path / "theirs" / "latest").write_text(outside)
+        refused(tmp_path, f"latest is {outside!r}", "expected the name of a folder inside")
     (tmp_path / "theirs" / "latest").unlink()
     refused(tmp_path, "has no file 'latest'", kind=FileNotFoundError)
 
@@ -136,7 +137,7 @@ def test_doubled_processes(tmp_path: Path) -> None:
     folder = made().write(tmp_path / "theirs")
     for name in ("bf16_" + OPTIMIZER.format(1), OPTIMIZER.format("01")):
         (folder / name).write_bytes((folder / OPTIMIZER.format(1)).read_bytes())
-        refused(tmp_path, "is of process 1 as", "expected one file of each process")
+        refused(tmp_path, "is of process 1 as", "expected one file of each")
         (folder / name).unlink()
     (folder / MODEL_3.format(0)).write_bytes((folder / MODEL).read_bytes())
     refused(tmp_path, MODEL, MODEL_3.format(0), "expected the files of one checkpoint")
@@ -145,15 +146,73 @@ def test_doubled_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "layer_00-model_states.pt",
-        "layer_0_expert_1_mp_rank_00_model_states.pt",
+        "layer_00-model_00-model_states.pt",
+        "layer_0_expert_1_mp_rank_01_model_states.pt",
         "mp_rank_01_model_states.pt",
         "zero_pp_rank_0_mp_rank_01_optim_states.pt",
     ],
 )
 def test_what_is_not_data_parallel(name: str, tmp_path: Path) -> None:
     (made().write(tmp_path / "theirs") / name).touch()
-    refused(tmp_path, name, "is of a pipeline, of experts or of model parallelism")
+    refused(tmp_path, name, "is of model parallelism, or of nothing known")
+
+
+def apart(home: Path) -> dict[str, Path]:
+    """Write a pipeline, experts and a universal folder, and return a file of each."""
+    stages = [drawn({"0.w": (3, 2)}), drawn({"1.w": (2, 3)})]
+    for i, stage in enumerate(stages):
+        Run([stage], stage=1, pipe=i).write(home / "layers")
+    names = [f"m.deepspeed_moe.experts.deepspeed_experts.{i}.w" for i in range(2)]
+    groups = [drawn({"a": (3,)}), drawn(dict.fromkeys(names, (2, 2)))]
+    Run(groups, kinds=2).write(home / "experts")
+    made(processes=1).write_universal(home / "universal")
+    return {
+        "layers": home / "layers/global_step4/layer_01-model_states.pt",
+        "experts": home / "experts/global_step4/layer_0_expert_1_mp_rank_00_model_states.pt",
+        "universal": home / "universal/global_step4_universal/zero/optimizer_state.pt",
+    }
+
+
+def test_files_of_layers_experts_and_universal_folders(tmp_path: Path) -> None:
+    """Hostile, cut short, doubled, missing and of another moment."""
+    mark = tmp_path / "mark"
+    for kind, path in apart(tmp_path).items():
+        (tmp_path / "theirs").unlink(missing_ok=True)
+        (tmp_path / "theirs").symlink_to(tmp_path / kind)
+        zero.import_deepspeed(tmp_path / "theirs", tmp_path / f"whole {kind}")
+        whole = path.read_bytes()
+        edit(path, lambda content: content.update(hidden=Hostile(os.system, f"touch {mark}")))
+        refused(tmp_path, path.name, "posix.system", "nothing of it was run")
+        path.write_bytes(whole[: len(whole) // 2])
+        refused(tmp_path, path.name, "no content that can be read")
+        if kind == "universal":
+            continue
+        path.write_bytes(whole)
+        edit(path, lambda content: next(iter(content.values())).mul_(3))
+        refused(tmp_path, "another '", "they are of two moments, or of two runs")
+        path.unlink()
+        refused(tmp_path, "has no model file with '")
+        path.write_bytes(whole)
+        other = path.name.replace("layer_0", "layer_00", 1)
+        (path.parent / other).write_bytes(whole)
+        refused(tmp_path, "expected one file of each", path.name, other)
+        (path.parent / other).unlink()
+    assert not mark.exists()
+
+
+def test_stages_of_a_pipeline_that_are_not_of_one_run(tmp_path: Path) -> None:
+    path = apart(tmp_path)["layers"]
+    os.rename(tmp_path / "layers", tmp_path / "theirs")
+    folder = tmp_path / "theirs" / path.parent.name
+    edit(folder / "mp_rank_01_model_states.pt", lambda content: content.update(global_steps=6))
+    refused(tmp_path, "mp_rank_01_model_states.pt has 6 as 'global_steps'")
+    edit(folder / "mp_rank_01_model_states.pt", lambda content: content.update(global_steps=5))
+    (folder / "zero_pp_rank_1_mp_rank_01_optim_states.pt").unlink()
+    refused(tmp_path, "no zero_pp_rank_1_mp_rank_01_optim_states.pt", kind=FileNotFoundError)
+    (folder / "mp_rank_01_model_states.pt").unlink()
+    refused(tmp_path, "has no file mp_rank_01_model_states.pt", kind=FileNotFoundError)
+    (folder / "zero_pp_rank_0_mp_rank_01_optim_states.pt").unlink()
+    refused(tmp_path, "is of 2 model-parallel ranks, expected 1 as there are files")
 
 
 def test_files_of_more_processes(tmp_path: Path) -> None:

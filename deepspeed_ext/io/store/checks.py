@@ -32,9 +32,9 @@ def target_of(name: str, info: TensorInfo, out: Tensor | None) -> Tensor:
     return out
 
 
-def checksum_of(memory: Tensor) -> int:
-    """Return the CRC-32C of a contiguous CPU tensor."""
-    return int(native().crc32c(*as_bytes(memory)))
+def checksum_of(memory: Tensor, before: int = 0) -> int:
+    """Return the CRC-32C of a contiguous CPU tensor, and of bytes before it that have this one."""
+    return int(native().crc32c(*as_bytes(memory), before))
 
 
 def verified(record: Record, path: str, landing: Tensor, out: Tensor) -> Tensor:

@@ -51,17 +51,25 @@ def consolidate(
     """
     check_options(_OP, dtype, max_shard_bytes)
     path = folder_of(_OP, folder, tag)
-    source = _Weights(path, dtype)
+    source = Weights(path, dtype)
     return write_weight_files(out, source.described, source.read, max_shard_bytes, progress)
 
 
-class _Weights:
-    """The weights of a checkpoint, as they are to be written."""
+class Weights:
+    """The weights of a checkpoint, as they are to be written.
+
+    Args:
+        path: the folder of the checkpoint.
+        dtype: of floating-point weights; None: of the master weights, or as they were saved.
+
+    Attributes:
+        described: the weights on meta, by name.
+    """
 
     def __init__(self, path: Path, dtype: torch.dtype | None) -> None:
         self._reader = TrainingReader(path)
         self._metadata = self._reader.read_metadata()
-        self.described: dict[str, Tensor] = {}  # on meta
+        self.described: dict[str, Tensor] = {}
         for full, entry in self._metadata.state_dict_metadata.items():
             if full.startswith(MODEL) and isinstance(entry, TensorStorageMetadata):
                 name, given = full.removeprefix(MODEL), entry.properties.dtype

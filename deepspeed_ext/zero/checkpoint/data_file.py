@@ -2,7 +2,7 @@
 
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ def write(
     path: str,
     tensors: Mapping[str, Tensor],
     engine: AsyncIO,
-    read: Callable[[str], Tensor] | None = None,
+    read: Callable[[str], Iterable[Tensor]] | None = None,
 ) -> dict[str, Piece]:
     """Write tensors into a new file, which stands under its name when it is on the disk.
 
@@ -31,7 +31,8 @@ def write(
         path: of the file, whose folder exists.
         tensors: by name; they must not change meanwhile.
         engine: that writes.
-        read: returns the tensor of a name, where `tensors` has them on meta.
+        read: returns the tensor of a name in parts that follow one another, where `tensors` has
+            them on meta.
 
     Returns:
         Where each lies.
@@ -53,14 +54,39 @@ def write(
         try:
             writer.add(torch.frombuffer(bytearray(header), dtype=torch.uint8))
             for name, entry in entries.items():
-                content = byte_view(plain(tensors[name] if read is None else read(name)).cpu())
-                writer.add(content)
-                checksums = tuple(checksum_of(block) for block in content.split(BLOCK))
-                checksums = checksums if content.numel() else ()
+                nbytes, checksums = entry.end - entry.begin, _Checksums()
+                for part in [tensors[name]] if read is None else read(name):
+                    content = byte_view(plain(part).cpu())
+                    writer.add(content)
+                    checksums.add(content)
+                assert checksums.nbytes == nbytes
                 place = len(header) + entry.begin
-                pieces[name] = Piece(os.path.basename(path), place, content.numel(), checksums)
+                pieces[name] = Piece(os.path.basename(path), place, nbytes, checksums.of_blocks())
             writer.finish()
         finally:
             writer.abandon()
         new.publish()
     return pieces
+
+
+class _Checksums:
+    """The checksums of the blocks of a tensor whose parts come one by one."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._found: list[int] = []
+
+    def add(self, content: Tensor) -> None:
+        """Take the next bytes."""
+        while content.numel():
+            inside = self.nbytes % BLOCK
+            if not inside:
+                self._found.append(0)
+            part = content[: BLOCK - inside]
+            self._found[-1] = checksum_of(part, self._found[-1])
+            self.nbytes += part.numel()
+            content = content[part.numel() :]
+
+    def of_blocks(self) -> tuple[int, ...]:
+        """Return them, in their order."""
+        return tuple(self._found)

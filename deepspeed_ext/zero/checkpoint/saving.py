@@ -4,7 +4,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,6 @@ from deepspeed_ext.zero.checkpoint.staging import staged
 from deepspeed_ext.zero.checkpoint.storage import Encoded, Reader, Writer
 from deepspeed_ext.zero.checkpoint.training_state import (
     Targets,
-    TrainingReader,
     check_extra,
     extra_of,
     options_of,
@@ -134,45 +133,18 @@ def save(
     return saving
 
 
-def load(
-    folder: str | os.PathLike[str],
-    tag: str | None,
+def load_by(
+    open_reader: Callable[[], tuple[Path, Reader]],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    strict: bool = True,
-    **objects: Any,
+    optimizer: torch.optim.Optimizer | None,
+    objects: Mapping[str, Any],
+    strict: bool,
 ) -> dict[str, Any]:
-    """Go on from what `save` left, on any number of processes.
-
-    All processes call it. Each reads its own rows, and checks what it reads; nothing in the files
-    is run. It is read to where weights and state are, which are of no use after an error in that.
-    With as many processes as saved, random numbers go on as they would have, and so does
-    all training, bit for bit, but where plain buffers differ between processes, as the running
-    statistics of BatchNorm do: after a load all have those of process 0. Otherwise random numbers
-    are left alone, and client_state is that of the first process.
+    """Load what a reader reads, as `zero.load` says.
 
     Args:
-        folder: that `save` was given.
-        tag: of the checkpoint; None: the latest.
-        model: that zero.shard was called on, of the same architecture. Float32 weights are read
-            from the master weights of those that were saved in 16 bits.
-        optimizer: of any class that takes the state, in any state format; None leaves it out.
-        strict: False: tensors that only the model has stay as they are, those that only the
-            checkpoint has are not read, and a warning counts both. The optimizer's groups have the
-            same parameters either way.
-        objects: whose load_state_dict gets what client_state of the same name was.
-
-    Returns:
-        The rest of client_state, by name.
-
-    Raises:
-        OSError: there is no such checkpoint, or EBADMSG: its bytes are not what was saved.
-        ValueError: it is of another model, of other groups of parameters, or has state or options
-            that the optimizer's class does not take, named in the text; nothing has changed then.
-            What is known only when all is read comes later: NaN in state, and what objects and
-            set_extra_state raise.
-        RuntimeError: the model is between micro-steps, or another process failed.
+        open_reader: returns it, and the folder of the checkpoint.
+        model, optimizer, objects, strict: of `zero.load`.
     """
     sharding = sharding_of(_LOAD, model)
     _check_group(_LOAD)
@@ -180,10 +152,10 @@ def load(
     mesh = sharding.mesh
     with all_or_none(_LOAD, mesh):
         sharding.check_idle(_LOAD)
-        path = folder_of(_LOAD, folder, tag)
-    check_agreement(_LOAD, [f"checkpoint {path.name!r}"], mesh)
+        path, reader = open_reader()
+    lines = [f"checkpoint {path.name!r}", f"a {type(reader).__name__} for it"]
+    check_agreement(_LOAD, lines, mesh)
     with all_or_none(_LOAD, mesh):
-        reader = TrainingReader(path)
         metadata = reader.read_metadata()
         common = _fields(reader.value(metadata, COMMON), "processes", "groups")
         is_same = common["processes"] == dist.get_world_size()

@@ -1,7 +1,7 @@
 """save_streamed: a checkpoint whose tensors are never all in memory, of no process."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from deepspeed_ext.zero.checkpoint.manifest import Piece
 from deepspeed_ext.zero.checkpoint.plain_values import NotPlain, OutOfRange, dumps
 from deepspeed_ext.zero.checkpoint.storage import Writer
 
-Read = Callable[[str], Tensor]
+Read = Callable[[str], Iterable[Tensor]]
 
 
 def save_streamed(
@@ -43,7 +43,7 @@ def save_streamed(
         home: folder of the checkpoints, made if it is not there.
         tag: of this one.
         described: tensors on meta, by their names in the checkpoint.
-        read: returns the tensor of a name, when it is written.
+        read: returns the parts of the tensor of a name, when it is written.
         values: plain ones, by their names in the checkpoint.
 
     Raises:
@@ -60,7 +60,10 @@ def save_streamed(
         path = os.fspath(home / tag / str(plan.storage_data))
         with AsyncIO() as engine:
             pieces = data_file.write(
-                path, shapes, engine, lambda name: content[name] if name in content else read(name)
+                path,
+                shapes,
+                engine,
+                lambda name: [content[name]] if name in content else read(name),
             )
         metadata = Metadata({name: _entry(name, shapes[name], texts) for name in shapes})
         results = [_result(name, shapes[name], pieces[name], texts) for name in shapes]

@@ -125,7 +125,7 @@ def state_of(
         TypeError: it has state that is no tensor.
     """
     packed = optimizer.state_dict()
-    names = _names_in(op, model, optimizer)
+    names = names_in(op, model, optimizer)
     flat = [name for group in names for name in group]
     tensors = {}
     for number, entry in packed["state"].items():
@@ -217,8 +217,11 @@ class Targets:
         self._restore_weights()
         if optimizer is None:
             return
-        names = _names_in(op, model, optimizer)
+        names = names_in(op, model, optimizer)
         self._groups = _ordered(op, groups, names)
+        for group, mine in zip(self._groups, optimizer.param_groups, strict=True):
+            if group.keys() == {"params"}:  # of DeepSpeed's elastic checkpoints
+                group |= {key: value for key, value in mine.items() if key != "params"}
         flat = [name for group in names for name in group]
         keys: dict[str, list[str]] = {}
         for full in self._saved:
@@ -338,7 +341,12 @@ def _state_in_place(
     return {param: optimizer.state[param] for param in params}
 
 
-def _names_in(op: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+def names_in(op: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return the names of the parameters of each group.
+
+    Raises:
+        ValueError: it has a parameter that the model has not.
+    """
     names = {param: plain_name(name) for name, param in model.named_parameters()}
     found: list[list[str]] = []
     for i, group in enumerate(optimizer.param_groups):

@@ -1,11 +1,13 @@
 """FlatGroups: parameters and their state, put together from the flat tensors of all processes."""
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from deepspeed_ext.zero.deepspeed_folders.lazy import Lazy, cut, lazy
 from deepspeed_ext.zero.deepspeed_folders.model_file import ModelFile
 from deepspeed_ext.zero.deepspeed_folders.optimizer_files import OptimizerFiles, Part
 from deepspeed_ext.zero.deepspeed_folders.pickles import OP, Fields
@@ -15,6 +17,8 @@ from deepspeed_ext.zero.deepspeed_folders.placing import (
     places_across,
     places_in_each,
 )
+
+_EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d{1,9})(\..*)")
 
 
 class FlatGroups:
@@ -48,23 +52,16 @@ class FlatGroups:
         """Return what state has one number for the whole parameter."""
         return self._parts[0].numbers[self.places[name].flat]
 
-    def dtype(self, name: str, key: str | None = None) -> torch.dtype:
-        """Return the dtype of a weight, or of its state."""
-        return self._flat(self._parts[0], self.places[name].flat, key).dtype
-
-    def weight(self, name: str) -> Tensor:
-        """Return a weight."""
-        return self._joined(name, None)
-
-    def state(self, name: str, key: str) -> Tensor:
-        """Return the state of a parameter."""
-        return self._joined(name, key)
-
-    def _joined(self, name: str, key: str | None) -> Tensor:
+    def tensor(self, name: str, key: str | None = None) -> Lazy:
+        """Return a weight, or with a key the state of a parameter."""
         place = self.places[name]
-        flats = [self._flat(part, place.flat, key) for part in self._parts]
-        parts = [flats[s.process][s.start : s.start + s.length] for s in place.spans]
-        return torch.cat(parts or [flats[0][:0]]).view(place.shape)
+        dtype = self._flat(self._parts[0], place.flat, key).dtype
+        return lazy(place.shape, dtype, lambda begin, end: cut(self._spans(place, key), begin, end))
+
+    def _spans(self, place: Place, key: str | None) -> Iterator[Tensor]:
+        for span in place.spans:
+            flat = self._flat(self._parts[span.process], place.flat, key)
+            yield flat[span.start : span.start + span.length]
 
     def _flat(self, part: Part, flat: int, key: str | None) -> Tensor:
         return part.weights[flat] if key is None else part.state[flat][key]
@@ -80,12 +77,18 @@ class FlatGroups:
         for i, shapes in enumerate(model.groups):
             paddings = self._paddings(optimizer, i, len(shapes))
             needed = sum(map(math.prod, shapes.values())) + sum(paddings)
-            self._check_end(i, shapes, paddings)
-            size = self._check_across(i, None, needed, None)
-            for key in self._parts[0].state[i]:
-                self._check_across(i, key, needed, size)
             self._check_names(i, shapes)
-            self.places |= places_across(i, shapes, paddings, size)
+            kinds = len(self._parts) // optimizer.counts[i]  # of processes, with other experts each
+            for kind in range(kinds):
+                members = self._parts[kind::kinds]
+                self._check_end(i, shapes, paddings, members)
+                size = self._check_across(i, None, needed, None, members)
+                for key in self._parts[0].state[i]:
+                    self._check_across(i, key, needed, size, members)
+                found = places_across(
+                    i, shapes, paddings, size, range(kind, len(self._parts), kinds)
+                )
+                self.places |= found if kinds == 1 else _of_all_experts(model, found, kind)
 
     def _check_names(self, group: int, shapes: Mapping[str, torch.Size]) -> None:
         """Refuse files that say themselves that they have other parameters."""
@@ -101,15 +104,19 @@ class FlatGroups:
                     )
 
     def _check_end(
-        self, group: int, shapes: Mapping[str, torch.Size], paddings: Sequence[int]
+        self,
+        group: int,
+        shapes: Mapping[str, torch.Size],
+        paddings: Sequence[int],
+        members: Sequence[Part],
     ) -> None:
         """Name the parameter whose end is beyond that of the weights."""
-        total, end = sum(part.weights[group].numel() for part in self._parts), 0
+        total, end = sum(part.weights[group].numel() for part in members), 0
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
             begin, end = end, end + math.prod(shape)
             if end > total:
                 raise ValueError(
-                    f"{OP}: {self._parts[-1].fields.path} and the files of other processes have"
+                    f"{OP}: {members[-1].fields.path} and the files of other processes have"
                     f" {max(0, total - begin)} elements left for {name!r}, expected"
                     f" {end - begin} for shape {list(shape)} in the model file"
                 )
@@ -128,7 +135,14 @@ class FlatGroups:
             )
         return found
 
-    def _check_across(self, group: int, key: str | None, needed: int, size: int | None) -> int:
+    def _check_across(
+        self,
+        group: int,
+        key: str | None,
+        needed: int,
+        size: int | None,
+        members: Sequence[Part],
+    ) -> int:
         """Refuse flat tensors that are not what a group is cut into, but for padding.
 
         Args:
@@ -136,16 +150,17 @@ class FlatGroups:
             key: of the state; None: weights.
             needed: elements of the group.
             size: that all but the last processes have; None: as the first one has.
+            members: of the processes that share the group out.
 
         Returns:
             The size.
         """
-        flats = [self._flat(part, group, key) for part in self._parts]
+        flats = [self._flat(part, group, key) for part in members]
         what = "weights" if key is None else repr(key)
         if size is None or len(flats) == 1:
             size = flats[0].numel()
-        for part, flat in zip(self._parts, flats, strict=True):
-            is_short = flat.numel() < size and part is not self._parts[-1]  # there is the padding
+        for part, flat in zip(members, flats, strict=True):
+            is_short = flat.numel() < size and part is not members[-1]  # there is the padding
             if is_short or flat.numel() > size or flat.dtype != flats[0].dtype:
                 raise ValueError(
                     f"{OP}: {part.fields.path} has {flat.numel()} elements of {flat.dtype} as"
@@ -156,7 +171,7 @@ class FlatGroups:
         most = needed + alignment(len(flats)) - 1
         if not needed <= total <= most:
             raise ValueError(
-                f"{OP}: {self._parts[0].fields.path} and the files of other processes have {total}"
+                f"{OP}: {members[0].fields.path} and the files of other processes have {total}"
                 f" elements of {what} in group {group}, expected {needed} to {most} for the shapes"
                 " in the model file"
             )
@@ -180,3 +195,27 @@ class FlatGroups:
             self.places = places_in_each(sizes, shapes, len(self._parts))
         except ValueError as error:
             raise ValueError(f"{OP}: {self._parts[0].fields.path} has {error}") from None
+
+
+def _of_all_experts(model: ModelFile, places: Mapping[str, Place], kind: int) -> dict[str, Place]:
+    """Return places by names in which experts of all processes are counted, as in their files.
+
+    Args:
+        model: for the text of an error.
+        places: by names in which each process counts its own experts.
+        kind: number of the process among those that have other experts each.
+    """
+    matches = {name: _EXPERT.fullmatch(name) for name in places}
+    counts: dict[str, int] = {}
+    for name, match in matches.items():
+        if match is None:
+            raise ValueError(
+                f"{OP}: {model.path} has {name!r} in a group that fewer processes share out,"
+                " expected experts only"
+            )
+        counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
+    return {
+        f"{match[1]}{kind * counts[match[1]] + int(match[2])}{match[3]}": places[name]
+        for name, match in matches.items()
+        if match is not None
+    }

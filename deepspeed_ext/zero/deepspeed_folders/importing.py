@@ -2,22 +2,22 @@
 
 import errno
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from deepspeed_ext.io.regular_file import path_text
-from deepspeed_ext.zero.checkpoint.saving import CLIENT, COMMON, common_fields, name_of_process
 from deepspeed_ext.zero.checkpoint.storage import MANIFEST
 from deepspeed_ext.zero.checkpoint.streaming import save_streamed
-from deepspeed_ext.zero.checkpoint.training_state import MODEL, OPTIMIZER
 from deepspeed_ext.zero.checkpoint.weight_files import Progress, check_options, write_weight_files
+from deepspeed_ext.zero.deepspeed_folders.contents import contents_of
 from deepspeed_ext.zero.deepspeed_folders.lazy import Lazy
 from deepspeed_ext.zero.deepspeed_folders.pickles import OP
 from deepspeed_ext.zero.deepspeed_folders.shard_files import find_shard_files, tag_folder
-from deepspeed_ext.zero.deepspeed_folders.source import Source, resolved, source_of
-from deepspeed_ext.zero.names import by_plain_name, plain_name
+from deepspeed_ext.zero.deepspeed_folders.source import resolved, source_of
+from deepspeed_ext.zero.names import by_plain_name
 
 
 def import_deepspeed(
@@ -32,20 +32,22 @@ def import_deepspeed(
         zero.import_deepspeed("deepspeed_run", "checkpoints")
         client = zero.load("checkpoints", None, model, optimizer)  # on any number of processes
 
-    Reads stages 1, 2 and 3 of data-parallel runs in float32, bfloat16 and float16. Weights are the
-    float32 master weights; frozen ones and buffers have the dtype that they have there. Groups of
+    Reads stages 0 to 3 in float32, bfloat16 and float16, of stage 0 one group with all parameters;
+    layers of a pipeline, in stage 1, and experts, in stages 1 and 2, by the names in their files.
+    Weights are the float32 master weights; frozen ones and buffers have the dtype that they have
+    there. Groups of
     the optimizer have the parameters that were trained, by name, and the options that they had.
     client_state has what DeepSpeed's client gave, and global_steps, global_samples, skipped_steps,
     lr_scheduler and, in float16, loss_scaler in the form of `zero.LossScaler`.
-    Nothing in the files is run. One parameter is in memory at a time, and 256 MiB of what is being
-    written, beside mapped pages that the system can take back.
+    Nothing in the files is run. 256 MiB of what is being written are in memory, however large a
+    parameter is, beside mapped pages that the system can take back.
 
     Args:
         folder: that DeepSpeed's save_checkpoint was given, or that of one checkpoint. Those of
             several hosts have to be copied into one.
         out: folder of checkpoints of `zero.save`, made if it is not there, not inside of `folder`.
         tag: of the checkpoint, there and here; None: the one that `latest` names.
-        progress: called with the bytes of each tensor that was read.
+        progress: called with bytes that were read.
 
     Returns:
         The folder of the checkpoint, out/tag; it is the latest one.
@@ -54,8 +56,9 @@ def import_deepspeed(
         OSError: a file is missing or cannot be read; the disk is full; FileExistsError: out has a
             checkpoint of this tag.
         ValueError: a file was cut short, or has anything else in it than tensors and plain values;
-            files are not of one run; numbers are left over or missing; the run was of stage 0, of
-            a pipeline, of experts or of model parallelism; or out is inside of folder.
+            files are not of one run; numbers are left over or missing; there is no state that can
+            be told what it belongs to; the run was of model parallelism; or out is inside of
+            folder.
         TypeError: something that the client gave is not plain.
 
     See: DeepSpeed 0.19, utils/zero_to_fp32.py and runtime/engine.py, for the files' layout.
@@ -64,22 +67,15 @@ def import_deepspeed(
     if (home / path.name / MANIFEST).exists():
         text = f"{OP}: {home / path.name} is there, expected no checkpoint of this tag"
         raise FileExistsError(errno.EEXIST, text)
-    source = source_of(find_shard_files(path))
-    if source.groups is None:
-        raise ValueError(
-            f"{OP}: {source.reason}, expected the state of an optimizer; import its weights only"
-        )
-    tensors = {MODEL + name: one for name, one in by_plain_name(OP, source.weights).items()}
-    for name, entry in by_plain_name(OP, source.state).items():
-        tensors |= {f"{OPTIMIZER}{name}.{key}": one for key, one in entry.items()}
+    contents = contents_of(path)
 
-    def read(name: str) -> Tensor:
-        found = tensors[name].read()
-        if progress is not None:
-            progress(found.nbytes)
-        return found
+    def read(name: str) -> Iterator[Tensor]:
+        for part in contents.tensors[name].small_parts():
+            yield part
+            if progress is not None:
+                progress(part.nbytes)
 
-    save_streamed(OP, home, path.name, _described(tensors), read, _values(source))
+    save_streamed(OP, home, path.name, _described(contents.tensors), read, contents.values)
     return home / path.name
 
 
@@ -95,8 +91,8 @@ def import_deepspeed_weights(
     """Write the weights of a checkpoint of DeepSpeed's as `consolidate` writes those of ours.
 
     What DeepSpeed's zero_to_fp32 does. The files are those of `zero.consolidate`, tied parameters
-    are in them once. Reads what `import_deepspeed` reads, and stage 0, where weights are as they
-    are in the file.
+    are in them once. Reads what `import_deepspeed` reads, and weights of which the state cannot be
+    read.
 
     Args:
         folder: as for `import_deepspeed`.
@@ -144,16 +140,5 @@ def _places(
     return path, home
 
 
-def _described(tensors: dict[str, Lazy]) -> dict[str, Tensor]:
+def _described(tensors: Mapping[str, Lazy]) -> dict[str, Tensor]:
     return {name: one.described for name, one in tensors.items()}
-
-
-def _values(source: Source) -> dict[str, object]:
-    """Return the plain values of a checkpoint that no number of processes has written."""
-    groups = [
-        {**group, "params": [plain_name(name) for name in group["params"]]}
-        for group in source.groups or ()
-    ]
-    extra = {plain_name(name): value for name, value in source.extra.items()}
-    own = {CLIENT: source.client, "random": {}}
-    return {COMMON: common_fields(0, groups, extra), name_of_process(0): own}

@@ -1,5 +1,6 @@
 """What the model files say: shapes in their order, frozen parameters, buffers, and the run."""
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from deepspeed_ext.zero.deepspeed_folders.pickles import OP, Fields, is_same, sh
 from deepspeed_ext.zero.deepspeed_folders.placing import part_of
 
 # What DeepSpeed itself keeps at the top; all else is the client's state.
-_OWN = {
+OWN = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
     *("shared_params", "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd"),
     *("sparse_tensor_module_names", "skipped_steps", "global_steps", "global_samples"),
@@ -20,7 +21,7 @@ _OWN = {
     *("ds_version", "universal_checkpoint_info", "ds_autoep_layers", "autoep_layers"),
     *("csr_tensor_module_names", "num_experts"),
 }
-_PASSED_ON = ("lr_scheduler", "data_sampler", "random_ltd")
+PASSED_ON = ("lr_scheduler", "data_sampler", "random_ltd")
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 Fragments = tuple[Tensor, ...]
 
@@ -32,7 +33,7 @@ class ModelFile:
     Args:
         path: of the file.
         groups: shapes by name, for each group of parameters (stage 3: for each sub-group); None in
-            stage 0, of whose optimizer nothing is known.
+            stage 0.
         version: of DeepSpeed; None: the file does not say.
         processes: that wrote the checkpoint; likewise.
         tensors: frozen parameters, buffers and, in stage 0, all weights: the parts of each, which
@@ -41,6 +42,8 @@ class ModelFile:
         extra: what a state dict has beside parameters and buffers.
         client: what the client saved, and what a run goes on with.
         ties: names of parameters that are others, with the names of those.
+        buffers: names of those that a state dict has.
+        optimizer: its state in stage 0; else None.
     """
 
     path: Path
@@ -52,21 +55,22 @@ class ModelFile:
     extra: dict[str, Any] = field(default_factory=dict)
     client: dict[str, Any] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
+    buffers: set[str] = field(default_factory=set)
+    optimizer: Any = None
 
 
-def model_of(files: list[Fields], is_by_process: bool) -> ModelFile:
-    """Return what the model files of a checkpoint say.
+def model_of(files: list[Fields]) -> ModelFile:
+    """Return what the model files of a checkpoint say, but for module; see `add_module`.
 
     Args:
         files: one, or one of each process.
-        is_by_process: the latter, as in stage 3, where empty tensors stand for parameters.
 
     Raises:
         ValueError: they are not of one run, or break a rule of their format.
     """
     first = files[0]
     for other in files[1:]:
-        _check_same_run(first, other)
+        check_same_run(first, other, ("param_shapes", "frozen_param_shapes"))
     shapes = first.get("param_shapes", list, dict, default=None)
     listed = [shapes] if isinstance(shapes, dict) else shapes  # one dict before 0.4
     groups = None
@@ -84,15 +88,23 @@ def model_of(files: list[Fields], is_by_process: bool) -> ModelFile:
             raise ValueError(f"{OP}: {first.path} has {name!r} twice in param_shapes")
         trained.add(name)
     _add_frozen(model, files, trained)
-    _add_module(model, first, trained, is_by_process)
-    own = {key: first.content.get(key) for key in (*_COUNTS, *_PASSED_ON)}
+    model.buffers = {first.text(n) for n in first.get("buffer_names", list, default=[])}
+    model.optimizer = first.content.get("optimizer")
+    own = {key: first.get(key, int, default=None) for key in _COUNTS}
+    own |= {key: first.content.get(key) for key in PASSED_ON}
     model.client = {key: value for key, value in own.items() if value is not None}
-    model.client |= {k: value for k, value in first.content.items() if k not in _OWN}
+    model.client |= {k: value for k, value in first.content.items() if k not in OWN}
     return model
 
 
-def _check_same_run(first: Fields, other: Fields) -> None:
-    for key in ("param_shapes", "frozen_param_shapes", "ds_version", "dp_world_size", *_COUNTS):
+def check_same_run(first: Fields, other: Fields, more: tuple[str, ...] = ()) -> None:
+    """Refuse files of two runs, or of two moments.
+
+    Args:
+        first, other: model files.
+        more: fields that they have alike, beside those that all have.
+    """
+    for key in (*more, "ds_version", "dp_world_size", *_COUNTS):
         mine, theirs = first.content.get(key), other.content.get(key)
         if not is_same(mine, theirs) or not is_same(_order(mine), _order(theirs)):
             raise ValueError(
@@ -129,30 +141,46 @@ def _add_frozen(model: ModelFile, files: list[Fields], trained: set[str]) -> Non
         model.tensors[name] = (shape, tuple(parts))
 
 
-def _add_module(model: ModelFile, first: Fields, trained: set[str], has_empty: bool) -> None:
-    """Add buffers, what else no optimizer has, and extra state."""
-    module = first.inside("module")
-    buffers = {first.text(n) for n in first.get("buffer_names", list, default=[])}
+def add_module(
+    model: ModelFile, file: Fields, prefix: str, trained: Container[str], has_empty: bool
+) -> None:
+    """Add what a state dict in a file has: weights as the model has them, buffers, extra state.
+
+    Args:
+        model: gets them.
+        file: that has them.
+        prefix: of their names.
+        trained: names of what the optimizer has.
+        has_empty: empty tensors stand for parameters, as in stage 3.
+
+    Raises:
+        ValueError: a name was there already, or is tied to one that is not.
+    """
     tied: list[str] = []
-    for name, value in module.content.items():
-        module.text(name)
+    seen: dict[tuple[int, torch.Size, torch.dtype], str] = {}
+    for name, value in ((prefix + file.text(name), value) for name, value in file.content.items()):
         if name.rpartition(".")[2] == EXTRA_STATE or not isinstance(value, Tensor):
             model.extra[name] = value
             continue
-        tensor = module.tensor(value, name)
-        if has_empty and not tensor.numel() and name not in buffers:
+        tensor = file.tensor(value, name)
+        if has_empty and not tensor.numel() and name not in model.buffers:
             continue
+        if name in model.cast or (prefix and name in model.tensors):
+            raise ValueError(f"{OP}: {file.path} has {name!r}, which another file has, too")
+        key = tensor.data_ptr(), tensor.shape, tensor.dtype
         if name in trained:
             model.cast[name] = tensor
-        elif name in model.ties:
+        elif name in model.ties or (tensor.numel() and key in seen and name not in model.buffers):
+            model.ties.setdefault(name, seen.get(key, ""))
             tied.append(name)
         elif name not in model.tensors:
-            shape = shape_of(module.path, name, tensor.shape)
+            shape = shape_of(file.path, name, tensor.shape)
             model.tensors[name] = (shape, (tensor.view(-1),))
+        seen.setdefault(key, name)
     for name in tied:
         kept = model.ties[name]
         if kept not in trained and kept not in model.tensors:
             raise ValueError(
-                f"{OP}: {first.path} has {name!r} tied to {kept!r}, expected that to be in the"
+                f"{OP}: {file.path} has {name!r} tied to {kept!r}, expected that to be in the"
                 " checkpoint"
             )

@@ -18,6 +18,7 @@ ACROSS, IN_EACH = "single_partition_of_fp32_groups", "fp32_flat_groups"
 _OUTER = "optimizer_state_dict"
 _STATE, _STATE_3 = "base_optimizer_state", "optimizer_state_dict"
 _STEP, _ADAM = "step", "exp_avg"
+_STEP_OF_ALL = "base_optimizer_state_step"
 _PARTLY = "ds_zero_partition_groups"  # experts, whose parts are of fewer processes
 
 
@@ -46,35 +47,45 @@ class OptimizerFiles:
         parts: in the order of the processes.
         is_in_each: stage 3: each process has a part of each parameter.
         paddings: for each group: of each parameter, elements that follow it; None: none.
-        options: of each group of parameters; None: the files do not tell.
+        options: of each group of parameters; none with elastic_checkpoint.
         group_of: the group of each flat tensor.
         scaler: the state of a loss scaler; None: the run had none.
+        counts: of processes that share each flat tensor out: all, or fewer for experts.
     """
 
     parts: list[Part]
     is_in_each: bool
     paddings: list[list[int]] | None
-    options: list[dict[str, Any]] | None
+    options: list[dict[str, Any]]
     group_of: list[int]
     scaler: dict[str, float] | None
+    counts: list[int]
 
 
 def processes_of(first: Fields) -> int:
     """Return how many processes wrote a checkpoint, as the file of the first one says.
 
     Raises:
-        ValueError: it does not say so, or some parameters are of fewer processes, as experts are.
+        ValueError: it does not say so, or some parameters of stage 3 are of fewer processes.
     """
-    inside = first.inside(_OUTER)
+    return max(_counts(first.inside(_OUTER)))
+
+
+def _counts(inside: Fields) -> list[int]:
+    """Return how many processes share out each group, in stage 3 all."""
     found = inside.get("partition_count", int, list)
     counts = found if isinstance(found, list) else [found]
-    is_one = bool(counts) and all(type(n) is int and n == counts[0] > 0 for n in counts)
-    if not is_one or inside.content.get(_PARTLY) is not None:
+    is_whole = bool(counts) and all(type(n) is int and n > 0 for n in counts)
+    if not is_whole or any(max(counts) % n for n in counts):
         raise ValueError(
-            f"{OP}: {first.path} has {found!r:.80} as partition_count, expected one number of"
-            " processes for all groups; experts are not read"
+            f"{OP}: {inside.path} has {found!r:.80} as partition_count, expected numbers of"
+            " processes, each a part of the largest"
         )
-    return int(counts[0])
+    if inside.content.get(_PARTLY) is not None:
+        raise ValueError(
+            f"{OP}: {inside.path} is of stage 3 with experts, expected stages 1 and 2 for those"
+        )
+    return counts
 
 
 def optimizer_of(files: list[Fields]) -> OptimizerFiles:
@@ -105,20 +116,24 @@ def optimizer_of(files: list[Fields]) -> OptimizerFiles:
             raise _other_run(part.fields, "other steps", first)
         if [entry.keys() for entry in part.state] != [e.keys() for e in parts[0].state]:
             raise _other_run(part.fields, "other keys of state", first)
-    group_of = list(range(count))
-    if is_in_each and groups is not None:
-        group_of = groups_of_flats(first, groups, count)
-    elif groups is not None and len(groups) != count:
+    if groups is None:  # elastic_checkpoint
+        step = first.get(_STEP_OF_ALL, int, float, default=None)
+        groups = [{} if step is None else {_STEP: step} for _ in range(count)]
+    group_of = groups_of_flats(first, groups, count) if is_in_each else list(range(count))
+    if not is_in_each and len(groups) != count:
         raise ValueError(
             f"{OP}: {first.path} has {len(groups)} groups for {count} flat tensors, expected one"
             " for each"
         )
-    options = None
-    if groups is not None:
-        options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        _take_steps(options, group_of, parts)
+    options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    _take_steps(options, group_of, parts)
     paddings = first.get("param_alignment_paddings", list, default=None)
-    return OptimizerFiles(parts, is_in_each, paddings, options, group_of, scaler_of(first))
+    counts = _counts(first)
+    if not is_in_each and len(counts) != count:
+        raise ValueError(
+            f"{OP}: {first.path} has {len(counts)} groups in partition_count, expected {count}"
+        )
+    return OptimizerFiles(parts, is_in_each, paddings, options, group_of, scaler_of(first), counts)
 
 
 def _check_same_run(first: Fields, other: Fields) -> None:

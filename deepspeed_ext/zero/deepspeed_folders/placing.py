@@ -47,7 +47,11 @@ def alignment(processes: int) -> int:
 
 
 def places_across(
-    flat: int, shapes: Mapping[str, torch.Size], paddings: Sequence[int], size: int
+    flat: int,
+    shapes: Mapping[str, torch.Size],
+    paddings: Sequence[int],
+    size: int,
+    processes: Sequence[int],
 ) -> dict[str, Place]:
     """Return places of stages 1 and 2, in which a parameter may lie in several processes.
 
@@ -56,6 +60,7 @@ def places_across(
         shapes: of its parameters, in their order.
         paddings: elements that follow each parameter and are not its own.
         size: elements of each process but the last ones.
+        processes: that share the group out.
     """
     found, begin = {}, 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
@@ -63,7 +68,7 @@ def places_across(
         while at < end:
             process, start = divmod(at, size)
             length = min(end - at, size - start)
-            spans.append(Span(process, start, length))
+            spans.append(Span(processes[process], start, length))
             at += length
         found[name] = Place(shape, flat, tuple(spans))
         begin = end + padding

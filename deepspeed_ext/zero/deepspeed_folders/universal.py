@@ -6,6 +6,7 @@ in the state that optimizer_state.pt keeps.
 """
 
 import errno
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.zero.deepspeed_folders.lazy import Lazy, lazy, lazy_number
+from deepspeed_ext.zero.deepspeed_folders.lazy import Lazy, cut, lazy, lazy_number
 from deepspeed_ext.zero.deepspeed_folders.model_file import ModelFile
 from deepspeed_ext.zero.deepspeed_folders.optimizer_files import (
     groups_of_flats,
@@ -22,9 +23,9 @@ from deepspeed_ext.zero.deepspeed_folders.optimizer_files import (
     scaler_of,
 )
 from deepspeed_ext.zero.deepspeed_folders.pickles import OP, Fields, read_object, read_pickle
+from deepspeed_ext.zero.deepspeed_folders.shard_files import PARAMETERS, REST
 
-PARAMETERS = "zero"
-_WEIGHT, _STEP, _REST = "fp32", "step", "optimizer_state.pt"
+WEIGHT, STEP = "fp32", "step"
 _OF_STAGE_3 = "optimizer_state_dict"
 
 
@@ -49,7 +50,7 @@ class UniversalFolder:
     def __init__(self, folder: Path, model: ModelFile) -> None:
         assert model.groups is not None
         self._home = folder / PARAMETERS
-        rest = Fields(self._home / _REST, read_pickle(self._home / _REST), "")
+        rest = Fields(self._home / REST, read_pickle(self._home / REST), "")
         self.scaler = scaler_of(rest)
         groups = options_of_groups(rest, rest.get("param_groups", list))
         group_of = list(range(len(model.groups)))
@@ -67,56 +68,50 @@ class UniversalFolder:
         self.weights: dict[str, Lazy] = {}
         self.state: dict[str, dict[str, Lazy]] = {}
         for flat, shapes in enumerate(model.groups):
-            step = entries[flat].get(_STEP, self.groups[group_of[flat]].get(_STEP))
+            step = entries[flat].get(STEP, self.groups[group_of[flat]].get(STEP))
             for name, shape in shapes.items():
-                self._add(name, shape, None if step is None else number_of(rest, step, _STEP))
+                self._add(name, shape, None if step is None else number_of(rest, step, STEP))
                 self.groups[group_of[flat]]["params"].append(name)
         for group in self.groups:
-            group.pop(_STEP, None)
-        self._check_names(model)
+            group.pop(STEP, None)
 
     def _add(self, name: str, shape: torch.Size, step: float | None) -> None:
         if "/" in name or "\0" in name or name in ("", ".", ".."):
             raise ValueError(f"{OP}: {self._home} has the name {name!r:.80}, expected no path")
         home = self._home / name
-        if not (home / f"{_WEIGHT}.pt").exists():
+        if not (home / f"{WEIGHT}.pt").exists():
             raise FileNotFoundError(
-                errno.ENOENT, f"{OP}: {home} has no {_WEIGHT}.pt, expected one of each parameter"
+                errno.ENOENT, f"{OP}: {home} has no {WEIGHT}.pt, expected one of each parameter"
             )
-        self.weights[name] = _of_file(home / f"{_WEIGHT}.pt", shape)
+        self.weights[name] = _of_file(home / f"{WEIGHT}.pt", shape)
         state = {
             path.stem: _of_file(path, shape)
             for path in sorted(home.glob("*.pt"))
-            if path.stem not in (_WEIGHT, _STEP)
+            if path.stem not in (WEIGHT, STEP)
         }
-        if (home / f"{_STEP}.pt").exists():
-            path = home / f"{_STEP}.pt"
-            step = number_of(Fields(path, {}), read_object(path), _STEP)
+        if (home / f"{STEP}.pt").exists():
+            path = home / f"{STEP}.pt"
+            step = number_of(Fields(path, {}), read_object(path), STEP)
         if state and step is None:
-            raise ValueError(f"{OP}: {home} has no {_STEP}.pt, expected one, or a step in {_REST}")
+            raise ValueError(f"{OP}: {home} has no {STEP}.pt, expected one, or a step in {REST}")
         if state and step is not None:
-            self.state[name] = {**state, _STEP: lazy_number(step)}
+            self.state[name] = {**state, STEP: lazy_number(step)}
 
-    def _check_names(self, model: ModelFile) -> None:
+    def check_names(self, model: ModelFile) -> None:
         """Refuse parameters that nothing names; the others' weights are in the model file, too."""
         known = self.weights.keys() | model.tensors.keys() | model.ties.keys() | model.extra.keys()
         for path in sorted(self._home.iterdir()):
-            if path.name != _REST and path.name not in known:
+            if path.name != REST and path.name not in known:
                 raise ValueError(
                     f"{OP}: {path} is of no parameter of {model.path.name}, expected those only"
                 )
-
-
-def is_universal(folder: Path) -> bool:
-    """Tell whether a folder is of this kind."""
-    return (folder / PARAMETERS / _REST).exists()
 
 
 def _of_file(path: Path, shape: torch.Size) -> Lazy:
     return lazy(shape, torch.float32, partial(_read, path, shape))
 
 
-def _read(path: Path, shape: torch.Size) -> Tensor:
+def _read(path: Path, shape: torch.Size, begin: int, end: int) -> Iterator[Tensor]:
     content = read_object(path)
     fields = Fields(path, content if isinstance(content, dict) else {"param": content})
     found = fields.tensor(fields.content.get("param"), "param")
@@ -125,4 +120,4 @@ def _read(path: Path, shape: torch.Size) -> Tensor:
             f"{OP}: {path} has {found.dtype} of shape {list(found.shape)}, expected float32 of"
             f" {list(shape)} as in the model file"
         )
-    return found.view(shape)
+    return cut([found.view(-1)], begin, end)
