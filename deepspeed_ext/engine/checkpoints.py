@@ -19,6 +19,7 @@ from deepspeed_ext.engine.stepping import Stepping
 from deepspeed_ext.io.checkpoint.shards import INDEX, ONE_FILE
 from deepspeed_ext.io.regular_file import sync_folder
 from deepspeed_ext.offload import OffloadOptimizer
+from deepspeed_ext.zero.agreement import all_or_none, check_agreement
 from deepspeed_ext.zero.checkpoint.weight_files import write_weight_file
 from deepspeed_ext.zero.counters import COUNTERS, told
 from deepspeed_ext.zero.loading import checkpoint_of
@@ -100,17 +101,18 @@ class Checkpoints(Settings):
         Raises:
             OSError, ValueError, RuntimeError: as `zero.load`.
         """
-        name = None if tag is None else str(tag)
-        try:
-            path, _ = checkpoint_of("engine.load_checkpoint", load_dir, name)
-        except FileNotFoundError:
-            if tag is not None:
-                raise
-            _log.warning(
-                "engine.load_checkpoint: load_dir is %s without a checkpoint named as the latest;"
-                " nothing is loaded",
-                load_dir,
-            )
+        op, name = "engine.load_checkpoint", None if tag is None else str(tag)
+        path: Path | None = None
+        with all_or_none(op, self._mesh):
+            try:
+                path, _ = checkpoint_of(op, load_dir, name)
+            except FileNotFoundError:
+                if tag is not None:
+                    raise
+        check_agreement(op, [f"the checkpoint {path and path.name}"], self._mesh)
+        if path is None:
+            text = "%s: load_dir is %s without a checkpoint named as the latest; nothing is loaded"
+            _log.warning(text, op, load_dir)
             return None, {}
         self._end_unused()
         loads_optimizer = load_optimizer_states and not load_module_only
@@ -173,9 +175,14 @@ class Checkpoints(Settings):
 
         Raises:
             OSError: the file cannot be written.
+            ValueError: save_filename is no name of a file.
             RuntimeError: it is called between micro-steps, or another process failed.
         """
         name, in_stage_3 = "engine.save_16bit_model", self.zero_optimization_stage() == 3
+        if not save_filename or Path(save_filename).name != save_filename:
+            raise ValueError(
+                f"{name}: save_filename is {save_filename!r}, expected the name of a file"
+            )
         if in_stage_3 and not self.zero_gather_16bit_weights_on_model_save():
             _log.warning("%s: nothing is saved, as zero_optimization.%s is not true", name, _FLAG)
             return False

@@ -23,7 +23,16 @@ def loader_of(
         mesh: whose processes share the dataset.
         collate_fn: of torch's DataLoader.
         num_workers: likewise.
+
+    Raises:
+        ValueError: dataset cannot be shared out.
     """
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or not len(dataset):
+        what = "empty" if hasattr(dataset, "__len__") else f"a {type(dataset).__name__}"
+        raise ValueError(
+            f"initialize: training_data is {what}, expected a dataset with __len__ and __getitem__;"
+            " iterate over a loader of your own else"
+        )
     place = mesh.mesh.flatten().tolist().index(dist.get_rank())
     sampler: DistributedSampler[Any] = DistributedSampler(dataset, mesh.size(), place)
     return DataLoader(

@@ -42,7 +42,7 @@ class _Progress:
     seen: int = 0
     scaled: int = 0
     has_failed: bool = False
-    was_applied: bool = False
+    was_applied: bool | Tensor = False
 
 
 class Engine(Checkpoints):
@@ -59,7 +59,7 @@ class Engine(Checkpoints):
         config: the config as a dict.
         device: where weights are.
         global_steps: steps that were taken or skipped.
-        skipped_steps: those for which a gradient was inf or NaN.
+        skipped_steps: those for which a gradient was inf or NaN; to read it waits for the device.
         global_samples: samples of all processes in these steps.
         micro_steps: calls of `step`.
 
@@ -85,7 +85,8 @@ class Engine(Checkpoints):
         self.config = config.as_dict()
         on_cuda = mesh.device_type == "cuda"
         self.device = torch.device(mesh.device_type, torch.cuda.current_device() if on_cuda else 0)
-        self.global_steps = self.skipped_steps = self.global_samples = self.micro_steps = 0
+        self.global_steps = self.global_samples = self.micro_steps = 0
+        self._skipped: int | Tensor = 0
         self._config, self._sizes, self._mesh = config, sizes, mesh
         self._is_in_group = is_in_group
         self._is_last: bool | None = None  # of micro-steps, said by hand
@@ -211,10 +212,23 @@ class Engine(Checkpoints):
         self._metrics.add_loss(loss)
         return loss
 
-    def step(self) -> None:
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps there were for which a gradient was inf or NaN; waits for the device."""
+        return int(self._skipped)
+
+    @skipped_steps.setter
+    def skipped_steps(self, count: int) -> None:
+        self._skipped = count
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-step; after the last one clip, step and drop gradients, step the schedule.
 
-        What a schedule raises comes after all else is done: the next step may follow.
+        With fp16 a step that is skipped does not step the schedule. What a schedule raises comes
+        after all else is done: the next step may follow.
+
+        Args:
+            lr_kwargs: arguments of the schedule's step, such as metrics for ReduceLROnPlateau.
 
         Raises:
             RuntimeError: there is no optimizer, or no backward since the last call; or, with fp16,
@@ -248,10 +262,13 @@ class Engine(Checkpoints):
             self._now.was_applied = stepping.step()
         self.global_steps += 1
         self.global_samples += self._sizes.train
-        self.skipped_steps += not self._now.was_applied
+        applied = self._now.was_applied
+        was_skipped = applied.logical_not() if isinstance(applied, Tensor) else not applied
+        self._skipped = self._skipped + was_skipped
         self._report(stepping, micro_steps, rate)
-        if self._now.was_applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+        # Without fp16 nobody waits to know whether the step was skipped.
+        if self.lr_scheduler is not None and (stepping.scaler is None or applied):
+            self.lr_scheduler.step(**(lr_kwargs or {}))
 
     def _report(self, stepping: Stepping, micro_steps: int, rate: Any) -> None:
         """Collect what is known of the step that is over, and show it."""
@@ -263,7 +280,7 @@ class Engine(Checkpoints):
             lr=rate,
             norm=stepping.norm,
             scale=stepping.scale,
-            skipped=self.skipped_steps,
+            skipped=self._skipped,
         )
         if self._reports is not None:
             self._reports.add(step)
@@ -332,7 +349,7 @@ class Engine(Checkpoints):
 
     def was_step_applied(self) -> bool:
         """Tell whether the last call of `step` has stepped the optimizer."""
-        return self._now.was_applied
+        return bool(self._now.was_applied)
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's gradients before clipping; waits for the device."""

@@ -85,7 +85,10 @@ class Renamed:
 
 
 def _each(params: object) -> Iterable[Tensor]:
-    return [params] if isinstance(params, Tensor) else params  # type: ignore[return-value]
+    if isinstance(params, Tensor):
+        return [params]
+    # As torch's optimizers, named_parameters too.
+    return [p[1] if isinstance(p, tuple) else p for p in params]  # type: ignore[attr-defined]
 
 
 class Named:

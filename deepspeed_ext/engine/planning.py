@@ -74,6 +74,12 @@ class Plan:
 
     def _try(self) -> None:
         """Make optimizer, step and schedule of small parameters, so that errors come early."""
+        _check_schedule(self._scheduler, self._given)
+        if self._named is not None and not any(group["params"] for group in self._groups):
+            raise ValueError(
+                f"{_OP}: model has no parameter that needs a gradient, expected some for the"
+                " optimizer of the config"
+            )
         if isinstance(self._given, Optimizer):
             check_given(self._given, self._renamed, self._offload is not None)
             tried = self._given
@@ -101,6 +107,10 @@ class Plan:
         for i, group in enumerate(groups):
             names = [self._renamed.name_of(param, "optimizer") for param in group["params"]]
             yield f"parameters of group {i}: {', '.join(names)}"
+            options = {key: value for key, value in group.items() if key != "params"}
+            yield from _flat(f"group {i}", options)
+        if hasattr(self._scheduler, "state_dict"):
+            yield from _flat("scheduler", self._scheduler.state_dict())
 
     def optimizer(self) -> Optimizer | None:
         """Return what steps the shards, when the model is sharded."""
@@ -139,6 +149,19 @@ def _check_plain(model: nn.Module) -> None:
             )
 
 
+def _check_schedule(schedule: Any, optimizer: object) -> None:
+    """Refuse one that writes rates which no step of this optimizer reads."""
+    of = getattr(schedule, "optimizer", None)
+    if not isinstance(of, Optimizer):
+        return
+    groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
+    if {id(group) for group in groups} != {id(group) for group in of.param_groups}:
+        raise ValueError(
+            f"{_OP}: lr_scheduler is of a {type(of).__name__} that is not optimizer, expected one"
+            " over its groups, or a function that makes one of an optimizer"
+        )
+
+
 def _of_config(config: Config, optimizer: Optimizer) -> Any:
     assert config.scheduler is not None
     name = config.scheduler.type
@@ -155,9 +178,14 @@ def _of_config(config: Config, optimizer: Optimizer) -> Any:
 
 
 def _flat(path: str, value: object) -> Iterator[str]:
-    """Yield a line for each key of a config, in the order of their names."""
+    """Yield a line for each value that can be compared, in the order of their names."""
     if isinstance(value, Mapping):
-        for key in sorted(value):
+        for key in sorted(value, key=str):
             yield from _flat(f"{path}.{key}", value[key])
-    else:
+    elif isinstance(value, list | tuple):
+        for i, each in enumerate(value):
+            yield from _flat(f"{path}[{i}]", each)
+    elif isinstance(value, Tensor):
+        yield f"{path} {value.tolist() if value.numel() == 1 else list(value.shape)}"
+    elif value is None or isinstance(value, bool | int | float | str):
         yield f"{path} {value!r}"

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from deepspeed_ext import zero
 from deepspeed_ext.config import BatchSizes, Config
 from deepspeed_ext.engine.data import loader_of
+from deepspeed_ext.zero.agreement import check_agreement
 
 
 class Settings(nn.Module):
@@ -34,10 +35,11 @@ class Settings(nn.Module):
         return self._sizes.steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change how many micro-steps a step has, between two steps.
+        """Change how many micro-steps a step has, between two steps; all processes call it.
 
         Raises:
-            ValueError: it is no multiple of what a micro-step has in all processes.
+            ValueError: it is no multiple of what a micro-step has in all processes, or others have
+                another one.
             RuntimeError: a step has begun.
         """
         if self._accumulation.backwards:
@@ -46,11 +48,13 @@ class Settings(nn.Module):
             )
         sizes = self._sizes
         in_micro_step = sizes.train // sizes.steps
-        if train_batch_size < 1 or train_batch_size % in_micro_step:
+        name, given = "engine.set_train_batch_size", train_batch_size
+        if not isinstance(given, int) or given < 1 or given % in_micro_step:
             raise ValueError(
-                f"engine.set_train_batch_size: train_batch_size is {train_batch_size}, expected a"
-                f" multiple of {in_micro_step}, the samples of a micro-step in all processes"
+                f"{name}: train_batch_size is {given!r}, expected a multiple of {in_micro_step},"
+                " the samples of a micro-step in all processes"
             )
+        check_agreement(name, [f"train_batch_size {given}"], self._mesh)
         steps = train_batch_size // in_micro_step
         self._sizes = sizes._replace(train=train_batch_size, steps=steps)
 

@@ -44,26 +44,27 @@ class Stepping:
         """That losses of the last step were multiplied by, with fp16."""
         return None if self.scaler is None else self.scaler.scale_in_use
 
-    def step(self) -> bool:
+    def step(self) -> bool | Tensor:
         """Take a step, or skip it, and drop the gradients.
 
         Returns:
-            whether it was taken. A class that is not ours steps with whatever gradients there are.
+            whether it was taken; a tensor on a GPU that nobody has waited for. A class that is not
+            ours steps with whatever gradients there are.
         """
         try:
             return self._step()
         finally:
             self._optimizer.zero_grad()
 
-    def _step(self) -> bool:
+    def _step(self) -> bool | Tensor:
         if self.scaler is not None:
             try:
                 return self.scaler.step(self._optimizer, self._max_norm)
             finally:
                 self.norm = self.scaler.grad_norm
         if self._is_ours:
-            self.norm = self._optimizer.clip_and_step(self._max_norm)
-            return True
+            norm = self.norm = self._optimizer.clip_and_step(self._max_norm)
+            return norm.isfinite() if norm.is_cuda else math.isfinite(norm)
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         norm = nn.utils.clip_grad_norm_(params, self._max_norm)
         self.norm = norm.full_tensor() if is_dtensor(norm) else norm
