@@ -8,9 +8,11 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("optim", "io"),
     ("quantization",),
     ("offload",),
-    ("zero", "inference", "environment", "compat"),
+    ("zero", "inference", "environment"),
     ("config",),
-    ("engine", "report", "examples", "interfaces"),
+    ("engine", "report", "examples"),
+    ("compat",),
+    ("interfaces",),
 )
 ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "io": (
@@ -200,6 +202,13 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
             *("fused_optim", "layernorm"),
             *("scaled_masked_softmax", "scaled_upper_triangle_masked_softmax"),
         ),
+        (
+            *("compatible_ops", "conveniences", "distributed", "engine", "launch"),
+            *("leaf_modules", "names", "schedules", "whole_weights", "zero"),
+        ),
+        ("devices", "modules", "parameters", "stand_in", "starting"),
+        ("activations", "environment"),
+        ("__main__",),
     ),
     "examples": (
         ("gpt", "optimizers", "run_folder", "text"),

@@ -1,5 +1,6 @@
 """The optimizer of an engine: by its name in the config, or the one that the user has made."""
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from deepspeed_ext import optim
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim.base import FlatStateOptimizer
+from deepspeed_ext.optim.formats import StateFormat
 
 _OP = "initialize"
 _log = logging.getLogger("deepspeed_ext")
@@ -193,13 +195,19 @@ def _offloaded(
     optimizer: torch.optim.Optimizer, offload: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
     """Return what steps the groups of an optimizer in host memory; they stay the same objects."""
+    if isinstance(optimizer, FlatStateOptimizer) and optimizer.state_format == StateFormat():
+        names = {"params", *optimizer.defaults}
+        groups = [{k: g[k] for k in names & g.keys()} for g in optimizer.param_groups]
+        with contextlib.suppress(TypeError):  # a class that is not offloaded
+            return _in_place(optimizer, OffloadOptimizer(groups, type(optimizer), **offload))
     if not isinstance(optimizer, _LIKE_ADAM) or any(
         g.get("amsgrad") for g in optimizer.param_groups
     ):
         raise ValueError(
             f"{_OP}: optimizer is a {type(optimizer).__name__} with offload_optimizer, expected"
-            " torch's Adam or AdamW without amsgrad; or a function that makes an"
-            " OffloadOptimizer of parameters, or the optimizer of the config"
+            " torch's Adam or AdamW without amsgrad, or one of deepspeed_ext that can be offloaded,"
+            " with plain state; or a function that makes an OffloadOptimizer of parameters, or the"
+            " optimizer of the config"
         )
     decoupled = isinstance(optimizer, torch.optim.AdamW)
     made = [dict(group) for group in optimizer.param_groups]
@@ -211,7 +219,13 @@ def _offloaded(
             f"{_OP}: optimizer has groups with and without decoupled_weight_decay, expected one"
             " kind"
         )
-    stands_in = OffloadOptimizer(groups, adamw_mode=modes.pop(), **offload)
+    return _in_place(optimizer, OffloadOptimizer(groups, adamw_mode=modes.pop(), **offload))
+
+
+def _in_place(
+    optimizer: torch.optim.Optimizer, stands_in: OffloadOptimizer
+) -> torch.optim.Optimizer:
+    """Give what stands in for an optimizer the very group dicts of that."""
     for i, theirs in enumerate(optimizer.param_groups):
         theirs.update({k: v for k, v in stands_in.param_groups[i].items() if k not in theirs})
         stands_in.param_groups[i] = theirs

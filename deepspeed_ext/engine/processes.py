@@ -2,6 +2,7 @@
 
 import os
 from argparse import Namespace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,8 +12,12 @@ _distributed: Any = dist  # with what the type checker does not know
 _WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def ensure_group() -> bool:
+def ensure_group(backend: str | None = None, timeout: timedelta | None = None) -> bool:
     """Make the process group if there is none: of torchrun's processes, else of this one.
+
+    Args:
+        backend: of torch.distributed; None: nccl with a GPU, else gloo.
+        timeout: of collectives; None: torch's.
 
     Returns:
         whether it was made here.
@@ -25,10 +30,11 @@ def ensure_group() -> bool:
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    backend = "nccl" if has_gpu else "gloo"
+    backend = backend or ("nccl" if has_gpu else "gloo")
     there = [name for name in _WANTED if name in os.environ]
     if not there:
-        dist.init_process_group(backend, store=_distributed.HashStore(), rank=0, world_size=1)
+        store = _distributed.HashStore()
+        dist.init_process_group(backend, None, timeout, store=store, rank=0, world_size=1)
         return True
     if len(there) < len(_WANTED):
         missing = [name for name in _WANTED if name not in there]
@@ -36,7 +42,7 @@ def ensure_group() -> bool:
             f"initialize: {', '.join(there)} are set and {', '.join(missing)} are not, expected all"
             " of them, as torchrun sets them, or none"
         )
-    dist.init_process_group(backend)
+    dist.init_process_group(backend, None, timeout)
     return True
 
 

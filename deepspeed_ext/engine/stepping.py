@@ -37,6 +37,8 @@ class Stepping:
                 f"initialize: optimizer is a {type(optimizer).__name__} with fp16, expected one of"
                 " deepspeed_ext, which unscales gradients; or bf16"
             )
+        if scaler is not None:
+            self._optimizer.overflow = False  # whether a step was skipped, as accelerate asks
 
     def step(self) -> bool:
         """Take a step, or skip it, and drop the gradients.
@@ -52,9 +54,11 @@ class Stepping:
     def _step(self) -> bool:
         if self.scaler is not None:
             try:
-                return self.scaler.step(self._optimizer, self._max_norm)
+                was_taken = self.scaler.step(self._optimizer, self._max_norm)
             finally:
                 self.norm = self.scaler.grad_norm
+            self._optimizer.overflow = not was_taken
+            return was_taken
         if self._is_ours:
             self.norm = self._optimizer.clip_and_step(self._max_norm)
             return True

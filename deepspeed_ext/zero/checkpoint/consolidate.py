@@ -51,12 +51,12 @@ def consolidate(
     """
     check_options(_OP, dtype, max_shard_bytes)
     path = folder_of(_OP, folder, tag)
-    source = _Weights(path, dtype)
+    source = SavedWeights(path, dtype)
     return write_weight_files(out, source.described, source.read, max_shard_bytes, progress)
 
 
-class _Weights:
-    """The weights of a checkpoint, as they are to be written."""
+class SavedWeights:
+    """The weights of a checkpoint of `zero.save`, floating ones in a dtype if one is given."""
 
     def __init__(self, path: Path, dtype: torch.dtype | None) -> None:
         self._reader = TrainingReader(path)

@@ -1,0 +1,170 @@
+"""Train by Hugging Face's Trainer with configs of DeepSpeed's, each in processes of its own.
+
+    python tests/compat/train_by_trainer.py FOLDER CASE ...
+
+prints what came of each case, as JSON. Where a real deepspeed is installed it is what trains, else
+this library stands in for it. In an environment with transformers, accelerate and DeepSpeed
+(`DS_BUILD_OPS=0 pip install --no-deps deepspeed`, and the pure Python packages that it imports),
+
+    DS_ACCELERATOR=cpu python tests/compat/train_by_trainer.py --record FOLDER
+
+writes recorded_trainer.json, which test_trainer compares with.
+"""
+
+import importlib.metadata
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+FILE = Path(__file__).with_name("recorded_trainer.json")
+# stage, precision, where the state is, whose optimizer and schedule, processes
+CASES = (
+    "0-float32-none-config-1",
+    "1-bf16-none-config-2",
+    "1-float32-cpu-trainer-1",
+    "2-fp16-none-config-2",
+    "2-bf16-cpu-config-1",
+    "2-float32-none-trainer-2",
+    "3-bf16-none-config-2",
+    "3-fp16-cpu-config-1",
+    "3-float32-none-trainer-2",
+)
+SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def config(stage, precision, device, owner):
+    given = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto", "initial_scale_power": 8},
+        "zero_optimization": {
+            "stage": stage,
+            "offload_optimizer": {"device": device},
+            "stage3_gather_16bit_weights_on_model_save": True,
+            "stage3_prefetch_bucket_size": "auto",
+            "reduce_bucket_size": "auto",
+        },
+    }
+    if owner == "config":
+        names = ("lr", "betas", "eps", "weight_decay")
+        given["optimizer"] = {"type": "AdamW", "params": dict.fromkeys(names, "auto")}
+        names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+        given["scheduler"] = {"type": "WarmupDecayLR", "params": dict.fromkeys(names, "auto")}
+    return given
+
+
+def data(count):
+    import torch
+
+    draws = torch.Generator().manual_seed(1)
+    rows = torch.randint(SIZES["vocab_size"], (count, 8), generator=draws)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def trained(case, folder):
+    """The last group of an epoch has one micro-batch of two."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    stage, precision, device, owner, world = case.split("-")
+
+    def trainer():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
+        arguments = TrainingArguments(
+            folder / "run",
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            num_train_epochs=2,
+            logging_steps=1,
+            save_steps=3,
+            learning_rate=1e-2,
+            weight_decay=0.1,
+            max_grad_norm=0.5,
+            warmup_steps=2,
+            bf16=precision == "bf16",
+            fp16=precision == "fp16",
+            deepspeed=config(int(stage), precision, device, owner),
+            report_to=[],
+            disable_tqdm=True,
+        )
+        rows = data(10 * int(world))
+        return Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:4])
+
+    first = trainer()
+    first.train()
+    found = {name: [] for name in ("loss", "grad_norm", "learning_rate")}
+    for row in first.state.log_history:
+        for name in found:
+            if name in row:
+                found[name].append(row[name])
+    found["eval_loss"] = first.evaluate()["eval_loss"]
+    first.save_model(folder / "model")
+    second = trainer()
+    second.train(resume_from_checkpoint=folder / "run" / "checkpoint-3")
+    rows = second.state.log_history
+    found["resumed_loss"] = [row["loss"] for row in rows if "loss" in row and row["step"] > 3]
+    return found
+
+
+def run(case, folder):
+    """Return what the first of the processes of a case found."""
+    folder.mkdir(parents=True)
+    world = int(case.rpartition("-")[2])
+    children = []
+    for rank in range(world):
+        child = os.fork()
+        if child == 0:
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
+            os.environ |= {name: str(value) for name, value in variables.items()}
+            status = 1
+            try:
+                found = trained(case, folder)
+                if rank == 0:
+                    (folder / "found.json").write_text(json.dumps(found))
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(child)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    return json.loads((folder / "found.json").read_text()) if not any(statuses) else None
+
+
+def main():
+    is_recording = sys.argv[1] == "--record"
+    folder, cases = (
+        (Path(sys.argv[2]), CASES) if is_recording else (Path(sys.argv[1]), sys.argv[2:])
+    )
+    if not is_recording:
+        from deepspeed_ext import compat
+
+        compat.install()
+    import torch
+    import transformers.training_args
+
+    torch.set_num_threads(1)
+    # It asks whether a GPU takes bf16; without one the CPU is what trains.
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+    found = {}
+    for number, case in enumerate(cases):
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(29600 + number)}
+        found[case] = run(case, folder / case)
+    if is_recording:
+        versions = {n: importlib.metadata.version(n) for n in ("deepspeed", "transformers")}
+        rows = ",\n".join(f"{json.dumps(case)}: {json.dumps(row)}" for case, row in found.items())
+        FILE.write_text(f'{{"versions": {json.dumps(versions)}, "cases": {{\n{rows}\n}}}}\n')
+    else:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
