@@ -10,9 +10,8 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("offload",),
     ("zero", "inference", "environment"),
     ("config",),
-    ("engine", "report", "examples"),
+    ("engine", "report", "examples", "interfaces"),
     ("compat",),
-    ("interfaces",),
 )
 ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "io": (
@@ -83,11 +82,11 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "zero": (
         (
-            *("agreement", "blocks", "borrowing", "calls", "gather", "memory"),
+            *("agreement", "blocks", "borrowing", "calls", "memory"),
             *("names", "saved_model", "scaling", "unreduced"),
         ),
-        ("sharding", "units"),
-        ("accumulate", "drawing", "stages"),
+        ("rows", "sharding", "shown", "units"),
+        ("accumulate", "drawing", "gather", "stages"),
         ("checkpoint", "init"),
         ("deepspeed_folders",),
         ("__main__",),
@@ -210,6 +209,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("activations", "environment"),
         ("__main__",),
     ),
+    "compat/zero": (("parameters",), ("gathered",), ("init",)),
     "examples": (
         ("gpt", "optimizers", "run_folder", "text"),
         ("gpt_engine", "trainer"),

@@ -10,6 +10,7 @@ Modules of this package hold state of the whole process where DeepSpeed's do: th
 settings of `checkpointing`, and which engine a parameter belongs to; each says so.
 """
 
+from importlib import import_module
 from typing import Any
 
 from deepspeed_ext.compat.modules import found, make_modules, names_in
@@ -18,8 +19,8 @@ make_modules()
 
 
 def __getattr__(name: str) -> Any:
-    return found("", name)
+    return import_module(f"{__name__}.zero") if name == "zero" else found("", name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *names_in("")})
+    return sorted({*globals(), *names_in(""), "zero"})

@@ -16,7 +16,7 @@ _LEAVES = {
     " unset_z3_leaf_modules z3_leaf_module",
 }
 _LOGS = {f"{_C}.conveniences": "log_dist logger"}
-_ZERO = {"deepspeed_ext.zero": ALL}
+_ZERO = {f"{_C}.zero": ALL}
 _ACTIVATIONS = {f"{_C}.activations": ALL}
 
 # By the module of DeepSpeed's, '' for deepspeed itself: the names that it has, by where they are.
@@ -84,7 +84,6 @@ HERE: Mapping[str, Mapping[str, str]] = {
     "utils.tensor_fragment": {f"{_C}.parameters": _SAFE},
     "utils.z3_leaf_module": _LEAVES,
     "utils.zero_to_fp32": {f"{_C}.whole_weights": ALL},
-    "zero": _ZERO,
 }
 
 _PIPELINE = "cut the model by torch.distributed.pipelining, and give initialize one stage of it"

@@ -54,7 +54,7 @@ class _Finder:
 def stand_in() -> None:
     """Let deepspeed and its modules be those of this package, in this process."""
     package = "deepspeed_ext.compat"
-    for path in sorted({*HERE, *MODULES_NOT_HERE} - {""}):
+    for path in sorted({*HERE, *MODULES_NOT_HERE, "zero"} - {""}):
         sys.modules[f"{NAME}.{path}"] = import_module(f"{package}.{path}")
     sys.modules[NAME] = import_module(package)
 

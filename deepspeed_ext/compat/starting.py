@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from deepspeed_ext.compat.distributed import init_distributed
 from deepspeed_ext.compat.engine import note_engine
+from deepspeed_ext.compat.zero import know
 from deepspeed_ext.config import read
 from deepspeed_ext.engine import Engine, initialize as _initialize
 
@@ -65,6 +66,7 @@ def initialize(
         config_params if config is None else config,
     )
     note_engine(made[0])
+    know(made[0].module)
     return made
 
 

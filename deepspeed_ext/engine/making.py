@@ -16,7 +16,7 @@ from deepspeed_ext.config import Config, read as read_config
 from deepspeed_ext.engine.data import loader_of
 from deepspeed_ext.engine.engine import Engine
 from deepspeed_ext.engine.optimizers import Renamed, by_name, check_given, placed
-from deepspeed_ext.engine.processes import config_of, ensure_group
+from deepspeed_ext.engine.processes import config_of, device_of_group, ensure_group
 from deepspeed_ext.optim.schedules import SCHEDULES
 
 _OP = "initialize"
@@ -78,7 +78,7 @@ def initialize(
     owns_group = ensure_group()
     try:
         mesh = mesh or init_device_mesh(
-            _device(), (dist.get_world_size(),), mesh_dim_names=("shard",)
+            device_of_group(), (dist.get_world_size(),), mesh_dim_names=("shard",)
         )
         for sentence in read.warnings if dist.get_rank() == 0 else ():
             _log.warning(sentence)
@@ -107,10 +107,6 @@ def _sharded(
     for group in groups:
         group["params"] = renamed.now(group["params"])
     return _optimizer(optimizer, groups, renamed, config, model, mesh)
-
-
-def _device() -> str:
-    return "cuda" if dist.get_backend() == "nccl" or torch.cuda.is_available() else "cpu"
 
 
 def _shard(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:

@@ -227,6 +227,35 @@ def know_dtypes(model: nn.Module) -> None:
             group._init_mp_dtypes()
 
 
+def call_whole(model: nn.Module, shown: set[int], casts: bool) -> Callable[[], None]:
+    """Let blocks run as if nothing were sharded while whole parameters stand in their modules.
+
+    A call of a block of which some parameters are shown, and others not, is an error.
+
+    Args:
+        model: that is sharded.
+        shown: ids of shards in whose places whole parameters stand.
+        casts: inputs and outputs are cast as they are where shards are gathered.
+
+    Returns:
+        What ends it.
+    """
+    put: list[tuple[dict[int, Any], int, Any]] = []
+    for state in _states(model):
+        params = [param for group in _groups_of_state(state) for param in group.fsdp_params]
+        are_shown = [id(param.sharded_param) in shown for param in params]
+        if any(are_shown) or len(shown) == sum(1 for _ in shards_of(model)):
+            policy = state._mp_policy if casts else None
+            before = partial(_cast_inputs, policy) if all(are_shown) else _refuse_call
+            after = partial(_cast_output, policy)
+            handles = state._pre_forward_hook_handle, state._post_forward_hook_handle
+            for handle, stands_in in zip(handles, (before, after), strict=True):
+                hooks = handle.hooks_dict_ref()
+                put.append((hooks, handle.id, hooks[handle.id]))
+                hooks[handle.id] = stands_in
+    return partial(_put_back, put)
+
+
 class _Parts(NamedTuple):
     states: list[Any]
     groups: list[Any]
@@ -237,15 +266,45 @@ def _parts_of(model: Any) -> _Parts:
     own = model._get_fsdp_state()
     if not hasattr(own, _PARTS):
         states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
-        groups: list[Any] = []
-        for state in states:
-            if hasattr(state, "_fsdp_param_groups"):  # torch 2.13; 2.11 has at most one
-                groups.extend(state._fsdp_param_groups)
-            elif state._fsdp_param_group is not None:
-                groups.append(state._fsdp_param_group)
+        groups = [group for state in states for group in _groups_of_state(state)]
         setattr(own, _PARTS, _Parts(states, groups))
     parts: _Parts = getattr(own, _PARTS)
     return parts
+
+
+def _groups_of_state(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):  # torch 2.13; 2.11 has at most one
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _cast_inputs(policy: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    dtype = None if policy is None or not policy.cast_forward_inputs else policy.param_dtype
+    return _cast(dtype, args), _cast(dtype, kwargs)
+
+
+def _cast_output(policy: Any, module: nn.Module, args: Any, output: Any) -> Any:
+    return _cast(None if policy is None else policy.output_dtype, output)
+
+
+def _cast(dtype: torch.dtype | None, values: Any) -> Any:
+    from torch.distributed.utils import _apply_to_tensors
+
+    if dtype is None:
+        return values
+    return _apply_to_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+
+
+def _refuse_call(module: nn.Module, *_: Any) -> None:
+    raise RuntimeError(
+        f"zero: a {type(module).__name__} is called inside of GatheredParameters of some of its"
+        " parameters, expected all of them there, or none"
+    )
+
+
+def _put_back(put: list[tuple[dict[int, Any], int, Any]]) -> None:
+    for hooks, key, hook in put:
+        hooks[key] = hook
 
 
 def _states(model: nn.Module) -> list[Any]:

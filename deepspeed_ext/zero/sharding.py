@@ -59,6 +59,7 @@ class Sharding:
         mesh: that it was sharded on.
         blocks: names of modules with a group of their own, beside the model.
         reduces_unused: unused parameters get gradients of 0.
+        param_dtype: that weights are used in; None: their own.
     """
 
     def __init__(
@@ -68,10 +69,13 @@ class Sharding:
         mesh: DeviceMesh,
         blocks: tuple[str, ...],
         reduces_unused: bool = False,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         self.stage = stage
         self.mesh = mesh
         self.blocks = blocks
+        self.param_dtype = param_dtype
+        self.shown: list[bool] = []  # of each GatheredParameters around: all are whole, or some
         self._reduces_unused = reduces_unused
         self._model = weakref.ref(model)
         self._loop: Loop | None = None  # micro-steps that are declared
@@ -285,8 +289,13 @@ class Sharding:
 
     def before_forward(self) -> None:
         """Look whether the model is what was sharded; gather anew what may have been stepped."""
-        if is_in_backward() or calls_of(self.model) > 1:
+        if is_in_backward() or calls_of(self.model) > 1 or (self.shown and self.shown[-1]):
             return
+        if self.shown:
+            raise RuntimeError(
+                "zero: the model is called inside of GatheredParameters of some of its parameters,"
+                " expected all of them there, or none"
+            )
         self._end_left_loop()
         self._settle()
         must_gather = self._must_gather()
@@ -324,7 +333,7 @@ class Sharding:
 
     def after_forward(self) -> None:
         """Leave no gathered weights behind where no backward will come, else keep them for it."""
-        if is_in_backward() or calls_of(self.model) > 1:
+        if self.shown or is_in_backward() or calls_of(self.model) > 1:
             return
         if not torch.is_grad_enabled():
             self.reshard()
@@ -342,7 +351,7 @@ class Sharding:
 
     def after_error(self) -> None:
         """Show shards after a forward with an error; gradients of backwards before it stay."""
-        if is_in_backward() or calls_of(self.model) > 1:
+        if self.shown or is_in_backward() or calls_of(self.model) > 1:
             return
         stopped = interruption(self.model)
         if not stopped:  # the error is one that the caller handles
@@ -450,9 +459,10 @@ def _in_backward(sharding: "weakref.ref[Sharding]") -> None:
 
 
 def _save_pretrained(of: "weakref.ref[nn.Module]", *args: Any, **kwargs: Any) -> Any:
-    """Save a model that is whole; of shards safetensors says "invalid python storage"."""
+    """Save a model, or a state, that is whole; of shards safetensors says "invalid storage"."""
     model: Any = of()
-    if any(map(is_dtensor, model.parameters())):
+    state = kwargs.get("state_dict")
+    if any(map(is_dtensor, model.parameters() if state is None else state.values())):
         raise RuntimeError(
             f"save_pretrained: {type(model).__name__} has shards, expected whole parameters; call"
             " it inside of zero.GatheredParameters(model), or use zero.save and zero.consolidate"

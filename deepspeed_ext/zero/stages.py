@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.zero.agreement import check_agreement
 from deepspeed_ext.zero.blocks import Block, blocks_of
+from deepspeed_ext.zero.rows import in_whole_shapes
 from deepspeed_ext.zero.sharding import Sharding
 
 _OP = "zero.shard"
@@ -69,7 +70,8 @@ def shard(
 
     Args:
         model: of any device; its parameters move to that of the mesh. Those on meta stay there, and
-            `Init` fills them. Not sharded yet. Frozen parameters are sharded too.
+            `Init` fills them. Those of compat.zero.Init are rows of this process, and stay here.
+            Not sharded yet. Frozen parameters are sharded too.
         stage: 0 to 3.
         mesh: one dimension: all of it shards. Two, named: replicas and shards (HSDP). None: all
             processes, on CUDA if they talk by NCCL, else on the CPU.
@@ -100,55 +102,56 @@ def shard(
     """
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ValueError(f"{_OP}: stage is {stage!r}, expected 0, 1, 2 or 3")
-    _check_model(model)
-    found = blocks_of(model, blocks)
-    if reduce_unused and blocks is None and found:
-        _log.warning(
-            "zero.shard: reduce_unused is True, so blocks %s are none, as some processes may not"
-            " call them; name those that all call by blocks=",
-            list(found),
-        )
-        found = {}
-    groups = _groups(model, found)
-    mesh = _checked_mesh(mesh)
-    options = {
-        "stage": stage,
-        "mesh": list(mesh.mesh.shape),
-        "param_dtype": param_dtype,
-        "reduce_dtype": reduce_dtype,
-        "output_dtype": output_dtype,
-        "blocks": list(found),
-        "reduce_unused": reduce_unused,
-    }
-    check_agreement(_OP, _described(model, options), mesh)
-    if reduce_unused and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise ValueError(
-            f"{_OP}: reduce_unused is True, expected False with torch {torch.__version__}, which"
-            " has no set_reduce_scatter_unused_params"
-        )
-    if stage == 0:
-        mesh = _only_replicas(mesh)
-    inner = MixedPrecisionPolicy(param_dtype, reduce_dtype)
-    outer = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype)
-    of_model = set(groups[""])
-    for block in reversed(found.values()):  # those inside of others first
-        fully_shard(
-            block,
-            mesh=mesh,
-            mp_policy=inner,
-            reshard_after_forward=stage == 3,
-            ignored_params=of_model & set(block.parameters()),
-        )
-    sharded = fully_shard(model, mesh=mesh, mp_policy=outer, reshard_after_forward=False)
-    if reduce_unused:
-        sharded.set_reduce_scatter_unused_params(True)
-    Sharding(model, stage, mesh, tuple(found), reduce_unused).attach()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{_OP}: model is a {type(model).__name__}, expected a torch.nn.Module")
+    with in_whole_shapes(model):
+        _check_model(model)
+        found = blocks_of(model, blocks)
+        if reduce_unused and blocks is None and found:
+            _log.warning(
+                "zero.shard: reduce_unused is True, so blocks %s are none, as some processes may"
+                " not call them; name those that all call by blocks=",
+                list(found),
+            )
+            found = {}
+        groups = _groups(model, found)
+        mesh = _checked_mesh(mesh)
+        options = {
+            "stage": stage,
+            "mesh": list(mesh.mesh.shape),
+            "param_dtype": param_dtype,
+            "reduce_dtype": reduce_dtype,
+            "output_dtype": output_dtype,
+            "blocks": list(found),
+            "reduce_unused": reduce_unused,
+        }
+        check_agreement(_OP, _described(model, options), mesh)
+        if reduce_unused and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise ValueError(
+                f"{_OP}: reduce_unused is True, expected False with torch {torch.__version__},"
+                " which has no set_reduce_scatter_unused_params"
+            )
+        if stage == 0:
+            mesh = _only_replicas(mesh)
+        inner = MixedPrecisionPolicy(param_dtype, reduce_dtype)
+        outer = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype)
+        of_model = set(groups[""])
+        for block in reversed(found.values()):  # those inside of others first
+            fully_shard(
+                block,
+                mesh=mesh,
+                mp_policy=inner,
+                reshard_after_forward=stage == 3,
+                ignored_params=of_model & set(block.parameters()),
+            )
+        sharded = fully_shard(model, mesh=mesh, mp_policy=outer, reshard_after_forward=False)
+        if reduce_unused:
+            sharded.set_reduce_scatter_unused_params(True)
+        Sharding(model, stage, mesh, tuple(found), reduce_unused, param_dtype).attach()
     return model
 
 
 def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{_OP}: model is a {type(model).__name__}, expected a torch.nn.Module")
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise ValueError(
@@ -232,7 +235,7 @@ def _described(model: nn.Module, options: dict[str, object]) -> list[str]:
     """Return what must be the same on all processes, a line for each thing."""
     lines = [f"{name} {value}" for name, value in options.items()]
     for name, param in model.named_parameters(remove_duplicate=False):
-        trained = "" if param.requires_grad else ", frozen"
-        lines.append(f"parameter {name!r} of {list(param.shape)} {param.dtype}{trained}")
+        what = ("" if param.requires_grad else ", frozen") + ", on meta" * param.is_meta
+        lines.append(f"parameter {name!r} of {list(param.shape)} {param.dtype}{what}")
     lines += [f"buffer {n!r} of {list(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
     return lines

@@ -1,0 +1,103 @@
+"""GatheredParameters as DeepSpeed's users call it, over zero.GatheredParameters."""
+
+import logging
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepspeed_ext import zero
+from deepspeed_ext.compat.zero.parameters import describe, models_of, number_of
+from deepspeed_ext.engine.processes import device_of_group
+from deepspeed_ext.zero.gather import is_shown, shard_of, sharded
+
+_log = logging.getLogger("deepspeed_ext")
+
+
+class GatheredParameters:
+    """Show parameters whole inside of modules, and spread what one process writes into them.
+
+        with compat.zero.GatheredParameters(model.head.weight, modifier_rank=0):
+            if dist.get_rank() == 0:
+                nn.init.normal_(model.head.weight)
+
+    All processes enter and leave it together. Inside, parameters are whole wherever they are held,
+    and a model may be called that has all of its own whole; see `zero.GatheredParameters`. Where
+    nobody writes, weights have the dtype that forwards use them in, bfloat16 with bf16.
+
+    Args:
+        params: a parameter, several, or a module: of Init, sharded by initialize, or plain. None,
+            buffers and other tensors among them are left out.
+        modifier_rank: the process whose values count in the end, those of plain parameters too; its
+            number in the group that holds the parameters. None: what is written is dropped, with a
+            warning; plain parameters keep it.
+        fwd_module: a module; nothing is to be told of it, as a model's parameters outside of
+            blocks are gathered for all of its blocks.
+        enabled: False does nothing.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `zero.GatheredParameters`.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Tensor | Iterable[Tensor | None] | None,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        if isinstance(params, nn.Module):
+            params = params.parameters()
+        several = [params] if isinstance(params, Tensor) or params is None else list(params)
+        # In another one, modules show what is of a shard.
+        given = [shard_of(p) for p in several if isinstance(p, nn.Parameter)] if enabled else []
+        by_id = {id(param): param for param in given}  # processes give sets, in any order
+        is_kept = {key: sharded(param) is not None for key, param in by_id.items()}
+        self._plain = [p for key, p in by_id.items() if not is_kept[key] and not p.is_meta]
+        self._kept = sorted((p for key, p in by_id.items() if is_kept[key]), key=number_of)
+        self._rank = modifier_rank
+        self._inner: _Gathered | None = None
+
+    def __enter__(self) -> None:
+        ranks = [sharded(param).device_mesh.mesh.flatten() for param in self._kept[:1]]
+        rank = self._rank if self._rank is None or not ranks else int(ranks[0][self._rank])
+        inner = _Gathered(self._kept, rank, inside=models_of(self._kept), as_used=True)
+        for param in self._kept:
+            describe(param, is_whole=True)
+        inner.__enter__()
+        self._inner = inner
+
+    def __exit__(self, *error: Any) -> None:
+        assert self._inner is not None
+        try:
+            self._inner.__exit__(*error)
+        finally:
+            for param in self._kept:
+                describe(param, is_whole=is_shown(param))
+        if self._rank is not None and dist.is_initialized():
+            for param in self._plain:
+                _broadcast(param, self._rank)
+
+
+class _Gathered(zero.GatheredParameters):
+    def _drop_write(self, name: str) -> None:
+        _warn_dropped()
+
+
+@cache
+def _warn_dropped() -> None:
+    """Warn once in a process: libraries merge adapters in each step, and take them out again."""
+    _log.warning(
+        "compat.zero.GatheredParameters: a parameter was written to while modifier_rank is None;"
+        " that is dropped, name the rank whose values count to keep it"
+    )
+
+
+@torch.no_grad()
+def _broadcast(param: Tensor, rank: int) -> None:
+    value = param.detach().to(device_of_group()).contiguous()
+    dist.broadcast(value, rank)
+    param.detach().copy_(value)

@@ -1,0 +1,197 @@
+"""Init as DeepSpeed's users call it: a model is built of which each process keeps its own rows.
+
+Here the process has state: which Init is the innermost one that is under way, and while one is,
+torch's hook on parameters that are registered and nn.Module.apply.
+"""
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+
+from deepspeed_ext.compat.zero.gathered import GatheredParameters
+from deepspeed_ext.compat.zero.parameters import describe
+from deepspeed_ext.dtensors import is_dtensor
+from deepspeed_ext.engine.processes import device_of_group, ensure_group
+from deepspeed_ext.torch_internals.modules import parameters_of
+from deepspeed_ext.zero.rows import RowsParameter, keep
+
+_OP = "compat.zero.Init"
+_under_way: list["Init"] = []
+
+
+class Init:
+    """Build a model of which each process keeps the rows that fully_shard will give it.
+
+        with compat.zero.Init(config_dict_or_path=config):
+            model = GPT(size)
+        engine, *_ = compat.initialize(model=model, config=config)
+
+    A module's parameters are whole until it is made and the next one registers a parameter, so that
+    they may be drawn as ever; after that a write to them is an error outside of GatheredParameters.
+    `apply` gathers those of one module after another. Each process keeps rows of what the first one
+    has drawn, so the numbers are those of a plain model there. All processes build the same.
+    initialize exchanges nothing for such parameters. Buffers, parameters without dimensions and
+    those on meta stay as they are. The process group is made if there is none.
+
+    Args:
+        module: one that is there, whose parameters are kept in rows at once.
+        data_parallel_group: of the processes that hold rows; None: all.
+        mem_efficient_linear: so anyway.
+        remote_device: where rows rest: None, "none", or "cpu" where processes compute on it.
+        pin_memory: acts nowhere, as nothing of a GPU rests in host memory here.
+        config_dict_or_path: what initialize is given; nothing is read of it here: weights keep the
+            dtype that they are made in, and initialize makes master weights of them.
+        config: the same.
+        enabled: False does nothing.
+        dtype: floating-point parameters are cast to it; None: they are not.
+        mpu: its get_data_parallel_group() is the group.
+        zero_param_parallel_group, zero_quantized_weights, zero_quantized_nontrainable_weights,
+            sequence_data_parallel_group, param_swapper: refused.
+
+    Raises:
+        ValueError: an argument is one that is not here; the text names it and what to use.
+
+    See: `initialize`, `zero.Init`, which fills a model after it was sharded.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: dist.ProcessGroup | None = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+    ) -> None:
+        self._is_enabled = enabled
+        if not enabled:
+            return
+        _refuse(
+            zero_param_parallel_group=zero_param_parallel_group,
+            zero_quantized_weights=zero_quantized_weights,
+            zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights,
+            sequence_data_parallel_group=sequence_data_parallel_group,
+            param_swapper=param_swapper,
+        )
+        ensure_group()
+        device = device_of_group()
+        if remote_device not in (None, "none", device):
+            raise ValueError(
+                f"{_OP}: remote_device is {remote_device!r}, expected None, as rows rest on"
+                f" {device} until initialize; offload_optimizer moves what follows from there"
+            )
+        group = data_parallel_group or (mpu and mpu.get_data_parallel_group())
+        self._mesh = _mesh(group, device)
+        self._dtype = dtype
+        self._thread = threading.get_ident()
+        self._open: list[nn.Module] = []  # modules with whole parameters
+        self._ends: list[Callable[[], None]] = []
+        for inner in module.modules() if module is not None else ():
+            self._keep(inner)
+
+    def __enter__(self) -> "Init":
+        if self._is_enabled:
+            hook = register_module_parameter_registration_hook(self._registered)
+            self._ends = [hook.remove, _patch_apply()]
+            _under_way.append(self)
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if not self._is_enabled:
+            return
+        _under_way.remove(self)
+        for end in reversed(self._ends):
+            end()
+        modules, self._open = self._open, []
+        if kind is None:  # else other processes may not be here
+            outer = _under_way[-1] if _under_way else None
+            for module in modules:
+                if outer is not None and _is_being_made(module):
+                    outer._open.append(module)
+                else:
+                    self._keep(module)
+
+    def _registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        """Keep rows of modules that are made, as another one begins to be."""
+        if _under_way[-1] is not self or threading.get_ident() != self._thread:
+            return
+        for made in [m for m in self._open if m is not module and not _is_being_made(m)]:
+            self._open.remove(made)
+            self._keep(made)
+        if not any(known is module for known in self._open):
+            self._open.append(module)
+
+    def _keep(self, module: nn.Module) -> None:
+        for param in parameters_of(module).values():
+            if param is None or isinstance(param, RowsParameter) or is_dtensor(param):
+                continue
+            if not (is_lazy(param) or param.is_meta or param.dim() == 0):
+                keep(param, self._mesh, self._dtype if param.is_floating_point() else None)
+                describe(param)
+
+
+def _refuse(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value:
+            raise ValueError(
+                f"{_OP}: {name} is {value!r}, expected none, as rows are dealt to all processes of"
+                " one group, as they are"
+            )
+
+
+def _mesh(group: Any, device: str) -> DeviceMesh:
+    names = ("shard",)  # as initialize calls it, so that rows are where it wants them
+    if group is None or group == dist.group.WORLD:
+        return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=names)
+    return DeviceMesh.from_group(group, device, mesh_dim_names=names)
+
+
+def _is_being_made(module: nn.Module) -> bool:
+    """Tell whether the constructor of a module is under way in this thread."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        code = frame.f_code
+        is_constructor = code.co_name == "__init__" and code.co_argcount > 0
+        if is_constructor and frame.f_locals.get(code.co_varnames[0]) is module:
+            return True
+    return False
+
+
+def _patch_apply() -> Callable[[], None]:
+    """Let apply gather what a module has itself before its function sees the module."""
+    plain = nn.Module.apply
+
+    def apply(model: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+        def gathered(module: nn.Module) -> None:
+            with GatheredParameters(module.parameters(recurse=False), modifier_rank=0):
+                fn(module)
+
+        for child in model.children():
+            child.apply(fn)
+        gathered(model)
+        return model
+
+    nn.Module.apply = apply  # type: ignore[method-assign]
+
+    def end() -> None:
+        nn.Module.apply = plain  # type: ignore[method-assign]
+
+    return end

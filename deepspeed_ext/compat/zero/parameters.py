@@ -1,0 +1,62 @@
+"""What DeepSpeed's users read of parameters in stage 3: ds_id, ds_shape, ds_status and so on.
+
+Here the process has state: numbers of parameters, and the models that are known by `know`.
+"""
+
+import itertools
+import weakref
+from collections.abc import Iterable
+from enum import Enum
+
+from torch import Tensor, nn
+
+from deepspeed_ext.dtensors import is_dtensor, local
+from deepspeed_ext.torch_internals.fully_shard import shards_of
+from deepspeed_ext.zero.rows import rows_of
+from deepspeed_ext.zero.sharding import sharding_of
+
+_numbers = itertools.count()
+_models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter is whole in this process."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3  # never here
+
+
+def know(model: nn.Module) -> None:
+    """Let GatheredParameters find the modules of its parameters; in stage 3 describe the shards.
+
+    Args:
+        model: that initialize has sharded.
+    """
+    _models.add(model)
+    if sharding_of("compat.zero", model).stage == 3:
+        for param in model.parameters():
+            describe(param)
+
+
+def models_of(params: Iterable[Tensor]) -> list[nn.Module]:
+    """Return the models, of those that are known, that have any of these parameters."""
+    wanted = set(map(id, params))
+    known = list(_models)  # in no order, which nothing depends on
+    return [model for model in known if any(id(shard) in wanted for shard in shards_of(model))]
+
+
+def describe(param: Tensor, is_whole: bool = False) -> None:
+    """Say on a parameter, of Init or sharded, what DeepSpeed says there; on others nothing."""
+    rows = param if is_dtensor(param) else rows_of(param)
+    if rows is not None:
+        said = vars(param)
+        said.setdefault("ds_id", next(_numbers))
+        said.update(ds_shape=rows.shape, ds_numel=rows.numel(), ds_tensor=local(rows))
+        names = ZeroParamStatus
+        said["ds_status"] = names.AVAILABLE if is_whole else names.NOT_AVAILABLE
+
+
+def number_of(param: Tensor) -> int:
+    """Return by what parameters are put in one order on all processes; -1: it has no number."""
+    return int(vars(param).get("ds_id", -1))

@@ -1,0 +1,174 @@
+"""Parameters of which a process holds its rows only, before their model is sharded."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from deepspeed_ext.dtensors import local, part_for, spread
+from deepspeed_ext.torch_internals.modules import parameters_of
+from deepspeed_ext.torch_internals.tensors import past_torch_function
+from deepspeed_ext.zero.memory import allocate
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_ROWS = "_deepspeed_ext_rows"  # attribute of a parameter
+# What may be asked of a parameter that has no elements here, and what moves or casts it.
+_METHODS = {
+    *("__format__", "__hash__", "__repr__", "dim", "element_size", "get_device", "is_complex"),
+    *("is_contiguous", "is_floating_point", "is_pinned", "is_shared", "nelement", "numel", "size"),
+    *("bfloat16", "cpu", "cuda", "detach", "double", "float", "half", "requires_grad_", "to"),
+    *("data_ptr", "ndimension", "stride", "type", "untyped_storage", "is_inference"),
+}
+_NOT_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}
+
+
+class _Guarded(Tensor):
+    """Refuses all that would take no elements for those of the parameter."""
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Answer what is known; a value that is made of it is guarded too."""
+        of = getattr(func, "__self__", None)
+        name = getattr(of, "__name__", "") if func.__name__ in ("__get__", "__set__") else ""
+        if (name and name not in _NOT_ATTRIBUTES) or (not name and func.__name__ in _METHODS):
+            with past_torch_function():
+                made = func(*args, **(kwargs or {}))
+                is_made = isinstance(made, Tensor) and made is not args[0] and name != "grad"
+                return made.as_subclass(RowsTensor) if is_made else made
+        raise RuntimeError(
+            f"zero: {name or func.__name__} is given a parameter of which this process holds its"
+            " rows only, expected a whole one; do that inside of GatheredParameters, or after"
+            " initialize"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            "zero: a parameter is pickled of which this process holds its rows only, expected a"
+            " whole one; do that inside of GatheredParameters, or after initialize"
+        )
+
+
+class RowsTensor(_Guarded):
+    """What `data` of a `RowsParameter` is."""
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "RowsTensor()"
+
+
+class RowsParameter(_Guarded, nn.Parameter):
+    """A parameter without elements, whose rows are kept beside it, as zero.shard will deal them.
+
+    While it is shown whole it is a plain Parameter, the same object.
+    """
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        rows = rows_of(self)
+        return f"RowsParameter(of {list(rows.shape) if rows is not None else []})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RowsParameter":
+        rows = rows_of(self)
+        assert rows is not None
+        with past_torch_function():
+            made = nn.Parameter(self.data.clone(), requires_grad=self.requires_grad)
+        vars(made).update({k: copy.copy(v) for k, v in vars(self).items() if k != _ROWS})
+        memo[id(self)] = hide(made, spread(local(rows).clone(), rows))
+        return made  # type: ignore[return-value]  # hide has changed its class
+
+
+def rows_of(param: Tensor) -> "DTensor | None":
+    """Return the rows of a parameter that `keep` was called on, also while it is whole."""
+    return vars(param).get(_ROWS)
+
+
+def keep(param: nn.Parameter, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:
+    """Let go of a whole parameter but for the rows that fully_shard gives this process.
+
+    All processes of the mesh call it. Each gets the rows of what the first one has.
+
+    Args:
+        param: plain, of at least one dimension and with memory.
+        mesh: of one dimension, over which rows are dealt.
+        dtype: to cast it to; None: none.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with torch.no_grad():
+        whole = param.detach().to(mesh.device_type, dtype).contiguous()
+        rows = distribute_tensor(whole, mesh, [Shard(0)])
+        part = local(rows)
+        if part.untyped_storage().nbytes() > part.nbytes:
+            part = part.clone()  # a view would keep the whole
+        param.data = whole
+        hide(param, spread(part, rows))
+
+
+def hide(param: nn.Parameter, rows: "DTensor") -> nn.Parameter:
+    """Leave rows in the place of a whole parameter; a backward that has saved it is an error."""
+    with torch.no_grad():
+        param.data = param.data.new_empty(0)
+    torch.autograd.graph.increment_version(param)
+    vars(param)[_ROWS] = rows
+    param.__class__ = RowsParameter
+    return param
+
+
+def show(param: nn.Parameter) -> Tensor:
+    """Make a parameter whole, of the dtype and on the device that it was moved to since.
+
+    Returns:
+        A tensor of the same memory and the same version counter.
+    """
+    rows = rows_of(param)
+    assert rows is not None
+    whole = part_for(rows, torch.empty(0))
+    if whole.untyped_storage().data_ptr() == local(rows).untyped_storage().data_ptr():
+        whole = whole.clone()
+    param.__class__ = nn.Parameter
+    with torch.no_grad():
+        param.data = whole.to(param.device, param.dtype)
+    return param.detach()
+
+
+@contextmanager
+def in_whole_shapes(model: nn.Module) -> Iterator[None]:
+    """Let parameters on meta, of the whole shape, stand for those that have only rows here.
+
+    Whoever replaces them inside, as fully_shard does, gets the rows; after an error all is as it
+    was.
+    """
+    places = [
+        (module, name, param)
+        for module in model.modules()
+        for name, param in parameters_of(module).items()
+        if isinstance(param, RowsParameter)
+    ]
+    stand_ins: dict[nn.Parameter, nn.Parameter] = {}
+    for module, name, param in places:
+        if param not in stand_ins:
+            shape, dtype = rows_of(param).shape, param.dtype  # type: ignore[union-attr]
+            made = torch.empty(shape, dtype=dtype, device="meta")
+            stand_ins[param] = nn.Parameter(made, requires_grad=param.requires_grad)
+        parameters_of(module)[name] = stand_ins[param]
+    try:
+        yield
+    except BaseException:
+        for module, name, param in places:
+            parameters_of(module)[name] = param
+        raise
+    for module, name, param in places:
+        shard = parameters_of(module)[name]
+        assert shard is not None
+        if _ROWS in vars(param):  # else it is tied, and was filled under another name
+            part = part_for(vars(param).pop(_ROWS), shard)
+            allocate(shard, part.device)
+            with torch.no_grad():
+                local(shard).copy_(part)
+            del part
