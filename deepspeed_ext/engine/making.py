@@ -161,7 +161,8 @@ def _scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: Conf
     if given is not None or config.scheduler is None:
         return given
     if optimizer is None:
-        raise ValueError(f"{_OP}: config has a scheduler and no optimizer, expected both")
+        _log.warning("%s: scheduler acts nowhere: there is no optimizer", _OP)
+        return None
     name = config.scheduler.type
     cls: Any = SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
     if not isinstance(cls, type) or not issubclass(cls, LRScheduler):

@@ -14,6 +14,7 @@ writes recorded_trainer.json, which test_trainer compares with.
 import importlib.metadata
 import json
 import os
+import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -31,6 +32,7 @@ CASES = (
     "3-fp16-cpu-config-1",
     "3-float32-none-trainer-2",
 )
+LAUNCHED = "accelerate"
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 
@@ -139,6 +141,20 @@ def run(case, folder):
     return json.loads((folder / "found.json").read_text()) if not any(statuses) else None
 
 
+def launched(folder, variables):
+    """Return what the script of accelerate found in two processes of `accelerate launch`."""
+    (folder / LAUNCHED).mkdir(parents=True)
+    options = "--use_deepspeed --num_processes 2 --num_machines 1 --zero_stage 3"
+    options += " --gradient_accumulation_steps 2 --gradient_clipping 0.5 --mixed_precision bf16"
+    options += " --offload_optimizer_device none --offload_param_device none"
+    options += " --zero3_init_flag false --zero3_save_16bit_model true --main_process_port 29599"
+    script = Path(__file__).with_name("accelerate_script.py")
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), script]
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    subprocess.run([*command, folder / LAUNCHED], env=env, check=True)
+    return json.loads((folder / LAUNCHED / "found.json").read_text())
+
+
 def main():
     is_recording = sys.argv[1] == "--record"
     folder, cases = (
@@ -154,7 +170,7 @@ def main():
     torch.set_num_threads(1)
     # It asks whether a GPU takes bf16; without one the CPU is what trains.
     transformers.training_args.is_torch_bf16_gpu_available = lambda: True
-    found = {}
+    found = {} if cases and not is_recording else {LAUNCHED: launched(folder, {})}
     for number, case in enumerate(cases):
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(29600 + number)}
         found[case] = run(case, folder / case)
