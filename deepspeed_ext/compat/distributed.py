@@ -35,8 +35,8 @@ def init_distributed(
         init_method: of torch.distributed; None: torchrun's variables, or one process.
         dist_init_required: False: there has to be a group.
         config: taken for code that passes it.
-        rank: with init_method.
-        world_size: with init_method.
+        rank: of this process; -1: as RANK says.
+        world_size: of all processes; -1: as WORLD_SIZE says.
 
     Raises:
         RuntimeError: torchrun's variables are incomplete, or another launcher's are there alone; or
@@ -55,7 +55,7 @@ def init_distributed(
             f"init_distributed: {others[0]} is {os.environ[others[0]]} and RANK is not set,"
             " expected torchrun's variables; let MPI or Slurm start torchrun"
         )
-    if init_method is None:
+    if init_method is None and rank < 0 and world_size < 0:
         ensure_group(dist_backend, timeout)
     else:
         dist.init_process_group(dist_backend, init_method, timeout, world_size, rank)

@@ -68,14 +68,17 @@ def install() -> None:
     Raises:
         RuntimeError: a real deepspeed is there, or a library that looks for it was imported.
     """
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if sys.modules.get(NAME) is sys.modules["deepspeed_ext.compat"]:
         return
     late = [name for name in _TOO_LATE if name in sys.modules]
-    real = real_deepspeed()
-    if real is not None:
-        raise RuntimeError(f"compat.install: {real} is there, expected no deepspeed; uninstall it")
-    if importlib.util.find_spec(NAME) is not None:
-        return
+    if NAME not in late:
+        real = real_deepspeed()
+        if real is not None:
+            raise RuntimeError(
+                f"compat.install: {real} is there, expected no deepspeed; uninstall it"
+            )
+        if importlib.util.find_spec(NAME) is not None:
+            return
     if late:
         raise RuntimeError(
             f"compat.install: {', '.join(late)} {'are' if len(late) > 1 else 'is'} imported,"
