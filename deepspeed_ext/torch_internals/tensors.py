@@ -36,6 +36,8 @@ asks_torch_function = torch._C._is_torch_function_enabled
 # The part of a DTensor in this process, the tensor itself: to_local() makes a view, with a node for
 # autograd. `put_part` puts another in its place, `part_slot` is where it stands.
 part_of: Callable[["DTensor"], Tensor] = attrgetter("_local_tensor")
+# What a module asks of a parameter and of what it was moved or cast to, by its name.
+FITS_DATA = torch._has_compatible_shallow_copy_type.__name__
 # Of `differ`: few enough to be small beside a model, and enough to keep a GPU busy.
 _COMPARED_AT_ONCE = 1 << 26
 # Mesh, placements, shape and dtype of a DTensor, all that its constructor wants; from_local would

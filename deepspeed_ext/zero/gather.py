@@ -14,6 +14,7 @@ from deepspeed_ext.torch_internals.dispatch import is_in_backward
 from deepspeed_ext.torch_internals.fully_shard import call_whole, is_in_forward, shards_of
 from deepspeed_ext.torch_internals.modules import parameters_of
 from deepspeed_ext.torch_internals.tensors import differ, past_torch_function, version_of
+from deepspeed_ext.zero.memory import give_back
 from deepspeed_ext.zero.rows import hide, rows_of, show
 from deepspeed_ext.zero.sharding import Sharding
 from deepspeed_ext.zero.shown import WHOLE, ShownShard
@@ -107,6 +108,9 @@ class GatheredParameters:
                 )
             used.update((id(shard), sharding.param_dtype) for shard in shards_of(sharding.model))
         for param in self._params.values():
+            if self.modifier_rank is not None and is_shown(param):
+                _whole(param).check_is_own(param)
+        for param in self._params.values():
             if WHOLE not in vars(param):
                 dtype = used.get(id(param)) if self._as_used else None
                 vars(param)[WHOLE] = _Whole(_full(param, dtype))
@@ -145,13 +149,16 @@ class GatheredParameters:
                 _take(shown, shard)
             self._end(is_well)
         finally:
+            freed = 0
             for param in self._own:
                 vars(param).pop(WHOLE, None)
                 if is_dtensor(param):
                     param.__class__ = DTensor
                 else:
+                    freed += param.nbytes
                     hide(param, _sharded(param))  # type: ignore[arg-type]
             self._own = []
+            give_back(freed)
 
     def _end(self, is_well: bool) -> None:
         """Spread what was written, or see that nothing was."""
@@ -215,12 +222,15 @@ class _Whole:
         rank = self.inside[-1].modifier_rank if self.inside else None
         if rank is not None:
             self.spread(param, rank, self.version())
-        if context.modifier_rank is not None and self.value.dtype != _sharded(param).dtype:
-            raise RuntimeError(
-                f"{_OP}: modifier_rank is {context.modifier_rank} inside of one that shows weights"
-                f" as they are used, in {self.value.dtype}, expected that one to name a rank too"
-            )
         self.inside.append(context)
+
+    def check_is_own(self, param: Tensor) -> None:
+        """Raise if what is written here could not be what the optimizer has."""
+        if self.value.dtype != _sharded(param).dtype:
+            raise RuntimeError(
+                f"{_OP}: modifier_rank is given inside of one that shows weights as they are used,"
+                f" in {self.value.dtype}, expected that one to have a modifier_rank too"
+            )
 
     def check_innermost(self, context: GatheredParameters) -> None:
         """Raise if a context that is about to end is around another one."""

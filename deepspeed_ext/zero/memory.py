@@ -1,10 +1,14 @@
 """Memory for tensors on meta, which stay the same objects: in ties, in groups, in optimizers."""
 
+import ctypes
+
 import torch
 from torch import Tensor, nn
 
 from deepspeed_ext.dtensors import is_dtensor, spread
 from deepspeed_ext.torch_internals.tensors import part_of
+
+_WORTH_IT = 1 << 20  # bytes
 
 
 def allocate(tensor: Tensor, device: torch.device) -> None:
@@ -14,11 +18,30 @@ def allocate(tensor: Tensor, device: torch.device) -> None:
         tensor: on meta.
         device: where to.
     """
-    if is_dtensor(tensor):
-        part = torch.empty_like(part_of(tensor), device=device)
-        made: Tensor = spread(part, tensor)
-    else:
-        made = torch.empty_like(tensor, device=device)
+    put(tensor, torch.empty_like(part_of(tensor) if is_dtensor(tensor) else tensor, device=device))
+
+
+def put(tensor: Tensor, part: Tensor) -> None:
+    """Let a parameter or buffer on meta have this memory; a DTensor, for its part.
+
+    Args:
+        tensor: on meta.
+        part: of its shape and dtype, or of those of its part in this process.
+    """
+    made: Tensor = spread(part, tensor) if is_dtensor(tensor) else part
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, made)
+
+
+def give_back(size: int) -> None:
+    """Return what was freed to the system, which else may keep more of it than a model has.
+
+    What stays of each parameter lies between what was let go of, so that glibc finds no end to cut.
+
+    Args:
+        size: of what was freed on the CPU, in bytes; nothing is done for little.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if size >= _WORTH_IT and trim is not None:
+        trim(0)

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from deepspeed_ext.dtensors import local, part_for, spread
 from deepspeed_ext.torch_internals.modules import parameters_of
-from deepspeed_ext.torch_internals.tensors import past_torch_function
-from deepspeed_ext.zero.memory import allocate
+from deepspeed_ext.torch_internals.tensors import FITS_DATA, past_torch_function
+from deepspeed_ext.zero.memory import give_back, put
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -23,7 +23,7 @@ _METHODS = {
     *("__format__", "__hash__", "__repr__", "dim", "element_size", "get_device", "is_complex"),
     *("is_contiguous", "is_floating_point", "is_pinned", "is_shared", "nelement", "numel", "size"),
     *("bfloat16", "cpu", "cuda", "detach", "double", "float", "half", "requires_grad_", "to"),
-    *("data_ptr", "ndimension", "stride", "type", "untyped_storage", "is_inference"),
+    *("data_ptr", "ndimension", "stride", "type", "untyped_storage", "is_inference", FITS_DATA),
 }
 _NOT_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}
 
@@ -108,10 +108,15 @@ def keep(param: nn.Parameter, mesh: DeviceMesh, dtype: torch.dtype | None = None
             part = part.clone()  # a view would keep the whole
         param.data = whole
         hide(param, spread(part, rows))
+        del whole
+    give_back(param.element_size() * rows.numel())
 
 
 def hide(param: nn.Parameter, rows: "DTensor") -> nn.Parameter:
-    """Leave rows in the place of a whole parameter; a backward that has saved it is an error."""
+    """Leave rows in the place of a whole parameter; a backward that has saved it is an error.
+
+    Afterwards `give_back` is worth it.
+    """
     with torch.no_grad():
         param.data = param.data.new_empty(0)
     torch.autograd.graph.increment_version(param)
@@ -128,12 +133,14 @@ def show(param: nn.Parameter) -> Tensor:
     """
     rows = rows_of(param)
     assert rows is not None
+    if rows.dtype != param.dtype:
+        vars(param)[_ROWS] = rows = spread(local(rows).to(param.dtype), rows)
     whole = part_for(rows, torch.empty(0))
     if whole.untyped_storage().data_ptr() == local(rows).untyped_storage().data_ptr():
         whole = whole.clone()
     param.__class__ = nn.Parameter
     with torch.no_grad():
-        param.data = whole.to(param.device, param.dtype)
+        param.data = whole.to(param.device)
     return param.detach()
 
 
@@ -167,8 +174,6 @@ def in_whole_shapes(model: nn.Module) -> Iterator[None]:
         shard = parameters_of(module)[name]
         assert shard is not None
         if _ROWS in vars(param):  # else it is tied, and was filled under another name
-            part = part_for(vars(param).pop(_ROWS), shard)
-            allocate(shard, part.device)
-            with torch.no_grad():
-                local(shard).copy_(part)
-            del part
+            part = part_for(vars(param)[_ROWS], shard).to(shard.dtype)
+            vars(param).clear()  # others have its memory there, too
+            put(shard, part)
