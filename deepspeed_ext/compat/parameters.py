@@ -82,7 +82,8 @@ def _entry(param: Tensor, key: str) -> Tensor | None:
 def _whole(tensor: Tensor | None) -> Tensor | None:
     if tensor is None or not is_dtensor(tensor):
         return None
-    return tensor.detach().full_tensor().float()
+    whole: Tensor = tensor.full_tensor().detach()
+    return whole.float()
 
 
 def _part(tensor: Tensor | None) -> Tensor | None:

@@ -35,7 +35,7 @@ class _Distribution(importlib.metadata.Distribution):
         return METADATA if filename == "METADATA" else None
 
     def locate_file(self, path: Any) -> Path:
-        return Path(__file__).parent / path
+        return Path(__file__).parent / str(path)
 
 
 class _Finder:
@@ -84,7 +84,7 @@ def install() -> None:
             f"compat.install: {', '.join(late)} {'are' if len(late) > 1 else 'is'} imported,"
             " expected the call before that"
         )
-    sys.meta_path.append(_Finder())  # type: ignore[arg-type]  # it needs no more
+    sys.meta_path.append(_Finder())
     stand_in()
 
 

@@ -1,4 +1,4 @@
-"""A script of accelerate's users, which `accelerate launch --use_deepspeed` starts; saves losses."""
+"""A script of accelerate users, started by `accelerate launch --use_deepspeed`; saves losses."""
 
 import json
 import sys
