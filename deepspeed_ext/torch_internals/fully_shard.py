@@ -296,9 +296,10 @@ def _cast(dtype: torch.dtype | None, values: Any) -> Any:
 
 
 def _refuse_call(module: nn.Module, *_: Any) -> None:
+    name = type(module).__name__.removeprefix("FSDP")
     raise RuntimeError(
-        f"zero: a {type(module).__name__} is called inside of GatheredParameters of some of its"
-        " parameters, expected all of them there, or none"
+        f"zero: a {name} is called inside of GatheredParameters of some of its parameters, expected"
+        " all of them there, or none"
     )
 
 

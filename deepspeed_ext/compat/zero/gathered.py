@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_ext import zero
-from deepspeed_ext.compat.zero.parameters import describe, models_of, number_of
+from deepspeed_ext.compat.zero.parameters import check_not_lent, describe, models_of, number_of
 from deepspeed_ext.engine.processes import device_of_group
 from deepspeed_ext.zero.gather import is_shown, shard_of, sharded
 
@@ -30,7 +30,8 @@ class GatheredParameters:
 
     Args:
         params: a parameter, several, or a module: of Init, sharded by initialize, or plain. None,
-            buffers and other tensors among them are left out.
+            buffers and other tensors among them are left out. In any order, but for plain ones that
+            were not made under Init.
         modifier_rank: the process whose values count in the end, those of plain parameters too; its
             number in the group that holds the parameters. None: what is written is dropped, with a
             warning; plain parameters keep it.
@@ -56,13 +57,16 @@ class GatheredParameters:
         given = [shard_of(p) for p in several if isinstance(p, nn.Parameter)] if enabled else []
         by_id = {id(param): param for param in given}  # processes give sets, in any order
         is_kept = {key: sharded(param) is not None for key, param in by_id.items()}
-        self._plain = [p for key, p in by_id.items() if not is_kept[key] and not p.is_meta]
-        self._kept = sorted((p for key, p in by_id.items() if is_kept[key]), key=number_of)
+        ordered = sorted(by_id.values(), key=number_of)
+        self._plain = [p for p in ordered if not is_kept[id(p)] and not p.is_meta]
+        self._kept = [p for p in ordered if is_kept[id(p)]]
         self._rank = modifier_rank
         self._inner: _Gathered | None = None
 
     def __enter__(self) -> None:
         ranks = [sharded(param).device_mesh.mesh.flatten() for param in self._kept[:1]]
+        if self._rank is not None:
+            check_not_lent(self._plain)
         rank = self._rank if self._rank is None or not ranks else int(ranks[0][self._rank])
         inner = _Gathered(self._kept, rank, inside=models_of(self._kept), as_used=True)
         for param in self._kept:

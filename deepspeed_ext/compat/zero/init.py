@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.compat.zero.gathered import GatheredParameters
-from deepspeed_ext.compat.zero.parameters import describe
+from deepspeed_ext.compat.zero.parameters import describe, number
 from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.engine.processes import device_of_group, ensure_group
 from deepspeed_ext.torch_internals.modules import parameters_of
@@ -142,6 +142,7 @@ class Init:
         for param in parameters_of(module).values():
             if param is None or isinstance(param, RowsParameter) or is_dtensor(param):
                 continue
+            number(param)
             if not (is_lazy(param) or param.is_meta or param.dim() == 0):
                 keep(param, self._mesh, self._dtype if param.is_floating_point() else None)
                 describe(param)

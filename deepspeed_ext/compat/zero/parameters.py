@@ -11,10 +11,11 @@ from enum import Enum
 from torch import Tensor, nn
 
 from deepspeed_ext.dtensors import is_dtensor, local
-from deepspeed_ext.torch_internals.fully_shard import shards_of
+from deepspeed_ext.torch_internals.fully_shard import groups_of, shards_of, whole_of
 from deepspeed_ext.zero.rows import rows_of
 from deepspeed_ext.zero.sharding import sharding_of
 
+_NUMBER = "_deepspeed_ext_number"  # attribute of a parameter
 _numbers = itertools.count()
 _models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
@@ -46,17 +47,42 @@ def models_of(params: Iterable[Tensor]) -> list[nn.Module]:
     return [model for model in known if any(id(shard) in wanted for shard in shards_of(model))]
 
 
+def check_not_lent(params: Iterable[Tensor]) -> None:
+    """Refuse to write to what a forward or backward has gathered for itself, and drops after it.
+
+    Raises:
+        RuntimeError: one of these plain parameters is such a one.
+    """
+    plain = set(map(id, params))
+    for model in list(_models) if plain else ():
+        lent = (whole_of(param) for group in groups_of(model) for param in group.fsdp_params)
+        if any(id(param) in plain for param in lent):
+            raise RuntimeError(
+                "compat.zero.GatheredParameters: modifier_rank is given in a forward or a backward"
+                " of the model, expected outside of both"
+            )
+
+
 def describe(param: Tensor, is_whole: bool = False) -> None:
     """Say on a parameter, of Init or sharded, what DeepSpeed says there; on others nothing."""
     rows = param if is_dtensor(param) else rows_of(param)
     if rows is not None:
-        said = vars(param)
-        said.setdefault("ds_id", next(_numbers))
-        said.update(ds_shape=rows.shape, ds_numel=rows.numel(), ds_tensor=local(rows))
+        number(param)
         names = ZeroParamStatus
-        said["ds_status"] = names.AVAILABLE if is_whole else names.NOT_AVAILABLE
+        vars(param).update(
+            ds_id=number_of(param),
+            ds_shape=rows.shape,
+            ds_numel=rows.numel(),
+            ds_tensor=local(rows),
+            ds_status=names.AVAILABLE if is_whole else names.NOT_AVAILABLE,
+        )
+
+
+def number(param: Tensor) -> None:
+    """Give a parameter its place among those that processes exchange, also if it is plain."""
+    vars(param).setdefault(_NUMBER, next(_numbers))
 
 
 def number_of(param: Tensor) -> int:
-    """Return by what parameters are put in one order on all processes; -1: it has no number."""
-    return int(vars(param).get("ds_id", -1))
+    """Return that place, the same on all processes; -1: it has none."""
+    return int(vars(param).get(_NUMBER, -1))
