@@ -23,7 +23,7 @@ export PYTHONUNBUFFERED := 1
 
 .SHELLFLAGS := -ec
 .ONESHELL:
-.PHONY: help env demo test test-long test-all lint types docs site bench clean
+.PHONY: help env demo ops test test-long test-all lint types docs site bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,9 @@ demo: $(DONE)/package  ## train a small GPT and show what it writes; goes on whe
 	  how=--resume
 	fi
 	$(BIN)/python -m examples.train_gpt --out $(OUT) $$how $(ARGS)
+
+ops: $(DONE)/package  ## compile the ops that tests use and the cache lacks
+	@$(WARM)
 
 test: $(DONE)/test  ## run the tests, but for the longest
 	@$(if $(ARGS),,$(WARM))

@@ -82,11 +82,11 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "zero": (
         (
-            *("agreement", "blocks", "borrowing", "calls", "memory"),
+            *("agreement", "blocks", "borrowing", "calls", "kinds_of_parameters", "memory"),
             *("names", "saved_model", "scaling", "unreduced"),
         ),
         ("rows", "sharding", "shown", "units"),
-        ("accumulate", "drawing", "gather", "stages"),
+        ("accumulate", "alone", "drawing", "gather", "stages", "whole_weights"),
         ("checkpoint", "init"),
         ("deepspeed_folders",),
         ("__main__",),
@@ -100,8 +100,11 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("consolidate", "saving"),
     ),
     "engine": (
-        ("data", "optimizers", "processes", "stepping"),
+        ("compiling", "data", "metrics", "optimizers", "processes", "stepping"),
+        ("monitors", "settings"),
+        ("checkpoints", "planning"),
         ("engine",),
+        ("describing",),
         ("making",),
     ),
     "config": (

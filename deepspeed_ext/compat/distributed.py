@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed_ext.engine.processes import ensure_group
+from deepspeed_ext.engine.processes import make_group
 
 _OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
@@ -56,7 +56,7 @@ def init_distributed(
             " expected torchrun's variables; let MPI or Slurm start torchrun"
         )
     if init_method is None and rank < 0 and world_size < 0:
-        ensure_group(dist_backend, timeout)
+        make_group(dist_backend, timeout)
     else:
         dist.init_process_group(dist_backend, init_method, timeout, world_size, rank)
 

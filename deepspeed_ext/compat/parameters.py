@@ -12,7 +12,7 @@ from deepspeed_ext.dtensors import is_dtensor, local, part_for, spread
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """Return the whole master weight in float32; None for what is not sharded."""
+    """Return the whole master weight in float32."""
     return _whole(param)
 
 
@@ -80,10 +80,9 @@ def _entry(param: Tensor, key: str) -> Tensor | None:
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None or not is_dtensor(tensor):
+    if tensor is None:
         return None
-    whole: Tensor = tensor.full_tensor().detach()
-    return whole.float()
+    return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach().float()
 
 
 def _part(tensor: Tensor | None) -> Tensor | None:
@@ -92,7 +91,7 @@ def _part(tensor: Tensor | None) -> Tensor | None:
 
 def _write(op: str, to: Tensor | None, value: Tensor, is_whole: bool) -> None:
     """Write through the tensor itself, so that others see that it was written."""
-    if to is None or not is_dtensor(to):
+    if to is None:
         raise ValueError(
             f"{op}: param has no such value, expected one of an engine's optimizer, after a"
             " backward for gradients, and a step for state"
@@ -102,4 +101,5 @@ def _write(op: str, to: Tensor | None, value: Tensor, is_whole: bool) -> None:
         raise ValueError(f"{op}: value has shape {list(value.shape)}, expected {wanted}")
     with torch.no_grad():
         value = value.to(local(to).device, to.dtype)
-        to.copy_(spread(part_for(value, to) if is_whole else value, to))
+        part = part_for(value, to) if is_whole else value
+        to.copy_(spread(part, to) if is_dtensor(to) else part)

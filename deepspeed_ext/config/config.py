@@ -29,11 +29,6 @@ class Config(Root):
         """A sentence for each key that changes nothing."""
         return self._warnings
 
-    @property
-    def wall_clock_breakdown(self) -> bool:
-        """Whether phases of a step are timed; the part that does it is not here."""
-        return False
-
     def is_set(self, key: str) -> bool:
         """Tell whether a key is given, such as "zero_optimization.stage"; null and "auto" are not.
 
@@ -178,7 +173,7 @@ class Examined:
                 continue  # a flag in place of a block
             if isinstance(value, bool | int | float):
                 block[last] = value
-            elif last == "params" and isinstance(value, Mapping):
+            elif isinstance(value, Mapping):
                 block[last] |= thawed(value)
         return given
 

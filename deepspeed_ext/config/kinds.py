@@ -42,17 +42,19 @@ class Key:
         text: a clause that says what it does, or what is so whatever it says.
         older: other names of it.
         filler: who writes a value in place of "auto"; "" for the one who writes the config.
+        auto_is_default: "auto" waits for nobody.
     """
 
     effect: Effect
     text: str
     older: tuple[str, ...] = ()
     filler: str = ""
+    auto_is_default: bool = False
 
 
-def does(text: str, *older: str, filler: str = "") -> Key:
+def does(text: str, *older: str, filler: str = "", auto_is_default: bool = False) -> Key:
     """Return a key that does something."""
-    return Key(Effect.DOES, text, older, filler)
+    return Key(Effect.DOES, text, older, filler, auto_is_default)
 
 
 def so_anyway(text: str, *older: str) -> Key:
@@ -204,6 +206,7 @@ def _dtype(value: object) -> object:
 FLAG = Reader("true or false", _flag)
 SIZE = Reader("a number, 0 or more", _size)  # others compute fractions; none of these acts
 TEXT = Reader("a text that is not empty", _text)
+ANY_TEXT = Reader("a text", lambda value: _text(value) if value != "" else "")
 DTYPE = Reader('"fp32", "fp16" or "bf16"', _dtype)
 ANYTHING = Reader("anything", lambda value: value)
 

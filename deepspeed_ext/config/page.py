@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from deepspeed_ext.config import refusals
-from deepspeed_ext.config.kinds import AUTO, Effect, Key, shown
+from deepspeed_ext.config.kinds import AUTO, Effect, FrozenMapping, Key, shown
 from deepspeed_ext.config.tree import KNOWN_PARAMS, Block, Root
 from deepspeed_ext.config.walk import block_of, key_of
 
@@ -99,7 +99,8 @@ def _table(block: type[Block]) -> Iterator[str]:
     for name in names:
         key, inner = key_of(block, name), block_of(block, name)
         default = block.model_fields[name].get_default()
-        cell = "" if inner or default is None or name == "params" else f"`{_default(default)}`"
+        has_none = inner or default is None or isinstance(default, FrozenMapping)
+        cell = "" if has_none else f"`{_default(default)}`"
         cell = "" if block.model_fields[name].is_required() else cell
         yield f"| {_names(name, key)} | {cell} | {_effect(key, inner)} |"
 
@@ -122,7 +123,8 @@ def _effect(key: Key, inner: type[Block] | None = None) -> str:
         anchor = inner.place.rstrip(".").replace(".", "")
         return f"a block: [{inner.place.rstrip('.')}](#{anchor})"
     text = key.text if key.effect is Effect.DOES else f"{key.effect.value}: {key.text}"
-    return text + (f"; `{AUTO}`: {key.filler}" if key.filler else "")
+    filler = "the default" if key.auto_is_default else key.filler
+    return text + (f"; `{AUTO}`: {filler}" if filler else "")
 
 
 def _params(place: str, keys: Mapping[str, Key]) -> Iterator[str]:

@@ -63,13 +63,6 @@ def _is_one_of(*texts: str) -> Test:
     return lambda value: isinstance(value, str) and value.strip().lower() in texts
 
 
-def _compiles(block: object) -> bool:
-    if not isinstance(block, Mapping):
-        return _is_true(block)
-    flags = _is_on(block) or _is_true(block.get("deepcompile", False))
-    return flags or not _is_true(block.get("disable", True)) or bool(block.get("passes"))
-
-
 def _has_values(block: object) -> bool:
     values = block.values() if isinstance(block, Mapping) else (block,)
     return any(value is not None for value in values)
@@ -99,11 +92,11 @@ def _unfit(key: str, instead: str) -> Refusal:
 
 _ZERO = "zero_optimization."
 _PROFILER = "use torch.profiler"
-_LOG = "log the loss and engine.get_lr() yourself"
 _QUANTIZED = "messages are not quantized yet; leave it out"
 _MESH = "give zero.shard a mesh of two dimensions"
 _ONE_BIT = "use Adam or Lamb; 1-bit optimizers are not here"
 _DATA = "choose the samples in your loader"
+_COMPILE = "use compile.disable false, which is torch.compile"
 _TENSOR = "use torch.distributed.tensor.parallel"
 
 REFUSALS = (
@@ -137,7 +130,9 @@ REFUSALS = (
     _flag("bf16.check_grad_overflow", "use fp16, or look at engine.get_global_grad_norm()"),
     _block("amp", "use bf16 or fp16"),
     _block("torch_autocast", "use bf16 or fp16, or torch.autocast in the model"),
-    Refusal("compile", _compiles, "disable true", "call torch.compile on the model's blocks"),
+    _flag("compile.deepcompile", _COMPILE),
+    _flag("compile.autoep_non_moe", _COMPILE),
+    Refusal("compile.passes", bool, "no passes", _COMPILE),
     _flag("prescale_gradients", "gradients are averaged as they are reduced; leave it out"),
     Refusal(
         "gradient_predivide_factor",
@@ -148,18 +143,12 @@ REFUSALS = (
     Refusal("data_types", _has_values, "grad_accum_dtype null", "use communication_data_type"),
     _flag("sparse_gradients", "use dense embeddings, sparse=False"),
     _flag("dataloader_drop_last", "give initialize a loader made with drop_last=True"),
-    _flag("wall_clock_breakdown", _PROFILER),
-    _flag("memory_breakdown", "use torch.cuda.memory_summary"),
-    _flag("dump_state", "print engine.config"),
     Refusal("timers", _has_any_on, "enabled false", _PROFILER),
     _flag("graph_harvesting", "call torch.compile on the model's blocks"),
     _flag("use_data_before_expert_parallel_", "give zero.shard a mesh"),
     _block("comms_logger", _PROFILER),
     _block("flops_profiler", "use torch.utils.flop_counter"),
-    _block("tensorboard", _LOG),
-    _block("wandb", _LOG),
-    _block("csv_monitor", _LOG),
-    _block("comet", _LOG),
+    _block("comet", "use tensorboard, wandb or csv_monitor"),
     _block("eigenvalue", "it serves quantization while training, which is not here"),
     _block("progressive_layer_drop", "drop layers in the model's forward"),
     _block("curriculum_learning", _DATA),

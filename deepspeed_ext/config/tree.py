@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict
 
 from deepspeed_ext.config.kinds import (
+    ANY_TEXT,
     ANYTHING,
     DTYPE,
     FLAG,
@@ -17,6 +18,7 @@ from deepspeed_ext.config.kinds import (
     TEXT,
     Dtype,
     FrozenMapping,
+    Key,
     Reader,
     choice,
     does,
@@ -32,6 +34,9 @@ _NVME = "of the tier on NVMe, which is not here yet"
 _LAUNCHER = "read by DeepSpeed's launcher alone"
 _BY_BLOCK = "weights are gathered and gradients reduced block by block, each beside the next"
 _OVERLAP = "reductions run beside backward"
+_DEEPCOMPILE = "of deepcompile, which is refused"
+_OUTPUT = "where the folder of this run is made; empty: the working folder"
+_JOB = "DeepSpeedJobName"
 _FLAT = "gradients of a block are reduced from one contiguous buffer"
 _ANY_OPTIMIZER = "any optimizer is allowed; one that cannot be offloaded is an error by name"
 
@@ -153,11 +158,12 @@ class ZeroOptimization(Block):
     stage3_gather_16bit_weights_on_model_save: Annotated[
         bool,
         FLAG,
-        so_anyway(
-            "`python -m deepspeed_ext.zero consolidate` writes whole weights of each stage",
+        does(
+            "save_16bit_model, and Trainer's save_model, write whole weights in stage 3 too",
             "gather_16bit_weights_on_model_save",
             "stage3_gather_fp16_weights_on_model_save",
             "gather_fp16_weights_on_model_save",
+            auto_is_default=True,
         ),
     ] = False
     cpu_offload: Annotated[
@@ -273,6 +279,62 @@ class Scheduler(Block):
     ] = FrozenMapping({})
 
 
+class Compile(Block):
+    """torch.compile."""
+
+    place: ClassVar[str] = "compile."
+
+    disable: Annotated[bool, FLAG, does("false: the model is compiled by torch.compile")] = True
+    enabled: Annotated[bool, FLAG, does("an older name: true is disable false")] = False
+    backend: Annotated[str, TEXT, does("of torch.compile")] = "inductor"
+    kwargs: Annotated[FrozenMapping, PARAMS, does("arguments of torch.compile, such as mode")] = (
+        FrozenMapping({})
+    )
+    double_buffer: Annotated[Any, ANYTHING, nowhere(_DEEPCOMPILE)] = None
+    symmetric_memory: Annotated[Any, ANYTHING, nowhere(_DEEPCOMPILE)] = None
+    free_activation: Annotated[Any, ANYTHING, nowhere(_DEEPCOMPILE)] = None
+    offload_activation: Annotated[Any, ANYTHING, nowhere(_DEEPCOMPILE)] = None
+    offload_opt_states: Annotated[Any, ANYTHING, nowhere(_DEEPCOMPILE)] = None
+    offload_parameters: Annotated[Any, ANYTHING, nowhere(_DEEPCOMPILE)] = None
+    debug_log: Annotated[Any, ANYTHING, nowhere(_DEEPCOMPILE)] = None
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the model is compiled."""
+        return self.enabled or not self.disable
+
+
+class Tensorboard(Block):
+    """Metrics of each step in files of TensorBoard; the package tensorboard has to be there."""
+
+    place: ClassVar[str] = "tensorboard."
+
+    enabled: Annotated[bool, FLAG, does("metrics of each step are written")] = False
+    output_path: Annotated[str, ANY_TEXT, does(_OUTPUT)] = ""
+    job_name: Annotated[str, TEXT, does("the folder of this run")] = _JOB
+
+
+class CsvMonitor(Block):
+    """Metrics of each step in files of comma-separated values, one for each metric."""
+
+    place: ClassVar[str] = "csv_monitor."
+
+    enabled: Annotated[bool, FLAG, does("metrics of each step are written")] = False
+    output_path: Annotated[str, ANY_TEXT, does(_OUTPUT)] = ""
+    job_name: Annotated[str, TEXT, does("the folder of this run")] = _JOB
+
+
+class Wandb(Block):
+    """Metrics of each step for Weights & Biases; the package wandb has to be there."""
+
+    place: ClassVar[str] = "wandb."
+
+    enabled: Annotated[bool, FLAG, does("metrics of each step are written")] = False
+    group: Annotated[str | None, TEXT, does("of the run")] = None
+    team: Annotated[str | None, TEXT, does("whose run it is")] = None
+    project: Annotated[str, TEXT, does("of the run")] = "deepspeed"
+
+
 class Checkpoint(Block):
     """How checkpoints are written."""
 
@@ -319,6 +381,21 @@ class Root(Block):
         float, number(0, above=True, infinite=True), does("so many steps from report to report")
     ] = math.inf
     checkpoint: Annotated[Checkpoint, does("how checkpoints are written")] = Checkpoint()
+    compile: Annotated[Compile, does("torch.compile")] = Compile()
+    wall_clock_breakdown: Annotated[
+        bool,
+        FLAG,
+        does("forward, backward and step are timed, of steps that are logged; else of each"),
+    ] = False
+    memory_breakdown: Annotated[
+        bool,
+        FLAG,
+        does("memory after forward, backward and step, of steps that are logged; else of each"),
+    ] = False
+    dump_state: Annotated[bool, FLAG, does("what the engine is made of is logged once")] = False
+    tensorboard: Annotated[Tensorboard, does("metrics in TensorBoard")] = Tensorboard()
+    csv_monitor: Annotated[CsvMonitor, does("metrics in files")] = CsvMonitor()
+    wandb: Annotated[Wandb, does("metrics in Weights & Biases")] = Wandb()
 
     zero_allow_untested_optimizer: Annotated[bool, FLAG, so_anyway(_ANY_OPTIMIZER)] = False
     zero_force_ds_cpu_optimizer: Annotated[bool, FLAG, so_anyway(_ANY_OPTIMIZER)] = True
@@ -360,4 +437,12 @@ SCHEDULER_PARAMS = {
     "warmup_type": does("log or linear"),
     "total_num_steps": does("steps until the rate is 0", filler=HUGGING_FACE),
 }
-KNOWN_PARAMS = {"optimizer.params.": OPTIMIZER_PARAMS, "scheduler.params.": SCHEDULER_PARAMS}
+COMPILE_KWARGS = {
+    "mode": does("default, reduce-overhead, max-autotune and others"),
+    "dynamic": does("true: sizes are compiled as variables"),
+}
+KNOWN_PARAMS: dict[str, dict[str, Key]] = {
+    "optimizer.params.": OPTIMIZER_PARAMS,
+    "scheduler.params.": SCHEDULER_PARAMS,
+    "compile.kwargs.": COMPILE_KWARGS,
+}

@@ -182,7 +182,7 @@ def _declared(
         return
     if value == AUTO:
         del found.paths[place]
-        if key.effect is Effect.DOES:
+        if key.effect is Effect.DOES and not key.auto_is_default:
             found.left_open.append((path, key.filler))
         found.rows.append(Row(path, value, _of_auto(key)))
         return
@@ -232,7 +232,7 @@ def _words(key: Key, is_default: bool = False) -> str:
 
 
 def _of_auto(key: Key) -> str:
-    if key.effect is not Effect.DOES:
+    if key.effect is not Effect.DOES or key.auto_is_default:
         return f"the default; {_words(key)}"
     return f"open: {key.filler or 'you'} {'fill it' if not key.filler else 'fills it'}"
 

@@ -1,29 +1,29 @@
 """The engine: counts micro-steps, scales, clips, steps, saves; all work is done by other parts."""
 
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from deepspeed_ext import zero
 from deepspeed_ext.config import BatchSizes, Config
-from deepspeed_ext.engine.data import loader_of
-from deepspeed_ext.engine.stepping import Stepping
+from deepspeed_ext.engine.checkpoints import Checkpoints
+from deepspeed_ext.engine.compiling import checked_kwargs
+from deepspeed_ext.engine.metrics import Metrics, Phases
+from deepspeed_ext.engine.monitors import Reports
+from deepspeed_ext.engine.processes import leave_group
+from deepspeed_ext.engine.stepping import Stepping, scaler_of
 from deepspeed_ext.offload import OffloadOptimizer
-from deepspeed_ext.zero.checkpoint.folder import folder_of
+from deepspeed_ext.torch_internals.modules import is_compiled_in_place
 
 _log = logging.getLogger("deepspeed_ext")
-_COUNTERS = ("global_steps", "skipped_steps", "global_samples", "micro_steps")
-_STATES = "state_of_"  # before the names of objects in a checkpoint
 
 
-class Engine(nn.Module):
+class Engine(Checkpoints):
     """A sharded model with its optimizer and schedule, under the names of DeepSpeed's engine.
 
     `initialize` makes it. What it has not is looked for in the model. It is a context manager,
@@ -52,7 +52,8 @@ class Engine(nn.Module):
         config: Config,
         sizes: BatchSizes,
         mesh: DeviceMesh,
-        owns_group: bool,
+        is_in_group: bool,
+        reports: Reports | None = None,
     ) -> None:
         super().__init__()
         self.module = model
@@ -64,12 +65,17 @@ class Engine(nn.Module):
         self.device = torch.device(mesh.device_type, torch.cuda.current_device() if on_cuda else 0)
         self.global_steps = self.skipped_steps = self.global_samples = self.micro_steps = 0
         self._config, self._sizes, self._mesh = config, sizes, mesh
-        self._owns_group = owns_group
+        self._is_in_group = is_in_group
         self._is_last: bool | None = None  # of micro-steps, said by hand
         self._is_syncing = True  # not inside of no_sync
         self._was_applied = False
         self._ended = 0  # micro-steps of the step that is under way
-        self._scaled = 0  # backwards of it that this engine has done itself
+        self._seen = 0  # backwards of these
+        self._scaled = 0  # backwards of the step that this engine has done itself
+        self._has_failed = False  # an error has ended its last backward
+        self._metrics = Metrics(mesh.size())
+        self._phases: Phases | None = None
+        self._reports = reports
         self._accumulation = zero.Accumulation(model)
         self._stepping = None
         if optimizer is not None:
@@ -94,13 +100,53 @@ class Engine(nn.Module):
     def __exit__(self, *_: object) -> None:
         self.destroy()
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return is_compiled_in_place(self.module)
+
+    def compile(  # type: ignore[override]
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: object = None,
+    ) -> None:
+        """Compile the model by torch.compile, in place; gathers and reductions stay outside.
+
+        Args:
+            backend: of torch.compile.
+            compile_kwargs: its other arguments.
+            schedule: None; that of DeepCompile is not here.
+
+        Raises:
+            ValueError: an argument is none of torch.compile, or asks for what is not here.
+        """
+        if schedule is not None:
+            raise ValueError(
+                "engine.compile: schedule is given, expected None; it is DeepCompile's"
+            )
+        kwargs = checked_kwargs("engine.compile", backend, compile_kwargs or {})
+        if self.is_compiled:
+            _log.warning("engine.compile: the model is compiled already; nothing changes")
+            return
+        self.module.compile(**kwargs)
+
     # A step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; with gradients on, a micro-step begins."""
-        if torch.is_grad_enabled() and self._stepping is not None:
-            self._accumulation.begin(self.is_gradient_accumulation_boundary())
-        return self.module(*args, **kwargs)
+        if not torch.is_grad_enabled() or self._stepping is None:
+            return self.module(*args, **kwargs)
+        if self._has_failed or self._accumulation.is_broken:
+            self._drop_step()
+        if not self._accumulation.is_open:
+            self._metrics.begin()
+            self._phases = self._phases_of(self.global_steps + 1)
+        self._accumulation.begin(self.is_gradient_accumulation_boundary())
+        if self.module.training:
+            self._metrics.add_batch(args, kwargs)
+        with self._measured("forward"):
+            return self.module(*args, **kwargs)
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -130,12 +176,18 @@ class Engine(nn.Module):
         if scale_wrt_gas:
             loss = loss / self._sizes.steps
         scaled = loss if stepping.scaler is None else stepping.scaler.scale(loss)
-        scaled.backward(retain_graph=retain_graph)
+        self._has_failed = True  # until it is over
+        with self._measured("backward"):
+            scaled.backward(retain_graph=retain_graph)
+        self._has_failed = False
         self._scaled += 1
+        self._metrics.add_loss(loss)
         return loss
 
     def step(self) -> None:
         """End a micro-step; after the last one clip, step and drop gradients, step the schedule.
+
+        What a schedule raises comes after all else is done: the next step may follow.
 
         Raises:
             RuntimeError: there is no optimizer, or no backward since the last call; or, with fp16,
@@ -143,18 +195,20 @@ class Engine(nn.Module):
         """
         stepping = self._with_optimizer("step")
         backwards = self._accumulation.backwards
-        if backwards <= self._ended:
+        if backwards <= self._seen:
             raise RuntimeError(
                 "engine.step: there was no backward since the last step, expected"
                 " engine.backward(loss) before"
             )
         is_last = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
+        self._ended += 1
         self._was_applied = False
         if not is_last:
-            self._ended = backwards
+            self._seen = backwards
             return
-        scaled, self._ended, self._scaled = self._scaled, 0, 0
+        scaled, micro_steps = self._scaled, self._ended
+        self._seen = self._ended = self._scaled = 0
         self._accumulation.end()
         if stepping.scaler is not None and scaled < backwards:
             self.zero_grad()
@@ -162,22 +216,64 @@ class Engine(nn.Module):
                 f"engine.step: {backwards - scaled} of {backwards} backwards are of a loss that was"
                 " not scaled, expected engine.backward(loss) with fp16; the gradients are dropped"
             )
-        self._was_applied = stepping.step()
+        rate = self._first_rate()
+        with self._measured("step"):
+            self._was_applied = stepping.step()
         self.global_steps += 1
         self.global_samples += self._sizes.train
         self.skipped_steps += not self._was_applied
+        self._report(stepping, micro_steps, rate)
         if self._was_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        if self.global_steps % self._config.steps_per_print == 0 and dist.get_rank() == 0:
-            self._report(stepping)
 
-    def _report(self, stepping: Stepping) -> None:
-        """Log what the last step was."""
-        rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
-        text = f"step {self.global_steps}: lr {rates}, norm {self.get_global_grad_norm():.4g}"
-        if stepping.scaler is not None:
-            text += f", scale {stepping.scaler.get_scale():g}, skipped {self.skipped_steps}"
-        _log.info(text)
+    def _report(self, stepping: Stepping, micro_steps: int, rate: Any) -> None:
+        """Collect what is known of the step that is over, and show it."""
+        step = self._metrics.end(
+            self.global_steps,
+            self.global_samples,
+            self._sizes.train // self._sizes.steps * micro_steps,
+            self._phases,
+            lr=rate,
+            norm=stepping.norm,
+            scale=stepping.scale,
+            skipped=self.skipped_steps,
+        )
+        if self._reports is not None:
+            self._reports.add(step)
+
+    def _first_rate(self) -> Any:
+        rate = self.optimizer.param_groups[0]["lr"] if self.optimizer is not None else None
+        return rate.clone() if isinstance(rate, Tensor) else rate
+
+    def _measured(self, phase: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._phases is None else self._phases.measured(phase)
+
+    def _phases_of(self, number: int) -> Phases | None:
+        """Return what measures a step, if it is one that is logged and the config asks for it."""
+        times, memory = self._config.wall_clock_breakdown, self._config.memory_breakdown
+        if self._reports is None or not (times or memory) or not self._reports.logs(number):
+            return None
+        return Phases(self.device, times, memory)
+
+    def _drop_step(self) -> None:
+        """Begin a step anew: what an error has left of a backward is no part of any step."""
+        self._accumulation.end(is_whole=False)
+        self._seen = self._ended = self._scaled = 0
+        self._has_failed = False
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is known of the last step; waits for the device.
+
+        Returns:
+            loss: of this process, over all micro-steps, as engine.backward added it up. lr: of the
+            first group, that the step was taken with. norm: of the gradients before clipping.
+            scale: of the loss, with fp16. skipped: how many steps were, so far.
+            samples_per_second and tokens_per_second: of all processes, from the end of the step
+            before; tokens are those of input_ids, or of a first argument of integers. Nothing
+            before the first step, and what is not known is not there.
+        """
+        last = self._metrics.last
+        return {} if last is None else last.numbers()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, those of earlier micro-steps too."""
@@ -231,188 +327,18 @@ class Engine(nn.Module):
             )
         return self._stepping
 
-    # What it was made with
-
-    def train_batch_size(self) -> int:
-        """Return the samples of all processes in a step."""
-        return self._sizes.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples of a process in a micro-step."""
-        return self._sizes.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Return the micro-steps of a step."""
-        return self._sizes.steps
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change how many micro-steps a step has, between two steps.
-
-        Raises:
-            ValueError: it is no multiple of what a micro-step has in all processes.
-            RuntimeError: a step has begun.
-        """
-        if self._accumulation.backwards:
-            raise RuntimeError(
-                "engine.set_train_batch_size: called between micro-steps, expected after a step"
-            )
-        sizes = self._sizes
-        in_micro_step = sizes.train // sizes.steps
-        if train_batch_size < 1 or train_batch_size % in_micro_step:
-            raise ValueError(
-                f"engine.set_train_batch_size: train_batch_size is {train_batch_size}, expected a"
-                f" multiple of {in_micro_step}, the samples of a micro-step in all processes"
-            )
-        steps = train_batch_size // in_micro_step
-        self._sizes = sizes._replace(train=train_batch_size, steps=steps)
-
-    def fp16_enabled(self) -> bool:
-        """Tell whether weights are used in float16."""
-        return self._config.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        """Tell whether weights are used in bfloat16."""
-        return self._config.bf16.enabled
-
-    def zero_optimization_stage(self) -> int:
-        """Return the stage, 0 to 3."""
-        return self._config.zero_optimization.stage
-
-    @property
-    def global_rank(self) -> int:
-        """The number of this process among all."""
-        return dist.get_rank()
-
-    @property
-    def local_rank(self) -> int:
-        """The number of this process on its host."""
-        return int(os.environ.get("LOCAL_RANK", 0))
-
-    @property
-    def world_size(self) -> int:
-        """How many processes there are."""
-        return dist.get_world_size()
-
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_local_io_workers: int = 0,
-    ) -> Any:
-        """Return a loader that gives each process its own part of a dataset; see `loader_of`."""
-        size = batch_size or self._sizes.micro
-        return loader_of(dataset, size, self._mesh, collate_fn, num_local_io_workers)
-
-    # Checkpoints
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Save all by `zero.save`, whose text says what holds; all processes call it.
-
-        Args:
-            save_dir: that all processes see.
-            tag: its name; None: global_step and the number.
-            client_state: what comes back from load_checkpoint, plain values.
-
-        Raises:
-            RuntimeError: it is called between micro-steps.
-        """
-        self._end_unused()
-        zero.save(
-            save_dir,
-            tag or f"global_step{self.global_steps}",
-            self.module,
-            self.optimizer,
-            engine={name: getattr(self, name) for name in _COUNTERS},
-            client=dict(client_state or {}),
-            **{_STATES + name: part for name, part in self._parts().items()},
-        )
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Go on from what `save_checkpoint` left, on any number of processes and in any stage.
-
-        Args:
-            load_dir: that save_checkpoint was given.
-            tag: of the checkpoint; None: the latest.
-            load_optimizer_states: else only weights.
-            load_lr_scheduler_states: else the schedule begins.
-
-        Returns:
-            The folder of the checkpoint, and the client_state. None, if there is no checkpoint and
-            no tag was given; a warning says so then.
-
-        Raises:
-            OSError, ValueError, RuntimeError: as `zero.load`.
-        """
-        try:
-            path = folder_of("engine.load_checkpoint", load_dir, tag)
-        except FileNotFoundError:
-            if tag is not None:
-                raise
-            _log.warning(
-                "engine.load_checkpoint: load_dir is %s without a checkpoint named as the latest;"
-                " nothing is loaded",
-                load_dir,
-            )
-            return None, {}
-        self._end_unused()
-        parts = self._parts()
-        if not load_lr_scheduler_states:
-            parts.pop("lr_scheduler", None)
-        found = zero.load(
-            load_dir,
-            tag,
-            self.module,
-            self.optimizer if load_optimizer_states else None,
-            **{_STATES + name: part for name, part in parts.items()},
-        )
-        for name in _COUNTERS:
-            setattr(self, name, found["engine"][name])
-        return str(path), found["client"]
-
-    def _end_unused(self) -> None:
-        """End micro-steps that had a forward only, such as evaluations with gradients on."""
-        if self._accumulation.backwards == 0:
-            self._accumulation.end()
-
-    def _parts(self) -> dict[str, Any]:
-        scaler = None if self._stepping is None else self._stepping.scaler
-        parts = {"lr_scheduler": self.lr_scheduler, "scaler": scaler}
-        return {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
-
     def destroy(self) -> None:
-        """Wait for the optimizer, drop what micro-steps have left, and end the group made here."""
+        """Wait for the optimizer, drop what micro-steps have left, and leave the group.
+
+        The last engine in a process group that initialize made ends it.
+
+        Monitors get the last step, and are closed.
+        """
         self._accumulation.end(is_whole=False)
         if isinstance(self.optimizer, OffloadOptimizer):
             self.optimizer.synchronize()
-        if self._owns_group and dist.is_initialized():
-            self._owns_group = False
-            dist.destroy_process_group()
-
-
-def scaler_of(config: Config) -> zero.LossScaler | None:
-    """Return what scales the loss, as the block fp16 says; None without it."""
-    fp16 = config.fp16
-    if not fp16.enabled:
-        return None
-    if fp16.loss_scale:
-        return zero.LossScaler(
-            fp16.loss_scale, growth_interval=None, min_scale=min(1.0, fp16.loss_scale)
-        )
-    return zero.LossScaler(
-        2.0**fp16.initial_scale_power,
-        growth_interval=fp16.loss_scale_window,
-        hysteresis=fp16.hysteresis,
-        min_scale=fp16.min_loss_scale,
-    )
+        if self._reports is not None:
+            self._reports.close()
+        if self._is_in_group:
+            self._is_in_group = False
+            leave_group()

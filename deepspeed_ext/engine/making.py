@@ -1,23 +1,26 @@
 """initialize: from a model and a config to an engine."""
 
 import logging
+import math
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed_ext import zero
 from deepspeed_ext.config import Config, read as read_config
 from deepspeed_ext.engine.data import loader_of
+from deepspeed_ext.engine.describing import described
 from deepspeed_ext.engine.engine import Engine
-from deepspeed_ext.engine.optimizers import Renamed, by_name, check_given, placed
-from deepspeed_ext.engine.processes import config_of, device_of_group, ensure_group
-from deepspeed_ext.optim.schedules import SCHEDULES
+from deepspeed_ext.engine.monitors import Reports, monitors_of
+from deepspeed_ext.engine.planning import Plan
+from deepspeed_ext.engine.processes import config_of, device_of_group, join_group, leave_group
+from deepspeed_ext.zero.agreement import all_or_none, check_agreement
+from deepspeed_ext.zero.alone import keep_whole
 
 _OP = "initialize"
 _log = logging.getLogger("deepspeed_ext")
@@ -72,41 +75,46 @@ def initialize(
         ValueError: an argument or a key of the config is not as it must be; the text names it.
         RuntimeError: torchrun's variables are incomplete.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"{_OP}: model is a {type(model).__name__}, expected a torch.nn.Module")
-    read = read_config(config_of(args, config))
-    owns_group = ensure_group()
+    is_in_group, reports = join_group(), None
     try:
         mesh = mesh or init_device_mesh(
             device_of_group(), (dist.get_world_size(),), mesh_dim_names=("shard",)
         )
+        with all_or_none(_OP, mesh):
+            read = read_config(config_of(args, config))
+            plan = Plan(model, optimizer, model_parameters, lr_scheduler, read, mesh)
+        check_agreement(_OP, [*plan.lines()], mesh)
         for sentence in read.warnings if dist.get_rank() == 0 else ():
             _log.warning(sentence)
-        sizes = read.batch_sizes(mesh.size())
-        made = _sharded(model, optimizer, model_parameters, read, mesh)
-        scheduler = _scheduler(lr_scheduler, made, read)
-        engine = Engine(model, made, scheduler, read, sizes, mesh, owns_group)
+        reports = _reports(read, mesh)
+        model = plan.model
+        _shard(model, read, mesh)
+        made = plan.optimizer()
+        scheduler = plan.scheduler(made)
+        engine = Engine(model, made, scheduler, read, plan.sizes, mesh, is_in_group, reports)
+        if read.dump_state and dist.get_rank() == 0:
+            _log.info("%s: %s", _OP, described(engine))
+        if read.compile.compiles:
+            engine.compile(read.compile.backend, plan.compile_kwargs)
     except BaseException:
-        if owns_group:
-            dist.destroy_process_group()
+        if reports is not None:
+            reports.close()
+        if is_in_group:
+            leave_group()
         raise
     if training_data is not None:
-        engine.training_dataloader = loader_of(training_data, sizes.micro, mesh, collate_fn)
+        engine.training_dataloader = loader_of(training_data, plan.sizes.micro, mesh, collate_fn)
     return engine, made, engine.training_dataloader, scheduler
 
 
-def _sharded(
-    model: nn.Module, optimizer: Any, params: Any, config: Config, mesh: DeviceMesh
-) -> torch.optim.Optimizer | None:
-    """Shard a model, and return what steps the shards."""
-    renamed = Renamed(model)
-    groups = renamed.checked_groups(params)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        check_given(optimizer, renamed)
-    _shard(model, config, mesh)
-    for group in groups:
-        group["params"] = renamed.now(group["params"])
-    return _optimizer(optimizer, groups, renamed, config, model, mesh)
+def _reports(config: Config, mesh: DeviceMesh) -> Reports | None:
+    """Return what shows steps, in the first process."""
+    measures = config.wall_clock_breakdown or config.memory_breakdown
+    every = 1 if measures and math.isinf(config.steps_per_print) else config.steps_per_print
+    if not any((config.tensorboard.enabled, config.wandb.enabled, config.csv_monitor.enabled)):
+        return None if dist.get_rank() else Reports({}, every)
+    with all_or_none(_OP, mesh):
+        return None if dist.get_rank() else Reports(monitors_of(config), every)
 
 
 def _shard(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
@@ -116,61 +124,15 @@ def _shard(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
         for param in model.parameters():
             if param.is_floating_point() and param.dtype != torch.float32:
                 param.data = param.data.float()  # master weights
+    stage, reduce_dtype = config.zero_optimization.stage, config.communication_data_type
+    reduce_unused = not config.zero_optimization.ignore_unused_parameters
+    if not (is_mixed or reduce_unused or reduce_dtype) and keep_whole(model, stage, mesh):
+        return
     zero.shard(
         model,
-        config.zero_optimization.stage,
+        stage,
         mesh=mesh,
         param_dtype=used if is_mixed else None,
-        reduce_dtype=config.communication_data_type or (torch.float32 if is_mixed else None),
-        reduce_unused=not config.zero_optimization.ignore_unused_parameters,
+        reduce_dtype=reduce_dtype or (torch.float32 if is_mixed else None),
+        reduce_unused=reduce_unused,
     )
-
-
-def _optimizer(
-    given: Any,
-    groups: list[dict[str, Any]],
-    renamed: Renamed,
-    config: Config,
-    model: nn.Module,
-    mesh: DeviceMesh,
-) -> torch.optim.Optimizer | None:
-    offload: Mapping[str, Any] | None = None
-    block = config.zero_optimization.offload_optimizer
-    if block.device == "cpu":
-        offload = {"model": model, "gpu_fraction": 1 - block.ratio}
-    if isinstance(given, torch.optim.Optimizer):
-        return placed(given, renamed, offload)
-    if callable(given):
-        made = given(groups)
-        if not isinstance(made, torch.optim.Optimizer):
-            raise ValueError(
-                f"{_OP}: optimizer returns a {type(made).__name__}, expected a"
-                " torch.optim.Optimizer"
-            )
-        return made
-    if config.optimizer is None:
-        return None
-    return by_name(
-        config.optimizer.type, config.optimizer.params, groups, mesh.device_type, offload
-    )
-
-
-def _scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: Config) -> Any:
-    if given is not None and not hasattr(given, "step") and callable(given):
-        return given(optimizer)
-    if given is not None or config.scheduler is None:
-        return given
-    if optimizer is None:
-        _log.warning("%s: scheduler acts nowhere: there is no optimizer", _OP)
-        return None
-    name = config.scheduler.type
-    cls: Any = SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
-    if not isinstance(cls, type) or not issubclass(cls, LRScheduler):
-        raise ValueError(
-            f"{_OP}: scheduler.type is {name!r}, expected one of {', '.join(SCHEDULES)}, or a class"
-            " of torch.optim.lr_scheduler"
-        )
-    try:
-        return cls(optimizer, **config.scheduler.params)
-    except TypeError as error:
-        raise ValueError(f"{_OP}: scheduler.params: {error}") from error

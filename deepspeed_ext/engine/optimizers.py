@@ -1,8 +1,9 @@
 """The optimizer of an engine: by its name in the config, or the one that the user has made."""
 
-import contextlib
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,67 +89,93 @@ def _each(params: object) -> Iterable[Tensor]:
     return [params] if isinstance(params, Tensor) else params  # type: ignore[return-value]
 
 
-def by_name(
-    name: str,
-    options: Mapping[str, Any],
-    groups: list[Group],
-    device: str,
-    offload: Mapping[str, Any] | None,
-) -> torch.optim.Optimizer:
-    """Return the optimizer that a config names.
+class Named:
+    """The optimizer that a config names.
 
     Args:
         name: "Adam", ... or a class of torch.optim.
         options: its `params` in the config.
-        groups: of shards.
-        device: "cpu" or "cuda", where these are.
-        offload: options of OffloadOptimizer; None: the state is where the parameters are.
+        device: "cpu" or "cuda", where parameters are.
+        offloads: whether it steps in host memory.
 
     Raises:
-        ValueError: there is no such class, or offload does not take it, or not these options.
+        ValueError: there is no such class, or offload does not take it, or it has no such option.
     """
-    options = {key: value for key, value in options.items() if key not in _SO_ANYWAY}
-    if options.pop("torch_adam", False):
-        is_decoupled = _is_decoupled(name, options)
-        name = "AdamW" if is_decoupled else "Adam"
-        options = {k: v for k, v in options.items() if k != "adam_w_mode"}
-        known = None
-    else:
-        known = _BY_NAME.get(name.lower())
-    if known is None:
-        cls = getattr(torch.optim, name, None)
-        if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer):
-            names = ", ".join(sorted(_BY_NAME))
+
+    def __init__(self, name: str, options: Mapping[str, Any], device: str, offloads: bool) -> None:
+        options = {key: value for key, value in options.items() if key not in _SO_ANYWAY}
+        if options.pop("torch_adam", False):
+            is_decoupled = _is_decoupled(name, options)
+            name = "AdamW" if is_decoupled else "Adam"
+            options = {k: v for k, v in options.items() if k != "adam_w_mode"}
+            known = None
+        else:
+            known = _BY_NAME.get(name.lower())
+        on_cuda, on_cpu, in_host = known or _of_torch(name)
+        if on_cuda is optim.FusedAdam:
+            is_fused = device == "cuda" and not offloads
+            mode = {"adam_w_mode" if is_fused else "adamw_mode": _is_decoupled(name, options)}
+            options = {k: v for k, v in options.items() if k != "adam_w_mode"} | mode
+        if "max_grad_norm" in options:
             raise ValueError(
-                f"{_OP}: optimizer.type is {name!r}, expected one of {names}, or a class of"
-                " torch.optim"
+                f"{_OP}: optimizer.params.max_grad_norm is {options['max_grad_norm']}, expected"
+                " none; clip by gradient_clipping"
             )
-        known = (cls, cls, None)
-    on_cuda, on_cpu, in_host = known
-    if on_cuda is optim.FusedAdam:
-        is_fused = device == "cuda" and offload is None
-        mode = {"adam_w_mode" if is_fused else "adamw_mode": _is_decoupled(name, options)}
-        options = {k: v for k, v in options.items() if k != "adam_w_mode"} | mode
-    if "max_grad_norm" in options:
-        raise ValueError(
-            f"{_OP}: optimizer.params.max_grad_norm is {options['max_grad_norm']}, expected none;"
-            " clip by gradient_clipping"
-        )
-    for key in ("betas", "eps"):
-        if isinstance(options.get(key), list):
-            options[key] = tuple(options[key])
-    try:
-        if offload is None:
-            return (on_cuda if device == "cuda" else on_cpu)(groups, **options)
-        if in_host is None:
+        for key in ("betas", "eps"):
+            if isinstance(options.get(key), list):
+                options[key] = tuple(options[key])
+        if offloads and in_host is None:
             takes = ", ".join(key for key, row in _BY_NAME.items() if row[2] is not None)
             raise ValueError(
                 f"{_OP}: optimizer.type is {name!r} with offload_optimizer, expected one that steps"
                 f" in host memory: {takes}"
             )
-        return OffloadOptimizer(groups, in_host, **offload, **options)
-    except TypeError as error:
-        raise ValueError(f"{_OP}: optimizer.params is {dict(options)}: {error}") from error
+        self._options = options
+        self._make = on_cuda if device == "cuda" else on_cpu
+        self._in_host = in_host if offloads else None
+        self._device = "cpu" if offloads else device
+
+    def tried(self, groups: list[Group]) -> torch.optim.Optimizer:
+        """Return one of small parameters in the places of others, so that errors come early.
+
+        Raises:
+            ValueError: an option has no such value, or there is none of this name.
+        """
+        own = inspect.signature(OffloadOptimizer).parameters if self._in_host is not None else ()
+        options = {name: value for name, value in self._options.items() if name not in own}
+        small = [
+            {**group, "params": [nn.Parameter(torch.zeros(1, device=self._device))]}
+            for group in groups
+        ]
+        return self._called(self._in_host or self._make, small, options)
+
+    def made(self, groups: list[Group], offload: Mapping[str, Any] | None) -> torch.optim.Optimizer:
+        """Return the optimizer.
+
+        Args:
+            groups: of shards.
+            offload: options of OffloadOptimizer; None: the state is where the parameters are.
+        """
+        if self._in_host is None or offload is None:
+            return self._called(self._make, groups, self._options)
+        make = partial(OffloadOptimizer, optimizer_class=self._in_host, **offload)
+        return self._called(make, groups, self._options)
+
+    def _called(self, make: Make, groups: list[Group], options: Group) -> torch.optim.Optimizer:
+        try:
+            return make(groups, **options)
+        except TypeError as error:
+            raise ValueError(f"{_OP}: optimizer.params is {options}: {error}") from error
+
+
+def _of_torch(name: str) -> tuple[Make, Make, None]:
+    cls = getattr(torch.optim, name, None)
+    if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer):
+        names = ", ".join(sorted(_BY_NAME))
+        raise ValueError(
+            f"{_OP}: optimizer.type is {name!r}, expected one of {names}, or a class of torch.optim"
+        )
+    return cls, cls, None
 
 
 def _is_decoupled(name: str, options: Mapping[str, Any]) -> bool:
@@ -156,12 +183,12 @@ def _is_decoupled(name: str, options: Mapping[str, Any]) -> bool:
     return bool(options.get("adam_w_mode", True)) or name.lower() == "adamw"
 
 
-def check_given(optimizer: torch.optim.Optimizer, renamed: Renamed) -> None:
+def check_given(optimizer: torch.optim.Optimizer, renamed: Renamed, offloads: bool) -> None:
     """Refuse an optimizer of the user that cannot step shards, before anything is sharded.
 
     Raises:
-        ValueError: it has stepped, knows its parameters by more than their groups, or has others
-            than those of the model.
+        ValueError: it has stepped, knows its parameters by more than their groups, has others than
+            those of the model, or cannot be offloaded.
     """
     if optimizer.state or isinstance(optimizer, OffloadOptimizer):
         what = "that has state" if optimizer.state else "of parameters that are not sharded"
@@ -172,6 +199,8 @@ def check_given(optimizer: torch.optim.Optimizer, renamed: Renamed) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             renamed.name_of(param, "optimizer")
+    if offloads:
+        _in_host(optimizer)
 
 
 def placed(
@@ -180,9 +209,6 @@ def placed(
     """Let an optimizer that was checked step the shards in the places of its parameters.
 
     Its group dicts stay the same objects, so that a scheduler that was made before goes on.
-
-    Raises:
-        ValueError: it cannot be offloaded.
     """
     for group in optimizer.param_groups:
         group["params"] = renamed.now(group["params"])
@@ -195,39 +221,46 @@ def _offloaded(
     optimizer: torch.optim.Optimizer, offload: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
     """Return what steps the groups of an optimizer in host memory; they stay the same objects."""
-    if isinstance(optimizer, FlatStateOptimizer) and optimizer.state_format == StateFormat():
-        names = {"params", *optimizer.defaults}
-        groups = [{k: g[k] for k in names & g.keys()} for g in optimizer.param_groups]
-        with contextlib.suppress(TypeError):  # a class that is not offloaded
-            return _in_place(optimizer, OffloadOptimizer(groups, type(optimizer), **offload))
+    cls, names, options = _in_host(optimizer)
+    groups = [{k: v for k, v in group.items() if k in names} for group in optimizer.param_groups]
+    stands_in = OffloadOptimizer(groups, cls, **options, **offload)
+    for i, theirs in enumerate(optimizer.param_groups):
+        theirs.update({k: v for k, v in stands_in.param_groups[i].items() if k not in theirs})
+        stands_in.param_groups[i] = theirs
+    _log.info("initialize: OffloadOptimizer stands in for %s", type(optimizer).__name__)
+    return stands_in
+
+
+def _in_host(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[type[FlatStateOptimizer], set[str], dict[str, Any]]:
+    """Return by what OffloadOptimizer may stand in for an optimizer.
+
+    Returns:
+        A class; the keys of groups that it takes; arguments for all groups.
+
+    Raises:
+        ValueError: it may not.
+    """
+    if any(type(optimizer) is row[2] for row in _BY_NAME.values()):
+        assert isinstance(optimizer, FlatStateOptimizer)
+        if optimizer.state_format == StateFormat():
+            return type(optimizer), {"params", *optimizer.defaults}, {}
     if not isinstance(optimizer, _LIKE_ADAM) or any(
         g.get("amsgrad") for g in optimizer.param_groups
     ):
         raise ValueError(
             f"{_OP}: optimizer is a {type(optimizer).__name__} with offload_optimizer, expected"
-            " torch's Adam or AdamW without amsgrad, or one of deepspeed_ext that can be offloaded,"
-            " with plain state; or a function that makes an OffloadOptimizer of parameters, or the"
-            " optimizer of the config"
+            " torch's Adam or AdamW without amsgrad, or DeepSpeedCPUAdam and others that step in"
+            " host memory, with plain state; or a function that makes an OffloadOptimizer of"
+            " parameters, or the optimizer of the config"
         )
     decoupled = isinstance(optimizer, torch.optim.AdamW)
-    made = [dict(group) for group in optimizer.param_groups]
-    names = {"params", "lr", "betas", "eps", "weight_decay", "maximize"}
-    groups = [{key: value for key, value in group.items() if key in names} for group in made]
     modes = {bool(g.get("decoupled_weight_decay", decoupled)) for g in optimizer.param_groups}
     if len(modes) > 1:
         raise ValueError(
             f"{_OP}: optimizer has groups with and without decoupled_weight_decay, expected one"
             " kind"
         )
-    return _in_place(optimizer, OffloadOptimizer(groups, adamw_mode=modes.pop(), **offload))
-
-
-def _in_place(
-    optimizer: torch.optim.Optimizer, stands_in: OffloadOptimizer
-) -> torch.optim.Optimizer:
-    """Give what stands in for an optimizer the very group dicts of that."""
-    for i, theirs in enumerate(optimizer.param_groups):
-        theirs.update({k: v for k, v in stands_in.param_groups[i].items() if k not in theirs})
-        stands_in.param_groups[i] = theirs
-    _log.info("initialize: OffloadOptimizer stands in for %s", type(optimizer).__name__)
-    return stands_in
+    names = {"params", "lr", "betas", "eps", "weight_decay", "maximize"}
+    return optim.DeepSpeedCPUAdam, names, {"adamw_mode": modes.pop()}

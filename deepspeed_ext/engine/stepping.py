@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_ext import zero
+from deepspeed_ext.config import Config
 from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim.base import FlatStateOptimizer
@@ -38,7 +39,16 @@ class Stepping:
                 " deepspeed_ext, which unscales gradients; or bf16"
             )
         if scaler is not None:
-            self._optimizer.overflow = False  # whether a step was skipped, as accelerate asks
+            self._note_overflow(False)
+
+    @property
+    def scale(self) -> Tensor | None:
+        """That losses of the last step were multiplied by, with fp16."""
+        return None if self.scaler is None else self.scaler.scale_in_use
+
+    def _note_overflow(self, was_skipped: bool) -> None:
+        """Tell accelerate, which asks the optimizer whether the last step was skipped."""
+        self._optimizer.overflow = was_skipped
 
     def step(self) -> bool:
         """Take a step, or skip it, and drop the gradients.
@@ -57,7 +67,7 @@ class Stepping:
                 was_taken = self.scaler.step(self._optimizer, self._max_norm)
             finally:
                 self.norm = self.scaler.grad_norm
-            self._optimizer.overflow = not was_taken
+            self._note_overflow(not was_taken)
             return was_taken
         if self._is_ours:
             self.norm = self._optimizer.clip_and_step(self._max_norm)
@@ -67,3 +77,20 @@ class Stepping:
         self.norm = norm.full_tensor() if is_dtensor(norm) else norm
         self._optimizer.step()
         return True
+
+
+def scaler_of(config: Config) -> zero.LossScaler | None:
+    """Return what scales the loss, as the block fp16 says; None without it."""
+    fp16 = config.fp16
+    if not fp16.enabled:
+        return None
+    if fp16.loss_scale:
+        return zero.LossScaler(
+            fp16.loss_scale, growth_interval=None, min_scale=min(1.0, fp16.loss_scale)
+        )
+    return zero.LossScaler(
+        2.0**fp16.initial_scale_power,
+        growth_interval=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        min_scale=fp16.min_loss_scale,
+    )

@@ -83,6 +83,11 @@ class Accumulation:
         return self._loop is not None
 
     @property
+    def is_broken(self) -> bool:
+        """Whether an error has ended a backward since the last `begin`; `end` drops the rest."""
+        return self._loop is not None and self._sharding.is_broken()
+
+    @property
     def backwards(self) -> int:
         """How many backwards are over since the first `begin` after an `end`."""
         done = None if self._loop is None else self._loop.last_backward

@@ -22,6 +22,7 @@ class Loop:
         self.ends = False
         self.at = 0  # the micro-step that it is in
         self.last_backward: int | None = None  # the last one whose backward was over
+        self.is_set_to: bool | None = None  # of what `is_last` the model was told last
         self.caller: FrameType | None = None  # where the loop stands
 
     @property

@@ -183,6 +183,11 @@ class LossScaler:
             )
         return not skipped
 
+    @property
+    def scale_in_use(self) -> Tensor:
+        """The scale of the losses of this iteration, until the next one begins; on the device."""
+        return self._scale
+
     def get_scale(self) -> float:
         """Return the scale that the next iteration begins with; waits for the device."""
         return self._next()[0].item()

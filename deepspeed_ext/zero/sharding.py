@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.torch_internals.compiler import untraced
 from deepspeed_ext.torch_internals.dispatch import (
     current_backward,
@@ -44,10 +43,11 @@ from deepspeed_ext.torch_internals.fully_shard import (
 from deepspeed_ext.zero.agreement import check_agreement
 from deepspeed_ext.zero.borrowing import name_borrowed
 from deepspeed_ext.zero.calls import Backward, Loop, calls_of
+from deepspeed_ext.zero.kinds_of_parameters import check_all_sharded, save_pretrained
 from deepspeed_ext.zero.unreduced import Marks
 
 _log = logging.getLogger("deepspeed_ext")
-_NAME = "_deepspeed_ext_sharding"
+NAME = "_deepspeed_ext_sharding"
 
 
 class Sharding:
@@ -91,7 +91,7 @@ class Sharding:
     def attach(self) -> None:
         """Stand by the model: whatever a forward leaves gathered, the next one does not trust."""
         model, me = self.model, weakref.ref(self)
-        object.__setattr__(model, _NAME, self)
+        object.__setattr__(model, NAME, self)
         model.register_forward_pre_hook(_before_forward, prepend=True)
         model.register_forward_hook(_after_forward, always_call=True)
         for block in map(model.get_submodule, self.blocks):
@@ -101,7 +101,7 @@ class Sharding:
         keep_for_backward(model, partial(_in_backward, me))
         allow_whole_loads(model)
         if hasattr(model, "save_pretrained"):  # of transformers, diffusers, peft
-            object.__setattr__(model, "save_pretrained", partial(_save_pretrained, self._model))
+            object.__setattr__(model, "save_pretrained", partial(save_pretrained, self._model))
         # Torch knows no other way to hear of the steps of an optimizer that is made later.
         hook = register_optimizer_step_pre_hook(partial(_before_step, me))
         weakref.finalize(model, hook.remove).atexit = False
@@ -154,7 +154,23 @@ class Sharding:
                 f"zero.accumulate: {loop} was left and its gradients dropped, expected another loop"
             )
         loop.at = at
-        self._set_backward(loop.is_last)
+        self._set_backward(loop, loop.is_last)
+
+    def is_broken(self) -> bool:
+        """Tell whether an error has ended a backward, of which parts are left."""
+        return not is_in_backward() and self.stopped() == "backward"
+
+    def stopped(self) -> str:
+        """Tell what an error has ended, a "forward" or "backward", or nothing."""
+        return interruption(self.model)
+
+    def settle(self) -> None:
+        """Drop what an error has left; gradients stay."""
+        settle(self.model)
+
+    def forget(self) -> None:
+        """Drop all gradients, and what an error has left."""
+        forget_step(self.model)
 
     def end(self, loop: Loop, is_whole: bool) -> None:
         """End micro-steps; without a backward in the last one there are no gradients.
@@ -170,14 +186,14 @@ class Sharding:
             return
         self._loop = None
         self._release_marks()
-        self._set_backward(is_last=True)
+        self._set_backward(loop, is_last=True)
         # Other processes are asked before the next forward: here they may be elsewhere.
-        self._stopped = stopped = interruption(self.model)
+        self._stopped = stopped = self.stopped()
         has_begun = stopped == "backward" or loop.last_backward is not None
         if stopped != "backward" and (loop.is_done or (is_whole and not has_begun)):
-            settle(self.model)
+            self.settle()
             return
-        forget_step(self.model)
+        self.forget()
         if is_whole:
             what = "ended in an error" if stopped == "backward" else "is missing"
             raise RuntimeError(
@@ -193,8 +209,11 @@ class Sharding:
         if self._loop is not None and self._loop.is_left():
             self.end(self._loop, is_whole=False)
 
-    def _set_backward(self, is_last: bool) -> None:
+    def _set_backward(self, loop: Loop, is_last: bool) -> None:
         """Set what the next backward does with gradients and gathered weights."""
+        if loop.is_set_to == is_last:
+            return  # each call goes through all modules
+        loop.is_set_to = is_last
         root: Any = self.model
         root.set_reshard_after_backward(is_last or self.stage == 3)
         root.set_requires_gradient_sync(is_last or self.stage > 1)
@@ -305,7 +324,7 @@ class Sharding:
             self.reshard()
         if self._known is None:
             # After the first forward: fully_shard lets parameters be replaced before it.
-            _check_all_sharded(self.model)
+            check_all_sharded(self.model)
             self._known = known
             if self._reduces_unused or torch.is_inference_mode_enabled():
                 know_whole_parameters(self.model)
@@ -416,7 +435,7 @@ def sharding_of(op: str, model: nn.Module) -> Sharding:
     Raises:
         ValueError: zero.shard was not called on this model.
     """
-    found = getattr(model, _NAME, None)
+    found = getattr(model, NAME, None)
     if not isinstance(found, Sharding):
         raise ValueError(
             f"{op}: model is a {type(model).__name__} that is not sharded, expected one that"
@@ -458,18 +477,6 @@ def _in_backward(sharding: "weakref.ref[Sharding]") -> None:
         found.in_backward()
 
 
-def _save_pretrained(of: "weakref.ref[nn.Module]", *args: Any, **kwargs: Any) -> Any:
-    """Save a model, or a state, that is whole; of shards safetensors says "invalid storage"."""
-    model: Any = of()
-    state = kwargs.get("state_dict")
-    if any(map(is_dtensor, model.parameters() if state is None else state.values())):
-        raise RuntimeError(
-            f"save_pretrained: {type(model).__name__} has shards, expected whole parameters; call"
-            " it inside of zero.GatheredParameters(model), or use zero.save and zero.consolidate"
-        )
-    return type(model).save_pretrained(model, *args, **kwargs)
-
-
 def _after_backward(sharding: "weakref.ref[Sharding]") -> None:
     found = sharding()
     if found is not None:
@@ -489,12 +496,3 @@ def _before_step(
     found = sharding()
     if found is not None and found._model() is not None:
         found.before_step(optimizer)
-
-
-def _check_all_sharded(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        if not is_dtensor(param):
-            raise RuntimeError(
-                f"zero: parameter {name!r} is a plain tensor, expected a shard: it came after"
-                " zero.shard; change the model before"
-            )

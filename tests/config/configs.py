@@ -59,12 +59,19 @@ PLAIN = {
             "amp": {"enabled": False, "opt_level": "O1"},
             "flops_profiler": {"enabled": False, "profile_step": 1},
             "comms_logger": {"enabled": False},
-            "tensorboard": {"enabled": False, "output_path": "runs"},
-            "wall_clock_breakdown": False,
+            "tensorboard": {"enabled": True, "output_path": "runs"},
+            "wandb": {"enabled": False, "group": None},
+            "wall_clock_breakdown": "true",
             "prescale_gradients": False,
             "zero_optimization": {"stage": 0},
         },
-        {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1},
+        {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 1,
+            "tensorboard.enabled": True,
+            "tensorboard.output_path": "runs",
+            "wall_clock_breakdown": True,
+        },
     ),
     "stage 3 with sizes for Trainer": Sample(
         {

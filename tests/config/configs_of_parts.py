@@ -72,13 +72,12 @@ OWNED = {
         {
             "wall_clock_breakdown": True,
             "flops_profiler": {"enabled": True, "profile_step": 2},
-            "tensorboard": {"enabled": True, "output_path": "runs"},
+            "comet": {"enabled": True, "project": "runs"},
         },
-        "wall_clock_breakdown",
         "flops_profiler",
-        "tensorboard",
+        "comet",
     ),
-    "compiled": _refused({"compile": {"disable": False, "backend": "inductor"}}, "compile"),
+    "compiled": _refused({"compile": {"deepcompile": True}}, "compile.deepcompile"),
     "tensor parallel": _refused({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel"),
     "scaled before": _refused(
         {"prescale_gradients": True, "gradient_predivide_factor": 8.0},

@@ -84,13 +84,17 @@ ZERO = {
             },
             "bf16": {"enabled": True},
         },
-        {"train_batch_size": 32, "zero_optimization.stage": 3, "bf16.enabled": True},
+        {
+            "train_batch_size": 32,
+            "zero_optimization.stage": 3,
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save": True,
+            "bf16.enabled": True,
+        },
         _under(
             _ZERO,
             "overlap_comm contiguous_gradients sub_group_size reduce_bucket_size"
             " stage3_prefetch_bucket_size stage3_param_persistence_threshold"
-            " stage3_max_live_parameters stage3_max_reuse_distance"
-            " stage3_gather_16bit_weights_on_model_save",
+            " stage3_max_live_parameters stage3_max_reuse_distance",
         ),
     ),
     "stage 3 with the second names": Sample(
@@ -106,11 +110,15 @@ ZERO = {
                 "sub_group_size": 0,
             },
         },
-        {"train_batch_size": 8, "zero_optimization.stage": 3},
+        {
+            "train_batch_size": 8,
+            "zero_optimization.stage": 3,
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save": True,
+        },
         _under(
             _ZERO,
             "max_live_parameters max_reuse_distance prefetch_bucket_size"
-            " param_persistence_threshold gather_16bit_weights_on_model_save sub_group_size",
+            " param_persistence_threshold sub_group_size",
         ),
     ),
     "numbers as texts": Sample(
@@ -162,10 +170,7 @@ ZERO = {
             "gradient_clipping": 1.0,
             "bf16.enabled": True,
         },
-        (
-            f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
-            "zero_allow_untested_optimizer",
-        ),
+        ("zero_allow_untested_optimizer",),
     ),
     "offload by its old name": Sample(
         {

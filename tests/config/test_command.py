@@ -50,10 +50,11 @@ def test_a_table_fits_the_terminal_and_loses_nothing(check, name, columns):
 
 
 def test_a_refusal_is_a_sentence_and_a_row(check):
-    status, out, err = check({"train_batch_size": 8, "wall_clock_breakdown": True})
+    status, out, err = check({"train_batch_size": 8, "graph_harvesting": True})
     assert status == 1
-    assert err == "config: wall_clock_breakdown is true, expected false; use torch.profiler\n"
-    assert "wall_clock_breakdown  true   refused: use torch.profiler" in out
+    instead = "call torch.compile on the model's blocks"
+    assert err == f"config: graph_harvesting is true, expected false; {instead}\n"
+    assert f"graph_harvesting  true   refused: {instead}" in out
 
 
 def test_a_value_that_does_not_fit_is_a_sentence(check):

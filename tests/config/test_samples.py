@@ -49,7 +49,7 @@ def test_what_acts_is_read_and_all_else_is_as_by_default(name):
     assert sample.config == before
     empty = {"optimizer.params": {}, "scheduler.params": {}}
     assert {path: plain(value) for path, value in leaves(config)} == {
-        **dict(leaves(Root())),
+        **{path: plain(value) for path, value in leaves(Root())},
         **({k: v for k, v in empty.items() if k.replace("params", "type") in sample.acts}),
         **sample.acts,
     }

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from deepspeed_ext.compat.zero.gathered import GatheredParameters
 from deepspeed_ext.compat.zero.parameters import describe, number
 from deepspeed_ext.dtensors import is_dtensor
-from deepspeed_ext.engine.processes import device_of_group, ensure_group
+from deepspeed_ext.engine.processes import device_of_group, make_group
 from deepspeed_ext.torch_internals.modules import parameters_of
 from deepspeed_ext.zero.rows import RowsParameter, keep
 
@@ -90,7 +90,8 @@ class Init:
             sequence_data_parallel_group=sequence_data_parallel_group,
             param_swapper=param_swapper,
         )
-        ensure_group()
+        if not dist.is_initialized():
+            make_group()
         device = device_of_group()
         if remote_device not in (None, "none", device):
             raise ValueError(

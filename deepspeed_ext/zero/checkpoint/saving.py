@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     wait: bool = True,
+    exclude_frozen: bool = False,
+    names_latest: bool = True,
     **client_state: Any,
 ) -> Future[None]:
     """Save a training into folder/tag, and name it the latest one.
@@ -78,6 +81,9 @@ def save(
             which destroy_process_group() leaves alone, and Python waits for the thread at its end.
             The next save and load wait for this one. If the last one fails and nobody asks the
             Future, the program ends with an error in the log and status 120.
+        exclude_frozen: leave out parameters that need no gradient; `load` takes what is left with
+            strict=False only.
+        names_latest: False: the checkpoint before stays the latest one.
         client_state: of each process: None, numbers, text, bytes, tensors, dtypes, arrays of NumPy,
             and lists, tuples, sets and dicts of them, not nested deeper than 200 levels;
             or objects with a state_dict of such, as schedulers, LossScaler and data loaders have.
@@ -105,23 +111,25 @@ def save(
         own = _encoded(
             name_of_process(dist.get_rank()), {CLIENT: _plain(client_state), **_random()}
         )
-    lines = [f"tag {tag!r}", f"wait {wait}", *(f"client_state {name!r}" for name in client_state)]
+    lines = [f"tag {tag!r}", f"wait {wait}", f"exclude_frozen {exclude_frozen}"]
+    lines += [f"client_state {name!r}" for name in client_state]
     check_agreement(_SAVE, lines, sharding.mesh)
     _await_previous(_SAVE, sharding)
     with all_or_none(_SAVE, sharding.mesh):
-        content = _content(sharding, optimizer) | own
+        content = _content(sharding, optimizer, with_frozen=not exclude_frozen) | own
         if not wait:
             tensors = {n: t for n, t in content.items() if isinstance(t, Tensor)}
             copies, sharding.staging = staged(tensors, sharding.staging)
             content |= copies
+    make_writer = partial(_Tagged, home, tag) if names_latest else partial(Writer, home / tag)
     if wait:
-        _Save(content, home, tag, of_all(sharding.mesh.device_type)).write()
+        _Save(content, make_writer(), of_all(sharding.mesh.device_type)).write()
         done: Future[None] = Future()
         done.set_result(None)
         return done
     if sharding.saves_by is None:
         sharding.saves_by = made_for_saves(sharding.mesh.device_type)
-    saving = in_background(_Save(content, home, tag, sharding.saves_by).write)
+    saving = in_background(_Save(content, make_writer(), sharding.saves_by).write)
     sharding.saving = saving
     return saving
 
@@ -131,6 +139,8 @@ def load(
     tag: str | None,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
     **objects: Any,
 ) -> dict[str, Any]:
     """Go on from what `save` left, on any number of processes.
@@ -148,6 +158,9 @@ def load(
         model: that zero.shard was called on, of the same architecture. Float32 weights are read
             from the master weights of those that were saved in 16 bits.
         optimizer: of any class that takes the state, in any state format; None leaves it out.
+        strict: False: tensors that only the model has stay as they are, those that only the
+            checkpoint has are not read, and a warning counts both. The optimizer's groups have the
+            same parameters either way.
         objects: whose load_state_dict gets what client_state of the same name was.
 
     Returns:
@@ -176,9 +189,11 @@ def load(
         is_same = common["processes"] == dist.get_world_size()
         name = name_of_process(dist.get_rank() if is_same else 0)
         own = _fields(reader.value(metadata, name), CLIENT, "random")
-        targets = Targets(_LOAD, sharding.model, optimizer, common["groups"], metadata)
+        targets = Targets(
+            _LOAD, sharding.model, optimizer, common["groups"], metadata, strict=strict
+        )
         _check_objects(objects, own[CLIENT])
-        check_extra(_LOAD, sharding.model, common.get("extra"))
+        check_extra(_LOAD, sharding.model, common.get("extra"), strict=strict)
     _read(reader, targets.tensors)
     if targets.again:  # in all processes, or in none
         _read(reader, targets.again)
@@ -244,7 +259,9 @@ def _await_previous(op: str, sharding: Sharding) -> None:
         _log.error("zero.save: the save before this one failed: %s", error)
 
 
-def _content(sharding: Sharding, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def _content(
+    sharding: Sharding, optimizer: torch.optim.Optimizer | None, with_frozen: bool
+) -> dict[str, Any]:
     """Return all that is saved, flat, but what `save` was given beside."""
     model, is_first = sharding.model, dist.get_rank() == 0
     groups: list[dict[str, Any]] = []
@@ -253,7 +270,7 @@ def _content(sharding: Sharding, optimizer: torch.optim.Optimizer | None) -> dic
         state, groups = state_of(_SAVE, model, optimizer)  # first: it waits for the last step
         content |= state
     # Of buffers that differ, such as statistics, DCP would take some from each process.
-    content |= tensors_of(_SAVE, model, with_buffers=is_first)
+    content |= tensors_of(_SAVE, model, with_buffers=is_first, with_frozen=with_frozen)
     if is_first:
         common = common_fields(dist.get_world_size(), groups, extra_of(model))
         content |= _encoded(COMMON, common)
@@ -295,14 +312,13 @@ class _Save:
 
     Args:
         content: of this process.
-        home: folder of the checkpoints.
-        tag: of this one.
+        writer: of the checkpoint.
         exchange: with the other processes.
     """
 
-    def __init__(self, content: dict[str, Any], home: Path, tag: str, exchange: Exchange) -> None:
+    def __init__(self, content: dict[str, Any], writer: Writer, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._writer = _Tagged(home, tag)
+        self._writer = writer
         self._planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(content, self._writer.storage_meta(), exchange.rank == 0)
         self._plan = self._planner.create_local_plan()

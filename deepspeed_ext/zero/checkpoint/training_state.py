@@ -44,15 +44,19 @@ def _in_checkpoint(name: str) -> str:
     return plain_name(name) if name.startswith((MODEL, OPTIMIZER)) else name
 
 
-def tensors_of(op: str, model: nn.Module, *, with_buffers: bool = True) -> dict[str, Tensor]:
+def tensors_of(
+    op: str, model: nn.Module, *, with_buffers: bool = True, with_frozen: bool = True
+) -> dict[str, Tensor]:
     """Return parameters, tied ones once, and the buffers that a state dict has, by name.
 
     Args:
         op: for the text of an error.
         model: with names that are plain here.
         with_buffers: also plain ones, which each process has of its own.
+        with_frozen: also parameters that need no gradient.
     """
-    found: dict[str, Tensor] = by_plain_name(op, dict(model.named_parameters()))
+    params = {n: p for n, p in model.named_parameters() if with_frozen or p.requires_grad}
+    found: dict[str, Tensor] = by_plain_name(op, dict(params))
     saved = set(map(plain_name, model.state_dict()))
     buffers = by_plain_name(op, dict(model.named_buffers()))
     found.update(
@@ -75,14 +79,16 @@ def extra_of(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def check_extra(op: str, model: nn.Module, saved: Mapping[str, Any] | None) -> None:
+def check_extra(
+    op: str, model: nn.Module, saved: Mapping[str, Any] | None, *, strict: bool = True
+) -> None:
     """Refuse a checkpoint whose model had extra state of other names; one of before says none."""
     mine = extra_of(model)
     if saved is None:
         if mine:
             _log.warning("%s: the checkpoint is of before %s was saved", op, sorted(mine))
         return
-    for name in sorted(saved.keys() ^ mine.keys()):
+    for name in sorted(saved.keys() ^ mine.keys()) if strict else ():
         whose = "the model" if name in mine else "the checkpoint"
         raise ValueError(f"{op}: only {whose} has the extra state {name!r}, expected the same")
 
@@ -134,15 +140,31 @@ def state_of(
     return tensors, [{**group, "params": inside} for group, inside in pairs]
 
 
-def check_model(op: str, model: nn.Module, metadata: Metadata) -> None:
-    """Refuse a checkpoint of another model before anything is changed."""
+def check_model(op: str, model: nn.Module, metadata: Metadata, *, strict: bool = True) -> None:
+    """Refuse a checkpoint of another model before anything is changed.
+
+    Args:
+        op: for the texts of errors.
+        model: that is to take it.
+        metadata: of the checkpoint.
+        strict: False: one may have what the other has not; what both have has one shape.
+    """
     saved, mine = metadata.state_dict_metadata, tensors_of(op, model)
     theirs = [name for name in saved if name.startswith(MODEL)]
+    if not strict:
+        missing = [name.removeprefix(MODEL) for name in mine if name not in saved]
+        unused = [name.removeprefix(MODEL) for name in theirs if name not in mine]
+        mine = {name: tensor for name, tensor in mine.items() if name in saved}
+        theirs = []
+        for names, what in ((missing, "stay as they are"), (unused, "are not read")):
+            if names:
+                _log.warning("%s: %d tensors %s, such as %r", op, len(names), what, names[0])
     for name in (*mine, *theirs):
         shown = repr(name.removeprefix(MODEL))
         if name not in saved:
             raise ValueError(
-                f"{op}: the checkpoint has no {shown}, expected all that the model has"
+                f"{op}: the checkpoint has no {shown}, expected all that the model has; without"
+                " strict it stays as it is"
             )
         if name not in mine:
             raise ValueError(f"{op}: the checkpoint has {shown}, expected what the model has only")
@@ -168,6 +190,7 @@ class Targets:
         optimizer: None to leave its state in the checkpoint.
         groups: as `state_of` returned them when it was saved.
         metadata: of the checkpoint.
+        strict: of `check_model`.
 
     Raises:
         ValueError: the checkpoint is of another model, or of an optimizer with other groups.
@@ -180,10 +203,13 @@ class Targets:
         optimizer: torch.optim.Optimizer | None,
         groups: list[Group],
         metadata: Metadata,
+        *,
+        strict: bool = True,
     ) -> None:
         self._saved = metadata.state_dict_metadata
-        check_model(op, model, metadata)
-        self.tensors = tensors_of(op, model)
+        check_model(op, model, metadata, strict=strict)
+        tensors = tensors_of(op, model)
+        self.tensors = {name: tensor for name, tensor in tensors.items() if name in self._saved}
         self._optimizer = optimizer
         self._params = by_plain_name(op, dict(model.named_parameters()))
         self.again: dict[str, Tensor] = {}
@@ -226,11 +252,13 @@ class Targets:
             if param.dtype == torch.float32 and key in (MASTER, REMAINDER):
                 continue
             entry[key] = self._read(f"{OPTIMIZER}{name}.{key}", param, own.get(key))
-        if param.dtype != torch.float32 and self._dtype(MODEL + name) == torch.float32:
+        full = MODEL + name
+        was_master = full in self._saved and self._dtype(full) == torch.float32
+        if param.dtype != torch.float32 and was_master:
             # Weights that were their own master weights are read once more, as such.
             master = own.get(MASTER)
             master = self._like(param, torch.float32) if master is None else _detached(master)
-            entry[MASTER] = self.again[MODEL + name] = master
+            entry[MASTER] = self.again[full] = master
         return entry
 
     def _described(self, name: str, keys: Iterable[str]) -> dict[str, Any]:
@@ -246,7 +274,9 @@ class Targets:
         """Read float32 weights from the master weights of those that were saved in 16 bits."""
         for name, param in self._params.items():
             full = MODEL + name
-            if param.dtype != torch.float32 or self._dtype(full) == torch.float32:
+            if param.dtype != torch.float32 or full not in self._saved:
+                continue
+            if self._dtype(full) == torch.float32:
                 continue
             master, lower = (f"{OPTIMIZER}{name}.{key}" for key in (MASTER, REMAINDER))
             if master in self._saved:

@@ -18,10 +18,12 @@ from deepspeed_ext.io.checkpoint.format import make_header
 from deepspeed_ext.io.checkpoint.new_file import NewFile
 from deepspeed_ext.io.checkpoint.packed_writer import PackedWriter
 from deepspeed_ext.io.checkpoint.saved_tensors import lay_out
+from deepspeed_ext.io.checkpoint.saved_ties import texts_with_ties
 from deepspeed_ext.io.checkpoint.shards import INDEX, ONE_FILE
 from deepspeed_ext.io.regular_file import sync_folder
 from deepspeed_ext.io.tensors import byte_view
 
+_KIND = {"format": "pt"}
 _ASIDE = ".consolidating-"
 _RESULT = re.compile(rf"{re.escape(ONE_FILE)}|{re.escape(INDEX)}|model-\d+-of-\d+\.safetensors")
 Progress = Callable[[int], object]
@@ -89,6 +91,27 @@ def write_weight_files(
     return [home / name for name in names]
 
 
+def write_weight_file(
+    path: str | os.PathLike[str],
+    described: Mapping[str, Tensor],
+    read: Read,
+    ties: Mapping[str, str],
+) -> None:
+    """Write weights, one of which is in memory at a time, to one file.
+
+    Args:
+        path: of the file; its folder is there.
+        described: the weights on meta, by name.
+        read: returns the weight of a name.
+        ties: other names of these, with theirs, which the file notes.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with AsyncIO() as engine:
+        _write(Path(path), described, read, engine, None, texts_with_ties(_KIND, described, ties))
+
+
 def _put_in_place(made: Path, names: list[str], home: Path) -> None:
     """Move what is on the disk to where an older result may be, of which nothing remains.
 
@@ -134,11 +157,12 @@ def _write(
     read: Read,
     engine: AsyncIO,
     progress: Progress | None,
+    metadata: Mapping[str, str] = _KIND,
 ) -> None:
     entries = lay_out(described, mmap.PAGESIZE)
     with NewFile(path) as new:
         page = max(mmap.PAGESIZE, new.file.offset_alignment)
-        header = make_header(entries, {"format": "pt"}, page)
+        header = make_header(entries, metadata, page)
         new.reserve(len(header) + max(entry.end for entry in entries.values()))
         writer = PackedWriter(engine, new.file, page)
         try:

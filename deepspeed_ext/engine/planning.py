@@ -1,0 +1,165 @@
+"""What initialize is asked for, checked before anything is sharded, and on all processes alike."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.optim.lr_scheduler import LRScheduler
+
+from deepspeed_ext.config import BatchSizes, Config
+from deepspeed_ext.config.kinds import thawed
+from deepspeed_ext.engine.compiling import checked_kwargs
+from deepspeed_ext.engine.monitors import check_packages
+from deepspeed_ext.engine.optimizers import Named, Renamed, check_given, placed
+from deepspeed_ext.engine.stepping import Stepping, scaler_of
+from deepspeed_ext.optim.schedules import SCHEDULES
+
+_OP = "initialize"
+_log = logging.getLogger("deepspeed_ext")
+_OWN = ("tensorboard", "wandb", "csv_monitor")  # blocks that the first process alone goes by
+
+Optimizer = torch.optim.Optimizer
+
+
+class Plan:
+    """The optimizer and the schedule that will be, of a model that is not sharded yet.
+
+    Args:
+        model: of any kind.
+        optimizer, params, scheduler: as initialize was given them.
+        config: that was read.
+        mesh: to shard on.
+
+    Raises:
+        ValueError: something is not as it must be.
+        ImportError: a package is missing that the config asks for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        optimizer: Optimizer | Callable[[Any], Optimizer] | None,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | None,
+        scheduler: Any,
+        config: Config,
+        mesh: DeviceMesh,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                f"{_OP}: model is a {type(model).__name__}, expected a torch.nn.Module"
+            )
+        _check_plain(model)
+        self.model = model
+        self._given, self._scheduler, self._config = optimizer, scheduler, config
+        self.sizes: BatchSizes = config.batch_sizes(mesh.size())
+        check_packages(config)
+        self.compile_kwargs = dict(thawed(config.compile.kwargs))
+        if config.compile.compiles:
+            checked_kwargs(f"{_OP}: compile", config.compile.backend, self.compile_kwargs)
+        self._renamed = Renamed(model)
+        self._groups = self._renamed.checked_groups(params)
+        self._offload: Mapping[str, Any] | None = None
+        block = config.zero_optimization.offload_optimizer
+        if block.device == "cpu":
+            self._offload = {"model": model, "gpu_fraction": 1 - block.ratio}
+        self._named: Named | None = None
+        if optimizer is None and config.optimizer is not None:
+            named = config.optimizer
+            self._named = Named(
+                named.type, named.params, mesh.device_type, self._offload is not None
+            )
+        self._try()
+
+    def _try(self) -> None:
+        """Make optimizer, step and schedule of small parameters, so that errors come early."""
+        if isinstance(self._given, Optimizer):
+            check_given(self._given, self._renamed, self._offload is not None)
+            tried = self._given
+        elif self._named is not None:
+            tried = self._named.tried(self._groups)
+        else:
+            if self._given is None and self._scheduler is None and self._config.scheduler:
+                _log.warning("%s: scheduler acts nowhere: there is no optimizer", _OP)
+            return
+        Stepping(tried, 0.0, scaler_of(self._config))
+        if self._scheduler is None and self._config.scheduler is not None:
+            small = nn.Parameter(torch.zeros(1))
+            groups = [{**group, "params": [small.clone().detach()]} for group in tried.param_groups]
+            _of_config(self._config, torch.optim.SGD(groups, lr=1e-3))
+
+    def lines(self) -> Iterator[str]:
+        """Yield what must be the same on all processes, a line for each thing."""
+        for key, value in self._config.as_dict().items():
+            if key not in _OWN:
+                yield from _flat(key, value)
+        given = self._given
+        yield f"optimizer {type(given).__name__ if isinstance(given, Optimizer) else bool(given)}"
+        yield f"scheduler {type(self._scheduler).__name__}"
+        groups = given.param_groups if isinstance(given, Optimizer) else self._groups
+        for i, group in enumerate(groups):
+            names = [self._renamed.name_of(param, "optimizer") for param in group["params"]]
+            yield f"parameters of group {i}: {', '.join(names)}"
+
+    def optimizer(self) -> Optimizer | None:
+        """Return what steps the shards, when the model is sharded."""
+        if isinstance(self._given, Optimizer):
+            return placed(self._given, self._renamed, self._offload)
+        for group in self._groups:
+            group["params"] = self._renamed.now(group["params"])
+        if self._named is not None:
+            return self._named.made(self._groups, self._offload)
+        if self._given is None:
+            return None
+        made = self._given(self._groups)
+        if not isinstance(made, Optimizer):
+            raise ValueError(
+                f"{_OP}: optimizer returns a {type(made).__name__}, expected a"
+                " torch.optim.Optimizer"
+            )
+        return made
+
+    def scheduler(self, optimizer: Optimizer | None) -> Any:
+        """Return the schedule of the optimizer, or None."""
+        given = self._scheduler
+        if given is not None and not hasattr(given, "step") and callable(given):
+            return given(optimizer)
+        if given is not None or self._config.scheduler is None or optimizer is None:
+            return given
+        return _of_config(self._config, optimizer)
+
+
+def _check_plain(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"{_OP}: model has {name or 'itself'!r}, which is sharded already, expected a"
+                " model that no initialize or zero.shard was called on"
+            )
+
+
+def _of_config(config: Config, optimizer: Optimizer) -> Any:
+    assert config.scheduler is not None
+    name = config.scheduler.type
+    cls: Any = SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
+    if not isinstance(cls, type) or not issubclass(cls, LRScheduler):
+        raise ValueError(
+            f"{_OP}: scheduler.type is {name!r}, expected one of {', '.join(SCHEDULES)}, or a class"
+            " of torch.optim.lr_scheduler"
+        )
+    try:
+        return cls(optimizer, **config.scheduler.params)
+    except TypeError as error:
+        raise ValueError(f"{_OP}: scheduler.params: {error}") from error
+
+
+def _flat(path: str, value: object) -> Iterator[str]:
+    """Yield a line for each key of a config, in the order of their names."""
+    if isinstance(value, Mapping):
+        for key in sorted(value):
+            yield from _flat(f"{path}.{key}", value[key])
+    else:
+        yield f"{path} {value!r}"

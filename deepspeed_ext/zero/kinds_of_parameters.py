@@ -1,0 +1,30 @@
+"""Errors where parameters are shards and have to be whole, or the other way round."""
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from deepspeed_ext.dtensors import is_dtensor
+
+
+def check_all_sharded(model: nn.Module) -> None:
+    """Refuse a model that has got plain parameters since it was sharded."""
+    for name, param in model.named_parameters():
+        if not is_dtensor(param):
+            raise RuntimeError(
+                f"zero: parameter {name!r} is a plain tensor, expected a shard: it came after"
+                " zero.shard; change the model before"
+            )
+
+
+def save_pretrained(of: "weakref.ref[nn.Module]", *args: Any, **kwargs: Any) -> Any:
+    """Save a model, or a state, that is whole; of shards safetensors says "invalid storage"."""
+    model: Any = of()
+    state = kwargs.get("state_dict")
+    if any(map(is_dtensor, model.parameters() if state is None else state.values())):
+        raise RuntimeError(
+            f"save_pretrained: {type(model).__name__} has shards, expected whole parameters; call"
+            " it inside of zero.GatheredParameters(model), or use zero.save and zero.consolidate"
+        )
+    return type(model).save_pretrained(model, *args, **kwargs)

@@ -1,0 +1,282 @@
+"""What goes wrong around an engine, and that it goes on; two engines; compiled ones."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Case
+from test_training_loops import config
+from torch import nn
+from zero_cases import Net, loss_of, whole
+
+import deepspeed_ext
+from deepspeed_ext.optim import DeepSpeedCPUAdam
+
+
+def made(stage=2, steps=1, seed=0, **more):
+    given = config(stage, steps=steps, **more)
+    return deepspeed_ext.initialize(model=Net(seed), config=given)[0]
+
+
+def train(engine, *numbers):
+    for number in numbers:
+        engine.backward(loss_of(engine, number))
+        engine.step()
+
+
+def assert_same(engine, other):
+    pairs = zip(engine.parameters(), other.parameters(), strict=True)
+    for number, (a, b) in enumerate(pairs):
+        assert torch.equal(whole(a), whole(b)), number
+
+
+def processes_differ(row, folder):
+    """An error in all of them, which names the key, or the process that has found something."""
+    rank = dist.get_rank()
+    config_of = {"clipping": config(1, gradient_clipping=0.5 + rank), "groups": config(1)}
+    path = folder / "on_one.json"
+    if rank == 0:
+        path.write_text(json.dumps(config(1)))
+    config_of["file"] = str(path) if rank == 0 else "absent.json"
+    text = {
+        "clipping": r"process \d has gradient_clipping 0.5, .*has gradient_clipping 1.5"
+        if rank == 0
+        else r"process 1 has gradient_clipping 1.5",
+        "groups": "parameters of group 0: embedding.weight, expected|has parameters of group 0",
+        "file": "another process failed" if rank == 0 else "absent.json",
+    }[row]
+    model = Net()
+    params = list(model.parameters())[: 1 + rank] if row == "groups" else None
+    with pytest.raises((ValueError, RuntimeError, OSError), match=text):
+        deepspeed_ext.initialize(model=model, model_parameters=params, config=config_of[row])
+    assert type(model) is Net
+    train(made(1), 0)
+
+
+class Fails(torch.autograd.Function):
+    """An error in a backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("in backward")
+
+
+def fail(engine, where):
+    """Fail in a backward: before it comes to the model, or in a block, or of a plain one there."""
+    block = engine.module.blocks[1]
+    hook = block.register_forward_hook(lambda *call: Fails.apply(call[-1]))
+    loss = loss_of(engine, 8)
+    hook.remove()
+    with pytest.raises(ArithmeticError):
+        if where == "plain":
+            loss.backward()
+        else:
+            engine.backward(loss if where == "block" else Fails.apply(loss))
+
+
+def errors_in_backward(row, folder):
+    """The step that is under way is dropped, with earlier micro-steps of it, and begins anew."""
+    stage, where = row.split("-")
+    engine, plain = made(int(stage), steps=2), made(int(stage), steps=2)
+    train(engine, 0, 1, 7)
+    fail(engine, where)
+    with pytest.raises(RuntimeError, match="there was no backward since"):
+        engine.step()
+    train(engine, 2)
+    assert engine.global_steps == 1
+    train(engine, 3)
+    train(plain, 0, 1, 2, 3)
+    assert_same(engine, plain)
+    assert engine.metrics()["loss"] == plain.metrics()["loss"]
+
+
+def errors_after_backward(row, folder):
+    """Gradients of a backward that was not stepped stay, as in torch; zero_grad drops them."""
+    engine, plain = made(), made()
+    engine.backward(loss_of(engine, 5))  # and whatever stands before the step raises
+    engine.zero_grad()
+    train(engine, 0)
+    train(plain, 0)
+    assert_same(engine, plain)
+
+
+class Raises(torch.optim.lr_scheduler.LambdaLR):
+    """A schedule whose second step raises."""
+
+    def step(self, *args):
+        if self.last_epoch == 1:
+            self.last_epoch += 1
+            raise ArithmeticError("in the schedule")
+        super().step(*args)
+
+
+def schedules_raise(row, folder):
+    """The step before it is whole, and the next one follows."""
+    engine = deepspeed_ext.initialize(
+        model=Net(), lr_scheduler=lambda o: Raises(o, lambda step: 1), config=config(2)
+    )[0]
+    plain = made()
+    train(engine, 0)
+    engine.backward(loss_of(engine, 1))
+    with pytest.raises(ArithmeticError, match="in the schedule"):
+        engine.step()
+    assert engine.was_step_applied() and engine.global_steps == 2
+    assert all(p.grad is None for p in engine.parameters())
+    train(engine, 2)
+    train(plain, 0, 1, 2)
+    assert_same(engine, plain)
+
+
+def two_engines(row, folder):
+    """Their micro-steps take turns; each trains as if it were alone."""
+    stage = int(row)
+    both = [made(stage, 2, seed=1), made(3 - stage, 2, seed=2)]
+    for number in range(4):
+        losses = [loss_of(engine, number) for engine in both]
+        for engine, loss in zip(both, losses, strict=True):
+            engine.backward(loss)
+        for engine in reversed(both):
+            engine.step()
+    for engine, other in zip(
+        both, (made(stage, 2, seed=1), made(3 - stage, 2, seed=2)), strict=True
+    ):
+        train(other, *range(4))
+        assert_same(engine, other)
+
+
+def several_backwards(row, folder):
+    """A micro-step with two losses is one micro-step."""
+    plain = made(int(row), steps=6, optimizer={"type": "AdamW", "params": {"lr": 1e-2}})
+    engine = made(int(row), steps=3, optimizer={"type": "AdamW", "params": {"lr": 1e-2}})
+    for number in range(6):
+        engine.backward(loss_of(engine, number) / 2)
+        if number % 2:
+            assert engine.is_gradient_accumulation_boundary() == (number == 5)
+            engine.step()
+    train(plain, *range(6))
+    assert engine.global_steps == plain.global_steps == 1
+    for a, b in zip(engine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(a), whole(b))
+
+
+def compiled(row, folder):
+    """Bit for bit what the same operators give that are not compiled."""
+    engine = made(int(row), 2, compile={"disable": False, "backend": "eager"})
+    plain = made(int(row), 2)
+    assert engine.is_compiled and not plain.is_compiled
+    train(engine, *range(4))
+    with torch.no_grad():
+        assert torch.equal(loss_of(engine, 5), loss_of(engine, 5))
+    train(engine, 4, 5)
+    train(plain, *range(6))
+    assert_same(engine, plain)
+    assert engine.module.state_dict().keys() == plain.module.state_dict().keys()
+
+
+def other_batch_sizes(row, folder):
+    """A checkpoint goes on with other sizes; counters of samples go on from theirs."""
+    first, second = made(2, steps=2), made(2, steps=1)
+    train(first, 0, 1)
+    first.save_checkpoint(folder / "sizes")
+    second.load_checkpoint(folder / "sizes")
+    samples = first.global_samples
+    train(second, 2)
+    assert second.global_steps == 2
+    assert second.global_samples == samples + 4 * dist.get_world_size()
+
+
+def resumes(row, folder):
+    """What one process has whole goes on where it is in shards, and the other way round."""
+    engine, sharded = made(1, steps=2), made(3, steps=2)
+    assert type(engine.module) is Net and type(sharded.module) is not Net
+    train(engine, 0, 1)
+    engine.save_checkpoint(folder / "alone")
+    sharded.load_checkpoint(folder / "alone")
+    for each in (engine, sharded):
+        train(each, 2, 3)
+    assert_same(engine, sharded)
+    sharded.save_checkpoint(folder / "alone")
+    engine.load_checkpoint(folder / "alone")
+    for each in (engine, sharded):
+        train(each, 4, 5)
+    assert_same(engine, sharded)
+    state = engine._consolidated_16bit_state_dict()
+    assert all(torch.equal(t, state[n]) for n, t in engine.module.state_dict().items())
+
+
+CASES = [
+    *(Case(2, "processes_differ", row) for row in ("clipping", "groups", "file")),
+    *(Case(2, "errors_in_backward", row) for row in ("0-loss", "1-plain", "3-block")),
+    Case(2, "errors_after_backward", ""),
+    Case(2, "schedules_raise", ""),
+    Case(2, "two_engines", "1"),
+    Case(2, "several_backwards", "2"),
+    Case(2, "other_batch_sizes", ""),
+    *(Case(2, "compiled", row) for row in ("1", "3")),
+    *(Case(1, "errors_in_backward", row) for row in ("0-loss", "1-plain", "2-block")),
+    *(Case(1, name, "1") for name in ("two_engines", "several_backwards", "compiled")),
+    Case(1, "resumes", ""),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.function}-{case.row}-{case.world}")
+def test_processes(case, groups):
+    groups.run(case, "cpu")
+
+
+def test_engines_leave_the_group_in_any_order() -> None:
+    assert not dist.is_initialized()
+    first, second = (
+        deepspeed_ext.initialize(model=nn.Linear(3, 2), config=config(0))[0] for _ in range(2)
+    )
+    first.destroy()
+    first.destroy()  # again does nothing
+    second.backward(second(torch.ones(4, 3)).sum())
+    second.step()
+    second.destroy()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (config(0, optimizer={"type": "Adamm"}), "optimizer.type is 'Adamm'"),
+        (config(0, optimizer={"type": "SGD", "params": {"lrr": 1}}), "optimizer.params .*lrr"),
+        (config(0, optimizer={"type": "AdamW", "params": {"lr": -1}}), "lr is -1"),
+        (config(0, offload=True, optimizer={"type": "Adam", "params": {"lrr": 1}}), "lrr"),
+        (config(0, "fp16", optimizer={"type": "NAdam"}), "NAdam with fp16, expected one of"),
+        (config(0, scheduler={"type": "WarmupLR", "params": {"warmup": 1}}), "warmup"),
+        (config(0, compile={"disable": False, "backend": "foo"}), "compile: torch.compile takes"),
+        (config(0, compile={"disable": False, "kwargs": {"fullgraph": True}}), "fullgraph is True"),
+    ],
+)
+def test_mistakes_are_found_before_the_model_is_sharded(given, text) -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=text):
+        deepspeed_ext.initialize(model=model, config=given)
+    assert type(model) is nn.Linear and not dist.is_initialized()
+
+
+def test_a_client_that_cannot_be_offloaded() -> None:
+    model = nn.Linear(3, 2)
+    for client in (torch.optim.SGD(model.parameters()), DeepSpeedCPUAdam(model.parameters())):
+        given = config(0, offload=True)
+        with pytest.raises(ValueError, match="with offload_optimizer, expected torch's Adam"):
+            deepspeed_ext.initialize(model=model, optimizer=client, config=given)
+    assert type(model) is nn.Linear
+
+
+def test_a_model_that_is_sharded_already() -> None:
+    with deepspeed_ext.initialize(model=nn.Linear(3, 2), config=config(0))[0] as engine:
+        for model in (engine, engine.module):
+            with pytest.raises(ValueError, match="which is sharded already, expected a model that"):
+                deepspeed_ext.initialize(model=model, config=config(0))
+        engine.backward(engine(torch.ones(4, 3)).sum())
+        engine.step()
+        with pytest.raises(ValueError, match="schedule is given, expected None"):
+            engine.compile(schedule=[])
