@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed_ext.config import BatchSizes, Config
@@ -17,6 +16,7 @@ from deepspeed_ext.engine.monitors import check_packages
 from deepspeed_ext.engine.optimizers import Named, Renamed, check_given, placed
 from deepspeed_ext.engine.stepping import Stepping, scaler_of
 from deepspeed_ext.optim.schedules import SCHEDULES
+from deepspeed_ext.zero.sharding import is_sharded
 
 _OP = "initialize"
 _log = logging.getLogger("deepspeed_ext")
@@ -134,7 +134,7 @@ class Plan:
 
 def _check_plain(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
+        if is_sharded(module):
             raise ValueError(
                 f"{_OP}: model has {name or 'itself'!r}, which is sharded already, expected a"
                 " model that no initialize or zero.shard was called on"

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deepspeed_ext.torch_internals.compiler import untraced
@@ -427,6 +428,11 @@ class Sharding:
                     f"zero: parameter {name!r} is {what}, expected the parameters that were"
                     " sharded; change the model before zero.shard"
                 )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Tell whether a module is sharded, by whomever, or kept whole in the place of a sharded one."""
+    return isinstance(module, FSDPModule) or NAME in vars(module)
 
 
 def sharding_of(op: str, model: nn.Module) -> Sharding:

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from deepspeed_ext.zero.agreement import check_agreement
 from deepspeed_ext.zero.blocks import Block, blocks_of
 from deepspeed_ext.zero.rows import in_whole_shapes
-from deepspeed_ext.zero.sharding import Sharding
+from deepspeed_ext.zero.sharding import Sharding, is_sharded
 
 _OP = "zero.shard"
 _log = logging.getLogger("deepspeed_ext")
@@ -153,7 +153,7 @@ def shard(
 
 def _check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
+        if is_sharded(module):
             raise ValueError(
                 f"{_OP}: model has {name or 'itself'!r}, which is sharded already, expected a"
                 " model that is not"

@@ -95,7 +95,7 @@ class WholeWeights:
         processes = dist.get_world_size(self._group)
         if processes == 1 or not is_dtensor(tensor):
             return part
-        rows = -(-tensor.shape[0] // processes)  # of a process; the last ones may have fewer
+        rows = -(-tensor.shape[0] // processes)  # the last ones may have fewer; NCCL wants as many
         if len(part) < rows:
             part = torch.cat([part, part.new_zeros(rows - len(part), *part.shape[1:])])
         whole = part.new_empty(rows * processes, *part.shape[1:]) if self.is_first else None

@@ -236,6 +236,7 @@ def test_engines_leave_the_group_in_any_order() -> None:
     )
     first.destroy()
     first.destroy()  # again does nothing
+    assert dist.is_initialized()
     second.backward(second(torch.ones(4, 3)).sum())
     second.step()
     second.destroy()

@@ -26,6 +26,9 @@
 // or a Pointer<Any>. All ISAs give the same bits. In a thread that flushes subnormals to zero they
 // may differ in which of them min and max have flushed, and conversions flush nothing.
 //
+// DSX_WITHOUT_BASELINE and DSX_WITHOUT_AVX2 leave a copy out, in whose place the scalar one runs: with
+// sanitizers a copy takes a compiler half a minute.
+//
 // Target regions, not -march flags: a flag would also let the compiler use wide instructions in
 // inline functions of the standard library, and the linker may keep that copy for CPUs that lack
 // them. For the same reason every standard header is included here, before the first region.
@@ -61,6 +64,11 @@ namespace dsx::scalar {
 #include DSX_KERNEL_SOURCE
 }  // namespace dsx::scalar
 
+#ifdef DSX_WITHOUT_BASELINE
+namespace dsx {
+namespace baseline = scalar;
+}
+#else
 namespace dsx::baseline {
 #include "common/simd/vec_baseline.inl"
 #include "common/simd/vec_derived.inl"
@@ -69,6 +77,7 @@ namespace dsx::baseline {
 #include "common/simd/for_each_vector.inl"
 #include DSX_KERNEL_SOURCE
 }  // namespace dsx::baseline
+#endif
 
 // DSX_DISPATCH_ISA(isa, function(arguments)) calls the copy of one ISA and has its value.
 #ifndef __x86_64__
@@ -94,6 +103,11 @@ namespace dsx::baseline {
 #define DSX_TARGET_END DSX_PRAGMA(GCC pop_options)
 #endif
 
+#ifdef DSX_WITHOUT_AVX2
+namespace dsx {
+namespace avx2 = scalar;
+}
+#else
 DSX_TARGET_BEGIN("avx2,fma,f16c")
 namespace dsx::avx2 {
 #include "common/simd/vec_avx2.inl"
@@ -104,6 +118,7 @@ namespace dsx::avx2 {
 #include DSX_KERNEL_SOURCE
 }  // namespace dsx::avx2
 DSX_TARGET_END
+#endif
 
 DSX_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx2,fma,f16c")
 namespace dsx::avx512 {
