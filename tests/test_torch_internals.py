@@ -197,6 +197,7 @@ def owners() -> Iterator[dict[str, list[Any]]]:
 def plain_owners() -> Iterator[tuple[Any, str]]:
     for module, names in (
         ("torch", "_C _compile _library _ops _dynamo _int_mm _scaled_mm"),
+        ("torch", "_has_compatible_shallow_copy_type"),
         ("torch.utils", "_pytree _python_dispatch"),
         ("torch.distributed.tensor", "_utils"),
         ("torch.distributed.fsdp", "_fully_shard"),
@@ -247,6 +248,7 @@ def owners_of_fully_shard(model: Any) -> Iterator[tuple[Any, str]]:
     param = group.fsdp_params[0]
     yield model, "_get_fsdp_state reset_iter_state"
     yield state, "_fsdp_param_groups _fsdp_param_group _is_root _state_ctx _comm_ctx"
+    yield state, "_mp_policy _pre_forward_hook_handle _post_forward_hook_handle"
     yield state, "_training_state _root_post_backward_final_callback"
     yield state._state_ctx, "iter_forward_root post_backward_final_callback_queued"
     yield state._comm_ctx, "all_gather_state reduce_scatter_state post_forward_order"

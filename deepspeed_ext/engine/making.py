@@ -54,7 +54,8 @@ def initialize(
 
     Args:
         args: of a script; its `deepspeed_config` is the config if that is None.
-        model: plain, or built under zero.Init; not sharded yet.
+        model: plain, or built under compat.zero.Init, or under zero.Init, which fills it after
+            this: init.fill(engine.module). Not sharded yet.
         optimizer: of parameters of the model, which has not stepped; its group dicts stay the same
             objects, and their `params` become shards. With offload_optimizer, OffloadOptimizer
             stands in for torch's Adam and AdamW. Or what makes one of parameters. None: that of the

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from deepspeed_ext.torch_internals.dispatch import is_in_backward
+from deepspeed_ext.torch_internals.dispatch import is_in_backward, tree_map
 from deepspeed_ext.torch_internals.tensors import differ
 
 _PARTS = "_deepspeed_ext_parts"
@@ -288,11 +288,11 @@ def _cast_output(policy: Any, module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _cast(dtype: torch.dtype | None, values: Any) -> Any:
-    from torch.distributed.utils import _apply_to_tensors
+    def cast(value: Any) -> Any:
+        is_float = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_float else value
 
-    if dtype is None:
-        return values
-    return _apply_to_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+    return values if dtype is None else tree_map(cast, values)
 
 
 def _refuse_call(module: nn.Module, *_: Any) -> None:

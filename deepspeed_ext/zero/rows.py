@@ -32,9 +32,7 @@ class _Guarded(Tensor):
     """Refuses all that would take no elements for those of the parameter."""
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what is known; a value that is made of it is guarded too."""
         of = getattr(func, "__self__", None)
         name = getattr(of, "__name__", "") if func.__name__ in ("__get__", "__set__") else ""

@@ -18,9 +18,7 @@ class ShownShard(DTensor):
     __slots__ = ()
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do to the whole what is asked, but for what the shard alone has, such as its gradient."""
         name = func.__name__
         if name in ("__get__", "__set__"):

@@ -171,6 +171,28 @@ def trains(row, folder):
             assert torch.equal(whole(ours), whole(theirs))
 
 
+def filled(row, folder):
+    """Of zero.Init, which fills a model after initialize, also for an optimizer that offloads."""
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    given = config(3, zero_optimization={"stage": 3, **offload}, bf16={"enabled": True})
+
+    def layers():
+        return nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+
+    with zero.Init(seed=0) as init:
+        model = layers()
+    torch.manual_seed(0)
+    plain = layers()
+    engines = [deepspeed_ext.initialize(model=each, config=given)[0] for each in (model, plain)]
+    init.fill(model)
+    for number in range(2):
+        for engine in engines:
+            engine.backward(engine(torch.full((4, 6), 1.0 + number)).square().mean())
+            engine.step()
+    for ours, theirs in zip(*(engine.parameters() for engine in engines), strict=True):
+        assert torch.equal(whole(ours), whole(theirs))
+
+
 def refusals(row, folder):
     with compat.Init():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -210,6 +232,7 @@ CASES = [
     Case(2, "builds", ""),
     Case(2, "ends", ""),
     *(Case(2, "trains", row) for row in ("3-", "0-", "2-bf16", "3-mixed", "3-client")),
+    Case(2, "filled", ""),
     Case(2, "refusals", ""),
 ]
 

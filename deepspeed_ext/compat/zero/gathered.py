@@ -64,10 +64,12 @@ class GatheredParameters:
         self._inner: _Gathered | None = None
 
     def __enter__(self) -> None:
-        ranks = [sharded(param).device_mesh.mesh.flatten() for param in self._kept[:1]]
-        if self._rank is not None:
+        rank = self._rank
+        if rank is not None:
             check_not_lent(self._plain)
-        rank = self._rank if self._rank is None or not ranks else int(ranks[0][self._rank])
+            first = sharded(self._kept[0]) if self._kept else None
+            if first is not None:
+                rank = int(first.device_mesh.mesh.flatten()[rank])
         inner = _Gathered(self._kept, rank, inside=models_of(self._kept), as_used=True)
         for param in self._kept:
             describe(param, is_whole=True)

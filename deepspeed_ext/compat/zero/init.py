@@ -191,9 +191,10 @@ def _patch_apply() -> Callable[[], None]:
         gathered(model)
         return model
 
-    nn.Module.apply = apply  # type: ignore[method-assign]
+    patched: Any = nn.Module
+    patched.apply = apply
 
     def end() -> None:
-        nn.Module.apply = plain  # type: ignore[method-assign]
+        patched.apply = plain
 
     return end
