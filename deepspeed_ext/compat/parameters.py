@@ -82,11 +82,12 @@ def _entry(param: Tensor, key: str) -> Tensor | None:
 def _whole(tensor: Tensor | None) -> Tensor | None:
     if tensor is None:
         return None
-    return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach().float()
+    whole = tensor.full_tensor() if is_dtensor(tensor) else tensor
+    return whole.detach().to(torch.float32, copy=True)
 
 
 def _part(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else local(tensor.detach()).float()
+    return None if tensor is None else local(tensor.detach()).to(torch.float32, copy=True)
 
 
 def _write(op: str, to: Tensor | None, value: Tensor, is_whole: bool) -> None:

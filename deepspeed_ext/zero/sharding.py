@@ -431,7 +431,7 @@ class Sharding:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Tell whether a module is sharded, by whomever, or kept whole in the place of a sharded one."""
+    """Tell whether a module is sharded, by whomever, or kept whole in place of that."""
     return isinstance(module, FSDPModule) or NAME in vars(module)
 
 
