@@ -22,10 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command, variables = torchrun_command(arguments)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        sys.stderr.write(f"{error}\n")
         return 2
     shown = [f"{name}={value}" for name, value in variables.items()]
-    print(" ".join([*shown, shlex.join(command)]), file=sys.stderr, flush=True)
+    sys.stderr.write(" ".join([*shown, shlex.join(command)]) + "\n")
+    sys.stderr.flush()
     os.execve(command[0], command, {**os.environ, **variables})
 
 
