@@ -11,6 +11,7 @@ this library stands in for it. In an environment with transformers, accelerate a
 writes recorded_trainer.json, which test_trainer compares with.
 """
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -72,6 +73,7 @@ def trained(case, folder):
     """The last group of an epoch has one micro-batch of two."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     stage, precision, device, owner, world = case.split("-")
 
@@ -111,6 +113,11 @@ def trained(case, folder):
     second.train(resume_from_checkpoint=folder / "run" / "checkpoint-3")
     rows = second.state.log_history
     found["resumed_loss"] = [row["loss"] for row in rows if "loss" in row and row["step"] > 3]
+    unset_hf_deepspeed_config()  # so that anybody may read it
+    model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    ids = torch.stack([row["input_ids"] for row in data(4)])
+    with torch.no_grad():
+        found["reloaded_loss"] = model(ids, labels=ids).loss.item()
     return found
 
 
@@ -164,9 +171,14 @@ def main():
         from deepspeed_ext import compat
 
         compat.install()
+        # Once here, and not in each child: also what fully_shard imports when it is called.
+        for name in ("deepspeed_ext.engine", "torch._dynamo", "torch.distributed.checkpoint"):
+            importlib.import_module(name)
     import no_gpu
     import torch
+    from transformers import LlamaForCausalLM, Trainer
 
+    assert LlamaForCausalLM and Trainer
     torch.set_num_threads(1)
     no_gpu.pretend()
     found = {}
