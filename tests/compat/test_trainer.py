@@ -13,7 +13,7 @@ from deepspeed_ext.compat.environment import Environment
 ROOT = Path(__file__).parents[2]
 RECORDED = json.loads(FILE.read_text())["cases"]
 # Relative; of float32, gradients are added up in another order; of 16 bits, weights are rounded.
-CLOSE = {"float32": 2e-5, "bf16": 2e-3, "fp16": 5e-4}
+CLOSE = {"float32": 1e-5, "bf16": 1e-3, "fp16": 5e-4}
 
 
 SHORT = ("1-float32-cpu-trainer-1", "2-bf16-cpu-config-1", "3-bf16-none-config-2")
@@ -36,6 +36,8 @@ def compare(case, found, output):
     assert found[case] is not None, output
     close = CLOSE[case.split("-")[1]]
     for name, wanted in RECORDED[case].items():
+        if wanted == []:
+            continue  # in float32 and stage 0 DeepSpeed tells no norm
         is_rate = name == "learning_rate"
         assert found[case][name] == pytest.approx(wanted, rel=1e-9 if is_rate else close), name
     # What save_model wrote, read by from_pretrained.
