@@ -58,6 +58,10 @@ def config(stage, precision, device, owner):
         given["optimizer"] = {"type": "AdamW", "params": dict.fromkeys(names, "auto")}
         names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
         given["scheduler"] = {"type": "WarmupDecayLR", "params": dict.fromkeys(names, "auto")}
+    if sys.argv[1] == "--record":  # torch's steps: those of DeepSpeed take minutes to compile
+        given["zero_force_ds_cpu_optimizer"] = False
+        if owner == "config":
+            given["optimizer"]["params"]["torch_adam"] = True
     return given
 
 
@@ -152,7 +156,7 @@ def launched(folder, variables):
     """Return what the script of accelerate found in two processes of `accelerate launch`."""
     (folder / LAUNCHED).mkdir(parents=True)
     options = "--use_deepspeed --num_processes 2 --num_machines 1 --zero_stage 3"
-    options += " --gradient_accumulation_steps 2 --gradient_clipping 0.5 --mixed_precision bf16"
+    options += " --gradient_accumulation_steps 2 --gradient_clipping 0.5 --mixed_precision no"
     options += " --offload_optimizer_device none --offload_param_device none"
     options += " --zero3_init_flag false --zero3_save_16bit_model true --main_process_port 29599"
     script = Path(__file__).with_name("accelerate_script.py")
