@@ -55,6 +55,7 @@ def test_those_of_other_configs_are_too(case, tmp_path):
     compare(case, *found(tuple(sorted({*CASES} - {*SHORT})), tmp_path))
 
 
+@pytest.mark.long
 def test_accelerate_launch_finds_the_package_that_enable_wrote(tmp_path):
     pytest.importorskip("accelerate")
     place = Environment(tmp_path / "packages", tmp_path)
