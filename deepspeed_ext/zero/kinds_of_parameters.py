@@ -28,3 +28,20 @@ def save_pretrained(of: "weakref.ref[nn.Module]", *args: Any, **kwargs: Any) -> 
             " it inside of zero.GatheredParameters(model), or use zero.save and zero.consolidate"
         )
     return type(model).save_pretrained(model, *args, **kwargs)
+
+
+def is_whole(shown: list[bool]) -> bool:
+    """Tell whether a model that is called has whole parameters in all places of shards.
+
+    Args:
+        shown: of each GatheredParameters around, whether all are whole, or some.
+
+    Raises:
+        RuntimeError: some are.
+    """
+    if shown and not shown[-1]:
+        raise RuntimeError(
+            "zero: the model is called inside of GatheredParameters of some of its parameters,"
+            " expected all of them there, or none"
+        )
+    return bool(shown)

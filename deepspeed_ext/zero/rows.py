@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _ROWS = "_deepspeed_ext_rows"  # attribute of a parameter
+SINCE_SHARDED = (
+    "has given its rows to a model that was sharded since, expected the parameters of that model"
+)
 # What may be asked of a parameter that has no elements here, and what moves or casts it.
 _METHODS = {
     *("__format__", "__hash__", "__repr__", "dim", "element_size", "get_device", "is_complex"),
     *("is_contiguous", "is_floating_point", "is_pinned", "is_shared", "nelement", "numel", "size"),
     *("bfloat16", "cpu", "cuda", "detach", "double", "float", "half", "requires_grad_", "to"),
-    *("data_ptr", "ndimension", "stride", "type", "untyped_storage", "is_inference", FITS_DATA),
+    *("ndimension", "type", "is_inference", FITS_DATA),
 }
 _NOT_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}
 
@@ -158,9 +161,12 @@ def in_whole_shapes(model: nn.Module) -> Iterator[None]:
     stand_ins: dict[nn.Parameter, nn.Parameter] = {}
     for module, name, param in places:
         if param not in stand_ins:
-            shape, dtype = rows_of(param).shape, param.dtype  # type: ignore[union-attr]
-            made = torch.empty(shape, dtype=dtype, device="meta")
+            rows = rows_of(param)
+            if rows is None:
+                raise ValueError(f"zero.shard: {name} of a {type(module).__name__} {SINCE_SHARDED}")
+            made = torch.empty(rows.shape, dtype=param.dtype, device="meta")
             stand_ins[param] = nn.Parameter(made, requires_grad=param.requires_grad)
+    for module, name, param in places:
         parameters_of(module)[name] = stand_ins[param]
     try:
         yield

@@ -44,7 +44,7 @@ from deepspeed_ext.torch_internals.fully_shard import (
 from deepspeed_ext.zero.agreement import check_agreement
 from deepspeed_ext.zero.borrowing import name_borrowed
 from deepspeed_ext.zero.calls import Backward, Loop, calls_of
-from deepspeed_ext.zero.kinds_of_parameters import check_all_sharded, save_pretrained
+from deepspeed_ext.zero.kinds_of_parameters import check_all_sharded, is_whole, save_pretrained
 from deepspeed_ext.zero.unreduced import Marks
 
 _log = logging.getLogger("deepspeed_ext")
@@ -309,13 +309,8 @@ class Sharding:
 
     def before_forward(self) -> None:
         """Look whether the model is what was sharded; gather anew what may have been stepped."""
-        if is_in_backward() or calls_of(self.model) > 1 or (self.shown and self.shown[-1]):
+        if is_in_backward() or calls_of(self.model) > 1 or is_whole(self.shown):
             return
-        if self.shown:
-            raise RuntimeError(
-                "zero: the model is called inside of GatheredParameters of some of its parameters,"
-                " expected all of them there, or none"
-            )
         self._end_left_loop()
         self._settle()
         must_gather = self._must_gather()
@@ -431,7 +426,7 @@ class Sharding:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Tell whether a module is sharded, by whomever, or kept whole in place of that."""
+    """Tell whether a module is sharded, by whomever, or kept whole in the place of one."""
     return isinstance(module, FSDPModule) or NAME in vars(module)
 
 

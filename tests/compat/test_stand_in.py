@@ -219,6 +219,7 @@ def test_several_at_once_write_one(place):
         child.start()
     for child in children:
         child.join()
+    assert [child.exitcode for child in children] == [0] * 4
     assert sorted(results.get() for _ in children) == [False, False, False, True]
     assert place.is_whole()
 

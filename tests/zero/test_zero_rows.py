@@ -1,8 +1,10 @@
 """compat.zero: models of which each process keeps its rows, and whole parameters for a while."""
 
 import copy
+import ctypes
 import io
 import threading
+import types
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from deepspeed_ext import zero
 from deepspeed_ext.compat import zero as compat
 from deepspeed_ext.compat.zero import ZeroParamStatus
 from deepspeed_ext.dtensors import local
+from deepspeed_ext.zero.memory import give_back
 
 
 class Drawn(nn.Module):
@@ -66,7 +69,7 @@ def builds(row, folder):
     def count(module, name, param):
         nonlocal most
         registered.append(param)
-        most = max(most, sum(p.untyped_storage().nbytes() for p in registered))
+        most = max(most, sum(p.nbytes for p in registered))
 
     with compat.Init(config_dict_or_path={"train_batch_size": "auto"}):
         hook = register_module_parameter_registration_hook(count)
@@ -76,7 +79,7 @@ def builds(row, folder):
     assert_same(model, plain)
     assert torch.equal(model.places, plain.places) and type(model.scale) is nn.Parameter
     assert most < 0.4 * sum(p.nbytes for p in plain.parameters())
-    assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == model.scale.nbytes
+    assert sum(p.nbytes for p in model.parameters()) == model.scale.nbytes
     with compat.Init():
         net = Net(seed=rank)
     shards = dict(zero.shard(Net(), 3).named_parameters())
@@ -205,6 +208,7 @@ def refusals(row, folder):
         lambda: model(torch.ones(2, 4)),
         lambda: weight.sum(),
         lambda: weight.T,
+        lambda: weight.data_ptr(),
         lambda: torch.optim.SGD([weight], 1.0).param_groups[0]["params"][0].add_(1),
     ):
         with pytest.raises(RuntimeError, match=text):
@@ -222,6 +226,17 @@ def refusals(row, folder):
         compat.Init(remote_device="nvme")
     with pytest.raises(ValueError, match="has no dimensions"), compat.Init():
         zero.shard(Drawn(0), 3)
+    held, other = model[0].weight, nn.Sequential(model[0])
+    zero.shard(copy.deepcopy(model), 3)  # which is another model
+    zero.shard(model, 3)
+    text = "has given its rows to a model that was sharded since"
+    with pytest.raises(ValueError, match=f"GatheredParameters: a parameter {text}"):
+        compat.GatheredParameters([held])
+    other[0].weight = held
+    with pytest.raises(ValueError, match=f"zero.shard: weight of a FSDPLinear {text}"):
+        zero.shard(other, 3)
+    with compat.Init():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if dist.get_rank() == 0:  # processes that differ
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(ValueError, match="expected the same model"):
@@ -240,3 +255,15 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
 def test_processes(case, groups):
     groups.run(case, "cpu")
+
+
+def test_much_that_was_freed_is_given_back(monkeypatch):
+    trimmed = []
+    library = types.SimpleNamespace(malloc_trim=trimmed.append)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    give_back(1000)
+    assert not trimmed
+    give_back(1 << 20)
+    assert trimmed == [0]
+    del library.malloc_trim  # of glibc only
+    give_back(1 << 20)

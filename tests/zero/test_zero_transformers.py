@@ -124,6 +124,8 @@ def loads(row, folder):
         halved = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
         for each in (drawn, model, labelled, halved):
             assert all(type(param) is RowsParameter for param in each.parameters())
+        with pytest.raises(RuntimeError, match="holds its rows only"):
+            drawn.save_pretrained(folder / "of_rows")
         resized = AutoModelForCausalLM.from_pretrained(path)
         resized.resize_token_embeddings(41)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied

@@ -45,7 +45,8 @@ def calls(row, folder):
                     weight = model.head.weight
                     assert weight is model.embedding.weight and type(weight) is nn.Parameter
                     assert weight.dtype == (torch.bfloat16 if precision else torch.float32)
-                    assert model.blocks[0](inside[..., :6]).shape == inside[..., :6].shape
+                    hidden = model.blocks[0](inside[..., :6].float())  # inputs are cast as ever
+                    assert hidden.dtype == weight.dtype and hidden.shape[-1] == 6
                 with torch.no_grad():
                     assert torch.equal(model(tokens), inside)
             each.backward(loss)
@@ -168,7 +169,22 @@ def mistakes(row, folder):
         assert torch.equal(whole(ours), whole(theirs))
 
 
+def alone(row, folder):
+    """One process, whose model initialize leaves whole, or shards in stage 3."""
+    for stage in (1, 3):
+        engine, plain = engine_of(stage), Net()
+        with compat.GatheredParameters(engine.parameters(), modifier_rank=0), torch.no_grad():
+            pairs = zip(engine.parameters(), plain.parameters(), strict=True)
+            assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+            assert torch.equal(loss_of(engine.module, 0), loss_of(plain, 0))
+            engine.module.head.weight.fill_(3)
+        assert whole(engine.module.head.weight).eq(3).all()
+        engine.backward(loss_of(engine, 0))
+        engine.step()
+
+
 CASES = [
+    Case(1, "alone", ""),
     *(Case(2, "calls", row) for row in ("3-bf16", "2-", "0-bf16")),
     *(Case(2, "held", row) for row in ("3", "1")),
     Case(2, "mistakes", "3"),

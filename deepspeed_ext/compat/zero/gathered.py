@@ -13,6 +13,7 @@ from deepspeed_ext import zero
 from deepspeed_ext.compat.zero.parameters import check_not_lent, describe, models_of, number_of
 from deepspeed_ext.engine.processes import device_of_group
 from deepspeed_ext.zero.gather import is_shown, shard_of, sharded
+from deepspeed_ext.zero.rows import SINCE_SHARDED, RowsParameter
 
 _log = logging.getLogger("deepspeed_ext")
 
@@ -60,6 +61,8 @@ class GatheredParameters:
         ordered = sorted(by_id.values(), key=number_of)
         self._plain = [p for p in ordered if not is_kept[id(p)] and not p.is_meta]
         self._kept = [p for p in ordered if is_kept[id(p)]]
+        if any(isinstance(param, RowsParameter) and not is_kept[id(param)] for param in given):
+            raise ValueError(f"compat.zero.GatheredParameters: a parameter {SINCE_SHARDED}")
         self._rank = modifier_rank
         self._inner: _Gathered | None = None
 

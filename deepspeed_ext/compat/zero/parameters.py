@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from enum import Enum
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from deepspeed_ext.dtensors import is_dtensor, local
 from deepspeed_ext.torch_internals.fully_shard import groups_of, shards_of, whole_of
@@ -32,12 +33,13 @@ def know(model: nn.Module) -> None:
     """Let GatheredParameters find the modules of its parameters; in stage 3 describe the shards.
 
     Args:
-        model: that initialize has sharded.
+        model: that initialize has sharded; of one that it has left whole there is nothing to know.
     """
-    _models.add(model)
-    if sharding_of("compat.zero", model).stage == 3:
-        for param in model.parameters():
-            describe(param)
+    if isinstance(model, FSDPModule):
+        _models.add(model)
+        if sharding_of("compat.zero", model).stage == 3:
+            for param in model.parameters():
+                describe(param)
 
 
 def models_of(params: Iterable[Tensor]) -> list[nn.Module]:
