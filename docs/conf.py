@@ -21,7 +21,8 @@ default_role = "code"  # one pair of backticks, as in Markdown
 # The tree beside each page; what the pages themselves link to needs none.
 _TREE = {
     "Use": [
-        *("docs/optimizers", "docs/offload", "docs/zero", "docs/engine", "docs/config", "docs/io"),
+        *("docs/optimizers", "docs/offload", "docs/zero", "docs/engine", "docs/config"),
+        *("docs/compat", "docs/io"),
         *("docs/quantization", "docs/inference", "docs/ops", "docs/environment", "docs/limits"),
     ],
     "Reference": ["docs/api/*"],

@@ -206,7 +206,13 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
             *("fused_optim", "layernorm"),
             *("scaled_masked_softmax", "scaled_upper_triangle_masked_softmax"),
         ),
-        ("zero",),
+        (
+            *("compatible_ops", "conveniences", "distributed", "engine", "launch"),
+            *("leaf_modules", "names", "schedules", "whole_weights", "zero"),
+        ),
+        ("devices", "modules", "parameters", "stand_in", "starting"),
+        ("activations", "environment"),
+        ("__main__",),
     ),
     "compat/zero": (("parameters",), ("gathered",), ("init",)),
     "examples": (

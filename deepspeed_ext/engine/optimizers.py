@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from deepspeed_ext import optim
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim.base import FlatStateOptimizer
+from deepspeed_ext.optim.formats import StateFormat
 
 _OP = "initialize"
 _log = logging.getLogger("deepspeed_ext")
@@ -202,7 +203,7 @@ def check_given(optimizer: torch.optim.Optimizer, renamed: Renamed, offloads: bo
         for param in group["params"]:
             renamed.name_of(param, "optimizer")
     if offloads:
-        _mode_of(optimizer)
+        _in_host(optimizer)
 
 
 def placed(
@@ -223,10 +224,9 @@ def _offloaded(
     optimizer: torch.optim.Optimizer, offload: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
     """Return what steps the groups of an optimizer in host memory; they stay the same objects."""
-    made = [dict(group) for group in optimizer.param_groups]
-    names = {"params", "lr", "betas", "eps", "weight_decay", "maximize"}
-    groups = [{key: value for key, value in group.items() if key in names} for group in made]
-    stands_in = OffloadOptimizer(groups, adamw_mode=_mode_of(optimizer), **offload)
+    cls, names, options = _in_host(optimizer)
+    groups = [{k: v for k, v in group.items() if k in names} for group in optimizer.param_groups]
+    stands_in = OffloadOptimizer(groups, cls, **options, **offload)
     for i, theirs in enumerate(optimizer.param_groups):
         theirs.update({k: v for k, v in stands_in.param_groups[i].items() if k not in theirs})
         stands_in.param_groups[i] = theirs
@@ -234,19 +234,29 @@ def _offloaded(
     return stands_in
 
 
-def _mode_of(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell the kind of weight decay of an optimizer that OffloadOptimizer may stand in for.
+def _in_host(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[type[FlatStateOptimizer], set[str], dict[str, Any]]:
+    """Return by what OffloadOptimizer may stand in for an optimizer.
+
+    Returns:
+        A class; the keys of groups that it takes; arguments for all groups.
 
     Raises:
         ValueError: it may not.
     """
+    if any(type(optimizer) is row[2] for row in _BY_NAME.values()):
+        assert isinstance(optimizer, FlatStateOptimizer)
+        if optimizer.state_format == StateFormat():
+            return type(optimizer), {"params", *optimizer.defaults}, {}
     if not isinstance(optimizer, _LIKE_ADAM) or any(
         g.get("amsgrad") for g in optimizer.param_groups
     ):
         raise ValueError(
             f"{_OP}: optimizer is a {type(optimizer).__name__} with offload_optimizer, expected"
-            " torch's Adam or AdamW without amsgrad; or a function that makes an"
-            " OffloadOptimizer of parameters, or the optimizer of the config"
+            " torch's Adam or AdamW without amsgrad, or DeepSpeedCPUAdam and others that step in"
+            " host memory, with plain state; or a function that makes an OffloadOptimizer of"
+            " parameters, or the optimizer of the config"
         )
     decoupled = isinstance(optimizer, torch.optim.AdamW)
     modes = {bool(g.get("decoupled_weight_decay", decoupled)) for g in optimizer.param_groups}
@@ -255,4 +265,5 @@ def _mode_of(optimizer: torch.optim.Optimizer) -> bool:
             f"{_OP}: optimizer has groups with and without decoupled_weight_decay, expected one"
             " kind"
         )
-    return modes.pop()
+    names = {"params", "lr", "betas", "eps", "weight_decay", "maximize"}
+    return optim.DeepSpeedCPUAdam, names, {"adamw_mode": modes.pop()}

@@ -1,5 +1,6 @@
 """What initialize is asked for, checked before anything is sharded, and on all processes alike."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from deepspeed_ext.optim.schedules import SCHEDULES
 from deepspeed_ext.zero.kinds_of_parameters import is_sharded
 
 _OP = "initialize"
+_log = logging.getLogger("deepspeed_ext")
 _OWN = ("tensorboard", "wandb", "csv_monitor")  # blocks that the first process alone goes by
 
 Optimizer = torch.optim.Optimizer
@@ -87,7 +89,7 @@ class Plan:
             tried = self._named.tried(self._groups)
         else:
             if self._given is None and self._scheduler is None and self._config.scheduler:
-                raise ValueError(f"{_OP}: config has a scheduler and no optimizer, expected both")
+                _log.warning("%s: scheduler acts nowhere: there is no optimizer", _OP)
             return
         Stepping(tried, 0.0, scaler_of(self._config))
         if self._scheduler is None and self._config.scheduler is not None:

@@ -38,11 +38,17 @@ class Stepping:
                 f"initialize: optimizer is a {type(optimizer).__name__} with fp16, expected one of"
                 " deepspeed_ext, which unscales gradients; or bf16"
             )
+        if scaler is not None:
+            self._note_overflow(False)
 
     @property
     def scale(self) -> Tensor | None:
         """That losses of the last step were multiplied by, with fp16."""
         return None if self.scaler is None else self.scaler.scale_in_use
+
+    def _note_overflow(self, was_skipped: bool) -> None:
+        """Tell accelerate, which asks the optimizer whether the last step was skipped."""
+        self._optimizer.overflow = was_skipped
 
     def step(self) -> bool | Tensor:
         """Take a step, or skip it, and drop the gradients.
@@ -59,9 +65,11 @@ class Stepping:
     def _step(self) -> bool | Tensor:
         if self.scaler is not None:
             try:
-                return self.scaler.step(self._optimizer, self._max_norm)
+                was_taken = self.scaler.step(self._optimizer, self._max_norm)
             finally:
                 self.norm = self.scaler.grad_norm
+            self._note_overflow(not was_taken)
+            return was_taken
         if self._is_ours:
             norm = self.norm = self._optimizer.clip_and_step(self._max_norm)
             return norm.isfinite() if norm.is_cuda else math.isfinite(norm)

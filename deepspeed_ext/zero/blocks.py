@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 Block = str | type[nn.Module]
+MARK = "_z3_leaf"  # DeepSpeed's, of modules that are one block with all that is in them
 
 
 def blocks_of(model: nn.Module, blocks: Iterable[Block] | None) -> dict[str, nn.Module]:
@@ -16,7 +17,8 @@ def blocks_of(model: nn.Module, blocks: Iterable[Block] | None) -> dict[str, nn.
         model: whose modules they are.
         blocks: names of modules, in which * stands for anything, or their classes; None: the
             modules of one class that are listed one after another in a ModuleList, Sequential or
-            ModuleDict, such as the layers of a transformer.
+            ModuleDict, such as the layers of a transformer, and those that have the mark of
+            `compat.utils.set_z3_leaf_modules`.
 
     Raises:
         ValueError: a name or a class is that of no module, or of one that is never called.
@@ -65,6 +67,8 @@ def _repeated(module: nn.Module, prefix: str) -> set[str]:
         fitting = {n: c for n, c in children.items() if _is_called(c) and _has_parameters(c)}
         often = Counter(type(child) for child in fitting.values())
         found = {name for name, child in fitting.items() if often[type(child)] > 1}
+    marked = {n: c for n, c in children.items() if getattr(c, MARK, False) and _is_called(c)}
+    found |= {name for name, child in marked.items() if _has_parameters(child)}
     for name, child in children.items():
         if name not in found:
             found |= _repeated(child, f"{name}.")

@@ -27,9 +27,10 @@ def check_all_sharded(model: nn.Module) -> None:
 
 
 def save_pretrained(of: "weakref.ref[nn.Module]", *args: Any, **kwargs: Any) -> Any:
-    """Save a model that is whole; of shards safetensors says "invalid python storage"."""
+    """Save a model, or a state, that is whole; of shards safetensors says "invalid storage"."""
     model: Any = of()
-    if any(map(is_dtensor, model.parameters())):
+    state = kwargs.get("state_dict")
+    if any(map(is_dtensor, model.parameters() if state is None else state.values())):
         raise RuntimeError(
             f"save_pretrained: {type(model).__name__} has shards, expected whole parameters; call"
             " it inside of zero.GatheredParameters(model), or use zero.save and zero.consolidate"

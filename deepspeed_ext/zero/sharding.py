@@ -100,9 +100,9 @@ class Sharding:
         model.register_forward_hook(_after_forward, always_call=True)
         for block in map(model.get_submodule, self.blocks):
             block.register_forward_hook(partial(_after_block, me), always_call=True)
-        before_reduction(model, partial(_before_reduction, me))
-        after_backward(model, partial(_after_backward, me))
-        keep_for_backward(model, partial(_in_backward, me))
+        before_reduction(model, partial(_call, me, "before_reduction"))
+        after_backward(model, partial(_call, me, "after_backward"))
+        keep_for_backward(model, partial(_call, me, "in_backward"))
         allow_whole_loads(model)
         if hasattr(model, "save_pretrained"):  # of transformers, diffusers, peft
             object.__setattr__(model, "save_pretrained", partial(save_pretrained, self._model))
@@ -473,22 +473,11 @@ def _after_block(
         found.after_block(output is None and sys.exc_info()[1] is not None)
 
 
-def _in_backward(sharding: "weakref.ref[Sharding]") -> None:
+def _call(sharding: "weakref.ref[Sharding]", name: str, *arguments: Any) -> None:
+    """Call a method, if the model is still there."""
     found = sharding()
     if found is not None:
-        found.in_backward()
-
-
-def _after_backward(sharding: "weakref.ref[Sharding]") -> None:
-    found = sharding()
-    if found is not None:
-        found.after_backward()
-
-
-def _before_reduction(sharding: "weakref.ref[Sharding]", group: Any) -> None:
-    found = sharding()
-    if found is not None:
-        found.before_reduction(group)
+        getattr(found, name)(*arguments)
 
 
 @untraced

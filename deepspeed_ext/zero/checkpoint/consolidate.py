@@ -51,11 +51,11 @@ def consolidate(
     """
     check_options(_OP, dtype, max_shard_bytes)
     path = folder_of(_OP, folder, tag)
-    source = Weights(path, dtype)
+    source = SavedWeights(path, dtype)
     return write_weight_files(out, source.described, source.read, max_shard_bytes, progress)
 
 
-class Weights:
+class SavedWeights:
     """The weights of a checkpoint, as they are to be written.
 
     Args:

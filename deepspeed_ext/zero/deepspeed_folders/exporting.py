@@ -20,7 +20,7 @@ from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.io.checkpoint.new_file import NewFile
 from deepspeed_ext.io.regular_file import naming, path_text, sync_folder
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
-from deepspeed_ext.zero.checkpoint.consolidate import Weights
+from deepspeed_ext.zero.checkpoint.consolidate import SavedWeights
 from deepspeed_ext.zero.checkpoint.folder import folder_of
 from deepspeed_ext.zero.checkpoint.saving import CLIENT, COMMON, name_of_process
 from deepspeed_ext.zero.checkpoint.training_state import OPTIMIZER, TrainingReader
@@ -126,7 +126,7 @@ class _Saved:
                 f"{_OP}: {path} has {name!r} in the client's state, expected none of DeepSpeed's"
                 " own names"
             )
-        self._weights = Weights(path, None)
+        self._weights = SavedWeights(path, None)
         trained = {name for group in self.groups for name in group["params"]}
         self.others = [name for name in self._weights.described if name not in trained]
         self.keys: dict[str, list[str]] = {name: [] for name in trained}

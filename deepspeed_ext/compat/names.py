@@ -1,0 +1,140 @@
+"""Which names of DeepSpeed's are here and where, and what to use in place of those that are not."""
+
+from collections.abc import Mapping
+
+_C = "deepspeed_ext.compat"
+ALL = "*"  # whatever the module has
+_ADAM = {"deepspeed_ext.optim": "DeepSpeedCPUAdam FusedAdam"}
+_SAFE = " ".join(
+    f"safe_{does}_{scope}_{what}"
+    for does in ("get", "set")
+    for scope in ("full", "local")
+    for what in ("fp32_param", "grad", "optimizer_state")
+)
+_LEAVES = {
+    f"{_C}.leaf_modules": "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules"
+    " unset_z3_leaf_modules z3_leaf_module",
+}
+_LOGS = {f"{_C}.conveniences": "log_dist logger"}
+_ZERO = {f"{_C}.zero": ALL}
+_ACTIVATIONS = {f"{_C}.activations": ALL}
+
+# By the module of DeepSpeed's, '' for deepspeed itself: the names that it has, by where they are.
+HERE: Mapping[str, Mapping[str, str]] = {
+    "": {
+        "deepspeed_ext": "init_inference",
+        "deepspeed_ext.inference": "InferenceEngine",
+        f"{_C}.starting": "DeepSpeedConfig DeepSpeedConfigError add_config_arguments initialize",
+        f"{_C}.conveniences": "OnDevice log_dist logger",
+        f"{_C}.devices": "get_accelerator",
+        f"{_C}.distributed": "init_distributed",
+        f"{_C}.engine": "DeepSpeedEngine DeepSpeedOptimizer",
+        f"{_C}.stand_in": "__version__ install",
+    },
+    "accelerator": {f"{_C}.devices": "get_accelerator"},
+    "checkpoint": {},
+    "checkpoint.utils": {f"{_C}.conveniences": "clone_tensors_for_torch_save"},
+    "checkpointing": _ACTIVATIONS,
+    "comm": {f"{_C}.distributed": ALL},
+    "inference": {},
+    "inference.engine": {"deepspeed_ext.inference": "InferenceEngine"},
+    "launcher": {},
+    "launcher.runner": {f"{_C}.launch": "DEEPSPEED_ENVIRONMENT_NAME main"},
+    "ops": {f"{_C}.compatible_ops": "__compatible_ops__"},
+    "ops.adagrad": {"deepspeed_ext.optim": "DeepSpeedCPUAdagrad"},
+    "ops.adam": _ADAM,
+    "ops.aio": {"deepspeed_ext.op_builder": "AsyncIOBuilder", "deepspeed_ext.io": "aio_handle"},
+    "ops.lamb": {"deepspeed_ext.optim": "FusedLamb"},
+    "ops.lion": {"deepspeed_ext.optim": "DeepSpeedCPULion FusedLion"},
+    "ops.op_builder": {"deepspeed_ext.op_builder": ALL},
+    "runtime": {},
+    "runtime.activation_checkpointing": {},
+    "runtime.activation_checkpointing.checkpointing": _ACTIVATIONS,
+    "runtime.base_optimizer": {f"{_C}.engine": "DeepSpeedOptimizer"},
+    "runtime.config": {f"{_C}.starting": "DeepSpeedConfig DeepSpeedConfigError"},
+    "runtime.dataloader": {f"{_C}.conveniences": "RepeatingLoader"},
+    "runtime.engine": {f"{_C}.engine": "DeepSpeedEngine"},
+    "runtime.lr_schedules": {
+        f"{_C}.schedules": ALL,
+        "deepspeed_ext.optim.schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR"
+        " WarmupLR",
+    },
+    "runtime.utils": {
+        f"{_C}.conveniences": "move_to_device see_memory_usage set_random_seed",
+    },
+    "runtime.zero": _ZERO,
+    "runtime.zero.offload_config": {f"{_C}.conveniences": "OffloadDeviceEnum"},
+    "runtime.zero.partition_parameters": {
+        **_ZERO,
+        f"{_C}.devices": "get_accelerator",
+        f"{_C}.conveniences": "zero_wrapper_for_fp_tensor_constructor _orig_torch_arange",
+    },
+    "runtime.zero.utils": {f"{_C}.engine": "ZeRORuntimeException"},
+    "utils": {
+        f"{_C}.conveniences": "OnDevice RepeatingLoader instrument_w_nvtx log_dist logger",
+        f"{_C}.distributed": "init_distributed",
+        f"{_C}.parameters": _SAFE,
+        **_LEAVES,
+    },
+    "utils.groups": {
+        f"{_C}.distributed": "_get_data_parallel_group _get_data_parallel_rank"
+        " _get_data_parallel_world_size",
+    },
+    "utils.logging": _LOGS,
+    "utils.tensor_fragment": {f"{_C}.parameters": _SAFE},
+    "utils.z3_leaf_module": _LEAVES,
+    "utils.zero_to_fp32": {f"{_C}.whole_weights": ALL},
+}
+
+_PIPELINE = "cut the model by torch.distributed.pipelining, and give initialize one stage of it"
+_TENSOR = "use torch.distributed.tensor.parallel"
+_SEQUENCE = "use torch.distributed.tensor.experimental.context_parallel"
+_EXPERTS = "use experts as modules of the model; set_z3_leaf_modules gathers them as one"
+_LAYERS = "use the model's own layers, or the ops of deepspeed_ext.ops"
+_GENERATION = "use deepspeed_ext.init_inference"
+
+# What to use in place of these modules, which can be imported, and of all that is in them.
+MODULES_NOT_HERE: Mapping[str, str] = {
+    "autotuning": "run deepspeed_ext.offload.estimate and python -m deepspeed_ext.config check",
+    "compression": "use deepspeed_ext.quantization after training",
+    "elasticity": "use torchrun --nnodes MIN:MAX; checkpoints load on any number of processes",
+    "inference.v2": _GENERATION,
+    "module_inject": _GENERATION,
+    "moe": _EXPERTS,
+    "moe.layer": _EXPERTS,
+    "moe.utils": _EXPERTS,
+    "ops.sparse_attention": "use torch.nn.attention.flex_attention",
+    "ops.transformer": _LAYERS,
+    "ops.transformer.inference": _GENERATION,
+    "pipe": _PIPELINE,
+    "profiling": "use torch.utils.flop_counter",
+    "profiling.flops_profiler": "use torch.utils.flop_counter",
+    "runtime.data_pipeline": "choose the samples in your loader",
+    "runtime.data_pipeline.curriculum_scheduler": "choose the samples in your loader",
+    "runtime.hybrid_engine": _GENERATION,
+    "runtime.pipe": _PIPELINE,
+    "runtime.pipe.engine": _PIPELINE,
+    "runtime.pipe.module": _PIPELINE,
+    "runtime.pipe.topology": "use torch.distributed.device_mesh",
+    "runtime.sequence_parallel": _SEQUENCE,
+    "runtime.sequence_parallel.ulysses_sp": _SEQUENCE,
+    "runtime.tensor_parallel": _TENSOR,
+    "runtime.zero.tiling": "use plain linear layers, a block of which is gathered at a time",
+    "sequence": _SEQUENCE,
+    "sequence.layer": _SEQUENCE,
+}
+# What to use in place of these names, and of others in these modules.
+NAMES_NOT_HERE: Mapping[str, str] = {
+    "DeepSpeedHybridEngine": _GENERATION,
+    "DeepSpeedTransformerConfig": _LAYERS,
+    "DeepSpeedTransformerLayer": _LAYERS,
+    "PipelineEngine": _PIPELINE,
+    "PipelineModule": _PIPELINE,
+    "add_tuning_arguments": "put the schedule into the config",
+    "comm.log_summary": "use torch.profiler",
+    "replace_transformer_layer": _GENERATION,
+    "revert_transformer_layer": _GENERATION,
+    "runtime.zero.offload_config.OffloadStateTypeEnum": "use offload_optimizer",
+    "tp_model_init": _TENSOR,
+    "utils.groups": "use torch.distributed.device_mesh",
+}

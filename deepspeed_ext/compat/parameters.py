@@ -1,0 +1,106 @@
+"""deepspeed.utils.safe_*: whole and local float32 weights, gradients and optimizer state.
+
+All processes call the ones for whole tensors together. A gradient is there from the last backward
+of a step to the step, and with fp16 it is that of the scaled loss.
+"""
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.compat.engine import optimizer_of
+from deepspeed_ext.dtensors import is_dtensor, local, part_for, spread
+
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+    """Return the whole master weight in float32."""
+    return _whole(param)
+
+
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
+    """Return the whole gradient in float32, or None."""
+    return _whole(param.grad)
+
+
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """Return a whole entry of the optimizer's state in float32, or None."""
+    return _whole(_entry(param, optim_state_key))
+
+
+def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
+    """Return this process's part of the master weight."""
+    return _part(param)
+
+
+def safe_get_local_grad(param: Tensor) -> Tensor | None:
+    """Return this process's part of the gradient."""
+    return _part(param.grad)
+
+
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """Return this process's part of an entry of the optimizer's state."""
+    return _part(_entry(param, optim_state_key))
+
+
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Write a whole master weight, of which each process takes its part."""
+    _write("safe_set_full_fp32_param", param, value, is_whole=True)
+
+
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
+    """Write a whole gradient."""
+    _write("safe_set_full_grad", param.grad, value, is_whole=True)
+
+
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Write a whole entry of the optimizer's state."""
+    entry = _entry(param, optim_state_key)
+    _write("safe_set_full_optimizer_state", entry, value, is_whole=True)
+
+
+def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Write this process's part of the master weight."""
+    _write("safe_set_local_fp32_param", param, value, is_whole=False)
+
+
+def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
+    """Write this process's part of the gradient."""
+    _write("safe_set_local_grad", param.grad, value, is_whole=False)
+
+
+def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Write this process's part of an entry of the optimizer's state."""
+    entry = _entry(param, optim_state_key)
+    _write("safe_set_local_optimizer_state", entry, value, is_whole=False)
+
+
+def _entry(param: Tensor, key: str) -> Tensor | None:
+    optimizer = optimizer_of(param)
+    entry: Tensor | None = None if optimizer is None else optimizer.state.get(param, {}).get(key)
+    return entry
+
+
+def _whole(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    whole = tensor.full_tensor() if is_dtensor(tensor) else tensor
+    return whole.detach().to(torch.float32, copy=True)
+
+
+def _part(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else local(tensor.detach()).to(torch.float32, copy=True)
+
+
+def _write(op: str, to: Tensor | None, value: Tensor, is_whole: bool) -> None:
+    """Write through the tensor itself, so that others see that it was written."""
+    if to is None:
+        raise ValueError(
+            f"{op}: param has no such value, expected one of an engine's optimizer, after a"
+            " backward for gradients, and a step for state"
+        )
+    wanted = list((to if is_whole else local(to)).shape)
+    if list(value.shape) != wanted:
+        raise ValueError(f"{op}: value has shape {list(value.shape)}, expected {wanted}")
+    with torch.no_grad():
+        value = value.to(local(to).device, to.dtype)
+        part = part_for(value, to) if is_whole else value
+        to.copy_(spread(part, to) if is_dtensor(to) else part)

@@ -1,0 +1,136 @@
+"""deepspeed.utils.zero_to_fp32: whole float32 weights of checkpoints, ours and DeepSpeed's."""
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_ext import zero
+from deepspeed_ext.io import AsyncIO
+from deepspeed_ext.zero.checkpoint.consolidate import SavedWeights
+from deepspeed_ext.zero.checkpoint.folder import folder_of
+from deepspeed_ext.zero.checkpoint.storage import MANIFEST
+from deepspeed_ext.zero.deepspeed_folders.shard_files import find_shard_files, tag_folder
+from deepspeed_ext.zero.deepspeed_folders.source import source_of
+from deepspeed_ext.zero.names import by_plain_name
+
+__all__ = [
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+]
+_OP = "zero_to_fp32"
+_UNITS = {"KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
+_FILE = "pytorch_model.bin"
+Folder = str | os.PathLike[str]
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: Folder,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Tensor]:
+    """Return the weights and buffers of a checkpoint on the CPU, floating ones in float32.
+
+    Args:
+        checkpoint_dir: that save_checkpoint was given, here or in DeepSpeed.
+        tag: of the checkpoint; None: the latest.
+        exclude_frozen_parameters: False; say it when the checkpoint is saved.
+        lazy_mode: False; convert_zero_checkpoint_to_fp32_state_dict holds one tensor at a time.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+        ValueError: it is no such checkpoint, or an argument is True.
+    """
+    for name, value in (
+        ("exclude_frozen_parameters", exclude_frozen_parameters),
+        ("lazy_mode", lazy_mode),
+    ):
+        if value:
+            raise ValueError(f"{_OP}: {name} is {value}, expected False")
+    path = folder_of(_OP, checkpoint_dir, tag)
+    if (path / MANIFEST).exists():
+        weights = SavedWeights(path, torch.float32)
+        with AsyncIO() as engine:
+            return {name: weights.read(name, engine) for name in weights.described}
+    source = source_of(find_shard_files(tag_folder(checkpoint_dir, tag)))
+    read = {name: one.read() for name, one in by_plain_name(_OP, source.weights).items()}
+    return {name: t.float() if t.is_floating_point() else t for name, t in read.items()}
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: Folder,
+    output_dir: Folder,
+    max_shard_size: str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write these weights as pytorch_model.bin, or as safetensors files with their index.
+
+    Args:
+        checkpoint_dir: as above.
+        output_dir: a folder, made if it is not there.
+        max_shard_size: of a file of safetensors; None: all in one.
+        safe_serialization: write safetensors files, of which one tensor is in memory at a time.
+        tag: as above.
+        exclude_frozen_parameters: False, as above.
+
+    Raises:
+        OSError, ValueError: as above; or a folder cannot be written to.
+    """
+    if not safe_serialization:
+        state = get_fp32_state_dict_from_zero_checkpoint(
+            checkpoint_dir, tag, exclude_frozen_parameters
+        )
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        torch.save(state, Path(output_dir) / _FILE)
+        return
+    if exclude_frozen_parameters:
+        raise ValueError(f"{_OP}: exclude_frozen_parameters is True, expected False")
+    path = folder_of(_OP, checkpoint_dir, tag)
+    is_ours = (path / MANIFEST).exists()
+    write = zero.consolidate if is_ours else zero.import_deepspeed_weights
+    most = _bytes(max_shard_size) if max_shard_size else 1 << 62
+    write(checkpoint_dir, output_dir, tag=tag, dtype=torch.float32, max_shard_bytes=most)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: Folder, tag: str | None = None
+) -> nn.Module:
+    """Move a model that is not sharded to the CPU, and load these weights.
+
+    Args:
+        model: whose parameters are all in the checkpoint.
+        checkpoint_dir: as above.
+        tag: as above.
+
+    Returns:
+        The model.
+
+    Raises:
+        OSError, ValueError: as above; or the model has other parameters.
+    """
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model = model.cpu()
+    params = dict(model.named_parameters(remove_duplicate=False))
+    there = {params[name] for name in state if name in params}
+    missing = [name for name, param in params.items() if param not in there]
+    other = sorted(state.keys() - model.state_dict().keys())
+    if missing or other:
+        raise ValueError(
+            f"{_OP}: model has {missing or 'no'} beside the checkpoint, and the checkpoint"
+            f" {other or 'nothing'} beside it, expected the same parameters"
+        )
+    model.load_state_dict(state, strict=False)  # tied ones are there once
+    return model
+
+
+def _bytes(text: str) -> int:
+    """Read a size such as 5GB."""
+    number, unit = text[:-2], text[-2:].upper()
+    if unit not in _UNITS or not number.strip().isdigit():
+        raise ValueError(f"{_OP}: max_shard_size is {text!r}, expected a size such as '5GB'")
+    return int(number) * _UNITS[unit]
