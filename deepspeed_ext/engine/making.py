@@ -84,6 +84,9 @@ def initialize(
         with all_or_none(_OP, mesh):
             read = read_config(config_of(args, config))
             plan = Plan(model, optimizer, model_parameters, lr_scheduler, read, mesh)
+            loader = None
+            if training_data is not None:
+                loader = loader_of(training_data, plan.sizes.micro, mesh, collate_fn)
         check_agreement(_OP, [*plan.lines()], mesh)
         for sentence in read.warnings if dist.get_rank() == 0 else ():
             _log.warning(sentence)
@@ -103,8 +106,7 @@ def initialize(
         if is_in_group:
             leave_group()
         raise
-    if training_data is not None:
-        engine.training_dataloader = loader_of(training_data, plan.sizes.micro, mesh, collate_fn)
+    engine.training_dataloader = loader
     return engine, made, engine.training_dataloader, scheduler
 
 

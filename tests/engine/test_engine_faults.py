@@ -1,6 +1,7 @@
 """What goes wrong around an engine, and that it goes on; two engines; compiled ones."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -52,6 +53,22 @@ def processes_differ(row, folder):
         deepspeed_ext.initialize(model=model, model_parameters=params, config=config_of[row])
     assert type(model) is Net
     train(made(1), 0)
+
+
+def processes_differ_later(row, folder):
+    """In rates of a client, in what they see of a folder, and in what they ask for."""
+    rank = dist.get_rank()
+    model = Net()
+    client = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
+    with pytest.raises(ValueError, match=r"has group 0.lr 0\.\d"):
+        deepspeed_ext.initialize(None, model, client, config=config(0))
+    engine = made(1)
+    engine.save_checkpoint(folder / "seen")
+    with pytest.raises(ValueError, match="has the checkpoint"):
+        engine.load_checkpoint(folder / ("seen" if rank == 0 else "unseen"))
+    with pytest.raises(ValueError, match="has train_batch_size"):
+        engine.set_train_batch_size(engine.train_batch_size() * (1 + rank))
+    train(engine, 0)
 
 
 class Fails(torch.autograd.Function):
@@ -220,6 +237,7 @@ def resumes(row, folder):
 
 
 CASES = [
+    Case(2, "processes_differ_later", ""),
     *(Case(2, "processes_differ", row) for row in ("clipping", "groups", "file")),
     *(Case(2, "errors_in_backward", row) for row in ("0-loss", "1-plain", "3-block")),
     Case(2, "errors_after_backward", ""),
@@ -276,7 +294,8 @@ def test_mistakes_are_found_before_the_model_is_sharded(given, text) -> None:
 
 def test_a_client_that_cannot_be_offloaded() -> None:
     model = nn.Linear(3, 2)
-    for client in (torch.optim.SGD(model.parameters()), DeepSpeedCPUAdam(model.parameters())):
+    in_codes = DeepSpeedCPUAdam(model.parameters(), state_dtype=torch.uint8)
+    for client in (torch.optim.SGD(model.parameters()), in_codes):
         given = config(0, offload=True)
         with pytest.raises(ValueError, match="with offload_optimizer, expected torch's Adam"):
             deepspeed_ext.initialize(model=model, optimizer=client, config=given)
@@ -292,3 +311,66 @@ def test_a_model_that_is_sharded_already() -> None:
         engine.step()
         with pytest.raises(ValueError, match="schedule is given, expected None"):
             engine.compile(schedule=[])
+
+
+def test_a_step_that_is_skipped_without_fp16() -> None:
+    given = config(0) | {"scheduler": {"type": "StepLR", "params": {"step_size": 9}}}
+    with deepspeed_ext.initialize(model=nn.Linear(3, 2), config=given)[0] as engine:
+        before = engine.module.weight.detach().clone()
+        for factor, was_applied in ((math.nan, False), (1.0, True)):
+            engine.backward(engine(torch.ones(4, 3)).sum() * factor)
+            engine.step()
+            assert engine.was_step_applied() is was_applied
+            assert engine.skipped_steps == engine.metrics()["skipped"] == 1
+            assert torch.equal(engine.module.weight, before) is not was_applied
+        assert engine.global_steps == 2 and engine.lr_scheduler.last_epoch == 2
+
+
+def test_a_schedule_that_wants_to_know_the_loss() -> None:
+    model = nn.Linear(3, 2)
+    client = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(client, patience=0)
+    given = {"train_micro_batch_size_per_gpu": 4}
+    with deepspeed_ext.initialize(None, model, client, lr_scheduler=schedule, config=given)[
+        0
+    ] as engine:
+        for _ in range(3):
+            engine.backward(engine(torch.ones(4, 3)).sum())
+            engine.step(lr_kwargs={"metrics": 1.0})
+        assert engine.get_lr() == [pytest.approx(0.01)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"lr_scheduler": "other"}, "lr_scheduler is of a SGD that is not optimizer"),
+        ({"frozen": True}, "model has no parameter that needs a gradient"),
+        ({"training_data": iter([1])}, "training_data is a list_iterator, expected a dataset"),
+        ({"training_data": []}, "training_data is empty, expected a dataset"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_mistakes(arguments, text) -> None:
+    model = nn.Linear(3, 2)
+    if arguments.pop("frozen", False):
+        model.requires_grad_(False)
+    if "lr_scheduler" in arguments:
+        other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+        arguments = {"lr_scheduler": torch.optim.lr_scheduler.StepLR(other, 1)}
+    with pytest.raises(ValueError, match=text):
+        deepspeed_ext.initialize(model=model, config=config(0), **arguments)
+    assert not dist.is_initialized()
+
+
+def test_named_parameters_and_batch_sizes() -> None:
+    model = nn.Linear(3, 2)
+    engine, *_ = deepspeed_ext.initialize(
+        model=model, model_parameters=model.named_parameters(), config=config(0)
+    )
+    with engine:
+        assert len(engine.optimizer.param_groups[0]["params"]) == 2
+        for size in (8.0, "8", 0, 6):
+            with pytest.raises(ValueError, match=f"train_batch_size is {size!r}, expected a multi"):
+                engine.set_train_batch_size(size)
+        with pytest.raises(ValueError, match="save_filename is '', expected the name of a file"):
+            engine.save_16bit_model("nowhere", "")
