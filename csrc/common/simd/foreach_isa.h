@@ -26,8 +26,8 @@
 // or a Pointer<Any>. All ISAs give the same bits. In a thread that flushes subnormals to zero they
 // may differ in which of them min and max have flushed, and conversions flush nothing.
 //
-// DSX_WITHOUT_BASELINE and DSX_WITHOUT_AVX2 leave a copy out, in whose place the scalar one runs: with
-// sanitizers a copy takes a compiler half a minute.
+// DSX_WITHOUT_BASELINE and DSX_WITHOUT_AVX2 leave a copy out, in whose place the scalar one runs:
+// with sanitizers a copy takes a compiler half a minute.
 //
 // Target regions, not -march flags: a flag would also let the compiler use wide instructions in
 // inline functions of the standard library, and the linker may keep that copy for CPUs that lack
