@@ -1,4 +1,6 @@
-"""deepspeed.utils.safe_*: whole and local float32 weights, gradients and optimizer state.
+"""safe_get and safe_set of deepspeed.utils: whole and local weights, gradients and state.
+
+Weights and state are float32.
 
 All processes call the ones for whole tensors together. A gradient is there from the last backward
 of a step to the step, and with fp16 it is that of the scaled loss.

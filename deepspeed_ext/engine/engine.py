@@ -59,7 +59,6 @@ class Engine(Checkpoints):
         config: the config as a dict.
         device: where weights are.
         global_steps: steps that were taken or skipped.
-        skipped_steps: those for which a gradient was inf or NaN; to read it waits for the device.
         global_samples: samples of all processes in these steps.
         micro_steps: calls of `step`.
 

@@ -53,8 +53,8 @@ class Init:
         enabled: False does nothing.
         dtype: floating-point parameters are cast to it; None: they are not.
         mpu: its get_data_parallel_group() is the group.
-        zero_param_parallel_group, zero_quantized_weights, zero_quantized_nontrainable_weights,
-            sequence_data_parallel_group, param_swapper: refused.
+        zero_param_parallel_group: refused, as are zero_quantized_weights, param_swapper,
+            zero_quantized_nontrainable_weights and sequence_data_parallel_group.
 
     Raises:
         ValueError: an argument is one that is not here; the text names it and what to use.
