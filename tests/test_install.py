@@ -186,7 +186,7 @@ def test_requirements_are_what_the_package_imports():
     needed = {re.split(r"\W", requirement)[0] for requirement in base_requirements()}
     # ninja is a program, pybind11 headers; matplotlib is for the examples, an extra. Tokenizers are
     # taken where they are, and transformers is what an example compares itself with.
-    optional = {"matplotlib", "tokenizers", "transformers"}
+    optional = {"matplotlib", "numpy", "tokenizers", "transformers"}
     assert third_party - optional == needed - {"ninja", "pybind11"}
 
 

@@ -412,10 +412,10 @@ def refusals(row, folder):
     refused(OSError, "No such file or directory...", zero.load, home, "missing", model)
     stranger = zero.shard(Net(blocks=4), 1)
     before = {n: whole(p).clone() for n, p in stranger.named_parameters()}
-    text = "zero.load: the checkpoint has no 'blocks.3.gain', expected all that the model has"
+    text = "zero.load: the checkpoint has no 'blocks.3.gain', expected all that the model has..."
     refused(ValueError, text, zero.load, home, None, stranger)
     small = zero.shard(Net(blocks=2), 1)
-    text = "zero.load: the checkpoint has 'blocks.2.gain', expected what the model has only"
+    text = "zero.load: the checkpoint has 'blocks.2.gain', expected what the model has only..."
     refused(ValueError, text, zero.load, home, None, small)
     assert all(torch.equal(whole(p), before[n]) for n, p in stranger.named_parameters())
     other = DeepSpeedCPUAdam(model.parameters())

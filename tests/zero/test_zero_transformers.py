@@ -1,6 +1,7 @@
 """transformers in stage 3: it asks for zero.Init by itself, and never has a whole model."""
 
 import contextlib
+import importlib.machinery
 import sys
 import types
 
@@ -41,6 +42,7 @@ class Stage3:
 
 def module(name, **members):
     made = types.ModuleType(name)
+    made.__spec__ = importlib.machinery.ModuleSpec(name, None)
     vars(made).update(members)
     return made
 
