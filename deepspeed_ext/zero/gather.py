@@ -90,8 +90,11 @@ class GatheredParameters:
         Returns:
             The whole tensor, or a list of them, in the order of the parameters.
         """
-        with past_torch_function(), torch.no_grad():
-            self._enter()
+        with torch.no_grad():
+            for param in self._params.values():
+                param.detach()  # one that is still being stepped is waited for
+            with past_torch_function():
+                self._enter()
         tensors = [_whole(param).value for param in self._params.values()]
         return tensors[0] if self._is_one else tensors
 
