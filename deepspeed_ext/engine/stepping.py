@@ -74,8 +74,10 @@ class Stepping:
             norm = self.norm = self._optimizer.clip_and_step(self._max_norm)
             return norm.isfinite() if norm.is_cuda else math.isfinite(norm)
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        norm = nn.utils.clip_grad_norm_(params, self._max_norm)
+        norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
         self.norm = norm.full_tensor() if is_dtensor(norm) else norm
+        if self._max_norm < math.inf:  # else an inf of one gradient would be NaN in all
+            nn.utils.clip_grads_with_norm_(params, self._max_norm, norm)
         self._optimizer.step()
         return True
 

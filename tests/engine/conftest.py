@@ -1,20 +1,10 @@
-"""What the tests of the engine share: the model of the ZeRO tests, and processes that train it."""
+"""What the tests of the engine share: the model of the ZeRO tests, one thread, and processes."""
 
 import sys
 from pathlib import Path
 
-import pytest
 from one_thread import one_thread as one_thread
 
 sys.path += [str(Path(__file__).parents[1] / name) for name in ("zero", "optim")]
 
-import processes
-
-
-@pytest.fixture(scope="module")
-def groups(request: pytest.FixtureRequest, tmp_path_factory):
-    """Processes that run the functions of the test's module."""
-    name = request.module.__name__
-    made = processes.Groups(name, tmp_path_factory.mktemp(name))
-    yield made
-    made.end()
+from process_groups import groups as groups, shared_groups as shared_groups

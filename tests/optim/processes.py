@@ -1,6 +1,7 @@
 """Groups of processes that run test cases together, started once for many cases."""
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -131,6 +132,7 @@ class _Group:
 def _work(pipe, rank: int, world: int, device: str, folder: Path, name: str, crash: Path) -> None:
     faulthandler.enable(crash.open("w"))  # where each thread was, if a signal ends it
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported; many cases collect all else
     begin = 0.0
     try:
         if device == "cuda":

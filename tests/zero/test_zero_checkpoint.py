@@ -435,7 +435,7 @@ def refusals(row, folder):
 CASES = [
     Case(4, "saves", ""),
     *(Case(world, "loads", "") for world in (1, 2)),
-    *(pytest.param(Case(world, "loads", ""), marks=pytest.mark.long) for world in (3, 4, 8)),
+    *(pytest.param(Case(world, "loads", ""), marks=pytest.mark.long) for world in (3, 4)),
     Case(2, "master_weights", ""),
     Case(2, "weights_alone", ""),
     Case(2, "resumes", ""),

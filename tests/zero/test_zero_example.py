@@ -1,5 +1,7 @@
 """train_gpt on several processes: the same losses, and a run that goes on with another number."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -42,9 +44,21 @@ def goes_on(row, folder):
     assert [entry["step"] for entry in client["history"]] == [1, 2, 3, 4, 5, 6]
 
 
+def refuses(row, folder):
+    for out, more, text in (
+        ("run", [], "which has the checkpoint of another run"),
+        ("other", ["--batch-size", "5"], "--batch-size is 5, expected a multiple of 2, the number"),
+    ):
+        arguments = [*SIZE, *more, "--zero-stage", "2", "--out", str(folder / out)]
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            assert main(arguments) == 1
+        assert text in said.getvalue()
+
+
 def test_a_run_goes_on_with_another_number_of_processes(groups, tmp_path):
     groups.run(Case(2, "starts", ""), "cpu")
     groups.run(Case(1, "goes_on", "1"), "cpu")
+    groups.run(Case(2, "refuses", ""), "cpu")
     assert main([*SIZE, "--offload", "cpu", "--out", str(tmp_path)]) == 0
     assert losses(groups._folder / "run") == pytest.approx(losses(tmp_path), rel=1e-5)
 
@@ -64,8 +78,3 @@ def test_by_torchrun(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("loss on files it has not seen") == 1
     assert len(losses(tmp_path / "run")) == 6
-    done = torchrun(2, *SIZE, "--zero-stage", "2", "--out", str(tmp_path / "run"))
-    assert "which has the checkpoint of another run" in done.stderr
-    done = torchrun(3, *SIZE, "--zero-stage", "2", "--out", str(tmp_path / "other"))
-    text = "--batch-size is 4, expected a multiple of 3, the number of processes"
-    assert text in done.stderr
