@@ -1,9 +1,11 @@
-"""The option --cpu-seconds: what each folder of tests and the slowest tests cost."""
+"""What tests cost: the option --cpu-seconds tells, --long-share leaves out what costs most."""
 
 import gc
 import os
 from collections import Counter
 from collections.abc import Generator
+from pathlib import Path
+from zlib import crc32
 
 import pytest
 import warm_python
@@ -13,10 +15,30 @@ SLOWEST = 40
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--long-share",
+        metavar="I/N",
+        help="of the long tests, run those of share I of N, for any whole number I",
+    )
+    parser.addoption(
         "--cpu-seconds",
         action="store_true",
         help="sum the processor time of each folder's tests, child processes included",
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the long tests of other shares."""
+    share = config.getoption("--long-share")
+    if share is None:
+        return
+    number, shares = map(int, share.split("/"))
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("long") and (crc32(item.nodeid.encode()) - number) % shares
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in {*left_out}]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -33,6 +55,7 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
     """Note when the test begins; its fixtures belong to it."""
+    _leave_out_what_stays(item.path)
     item.stash[_BEGIN] = _seconds()
     return (yield)
 
@@ -70,9 +93,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(f"{seconds:8.1f} {name}")
 
 
+def _leave_out_what_stays(path: Path) -> None:
+    """Do it again for each module: what others have imported stays, too."""
+    if path not in _seen:
+        _seen.add(path)
+        gc.collect()
+        gc.freeze()
+
+
 def _seconds() -> float:
     """Return what this process and its children have taken, and the children of one of these."""
     return sum(os.times()[:4]) + warm_python.seconds
 
 
+_seen: set[Path] = set()
 _BEGIN = pytest.StashKey[float]()

@@ -112,7 +112,8 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("batch_sizes", "kinds"),
         ("reading", "refusals", "tree"),
         ("walk",),
-        ("config", "page"),
+        ("classes", "config", "page"),
+        ("memory",),
         ("__main__",),
     ),
     "zero/deepspeed_folders": (

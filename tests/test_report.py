@@ -326,6 +326,7 @@ def cpu_l2_norm():
 
 
 @pytest.mark.usefixtures("cpu_l2_norm")
+@pytest.mark.long
 def test_real_report_as_json(tmp_path):
     done = ds_report("--build", "cpu_l2_norm", DS_EXT_CACHE=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

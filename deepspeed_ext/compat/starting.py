@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from deepspeed_ext.compat.distributed import init_distributed
 from deepspeed_ext.compat.engine import note_engine
 from deepspeed_ext.compat.zero import know
+from deepspeed_ext.compat.zero.parameter_offload import ParameterOffload
 from deepspeed_ext.config import read
 from deepspeed_ext.engine import Engine, initialize as _initialize
 
@@ -65,8 +66,11 @@ def initialize(
         collate_fn,
         config_params if config is None else config,
     )
-    note_engine(made[0])
-    know(made[0].module)
+    engine, optimizer = made[:2]
+    note_engine(engine)
+    know(engine.module)
+    if optimizer is not None and engine.zero_optimization_stage() == 3:
+        vars(optimizer)["parameter_offload"] = ParameterOffload(engine.module)
     return made
 
 

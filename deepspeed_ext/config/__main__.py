@@ -12,6 +12,7 @@ from deepspeed_ext.config.kinds import shown
 from deepspeed_ext.config.page import page
 from deepspeed_ext.op_builder import program
 
+OP = "config check"
 _NARROWEST = 40
 _GAP = "  "
 
@@ -44,7 +45,7 @@ def _wrapped(text: str, width: int) -> list[str]:
     return lines or [""]
 
 
-def _check(path: str, processes: int | None) -> int:
+def _check(path: str, processes: int | None, model: str | None) -> int:
     if not Path(path).is_file():
         print(f"config: file is {path}, expected one that is there", file=sys.stderr)
         return 1
@@ -60,8 +61,12 @@ def _check(path: str, processes: int | None) -> int:
     # What Trainer and accelerate fill is as it should be in a file for them.
     unfilled = [each for each in examined.found.left_open if not each[1]]
     problems += open_sentence(unfilled)
+    if examined.config is not None:
+        problems += _misfits(examined)
     if processes is not None and examined.config is not None:
         problems += _say_sizes(examined, processes)
+    if model is not None and examined.config is not None and not problems:
+        problems += _say_needs(examined, model, processes or 1)
     for problem in problems:
         print(problem, file=sys.stderr)
     return int(bool(problems))
@@ -84,6 +89,67 @@ def _say_sizes(examined: Examined, processes: int) -> list[str]:
     return []
 
 
+def _waiting(examined: Examined, *begins: str) -> bool:
+    """Tell whether a key of these is "auto" and waits for a value."""
+    return any(name.startswith(begins) for name, _ in examined.found.left_open)
+
+
+def _misfits(examined: Examined) -> list[str]:
+    """Return what is wrong with the options of the optimizer and of the schedule."""
+    config = examined.config
+    assert config is not None
+    if config.optimizer is None and config.scheduler is None:
+        return []
+    from torch import nn, optim, zeros  # a second, which most configs need not wait for
+
+    from deepspeed_ext.config.classes import Named, schedule_of
+
+    problems, groups = [], [{"params": [nn.Parameter(zeros(1))]}]
+    try:
+        block, offload = config.optimizer, config.zero_optimization.offload_optimizer
+        if block is not None and not _waiting(examined, "optimizer."):
+            Named(OP, block.type, block.params, "cpu", offload.device == "cpu").tried(groups)
+    except ValueError as error:
+        problems.append(str(error))
+    try:
+        if config.scheduler is not None and not _waiting(examined, "scheduler."):
+            schedule_of(OP, config.scheduler, optim.SGD(groups, lr=1e-3))
+    except ValueError as error:
+        problems.append(str(error))
+    return problems
+
+
+def _say_needs(examined: Examined, folder: str, processes: int) -> list[str]:
+    """Print what training a model takes, or return why that is not known."""
+    assert examined.config is not None
+    if _waiting(examined, "train_", "gradient_accumulation_steps", "optimizer.", "bf16.", "fp16."):
+        return [f"{OP}: --model is given, expected a config that leaves nothing open by auto"]
+    from deepspeed_ext.config.memory import described, needs_of
+
+    try:
+        weights = described(Path(folder))
+        needs = needs_of(examined.config, weights, processes)
+    except (ValueError, OSError) as error:
+        return [str(error)]
+    count = sum(weight.numel() for weight in weights.values())
+    print(
+        f"\n{count:,} parameters on {processes} processes: each needs, beside activations, at most"
+    )
+    rows = [("", "GPU", "host", "disk"), *needs.rows()]
+    longest = max(len(row[0]) for row in rows)
+    for kind, *sizes in rows:
+        print((f"{kind:{longest}}" + "".join(f"{_size(size):>12}" for size in sizes)).rstrip())
+    return []
+
+
+def _size(nbytes: int | str) -> str:
+    if isinstance(nbytes, str) or nbytes == 0:
+        return nbytes or ""
+    power = min(3, (nbytes.bit_length() - 1) // 10)
+    unit = ("B", "KiB", "MiB", "GiB")[power]
+    return f"{nbytes / 1024**power:.2f} {unit}" if power else f"{nbytes} {unit}"
+
+
 @program
 def main(arguments: list[str] | None = None) -> int:
     """Do what the command line asks for and return the exit status."""
@@ -95,12 +161,17 @@ def main(arguments: list[str] | None = None) -> int:
     check = commands.add_parser("check", help=text, description=text)
     check.add_argument("file", metavar="FILE", help="JSON")
     check.add_argument("--processes", type=int, metavar="N", help="also print the batch sizes on N")
+    check.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="also print what training it takes; with safetensors files",
+    )
     text = "print the page on all keys, or write it into a file"
     keys = commands.add_parser("keys", help=text, description=text)
     keys.add_argument("file", metavar="FILE", nargs="?", help="default: standard output")
     options = parser.parse_args(arguments)
     if options.command == "check":
-        return _check(options.file, options.processes)
+        return _check(options.file, options.processes, options.model)
     if options.file is None:
         print(page(), end="")
     else:

@@ -21,6 +21,7 @@ from deepspeed_ext.config.kinds import (
 from deepspeed_ext.config.tree import KNOWN_PARAMS, Block, Root
 
 _COMMENT = nowhere("a comment")
+_DOTTED = nowhere("a path is no key; put the key into its block")  # TRL writes such ones
 _PASSED = does("is passed on")
 _AS_WITHOUT = "as without it"
 _OFF = "asks for nothing"
@@ -138,9 +139,10 @@ def _walk_block(
             if value == AUTO:
                 found.left_open.append((shown_path, ""))
             found.rows.append(Row(shown_path, value, _OFF))
-        elif _is_comment(name):
-            found.warn(shown_path, _COMMENT)
-            found.rows.append(Row(shown_path, value, f"nowhere: {_COMMENT.text}"))
+        elif _is_comment(name) or name in all_paths():
+            key = _COMMENT if _is_comment(name) else _DOTTED
+            found.warn(shown_path, key)
+            found.rows.append(Row(shown_path, value, f"nowhere: {key.text}"))
         else:
             _unknown(block, name, value, shown_path, found)
     return values

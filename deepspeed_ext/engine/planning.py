@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed_ext.config import BatchSizes, Config
+from deepspeed_ext.config.classes import Named, schedule_of
 from deepspeed_ext.config.kinds import thawed
 from deepspeed_ext.engine.compiling import checked_kwargs
 from deepspeed_ext.engine.monitors import check_packages
-from deepspeed_ext.engine.optimizers import Named, Renamed, check_given, placed
+from deepspeed_ext.engine.optimizers import Renamed, check_given, placed
 from deepspeed_ext.engine.stepping import Stepping, scaler_of
-from deepspeed_ext.optim.schedules import SCHEDULES
 from deepspeed_ext.zero.kinds_of_parameters import is_sharded
 
 _OP = "initialize"
@@ -69,9 +68,8 @@ class Plan:
         self._named: Named | None = None
         if optimizer is None and config.optimizer is not None:
             named = config.optimizer
-            self._named = Named(
-                named.type, named.params, mesh.device_type, self._offload is not None
-            )
+            offloads = self._offload is not None
+            self._named = Named(_OP, named.type, named.params, mesh.device_type, offloads)
         self._try()
 
     def _try(self) -> None:
@@ -95,7 +93,7 @@ class Plan:
         if self._scheduler is None and self._config.scheduler is not None:
             small = nn.Parameter(torch.zeros(1))
             groups = [{**group, "params": [small.clone().detach()]} for group in tried.param_groups]
-            _of_config(self._config, torch.optim.SGD(groups, lr=1e-3))
+            schedule_of(_OP, self._config.scheduler, torch.optim.SGD(groups, lr=1e-3))
 
     def lines(self) -> Iterator[str]:
         """Yield what must be the same on all processes, a line for each thing."""
@@ -139,7 +137,7 @@ class Plan:
             return given(optimizer)
         if given is not None or self._config.scheduler is None or optimizer is None:
             return given
-        return _of_config(self._config, optimizer)
+        return schedule_of(_OP, self._config.scheduler, optimizer)
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -162,21 +160,6 @@ def _check_schedule(schedule: Any, optimizer: object) -> None:
             f"{_OP}: lr_scheduler is of a {type(of).__name__} that is not optimizer, expected one"
             " over its groups, or a function that makes one of an optimizer"
         )
-
-
-def _of_config(config: Config, optimizer: Optimizer) -> Any:
-    assert config.scheduler is not None
-    name = config.scheduler.type
-    cls: Any = SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
-    if not isinstance(cls, type) or not issubclass(cls, LRScheduler):
-        raise ValueError(
-            f"{_OP}: scheduler.type is {name!r}, expected one of {', '.join(SCHEDULES)}, or a class"
-            " of torch.optim.lr_scheduler"
-        )
-    try:
-        return cls(optimizer, **config.scheduler.params)
-    except TypeError as error:
-        raise ValueError(f"{_OP}: scheduler.params: {error}") from error
 
 
 def _flat(path: str, value: object) -> Iterator[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import warm_python
-from train_by_trainer import CASES, FILE, LAUNCHED, launched
+from train_by_trainer import CASES, FILE, LAUNCHED, LORA, launched
 
 from deepspeed_ext.compat.environment import Environment
 
@@ -49,10 +49,20 @@ def test_losses_norms_and_rates_are_deepspeeds(case, tmp_path):
     compare(case, *found(SHORT, tmp_path))
 
 
+LONG = tuple(sorted({*CASES} - {*SHORT} - {*LORA}))
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("case", sorted({*CASES} - {*SHORT}))
+@pytest.mark.parametrize("case", LONG)
 def test_those_of_other_configs_are_too(case, tmp_path):
-    compare(case, *found(tuple(sorted({*CASES} - {*SHORT})), tmp_path))
+    compare(case, *found(LONG, tmp_path))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", LORA)
+def test_those_of_adapters_are_too(case, tmp_path):
+    pytest.importorskip("peft")
+    compare(case, *found(LORA, tmp_path))
 
 
 @pytest.mark.long

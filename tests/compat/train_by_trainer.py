@@ -15,13 +15,16 @@ import importlib
 import importlib.metadata
 import json
 import os
+import socket
 import subprocess
 import sys
 import traceback
 from pathlib import Path
 
+LORA = ("1-float32-none-lora-1", "2-bf16-none-lora-2", "3-bf16-none-lora-2", "3-float32-cpu-lora-1")
 FILE = Path(__file__).with_name("recorded_trainer.json")
-# stage, precision, where the state is, whose optimizer and schedule, processes
+# stage, precision, where the state is, whose optimizer and schedule, processes; "lora" is Trainer's
+# optimizer of an adapter by PEFT
 CASES = (
     "0-float32-none-config-1",
     "1-bf16-none-config-2",
@@ -32,6 +35,7 @@ CASES = (
     "3-bf16-none-config-2",
     "3-fp16-cpu-config-1",
     "3-float32-none-trainer-2",
+    *LORA,
 )
 LAUNCHED = "accelerate"
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -73,6 +77,26 @@ def data(count):
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
+def with_adapter(model):
+    from peft import LoraConfig, get_peft_model
+
+    options = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return get_peft_model(model, options)
+
+
+def reloaded(folder, owner):
+    """What save_model wrote, read by from_pretrained; of an adapter, on what it was made for."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if owner != "lora":
+        return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    from peft import PeftModel
+
+    torch.manual_seed(0)
+    return PeftModel.from_pretrained(LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)), folder)
+
+
 def trained(case, folder):
     """The last group of an epoch has one micro-batch of two."""
     import torch
@@ -84,6 +108,8 @@ def trained(case, folder):
     def trainer():
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
+        if owner == "lora":
+            model = with_adapter(model)
         arguments = TrainingArguments(
             folder / "run",
             per_device_train_batch_size=2,
@@ -118,16 +144,23 @@ def trained(case, folder):
     rows = second.state.log_history
     found["resumed_loss"] = [row["loss"] for row in rows if "loss" in row and row["step"] > 3]
     unset_hf_deepspeed_config()  # so that anybody may read it
-    model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    model = reloaded(folder / "model", owner)
     ids = torch.stack([row["input_ids"] for row in data(4)])
     with torch.no_grad():
         found["reloaded_loss"] = model(ids, labels=ids).loss.item()
     return found
 
 
-def run(case, folder):
+def free_port():
+    with socket.socket() as opened:
+        opened.bind(("localhost", 0))
+        return str(opened.getsockname()[1])
+
+
+def run(trained, case, folder):
     """Return what the first of the processes of a case found."""
     folder.mkdir(parents=True)
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     world = int(case.rpartition("-")[2])
     children = []
     for rank in range(world):
@@ -158,7 +191,8 @@ def launched(folder, variables):
     options = "--use_deepspeed --num_processes 2 --num_machines 1 --zero_stage 3"
     options += " --gradient_accumulation_steps 2 --gradient_clipping 0.5 --mixed_precision no"
     options += " --offload_optimizer_device none --offload_param_device none"
-    options += " --zero3_init_flag false --zero3_save_16bit_model true --main_process_port 29599"
+    options += " --zero3_init_flag false --zero3_save_16bit_model true --main_process_port "
+    options += free_port()
     script = Path(__file__).with_name("accelerate_script.py")
     command = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), script]
     env = os.environ | {"OMP_NUM_THREADS": "1"} | variables
@@ -166,10 +200,11 @@ def launched(folder, variables):
     return json.loads((folder / LAUNCHED / "found.json").read_text())
 
 
-def main():
+def main(trained, all_cases, file):
+    """Record all cases, or print what comes of some, as `trained` does them."""
     is_recording = sys.argv[1] == "--record"
     folder, cases = (
-        (Path(sys.argv[2]), CASES) if is_recording else (Path(sys.argv[1]), sys.argv[2:])
+        (Path(sys.argv[2]), all_cases) if is_recording else (Path(sys.argv[1]), sys.argv[2:])
     )
     if not is_recording:
         from deepspeed_ext import compat
@@ -186,17 +221,17 @@ def main():
     torch.set_num_threads(1)
     no_gpu.pretend()
     found = {}
-    for number, case in enumerate(cases):
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(29600 + number)}
-        found[case] = run(case, folder / case)
+    for case in cases:
+        found[case] = run(trained, case, folder / case)
     if is_recording:
-        found[LAUNCHED] = launched(folder, {})
+        if file == FILE:
+            found[LAUNCHED] = launched(folder, {})
         versions = {n: importlib.metadata.version(n) for n in ("deepspeed", "transformers")}
         rows = ",\n".join(f"{json.dumps(case)}: {json.dumps(row)}" for case, row in found.items())
-        FILE.write_text(f'{{"versions": {json.dumps(versions)}, "cases": {{\n{rows}\n}}}}\n')
+        file.write_text(f'{{"versions": {json.dumps(versions)}, "cases": {{\n{rows}\n}}}}\n')
     else:
         print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    main(trained, CASES, FILE)

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 from configs_of_parts import SAMPLES
+from safetensors.torch import save_file
 
 from deepspeed_ext.config.__main__ import main
 from deepspeed_ext.config.page import page
@@ -87,6 +89,58 @@ def test_batch_sizes_are_those_of_so_many_processes(check):
         {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4}, "--processes", "3"
     )
     assert (status, err) == (0, "") and "processes a step" not in out
+
+
+def adam(**params):
+    return {"optimizer": {"type": "AdamW", "params": params}, "train_batch_size": 8}
+
+
+def test_options_of_optimizer_and_schedule_are_tried(check):
+    assert check(adam(lr=1e-3))[0] == 0
+    for config, text in (
+        (adam(learning_rate=1e-3), "config check: optimizer.params is {'learning_rate': 0.001"),
+        ({"optimizer": {"type": "AdamX"}}, "config check: optimizer.type is 'AdamX', expected one"),
+        (adam(lr=-1.0), "lr"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 3}}}, "scheduler.params: "),
+        ({"scheduler": {"type": "Warmup"}}, "config check: scheduler.type is 'Warmup', expected"),
+    ):
+        status, _, err = check({"train_batch_size": 8} | config)
+        assert status == 1 and text in err and err.count("\n") == 1, err
+    for params in ({"lr": "auto"}, {"lr": "auto", "learning_rate": 1}):  # Trainer completes them
+        assert check(adam(**params))[0] == 0
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
+    assert check({"train_batch_size": 8, "scheduler": schedule})[0] == 0
+
+
+def test_a_model_in_a_folder_says_what_training_takes(check, tmp_path):
+    shapes = {"embed.weight": (10, 6), "layers.0.w": (6, 8), "layers.1.w": (6, 9), "ids": (3,)}
+    dtypes = {"ids": torch.int64}
+    save_file(
+        {name: torch.zeros(shape, dtype=dtypes.get(name)) for name, shape in shapes.items()},
+        tmp_path / "model.safetensors",
+    )
+    folder = ("--model", str(tmp_path), "--processes", "2")
+    config = adam(lr=1e-3) | {"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}
+    status, out, err = check(config, *folder)
+    assert (status, err) == (0, "")
+    # 162 weights, 81 of which are here; two layers and the embedding, and twice the latter, which
+    # is the largest that is reduced.
+    assert out[out.index("162") :].splitlines() == [
+        "162 parameters on 2 processes: each needs, beside activations, at most",
+        "                               GPU        host        disk",
+        "weights                      324 B",
+        "gradients                    324 B",
+        "exp_avg                      324 B",
+        "exp_avg_sq                   324 B",
+        "gathered weights             648 B",
+        "gradients on their way       480 B",
+        "a checkpoint, of all                              1.90 KiB",
+        "total                     2.37 KiB                1.90 KiB",
+    ]
+    status, _, err = check(config, "--model", str(tmp_path / "none"))
+    assert status == 1 and str(tmp_path / "none") in err
+    status, _, err = check(adam(lr="auto"), *folder)
+    assert status == 1 and "leaves nothing open by auto" in err
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{"])

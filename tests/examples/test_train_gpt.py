@@ -374,6 +374,7 @@ def test_keeps_the_old_checkpoint_when_the_disk_is_full(
     assert len(list(whole.iterdir())) == 4
 
 
+@pytest.mark.long
 def test_every_format_of_state_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare_states.main(["--out", str(tmp_path), "--steps", "3"]) == 0
     printed = capsys.readouterr().out

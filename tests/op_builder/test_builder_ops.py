@@ -26,6 +26,7 @@ def undefined_libraries(library: Path) -> set[str]:
     return set(re.findall(r"\(NEEDED\).*\[(.*?)\]", text.stdout))
 
 
+@pytest.mark.long
 def test_a_cpu_row_compiles_and_loads_and_knows_no_cuda(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,6 +43,7 @@ def test_a_cpu_row_compiles_and_loads_and_knows_no_cuda(
     assert done.stdout == f"{library} {library}\n"
 
 
+@pytest.mark.long
 def test_a_cuda_row_compiles_where_there_is_nvcc(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

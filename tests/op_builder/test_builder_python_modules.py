@@ -174,6 +174,7 @@ def test_an_override_may_have_any_name(
     assert load_module("tiny_module").answer() == 42
 
 
+@pytest.mark.long
 def test_a_damaged_module_is_passed_over_or_explained(
     built: Path, csrc: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,8 @@ def copies_of(
     )
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(backend: str, device: str) -> None:
     """Inductor may take gradients of the embedding, and on CUDA of attention, in another order."""
     model = SmallGpt(Ours, VOCABULARY, seed=0).to(device)

@@ -1,6 +1,7 @@
 """Fixtures for the conftest.py of a folder: processes that run functions of its modules."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import processes
 import pytest
@@ -23,3 +24,13 @@ def groups(
     """Processes that run the functions of the test's module."""
     name = request.module.__name__
     return processes.Groups(name, tmp_path_factory.mktemp(name), shared_groups)
+
+
+def with_long(cases: Sequence[processes.Case], *names: str) -> list[Any]:
+    """Return cases as parameters of a test, those of these names marked long."""
+    made: list[Any] = []
+    for case in cases:
+        name = f"{case.function}-{case.row}-{case.world}"
+        made.append(pytest.param(case, id=name, marks=[pytest.mark.long] * (name in names)))
+    assert {*names} <= {param.id for param in made}
+    return made

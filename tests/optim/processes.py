@@ -3,6 +3,7 @@
 import faulthandler
 import gc
 import importlib
+import logging
 import multiprocessing
 import os
 import time
@@ -147,6 +148,7 @@ def _work(pipe, rank: int, world: int, device: str, folder: Path, name: str, cra
         while True:
             case, module, shared = pipe.recv()
             function = getattr(importlib.import_module(module), case.function)
+            logging.getLogger("deepspeed_ext").setLevel(logging.NOTSET)  # whatever one has set
             function(case.row, shared)
             now = time.process_time()
             pipe.send(("", now - begin))

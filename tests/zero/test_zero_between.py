@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from process_groups import with_long
 from processes import Case
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -338,8 +339,13 @@ CASES += [
     Case(4, "some_of_replicas", ""),
     *(Case(2, function, "") for function in ("reads", "unused", "thaws", "losses_of_shards")),
 ]
+LONG = (
+    "drops-replicas-4",
+    "drops-double-2",
+    "drops--2",
+)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
+@pytest.mark.parametrize("case", with_long(CASES, *LONG))
 def test_processes(case, groups):
     groups.run(case, "cpu")

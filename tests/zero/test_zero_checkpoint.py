@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from process_groups import with_long
 from processes import Case
 from torch import nn
 from zero_cases import FORMATS, Net, assert_close, loss_of, whole
@@ -434,8 +435,7 @@ def refusals(row, folder):
 
 CASES = [
     Case(4, "saves", ""),
-    *(Case(world, "loads", "") for world in (1, 2)),
-    *(pytest.param(Case(world, "loads", ""), marks=pytest.mark.long) for world in (3, 4)),
+    *(Case(world, "loads", "") for world in (1, 2, 3, 4)),
     Case(2, "master_weights", ""),
     Case(2, "weights_alone", ""),
     Case(2, "resumes", ""),
@@ -446,9 +446,14 @@ CASES = [
     Case(2, "consolidates", ""),
     Case(2, "refusals", ""),
 ]
+LONG = (
+    "saves--4",
+    "loads--3",
+    "loads--4",
+)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
+@pytest.mark.parametrize("case", with_long(CASES, *LONG))
 def test_processes(case, groups):
     if case.function == "loads":
         groups.run(Case(4, "saves", ""), "cpu")

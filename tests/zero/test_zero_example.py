@@ -55,6 +55,7 @@ def refuses(row, folder):
         assert text in said.getvalue()
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_another_number_of_processes(groups, tmp_path):
     groups.run(Case(2, "starts", ""), "cpu")
     groups.run(Case(1, "goes_on", "1"), "cpu")

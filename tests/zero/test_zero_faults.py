@@ -247,6 +247,7 @@ def test_a_process_that_dies_ends_the_others(groups):
     assert "Connection" in text or "peer" in text, text
 
 
+@pytest.mark.long
 def test_killed_savers_leave_a_whole_checkpoint(tmp_path):
     program = Path(__file__).with_name("kill_checkpoints.py")
     done = warm_python.run(program, tmp_path)

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from process_groups import with_long
 from processes import Case
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -171,8 +172,9 @@ CASES = [
     Case(2, "bodies_that_raise", ""),
     Case(2, "refusals", ""),
 ]
+LONG = ("gathers-hybrid-4",)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
+@pytest.mark.parametrize("case", with_long(CASES, *LONG))
 def test_processes(case, groups):
     groups.run(case, "cpu")

@@ -9,6 +9,7 @@ from unittest import TestCase
 import pytest
 import torch
 import torch.distributed as dist
+from process_groups import with_long
 from processes import Case
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -480,9 +481,14 @@ CASES = [
     Case(4, "losses_of_whole_weights", "replicas"),
     Case(2, "saved_pretrained", ""),
 ]
+LONG = (
+    "errors--2",
+    "shards_after_errors--2",
+    "graded_forwards--2",
+)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
+@pytest.mark.parametrize("case", with_long(CASES, *LONG))
 def test_processes(case, groups):
     groups.run(case, "cpu")
 

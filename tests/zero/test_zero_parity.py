@@ -189,7 +189,7 @@ def unused_somewhere(row, folder):
 
 KINDS = {1: ("plain",), 2: ("plain", "offload", "torch's"), 4: ("offload",)}
 SHORT = {("plain", 1), ("plain", 2)}  # all stages
-SHORT_STAGES = {1: (), 2: (2, 3), 4: (3,)}
+SHORT_STAGES = {1: (), 2: (2, 3), 4: ()}
 CASES = [
     *(
         pytest.param(Case(world, "parity", f"{stage}-{kind}-{length}"), marks=marks)

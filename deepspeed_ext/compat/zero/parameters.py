@@ -77,6 +77,7 @@ def describe(param: Tensor, is_whole: bool = False) -> None:
             ds_numel=rows.numel(),
             ds_tensor=local(rows),
             ds_status=names.AVAILABLE if is_whole else names.NOT_AVAILABLE,
+            ds_active_sub_modules=set(),
         )
 
 

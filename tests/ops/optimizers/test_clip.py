@@ -205,6 +205,7 @@ def test_rows_on_the_cpu_of_a_mesh_on_cuda(backend: str, cuda: str, tmp_path: Pa
 
 
 @pytest.mark.long
+@pytest.mark.long
 def test_dtensors(tmp_path: Path) -> None:
     """Four real processes over gloo, in a row and in a grid; clip_worker.py is what they do."""
     processes = 4

@@ -1,0 +1,148 @@
+"""How much memory training by a config takes, of a model that a folder describes."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_ext.config.classes import Named
+from deepspeed_ext.config.config import Config
+from deepspeed_ext.io.checkpoint.shards import Shards
+from deepspeed_ext.offload.memory_estimate import GRADIENTS, SHADOW, SUMS, WEIGHTS
+from deepspeed_ext.ops.optimizers.state_formats import BLOCK
+from deepspeed_ext.optim.base import FlatStateOptimizer
+from deepspeed_ext.optim.formats import SCALE
+
+OP = "config check"
+_SAMPLE = 1 << 12  # elements of a parameter that tells what a class of torch's keeps
+_OF_A_BLOCK = re.compile(r".*?\.\d+\.")  # the name up to its first number
+Described = Mapping[str, Tensor]
+
+
+@dataclass
+class Needs:
+    """Bytes by kind that each process needs, beside activations.
+
+    Attributes:
+        gpu: where the parameters are.
+        host: of host memory.
+        disk: of a checkpoint of all processes together.
+    """
+
+    gpu: Counter[str] = field(default_factory=Counter)
+    host: Counter[str] = field(default_factory=Counter)
+    disk: int = 0
+
+    def rows(self) -> Iterator[tuple[str, int, int, int]]:
+        """Yield kind, bytes on the GPU, in host memory and on disk; the totals last."""
+        for kind in dict.fromkeys((*self.gpu, *self.host)):
+            if self.gpu[kind] or self.host[kind]:
+                yield kind, self.gpu[kind], self.host[kind], 0
+        yield "a checkpoint, of all", 0, 0, self.disk
+        yield "total", self.gpu.total(), self.host.total(), self.disk
+
+
+def described(folder: Path) -> dict[str, Tensor]:
+    """Return the floating-point tensors of a folder of safetensors files, on meta.
+
+    Raises:
+        OSError, ValueError: it is no such folder.
+    """
+    saved = Shards(OP, folder).tensors
+    made = {name: torch.empty(s.shape, dtype=s.dtype, device="meta") for name, s in saved.items()}
+    return {name: tensor for name, tensor in made.items() if tensor.is_floating_point()}
+
+
+def needs_of(config: Config, weights: Described, processes: int) -> Needs:
+    """Return what each process needs, by the table in the text of `zero.shard`.
+
+    All weights are taken to be trained, and the blocks of stage 3 to be those that have a number in
+    their name. Processes hold as many rows as the one that has most.
+
+    Args:
+        config: that was read.
+        weights: by name, on meta.
+        processes: that share the model.
+
+    Raises:
+        ValueError: the optimizer of the config is none, or the batch sizes do not fit together.
+    """
+    stage, is_mixed = config.zero_optimization.stage, config.bf16.enabled or config.fp16.enabled
+    shares = processes if stage else 1
+    if is_mixed:  # what is kept are master weights
+        weights = {name: weight.float() for name, weight in weights.items()}
+    needs = _kept(config, [_rows(weight, shares) for weight in weights.values()])
+    kinds = (needs.gpu + needs.host).items()
+    state = sum(n for kind, n in kinds if kind not in (WEIGHTS, GRADIENTS, SUMS, SHADOW))
+    needs.disk = sum(weight.nbytes for weight in weights.values()) + shares * state
+    if is_mixed or processes > 1 or stage == 3:
+        _add_gathered(needs.gpu, config, weights, processes)
+    return needs
+
+
+def _rows(weight: Tensor, shares: int) -> nn.Parameter:
+    shape = [-(-weight.shape[0] // shares), *weight.shape[1:]] if weight.dim() else []
+    return nn.Parameter(torch.empty(shape, dtype=weight.dtype, device="meta"))
+
+
+def _kept(config: Config, params: list[nn.Parameter]) -> Needs:
+    """Return weights, gradients and state, as they are from step to step."""
+    weights = sum(param.nbytes for param in params)
+    block, needs = config.optimizer, Needs(Counter({WEIGHTS: weights}))
+    if block is None:
+        return needs
+    offload = config.zero_optimization.offload_optimizer
+    offloads = offload.device == "cpu"
+    named = Named(OP, block.type, block.params, "cpu", offloads)
+    tried = named.tried([{"params": params}])
+    if offloads:
+        found = named.estimated(params, 1 - offload.ratio)
+        needs.gpu, needs.host = Counter(found.gpu), Counter(found.host)
+        return needs
+    needs.gpu[GRADIENTS] = weights
+    for dtype in {param.dtype for param in params}:
+        elements = sum(param.numel() for param in params if param.dtype == dtype)
+        for key, size in _state_of_an_element(tried, dtype).items():
+            needs.gpu[key] += math.ceil(elements * size)
+    return needs
+
+
+def _state_of_an_element(tried: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, float]:
+    """Return the bytes of state for each element of a parameter, by key."""
+    group = tried.param_groups[0]
+    if isinstance(tried, FlatStateOptimizer):
+        dtypes = tried.state_format.dtypes(tried.spec.state_keys(group), dtype)
+        sizes = {key: float(kept.itemsize) for key, kept in dtypes.items()}
+        coded = [key for key, kept in dtypes.items() if kept == torch.uint8]
+        return sizes | {key + SCALE: 4 / BLOCK for key in coded}
+    param = nn.Parameter(torch.zeros(_SAMPLE, 1, dtype=dtype))
+    param.grad = torch.zeros_like(param)
+    group["params"][:] = [param]
+    tried.step()
+    tensors = {k: v for k, v in tried.state[param].items() if isinstance(v, Tensor) and v.dim()}
+    return {key: tensor.nbytes / _SAMPLE for key, tensor in tensors.items()}
+
+
+def _add_gathered(gpu: Counter[str], config: Config, weights: Described, processes: int) -> None:
+    """Add what lies beside what is kept while forward and backward are under way."""
+    is_mixed = config.bf16.enabled or config.fp16.enabled
+    summed = config.communication_data_type or (torch.float32 if is_mixed else None)
+    blocks: Counter[str] = Counter()
+    sums: Counter[str] = Counter()
+    for name, weight in weights.items():
+        found = _OF_A_BLOCK.match(name)
+        block = found[0] if found else ""
+        used = 2 if is_mixed else weight.element_size()
+        blocks[block] += weight.numel() * used
+        sums[block] += weight.numel() * (summed.itemsize if summed else used)
+    largest = sorted((size for name, size in blocks.items() if name), reverse=True)
+    stage, steps = config.zero_optimization.stage, config.batch_sizes(processes).steps
+    gpu["gathered weights"] = blocks[""] + sum(largest[:2]) if stage == 3 else blocks.total()
+    of_all = stage < 2 and steps > 1
+    gpu["gradients on their way"] = sums.total() if of_all else max(sums.values(), default=0)
+    gpu["gradients on their way"] += max(blocks.values(), default=0)
