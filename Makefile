@@ -48,10 +48,10 @@ test: $(DONE)/test  ## run the tests, but for the longest
 	@$(if $(ARGS),,$(WARM))
 	$(PYTEST) -m 'not long' $(ARGS)
 
-test-long: $(DONE)/long  ## run the longest tests: over 15 s each, or in an emulator
+test-long: $(DONE)/long  ## run the longest tests: over 8 s each, or in an emulator
 	@$(PYTEST) -m long $(ARGS)
 
-test-all: $(DONE)/long  ## run both in one go, as CI does
+test-all: $(DONE)/long  ## run both in one go
 	@$(if $(ARGS),,$(WARM))
 	$(PYTEST) $(ARGS)
 

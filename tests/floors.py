@@ -215,7 +215,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("activations", "environment"),
         ("__main__",),
     ),
-    "compat/zero": (("parameters",), ("gathered",), ("init",)),
+    "compat/zero": (("parameter_offload", "parameters"), ("gathered",), ("init",)),
     "examples": (
         ("gpt", "optimizers", "run_folder", "text"),
         ("gpt_engine", "trainer"),

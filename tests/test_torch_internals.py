@@ -255,6 +255,7 @@ def owners_of_fully_shard(model: Any) -> Iterator[tuple[Any, str]]:
     yield group, "_training_state _all_gather_result _post_reduce_event _all_reduce_state"
     yield group, "_reshard_after_forward_event _post_forward_indices _partial_reduce_output"
     yield group, "_to_sharded fsdp_params is_unsharded unshard reshard mesh_info post_backward"
+    yield group, "wait_for_unshard"
     yield param, "_unsharded_param _setattr_on_modules _module_info sharded_param"
     yield param, "unsharded_accumulated_grad reset_sharded_param _sharded_param_data"
     yield group, "_orig_dtype _init_mp_dtypes reduce_grads"

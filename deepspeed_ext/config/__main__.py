@@ -135,16 +135,16 @@ def _say_needs(examined: Examined, folder: str, processes: int) -> list[str]:
     print(
         f"\n{count:,} parameters on {processes} processes: each needs, beside activations, at most"
     )
-    rows = [("", "GPU", "host", "disk"), *needs.rows()]
+    rows = [(kind, *map(_size, sizes)) for kind, *sizes in needs.rows()]
     longest = max(len(row[0]) for row in rows)
-    for kind, *sizes in rows:
-        print((f"{kind:{longest}}" + "".join(f"{_size(size):>12}" for size in sizes)).rstrip())
+    for kind, *sizes in (("", "GPU", "host", "disk"), *rows):
+        print((f"{kind:{longest}}" + "".join(f"{size:>12}" for size in sizes)).rstrip())
     return []
 
 
-def _size(nbytes: int | str) -> str:
-    if isinstance(nbytes, str) or nbytes == 0:
-        return nbytes or ""
+def _size(nbytes: int) -> str:
+    if nbytes == 0:
+        return ""
     power = min(3, (nbytes.bit_length() - 1) // 10)
     unit = ("B", "KiB", "MiB", "GiB")[power]
     return f"{nbytes / 1024**power:.2f} {unit}" if power else f"{nbytes} {unit}"

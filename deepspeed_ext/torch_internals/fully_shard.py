@@ -190,6 +190,17 @@ def keep_for_backward(model: nn.Module, begins: Callable[[], None]) -> None:
         group.unshard = partial(_unshard, group.unshard, group, weakref.ref(model), begins)
 
 
+def when_first_gathered(model: nn.Module, told: Callable[[Tensor, Tensor], None]) -> None:
+    """Have it told the shard and the whole of each parameter, once: the whole stays the same one.
+
+    Args:
+        model: that is sharded.
+        told: called when the whole one has got its memory.
+    """
+    for group in groups_of(model):
+        group.wait_for_unshard = partial(_wait_once, group.wait_for_unshard, group, told)
+
+
 def is_in_forward(model: nn.Module) -> bool:
     """Tell whether a forward of a model, or of a block that was called by itself, is under way."""
     return _states(model)[0]._state_ctx.iter_forward_root is not None
@@ -330,6 +341,16 @@ def _unshard(
         else:
             group._to_sharded()
     unshard(async_op)
+
+
+def _wait_once(wait: Any, group: Any, told: Callable[[Tensor, Tensor], None]) -> None:
+    wait()
+    wholes = [(param.sharded_param, whole_of(param)) for param in group.fsdp_params]
+    for shard, whole in wholes:
+        if whole is not None:
+            told(shard, whole)
+    if all(whole is not None for _, whole in wholes):
+        group.wait_for_unshard = wait
 
 
 def _show_whole(group: Any) -> None:

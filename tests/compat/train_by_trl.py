@@ -5,6 +5,7 @@
 writes recorded_trl.json where a real deepspeed is installed.
 """
 
+import os
 from pathlib import Path
 
 from train_by_trainer import HEADS, SIZES, config, main
@@ -42,6 +43,9 @@ def trained(case, folder):
     kind, stage, precision, world = case.split("-")
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, pad_token_id=0, eos_token_id=1))
+    base = folder / f"base-{os.environ['RANK']}"  # of which the reference model is made anew
+    model.save_pretrained(base)
+    model = LlamaForCausalLM.from_pretrained(base)
     texts = [f"{chr(97 + i % 26)} cat, a dog." for i in range(8 * int(world))]
     options = {
         "output_dir": str(folder / "run"),

@@ -193,6 +193,12 @@ def test_messages_of_optimizers_are_not_passed_on():
     assert config.as_dict()["optimizer"]["params"] == params
 
 
+def test_a_path_as_a_key_acts_nowhere():
+    config = read({"train_batch_size": 1, "zero_optimization.reduce_bucket_size": 5})
+    (warning,) = config.warnings
+    assert warning.startswith("config: zero_optimization.reduce_bucket_size acts nowhere")
+
+
 def test_the_page_is_that_of_the_tree():
     how = "run: python -m deepspeed_ext.config keys docs/config.md"
     assert (ROOT / "docs" / "config.md").read_text() == page(), how

@@ -75,6 +75,12 @@ def held(row, folder):
         if is_described:
             assert param.ds_status is ZeroParamStatus.NOT_AVAILABLE
             assert param.ds_shape == other.shape and torch.equal(param.ds_tensor, local(param))
+    seen = []
+    handle = model.head.register_forward_pre_hook(lambda head, _: seen.append(vars(head.weight)))
+    loss_of(engine, 0)  # TRL asks there
+    handle.remove()
+    status = ZeroParamStatus.AVAILABLE if is_described else None
+    assert [attributes.get("ds_status") for attributes in seen] == [status]
     up = model.blocks[0].up.weight
     with compat.GatheredParameters(up, modifier_rank=1), torch.no_grad():
         up.fill_(3.0 + rank)

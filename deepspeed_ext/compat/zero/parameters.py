@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from deepspeed_ext.dtensors import is_dtensor, local
-from deepspeed_ext.torch_internals.fully_shard import groups_of, shards_of, whole_of
+from deepspeed_ext.torch_internals.fully_shard import (
+    groups_of,
+    shards_of,
+    when_first_gathered,
+    whole_of,
+)
 from deepspeed_ext.zero.rows import rows_of
 from deepspeed_ext.zero.sharding import sharding_of
 
@@ -40,6 +45,7 @@ def know(model: nn.Module) -> None:
         if sharding_of("compat.zero", model).stage == 3:
             for param in model.parameters():
                 describe(param)
+            when_first_gathered(model, _describe_whole)
 
 
 def models_of(params: Iterable[Tensor]) -> list[nn.Module]:
@@ -79,6 +85,12 @@ def describe(param: Tensor, is_whole: bool = False) -> None:
             ds_status=names.AVAILABLE if is_whole else names.NOT_AVAILABLE,
             ds_active_sub_modules=set(),
         )
+
+
+def _describe_whole(shard: Tensor, whole: Tensor) -> None:
+    """Say the same on what stands in the place of a shard in a forward."""
+    said = {name: value for name, value in vars(shard).items() if name.startswith("ds_")}
+    vars(whole).update(said, ds_status=ZeroParamStatus.AVAILABLE)
 
 
 def number(param: Tensor) -> None:
