@@ -100,20 +100,18 @@ def _misfits(examined: Examined) -> list[str]:
     assert config is not None
     if config.optimizer is None and config.scheduler is None:
         return []
-    from torch import nn, optim, zeros  # a second, which most configs need not wait for
+    from deepspeed_ext.config.classes import Named, schedule_class  # with torch, for which alone
 
-    from deepspeed_ext.config.classes import Named, schedule_of
-
-    problems, groups = [], [{"params": [nn.Parameter(zeros(1))]}]
+    problems = []
     try:
         block, offload = config.optimizer, config.zero_optimization.offload_optimizer
         if block is not None and not _waiting(examined, "optimizer."):
-            Named(OP, block.type, block.params, "cpu", offload.device == "cpu").tried(groups)
+            Named(OP, block.type, block.params, "cpu", offload.device == "cpu").check_names()
     except ValueError as error:
         problems.append(str(error))
     try:
         if config.scheduler is not None and not _waiting(examined, "scheduler."):
-            schedule_of(OP, config.scheduler, optim.SGD(groups, lr=1e-3))
+            schedule_class(OP, config.scheduler)
     except ValueError as error:
         problems.append(str(error))
     return problems

@@ -13,6 +13,7 @@ from deepspeed_ext import optim
 from deepspeed_ext.config.tree import Scheduler
 from deepspeed_ext.offload import Estimate, OffloadOptimizer, estimate
 from deepspeed_ext.optim.base import FlatStateOptimizer
+from deepspeed_ext.optim.formats import FormatOptions
 from deepspeed_ext.optim.schedules import SCHEDULES
 
 Group = dict[str, Any]
@@ -95,6 +96,23 @@ class Named:
         ]
         return self._called(self._in_host or self._make, small, options)
 
+    def check_names(self) -> None:
+        """Refuse options that the class has not, without making one: that imports for seconds.
+
+        Raises:
+            ValueError: there is one.
+        """
+        taken = inspect.signature(self._in_host or self._make).parameters
+        known = {*taken, *inspect.get_annotations(FormatOptions)}
+        if self._in_host is not None:
+            known |= {*inspect.signature(OffloadOptimizer).parameters}
+        other = [name for name in self._options if name not in known]
+        if other:
+            raise ValueError(
+                f"{self._op}: optimizer.params has {other[0]!r}, expected one of"
+                f" {', '.join(sorted(known - {'self', 'params', 'kwargs', 'formats'}))}"
+            )
+
     def made(self, groups: list[Group], offload: Mapping[str, Any] | None) -> torch.optim.Optimizer:
         """Return the optimizer.
 
@@ -142,6 +160,26 @@ def _is_decoupled(name: str, options: Mapping[str, Any]) -> bool:
     return bool(options.get("adam_w_mode", True)) or name.lower() == "adamw"
 
 
+def schedule_class(op: str, block: Scheduler) -> Any:
+    """Return the class of a schedule, whose options are names of its arguments.
+
+    Raises:
+        ValueError: as `schedule_of`.
+    """
+    name = block.type
+    cls: Any = SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
+    if not isinstance(cls, type) or not issubclass(cls, LRScheduler):
+        raise ValueError(
+            f"{op}: scheduler.type is {name!r}, expected one of {', '.join(SCHEDULES)}, or a class"
+            " of torch.optim.lr_scheduler"
+        )
+    try:
+        inspect.signature(cls).bind(None, **block.params)
+    except TypeError as error:
+        raise ValueError(f"{op}: scheduler.params: {error}") from error
+    return cls
+
+
 def schedule_of(op: str, block: Scheduler, optimizer: Any) -> Any:
     """Return the schedule that a config names.
 
@@ -153,13 +191,7 @@ def schedule_of(op: str, block: Scheduler, optimizer: Any) -> Any:
     Raises:
         ValueError: there is no such class, or it has no such option.
     """
-    name = block.type
-    cls: Any = SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
-    if not isinstance(cls, type) or not issubclass(cls, LRScheduler):
-        raise ValueError(
-            f"{op}: scheduler.type is {name!r}, expected one of {', '.join(SCHEDULES)}, or a class"
-            " of torch.optim.lr_scheduler"
-        )
+    cls = schedule_class(op, block)
     try:
         return cls(optimizer, **block.params)
     except TypeError as error:

@@ -37,10 +37,10 @@ assert config.batch_sizes(processes=2) == (32, 4, 4)  # train, micro, steps
 assert "overlap_comm changes nothing" in config.warnings[0]
 ```
 
-`python -m deepspeed_ext.config check FILE` prints what comes of each key of a file, and tries the
-options of optimizer and schedule; its status is 1 where the file is refused. With `--processes N`
-it prints the batch sizes, and with `--model FOLDER`, a folder of safetensors files as transformers
-writes it, the bytes that training takes on each GPU, in host memory and on disk.
+`python -m deepspeed_ext.config check FILE` prints what comes of each key of a file, and looks
+for the options of optimizer and schedule; its status is 1 where the file is refused. With
+`--processes N` it prints the batch sizes, and with `--model FOLDER`, a folder of safetensors files
+as transformers writes it, the bytes that training takes on each GPU, in host memory and on disk.
 
 A key has one of four effects:
 
