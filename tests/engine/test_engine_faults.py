@@ -326,6 +326,20 @@ def test_a_step_that_is_skipped_without_fp16() -> None:
         assert engine.global_steps == 2 and engine.lr_scheduler.last_epoch == 2
 
 
+def test_an_infinite_gradient_is_no_other_parameters_matter() -> None:
+    """Without clipping; a class of torch's steps with what there is."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    given = config(0, gradient_clipping=0.0)
+    with deepspeed_ext.initialize(model=model, optimizer=optimizer, config=given)[0] as engine:
+        before = model.weight.detach().clone()
+        loss = model.weight.sum() + (model.bias * torch.tensor([math.inf, 1])).sum()
+        engine.backward(engine(torch.zeros(1, 2)).sum() * 0 + loss)
+        engine.step()
+        assert engine.get_global_grad_norm() == math.inf
+        assert torch.equal(model.weight, before - 0.5)
+
+
 def test_a_schedule_that_wants_to_know_the_loss() -> None:
     model = nn.Linear(3, 2)
     client = torch.optim.SGD(model.parameters(), lr=1.0)
