@@ -123,9 +123,9 @@ class Environment:
 
     def _check_free(self) -> None:
         real = real_deepspeed()
-        package = self._package / "__init__.py"
-        for other in (package, self._script):
-            if real is None and other.exists() and not is_ours(other):
+        package, module = self._package / "__init__.py", self.packages / f"{NAME}.py"
+        for other in (package, module, self._script):
+            if real is None and os.path.lexists(other) and not is_ours(other):
                 real = str(other)
         if real is not None:
             raise ValueError(

@@ -83,8 +83,8 @@ def _say_sizes(examined: Examined, processes: int) -> list[str]:
     except ValueError as error:
         return [str(error)]
     print(
-        f"\non {processes} processes a step is {sizes.train} samples: {sizes.steps} micro-steps of"
-        f" {sizes.micro} samples on each"
+        f"\non {_processes(processes)} a step is {sizes.train} samples:"
+        f" {sizes.steps} micro-steps of {sizes.micro} samples on each"
     )
     return []
 
@@ -127,17 +127,22 @@ def _say_needs(examined: Examined, folder: str, processes: int) -> list[str]:
     try:
         weights = described(Path(folder))
         needs = needs_of(examined.config, weights, processes)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        return [f"{OP}: --model is {folder}, expected a folder of safetensors files: {error}"]
+    except ValueError as error:
         return [str(error)]
     count = sum(weight.numel() for weight in weights.values())
-    print(
-        f"\n{count:,} parameters on {processes} processes: each needs, beside activations, at most"
-    )
+    where = _processes(processes)
+    print(f"\n{count:,} parameters on {where}: each needs, beside activations, at most")
     rows = [(kind, *map(_size, sizes)) for kind, *sizes in needs.rows()]
     longest = max(len(row[0]) for row in rows)
     for kind, *sizes in (("", "GPU", "host", "disk"), *rows):
         print((f"{kind:{longest}}" + "".join(f"{size:>12}" for size in sizes)).rstrip())
     return []
+
+
+def _processes(count: int) -> str:
+    return f"{count} processes" if count > 1 else "one process"
 
 
 def _size(nbytes: int) -> str:

@@ -1,6 +1,7 @@
 """The classes that a config names: of an optimizer and of its schedule."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -68,6 +69,11 @@ class Named:
                 f"{op}: optimizer.params.max_grad_norm is {options['max_grad_norm']}, expected"
                 " none; clip by gradient_clipping"
             )
+        for key, value in options.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(
+                    f"{op}: optimizer.params.{key} is {value}, expected a finite number"
+                )
         for key in ("betas", "eps"):
             if isinstance(options.get(key), list):
                 options[key] = tuple(options[key])

@@ -55,7 +55,10 @@ def described(folder: Path) -> dict[str, Tensor]:
     """
     saved = Shards(OP, folder).tensors
     made = {name: torch.empty(s.shape, dtype=s.dtype, device="meta") for name, s in saved.items()}
-    return {name: tensor for name, tensor in made.items() if tensor.is_floating_point()}
+    found = {name: tensor for name, tensor in made.items() if tensor.is_floating_point()}
+    if not found:
+        raise ValueError(f"{OP}: {folder} has no weights, expected some of a floating-point dtype")
+    return found
 
 
 def needs_of(config: Config, weights: Described, processes: int) -> Needs:
@@ -123,7 +126,11 @@ def _state_of_an_element(tried: torch.optim.Optimizer, dtype: torch.dtype) -> di
     param = nn.Parameter(torch.zeros(_SAMPLE, 1, dtype=dtype))
     param.grad = torch.zeros_like(param)
     group["params"][:] = [param]
-    tried.step()
+    try:
+        tried.step()
+    except Exception as error:  # such as of one that wants sparse gradients
+        name = type(tried).__name__
+        raise ValueError(f"{OP}: optimizer.type is {name}, whose step fails: {error}") from error
     tensors = {k: v for k, v in tried.state[param].items() if isinstance(v, Tensor) and v.dim()}
     return {key: tensor.nbytes / _SAMPLE for key, tensor in tensors.items()}
 

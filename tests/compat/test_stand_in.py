@@ -130,6 +130,20 @@ def test_enable_and_disable(place):
     assert place.disable() and files_of(place) == empty
 
 
+@pytest.mark.parametrize("kind", ["module", "link"])
+def test_what_others_have_there_stays(place, kind):
+    """A module of one file, and a program whose target is not there now."""
+    if kind == "module":
+        (place.packages / "deepspeed.py").write_text("zero = 1\n")
+    else:
+        (place.packages.parent / "bin" / "deepspeed").symlink_to("/nowhere/deepspeed")
+    before = files_of(place)
+    with pytest.raises(ValueError, match="expected no deepspeed"):
+        place.enable()
+    place.disable()
+    assert files_of(place) == before
+
+
 def test_pip_removes_it(tmp_path):
     """In an environment of its own, by its command line."""
     venv.create(tmp_path / "env", with_pip=False)

@@ -141,6 +141,14 @@ def test_a_model_in_a_folder_says_what_training_takes(check, tmp_path):
     ]
     status, _, err = check(config, "--model", str(tmp_path / "none"))
     assert status == 1 and str(tmp_path / "none") in err
+    sparse = {"optimizer": {"type": "SparseAdam"}, "train_batch_size": 8}
+    status, _, err = check(sparse, *folder)
+    assert status == 1 and err.startswith("config check: optimizer.type is SparseAdam, whose step")
+    status, _, err = check(adam(lr="inf"), *folder)
+    assert status == 1 and "optimizer.params.lr is inf, expected a finite number" in err
+    save_file({"ids": torch.zeros(3, dtype=torch.int64)}, tmp_path / "model.safetensors")
+    status, _, err = check(config, *folder)
+    assert status == 1 and "has no weights" in err
     status, _, err = check(adam(lr="auto"), *folder)
     assert status == 1 and "leaves nothing open by auto" in err
 

@@ -72,7 +72,13 @@ class GatheredParameters:
             check_not_lent(self._plain)
             first = sharded(self._kept[0]) if self._kept else None
             if first is not None:
-                rank = int(first.device_mesh.mesh.flatten()[rank])
+                ranks = first.device_mesh.mesh.flatten().tolist()
+                if not 0 <= rank < len(ranks):
+                    raise ValueError(
+                        f"compat.zero.GatheredParameters: modifier_rank is {rank}, expected 0 to"
+                        f" {len(ranks) - 1}, as so many processes hold the parameters"
+                    )
+                rank = ranks[rank]
         inner = _Gathered(self._kept, rank, inside=models_of(self._kept), as_used=True)
         for param in self._kept:
             describe(param, is_whole=True)
