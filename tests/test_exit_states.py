@@ -12,7 +12,7 @@ def test_programs_end_as_they_should() -> None:
     """All states by one program, as a process that has loaded everything forks in no time."""
     program = Path(__file__).with_name("exit_states.py")
     done = subprocess.run(
-        [sys.executable, program, "--rounds", "1"],
+        [sys.executable, program, "--rounds", "3"],
         check=False,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -316,10 +316,7 @@ void test(Dtype dtype, int64_t width, int64_t window, bool as_chunks) {
 int main() {
   for (bool as_chunks : {false, true}) {
     for (Dtype dtype : kDtypes) {
-      for (int64_t width : {2, 7, 40, 66}) {
-        if (dtype != Dtype::float32 && width % 2 == 0 && width != 40) continue;
-        test(dtype, width, width % 4 == 0 ? 70 : 0, as_chunks);
-      }
+      for (int64_t width : {2, 7, 40, 66}) test(dtype, width, width % 4 == 0 ? 70 : 0, as_chunks);
     }
     test(Dtype::bfloat16, 256, 300, as_chunks);
   }

@@ -176,12 +176,8 @@ void test(Activation activation, Dtype of, Dtype others, int64_t n) {
 int main() {
   for (int64_t activation = 0; activation < dsx::kActivations; ++activation) {
     for (int64_t n : {1, 16, 33}) {
-      test(Activation(activation), Dtype::float32, Dtype::float32, n);
+      for (Dtype dtype : kDtypes) test(Activation(activation), dtype, dtype, n);
       test(Activation(activation), Dtype::bfloat16, Dtype::float32, n);
-      if (activation > 0) continue;  // how elements are stored is no matter of the function
-      for (Dtype dtype : {Dtype::float16, Dtype::bfloat16}) {
-        test(Activation(activation), dtype, dtype, n);
-      }
     }
   }
   test(Activation::gelu, Dtype::float16, Dtype::bfloat16, 515);

@@ -75,8 +75,6 @@ SANITIZE = ["-O1", "-g1", "-fno-sanitize-recover=all", "-DDSX_CHECKED"]
 _CPU = Path("/proc/cpuinfo").read_text()
 _WITHOUT = {"BASELINE": "avx2" in _CPU, "AVX2": "avx512bw" in _CPU}
 FEW_COPIES = [f"-DDSX_WITHOUT_{name}" for name, has_wider in _WITHOUT.items() if has_wider]
-# Whose kernels take the compiler far longer than they run.
-UNOPTIMIZED = ["quantize", "quantized_linear_w4"]
 # Of what these two find, the addresses are found when they are used; GCC takes a fifth longer.
 FOUND_BY_ADDRESS = "-fno-sanitize=null,object-size"
 # GCC takes twice as long to put these checks in line as to call a function for them.
@@ -126,32 +124,25 @@ class Way:
 
 
 SANITIZER = sanitizer()
-# All rules share the loop; this one has most of all.
-ONE_RULE = "-DDSX_ONE_RULE"
-ITS_SOURCES = {"steps": [ISA, "cpu_adam"]}
-# Caches, and weights, differ in the conversion of an element alone: each is tried one way.
-ON_ARM = ["kv_cache_fp8", "quantized_linear_w8"]
-ELSEWHERE_THAN_ON_ARM = ["kv_cache", "kv_cache_int8", "quantized_linear_w4"]
 FAULTS = ["-fsanitize=address,undefined"]
-FEW_SAMPLES = "-DDSX_FEW_SAMPLES"  # where a run is slow, and what it looks for is not in the values
 # By the flags of the product tests/ops tries kernels on all instruction sets, tests/io the engine.
 WAYS = {
     "product": Way(
         "",
-        [ONE_RULE],
+        [],
         ["isa", "vec", "vec_memory", "vec_math", "steps"],
-        sources=ITS_SOURCES,
     ),
     "sanitized": Way(
         SANITIZER,
-        [*SANITIZE, *FAULTS, FEW_SAMPLES],
-        [program for program in PROGRAMS if program not in ON_ARM],
+        [*SANITIZE, *FAULTS],
+        # Of the two caches of codes one: they differ in the conversion of an element.
+        [program for program in PROGRAMS if program != "kv_cache_fp8"],
     ),
     "threads": Way(
         "",
-        [*SANITIZE, "-fsanitize=thread", ONE_RULE],
+        [*SANITIZE, "-fsanitize=thread"],
         ["steps", "lamb", *THREADED],
-        sources=ITS_SOURCES,
+        sources={"steps": [ISA, "cpu_adam"]},  # all rules share the loop
     ),
     "clang": Way(
         "clang++",
@@ -161,14 +152,14 @@ WAYS = {
     ),
     "arm": Way(
         "aarch64-linux-gnu-g++",
-        ["-static", "-O1", FEW_SAMPLES, ONE_RULE],  # -O3 takes GCC twice as long
-        # LARS has the loops of LAMB.
+        ["-static"],
+        # LARS has the loops of LAMB; caches and weights of 8 bits differ in the conversion.
         [
             name
             for name in PROGRAMS
-            if PROGRAMS[name] != ENGINE and name not in ("lars", *ELSEWHERE_THAN_ON_ARM)
+            if name not in ("lars", "kv_cache_fp8", "quantized_linear_w8")
+            and PROGRAMS[name] != ENGINE
         ],
-        sources=ITS_SOURCES,
         emulator="qemu-aarch64",
         packages="g++-aarch64-linux-gnu qemu-user",
     ),
@@ -227,17 +218,10 @@ def compile_program(way: str, program: str, folder: Path) -> Path:
         for part in kernels or [sources]:  # kernels of a library are compiled one by one
             paths = [CSRC / source for source in part]
             stem = folder / f"{spec.name}_{part[0].replace('/', '_')}_{way}"
-            flags = ["-c", *kernel_flags(way, program)]
-            objects.append(once(stem, ".o", [*compiler_of(way, spec), *flags], paths))
+            copies = FEW_COPIES if WAYS[way].is_sanitized() else []
+            objects.append(once(stem, ".o", [*compiler_of(way, spec), *copies, "-c"], paths))
     main = HERE / f"test_{program}.cpp"
     return once(folder / f"{program}_{way}", "", compiler_of(way), [main], objects)
-
-
-def kernel_flags(way: str, program: str) -> list[str]:
-    """Return what spares the compiler work on the sources that a program is linked with."""
-    if not WAYS[way].is_sanitized():
-        return []
-    return [*FEW_COPIES, "-O0"] if program in UNOPTIMIZED else FEW_COPIES
 
 
 def once(
@@ -410,4 +394,4 @@ def test_prefetch(case: tuple[str, str], folder: Path) -> None:
         pytest.skip("no objdump, or not on x86-64")
     program = compile_program(*case, folder)
     listing = run(["objdump", "-d", "--no-show-raw-insn", str(program)]).stdout
-    assert listing.count("prefetch") >= 4 * 3  # instruction sets, arrays
+    assert listing.count("prefetch") >= 5 * 4 * 3  # optimizers, instruction sets, arrays

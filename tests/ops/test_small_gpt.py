@@ -38,11 +38,7 @@ def batch(number: int, size: int) -> Tensor:
 def loss_after_training(ops: Ops, seed: int, device: str, compiled: bool = False) -> float:
     """Train with weights of this seed, on the same batches each time; the loss is of others."""
     model = SmallGpt(ops, LETTERS, seed).to(device)
-    step = (
-        torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-        if compiled
-        else model
-    )
+    step = torch.compile(model, fullgraph=True, dynamic=True) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for number in range(STEPS):
         optimizer.zero_grad()

@@ -435,7 +435,7 @@ def refusals(row, folder):
 
 CASES = [
     Case(4, "saves", ""),
-    *(Case(world, "loads", "") for world in (1, 2, 3, 4)),
+    *(Case(world, "loads", "") for world in (1, 2, 3, 4, 8)),
     Case(2, "master_weights", ""),
     Case(2, "weights_alone", ""),
     Case(2, "resumes", ""),
@@ -450,6 +450,7 @@ LONG = (
     "saves--4",
     "loads--3",
     "loads--4",
+    "loads--8",
 )
 
 

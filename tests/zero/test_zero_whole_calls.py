@@ -132,6 +132,9 @@ def mistakes(row, folder):
     logging.getLogger("deepspeed_ext").removeHandler(seen)
     assert torch.equal(whole(model.head.weight), before)
     assert len(seen.texts) == 1 and "modifier_rank is None; that is dropped" in seen.texts[0]
+    for rank in (2, -1):
+        with pytest.raises(ValueError, match=f"modifier_rank is {rank}, expected 0 to 1"):
+            compat.GatheredParameters(model.head, rank).__enter__()
     text = "a backward reaches whole parameters"
     with pytest.raises(RuntimeError, match=text), compat.GatheredParameters(model):
         loss_of(model, 0).backward()
