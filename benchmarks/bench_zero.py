@@ -4,8 +4,9 @@ A model of 1.5 B parameters (benchmarks/offload_model.py) takes steps in bfloat1
 shards. Ours and torch's take turns of some steps, each with a model of its own; a turn is over when
 all processes have ended it, the steps in host memory too. Rows "memory" are what our stages keep,
 beside the table of zero.shard; in "checkpoint" the state of the model is saved and loaded, in both
-ways, and "init" fills a model from a file. "deepspeed" are steps beside DeepSpeed's, if that is
-installed; its FusedAdam, which it compiles, is not needed.
+ways, and "init" fills a model from a file. "engine" are steps of `initialize` beside zero.shard by
+hand; "deepspeed" ours beside DeepSpeed's. Both have DeepSpeed, if that is installed; its FusedAdam,
+which it compiles, is not needed.
 """
 
 import argparse
@@ -25,12 +26,14 @@ from benchmarks.results import Result, Timing, add_option, introduced, keep, sho
 from benchmarks.zero_contenders import (
     CONTENDERS,
     DEEPSPEED,
+    ENGINE,
     OURS,
     Contender,
     Trained,
     ZeroWorkload,
     deepspeeds,
     drop_garbage,
+    engines,
     ours,
 )
 from benchmarks.zero_disk import checkpoints, fills
@@ -50,6 +53,7 @@ _WARM_UP = 2
 _IN_A_ROW = 3
 _USUAL_TOKENS = 8192
 WORKLOADS = {
+    "engine": [ZeroWorkload(2, clips=True)],
     "deepspeed": [
         ZeroWorkload(2),
         ZeroWorkload(2, clips=True),
@@ -69,7 +73,10 @@ WORKLOADS = {
         for dtype in (torch.float32, torch.bfloat16)
     ],
 }
-BESIDE: dict[str, dict[str, Contender]] = {"deepspeed": {OURS: ours, DEEPSPEED: deepspeeds}}
+BESIDE: dict[str, dict[str, Contender]] = {
+    "engine": {ENGINE: engines, OURS: ours},
+    "deepspeed": {OURS: ours, DEEPSPEED: deepspeeds},
+}
 DISK = {"checkpoint": checkpoints, "init": fills}
 ROWS = (*WORKLOADS, "memory", *DISK)
 
@@ -89,7 +96,7 @@ def steps(
             each.steps(_IN_A_ROW)
         progress.update(i >= _WARM_UP)
     timings = {name: Timing.of(each.seconds[_WARM_UP:]) for name, each in trained.items()}
-    fastest = min(timing.median for name, timing in timings.items() if name != OURS)
+    first, *others = trained
     notes = [
         f"{name}: {tokens * dist.get_world_size() / timings[name].median:,.0f} tokens/s,"
         f" {each.peak / 2**30:.2f} GiB on top in a step"
@@ -105,7 +112,10 @@ def steps(
             f" {found['ahead']} speculative steps {found['committed']} counted;"
             f" {found['late']} came late"
         )
-    notes.append(f"ours is {fastest / timings[OURS].median:.3f}x as fast as the fastest other")
+    notes += [
+        f"{first} is {timings[other].median / timings[first].median:.3f}x as fast as {other}"
+        for other in others
+    ]
     elements = sum(p.numel() for p in trained[OURS].model.parameters())
     return Result(name, torch.get_num_threads(), elements, 0, timings, notes=notes)
 
@@ -118,7 +128,10 @@ def measured(rows: str, options: argparse.Namespace, device: str) -> Iterator[Re
         print("deepspeed: skipped, it is not installed")
         return
     for work in WORKLOADS.get(rows, ()):
-        yield steps(work, BESIDE.get(rows, CONTENDERS), size, device, options.rounds)
+        contenders = BESIDE.get(rows, CONTENDERS)
+        if rows == "engine" and find_spec("deepspeed") is not None:
+            contenders = contenders | {DEEPSPEED: deepspeeds}
+        yield steps(work, contenders, size, device, options.rounds)
         drop_garbage(device)
     if rows in DISK:
         yield from DISK[rows](size, device, options.disk_rounds, options.folder)

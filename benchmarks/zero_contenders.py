@@ -18,12 +18,14 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+import deepspeed_ext
 from benchmarks.offload_model import Block, Decoder, Size, make_data
 from deepspeed_ext import zero
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
 
-OURS, TORCH = "deepspeed_ext.zero", "plain FSDP2, torch's AdamW (fused)"
+OURS, ENGINE = "deepspeed_ext.zero", "deepspeed_ext.initialize"
+TORCH = "plain FSDP2, torch's AdamW (fused)"
 DEEPSPEED = "DeepSpeed, torch's AdamW (fused)"
 MAX_NORM = 1.0
 MASTERS: dict[str, Any] = {"master": "float32"}
@@ -156,6 +158,24 @@ def deepspeeds(work: ZeroWorkload, size: Size, device: str) -> Made:
     """Return the same in DeepSpeed: bfloat16 weights, float32 master weights, sums in bfloat16."""
     import deepspeed
 
+    optimizer = partial(torch.optim.AdamW, fused=True, **OPTIONS)
+    return _initialized(deepspeed, work, size, device, optimizer, overlap_comm=True)
+
+
+def engines(work: ZeroWorkload, size: Size, device: str) -> Made:
+    """Return our training as `initialize` makes it from a config."""
+    kind = FusedAdam if device == "cuda" else DeepSpeedCPUAdam
+    return _initialized(deepspeed_ext, work, size, device, partial(kind, **OPTIONS))
+
+
+def _initialized(
+    library: Any,
+    work: ZeroWorkload,
+    size: Size,
+    device: str,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    **zero_options: object,
+) -> Made:
     torch.manual_seed(0)
     with torch.device(device):
         model = Decoder(size)
@@ -163,10 +183,11 @@ def deepspeeds(work: ZeroWorkload, size: Size, device: str) -> Made:
         "train_micro_batch_size_per_gpu": size.batch,
         "bf16": {"enabled": True},
         "gradient_clipping": MAX_NORM * work.clips,
-        "zero_optimization": {"stage": work.stage, "overlap_comm": True},
+        "zero_optimization": {"stage": work.stage, **zero_options},
     }
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine, *_ = library.initialize(
+        model=model, optimizer=optimizer(model.parameters()), config=config
+    )
     return Made(engine, engine.optimizer, device, engine.step, engine.backward)
 
 

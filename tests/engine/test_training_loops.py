@@ -1,6 +1,7 @@
 """Engines train as a loop over the parts that they are made of, bit for bit."""
 
 import math
+from functools import partial
 
 import deepspeed_folder
 import pytest
@@ -13,11 +14,16 @@ from zero_cases import Net, home, loss_of, whole
 import deepspeed_ext
 from deepspeed_ext import zero
 from deepspeed_ext.offload import OffloadOptimizer
-from deepspeed_ext.optim import DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLamb
+from deepspeed_ext.optim import DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLamb, FusedLion
 from deepspeed_ext.optim.schedules import WarmupLR
 
 STEPS = 4
 PRECISION = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def adam(params, **options):
+    """The one that steps where the processes compute."""
+    return (FusedAdam if home() == "cuda" else DeepSpeedCPUAdam)(params, **options)
 
 
 def config(stage, precision="float32", steps=1, offload=False, **more):
@@ -49,7 +55,7 @@ def by_hand(stage, precision, steps, offload, numbers):
     if offload:
         optimizer = OffloadOptimizer(params, model=model, **options)
     else:
-        optimizer = (FusedAdam if home() == "cuda" else DeepSpeedCPUAdam)(params, **options)
+        optimizer = adam(params, **options)
     scaler = zero.LossScaler(2.0**10, hysteresis=1) if precision == "fp16" else None
     for first in range(0, numbers, steps):
         for i in zero.accumulate(model, steps):
@@ -102,7 +108,7 @@ def short_groups(row, folder):
     model = Net()
     zero.shard(model, int(row))
     params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = DeepSpeedCPUAdam(params, lr=1e-2, weight_decay=0.1)
+    optimizer = adam(params, lr=1e-2, weight_decay=0.1)
     number = 0
     for length in (3, 3, 1, 2):
         at = number
@@ -140,8 +146,9 @@ def client_optimizers(row, folder):
     plain = Net()
     zero.shard(plain, 2)
     params = [p for p in plain.parameters() if p.requires_grad]
-    cls = DeepSpeedCPUAdam if offloads else torch.optim.AdamW
-    wanted = cls([{"params": params[:3]}, {"params": params[3:], "lr": 3e-2}], weight_decay=1e-2)
+    offloading = DeepSpeedCPUAdam if home() == "cpu" else partial(OffloadOptimizer, model=plain)
+    make = offloading if offloads else torch.optim.AdamW
+    wanted = make([{"params": params[:3]}, {"params": params[3:], "lr": 3e-2}], weight_decay=1e-2)
     for number in range(STEPS):
         engine.backward(loss_of(engine, number))
         engine.step()
@@ -240,7 +247,8 @@ def optimizers_by_name(row, folder):
             scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
         ),
     )
-    assert type(optimizer) is cls and isinstance(scheduler, WarmupLR)
+    assert type(optimizer) is (ON_GPU.get(cls, cls) if home() == "cuda" else cls)
+    assert isinstance(scheduler, WarmupLR)
     assert wanted.items() <= optimizer.param_groups[0].items()
     assert engine.get_lr() == [0.0]
     before = [p.full_tensor() for p in engine.parameters()]
@@ -251,6 +259,7 @@ def optimizers_by_name(row, folder):
     assert not all(map(torch.equal, before, after))
 
 
+ON_GPU = {DeepSpeedCPUAdam: FusedAdam, DeepSpeedCPULion: FusedLion}
 NAMES = {
     "adam": ("Adam", {"lr": 1e-2}, DeepSpeedCPUAdam, {"decoupled_weight_decay": True}),
     "coupled": (
@@ -322,7 +331,7 @@ def unscaled(row, folder):
 def client_of_ours(row, folder):
     """An optimizer of this package is placed as torch's is; one that offloads is refused."""
     model = Net()
-    client = DeepSpeedCPUAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    client = adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     given = config(2)
     del given["optimizer"]
     engine, *_ = deepspeed_ext.initialize(model=model, optimizer=client, config=given)
@@ -375,6 +384,14 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.function}-{case.row}-{case.world}")
 def test_processes(case, groups):
     groups.run(case, "cpu")
+
+
+@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.function}-{case.row}-{case.world}")
+def test_on_gpus(case, world, groups):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} CUDA GPUs")
+    groups.run(Case(world, case.function, case.row), "cuda")
 
 
 @pytest.fixture(scope="module")
