@@ -82,7 +82,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "zero": (
         (
-            *("agreement", "blocks", "borrowing", "calls", "counters", "memory"),
+            *("agreement", "all_processes", "blocks", "borrowing", "calls", "counters", "memory"),
             *("kinds_of_parameters", "names", "saved_model", "scaling", "unreduced"),
         ),
         ("rows", "sharding", "shown", "units"),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from deepspeed_ext import zero
 from deepspeed_ext.config import Config, read as read_config
@@ -18,8 +18,9 @@ from deepspeed_ext.engine.describing import described
 from deepspeed_ext.engine.engine import Engine
 from deepspeed_ext.engine.monitors import Reports, monitors_of
 from deepspeed_ext.engine.planning import Plan
-from deepspeed_ext.engine.processes import config_of, device_of_group, join_group, leave_group
+from deepspeed_ext.engine.processes import config_of, join_group, leave_group
 from deepspeed_ext.zero.agreement import all_or_none, check_agreement
+from deepspeed_ext.zero.all_processes import mesh_of_all
 from deepspeed_ext.zero.alone import keep_whole
 
 _OP = "initialize"
@@ -78,9 +79,8 @@ def initialize(
     """
     is_in_group, reports = join_group(), None
     try:
-        mesh = mesh or init_device_mesh(
-            device_of_group(), (dist.get_world_size(),), mesh_dim_names=("shard",)
-        )
+        is_default = mesh is None
+        mesh = mesh_of_all() if mesh is None else mesh
         with all_or_none(_OP, mesh):
             read = read_config(config_of(args, config))
             plan = Plan(model, optimizer, model_parameters, lr_scheduler, read, mesh)
@@ -88,8 +88,16 @@ def initialize(
             if training_data is not None:
                 loader = loader_of(training_data, plan.sizes.micro, mesh, collate_fn)
         check_agreement(_OP, [*plan.lines()], mesh)
-        for sentence in read.warnings if dist.get_rank() == 0 else ():
-            _log.warning(sentence)
+        if dist.get_rank() == 0:
+            if is_default and mesh.device_type == "cpu" and torch.cuda.is_available():
+                _log.warning(
+                    "%s: the process group is of %s, so the model trains on the CPU; for the GPU"
+                    " call torch.distributed.init_process_group without a backend, or not at all",
+                    _OP,
+                    dist.get_backend(),
+                )
+            for sentence in read.warnings:
+                _log.warning(sentence)
         reports = _reports(read, mesh)
         model = plan.model
         _shard(model, read, mesh)

@@ -76,11 +76,6 @@ def make_group(backend: str | None = None, timeout: timedelta | None = None) -> 
     dist.init_process_group(backend, None, timeout)
 
 
-def device_of_group() -> str:
-    """Return where the processes of the group compute, "cuda" or "cpu"."""
-    return "cuda" if dist.get_backend() == "nccl" or torch.cuda.is_available() else "cpu"
-
-
 def config_of(args: Namespace | None, config: Any) -> Any:
     """Return the config, which a script may have among its arguments.
 

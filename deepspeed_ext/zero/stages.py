@@ -6,11 +6,12 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.zero.agreement import check_agreement
+from deepspeed_ext.zero.all_processes import mesh_of_all
 from deepspeed_ext.zero.blocks import Block, blocks_of
 from deepspeed_ext.zero.kinds_of_parameters import is_sharded
 from deepspeed_ext.zero.rows import in_whole_shapes
@@ -214,9 +215,7 @@ def _checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             " torch.distributed.init_process_group first, also for one process"
         )
     if mesh is None:
-        has_nccl = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
-        device = "cuda" if has_nccl else "cpu"
-        return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("shard",))
+        return mesh_of_all()
     if mesh.ndim not in (1, 2) or (mesh.ndim == 2 and not mesh.mesh_dim_names):
         raise ValueError(
             f"{_OP}: mesh has shape {list(mesh.mesh.shape)} and names {mesh.mesh_dim_names},"

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -160,15 +161,17 @@ def test_activations_are_computed_again():
     checkpointing.model_parallel_cuda_manual_seed(5)
     tracker = checkpointing.get_cuda_rng_tracker()
     state = tracker.get_states()
-    outside = torch.get_rng_state()
+    draw = partial(torch.rand, 2, device="cuda" if torch.cuda.is_available() else "cpu")
+    outside = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
     with tracker.fork():
-        first = torch.rand(2)
-    assert torch.equal(outside, torch.get_rng_state())
+        first = draw()
+    there = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+    assert torch.equal(outside, there)
     with tracker.fork():
-        second = torch.rand(2)
+        second = draw()
     tracker.set_states(state)
     with tracker.fork():
-        assert torch.equal(first, torch.rand(2)) and not torch.equal(first, second)
+        assert torch.equal(first, draw()) and not torch.equal(first, second)
     with pytest.raises(ValueError, match="name is 'other', expected one of"), tracker.fork("other"):
         pass
     with pytest.raises(ValueError, match="expected one that is free"):
@@ -203,7 +206,7 @@ def test_whole_weights_of_a_checkpoint(tmp_path):
     model = Net()
     config = {"train_batch_size": 1, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
     engine, *_ = deepspeed.initialize(model=model, config=config)
-    wanted = {name: p.full_tensor() for name, p in model.named_parameters()}
+    wanted = {name: p.full_tensor().cpu() for name, p in model.named_parameters()}
     engine.save_checkpoint(tmp_path / "run")
     engine.destroy()
     state = names.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "run")

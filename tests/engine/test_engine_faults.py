@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from process_groups import on_gpus
 from processes import Case
 from test_training_loops import config
 from torch import nn
@@ -258,6 +259,11 @@ def test_processes(case, groups):
     groups.run(case, "cpu")
 
 
+@pytest.mark.parametrize("case", on_gpus(CASES))
+def test_on_gpus(case, groups):
+    groups.run(case, "cuda")
+
+
 def test_engines_leave_the_group_in_any_order() -> None:
     assert not dist.is_initialized()
     first, second = (
@@ -266,7 +272,7 @@ def test_engines_leave_the_group_in_any_order() -> None:
     first.destroy()
     first.destroy()  # again does nothing
     assert dist.is_initialized()
-    second.backward(second(torch.ones(4, 3)).sum())
+    second.backward(second(torch.ones(4, 3, device=second.device)).sum())
     second.step()
     second.destroy()
     assert not dist.is_initialized()
@@ -307,7 +313,7 @@ def test_a_model_that_is_sharded_already() -> None:
         for model in (engine, engine.module):
             with pytest.raises(ValueError, match="which is sharded already, expected a model that"):
                 deepspeed_ext.initialize(model=model, config=config(0))
-        engine.backward(engine(torch.ones(4, 3)).sum())
+        engine.backward(engine(torch.ones(4, 3, device=engine.device)).sum())
         engine.step()
         with pytest.raises(ValueError, match="schedule is given, expected None"):
             engine.compile(schedule=[])
@@ -318,7 +324,7 @@ def test_a_step_that_is_skipped_without_fp16() -> None:
     with deepspeed_ext.initialize(model=nn.Linear(3, 2), config=given)[0] as engine:
         before = engine.module.weight.detach().clone()
         for factor, was_applied in ((math.nan, False), (1.0, True)):
-            engine.backward(engine(torch.ones(4, 3)).sum() * factor)
+            engine.backward(engine(torch.ones(4, 3, device=engine.device)).sum() * factor)
             engine.step()
             assert engine.was_step_applied() is was_applied
             assert engine.skipped_steps == engine.metrics()["skipped"] == 1
@@ -333,8 +339,11 @@ def test_an_infinite_gradient_is_no_other_parameters_matter() -> None:
     given = config(0, gradient_clipping=0.0)
     with deepspeed_ext.initialize(model=model, optimizer=optimizer, config=given)[0] as engine:
         before = model.weight.detach().clone()
-        loss = model.weight.sum() + (model.bias * torch.tensor([math.inf, 1])).sum()
-        engine.backward(engine(torch.zeros(1, 2)).sum() * 0 + loss)
+        loss = (
+            model.weight.sum()
+            + (model.bias * torch.tensor([math.inf, 1], device=engine.device)).sum()
+        )
+        engine.backward(engine(torch.zeros(1, 2, device=engine.device)).sum() * 0 + loss)
         engine.step()
         assert engine.get_global_grad_norm() == math.inf
         assert torch.equal(model.weight, before - 0.5)
@@ -349,7 +358,7 @@ def test_a_schedule_that_wants_to_know_the_loss() -> None:
         0
     ] as engine:
         for _ in range(3):
-            engine.backward(engine(torch.ones(4, 3)).sum())
+            engine.backward(engine(torch.ones(4, 3, device=engine.device)).sum())
             engine.step(lr_kwargs={"metrics": 1.0})
         assert engine.get_lr() == [pytest.approx(0.01)]
 

@@ -66,16 +66,17 @@ def test_losses_of_micro_steps_are_added_as_they_are_divided() -> None:
     with deepspeed_ext.initialize(model=Words(), config=given)[0] as engine:
         losses = []
         for number in range(4):
-            loss = engine(torch.full((4, 3), number))
+            loss = engine(torch.full((4, 3), number, device=engine.device))
             losses.append(loss.item())
             engine.backward(loss)
             engine.step()
             if number == 1:
                 assert engine.metrics()["loss"] == pytest.approx(sum(losses) / 2)
         assert engine.metrics()["loss"] == pytest.approx(sum(losses[2:]) / 2)
-        engine(torch.ones(4, 3, dtype=torch.int64)).backward()  # whose loss nobody knows
+        tokens = torch.ones(4, 3, dtype=torch.int64, device=engine.device)
+        engine(tokens).backward()  # whose loss nobody knows
         engine.step()
-        engine(torch.ones(4, 3, dtype=torch.int64)).backward()
+        engine(tokens).backward()
         engine.step()
         assert "loss" not in engine.metrics()
 
@@ -106,7 +107,7 @@ def test_the_state_is_dumped(log) -> None:
     train(1, dump_state=True)
     (text,) = (line for line in log.messages if '"config"' in line)
     state = json.loads(text.removeprefix("initialize: "))
-    assert state["parameters"] == 14 and state["optimizer"] == "DeepSpeedCPUAdam"
+    assert state["parameters"] == 14 and state["optimizer"].endswith("Adam")
     assert state["groups"][0]["lr"] == 1e-2 and state["config"]["dump_state"] is True
 
 
@@ -133,7 +134,7 @@ def test_a_monitor_that_fails_is_named_once(tmp_path, log) -> None:
     engine, *_ = deepspeed_ext.initialize(model=Words(), config=config(2, csv_monitor=block))
     with engine:
         for _ in range(4):
-            engine.backward(engine(torch.ones(4, 3, dtype=torch.int64)))
+            engine.backward(engine(torch.ones(4, 3, dtype=torch.int64, device=engine.device)))
             engine.step()
             if engine.global_steps == 2:
                 engine._reports._monitors["csv_monitor"]._files["Train/Samples/lr"].close()

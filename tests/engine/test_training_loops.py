@@ -7,6 +7,7 @@ import deepspeed_folder
 import pytest
 import torch
 import torch.distributed as dist
+from process_groups import on_gpus
 from processes import Case
 from torch import nn
 from zero_cases import Net, home, loss_of, whole
@@ -66,7 +67,7 @@ def by_hand(stage, precision, steps, offload, numbers):
         else:
             scaler.step(optimizer, 0.5)
         optimizer.zero_grad()
-        yield [p.full_tensor() for p in model.parameters()]
+        yield [whole(p) for p in model.parameters()]
 
 
 def trains(row, folder):
@@ -123,7 +124,7 @@ def short_groups(row, folder):
         optimizer.clip_and_step(0.5)
         optimizer.zero_grad()
         pairs = zip(engine.parameters(), model.parameters(), strict=True)
-        assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+        assert all(torch.equal(whole(a), whole(b)) for a, b in pairs)
     assert engine.global_steps == 4
 
 
@@ -164,12 +165,12 @@ def client_optimizers(row, folder):
         wanted.zero_grad()
         pairs = zip(engine.parameters(), plain.parameters(), strict=True)
         for a, b in pairs:
-            assert torch.equal(a.full_tensor(), b.full_tensor()), number
+            assert torch.equal(whole(a), whole(b)), number
 
 
 def resumes(row, folder):
     """In another stage, with the counters, the schedule, the scale and the client's state."""
-    path = folder / "resumes"
+    path = folder / f"resumes-{dist.get_world_size()}"
 
     def made(stage):
         engine, *_ = deepspeed_ext.initialize(
@@ -220,7 +221,7 @@ def goes_on(row, folder):
             each.backward(loss_of(each, number))
             each.step()
     pairs = zip(engine.parameters(), plain.parameters(), strict=True)
-    assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+    assert all(torch.equal(whole(a), whole(b)) for a, b in pairs)
     for _ in range(2):  # also between micro-steps
         with pytest.raises(RuntimeError, match=r"engine\.step: there was no backward"):
             engine.step()
@@ -251,11 +252,11 @@ def optimizers_by_name(row, folder):
     assert isinstance(scheduler, WarmupLR)
     assert wanted.items() <= optimizer.param_groups[0].items()
     assert engine.get_lr() == [0.0]
-    before = [p.full_tensor() for p in engine.parameters()]
+    before = [whole(p).clone() for p in engine.parameters()]
     for number in range(3):  # the rates of the first two steps are 0
         engine.backward(loss_of(engine, number))
         engine.step()
-    after = [p.full_tensor() for p in engine.parameters()]
+    after = [whole(p) for p in engine.parameters()]
     assert not all(map(torch.equal, before, after))
 
 
@@ -289,6 +290,7 @@ def theirs(row, folder):
         scaler={"cur_scale": 64.0, "cur_iter": 9, "last_overflow_iter": 2, "scale_window": 1000},
         client={"epoch": 2},
     )
+    folder = folder / f"{dist.get_world_size()}"
     if dist.get_rank() == 0:
         run.write(folder / row)
         zero.import_deepspeed(folder / row, folder / f"{row}-ours")
@@ -304,7 +306,7 @@ def theirs(row, folder):
         assert engine._stepping.scaler.get_scale() == 64
         for name, param in engine.module.named_parameters():
             if name in run.groups[0]:
-                assert torch.equal(param.full_tensor(), run.groups[0][name]["fp32"])
+                assert torch.equal(whole(param).cpu(), run.groups[0][name]["fp32"])
         engine.backward(loss_of(engine, 0))
         engine.step()
     no_scale, *_ = deepspeed_ext.initialize(model=Net(seed=1), config=config(1))
@@ -314,14 +316,14 @@ def theirs(row, folder):
 def unscaled(row, folder):
     """A plain backward with fp16 would be divided by a scale that it does not have."""
     engine, *_ = deepspeed_ext.initialize(model=Net(), config=config(2, "fp16", steps=2))
-    before = [p.full_tensor() for p in engine.parameters()]
+    before = [whole(p).clone() for p in engine.parameters()]
     engine.backward(loss_of(engine, 0))
     engine.step()
     (loss_of(engine, 1) / 2).backward()
     with pytest.raises(RuntimeError, match="1 of 2 backwards are of a loss that was not scaled"):
         engine.step()
     assert all(p.grad is None for p in engine.parameters())
-    assert all(map(torch.equal, before, (p.full_tensor() for p in engine.parameters())))
+    assert all(map(torch.equal, before, map(whole, engine.parameters())))
     for number in range(4):
         engine.backward(loss_of(engine, number))
         engine.step()
@@ -330,7 +332,7 @@ def unscaled(row, folder):
 
 def client_of_ours(row, folder):
     """An optimizer of this package is placed as torch's is; one that offloads is refused."""
-    model = Net()
+    model = Net().to(home())
     client = adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     given = config(2)
     del given["optimizer"]
@@ -343,8 +345,8 @@ def client_of_ours(row, folder):
             each.backward(loss_of(each, number))
             each.step()
     pairs = zip(engine.parameters(), plain.parameters(), strict=True)
-    assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
-    model = Net()
+    assert all(torch.equal(whole(a), whole(b)) for a, b in pairs)
+    model = Net().to(home())
     trained = [p for p in model.parameters() if p.requires_grad]
     with pytest.raises(ValueError, match="OffloadOptimizer of parameters that are not sharded"):
         deepspeed_ext.initialize(model=model, optimizer=OffloadOptimizer(trained), config=given)
@@ -362,7 +364,7 @@ def no_syncs(row, folder):
         plain.backward(loss_of(plain, number))
         plain.step()
     pairs = zip(engine.parameters(), plain.parameters(), strict=True)
-    assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+    assert all(torch.equal(whole(a), whole(b)) for a, b in pairs)
 
 
 CASES = [
@@ -386,12 +388,9 @@ def test_processes(case, groups):
     groups.run(case, "cpu")
 
 
-@pytest.mark.parametrize("world", (1, 2))
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.function}-{case.row}-{case.world}")
-def test_on_gpus(case, world, groups):
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} CUDA GPUs")
-    groups.run(Case(world, case.function, case.row), "cuda")
+@pytest.mark.parametrize("case", on_gpus(CASES, 1, 2))
+def test_on_gpus(case, groups):
+    groups.run(case, "cuda")
 
 
 @pytest.fixture(scope="module")
@@ -407,6 +406,7 @@ def test_a_script_without_torchrun(alone) -> None:
     model = nn.Linear(3, 2)
     with deepspeed_ext.initialize(model=model, training_data=data, config=config(0))[0] as engine:
         for x, y in engine.training_dataloader:
+            x, y = x.to(engine.device), y.to(engine.device)
             engine.backward(nn.functional.cross_entropy(engine(x), y))
             engine.step()
         assert engine.global_steps == 3 and engine.weight is model.weight
@@ -440,11 +440,22 @@ def test_errors(arguments, text, alone) -> None:
     assert not dist.is_initialized()
 
 
+def test_a_group_without_nccl_trains_on_the_cpu(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        engine, *_ = deepspeed_ext.initialize(model=nn.Linear(3, 2), config=config(0))
+    finally:
+        dist.destroy_process_group()
+    assert engine.device.type == "cpu"
+    assert "the process group is of gloo, so the model trains on the CPU" in caplog.text
+
+
 def test_a_model_that_is_only_called(alone) -> None:
     """Frozen, without an optimizer, as models of reference are."""
     model = nn.Linear(3, 2).requires_grad_(False)
     given = {"train_batch_size": 1, "zero_optimization": {"stage": 3}}
     with deepspeed_ext.initialize(model=model, config=given)[0] as engine:
-        assert engine(torch.ones(1, 3)).shape == (1, 2)
+        assert engine(torch.ones(1, 3, device=engine.device)).shape == (1, 2)
         with pytest.raises(RuntimeError, match="has no optimizer"):
             engine.step()

@@ -56,21 +56,24 @@ class Groups:
         self._module = module
         self._folder = folder
         self._groups: dict[tuple[int, str], _Group] = {} if others is None else others._groups
-        self._errors: dict[Case, str] = {}
+        self._errors: dict[tuple[Case, str], str] = {}
 
     def run(self, case: Case, device: str) -> None:
         """Run a case, once, and raise AssertionError if it has failed in any process.
 
         A group in which one has ends: its processes would no longer wait for the same things.
         """
-        if case not in self._errors:
+        ran = case, device
+        if ran not in self._errors:
             key = case.world, device
+            folder = self._folder / device
+            folder.mkdir(exist_ok=True)
             if key not in self._groups:
-                self._groups[key] = _Group(case.world, device, self._folder)
-            self._errors[case] = self._groups[key].run(case, self._module, self._folder)
-            if self._errors[case]:
+                self._groups[key] = _Group(case.world, device, folder)
+            self._errors[ran] = self._groups[key].run(case, self._module, folder)
+            if self._errors[ran]:
                 self._groups.pop(key).end()
-        assert not self._errors[case], self._errors[case]
+        assert not self._errors[ran], self._errors[ran]
 
     def end(self) -> None:
         """End all processes."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext import zero
 from deepspeed_ext.compat.zero.parameters import check_not_lent, describe, models_of, number_of
-from deepspeed_ext.engine.processes import device_of_group
+from deepspeed_ext.zero.all_processes import device_of_group
 from deepspeed_ext.zero.gather import is_shown, shard_of, sharded
 from deepspeed_ext.zero.rows import SINCE_SHARDED, RowsParameter
 

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.compat.zero.gathered import GatheredParameters
 from deepspeed_ext.compat.zero.parameters import describe, number
 from deepspeed_ext.dtensors import is_dtensor
-from deepspeed_ext.engine.processes import device_of_group, make_group
+from deepspeed_ext.engine.processes import make_group
 from deepspeed_ext.torch_internals.modules import parameters_of
+from deepspeed_ext.zero.all_processes import DIMENSIONS, device_of_group, mesh_of_all
 from deepspeed_ext.zero.rows import RowsParameter, keep
 
 _OP = "compat.zero.Init"
@@ -159,10 +160,10 @@ def _refuse(**arguments: Any) -> None:
 
 
 def _mesh(group: Any, device: str) -> DeviceMesh:
-    names = ("shard",)  # as initialize calls it, so that rows are where it wants them
+    """Return the mesh that initialize will have, so that rows are where it wants them."""
     if group is None or group == dist.group.WORLD:
-        return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=names)
-    return DeviceMesh.from_group(group, device, mesh_dim_names=names)
+        return mesh_of_all()
+    return DeviceMesh.from_group(group, device, mesh_dim_names=DIMENSIONS)
 
 
 def _is_being_made(module: nn.Module) -> bool:
