@@ -159,6 +159,8 @@ def free_port():
 
 def run(trained, case, folder):
     """Return what the first of the processes of a case found."""
+    import torch
+
     folder.mkdir(parents=True)
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     world = int(case.rpartition("-")[2])
@@ -170,6 +172,7 @@ def run(trained, case, folder):
             os.environ |= {name: str(value) for name, value in variables.items()}
             status = 1
             try:
+                torch.set_num_threads(1)  # anew, before other threads would do it all at once
                 found = trained(case, folder)
                 if rank == 0:
                     (folder / "found.json").write_text(json.dumps(found))

@@ -234,7 +234,7 @@ def resumes(row, folder):
         train(each, 4, 5)
     assert_same(engine, sharded)
     state = engine._consolidated_16bit_state_dict()
-    assert all(torch.equal(t, state[n]) for n, t in engine.module.state_dict().items())
+    assert all(torch.equal(t.cpu(), state[n]) for n, t in engine.module.state_dict().items())
 
 
 CASES = [

@@ -13,7 +13,7 @@ from process_groups import on_gpus
 from processes import Case
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from zero_cases import Net, loss_of, whole
+from zero_cases import Net, home, loss_of, whole
 
 import deepspeed_ext
 from deepspeed_ext import zero
@@ -59,7 +59,7 @@ def config(stage, **more):
 def assert_same(model, plain):
     with compat.GatheredParameters(model.parameters()):
         for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert type(ours) is nn.Parameter and torch.equal(ours, theirs), name
+            assert type(ours) is nn.Parameter and torch.equal(ours.cpu(), theirs.cpu()), name
 
 
 def builds(row, folder):
@@ -78,7 +78,7 @@ def builds(row, folder):
         hook.remove()
     plain = Drawn(seed=0)
     assert_same(model, plain)
-    assert torch.equal(model.places, plain.places) and type(model.scale) is nn.Parameter
+    assert torch.equal(model.places.cpu(), plain.places) and type(model.scale) is nn.Parameter
     assert most < 0.4 * sum(p.nbytes for p in plain.parameters())
     assert sum(p.nbytes for p in model.parameters()) == model.scale.nbytes
     with compat.Init():
@@ -129,7 +129,7 @@ def ends(row, folder):
     assert type(broken.weight) is nn.Parameter and broken.weight.numel() == 16
     torch.manual_seed(rank)
     there = nn.Linear(4, 4)
-    wanted = there.weight.detach().clone()
+    wanted = there.weight.detach().to(home())
     dist.broadcast(wanted, 0)
     compat.Init(module=there, data_parallel_group=dist.group.WORLD)
     with compat.GatheredParameters(there.weight):
@@ -186,7 +186,8 @@ def filled(row, folder):
     with zero.Init(seed=0) as init:
         model = layers()
     torch.manual_seed(0)
-    plain = layers()
+    with torch.device(home()):
+        plain = layers()
     engines = [deepspeed_ext.initialize(model=each, config=given)[0] for each in (model, plain)]
     init.fill(model)
     for number in range(2):
@@ -200,13 +201,13 @@ def filled(row, folder):
 def refusals(row, folder):
     with compat.Init():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    weight = model[0].weight
+    weight, ones = model[0].weight, torch.ones(2, 4, device=home())
     text = "is given a parameter of which this process holds its rows only"
     for wrong in (
         lambda: nn.init.zeros_(weight),
         lambda: weight.data.normal_(),
         lambda: weight.detach().copy_(torch.ones(1)),
-        lambda: model(torch.ones(2, 4)),
+        lambda: model(ones),
         lambda: weight.sum(),
         lambda: weight.T,
         lambda: weight.data_ptr(),
@@ -217,7 +218,7 @@ def refusals(row, folder):
     with pytest.raises(RuntimeError, match="pickled"):
         torch.save(model.state_dict(), io.BytesIO())
     with compat.GatheredParameters(model):
-        loss = model(torch.ones(2, 4)).sum()
+        loss = model(ones).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     for name in ("zero_quantized_weights", "param_swapper", "sequence_data_parallel_group"):

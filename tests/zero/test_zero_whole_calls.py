@@ -9,7 +9,7 @@ from process_groups import on_gpus
 from processes import Case
 from torch import nn
 from torch.distributed.tensor import DTensor
-from zero_cases import Net, batch, loss_of, whole
+from zero_cases import Net, batch, home, loss_of, whole
 
 import deepspeed_ext
 from deepspeed_ext.compat import zero as compat
@@ -59,14 +59,14 @@ def calls(row, folder):
 def held(row, folder):
     """Who holds a shard has the whole inside; what is written to it counts everywhere."""
     engine = engine_of(int(row))
-    model, rank, plain = engine.module, dist.get_rank(), Net()
+    model, rank, plain = engine.module, dist.get_rank(), Net().to(home())
     for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         shape = local(param).shape
         is_described = row == "3"
         assert hasattr(param, "ds_id") == is_described
         with compat.GatheredParameters([param]):  # as vLLM is given weights
             assert type(param.data) is torch.Tensor and torch.equal(param.data, other), name
-            assert torch.equal(param.cpu(), other) and param.numel() == other.numel()
+            assert torch.equal(param.cpu(), other.cpu()) and param.numel() == other.numel()
             assert torch.equal(param.full_tensor(), other)
             assert param.requires_grad == other.requires_grad
             if is_described:
@@ -87,7 +87,7 @@ def held(row, folder):
         up.fill_(3.0 + rank)
         with compat.GatheredParameters(engine, modifier_rank=0):
             assert model.blocks[0].up.weight.eq(4).all()
-            model.blocks[0].up.bias.data = torch.full((9,), 5.0 + rank)
+            model.blocks[0].up.bias.data = torch.full((9,), 5.0 + rank, device=home())
             nn.init.constant_(model.blocks[1].up.weight, 7.0 + rank)
         up[0] = 8.0 + rank
         up.data = up.data + 1
@@ -183,7 +183,7 @@ def mistakes(row, folder):
 def alone(row, folder):
     """One process, whose model initialize leaves whole, or shards in stage 3."""
     for stage in (1, 3):
-        engine, plain = engine_of(stage), Net()
+        engine, plain = engine_of(stage), Net().to(home())
         with compat.GatheredParameters(engine.parameters(), modifier_rank=0), torch.no_grad():
             pairs = zip(engine.parameters(), plain.parameters(), strict=True)
             assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
