@@ -144,8 +144,9 @@ def client_optimizers(row, folder):
     assert same is scheduler and isinstance(optimizer, OffloadOptimizer) == offloads
     assert all(map(lambda a, b: a is b, before, optimizer.param_groups))
     assert all(map(lambda a, b: a is b, before, client.param_groups))
-    plain = Net()
-    zero.shard(plain, 2)
+    plain = Net().to(home())
+    if dist.get_world_size() > 1:  # the engine does the same
+        zero.shard(plain, 2)
     params = [p for p in plain.parameters() if p.requires_grad]
     offloading = DeepSpeedCPUAdam if home() == "cpu" else partial(OffloadOptimizer, model=plain)
     make = offloading if offloads else torch.optim.AdamW
