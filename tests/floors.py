@@ -83,9 +83,9 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "zero": (
         (
             *("agreement", "all_processes", "blocks", "borrowing", "calls", "counters", "memory"),
-            *("kinds_of_parameters", "names", "saved_model", "scaling", "unreduced"),
+            *("kinds_of_parameters", "names", "saved_model", "torch_steps", "unreduced"),
         ),
-        ("rows", "sharding", "shown", "units"),
+        ("rows", "scaling", "sharding", "shown", "units"),
         ("accumulate", "alone", "drawing", "gather", "stages", "whole_weights"),
         ("checkpoint", "init"),
         ("deepspeed_folders",),

@@ -14,7 +14,7 @@ from deepspeed_ext.config.kinds import thawed
 from deepspeed_ext.engine.compiling import checked_kwargs
 from deepspeed_ext.engine.monitors import check_packages
 from deepspeed_ext.engine.optimizers import Renamed, check_given, placed
-from deepspeed_ext.engine.stepping import Stepping, scaler_of
+from deepspeed_ext.engine.stepping import scaler_of
 from deepspeed_ext.zero.kinds_of_parameters import is_sharded
 
 _OP = "initialize"
@@ -89,7 +89,7 @@ class Plan:
             if self._given is None and self._scheduler is None and self._config.scheduler:
                 _log.warning("%s: scheduler acts nowhere: there is no optimizer", _OP)
             return
-        Stepping(tried, 0.0, scaler_of(self._config))
+        scaler_of(self._config)
         if self._scheduler is None and self._config.scheduler is not None:
             small = nn.Parameter(torch.zeros(1))
             groups = [{**group, "params": [small.clone().detach()]} for group in tried.param_groups]

@@ -4,25 +4,22 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepspeed_ext import zero
 from deepspeed_ext.config import Config
-from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim.base import FlatStateOptimizer
+from deepspeed_ext.zero.torch_steps import clip_and_step
 
 
 class Stepping:
     """What a config says of a step.
 
     Args:
-        optimizer: any; with fp16 one of this package.
+        optimizer: any.
         max_norm: gradients are clipped to this global norm; 0: they are not.
         scaler: of the loss, with fp16.
-
-    Raises:
-        ValueError: the optimizer cannot unscale.
     """
 
     def __init__(
@@ -33,11 +30,6 @@ class Stepping:
         self._max_norm = max_norm or math.inf
         self.scaler = scaler
         self.norm: Tensor | None = None  # of the last step's gradients, unscaled and not clipped
-        if scaler is not None and not self._is_ours:
-            raise ValueError(
-                f"initialize: optimizer is a {type(optimizer).__name__} with fp16, expected one of"
-                " deepspeed_ext, which unscales gradients; or bf16"
-            )
         if scaler is not None:
             self._note_overflow(False)
 
@@ -54,8 +46,8 @@ class Stepping:
         """Take a step, or skip it, and drop the gradients.
 
         Returns:
-            whether it was taken; a tensor on a GPU that nobody has waited for. A class that is not
-            ours steps with whatever gradients there are.
+            whether it was taken; a tensor on a GPU that nobody has waited for. Without fp16 a class
+            that is not ours steps with whatever gradients there are.
         """
         try:
             return self._step()
@@ -73,12 +65,7 @@ class Stepping:
         if self._is_ours:
             norm = self.norm = self._optimizer.clip_and_step(self._max_norm)
             return norm.isfinite() if norm.is_cuda else math.isfinite(norm)
-        params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-        self.norm = norm.full_tensor() if is_dtensor(norm) else norm
-        if self._max_norm < math.inf:  # else an inf of one gradient would be NaN in all
-            nn.utils.clip_grads_with_norm_(params, self._max_norm, norm)
-        self._optimizer.step()
+        self.norm = clip_and_step(self._optimizer, self._max_norm)
         return True
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim.base import FlatStateOptimizer
 from deepspeed_ext.torch_internals.tensors import version_of
+from deepspeed_ext.zero.torch_steps import clip_and_step
 
 _OP = "zero.LossScaler"
 _log = logging.getLogger("deepspeed_ext")
@@ -124,7 +125,8 @@ class LossScaler:
         All processes that hold shards of the parameters call it.
 
         Args:
-            optimizer: of this package; see its `clip_and_step`.
+            optimizer: any. Those of this package do all in one pass, see `clip_and_step`; of
+                others the gradients are written, and the host reads the norm before they step.
             max_norm: the largest norm of unscaled gradients to leave as it is; inf: do not clip;
                 None: as the optimizer's own max_grad_norm says, if it has one.
 
@@ -132,13 +134,13 @@ class LossScaler:
             Whether it stepped.
 
         Raises:
-            TypeError: the optimizer has no clip_and_step that unscales.
+            TypeError: that is no optimizer.
             FloatingPointError: nothing was stepped, and the scale cannot shrink.
         """
-        if not isinstance(optimizer, FlatStateOptimizer | OffloadOptimizer):
+        if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"{_OP}: optimizer is a {type(optimizer).__name__}, expected one of deepspeed_ext;"
-                " torch's work with torch.amp.GradScaler"
+                f"{_OP}: optimizer is a {type(optimizer).__name__}, expected a"
+                " torch.optim.Optimizer"
             )
         steps_again = optimizer in self._stepped
         if steps_again:
@@ -147,15 +149,10 @@ class LossScaler:
                 self._stepped.clear()
             else:
                 self._begin_iteration()
-        attributes: Any = optimizer
-        attributes.grad_scale = self._scale
         if max_norm is None:
             own = optimizer.max_grad_norm if isinstance(optimizer, OffloadOptimizer) else None
             max_norm = math.inf if own is None else own
-        try:
-            norm = self.grad_norm = optimizer.clip_and_step(max_norm)
-        finally:
-            del attributes.grad_scale
+        norm = self.grad_norm = self._take(optimizer, max_norm)
         self._move(norm.device)
         found_inf = norm.isfinite().logical_not()
         is_stuck = found_inf.logical_and(self._is_smallest())
@@ -182,6 +179,17 @@ class LossScaler:
                 _OP,
             )
         return not skipped
+
+    def _take(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """Take the step, and return the norm."""
+        if not isinstance(optimizer, FlatStateOptimizer | OffloadOptimizer):
+            return clip_and_step(optimizer, max_norm, self._scale)
+        attributes: Any = optimizer
+        attributes.grad_scale = self._scale
+        try:
+            return optimizer.clip_and_step(max_norm)
+        finally:
+            del attributes.grad_scale
 
     @property
     def scale_in_use(self) -> Tensor:

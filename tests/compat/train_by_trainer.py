@@ -30,6 +30,7 @@ CASES = (
     "1-bf16-none-config-2",
     "1-float32-cpu-trainer-1",
     "2-fp16-none-config-2",
+    "2-fp16-none-trainer-2",
     "2-bf16-cpu-config-1",
     "2-float32-none-trainer-2",
     "3-bf16-none-config-2",

@@ -1,0 +1,37 @@
+"""A step of torch's optimizers as those of this package take it: unscale, clip, step."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_ext.dtensors import is_dtensor, local
+
+
+def clip_and_step(
+    optimizer: torch.optim.Optimizer, max_norm: float, scale: Tensor | None = None
+) -> Tensor:
+    """Divide the gradients by a scale, clip them by their global norm, and step.
+
+    All processes that hold shards of the parameters call it.
+
+    Args:
+        optimizer: any.
+        max_norm: the largest norm to leave as it is; inf: do not clip.
+        scale: that the loss was multiplied by; None: none.
+
+    Returns:
+        The norm before clipping. With a scale, inf or NaN if and only if nothing was stepped;
+        without one the class steps with whatever gradients there are.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if scale is not None:
+        for param in params:
+            local(param.grad).div_(scale)
+    norm = nn.utils.get_total_norm([param.grad for param in params])
+    whole = norm.full_tensor() if is_dtensor(norm) else norm
+    if scale is None or whole.isfinite():
+        if max_norm < math.inf:  # else an inf of one gradient would be NaN in all
+            nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        optimizer.step()
+    return whole
