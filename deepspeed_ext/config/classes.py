@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,10 +12,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed_ext import optim
 from deepspeed_ext.config.tree import Scheduler
-from deepspeed_ext.offload import Estimate, OffloadOptimizer, estimate
 from deepspeed_ext.optim.base import FlatStateOptimizer
 from deepspeed_ext.optim.formats import FormatOptions
 from deepspeed_ext.optim.schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    from deepspeed_ext.offload import Estimate
 
 Group = dict[str, Any]
 Make = Callable[..., torch.optim.Optimizer]
@@ -94,7 +96,7 @@ class Named:
         Raises:
             ValueError: an option has no such value, or there is none of this name.
         """
-        own = inspect.signature(OffloadOptimizer).parameters if self._in_host is not None else ()
+        own = _options_of_offload() if self._in_host is not None else ()
         options = {name: value for name, value in self._options.items() if name not in own}
         small = [
             {**group, "params": [nn.Parameter(torch.zeros(1, device=self._device))]}
@@ -111,7 +113,7 @@ class Named:
         taken = inspect.signature(self._in_host or self._make).parameters
         known = {*taken, *inspect.get_annotations(FormatOptions)}
         if self._in_host is not None:
-            known |= {*inspect.signature(OffloadOptimizer).parameters}
+            known |= _options_of_offload()
         other = [name for name in self._options if name not in known]
         if other:
             raise ValueError(
@@ -128,18 +130,21 @@ class Named:
         """
         if self._in_host is None or offload is None:
             return self._called(self._make, groups, self._options)
+        from deepspeed_ext.offload import OffloadOptimizer
+
         make = partial(OffloadOptimizer, optimizer_class=self._in_host, **offload)
         return self._called(make, groups, self._options)
 
-    def estimated(self, params: list[nn.Parameter], gpu_fraction: float) -> Estimate:
+    def estimated(self, params: list[nn.Parameter], gpu_fraction: float) -> "Estimate":
         """Return what an optimizer that steps in host memory takes.
 
         Args:
             params: of one process, also on meta.
             gpu_fraction: of OffloadOptimizer.
         """
-        known = inspect.signature(estimate).parameters
-        own = set(inspect.signature(OffloadOptimizer).parameters) - set(known)
+        from deepspeed_ext.offload import estimate
+
+        own = _options_of_offload() - {*inspect.signature(estimate).parameters}
         options = {name: value for name, value in self._options.items() if name not in own}
         assert self._in_host is not None
         return estimate(params, self._in_host, gpu_fraction=gpu_fraction, **options)
@@ -149,6 +154,12 @@ class Named:
             return make(groups, **options)
         except TypeError as error:
             raise ValueError(f"{self._op}: optimizer.params is {options}: {error}") from error
+
+
+def _options_of_offload() -> set[str]:
+    from deepspeed_ext.offload import OffloadOptimizer  # a config that names it may only be read
+
+    return {*inspect.signature(OffloadOptimizer).parameters}
 
 
 def _of_torch(op: str, name: str) -> tuple[Make, Make, None]:
