@@ -50,6 +50,7 @@ DIGESTS: dict[str, Callable[..., str]] = {
     **{name: partial(digest_of, case) for name, case in (CASES | FORMULAS).items()},
     **{module.__name__: module.digest for module in MODULES},
 }
+SLOW_ISAS = [pytest.param(name, marks=pytest.mark.long) for name in ("scalar", "sse2")]
 each_case = pytest.mark.parametrize("name", CASES)
 each_digest = pytest.mark.parametrize("name", DIGESTS)
 
@@ -60,7 +61,7 @@ def digests() -> str:
     return "\n".join(f"{name} {digest()}" for name, digest in DIGESTS.items())
 
 
-@pytest.mark.parametrize("isa", ["scalar", "sse2", "neon", "avx2", "avx512"], indirect=True)
+@pytest.mark.parametrize("isa", [*SLOW_ISAS, "neon", "avx2", "avx512"], indirect=True)
 def test_every_isa(isa: str) -> None:
     done = warm_python.run(__file__, env=os.environ | {"DSX_FORCE_ISA": isa})
     assert done.stdout.strip().split("\n") == digests().split("\n"), done.stderr
