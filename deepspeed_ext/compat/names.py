@@ -11,6 +11,7 @@ _SAFE = " ".join(
     for scope in ("full", "local")
     for what in ("fp32_param", "grad", "optimizer_state")
 )
+_SAFE += " safe_update_full_grad_vectorized"
 _LEAVES = {
     f"{_C}.leaf_modules": "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules"
     " unset_z3_leaf_modules z3_leaf_module",

@@ -20,6 +20,7 @@ from deepspeed_ext.engine.processes import leave_group
 from deepspeed_ext.engine.stepping import Stepping, scaler_of
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.torch_internals.modules import is_compiled_in_place
+from deepspeed_ext.zero.sharding import sharding_of
 
 _log = logging.getLogger("deepspeed_ext")
 
@@ -192,11 +193,7 @@ class Engine(Checkpoints):
             ValueError: loss is not one number that has a gradient.
         """
         stepping = self._with_optimizer("backward")
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-            raise ValueError(
-                f"engine.backward: loss is {what}, expected one number with a gradient"
-            )
+        _check_loss("backward", loss)
         # Said anew: set_gradient_accumulation_boundary may have come after the forward.
         self._accumulation.begin(self.is_gradient_accumulation_boundary())
         if scale_wrt_gas and self._sizes.steps > 1:
@@ -210,6 +207,29 @@ class Engine(Checkpoints):
         self._now.scaled += 1
         self._metrics.add_loss(loss)
         return loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss as its own `backward()` is to be called: scaled with fp16, else as it is.
+
+            engine.scale(engine(batch)).backward()
+
+        Nothing is divided by the number of micro-steps.
+
+        Raises:
+            RuntimeError, ValueError: as `backward`.
+        """
+        stepping = self._with_optimizer("scale")
+        _check_loss("scale", loss)
+        if stepping.scaler is None:
+            return loss
+        scaled = stepping.scaler.scale(loss)
+        scaled.register_hook(self._note_scaled)
+        self._accumulation.watch(scaled)  # also where its forward was not the engine's
+        return scaled
+
+    def _note_scaled(self, _: Tensor) -> None:
+        """Count a backward, as it begins, whose loss was scaled."""
+        self._now.scaled += 1
 
     @property
     def skipped_steps(self) -> int:
@@ -369,6 +389,18 @@ class Engine(Checkpoints):
             )
         return self._stepping
 
+    def empty_partition_cache(self) -> None:
+        """Let go of weights that a forward has left gathered, and of memory that nothing is in.
+
+        Between micro-steps weights stay gathered, as their next backward wants them, and inside of
+        GatheredParameters, as you do.
+        """
+        sharding = sharding_of("engine.empty_partition_cache", self.module)
+        if not self._accumulation.is_open and not sharding.shown:
+            sharding.reshard()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def destroy(self) -> None:
         """Wait for the optimizer, drop what micro-steps have left, and leave the group.
 
@@ -384,3 +416,9 @@ class Engine(Checkpoints):
         if self._is_in_group:
             self._is_in_group = False
             leave_group()
+
+
+def _check_loss(op: str, loss: object) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise ValueError(f"engine.{op}: loss is {what}, expected one number with a gradient")

@@ -313,10 +313,18 @@ def unscaled(row, folder):
         engine.step()
     assert all(p.grad is None for p in engine.parameters())
     assert all(map(torch.equal, before, (p.full_tensor() for p in engine.parameters())))
+    with pytest.raises(ValueError, match=r"engine.scale: loss is of shape \[2\], expected one"):
+        engine.scale(torch.ones(2, requires_grad=True))
+    other, *_ = deepspeed_ext.initialize(model=Net(), config=config(2, "fp16", steps=2))
     for number in range(4):
         engine.backward(loss_of(engine, number))
         engine.step()
-    assert engine.global_steps == 2
+        other.scale(loss_of(other, number) / 2).backward()
+        other.step()
+    assert engine.global_steps == other.global_steps == 2
+    engine.empty_partition_cache()
+    for one, two in zip(engine.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
 
 
 def client_of_ours(row, folder):
