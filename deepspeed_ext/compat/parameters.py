@@ -18,7 +18,7 @@ from deepspeed_ext.dtensors import is_dtensor, local, part_for, spread
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
     """Return the whole master weight in float32, or None."""
-    return None if optimizer_of(param) is None else _whole(param)
+    return _whole(param) if _is_stepped(param) else None
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
@@ -33,7 +33,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
     """Return this process's part of the master weight, or None."""
-    return None if optimizer_of(param) is None else _part(param)
+    return _part(param) if _is_stepped(param) else None
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
@@ -91,6 +91,11 @@ def safe_update_full_grad_vectorized(
         gradient = safe_get_full_grad(param)
         if gradient is not None:
             safe_set_full_grad(param, update_func(gradient, param))
+
+
+def _is_stepped(param: Tensor) -> bool:
+    """Tell whether there is a master weight; optimizers are given frozen ones, too."""
+    return param.requires_grad and optimizer_of(param) is not None
 
 
 def _entry(param: Tensor, key: str) -> Tensor | None:

@@ -21,7 +21,9 @@ def values(row, folder):
         precision: {"enabled": True},
     }
     model = Net()
-    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     param = model.embedding.weight
     frozen = model.blocks[1].down.weight
     assert utils.safe_get_full_grad(param) is None
