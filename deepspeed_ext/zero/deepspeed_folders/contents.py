@@ -54,5 +54,6 @@ def contents_of(path: Path, with_state: bool = True, names: Names | None = None)
     extra = {plain_name(name): value for name, value in source.extra.items()}
     own = {CLIENT: source.client, "random": {}}
     # As of no process: no number of processes goes on with their random numbers.
-    values = {COMMON: common_fields(0, groups, extra), name_of_process(0): own}
+    ties = {plain_name(name): plain_name(kept) for name, kept in source.ties.items()}
+    values = {COMMON: common_fields(0, groups, extra, ties), name_of_process(0): own}
     return Contents(tensors, values)
