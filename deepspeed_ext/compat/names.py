@@ -14,7 +14,8 @@ _SAFE = " ".join(
 _SAFE += " safe_update_full_grad_vectorized"
 _LEAVES = {
     f"{_C}.leaf_modules": "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules"
-    " unset_z3_leaf_modules z3_leaf_module",
+    " set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules"
+    " z3_leaf_module",
 }
 _LOGS = {f"{_C}.conveniences": "log_dist logger"}
 _ZERO = {f"{_C}.zero": ALL}

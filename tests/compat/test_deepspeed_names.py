@@ -196,6 +196,14 @@ def test_leaf_modules_are_one_block():
     assert len(blocks_of(model, None)) == 3
     with pytest.raises(ValueError, match=r"leaf_module_classes is \['Other'\], expected"):
         deepspeed.utils.set_z3_leaf_modules(model, ["Other"])
+    named = deepspeed.utils.set_z3_leaf_modules_by_name
+    by_end = deepspeed.utils.set_z3_leaf_modules_by_suffix
+    assert named(model, ["layer", "no"], raise_if_not_found=False) == ([model.layer], ["no"])
+    with pytest.raises(ValueError, match=r"module_names has \['no'\], expected those of"):
+        named(model, ["layer", "no"], flag=False)
+    assert deepspeed.utils.get_z3_leaf_modules(model) == [model.layer]
+    assert by_end(model, ["yer"], flag=False) == ([model.layer], [])
+    assert deepspeed.utils.get_z3_leaf_modules(model) == []
 
 
 def test_whole_weights_of_a_checkpoint(tmp_path):
@@ -205,10 +213,14 @@ def test_whole_weights_of_a_checkpoint(tmp_path):
     engine, *_ = deepspeed.initialize(model=model, config=config)
     wanted = {name: p.full_tensor() for name, p in model.named_parameters()}
     engine.save_checkpoint(tmp_path / "run")
+    with pytest.raises(ValueError, match="model is sharded, expected a plain one"):
+        names.load_state_dict_from_zero_checkpoint(engine.module, tmp_path / "run")
     engine.destroy()
     state = names.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "run")
-    assert state.keys() == wanted.keys()
+    assert state.keys() == {*wanted, "head.weight"}
+    assert state["head.weight"] is state["embedding.weight"]  # tied, and whole for load_state_dict
     assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    Net(seed=2).load_state_dict(state)
     other = names.load_state_dict_from_zero_checkpoint(Net(seed=1), tmp_path / "run")
     assert all(torch.equal(p, wanted[name]) for name, p in other.named_parameters())
     with pytest.raises(ValueError, match=r"expected the same parameters"):
