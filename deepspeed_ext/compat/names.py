@@ -61,10 +61,12 @@ HERE: Mapping[str, Mapping[str, str]] = {
         "deepspeed_ext.optim.schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR"
         " WarmupLR",
     },
+    "runtime.precision_config": {f"{_C}.starting": "DeepSpeedBF16Config DeepSpeedFP16Config"},
     "runtime.utils": {
         f"{_C}.conveniences": "move_to_device see_memory_usage set_random_seed",
     },
     "runtime.zero": _ZERO,
+    "runtime.zero.config": {f"{_C}.starting": "DeepSpeedZeroConfig"},
     "runtime.zero.offload_config": {f"{_C}.conveniences": "OffloadDeviceEnum"},
     "runtime.zero.partition_parameters": {
         **_ZERO,

@@ -107,6 +107,11 @@ def test_conveniences(caplog):
     assert copies["a"][0].data_ptr() != tensor.data_ptr()
     moved = deepspeed.runtime.utils.move_to_device({"a": tensor, "b": 1}, "meta")
     assert moved["a"].is_meta and moved["b"] == 1
+    fp16 = deepspeed.runtime.precision_config.DeepSpeedFP16Config
+    assert fp16(enabled=True, loss_scale="8").loss_scale == 8
+    with pytest.raises(ValueError, match="loss_scale_window"):
+        fp16(enabled=True, loss_scale_window=0)
+    assert deepspeed.runtime.zero.config.DeepSpeedZeroConfig(stage=2).stage == 2
     assert deepspeed.ops.__compatible_ops__.keys() >= {"cpu_adam", "async_io"}
     assert deepspeed.ops.op_builder.CPUAdamBuilder is op_builder.CPUAdamBuilder
 
