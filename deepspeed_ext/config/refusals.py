@@ -160,7 +160,6 @@ REFUSALS = (
     _unfit("data_types.param_dtype", "use bf16 or fp16"),
     _unfit("data_types.buffer_dtype", "cast the buffers of the model before initialize"),
     _flag("sparse_gradients", "use dense embeddings, sparse=False"),
-    _flag("dataloader_drop_last", "give initialize a loader made with drop_last=True"),
     Refusal("timers", _has_any_on, "enabled false", _PROFILER),
     _flag("graph_harvesting", "call torch.compile on the model's blocks"),
     _flag("use_data_before_expert_parallel_", "give zero.shard a mesh"),

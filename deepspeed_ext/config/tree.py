@@ -391,6 +391,9 @@ class Root(Block):
     steps_per_print: Annotated[
         float, number(0, above=True, infinite=True), does("so many steps from report to report")
     ] = math.inf
+    dataloader_drop_last: Annotated[
+        bool, FLAG, does("the loader leaves out a last micro-batch that is not full")
+    ] = False
     checkpoint: Annotated[Checkpoint, does("how checkpoints are written")] = Checkpoint()
     compile: Annotated[Compile, does("torch.compile")] = Compile()
     wall_clock_breakdown: Annotated[

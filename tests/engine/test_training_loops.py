@@ -404,6 +404,16 @@ def test_a_script_without_torchrun(alone) -> None:
         assert math.isfinite(engine.get_global_grad_norm())
 
 
+def test_a_last_micro_batch_that_is_not_full_is_left_out(alone) -> None:
+    data, given = list(range(10)), config(0, dataloader_drop_last=True)
+    model = nn.Linear(3, 2)
+    with deepspeed_ext.initialize(model=model, training_data=data, config=given)[0] as engine:
+        for loader in (engine.training_dataloader, engine.deepspeed_io(data)):
+            assert [len(batch) for batch in loader] == [4, 4]
+        with pytest.raises(ValueError, match="has 3 samples for each process with dataloader_dr"):
+            engine.deepspeed_io(data[:3])
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
