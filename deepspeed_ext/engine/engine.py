@@ -209,17 +209,18 @@ class Engine(Checkpoints):
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss as its own `backward()` is to be called: scaled with fp16, else as it is.
+        """Return the loss whose own `backward()` does what `backward` of this engine does.
 
             engine.scale(engine(batch)).backward()
 
-        Nothing is divided by the number of micro-steps.
+        It is divided by the number of micro-steps, and scaled with fp16.
 
         Raises:
             RuntimeError, ValueError: as `backward`.
         """
         stepping = self._with_optimizer("scale")
         _check_loss("scale", loss)
+        loss = loss / self._sizes.steps if self._sizes.steps > 1 else loss
         if stepping.scaler is None:
             return loss
         scaled = stepping.scaler.scale(loss)

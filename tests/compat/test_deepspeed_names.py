@@ -107,6 +107,7 @@ def test_conveniences(caplog):
     assert copies["a"][0].data_ptr() != tensor.data_ptr()
     moved = deepspeed.runtime.utils.move_to_device({"a": tensor, "b": 1}, "meta")
     assert moved["a"].is_meta and moved["b"] == 1
+    assert deepspeed.comm.inference_all_reduce is torch.distributed.all_reduce
     fp16 = deepspeed.runtime.precision_config.DeepSpeedFP16Config
     assert fp16(enabled=True, loss_scale="8").loss_scale == 8
     with pytest.raises(ValueError, match="loss_scale_window"):

@@ -319,7 +319,7 @@ def unscaled(row, folder):
     for number in range(4):
         engine.backward(loss_of(engine, number))
         engine.step()
-        other.scale(loss_of(other, number) / 2).backward()
+        other.scale(loss_of(other, number)).backward()
         other.step()
     assert engine.global_steps == other.global_steps == 2
     engine.empty_partition_cache()
