@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed_ext.zero.checkpoint.saving import CLIENT, COMMON, common_fields, name_of_process
-from deepspeed_ext.zero.checkpoint.training_state import MODEL, OPTIMIZER
+from deepspeed_ext.zero.checkpoint.saving import CLIENT, common_fields, name_of_process
+from deepspeed_ext.zero.checkpoint.training_state import COMMON, MODEL, OPTIMIZER
 from deepspeed_ext.zero.deepspeed_folders.lazy import Lazy
 from deepspeed_ext.zero.deepspeed_folders.pickles import OP
 from deepspeed_ext.zero.deepspeed_folders.shard_files import find_shard_files
