@@ -71,6 +71,8 @@ def get_world_group() -> Any:
     return dist.group.WORLD
 
 
+inference_all_reduce = dist.all_reduce
+
 # All processes are one data-parallel group: other parallelism is torch's meshes.
 _get_data_parallel_group = get_world_group
 _get_data_parallel_rank = dist.get_rank

@@ -1,6 +1,6 @@
 """Modules that stage 3 gathers with all that is in them, under the names of deepspeed.utils."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 
 from torch import nn
 
@@ -50,6 +50,58 @@ def unset_z3_leaf_modules(
 ) -> list[nn.Module]:
     """Take the marks off; as set_z3_leaf_modules."""
     return _mark(model, list(leaf_module_classes), False, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module,
+    module_names: Iterable[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by their names in the model, before initialize, or take the marks off.
+
+    Args:
+        model: whose modules they are.
+        module_names: as named_modules has them.
+        flag: False takes marks off.
+        raise_if_not_found: False: some may not be there.
+
+    Returns:
+        The modules, and the names that no module has.
+
+    Raises:
+        ValueError: a name is of no module. Nothing is marked then.
+    """
+    names = {name for name, _ in model.named_modules()}
+    wanted = {name: {name} & names for name in module_names}
+    return _mark_named("module_names", model, wanted, flag, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module,
+    module_name_suffixes: Iterable[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """The same for all modules whose names end with one of these texts."""
+    names = [name for name, _ in model.named_modules()]
+    wanted = {end: {n for n in names if n.endswith(end)} for end in module_name_suffixes}
+    return _mark_named("module_name_suffixes", model, wanted, flag, raise_if_not_found)
+
+
+def _mark_named(
+    argument: str, model: nn.Module, wanted: Mapping[str, Set[str]], flag: bool, must_be: bool
+) -> tuple[list[nn.Module], list[str]]:
+    missing = [text for text, names in wanted.items() if not names]
+    if missing and must_be:
+        raise ValueError(
+            f"z3_leaf_modules: {argument} has {missing}, expected those of modules in model"
+        )
+    of_any = set().union(*wanted.values())
+    found = [module for name, module in model.named_modules() if name in of_any]
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found, missing
 
 
 def _mark(model: nn.Module, kinds: list[Kind], flag: bool, must_be: bool) -> list[nn.Module]:

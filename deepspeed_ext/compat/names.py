@@ -11,9 +11,11 @@ _SAFE = " ".join(
     for scope in ("full", "local")
     for what in ("fp32_param", "grad", "optimizer_state")
 )
+_SAFE += " safe_update_full_grad_vectorized"
 _LEAVES = {
     f"{_C}.leaf_modules": "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules"
-    " unset_z3_leaf_modules z3_leaf_module",
+    " set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules"
+    " z3_leaf_module",
 }
 _LOGS = {f"{_C}.conveniences": "log_dist logger"}
 _ZERO = {f"{_C}.zero": ALL}
@@ -59,10 +61,12 @@ HERE: Mapping[str, Mapping[str, str]] = {
         "deepspeed_ext.optim.schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR"
         " WarmupLR",
     },
+    "runtime.precision_config": {f"{_C}.starting": "DeepSpeedBF16Config DeepSpeedFP16Config"},
     "runtime.utils": {
         f"{_C}.conveniences": "move_to_device see_memory_usage set_random_seed",
     },
     "runtime.zero": _ZERO,
+    "runtime.zero.config": {f"{_C}.starting": "DeepSpeedZeroConfig"},
     "runtime.zero.offload_config": {f"{_C}.conveniences": "OffloadDeviceEnum"},
     "runtime.zero.partition_parameters": {
         **_ZERO,

@@ -1,10 +1,13 @@
 """safe_get and safe_set of deepspeed.utils: whole and local weights, gradients and state.
 
-Weights and state are float32.
+Weights and state are float32. There are none of what no engine's optimizer steps, such as of frozen
+parameters.
 
 All processes call the ones for whole tensors together. A gradient is there from the last backward
 of a step to the step, and with fp16 it is that of the scaled loss.
 """
+
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -14,8 +17,8 @@ from deepspeed_ext.dtensors import is_dtensor, local, part_for, spread
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """Return the whole master weight in float32."""
-    return _whole(param)
+    """Return the whole master weight in float32, or None."""
+    return _whole(param) if _is_stepped(param) else None
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
@@ -29,8 +32,8 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
-    """Return this process's part of the master weight."""
-    return _part(param)
+    """Return this process's part of the master weight, or None."""
+    return _part(param) if _is_stepped(param) else None
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
@@ -73,6 +76,26 @@ def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key
     """Write this process's part of an entry of the optimizer's state."""
     entry = _entry(param, optim_state_key)
     _write("safe_set_local_optimizer_state", entry, value, is_whole=False)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[Tensor], update_func: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Write what a function makes of each whole gradient; parameters without one are left out.
+
+    Args:
+        param_list: of an engine; the same in all processes.
+        update_func: of a whole gradient in float32 and its parameter; returns the other one.
+    """
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
+def _is_stepped(param: Tensor) -> bool:
+    """Tell whether there is a master weight; optimizers are given frozen ones, too."""
+    return param.requires_grad and optimizer_of(param) is not None
 
 
 def _entry(param: Tensor, key: str) -> Tensor | None:

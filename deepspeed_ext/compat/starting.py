@@ -13,10 +13,13 @@ from deepspeed_ext.compat.distributed import init_distributed
 from deepspeed_ext.compat.engine import note_engine
 from deepspeed_ext.compat.zero import know
 from deepspeed_ext.compat.zero.parameter_offload import ParameterOffload
-from deepspeed_ext.config import read
+from deepspeed_ext.config import read, tree
 from deepspeed_ext.engine import Engine, initialize as _initialize
 
 DeepSpeedConfigError = ValueError  # what reading a config raises
+# Blocks of it, to be read alone: DeepSpeedFP16Config(enabled=True).
+DeepSpeedBF16Config, DeepSpeedFP16Config = tree.Bf16, tree.Fp16
+DeepSpeedZeroConfig = tree.ZeroOptimization
 
 
 def initialize(

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_ext import zero
+from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.zero.checkpoint.consolidate import SavedWeights
 from deepspeed_ext.zero.checkpoint.folder import folder_of
 from deepspeed_ext.zero.checkpoint.storage import MANIFEST
 from deepspeed_ext.zero.deepspeed_folders.shard_files import find_shard_files, tag_folder
 from deepspeed_ext.zero.deepspeed_folders.source import source_of
-from deepspeed_ext.zero.names import by_plain_name
+from deepspeed_ext.zero.names import by_plain_name, plain_name
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -33,6 +34,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
     """Return the weights and buffers of a checkpoint on the CPU, floating ones in float32.
+
+    A tied weight is there under all of its names, as one tensor.
 
     Args:
         checkpoint_dir: that save_checkpoint was given, here or in DeepSpeed.
@@ -54,10 +57,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
     if (path / MANIFEST).exists():
         weights = SavedWeights(path, torch.float32)
         with AsyncIO() as engine:
-            return {name: weights.read(name, engine) for name in weights.described}
-    source = source_of(find_shard_files(tag_folder(checkpoint_dir, tag)))
-    read = {name: one.read() for name, one in by_plain_name(_OP, source.weights).items()}
-    return {name: t.float() if t.is_floating_point() else t for name, t in read.items()}
+            state = {name: weights.read(name, engine) for name in weights.described}
+        ties = weights.ties()
+    else:
+        source = source_of(find_shard_files(tag_folder(checkpoint_dir, tag)))
+        read = {name: one.read() for name, one in by_plain_name(_OP, source.weights).items()}
+        state = {name: t.float() if t.is_floating_point() else t for name, t in read.items()}
+        ties = by_plain_name(_OP, source.ties)
+    return state | {name: state[plain_name(kept)] for name, kept in ties.items()}
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -111,8 +118,13 @@ def load_state_dict_from_zero_checkpoint(
         The model.
 
     Raises:
-        OSError, ValueError: as above; or the model has other parameters.
+        OSError, ValueError: as above; or the model is sharded, or has other parameters.
     """
+    if any(map(is_dtensor, model.parameters())):
+        raise ValueError(
+            f"{_OP}: model is sharded, expected a plain one, as it is made; or take the weights by"
+            " get_fp32_state_dict_from_zero_checkpoint"
+        )
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     params = dict(model.named_parameters(remove_duplicate=False))
@@ -124,7 +136,7 @@ def load_state_dict_from_zero_checkpoint(
             f"{_OP}: model has {missing or 'no'} beside the checkpoint, and the checkpoint"
             f" {other or 'nothing'} beside it, expected the same parameters"
         )
-    model.load_state_dict(state, strict=False)  # tied ones are there once
+    model.load_state_dict(state, strict=False)  # tied ones are there once in older checkpoints
     return model
 
 

@@ -145,6 +145,13 @@ class Examined:
                 f"config: fp16.min_loss_scale is {shown(fp16.min_loss_scale)}, expected at most"
                 f" {first:g}, 2 to the power fp16.initial_scale_power"
             )
+        sent = config.communication_data_type
+        added = config.data_types.grad_accum_dtype
+        if None not in (sent, added) and sent != added:
+            problems.append(
+                f"config: data_types.grad_accum_dtype is {added} beside communication_data_type"
+                f" {sent}, expected one dtype, as gradients are added up as they are sent"
+            )
         zero = config.zero_optimization
         streamed = refusals.STREAMED
         if streamed.asks(zero.offload_param.device):

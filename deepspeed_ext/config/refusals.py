@@ -63,9 +63,8 @@ def _is_one_of(*texts: str) -> Test:
     return lambda value: isinstance(value, str) and value.strip().lower() in texts
 
 
-def _has_values(block: object) -> bool:
-    values = block.values() if isinstance(block, Mapping) else (block,)
-    return any(value is not None for value in values)
+def _is_none_of(*texts: str) -> Test:
+    return lambda value: str(value).strip().lower() not in texts
 
 
 def _splits_tensors(block: object) -> bool:
@@ -140,9 +139,27 @@ REFUSALS = (
         "1",
         "gradients are averaged as they are reduced; leave it out",
     ),
-    Refusal("data_types", _has_values, "grad_accum_dtype null", "use communication_data_type"),
+    Refusal(
+        "gradient_allreduce_op",
+        _is_none_of("mean"),
+        '"mean"',
+        "multiply the loss by the number of processes for a sum",
+    ),
+    Refusal(
+        "managed_gradient_accumulation",
+        _is_none_of("true", "1"),
+        "true",
+        "call engine.set_gradient_accumulation_boundary before each backward",
+    ),
+    Refusal(
+        "data_types.grad_accum_dtype",
+        _is_none_of("fp32", "float32", "torch.float32"),
+        '"fp32"',
+        "use communication_data_type",
+    ),
+    _unfit("data_types.param_dtype", "use bf16 or fp16"),
+    _unfit("data_types.buffer_dtype", "cast the buffers of the model before initialize"),
     _flag("sparse_gradients", "use dense embeddings, sparse=False"),
-    _flag("dataloader_drop_last", "give initialize a loader made with drop_last=True"),
     Refusal("timers", _has_any_on, "enabled false", _PROFILER),
     _flag("graph_harvesting", "call torch.compile on the model's blocks"),
     _flag("use_data_before_expert_parallel_", "give zero.shard a mesh"),

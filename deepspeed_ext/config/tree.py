@@ -348,6 +348,16 @@ class Checkpoint(Block):
     parallel_write: Annotated[Any, ANYTHING, so_anyway("all processes write at once")] = None
 
 
+class DataTypes(Block):
+    """In what gradients are added up."""
+
+    place: ClassVar[str] = "data_types."
+
+    grad_accum_dtype: Annotated[
+        Dtype | None, DTYPE, so_anyway("micro-steps are added up in float32")
+    ] = None
+
+
 class Root(Block):
     """The whole config."""
 
@@ -377,9 +387,13 @@ class Root(Block):
     communication_data_type: Annotated[Dtype | None, DTYPE, does("gradients are reduced in it")] = (
         None
     )
+    data_types: Annotated[DataTypes, does("in what gradients are added up")] = DataTypes()
     steps_per_print: Annotated[
         float, number(0, above=True, infinite=True), does("so many steps from report to report")
     ] = math.inf
+    dataloader_drop_last: Annotated[
+        bool, FLAG, does("the loader leaves out a last micro-batch that is not full")
+    ] = False
     checkpoint: Annotated[Checkpoint, does("how checkpoints are written")] = Checkpoint()
     compile: Annotated[Compile, does("torch.compile")] = Compile()
     wall_clock_breakdown: Annotated[

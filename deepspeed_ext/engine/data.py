@@ -14,6 +14,7 @@ def loader_of(
     mesh: DeviceMesh,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
+    drop_last: bool = False,
 ) -> "DataLoader[Any]":
     """Return a loader of micro-batches; its sampler.set_epoch draws another order for an epoch.
 
@@ -23,9 +24,10 @@ def loader_of(
         mesh: whose processes share the dataset.
         collate_fn: of torch's DataLoader.
         num_workers: likewise.
+        drop_last: leave out a last micro-batch that is not full.
 
     Raises:
-        ValueError: dataset cannot be shared out.
+        ValueError: dataset cannot be shared out, or nothing would be left of it.
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or not len(dataset):
         what = "empty" if hasattr(dataset, "__len__") else f"a {type(dataset).__name__}"
@@ -35,6 +37,11 @@ def loader_of(
         )
     place = mesh.mesh.flatten().tolist().index(dist.get_rank())
     sampler: DistributedSampler[Any] = DistributedSampler(dataset, mesh.size(), place)
+    if drop_last and len(sampler) < batch_size:
+        raise ValueError(
+            f"initialize: training_data has {len(sampler)} samples for each process with"
+            f" dataloader_drop_last, expected a micro-batch of {batch_size} or more"
+        )
     return DataLoader(
         dataset,
         batch_size,
@@ -42,4 +49,5 @@ def loader_of(
         collate_fn=collate_fn,
         num_workers=num_workers,
         pin_memory=mesh.device_type == "cuda",
+        drop_last=drop_last,
     )

@@ -20,6 +20,7 @@ from deepspeed_ext.engine.processes import leave_group
 from deepspeed_ext.engine.stepping import Stepping, scaler_of
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.torch_internals.modules import is_compiled_in_place
+from deepspeed_ext.zero.sharding import sharding_of
 
 _log = logging.getLogger("deepspeed_ext")
 
@@ -91,6 +92,7 @@ class Engine(Checkpoints):
         self._is_last: bool | None = None  # of micro-steps, said by hand
         self._is_syncing = True  # not inside of no_sync
         self._now = _Progress()
+        self._was_told = False  # of plain backwards
         self._metrics = Metrics(mesh.size())
         self._reports = reports
         self._accumulation = zero.Accumulation(model)
@@ -192,11 +194,7 @@ class Engine(Checkpoints):
             ValueError: loss is not one number that has a gradient.
         """
         stepping = self._with_optimizer("backward")
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-            raise ValueError(
-                f"engine.backward: loss is {what}, expected one number with a gradient"
-            )
+        _check_loss("backward", loss)
         # Said anew: set_gradient_accumulation_boundary may have come after the forward.
         self._accumulation.begin(self.is_gradient_accumulation_boundary())
         if scale_wrt_gas and self._sizes.steps > 1:
@@ -210,6 +208,28 @@ class Engine(Checkpoints):
         self._now.scaled += 1
         self._metrics.add_loss(loss)
         return loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss whose own `backward()` does what `backward` of this engine does.
+
+            engine.scale(engine(batch)).backward()
+
+        It is divided by the number of micro-steps, and scaled with fp16.
+
+        Raises:
+            RuntimeError, ValueError: as `backward`.
+        """
+        stepping = self._with_optimizer("scale")
+        _check_loss("scale", loss)
+        loss = loss / self._sizes.steps
+        scaled = loss if stepping.scaler is None else stepping.scaler.scale(loss)
+        scaled.register_hook(self._note_scaled)
+        self._accumulation.watch(scaled)  # also where its forward was not the engine's
+        return scaled
+
+    def _note_scaled(self, _: Tensor) -> None:
+        """Count a backward, as it begins, whose loss was scaled."""
+        self._now.scaled += 1
 
     @property
     def skipped_steps(self) -> int:
@@ -255,6 +275,15 @@ class Engine(Checkpoints):
             raise RuntimeError(
                 f"engine.step: {backwards - scaled} of {backwards} backwards are of a loss that was"
                 " not scaled, expected engine.backward(loss) with fp16; the gradients are dropped"
+            )
+        if scaled < backwards and self._sizes.steps > 1 and not self._was_told:
+            self._was_told = True
+            _log.warning(
+                "engine.step: %d of %d backwards are plain ones, which divide nothing, while"
+                " DeepSpeed divides by the %d micro-steps; engine.backward(loss) divides",
+                backwards - scaled,
+                backwards,
+                self._sizes.steps,
             )
         rate = self._first_rate()
         with self._measured("step"):
@@ -369,6 +398,18 @@ class Engine(Checkpoints):
             )
         return self._stepping
 
+    def empty_partition_cache(self) -> None:
+        """Let go of weights that a forward has left gathered, and of memory that nothing is in.
+
+        Between micro-steps weights stay gathered, as their next backward wants them, and inside of
+        GatheredParameters, as you do.
+        """
+        sharding = sharding_of("engine.empty_partition_cache", self.module)
+        if not self._accumulation.is_open and not sharding.shown:
+            sharding.reshard()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def destroy(self) -> None:
         """Wait for the optimizer, drop what micro-steps have left, and leave the group.
 
@@ -384,3 +425,9 @@ class Engine(Checkpoints):
         if self._is_in_group:
             self._is_in_group = False
             leave_group()
+
+
+def _check_loss(op: str, loss: object) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise ValueError(f"engine.{op}: loss is {what}, expected one number with a gradient")

@@ -86,7 +86,10 @@ def initialize(
             plan = Plan(model, optimizer, model_parameters, lr_scheduler, read, mesh)
             loader = None
             if training_data is not None:
-                loader = loader_of(training_data, plan.sizes.micro, mesh, collate_fn)
+                drop_last = read.dataloader_drop_last
+                loader = loader_of(
+                    training_data, plan.sizes.micro, mesh, collate_fn, drop_last=drop_last
+                )
         check_agreement(_OP, [*plan.lines()], mesh)
         if dist.get_rank() == 0:
             if is_default and mesh.device_type == "cpu" and torch.cuda.is_available():

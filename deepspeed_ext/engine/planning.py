@@ -52,6 +52,7 @@ class Plan:
                 f"{_OP}: model is a {type(model).__name__}, expected a torch.nn.Module"
             )
         _check_plain(model)
+        _check_dtypes(model, config)
         self.model = model
         self._given, self._scheduler, self._config = optimizer, scheduler, config
         self.sizes: BatchSizes = config.batch_sizes(mesh.size())
@@ -146,6 +147,19 @@ def _check_plain(model: nn.Module) -> None:
             raise ValueError(
                 f"{_OP}: model has {name or 'itself'!r}, which is sharded already, expected a"
                 " model that no initialize or zero.shard was called on"
+            )
+
+
+def _check_dtypes(model: nn.Module, config: Config) -> None:
+    """Refuse to add up in float32 what a model without master weights has in 16 bits."""
+    if config.data_types.grad_accum_dtype is None or config.bf16.enabled or config.fp16.enabled:
+        return
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.dtype.itemsize < 4:
+            raise ValueError(
+                f"{_OP}: data_types.grad_accum_dtype is {config.data_types.grad_accum_dtype} and"
+                f" parameter {name!r} is {param.dtype}, expected bf16 or fp16 enabled, or a model"
+                " in float32"
             )
 
 

@@ -102,4 +102,5 @@ class Settings(nn.Module):
     ) -> Any:
         """Return a loader that gives each process its own part of a dataset; see `loader_of`."""
         size = batch_size or self._sizes.micro
-        return loader_of(dataset, size, self._mesh, collate_fn, num_local_io_workers)
+        drop_last = self._config.dataloader_drop_last
+        return loader_of(dataset, size, self._mesh, collate_fn, num_local_io_workers, drop_last)

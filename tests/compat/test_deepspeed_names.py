@@ -108,6 +108,12 @@ def test_conveniences(caplog):
     assert copies["a"][0].data_ptr() != tensor.data_ptr()
     moved = deepspeed.runtime.utils.move_to_device({"a": tensor, "b": 1}, "meta")
     assert moved["a"].is_meta and moved["b"] == 1
+    assert deepspeed.comm.inference_all_reduce is torch.distributed.all_reduce
+    fp16 = deepspeed.runtime.precision_config.DeepSpeedFP16Config
+    assert fp16(enabled=True, loss_scale="8").loss_scale == 8
+    with pytest.raises(ValueError, match="loss_scale_window"):
+        fp16(enabled=True, loss_scale_window=0)
+    assert deepspeed.runtime.zero.config.DeepSpeedZeroConfig(stage=2).stage == 2
     assert deepspeed.ops.__compatible_ops__.keys() >= {"cpu_adam", "async_io"}
     assert deepspeed.ops.op_builder.CPUAdamBuilder is op_builder.CPUAdamBuilder
 
@@ -199,6 +205,14 @@ def test_leaf_modules_are_one_block():
     assert len(blocks_of(model, None)) == 3
     with pytest.raises(ValueError, match=r"leaf_module_classes is \['Other'\], expected"):
         deepspeed.utils.set_z3_leaf_modules(model, ["Other"])
+    named = deepspeed.utils.set_z3_leaf_modules_by_name
+    by_end = deepspeed.utils.set_z3_leaf_modules_by_suffix
+    assert named(model, ["layer", "no"], raise_if_not_found=False) == ([model.layer], ["no"])
+    with pytest.raises(ValueError, match=r"module_names has \['no'\], expected those of"):
+        named(model, ["layer", "no"], flag=False)
+    assert deepspeed.utils.get_z3_leaf_modules(model) == [model.layer]
+    assert by_end(model, ["yer"], flag=False) == ([model.layer], [])
+    assert deepspeed.utils.get_z3_leaf_modules(model) == []
 
 
 def test_whole_weights_of_a_checkpoint(tmp_path):
@@ -208,10 +222,14 @@ def test_whole_weights_of_a_checkpoint(tmp_path):
     engine, *_ = deepspeed.initialize(model=model, config=config)
     wanted = {name: p.full_tensor().cpu() for name, p in model.named_parameters()}
     engine.save_checkpoint(tmp_path / "run")
+    with pytest.raises(ValueError, match="model is sharded, expected a plain one"):
+        names.load_state_dict_from_zero_checkpoint(engine.module, tmp_path / "run")
     engine.destroy()
     state = names.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "run")
-    assert state.keys() == wanted.keys()
+    assert state.keys() == {*wanted, "head.weight"}
+    assert state["head.weight"] is state["embedding.weight"]  # tied, and whole for load_state_dict
     assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    Net(seed=2).load_state_dict(state)
     other = names.load_state_dict_from_zero_checkpoint(Net(seed=1), tmp_path / "run")
     assert all(torch.equal(p, wanted[name]) for name, p in other.named_parameters())
     with pytest.raises(ValueError, match=r"expected the same parameters"):

@@ -21,7 +21,9 @@ def values(row, folder):
         precision: {"enabled": True},
     }
     model = Net()
-    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     param = model.embedding.weight
     frozen = model.blocks[1].down.weight
     assert utils.safe_get_full_grad(param) is None
@@ -33,13 +35,17 @@ def values(row, folder):
     assert torch.equal(utils.safe_get_local_grad(param), local(param.grad).float())
     utils.safe_set_full_grad(param, gradient * 2)
     assert torch.equal(utils.safe_get_full_grad(param), gradient * 2)
+    utils.safe_update_full_grad_vectorized([param, frozen], lambda whole, _: whole / 2)
+    assert torch.equal(utils.safe_get_full_grad(param), gradient)
+    utils.safe_set_full_grad(param, gradient * 2)
     before = utils.safe_get_full_fp32_param(param)
     engine.step()
     assert not torch.equal(before, utils.safe_get_full_fp32_param(param))
     average = utils.safe_get_full_optimizer_state(param, "exp_avg")
     scale = 2**16 if precision == "fp16" else 1
     torch.testing.assert_close(average, gradient * 0.2 / scale, rtol=1e-5, atol=1e-7)
-    assert utils.safe_get_full_fp32_param(frozen).shape == (6, 9)
+    assert utils.safe_get_full_fp32_param(frozen) is None
+    assert utils.safe_get_local_fp32_param(frozen) is None
     assert utils.safe_get_full_optimizer_state(frozen, "exp_avg") is None
     whole = torch.arange(param.numel()).view(param.shape) / 64
     utils.safe_set_full_fp32_param(param, whole)
@@ -59,6 +65,7 @@ def values(row, folder):
     assert torch.equal(clones["embedding.weight"], whole + 1)
     if stage == "3":
         assert param.ds_shape == whole.shape and param.ds_numel == whole.numel()
+        assert not param.ds_persist
     engine.destroy()
     assert dist.is_initialized()
 

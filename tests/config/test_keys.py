@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.config import read
-from deepspeed_ext.config.kinds import ANYTHING, FLAG, Effect
+from deepspeed_ext.config.kinds import ANYTHING, DTYPE, FLAG, Effect
 from deepspeed_ext.config.page import page
 from deepspeed_ext.config.refusals import REFUSALS, STREAMED
 from deepspeed_ext.config.tree import KNOWN_PARAMS, Root
@@ -55,6 +55,8 @@ def values_of(info):
         return True, False
     if ANYTHING in info.metadata:
         return True, {"enabled": True}, "x"
+    if DTYPE in info.metadata:
+        return "fp32", "float32"
     return ("Fail",) if info.default == "Warn" else (1, 7)
 
 
@@ -102,7 +104,9 @@ _ASKING = {
     "tensor_parallel": [{"autotp_size": 2}, {"enabled": True}],
     "compression_training": [{"a": {"b": {"enabled": "true"}}}],
     "optimizer.type": ["OneBitAdam", "zerooneadam", "Muon"],
-    "data_types": [{"grad_accum_dtype": "fp32"}],
+    "gradient_allreduce_op": ["sum", True],
+    "managed_gradient_accumulation": [False, "false", 0],
+    "data_types.grad_accum_dtype": ["bf16", "fp16", 1],
 }
 _IDLE = {
     "zero_optimization.offload_optimizer.device": ["cpu", "none"],
@@ -115,7 +119,9 @@ _IDLE = {
     "tensor_parallel": [{}, {"autotp_size": 1}, {"autotp_size": 0}],
     "compression_training": [{}, {"a": {"b": {"enabled": False}}}],
     "optimizer.type": ["Adam", "lion"],
-    "data_types": [{}, {"grad_accum_dtype": None}],
+    "gradient_allreduce_op": ["mean", None],
+    "managed_gradient_accumulation": [True, "true", 1],
+    "data_types.grad_accum_dtype": [None],
 }
 
 

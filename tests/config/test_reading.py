@@ -324,6 +324,13 @@ def test_an_unknown_key_is_an_error_with_the_nearest(config, nearest):
             "bf16.enabled is true beside fp16.enabled, expected one of them",
         ),
         (
+            {
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "communication_data_type": "bf16",
+            },
+            "data_types.grad_accum_dtype is torch.float32 beside communication_data_type torch.bf",
+        ),
+        (
             {"fp16": {"enabled": True, "min_loss_scale": 32, "initial_scale_power": 4}},
             "fp16.min_loss_scale is 32, expected at most 16, 2 to the power fp16.initial_scale_p",
         ),

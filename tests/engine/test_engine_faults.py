@@ -307,6 +307,14 @@ def test_a_client_that_cannot_be_offloaded() -> None:
     assert type(model) is nn.Linear
 
 
+def test_gradients_that_would_not_be_added_up_in_float32() -> None:
+    model = nn.Linear(3, 2).bfloat16()
+    given = config(0, data_types={"grad_accum_dtype": "fp32"})
+    with pytest.raises(ValueError, match=r"parameter 'weight' is torch\.bfloat16, expected bf16"):
+        deepspeed_ext.initialize(model=model, config=given)
+    assert type(model) is nn.Linear
+
+
 def test_a_model_that_is_sharded_already() -> None:
     with deepspeed_ext.initialize(model=nn.Linear(3, 2), config=config(0))[0] as engine:
         for model in (engine, engine.module):

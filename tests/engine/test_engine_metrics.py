@@ -61,7 +61,7 @@ def test_metrics_of_a_step() -> None:
     assert found[-1]["norm"] == engine.get_global_grad_norm()
 
 
-def test_losses_of_micro_steps_are_added_as_they_are_divided() -> None:
+def test_losses_of_micro_steps_are_added_as_they_are_divided(log) -> None:
     given = config(1, steps=2)
     with deepspeed_ext.initialize(model=Words(), config=given)[0] as engine:
         losses = []
@@ -79,6 +79,11 @@ def test_losses_of_micro_steps_are_added_as_they_are_divided() -> None:
         engine(tokens).backward()
         engine.step()
         assert "loss" not in engine.metrics()
+        for scale in (engine.scale, lambda loss: loss):  # which the warning counts, and does not
+            scale(engine(tokens)).backward()
+            engine.step()
+        told = [line for line in log.messages if "backwards are plain ones" in line]
+        assert len(told) == 1 and "2 of 2" in told[0]
 
 
 def test_a_step_that_is_skipped() -> None:

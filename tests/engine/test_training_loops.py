@@ -7,7 +7,7 @@ import deepspeed_folder
 import pytest
 import torch
 import torch.distributed as dist
-from process_groups import on_gpus
+from process_groups import on_gpus, with_long
 from processes import Case
 from torch import nn
 from zero_cases import Net, home, loss_of, whole
@@ -325,10 +325,18 @@ def unscaled(row, folder):
         engine.step()
     assert all(p.grad is None for p in engine.parameters())
     assert all(map(torch.equal, before, map(whole, engine.parameters())))
+    with pytest.raises(ValueError, match=r"engine.scale: loss is of shape \[2\], expected one"):
+        engine.scale(torch.ones(2, requires_grad=True))
+    other, *_ = deepspeed_ext.initialize(model=Net(), config=config(2, "fp16", steps=2))
     for number in range(4):
         engine.backward(loss_of(engine, number))
         engine.step()
-    assert engine.global_steps == 2
+        other.scale(loss_of(other, number)).backward()
+        other.step()
+    assert engine.global_steps == other.global_steps == 2
+    engine.empty_partition_cache()
+    for one, two in zip(engine.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
 
 
 def client_of_ours(row, folder):
@@ -384,7 +392,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.function}-{case.row}-{case.world}")
+FOUR = [Case(4, "trains", row) for row in ("3-bf16-3-none", "1-float32-2-offload")]
+
+
+@pytest.mark.parametrize("case", with_long(CASES + FOUR, *(f"trains-{c.row}-4" for c in FOUR)))
 def test_processes(case, groups):
     groups.run(case, "cpu")
 
@@ -412,6 +423,16 @@ def test_a_script_without_torchrun(alone) -> None:
             engine.step()
         assert engine.global_steps == 3 and engine.weight is model.weight
         assert math.isfinite(engine.get_global_grad_norm())
+
+
+def test_a_last_micro_batch_that_is_not_full_is_left_out(alone) -> None:
+    data, given = list(range(10)), config(0, dataloader_drop_last=True)
+    model = nn.Linear(3, 2)
+    with deepspeed_ext.initialize(model=model, training_data=data, config=given)[0] as engine:
+        for loader in (engine.training_dataloader, engine.deepspeed_io(data)):
+            assert [len(batch) for batch in loader] == [4, 4]
+        with pytest.raises(ValueError, match="has 3 samples for each process with dataloader_dr"):
+            engine.deepspeed_io(data[:3])
 
 
 @pytest.mark.parametrize(

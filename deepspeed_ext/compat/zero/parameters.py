@@ -84,6 +84,7 @@ def describe(param: Tensor, is_whole: bool = False) -> None:
             ds_tensor=local(rows),
             ds_status=names.AVAILABLE if is_whole else names.NOT_AVAILABLE,
             ds_active_sub_modules=set(),
+            ds_persist=False,  # all are gathered and let go with their block
         )
 
 

@@ -11,7 +11,12 @@ from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.ops.optimizers.state_formats import join_float32
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
 from deepspeed_ext.zero.checkpoint.folder import folder_of
-from deepspeed_ext.zero.checkpoint.training_state import MODEL, OPTIMIZER, TrainingReader
+from deepspeed_ext.zero.checkpoint.training_state import (
+    COMMON,
+    MODEL,
+    OPTIMIZER,
+    TrainingReader,
+)
 from deepspeed_ext.zero.checkpoint.weight_files import Progress, check_options, write_weight_files
 
 _OP = "zero.consolidate"
@@ -92,6 +97,11 @@ class SavedWeights:
                 weight, self._reader.tensor(self._metadata, engine, lower).to(torch.int16)
             )
         return weight.to(described.dtype)
+
+    def ties(self) -> dict[str, str]:
+        """Return other names of weights, with those here; checkpoints of before tell of none."""
+        common = self._reader.value(self._metadata, COMMON)
+        return {n: kept for n, kept in common.get("ties", {}).items() if kept in self.described}
 
     def _key(self, name: str, key: str) -> str | None:
         full = f"{OPTIMIZER}{name}.{key}"

@@ -35,6 +35,7 @@ from deepspeed_ext.zero.checkpoint.plain_values import NotPlain, OutOfRange, dum
 from deepspeed_ext.zero.checkpoint.staging import staged
 from deepspeed_ext.zero.checkpoint.storage import Encoded, Reader, Writer
 from deepspeed_ext.zero.checkpoint.training_state import (
+    COMMON,
     Targets,
     check_extra,
     extra_of,
@@ -42,10 +43,11 @@ from deepspeed_ext.zero.checkpoint.training_state import (
     state_of,
     take_extra,
     tensors_of,
+    ties_of,
 )
 from deepspeed_ext.zero.sharding import Sharding, sharding_of
 
-COMMON, CLIENT = "common", "client"
+CLIENT = "client"
 _SAVE, _LOAD = "zero.save", "zero.load"
 _log = logging.getLogger("deepspeed_ext")
 
@@ -244,13 +246,13 @@ def _content(
     # Of buffers that differ, such as statistics, DCP would take some from each process.
     content |= tensors_of(_SAVE, model, with_buffers=is_first, with_frozen=with_frozen)
     if is_first:
-        common = common_fields(dist.get_world_size(), groups, extra_of(model))
+        common = common_fields(dist.get_world_size(), groups, extra_of(model), ties_of(model))
         content |= _encoded(COMMON, common)
     return content
 
 
 def common_fields(
-    processes: int, groups: list[dict[str, Any]], extra: dict[str, Any]
+    processes: int, groups: list[dict[str, Any]], extra: dict[str, Any], ties: dict[str, str]
 ) -> dict[str, Any]:
     """Return what a checkpoint says once.
 
@@ -258,8 +260,9 @@ def common_fields(
         processes: that saved it; 0: another program did, and there are no random numbers.
         groups: of the optimizer, as `state_of` returns them.
         extra: as `extra_of` returns it.
+        ties: as `ties_of` returns them.
     """
-    return {"processes": processes, "groups": options_of(groups), "extra": extra}
+    return {"processes": processes, "groups": options_of(groups), "extra": extra, "ties": ties}
 
 
 def _encoded(name: str, value: object) -> dict[str, Any]:

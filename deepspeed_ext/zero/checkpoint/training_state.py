@@ -22,6 +22,7 @@ from deepspeed_ext.zero.names import by_plain_name, plain_name
 _log = logging.getLogger("deepspeed_ext")
 MODEL = "model."
 OPTIMIZER = "optimizer."
+COMMON = "common"  # what a checkpoint says once
 Group = dict[str, Any]
 
 
@@ -63,6 +64,14 @@ def tensors_of(
         {n: b for n, b in buffers.items() if n in saved and (with_buffers or is_dtensor(b))}
     )
     return {MODEL + name: _detached(tensor) for name, tensor in found.items()}
+
+
+def ties_of(model: nn.Module) -> dict[str, str]:
+    """Return the other names of tied parameters, with those that `tensors_of` has."""
+    kept = {id(param): plain_name(name) for name, param in model.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    names = {plain_name(name): kept[id(param)] for name, param in named}
+    return {name: first for name, first in names.items() if name != first}
 
 
 def extra_of(model: nn.Module) -> dict[str, Any]:

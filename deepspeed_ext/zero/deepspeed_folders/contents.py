@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed_ext.zero.checkpoint.saving import CLIENT, COMMON, common_fields, name_of_process
-from deepspeed_ext.zero.checkpoint.training_state import MODEL, OPTIMIZER
+from deepspeed_ext.zero.checkpoint.saving import CLIENT, common_fields, name_of_process
+from deepspeed_ext.zero.checkpoint.training_state import COMMON, MODEL, OPTIMIZER
 from deepspeed_ext.zero.deepspeed_folders.lazy import Lazy
 from deepspeed_ext.zero.deepspeed_folders.pickles import OP
 from deepspeed_ext.zero.deepspeed_folders.shard_files import find_shard_files
@@ -54,5 +54,6 @@ def contents_of(path: Path, with_state: bool = True, names: Names | None = None)
     extra = {plain_name(name): value for name, value in source.extra.items()}
     own = {CLIENT: source.client, "random": {}}
     # As of no process: no number of processes goes on with their random numbers.
-    values = {COMMON: common_fields(0, groups, extra), name_of_process(0): own}
+    ties = {plain_name(name): plain_name(kept) for name, kept in source.ties.items()}
+    values = {COMMON: common_fields(0, groups, extra, ties), name_of_process(0): own}
     return Contents(tensors, values)

@@ -22,8 +22,8 @@ from deepspeed_ext.io.regular_file import naming, path_text, sync_folder
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
 from deepspeed_ext.zero.checkpoint.consolidate import SavedWeights
 from deepspeed_ext.zero.checkpoint.folder import folder_of
-from deepspeed_ext.zero.checkpoint.saving import CLIENT, COMMON, name_of_process
-from deepspeed_ext.zero.checkpoint.training_state import OPTIMIZER, TrainingReader
+from deepspeed_ext.zero.checkpoint.saving import CLIENT, name_of_process
+from deepspeed_ext.zero.checkpoint.training_state import COMMON, OPTIMIZER, TrainingReader
 from deepspeed_ext.zero.checkpoint.weight_files import Progress
 from deepspeed_ext.zero.counters import told
 from deepspeed_ext.zero.deepspeed_folders.model_file import OWN, PASSED_ON

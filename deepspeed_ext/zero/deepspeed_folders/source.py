@@ -43,6 +43,7 @@ class Source:
         reason: why there is no optimizer's state.
         extra: what a state dict has beside parameters and buffers.
         client: what the client saved, and what a run goes on with.
+        ties: other names of tied parameters, with those that are in `weights`.
     """
 
     weights: dict[str, Lazy] = field(default_factory=dict)
@@ -51,6 +52,7 @@ class Source:
     reason: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
     client: dict[str, Any] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
 
 
 def source_of(files: ShardFiles, names: Names | None = None) -> Source:
@@ -131,7 +133,7 @@ class _Stage:
     def source(self, files: ShardFiles, names: Names | None) -> Source:
         """Return what this stage holds, when all of its module is there."""
         model = self.model
-        source = Source(extra=model.extra, client=model.client)
+        source = Source(extra=model.extra, client=model.client, ties=model.ties)
         if model.groups is None:
             self._add_whole(source, files, names)
         if self._optimizer is not None and not self._files.is_by_process:
@@ -226,6 +228,7 @@ def _join(source: Source, stage: Source, path: Path) -> None:
     source.weights = {**stage.weights, **source.weights}
     source.state = {**stage.state, **source.state}
     source.extra |= stage.extra
+    source.ties |= stage.ties
     source.reason = source.reason or stage.reason
     if source.groups is None or stage.groups is None:
         source.groups = None
