@@ -477,7 +477,7 @@ def test_a_model_that_is_only_called(alone) -> None:
     """Frozen, without an optimizer, as models of reference are."""
     model = nn.Linear(3, 2).requires_grad_(False)
     given = {"train_batch_size": 1, "zero_optimization": {"stage": 3}}
-    with deepspeed_ext.initialize(model=model, config=given)[0] as engine:
+    with deepspeed_ext.initialize(None, model, None, [], config=given)[0] as engine:
         assert engine(torch.ones(1, 3, device=engine.device)).shape == (1, 2)
         with pytest.raises(RuntimeError, match="has no optimizer"):
             engine.step()
