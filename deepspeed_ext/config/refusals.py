@@ -132,13 +132,6 @@ REFUSALS = (
     _flag("compile.deepcompile", _COMPILE),
     _flag("compile.autoep_non_moe", _COMPILE),
     Refusal("compile.passes", bool, "no passes", _COMPILE),
-    _flag("prescale_gradients", "gradients are averaged as they are reduced; leave it out"),
-    Refusal(
-        "gradient_predivide_factor",
-        _is_other_than(1),
-        "1",
-        "gradients are averaged as they are reduced; leave it out",
-    ),
     Refusal(
         "gradient_allreduce_op",
         _is_none_of("mean"),

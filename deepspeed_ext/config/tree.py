@@ -358,6 +358,9 @@ class DataTypes(Block):
     ] = None
 
 
+_AVERAGED = "gradients are averaged, whatever is divided before or after the reduction"
+
+
 class Root(Block):
     """The whole config."""
 
@@ -387,6 +390,8 @@ class Root(Block):
     communication_data_type: Annotated[Dtype | None, DTYPE, does("gradients are reduced in it")] = (
         None
     )
+    prescale_gradients: Annotated[bool, FLAG, so_anyway(_AVERAGED)] = False
+    gradient_predivide_factor: Annotated[float, number(0, above=True), so_anyway(_AVERAGED)] = 1.0
     data_types: Annotated[DataTypes, does("in what gradients are added up")] = DataTypes()
     steps_per_print: Annotated[
         float, number(0, above=True, infinite=True), does("so many steps from report to report")

@@ -32,20 +32,24 @@ class Renamed:
         self._names = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
         self._before = list(model.parameters())  # so that no other object gets one's id
 
-    def checked_groups(self, params: object) -> list[Group]:
+    def checked_groups(self, params: object, is_stepped: bool) -> list[Group]:
         """Return groups of parameters of the model, of what `model_parameters` may be.
 
+        Args:
+            params: tensors or groups; None: all that require a gradient.
+            is_stepped: there will be an optimizer; else Lightning gives none of them.
+
         Raises:
-            ValueError: one is not of the model.
+            ValueError: one is not of the model, or there is none to step.
         """
         if params is None:
             return [{"params": [p for p in self._model.parameters() if p.requires_grad]}]
         if isinstance(params, Tensor):
             params = [params]
         given = list(params)  # type: ignore[call-overload]  # a generator, too
-        if not given:
+        if not given and is_stepped:
             raise ValueError(f"{_OP}: model_parameters has none, expected some of the model")
-        groups = given if isinstance(given[0], dict) else [{"params": given}]
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         made = [{**group, "params": list(_each(group["params"]))} for group in groups]
         for param in (p for group in made for p in group["params"]):
             self.name_of(param, "model_parameters")

@@ -61,11 +61,8 @@ class Plan:
         if config.compile.compiles:
             checked_kwargs(f"{_OP}: compile", config.compile.backend, self.compile_kwargs)
         self._renamed = Renamed(model)
-        if params is not None and not isinstance(params, Tensor):
-            params = list(params)  # type: ignore[arg-type]  # of tensors or of groups
         is_stepped = optimizer is not None or config.optimizer is not None
-        # Lightning says so that a model is only called.
-        self._groups = self._renamed.checked_groups(params if is_stepped or params else None)
+        self._groups = self._renamed.checked_groups(params, is_stepped)
         self._offload: Mapping[str, Any] | None = None
         block = config.zero_optimization.offload_optimizer
         if block.device == "cpu":

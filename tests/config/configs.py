@@ -72,6 +72,7 @@ PLAIN = {
             "tensorboard.output_path": "runs",
             "wall_clock_breakdown": True,
         },
+        ("prescale_gradients",),
     ),
     "stage 3 with sizes for Trainer": Sample(
         {
@@ -168,6 +169,7 @@ PLAIN = {
             "gradient_clipping": 1.0,
             "fp16.enabled": True,
         },
+        ("prescale_gradients",),
     ),
     "Adam with decay in the gradient": Sample(
         {
@@ -287,6 +289,12 @@ PLAIN = {
             "sparse_gradients": False,
         },
         {"train_batch_size": 8, "bf16.enabled": True, "communication_data_type": "float32"},
+        ("gradient_predivide_factor",),
+    ),
+    "scaled before": Sample(
+        {"train_batch_size": 8, "prescale_gradients": True, "gradient_predivide_factor": 8.0},
+        {"train_batch_size": 8},
+        ("prescale_gradients", "gradient_predivide_factor"),
     ),
     "compression that is off": Sample(
         {

@@ -79,11 +79,6 @@ OWNED = {
     ),
     "compiled": _refused({"compile": {"deepcompile": True}}, "compile.deepcompile"),
     "tensor parallel": _refused({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel"),
-    "scaled before": _refused(
-        {"prescale_gradients": True, "gradient_predivide_factor": 8.0},
-        "prescale_gradients",
-        "gradient_predivide_factor",
-    ),
     "autocast": _refused(
         {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast"
     ),
