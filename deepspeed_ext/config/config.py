@@ -145,6 +145,12 @@ class Examined:
                 f"config: fp16.min_loss_scale is {shown(fp16.min_loss_scale)}, expected at most"
                 f" {first:g}, 2 to the power fp16.initial_scale_power"
             )
+        types, summed = self.found.given.get("data_types"), config.communication_data_type
+        if refusals.names_a_dtype(types) and str(summed) not in ("None", "torch.float32"):
+            problems.append(
+                f"config: data_types is {shown(types)} beside communication_data_type, expected one"
+                " of them; gradients are added up in the dtype in which they are reduced"
+            )
         zero = config.zero_optimization
         streamed = refusals.STREAMED
         if streamed.asks(zero.offload_param.device):

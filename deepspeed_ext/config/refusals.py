@@ -63,9 +63,19 @@ def _is_one_of(*texts: str) -> Test:
     return lambda value: isinstance(value, str) and value.strip().lower() in texts
 
 
-def _has_values(block: object) -> bool:
+def names_a_dtype(block: object) -> bool:
+    """Tell whether data_types says anything."""
     values = block.values() if isinstance(block, Mapping) else (block,)
     return any(value is not None for value in values)
+
+
+def _adds_up_in_16_bits(block: object) -> bool:
+    if not isinstance(block, Mapping):
+        return block is not None
+    return any(value is not None and not _is_float32(value) for value in block.values())
+
+
+_is_float32 = _is_one_of("fp32", "float32", "torch.float32")
 
 
 def _splits_tensors(block: object) -> bool:
@@ -140,7 +150,12 @@ REFUSALS = (
         "1",
         "gradients are averaged as they are reduced; leave it out",
     ),
-    Refusal("data_types", _has_values, "grad_accum_dtype null", "use communication_data_type"),
+    Refusal(
+        "data_types",
+        _adds_up_in_16_bits,
+        'grad_accum_dtype "fp32" or null',
+        "use communication_data_type",
+    ),
     _flag("sparse_gradients", "use dense embeddings, sparse=False"),
     _flag("dataloader_drop_last", "give initialize a loader made with drop_last=True"),
     Refusal("timers", _has_any_on, "enabled false", _PROFILER),

@@ -102,7 +102,7 @@ _ASKING = {
     "tensor_parallel": [{"autotp_size": 2}, {"enabled": True}],
     "compression_training": [{"a": {"b": {"enabled": "true"}}}],
     "optimizer.type": ["OneBitAdam", "zerooneadam", "Muon"],
-    "data_types": [{"grad_accum_dtype": "fp32"}],
+    "data_types": [{"grad_accum_dtype": "bf16"}, {"grad_accum_dtype": 32}, "fp32"],
 }
 _IDLE = {
     "zero_optimization.offload_optimizer.device": ["cpu", "none"],
@@ -115,7 +115,7 @@ _IDLE = {
     "tensor_parallel": [{}, {"autotp_size": 1}, {"autotp_size": 0}],
     "compression_training": [{}, {"a": {"b": {"enabled": False}}}],
     "optimizer.type": ["Adam", "lion"],
-    "data_types": [{}, {"grad_accum_dtype": None}],
+    "data_types": [{}, {"grad_accum_dtype": None}, {"grad_accum_dtype": "fp32"}],
 }
 
 

@@ -328,6 +328,10 @@ def test_an_unknown_key_is_an_error_with_the_nearest(config, nearest):
             "fp16.min_loss_scale is 32, expected at most 16, 2 to the power fp16.initial_scale_p",
         ),
         (
+            {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "bf16"},
+            'data_types is {"grad_accum_dtype": "fp32"} beside communication_data_type, expected o',
+        ),
+        (
             {
                 "zero_optimization": {
                     "cpu_offload": True,
