@@ -89,6 +89,7 @@ class Engine(Checkpoints):
         self._skipped: int | Tensor = 0
         self._config, self._sizes, self._mesh = config, sizes, mesh
         self._is_in_group = is_in_group
+        self._is_destroyed = False
         self._is_last: bool | None = None  # of micro-steps, said by hand
         self._is_syncing = True  # not inside of no_sync
         self._now = _Progress()
@@ -119,6 +120,16 @@ class Engine(Checkpoints):
             if name == "module":
                 raise
             return getattr(self.module, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copy, deepcopy and pickle, which all ask here.
+
+        The counts of an engine are fed by hooks on its own model: a copy would see no backward.
+        """
+        raise TypeError(
+            "engine: it was to be copied or pickled, expected no copy of an engine; copy"
+            " engine.state_dict(), or the model before initialize; to save, engine.save_checkpoint"
+        )
 
     def __enter__(self) -> "Engine":
         return self
@@ -391,6 +402,10 @@ class Engine(Checkpoints):
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def _with_optimizer(self, what: str) -> Stepping:
+        if self._is_destroyed:
+            raise RuntimeError(
+                f"engine.{what}: the engine was destroyed, expected a call before engine.destroy()"
+            )
         if self._stepping is None:
             raise RuntimeError(
                 f"engine.{what}: the engine has no optimizer, expected one in initialize, or in the"
@@ -413,11 +428,13 @@ class Engine(Checkpoints):
     def destroy(self) -> None:
         """Wait for the optimizer, drop what micro-steps have left, and leave the group.
 
-        The last engine in a process group that initialize made ends it.
+        The last engine in a process group that initialize made ends it. `backward` and `step` are
+        errors from here on.
 
         Monitors get the last step, and are closed.
         """
         self._accumulation.end(is_whole=False)
+        self._is_destroyed = True
         if isinstance(self.optimizer, OffloadOptimizer):
             self.optimizer.synchronize()
         if self._reports is not None:

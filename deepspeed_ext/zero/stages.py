@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parameter import is_lazy
 
+from deepspeed_ext.torch_internals.tensors import has_gradient_hooks
 from deepspeed_ext.zero.agreement import check_agreement
 from deepspeed_ext.zero.all_processes import mesh_of_all
 from deepspeed_ext.zero.blocks import Block, blocks_of
@@ -172,6 +173,12 @@ def _check_model(model: nn.Module) -> None:
             raise ValueError(
                 f"{_OP}: parameter {name!r} has no dimensions, expected rows to shard; give it the"
                 " shape [1]"
+            )
+        if has_gradient_hooks(param):  # of a tensor that no backward would know of
+            raise ValueError(
+                f"{_OP}: parameter {name!r} has a hook on its gradient, expected none, as its shard"
+                " would not call it; register_post_accumulate_grad_hook on the sharded parameter,"
+                " after this"
             )
 
 

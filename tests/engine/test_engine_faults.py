@@ -1,7 +1,9 @@
 """What goes wrong around an engine, and that it goes on; two engines; compiled ones."""
 
+import copy
 import json
 import math
+import pickle
 
 import pytest
 import torch
@@ -264,16 +266,22 @@ def test_on_gpus(case, groups):
     groups.run(case, "cuda")
 
 
-def test_engines_leave_the_group_in_any_order() -> None:
+def test_engines_leave_the_group_in_any_order_and_are_not_copied() -> None:
     assert not dist.is_initialized()
     first, second = (
         deepspeed_ext.initialize(model=nn.Linear(3, 2), config=config(0))[0] for _ in range(2)
     )
     first.destroy()
     first.destroy()  # again does nothing
+    for call in (first.step, lambda: first.backward(torch.ones(1))):
+        with pytest.raises(RuntimeError, match=r"engine.*: the engine was destroyed"):
+            call()
     assert dist.is_initialized()
     second.backward(second(torch.ones(4, 3, device=second.device)).sum())
     second.step()
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"no copy of an engine; copy engine.state_dict"):
+            copied(second)
     second.destroy()
     assert not dist.is_initialized()
 

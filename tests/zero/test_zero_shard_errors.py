@@ -99,6 +99,15 @@ def parameters(row, folder):
         " shape [1]"
     )
     refused(ValueError, text, zero.shard, net, 2)
+    for hook in ("register_hook", "register_post_accumulate_grad_hook"):
+        net = nn.Linear(2, 2)
+        getattr(net.bias, hook)(lambda given: None)
+        text = (
+            "zero.shard: parameter 'bias' has a hook on its gradient, expected none, as its shard"
+            " would not call it; register_post_accumulate_grad_hook on the sharded parameter,"
+            " after this"
+        )
+        refused(ValueError, text, zero.shard, net, 2)
 
 
 def tied_to_a_block(row, folder):
