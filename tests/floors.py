@@ -204,7 +204,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "compat": (
         (
-            *("fused_optim", "layernorm"),
+            *("fused_optim", "layernorm", "plain_copies"),
             *("scaled_masked_softmax", "scaled_upper_triangle_masked_softmax"),
         ),
         (

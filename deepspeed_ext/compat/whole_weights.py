@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_ext import zero
+from deepspeed_ext.compat.plain_copies import plain_copy
 from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.zero.checkpoint.consolidate import SavedWeights
@@ -107,26 +108,23 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: Folder, tag: str | None = None
 ) -> nn.Module:
-    """Move a model that is not sharded to the CPU, and load these weights.
+    """Move a model to the CPU, and load these weights.
 
     Args:
-        model: whose parameters are all in the checkpoint.
+        model: whose parameters are all in the checkpoint. One that is sharded stays as it is, and a
+            copy gets the weights, of modules as they were before; those have no hooks.
         checkpoint_dir: as above.
         tag: as above.
 
     Returns:
-        The model.
+        The model, or the copy.
 
     Raises:
-        OSError, ValueError: as above; or the model is sharded, or has other parameters.
+        OSError, ValueError: as above; or the model has other parameters.
     """
-    if any(map(is_dtensor, model.parameters())):
-        raise ValueError(
-            f"{_OP}: model is sharded, expected a plain one, as it is made; or take the weights by"
-            " get_fp32_state_dict_from_zero_checkpoint"
-        )
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    model = model.cpu()
+    is_sharded = any(map(is_dtensor, model.parameters()))
+    model = plain_copy(model) if is_sharded else model.cpu()
     params = dict(model.named_parameters(remove_duplicate=False))
     there = {params[name] for name in state if name in params}
     missing = [name for name, param in params.items() if param not in there]

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from zero_cases import Net
+from zero_cases import Block, Net
 
 import deepspeed_ext.compat as deepspeed
 from deepspeed_ext import op_builder, optim
@@ -222,8 +222,20 @@ def test_whole_weights_of_a_checkpoint(tmp_path):
     engine, *_ = deepspeed.initialize(model=model, config=config)
     wanted = {name: p.full_tensor().cpu() for name, p in model.named_parameters()}
     engine.save_checkpoint(tmp_path / "run")
-    with pytest.raises(ValueError, match="model is sharded, expected a plain one"):
-        names.load_state_dict_from_zero_checkpoint(engine.module, tmp_path / "run")
+    plain = names.load_state_dict_from_zero_checkpoint(engine.module, tmp_path / "run")
+    tokens = torch.ones(1, 3, dtype=torch.int64)
+    assert type(plain) is Net and type(plain.blocks[0]) is Block
+    assert all(torch.equal(p, wanted[name]) for name, p in plain.named_parameters())
+    assert plain.head.weight is plain.embedding.weight is not engine.module.head.weight
+    assert [p.requires_grad for p in plain.parameters()] == [
+        p.requires_grad for p in model.parameters()
+    ]
+    close = {"rtol": 0.05, "atol": 0.05}  # of weights used in bfloat16
+    found = engine(tokens.to(engine.device)).cpu().float()
+    torch.testing.assert_close(plain(tokens), found, **close)
+    initialized, *_ = deepspeed.initialize(model=plain, config=config)  # as a new one
+    assert torch.equal(initialized(tokens.to(engine.device)).cpu().float(), found)
+    initialized.destroy()
     engine.destroy()
     state = names.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "run")
     assert state.keys() == {*wanted, "head.weight"}
