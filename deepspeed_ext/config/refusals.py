@@ -139,12 +139,6 @@ REFUSALS = (
         "multiply the loss by the number of processes for a sum",
     ),
     Refusal(
-        "managed_gradient_accumulation",
-        _is_none_of("true", "1"),
-        "true",
-        "call engine.set_gradient_accumulation_boundary before each backward",
-    ),
-    Refusal(
         "data_types.grad_accum_dtype",
         _is_none_of("fp32", "float32", "torch.float32"),
         '"fp32"',

@@ -390,6 +390,11 @@ class Root(Block):
     communication_data_type: Annotated[Dtype | None, DTYPE, does("gradients are reduced in it")] = (
         None
     )
+    managed_gradient_accumulation: Annotated[
+        bool,
+        FLAG,
+        does("false: each engine.step ends a step, of however many backwards there were"),
+    ] = True
     prescale_gradients: Annotated[bool, FLAG, so_anyway(_AVERAGED)] = False
     gradient_predivide_factor: Annotated[float, number(0, above=True), so_anyway(_AVERAGED)] = 1.0
     data_types: Annotated[DataTypes, does("in what gradients are added up")] = DataTypes()

@@ -272,8 +272,9 @@ class Engine(Checkpoints):
                 " engine.backward(loss) before"
             )
         is_last = self.is_gradient_accumulation_boundary()
-        self.micro_steps += 1
-        self._now.ended += 1
+        ended = 1 if self._config.managed_gradient_accumulation else backwards
+        self.micro_steps += ended
+        self._now.ended += ended
         self._now.was_applied = False
         if not is_last:
             self._now.seen = backwards
@@ -300,7 +301,12 @@ class Engine(Checkpoints):
         with self._measured("step"):
             self._now.was_applied = stepping.step()
         self.global_steps += 1
-        self.global_samples += self._sizes.train
+        is_managed = self._config.managed_gradient_accumulation
+        self.global_samples += (
+            self._sizes.train
+            if is_managed
+            else self._sizes.train // self._sizes.steps * micro_steps
+        )
         applied = self._now.was_applied
         was_skipped = applied.logical_not() if isinstance(applied, Tensor) else not applied
         self._skipped = self._skipped + was_skipped
@@ -367,12 +373,23 @@ class Engine(Checkpoints):
         """Tell whether the micro-step that is under way is the last one of a step."""
         if not self._is_syncing:
             return False
+        if not self._config.managed_gradient_accumulation:
+            return True
         if self._is_last is not None:
             return self._is_last
         return self._now.ended + 1 >= self._sizes.steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say by hand, from now on, which micro-step is the last one; before its backward."""
+        """Say by hand, from now on, which micro-step is the last one; before its backward.
+
+        Raises:
+            RuntimeError: managed_gradient_accumulation is false, so that each step says it.
+        """
+        if not self._config.managed_gradient_accumulation:
+            raise RuntimeError(
+                "engine.set_gradient_accumulation_boundary: managed_gradient_accumulation is false,"
+                " expected no call, as engine.step ends each step"
+            )
         self._is_last = is_boundary
         if self._accumulation.is_open:
             self._accumulation.begin(self.is_gradient_accumulation_boundary())

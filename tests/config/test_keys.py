@@ -104,7 +104,6 @@ _ASKING = {
     "compression_training": [{"a": {"b": {"enabled": "true"}}}],
     "optimizer.type": ["OneBitAdam", "zerooneadam", "Muon"],
     "gradient_allreduce_op": ["sum", True],
-    "managed_gradient_accumulation": [False, "false", 0],
     "data_types.grad_accum_dtype": ["bf16", "fp16", 1],
 }
 _IDLE = {
@@ -118,7 +117,6 @@ _IDLE = {
     "compression_training": [{}, {"a": {"b": {"enabled": False}}}],
     "optimizer.type": ["Adam", "lion"],
     "gradient_allreduce_op": ["mean", None],
-    "managed_gradient_accumulation": [True, "true", 1],
     "data_types.grad_accum_dtype": [None],
 }
 

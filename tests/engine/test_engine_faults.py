@@ -184,6 +184,26 @@ def several_backwards(row, folder):
         torch.testing.assert_close(whole(a), whole(b))
 
 
+def unmanaged(row, folder):
+    """Each step is of as many backwards as there were; all are divided alike."""
+    engine = made(int(row), steps=2, managed_gradient_accumulation=False)
+    plain, number = made(int(row), steps=2), 0
+    for count in (3, 1, 2):
+        for i in range(count):
+            engine.backward(loss_of(engine, number))
+            plain.set_gradient_accumulation_boundary(i == count - 1)
+            plain.backward(loss_of(plain, number))
+            plain.step()
+            number += 1
+        engine.step()
+        assert engine.was_step_applied() and engine.micro_steps == plain.micro_steps == number
+        assert engine.global_samples == 4 * number * dist.get_world_size()
+    for a, b in zip(engine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(a), whole(b), rtol=1e-4, atol=1e-6)
+    with pytest.raises(RuntimeError, match="is false, expected no call"):
+        engine.set_gradient_accumulation_boundary(True)
+
+
 def compiled(row, folder):
     """Bit for bit what the same operators give that are not compiled."""
     engine = made(int(row), 2, compile={"disable": False, "backend": "eager"})
@@ -240,6 +260,7 @@ def resumes(row, folder):
 
 
 CASES = [
+    *(Case(2, "unmanaged", row) for row in "03"),
     Case(2, "processes_differ_later", ""),
     *(Case(2, "processes_differ", row) for row in ("clipping", "groups", "file")),
     *(Case(2, "errors_in_backward", row) for row in ("0-loss", "1-plain", "3-block")),
