@@ -133,12 +133,6 @@ REFUSALS = (
     _flag("compile.autoep_non_moe", _COMPILE),
     Refusal("compile.passes", bool, "no passes", _COMPILE),
     Refusal(
-        "gradient_allreduce_op",
-        _is_none_of("mean"),
-        '"mean"',
-        "multiply the loss by the number of processes for a sum",
-    ),
-    Refusal(
         "data_types.grad_accum_dtype",
         _is_none_of("fp32", "float32", "torch.float32"),
         '"fp32"',

@@ -358,7 +358,9 @@ class DataTypes(Block):
     ] = None
 
 
-_AVERAGED = "gradients are averaged, whatever is divided before or after the reduction"
+_AVERAGED = (
+    "the reduction gives gradient_allreduce_op, whatever is divided before or after the reduction"
+)
 
 
 class Root(Block):
@@ -395,6 +397,9 @@ class Root(Block):
         FLAG,
         does("false: each engine.step ends a step, of however many backwards there were"),
     ] = True
+    gradient_allreduce_op: Annotated[
+        str, choice("mean", "sum"), does("what gradients of the processes are reduced to")
+    ] = "mean"
     prescale_gradients: Annotated[bool, FLAG, so_anyway(_AVERAGED)] = False
     gradient_predivide_factor: Annotated[float, number(0, above=True), so_anyway(_AVERAGED)] = 1.0
     data_types: Annotated[DataTypes, does("in what gradients are added up")] = DataTypes()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from deepspeed_ext import zero
 from deepspeed_ext.config import Config, read as read_config
@@ -150,3 +151,8 @@ def _shard(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
         reduce_dtype=reduce_dtype or (torch.float32 if is_mixed else None),
         reduce_unused=reduce_unused,
     )
+    if config.gradient_allreduce_op == "sum":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums

@@ -103,7 +103,6 @@ _ASKING = {
     "tensor_parallel": [{"autotp_size": 2}, {"enabled": True}],
     "compression_training": [{"a": {"b": {"enabled": "true"}}}],
     "optimizer.type": ["OneBitAdam", "zerooneadam", "Muon"],
-    "gradient_allreduce_op": ["sum", True],
     "data_types.grad_accum_dtype": ["bf16", "fp16", 1],
 }
 _IDLE = {
@@ -116,7 +115,6 @@ _IDLE = {
     "tensor_parallel": [{}, {"autotp_size": 1}, {"autotp_size": 0}],
     "compression_training": [{}, {"a": {"b": {"enabled": False}}}],
     "optimizer.type": ["Adam", "lion"],
-    "gradient_allreduce_op": ["mean", None],
     "data_types.grad_accum_dtype": [None],
 }
 

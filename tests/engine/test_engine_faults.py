@@ -204,6 +204,23 @@ def unmanaged(row, folder):
         engine.set_gradient_accumulation_boundary(True)
 
 
+def sums(row, folder):
+    """Twice as much, of two processes, as the mean; also of unused parameters and micro-steps."""
+    stage, precision = row.split("-")
+    given = config(int(stage), precision, steps=2)
+    engine, plain = (
+        deepspeed_ext.initialize(model=Net(), config={**given, "gradient_allreduce_op": op})[0]
+        for op in ("sum", "Mean")
+    )
+    for number in range(4):
+        engine.backward(loss_of(engine, number))
+        plain.backward(2 * loss_of(plain, number))
+        engine.step()
+        plain.step()
+    assert_same(engine, plain)
+    assert engine.get_global_grad_norm() == plain.get_global_grad_norm() > 0.5
+
+
 def compiled(row, folder):
     """Bit for bit what the same operators give that are not compiled."""
     engine = made(int(row), 2, compile={"disable": False, "backend": "eager"})
@@ -260,6 +277,7 @@ def resumes(row, folder):
 
 
 CASES = [
+    *(Case(2, "sums", row) for row in ("0-float32", "1-bf16", "2-float32", "3-fp16")),
     *(Case(2, "unmanaged", row) for row in "03"),
     Case(2, "processes_differ_later", ""),
     *(Case(2, "processes_differ", row) for row in ("clipping", "groups", "file")),
