@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from deepspeed_ext.dtensors import is_dtensor
+from deepspeed_ext.torch_internals.modules import forget_compiled
 from deepspeed_ext.zero.kinds_of_parameters import NAME, save_pretrained
 
 _LEFT_OUT = (NAME, "__composable_api")  # how the names of attributes begin that sharding has made
@@ -36,7 +37,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
                     if _is_hooks(name) and isinstance(module, FSDPModule)
                     else copy.deepcopy(value, known)
                 )
-        known[id(module)]._compiled_call_impl = None
+        forget_compiled(known[id(module)])
     made: nn.Module = known[id(model)]
     return made.cpu()
 

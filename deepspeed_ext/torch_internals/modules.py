@@ -53,6 +53,11 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
+def forget_compiled(module: nn.Module) -> None:
+    """Let a module be as before Module.compile was called."""
+    module._compiled_call_impl = None
+
+
 def reset_of(module: nn.Module) -> Any:
     """Return what draws a module's own parameters anew, or None.
 

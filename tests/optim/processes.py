@@ -66,14 +66,19 @@ class Groups:
         ran = case, device
         if ran not in self._errors:
             key = case.world, device
-            folder = self._folder / device
-            folder.mkdir(exist_ok=True)
+            folder = self.folder(device)
             if key not in self._groups:
                 self._groups[key] = _Group(case.world, device, folder)
             self._errors[ran] = self._groups[key].run(case, self._module, folder)
             if self._errors[ran]:
                 self._groups.pop(key).end()
         assert not self._errors[ran], self._errors[ran]
+
+    def folder(self, device: str) -> Path:
+        """Return what those on a device share."""
+        made = self._folder / device
+        made.mkdir(exist_ok=True)
+        return made
 
     def end(self) -> None:
         """End all processes."""

@@ -61,7 +61,7 @@ def test_a_run_goes_on_with_another_number_of_processes(groups, tmp_path):
     groups.run(Case(1, "goes_on", "1"), "cpu")
     groups.run(Case(2, "refuses", ""), "cpu")
     assert main([*SIZE, "--offload", "cpu", "--out", str(tmp_path)]) == 0
-    assert losses(groups._folder / "run") == pytest.approx(losses(tmp_path), rel=1e-5)
+    assert losses(groups.folder("cpu") / "run") == pytest.approx(losses(tmp_path), rel=1e-5)
 
 
 def torchrun(processes, *arguments):
