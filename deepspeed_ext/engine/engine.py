@@ -272,7 +272,7 @@ class Engine(Checkpoints):
                 " engine.backward(loss) before"
             )
         is_last = self.is_gradient_accumulation_boundary()
-        ended = 1 if self._config.managed_gradient_accumulation else backwards
+        ended = 1 if self.managed_gradient_accumulation() else backwards
         self.micro_steps += ended
         self._now.ended += ended
         self._now.was_applied = False
@@ -301,7 +301,7 @@ class Engine(Checkpoints):
         with self._measured("step"):
             self._now.was_applied = stepping.step()
         self.global_steps += 1
-        is_managed = self._config.managed_gradient_accumulation
+        is_managed = self.managed_gradient_accumulation()
         self.global_samples += (
             self._sizes.train
             if is_managed
@@ -373,7 +373,7 @@ class Engine(Checkpoints):
         """Tell whether the micro-step that is under way is the last one of a step."""
         if not self._is_syncing:
             return False
-        if not self._config.managed_gradient_accumulation:
+        if not self.managed_gradient_accumulation():
             return True
         if self._is_last is not None:
             return self._is_last
@@ -385,7 +385,7 @@ class Engine(Checkpoints):
         Raises:
             RuntimeError: managed_gradient_accumulation is false, so that each step says it.
         """
-        if not self._config.managed_gradient_accumulation:
+        if not self.managed_gradient_accumulation():
             raise RuntimeError(
                 "engine.set_gradient_accumulation_boundary: managed_gradient_accumulation is false,"
                 " expected no call, as engine.step ends each step"

@@ -30,6 +30,10 @@ class Settings(nn.Module):
         """Return the samples of a process in a micro-step."""
         return self._sizes.micro
 
+    def managed_gradient_accumulation(self) -> bool:
+        """Tell whether steps are counted by micro-steps; else each engine.step ends one."""
+        return self._config.managed_gradient_accumulation
+
     def gradient_accumulation_steps(self) -> int:
         """Return the micro-steps of a step."""
         return self._sizes.steps
