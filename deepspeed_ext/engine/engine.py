@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -210,8 +211,7 @@ class Engine(Checkpoints):
         self._accumulation.begin(self.is_gradient_accumulation_boundary())
         if scale_wrt_gas and self._sizes.steps > 1:
             loss = loss / self._sizes.steps
-        scaled = loss if stepping.scaler is None else stepping.scaler.scale(loss)
-        self._accumulation.watch(scaled)  # also where its forward was not the engine's
+        scaled = self._scaled(stepping, loss)
         self._now.has_failed = True  # until it is over
         with self._measured("backward"):
             scaled.backward(retain_graph=retain_graph)
@@ -232,9 +232,12 @@ class Engine(Checkpoints):
         """
         stepping = self._with_optimizer("scale")
         _check_loss("scale", loss)
-        loss = loss / self._sizes.steps
-        scaled = loss if stepping.scaler is None else stepping.scaler.scale(loss)
+        scaled = self._scaled(stepping, loss / self._sizes.steps)
         scaled.register_hook(self._note_scaled)
+        return scaled
+
+    def _scaled(self, stepping: Stepping, loss: Tensor) -> Tensor:
+        scaled = loss if stepping.scaler is None else stepping.scaler.scale(loss)
         self._accumulation.watch(scaled)  # also where its forward was not the engine's
         return scaled
 
@@ -288,7 +291,8 @@ class Engine(Checkpoints):
                 f"engine.step: {backwards - scaled} of {backwards} backwards are of a loss that was"
                 " not scaled, expected engine.backward(loss) with fp16; the gradients are dropped"
             )
-        if scaled < backwards and self._sizes.steps > 1 and not self._was_told:
+        is_told = self._was_told or dist.get_rank() > 0
+        if scaled < backwards and self._sizes.steps > 1 and not is_told:
             self._was_told = True
             _log.warning(
                 "engine.step: %d of %d backwards are plain ones, which divide nothing, while"
