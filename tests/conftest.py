@@ -1,4 +1,4 @@
-"""What tests cost: the option --cpu-seconds tells, --long-share leaves out what costs most."""
+"""What tests cost: the option --cpu-seconds tells, --share leaves out a part of what costs most."""
 
 import gc
 import os
@@ -11,13 +11,17 @@ import pytest
 import warm_python
 
 SLOWEST = 40
+LONG_SHARES, CASE_SHARES = 12, 2
+FEW_CASES = 8  # of one test, which all run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--long-share",
-        metavar="I/N",
-        help="of the long tests, run those of share I of N, for any whole number I",
+        "--share",
+        metavar="I",
+        type=int,
+        help="run a share of the long tests and of the cases of tests that have many, another one"
+        " for each whole number I",
     )
     parser.addoption(
         "--cpu-seconds",
@@ -27,18 +31,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the long tests of other shares."""
-    share = config.getoption("--long-share")
-    if share is None:
+    """Leave out what is of other shares."""
+    number = config.getoption("--share")
+    if number is None:
         return
-    number, shares = map(int, share.split("/"))
-    left_out = [
-        item
-        for item in items
-        if item.get_closest_marker("long") and (crc32(item.nodeid.encode()) - number) % shares
-    ]
+    cases = Counter(map(_test_of, items))
+
+    def shares(item: pytest.Item) -> int:
+        if item.get_closest_marker("long"):
+            return LONG_SHARES
+        return CASE_SHARES if cases[_test_of(item)] > FEW_CASES else 1
+
+    left_out = [item for item in items if (crc32(item.nodeid.encode()) - number) % shares(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in {*left_out}]
+
+
+def _test_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
 @pytest.hookimpl(wrapper=True)
