@@ -26,8 +26,12 @@ Out = Mapping[str, list[Tensor]]
 class HostOptimizer(FlatStateOptimizer):
     """What an optimizer class has to be able to do beside its own, to be offloaded."""
 
+    settle: Callable[[], None] = staticmethod(lambda: None)  # before state is moved
+
     def buckets(self) -> list[tuple[int, Bucket]]:
         """Return all buckets, each with the number of its group."""
+        if not self._plans.is_current(self):
+            self.settle()
         plans = self._plans.current(self)
         return [(group, bucket) for group, plan in enumerate(plans) for bucket in plan.buckets]
 

@@ -77,7 +77,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             also where the budget would hold more; from 0 to 1.
         memory_budget: most bytes of host memory for weights, state, gradients and speculative
             steps, as a number or as "2GiB"; None: three quarters of what there is beside weights
-            and state go to the latter two, and processes that torchrun has started on one host share it evenly.
+            and state go to the latter two, and processes that torchrun has started on one host
+            share it evenly.
         free_grads: gradients are added up in host memory, in float32, and leave the device as soon
             as they are there. `p.grad` is a placeholder without memory then, until step(): who
             drops it or writes zeros does so to the sum, who reads it, as torch's clip_grad_norm_
@@ -162,6 +163,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             table.put_on_disk(params[i] for i in needs.on_disk)
         made = offloaded(optimizer_class, weakly(table), table.share, bucket)
         host_groups = [self._host_group(group, table) for group in self.param_groups]
+        table.has_disk = ring is not None
         own = self._host_optimizer = made(host_groups, **kwargs)
         self.defaults = dict(own.defaults)
         self._pipeline = Pipeline(own, self.param_groups, table, needs.memory, free_grads, ring)

@@ -107,10 +107,12 @@ class ParamTable(Generic[B]):
 
     Attributes:
         share: where copies are stepped, which touches their memory first.
+        has_disk: the state of parameters that are added from now on is to be on the disk.
     """
 
     def __init__(self, share: Share | None = None) -> None:
         self.share = share or Share()
+        self.has_disk = False  # what comes later has its state there
         self._rows: dict[Tensor, Row[B]] = {}  # tensors are hashed, and found, by identity
         self._by_copy: dict[Tensor, Row[B]] = {}
 
@@ -179,7 +181,11 @@ class ParamTable(Generic[B]):
         return [row.copy for row in rows]
 
     def _row_of(self, param: Tensor) -> Row[B]:
-        return self._rows.get(param) or self.add(param, param)
+        row = self._rows.get(param)
+        if row is None:
+            row = self.add(param, param)
+            row.is_on_disk = self.has_disk
+        return row
 
     def move_state(self, params: Sequence[Tensor], state: MutableMapping[Tensor, Any]) -> None:
         """Give copies the state that parameters got by themselves, as they had no copy then."""

@@ -77,6 +77,8 @@ class Pipeline:
         ring: Ring | None = None,
     ) -> None:
         self.ring = ring
+        if ring is not None:
+            host_optimizer.settle = ring.settle
         self.host_optimizer, self.groups, self.table = host_optimizer, groups, table
         self._memory, self._free_grads = memory, free_grads
         self.worker = Worker(table.share, partial(load, host_optimizer.spec.op.libraries["cpu"]))
@@ -326,6 +328,8 @@ class Pipeline:
 
     def update_copies(self) -> None:
         """Give host copies the weights that somebody else has written, in whatever way."""
+        if self.ring is not None:
+            self.ring.settle()
         self._follow_groups()
         self._follow_params()
         for bucket in self._buckets:

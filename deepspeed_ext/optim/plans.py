@@ -101,6 +101,12 @@ class Plans:
                 self._entries = list(optimizer.state.values())
         return plans
 
+    def is_current(self, optimizer: Owner) -> bool:
+        """Return whether `current` has nothing to do."""
+        if self.changes(optimizer) is not None:
+            return False
+        return all(param.grad is None for plan in self._plans or () for param in plan.idle)
+
     def changes(self, optimizer: Owner, bucket: Bucket | None = None) -> Change | None:
         """Return what was changed from outside since the plans were made, the first that is found.
 

@@ -73,7 +73,7 @@ def shape_of(
     unit = unit_of(dtypes)
     bytes_of_unit = sum(unit // per * dtype.itemsize for dtype, per in values.values())
     most_units = -(-max(elements, 1) // unit)
-    units = min(most_units, max(1, most_bytes // (bytes_of_unit + beside * unit)))
+    units = min(most_units, max(1, most_bytes // max(1, bytes_of_unit + beside * unit)))
     elements, parts, begin = units * unit, {}, 0
     for key, (dtype, per) in values.items():
         parts[key] = Part(dtype, per, begin, elements // per * dtype.itemsize)
@@ -120,6 +120,7 @@ class DiskState(Bucket):
         super().__init__(params, dtypes, signed, noise_keys, may_move, _nothing)
         self._owner_of, self.store = owner_of, store
         largest = max(part.dtype.itemsize for part in self.parts())
+        self.is_small = False  # it is not worth the way to the disk to merge it with others
         self.shape = shape_of(dtypes, piece_bytes, largest + 4, self.elements)
         self._serial = next(_serials)
         self.count = max(1, -(-self.elements // self.shape.elements))

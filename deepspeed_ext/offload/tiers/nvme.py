@@ -187,7 +187,7 @@ class NvmeBucket(OffloadedBucket):
     def show_state(self) -> None:
         """See OffloadedBucket.show_state."""
         if not self.bucket.is_shown:
-            self._ring.finish()
+            self._ring.settle()
             self.pull()
             self.bucket.follow_stale()
             self.bucket.is_shown = True

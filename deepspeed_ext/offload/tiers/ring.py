@@ -57,6 +57,7 @@ class Ring:
         self._reads: dict[Place, _Read] = {}  # the oldest first
         self._writes: deque[_Write] = deque()
         self._order: Sequence[Place] = ()
+        self._index: dict[Place, int] = {}
         self._next = 0  # in that, to be read
         self.error: BaseException | None = None
         self.bytes_read = self.bytes_written = self.ahead = self.taken = 0
@@ -67,6 +68,14 @@ class Ring:
         with self._lock:
             self._drop_reads()
             self._order, self._next = order, 0
+            self._index = {place: i for i, place in enumerate(order)}
+
+    def settle(self) -> None:
+        """Wait until all is written, and read nothing ahead: somebody looks at state, or writes."""
+        with self._lock:
+            self._drop_reads()
+            self._next = len(self._order)
+            self.finish()
 
     def start_anew(self) -> None:
         """Take note that a step is over: the first piece will be wanted next."""
@@ -118,6 +127,7 @@ class Ring:
         with self._lock:
             record = slab[: state.shape.nbytes]
             future = self.store.put_async(state.name(k), record)
+            state.on_disk[k] = True  # who reads it waits for that
             self.bytes_written += record.nbytes
             self._writes.append(_Write(slab, place, future, sent))
             self.run_ahead()
@@ -158,8 +168,7 @@ class Ring:
 
     def _pass(self, place: Place) -> None:
         """See that there is a free slab for a piece, which was not read ahead."""
-        if place in self._order[self._next :]:
-            self._next = self._order.index(place, self._next) + 1
+        self._next = self._index.get(place, self._next - 1) + 1
         while not self._slabs():
             if self._writes:
                 self._collect_one()
