@@ -65,6 +65,9 @@ FORMATS = {
 OF_OFFLOAD = (
     "model",
     "max_grad_norm",
+    "tier",  # as `device` of OffloadOptimizer
+    "nvme_path",
+    "nvme_fraction",
     "memory_budget",
     "gpu_fraction",
     "free_grads",
@@ -92,6 +95,8 @@ class Pair:
         own = {key: settings.pop(key) for key in OF_OFFLOAD if key in settings}
         options = kind.options | settings
         plain = kind.offloaded if device == "cpu" else kind.on_cuda
+        if "tier" in own:
+            own["device"] = own.pop("tier")
         self.ours = OffloadOptimizer(groups(self.params), kind.offloaded, **own, **options)
         self.plain = plain(groups(self.twins), **options)
         self.generator = torch.Generator().manual_seed(1)
