@@ -71,7 +71,12 @@ class MasterAdamW:
 
 
 def make_optimizer(
-    name: str, model: nn.Module, lr: float, state: str = "float32", offload: str = "none"
+    name: str,
+    model: nn.Module,
+    lr: float,
+    state: str = "float32",
+    offload: str = "none",
+    **where: str | None,
 ) -> Optimizer:
     """Return the optimizer of this name; its native op is loaded, or compiled, first.
 
@@ -81,7 +86,9 @@ def make_optimizer(
             as they are or split.
         lr: learning rate.
         state: a key of STATES, for the optimizers of this package.
-        offload: "cpu": the state is in host memory, and stepped there, wherever the model is.
+        offload: "cpu": the state is in host memory, and stepped there, wherever the model is;
+            "nvme": what memory does not hold of it rests on disk.
+        where: nvme_path and memory_budget of OffloadOptimizer.
 
     Raises:
         BuildError: the native op cannot be had; the text says why.
@@ -94,8 +101,9 @@ def make_optimizer(
         return make(model.parameters(), **options)
     load(name)  # now, so that the wait for a compiler is not taken for a slow first step
     options |= {"master": "float32"} | STATES[state]
-    if offload == "cpu":
-        return OffloadOptimizer(model.parameters(), DeepSpeedCPUAdam, model=model, **options)
+    if offload != "none":
+        options |= {"model": model, "device": offload, **where}
+        return OffloadOptimizer(model.parameters(), DeepSpeedCPUAdam, **options)
     if name == "cpu_adam":
         return DeepSpeedCPUAdam(model.parameters(), **options)
     return FusedAdam(model.parameters(), **options)

@@ -67,8 +67,14 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         help="how the optimizer stores its state; default: float32; compact is 8-bit moments and"
         " bfloat16 weights with a 16-bit remainder",
     )
-    meaning = "cpu: its state is in host memory, and stepped there; default: none"
-    setting("--offload", choices=("none", "cpu"), help=meaning)
+    meaning = (
+        "cpu: its state is in host memory, and stepped there; nvme: what --memory-budget does not"
+        " hold of it is on disk; default: none"
+    )
+    setting("--offload", choices=("none", "cpu", "nvme"), help=meaning)
+    setting("--nvme-path", metavar="DIR", help="folder on the disk to use with --offload nvme")
+    meaning = "host memory for the optimizer with --offload, such as 64MiB"
+    setting("--memory-budget", metavar="SIZE", help=meaning)
     meaning = "train on all processes of torchrun, sharded by this stage of ZeRO"
     setting("--zero-stage", type=int, choices=(0, 1, 2, 3), help=meaning)
     positive = _number(int, "a whole number above 0", lambda n: n > 0)
@@ -115,7 +121,7 @@ def settings_of(options: argparse.Namespace, saved: Mapping[str, Any] | None) ->
                     f" leave it out, or start anew in another --out"
                 )
         given = dict(saved)
-    is_offloaded = given.get("offload") == "cpu"
+    is_offloaded = given.get("offload", "none") != "none"
     given.setdefault("device", _device_for(given.get("optimizer"), is_offloaded))
     on_cpu = is_offloaded or given["device"] == "cpu"
     given.setdefault("optimizer", "cpu_adam" if on_cpu else "fused_adam")
@@ -154,8 +160,13 @@ def _check_device(settings: Settings) -> None:
         raise UserError(f"--device is cuda, expected cpu: {reason}")
     known: Mapping[str, tuple[str, ...]] = DEVICES
     with_what = f"--device {device}"
-    if settings.offload == "cpu":
-        known, with_what = OFFLOADED, "--offload cpu"
+    if settings.offload != "none":
+        known, with_what = OFFLOADED, f"--offload {settings.offload}"
+    if (settings.offload == "nvme") != (settings.nvme_path is not None):
+        raise UserError(
+            f"--nvme-path is {settings.nvme_path}, expected a folder with --offload nvme, and only"
+            " then"
+        )
     if device not in known.get(optimizer, ()):
         expected = " or ".join(name for name, devices in known.items() if device in devices)
         raise UserError(f"--optimizer is {optimizer}, expected {expected} with {with_what}")

@@ -34,6 +34,8 @@ class Settings:
     optimizer: str = "cpu_adam"
     state: str = "float32"
     offload: str = "none"
+    nvme_path: str | None = None
+    memory_budget: str | None = None
     zero_stage: int | None = None
 
     @property
@@ -51,7 +53,13 @@ class Trainer:
         torch.manual_seed(settings.seed)
         self.model = self._prepared(GPT(settings.width, settings.layers, settings.context))
         self.optimizer = make_optimizer(
-            settings.optimizer, self.model, settings.lr, settings.state, settings.offload
+            settings.optimizer,
+            self.model,
+            settings.lr,
+            settings.state,
+            settings.offload,
+            nvme_path=settings.nvme_path,
+            memory_budget=settings.memory_budget,
         )
 
     def _prepared(self, model: GPT) -> GPT:

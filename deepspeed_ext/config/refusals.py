@@ -99,12 +99,6 @@ _COMPILE = "use compile.disable false, which is torch.compile"
 _TENSOR = "use torch.distributed.tensor.parallel"
 
 REFUSALS = (
-    Refusal(
-        f"{_ZERO}offload_optimizer.device",
-        _is_one_of("nvme"),
-        '"cpu" or "none"',
-        "state on NVMe is not here yet; use cpu",
-    ),
     _flag(f"{_ZERO}offload_optimizer.super_offload", "use device cpu, whose steps overlap too"),
     Refusal(
         f"{_ZERO}offload_optimizer.cpuadam_cores_perc",

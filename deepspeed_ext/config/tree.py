@@ -30,7 +30,9 @@ from deepspeed_ext.config.kinds import (
 
 PARAMS = Reader("an object", FrozenMapping)
 
-_NVME = "of the tier on NVMe, which is not here yet"
+_NVME = "of parameters on NVMe, which are not here yet"
+_RING = "state on disk comes and goes by a ring of 1 GiB at the most"
+_BESIDE = "pieces of state are read and written beside the steps of others"
 _LAUNCHER = "read by DeepSpeed's launcher alone"
 _BY_BLOCK = "weights are gathered and gradients reduced block by block, each beside the next"
 _OVERLAP = "reductions run beside backward"
@@ -101,19 +103,24 @@ class OffloadOptimizer(Block):
     device: Annotated[
         str,
         choice("none", "cpu", "nvme"),
-        does("cpu: the optimizer's state rests and steps in host memory", filler="accelerate"),
+        does(
+            "the optimizer's state rests in host memory, or on disk; it steps in host memory",
+            filler="accelerate",
+        ),
     ] = "none"
     pin_memory: Annotated[bool, FLAG, so_anyway("host copies beside a GPU are pinned")] = False
     ratio: Annotated[
         float, number(0, 1), does("this share of the parameters is offloaded, by bytes")
     ] = 1.0
-    nvme_path: Annotated[Any, ANYTHING, nowhere(_NVME)] = None
-    buffer_count: Annotated[int, whole(1), nowhere(_NVME)] = 4
-    buffer_size: Annotated[int, SIZE, nowhere(_NVME)] = 100_000_000
-    max_in_cpu: Annotated[int, SIZE, nowhere(_NVME)] = 1_000_000_000
-    pipeline: Annotated[bool, FLAG, nowhere(_NVME)] = False
-    pipeline_read: Annotated[bool, FLAG, nowhere(_NVME)] = False
-    pipeline_write: Annotated[bool, FLAG, nowhere(_NVME)] = False
+    nvme_path: Annotated[
+        Any, ANYTHING, does("with device nvme, the folder of the file that has the state")
+    ] = None
+    buffer_count: Annotated[int, whole(1), so_anyway(_RING)] = 4
+    buffer_size: Annotated[int, SIZE, so_anyway(_RING)] = 100_000_000
+    max_in_cpu: Annotated[int, SIZE, nowhere("of parameters that are offloaded")] = 1_000_000_000
+    pipeline: Annotated[bool, FLAG, so_anyway(_BESIDE)] = False
+    pipeline_read: Annotated[bool, FLAG, so_anyway(_BESIDE)] = False
+    pipeline_write: Annotated[bool, FLAG, so_anyway(_BESIDE)] = False
     fast_init: Annotated[bool, FLAG, so_anyway("state is made where it rests")] = False
 
 
@@ -434,8 +441,8 @@ class Root(Block):
         ANYTHING,
         nowhere("read by checkpointing.configure alone; use torch.utils.checkpoint"),
     ] = None
-    aio: Annotated[Any, ANYTHING, nowhere(_NVME)] = None
-    nvme_path: Annotated[Any, ANYTHING, nowhere(_NVME)] = None
+    aio: Annotated[Any, ANYTHING, so_anyway("the I/O engine finds out what the disk takes")] = None
+    nvme_path: Annotated[Any, ANYTHING, nowhere("that of offload_optimizer acts")] = None
     pipeline: Annotated[Any, ANYTHING, nowhere("of pipeline modules, which are not here")] = None
     autotuning: Annotated[Any, ANYTHING, nowhere(_LAUNCHER)] = None
     elasticity: Annotated[Any, ANYTHING, nowhere(_LAUNCHER)] = None

@@ -65,8 +65,16 @@ class Plan:
         self._groups = self._renamed.checked_groups(params, is_stepped)
         self._offload: Mapping[str, Any] | None = None
         block = config.zero_optimization.offload_optimizer
-        if block.device == "cpu":
+        if block.device != "none":
             self._offload = {"model": model, "gpu_fraction": 1 - block.ratio}
+        if block.device == "nvme":
+            if block.nvme_path is None:
+                raise ValueError(
+                    f"{_OP}: zero_optimization.offload_optimizer.nvme_path is None, expected a"
+                    " folder on the disk to use"
+                )
+            at = {"device": "nvme", "nvme_path": block.nvme_path, "nvme_fraction": 1.0}
+            self._offload = {**self._offload, **at}
         self._named: Named | None = None
         if optimizer is None and config.optimizer is not None:
             named = config.optimizer

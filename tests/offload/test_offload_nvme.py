@@ -71,8 +71,8 @@ def test_many_pieces(device, name, fraction, on_disk):
     state = estimate(pair.params, **{k: v for k, v in options.items() if k != "nvme_path"})
     assert state.disk_bytes > 0
     assert stats["bytes_written"] == 4 * state.disk_bytes
-    # Before the first step there was none; for the next one some has been read ahead.
-    assert 3 * state.disk_bytes <= stats["bytes_read"] <= 4 * state.disk_bytes
+    # Before the first step there were master weights at the most; for the next, some is read ahead.
+    assert 3 * state.disk_bytes <= stats["bytes_read"] <= 5 * state.disk_bytes
     assert stats["read_ahead"] > 0.5
 
 
