@@ -75,11 +75,13 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("gradient_sources",),
         ("bucket",),
         ("bucket_states", "verdict"),
+        ("tiers",),
         ("pipeline",),
         ("memory_estimate",),
         ("optimizer",),
         ("timeline",),
     ),
+    "offload/tiers": (("disk_state",), ("ring", "room"), ("nvme",)),
     "zero": (
         (
             *("agreement", "all_processes", "blocks", "borrowing", "calls", "counters", "memory"),

@@ -61,7 +61,6 @@ OWNED = {
             },
             "aio": {"thread_count": 1},
         },
-        "zero_optimization.offload_optimizer.device",
         "zero_optimization.offload_param.device",
     ),
     "parameters on the host": _refused(

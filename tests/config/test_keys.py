@@ -94,7 +94,6 @@ def test_every_text_is_a_clause_of_its_own():
 
 # What asks for a part that is not here, where neither true nor a block that is on does.
 _ASKING = {
-    "zero_optimization.offload_optimizer.device": ["nvme", " NVMe "],
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": [0.5],
     "zero_optimization.zero_hpz_partition_size": [2, "8"],
     "zero_optimization.mics_shard_size": [2],
@@ -106,7 +105,6 @@ _ASKING = {
     "data_types.grad_accum_dtype": ["bf16", "fp16", 1],
 }
 _IDLE = {
-    "zero_optimization.offload_optimizer.device": ["cpu", "none"],
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": [0.8],
     "zero_optimization.zero_hpz_partition_size": [1, "1"],
     "zero_optimization.mics_shard_size": [-1, 1],

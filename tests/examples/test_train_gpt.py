@@ -93,6 +93,17 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return out
 
 
+def test_state_on_disk_changes_nothing(tmp_path: Path) -> None:
+    """Also in a run that goes on."""
+    where = ["--offload", "nvme", "--nvme-path", str(tmp_path), "--memory-budget", "4MiB"]
+    runs = {"memory": ["--offload", "cpu"], "disk": where}
+    for name, options in runs.items():
+        assert train(tmp_path / name, *TINY, *options, "--stop-after", "3") == 0
+        assert train(tmp_path / name, "--resume") == 0
+    first, second = (measured(tmp_path / name) for name in runs)
+    assert [entry["loss"] for entry in first] == [entry["loss"] for entry in second]
+
+
 def test_leaves_what_it_says(whole: Path) -> None:
     names = {"checkpoint.pt", "loss.png", "metrics.jsonl", "sample.txt"}
     assert {path.name for path in whole.iterdir()} == names
@@ -264,6 +275,7 @@ REFUSALS = {
     "--resume": "--out is {out}, which has no checkpoint.pt; leave out --resume",
     "--optimizer fused_adam": "--optimizer is fused_adam, expected cpu_adam or torch or torch_fused"
     " with --device cpu",
+    "--offload nvme": "--nvme-path is None, expected a folder with --offload nvme, and only then",
     "--offload cpu --optimizer torch": "--optimizer is torch, expected cpu_adam with --offload cpu",
 }
 
