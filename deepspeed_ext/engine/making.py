@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from deepspeed_ext import zero
 from deepspeed_ext.config import Config, read as read_config
+from deepspeed_ext.dtensors import local
 from deepspeed_ext.engine.data import loader_of
 from deepspeed_ext.engine.describing import described
 from deepspeed_ext.engine.engine import Engine
@@ -52,7 +53,7 @@ def initialize(
 
     All processes of torchrun call it; without torchrun there is one. The model is sharded by
     `zero.shard` in the config's stage. With bf16 or fp16 its weights become float32 shards, the
-    master weights, and are used in 16 bits.
+    master weights, and are used in 16 bits; they begin rounded to these, as DeepSpeed's do.
 
     Args:
         args: of a script; its `deepspeed_config` is the config if that is None.
@@ -151,8 +152,22 @@ def _shard(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
         reduce_dtype=reduce_dtype or (torch.float32 if is_mixed else None),
         reduce_unused=reduce_unused,
     )
+    if is_mixed:
+        _round(model, used)
     if config.gradient_allreduce_op == "sum":
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
+
+
+@torch.no_grad()
+def _round(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let master weights begin as DeepSpeed's, which are copies of weights in 16 bits.
+
+    Frozen ones are used in 16 bits too, and nothing is added to them: they keep all their bits.
+    """
+    for param in model.parameters():
+        if param.requires_grad and param.is_floating_point():
+            shard = local(param.detach())
+            shard.copy_(shard.to(dtype))
