@@ -101,7 +101,10 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("consolidate", "saving"),
     ),
     "engine": (
-        ("compiling", "data", "metrics", "optimizers", "processes", "resuming", "stepping"),
+        (
+            *("compiling", "data", "leaf_modules", "loss_scale", "metrics", "optimizers"),
+            *("processes", "resuming", "stepping"),
+        ),
         ("monitors", "settings"),
         ("checkpoints", "planning"),
         ("engine",),
@@ -110,7 +113,9 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "config": (
         ("batch_sizes", "kinds"),
-        ("reading", "refusals", "tree"),
+        ("block", "reading", "refusals"),
+        ("precision",),
+        ("tree",),
         ("walk",),
         ("classes", "config", "page"),
         ("memory",),
@@ -209,7 +214,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ),
         (
             *("compatible_ops", "conveniences", "distributed", "engine", "launch"),
-            *("leaf_modules", "names", "schedules", "whole_weights", "zero"),
+            *("names", "schedules", "whole_weights", "zero"),
         ),
         ("devices", "modules", "parameters", "stand_in", "starting"),
         ("activations", "environment"),

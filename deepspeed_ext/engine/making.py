@@ -18,6 +18,7 @@ from deepspeed_ext.dtensors import local
 from deepspeed_ext.engine.data import loader_of
 from deepspeed_ext.engine.describing import described
 from deepspeed_ext.engine.engine import Engine
+from deepspeed_ext.engine.leaf_modules import set_z3_leaf_module
 from deepspeed_ext.engine.monitors import Reports, monitors_of
 from deepspeed_ext.engine.planning import Plan
 from deepspeed_ext.engine.processes import config_of, join_group, leave_group
@@ -105,6 +106,8 @@ def initialize(
                 _log.warning(sentence)
         reports = _reports(read, mesh)
         model = plan.model
+        for leaf in plan.leaves:
+            set_z3_leaf_module(leaf, True)
         _shard(model, read, mesh)
         made = plan.optimizer()
         scheduler = plan.scheduler(made)
@@ -136,10 +139,12 @@ def _reports(config: Config, mesh: DeviceMesh) -> Reports | None:
 def _shard(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
     used = torch.bfloat16 if config.bf16.enabled else torch.float16
     is_mixed = config.bf16.enabled or config.fp16.enabled
+    has_masters = is_mixed and not config.low_precision
     if is_mixed:
+        kept = torch.float32 if has_masters else used
         for param in model.parameters():
-            if param.is_floating_point() and param.dtype != torch.float32:
-                param.data = param.data.float()  # master weights
+            if param.is_floating_point() and param.dtype != kept:
+                param.data = param.data.to(kept)
     stage, reduce_dtype = config.zero_optimization.stage, config.communication_data_type
     reduce_unused = not config.zero_optimization.ignore_unused_parameters
     if not (is_mixed or reduce_unused or reduce_dtype) and keep_whole(model, stage, mesh):
@@ -149,10 +154,10 @@ def _shard(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
         stage,
         mesh=mesh,
         param_dtype=used if is_mixed else None,
-        reduce_dtype=reduce_dtype or (torch.float32 if is_mixed else None),
+        reduce_dtype=reduce_dtype or (torch.float32 if has_masters else None),
         reduce_unused=reduce_unused,
     )
-    if is_mixed:
+    if has_masters:
         _round(model, used)
     if config.gradient_allreduce_op == "sum":
         for module in model.modules():
