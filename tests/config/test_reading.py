@@ -343,7 +343,7 @@ def test_an_unknown_key_is_an_error_with_the_nearest(config, nearest):
         ),
         (
             {"zero_optimization": {"leaf_module": {"names": ["a", 1]}}},
-            'zero_optimization.leaf_module.names is ["a", 1], expected a list of texts that are not empty',
+            'zero_optimization.leaf_module.names is ["a", 1], expected a list of texts that are no',
         ),
         (
             {"fp16": {"enabled": True, "min_loss_scale": 32, "initial_scale_power": 4}},
