@@ -300,7 +300,7 @@ OPS: tuple[OpSpec, ...] = (
                 f"aio/{name}.cpp"
                 for name in (
                     *("engine", "queue", "opening", "error_text", "regions", "worker", "file"),
-                    *("page_buffer", "backend", "backend_factory", "backend_threads"),
+                    *("page_buffer", "file_map", "backend", "backend_factory", "backend_threads"),
                     *("backend_uring", "backend_libaio", "checksum"),
                 )
             ),

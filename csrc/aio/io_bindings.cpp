@@ -13,6 +13,7 @@
 #include "aio/backend_factory.h"
 #include "aio/checksum.h"
 #include "aio/engine.h"
+#include "aio/file_map.h"
 #include "aio/page_buffer.h"
 
 namespace py = pybind11;
@@ -284,6 +285,24 @@ void bind_pages(py::module_& module) {
       .def("lock", [](Pages& self) { return self.buffer.lock(); }, py::call_guard<Unlocked>());
 }
 
+void bind_file_map(py::module_& module) {
+  py::class_<FileMap>(module, "FileMap", py::module_local(), py::buffer_protocol())
+      .def(py::init([](int64_t bytes) {
+    if (bytes < 0) throw py::value_error("FileMap: nbytes is negative, expected 0 or more");
+    return std::make_unique<FileMap>(static_cast<size_t>(bytes));
+  }),
+           py::arg("nbytes"))
+      .def_buffer([](FileMap& self) {
+    return py::buffer_info(reinterpret_cast<uint8_t*>(self.address()),
+                           static_cast<py::ssize_t>(self.bytes()));
+  }).def("show", [](FileMap& self, int64_t begin, int64_t bytes, const FileHandle& file,
+                    int64_t offset) {
+    if (begin < 0 || bytes < 0) throw py::value_error("FileMap: a part is negative");
+    self.show(static_cast<size_t>(begin), static_cast<size_t>(bytes), file.open()->buffered(),
+              offset);
+  }, py::arg("begin"), py::arg("nbytes"), py::arg("file"), py::arg("offset"));
+}
+
 void bind_engine(py::module_& module) {
   py::class_<Mailbox, std::shared_ptr<Mailbox>>(module, "Mailbox", py::module_local())
       .def(py::init())
@@ -340,6 +359,7 @@ PYBIND11_MODULE(async_io, module) {
   });
   bind_file(module);
   bind_pages(module);
+  bind_file_map(module);
   bind_engine(module);
   module.def("probe_backends", &probe_backends);
   module.def("crc32c", [](uintptr_t address, size_t bytes, uint32_t seed) {

@@ -131,7 +131,8 @@ class HostBucket:
     def fetch(self) -> Arrival:
         """Begin to move gradients to host memory, and return the step by them."""
         taken = self.gradients.take()
-        work, there = self._work(taken.indices, taken.host, taken.sources)
+        host = self.gradients.stage(taken.sources)
+        work, there = self._work(taken.indices, host, taken.sources)
         parts, devices = pieces(work), pieces(there)
         both = zip(parts, devices, strict=True)
         events = [self.gradients.fetch(part.grads, device.grads) for part, device in both]

@@ -107,10 +107,18 @@ class CopyStreams:
         """How much of that is in use."""
         return self._pool.stats()["in_use"]
 
-    def fetch(self, copies: list[Copy]) -> Event | None:
-        """Copy to host memory what the current stream makes; the event is for the host to await."""
+    def fetch(self, copies: list[Copy], after: Event | None = None) -> Event | None:
+        """Copy to host memory what the current stream makes; the event is for the host to await.
+
+        Args:
+            copies: from the device.
+            after: what made their sources, where that is no longer the last of a stream.
+        """
         if self._out is not None:
-            self._out.wait_stream(torch.cuda.current_stream(self.device))
+            if after is None:
+                self._out.wait_stream(torch.cuda.current_stream(self.device))
+            else:
+                self._out.wait_event(after)
             for copy in copies:
                 if copy.source.is_cuda:  # else the parameter has left the device meanwhile
                     copy.source.record_stream(self._out)  # whoever drops it need not wait

@@ -19,13 +19,11 @@ class Taken(NamedTuple):
 
     Attributes:
         indices: of the parameters that have one.
-        host: their memory on the host.
-        sources: what is there, or is to be copied there.
+        sources: what is in host memory, or is to be copied there.
         needs: what adds them up, where that is done in host memory.
     """
 
     indices: list[int]
-    host: list[Tensor]
     sources: list[Tensor]
     needs: list[Task]
 
@@ -55,7 +53,10 @@ class GradientSource(Protocol):
         """Return how many bytes of host memory it takes to take them."""
 
     def take(self) -> Taken:
-        """Get host memory for gradients."""
+        """Return those that there are."""
+
+    def stage(self, sources: Sequence[Tensor]) -> list[Tensor]:
+        """Return the memory on the host for these."""
 
     def fetch(self, host: Sequence[Tensor], sources: Sequence[Tensor]) -> Event | None:
         """Begin to copy a part of those to it; the event is for the host to await."""
@@ -109,7 +110,10 @@ class DeviceGradients:
         indices = [i for i, grad in enumerate(self.current()) if grad is not None]
         sources = self.on_device()
         self.bytes_out += sum(source.nbytes for source in sources)
-        return Taken(indices, self._streams.staged(sources), sources, [])
+        return Taken(indices, sources, [])
+
+    def stage(self, sources: Sequence[Tensor]) -> list[Tensor]:
+        return self._streams.staged(sources)
 
     def fetch(self, host: Sequence[Tensor], sources: Sequence[Tensor]) -> Event | None:
         return self._streams.fetch(list(map(Copy, host, sources)))
@@ -172,7 +176,10 @@ class SummedGradients:
         some = [self._sums[i] for i in indices]
         values = [known.value for known in some]
         needs = [known.last for known in some if known.last is not None]
-        return Taken(indices, values, values, needs)
+        return Taken(indices, values, needs)
+
+    def stage(self, sources: Sequence[Tensor]) -> list[Tensor]:
+        return list(sources)
 
     def fetch(self, host: Sequence[Tensor], sources: Sequence[Tensor]) -> Event | None:
         return None

@@ -77,13 +77,19 @@ class HostOptimizer(FlatStateOptimizer):
         return {name: named[name] for name in op.written}
 
 
-def offloaded(cls: type[FlatStateOptimizer], cut: Cut, share: Share) -> type[HostOptimizer]:
+def offloaded(
+    cls: type[FlatStateOptimizer],
+    cut: Cut,
+    share: Share,
+    bucket: Callable[..., Bucket] = Bucket,
+) -> type[HostOptimizer]:
     """Return a class that steps as this one does, on the CPU and on CUDA, with given buckets.
 
     Args:
         cls: one of the optimizers.
         cut: makes the buckets.
         share: where what is in host memory is stepped, which touches its state first.
+        bucket: makes a bucket of some parameters, with their state.
 
     Raises:
         TypeError: it is no class of deepspeed_ext.optim that steps each element by itself.
@@ -103,6 +109,7 @@ def offloaded(cls: type[FlatStateOptimizer], cut: Cut, share: Share) -> type[Hos
         grad_layouts=(torch.strided,),
         cut=cut,
         zeros=partial(_zeros, share),
+        bucket=bucket,
     )
     made: type[HostOptimizer] = type(_TITLE, (HostOptimizer, cls), {"spec": spec})
     return made
@@ -145,16 +152,16 @@ def _range(work: BucketView, i: int, begin: int) -> BucketView:
     if one.noise is not None:
         noise = one.noise + torch.tensor([[0, begin]], device="cpu")
     return one._replace(
-        params=[flat_range(work.params[i], begin)],
-        grads=[flat_range(work.grads[i], begin)],
+        params=[flat_range(work.params[i], begin, PIECE)],
+        grads=[flat_range(work.grads[i], begin, PIECE)],
         offsets=one.offsets + begin,
         noise=noise,
     )
 
 
-def flat_range(tensor: Tensor, begin: int) -> Tensor:
-    """Return PIECE elements or fewer of a dense tensor, from one on, in the order of memory."""
-    n = min(PIECE, tensor.numel() - begin)
+def flat_range(tensor: Tensor, begin: int, most: int) -> Tensor:
+    """Return so many elements or fewer of a dense tensor, from one on, in the order of memory."""
+    n = min(most, tensor.numel() - begin)
     return tensor.as_strided((n,), (1,), tensor.storage_offset() + begin)
 
 

@@ -44,6 +44,14 @@ def host_copies(params: Sequence[Tensor], share: Share) -> list[Tensor]:
     return made
 
 
+def untouched_copy(param: Tensor) -> Tensor:
+    """Return what looks like a host copy, of memory that is not touched: so there is none yet."""
+    part = local(param).detach()
+    memory = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device="cpu")
+    whole = spread(memory, param) if is_dtensor(param) else memory
+    return torch.nn.Parameter(whole, requires_grad=param.requires_grad)
+
+
 def remake(copy: Tensor, param: Tensor, share: Share) -> None:
     """Make a host copy what its parameter is by now."""
     part = local(param).detach()

@@ -5,7 +5,7 @@ The optimizer is planned with parameters that have no memory, so what is counted
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,15 +17,18 @@ from deepspeed_ext.offload.host_optimizer import HostOptimizer, offloaded
 from deepspeed_ext.offload.host_tensors import host_bytes
 from deepspeed_ext.offload.param_table import ParamTable
 from deepspeed_ext.offload.pipeline import Memory
+from deepspeed_ext.offload.tiers.disk_state import shape_of
+from deepspeed_ext.offload.tiers.room import RingRoom, bytes_in, resident_bytes, ring_room
 from deepspeed_ext.op_builder.toolchain import free_memory
 from deepspeed_ext.optim import DeepSpeedCPUAdam
 from deepspeed_ext.optim.base import FlatStateOptimizer
-from deepspeed_ext.optim.buckets import Bucket
+from deepspeed_ext.optim.buckets import STEP, Bucket
 from deepspeed_ext.optim.formats import SCALE
 from deepspeed_ext.optim.plans import dtypes_of
 from deepspeed_ext.processors import local_processes
 
 WEIGHTS, GRADIENTS, SUMS, SHADOW = "weights", "gradients", "sums of gradients", "steps ahead"
+RING = "ring of pieces"
 _ADVICE = "compact state takes less: state_dtype=torch.uint8, master='remainder'"
 
 
@@ -40,12 +43,15 @@ class Estimate:
         elements: of all parameters in this process.
         gpu: bytes where the parameters are, by kind: "weights", "gradients", and the state of those
             that are stepped there by its key.
+        disk: bytes on disk, by state key.
         host: bytes of host memory by kind: copies of weights, gradients on their way, at the most,
             with free_grads also "sums of gradients", state by its key, and "steps ahead": the
             shadow buffers of speculative steps, which are made only while there is room.
         memory: most bytes for gradients and shadow buffers.
         memory_budget: as it was given.
         available: bytes of host memory that were to be had.
+        ring: the memory by which state on disk comes and goes; None: none is there.
+        on_disk: numbers of the parameters whose state is.
     """
 
     title: str
@@ -55,6 +61,14 @@ class Estimate:
     memory: Memory
     memory_budget: int | None
     available: int
+    disk: Mapping[str, int] = field(default_factory=dict)
+    ring: RingRoom | None = None
+    on_disk: frozenset[int] = frozenset()
+
+    @property
+    def disk_bytes(self) -> int:
+        """All bytes on disk."""
+        return sum(self.disk.values())
 
     @property
     def gpu_bytes(self) -> int:
@@ -94,16 +108,21 @@ class Estimate:
             )
 
     def __str__(self) -> str:
-        kinds = dict.fromkeys((*self.gpu, *self.host))
-        lines = [(kind, self.gpu.get(kind), self.host.get(kind)) for kind in kinds]
-        lines += [("total", self.gpu_bytes, self.host_bytes), ("available", None, self.available)]
+        columns = {"GPU": self.gpu, "host": self.host, **({"disk": self.disk} if self.ring else {})}
+        kinds = dict.fromkeys(kind for column in columns.values() for kind in column)
+        lines = [(kind, [column.get(kind) for column in columns.values()]) for kind in kinds]
+        lines.append(("total", [sum(column.values()) for column in columns.values()]))
+        lines.append(("available", [None, self.available]))
         if self.memory_budget is not None:
-            lines.append(("memory_budget", None, self.memory_budget))
+            lines.append(("memory_budget", [None, self.memory_budget]))
         if self.needed_bytes > self.available:
-            lines.append(("lacking", None, self.needed_bytes - self.available))
-        width = max(len(kind) for kind, *_ in lines)
-        table = [f"{kind:{width}}{_size(gpu):>12}{_size(host):>12}" for kind, gpu, host in lines]
-        head = f"{'':{width}}{'GPU':>12}{'host':>12}"
+            lines.append(("lacking", [None, self.needed_bytes - self.available]))
+        width = max(len(kind) for kind, _ in lines)
+        table = [
+            f"{kind:{width}}{''.join(f'{_size(size):>12}' for size in sizes)}"
+            for kind, sizes in lines
+        ]
+        head = f"{'':{width}}{''.join(f'{name:>12}' for name in columns)}"
         return "\n".join([f"{self.title}, {self.elements:,} parameters", head, *table])
 
 
@@ -111,7 +130,9 @@ def estimate(
     model: nn.Module | Iterable[Any],
     optimizer_class: type[FlatStateOptimizer] = DeepSpeedCPUAdam,
     *,
-    memory_budget: int | None = None,
+    device: str = "cpu",
+    memory_budget: int | str | None = None,
+    nvme_fraction: float | None = None,
     free_grads: bool = False,
     gpu_fraction: float = 0.0,
     dtype: torch.dtype | None = None,
@@ -126,7 +147,9 @@ def estimate(
         model: a model, on any device, `meta` too; or what an optimizer takes: parameters, groups,
             (name, parameter) pairs; or shapes.
         optimizer_class: as OffloadOptimizer has it.
+        device: likewise.
         memory_budget: likewise.
+        nvme_fraction: likewise.
         free_grads: likewise.
         gpu_fraction: likewise.
         dtype: of parameters that are given by their shape; None: torch's default.
@@ -138,41 +161,62 @@ def estimate(
     """
     if not 0 <= gpu_fraction <= 1:
         raise ValueError(f"estimate: gpu_fraction is {gpu_fraction}, expected 0 to 1")
+    memory_budget = bytes_in("estimate: memory_budget", memory_budget)
     plan = _Plan(gpu_fraction, dtype or torch.get_default_dtype())
     given = model.parameters() if isinstance(model, nn.Module) else model
     groups = list(plan.without_memory(given))
     host_optimizer = offloaded(optimizer_class, plan.table.cut, plan.table.share)(groups, **kwargs)
-    device: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
+    available = free_memory()
+    share = available // local_processes()
+    ring = None
+    if device == "nvme":
+        ring = plan.put_on_disk(
+            host_optimizer,
+            3 * share // 4 if memory_budget is None else memory_budget,
+            nvme_fraction,
+            free_grads,
+        )
+    gpu: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
+    disk: Counter[str] = Counter()
     host: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
     for params in _group_params(host_optimizer):
-        device[WEIGHTS] += sum(local(p).nbytes for p in params)
-        host[WEIGHTS] += host_bytes([local(p) for p in params if not plan.keeps_on_device(p)])
-    buckets = []
+        gpu[WEIGHTS] += sum(local(p).nbytes for p in params)
+        host[WEIGHTS] += host_bytes([local(p) for p in params if plan.copies(p)])
+    if ring is not None:
+        host[RING] = ring.nbytes
+    buckets, on_disk = [], []
     for bucket in _buckets(host_optimizer, plan.table):
         if plan.keeps_on_device(bucket.params[0]):
-            device.update(_state_bytes(bucket))
-            device[GRADIENTS] += _weight_bytes(bucket)
+            gpu.update(_state_bytes(bucket))
+            gpu[GRADIENTS] += _weight_bytes(bucket)
+        elif ring is not None and plan.is_on_disk(bucket.params[0]):
+            disk.update(_disk_bytes(bucket, ring))
+            host[STEP] += bucket.buffers[STEP][0].nbytes
+            gpu[GRADIENTS] += _weight_bytes(bucket)
+            on_disk.append(bucket)
         else:
             host.update(_state_bytes(bucket))
             buckets.append(bucket)
     gradients = list(map(_weight_bytes, buckets))
     largest = max(gradients, default=0)
-    device[GRADIENTS] += largest if free_grads else sum(gradients)
+    gpu[GRADIENTS] += largest if free_grads else sum(gradients)
     if free_grads:
-        host[SUMS] = sum(4 * local(p).numel() for bucket in buckets for p in bucket.params)
-    available = free_memory()
-    share = available // local_processes()
+        summed = [p for bucket in (*buckets, *on_disk) for p in bucket.params]
+        host[SUMS] = sum(4 * local(p).numel() for p in summed)
     memory = _shared(sum(host.values()), largest, memory_budget, share)
     host[GRADIENTS] = largest if free_grads else min(sum(gradients), memory.gradients or 0)
     host[SHADOW] = _shadow_bytes(buckets, memory.shadow)
     return Estimate(
         f"OffloadOptimizer of {optimizer_class.__name__}",
         sum(local(p).numel() for params in _group_params(host_optimizer) for p in params),
-        dict(device),
+        dict(gpu),
         dict(host),
         memory,
         memory_budget,
         available,
+        dict(disk),
+        ring,
+        plan.numbers_on_disk(),
     )
 
 
@@ -215,6 +259,51 @@ class _Plan:
         for param, is_kept in zip(params, chosen, strict=True):
             self.table.add(param if is_kept else self._made[param], param)
         return iter(made)
+
+    def put_on_disk(
+        self,
+        host_optimizer: HostOptimizer,
+        budget: int,
+        fraction: float | None,
+        free_grads: bool,
+    ) -> RingRoom:
+        """Choose the parameters whose state rests on disk: the last ones, and what is frozen.
+
+        Gradients of the first ones come last, and their weights are wanted first: while others
+        come from the disk, the next forward can go on with these.
+        """
+        rows = [
+            (param, dtypes_of(host_optimizer, group, param.dtype))
+            for group in host_optimizer.param_groups
+            for param in group["params"]
+            if not self.keeps_on_device(param)
+        ]
+        room = ring_room("OffloadOptimizer", budget, [(d, param.dtype) for param, d in rows])
+        left = budget - room.nbytes
+        total = sum(param.nbytes for param, _ in rows)
+        most = total if fraction is None else round((1 - fraction) * total)
+        for param, dtypes in rows:
+            if not param.requires_grad:  # its state would come when it is thawed
+                self.table.put_on_disk([self._made[param]])
+                continue
+            left -= resident_bytes(param, dtypes, free_grads)
+            most -= param.nbytes
+            if left < 0 or most < 0:
+                left = most = -1
+                self.table.put_on_disk([self._made[param]])
+        return room
+
+    def copies(self, param: Tensor) -> bool:
+        """Return whether a parameter has a copy in host memory."""
+        return not (self.keeps_on_device(param) or self.is_on_disk(param))
+
+    def is_on_disk(self, param: Tensor) -> bool:
+        """Return whether the state of a parameter rests on disk."""
+        return self.table.of_copy(param).is_on_disk
+
+    def numbers_on_disk(self) -> frozenset[int]:
+        """Return the numbers of the parameters whose state rests on disk."""
+        return frozenset(i for i, param in enumerate(self._made) if self.is_on_disk(param))
 
     def keeps_on_device(self, param: Tensor) -> bool:
         """Return whether a parameter is kept on the device, and stepped there."""
@@ -278,6 +367,14 @@ def _state_bytes(bucket: Bucket) -> Counter[str]:
     found = Counter({key: buffer.nbytes for key, [buffer] in bucket.buffers.items()})
     found.update({key + SCALE: scale.nbytes for key, scale in bucket.scales.items()})
     return found
+
+
+def _disk_bytes(bucket: Bucket, ring: RingRoom) -> Counter[str]:
+    """Return what the pieces of a bucket take on disk."""
+    largest = max(part.dtype.itemsize for part in bucket.parts())
+    shape = shape_of(bucket.dtypes, ring.slab_bytes, largest + 4, bucket.elements)
+    count = -(-bucket.elements // shape.elements)
+    return Counter({key: count * part.nbytes for key, part in shape.parts.items()})
 
 
 def _weight_bytes(bucket: Bucket) -> int:

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, overload
@@ -18,9 +19,12 @@ from deepspeed_ext.offload.host_optimizer import offloaded
 from deepspeed_ext.offload.memory_estimate import bytes_of, estimate, kept_on_device
 from deepspeed_ext.offload.param_table import ParamTable, weakly
 from deepspeed_ext.offload.pipeline import Pipeline
+from deepspeed_ext.offload.tiers.ring import Ring
+from deepspeed_ext.offload.tiers.room import bytes_in, check_nvme, maker, store_for
 from deepspeed_ext.ops.optimizers.clip import checked_norm
 from deepspeed_ext.optim import DeepSpeedCPUAdam
 from deepspeed_ext.optim.base import FlatStateOptimizer
+from deepspeed_ext.optim.buckets import Bucket
 from deepspeed_ext.optim.checks import check_group_keys, check_once
 from deepspeed_ext.optim.clipping import Scaling
 from deepspeed_ext.optim.state_dict import portable_state
@@ -64,9 +68,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
             before the current stream.
         max_grad_norm: step() clips the gradients to this global norm, as clip_and_step does; None:
             it does not.
+        device: where state rests: "cpu", in host memory; "nvme", on disk as far as memory_budget
+            does not hold it. What is on disk is cut into pieces; step() reads each once and writes
+            it once, through a ring of memory, while it steps others. Its numbers are the same.
+        nvme_path: a folder on the disk to use, for "nvme"; the file there has no name and goes with
+            the process.
+        nvme_fraction: this share of the bytes of parameters, the last ones, has its state on disk,
+            also where the budget would hold more; from 0 to 1.
         memory_budget: most bytes of host memory for weights, state, gradients and speculative
-            steps; None: three quarters of what there is beside weights and state go to the
-            latter two, and processes that torchrun has started on one host share it evenly.
+            steps, as a number or as "2GiB"; None: three quarters of what there is beside weights
+            and state go to the latter two, and processes that torchrun has started on one host share it evenly.
         free_grads: gradients are added up in host memory, in float32, and leave the device as soon
             as they are there. `p.grad` is a placeholder without memory then, until step(): who
             drops it or writes zeros does so to the sum, who reads it, as torch's clip_grad_norm_
@@ -103,7 +114,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         *,
         model: torch.nn.Module | None = None,
         max_grad_norm: float | None = None,
-        memory_budget: int | None = None,
+        device: str = "cpu",
+        nvme_path: str | os.PathLike[str] | None = None,
+        nvme_fraction: float | None = None,
+        memory_budget: int | str | None = None,
         free_grads: bool = False,
         gpu_fraction: float = 0.0,
         threads: int | None = None,
@@ -121,25 +135,36 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.grad_norm: Tensor | None = None
         planned = {
             "optimizer_class": optimizer_class,
-            "memory_budget": memory_budget,
+            "device": device,
+            "nvme_fraction": nvme_fraction,
+            "memory_budget": bytes_in(f"{name}: memory_budget", memory_budget),
             "free_grads": free_grads,
             "gpu_fraction": gpu_fraction,
             **kwargs,
         }
-        self._settings = {"threads": threads, **planned}
+        check_nvme(name, device, nvme_path, nvme_fraction)
+        self._settings = {"threads": threads, "nvme_path": nvme_path, **planned}
         self._hooks: dict[Tensor, Remove] = {}
         table = ParamTable[OffloadedBucket](share_here(threads))
-        made = offloaded(optimizer_class, weakly(table), table.share)
         super().__init__(params, {})  # which makes groups of them
         self._bytes_to_keep = gpu_fraction * sum(map(bytes_of, self._params()))
         for group in self.param_groups:
             check_once(self, group["params"])
         needs = estimate(self.param_groups, **planned)
         needs.check(name)
+        ring, bucket = None, Bucket
+        if needs.ring is not None:
+            assert nvme_path is not None
+            store = store_for(name, nvme_path, needs.disk_bytes)
+            ring = Ring(store, needs.ring.slab_bytes, needs.ring.slabs)
+            bucket = maker(table, store, needs.ring)
+            params = list(self._params())
+            table.put_on_disk(params[i] for i in needs.on_disk)
+        made = offloaded(optimizer_class, weakly(table), table.share, bucket)
         host_groups = [self._host_group(group, table) for group in self.param_groups]
         own = self._host_optimizer = made(host_groups, **kwargs)
         self.defaults = dict(own.defaults)
-        self._pipeline = Pipeline(own, self.param_groups, table, needs.memory, free_grads)
+        self._pipeline = Pipeline(own, self.param_groups, table, needs.memory, free_grads, ring)
         self._take_options()
         self._model = model
         self._waiting = [] if model is None else before_forward(model, self._pipeline.before_use)
@@ -272,6 +297,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         try:
             if not self._pipeline.worker.is_foreign():
                 self._pipeline.finish()
+                self._pipeline.finish_disk()
         finally:
             self._end()
 

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.dtensors import local
 from deepspeed_ext.offload.host_gradients import Sum
-from deepspeed_ext.offload.host_tensors import host_copies
+from deepspeed_ext.offload.host_tensors import host_copies, untouched_copy
 from deepspeed_ext.ops.optimizers.state_formats import is_dense
 from deepspeed_ext.optim.buckets import cut
 from deepspeed_ext.optim.spec import Group
@@ -28,17 +28,28 @@ class Row(Generic[B]):
         param: the parameter.
         copy: its host copy; the parameter itself if it is stepped where it is.
         is_kept_on_device: it is to be stepped where it is.
+        is_on_disk: its state is: the copy has no memory of its own then.
         sum: of its gradients that left the device at once; None: none did so far.
         look: of the parameter, when the copy was seen to fit it; None: it was not looked at.
         hits: gradients accumulated since the last step.
         expected: the same when the last step was taken.
     """
 
-    __slots__ = ("_bucket", "copy", "expected", "hits", "is_kept_on_device", "look", "param", "sum")
+    __slots__ = (
+        "_bucket",
+        "copy",
+        "expected",
+        "hits",
+        "is_kept_on_device",
+        "is_on_disk",
+        "look",
+        "param",
+        "sum",
+    )
 
     def __init__(self, param: Tensor) -> None:
         self.param = self.copy = param
-        self.is_kept_on_device = False
+        self.is_kept_on_device = self.is_on_disk = False
         self._bucket: weakref.ref[B] | None = None  # it holds its rows
         self.sum: Sum | None = None
         self.look: object = None
@@ -150,12 +161,21 @@ class ParamTable(Generic[B]):
         for param in params:
             self._row_of(param).is_kept_on_device = True
 
+    def put_on_disk(self, params: Iterable[Tensor]) -> None:
+        """Take note of parameters whose state is to be on the disk."""
+        for param in params:
+            self._row_of(param).is_on_disk = True
+
     def copies_of(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return the host copies of parameters, made now for those that have none."""
         rows = list(map(self._row_of, params))
-        bare = [row.param for row in rows if row.lacks_copy()]
+        lacking = [row for row in rows if row.lacks_copy()]
+        bare = [row.param for row in lacking if not row.is_on_disk]
         for param, copy in zip(bare, host_copies(bare, self.share), strict=True):
             self.add(param, copy)
+        for row in lacking:
+            if row.is_on_disk:
+                self.add(row.param, untouched_copy(row.param))
         return [row.copy for row in rows]
 
     def _row_of(self, param: Tensor) -> Row[B]:
@@ -185,16 +205,17 @@ class ParamTable(Generic[B]):
     def update_others(self) -> None:
         """Give copies the weights of parameters that are in no bucket, as they have no state."""
         for row in self:
-            if row.is_copied and row.bucket is None:
+            if row.is_copied and row.bucket is None and not row.is_on_disk:
                 local(row.copy).detach().copy_(local(row.param).detach())
 
     def cut(self, copies: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Put copies into buckets whose parameters are on one device; a huge one gets its own."""
-        kinds: dict[tuple[torch.device, bool], list[Tensor]] = {}
+        kinds: dict[tuple[torch.device, bool, bool], list[Tensor]] = {}
         for copy in copies:
             row = self._by_copy[copy]
-            kinds.setdefault((local(row.param).device, row.is_copied), []).append(copy)
-        for (_, is_copied), members in kinds.items():
+            kind = (local(row.param).device, row.is_copied, row.is_on_disk)
+            kinds.setdefault(kind, []).append(copy)
+        for (_, is_copied, _), members in kinds.items():
             yield from cut(members, BUCKET) if is_copied else cut(members)
 
 

@@ -22,8 +22,11 @@ from deepspeed_ext.offload.gradient_sources import (
 )
 from deepspeed_ext.offload.host_gradients import Adder
 from deepspeed_ext.offload.host_optimizer import HostOptimizer, options_of, scaling_of
-from deepspeed_ext.offload.host_tensors import host_memory, remake
+from deepspeed_ext.offload.host_tensors import host_memory, put, remake, untouched_copy
 from deepspeed_ext.offload.param_table import ParamTable, Row
+from deepspeed_ext.offload.tiers.disk_state import DiskState
+from deepspeed_ext.offload.tiers.nvme import NvmeBucket
+from deepspeed_ext.offload.tiers.ring import Ring
 from deepspeed_ext.offload.verdict import Decision, decide
 from deepspeed_ext.offload.worker import Worker
 from deepspeed_ext.op_builder import load
@@ -61,6 +64,7 @@ class Pipeline:
         table: of the parameters.
         memory: that it may take beside weights and state.
         free_grads: gradients are added up in host memory, and leave the device at once.
+        ring: by which state on disk comes and goes; None: there is none.
     """
 
     def __init__(
@@ -70,7 +74,9 @@ class Pipeline:
         table: ParamTable[OffloadedBucket],
         memory: Memory,
         free_grads: bool,
+        ring: Ring | None = None,
     ) -> None:
+        self.ring = ring
         self.host_optimizer, self.groups, self.table = host_optimizer, groups, table
         self._memory, self._free_grads = memory, free_grads
         self.worker = Worker(table.share, partial(load, host_optimizer.spec.op.libraries["cpu"]))
@@ -160,6 +166,10 @@ class Pipeline:
     def _takes_early(self, bucket: OffloadedBucket) -> bool:
         """See that all gradients of a bucket are on their way, if they can be and there is room."""
         gradients = bucket.gradients
+        if isinstance(bucket, NvmeBucket):
+            assert self.ring is not None
+            self.ring.run_ahead()
+            return False
         if not gradients.are_complete():
             return False
         bucket.discard()
@@ -218,6 +228,8 @@ class Pipeline:
             ValueError: a gradient or parameter is not as it must be; nothing was stepped.
         """
         self.worker.check()
+        if self.ring is not None:
+            self.ring.check()
         self.finish()
         self._prepare()
         with self._locked():
@@ -268,6 +280,11 @@ class Pipeline:
                 self._take_rest(bucket)
                 if bucket.has_taken:
                     self._commit(bucket, divisor, after[bucket.streams.device])
+            # Their gradients are the user's again when step() returns.
+            on_disk = [bucket for bucket in self._buckets if isinstance(bucket, NvmeBucket)]
+            self.worker.wait([bucket.task for bucket in on_disk if bucket.task is not None])
+            if self.ring is not None:
+                self.ring.start_anew()
         finally:  # what was queued before an error, too, reads gradients
             for streams in self._streams.values():
                 streams.hold_back()  # whoever writes to them from now on
@@ -284,7 +301,7 @@ class Pipeline:
         gradients = bucket.gradients
         if bucket.has_taken or all(grad is None for grad in gradients.current()):
             return
-        for other in self._buckets:
+        for other in () if isinstance(bucket, NvmeBucket) else self._buckets:
             if self._has_room(gradients.staged_bytes()):
                 break
             if other.task is not None:
@@ -327,6 +344,7 @@ class Pipeline:
             "step_seconds": sum(bucket.seconds for bucket in self._buckets),
             "threads": self.worker.threads,
             "processors": sorted(self.worker.share.processors),
+            **({} if self.ring is None else self.ring.stats()),
         }
 
     def record(self, recorder: Recorder | None) -> None:
@@ -342,9 +360,21 @@ class Pipeline:
         """
         self.wait_for(self._buckets)
 
+    def finish_disk(self) -> None:
+        """Wait until all state that rests on disk is there.
+
+        Raises:
+            RuntimeError: it is not.
+        """
+        if self.ring is not None:
+            self.ring.finish()
+            self.ring.check()
+
     def end(self) -> None:
         """Finish what is queued, and end the thread: then all weights are there, for any stream."""
         self.worker.close()
+        if self.ring is not None and not self.worker.is_foreign():
+            self.ring.finish()
         if not self.worker.is_foreign():
             for bucket in self._buckets:
                 bucket.end()
@@ -393,7 +423,10 @@ class Pipeline:
         """Give new host copies to parameters that have got another device, dtype or layout."""
         changed = [row for row in self._rows() if row.has_new_look()]
         for row in changed:
-            remake(row.copy, row.param, self.table.share)
+            if row.is_on_disk:
+                put(row.copy, local(untouched_copy(row.param)).detach())
+            else:
+                remake(row.copy, row.param, self.table.share)
         if changed:
             self.host_optimizer.forget_buckets()
 
@@ -423,8 +456,12 @@ class Pipeline:
             self._buckets.append(made)
             for row in rows:
                 row.bucket = made
+        if self.ring is not None:
+            on_disk = (made.bucket for made in self._buckets if isinstance(made, NvmeBucket))
+            self.ring.follow([(state, k) for state in on_disk for k in range(state.count)])
         left = self._memory.shadow
-        for made in reversed(self._buckets):  # whose gradients come first
+        in_memory = [made for made in self._buckets if not isinstance(made, NvmeBucket)]
+        for made in reversed(in_memory):  # whose gradients come first
             left -= made.nbytes
             if left >= 0:
                 made.make_shadow(host_memory(made.bucket.parts(), self.table.share))
@@ -441,7 +478,11 @@ class Pipeline:
         else:
             gradients = DeviceGradients([row.param for row in rows], streams)
         ours = (self.worker, self.counts, len(self._buckets))
-        return OffloadedBucket(self.host_optimizer, group, bucket, rows, streams, gradients, *ours)
+        given = (self.host_optimizer, group, bucket, rows, streams, gradients, *ours)
+        if isinstance(bucket, DiskState):
+            assert self.ring is not None
+            return NvmeBucket(*given, ring=self.ring)
+        return OffloadedBucket(*given)
 
     def _rows(self) -> list[Row[OffloadedBucket]]:
         """Return the rows of parameters that are in groups."""

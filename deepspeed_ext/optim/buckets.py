@@ -144,6 +144,7 @@ class Bucket:
         coded = [key for key, dtype in dtypes.items() if dtype == torch.uint8]
         alignment = BLOCK if coded else _ALIGNMENT
         *begins, end = accumulate((_padded(part, alignment) for part in parts), initial=0)
+        self.elements = end
         self.offsets = torch.tensor(begins, device="cpu")
         self.slots = torch.arange(len(params), device="cpu")
         self.buffers = {STEP: [make(len(params), torch.float32, self.device)]}
@@ -340,9 +341,7 @@ class Bucket:
         before = dict(enumerate(zip(*self._stamps_seen, strict=True)))
         for i, stamp in enumerate(zip(*stamps, strict=True)):
             if stamp != before.get(i):
-                param, master = local(self.params[i]), self.views(i)[MASTER]
-                changed = master.to(param.dtype) != param
-                master.copy_(torch.where(changed, param, master))
+                follow(self.views(i)[MASTER], local(self.params[i]))
         self._stamps_seen = stamps
 
     def note_own_write(self) -> None:
@@ -374,6 +373,12 @@ class Bucket:
         if MASTER in self.buffers:
             for i, part in enumerate(self.parts()):
                 self.views(i)[MASTER].copy_(part)
+
+
+def follow(master: Tensor, param: Tensor) -> None:
+    """Give master weights the values of a parameter wherever it is not what they are rounded to."""
+    changed = master.to(param.dtype) != param
+    master.copy_(torch.where(changed, param, master))
 
 
 def cut(params: Sequence[Tensor], most: int | None = None) -> Iterator[list[Tensor]]:

@@ -232,7 +232,7 @@ class Plans:
                 given = [spec.completed(group, optimizer.state.get(p, {})) for p in part]
                 ready = next((b for b in self._ready if b.holds(part, dtypes, given)), None)
                 may_move = len(spec.devices) > 1
-                bucket = ready or Bucket(
+                bucket = ready or spec.bucket(
                     part, dtypes, spec.signed, noise_keys, may_move, spec.zeros
                 )
                 for i, (param, values) in enumerate(zip(part, given, strict=True)):

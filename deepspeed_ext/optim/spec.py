@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.ops.optimizers.step_op import Flag, Number, StepOp
-from deepspeed_ext.optim.buckets import Zeros, cut, zeros
+from deepspeed_ext.optim.buckets import Bucket, Zeros, cut, zeros
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
 
 Group = dict[str, Any]
@@ -33,6 +33,7 @@ class OptimizerSpec:
         grad_layouts: of gradients.
         cut: puts parameters of one group, device and dtype, in their order, into buckets.
         zeros: makes the flat buffers of a bucket.
+        bucket: makes a bucket.
     """
 
     op: StepOp
@@ -44,6 +45,7 @@ class OptimizerSpec:
     grad_layouts: tuple[torch.layout, ...] = (torch.strided,)
     cut: Callable[[Sequence[Tensor]], Iterator[list[Tensor]]] = cut
     zeros: Zeros = zeros
+    bucket: Callable[..., Bucket] = Bucket
 
     @property
     def all_options(self) -> tuple[Number | Flag, ...]:

@@ -126,6 +126,15 @@ class Ledger:
         with self._lock:
             return self._find(name).info
 
+    def offset_of(self, name: str) -> int:
+        """Return where the content of a name begins in the file, once it is there."""
+        with self._lock:
+            record = self._find(name)
+        if record.writing is not None:
+            record.writing.wait()
+            record.writing and record.writing.check()
+        return record.offset
+
     def has(self, name: object) -> bool:
         """Tell whether a name has content."""
         with self._lock:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -76,6 +77,7 @@ class TensorStore:
         read_only: bool = False,
     ) -> None:
         self._ended = True  # until there is something to end
+        self._is_shown = False  # in memory, where a file that got shorter would be a signal
         if read_only and not durable:
             raise ValueError("TensorStore: read_only is True for scratch, expected durable=True")
         self.path = Path(path_text("TensorStore", path))
@@ -219,6 +221,26 @@ class TensorStore:
         self._check_process()
         return self._ledger.info(name)
 
+    def show(self, name: str, view: Any, begin: int, nbytes: int, at: int = 0) -> None:
+        """Let a part of memory be what a tensor is now, in whole pages and without a copy.
+
+        Nothing is read before it is touched. It is to be done anew when the name is put again.
+
+        Args:
+            name: of the tensor.
+            view: the memory, of the native class FileMap.
+            begin: where in that.
+            nbytes: how many bytes.
+            at: where they are in the tensor.
+
+        Raises:
+            KeyError: there is no such name.
+            OSError: the system refuses; or the last put of the name failed.
+        """
+        self._check_process()
+        view.show(begin, nbytes, self._file, self._ledger.offset_of(name) + at)
+        self._is_shown = True
+
     def reserve(self, nbytes: int) -> None:
         """Have room in the file for new tensors, so that a long job finds out before it starts.
 
@@ -299,7 +321,7 @@ class TensorStore:
             try:
                 self._in_flight.wait(None)
             finally:
-                if not self.read_only:
+                if not (self.read_only or self._is_shown):
                     # Also of a scratch file, so that no descriptor of it anywhere keeps the space.
                     self._ledger.give_back()
                 self._file.close()
@@ -307,6 +329,11 @@ class TensorStore:
                     self._engine.close()
                 if self._folder is not None:
                     self._folder.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called."""
+        return self._ended
 
     def __enter__(self) -> "TensorStore":
         return self
@@ -325,7 +352,7 @@ class TensorStore:
             _log.warning("TensorStore: a request failed too", exc_info=True)
 
     def __del__(self) -> None:
-        if self._ended or sys.is_finalizing():
+        if self._ended or sys is None or sys.is_finalizing():  # a module that is gone is None
             return
         try:
             self.close()

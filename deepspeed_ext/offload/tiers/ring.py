@@ -1,0 +1,227 @@
+"""Host memory for a few pieces of state: they are read ahead, stepped there and written behind."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from deepspeed_ext.io import Future, PinnedBuffer, TensorStore
+from deepspeed_ext.offload.copies import Event
+from deepspeed_ext.offload.tiers.disk_state import DiskState
+
+Place = tuple[DiskState, int]  # a piece of a bucket's state, by its number
+
+
+class _Read(NamedTuple):
+    """A piece in memory, or on its way there."""
+
+    slab: Tensor
+    future: Future | None
+
+
+class _Write(NamedTuple):
+    """A piece on its way to the disk."""
+
+    slab: Tensor
+    place: Place
+    future: Future
+    sent: Event | None  # when the weights beside it are on the device
+
+
+class Ring:
+    """Slabs of host memory, each for one piece of state and what is stepped with it.
+
+    Pieces are wanted in the same order in each step, which `follow` is told. As many as there are
+    slabs for are read before anybody asks for them.
+
+    Args:
+        store: has the pieces.
+        slab_bytes: of a slab.
+        slabs: how many there are, 3 or more: one each is read, stepped and written.
+
+    Attributes:
+        error: why nothing can be stepped any more: some pieces are of one step, some of another.
+        bytes_read: from the disk, so far.
+        bytes_written: to it.
+        ahead: pieces that were there, or on their way, when they were wanted.
+    """
+
+    def __init__(self, store: TensorStore, slab_bytes: int, slabs: int) -> None:
+        self.store, self.slab_bytes = store, slab_bytes
+        self._lock = threading.RLock()  # hooks of backward read ahead while the worker steps
+        self._count = slabs
+        self._free: list[Tensor] | None = None
+        self._reads: dict[Place, _Read] = {}  # the oldest first
+        self._writes: deque[_Write] = deque()
+        self._order: Sequence[Place] = ()
+        self._next = 0  # in that, to be read
+        self.error: BaseException | None = None
+        self.bytes_read = self.bytes_written = self.ahead = self.taken = 0
+        self.begin = time.monotonic()
+
+    def follow(self, order: Sequence[Place]) -> None:
+        """Take note of the pieces that a step wants, in their order."""
+        with self._lock:
+            self._drop_reads()
+            self._order, self._next = order, 0
+
+    def start_anew(self) -> None:
+        """Take note that a step is over: the first piece will be wanted next."""
+        with self._lock:
+            self._drop_reads()
+            self._next = 0
+            self.run_ahead()
+
+    def run_ahead(self) -> None:
+        """Begin to read the pieces that come next, as far as there is memory for them."""
+        with self._lock:
+            self._collect()
+            while self._next < len(self._order) and self._slabs() and self.error is None:
+                place = self._order[self._next]
+                if place[0].is_shown or self._is_written_now(place):
+                    return
+                if place not in self._reads:
+                    self._reads[place] = self._read(place)
+                self._next += 1
+
+    def take(self, place: Place) -> Tensor:
+        """Return the slab with a piece in it.
+
+        Raises:
+            OSError: it could not be read, or another one not be written.
+        """
+        with self._lock:
+            self.check()
+            found = self._reads.pop(place, None)
+            self.ahead += found is not None
+            self.taken += 1
+            if found is None:
+                self._pass(place)
+                found = self._read(place)
+            self.run_ahead()
+        if found.future is not None:
+            found.future.result()
+        return found.slab
+
+    def give_back(self, place: Place, slab: Tensor, sent: Event | None) -> None:
+        """Write a piece behind, and use its slab for another one when that is done.
+
+        Args:
+            place: of the piece.
+            slab: with the piece.
+            sent: what else is to be awaited: weights from the same slab, on their way.
+        """
+        state, k = place
+        with self._lock:
+            record = slab[: state.shape.nbytes]
+            future = self.store.put_async(state.name(k), record)
+            self.bytes_written += record.nbytes
+            self._writes.append(_Write(slab, place, future, sent))
+            self.run_ahead()
+
+    def check(self) -> None:
+        """Raise what went wrong with what was written behind, as far as that is known."""
+        if self.error is None:
+            return
+        raise RuntimeError(
+            f"OffloadOptimizer: state on disk is {type(self.error).__name__} ({self.error}),"
+            " expected a disk that works: weights and state are of two steps by now; make the"
+            " optimizer anew from a checkpoint"
+        ) from self.error
+
+    def finish(self) -> None:
+        """Wait until all is written; the first that went wrong is the error from then on."""
+        with self._lock:
+            while self._writes:
+                self._collect_one()
+
+    def stats(self) -> dict[str, float]:
+        """Return bytes moved, and how often the disk was ahead."""
+        seconds = time.monotonic() - self.begin
+        return {
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "bytes_written_per_day": int(self.bytes_written / seconds * 86400),
+            "read_ahead": self.ahead / max(self.taken, 1),
+        }
+
+    # With the lock held
+
+    def _slabs(self) -> list[Tensor]:
+        if self._free is None:
+            buffers = [PinnedBuffer(self.slab_bytes) for _ in range(self._count)]
+            self._free = [buffer.tensor() for buffer in buffers]
+        return self._free
+
+    def _pass(self, place: Place) -> None:
+        """See that there is a free slab for a piece, which was not read ahead."""
+        if place in self._order[self._next :]:
+            self._next = self._order.index(place, self._next) + 1
+        while not self._slabs():
+            if self._writes:
+                self._collect_one()
+            else:
+                self._drop(next(iter(self._reads)))
+        self.check()
+
+    def _read(self, place: Place) -> _Read:
+        state, k = place
+        slab = self._slabs().pop()
+        record = slab[: state.shape.nbytes]
+        try:
+            if state.is_shown:
+                state.copy_shown(k, record)
+            elif state.on_disk[k]:
+                self.bytes_read += record.nbytes
+                return _Read(slab, self.store.get_async(state.name(k), record))
+            else:
+                record.zero_()
+        except BaseException:
+            self._slabs().append(slab)
+            raise
+        return _Read(slab, None)
+
+    def _is_written_now(self, place: Place) -> bool:
+        return any(write.place == place for write in self._writes)
+
+    def _drop_reads(self) -> None:
+        for place in list(self._reads):
+            self._drop(place)
+
+    def _drop(self, place: Place) -> None:
+        slab, future = self._reads.pop(place)
+        if future is not None:
+            future.exception()  # nobody wants it
+        self._slabs().append(slab)
+
+    def _collect(self) -> None:
+        """Take back the slabs of pieces that are written by now."""
+        while self._writes:
+            write = self._writes[0]
+            if not write.future.done() or not (write.sent is None or write.sent.query()):
+                return
+            self._collect_one()
+
+    def _collect_one(self) -> None:
+        write = self._writes.popleft()
+        state, k = write.place
+        try:
+            write.future.result()
+            state.show(k)
+        except BaseException as error:
+            self.error = self.error or error
+        if write.sent is not None:
+            write.sent.synchronize()
+        self._slabs().append(write.slab)
+
+
+def views_in(memory: Tensor, begin: int, like: Sequence[Tensor]) -> tuple[list[Tensor], int]:
+    """Return flat views in a slab, one for each of some tensors, and where they end."""
+    views = []
+    for tensor in like:
+        views.append(memory[begin : begin + tensor.nbytes].view(tensor.dtype))
+        begin += tensor.nbytes
+    return views, begin
