@@ -103,7 +103,10 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("consolidate", "saving"),
     ),
     "engine": (
-        ("compiling", "data", "metrics", "optimizers", "processes", "resuming", "stepping"),
+        (
+            *("compiling", "data", "leaf_modules", "loss_scale", "metrics", "optimizers"),
+            *("processes", "resuming", "stepping"),
+        ),
         ("monitors", "settings"),
         ("checkpoints", "planning"),
         ("engine",),
@@ -112,7 +115,9 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "config": (
         ("batch_sizes", "kinds"),
-        ("reading", "refusals", "tree"),
+        ("block", "reading", "refusals"),
+        ("precision",),
+        ("tree",),
         ("walk",),
         ("classes", "config", "page"),
         ("memory",),
@@ -211,7 +216,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ),
         (
             *("compatible_ops", "conveniences", "distributed", "engine", "launch"),
-            *("leaf_modules", "names", "schedules", "whole_weights", "zero"),
+            *("names", "schedules", "whole_weights", "zero"),
         ),
         ("devices", "modules", "parameters", "stand_in", "starting"),
         ("activations", "environment"),

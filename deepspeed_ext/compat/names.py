@@ -13,11 +13,12 @@ _SAFE = " ".join(
 )
 _SAFE += " safe_update_full_grad_vectorized"
 _LEAVES = {
-    f"{_C}.leaf_modules": "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules"
-    " set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules"
-    " z3_leaf_module",
+    "deepspeed_ext.engine.leaf_modules": "get_z3_leaf_modules set_z3_leaf_module"
+    " set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix"
+    " unset_z3_leaf_modules z3_leaf_module",
 }
 _LOGS = {f"{_C}.conveniences": "log_dist logger"}
+_OFFLOAD = "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig"
 _ZERO = {f"{_C}.zero": ALL}
 _ACTIVATIONS = {f"{_C}.activations": ALL}
 
@@ -66,8 +67,15 @@ HERE: Mapping[str, Mapping[str, str]] = {
         f"{_C}.conveniences": "move_to_device see_memory_usage set_random_seed",
     },
     "runtime.zero": _ZERO,
-    "runtime.zero.config": {f"{_C}.starting": "DeepSpeedZeroConfig"},
-    "runtime.zero.offload_config": {f"{_C}.conveniences": "OffloadDeviceEnum"},
+    "runtime.zero.config": {f"{_C}.starting": f"DeepSpeedZeroConfig {_OFFLOAD}"},
+    "runtime.zero.leaf_module_config": {
+        f"{_C}.starting": "DeepSpeedZeroLeafModuleConfig DEFAULT_LEAF_MODULE_CLASSES"
+        " DEFAULT_LEAF_MODULE_NAMES DEFAULT_LEAF_MODULE_NAME_SUFFIXES"
+    },
+    "runtime.zero.offload_config": {
+        f"{_C}.conveniences": "OffloadDeviceEnum",
+        f"{_C}.starting": _OFFLOAD,
+    },
     "runtime.zero.partition_parameters": {
         **_ZERO,
         f"{_C}.devices": "get_accelerator",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,12 +15,38 @@ from deepspeed_ext.compat.engine import note_engine
 from deepspeed_ext.compat.zero import know
 from deepspeed_ext.compat.zero.parameter_offload import ParameterOffload
 from deepspeed_ext.config import read, tree
+from deepspeed_ext.config.config import open_sentence
+from deepspeed_ext.config.precision import Bf16, Fp16
+from deepspeed_ext.config.walk import walk
 from deepspeed_ext.engine import Engine, initialize as _initialize
 
 DeepSpeedConfigError = ValueError  # what reading a config raises
 # Blocks of it, to be read alone: DeepSpeedFP16Config(enabled=True).
-DeepSpeedBF16Config, DeepSpeedFP16Config = tree.Bf16, tree.Fp16
-DeepSpeedZeroConfig = tree.ZeroOptimization
+DeepSpeedBF16Config, DeepSpeedFP16Config = Bf16, Fp16
+DeepSpeedZeroLeafModuleConfig = tree.LeafModule
+DeepSpeedZeroOffloadOptimizerConfig = tree.OffloadOptimizer
+DeepSpeedZeroOffloadParamConfig = tree.OffloadParam
+_LEAVES = DeepSpeedZeroLeafModuleConfig()
+DEFAULT_LEAF_MODULE_CLASSES = _LEAVES.classes
+DEFAULT_LEAF_MODULE_NAMES = _LEAVES.names
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES = _LEAVES.name_suffixes
+
+
+class DeepSpeedZeroConfig(tree.ZeroOptimization):
+    """The block zero_optimization, also by the older names of its keys.
+
+    Raises:
+        ValueError: a key is none, is refused, or has a value that does not fit.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, given: dict[str, Any]) -> Any:
+        found = walk({"zero_optimization": dict(given)})
+        problems = [*found.problems, *open_sentence(found.left_open)]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return found.values["zero_optimization"]
 
 
 def initialize(

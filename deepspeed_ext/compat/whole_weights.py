@@ -1,6 +1,9 @@
 """deepspeed.utils.zero_to_fp32: whole float32 weights of checkpoints, ours and DeepSpeed's."""
 
+import errno
+import glob
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -19,7 +22,11 @@ from deepspeed_ext.zero.names import by_plain_name, plain_name
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_checkpoint_files",
     "get_fp32_state_dict_from_zero_checkpoint",
+    "get_model_state_file",
+    "get_model_state_files",
+    "get_optim_files",
     "load_state_dict_from_zero_checkpoint",
 ]
 _OP = "zero_to_fp32"
@@ -136,6 +143,49 @@ def load_state_dict_from_zero_checkpoint(
         )
     model.load_state_dict(state, strict=False)  # tied ones are there once in older checkpoints
     return model
+
+
+def get_checkpoint_files(checkpoint_dir: Folder, glob_pattern: str) -> list[str]:
+    """Return paths of files in a folder, numbers in their names by their size.
+
+    Args:
+        checkpoint_dir: of one checkpoint of DeepSpeed's, such as run/global_step8.
+        glob_pattern: of names in it.
+
+    Raises:
+        OSError: there is none.
+    """
+    home = os.fspath(checkpoint_dir)
+    found = glob.glob(os.path.join(glob.escape(home), glob_pattern))
+    if not found:
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"{_OP}: {home} has no files {glob_pattern}, expected the folder of one checkpoint that"
+            " DeepSpeed has saved; engine.save_checkpoint here writes others",
+        )
+    return sorted(found, key=_by_numbers)
+
+
+def get_optim_files(checkpoint_dir: Folder) -> list[str]:
+    """Return the paths of the optimizer's files, one for each process, in their order."""
+    return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
+
+
+def get_model_state_files(checkpoint_dir: Folder) -> list[str]:
+    """Return the paths of the model's files, in the order of processes."""
+    return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
+
+
+def get_model_state_file(checkpoint_dir: Folder, zero_stage: int) -> str:
+    """Return the path of the first process's file of the model, which depends on the stage."""
+    of_process = "zero_pp_rank_0_" if zero_stage == 3 else ""
+    return get_checkpoint_files(checkpoint_dir, f"{of_process}mp_rank_00_model_states.pt")[0]
+
+
+def _by_numbers(path: str) -> list[tuple[int, str]]:
+    """Return what sorts names as their numbers do: rank_2 is before rank_10."""
+    parts = re.split(r"(\d+)", os.path.basename(path))
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def _bytes(text: str) -> int:

@@ -45,16 +45,23 @@ class Named:
         options: its `params` in the config.
         device: "cpu" or "cuda", where parameters are.
         offloads: whether it steps in host memory.
+        state_dtype: of the state of classes of ours; None: as they have it.
 
     Raises:
         ValueError: there is no such class, or offload does not take it, or it has no such option.
     """
 
     def __init__(
-        self, op: str, name: str, options: Mapping[str, Any], device: str, offloads: bool
+        self,
+        op: str,
+        name: str,
+        options: Mapping[str, Any],
+        device: str,
+        offloads: bool,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         options = {key: value for key, value in options.items() if key not in _SO_ANYWAY}
-        if options.pop("torch_adam", False):
+        if options.pop("torch_adam", False) and not offloads:  # else ours, of the same formula
             is_decoupled = _is_decoupled(name, options)
             name = "AdamW" if is_decoupled else "Adam"
             options = {k: v for k, v in options.items() if k != "adam_w_mode"}
@@ -62,6 +69,8 @@ class Named:
         else:
             known = _BY_NAME.get(name.lower())
         on_cuda, on_cpu, in_host = known or _of_torch(op, name)
+        if known is not None and state_dtype is not None:
+            options = {"state_dtype": state_dtype} | options
         if on_cuda is optim.FusedAdam:
             is_fused = device == "cuda" and not offloads
             mode = {"adam_w_mode" if is_fused else "adamw_mode": _is_decoupled(name, options)}

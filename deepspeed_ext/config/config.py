@@ -7,7 +7,7 @@ from pydantic import PrivateAttr, ValidationError
 
 from deepspeed_ext.config import refusals
 from deepspeed_ext.config.batch_sizes import BatchSizes, solve
-from deepspeed_ext.config.kinds import AUTO, shown, thawed
+from deepspeed_ext.config.kinds import AUTO, Dtype, shown, thawed
 from deepspeed_ext.config.reading import Source, plain
 from deepspeed_ext.config.tree import Root
 from deepspeed_ext.config.walk import Found, Row, walk
@@ -28,6 +28,20 @@ class Config(Root):
     def warnings(self) -> tuple[str, ...]:
         """A sentence for each key that changes nothing."""
         return self._warnings
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether weights are bfloat16, without master weights."""
+        return self.bf16.enabled and self.bf16.bf16_master_weights_and_grads
+
+    @property
+    def state_dtype(self) -> Dtype | None:
+        """Of the state of the optimizer that the config names; None: as its class has it."""
+        if not (self.low_precision and self.bf16.bf16_optimizer_states):
+            return None
+        import torch
+
+        return torch.bfloat16
 
     def is_set(self, key: str) -> bool:
         """Tell whether a key is given, such as "zero_optimization.stage"; null and "auto" are not.
@@ -138,6 +152,11 @@ class Examined:
             problems.append(
                 "config: bf16.enabled is true beside fp16.enabled, expected one of them"
             )
+        if config.bf16.bf16_optimizer_states and not config.bf16.bf16_master_weights_and_grads:
+            problems.append(
+                "config: bf16.bf16_optimizer_states is true, expected"
+                " bf16.bf16_master_weights_and_grads true beside it"
+            )
         fp16 = config.fp16
         first = 2.0**fp16.initial_scale_power
         if fp16.enabled and not fp16.loss_scale and fp16.min_loss_scale > first:
@@ -151,6 +170,12 @@ class Examined:
             problems.append(
                 f"config: data_types.grad_accum_dtype is {added} beside communication_data_type"
                 f" {sent}, expected one dtype, as gradients are added up as they are sent"
+            )
+        if config.low_precision and added is not None:
+            problems.append(
+                f"config: data_types.grad_accum_dtype is {added} beside"
+                " bf16.bf16_master_weights_and_grads, expected one of them, as gradients are added"
+                " up in bfloat16 then"
             )
         zero = config.zero_optimization
         streamed = refusals.STREAMED

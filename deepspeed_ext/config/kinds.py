@@ -187,6 +187,14 @@ def _text(value: object) -> str:
     return value
 
 
+def _texts(value: object) -> list[str]:
+    """Return texts, each once, of a list or of one that stands alone."""
+    given = [value] if isinstance(value, str) else value
+    if not isinstance(given, list | tuple):
+        raise TypeError(type(value))
+    return [*dict.fromkeys(map(_text, given))]
+
+
 _DTYPES = {
     **dict.fromkeys(("fp32", "float32"), "float32"),
     **dict.fromkeys(("fp16", "float16"), "float16"),
@@ -206,6 +214,7 @@ def _dtype(value: object) -> object:
 FLAG = Reader("true or false", _flag)
 SIZE = Reader("a number, 0 or more", _size)  # others compute fractions; none of these acts
 TEXT = Reader("a text that is not empty", _text)
+TEXTS = Reader("a list of texts that are not empty", _texts)
 ANY_TEXT = Reader("a text", lambda value: _text(value) if value != "" else "")
 DTYPE = Reader('"fp32", "fp16" or "bf16"', _dtype)
 ANYTHING = Reader("anything", lambda value: value)

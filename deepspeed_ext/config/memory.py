@@ -77,8 +77,9 @@ def needs_of(config: Config, weights: Described, processes: int) -> Needs:
     """
     stage, is_mixed = config.zero_optimization.stage, config.bf16.enabled or config.fp16.enabled
     shares = processes if stage else 1
-    if is_mixed:  # what is kept are master weights
-        weights = {name: weight.float() for name, weight in weights.items()}
+    if is_mixed:  # what is kept are master weights, if there are any
+        kept = torch.bfloat16 if config.low_precision else torch.float32
+        weights = {name: weight.to(kept) for name, weight in weights.items()}
     needs = _kept(config, [_rows(weight, shares) for weight in weights.values()])
     kinds = (needs.gpu + needs.host).items()
     state = sum(n for kind, n in kinds if kind not in (WEIGHTS, GRADIENTS, SUMS, SHADOW))
@@ -101,7 +102,7 @@ def _kept(config: Config, params: list[nn.Parameter]) -> Needs:
         return needs
     offload = config.zero_optimization.offload_optimizer
     offloads = offload.device == "cpu"
-    named = Named(OP, block.type, block.params, "cpu", offloads)
+    named = Named(OP, block.type, block.params, "cpu", offloads, config.state_dtype)
     tried = named.tried([{"params": params}])
     if offloads:
         found = named.estimated(params, 1 - offload.ratio)
@@ -138,7 +139,8 @@ def _state_of_an_element(tried: torch.optim.Optimizer, dtype: torch.dtype) -> di
 def _add_gathered(gpu: Counter[str], config: Config, weights: Described, processes: int) -> None:
     """Add what lies beside what is kept while forward and backward are under way."""
     is_mixed = config.bf16.enabled or config.fp16.enabled
-    summed = config.communication_data_type or (torch.float32 if is_mixed else None)
+    has_masters = is_mixed and not config.low_precision
+    summed = config.communication_data_type or (torch.float32 if has_masters else None)
     blocks: Counter[str] = Counter()
     sums: Counter[str] = Counter()
     for name, weight in weights.items():

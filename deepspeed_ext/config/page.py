@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping
 
 from deepspeed_ext.config import refusals
+from deepspeed_ext.config.block import Block
 from deepspeed_ext.config.kinds import AUTO, Effect, FrozenMapping, Key, shown
-from deepspeed_ext.config.tree import KNOWN_PARAMS, Block, Root
+from deepspeed_ext.config.tree import KNOWN_PARAMS, Root
 from deepspeed_ext.config.walk import block_of, key_of
 
 _INTRODUCTION = f"""\

@@ -6,8 +6,7 @@ Keys of parts that have not landed are rows of `refusals`. Names and defaults ar
 import math
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
-
+from deepspeed_ext.config.block import Block
 from deepspeed_ext.config.kinds import (
     ANY_TEXT,
     ANYTHING,
@@ -16,6 +15,7 @@ from deepspeed_ext.config.kinds import (
     HUGGING_FACE,
     SIZE,
     TEXT,
+    TEXTS,
     Dtype,
     FrozenMapping,
     Key,
@@ -27,6 +27,7 @@ from deepspeed_ext.config.kinds import (
     so_anyway,
     whole,
 )
+from deepspeed_ext.config.precision import Bf16, Fp16
 
 PARAMS = Reader("an object", FrozenMapping)
 
@@ -41,58 +42,6 @@ _OUTPUT = "where the folder of this run is made; empty: the working folder"
 _JOB = "DeepSpeedJobName"
 _FLAT = "gradients of a block are reduced from one contiguous buffer"
 _ANY_OPTIMIZER = "any optimizer is allowed; one that cannot be offloaded is an error by name"
-
-
-class Block(BaseModel):
-    """An object of the config. `place` is its path, with a dot behind it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
-    place: ClassVar[str] = ""
-
-
-class Fp16(Block):
-    """float16 with a scaled loss."""
-
-    place: ClassVar[str] = "fp16."
-
-    enabled: Annotated[
-        bool,
-        FLAG,
-        does("computes in float16 with float32 master weights", filler=HUGGING_FACE),
-    ] = False
-    loss_scale: Annotated[
-        float, number(0), does("0: the scale of the loss follows overflows; else it is this")
-    ] = 0.0
-    initial_scale_power: Annotated[
-        int, whole(0, 126), does("the scale that follows begins at 2 to this power")
-    ] = 16
-    loss_scale_window: Annotated[
-        int, whole(1), does("so many steps without overflow double the scale")
-    ] = 1000
-    hysteresis: Annotated[
-        int, whole(1), does("so many overflows halve the scale; each skips its step")
-    ] = 2
-    min_loss_scale: Annotated[float, number(0, above=True), does("the scale is never below it")] = (
-        1.0
-    )
-    auto_cast: Annotated[bool, FLAG, so_anyway("floating inputs are cast to float16")] = False
-    opt_level: Annotated[Any, ANYTHING, nowhere("of NVIDIA's Apex")] = None
-    fp16_scale_tolerance: Annotated[Any, ANYTHING, nowhere("of fairseq")] = None
-
-
-class Bf16(Block):
-    """bfloat16."""
-
-    place: ClassVar[str] = "bf16."
-
-    enabled: Annotated[
-        bool,
-        FLAG,
-        does("computes in bfloat16 with float32 master weights", filler=HUGGING_FACE),
-    ] = False
-    immediate_grad_update: Annotated[
-        bool, FLAG, so_anyway("gradients are reduced as backward makes them")
-    ] = False
 
 
 class OffloadOptimizer(Block):
@@ -141,6 +90,26 @@ class OffloadParam(Block):
     max_in_cpu: Annotated[int, SIZE, nowhere(_NVME)] = 1_000_000_000
 
 
+_NONE: list[str] = []
+_MIXTURES = [  # of transformers, whose processes may call different experts
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+]
+
+
+class LeafModule(Block):
+    """Modules that stage 3 gathers with all that is in them; the log names what is not there."""
+
+    place: ClassVar[str] = "zero_optimization.leaf_module."
+
+    classes: Annotated[
+        list[str], TEXTS, does("their classes, with or without the module that these are of")
+    ] = _MIXTURES
+    names: Annotated[list[str], TEXTS, does("their names in the model")] = _NONE
+    name_suffixes: Annotated[list[str], TEXTS, does("what their names end with")] = _NONE
+
+
 class ZeroOptimization(Block):
     """The stage of ZeRO, and what is offloaded."""
 
@@ -157,6 +126,9 @@ class ZeroOptimization(Block):
     offload_param: Annotated[OffloadParam, does("where parameters rest in stage 3")] = (
         OffloadParam()
     )
+    leaf_module: Annotated[
+        LeafModule, does("which modules are gathered with all that is in them")
+    ] = LeafModule()
     ignore_unused_parameters: Annotated[
         bool,
         FLAG,
@@ -459,7 +431,7 @@ OPTIMIZER_PARAMS = {
     "eps": does("is added to the denominator", filler=HUGGING_FACE),
     "weight_decay": does("the decay of the weights", filler=HUGGING_FACE),
     "bias_correction": does("whether moments are corrected for beginning at 0"),
-    "torch_adam": does("true: torch's own class"),
+    "torch_adam": does("true: torch's own class, but with offload_optimizer"),
     "adam_w_mode": does("false: Adam adds the decay to the gradient; Adam decouples it else"),
     "max_coeff": does("the largest trust ratio of Lamb"),
     "min_coeff": does("the smallest trust ratio of Lamb"),

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any, get_args
 
 from deepspeed_ext.config import refusals
+from deepspeed_ext.config.block import Block
 from deepspeed_ext.config.kinds import (
     AUTO,
     FLAG,
@@ -18,7 +19,7 @@ from deepspeed_ext.config.kinds import (
     nowhere,
     shown,
 )
-from deepspeed_ext.config.tree import KNOWN_PARAMS, Block, Root
+from deepspeed_ext.config.tree import KNOWN_PARAMS, Root
 
 _COMMENT = nowhere("a comment")
 _DOTTED = nowhere("a path is no key; put the key into its block")  # TRL writes such ones

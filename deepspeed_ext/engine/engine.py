@@ -15,6 +15,7 @@ from deepspeed_ext import zero
 from deepspeed_ext.config import BatchSizes, Config
 from deepspeed_ext.engine.checkpoints import Checkpoints
 from deepspeed_ext.engine.compiling import checked_kwargs
+from deepspeed_ext.engine.loss_scale import LossScale, show_scale
 from deepspeed_ext.engine.metrics import Metrics, Phases
 from deepspeed_ext.engine.monitors import Reports
 from deepspeed_ext.engine.processes import leave_group
@@ -100,7 +101,10 @@ class Engine(Checkpoints):
         self._accumulation = zero.Accumulation(model)
         self._stepping = None
         if optimizer is not None:
-            self._stepping = Stepping(optimizer, config.gradient_clipping, scaler_of(config))
+            skips = config.bf16.check_grad_overflow if config.bf16.enabled else None
+            clipping, scaler = config.gradient_clipping, scaler_of(config)
+            self._stepping = Stepping(optimizer, clipping, scaler, skips)
+            show_scale(optimizer, LossScale(scaler, self))
             if not config.gradient_clipping and not config.is_set("gradient_clipping"):
                 _log.info(
                     "initialize: gradients are not clipped; DeepSpeed since 0.19 clips them to 1"

@@ -14,9 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from deepspeed_ext import zero
 from deepspeed_ext.config import Config, read as read_config
+from deepspeed_ext.dtensors import local
 from deepspeed_ext.engine.data import loader_of
 from deepspeed_ext.engine.describing import described
 from deepspeed_ext.engine.engine import Engine
+from deepspeed_ext.engine.leaf_modules import set_z3_leaf_module
 from deepspeed_ext.engine.monitors import Reports, monitors_of
 from deepspeed_ext.engine.planning import Plan
 from deepspeed_ext.engine.processes import config_of, join_group, leave_group
@@ -52,7 +54,7 @@ def initialize(
 
     All processes of torchrun call it; without torchrun there is one. The model is sharded by
     `zero.shard` in the config's stage. With bf16 or fp16 its weights become float32 shards, the
-    master weights, and are used in 16 bits.
+    master weights, and are used in 16 bits; they begin rounded to these, as DeepSpeed's do.
 
     Args:
         args: of a script; its `deepspeed_config` is the config if that is None.
@@ -104,6 +106,8 @@ def initialize(
                 _log.warning(sentence)
         reports = _reports(read, mesh)
         model = plan.model
+        for leaf in plan.leaves:
+            set_z3_leaf_module(leaf, True)
         _shard(model, read, mesh)
         made = plan.optimizer()
         scheduler = plan.scheduler(made)
@@ -135,10 +139,12 @@ def _reports(config: Config, mesh: DeviceMesh) -> Reports | None:
 def _shard(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
     used = torch.bfloat16 if config.bf16.enabled else torch.float16
     is_mixed = config.bf16.enabled or config.fp16.enabled
+    has_masters = is_mixed and not config.low_precision
     if is_mixed:
+        kept = torch.float32 if has_masters else used
         for param in model.parameters():
-            if param.is_floating_point() and param.dtype != torch.float32:
-                param.data = param.data.float()  # master weights
+            if param.is_floating_point() and param.dtype != kept:
+                param.data = param.data.to(kept)
     stage, reduce_dtype = config.zero_optimization.stage, config.communication_data_type
     reduce_unused = not config.zero_optimization.ignore_unused_parameters
     if not (is_mixed or reduce_unused or reduce_dtype) and keep_whole(model, stage, mesh):
@@ -148,11 +154,25 @@ def _shard(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
         stage,
         mesh=mesh,
         param_dtype=used if is_mixed else None,
-        reduce_dtype=reduce_dtype or (torch.float32 if is_mixed else None),
+        reduce_dtype=reduce_dtype or (torch.float32 if has_masters else None),
         reduce_unused=reduce_unused,
     )
+    if has_masters:
+        _round(model, used)
     if config.gradient_allreduce_op == "sum":
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
+
+
+@torch.no_grad()
+def _round(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let master weights begin as DeepSpeed's, which are copies of weights in 16 bits.
+
+    Frozen ones are used in 16 bits too, and nothing is added to them: they keep all their bits.
+    """
+    for param in model.parameters():
+        if param.requires_grad and param.is_floating_point():
+            shard = local(param.detach())
+            shard.copy_(shard.to(dtype))

@@ -12,6 +12,7 @@ from deepspeed_ext.config import BatchSizes, Config
 from deepspeed_ext.config.classes import Named, schedule_of
 from deepspeed_ext.config.kinds import thawed
 from deepspeed_ext.engine.compiling import checked_kwargs
+from deepspeed_ext.engine.leaf_modules import leaf_modules_of
 from deepspeed_ext.engine.monitors import check_packages
 from deepspeed_ext.engine.optimizers import Renamed, check_given, placed
 from deepspeed_ext.engine.stepping import scaler_of
@@ -57,6 +58,7 @@ class Plan:
         self._given, self._scheduler, self._config = optimizer, scheduler, config
         self.sizes: BatchSizes = config.batch_sizes(mesh.size())
         check_packages(config)
+        self.leaves = leaf_modules_of(model, config)
         self.compile_kwargs = dict(thawed(config.compile.kwargs))
         if config.compile.compiles:
             checked_kwargs(f"{_OP}: compile", config.compile.backend, self.compile_kwargs)
@@ -79,7 +81,9 @@ class Plan:
         if optimizer is None and config.optimizer is not None:
             named = config.optimizer
             offloads = self._offload is not None
-            self._named = Named(_OP, named.type, named.params, mesh.device_type, offloads)
+            self._named = Named(
+                *(_OP, named.type, named.params, mesh.device_type, offloads, config.state_dtype)
+            )
         self._try()
 
     def _try(self) -> None:

@@ -20,14 +20,21 @@ class Stepping:
         optimizer: any.
         max_norm: gradients are clipped to this global norm; 0: they are not.
         scaler: of the loss, with fp16.
+        skips: whether a step with inf or NaN in a gradient is skipped, without fp16; None: by
+            optimizers of ours alone.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, max_norm: float, scaler: zero.LossScaler | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        scaler: zero.LossScaler | None,
+        skips: bool | None = None,
     ) -> None:
         self._optimizer: Any = optimizer
         self._is_ours = isinstance(optimizer, FlatStateOptimizer | OffloadOptimizer)
         self._max_norm = max_norm or math.inf
+        self._skips = self._is_ours if skips is None else skips
         self.scaler = scaler
         self.norm: Tensor | None = None  # of the last step's gradients, unscaled and not clipped
         if scaler is not None:
@@ -46,8 +53,7 @@ class Stepping:
         """Take a step, or skip it, and drop the gradients.
 
         Returns:
-            whether it was taken; a tensor on a GPU that nobody has waited for. Without fp16 a class
-            that is not ours steps with whatever gradients there are.
+            whether it was taken; a tensor on a GPU that nobody has waited for.
         """
         try:
             return self._step()
@@ -62,11 +68,13 @@ class Stepping:
                 self.norm = self.scaler.grad_norm
             self._note_overflow(not was_taken)
             return was_taken
-        if self._is_ours:
+        if self._is_ours and self._skips:
             norm = self.norm = self._optimizer.clip_and_step(self._max_norm)
-            return norm.isfinite() if norm.is_cuda else math.isfinite(norm)
-        self.norm = clip_and_step(self._optimizer, self._max_norm)
-        return True
+        else:
+            norm = self.norm = clip_and_step(self._optimizer, self._max_norm, skips=self._skips)
+        if not self._skips:
+            return True
+        return norm.isfinite() if norm.is_cuda else math.isfinite(norm)
 
 
 def scaler_of(config: Config) -> zero.LossScaler | None:

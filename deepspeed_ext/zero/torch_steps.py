@@ -9,7 +9,10 @@ from deepspeed_ext.dtensors import is_dtensor, local
 
 
 def clip_and_step(
-    optimizer: torch.optim.Optimizer, max_norm: float, scale: Tensor | None = None
+    optimizer: torch.optim.Optimizer,
+    max_norm: float,
+    scale: Tensor | None = None,
+    skips: bool | None = None,
 ) -> Tensor:
     """Divide the gradients by a scale, clip them by their global norm, and step.
 
@@ -19,18 +22,20 @@ def clip_and_step(
         optimizer: any.
         max_norm: the largest norm to leave as it is; inf: do not clip.
         scale: that the loss was multiplied by; None: none.
+        skips: take no step if the norm is inf or NaN, for which the host waits; False: step with
+            whatever gradients there are. None: if there is a scale.
 
     Returns:
-        The norm before clipping. With a scale, inf or NaN if and only if nothing was stepped;
-        without one the class steps with whatever gradients there are.
+        The norm before clipping. If it skips, inf or NaN if and only if nothing was stepped.
     """
+    skips = scale is not None if skips is None else skips
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if scale is not None:
         for param in params:
             local(param.grad).div_(scale)
     norm = nn.utils.get_total_norm([param.grad for param in params])
     whole = norm.full_tensor() if is_dtensor(norm) else norm
-    if scale is None or whole.isfinite():
+    if not skips or whole.isfinite():
         if max_norm < math.inf:  # else an inf of one gradient would be NaN in all
             nn.utils.clip_grads_with_norm_(params, max_norm, norm)
         optimizer.step()

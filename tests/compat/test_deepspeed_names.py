@@ -113,7 +113,27 @@ def test_conveniences(caplog):
     assert fp16(enabled=True, loss_scale="8").loss_scale == 8
     with pytest.raises(ValueError, match="loss_scale_window"):
         fp16(enabled=True, loss_scale_window=0)
-    assert deepspeed.runtime.zero.config.DeepSpeedZeroConfig(stage=2).stage == 2
+    assert fp16(enabled=False, loss_scale_window=0).loss_scale_window == 0
+    assert fp16(enabled=True, loss_scale=8, min_loss_scale="-1").min_loss_scale == -1
+    zero = deepspeed.runtime.zero.config
+    read = zero.DeepSpeedZeroConfig(
+        stage=2,
+        prefetch_bucket_size=8,
+        stage3_gather_fp16_weights_on_model_save=True,
+        cpu_offload_param=True,
+        leaf_module={"names": "experts"},
+    )
+    assert read.stage == 2 and read.offload_param.device == "cpu"
+    assert read.prefetch_bucket_size == read.stage3_prefetch_bucket_size == 8
+    assert read.gather_16bit_weights_on_model_save and not hasattr(read, "gather_all")
+    assert isinstance(read.offload_param, zero.DeepSpeedZeroOffloadParamConfig)
+    leaves = deepspeed.runtime.zero.leaf_module_config
+    assert read.leaf_module.names == ["experts"]
+    assert read.leaf_module.classes == leaves.DEFAULT_LEAF_MODULE_CLASSES
+    read.leaf_module.classes.clear()
+    assert zero.DeepSpeedZeroConfig().leaf_module.classes
+    with pytest.raises(ValueError, match=r"\.stages is no key, expected zero_optimization\.stage"):
+        zero.DeepSpeedZeroConfig(stages=2)
     assert deepspeed.ops.__compatible_ops__.keys() >= {"cpu_adam", "async_io"}
     assert deepspeed.ops.op_builder.CPUAdamBuilder is op_builder.CPUAdamBuilder
 
@@ -261,3 +281,16 @@ def test_whole_weights_of_a_checkpoint(tmp_path):
     for name in ("exclude_frozen_parameters", "lazy_mode"):
         with pytest.raises(ValueError, match=f"{name} is True, expected False"):
             names.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "run", **{name: True})
+
+
+def test_files_of_a_checkpoint_of_deepspeeds(tmp_path):
+    names = deepspeed.utils.zero_to_fp32
+    for rank in (10, 2, 0):
+        for kind in ("optim", "model"):
+            (tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt").touch()
+    ranks = [tmp_path / f"zero_pp_rank_{rank}_mp_rank_00" for rank in (0, 2, 10)]
+    assert names.get_optim_files(tmp_path) == [f"{rank}_optim_states.pt" for rank in ranks]
+    assert names.get_model_state_files(tmp_path) == [f"{rank}_model_states.pt" for rank in ranks]
+    assert names.get_model_state_file(tmp_path, 3) == f"{ranks[0]}_model_states.pt"
+    with pytest.raises(FileNotFoundError, match=r"has no files mp_rank_00_model_states\.pt, expec"):
+        names.get_model_state_file(tmp_path, 2)

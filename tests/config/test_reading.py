@@ -331,6 +331,21 @@ def test_an_unknown_key_is_an_error_with_the_nearest(config, nearest):
             "data_types.grad_accum_dtype is torch.float32 beside communication_data_type torch.bf",
         ),
         (
+            {
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+            },
+            "data_types.grad_accum_dtype is torch.float32 beside bf16.bf16_master_weights_and_gra",
+        ),
+        (
+            {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
+            "bf16.bf16_optimizer_states is true, expected bf16.bf16_master_weights_and_grads true",
+        ),
+        (
+            {"zero_optimization": {"leaf_module": {"names": ["a", 1]}}},
+            'zero_optimization.leaf_module.names is ["a", 1], expected a list of texts that are no',
+        ),
+        (
             {"fp16": {"enabled": True, "min_loss_scale": 32, "initial_scale_power": 4}},
             "fp16.min_loss_scale is 32, expected at most 16, 2 to the power fp16.initial_scale_p",
         ),

@@ -50,6 +50,9 @@ def by_hand(stage, precision, steps, offload, numbers):
     """Train by the parts, and return the weights after each step."""
     model = Net()
     used = PRECISION[precision]
+    for param in model.parameters() if used else ():
+        if param.requires_grad:
+            param.data = param.data.to(used).float()  # where DeepSpeed's master weights begin
     zero.shard(model, stage, param_dtype=used, reduce_dtype=used and torch.float32)
     params = [p for p in model.parameters() if p.requires_grad]
     options = {"lr": 1e-2, "weight_decay": 0.1}

@@ -225,7 +225,8 @@ def test_writes_into_the_groups_that_are_there(kind):
         assert schedule.get_last_lr() == [want[0], lr, want[2]]
         schedule.step(schedule.last_batch_iteration)
     if kind is OneCycle:
-        assert {group["betas"] for group in groups} == {(expected.get_mom()[0], 0.999)}
+        assert {group["betas"] for group in groups} == {expected.get_mom()[0]}
+        assert expected.get_mom()[0][1] == 0.999
     del optimizer.param_groups[1]
     advance(schedule)
     assert len(schedule.get_last_lr()) == 2
@@ -270,12 +271,15 @@ def test_the_momentum_that_acts_is_that_of_the_cycle():
         param = torch.nn.Parameter(torch.ones(5))
         optimizer = make([param], betas=(0.5, 0.95))
         schedule = OneCycle(optimizer, **CYCLE)
+        assert schedule.get_mom() == [(0.9, 0.95)]
         for i in range(8):
             param.grad = torch.arange(5.0) - i
             optimizer.step()
             schedule.step()
         results.append(param.detach())
-        assert optimizer.param_groups[0]["betas"] == (0.9, 0.95) and schedule.get_mom() == [0.9]
+        assert optimizer.param_groups[0]["betas"] == (0.9, 0.95) and schedule.get_mom() == [
+            (0.9, 0.95)
+        ]
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
 
 
@@ -389,6 +393,7 @@ REFUSED = [
     ),
     (WarmupLR, dict(warmup_max_lr=[1.0] * 3), f"warmup_max_lr has 3 {TOO_MANY}"),
     (WarmupLR, dict(warmup_num_steps=-1), f"warmup_num_steps is -1, {WHOLE} 0"),
+    (WarmupLR, dict(warmup_num_steps=None), f"warmup_num_steps is None, {WHOLE} 0"),
     (WarmupLR, dict(warmup_num_steps=2.5), f"warmup_num_steps is 2.5, {WHOLE} 0"),
     (WarmupLR, dict(warmup_num_steps=math.inf), f"warmup_num_steps is inf, {WHOLE} 0"),
     (WarmupLR, dict(warmup_type="cosine"), "warmup_type is 'cosine', expected log or linear"),

@@ -34,7 +34,12 @@ def number(title: str, name: str, value: object, limits: Limits = AT_LEAST_0) ->
 
 
 def whole(title: str, name: str, value: object, least: int) -> int:
-    """Return a whole number, also one that JSON wrote as 1e4, or raise TypeError or ValueError."""
+    """Return a whole number, also one that JSON wrote as 1e4, or raise TypeError or ValueError.
+
+    None, which is null in JSON, is a ValueError, as in DeepSpeed's schedules.
+    """
+    if value is None:
+        raise ValueError(f"{title}: {name} is None, expected a whole number, at least {least}")
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{title}: {name} is {value!r}, expected a whole number")
     found = float(value)

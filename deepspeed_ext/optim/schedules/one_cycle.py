@@ -150,9 +150,22 @@ class OneCycle(Schedule):
             else:
                 group["betas"] = (momentum, *others)
 
-    def get_mom(self) -> list[float]:
-        """Return what the formula gives for each group's momentum now."""
-        return self._moms_at(self.last_batch_iteration)
+    def get_mom(self) -> list[tuple[float, ...]] | None:
+        """Return the betas of each group with the momentum that the formula gives now.
+
+        Before the first step it is cycle_max_mom, from which the formula goes down, as DeepSpeed's;
+        the optimizer's first step has cycle_min_mom. None: no momentum is cycled.
+        """
+        if not self._cycles_momentum:
+            return None
+        iteration = self.last_batch_iteration
+        groups = self.optimizer.param_groups
+        if iteration < 0:
+            momenta = [*spread("OneCycle", "cycle_max_mom", self._high_mom, len(groups))]
+        else:
+            momenta = self._moms_at(iteration)
+        both = zip(groups, momenta, strict=True)
+        return [(momentum, *map(float, group.get("betas", ())[1:])) for group, momentum in both]
 
     def _moms_at(self, iteration: int) -> list[float]:
         groups, done = len(self.optimizer.param_groups), iteration + 1

@@ -1,12 +1,37 @@
 """Modules that stage 3 gathers with all that is in them, under the names of deepspeed.utils."""
 
+import logging
 from collections.abc import Iterable, Mapping, Set
 
 from torch import nn
 
+from deepspeed_ext.config import Config
 from deepspeed_ext.zero.blocks import MARK
 
 Kind = type[nn.Module] | str
+_log = logging.getLogger("deepspeed_ext")
+
+
+def leaf_modules_of(model: nn.Module, config: Config) -> list[nn.Module]:
+    """Return the modules that a config wants to be gathered as a whole in stage 3; mark none.
+
+    The log names what the config says and the model has not, but for classes by default.
+    """
+    block, place = config.zero_optimization.leaf_module, "zero_optimization.leaf_module"
+    if config.zero_optimization.stage != 3:
+        return []
+    named = list(model.named_modules())
+    wanted = {
+        "classes": {kind: {n for n, m in named if _is_any(m, [kind])} for kind in block.classes},
+        "names": {name: {n for n, _ in named if n == name} for name in block.names},
+        "name_suffixes": _ending(model, block.name_suffixes),
+    }
+    for key, found in wanted.items():
+        missing = [text for text, names in found.items() if not names]
+        if missing and config.is_set(f"{place}.{key}"):
+            _log.warning("initialize: %s.%s has %s, of no module in model", place, key, missing)
+    of_any = set().union(*(names for found in wanted.values() for names in found.values()))
+    return [module for name, module in named if name in of_any]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
@@ -84,9 +109,13 @@ def set_z3_leaf_modules_by_suffix(
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
     """The same for all modules whose names end with one of these texts."""
-    names = [name for name, _ in model.named_modules()]
-    wanted = {end: {n for n in names if n.endswith(end)} for end in module_name_suffixes}
+    wanted = _ending(model, module_name_suffixes)
     return _mark_named("module_name_suffixes", model, wanted, flag, raise_if_not_found)
+
+
+def _ending(model: nn.Module, suffixes: Iterable[str]) -> dict[str, set[str]]:
+    names = [name for name, _ in model.named_modules()]
+    return {end: {n for n in names if n.endswith(end)} for end in suffixes}
 
 
 def _mark_named(
