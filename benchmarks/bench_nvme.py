@@ -1,8 +1,8 @@
 """Steps with state on disk: `python -m benchmarks.bench_nvme`, beside what bounds them.
 
 A step reads all state and writes all state. Nobody is faster than the slower of the step in host
-memory and of a loop that reads and writes as many bytes at the same time, at the best of some depths
-and sizes. All take turns in one process.
+memory and of a loop that reads and writes as many bytes at the same time, at the best of some
+depths and sizes. All take turns in one process.
 """
 
 import argparse

@@ -15,7 +15,7 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
 )
 ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "io": (
-        ("_native", "extents", "file", "tensors"),
+        ("_native", "extents", "file", "file_map", "tensors"),
         ("regular_file",),
         ("engine",),
         ("checkpoint", "store", "tuning"),

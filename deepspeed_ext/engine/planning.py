@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from deepspeed_ext.config import BatchSizes, Config
 from deepspeed_ext.config.classes import Named, schedule_of
 from deepspeed_ext.config.kinds import thawed
+from deepspeed_ext.config.tree import OffloadOptimizer
 from deepspeed_ext.engine.compiling import checked_kwargs
 from deepspeed_ext.engine.leaf_modules import leaf_modules_of
 from deepspeed_ext.engine.monitors import check_packages
@@ -68,15 +69,7 @@ class Plan:
         self._offload: Mapping[str, Any] | None = None
         block = config.zero_optimization.offload_optimizer
         if block.device != "none":
-            self._offload = {"model": model, "gpu_fraction": 1 - block.ratio}
-        if block.device == "nvme":
-            if block.nvme_path is None:
-                raise ValueError(
-                    f"{_OP}: zero_optimization.offload_optimizer.nvme_path is None, expected a"
-                    " folder on the disk to use"
-                )
-            at = {"device": "nvme", "nvme_path": block.nvme_path, "nvme_fraction": 1.0}
-            self._offload = {**self._offload, **at}
+            self._offload = {"model": model, "gpu_fraction": 1 - block.ratio, **_place(block)}
         self._named: Named | None = None
         if optimizer is None and config.optimizer is not None:
             named = config.optimizer
@@ -201,3 +194,15 @@ def _flat(path: str, value: object) -> Iterator[str]:
         yield f"{path} {value.tolist() if value.numel() == 1 else list(value.shape)}"
     elif value is None or isinstance(value, bool | int | float | str):
         yield f"{path} {value!r}"
+
+
+def _place(block: OffloadOptimizer) -> dict[str, Any]:
+    """Return where the optimizer's state rests, as its class takes it."""
+    if block.device == "cpu":
+        return {}
+    if block.nvme_path is None:
+        raise ValueError(
+            f"{_OP}: zero_optimization.offload_optimizer.nvme_path is None, expected a folder on"
+            " the disk to use"
+        )
+    return {"device": "nvme", "nvme_path": block.nvme_path, "nvme_fraction": 1.0}

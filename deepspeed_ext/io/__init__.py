@@ -3,7 +3,7 @@
 Nothing is compiled or loaded before it is used. Each room imports the ground floor and what stands
 before it here; tests/test_layering.py has the order:
 
-- ground floor: _native (the compiled engine), file, tensors, regular_file, extents.
+- ground floor: _native (the compiled engine), file, file_map, tensors, regular_file, extents.
 - engine/: AsyncIO, Future, PinnedBuffer, PinnedPool, aio_handle.
 - store/: TensorStore. checkpoint/: save, load, inspect, file_bytes.
 - tuning/: tuned, and what finds it.

@@ -153,7 +153,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             check_once(self, group["params"])
         needs = estimate(self.param_groups, **planned)
         needs.check(name)
-        ring, bucket = None, Bucket
+        ring: Ring | None = None
+        bucket: Callable[..., Bucket] = Bucket
         if needs.ring is not None:
             assert nvme_path is not None
             store = store_for(name, nvme_path, needs.disk_bytes)

@@ -130,9 +130,10 @@ class Ledger:
         """Return where the content of a name begins in the file, once it is there."""
         with self._lock:
             record = self._find(name)
-        if record.writing is not None:
-            record.writing.wait()
-            record.writing and record.writing.check()
+            writing = record.writing
+        if writing is not None:
+            writing.wait()
+            writing.check()
         return record.offset
 
     def has(self, name: object) -> bool:

@@ -25,13 +25,13 @@ class Stretch(NamedTuple):
     Attributes:
         number: of the parameter among those of the step.
         begin: the first of them.
-        count: how many.
+        elements: how many of them.
         offset: of their state in the piece.
     """
 
     number: int
     begin: int
-    count: int
+    elements: int
     offset: int
 
 
@@ -165,7 +165,7 @@ class NvmeBucket(OffloadedBucket):
             return
         for one, param in zip(stretches, params, strict=True):
             if indices[one.number] in self.bucket.stale:
-                follow(values[MASTER][one.offset : one.offset + one.count], param)
+                follow(values[MASTER][one.offset : one.offset + one.elements], param)
 
     # Weights
 
@@ -208,7 +208,7 @@ class _Waiting(Arrival):
 
 def _ranges(tensors: Sequence[Tensor], stretches: Sequence[Stretch]) -> list[Tensor]:
     both = zip(tensors, stretches, strict=True)
-    return [flat_range(tensor, one.begin, one.count) for tensor, one in both]
+    return [flat_range(tensor, one.begin, one.elements) for tensor, one in both]
 
 
 def _of_one_dtype(work: BucketView) -> list[BucketView]:
