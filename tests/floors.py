@@ -15,8 +15,11 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
 )
 ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "io": (
-        ("_native", "extents", "file", "file_map", "tensors"),
-        ("regular_file",),
+        ("_native", "extents", "file", "tensors"),
+        (
+            "file_map",
+            "regular_file",
+        ),
         ("engine",),
         ("checkpoint", "store", "tuning"),
         ("__main__", "environment", "self_checks"),

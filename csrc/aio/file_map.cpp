@@ -25,8 +25,7 @@ size_t whole_pages(size_t bytes) {
 
 FileMap::FileMap(size_t bytes) : bytes_(bytes), mapped_(whole_pages(bytes > 0 ? bytes : 1)) {
   // Most of it is never written to: the kernel need not have memory for all of it.
-  void* found =
-      mmap(nullptr, mapped_, kRights, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* found = mmap(nullptr, mapped_, kRights, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (found == MAP_FAILED) throw std::bad_alloc();
   address_ = static_cast<char*>(found);
 }
@@ -36,8 +35,8 @@ FileMap::~FileMap() { munmap(address_, mapped_); }
 void FileMap::show(size_t begin, size_t bytes, int file, int64_t offset) {
   const auto page = static_cast<size_t>(page_size());
   const size_t size = whole_pages(bytes);
-  if (begin % page != 0 || bytes == 0 || begin > mapped_ || size > mapped_ - begin ||
-      offset < 0 || static_cast<size_t>(offset) % page != 0) {
+  if (begin % page != 0 || bytes == 0 || begin > mapped_ || size > mapped_ - begin || offset < 0 ||
+      static_cast<size_t>(offset) % page != 0) {
     throw std::invalid_argument("FileMap: part is of " + std::to_string(bytes) + " bytes at " +
                                 std::to_string(begin) + " for offset " + std::to_string(offset) +
                                 ", expected whole pages inside of " + std::to_string(bytes_));

@@ -295,8 +295,9 @@ void bind_file_map(py::module_& module) {
       .def_buffer([](FileMap& self) {
     return py::buffer_info(reinterpret_cast<uint8_t*>(self.address()),
                            static_cast<py::ssize_t>(self.bytes()));
-  }).def("show", [](FileMap& self, int64_t begin, int64_t bytes, const FileHandle& file,
-                    int64_t offset) {
+  })
+      .def("show",
+           [](FileMap& self, int64_t begin, int64_t bytes, const FileHandle& file, int64_t offset) {
     if (begin < 0 || bytes < 0) throw py::value_error("FileMap: a part is negative");
     self.show(static_cast<size_t>(begin), static_cast<size_t>(bytes), file.open()->buffered(),
               offset);

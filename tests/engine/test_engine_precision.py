@@ -89,7 +89,8 @@ def test_weights_that_are_bfloat16_themselves(has_low_state, offload):
             plain(x.bfloat16()).float().square().mean().backward()
             engine.backward(engine(x).float().square().mean())
             pairs = list(zip(engine.module.parameters(), plain.parameters(), strict=True))
-            assert all(torch.equal(local(a.grad), b.grad) for a, b in pairs), number
+            if number == 0 or engine.device.type == "cpu":  # where `wanted` steps
+                assert all(torch.equal(local(a.grad), b.grad) for a, b in pairs), number
             assert all(a.dtype == a.grad.dtype == torch.bfloat16 for a, _ in pairs)
             engine.step()
             if engine.device.type == "cpu":
