@@ -124,6 +124,22 @@ def test_state_that_is_written(device, name, untold, on_disk):
 
 
 @on_each_device
+@pytest.mark.parametrize("name", ["float32", "master", "codes"])
+def test_state_that_is_written_and_not_stepped(device, name, on_disk):
+    """It counts when its parameter has a gradient again, however many steps that takes."""
+    pair = Pair(device, params=large(device, BF16), **tier(on_disk()), **FORMATS[name])
+    train(pair, 2)
+    for optimizer, params in pair.both():
+        optimizer.state[params[3]]["exp_avg"][300_000:300_009] = 3  # no other one is in that piece
+        params[3].requires_grad_(False)
+    train(pair, 2)
+    for _, params in pair.both():
+        params[3].requires_grad_(True)
+    train(pair, 2)
+    pair.check()
+
+
+@on_each_device
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", ["master", "remainder"])
 def test_weights_that_are_written(device, name, when, on_disk):

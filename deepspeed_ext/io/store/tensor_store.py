@@ -238,8 +238,8 @@ class TensorStore:
             OSError: the system refuses; or the last put of the name failed.
         """
         self._check_process()
-        view.show(begin, nbytes, self._file, self._ledger.offset_of(name) + at)
         self._is_shown = True
+        view.show(begin, nbytes, self._file, self._ledger.offset_of(name) + at)
 
     def reserve(self, nbytes: int) -> None:
         """Have room in the file for new tensors, so that a long job finds out before it starts.

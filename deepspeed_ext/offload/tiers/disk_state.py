@@ -101,7 +101,7 @@ class DiskState(Bucket):
     Attributes:
         shape: how it is cut.
         on_disk: for each piece whether there is a record of it; else it is zeros.
-        is_shown: somebody may have written to the buffers since.
+        exposed: pieces that somebody may have written to in the buffers, since they were put.
         stale: parameters that were written since their master weights were.
     """
 
@@ -122,10 +122,17 @@ class DiskState(Bucket):
         largest = max(part.dtype.itemsize for part in self.parts())
         self.is_small = False  # it is not worth the way to the disk to merge it with others
         self.shape = shape_of(dtypes, piece_bytes, largest + 4, self.elements)
+        needed = self.shape.nbytes + (largest + 4) * min(self.shape.elements, self.elements)
+        if needed > piece_bytes:
+            raise ValueError(
+                f"OffloadOptimizer: a piece of state has {needed} bytes, expected at most"
+                f" {piece_bytes}, as the ring has for those that were there when it was made; make"
+                " the optimizer with all groups"
+            )
         self._serial = next(_serials)
         self.count = max(1, -(-self.elements // self.shape.elements))
         self.on_disk = [False] * self.count
-        self.is_shown = False
+        self.exposed: set[int] = set()
         self.stale: set[int] = set()
         self.buffers = {STEP: [make(len(params), torch.float32, self.device)]}
         self._filled: set[int] = set()  # pieces that were written to, and are to be flushed
@@ -168,6 +175,7 @@ class DiskState(Bucket):
     def show(self, k: int) -> None:
         """Let the buffers show the record of a piece, which was put."""
         self.on_disk[k] = True
+        self.exposed.discard(k)
         for key, part in self.shape.parts.items():
             nbytes = self.elements_of(k) // part.per * part.dtype.itemsize
             if nbytes:

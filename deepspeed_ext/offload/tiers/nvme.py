@@ -15,7 +15,7 @@ from deepspeed_ext.offload.tiers.disk_state import DiskState
 from deepspeed_ext.offload.tiers.ring import Ring, views_in
 from deepspeed_ext.optim.buckets import STEP, BucketView, follow
 from deepspeed_ext.optim.clipping import Scaling
-from deepspeed_ext.optim.formats import MASTER
+from deepspeed_ext.optim.formats import MASTER, SCALE
 from deepspeed_ext.optim.spec import Group
 
 
@@ -61,8 +61,8 @@ class NvmeBucket(OffloadedBucket):
 
     def step(self, arrival: Arrival, options: Group, scaling: Scaling, after: Event | None) -> None:
         """Take a step piece by piece; weights and state go back while others come."""
+        arrival.check()
         try:
-            arrival.check()
             self._step_pieces(arrival, options, scaling, after)
         except BaseException as error:
             self._ring.error = self._ring.error or error
@@ -70,7 +70,6 @@ class NvmeBucket(OffloadedBucket):
         finally:
             arrival.there = arrival.there._replace(grads=[])
             arrival.work = arrival.work._replace(grads=[])
-            self.bucket.is_shown = False
 
     def _step_pieces(
         self, arrival: Arrival, options: Group, scaling: Scaling, after: Event | None
@@ -99,7 +98,7 @@ class NvmeBucket(OffloadedBucket):
     def _places(self, values: dict[str, Tensor], counts: Tensor) -> dict[str, Any]:
         state = self.bucket
         buffers = {STEP: [counts], **{key: [values[key]] for key in state.dtypes}}
-        return {"buffers": buffers, "scales": [values[key + "_scale"] for key in state.scales]}
+        return {"buffers": buffers, "scales": [values[key + SCALE] for key in state.scales]}
 
     def _stretches(self, work: BucketView) -> dict[int, list[Stretch]]:
         """Return what is stepped of which piece, by its number."""
@@ -186,11 +185,12 @@ class NvmeBucket(OffloadedBucket):
 
     def show_state(self) -> None:
         """See OffloadedBucket.show_state."""
-        if not self.bucket.is_shown:
+        everywhere = set(range(self.bucket.count))
+        if self.bucket.exposed != everywhere:
             self._ring.settle()
             self.pull()
             self.bucket.follow_stale()
-            self.bucket.is_shown = True
+            self.bucket.exposed = everywhere
         super().show_state()
 
     @property

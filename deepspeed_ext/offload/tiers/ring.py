@@ -90,7 +90,7 @@ class Ring:
             self._collect()
             while self._next < len(self._order) and self._slabs() and self.error is None:
                 place = self._order[self._next]
-                if place[0].is_shown or self._is_written_now(place):
+                if place[1] in place[0].exposed or self._is_written_now(place):
                     return
                 if place not in self._reads:
                     self._reads[place] = self._read(place)
@@ -181,7 +181,7 @@ class Ring:
         slab = self._slabs().pop()
         record = slab[: state.shape.nbytes]
         try:
-            if state.is_shown:
+            if k in state.exposed:
                 state.copy_shown(k, record)
             elif state.on_disk[k]:
                 self.bytes_read += record.nbytes
