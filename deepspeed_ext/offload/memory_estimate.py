@@ -29,6 +29,7 @@ from deepspeed_ext.processors import local_processes
 
 WEIGHTS, GRADIENTS, SUMS, SHADOW = "weights", "gradients", "sums of gradients", "steps ahead"
 RING = "ring of pieces"
+CONTENTS, NEXT = "contents of a commit", "the next commit"
 _ADVICE = "compact state takes less: state_dtype=torch.uint8, master='remainder'"
 
 
@@ -43,7 +44,8 @@ class Estimate:
         elements: of all parameters in this process.
         gpu: bytes where the parameters are, by kind: "weights", "gradients", and the state of those
             that are stepped there by its key.
-        disk: bytes on disk, by state key.
+        disk: bytes on disk, by state key; where it is durable also of weights, the description of
+            a commit, and as much again for the next one.
         host: bytes of host memory by kind: copies of weights, gradients on their way, at the most,
             with free_grads also "sums of gradients", state by its key, and "steps ahead": the
             shadow buffers of speculative steps, which are made only while there is room.
@@ -133,6 +135,7 @@ def estimate(
     device: str = "cpu",
     memory_budget: int | str | None = None,
     nvme_fraction: float | None = None,
+    durable: bool = False,
     free_grads: bool = False,
     gpu_fraction: float = 0.0,
     dtype: torch.dtype | None = None,
@@ -150,6 +153,7 @@ def estimate(
         device: likewise.
         memory_budget: likewise.
         nvme_fraction: likewise.
+        durable: likewise.
         free_grads: likewise.
         gpu_fraction: likewise.
         dtype: of parameters that are given by their shape; None: torch's default.
@@ -185,9 +189,11 @@ def estimate(
     if ring is not None:
         host[RING] = ring.nbytes
     buckets, on_disk = [], []
+    beside: Counter[str] = Counter()  # state that a commit writes
     for bucket in _buckets(host_optimizer, plan.table):
         if plan.keeps_on_device(bucket.params[0]):
             gpu.update(_state_bytes(bucket))
+            beside.update(_state_bytes(bucket))
             gpu[GRADIENTS] += _weight_bytes(bucket)
         elif ring is not None and plan.is_on_disk(bucket.params[0]):
             disk.update(_disk_bytes(bucket, ring))
@@ -196,7 +202,13 @@ def estimate(
             on_disk.append(bucket)
         else:
             host.update(_state_bytes(bucket))
+            beside.update(_state_bytes(bucket))
             buckets.append(bucket)
+    if durable and ring is not None:
+        disk.update(beside)
+        disk[WEIGHTS] = gpu[WEIGHTS]
+        disk[CONTENTS] = _contents_bytes(host_optimizer)
+        disk[NEXT] = sum(disk.values())
     gradients = list(map(_weight_bytes, buckets))
     largest = max(gradients, default=0)
     gpu[GRADIENTS] += largest if free_grads else sum(gradients)
@@ -375,6 +387,11 @@ def _disk_bytes(bucket: Bucket, ring: RingRoom) -> Counter[str]:
     shape = shape_of(bucket.dtypes, ring.slab_bytes, largest + 4, bucket.elements)
     count = -(-bucket.elements // shape.elements)
     return Counter({key: count * part.nbytes for key, part in shape.parts.items()})
+
+
+def _contents_bytes(host_optimizer: FlatStateOptimizer) -> int:
+    """Return about what a commit takes beside weights and state."""
+    return (1 << 16) + 1024 * sum(map(len, _group_params(host_optimizer)))
 
 
 def _weight_bytes(bucket: Bucket) -> int:

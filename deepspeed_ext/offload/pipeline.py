@@ -1,6 +1,5 @@
 """Gradients out, steps, weights back: what is on its way, and what of it counts."""
 
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -219,8 +218,7 @@ class Pipeline:
     def _prepare(self) -> None:
         for known in self.table.sums():
             known.follow()
-        self._follow_groups()
-        self._follow_params()
+        self.follow()
         self._place()
 
     def step(self, scaling: Scaling, max_norm: float | None) -> Tensor | None:
@@ -330,13 +328,17 @@ class Pipeline:
         """Give host copies the weights that somebody else has written, in whatever way."""
         if self.ring is not None:
             self.ring.settle()
-        self._follow_groups()
-        self._follow_params()
+        self.follow()
         for bucket in self._buckets:
             bucket.discard()
             bucket.distrust()
             bucket.pull()
         self.table.update_others()
+
+    def copies(self) -> list[Tensor]:
+        """Return what stands for the parameters in groups, in their order."""
+        groups = self.host_optimizer.param_groups
+        return [copy for group in groups for copy in group["params"]]
 
     def stats(self) -> dict[str, Any]:
         """Return counts, bytes and seconds so far, and where the steps are taken."""
@@ -378,7 +380,7 @@ class Pipeline:
         """Finish what is queued, and end the thread: then all weights are there, for any stream."""
         self.worker.close()
         if self.ring is not None and not self.worker.is_foreign():
-            self.ring.finish()
+            self.ring.close()
         if not self.worker.is_foreign():
             for bucket in self._buckets:
                 bucket.end()
@@ -405,6 +407,11 @@ class Pipeline:
         self.wait_for(bucket for bucket in found if bucket is not None)
 
     # Buckets
+
+    def follow(self) -> None:
+        """Take what has changed of groups, and of what parameters look like."""
+        self._follow_groups()
+        self._follow_params()
 
     def _follow_groups(self) -> None:
         """Take options and parameters that have come into groups, and let go of others."""
@@ -490,5 +497,4 @@ class Pipeline:
 
     def _rows(self) -> list[Row[OffloadedBucket]]:
         """Return the rows of parameters that are in groups."""
-        copies = (group["params"] for group in self.host_optimizer.param_groups)
-        return list(map(self.table.of_copy, itertools.chain.from_iterable(copies)))
+        return list(map(self.table.of_copy, self.copies()))

@@ -184,7 +184,16 @@ class NvmeBucket(OffloadedBucket):
         return True
 
     def show_state(self) -> None:
-        """See OffloadedBucket.show_state."""
+        """See OffloadedBucket.show_state.
+
+        Raises:
+            RuntimeError: it is no longer there.
+        """
+        if self.bucket.records.store.closed:
+            raise RuntimeError(
+                "OffloadOptimizer: state is read after close(), expected before it with"
+                " durable=True: the folder may be another's by now"
+            )
         everywhere = set(range(self.bucket.count))
         if self.bucket.exposed != everywhere:
             self._ring.settle()

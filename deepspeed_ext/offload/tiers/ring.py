@@ -3,14 +3,16 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor
 
-from deepspeed_ext.io import Future, PinnedBuffer, TensorStore
+from deepspeed_ext.io import PinnedBuffer
 from deepspeed_ext.offload.copies import Event
 from deepspeed_ext.offload.tiers.disk_state import DiskState
+from deepspeed_ext.offload.tiers.records import Records, Transfer
 
 Place = tuple[DiskState, int]  # a piece of a bucket's state, by its number
 
@@ -19,7 +21,7 @@ class _Read(NamedTuple):
     """A piece in memory, or on its way there."""
 
     slab: Tensor
-    future: Future | None
+    future: Transfer | None
 
 
 class _Write(NamedTuple):
@@ -27,7 +29,7 @@ class _Write(NamedTuple):
 
     slab: Tensor
     place: Place
-    future: Future
+    future: Transfer
     sent: Event | None  # when the weights beside it are on the device
 
 
@@ -38,7 +40,7 @@ class Ring:
     slabs for are read before anybody asks for them.
 
     Args:
-        store: has the pieces.
+        records: has the pieces.
         slab_bytes: of a slab.
         slabs: how many there are, 3 or more: one each is read, stepped and written.
 
@@ -49,8 +51,8 @@ class Ring:
         ahead: pieces that were there, or on their way, when they were wanted.
     """
 
-    def __init__(self, store: TensorStore, slab_bytes: int, slabs: int) -> None:
-        self.store, self.slab_bytes = store, slab_bytes
+    def __init__(self, records: Records, slab_bytes: int, slabs: int) -> None:
+        self.records, self.slab_bytes = records, slab_bytes
         self._lock = threading.RLock()  # hooks of backward read ahead while the worker steps
         self._count = slabs
         self._free: list[Tensor] | None = None
@@ -126,20 +128,39 @@ class Ring:
         state, k = place
         with self._lock:
             record = slab[: state.shape.nbytes]
-            future = self.store.put_async(state.name(k), record)
+            future = self.records.put(state.begin_put(k), record)
             state.on_disk[k] = True  # who reads it waits for that
             self.bytes_written += record.nbytes
             self._writes.append(_Write(slab, place, future, sent))
             self.run_ahead()
 
+    @contextmanager
+    def lent(self) -> Iterator[list[Tensor]]:
+        """Lend all slabs, when all is written; while they are lent, nothing is read ahead."""
+        with self._lock:
+            self.settle()
+            self.check()
+            slabs, self._free = self._slabs(), []
+        try:
+            yield list(slabs)
+        finally:
+            with self._lock:
+                self._free, self._next = slabs, 0
+
+    def close(self) -> None:
+        """Wait until all is written, and close the store, if it is one that others could open."""
+        self.finish()
+        self.records.close()
+
     def check(self) -> None:
         """Raise what went wrong with what was written behind, as far as that is known."""
         if self.error is None:
             return
+        source = "by resume=True" if self.records.store.durable else "from a checkpoint"
         raise RuntimeError(
             f"OffloadOptimizer: state on disk is {type(self.error).__name__} ({self.error}),"
             " expected a disk that works: weights and state are of two steps by now; make the"
-            " optimizer anew from a checkpoint"
+            f" optimizer anew {source}"
         ) from self.error
 
     def finish(self) -> None:
@@ -178,6 +199,8 @@ class Ring:
 
     def _read(self, place: Place) -> _Read:
         state, k = place
+        while self._is_written_now(place):
+            self._collect_one()
         slab = self._slabs().pop()
         record = slab[: state.shape.nbytes]
         try:
@@ -185,7 +208,7 @@ class Ring:
                 state.copy_shown(k, record)
             elif state.on_disk[k]:
                 self.bytes_read += record.nbytes
-                return _Read(slab, self.store.get_async(state.name(k), record))
+                return _Read(slab, self.records.get(state.name(k), record))
             else:
                 record.zero_()
         except BaseException:
