@@ -80,11 +80,16 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("bucket_states", "verdict"),
         ("tiers",),
         ("pipeline",),
-        ("memory_estimate",),
+        ("disk", "memory_estimate", "state_of_params"),
         ("optimizer",),
         ("timeline",),
     ),
-    "offload/tiers": (("disk_state",), ("ring", "room"), ("nvme",)),
+    "offload/tiers": (
+        ("records",),
+        ("disk_state", "stream"),
+        ("contents", "ring", "room"),
+        ("commits", "nvme"),
+    ),
     "zero": (
         (
             *("agreement", "all_processes", "blocks", "borrowing", "calls", "counters", "memory"),

@@ -30,6 +30,7 @@ from deepspeed_ext.processors import local_processes
 WEIGHTS, GRADIENTS, SUMS, SHADOW = "weights", "gradients", "sums of gradients", "steps ahead"
 RING = "ring of pieces"
 CONTENTS, NEXT = "contents of a commit", "the next commit"
+_CONTENTS = 1 << 20  # bytes, about: the file grows if it takes more
 _ADVICE = "compact state takes less: state_dtype=torch.uint8, master='remainder'"
 
 
@@ -174,12 +175,8 @@ def estimate(
     share = available // local_processes()
     ring = None
     if device == "nvme":
-        ring = plan.put_on_disk(
-            host_optimizer,
-            3 * share // 4 if memory_budget is None else memory_budget,
-            nvme_fraction,
-            free_grads,
-        )
+        budget = 3 * share // 4 if memory_budget is None else memory_budget
+        ring = plan.put_on_disk(host_optimizer, budget, nvme_fraction, free_grads)
     gpu: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
     disk: Counter[str] = Counter()
     host: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
@@ -188,13 +185,12 @@ def estimate(
         host[WEIGHTS] += host_bytes([local(p) for p in params if plan.copies(p)])
     if ring is not None:
         host[RING] = ring.nbytes
-    buckets, on_disk = [], []
-    beside: Counter[str] = Counter()  # state that a commit writes
+    buckets, on_disk, kept = [], [], []
     for bucket in _buckets(host_optimizer, plan.table):
         if plan.keeps_on_device(bucket.params[0]):
             gpu.update(_state_bytes(bucket))
-            beside.update(_state_bytes(bucket))
             gpu[GRADIENTS] += _weight_bytes(bucket)
+            kept.append(bucket)
         elif ring is not None and plan.is_on_disk(bucket.params[0]):
             disk.update(_disk_bytes(bucket, ring))
             host[STEP] += bucket.buffers[STEP][0].nbytes
@@ -202,13 +198,9 @@ def estimate(
             on_disk.append(bucket)
         else:
             host.update(_state_bytes(bucket))
-            beside.update(_state_bytes(bucket))
             buckets.append(bucket)
     if durable and ring is not None:
-        disk.update(beside)
-        disk[WEIGHTS] = gpu[WEIGHTS]
-        disk[CONTENTS] = _contents_bytes(host_optimizer)
-        disk[NEXT] = sum(disk.values())
+        _add_commits(disk, gpu[WEIGHTS], [*kept, *buckets])
     gradients = list(map(_weight_bytes, buckets))
     largest = max(gradients, default=0)
     gpu[GRADIENTS] += largest if free_grads else sum(gradients)
@@ -389,9 +381,13 @@ def _disk_bytes(bucket: Bucket, ring: RingRoom) -> Counter[str]:
     return Counter({key: count * part.nbytes for key, part in shape.parts.items()})
 
 
-def _contents_bytes(host_optimizer: FlatStateOptimizer) -> int:
-    """Return about what a commit takes beside weights and state."""
-    return (1 << 16) + 1024 * sum(map(len, _group_params(host_optimizer)))
+def _add_commits(disk: Counter[str], weights: int, buckets: Sequence[Bucket]) -> None:
+    """Add what commits take: of weights, of state that is elsewhere, and as much once more."""
+    for bucket in buckets:
+        disk.update(_state_bytes(bucket))
+    disk[WEIGHTS] = weights
+    disk[CONTENTS] = _CONTENTS
+    disk[NEXT] = sum(disk.values())
 
 
 def _weight_bytes(bucket: Bucket) -> int:

@@ -21,7 +21,7 @@ from deepspeed_ext.offload.param_table import ParamTable, weakly
 from deepspeed_ext.offload.pipeline import Pipeline
 from deepspeed_ext.offload.state_of_params import State
 from deepspeed_ext.offload.tiers.contents import bytes_beside
-from deepspeed_ext.offload.tiers.disk import Disk, check_nvme
+from deepspeed_ext.offload.disk import Disk, check_nvme
 from deepspeed_ext.offload.tiers.room import bytes_in
 from deepspeed_ext.ops.optimizers.clip import checked_norm
 from deepspeed_ext.optim import DeepSpeedCPUAdam

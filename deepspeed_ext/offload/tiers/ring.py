@@ -130,6 +130,7 @@ class Ring:
             record = slab[: state.shape.nbytes]
             future = self.records.put(state.begin_put(k), record)
             state.on_disk[k] = True  # who reads it waits for that
+            state.exposed.discard(k)  # who looks at it anew, too
             self.bytes_written += record.nbytes
             self._writes.append(_Write(slab, place, future, sent))
             self.run_ahead()
