@@ -66,7 +66,7 @@ class Disk:
         try:
             self.records = Records(store)
             self.commits = Commits(title, self.records, resume) if durable else None
-            _reserve(title, store, nbytes - store.stats()["used_bytes"])
+            _reserve(title, store, nbytes - store.stats()["file_bytes"])
         except BaseException:
             store.close()
             raise
@@ -118,7 +118,7 @@ class Disk:
         check_fits(self._title, contents, groups, model)
         with torch.no_grad():
             restore_weights(self.records, contents, groups, model)
-        load(committed_state(self.records, contents, pipeline.copies()))
+        load(committed_state(self.records, contents, pipeline.host_optimizer.params()))
 
 
 def _settled_buckets(pipeline: Pipeline) -> Buckets:
@@ -126,7 +126,8 @@ def _settled_buckets(pipeline: Pipeline) -> Buckets:
     pipeline.finish()
     pipeline.finish_disk()
     pipeline.follow()
-    numbers = {id(copy): i for i, copy in enumerate(pipeline.copies())}
+    pipeline.place()
+    numbers = {id(copy): i for i, copy in enumerate(pipeline.host_optimizer.params())}
     buckets = [bucket for _, bucket in pipeline.host_optimizer.buckets()]
     for bucket in buckets:
         if isinstance(bucket, DiskState):
@@ -140,7 +141,7 @@ def _others(pipeline: Pipeline, buckets: Buckets) -> dict[int, dict[str, Any]]:
     """Return what users keep in the state of parameters, by number: what is in no bucket."""
     own = {number: bucket.views(0).keys() for bucket, numbers in buckets for number in numbers}
     found = {}
-    for number, copy in enumerate(pipeline.copies()):
+    for number, copy in enumerate(pipeline.host_optimizer.params()):
         entry = pipeline.host_optimizer.state.get(copy, {})
         others = {k: v for k, v in entry.items() if k not in own.get(number, ())}
         if others:

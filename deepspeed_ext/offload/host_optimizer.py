@@ -35,6 +35,15 @@ class HostOptimizer(FlatStateOptimizer):
         plans = self._plans.current(self)
         return [(group, bucket) for group, plan in enumerate(plans) for bucket in plan.buckets]
 
+    def params(self) -> list[Tensor]:
+        """Return what is in groups, in its order."""
+        return [param for group in self.param_groups for param in group["params"]]
+
+    @property
+    def made(self) -> object:
+        """See Plans.made."""
+        return self._plans.made
+
     def forget_buckets(self) -> None:
         """Make them anew when they are wanted next."""
         self._plans.drop()

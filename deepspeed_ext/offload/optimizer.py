@@ -14,6 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from deepspeed_ext.offload.bucket_states import OffloadedBucket
 from deepspeed_ext.offload.copies import Recorder
+from deepspeed_ext.offload.disk import Disk, check_nvme
 from deepspeed_ext.offload.hooks import Remove, before_forward, check_model, on_gradient
 from deepspeed_ext.offload.host_optimizer import offloaded
 from deepspeed_ext.offload.memory_estimate import bytes_of, estimate, kept_on_device
@@ -21,7 +22,6 @@ from deepspeed_ext.offload.param_table import ParamTable, weakly
 from deepspeed_ext.offload.pipeline import Pipeline
 from deepspeed_ext.offload.state_of_params import State
 from deepspeed_ext.offload.tiers.contents import bytes_beside
-from deepspeed_ext.offload.disk import Disk, check_nvme
 from deepspeed_ext.offload.tiers.room import bytes_in
 from deepspeed_ext.ops.optimizers.clip import checked_norm
 from deepspeed_ext.optim import DeepSpeedCPUAdam
@@ -304,9 +304,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
             `early` buckets whose gradients left before step(), and `late` ones; speculative steps,
             `ahead`, some of them `committed`, others `discarded`; `bytes_out`
             and `bytes_back` between device and host; `step_seconds` in host memory; the number of
-            `threads` that step there, and the list of `processors` that these may run on.
+            `threads` that step there, and the list of `processors` that these may run on. With
+            state on disk, `bytes_read` and `bytes_written` by steps, `bytes_written_per_day`, and
+            `read_ahead`, the share of pieces that were there, or on their way, when they were
+            wanted; where it is durable, `bytes_committed`, which commits have written beside.
         """
-        return self._pipeline.stats()
+        commits = None if self._disk is None else self._disk.commits
+        beside = {} if commits is None else {"bytes_committed": commits.nbytes}
+        return self._pipeline.stats() | beside
 
     def _record(self, recorder: Recorder | None) -> None:
         self._pipeline.record(recorder)
@@ -412,7 +417,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             RuntimeError: durable is False, or the optimizer closed; a step on disk has failed; or
                 another process could not commit.
             TypeError: extra has an object of another kind.
-            OSError: the disk refuses.
+            OSError: the disk refuses. The commit before is still there, or if the very end failed,
+                this one: `committed` says which.
         """
         if self._disk is None:
             raise RuntimeError(

@@ -46,11 +46,6 @@ class Memory(NamedTuple):
     shadow: int
     gradients: int | None = None
 
-    @property
-    def spare(self) -> int:
-        """`shadow`, by its older name."""
-        return self.shadow
-
 
 class Pipeline:
     """The parameters of one optimizer on their devices, their host copies, and what moves between.
@@ -85,6 +80,7 @@ class Pipeline:
         self._adder = Adder(self.worker)
         self._buckets: list[OffloadedBucket] = []
         self._kept_on_device: list[tuple[int, Bucket]] = []  # and the number of its group
+        self._made_seen: object = None  # by the host optimizer
         self._known: list[Bucket] = []  # of the host optimizer, that the former are for
         self._lock = threading.RLock()  # autograd has threads of its own
         self._divisor = 1.0  # which the next step will divide by, if it is like the last one
@@ -219,7 +215,7 @@ class Pipeline:
         for known in self.table.sums():
             known.follow()
         self.follow()
-        self._place()
+        self.place()
 
     def step(self, scaling: Scaling, max_norm: float | None) -> Tensor | None:
         """Queue the step of all parameters that have a gradient, and return the norm if asked for.
@@ -319,9 +315,14 @@ class Pipeline:
 
     def show_state(self, param: Tensor) -> None:
         """Take note that the user is shown the state of a parameter."""
+        if self.ring is not None:
+            self.ring.check_open()
+            made = self.host_optimizer.made
+            if made is not None and made is not self._made_seen:
+                self.place()  # it was loaded: writes to it are to be seen
         row = self.table.get(param)
         if row is not None and row.bucket is not None:
-            with self._locked():
+            with self._locked(), torch.no_grad():
                 row.bucket.show_state()
 
     def update_copies(self) -> None:
@@ -334,11 +335,6 @@ class Pipeline:
             bucket.distrust()
             bucket.pull()
         self.table.update_others()
-
-    def copies(self) -> list[Tensor]:
-        """Return what stands for the parameters in groups, in their order."""
-        groups = self.host_optimizer.param_groups
-        return [copy for group in groups for copy in group["params"]]
 
     def stats(self) -> dict[str, Any]:
         """Return counts, bytes and seconds so far, and where the steps are taken."""
@@ -441,7 +437,8 @@ class Pipeline:
         if changed:
             self.host_optimizer.forget_buckets()
 
-    def _place(self) -> None:
+    @torch.no_grad()
+    def place(self) -> None:
         """See that all parameters with a gradient or with state are in buckets."""
         rows = self._rows()
         stepped = [row.copy for row in rows if row.param.grad is not None or row.has_sum]
@@ -450,6 +447,7 @@ class Pipeline:
         if not are_there or not all(bucket.fits() for _, bucket in self._kept_on_device):
             self.host_optimizer.forget_buckets()
         found = self.host_optimizer.buckets()
+        self._made_seen = self.host_optimizer.made
         if [bucket for _, bucket in found] == self._known:
             return
         self._known = [bucket for _, bucket in found]
@@ -497,4 +495,4 @@ class Pipeline:
 
     def _rows(self) -> list[Row[OffloadedBucket]]:
         """Return the rows of parameters that are in groups."""
-        return list(map(self.table.of_copy, self.copies()))
+        return list(map(self.table.of_copy, self.host_optimizer.params()))

@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
+import torch._dynamo  # which each child would import anew
 import torch.distributed as dist
 from killing import Work, fork, kill_at_every_step, kill_at_random
 from torch.nn import Parameter

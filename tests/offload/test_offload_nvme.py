@@ -1,5 +1,6 @@
 """State on disk against the plain class given the same gradients: every bit after every step."""
 
+import copy
 import errno
 import gc
 import itertools
@@ -187,6 +188,16 @@ def test_state_dicts_go_from_one_to_another(device, name, on_disk):
     second.twins[:] = [param for group in second.plain.param_groups for param in group["params"]]
     train(second, 2)
     second.check()
+
+
+def test_state_that_is_written_after_it_was_loaded(on_disk):
+    pair = Pair(params=large("cpu"), **tier(on_disk()))
+    train(pair, 2)
+    for optimizer, params in pair.both():
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.state[params[3]]["exp_avg"].fill_(0.5)
+    train(pair, 2)
+    pair.check()
 
 
 def test_state_outlives_its_optimizer(on_disk):

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from deepspeed_ext.offload.tiers.contents import Contents, names_in
 from deepspeed_ext.offload.tiers.records import Records
 from deepspeed_ext.offload.tiers.ring import Ring
-from deepspeed_ext.offload.tiers.stream import StreamWriter
+from deepspeed_ext.offload.tiers.stream import StreamInfo, StreamWriter
 
 FORMAT = 1
 _PREFIX = "commit."
+_OURS = re.compile(r"\d+\.\d+\.[01]|commit\.\d+(\.\d+)?|whole")  # names of records
 _WHOLE = "whole"  # the newest commit that all processes are known to have
 
 Describe = Callable[[StreamWriter], Contents]
@@ -75,6 +77,7 @@ class Commits:
     Attributes:
         contents: of the commit to go on from; None: there is none, or it was taken up.
         extra: what the user had committed with it; None: there is no commit.
+        nbytes: written for commits so far, beside state that is stepped on disk.
 
     Raises:
         FileExistsError: there is a commit, but nobody wants to go on from it.
@@ -88,6 +91,7 @@ class Commits:
         self._commits: list[Commit] = []  # the oldest first
         self.contents: Contents | None = None
         self.extra: dict[str, Any] | None = None
+        self.nbytes = 0
         number = self._whole = self._agreed(resume)  # all have it
         if number:
             found = self._read(number)
@@ -106,7 +110,7 @@ class Commits:
 
         Raises:
             TypeError: extra has an object that could not be read again.
-            OSError: the disk refuses; the last commit is still there.
+            OSError: the disk refuses; the last commit is still there, or this one, as `extra` says.
             RuntimeError: another process could not commit; likewise.
         """
         made = Commit(1 + max((commit.number for commit in self._commits), default=0), [])
@@ -158,6 +162,7 @@ class Commits:
         made.names.append(name)
         record = torch.frombuffer(text.getbuffer(), dtype=torch.uint8)
         self._records.put(name, record).result()
+        self.nbytes += StreamInfo(*contents["stream"]).nbytes + record.nbytes
 
     def _checked(self, extra: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of what the user adds, as it will be read."""
@@ -196,6 +201,13 @@ class Commits:
     def _agreed(self, resume: bool) -> int:
         """Return the number of the newest commit that all processes have, 0 if there is none."""
         store = self._records.store
+        strangers = [name for name in store.names() if not _OURS.fullmatch(name)]
+        if strangers:
+            raise FileExistsError(
+                errno.EEXIST,
+                f"{self._title}: nvme_path has {strangers[0]!r} in the store {store.path}, expected"
+                " commits or nothing",
+            )
         mine = sorted(map(_number, store.names()))
         mine = [number for number in mine if number]
         whole = int(store.get(_WHOLE)) if _WHOLE in store else 0

@@ -36,14 +36,10 @@ class Records:
 
     Args:
         store: has the records; it is closed with this.
-
-    Attributes:
-        bytes_put: so far.
     """
 
     def __init__(self, store: TensorStore) -> None:
         self.store = store
-        self.bytes_put = 0
         self._holders: Counter[str] = Counter()
         # Reentrant: the collector may drop state, which gives records back, in the middle of it.
         self._lock = threading.RLock()
@@ -83,7 +79,6 @@ class Records:
 
     def put(self, name: str, record: Tensor) -> Transfer:
         """Start to write a record, which must not change until it is done."""
-        self.bytes_put += record.nbytes
         if self._putting is None:
             return self.store.put_async(name, record)
         return _Put(self._putting.submit(self.store.put_async, name, record))

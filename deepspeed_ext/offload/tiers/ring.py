@@ -14,6 +14,8 @@ from deepspeed_ext.offload.copies import Event
 from deepspeed_ext.offload.tiers.disk_state import DiskState
 from deepspeed_ext.offload.tiers.records import Records, Transfer
 
+_LENT = 4  # slabs, as a row of writes wants: one is filled while others are written
+
 Place = tuple[DiskState, int]  # a piece of a bucket's state, by its number
 
 
@@ -137,16 +139,21 @@ class Ring:
 
     @contextmanager
     def lent(self) -> Iterator[list[Tensor]]:
-        """Lend all slabs, when all is written; while they are lent, nothing is read ahead."""
+        """Lend some slabs, when all is written; what was read ahead last may be read again."""
         with self._lock:
-            self.settle()
+            self.finish()
             self.check()
-            slabs, self._free = self._slabs(), []
+            slabs = self._slabs()
+            while len(slabs) < min(_LENT, self._count):
+                place = next(reversed(self._reads))
+                self._next = min(self._next, self._index[place])
+                self._drop(place)
+            lent, slabs[:] = list(slabs), []
         try:
-            yield list(slabs)
+            yield list(lent)
         finally:
             with self._lock:
-                self._free, self._next = slabs, 0
+                self._slabs().extend(lent)
 
     def close(self) -> None:
         """Wait until all is written, and close the store, if it is one that others could open."""
@@ -163,6 +170,14 @@ class Ring:
             " expected a disk that works: weights and state are of two steps by now; make the"
             f" optimizer anew {source}"
         ) from self.error
+
+    def check_open(self) -> None:
+        """Raise RuntimeError if state cannot be looked at any more."""
+        if self.records.store.closed:
+            raise RuntimeError(
+                "OffloadOptimizer: state is read after close(), expected before it with"
+                " durable=True: the folder may be another's by now"
+            )
 
     def finish(self) -> None:
         """Wait until all is written; the first that went wrong is the error from then on."""
