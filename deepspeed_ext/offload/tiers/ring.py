@@ -128,6 +128,7 @@ class Ring:
             record = slab[: state.shape.nbytes]
             future = self.store.put_async(state.name(k), record)
             state.on_disk[k] = True  # who reads it waits for that
+            state.exposed.discard(k)  # what is shown is of the step before
             self.bytes_written += record.nbytes
             self._writes.append(_Write(slab, place, future, sent))
             self.run_ahead()
