@@ -2,11 +2,13 @@
 
 import itertools
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from offload_cases import FORMATS, KINDS, Pair
+from process_groups import with_long
 from processes import Case
 from test_offload_distributed import same_local
 from torch import nn
@@ -15,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed_ext import zero
-from deepspeed_ext.offload import OffloadOptimizer
+from deepspeed_ext.offload import OffloadOptimizer, estimate, memory_estimate
 from deepspeed_ext.offload.tiers.ring import Ring
 
 STEPS = 6
@@ -194,6 +196,38 @@ def parity(row, folder):
     training.ours.close()
 
 
+def choices(row, folder):
+    """All processes choose the same parameters, with shards and budgets that differ a little."""
+    net = nn.Sequential(*(nn.Linear(301, 211) for _ in range(12)))
+    zero.shard(net, 3, blocks=[])
+    budget = (4 << 20) - 200_000 * dist.get_rank()
+    where = {"device": "nvme", "nvme_path": folder, "memory_budget": budget}
+    chosen = []
+    for given in (where, where | {"memory_budget": None}):
+        with mock.patch.object(memory_estimate, "free_memory", lambda: budget * 4 // 3):
+            ours = OffloadOptimizer(net.parameters(), **given, **OPTIONS)
+        rows = map(ours._pipeline.table.get, net.parameters())
+        chosen.append([row.is_on_disk for row in rows])
+        ours.close()
+    assert chosen[0] == chosen[1]
+    of_all = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, chosen)
+    assert all(each == chosen for each in of_all), of_all
+    assert any(chosen[0]) and not all(chosen[0])
+
+
+def test_processes_of_one_host_share_its_memory(monkeypatch):
+    params = [(100_000,)] * 20
+    monkeypatch.setattr(memory_estimate, "free_memory", lambda: 16 << 20)
+    alone = estimate(params, device="nvme")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    among = estimate(params, device="nvme")
+    assert alone.memory_budget == 2 * among.memory_budget == 12 << 20
+    assert len(alone.on_disk) < len(among.on_disk)
+    assert among.host_bytes <= among.memory_budget
+    assert among == estimate(params, device="nvme", memory_budget="6MiB")
+
+
 def test_a_disk_that_is_slow(tmp_path, monkeypatch):
     """Pieces that are shown are stepped while the writes of the step before are under way."""
     monkeypatch.setattr(Ring, "_collect", lambda ring: None)  # none seems to be over, by itself
@@ -209,9 +243,15 @@ def test_a_disk_that_is_slow(tmp_path, monkeypatch):
     pair.check()
 
 
-CASES = [Case(world, "parity", row) for world, row in itertools.product((1, 2, 4), RUNS)]
+SHORT = ("0", "1-frees", "3-half", "ddp-budget")  # of four processes, which take long
+CASES = [
+    Case(4, "choices", ""),
+    *(Case(world, "parity", row) for world, row in itertools.product((1, 2, 4), RUNS)),
+]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
+@pytest.mark.parametrize(
+    "case", with_long(CASES, *(f"parity-{row}-4" for row in RUNS if row not in SHORT))
+)
 def test_processes(case, groups):
     groups["cpu"].run(case, "cpu")
