@@ -51,7 +51,7 @@ class Estimate:
             with free_grads also "sums of gradients", state by its key, and "steps ahead": the
             shadow buffers of speculative steps, which are made only while there is room.
         memory: most bytes for gradients and shadow buffers.
-        memory_budget: as it was given.
+        memory_budget: as it was given; with state on disk, else what there is for it.
         available: bytes of host memory that were to be had.
         ring: the memory by which state on disk comes and goes; None: none is there.
         on_disk: numbers of the parameters whose state is.
@@ -166,7 +166,7 @@ def estimate(
     """
     if not 0 <= gpu_fraction <= 1:
         raise ValueError(f"estimate: gpu_fraction is {gpu_fraction}, expected 0 to 1")
-    memory_budget = bytes_in("estimate: memory_budget", memory_budget)
+    memory_budget = budget_for(device, bytes_in("estimate: memory_budget", memory_budget))
     plan = _Plan(gpu_fraction, dtype or torch.get_default_dtype())
     given = model.parameters() if isinstance(model, nn.Module) else model
     groups = list(plan.without_memory(given))
@@ -175,8 +175,8 @@ def estimate(
     share = available // local_processes()
     ring = None
     if device == "nvme":
-        budget = 3 * share // 4 if memory_budget is None else memory_budget
-        ring = plan.put_on_disk(host_optimizer, budget, nvme_fraction, free_grads)
+        assert memory_budget is not None
+        ring = plan.put_on_disk(host_optimizer, memory_budget, nvme_fraction, free_grads)
     gpu: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
     disk: Counter[str] = Counter()
     host: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
@@ -222,6 +222,13 @@ def estimate(
         ring,
         plan.numbers_on_disk(),
     )
+
+
+def budget_for(device: str, memory_budget: int | None) -> int | None:
+    """Return the budget; state on disk has one in any case: a part of what there is."""
+    if device == "nvme" and memory_budget is None:
+        return 3 * (free_memory() // local_processes()) // 4
+    return memory_budget
 
 
 def bytes_of(param: Tensor) -> int:

@@ -12,12 +12,18 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
+from deepspeed_ext.dtensors import least_over_meshes
 from deepspeed_ext.offload.bucket_states import OffloadedBucket
 from deepspeed_ext.offload.copies import Recorder
 from deepspeed_ext.offload.disk import Disk, check_nvme
 from deepspeed_ext.offload.hooks import Remove, before_forward, check_model, on_gradient
 from deepspeed_ext.offload.host_optimizer import offloaded
-from deepspeed_ext.offload.memory_estimate import bytes_of, estimate, kept_on_device
+from deepspeed_ext.offload.memory_estimate import (
+    budget_for,
+    bytes_of,
+    estimate,
+    kept_on_device,
+)
 from deepspeed_ext.offload.param_table import ParamTable, weakly
 from deepspeed_ext.offload.pipeline import Pipeline
 from deepspeed_ext.offload.state_of_params import State
@@ -85,7 +91,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         memory_budget: most bytes of host memory for weights, state, gradients and speculative
             steps, as a number or as "2GiB"; None: three quarters of what there is beside weights
             and state go to the latter two, and processes that torchrun has started on one host
-            share it evenly.
+            share it evenly. With "nvme" None is three quarters of such a share, and the least of
+            all processes counts where parameters are DTensors.
         free_grads: gradients are added up in host memory, in float32, and leave the device as soon
             as they are there. `p.grad` is a placeholder without memory then, until step(): who
             drops it or writes zeros does so to the sum, who reads it, as torch's clip_grad_norm_
@@ -163,6 +170,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._bytes_to_keep = gpu_fraction * sum(map(bytes_of, self._params()))
         for group in self.param_groups:
             check_once(self, group["params"])
+        budget = budget_for(device, planned["memory_budget"])
+        if device == "nvme" and budget is not None:
+            # All processes choose the same parameters, and exchange parts of them in one order.
+            planned["memory_budget"] = least_over_meshes(budget, list(self._params()))
         needs = estimate(self.param_groups, **planned)
         needs.check(name)
         disk = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed_ext.dtensors import local
+from deepspeed_ext.dtensors import largest_part
 from deepspeed_ext.io.extents import whole_pages
 from deepspeed_ext.offload.host_tensors import host_bytes
 from deepspeed_ext.offload.tiers.disk_state import shape_of, unit_of
@@ -85,9 +85,10 @@ def ring_room(name: str, budget: int, kinds: Sequence[tuple[Dtypes, torch.dtype]
 
 def resident_bytes(param: Tensor, dtypes: Dtypes, free_grads: bool) -> int:
     """Return what a parameter whose state stays in host memory takes there, at the most."""
-    part = local(param)
-    elements = -(-part.numel() // BLOCK) * BLOCK
+    count = largest_part(param)  # so that all processes come to one answer
+    elements = -(-count // BLOCK) * BLOCK
     state = sum(elements * dtype.itemsize for dtype in dtypes.values())
     scales = sum(4 * elements // BLOCK for dtype in dtypes.values() if dtype == torch.uint8)
-    gradients = 4 * part.numel() if free_grads else part.nbytes
-    return host_bytes([part]) + state + scales + gradients + 4
+    gradients = count * (4 if free_grads else param.dtype.itemsize)
+    weights = host_bytes([torch.empty(count, dtype=param.dtype, device="meta")])
+    return weights + state + scales + gradients + 4
