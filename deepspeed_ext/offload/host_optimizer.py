@@ -30,10 +30,19 @@ class HostOptimizer(FlatStateOptimizer):
 
     def buckets(self) -> list[tuple[int, Bucket]]:
         """Return all buckets, each with the number of its group."""
-        if not self._plans.is_current(self):
-            self.settle()
+        self._settle_old()
         plans = self._plans.current(self)
         return [(group, bucket) for group, plan in enumerate(plans) for bucket in plan.buckets]
+
+    def give_state(self, params: Sequence[Tensor]) -> None:
+        """See FlatStateOptimizer.give_state."""
+        self._settle_old()
+        super().give_state(params)
+
+    def _settle_old(self) -> None:
+        """Let who has state elsewhere bring it together, if plans are about to be made anew."""
+        if not self._plans.is_current(self):
+            self.settle()
 
     def forget_buckets(self) -> None:
         """Make them anew when they are wanted next."""

@@ -269,8 +269,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return self._pipeline.counts["skipped"]
 
     def synchronize(self) -> None:
-        """Wait until the last step is over, and let the current stream wait for its weights."""
+        """Wait until the last step is over, and let the current stream wait for its weights.
+
+        Raises:
+            RuntimeError: state of it did not get to the disk.
+        """
         self._pipeline.finish()
+        self._pipeline.finish_disk()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or fill them with zeros, and discard speculative steps."""

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +27,7 @@ from deepspeed_ext.offload.host_tensors import host_memory, put, remake, untouch
 from deepspeed_ext.offload.param_table import ParamTable, Row
 from deepspeed_ext.offload.tiers.disk_state import DiskState
 from deepspeed_ext.offload.tiers.nvme import NvmeBucket
-from deepspeed_ext.offload.tiers.ring import Ring
+from deepspeed_ext.offload.tiers.ring import Ring, refusal
 from deepspeed_ext.offload.verdict import Decision, decide
 from deepspeed_ext.offload.worker import Worker
 from deepspeed_ext.op_builder import load
@@ -78,7 +79,7 @@ class Pipeline:
     ) -> None:
         self.ring = ring
         if ring is not None:
-            host_optimizer.settle = ring.settle
+            host_optimizer.settle = partial(_before_state_moves, weakref.ref(self))
         self.host_optimizer, self.groups, self.table = host_optimizer, groups, table
         self._memory, self._free_grads = memory, free_grads
         self.worker = Worker(table.share, partial(load, host_optimizer.spec.op.libraries["cpu"]))
@@ -90,6 +91,7 @@ class Pipeline:
         self._lock = threading.RLock()  # autograd has threads of its own
         self._divisor = 1.0  # which the next step will divide by, if it is like the last one
         self._bites = False  # clipping did, in the last step
+        self._broken_off: BaseException | None = None  # what a step was, in the middle of a bucket
         self.counts: Counter[str] = Counter()
 
     def _locked(self) -> AbstractContextManager[object]:
@@ -230,8 +232,6 @@ class Pipeline:
             ValueError: a gradient or parameter is not as it must be; nothing was stepped.
         """
         self.worker.check()
-        if self.ring is not None:
-            self.ring.check()
         self.finish()
         self._prepare()
         with self._locked():
@@ -282,14 +282,30 @@ class Pipeline:
                 self._take_rest(bucket)
                 if bucket.has_taken:
                     self._commit(bucket, divisor, after[bucket.streams.device])
-            # Their gradients are the user's again when step() returns.
-            on_disk = [bucket for bucket in self._buckets if isinstance(bucket, NvmeBucket)]
-            self.worker.wait([bucket.task for bucket in on_disk if bucket.task is not None])
-            if self.ring is not None:
-                self.ring.start_anew()
         finally:  # what was queued before an error, too, reads gradients
             for streams in self._streams.values():
                 streams.hold_back()  # whoever writes to them from now on
+            if self.ring is not None:
+                self._await_disk(self.ring)
+
+    def _await_disk(self, ring: Ring) -> None:
+        """Wait for steps that read gradients where they are, which are the user's again then.
+
+        Ctrl-C is raised after that; if it comes again, the step is broken off.
+        """
+        on_disk = [bucket for bucket in self._buckets if isinstance(bucket, NvmeBucket)]
+        tasks = [bucket.task for bucket in on_disk if bucket.task is not None]
+        try:
+            self.worker.wait(tasks)
+        except BaseException:
+            try:
+                self.worker.wait(tasks)
+            except BaseException as again:
+                ring.fail(again)
+                raise
+            raise
+        finally:
+            ring.start_anew()
 
     def _drop_outdated(self, bucket: OffloadedBucket) -> None:
         """Forget what is there of gradients of which it shows that they are not those of now."""
@@ -314,7 +330,14 @@ class Pipeline:
     def _commit(self, bucket: OffloadedBucket, divisor: float, after: Event | None) -> None:
         """Queue the step of a bucket, and wait for it if users of its weights cannot."""
         options = self._options(bucket) or options_of(self.groups[bucket.group])
-        if not bucket.commit(options, divisor, after, partial(self.wait_for, (bucket,))):
+        try:
+            waits = bucket.commit(options, divisor, after, partial(self.wait_for, (bucket,)))
+        except Exception:
+            raise
+        except BaseException as error:  # Ctrl-C: nobody knows what is queued and what is not
+            self._broken_off = error
+            raise
+        if not waits:
             self.wait_for([bucket])
 
     # Afterwards
@@ -322,9 +345,15 @@ class Pipeline:
     def show_state(self, param: Tensor) -> None:
         """Take note that the user is shown the state of a parameter."""
         row = self.table.get(param)
-        if row is not None and row.bucket is not None:
-            with self._locked():
+        if row is None:
+            return
+        with self._locked():
+            if row.bucket is not None:
                 row.bucket.show_state()
+            elif row.is_on_disk:  # no step was taken since it was loaded
+                for _, bucket in self.host_optimizer.buckets():
+                    if isinstance(bucket, DiskState):
+                        bucket.expose()
 
     def update_copies(self) -> None:
         """Give host copies the weights that somebody else has written, in whatever way."""
@@ -360,9 +389,13 @@ class Pipeline:
         """Wait until the last step is over, and let the current streams wait for its weights.
 
         Raises:
-            Exception: what went wrong in the worker.
+            Exception: what went wrong in the worker, or with state on disk, as far as is known.
         """
         self.wait_for(self._buckets)
+        if self._broken_off is not None:
+            raise refusal(self._broken_off) from self._broken_off
+        if self.ring is not None:
+            self.ring.check()
 
     def finish_disk(self) -> None:
         """Wait until all state that rests on disk is there.
@@ -378,7 +411,7 @@ class Pipeline:
         """Finish what is queued, and end the thread: then all weights are there, for any stream."""
         self.worker.close()
         if self.ring is not None and not self.worker.is_foreign():
-            self.ring.finish()
+            self.ring.end()
         if not self.worker.is_foreign():
             for bucket in self._buckets:
                 bucket.end()
@@ -445,7 +478,7 @@ class Pipeline:
         found = self.host_optimizer.buckets()
         if [bucket for _, bucket in found] == self._known:
             return
-        self._known = [bucket for _, bucket in found]
+        self._known = []  # until all is done: Ctrl-C may come in between
         for made in self._buckets:
             made.discard()
         for row in self.table:
@@ -469,6 +502,16 @@ class Pipeline:
             left -= made.nbytes
             if left >= 0:
                 made.make_shadow(host_memory(made.bucket.parts(), self.table.share))
+        self._known = [bucket for _, bucket in found]
+
+    def before_state_moves(self) -> None:
+        """See that all state is on the disk, and that its old place there goes with its views."""
+        assert self.ring is not None
+        self.ring.settle()
+        for made in self._buckets:
+            made.discard()
+        self._buckets, self._kept_on_device, self._known = [], [], []
+        self.ring.follow([])
 
     def _made(
         self, group: int, bucket: Bucket, rows: list[Row[OffloadedBucket]]
@@ -492,3 +535,9 @@ class Pipeline:
         """Return the rows of parameters that are in groups."""
         copies = (group["params"] for group in self.host_optimizer.param_groups)
         return list(map(self.table.of_copy, itertools.chain.from_iterable(copies)))
+
+
+def _before_state_moves(pipeline: "weakref.ref[Pipeline]") -> None:
+    """Tell it: what it knows is not to hold it."""
+    if (known := pipeline()) is not None:
+        known.before_state_moves()

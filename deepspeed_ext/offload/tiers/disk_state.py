@@ -185,6 +185,10 @@ class DiskState(Bucket):
     def _flat(self, key: str) -> Tensor:
         return self.buffers[key][0] if key in self.buffers else self.scales[key.removesuffix(SCALE)]
 
+    def expose(self) -> None:
+        """Take all pieces for written to, as somebody may have in the buffers."""
+        self.exposed = set(range(self.count))
+
     def flush(self, pieces: Sequence[int]) -> None:
         """Bring what was written to the buffers to the disk."""
         record = torch.zeros(self.shape.nbytes, dtype=torch.uint8, device="cpu")
@@ -234,6 +238,7 @@ class DiskState(Bucket):
 
     def reset_master_weights(self) -> None:
         """See Bucket.reset_master_weights."""
+        self.expose()  # until all of it is there
         if REMAINDER in self.buffers:
             self.buffers[REMAINDER][0].zero_()
         if MASTER in self.buffers:
