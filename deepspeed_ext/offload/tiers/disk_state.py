@@ -149,6 +149,11 @@ class DiskState(Bucket):
             else:
                 self.scales[key.removesuffix(SCALE)] = flat
 
+    @property
+    def unwritten_bytes(self) -> int:
+        """Bytes of the records that there will be, and are not yet."""
+        return self.on_disk.count(False) * self.shape.nbytes
+
     def name(self, k: int) -> str:
         """Return the name of the record of a piece."""
         return f"{self._serial}.{k}"

@@ -116,16 +116,32 @@ def store_for(name: str, path: Any, nbytes: int) -> TensorStore:
     """Return a scratch store with room for so many bytes.
 
     Raises:
-        OSError: there is no such folder, or not so much room.
+        OSError: there is no such folder, it takes no file, or there is not so much room.
     """
-    store = TensorStore(path)
+    try:
+        store = TensorStore(path)
+    except OSError as error:
+        why = f"{name}: nvme_path is {path}, expected a folder to write in: {error.strerror}"
+        raise OSError(error.errno, why) from error
+    try:
+        reserve(name, store, nbytes)
+    except OSError:
+        store.close()
+        raise
+    return store
+
+
+def reserve(name: str, store: TensorStore, nbytes: int) -> None:
+    """Have room in a store for so many bytes that are yet to be written.
+
+    Raises:
+        OSError: there is not so much.
+    """
     try:
         store.reserve(nbytes)
     except OSError as error:
-        store.close()
-        why = f"{name}: nvme_path is {path} with too little room: {error.strerror}"
+        why = f"{name}: nvme_path is {store.path} with too little room: {error.strerror}"
         raise OSError(error.errno, why) from error
-    return store
 
 
 def maker(table: ParamTable[Any], store: TensorStore, room: RingRoom) -> Callable[..., Bucket]:
@@ -133,13 +149,15 @@ def maker(table: ParamTable[Any], store: TensorStore, room: RingRoom) -> Callabl
 
     A class has it, which is garbage long after the table could go.
     """
-    return partial(_made, weakref.ref(table), weakref.ref(store), room.slab_bytes)
+    known = weakref.WeakSet[DiskState]()
+    return partial(_made, weakref.ref(table), weakref.ref(store), room.slab_bytes, known)
 
 
 def _made(
     table: "weakref.ref[ParamTable[Any]]",
     store: "weakref.ref[TensorStore]",
     slab_bytes: int,
+    states: "weakref.WeakSet[DiskState]",
     params: list[Tensor],
     *others: Any,
 ) -> Bucket:
@@ -147,4 +165,8 @@ def _made(
     assert known is not None and disk is not None  # an optimizer has both
     if not known.of_copy(params[0]).is_on_disk:
         return Bucket(params, *others)
-    return DiskState(known.param_of, disk, slab_bytes, params, *others)
+    made = DiskState(known.param_of, disk, slab_bytes, params, *others)
+    # Now, while nothing has changed: in the middle of a step it would be too late.
+    reserve("OffloadOptimizer", disk, sum(s.unwritten_bytes for s in (made, *states)))
+    states.add(made)
+    return made
