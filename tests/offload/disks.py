@@ -1,11 +1,11 @@
-"""What the tests of state on disk share: a disk that fails or waits at some request, small rings."""
+"""What the tests of state on disk share: a disk that fails or waits at some request."""
 
 import threading
 from functools import partial
 
 import pytest
 import torch
-from offload_cases import PATIENCE, Pair
+from offload_cases import Pair
 from optim_cases import F32
 from torch.nn import Parameter
 
@@ -52,24 +52,24 @@ class Disk:
         self._bad[verb] = self.counts[verb] + after
 
     def hold(self, after=0):
-        """Begin no write from now on, but for so many, until `open`."""
+        """Begin no write from now on, but for so many, until `open`, or somebody waits for it."""
         self._first_held = self.counts["write"] + after
+
+    def stop_holding(self):
+        """Begin all others from now on."""
+        self._first_held = float("inf")
 
     @property
     def held(self):
-        """How many writes wait for that."""
-        return len(self._held)
+        """How many writes have not begun."""
+        return sum(not one.begun() for one in self._held)
 
     def open(self):
         """Begin what was held, and hold nothing more."""
-        self._first_held = float("inf")
+        self.stop_holding()
         for one in self._held:
             one.begin()
         self._held.clear()
-
-    def open_soon(self):
-        """Do that when this thread waits, or a moment later if it does not."""
-        threading.Timer(0.05, self.open).start()
 
     def _watched(self, verb, original):
         def request(engine, tensor, file, offset=0):
@@ -87,26 +87,28 @@ class Disk:
 
 
 class _Held:
-    """A request that begins when the test says so, as a Future waits for it."""
+    """A request that begins when the test says so, or is waited for, as a Future does."""
 
     def __init__(self, begin):
-        self._begin, self._begun, self._inner = begin, threading.Event(), None
+        self._begin, self._inner = begin, None
+        self._lock = threading.Lock()
 
     def begin(self):
-        self._inner = self._begin()
-        self._begun.set()
+        with self._lock:
+            self._inner = self._inner or self._begin()
 
     def wait(self, seconds):
-        return self._begun.wait(min(seconds, PATIENCE)) and self._inner.wait(seconds)
+        self.begin()
+        return self._inner.wait(seconds)
 
     def done(self):
-        return self._begun.is_set() and self._inner.done()
+        return self._inner is not None and self._inner.done()
 
     def check(self):
         self._inner.check()
 
     def begun(self):
-        return True
+        return self._inner is not None
 
     def cancel(self):
         return False

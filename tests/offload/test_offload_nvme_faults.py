@@ -8,8 +8,7 @@ import re
 
 import pytest
 import torch
-from disks import PIECES, SLABS, few, on_disk
-from disks import disk as disk
+from disks import PIECES, SLABS, disk as disk, few, on_disk
 from offload_cases import small_parts
 from optim_cases import BF16, assert_same_bits
 from torch.nn import Parameter
@@ -127,7 +126,7 @@ def forget_a_parameter(pair):
 
 
 def other_dtype(pair):
-    for optimizer, params in pair.both():
+    for _, params in pair.both():
         params[3].data = params[3].data.to(BF16)
         params[3].grad = None
 
@@ -155,7 +154,6 @@ def test_a_step_of_a_slow_disk(disk, tmp_path):
     pair = warm(tmp_path)
     for _ in range(3):
         disk.hold()
-        disk.open_soon()
         pair.step()
         pair.backward()
     pair.check()
@@ -169,7 +167,7 @@ def test_a_change_while_a_piece_is_still_to_be_written(change, disk, tmp_path):
         disk.hold(after=len(pair.ours._pipeline.ring._order) - 1)
         pair.step()
         assert disk.held == 1
-        disk.open_soon()
+        disk.stop_holding()
         change(pair)
         pair.backward()
         pair.step()
@@ -204,7 +202,7 @@ def test_thawed_and_added_parameters_for_which_there_is_no_room(monkeypatch, tmp
         with monkeypatch.context() as full:
             full.setattr(Space, "disk_free", lambda space: 0)
             for _ in range(2):
-                with pytest.raises(OSError, match="OffloadOptimizer: .*has 0 free") as caught:
+                with pytest.raises(OSError, match=r"OffloadOptimizer: .*has 0 free") as caught:
                     pair.ours.step()
                 assert caught.value.errno == errno.ENOSPC
         assert_same_bits(pair.params, before)
