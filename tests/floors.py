@@ -72,10 +72,11 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "optim/schedules": (("arguments",), ("base",), ("one_cycle", "range_test", "warmup")),
     "offload": (
         ("arriving", "copies", "hooks", "host_optimizer", "sent_gradients", "host_tensors"),
+        ("copying", "memory"),
         ("seals", "worker"),
         ("host_gradients",),
         ("param_table",),
-        ("gradient_sources",),
+        ("changes", "gradient_sources"),
         ("bucket",),
         ("bucket_states", "verdict"),
         ("tiers",),

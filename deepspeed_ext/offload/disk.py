@@ -62,11 +62,17 @@ class Disk:
         folder = Path(path)
         if durable:
             folder /= f"process-{Processes.now().rank}"
-        store = TensorStore(folder, durable)
+        try:
+            store = TensorStore(folder, durable)
+        except OSError as error:
+            if isinstance(error, BlockingIOError):
+                raise
+            why = f"{title}: nvme_path is {path}, expected a folder to write in: {error.strerror}"
+            raise OSError(error.errno, why) from error
         try:
             self.records = Records(store)
             self.commits = Commits(title, self.records, resume) if durable else None
-            _reserve(title, store, nbytes - store.stats()["file_bytes"])
+            _reserve(title, store, nbytes - store.stats()["used_bytes"])
         except BaseException:
             store.close()
             raise
@@ -78,7 +84,8 @@ class Disk:
         A class has it, which is garbage long after the table could go.
         """
         tables, disks = weakref.ref(table), weakref.ref(self.records)
-        return partial(_made, tables, disks, self._room.slab_bytes)
+        known = weakref.WeakSet[DiskState]()
+        return partial(_made, self._title, tables, disks, self._room.slab_bytes, known)
 
     def commit(
         self, pipeline: Pipeline, groups: Groups, model: nn.Module | None, extra: dict[str, Any]
@@ -168,17 +175,24 @@ def check_nvme(
 
 
 def _reserve(title: str, store: TensorStore, nbytes: int) -> None:
+    """Have room in a store for so many bytes that are yet to be written.
+
+    Raises:
+        OSError: there is not so much.
+    """
     try:
-        store.reserve(max(0, nbytes))
+        store.reserve(max(0, nbytes), in_parts=True)
     except OSError as error:
         why = f"{title}: nvme_path is {store.path} with too little room: {error.strerror}"
         raise OSError(error.errno, why) from error
 
 
 def _made(
+    title: str,
     tables: "weakref.ref[ParamTable[Any]]",
     disks: "weakref.ref[Records]",
     slab_bytes: int,
+    states: "weakref.WeakSet[DiskState]",
     params: list[Tensor],
     *others: Any,
 ) -> Bucket:
@@ -186,4 +200,9 @@ def _made(
     assert table is not None and records is not None  # an optimizer has both
     if not table.of_copy(params[0]).is_on_disk:
         return Bucket(params, *others)
-    return DiskState(table.param_of, records, slab_bytes, params, *others)
+    made = DiskState(table.param_of, records, slab_bytes, params, *others)
+    # Now, while nothing has changed: in the middle of a step it would be too late.
+    times = 2 if records.store.durable else 1
+    _reserve(title, records.store, times * sum(s.unwritten_bytes for s in (made, *states)))
+    states.add(made)
+    return made

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from deepspeed_ext.dtensors import is_dtensor, local, spread
+from deepspeed_ext.dtensors import is_dtensor, least_over_meshes, local, spread
 from deepspeed_ext.offload.host_optimizer import HostOptimizer, offloaded
 from deepspeed_ext.offload.host_tensors import host_bytes
+from deepspeed_ext.offload.memory import Memory
 from deepspeed_ext.offload.param_table import ParamTable
-from deepspeed_ext.offload.pipeline import Memory
 from deepspeed_ext.offload.tiers.disk_state import shape_of
 from deepspeed_ext.offload.tiers.room import RingRoom, bytes_in, resident_bytes, ring_room
 from deepspeed_ext.op_builder.toolchain import free_memory
@@ -229,6 +229,17 @@ def budget_for(device: str, memory_budget: int | None) -> int | None:
     if device == "nvme" and memory_budget is None:
         return 3 * (free_memory() // local_processes()) // 4
     return memory_budget
+
+
+def common_budget(device: str, memory_budget: int | None, params: Iterable[Tensor]) -> int | None:
+    """Return the budget by which all processes choose the same parameters for the disk.
+
+    They exchange parts of what is in buckets, in one order.
+    """
+    budget = budget_for(device, memory_budget)
+    if device == "cpu" or budget is None:
+        return budget
+    return least_over_meshes(budget, list(params))
 
 
 def bytes_of(param: Tensor) -> int:

@@ -1,6 +1,5 @@
 """An optimizer whose state lives, and is stepped, in host memory, while the model is elsewhere."""
 
-import copy
 import itertools
 import os
 import weakref
@@ -12,15 +11,15 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
-from deepspeed_ext.dtensors import least_over_meshes
 from deepspeed_ext.offload.bucket_states import OffloadedBucket
 from deepspeed_ext.offload.copies import Recorder
+from deepspeed_ext.offload.copying import copied, rebuilt
 from deepspeed_ext.offload.disk import Disk, check_nvme
 from deepspeed_ext.offload.hooks import Remove, before_forward, check_model, on_gradient
 from deepspeed_ext.offload.host_optimizer import offloaded
 from deepspeed_ext.offload.memory_estimate import (
-    budget_for,
     bytes_of,
+    common_budget,
     estimate,
     kept_on_device,
 )
@@ -170,15 +169,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._bytes_to_keep = gpu_fraction * sum(map(bytes_of, self._params()))
         for group in self.param_groups:
             check_once(self, group["params"])
-        budget = budget_for(device, planned["memory_budget"])
-        if device == "nvme" and budget is not None:
-            # All processes choose the same parameters, and exchange parts of them in one order.
-            planned["memory_budget"] = least_over_meshes(budget, list(self._params()))
+        budget = common_budget(device, planned["memory_budget"], self._params())
+        planned["memory_budget"] = budget
         needs = estimate(self.param_groups, **planned)
         needs.check(name)
         disk = None
-        if needs.ring is not None:
-            assert nvme_path is not None
+        if needs.ring is not None and nvme_path is not None:
             params = list(self._params())
             beside = 2 * bytes_beside(model, params) if durable else 0
             disk = Disk(name, nvme_path, needs.disk_bytes + beside, needs.ring, durable, resume)
@@ -299,8 +295,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return self._pipeline.counts["skipped"]
 
     def synchronize(self) -> None:
-        """Wait until the last step is over, and let the current stream wait for its weights."""
+        """Wait until the last step is over, and let the current stream wait for its weights.
+
+        Raises:
+            RuntimeError: state of it did not get to the disk.
+        """
         self._pipeline.finish()
+        self._pipeline.finish_disk()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or fill them with zeros, and discard speculative steps."""
@@ -469,20 +470,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadOptimizer":
         self._pipeline.finish()
-        groups = [
-            {k: v if k == "params" else copy.deepcopy(v, memo) for k, v in group.items()}
-            for group in self.param_groups
-        ]
-        for group in groups:
-            group["params"] = [copy.deepcopy(param, memo) for param in group["params"]]
-        model = copy.deepcopy(self._model, memo)
+        groups, model = copied(self.param_groups, self._model, memo)
         settings = (self.max_grad_norm, model, self._settings)
-        return _rebuilt(type(self), groups, *settings, self.state_dict())
+        made: OffloadOptimizer = rebuilt(type(self), groups, *settings, self.state_dict())
+        return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._pipeline.finish()
         settings = (self.max_grad_norm, self._model, self._settings)
-        return _rebuilt, (type(self), self.param_groups, *settings, self.state_dict())
+        return rebuilt, (type(self), self.param_groups, *settings, self.state_dict())
 
 
 def _let_go(pipeline: Pipeline, hooks: dict[Tensor, Remove], waiting: list[Remove]) -> None:
@@ -492,17 +488,3 @@ def _let_go(pipeline: Pipeline, hooks: dict[Tensor, Remove], waiting: list[Remov
     hooks.clear()
     waiting.clear()
     pipeline.end()
-
-
-def _rebuilt(
-    cls: type[OffloadOptimizer],
-    groups: list[Group],
-    max_grad_norm: float | None,
-    model: torch.nn.Module | None,
-    settings: dict[str, Any],
-    state_dict: dict[str, Any],
-) -> OffloadOptimizer:
-    """Make an optimizer like another one, for parameters that may be copies of its."""
-    made = cls(groups, model=model, max_grad_norm=max_grad_norm, **settings)
-    made.load_state_dict(state_dict)
-    return made

@@ -1,17 +1,19 @@
 """Gradients out, steps, weights back: what is on its way, and what of it counts."""
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed_ext.dtensors import is_dtensor, local
+from deepspeed_ext.dtensors import local
 from deepspeed_ext.offload.bucket_states import BucketState, OffloadedBucket
+from deepspeed_ext.offload.changes import follow_groups, follow_params, rows_of
 from deepspeed_ext.offload.copies import CopyStreams, Event, Recorder, await_copy
 from deepspeed_ext.offload.gradient_sources import (
     DeviceGradients,
@@ -19,13 +21,15 @@ from deepspeed_ext.offload.gradient_sources import (
     SummedGradients,
     is_plain,
 )
+from deepspeed_ext.offload.hooks import is_final_in_hook
 from deepspeed_ext.offload.host_gradients import Adder
 from deepspeed_ext.offload.host_optimizer import HostOptimizer, options_of, scaling_of
-from deepspeed_ext.offload.host_tensors import host_memory, put, remake, untouched_copy
+from deepspeed_ext.offload.host_tensors import host_memory
+from deepspeed_ext.offload.memory import Memory
 from deepspeed_ext.offload.param_table import ParamTable, Row
 from deepspeed_ext.offload.tiers.disk_state import DiskState
 from deepspeed_ext.offload.tiers.nvme import NvmeBucket
-from deepspeed_ext.offload.tiers.ring import Ring
+from deepspeed_ext.offload.tiers.ring import Ring, refusal
 from deepspeed_ext.offload.verdict import Decision, decide
 from deepspeed_ext.offload.worker import Worker
 from deepspeed_ext.op_builder import load
@@ -33,18 +37,6 @@ from deepspeed_ext.optim.buckets import Bucket
 from deepspeed_ext.optim.clipping import Scaling
 from deepspeed_ext.optim.spec import Group
 from deepspeed_ext.torch_internals.tensors import past_torch_function
-
-
-class Memory(NamedTuple):
-    """Most bytes of host memory for this and that.
-
-    Attributes:
-        shadow: for shadow buffers, which speculative steps write to.
-        gradients: for gradients on their way; None: for all of them.
-    """
-
-    shadow: int
-    gradients: int | None = None
 
 
 class Pipeline:
@@ -72,7 +64,7 @@ class Pipeline:
     ) -> None:
         self.ring = ring
         if ring is not None:
-            host_optimizer.settle = ring.settle
+            host_optimizer.settle = partial(_before_state_moves, weakref.ref(self))
         self.host_optimizer, self.groups, self.table = host_optimizer, groups, table
         self._memory, self._free_grads = memory, free_grads
         self.worker = Worker(table.share, partial(load, host_optimizer.spec.op.libraries["cpu"]))
@@ -80,11 +72,11 @@ class Pipeline:
         self._adder = Adder(self.worker)
         self._buckets: list[OffloadedBucket] = []
         self._kept_on_device: list[tuple[int, Bucket]] = []  # and the number of its group
-        self._made_seen: object = None  # by the host optimizer
         self._known: list[Bucket] = []  # of the host optimizer, that the former are for
         self._lock = threading.RLock()  # autograd has threads of its own
         self._divisor = 1.0  # which the next step will divide by, if it is like the last one
         self._bites = False  # clipping did, in the last step
+        self._broken_off: BaseException | None = None  # what a step was, in the middle of a bucket
         self.counts: Counter[str] = Counter()
 
     def _locked(self) -> AbstractContextManager[object]:
@@ -101,7 +93,7 @@ class Pipeline:
             if row is None:  # it has come into a group, and is known from the next step on
                 return
             row.hits += 1
-            if not self._is_final_in_hook(param):
+            if not is_final_in_hook(param, self._free_grads):
                 return
             bucket = row.bucket
             try:
@@ -119,16 +111,6 @@ class Pipeline:
             bucket.discard()
         elif all(row.hits == row.expected > 0 for row in bucket.rows):
             self._start_early(bucket)
-
-    def _is_final_in_hook(self, param: Tensor) -> bool:
-        """Return whether a gradient is final when its hook fires: DDP writes to it after that.
-
-        What is written to one that has left is lost, so none of those leaves early.
-        """
-        alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
-        if alone or is_dtensor(param):
-            return True
-        return not self._free_grads and torch.distributed.get_world_size() == 1
 
     def _send_away(self, row: Row[OffloadedBucket]) -> None:
         """Take a gradient from the device, and have it added to others in host memory."""
@@ -224,8 +206,6 @@ class Pipeline:
             ValueError: a gradient or parameter is not as it must be; nothing was stepped.
         """
         self.worker.check()
-        if self.ring is not None:
-            self.ring.check()
         self.finish()
         self._prepare()
         with self._locked():
@@ -276,14 +256,30 @@ class Pipeline:
                 self._take_rest(bucket)
                 if bucket.has_taken:
                     self._commit(bucket, divisor, after[bucket.streams.device])
-            # Their gradients are the user's again when step() returns.
-            on_disk = [bucket for bucket in self._buckets if isinstance(bucket, NvmeBucket)]
-            self.worker.wait([bucket.task for bucket in on_disk if bucket.task is not None])
-            if self.ring is not None:
-                self.ring.start_anew()
         finally:  # what was queued before an error, too, reads gradients
             for streams in self._streams.values():
                 streams.hold_back()  # whoever writes to them from now on
+            if self.ring is not None:
+                self._await_disk(self.ring)
+
+    def _await_disk(self, ring: Ring) -> None:
+        """Wait for steps that read gradients where they are, which are the user's again then.
+
+        Ctrl-C is raised after that; if it comes again, the step is broken off.
+        """
+        on_disk = [bucket for bucket in self._buckets if isinstance(bucket, NvmeBucket)]
+        tasks = [bucket.task for bucket in on_disk if bucket.task is not None]
+        try:
+            self.worker.wait(tasks)
+        except BaseException:
+            try:
+                self.worker.wait(tasks)
+            except BaseException as again:
+                ring.fail(again)
+                raise
+            raise
+        finally:
+            ring.start_anew()
 
     def _drop_outdated(self, bucket: OffloadedBucket) -> None:
         """Forget what is there of gradients of which it shows that they are not those of now."""
@@ -308,7 +304,14 @@ class Pipeline:
     def _commit(self, bucket: OffloadedBucket, divisor: float, after: Event | None) -> None:
         """Queue the step of a bucket, and wait for it if users of its weights cannot."""
         options = self._options(bucket) or options_of(self.groups[bucket.group])
-        if not bucket.commit(options, divisor, after, partial(self.wait_for, (bucket,))):
+        try:
+            waits = bucket.commit(options, divisor, after, partial(self.wait_for, (bucket,)))
+        except Exception:
+            raise
+        except BaseException as error:  # Ctrl-C: nobody knows what is queued and what is not
+            self._broken_off = error
+            raise
+        if not waits:
             self.wait_for([bucket])
 
     # Afterwards
@@ -317,13 +320,16 @@ class Pipeline:
         """Take note that the user is shown the state of a parameter."""
         if self.ring is not None:
             self.ring.check_open()
-            made = self.host_optimizer.made
-            if made is not None and made is not self._made_seen:
-                self.place()  # it was loaded: writes to it are to be seen
         row = self.table.get(param)
-        if row is not None and row.bucket is not None:
-            with self._locked(), torch.no_grad():
+        if row is None:
+            return
+        with self._locked(), torch.no_grad():
+            if row.bucket is not None:
                 row.bucket.show_state()
+            elif row.is_on_disk:  # no step was taken since it was loaded
+                for _, bucket in self.host_optimizer.buckets():
+                    if isinstance(bucket, DiskState):
+                        bucket.expose()
 
     def update_copies(self) -> None:
         """Give host copies the weights that somebody else has written, in whatever way."""
@@ -358,9 +364,13 @@ class Pipeline:
         """Wait until the last step is over, and let the current streams wait for its weights.
 
         Raises:
-            Exception: what went wrong in the worker.
+            Exception: what went wrong in the worker, or with state on disk, as far as is known.
         """
         self.wait_for(self._buckets)
+        if self._broken_off is not None:
+            raise refusal(self._broken_off) from self._broken_off
+        if self.ring is not None:
+            self.ring.check()
 
     def finish_disk(self) -> None:
         """Wait until all state that rests on disk is there.
@@ -375,11 +385,12 @@ class Pipeline:
     def end(self) -> None:
         """Finish what is queued, and end the thread: then all weights are there, for any stream."""
         self.worker.close()
-        if self.ring is not None and not self.worker.is_foreign():
+        if self.worker.is_foreign():
+            return
+        for bucket in self._buckets:
+            bucket.end()
+        if self.ring is not None:
             self.ring.close()
-        if not self.worker.is_foreign():
-            for bucket in self._buckets:
-                bucket.end()
 
     def wait_for(self, buckets: Iterable[OffloadedBucket]) -> None:
         """Do this for some buckets."""
@@ -406,18 +417,8 @@ class Pipeline:
 
     def follow(self) -> None:
         """Take what has changed of groups, and of what parameters look like."""
-        self._follow_groups()
-        self._follow_params()
-
-    def _follow_groups(self) -> None:
-        """Take options and parameters that have come into groups, and let go of others."""
-        for group, host_group in zip(self.groups, self.host_optimizer.param_groups, strict=True):
-            copies = self.table.copies_of(group["params"])
-            if list(map(id, copies)) != list(map(id, host_group["params"])):
-                host_group["params"] = copies
-                self.table.move_state(group["params"], self.host_optimizer.state)
-            host_group.update(options_of(group))
-        self.table.forget(self.groups, self.host_optimizer.state)
+        follow_groups(self.groups, self.host_optimizer, self.table)
+        follow_params(self.host_optimizer, self.table)
 
     def _options(self, bucket: OffloadedBucket) -> Group | None:
         """Return the options of a step as they are now, or None if that would wait for a device."""
@@ -426,31 +427,19 @@ class Pipeline:
             return None
         return options_of(self.groups[bucket.group])
 
-    def _follow_params(self) -> None:
-        """Give new host copies to parameters that have got another device, dtype or layout."""
-        changed = [row for row in self._rows() if row.has_new_look()]
-        for row in changed:
-            if row.is_on_disk:
-                put(row.copy, local(untouched_copy(row.param)).detach())
-            else:
-                remake(row.copy, row.param, self.table.share)
-        if changed:
-            self.host_optimizer.forget_buckets()
-
     @torch.no_grad()
     def place(self) -> None:
         """See that all parameters with a gradient or with state are in buckets."""
-        rows = self._rows()
+        rows = rows_of(self.host_optimizer, self.table)
         stepped = [row.copy for row in rows if row.param.grad is not None or row.has_sum]
         self.host_optimizer.give_state(stepped)
         are_there = all(bucket.is_on_device() for bucket in self._buckets)
         if not are_there or not all(bucket.fits() for _, bucket in self._kept_on_device):
             self.host_optimizer.forget_buckets()
         found = self.host_optimizer.buckets()
-        self._made_seen = self.host_optimizer.made
         if [bucket for _, bucket in found] == self._known:
             return
-        self._known = [bucket for _, bucket in found]
+        self._known = []  # until all is done: Ctrl-C may come in between
         for made in self._buckets:
             made.discard()
         for row in self.table:
@@ -474,6 +463,16 @@ class Pipeline:
             left -= made.nbytes
             if left >= 0:
                 made.make_shadow(host_memory(made.bucket.parts(), self.table.share))
+        self._known = [bucket for _, bucket in found]
+
+    def before_state_moves(self) -> None:
+        """See that all state is on the disk, and that its old place there goes with its views."""
+        assert self.ring is not None
+        self.ring.settle()
+        for made in self._buckets:
+            made.discard()
+        self._buckets, self._kept_on_device, self._known = [], [], []
+        self.ring.follow([])
 
     def _made(
         self, group: int, bucket: Bucket, rows: list[Row[OffloadedBucket]]
@@ -493,6 +492,8 @@ class Pipeline:
             return NvmeBucket(*given, ring=self.ring)
         return OffloadedBucket(*given)
 
-    def _rows(self) -> list[Row[OffloadedBucket]]:
-        """Return the rows of parameters that are in groups."""
-        return list(map(self.table.of_copy, self.host_optimizer.params()))
+
+def _before_state_moves(pipeline: "weakref.ref[Pipeline]") -> None:
+    """Tell it: what it knows is not to hold it."""
+    if (known := pipeline()) is not None:
+        known.before_state_moves()

@@ -86,6 +86,25 @@ class Task:
         self.done = True
 
 
+class ThisProcess:
+    """The process that made it, of which there may be forks."""
+
+    def __init__(self) -> None:
+        self._number = os.getpid()
+
+    def is_foreign(self) -> bool:
+        """Return whether this is a fork of it."""
+        return self._number != os.getpid()
+
+    def check(self) -> None:
+        """Raise RuntimeError if this is a fork of it."""
+        if self.is_foreign():
+            raise RuntimeError(
+                "OffloadOptimizer: this process is a fork of the one that made it, expected the "
+                "same; make one here, or call synchronize() before the fork to read weights"
+            )
+
+
 class Worker:
     """One thread, started by the first task. It sleeps while there is nothing to do.
 
@@ -101,11 +120,13 @@ class Worker:
     def __init__(self, share: Share, load: Callable[[], object]) -> None:
         self.share, self._load = share, load
         self._threads: int | None = None
-        self._changed = threading.Condition()
+        # `with` takes it in one go; Ctrl-C may come between a Condition's having it and the block.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._queue: list[Task] = []
         self._thread: threading.Thread | None = None
         self._closing = False
-        self._process = os.getpid()
+        self._process = ThisProcess()
 
     def submit(self, task: Task) -> Task:
         """Queue a task.
@@ -114,7 +135,7 @@ class Worker:
             RuntimeError: the worker is closed, or belongs to the parent of this process.
         """
         self.check()
-        with self._changed:
+        with self._lock:
             self.check()
             self._queue.append(task)
             has_nobody = self._thread is None
@@ -148,12 +169,12 @@ class Worker:
         self._thread.start()
 
     def _wake(self) -> None:
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
     def _drop_all(self) -> None:
         """Leave what nobody has begun undone, as the user does not want to wait for it."""
-        with self._changed:
+        with self._lock:
             for task in self._queue:
                 task.error = RuntimeError("OffloadOptimizer: the end of Python was interrupted")
                 task.end()
@@ -162,23 +183,23 @@ class Worker:
 
     def check(self) -> None:
         """Raise RuntimeError if it is closed, or this is a fork of the process with the thread."""
-        if self.is_foreign():
-            raise RuntimeError(
-                "OffloadOptimizer: this process is a fork of the one that made it, expected the "
-                "same; make one here, or call synchronize() before the fork to read weights"
-            )
+        self._process.check()
         if self._closing:
             raise RuntimeError("OffloadOptimizer: it is closed, expected to be open")
 
+    def check_process(self) -> None:
+        """Raise RuntimeError if this is a fork of the process with the thread."""
+        self._process.check()
+
     def is_foreign(self) -> bool:
         """Return whether this is a fork of the process that has the thread."""
-        return self._process != os.getpid()
+        return self._process.is_foreign()
 
     def drop(self, task: Task) -> bool:
         """Take a task back if nobody has begun it; return whether that was so."""
         if self.is_foreign():  # the thread may have held the lock as it was forked
             return False
-        with self._changed:
+        with self._lock:
             if task not in self._queue:
                 return False
             self._queue.remove(task)
@@ -196,7 +217,7 @@ class Worker:
             if not all(task.done for task in tasks):
                 self.check()
             return
-        with self._changed:
+        with self._lock:
             for task in tasks:
                 while not task.done:
                     # In slices: a signal that comes right before a wait is seen only after it.
@@ -206,7 +227,7 @@ class Worker:
         """Finish what is queued and end the thread. May be called again."""
         if self.is_foreign():
             return
-        with self._changed:
+        with self._lock:
             self._closing = True
             self._changed.notify_all()
             thread = self._thread
@@ -220,14 +241,14 @@ class Worker:
                     task.run()
             except BaseException as error:
                 task.error = error
-            with self._changed:
+            with self._lock:
                 task.end()
                 self._changed.notify_all()
             del task
 
     def _take(self) -> Task | None:
         """Wait for a task, and return it; None when there will be no more for this thread."""
-        with self._changed:
+        with self._lock:
             while not (self._queue or self._closing or is_ending()):
                 self._changed.wait()
             if not self._queue:

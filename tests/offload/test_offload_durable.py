@@ -229,7 +229,7 @@ def test_after_a_failed_step_it_resumes(folder, monkeypatch):
         with pytest.raises((OSError, RuntimeError)):
             train(net, optimizer, 2, 4)
             optimizer._pipeline.finish_disk()
-    with pytest.raises(RuntimeError, match="make the optimizer anew by resume=True"):
+    with pytest.raises(RuntimeError, match="make the optimizer anew with resume=True"):
         optimizer.commit(step=2)
     with pytest.raises(RuntimeError):
         optimizer.close()

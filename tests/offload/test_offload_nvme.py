@@ -277,7 +277,7 @@ def test_a_folder_that_is_not_there_and_a_full_disk(on_disk, tmp_path, monkeypat
     with pytest.raises(FileNotFoundError):
         OffloadOptimizer(large("cpu"), **options | {"nvme_path": tmp_path / "none"})
 
-    def full(self, nbytes):
+    def full(self, nbytes, in_parts):
         raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(TensorStore, "reserve", full)

@@ -181,6 +181,11 @@ class DiskState(Bucket):
         both = zip(self._names, self.on_disk, strict=True)
         return [name if is_there else None for name, is_there in both]
 
+    @property
+    def unwritten_bytes(self) -> int:
+        """Bytes of the records that there will be, and are not yet."""
+        return self.on_disk.count(False) * self.shape.nbytes
+
     def name(self, k: int) -> str:
         """Return the name of the record of a piece."""
         return self._names[k]
@@ -219,6 +224,10 @@ class DiskState(Bucket):
         self.on_disk[k] = True
         self.exposed.discard(k)
         self._shown.show(k, self.name(k))
+
+    def expose(self) -> None:
+        """Take all pieces for written to, as somebody may have in the buffers."""
+        self.exposed = set(range(self.count))
 
     def flush(self, pieces: Iterable[int]) -> None:
         """Bring what was written to the buffers to the disk."""
@@ -269,6 +278,7 @@ class DiskState(Bucket):
 
     def reset_master_weights(self) -> None:
         """See Bucket.reset_master_weights."""
+        self.expose()  # until all of it is there
         if REMAINDER in self.buffers:
             self.buffers[REMAINDER][0].zero_()
         if MASTER in self.buffers:

@@ -48,6 +48,7 @@ class NvmeBucket(OffloadedBucket):
     def __init__(self, *args: Any, ring: Ring) -> None:
         super().__init__(*args)
         self._ring = ring
+        self._is_whole = True  # the step that is under way, or was the last: nothing of it is done
 
     def fetch(self) -> Arrival:
         """Return the step by the gradients that there are; they stay where they are until then."""
@@ -65,7 +66,10 @@ class NvmeBucket(OffloadedBucket):
         try:
             self._step_pieces(arrival, options, scaling, after)
         except BaseException as error:
-            self._ring.error = self._ring.error or error
+            if self._is_whole:  # as in host memory, what was wrong can be put right
+                self._ring.put_back()
+            else:
+                self._ring.fail(error)
             raise
         finally:
             arrival.there = arrival.there._replace(grads=[])
@@ -78,8 +82,10 @@ class NvmeBucket(OffloadedBucket):
         counts = state.buffers[STEP][0]
         counted = counts.clone()  # a parameter in several pieces is counted once
         stretches = self._stretches(work)
-        for k in sorted(stretches):
+        for number, k in enumerate(sorted(stretches)):
+            self._is_whole = False
             slab = self._ring.take((state, k))
+            self._is_whole = number == 0
             there, here = self._brought(slab, stretches[k], work, after)
             values = state.values(k, slab)
             self._follow(arrival.indices, stretches[k], here.params, values)
@@ -87,6 +93,7 @@ class NvmeBucket(OffloadedBucket):
                 buffers = {**part.buffers, STEP: [counted]}
                 out = self.host_optimizer.out_of(part.params, buffers, part.scales)
                 self._step_part(REQUESTED, part, None, options, scaling, out)
+                self._is_whole = False
             sent = None
             if there is not None:
                 self._send(list(map(Copy, there.params, here.params)), after)
@@ -185,12 +192,12 @@ class NvmeBucket(OffloadedBucket):
 
     def show_state(self) -> None:
         """See OffloadedBucket.show_state."""
-        everywhere = set(range(self.bucket.count))
-        if self.bucket.exposed != everywhere:
+        self._worker.check_process()
+        if len(self.bucket.exposed) < self.bucket.count:
             self._ring.settle()
             self.pull()
             self.bucket.follow_stale()
-            self.bucket.exposed = everywhere
+            self.bucket.expose()
         super().show_state()
 
     @property

@@ -13,6 +13,8 @@ from deepspeed_ext.io import PinnedBuffer
 from deepspeed_ext.offload.copies import Event
 from deepspeed_ext.offload.tiers.disk_state import DiskState
 from deepspeed_ext.offload.tiers.records import Records, Transfer
+from deepspeed_ext.offload.worker import ThisProcess
+from deepspeed_ext.op_builder.log import logger
 
 _LENT = 4  # slabs, as a row of writes wants: one is filled while others are written
 
@@ -63,7 +65,10 @@ class Ring:
         self._order: Sequence[Place] = ()
         self._index: dict[Place, int] = {}
         self._next = 0  # in that, to be read
+        self._taken: Tensor | None = None  # the slab that is stepped
+        self._process = ThisProcess()
         self.error: BaseException | None = None
+        self._is_told = False  # the error was raised
         self.bytes_read = self.bytes_written = self.ahead = self.taken = 0
         self.begin = time.monotonic()
 
@@ -75,11 +80,17 @@ class Ring:
             self._index = {place: i for i, place in enumerate(order)}
 
     def settle(self) -> None:
-        """Wait until all is written, and read nothing ahead: somebody looks at state, or writes."""
+        """Wait until all is written, and read nothing ahead: somebody looks at state, or writes.
+
+        Raises:
+            RuntimeError: it is not, so nobody is to look; or this is a fork.
+        """
+        self._process.check()
         with self._lock:
             self._drop_reads()
             self._next = len(self._order)
             self.finish()
+        self.check()
 
     def start_anew(self) -> None:
         """Take note that a step is over: the first piece will be wanted next."""
@@ -90,6 +101,8 @@ class Ring:
 
     def run_ahead(self) -> None:
         """Begin to read the pieces that come next, as far as there is memory for them."""
+        if self._process.is_foreign():
+            return
         with self._lock:
             self._collect()
             while self._next < len(self._order) and self._slabs() and self.error is None:
@@ -97,7 +110,8 @@ class Ring:
                 if place[1] in place[0].exposed or self._is_written_now(place):
                     return
                 if place not in self._reads:
-                    self._reads[place] = self._read(place)
+                    with self._in_one_go():
+                        self._reads[place] = self._read(place)
                 self._next += 1
 
     def take(self, place: Place) -> Tensor:
@@ -114,6 +128,7 @@ class Ring:
             if found is None:
                 self._pass(place)
                 found = self._read(place)
+            self._taken = found.slab
             self.run_ahead()
         if found.future is not None:
             found.future.result()
@@ -135,6 +150,7 @@ class Ring:
             state.exposed.discard(k)  # who looks at it anew, too
             self.bytes_written += record.nbytes
             self._writes.append(_Write(slab, place, future, sent))
+            self._taken = None
             self.run_ahead()
 
     @contextmanager
@@ -155,21 +171,31 @@ class Ring:
             with self._lock:
                 self._slabs().extend(lent)
 
-    def close(self) -> None:
-        """Wait until all is written, and close the store, if it is one that others could open."""
-        self.finish()
-        self.records.close()
+    def put_back(self) -> None:
+        """Use the slab that was taken for another piece: nothing was done with this one."""
+        with self._lock:
+            if self._taken is not None:
+                self._slabs().append(self._taken)
+            self._taken = None
+
+    def fail(self, error: BaseException) -> None:
+        """Refuse to go on, as an error that is raised has come in the middle of a step."""
+        self.error = self.error or error
+        self._is_told = True
 
     def check(self) -> None:
-        """Raise what went wrong with what was written behind, as far as that is known."""
-        if self.error is None:
+        """Raise what went wrong with what was written behind, as far as that is known.
+
+        Raises:
+            RuntimeError: something did.
+        """
+        if self._process.is_foreign():
             return
-        source = "by resume=True" if self.records.store.durable else "from a checkpoint"
-        raise RuntimeError(
-            f"OffloadOptimizer: state on disk is {type(self.error).__name__} ({self.error}),"
-            " expected a disk that works: weights and state are of two steps by now; make the"
-            f" optimizer anew {source}"
-        ) from self.error
+        with self._lock:
+            self._collect()
+        if self.error is not None:
+            self._is_told = True
+            raise refusal(self.error, self.records.store.durable) from self.error
 
     def check_open(self) -> None:
         """Raise RuntimeError if state cannot be looked at any more."""
@@ -185,6 +211,18 @@ class Ring:
             while self._writes:
                 self._collect_one()
 
+    def close(self) -> None:
+        """Wait until nothing is under way, let go of the memory, and of what others could open."""
+        with self._lock:
+            self._drop_reads()
+            self._next = len(self._order)
+            self.finish()
+            self._free = None
+        self.records.close()
+        if self.error is not None and not self._is_told:  # nobody is left to raise it
+            self._is_told = True
+            logger.error("%s", refusal(self.error, self.records.store.durable), exc_info=self.error)
+
     def stats(self) -> dict[str, float]:
         """Return bytes moved, and how often the disk was ahead."""
         seconds = time.monotonic() - self.begin
@@ -196,6 +234,17 @@ class Ring:
         }
 
     # With the lock held
+
+    @contextmanager
+    def _in_one_go(self) -> Iterator[None]:
+        """Do what Ctrl-C must not break off: nobody would know whose a slab is."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def _slabs(self) -> list[Tensor]:
         if self._free is None:
@@ -240,10 +289,12 @@ class Ring:
             self._drop(place)
 
     def _drop(self, place: Place) -> None:
-        slab, future = self._reads.pop(place)
+        slab, future = self._reads[place]
         if future is not None:
             future.exception()  # nobody wants it
-        self._slabs().append(slab)
+        with self._in_one_go():
+            del self._reads[place]
+            self._slabs().append(slab)
 
     def _collect(self) -> None:
         """Take back the slabs of pieces that are written by now."""
@@ -254,16 +305,32 @@ class Ring:
             self._collect_one()
 
     def _collect_one(self) -> None:
-        write = self._writes.popleft()
+        write = self._writes[0]  # until it is over, whatever comes in between
         state, k = write.place
         try:
             write.future.result()
             state.show(k)
-        except BaseException as error:
+        except Exception as error:
             self.error = self.error or error
         if write.sent is not None:
             write.sent.synchronize()
-        self._slabs().append(write.slab)
+        with self._in_one_go():
+            self._writes.popleft()
+            self._slabs().append(write.slab)
+
+
+def refusal(error: BaseException, is_durable: bool = False) -> RuntimeError:
+    """Return what an optimizer says that cannot go on, and whether it can be resumed."""
+    kind = type(error).__name__
+    if isinstance(error, Exception):
+        what = f"state on disk is {kind} ({error}), expected a disk that works"
+    else:
+        what = f"a step was broken off by {kind}, expected to be over"
+    source = "with resume=True" if is_durable else "from a checkpoint"
+    return RuntimeError(
+        f"OffloadOptimizer: {what}: weights and state are of two steps by now; make the optimizer"
+        f" anew {source}"
+    )
 
 
 def views_in(memory: Tensor, begin: int, like: Sequence[Tensor]) -> tuple[list[Tensor], int]:
