@@ -2,11 +2,13 @@
 
 A step reads all state and writes all state. Nobody is faster than the slower of the step in host
 memory and of a loop that reads and writes as many bytes at the same time, at the best of some
-depths and sizes. All take turns in one process.
+depths and sizes. A commit writes the weights, beside which stands a loop that writes as many bytes.
+All take turns in one process.
 """
 
 import argparse
 import tempfile
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -46,6 +48,23 @@ def loop(engine: AsyncIO, file: File, total: int, piece: int, depth: int) -> Cal
                     writes.pop(ahead - depth).result()
                 reads[ahead] = engine.read(slabs[ahead % depth], file, places[ahead])
         for write in writes.values():
+            write.result()
+
+    return run
+
+
+def writes(engine: AsyncIO, file: File, total: int, piece: int, depth: int) -> Callable[[], None]:
+    """Return what writes the beginning of a file, some pieces at a time."""
+    slabs = [PinnedBuffer(piece).tensor() for _ in range(depth)]
+
+    def run() -> None:
+        under_way = deque()
+        for i, at in enumerate(range(0, total, piece)):
+            if len(under_way) == depth:
+                under_way.popleft().result()
+            part = slabs[i % depth][: min(piece, total - at)]
+            under_way.append(engine.write(part, file, at))
+        for write in under_way:
             write.result()
 
     return run
@@ -91,6 +110,12 @@ def main() -> None:
         where = {"device": "nvme", "nvme_path": options.path, "nvme_fraction": 1.0}
         budget = int(state / options.share)
         on_disk = stack.enter_context(made(**where, memory_budget=budget))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.path))
+        where["nvme_path"] = folder
+        durable = stack.enter_context(made(**where, memory_budget=budget, durable=True))
+        durable.step()
+        durable.commit()
+        committed = durable.stats()["bytes_committed"]
         in_memory = stack.enter_context(made())
         engine = stack.enter_context(AsyncIO())
         file = File.scratch(str(options.path))
@@ -98,14 +123,19 @@ def main() -> None:
         file.allocate(0, state)
         contenders = [
             Contender("on disk", stepping(on_disk)),
+            Contender("durable", stepping(durable)),
+            Contender("commit", durable.commit),
             Contender("in memory", in_memory.step),
         ]
         for name, piece in PIECES.items():
             depth = max(4, min(16, budget // piece))
             contenders.append(Contender(f"loop of {name}", loop(engine, file, state, piece, depth)))
+            write = writes(engine, file, committed, piece, depth)
+            contenders.append(Contender(f"writes of {name}", write))
         with tqdm(total=options.rounds) as progress:
             timings = measure(contenders, options.device, options.rounds, progress)
         work = f"{options.format}, {state / 2**30:.2f} GiB of state, {budget >> 20} MiB"
+        work += f", {committed / 2**30:.2f} GiB in a commit"
         result = Result(work, torch.get_num_threads(), size * TENSORS, 2 * state, timings)
         show(result)
         print(
