@@ -79,7 +79,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("bucket",),
         ("bucket_states", "verdict"),
         ("tiers",),
-        ("pipeline",),
+        ("pipeline", "state_intake"),
         ("memory_estimate",),
         ("optimizer",),
         ("timeline",),

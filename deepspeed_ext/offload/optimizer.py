@@ -25,6 +25,7 @@ from deepspeed_ext.offload.memory_estimate import (
 )
 from deepspeed_ext.offload.param_table import ParamTable, weakly
 from deepspeed_ext.offload.pipeline import Pipeline
+from deepspeed_ext.offload.state_intake import StateIntake
 from deepspeed_ext.offload.tiers.ring import Ring
 from deepspeed_ext.offload.tiers.room import bytes_in, check_nvme, maker, store_for
 from deepspeed_ext.ops.optimizers.clip import checked_norm
@@ -33,7 +34,8 @@ from deepspeed_ext.optim.base import FlatStateOptimizer
 from deepspeed_ext.optim.buckets import Bucket
 from deepspeed_ext.optim.checks import check_group_keys, check_once
 from deepspeed_ext.optim.clipping import Scaling
-from deepspeed_ext.optim.state_dict import portable_state
+from deepspeed_ext.optim.formats import Parts
+from deepspeed_ext.optim.state_dict import portable_state, portable_state_in_parts
 from deepspeed_ext.processors import check_threads, share_here
 from deepspeed_ext.torch_internals.compiler import untraced
 from deepspeed_ext.torch_internals.modules import load_hooks_of
@@ -368,6 +370,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         return portable_state(super().state_dict(), self._host_optimizer.spec.signed)
 
+    def state_dict_in_parts(self) -> tuple[dict[str, Any], dict[tuple[int, str], Parts]]:
+        """Return the state dict, with tensors that it would make of others on meta.
+
+        Returns:
+            The state dict; and, by number and key, what makes those tensors part by part.
+        """
+        return portable_state_in_parts(super().state_dict(), self._host_optimizer.spec.signed)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict of this class, the optimizer class or torch's counterpart returned.
 
@@ -380,6 +390,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             state_dict = state_dict if changed is None else changed
         self._pipeline.update_copies()
         self._host_optimizer.load_state_dict(state_dict)
+        self._pipeline.follow_buckets()  # who is shown state now may write to it
         self._take_options()
         for told in after:
             told(self)
@@ -399,6 +410,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._pipeline.finish()
         self._pipeline.update_copies()
         self._host_optimizer.give_state([self._pipeline.table[param].copy for param in params])
+        self._pipeline.follow_buckets()
+
+    def state_intake(self) -> StateIntake:
+        """Return what takes state of one parameter after another, of those that have some."""
+        self._pipeline.finish()
+        return StateIntake(self._host_optimizer, self._pipeline.table)
 
     def reset_master(self) -> None:
         """Make master weights copies of the parameters; see `FlatStateOptimizer.reset_master`."""

@@ -442,6 +442,10 @@ class Pipeline:
         are_there = all(bucket.is_on_device() for bucket in self._buckets)
         if not are_there or not all(bucket.fits() for _, bucket in self._kept_on_device):
             self.host_optimizer.forget_buckets()
+        self.follow_buckets()
+
+    def follow_buckets(self) -> None:
+        """Take over the buckets that the host optimizer has now."""
         found = self.host_optimizer.buckets()
         if [bucket for _, bucket in found] == self._known:
             return
