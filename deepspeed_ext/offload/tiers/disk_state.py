@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deepspeed_ext.dtensors import local
 from deepspeed_ext.io import TensorStore
+from deepspeed_ext.io.checkpoint.packed_writer import new_pages
 from deepspeed_ext.io.extents import PAGE
 from deepspeed_ext.io.file_map import file_map
 from deepspeed_ext.offload.host_tensors import put
@@ -187,7 +188,9 @@ class DiskState(Bucket):
 
     def flush(self, pieces: Sequence[int]) -> None:
         """Bring what was written to the buffers to the disk."""
-        record = torch.zeros(self.shape.nbytes, dtype=torch.uint8, device="cpu")
+        if not pieces:
+            return
+        record = new_pages(self.shape.nbytes)  # else the engine would copy it to pages of its own
         for k in pieces:
             self.copy_shown(k, record)
             self.store.put(self.name(k), record)
