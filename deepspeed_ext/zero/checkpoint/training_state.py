@@ -273,7 +273,7 @@ class Targets:
         }
         if self._intake is not None:
             numbers = {name: number for number, name in enumerate(flat) if name in keys}
-            names_of = {self._params[name]: name for name in numbers}
+            names_of: dict[Tensor, str] = {self._params[name]: name for name in numbers}
             ordered = self._intake.ordered(names_of)
             self._untaken = {names_of[param]: numbers[names_of[param]] for param in ordered}
 
