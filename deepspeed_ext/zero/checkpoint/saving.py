@@ -4,7 +4,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -33,10 +33,9 @@ from deepspeed_ext.zero.checkpoint.exchange import (
 from deepspeed_ext.zero.checkpoint.folder import checked_tag, folder_of, name_latest
 from deepspeed_ext.zero.checkpoint.plain_values import NotPlain, OutOfRange, dumps
 from deepspeed_ext.zero.checkpoint.staging import staged
-from deepspeed_ext.zero.checkpoint.storage import Encoded, InParts, Reader, SavesParts, Writer
+from deepspeed_ext.zero.checkpoint.storage import Encoded, InParts, Part, Reader, SavesParts, Writer
 from deepspeed_ext.zero.checkpoint.training_state import (
     COMMON,
-    Parts,
     Targets,
     check_extra,
     extra_of,
@@ -344,7 +343,7 @@ def _check_processes(metadata: Metadata, processes: int) -> None:
             raise RuntimeError(f"{_SAVE}: no process has given {name!r}, expected one of each")
 
 
-def _read(reader: Reader, tensors: dict[str, Any], parts: Parts) -> None:
+def _read(reader: Reader, tensors: dict[str, Any], parts: Sequence[Part]) -> None:
     try:
         dcp_load(tensors, storage_reader=reader, planner=InParts(parts))
     except CheckpointException as error:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -197,14 +197,28 @@ class SavesParts(DefaultSavePlanner):
         self.parts = parts
 
 
+class Part(NamedTuple):
+    """Tensors that are read together.
+
+    Attributes:
+        names: of them.
+        buffers: those that have memory only from when they are read until they are taken.
+        take: called when all are there; lets the memory go.
+    """
+
+    names: Sequence[str]
+    buffers: Sequence[Tensor]
+    take: Callable[[], None]
+
+
 class InParts(DefaultLoadPlanner):
     """A planner whose tensors are read part by part, and taken from where they were read to.
 
     Args:
-        parts: names of tensors, and what takes these when they are there; all others come first.
+        parts: of them; all others come first.
     """
 
-    def __init__(self, parts: Iterable[tuple[Sequence[str], Callable[[], None]]]) -> None:
+    def __init__(self, parts: Iterable[Part]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._parts = list(parts)
 
@@ -213,11 +227,17 @@ class InParts(DefaultLoadPlanner):
         by_name: dict[str, list[ReadItem]] = {}
         for item in items:
             by_name.setdefault(item.dest_index.fqn, []).append(item)
-        later = {name for names, _ in self._parts for name in names}
+        later = {name for part in self._parts for name in part.names}
+        sizes = [[b.untyped_storage().nbytes() for b in part.buffers] for part in self._parts]
+        for part in self._parts:
+            for buffer in part.buffers:  # nobody has written to one yet
+                buffer.untyped_storage().resize_(0)
         yield [item for item in items if item.dest_index.fqn not in later]
-        for names, take in self._parts:
-            yield [item for name in names for item in by_name.get(name, ())]
-            take()
+        for part, nbytes in zip(self._parts, sizes, strict=True):
+            for buffer, size in zip(part.buffers, nbytes, strict=True):
+                buffer.untyped_storage().resize_(size)
+            yield [item for name in part.names for item in by_name.get(name, ())]
+            part.take()
 
 
 class Reader(StorageReader):

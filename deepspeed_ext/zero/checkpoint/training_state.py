@@ -1,7 +1,7 @@
 """Model and optimizer as flat state dicts, by names that say nothing of processes or wrappers."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from deepspeed_ext.optim.checks import title_of_state
 from deepspeed_ext.optim.foreign_state import refused_by_torch
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
 from deepspeed_ext.torch_internals.modules import copy_metadata
-from deepspeed_ext.zero.checkpoint.storage import Reader
+from deepspeed_ext.zero.checkpoint.storage import Part, Reader
 from deepspeed_ext.zero.names import by_plain_name, plain_name
 
 _log = logging.getLogger("deepspeed_ext")
@@ -27,7 +27,6 @@ MODEL = "model."
 OPTIMIZER = "optimizer."
 COMMON = "common"  # what a checkpoint says once
 Group = dict[str, Any]
-Parts = list[tuple[Sequence[str], Callable[[], None]]]
 
 
 class TrainingReader(Reader):
@@ -277,22 +276,32 @@ class Targets:
             ordered = self._intake.ordered(names_of)
             self._untaken = {names_of[param]: numbers[names_of[param]] for param in ordered}
 
-    def parts(self) -> Parts:
-        """Return names in `tensors` that are to be there together, and what takes these then."""
+    def parts(self) -> list[Part]:
+        """Return what of `tensors` is to be there together, and is taken then."""
         return [
-            (
+            Part(
                 [f"{OPTIMIZER}{name}.{key}" for key in self._state[number]],
+                [] if MODEL + name in self.again else self._buffers_of(name),
                 partial(self._take_state, name),
             )
             for name, number in self._untaken.items()
         ]
 
-    def parts_again(self) -> Parts:
+    def parts_again(self) -> list[Part]:
         """Return the same of `again`."""
         return [
-            ([MODEL + name], partial(self._take_state, name, has_all=True))
+            Part([MODEL + name], [], partial(self._take_state, name, has_all=True))
             for name in self._untaken
             if MODEL + name in self.again
+        ]
+
+    def _buffers_of(self, name: str) -> list[Tensor]:
+        """Return what the state of a parameter is read to that is not where it is to be."""
+        entry, own = self._state[self._untaken[name]], self._own[self._params[name]]
+        return [
+            local(value)
+            for key, value in entry.items()
+            if key not in own or not is_same_memory(value, local(own[key]))
         ]
 
     def _take_state(self, name: str, *, has_all: bool = False) -> None:
